@@ -1,0 +1,1 @@
+"""Correctness: cases, comparison against the oracle, and the runner behind ``onepass check``."""

@@ -1,0 +1,85 @@
+"""What a case is, and how its tensors are laid out in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed"]
+Values = Literal["normal", "pattern", "special", "wide"]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One call of an op: shapes, dtypes, options, memory layout and the kind of values."""
+
+    op: str
+    group: str
+    lead: tuple[int, ...]
+    n: int
+    x: torch.dtype = torch.bfloat16
+    gamma: torch.dtype | None = None
+    residual: torch.dtype | None = None
+    operands: tuple[str, ...] = ()
+    layout: Layout = "contiguous"
+    values: Values = "normal"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Readable and unique within the op."""
+        shape = "x".join(map(str, (*self.lead, self.n)))
+        parts = [shape, _short(self.x)]
+        if self.gamma is not None and self.gamma != self.x:
+            parts.append(f"gamma={_short(self.gamma)}")
+        if self.residual is not None:
+            parts.append(f"residual={_short(self.residual)}")
+        parts += [f"{k}={_word(v)}" for k, v in self.options.items()]
+        parts += [part for part in (*self.operands, self.layout, self.values) if part not in ("contiguous", "normal")]
+        return f"{self.group}: {' '.join(parts)}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return _short(value)
+    return str(getattr(value, "key", value))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("float", "f").replace("bf", "b").replace("b16", "bf16")
+
+
+def lay_out(values: Tensor, layout: Layout) -> Tensor:
+    """The same values in memory that is strided, misaligned, expanded or transposed."""
+    *lead, n = values.shape
+    match layout:
+        case "sliced":
+            parent = values.new_full((*lead, n + 48), 7.0)
+            parent[..., 16 : 16 + n] = values
+            return parent[..., 16 : 16 + n]
+        case "misaligned":
+            parent = values.new_full((*lead, n + 3), 7.0)
+            parent[..., 1 : 1 + n] = values
+            return parent[..., 1 : 1 + n]
+        case "expanded":
+            return values[:1].expand(values.shape)
+        case "transposed":
+            return values.transpose(0, 1).contiguous().transpose(0, 1) if len(lead) > 1 else values
+    return values
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fill with bytes that no correct output consists of."""
+    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    storage.fill_(0xFF)
+    return tensor
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit, NaN payloads included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))

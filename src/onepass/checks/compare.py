@@ -1,0 +1,124 @@
+"""How close is close enough: outputs against the float64 oracle, as docs/numerics.md states it.
+
+Every function returns None when the output passes and a sentence saying what is wrong when it does not. An all-zero
+output passes none of them (unless zero is right).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import oracle
+from ..formats import Fp8Format, ScaleRule
+
+FLOAT32_ERROR = 1e-6
+"""Relative error that float32 accumulation and the few products after it may leave."""
+
+_INTEGER = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+
+
+def ordered(values: Tensor) -> Tensor:
+    """Floats as integers that count units in the last place (int64, +0 and -0 both 0)."""
+    bits = values.view(_INTEGER[values.dtype]).long()
+    return torch.where(bits < 0, -(bits & (2 ** (8 * values.element_size() - 1) - 1)), bits)
+
+
+def floats(actual: Tensor, exact: Tensor, *, ulps: int = 1, share: float = 0.999, error: float = FLOAT32_ERROR) -> str | None:
+    """bf16/f16: within ``ulps`` of the rounded oracle and ``share`` of them equal; float32: within ``error``, relatively."""
+    if actual.shape != exact.shape:
+        return f"shape {list(actual.shape)}, expected {list(exact.shape)}"
+    if actual.numel() == 0:
+        return None
+    actual = actual.contiguous()
+    nan = exact.isnan()
+    if (actual.isnan() != nan).any():
+        return f"NaN in {int(actual.isnan().sum())} places, expected in {int(nan.sum())}"
+    if actual.dtype == torch.float32:
+        bad = ~nan & ((actual.double() - exact).abs() > error * exact.abs() + 1e-43) & (actual.double() != exact)
+        if bad.any():
+            worst = ((actual.double() - exact).abs() / exact.abs())[bad].max()
+            return f"{int(bad.sum())} of {bad.numel()} values off, by up to {worst:.1e} relative"
+        return None
+    rounded = exact.to(actual.dtype)
+    apart = torch.where(nan, 0, (ordered(actual) - ordered(rounded)).abs())
+    if int(apart.max()) > ulps:
+        return f"{int((apart > ulps).sum())} of {apart.numel()} values more than {ulps} ulp off, by up to {int(apart.max())} ulp"
+    different = int((apart > 0).sum())
+    if different > max(1, (1 - share) * apart.numel()):
+        return f"{different} of {apart.numel()} values not equal to the rounded oracle (at most {1 - share:.1%} may differ)"
+    return None
+
+
+def scales(actual: Tensor, exact: Tensor, rule: ScaleRule, *, error: float = FLOAT32_ERROR) -> str | None:
+    """Stored scales: between what the exact step gives when nudged down and up by ``error``."""
+    if actual.shape != exact.shape:
+        return f"scale shape {list(actual.shape)}, expected {list(exact.shape)}"
+    if actual.numel() == 0:
+        return None
+    value = actual.double() if actual.dtype != torch.float8_e8m0fnu else _e8m0(actual)
+    if (value.isnan() != exact.isnan()).any():
+        return f"scale is NaN in {int(value.isnan().sum())} places, expected in {int(exact.isnan().sum())}"
+    low, high = (_stored(exact * (1 + nudge), rule) for nudge in (-error, error))
+    bad = ~exact.isnan() & ((value < low) | (value > high))
+    if bad.any():
+        at = int(bad.flatten().nonzero()[0])
+        return f"{int(bad.sum())} of {bad.numel()} scales off, first {value.flatten()[at]:.9g}, expected {exact.flatten()[at]:.9g}"
+    return None
+
+
+def _e8m0(codes: Tensor) -> Tensor:
+    exponent = codes.view(torch.uint8).double()
+    return torch.where(exponent == 255, torch.nan, torch.exp2(exponent - 127))
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """Stored scales as float64."""
+    return _e8m0(scale) if scale.dtype == torch.float8_e8m0fnu else scale.double()
+
+
+def _stored(step: Tensor, rule: ScaleRule) -> Tensor:
+    if rule.ue8m0:
+        return oracle.power_of_two_above(step)
+    step = torch.where(step < 2.0**-126, 0.0, step.clamp(max=torch.finfo(rule.dtype).max))
+    return step.to(rule.dtype).double()
+
+
+def codes(
+    actual: Tensor, y: Tensor, scale: Tensor, fmt: Fp8Format, fp8_max: float, *, error: float = FLOAT32_ERROR,
+    stray: float = 0.0, ties: float = 0.001,
+) -> str | None:  # fmt: skip
+    """fp8 codes: equal to the exact code of y / scale, or to that of a value within float32 error of it.
+
+    ``scale`` holds the scales as stored, broadcast over ``y``. ``stray`` is the share that may be one code off
+    without that excuse (for "hf", where an earlier rounding to bf16 may fall the other way); ``ties`` the share that may
+    need the excuse (values with few mantissa bits are often exact ties).
+    """
+    if actual.shape != y.shape:
+        return f"shape {list(actual.shape)}, expected {list(y.shape)}"
+    if actual.numel() == 0:
+        return None
+    exact = torch.where(scale == 0, torch.where(y.isnan(), y, y * 0), y / scale)
+    got = actual.contiguous().view(torch.uint8)
+    form = (fmt.bias, fp8_max, fmt.nan_code, fmt.has_negative_zero)
+    middle, low, high = (oracle.encode(exact * (1 + e), *form) for e in (0.0, -error, error))
+    wrong = (got != middle) & (got != low) & (got != high)
+    nan = exact.isnan()
+    if ((got == fmt.nan_code) != nan).any():
+        return f"NaN codes in {int((got == fmt.nan_code).sum())} places, expected in {int(nan.sum())}"
+    if wrong.any():
+        apart = (_rank(got) - _rank(middle)).abs()
+        if int(apart[wrong].max()) > 1:
+            return f"{int(wrong.sum())} of {wrong.numel()} codes wrong, by up to {int(apart[wrong].max())} codes"
+        if int(wrong.sum()) > stray * wrong.numel() + (1 if stray else 0):
+            return f"{int(wrong.sum())} of {wrong.numel()} codes wrong and not near a rounding boundary"
+    near = (got != middle).double().mean()
+    if near > ties and int((got != middle).sum()) > 1:
+        return f"{float(near):.2%} of codes differ from the exact ones (boundary cases may be {ties:.1%})"
+    return None
+
+
+def _rank(code: Tensor) -> Tensor:
+    """Codes as signed integers in value order."""
+    size = (code & 0x7F).long()
+    return torch.where(code >= 0x80, -size, size)

@@ -1,0 +1,270 @@
+"""Cases of rms_norm and rms_norm_fused_fp8, and what the oracle says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import oracle
+from ..formats import FLOATS, FP8_FORMATS, ScaleRule
+from ..ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8, rms_norm, rms_norm_fused_fp8
+from ..prologues import Prologue, add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
+from ..samples import sample
+from . import compare
+from .case import Case, lay_out, poison, same_bytes
+
+BF16, F16, F32 = FLOATS
+E8M0 = torch.float8_e8m0fnu
+
+
+@prologue
+def soft_cap_gate(x, gate, bias, scale):  # type: ignore[no-untyped-def]
+    """All three kinds of operand and most helpers."""
+    capped = 3.0 * tanh((x + bias) / 3.0)
+    return where(gate > 0, capped * sigmoid(gate), -0.5 * abs(capped)) * scale
+
+
+LENGTHS = {
+    "short": (1, 2, 31, 33, 64, 127, 128, 129, 200, 512),
+    "model": (896, 2048, 2880, 4096, 5120, 7168, 8192),
+    "odd": (1025, 4097, 7919),
+    "wide": (12288, 16384, 16385, 20000, 131072),
+}
+"""short: several rows a program; model: hidden sizes; odd: no vector divides them; wide: many warps, then block by block."""
+
+_KINDS = {"full": ("full",), "three": ("full", "column", "row")}
+
+
+def _rms_norm_cases() -> Iterator[Case]:
+    op = "rms_norm"
+    for group, lengths in LENGTHS.items():
+        for n in lengths:
+            yield Case(op, group, (5,), n)
+    for x in FLOATS:
+        for gamma in {x, F32}:
+            for rounding in ("once", "hf"):
+                for residual in (None, x, F32):
+                    yield Case(op, "dtypes", (3,), 640, x, gamma, residual, options={"rounding": rounding})
+    for layout in ("sliced", "misaligned", "expanded", "transposed"):
+        for n in (128, 1536, 20000):
+            yield Case(op, "layouts", (3, 4), n, layout=layout)
+            yield Case(op, "layouts", (3, 4), n, residual=BF16, layout=layout)
+    yield Case(op, "layouts", (2, 3, 4), 96, layout="transposed")
+    yield Case(op, "ranks", (), 300)
+    yield Case(op, "ranks", (2, 1, 3, 2), 300)
+    yield Case(op, "empty", (0,), 64)
+    yield Case(op, "options", (4,), 512, options={"weight_offset": 1.0, "eps": 1e-5})
+    yield Case(op, "options", (4,), 512, options={"eps": 0.0})
+    for x in FLOATS:
+        yield Case(op, "values", (9,), 384, x, values="special")
+        yield Case(op, "values", (9,), 384, x, residual=x, values="special", options={"rounding": "hf"})
+    yield Case(op, "values", (9,), 20000, values="special")
+    yield Case(op, "large", (1024,), 8192)
+    yield Case(op, "large", (2048,), 4096, residual=BF16)
+
+
+def _fp8_cases() -> Iterator[Case]:
+    op = "rms_norm_fused_fp8"
+    for group, lengths in LENGTHS.items():
+        for n in lengths:
+            yield Case(op, group, (5,), n)
+    for x in FLOATS:
+        for gamma in {x, F32}:
+            for rounding in ("once", "hf"):
+                yield Case(op, "dtypes", (4,), 640, x, gamma, options={"rounding": rounding})
+        for scales in FLOATS:
+            yield Case(op, "dtypes", (4,), 640, x, options={"scales_dtype": scales, "out_dtype": torch.float8_e4m3fnuz})
+    for n in (384, 7168, 20480):
+        for group in (64, 128):
+            for layout in ("row", "column"):
+                yield Case(op, "groups", (6,), n, options={"group_size": group, "scale_layout": layout})
+        yield Case(op, "groups", (6,), n, options={"group_size": 128, "scale_format": "ue8m0", "scales_dtype": E8M0})
+        yield Case(op, "groups", (6,), n, options={"group_size": 128, "scale_format": "ue8m0", "rounding": "hf"})
+        yield Case(op, "groups", (6,), n, options={"group_size": 128}, layout="misaligned")
+    yield Case(op, "groups", (2, 3), 256, options={"group_size": 64, "scale_layout": "column"})
+    for n in (512, 20000):
+        yield Case(op, "scales", (4,), n, options={"scale_format": "ue8m0", "scales_dtype": E8M0})
+        yield Case(op, "scales", (4,), n, options={"scale_format": "ue8m0"})
+        yield Case(op, "scales", (4,), n, options={"scale_ub": 1.5})
+        yield Case(op, "scales", (4,), n, options={"static_scale": True})
+        yield Case(op, "scales", (4,), n, options={"static_scale": True, "rounding": "hf"})
+    yield Case(op, "scales", (4,), 512, options={"out_dtype": torch.float8_e4m3fnuz, "fp8_max": 224.0})
+    yield Case(op, "scales", (4,), 512, options={"out_dtype": torch.float8_e4m3fnuz, "scale_ub": 1.0})
+    for n in (640, 7168, 20000):
+        yield Case(op, "outputs", (4,), n, residual=BF16)
+        yield Case(op, "outputs", (4,), n, residual=F32, options={"return_norm": True, "rounding": "hf"})
+        yield Case(op, "outputs", (4,), n, options={"return_norm": True})
+    for n in (1536, 20000):
+        yield Case(op, "prologues", (4,), n, operands=("full",), options={"prologue": silu_and_mul})
+        yield Case(op, "prologues", (4,), n, operands=("full",), options={"prologue": add}, layout="sliced")
+        yield Case(op, "prologues", (4,), n, operands=("row",), options={"prologue": dequantize})
+        yield Case(op, "prologues", (4,), n, operands=("full", "column", "row"), residual=BF16, options={"prologue": soft_cap_gate})
+    for layout in ("sliced", "misaligned", "expanded", "transposed"):
+        for n in (128, 1536, 20000):
+            yield Case(op, "layouts", (3, 4), n, layout=layout)
+    yield Case(op, "ranks", (), 300)
+    yield Case(op, "ranks", (2, 1, 3, 2), 300)
+    yield Case(op, "empty", (0,), 64)
+    for out in FP8_FORMATS:
+        for options in ({}, {"rounding": "hf"}, {"group_size": 128}, {"scale_format": "ue8m0"}, {"static_scale": True}):
+            yield Case(op, "values", (9,), 384, values="special", options={"out_dtype": out, **options})
+    yield Case(op, "values", (9,), 20000, values="special")
+    for rank in ((6,), (2, 3), (2, 1, 3)):
+        for offset in (0.0, 1.0):
+            yield Case(op, "pattern", rank, 120, values="pattern", options={"eps": 1e-5, "weight_offset": offset, "scale_ub": 448.0})
+    yield Case(op, "large", (1024,), 8192)
+    yield Case(op, "large", (2048,), 7168)
+
+
+CASES = (*_rms_norm_cases(), *_fp8_cases())
+
+
+def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of the public function."""
+    contract = RMS_NORM if case.op == "rms_norm" else RMS_NORM_FUSED_FP8
+    options = dict(case.options)
+    static = options.pop("static_scale", False)
+    optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
+    dtypes = {"x": case.x, "gamma": case.gamma or case.x, "residual": case.residual or case.x, "static_scale": F32}
+    tensors = sample(contract, {"N": case.n}, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
+    _set_values(tensors, case)
+    for name in ("x", "residual"):
+        if name in tensors:
+            tensors[name] = lay_out(tensors[name], case.layout)
+    arguments: dict[str, Any] = {**{k: _keep(v, device) for k, v in tensors.items()}, **options}
+    if case.operands:
+        shapes = {"full": (*case.lead, case.n), "column": (case.n,), "row": (*case.lead, 1)}
+        generator = torch.Generator().manual_seed(seed)
+        made = [torch.randn(shapes[kind], generator=generator).to(case.x) for kind in case.operands]
+        arguments["prologue_args"] = [_keep(lay_out(t, case.layout) if t.dim() > 1 and t.shape[-1] > 1 else t, device) for t in made]
+    return arguments
+
+
+def _keep(tensor: Tensor, device: str) -> Tensor:
+    """Move to a device with the strides and the offset within an allocation kept."""
+    if device == "cpu":
+        return tensor
+    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _set_values(tensors: dict[str, Tensor], case: Case) -> None:
+    x, gamma = tensors["x"], tensors["gamma"]
+    if case.values == "pattern":
+        count = torch.arange(x.numel())
+        x.copy_((0.05 + (3.0 - 0.05) * (count % 20) / 19).reshape(x.shape))
+        gamma.copy_(0.5 + 0.1 * (torch.arange(case.n) % 11))
+    elif case.values == "special":
+        x[0] = 0.0
+        x[1] = -0.0
+        x[2, 5] = torch.nan
+        x[3, 7] = torch.inf
+        x[4, case.n - 1] = -torch.inf
+        x[5] *= 1e-3
+        x[6] *= 1e4
+        x[7] = 0.0
+        x[7, 3] = -2.0
+        if "residual" in tensors:
+            tensors["residual"].zero_()
+
+
+def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The public function's results as a tuple."""
+    result = (rms_norm if case.op == "rms_norm" else rms_norm_fused_fp8)(**arguments)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def call_out(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same into poisoned outputs of the caller's."""
+    names = ["out"]
+    static = "static_scale" in arguments
+    if case.op == "rms_norm_fused_fp8":
+        names.append("scale_output")
+    if case.residual is not None:
+        names.append("residual_out")
+    if case.options.get("return_norm"):
+        names.append("norm_out")
+    given = {
+        name: poison(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device))
+        for name, t in zip(names, like, strict=True)
+        if not (static and name == "scale_output")
+    }
+    return call(case, {**arguments, **given})
+
+
+def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
+    """None, or what is wrong with the results."""
+    host = {k: _to_cpu(v) for k, v in arguments.items()}
+    results = tuple(t.cpu() for t in results)
+    rounding = host.get("rounding", "once")
+    fused: Prologue | None = host.get("prologue")
+    exact = oracle.rms_norm(
+        host["x"],
+        host["gamma"],
+        host.get("eps", 1e-6),
+        weight_offset=host.get("weight_offset", 0.0),
+        residual=host.get("residual"),
+        prologue=fused,
+        prologue_args=host.get("prologue_args", ()),
+        rounding=rounding,
+    )
+    ulps = 2 if rounding == "hf" else 1
+    error = compare.FLOAT32_ERROR * (8 if fused is not None else 1)
+    expected = list(results)
+    if case.op == "rms_norm":
+        wrong = compare.floats(expected.pop(0), exact.y, ulps=ulps, error=error)
+    else:
+        ties = 0.01 if rounding == "hf" or case.values == "pattern" else 0.001
+        wrong = _verify_codes(host, exact, expected.pop(0), expected.pop(0), rounding, error, ties)
+    if wrong is None and case.residual is not None:
+        wrong = compare.floats(expected.pop(0), exact.h, error=error)
+        wrong = wrong and f"new_residual: {wrong}"
+    if wrong is None and case.options.get("return_norm"):
+        wrong = compare.floats(expected.pop(0), exact.y, ulps=ulps, error=error)
+        wrong = wrong and f"norm: {wrong}"
+    return wrong
+
+
+def _verify_codes(
+    host: dict[str, Any], exact: oracle.Norm, out: Tensor, scale: Tensor, rounding: str, error: float, ties: float
+) -> str | None:
+    fmt = FP8_FORMATS[out.dtype]
+    fp8_max = host.get("fp8_max") or fmt.max
+    group = host.get("group_size")
+    # the scale of an "hf" row follows a value that was rounded to x's dtype, which may have fallen the other way
+    slack = 2.0**-7 if rounding == "hf" and host["x"].dtype != torch.float32 else 0.0
+    if "static_scale" in host:
+        stored = scale.double().reshape(()).expand(out.shape)
+    else:
+        step = oracle.quantization_step(exact.y, fp8_max, group_size=group, scale_ub=host.get("scale_ub"))
+        kind = "group" if group else "row"
+        rule = ScaleRule(kind, scale.dtype, group or 0, host.get("scale_format") == "ue8m0")
+        wrong = compare.scales(scale, step, rule, error=error + slack)
+        if wrong is not None:
+            return wrong
+        stored = compare.scale_values(scale).repeat_interleave(group or out.shape[-1], -1)
+    return compare.codes(out, exact.y, stored, fmt, fp8_max, error=error, stray=0.001 if rounding == "hf" else 0.0, ties=ties)
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, list):
+        return [_to_cpu(v) for v in value]
+    return value
+
+
+def run(case: Case, device: str, seed: int = 0) -> str | None:
+    """Run a case twice, allocating and into poisoned outputs; None, or what is wrong."""
+    arguments = inputs(case, device, seed)
+    results = call(case, arguments)
+    wrong = verify(case, arguments, results)
+    if wrong is None:
+        again = call_out(case, arguments, results)
+        for index, (first, second) in enumerate(zip(results, again, strict=True)):
+            if not same_bytes(first, second):
+                return f"result {index} differs when written into the caller's tensor"
+    return wrong

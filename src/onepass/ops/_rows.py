@@ -1,0 +1,75 @@
+"""From checked tensors to one backend launch: fold the leading dimensions, refuse overlaps, pick the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Unsupported
+from ..library import backend
+from ..rows import LEVELS, RowSpec, geometry
+
+_launchers: dict[str, Any] = {}
+
+
+def _launcher(device: torch.device) -> Any:
+    """The backend's ``launch``, imported when a tensor first needs it."""
+    found = _launchers[device.type] = import_module(f"onepass.{backend(device)}.rms_norm").launch
+    return found
+
+
+@contextmanager
+def launching_with(launch: Any) -> Iterator[None]:
+    """Hand every launch to this function instead of a backend's (the interpreter's, a recorder's)."""
+    saved = dict(_launchers)
+    _launchers.update(cpu=launch, cuda=launch)
+    try:
+        yield
+    finally:
+        _launchers.clear()
+        _launchers.update(saved)
+
+
+def run_rows(
+    op: str,
+    spec: RowSpec,
+    x: Tensor,
+    gamma: Tensor,
+    residual: Tensor | None,
+    operands: Sequence[Tensor],
+    static_scale: Tensor | None,
+    norm: Tensor | None,
+    codes: Tensor | None,
+    scale: Tensor | None,
+    new_residual: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    scale_ub: float,
+) -> None:
+    """One launch of a row kernel over ``x`` [..., N]; nothing is launched when there are no rows."""
+    launch = _launchers.get("cpu" if x.is_cpu else "cuda") or _launcher(x.device)
+    if x.dim() == 1:
+        x, residual, norm, codes, scale, new_residual = (
+            None if t is None else t.unsqueeze(0) for t in (x, residual, norm, codes, scale, new_residual)
+        )  # type: ignore[assignment]
+        operands = [t.unsqueeze(0) if o.kind != "column" else t for t, o in zip(operands, spec.operands, strict=True)]
+    if x.numel() == 0:
+        return
+    rows: list[Tensor | None] = [x, residual, norm, codes, scale, new_residual]
+    for operand, tensor in zip(spec.operands, operands, strict=True):
+        rows.append(tensor if operand.kind != "column" else None)
+    folded = geometry(rows)
+    if folded is None:
+        raise Unsupported(
+            f"{op}: leading dimensions whose strides fold to more than {LEVELS} levels are not supported; "
+            f"`x` has shape {list(x.shape)} and strides {list(x.stride())}"
+        )
+    launch(
+        spec, *folded, x.shape[-1], x, gamma, residual, operands, static_scale,
+        norm, codes, scale, new_residual, eps, weight_offset, scale_ub,
+    )  # fmt: skip

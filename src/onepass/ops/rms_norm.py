@@ -1,0 +1,285 @@
+"""RMSNorm, plain and with FP8 quantization, in one launch and one read of each row.
+
+With ``h = prologue(x, *prologue_args) + residual`` in float32 (either may be absent)::
+
+    rs   = 1 / sqrt(mean(h^2, -1) + eps)
+    y    = (h * rs) * (gamma + weight_offset)
+
+`rms_norm` stores y. `rms_norm_fused_fp8` stores fp8 codes and scales (`onepass.formats` has the formats)::
+
+    amax  = max |h * (gamma + weight_offset)| * rs                over a row, or over a group of columns
+    scale = min(amax, scale_ub) / fp8_max                         rounded to scales_dtype
+    code  = saturate((h * (gamma + weight_offset)) * (rs / scale))
+
+Everything is float32 until the one rounding at the store. ``rounding="hf"`` rounds where Hugging Face's modules do:
+h to the residual's dtype, ``h * rs`` to x's dtype, and y to x's dtype before amax and quantization.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from ..contract import Arg, Contract, Option, Out, Rule
+from ..formats import (
+    FLOATS,
+    FP8_FORMATS,
+    GROUP_SIZES,
+    ROUNDINGS,
+    SCALE_FORMATS,
+    SCALE_LAYOUTS,
+    Rounding,
+    ScaleFormat,
+    ScaleLayout,
+    ScaleRule,
+)
+from ..library import register
+from ..prologues import Prologue, find
+from ..rows import Operand, RowSpec, row_spec
+from ._rows import run_rows
+
+_X = Arg("... N", "activations", FLOATS)
+_GAMMA = Arg("N", "weight; x's dtype or float32", "(x.dtype, torch.float32)", sample="gamma")
+_RESIDUAL = Arg("... N", "added to x in float32; x's dtype or float32", "(x.dtype, torch.float32)", optional=True)
+_EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps < inf")
+_OFFSET = Option("float", 0.0, "added to gamma in float32", where="-inf < weight_offset < inf")
+_ROUNDING = Option("str", "once", "where values are rounded", choices=ROUNDINGS)
+_COLUMNS = Rule("0 < N <= 16777216", "x", "have 1 to 2**24 columns")
+
+RMS_NORM = Contract(
+    "rms_norm",
+    args={"x": _X, "gamma": _GAMMA, "residual": _RESIDUAL},
+    options={"eps": _EPS, "weight_offset": _OFFSET, "rounding": _ROUNDING},
+    outs={
+        "y": Out("... N", "x.dtype", "the norm", "out"),
+        "new_residual": Out("... N", "residual.dtype", "x + residual", "residual_out", when="residual is not None"),
+    },
+    rules=(_COLUMNS,),
+    rounding="once: y = round((h*rs)*(gamma+offset)); hf: h = round(x+residual), y = round(round(h*rs)*(gamma+offset))",
+)
+
+
+def _arity(prologue: str) -> int:
+    return len(find(prologue).parameters) - 1 if prologue else 0
+
+
+RMS_NORM_FUSED_FP8 = Contract(
+    "rms_norm_fused_fp8",
+    args={
+        "x": _X,
+        "gamma": _GAMMA,
+        "residual": _RESIDUAL,
+        "static_scale": Arg("", "one float32: the scale of the whole tensor", (torch.float32,), True, layout="any", sample="positive"),
+        "prologue_args": Arg("... N | N | ... 1", "the prologue's further tensors", FLOATS, many=True),
+    },
+    options={
+        "eps": _EPS,
+        "weight_offset": _OFFSET,
+        "rounding": _ROUNDING,
+        "scale_ub": Option("float", None, "upper bound of amax", where="scale_ub > 0", optional=True),
+        "out_dtype": Option("ScalarType", torch.float8_e4m3fn, "fp8 format", choices=tuple(FP8_FORMATS)),
+        "fp8_max": Option("float", None, "saturation limit; e4m3fnuz also takes 224", choices=(448.0, 240.0, 224.0), optional=True),
+        "scales_dtype": Option(
+            "ScalarType", torch.float32, "dtype of stored scales", choices=(*FLOATS, torch.float8_e8m0fnu)
+        ),
+        "group_size": Option("int", None, "columns that share a scale; None: the row", choices=GROUP_SIZES, optional=True),
+        "scale_format": Option("str", "float", "any value, or powers of two", choices=SCALE_FORMATS),
+        "scale_layout": Option("str", "row", "which dimension of scale is contiguous", choices=SCALE_LAYOUTS),
+        "prologue": Option("str", "", "key of a registered prologue"),
+        "return_norm": Option("bool", False, "also return the unquantized norm"),
+    },
+    sizes={"G": "N // group_size if group_size else 1"},
+    outs={
+        "out": Out("... N", "out_dtype", "fp8 codes", "out"),
+        "scale": Out(
+            "... G", "scales_dtype", "one scale a row or group", "scale_output", when="static_scale is None", column="scale_layout == 'column'"
+        ),
+        "new_residual": Out("... N", "residual.dtype", "x + residual", "residual_out", when="residual is not None"),
+        "norm": Out("... N", "x.dtype", "the norm, as rms_norm gives it", "norm_out", when="return_norm"),
+    },
+    rules=(
+        _COLUMNS,
+        Rule("group_size is None or N % group_size == 0", "group_size", "divide the number of columns"),
+        Rule("fp8_max is None or fp8_max in maxima(out_dtype)", "fp8_max", "be a limit of out_dtype (448; 240 or 224 for e4m3fnuz)"),
+        Rule("(scales_dtype in FLOATS) if scale_format == 'float' else (scales_dtype in E8M0)", "scales_dtype",
+             "be float32, float16 or bfloat16 (scale_format='ue8m0': float32 or float8_e8m0fnu)"),
+        Rule("static_scale is None or scale_ub is None", "scale_ub", "be None with static_scale"),
+        Rule("static_scale is None or group_size is None", "group_size", "be None with static_scale"),
+        Rule("static_scale is None or scale_format == 'float'", "scale_format", "be 'float' with static_scale"),
+        Rule("arity(prologue) == len(prologue_args)", "prologue_args", "hold one tensor for each parameter of the prologue after x"),
+    ),
+    scope={
+        "FLOATS": FLOATS,
+        "E8M0": (torch.float32, torch.float8_e8m0fnu),
+        "maxima": lambda dtype: FP8_FORMATS[dtype].maxima,
+        "arity": _arity,
+    },
+    rounding="once: code = round((h*(gamma+offset))*(rs/scale)); hf: y as in rms_norm, code = round(y*(1/scale))",
+)  # fmt: skip
+
+
+def _rms_norm_kernel(
+    x: Tensor,
+    gamma: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    rounding: Rounding,
+    y: Tensor,
+    new_residual: Tensor | None,
+) -> None:
+    spec = row_spec(x.dtype, gamma.dtype, None if residual is None else residual.dtype, y.dtype, rounding)
+    run_rows("rms_norm", spec, x, gamma, residual, (), None, y, None, None, new_residual, eps, weight_offset, math.inf)
+
+
+def _fp8_kernel(
+    x: Tensor,
+    gamma: Tensor,
+    residual: Tensor | None,
+    static_scale: Tensor | None,
+    prologue_args: Sequence[Tensor],
+    eps: float,
+    weight_offset: float,
+    rounding: Rounding,
+    scale_ub: float | None,
+    out_dtype: torch.dtype,
+    fp8_max: float | None,
+    scales_dtype: torch.dtype,
+    group_size: int | None,
+    scale_format: ScaleFormat,
+    scale_layout: ScaleLayout,
+    prologue: str,
+    return_norm: bool,
+    out: Tensor,
+    scale: Tensor | None,
+    new_residual: Tensor | None,
+    norm: Tensor | None,
+) -> None:
+    spec = row_spec(
+        x.dtype,
+        gamma.dtype,
+        None if residual is None else residual.dtype,
+        None if norm is None else norm.dtype,
+        rounding,
+        prologue,
+        tuple([_operand(t, x) for t in prologue_args]) if prologue_args else (),
+        out_dtype,
+        fp8_max or FP8_FORMATS[out_dtype].max,
+        _scale_rule(static_scale is not None, scales_dtype, group_size, scale_format),
+    )
+    limit = math.inf if scale_ub is None else scale_ub
+    run_rows(
+        "rms_norm_fused_fp8", spec, x, gamma, residual, prologue_args, static_scale, norm, out, scale, new_residual, eps, weight_offset, limit
+    )  # fmt: skip
+
+
+def _operand(tensor: Tensor, x: Tensor) -> Operand:
+    if tensor.shape == x.shape:
+        return Operand("full", tensor.dtype)
+    return Operand("column" if tensor.dim() == 1 and tensor.shape[0] == x.shape[-1] else "row", tensor.dtype)
+
+
+_rules: dict[tuple[Any, ...], ScaleRule] = {}
+
+
+def _scale_rule(static: bool, dtype: torch.dtype, group: int | None, scale_format: ScaleFormat) -> ScaleRule:
+    key = (static, dtype, group, scale_format)
+    if key not in _rules:
+        kind = "static" if static else "group" if group else "row"
+        _rules[key] = ScaleRule(kind, torch.float32 if static else dtype, group or 0, scale_format == "ue8m0")  # type: ignore[arg-type]
+    return _rules[key]
+
+
+_rms_norm = register(RMS_NORM, _rms_norm_kernel)
+_rms_norm_fused_fp8 = register(RMS_NORM_FUSED_FP8, _fp8_kernel)
+
+
+def rms_norm(
+    x: Tensor,
+    gamma: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    rounding: Rounding = "once",
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Any:
+    """RMSNorm of the last dimension: ``y = (h * rs) * (gamma + weight_offset)``, ``h = x + residual``.
+
+    ``x`` [..., N] is bfloat16, float16 or float32, its rows strided in any way that leaves the last dimension
+    contiguous; ``gamma`` [N] has x's dtype or float32. Returns ``y`` in x's dtype, or ``(y, new_residual)`` when a
+    ``residual`` is given, with ``new_residual = h`` in the residual's dtype. ``out`` and ``residual_out`` receive the
+    results; they may be ``x`` and ``residual`` themselves.
+
+    Rounding: "once" rounds y (and, apart from it, h for new_residual) at the store and nowhere else; "hf" rounds h to
+    the residual's dtype, ``h * rs`` to x's dtype, then the product with gamma. The sum of squares is float32 in an
+    order that depends on N and the dtypes only, so a row gives the same bytes alone and in any batch.
+
+    >>> import torch, onepass
+    >>> x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    >>> onepass.rms_norm(x, torch.ones(2), eps=0.0)
+    tensor([[0.8485, 1.1314],
+            [0.0000, 0.0000]])
+    """
+    y, new_residual = _rms_norm.call(x, gamma, residual, eps, weight_offset, rounding, out, residual_out)
+    return y if residual is None else (y, new_residual)
+
+
+def rms_norm_fused_fp8(
+    x: Tensor,
+    gamma: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    scale_ub: float | None = None,
+    out_dtype: torch.dtype = torch.float8_e4m3fn,
+    scales_dtype: torch.dtype = torch.float32,
+    residual: Tensor | None = None,
+    prologue: Prologue | None = None,
+    prologue_args: Sequence[Tensor] = (),
+    group_size: int | None = None,
+    scale_format: ScaleFormat = "float",
+    scale_layout: ScaleLayout = "row",
+    static_scale: Tensor | None = None,
+    return_norm: bool = False,
+    rounding: Rounding = "once",
+    fp8_max: float | None = None,
+    out: Tensor | None = None,
+    scale_output: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    norm_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """RMSNorm and FP8 quantization in one read: ``out * scale`` is the norm. Returns (out, scale[, new_residual][, norm]).
+
+    ``scale`` is [..., 1], one a row; with ``group_size`` 64 or 128 it is [..., N / group_size], contiguous along the
+    row or, with ``scale_layout="column"``, along the rows (strides (1, M), as block-scaled GEMMs read it).
+    ``scale_format="ue8m0"`` rounds scales up to powers of two, stored as float32 or float8_e8m0fnu. ``static_scale``,
+    one float32 on the same device, replaces the computed scale and is returned as it is. ``scale_ub`` bounds amax.
+
+    ``h = prologue(x, *prologue_args) + residual``: a function decorated with `onepass.prologue` is compiled into the
+    load; each of its tensors is [..., N], [N] or [..., 1]. ``return_norm`` also stores what `rms_norm` would return.
+
+    Rounding: see the module; codes are round-to-nearest-even and saturate, and are computed from the scale as stored.
+    A row of zeros has codes 0 and scale 0 (ue8m0: 2**-127). A row with NaN or inf has NaN codes and a NaN scale.
+
+    >>> import torch, onepass
+    >>> q, scale = onepass.rms_norm_fused_fp8(torch.tensor([[3.0, -4.0]]), torch.ones(2), eps=0.0)
+    >>> q.float() * scale
+    tensor([[ 0.8081, -1.1314]])
+    """
+    codes, scale, new_residual, norm = _rms_norm_fused_fp8.call(
+        x, gamma, residual, static_scale, prologue_args, eps, weight_offset, rounding, scale_ub, out_dtype, fp8_max, scales_dtype,
+        group_size, scale_format, scale_layout, prologue.key if prologue is not None else "", return_norm,
+        out, scale_output, residual_out, norm_out,
+    )  # fmt: skip
+    results = (codes, static_scale if static_scale is not None else scale)
+    if new_residual is not None:
+        results += (new_residual,)
+    if norm is not None:
+        results += (norm,)
+    return results

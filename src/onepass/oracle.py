@@ -1,0 +1,85 @@
+"""The maths in float64, unrounded, importing torch alone and knowing nothing of any implementation.
+
+Only ``rounding="hf"``, which *is* a choice of rounding points, rounds here. Rounding to the output format otherwise
+belongs to whoever compares (`onepass.checks.compare`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """``y`` the norm and ``h`` what was normalized, both float64 [..., N]."""
+
+    y: Tensor
+    h: Tensor
+
+
+def rms_norm(
+    x: Tensor,
+    gamma: Tensor,
+    eps: float,
+    *,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    prologue: Callable[..., Tensor] | None = None,
+    prologue_args: Sequence[Tensor] = (),
+    rounding: str = "once",
+) -> Norm:
+    """RMSNorm of the last dimension. A row with a non-finite value is all NaN; a row of zeros is all zero."""
+    h = x.double()
+    if prologue is not None:
+        h = prologue(h, *(a.double() for a in prologue_args))
+    if residual is not None:
+        h = h + residual.double()
+        if rounding == "hf":
+            h = h.to(residual.dtype).double()
+    g = gamma.double() + float(torch.tensor(weight_offset, dtype=torch.float32))
+    v = h.square().mean(-1, keepdim=True) + float(torch.tensor(eps, dtype=torch.float32))
+    rs = torch.where(v > 0, v.rsqrt(), 0.0)
+    rs = torch.where(v.isfinite(), rs, torch.nan)
+    if rounding == "hf":
+        return Norm(((h * rs).to(x.dtype).double() * g).to(x.dtype).double(), h)
+    return Norm(h * rs * g, h)
+
+
+def quantization_step(y: Tensor, fp8_max: float, *, group_size: int | None = None, scale_ub: float | None = None) -> Tensor:
+    """``min(amax, scale_ub) / fp8_max`` of each row or group, unrounded: [..., groups]; NaN where a value is not finite."""
+    groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
+    amax = groups.abs().amax(-1)
+    amax = torch.where(amax.isfinite(), amax, torch.nan)
+    return amax.clamp(max=scale_ub) / fp8_max if scale_ub is not None else amax / fp8_max
+
+
+def power_of_two_above(t: Tensor) -> Tensor:
+    """The smallest power of two not below ``t``, within 2**-127 to 2**127."""
+    mantissa, exponent = torch.frexp(t)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    power = torch.ldexp(torch.ones_like(t), exponent)
+    return torch.where(t.isnan(), torch.nan, torch.where(t == 0, 2.0**-127, power))
+
+
+def decode_table(bias: int) -> Tensor:
+    """The values of the codes 0 to 0x7E of an fp8 format with 4 exponent and 3 mantissa bits, then of 0x7F read as a number."""
+    code = torch.arange(128, dtype=torch.float64)
+    exponent, mantissa = torch.div(code, 8, rounding_mode="floor"), code % 8
+    return torch.where(exponent == 0, mantissa * 2.0 ** (-2 - bias), (8 + mantissa) * 2.0 ** (exponent - bias - 3))
+
+
+def encode(values: Tensor, bias: int, fp8_max: float, nan_code: int, negative_zero: bool) -> Tensor:
+    """fp8 codes (uint8) of float64 values: saturating, round to nearest, ties to even."""
+    table = decode_table(bias).to(values.device)
+    size = values.abs().clamp(max=fp8_max)
+    upper = torch.searchsorted(table, size).clamp(max=127)
+    lower = (upper - 1).clamp(min=0)
+    below, above = size - table[lower], table[upper] - size
+    code = torch.where((below < above) | ((below == above) & (lower % 2 == 0)), lower, upper)
+    code = torch.where(table[upper] == size, upper, code)
+    negative = values.signbit() & ((code != 0) | negative_zero)
+    code = torch.where(negative, code | 0x80, code)
+    return torch.where(values.isnan(), nan_code, code).to(torch.uint8)

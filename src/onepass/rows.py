@@ -1,0 +1,114 @@
+"""What one row kernel does (`RowSpec`) and where its rows lie (`Geometry`).
+
+Every op of the RMSNorm family is a pass over rows; these two small types are the whole interface between the
+checked public call and a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formats import FP8_FORMATS, Fp8Format, Rounding, ScaleRule
+from .prologues import Prologue, find
+
+OperandKind = Literal["full", "column", "row"]
+
+
+class Operand(NamedTuple):
+    """One extra tensor of a prologue: ``full`` [..., N], ``column`` [N] or ``row`` [..., 1]."""
+
+    kind: OperandKind
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class RowSpec:
+    """Everything that shapes the machine code of one row kernel; nothing that varies from call to call.
+
+    With ``h = prologue(x, *operands) + residual`` the kernel writes any of: ``h`` (``residual`` set), the norm
+    (``norm`` set), fp8 codes and scales (``fp8`` set). Instances are interned by `row_spec`: identity is equality.
+    """
+
+    x: torch.dtype
+    gamma: torch.dtype
+    residual: torch.dtype | None
+    norm: torch.dtype | None
+    fp8: Fp8Format | None
+    fp8_max: float
+    scale: ScaleRule | None
+    prologue: Prologue | None
+    operands: tuple[Operand, ...]
+    rounding: Rounding
+
+
+@lru_cache(maxsize=None)
+def row_spec(
+    x: torch.dtype,
+    gamma: torch.dtype,
+    residual: torch.dtype | None,
+    norm: torch.dtype | None,
+    rounding: Rounding,
+    prologue: str = "",
+    operands: tuple[Operand, ...] = (),
+    codes: torch.dtype | None = None,
+    fp8_max: float = 0.0,
+    scale: ScaleRule | None = None,
+) -> RowSpec:
+    """The interned `RowSpec` of these properties."""
+    fp8 = FP8_FORMATS[codes] if codes is not None else None
+    found = find(prologue) if prologue else None
+    return RowSpec(x, gamma, residual, norm, fp8, fp8_max, scale, found, operands, rounding)
+
+
+class Geometry(NamedTuple):
+    """``rows`` = n0 * n1 * n2 rows; row ``(i0 * n1 + i1) * n2 + i2`` of a tensor starts at ``i0*s0 + i1*s1 + i2*s2``.
+
+    Strides count elements, one triple a tensor. With ``n1 == n2 == 1`` only ``s0`` matters.
+    """
+
+    rows: int
+    n1: int
+    n2: int
+
+
+Strides = tuple[int, int, int]
+LEVELS = 3
+
+
+def geometry(tensors: Sequence[Tensor | None]) -> tuple[Geometry, list[Strides]] | None:
+    """Fold the leading dimensions of ``tensors`` (one common leading shape) into at most three levels.
+
+    Two neighbouring dimensions fold when every tensor steps through them as through one. Returns None when more
+    than three levels remain. A tensor that is None gets zero strides.
+    """
+    first = next(t for t in tensors if t is not None)
+    rank = first.dim()
+    if rank == 2:
+        return Geometry(first.shape[0], 1, 1), [(0, 0, 0) if t is None else (t.stride(0), 0, 0) for t in tensors]
+    lead = first.shape[:-1]
+    strides = [t.stride()[:-1] if t is not None else (0,) * (rank - 1) for t in tensors]
+    sizes: list[int] = []
+    steps: list[list[int]] = [[] for _ in tensors]
+    for dim, size in enumerate(lead):
+        if size == 1:
+            continue
+        if sizes and all(step[-1] == stride[dim] * size for step, stride in zip(steps, strides, strict=True)):
+            sizes[-1] *= size
+            for step, stride in zip(steps, strides, strict=True):
+                step[-1] = stride[dim]
+        else:
+            sizes.append(size)
+            for step, stride in zip(steps, strides, strict=True):
+                step.append(stride[dim])
+    if len(sizes) > LEVELS:
+        return None
+    pad = LEVELS - len(sizes)
+    n0, n1, n2 = sizes + [1] * pad
+    triples: list[Strides] = [(*step, *[0] * pad) for step in steps]  # type: ignore[misc]
+    return Geometry(n0 * n1 * n2, n1, n2), triples

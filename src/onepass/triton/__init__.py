@@ -1,0 +1,1 @@
+"""The GPU backend: Triton kernels, one file an op, and the device functions they share."""

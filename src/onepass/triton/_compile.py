@@ -1,0 +1,92 @@
+"""Compiled kernels: one explicit source, signature and set of attributes, on a GPU or ahead of time without one.
+
+The launch path and the ahead-of-time path build the same `Build` and so the same machine code; `machine_hash` names it.
+"""
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ._config import Chip
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*u8",
+    torch.float8_e4m3fnuz: "*u8",
+    torch.float8_e8m0fnu: "*u8",
+}
+
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel and everything its machine code depends on. ``arguments`` pairs each parameter with its type or constant."""
+
+    name: str
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    divisible: tuple[tuple[str, int], ...]
+    warps: int
+    pdl: bool
+
+    def source(self) -> ASTSource:
+        """What Triton compiles."""
+        names = self.kernel.arg_names
+        attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in self.divisible}
+        return ASTSource(self.kernel, dict(self.signature), dict(self.constants), attributes)
+
+
+def compile_build(build: Build, chip: Chip) -> Any:
+    """Compile for ``chip``; needs no GPU. Line information is off, so that the code does not depend on file paths."""
+    options: dict[str, Any] = {"num_warps": build.warps}
+    if build.pdl:
+        options["launch_pdl"] = True
+    target = GPUTarget(chip.backend, chip.arch, chip.warp_size)
+    with _lock, triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True
+        return triton.compile(build.source(), target=target, options=options)
+
+
+def machine_hash(compiled: Any) -> str:
+    """A hash of the PTX (or AMD assembly) of a compiled kernel."""
+    text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def current_chip(device: int) -> Chip:
+    """The chip of a torch CUDA (or ROCm) device."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Chip("hip", properties.gcnArchName.split(":")[0], 64)
+    return Chip("cuda", properties.major * 10 + properties.minor, 32)
+
+
+class Launcher:
+    """A loaded kernel on one device, called with a grid and the kernel's arguments in order."""
+
+    def __init__(self, build: Build, device: int) -> None:
+        with torch.cuda.device(device):
+            compiled = compile_build(build, current_chip(device))
+            self._run = compiled.run
+        self._function = compiled.function
+        self._metadata = compiled.packed_metadata
+        self._device = device
+
+    def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if torch.cuda.current_device() == self._device:
+            self._run(grid, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
+            return
+        with torch.cuda.device(self._device):
+            self._run(grid, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)

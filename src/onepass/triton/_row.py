@@ -1,0 +1,88 @@
+"""Device functions over a tile of rows, ``[ROWS, BLOCK]``; every row kernel is made of these.
+
+**Order of summation.** Triton sums a tile in the order of its layout, and picks the layout from what it knows of
+alignment: 16-byte loads put VEC neighbouring columns in one thread. The same row at a misaligned address would then be
+summed in another order and could differ in the last bit. So where loads cannot be vectors (ALIGNED false) the tile
+holds its columns *permuted* (`tile_columns`), such that each thread owns the very columns, in the very order, that
+it would own if they could.
+"""
+
+import triton
+import triton.language as tl
+
+from ._numbers import cast, convert
+
+
+@triton.jit
+def tile_columns(BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr):
+    """The column each tile position holds: natural order, or thread-major where loads are scalar."""
+    position = tl.arange(0, BLOCK)
+    if ALIGNED:
+        return position
+    else:
+        thread = position % THREADS
+        register = position // THREADS
+        return (register // VEC) * (VEC * THREADS) + thread * VEC + register % VEC
+
+
+@triton.jit
+def column_order(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr):
+    """The tile with its columns back in natural order."""
+    if ALIGNED:
+        return tile
+    else:
+        split = tl.reshape(tile, (ROWS, BLOCK // (VEC * THREADS), VEC, THREADS))
+        return tl.reshape(tl.permute(split, (0, 1, 3, 2)), (ROWS, BLOCK))
+
+
+@triton.jit
+def row_start(row, n1, n2, s0, s1, s2, LEVELS: tl.constexpr):
+    """Where rows begin, in elements (int64): three-level strides, or one."""
+    if LEVELS == 1:
+        return row * s0
+    else:
+        inner = row // n2
+        return (inner // n1) * s0 + (inner % n1) * s1 + (row % n2) * s2
+
+
+@triton.jit
+def load_operand(pointer, start, columns, mask, KIND: tl.constexpr):
+    """A prologue's tensor as float32: the whole row, one value a column, or one value a row."""
+    if KIND == "full":
+        return tl.load(pointer + start[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    elif KIND == "column":
+        return tl.load(pointer + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    else:
+        present = tl.max(mask.to(tl.int32), axis=1) > 0
+        return tl.load(pointer + start, mask=present, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def reciprocal_rms(sum_of_squares, n, eps):
+    """``1/sqrt(sum/n + eps)``; NaN when that is not finite, 0 when it is 0, so that zero rows stay zero."""
+    v = tl.div_rn(sum_of_squares, tl.full(sum_of_squares.shape, n, tl.float32)) + eps
+    rs = tl.where(v > 0.0, tl.rsqrt(v), 0.0)
+    return tl.where(v < float("inf"), rs, float("nan"))
+
+
+@triton.jit
+def magnitude(values):
+    """|values| as integers: ordered as the floats are, with NaN above everything."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def normalize(h, rs, g, DTYPE: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr):
+    """``(h * rs) * g``; "hf" rounds both products to DTYPE."""
+    if HF:
+        return convert(convert(h * rs[:, None], DTYPE, EXACT) * g, DTYPE, EXACT)
+    else:
+        return (h * rs[:, None]) * g
+
+
+@triton.jit
+def store(pointer, start, columns, mask, values, EXACT: tl.constexpr):
+    """Round ``values`` to the pointer's dtype and store them."""
+    tl.store(
+        pointer + start[:, None] + columns[None, :], cast(values, pointer.dtype.element_ty, EXACT), mask=mask
+    )
