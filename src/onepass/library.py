@@ -2,7 +2,7 @@
 
 An op is registered from its `Contract` and one ``kernel`` function that is handed checked arguments and allocated
 outputs. torch's dispatcher is the backend registry; the fake implementation is the checker and allocator alone.
-Plain eager calls skip the dispatcher (`direct`), which with many arguments costs more than the kernel.
+Plain eager calls skip the dispatcher, which with many arguments costs more than the kernel.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Op:
 
     def call(self, *arguments: Any) -> Outputs:
         """Check, allocate and run; through the dispatcher where a mode, transform, trace or compiler is watching."""
-        prepare = self.contract.prepare
-        count = len(self.contract.outs)
-        if _compiling() or not direct(*arguments):
-            return self._dispatch(arguments[:-count], arguments[-count:])
+        contract = self.contract
+        count = len(contract.outs)
         inputs, given = arguments[:-count], arguments[-count:]
-        outputs = prepare(*arguments)
-        if any(out is not None for out in given):
-            _check_memory(self.contract, inputs, outputs)
+        if _compiling() or _dispatch_modes() or not _plain(arguments[: len(contract.args)]) or not _plain(given) or _watched():
+            return self._dispatch(inputs, given)
+        outputs = contract.prepare(*arguments)
+        if given != (None,) * count:
+            _check_memory(contract, inputs, outputs)
         self.kernel(*inputs, *outputs)
         return outputs
 
@@ -62,16 +62,22 @@ class Op:
         return outputs
 
 
-def direct(*arguments: Any) -> bool:
-    """Whether these arguments can go straight to a kernel: plain tensors on a device we have, nothing intercepting."""
+def _plain(arguments: tuple[Any, ...]) -> bool:
+    """Whether every tensor here is an ordinary one, no subclass (fake, distributed, ...); non-tensors are judged later."""
     for argument in arguments:
         kind = type(argument)
-        if kind is list or kind is tuple:
-            if not direct(*argument):
+        if kind not in _PLAIN:
+            if kind is list or kind is tuple:
+                if argument and not _plain(tuple(argument)):
+                    return False
+            elif isinstance(argument, Tensor):
                 return False
-        elif kind not in _PLAIN and isinstance(argument, Tensor):
-            return False
-    return not _dispatch_modes() and _transforms() is None and _tracing() is None
+    return True
+
+
+def _watched() -> bool:
+    """Whether a function transform or a tracer must see the call."""
+    return _transforms() is not None or _tracing() is not None
 
 
 def _check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) -> None:

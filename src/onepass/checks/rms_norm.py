@@ -44,9 +44,9 @@ def _rms_norm_cases() -> Iterator[Case]:
         for n in lengths:
             yield Case(op, group, (5,), n)
     for x in FLOATS:
-        for gamma in {x, F32}:
+        for gamma in dict.fromkeys((x, F32)):
             for rounding in ("once", "hf"):
-                for residual in (None, x, F32):
+                for residual in dict.fromkeys((None, x, F32)):
                     yield Case(op, "dtypes", (3,), 640, x, gamma, residual, options={"rounding": rounding})
     for layout in ("sliced", "misaligned", "expanded", "transposed"):
         for n in (128, 1536, 20000):
@@ -72,7 +72,7 @@ def _fp8_cases() -> Iterator[Case]:
         for n in lengths:
             yield Case(op, group, (5,), n)
     for x in FLOATS:
-        for gamma in {x, F32}:
+        for gamma in dict.fromkeys((x, F32)):
             for rounding in ("once", "hf"):
                 yield Case(op, "dtypes", (4,), 640, x, gamma, options={"rounding": rounding})
         for scales in FLOATS:

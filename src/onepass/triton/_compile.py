@@ -39,6 +39,7 @@ class Build:
     divisible: tuple[tuple[str, int], ...]
     warps: int
     pdl: bool
+    registers: int = 0
 
     def source(self) -> ASTSource:
         """What Triton compiles."""
@@ -50,6 +51,8 @@ class Build:
 def compile_build(build: Build, chip: Chip) -> Any:
     """Compile for ``chip``; needs no GPU. Line information is off, so that the code does not depend on file paths."""
     options: dict[str, Any] = {"num_warps": build.warps}
+    if build.registers and chip.backend == "cuda":
+        options["maxnreg"] = build.registers
     if build.pdl:
         options["launch_pdl"] = True
     target = GPUTarget(chip.backend, chip.arch, chip.warp_size)
@@ -78,15 +81,24 @@ class Launcher:
     def __init__(self, build: Build, device: int) -> None:
         with torch.cuda.device(device):
             compiled = compile_build(build, current_chip(device))
-            self._run = compiled.run
-        self._function = compiled.function
-        self._metadata = compiled.packed_metadata
+            run = compiled.run
         self._device = device
+        # Triton's own launcher object only adds scratch buffers and hooks, which these kernels do not have.
+        bare = getattr(run, "launch", None)
+        scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+        if bare is not None and not scratch and not torch.version.hip:
+            self._run = bare
+            self._fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
+        else:
+            self._run = run
+            self._fixed = (compiled.function,)
+        self._fixed += (compiled.packed_metadata, None, None, None)
 
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        if torch.cuda.current_device() == self._device:
-            self._run(grid, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
+        device = self._device
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if torch._C._cuda_getDevice() == device:
+            self._run(grid, 1, 1, stream, *self._fixed, *arguments)
             return
-        with torch.cuda.device(self._device):
-            self._run(grid, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments)
+        with torch.cuda.device(device):
+            self._run(grid, 1, 1, stream, *self._fixed, *arguments)

@@ -3,13 +3,17 @@
 What may follow the number of rows (the grid, dependent launch) changes no bit of any result.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
 MAX_BLOCK: Final = 16384
 LONG_BLOCK: Final = 8192
-ELEMENTS_PER_WARP: Final = 1024
+SHARED_TILE: Final = 2048
+"""Elements of a tile that several short rows share, with two warps: 262144 x 128 took 34 us so, 41 with 1024 and one."""
+EARLY_ROWS: Final = 128
+"""Up to this many rows the next kernel may start at once. 1 x 7168: 1.40 us so, 1.57 if only after the loads are
+issued; but 1024 x 7168: 9.4 us so, 8.6 after the loads."""
 
 
 @dataclass(frozen=True)
@@ -35,41 +39,56 @@ INTERPRETER: Final = Chip("interpreter", 0, 32)
 
 @dataclass(frozen=True)
 class RowConfig:
-    """``rows`` x ``block`` tiles, ``vec`` columns a thread at a time; ``long`` rows are walked block by block."""
+    """``rows`` x ``block`` tiles, ``vec`` columns a thread at a time; ``long`` rows are walked block by block.
+
+    ``registers`` caps what a thread may use, for more programs on a multiprocessor; 0 leaves it to the compiler.
+    """
 
     block: int
     rows: int
     warps: int
     vec: int
     long: bool
+    registers: int = 0
+
+    row_warps: int = 0
+    """Warps that a row of a shared tile spreads over; 0: all of them."""
+
+    def alone(self) -> "RowConfig":
+        """The same row in a tile of its own, where loads are scalar: as many warps as it has in the shared tile."""
+        return replace(self, rows=1, warps=self.row_warps or self.warps)
+
+
+_WARPS: Final = {
+    # block: (warps to store the norm, warps to quantize, registers to quantize)
+    4096: (8, 4, 0),
+    8192: (8, 4, 80),
+    16384: (16, 16, 0),
+}
+"""H200, bfloat16, us at the best and at half or twice the warps. Norm: 16384 x 4096 65.4 (4 warps: 66.9), 4096 x 7168
+29.9 (4: 30.0), 8192 x 16384 130.1 (8: 130.7). fp8: 16384 x 4096 48.4 (8: 53.0), 16384 x 7168 83.7 with 80 registers
+(85.0 without; 8: 86.5 with 48 registers, 91 without), 8192 x 16384 101.9 (8: 103.6)."""
 
 
 @lru_cache(maxsize=None)
-def row_config(n: int, itemsize: int, warp_size: int) -> RowConfig:
-    """The tile for rows of ``n`` elements of ``itemsize`` bytes.
+def row_config(n: int, itemsize: int, warp_size: int, streams: int, quantize: bool) -> RowConfig:
+    """The tile for rows of ``n`` elements of ``itemsize`` bytes; ``streams`` counts the row tensors read.
 
-    8 warps on a 7168-column row came within 4 % of the copy ceiling on an H200, 32 warps at half of it: hence 1024
-    elements a warp. Short rows share a program of one warp, so that a row's sum never crosses warps.
+    Short rows share a tile of two warps; `_WARPS` has what was measured for long ones. A wider element, a residual or a
+    prologue's tensor needs more registers a column, so such rows take a warp for every 1024 columns.
     """
     long = n > MAX_BLOCK
-    block = LONG_BLOCK if long else max(32, 1 << (n - 1).bit_length())
-    block = max(block, warp_size)
-    warps = max(1, min(16, block // ELEMENTS_PER_WARP))
-    vec = min(16 // itemsize, block // (warp_size * warps))
+    block = LONG_BLOCK if long else max(warp_size, 1 << (n - 1).bit_length())
+    rows, registers = 1, 0
+    if block <= SHARED_TILE:
+        rows, warps = SHARED_TILE // block, 2
+    elif long or itemsize > 2 or streams > 1:
+        warps = max(4, block // 1024)
+    else:
+        norm, fp8, cap = _WARPS[block]
+        warps, registers = (fp8, cap) if quantize else (norm, 0)
+    vec = max(1, min(16 // itemsize, block // (warp_size * (1 if rows > 1 else warps))))
     if n % vec:
         vec = 1
-    rows = 1 if long else max(1, min(8, ELEMENTS_PER_WARP // block))
-    return RowConfig(block, rows, warps, vec, long)
-
-
-PDL_MAX_BYTES: Final = 8 << 20
-
-
-def dependent_launch(chip: Chip, moved: int) -> bool:
-    """Programmatic dependent launch takes 0.5-0.7 us off a small call and costs on large ones."""
-    return chip.has_pdl and moved <= PDL_MAX_BYTES
-
-
-def grid_size(tiles: int) -> int:
-    """Programs to launch for so many tiles of rows."""
-    return tiles
+    spread = min(warps, max(1, block // (warp_size * vec)))
+    return RowConfig(block, rows, warps, vec, long, registers, spread)

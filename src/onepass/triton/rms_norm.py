@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-import triton
 from torch import Tensor
 
 from ..errors import Unsupported
 from ..prologues import MAX_OPERANDS
-from ..rows import Geometry, RowSpec, Strides
+from ..rows import LEVELS, Geometry, RowSpec, Strides
 from ._compile import POINTERS, Build, Launcher, current_chip
-from ._config import INTERPRETER, Chip, RowConfig, dependent_launch, grid_size, row_config
+from ._config import EARLY_ROWS, INTERPRETER, Chip, RowConfig, row_config
 from ._prologue import device_function
 from ._rms_norm_kernels import _rms_norm_long_kernel, _rms_norm_row_kernel
 
@@ -20,10 +19,12 @@ STRIDES: Final = {
     name: tuple(f"{prefix}{level}" for level in range(3))
     for name, prefix in zip(ROW_TENSORS, ("x", "r", "y", "c", "s", "w", *(f"p{i}" for i in range(MAX_OPERANDS))), strict=True)
 }
+SCALE_INDEX: Final = ROW_TENSORS.index("scale")
+FIRST_OPERAND: Final = ROW_TENSORS.index("p0")
 _NAMES: Final[tuple[str, ...]] = tuple(_rms_norm_row_kernel.arg_names)
 
 
-def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, pdl: bool, chip: Chip) -> Build:
+def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
     operand = dict(zip((f"p{i}" for i in range(MAX_OPERANDS)), spec.operands, strict=False))
     dtypes: dict[str, torch.dtype | None] = {
@@ -52,12 +53,13 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, pdl:
         "HARDWARE": bool(spec.fp8 and spec.fp8.name == "e4m3fn" and chip.casts_e4m3fn),
         "EXACT": chip.backend != "interpreter",
         "LEVELS": levels,
-        "ROWS": config.rows if aligned else 1,
+        "ROWS": config.rows,
         "BLOCK": config.block,
         "VEC": config.vec,
         "ALIGNED": aligned,
         "THREADS": config.warps * chip.warp_size,
-        "PDL": pdl,
+        "PDL": chip.has_pdl,
+        "EARLY_ROWS": EARLY_ROWS,
     }
     signature: dict[str, str] = {}
     divisible: dict[str, int] = {}
@@ -91,17 +93,18 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, pdl:
     kernel = _rms_norm_long_kernel if config.long else _rms_norm_row_kernel
     full = {name: signature.get(name, "constexpr") for name in _NAMES}
     return Build(
-        _describe(spec, config, levels, aligned, pdl),
+        _describe(spec, config, levels, aligned),
         kernel,
         tuple(full.items()),
         tuple(constants.items()),
         tuple(divisible.items()),
         config.warps,
-        pdl,
+        chip.has_pdl,
+        config.registers,
     )
 
 
-def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, pdl: bool) -> str:
+def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
     short = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e8m0fnu: "e8m0"}
     parts = ["rms_norm_long" if config.long else "rms_norm_row", f"x={short[spec.x]}", f"gamma={short[spec.gamma]}"]
@@ -118,39 +121,73 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, pdl:
         parts.append(f"{spec.fp8.name}:{spec.fp8_max:g}/{rule.kind}{size}:{'ue8m0:' if rule.ue8m0 else ''}{short[rule.dtype]}")
     if spec.rounding != "once":
         parts.append(spec.rounding)
-    parts.append(f"{config.rows if aligned else 1}x{config.block}/{config.warps}w/v{config.vec}{'' if aligned else 'u'}")
+    parts.append(f"{config.rows}x{config.block}/{config.warps}w/v{config.vec}{'' if aligned else 'u'}")
     if levels > 1:
         parts.append(f"levels={levels}")
-    if pdl:
-        parts.append("pdl")
     return " ".join(parts)
 
 
-_loaded: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-
-
 def select(
-    spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, tensors: Sequence[Tensor | None],
-    operands: Sequence[Tensor], gamma: Tensor, chip: Chip,
-) -> tuple[RowConfig, int, bool, bool]:  # fmt: skip
-    """Tile, stride levels, alignment and dependent launch for a call; ``tensors`` in the order of ``strides``."""
-    config = row_config(n, spec.x.itemsize, chip.warp_size)
-    levels = 1 if geom.n1 * geom.n2 == 1 else 3
-    aligned = True
-    moved = 0
-    for index, tensor in enumerate(tensors):
-        if tensor is None:
+    spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, pointers: Sequence[int], gamma: int, chip: Chip
+) -> tuple[RowConfig, int, bool]:
+    """Tile, stride levels and alignment of a call; ``pointers`` and ``strides`` in the order of `ROW_TENSORS`."""
+    streams = 1 + (spec.residual is not None) + len(spec.operands)
+    config = row_config(n, spec.x.itemsize, chip.warp_size, streams, spec.fp8 is not None)
+    levels = 1 if geom.n1 * geom.n2 == 1 else LEVELS
+    aligned = _aligned(spec, geom, strides, pointers, gamma, config.vec)
+    return config if aligned else config.alone(), levels, aligned
+
+
+def _aligned(
+    spec: RowSpec, geom: Geometry, strides: Sequence[Strides], pointers: Sequence[int], gamma: int, vec: int
+) -> bool:
+    """Whether every row of every tensor starts on 16 bytes, so that loads and stores can be vectors."""
+    if vec == 1:
+        return True
+    addresses, steps = gamma, 0
+    for index, pointer in enumerate(pointers):
+        if index == SCALE_INDEX or (index >= FIRST_OPERAND and spec.operands[index - FIRST_OPERAND].kind == "row"):
             continue
-        moved += tensor.element_size()
-        if config.vec > 1 and index != 4 and (index < 6 or spec.operands[index - 6].kind == "full"):
-            step = strides[index]
-            loose = (step[0] | step[1] | step[2]) % config.vec if geom.rows > 1 else 0
-            aligned = aligned and not (tensor.data_ptr() % 16 or loose)
-    if config.vec > 1:
-        columns = [t for t, o in zip(operands, spec.operands, strict=True) if o.kind == "column"]
-        aligned = aligned and all(t.data_ptr() % 16 == 0 for t in (gamma, *columns))
-    pdl = dependent_launch(chip, moved * geom.rows * n)
-    return config, levels, aligned, pdl
+        addresses |= pointer
+        step = strides[index]
+        steps |= step[0] | step[1] | step[2]
+    return addresses % 16 == 0 and (geom.rows == 1 or steps % vec == 0)
+
+
+class _Plan:
+    """A loaded kernel and where each argument of a call goes; everything else in ``template`` is constant."""
+
+    __slots__ = ("device", "launcher", "pointers", "rows", "strides", "template")
+
+    def __init__(self, build: Build, config: RowConfig, device: int) -> None:
+        constants = dict(build.constants)
+        self.launcher = Launcher(build, device)
+        self.rows = config.rows
+        self.template = [constants.get(name) for name in _NAMES]
+        self.pointers = [(_NAMES.index(name), i) for i, name in enumerate(ROW_TENSORS) if name not in constants]
+        self.strides = [
+            (_NAMES.index(stride), i, level)
+            for i, name in enumerate(ROW_TENSORS)
+            for level, stride in enumerate(STRIDES[name])
+            if stride not in constants
+        ]
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_chips: dict[int, Chip] = {}
+_GAMMA, _STATIC, _SG = (_NAMES.index(name) for name in ("gamma", "static_scale", "sg"))
+_ROWS = _NAMES.index("rows")
+
+
+def _plan(key: tuple[Any, ...], spec: RowSpec, n: int, levels: int, aligned: bool, device: int) -> _Plan:
+    if device not in _chips:
+        _chips[device] = current_chip(device)
+    chip = _chips[device]
+    streams = 1 + (spec.residual is not None) + len(spec.operands)
+    config = row_config(n, spec.x.itemsize, chip.warp_size, streams, spec.fp8 is not None)
+    config = config if aligned else config.alone()
+    plan = _plans[key] = _Plan(build_for(spec, config, levels, aligned, chip), config, device)
+    return plan
 
 
 def launch(
@@ -172,41 +209,49 @@ def launch(
     scale_ub: float,
 ) -> None:
     """Run one row kernel on the current stream; every argument has been checked."""
-    if geom.rows >= 1 << 31:
-        raise Unsupported(f"rms_norm: at most 2**31 - 1 rows in one call on a GPU, got {geom.rows}")
-    if triton.knobs.runtime.interpret:
-        codes, scale = (t.view(torch.uint8) if t is not None and t.element_size() == 1 else t for t in (codes, scale))
-    tensors = (x, residual, norm, codes, scale, new_residual, *(t if o.kind != "column" else None for t, o in zip(operands, spec.operands, strict=True)))  # fmt: skip
-    index = x.device.index
-    chip = INTERPRETER if index is None else _chip(index)
-    config, levels, aligned, pdl = select(spec, geom, strides, n, tensors, operands, gamma, chip)
-    values: dict[str, Any] = dict(zip(ROW_TENSORS, tensors, strict=False))
-    values.update(gamma=gamma, static_scale=static_scale, rows=geom.rows, n=n, n1=geom.n1, n2=geom.n2)
-    values.update(eps=eps, weight_offset=weight_offset, bound=scale_ub, sg=0 if scale is None else scale.stride(-1))
-    for position, operand in enumerate(operands):
-        values[f"p{position}"] = operand
+    rows, n1, n2 = geom
+    if rows >= 1 << 31:
+        raise Unsupported(f"rms_norm: at most 2**31 - 1 rows in one call on a GPU, got {rows}")
+    sg = 0 if scale is None else scale.stride(-1)
+    scalars = (rows, n, n1, n2, eps, weight_offset, scale_ub)
+    tensors = (x, residual, norm, codes, scale, new_residual, *operands)
+    device = x.get_device()
+    if device < 0:
+        _interpret(spec, geom, strides, n, tensors, gamma, static_scale, sg, scalars)
+        return
+    pointers = [0 if t is None else t.data_ptr() for t in tensors]
+    weight = gamma.data_ptr()
+    vec = row_config(n, spec.x.itemsize, 32, 1, False).vec
+    aligned = _aligned(spec, geom, strides, pointers, weight, vec)
+    levels = 1 if n1 == 1 and n2 == 1 else LEVELS
+    key = (spec, n, levels, aligned, device)
+    plan = _plans.get(key) or _plan(key, spec, n, levels, aligned, device)
+    arguments = plan.template.copy()
+    for place, index in plan.pointers:
+        arguments[place] = pointers[index]
+    for place, index, level in plan.strides:
+        arguments[place] = strides[index][level]
+    arguments[_GAMMA] = weight
+    arguments[_SG] = sg
+    if static_scale is not None:
+        arguments[_STATIC] = static_scale.data_ptr()
+    arguments[_ROWS : _ROWS + len(scalars)] = scalars
+    plan.launcher(-(-rows // plan.rows), arguments)
+
+
+def _interpret(
+    spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, tensors: Sequence[Tensor | None], gamma: Tensor,
+    static_scale: Tensor | None, sg: int, scalars: tuple[float, ...],
+) -> None:  # fmt: skip
+    """The same call in Triton's interpreter, on CPU tensors."""
+    viewed = [t.view(torch.uint8) if t is not None and t.element_size() == 1 else t for t in tensors]
+    pointers = [0 if t is None else t.data_ptr() for t in viewed]
+    config, levels, aligned = select(spec, geom, strides, n, pointers, gamma.data_ptr(), INTERPRETER)
+    build = build_for(spec, config, levels, aligned, INTERPRETER)
+    values: dict[str, Any] = {"gamma": gamma, "static_scale": static_scale, "sg": sg}
+    values.update(zip(ROW_TENSORS, viewed, strict=False))
+    values.update(zip(_NAMES[_ROWS : _ROWS + len(scalars)], scalars, strict=True))
     for name, triple in zip(ROW_TENSORS, strides, strict=False):
         values.update(zip(STRIDES[name], triple, strict=True))
-    grid = grid_size(-(-geom.rows // (config.rows if aligned else 1)))
-    if index is None:
-        build = build_for(spec, config, levels, aligned, pdl, chip)
-        values.update(build.constants)
-        build.kernel[(grid,)](**{name: values.get(name) for name in _NAMES})
-        return
-    key = (spec, config, levels, aligned, pdl, index)
-    found = _loaded.get(key)
-    if found is None:
-        build = build_for(spec, config, levels, aligned, pdl, chip)
-        constants = dict(build.constants)
-        found = _loaded[key] = (Launcher(build, index), constants)
-    launcher, constants = found
-    launcher(grid, [constants[name] if name in constants else values[name] for name in _NAMES])
-
-
-_chips: dict[int, Chip] = {}
-
-
-def _chip(index: int) -> Chip:
-    if index not in _chips:
-        _chips[index] = current_chip(index)
-    return _chips[index]
+    values.update(build.constants)
+    build.kernel[(-(-geom.rows // config.rows),)](**{name: values.get(name) for name in _NAMES})

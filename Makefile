@@ -1,0 +1,53 @@
+# `make demo` and `make test` need nothing but Python 3.11+ and pip; `make gpu` needs a GPU machine with torch and Triton.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint docs gpu clean
+
+PYTHON ?= python3
+JOBS ?= auto
+BIN := .venv/bin
+READY := .venv/.ready
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## see it work: checks, speed against plain torch, a fused prologue, batch invariance
+	@$(BIN)/onepass demo
+
+test: lint ## lint, then every test that needs no GPU
+	@$(BIN)/pytest -n $(JOBS) --maxprocesses 8
+
+lint: $(READY) ## ruff (rules and format) and mypy --strict
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+
+docs: $(READY) ## write docs/ops.md from the contracts
+	@$(BIN)/onepass docs
+
+# Runs from src/ with the machine's own Python: nothing is installed. It leaves benchmarks/h200/ changed: commit it.
+EVIDENCE := benchmarks/h200/evidence.json
+CHECKS = $(PYTHON) -m onepass.checks --device cuda
+# Sanitizers are slow, so they get the cases of a few shapes; torch must not pool memory under them.
+SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
+SANITIZED ?= 5x33 4x1536 6x384 5x20000
+
+gpu: export PYTHONPATH := src
+gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, measure
+	$(CHECKS) --jobs $$(nproc) --evidence $(EVIDENCE)
+	for tool in memcheck racecheck; do for shape in $(SANITIZED); do \
+	  $(SANITIZE) --tool $$tool $(CHECKS) --match $$shape; done; done
+	$(PYTHON) -m onepass.bench --device cuda --json benchmarks/h200/speed.json
+
+clean: ## remove the virtual environment, caches and build output
+	@rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@echo "making .venv (once; needs pip's index)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,74 @@
+"""``python -m onepass.bench``: times the row ops and their peers, prints a table, writes JSON."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m onepass.bench", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write results here")
+    parser.add_argument("--no-peers", action="store_true")
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": torch.cuda.get_device_name() if options.device == "cuda" else _cpu_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    with torch.inference_mode():
+        (_gpu if options.device == "cuda" else _cpu)(report, not options.no_peers)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _gpu(report: dict[str, Any], peers: bool) -> None:
+    import triton
+
+    from . import gpu
+
+    report["triton"] = triton.__version__
+    report["ceilings"] = gpu.ceilings()
+    print(report["ceilings"], flush=True)
+    report["rows"] = []
+    copy = report["ceilings"]["copy 2 GiB TB/s"]
+    for row in gpu.rows(peers):
+        report["rows"].append(row)
+        floor = row["bytes"] / copy / 1e6
+        times = "  ".join(f"{name} {min(us):.2f}" for name, us in row["us"].items())
+        print(f"{row['op']:20} {row['shape'][0]:>6}x{row['shape'][1]:<6} floor {floor:7.2f}  {times}", flush=True)
+    report["host_us"] = gpu.host_rows()
+    print(report["host_us"], flush=True)
+
+
+def _cpu(report: dict[str, Any], peers: bool) -> None:
+    from . import cpu
+
+    report["threads"] = torch.get_num_threads()
+    report["rows"] = []
+    for row in cpu.rows(peers):
+        report["rows"].append(row)
+        times = "  ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
+        print(f"{row['op']:20} {row['shape'][0]:>6}x{row['shape'][1]:<6} {times}", flush=True)
+    report["overhead_us"] = cpu.overhead()
+    print(report["overhead_us"], flush=True)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The CPU backend: kernels generated with LLVM, run on torch's threads."""

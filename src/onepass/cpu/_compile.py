@@ -1,0 +1,211 @@
+"""From a `RowSpec` to callable machine code, kept in memory and on disk.
+
+A compiled kernel is one relocatable object file. On disk it lies under a name that hashes everything it was made
+from, behind a header with the digest of its content: a file that does not match is compiled again and replaced. The
+directory is ``$ONEPASS_CACHE_DIR`` (``off`` for none), else ``~/.cache/onepass/cpu``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import Unsupported
+from ..rows import RowSpec
+from . import _args
+
+_MAGIC: Final = b"onepass object 1\n"
+_ENTRY: Final = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+
+_lock = threading.Lock()
+_kernels: dict[RowSpec, Kernel] = {}
+
+
+class Kernel:
+    """Machine code of one spec: its three functions (see `_row.build`) and the packer of their argument block."""
+
+    __slots__ = ("_code", "keeps_h", "pack", "parallel", "prepare", "serial")
+
+    def __init__(self, spec: RowSpec, image: bytes) -> None:
+        self._code = link(image, "serial", "prepare", "parallel")
+        self.keeps_h = _args.keeps_h(spec)
+        self.pack = _args.packer(spec)
+        self.serial: Callable[[bytes], None] = _ENTRY(self._code["serial"])
+        self.prepare: Callable[[bytes], None] = _ENTRY(self._code["prepare"])
+        self.parallel: int = self._code["parallel"]
+
+
+def kernel(spec: RowSpec) -> Kernel:
+    """The kernel of ``spec``, from memory, from disk or from the compiler."""
+    found = _kernels.get(spec)
+    if found is None:
+        with _lock:
+            found = _kernels.get(spec)
+            if found is None:
+                found = _kernels[spec] = _find(spec)
+    return found
+
+
+def _find(spec: RowSpec) -> Kernel:
+    file = cache_file(spec)
+    image = _read(file)
+    if image is not None:
+        try:
+            return Kernel(spec, image)
+        except RuntimeError:  # a sound file that this LLVM does not link
+            pass
+    image = compile_object(spec)
+    _write(file, image)
+    return Kernel(spec, image)
+
+
+# --- LLVM ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _llvm() -> Any:
+    try:
+        import llvmlite.binding as llvm
+    except ImportError as error:
+        raise Unsupported("the CPU backend needs llvmlite: pip install llvmlite") from error
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm
+
+
+@cache
+def host() -> tuple[str, str]:
+    """Name and feature list of this CPU."""
+    llvm = _llvm()
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def _machine(cpu: str, features: str) -> Any:
+    llvm = _llvm()
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    return target.create_target_machine(cpu=cpu, features=features, opt=2, reloc="pic", codemodel="default", jit=True)
+
+
+def compile_object(spec: RowSpec, cpu: str | None = None, features: str = "") -> bytes:
+    """Compile for this CPU, or for a named one."""
+    from . import _row
+
+    return compile_ir(_row.build(spec), *((cpu, features) if cpu is not None else host()))
+
+
+def compile_ir(text: str, cpu: str, features: str) -> bytes:
+    """The object file of an LLVM module."""
+    llvm = _llvm()
+    machine = _machine(cpu, features)
+    module = llvm.parse_assembly(text)
+    module.triple = machine.triple
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    image: bytes = machine.emit_object(module)
+    return image
+
+
+@cache
+def _jit() -> Any:
+    return _llvm().create_lljit_compiler(_machine(*host()))
+
+
+def link(image: bytes, *symbols: str) -> Any:
+    """Make an object file executable; the result maps ``symbols`` to addresses and keeps the code alive."""
+    library = _llvm().JITLibraryBuilder().add_object_img(image).add_current_process()
+    for symbol in symbols:
+        library.export_symbol(symbol)
+    return library.link(_jit(), f"onepass{next(_numbers)}")
+
+
+_numbers = iter(range(2**62))
+
+
+# --- the cache on disk ---------------------------------------------------------------------------------------------
+
+
+def cache_directory() -> Path | None:
+    """Where object files are kept; None if nowhere."""
+    chosen = os.environ.get("ONEPASS_CACHE_DIR", "")
+    if chosen.lower() == "off":
+        return None
+    if chosen:
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "onepass" / "cpu"
+    except RuntimeError:  # no home directory
+        return None
+
+
+def cache_file(spec: RowSpec) -> Path | None:
+    """The file for ``spec`` on this machine."""
+    directory = cache_directory()
+    if directory is None:
+        return None
+    try:
+        sources = _source_digest()
+    except OSError:  # imported from an archive
+        return None
+    import llvmlite
+
+    parts = (describe_spec(spec), sources, llvmlite.__version__, *host())
+    return directory / (hashlib.sha256(repr(parts).encode()).hexdigest()[:40] + ".o")
+
+
+def describe_spec(spec: RowSpec) -> str:
+    """Everything about ``spec`` that shapes its code, the prologue as its program."""
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    if spec.prologue is not None:
+        values["prologue"] = (spec.prologue.parameters, spec.prologue.program, spec.prologue.result)
+    return repr(values)
+
+
+@cache
+def _source_digest() -> str:
+    """A digest of the source files that code generation depends on."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    shared = [here.parent / name for name in ("formats.py", "prologues.py", "rows.py")]
+    for path in (*sorted(here.glob("*.py")), *shared):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path | None) -> bytes | None:
+    """The object in a cache file; None if there is none or it is damaged."""
+    if path is None:
+        return None
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    head = len(_MAGIC) + 32
+    image = content[head:]
+    return image if content[:head] == _MAGIC + hashlib.sha256(image).digest() else None
+
+
+def _write(path: Path | None, image: bytes) -> None:
+    """Put an object into the cache in one step; a cache that cannot be written is no cache."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(_MAGIC + hashlib.sha256(image).digest() + image)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+    except OSError:
+        return

@@ -1,0 +1,238 @@
+"""The command line: what it prints, its JSON, its exit status, and what importing the library costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import onepass
+from onepass import cli, demo
+from onepass.checks import runner
+from onepass.ops import _rows
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "120", "NO_COLOR": "1"}
+
+
+@pytest.fixture(autouse=True)
+def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def wrong_kernel() -> Iterator[None]:
+    """A kernel that writes zeros."""
+
+    def launch(*arguments: Any) -> None:
+        for tensor in arguments[9:13]:
+            if tensor is not None:
+                tensor.view(torch.uint8).zero_()
+
+    with _rows.launching_with(launch):
+        yield
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments)
+
+
+def onepass_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onepass.cli", *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+# --- check ----------------------------------------------------------------------------------------------------------
+
+
+def test_check_passes() -> None:
+    result = invoke("check", "--op", "rms_norm", "--match", "short: 5x3")
+    assert result.exit_code == 0, result.output
+    assert "2/2" in result.output
+    assert "2 of 2 passed on cpu" in result.output
+
+
+def test_check_fails_loudly(wrong_kernel: None) -> None:
+    result = invoke("check", "--match", "short: 5x33")
+    assert result.exit_code == 1
+    assert "0/1" in result.output
+    assert "0 of 2 passed" in result.output
+    assert "FAILED rms_norm short: 5x33 bf16" in result.output
+    assert "ulp off" in result.output
+
+
+def test_check_json(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    assert invoke("check", "--match", "short: 5x33", "--json", str(file)).exit_code == 0
+    report = json.loads(file.read_text())
+    assert set(report) == {"device", "passed", "failed", "left_out", "seconds", "results"}
+    assert (report["device"], report["passed"], report["failed"], report["left_out"]) == ("cpu", 2, 0, 0)
+    assert {r["op"] for r in report["results"]} == set(runner.MODULES)
+    assert set(report["results"][0]) == {"op", "case", "device", "passed", "message", "seconds"}
+
+
+def test_check_json_with_failures(wrong_kernel: None) -> None:
+    result = invoke("check", "--match", "short: 5x33", "--json", "-")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["failed"] == 2
+    assert all(r["message"] for r in report["results"])
+
+
+def test_check_process() -> None:
+    """Status and stdout as a script sees them: the table goes to stderr when JSON goes to stdout."""
+    good = onepass_process("check", "--match", "short: 5x33", "--json", "-")
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["passed"] == 2
+    assert "2 of 2 passed" in good.stderr
+
+
+def test_check_process_fails() -> None:
+    program = (
+        "import sys, onepass.cli, onepass.ops._rows as rows\n"
+        "sys.argv[1:] = ['check', '--match', 'short: 5x33']\n"
+        "with rows.launching_with(lambda *_: None): onepass.cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "0 of 2 passed" in done.stdout
+
+
+@pytest.mark.skipif(not cli.backend_status()["interpreter"][0], reason="needs Triton's interpreter")
+def test_check_interprets_the_gpu_kernels() -> None:
+    """5x2, 5x200 and 5x2048 run; 5x20000 is left out, and said to be."""
+    done = onepass_process("check", "--device", "interpreter", "--op", "rms_norm", "--match", "5x2", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["device"], report["failed"], report["left_out"]) == ("interpreter", 0, 1)
+    assert "1 case left out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "--op", "nonsense"), "no op 'nonsense'; there are rms_norm"),
+        (("check", "--match", "nonsense"), "no case has 'nonsense' in its name"),
+        (("check", "--device", "tpu"), "tpu"),
+        (("check", "--match", "short: 5x33", "--json", "/nonexistent/file"), "cannot write"),
+        (("demo", "--device", "tpu"), "neither cpu nor cuda"),
+        (("docs", "--output", "/proc/nonexistent/ops.md"), "cannot write"),
+        (("nonsense",), "No such command"),
+    ],
+)
+def test_usage_errors_are_friendly(arguments: tuple[str, ...], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_said() -> None:
+    result = invoke("check", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "cuda cannot run here" in result.output
+
+
+# --- env and docs ---------------------------------------------------------------------------------------------------
+
+
+def test_env() -> None:
+    result = invoke("env")
+    assert result.exit_code == 0, result.output
+    for word in (onepass.__version__, torch.__version__, "cpu backend", "triton backend", "float8_e4m3fnuz"):
+        assert word in result.output
+
+
+def test_env_json() -> None:
+    result = invoke("env", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["onepass"] == onepass.__version__
+    assert set(found["packages"]) == {"torch", "triton", "llvmlite", "numpy"}
+    assert set(found["backends"]) == {"cpu", "triton", "interpreter"}
+    for backend in found["backends"].values():
+        assert backend["usable"] == (not backend["why_not"])
+    assert found["backends"]["cpu"]["vector"].endswith("bit")
+
+
+def test_env_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status = cli.backend_status()
+    assert "llvmlite is not installed" in status["cpu"][1]
+    assert "Triton is not installed" in status["interpreter"][1]
+    assert "llvmlite is not installed" in invoke("check").output
+
+
+def test_docs(tmp_path: Path) -> None:
+    file = tmp_path / "ops.md"
+    assert "written" in invoke("docs", "--output", str(file)).output
+    assert file.read_text() == (ROOT / "docs/ops.md").read_text()
+    assert "up to date" in invoke("docs", "--output", str(file)).output
+
+
+# --- demo -----------------------------------------------------------------------------------------------------------
+
+
+def test_demo_cases_exist() -> None:
+    names = {(case.op, case.name) for case in runner.CASES}
+    assert set(demo.SHOWN_CASES) <= names
+    assert len(set(demo.SHOWN_CASES)) == 12
+
+
+@pytest.mark.slow
+def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "ROUNDS", 2)
+    result = invoke("demo", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert sum(line.startswith("ok ") for line in result.output.splitlines()) == len(demo.SHOWN_CASES)
+    assert "WRONG" not in result.output
+    for rows, columns in demo.SHAPES:
+        assert f"{rows} x {columns}" in result.output
+    assert "16 of 16" in result.output
+    assert "What to try next" in result.output
+
+
+def test_demo_reports_a_wrong_kernel(wrong_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "SHAPES", ((1, 256),))
+    monkeypatch.setattr(demo, "SHOWN_CASES", demo.SHOWN_CASES[-1:])
+    result = invoke("demo", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "WRONG" in result.output
+
+
+# --- importing ------------------------------------------------------------------------------------------------------
+
+IMPORT = """
+import sys, time, torch
+before = set(sys.modules)
+begin = time.perf_counter()
+import onepass
+took = time.perf_counter() - begin
+print(took, *sorted({"triton", "numba", "llvmlite", "numpy", "rich", "typer"} & (set(sys.modules) - before)))
+"""
+
+
+def test_import_is_light() -> None:
+    """Beyond torch, under 100 ms (the best of several: others share this machine) and none of the heavy packages."""
+    seconds = []
+    for _ in range(5):
+        output = subprocess.run(
+            [sys.executable, "-c", IMPORT], env=ENVIRONMENT, capture_output=True, text=True, check=True
+        )
+        took, *heavy = output.stdout.split()
+        assert not heavy
+        seconds.append(float(took))
+        if min(seconds) < 0.1:
+            return
+    assert min(seconds) < 0.1

@@ -1,0 +1,117 @@
+"""What contracts promise: refusals that name the argument and write nothing, schemas, fakes, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import onepass
+from onepass.contract import Contract, moved_bytes
+from onepass.errors import ContractError
+from onepass.ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8
+from onepass.samples import Mistake, mistakes, sample
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"rms_norm": onepass.rms_norm, "rms_norm_fused_fp8": onepass.rms_norm_fused_fp8}
+
+
+def good_call(contract: Contract) -> dict[str, Any]:
+    return dict(sample(contract, {"N": 128}, (3, 4), dtypes={"x": torch.bfloat16}, optional=["residual"]))
+
+
+def all_mistakes() -> list[Any]:
+    found = []
+    for contract in (RMS_NORM, RMS_NORM_FUSED_FP8):
+        for mistake in mistakes(contract, good_call(contract)):
+            if mistake.argument != "prologue":  # a Prologue object in the public function; tested below
+                found.append(pytest.param(contract, mistake, id=f"{contract.name}-{mistake.label}"))
+    return found
+
+
+@pytest.mark.parametrize(("contract", "mistake"), all_mistakes())
+def test_mistake_is_refused_by_name(contract: Contract, mistake: Mistake) -> None:
+    out = torch.full((3, 4, 128), 7.0).bfloat16()
+    if contract is RMS_NORM_FUSED_FP8:
+        out = out.to(torch.float8_e4m3fn)
+    before = out.clone()
+    with torch.enable_grad(), pytest.raises(ContractError) as caught:
+        FUNCTIONS[contract.name](**mistake.arguments, out=out)
+    assert str(caught.value).startswith(f"{contract.name}: `{mistake.argument}` must "), str(caught.value)
+    assert ", got " in str(caught.value)
+    assert torch.equal(out.view(torch.uint8), before.view(torch.uint8))
+    FUNCTIONS[contract.name](**good_call(contract))
+
+
+def test_there_are_many_mistakes() -> None:
+    assert len(all_mistakes()) > 60
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gamma": torch.ones(63)}, r"rms_norm: `gamma` must have shape \[N\] with N=64, got \[63\]"),
+        ({"x": torch.ones(3, 0), "gamma": torch.ones(0)}, r"rms_norm: `x` must have 1 to 2\*\*24 columns"),
+        ({"eps": -1e-6}, r"rms_norm: `eps` must be a number and satisfy 0 <= eps < inf, got -1e-06"),
+        ({"rounding": "twice"}, r"rms_norm: `rounding` must be 'once' or 'hf', got 'twice'"),
+        ({"x": torch.ones(3, 64, dtype=torch.int32)}, r"rms_norm: `x` must have dtype bfloat16 or float16 or float32, got int32"),
+        ({"x": torch.ones(64, 3).t()}, r"rms_norm: `x` must have a contiguous last dimension, got strides \(1, 3\)"),
+        ({"gamma": torch.ones(64, device="meta")}, r"rms_norm: `gamma` must be on cpu, got meta"),
+        ({"residual": torch.ones(2, 64)}, r"rms_norm: `residual` must have shape \[\.\.\., N\] with \.\.\.=\[3\], N=64, got \[2, 64\]"),
+        ({"residual_out": torch.ones(3, 64)}, r"rms_norm: `residual_out` must be None unless residual is not None"),
+        ({"out": torch.ones(3, 64).bfloat16()}, r"rms_norm: `out` must have dtype float32, got bfloat16"),
+    ],
+)
+def test_messages(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"x": torch.ones(3, 64), "gamma": torch.ones(64)}
+    with pytest.raises(ContractError, match=message):
+        onepass.rms_norm(**{**good, **change})
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"group_size": 128}, "group_size"),
+        ({"fp8_max": 240.0}, "fp8_max"),
+        ({"scale_format": "ue8m0", "scales_dtype": torch.float16}, "scales_dtype"),
+        ({"scales_dtype": torch.float8_e8m0fnu}, "scales_dtype"),
+        ({"static_scale": torch.ones(()), "scale_ub": 1.0}, "scale_ub"),
+        ({"static_scale": torch.ones(()), "group_size": 64}, "group_size"),
+        ({"static_scale": torch.ones(2)}, "static_scale"),
+        ({"prologue": onepass.prologues.add}, "prologue_args"),
+        ({"prologue_args": [torch.ones(3, 192)]}, "prologue_args"),
+        ({"prologue": onepass.prologues.add, "prologue_args": [torch.ones(3, 5)]}, "prologue_args"),
+        ({"prologue": onepass.prologues.add, "prologue_args": [1.0]}, "prologue_args"),
+        ({"prologue": lambda x: x}, "prologue"),
+        ({"scale_ub": 0.0}, "scale_ub"),
+    ],
+)
+def test_fp8_rules(options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ContractError, match=f"rms_norm_fused_fp8: `{argument}` must "):
+        onepass.rms_norm_fused_fp8(torch.ones(3, 192), torch.ones(192), **options)
+
+
+def test_too_many_stride_levels_is_unsupported() -> None:
+    x = torch.randn(3, 3, 3, 3, 5, 8)[::2, ::2, ::2, ::2, :3]
+    with pytest.raises(onepass.Unsupported, match="more than 3 levels"):
+        onepass.rms_norm(x, torch.ones(8))
+
+
+@pytest.mark.parametrize("contract", [RMS_NORM, RMS_NORM_FUSED_FP8], ids=lambda c: c.name)
+def test_fake_outputs_are_the_real_ones(contract: Contract) -> None:
+    call = good_call(contract)
+    real = FUNCTIONS[contract.name](**call)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = FUNCTIONS[contract.name](**{k: mode.from_tensor(v) for k, v in call.items()})
+    for r, f in zip(real, fake, strict=True):
+        assert (r.shape, r.stride(), r.dtype, r.device) == (f.shape, f.stride(), f.dtype, f.device)
+
+
+def test_meta_tensors() -> None:
+    y = onepass.rms_norm(torch.empty(3, 64, device="meta"), torch.empty(64, device="meta"))
+    assert y.shape == (3, 64) and y.device.type == "meta"
+
+
+def test_moved_bytes() -> None:
+    assert moved_bytes([torch.empty(3, 8, dtype=torch.bfloat16), None, torch.empty(8)]) == 48 + 32

@@ -1,0 +1,109 @@
+"""The documents say what the code does: ops.md is fresh, the README's example runs, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import onepass
+from onepass import docs
+
+ROOT = Path(__file__).parents[1]
+MARKDOWN = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")))
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+MAX_LINES = 450
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_ops_md_is_fresh() -> None:
+    assert (ROOT / docs.PATH).read_text() == docs.render(), "docs/ops.md is stale: run `make docs`"
+
+
+def test_every_public_op_is_documented() -> None:
+    documented = {op.contract.name for op in docs.public_ops()}
+    assert documented <= set(onepass.__all__)
+    for op in docs.public_ops():
+        assert sum(op.cases.values()) > 0, f"{op.contract.name} has no check cases"
+        contract = {*op.contract.args, *op.contract.options, *(out.argument for out in op.contract.outs.values())}
+        assert contract == set(op.function.__annotations__) - {"return"}
+
+
+def test_ops_md_names_every_argument() -> None:
+    for section, op in zip(docs.render().split("\n## ")[1:], docs.public_ops(), strict=True):
+        head, _, body = section.partition("\n")
+        assert head == op.contract.name
+        for name in (*op.contract.args, *op.contract.options, *op.contract.outs):
+            assert f"| `{name}`" in body
+
+
+def test_write_tells_whether_it_changed(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "ops.md"
+    assert docs.write(target)
+    assert not docs.write(target)
+    target.write_text("stale")
+    assert docs.write(target)
+
+
+def test_readme_example(tmp_path: Path) -> None:
+    """In a file and a process of its own, as a reader would run it; its last comment is what it prints."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    file = tmp_path / "example.py"
+    file.write_text(example)
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import runpy; runpy.run_path({str(file)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == example.strip().rsplit("# ", 1)[1]
+
+
+def test_readme_has_room_for_measurements() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.index("<!-- speed:begin -->") < text.index("<!-- speed:end -->")
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=relative)
+def test_links_resolve(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        found = path.parent / file if file else path
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            broken.append(target)
+    assert not broken
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a markdown file's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_files_stay_readable() -> None:
+    assert SOURCES
+    long = {relative(path): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > MAX_LINES}
+    assert not long
+
+
+def test_numerics_states_the_tolerances() -> None:
+    """The numbers in docs/numerics.md are those of the code."""
+    from onepass.checks import compare
+    from onepass.formats import FP8_FORMATS, SMALLEST_SCALE, SMALLEST_UE8M0
+
+    text = (ROOT / "docs/numerics.md").read_text()
+    assert compare.FLOAT32_ERROR == 1e-6
+    assert "within 1e-6 of the oracle" in text
+    assert SMALLEST_SCALE == 2.0**-126 == torch.finfo(torch.float32).smallest_normal
+    assert SMALLEST_UE8M0 == 2.0**-127
+    for fmt in FP8_FORMATS.values():
+        assert all(f"{limit:g}" in text for limit in fmt.maxima)
+        assert f"0x{fmt.nan_code:X}" in text

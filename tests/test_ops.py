@@ -1,0 +1,200 @@
+"""Every case of every op on the CPU against the oracle; and the promises that need no oracle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import onepass
+from onepass import oracle
+from onepass.checks import runner
+from onepass.checks.case import Case, same_bytes
+from onepass.formats import E4M3FN, FLOATS
+
+
+@pytest.mark.parametrize("case", runner.CASES, ids=lambda c: f"{c.op}-{c.name}")
+def test_case(case: Case) -> None:
+    result = runner.run_case(case, "cpu")
+    assert result.passed, result.message
+
+
+def test_case_names_are_unique() -> None:
+    names = [(c.op, c.name) for c in runner.CASES]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("shape", [(6, 120), (2, 3, 120), (2, 1, 3, 120)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_pattern_full_of_ties(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
+    """Values repeating every 20 columns against an independent float32 computation: each difference is shown a tie."""
+    count = torch.arange(math.prod(shape))
+    x = (0.05 + 2.95 * (count % 20) / 19).reshape(shape).to(dtype)
+    gamma = (0.5 + 0.1 * (torch.arange(120) % 11)).to(dtype)
+    q, scale = onepass.rms_norm_fused_fp8(x, gamma, 1e-5, weight_offset=offset, scale_ub=448.0)
+
+    h, g = x.float(), gamma.float() + offset
+    rs = 1 / torch.sqrt(h.square().mean(-1, keepdim=True) + 1e-5)
+    amax = (h * g).abs().amax(-1, keepdim=True) * rs
+    expected_scale = amax.clamp(max=448.0) / 448
+    torch.testing.assert_close(scale, expected_scale, rtol=3e-7, atol=0)
+    value = (h * g) * (rs / scale)
+    expected = value.clamp(-448, 448).to(torch.float8_e4m3fn)
+    different = q.view(torch.uint8) != expected.view(torch.uint8)
+    exact = oracle.rms_norm(x, gamma, 1e-5, weight_offset=offset).y / scale.double()
+    table = torch.cat([oracle.decode_table(E4M3FN.bias)[:127]])
+    boundaries = (table[1:] + table[:-1]) / 2
+    distance = (exact[different].unsqueeze(-1) / boundaries[1:] - 1).abs().amin(-1)
+    assert (distance < 1e-6).all(), f"{int(different.sum())} codes differ, {int((distance >= 1e-6).sum())} of them not at a tie"
+    assert different.double().mean() < 0.02
+
+
+class TestMeaning:
+    def test_dequantized_is_the_norm(self) -> None:
+        x, gamma = torch.randn(16, 512).bfloat16(), torch.randn(512).bfloat16()
+        q, scale = onepass.rms_norm_fused_fp8(x, gamma)
+        y = oracle.rms_norm(x, gamma, 1e-6).y
+        error = (q.double() * scale.double() - y).abs()
+        assert (error <= y.abs() * 2.0**-4 + scale.double() * 2.0**-10 * 1.001).all()
+        assert q.float().abs().amax(-1).eq(448).all()
+
+    def test_norm_is_what_rms_norm_returns(self) -> None:
+        x, gamma = torch.randn(5, 777).bfloat16(), torch.randn(777)
+        _, _, norm = onepass.rms_norm_fused_fp8(x, gamma, return_norm=True)
+        assert same_bytes(norm, onepass.rms_norm(x, gamma))
+
+    def test_order_of_results(self) -> None:
+        x, gamma = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
+        results = onepass.rms_norm_fused_fp8(x, gamma, residual=torch.ones_like(x), return_norm=True)
+        assert [t.dtype for t in results] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.bfloat16]
+        assert same_bytes(results[2], (x.float() + 1).bfloat16())
+
+    def test_static_scale_is_returned(self) -> None:
+        scale = torch.tensor(0.03)
+        results = onepass.rms_norm_fused_fp8(torch.randn(3, 128), torch.ones(128), static_scale=scale)
+        assert results[1] is scale
+
+    def test_column_layout_has_rows_contiguous(self) -> None:
+        x = torch.randn(2, 5, 256)
+        _, scale = onepass.rms_norm_fused_fp8(x, torch.ones(256), group_size=128, scale_layout="column")
+        assert scale.shape == (2, 5, 2)
+        assert scale.stride() == (5, 1, 10)
+
+    def test_once_uses_the_unrounded_sum(self) -> None:
+        """x + residual differs from its bfloat16 rounding; "once" normalizes the sum, "hf" the rounding."""
+        x = torch.full((1, 64), 1.0).bfloat16()
+        residual = torch.full((1, 64), 2.0**-9).bfloat16()
+        residual[0, 0] = 3.0
+        exact = oracle.rms_norm(x, torch.ones(64), 0.0, residual=residual).y
+        y, _ = onepass.rms_norm(x, torch.ones(64), 0.0, residual=residual)
+        assert same_bytes(y, exact.bfloat16())
+        assert not torch.equal(exact, oracle.rms_norm(x, torch.ones(64), 0.0, residual=residual, rounding="hf").y)
+
+    def test_weight_offset_is_added_in_float32(self) -> None:
+        gamma = torch.full((64,), 0.0039).bfloat16()
+        y = onepass.rms_norm(torch.ones(1, 64), gamma.float(), 0.0, weight_offset=1.0)
+        torch.testing.assert_close(y, torch.full((1, 64), 1 + gamma[0].item()), rtol=1e-6, atol=0)
+
+    def test_stored_scale_is_the_one_used(self) -> None:
+        x, gamma = torch.randn(64, 256).bfloat16(), torch.randn(256).bfloat16()
+        q, scale = onepass.rms_norm_fused_fp8(x, gamma, scales_dtype=torch.bfloat16)
+        y = oracle.rms_norm(x, gamma, 1e-6).y
+        exact = oracle.encode(y / scale.double(), 7, 448.0, 0x7F, True)
+        assert (q.view(torch.uint8) != exact).double().mean() < 1e-3
+
+
+class TestEdges:
+    gamma = torch.ones(128)
+
+    def test_zero_row(self) -> None:
+        q, scale = onepass.rms_norm_fused_fp8(torch.zeros(2, 128), self.gamma, 0.0)
+        assert q.view(torch.uint8).eq(0).all() and scale.eq(0).all()
+        assert onepass.rms_norm(torch.zeros(2, 128), self.gamma, 0.0).eq(0).all()
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    def test_bad_row_is_nan_and_others_are_untouched(self, bad: float) -> None:
+        x = torch.randn(3, 128).bfloat16()
+        spoiled = x.clone()
+        spoiled[1, 77] = bad
+        gamma = self.gamma.bfloat16()
+        (q, s), (q0, s0) = (onepass.rms_norm_fused_fp8(v, gamma) for v in (spoiled, x))
+        assert q[1].view(torch.uint8).eq(0x7F).all() and s[1].isnan().all()
+        assert onepass.rms_norm(spoiled, gamma)[1].isnan().all()
+        for row in (0, 2):
+            assert same_bytes(q[row], q0[row]) and same_bytes(s[row], s0[row])
+
+    def test_negative_zero(self) -> None:
+        x = torch.tensor([[1.0, -0.0, -1e-30] + [0.0] * 125])
+        fn, _ = onepass.rms_norm_fused_fp8(x, self.gamma)
+        fnuz, _ = onepass.rms_norm_fused_fp8(x, self.gamma, out_dtype=torch.float8_e4m3fnuz)
+        assert fn.view(torch.uint8)[0, :3].tolist() == [0x7E, 0x80, 0x80]
+        assert fnuz.view(torch.uint8)[0, :3].tolist() == [0x7F, 0x00, 0x00]
+
+    def test_saturation_is_finite(self) -> None:
+        q, _ = onepass.rms_norm_fused_fp8(torch.randn(4, 128), self.gamma, scale_ub=1e-3)
+        assert set(q.view(torch.uint8).flatten().tolist()) <= {0x7E, 0xFE, *range(0x7E), *range(0x80, 0xFE)}
+        assert (q.float().abs() == 448).double().mean() > 0.5
+
+    def test_finite_amax_never_stores_an_infinite_scale(self) -> None:
+        x = torch.randn(2, 128)
+        q, scale = onepass.rms_norm_fused_fp8(x, self.gamma * 1e9, scales_dtype=torch.float16)
+        assert scale.eq(65504).all() and q.float().isfinite().all()
+
+    def test_empty(self) -> None:
+        q, scale = onepass.rms_norm_fused_fp8(torch.empty(0, 3, 128), self.gamma, group_size=64)
+        assert q.shape == (0, 3, 128) and scale.shape == (0, 3, 2)
+        assert onepass.rms_norm(torch.empty(2, 0, 128), self.gamma).shape == (2, 0, 128)
+
+    def test_more_than_two_billion_elements_are_addressed(self) -> None:
+        """Rows 2**31 elements apart, in memory that is never touched in between."""
+        step = 2**31 + 64
+        x = torch.empty(step + 128, dtype=torch.bfloat16).as_strided((2, 128), (step, 1))
+        x.copy_(torch.randn(2, 128))
+        y = onepass.rms_norm(x, self.gamma.bfloat16())
+        assert same_bytes(y, onepass.rms_norm(x.contiguous(), self.gamma.bfloat16()))
+
+
+class TestCallersTensors:
+    def test_in_place(self) -> None:
+        x, r, gamma = torch.randn(6, 300).bfloat16(), torch.randn(6, 300).bfloat16(), torch.randn(300).bfloat16()
+        y, h = onepass.rms_norm(x, gamma, residual=r)
+        x2, r2 = x.clone(), r.clone()
+        got = onepass.rms_norm(x2, gamma, residual=r2, out=x2, residual_out=r2)
+        assert got[0] is x2 and got[1] is r2
+        assert same_bytes(x2, y) and same_bytes(r2, h)
+
+    def test_strided_out_leaves_its_neighbours(self) -> None:
+        x, gamma = torch.randn(4, 96), torch.randn(96)
+        parent = torch.full((4, 200), 7.0)
+        onepass.rms_norm(x, gamma, out=parent[:, 50:146])
+        assert parent[:, :50].eq(7).all() and parent[:, 146:].eq(7).all()
+        assert same_bytes(parent[:, 50:146].contiguous(), onepass.rms_norm(x, gamma))
+
+    def test_two_slices_of_one_parent(self) -> None:
+        x, r, gamma = torch.randn(4, 96), torch.randn(4, 96), torch.randn(96)
+        parent = torch.empty(4, 192)
+        y, h = onepass.rms_norm(x, gamma, residual=r, out=parent[:, :96], residual_out=parent[:, 96:])
+        y0, h0 = onepass.rms_norm(x, gamma, residual=r)
+        assert same_bytes(y.contiguous(), y0) and same_bytes(h.contiguous(), h0)
+
+    @pytest.mark.parametrize("shift", [1, 48, 95])
+    def test_overlap_is_refused(self, shift: int) -> None:
+        memory = torch.randn(1000)
+        before = memory.clone()
+        x = memory[: 4 * 96].view(4, 96)
+        out = memory[shift : shift + 4 * 96].view(4, 96)
+        with pytest.raises(onepass.ContractError, match=r"rms_norm: `out` must not overlap `x`"):
+            onepass.rms_norm(x, torch.ones(96), out=out)
+        assert torch.equal(memory, before)
+
+    def test_out_that_overlaps_itself_is_refused(self) -> None:
+        with pytest.raises(onepass.ContractError, match="`out` must not overlap itself"):
+            onepass.rms_norm(torch.randn(4, 96), torch.ones(96), out=torch.empty(1, 96).expand(4, 96))
+
+    def test_outs_that_overlap_are_refused(self) -> None:
+        x = torch.randn(4, 96)
+        out = torch.empty_like(x)
+        with pytest.raises(onepass.ContractError, match="`residual_out` must not overlap `out`"):
+            onepass.rms_norm(x, torch.ones(96), residual=x, out=out, residual_out=out)

@@ -1,0 +1,97 @@
+"""The oracle against independent sources, and its own independence."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from onepass import oracle
+from onepass.checks import compare
+from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, Fp8Format, ScaleRule
+
+
+def test_imports_torch_alone() -> None:
+    tree = ast.parse(Path(oracle.__file__).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names == {"torch"}
+    assert modules <= {"__future__", "collections.abc", "typing", "torch"}
+
+
+def test_equals_torch_in_float64() -> None:
+    x, gamma = torch.randn(7, 96, dtype=torch.float64), torch.randn(96, dtype=torch.float64)
+    eps = float(torch.tensor(1e-5, dtype=torch.float32))
+    expected = torch.nn.functional.rms_norm(x, (96,), gamma, eps)
+    torch.testing.assert_close(oracle.rms_norm(x, gamma, 1e-5).y, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_hf_mode_is_hugging_faces_order(dtype: torch.dtype) -> None:
+    """As LlamaRMSNorm writes it: statistics in float32, round, then multiply by the weight in its dtype."""
+    x, gamma = torch.randn(9, 200).to(dtype), torch.randn(200).to(dtype)
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    expected = gamma * h.to(dtype)
+    exact = oracle.rms_norm(x, gamma, 1e-6, rounding="hf").y
+    assert compare.floats(expected, exact, ulps=2) is None
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ], ids=lambda f: f.name)
+def test_encode_equals_torch_in_range(fmt: Fp8Format) -> None:
+    """Every bfloat16 value within the format's range, both signs: torch's cast is right there (it does not saturate)."""
+    values = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = values[values.abs() <= fmt.max]
+    expected = values.to(fmt.dtype).view(torch.uint8)
+    got = oracle.encode(values.double(), fmt.bias, fmt.max, fmt.nan_code, fmt.has_negative_zero)
+    assert torch.equal(got, expected)
+
+
+def test_encode_ties_saturation_and_nan() -> None:
+    values = torch.tensor([17.0, 19.0, 460.0, 1e30, -1e30, torch.nan, -0.0, 2.0**-10, 3 * 2.0**-10], dtype=torch.float64)
+    got = oracle.encode(values, 7, 448.0, 0x7F, True)
+    assert got.tolist() == [0x58, 0x5A, 0x7E, 0x7E, 0xFE, 0x7F, 0x80, 0x00, 0x02]
+    assert oracle.encode(torch.tensor([-0.0, -1e-9]).double(), 8, 240.0, 0x80, False).tolist() == [0, 0]
+
+
+def test_powers_of_two() -> None:
+    t = torch.tensor([0.0, 1.0, 1.0000001, 0.75, 2.0**-130, 3e38, torch.nan], dtype=torch.float64)
+    got = oracle.power_of_two_above(t)
+    assert got[:6].tolist() == [2.0**-127, 1.0, 2.0, 1.0, 2.0**-127, 2.0**127]
+    assert got[6].isnan()
+
+
+class TestNoToleranceAcceptsZero:
+    """A comparer that an all-zero output passes would prove nothing."""
+
+    y = torch.randn(8, 64, dtype=torch.float64)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_floats(self, dtype: torch.dtype) -> None:
+        assert compare.floats(self.y.to(dtype), self.y) is None
+        assert compare.floats(torch.zeros_like(self.y, dtype=dtype), self.y) is not None
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_floats_two_ulps_off(self, dtype: torch.dtype) -> None:
+        off = (self.y.to(dtype).view(torch.int16) + 2).view(dtype)
+        assert compare.floats(off, self.y) is not None
+
+    def test_one_ulp_everywhere_is_too_much(self) -> None:
+        off = (self.y.to(torch.bfloat16).view(torch.int16) + 1).view(torch.bfloat16)
+        assert compare.floats(off, self.y) is not None
+
+    def test_scales(self) -> None:
+        step = oracle.quantization_step(self.y, 448.0)
+        rule = ScaleRule("row", torch.float32)
+        assert compare.scales(step.float(), step, rule) is None
+        assert compare.scales(torch.zeros_like(step).float(), step, rule) is not None
+        assert compare.scales(step.float() * (1 + 1e-5), step, rule) is not None
+
+    def test_codes(self) -> None:
+        scale = oracle.quantization_step(self.y, 448.0)
+        codes = oracle.encode(self.y / scale, 7, 448.0, 0x7F, True)
+        assert compare.codes(codes.view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is None
+        assert compare.codes(torch.zeros_like(codes).view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is not None
+        assert compare.codes((codes ^ 1).view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is not None
