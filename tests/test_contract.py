@@ -14,7 +14,10 @@ from onepass.errors import ContractError
 from onepass.ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8
 from onepass.samples import Mistake, mistakes, sample
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"rms_norm": onepass.rms_norm, "rms_norm_fused_fp8": onepass.rms_norm_fused_fp8}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "rms_norm": onepass.rms_norm,
+    "rms_norm_fused_fp8": onepass.rms_norm_fused_fp8,
+}
 
 
 def good_call(contract: Contract) -> dict[str, Any]:
@@ -55,10 +58,16 @@ def test_there_are_many_mistakes() -> None:
         ({"x": torch.ones(3, 0), "gamma": torch.ones(0)}, r"rms_norm: `x` must have 1 to 2\*\*24 columns"),
         ({"eps": -1e-6}, r"rms_norm: `eps` must be a number and satisfy 0 <= eps < inf, got -1e-06"),
         ({"rounding": "twice"}, r"rms_norm: `rounding` must be 'once' or 'hf', got 'twice'"),
-        ({"x": torch.ones(3, 64, dtype=torch.int32)}, r"rms_norm: `x` must have dtype bfloat16 or float16 or float32, got int32"),
+        (
+            {"x": torch.ones(3, 64, dtype=torch.int32)},
+            r"rms_norm: `x` must have dtype bfloat16 or float16 or float32, got int32",
+        ),
         ({"x": torch.ones(64, 3).t()}, r"rms_norm: `x` must have a contiguous last dimension, got strides \(1, 3\)"),
         ({"gamma": torch.ones(64, device="meta")}, r"rms_norm: `gamma` must be on cpu, got meta"),
-        ({"residual": torch.ones(2, 64)}, r"rms_norm: `residual` must have shape \[\.\.\., N\] with \.\.\.=\[3\], N=64, got \[2, 64\]"),
+        (
+            {"residual": torch.ones(2, 64)},
+            r"rms_norm: `residual` must have shape \[\.\.\., N\] with \.\.\.=\[3\], N=64, got \[2, 64\]",
+        ),
         ({"residual_out": torch.ones(3, 64)}, r"rms_norm: `residual_out` must be None unless residual is not None"),
         ({"out": torch.ones(3, 64).bfloat16()}, r"rms_norm: `out` must have dtype float32, got bfloat16"),
     ],

@@ -47,7 +47,9 @@ def test_pattern_full_of_ties(shape: tuple[int, ...], offset: float, dtype: torc
     table = torch.cat([oracle.decode_table(E4M3FN.bias)[:127]])
     boundaries = (table[1:] + table[:-1]) / 2
     distance = (exact[different].unsqueeze(-1) / boundaries[1:] - 1).abs().amin(-1)
-    assert (distance < 1e-6).all(), f"{int(different.sum())} codes differ, {int((distance >= 1e-6).sum())} of them not at a tie"
+    assert (distance < 1e-6).all(), (
+        f"{int(different.sum())} codes differ, {int((distance >= 1e-6).sum())} of them not at a tie"
+    )
     assert different.double().mean() < 0.02
 
 

@@ -50,7 +50,9 @@ def test_encode_equals_torch_in_range(fmt: Fp8Format) -> None:
 
 
 def test_encode_ties_saturation_and_nan() -> None:
-    values = torch.tensor([17.0, 19.0, 460.0, 1e30, -1e30, torch.nan, -0.0, 2.0**-10, 3 * 2.0**-10], dtype=torch.float64)
+    values = torch.tensor(
+        [17.0, 19.0, 460.0, 1e30, -1e30, torch.nan, -0.0, 2.0**-10, 3 * 2.0**-10], dtype=torch.float64
+    )
     got = oracle.encode(values, 7, 448.0, 0x7F, True)
     assert got.tolist() == [0x58, 0x5A, 0x7E, 0x7E, 0xFE, 0x7F, 0x80, 0x00, 0x02]
     assert oracle.encode(torch.tensor([-0.0, -1e-9]).double(), 8, 240.0, 0x80, False).tolist() == [0, 0]
@@ -93,5 +95,7 @@ class TestNoToleranceAcceptsZero:
         scale = oracle.quantization_step(self.y, 448.0)
         codes = oracle.encode(self.y / scale, 7, 448.0, 0x7F, True)
         assert compare.codes(codes.view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is None
-        assert compare.codes(torch.zeros_like(codes).view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is not None
+        assert (
+            compare.codes(torch.zeros_like(codes).view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is not None
+        )
         assert compare.codes((codes ^ 1).view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is not None

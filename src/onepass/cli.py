@@ -8,8 +8,6 @@ import platform
 import subprocess
 import sys
 import time
-import warnings
-from contextlib import ExitStack
 from enum import StrEnum
 from importlib import metadata, util
 from pathlib import Path
@@ -41,10 +39,6 @@ class Device(StrEnum):
     interpreter = "interpreter"
 
 
-INTERPRETED_COLUMNS = 8192
-"""Rows longer than this take the interpreter minutes."""
-
-
 # --- check ----------------------------------------------------------------------------------------------------------
 
 
@@ -56,8 +50,13 @@ def check(
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be given again.", metavar="NAME")] = None,
     match: Annotated[str, typer.Option(help="Only cases whose name contains this.", metavar="TEXT")] = "",
     to: Annotated[str, typer.Option("--json", help="Write results here as JSON; '-' is stdout.", metavar="FILE")] = "",
+    evidence: Annotated[
+        Path | None, typer.Option(help="With --device cuda: record the machine code that passed.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Run every case against the float64 oracle; exit status 1 if one fails."""
+    if evidence is not None and device is not Device.cuda:
+        raise typer.BadParameter("needs --device cuda", param_hint="--evidence")
     _require(device)
     if device is Device.interpreter and os.environ.get("TRITON_INTERPRET") != "1":
         # Triton reads the variable once, when it is imported: a process of its own
@@ -69,7 +68,7 @@ def check(
     if unknown:
         raise typer.BadParameter(f"no op {unknown[0]!r}; there are {', '.join(runner.MODULES)}", param_hint="--op")
     chosen = runner.select(op or (), match)
-    cases = [case for case in chosen if device is not Device.interpreter or _interpretable(case)]
+    cases = [case for case in chosen if device is not Device.interpreter or runner.interpretable(case)]
     left_out = len(chosen) - len(cases)
     if not cases:
         raise typer.BadParameter(
@@ -93,6 +92,10 @@ def check(
         }
         _write_json(report, to)
     _show_results(results, left_out, seconds, device, console)
+    if evidence is not None:
+        from .checks import proof
+
+        console.print(proof.record(evidence, cases, results))
     raise typer.Exit(1 if failed else 0)
 
 
@@ -108,25 +111,11 @@ def _again_interpreted(arguments: list[str]) -> int:
     return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
 
 
-def _interpretable(case: Case) -> bool:
-    return case.group != "large" and case.n <= INTERPRETED_COLUMNS
-
-
 def _run(cases: list[Case], device: Device, console: Console) -> list[Result]:
-    import torch
-
     from .checks import runner
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        if device is Device.interpreter:
-            from .ops._rows import launching_with
-            from .triton.rms_norm import launch
-
-            warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # 0/0 is meant
-            stack.enter_context(launching_with(launch))
-        progress = stack.enter_context(Progress(*columns, console=console, transient=True))
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("checking", total=len(cases))
 
         def report(result: Result) -> None:

@@ -8,19 +8,19 @@ Plain eager calls skip the dispatcher, which with many arguments costs more than
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .checker import compile_call
 from .contract import Contract
 from .errors import Unsupported
 from .memory import check_outputs
 
 _library = torch.library.Library("onepass", "DEF")
-_PLAIN = frozenset({Tensor, Parameter, type(None)})
+PLAIN = frozenset({Tensor, Parameter, type(None)})
 
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
@@ -30,29 +30,23 @@ _compiling: Callable[[], bool] = torch.compiler.is_compiling
 Outputs = tuple[Tensor | None, ...]
 
 
-@dataclass(frozen=True)
 class Op:
     """A registered op; ``call`` it with every argument of the contract, then the caller's outputs (None: allocate)."""
 
-    contract: Contract
-    kernel: Callable[..., None]
-    functional: Any
-    out: Any
-
-    def call(self, *arguments: Any) -> Outputs:
-        """Check, allocate and run; through the dispatcher where a mode, transform, trace or compiler is watching."""
-        contract = self.contract
-        count = len(contract.outs)
-        inputs, given = arguments[:-count], arguments[-count:]
-        if _compiling() or _dispatch_modes() or not _plain(arguments[: len(contract.args)]) or not _plain(given) or _watched():
-            return self._dispatch(inputs, given)
-        outputs = contract.prepare(*arguments)
-        if given != (None,) * count:
-            _check_memory(contract, inputs, outputs)
-        self.kernel(*inputs, *outputs)
-        return outputs
+    def __init__(self, contract: Contract, kernel: Callable[..., None]) -> None:
+        self.contract = contract
+        self.functional, self.out = _define(contract, kernel)
+        self.call: Callable[..., Outputs] = compile_call(
+            contract, kernel, watched=_watched, special=_special, dispatch=self._dispatch, memory=self._check_memory
+        )
 
     def _dispatch(self, inputs: tuple[Any, ...], given: Outputs) -> Outputs:
+        """The same through torch's dispatcher, for whatever is watching there."""
+        for name, value in zip(self.contract.args, inputs, strict=False):
+            if isinstance(value, Tensor) and value.device.type not in ("cpu", "cuda", "meta"):
+                raise Unsupported(
+                    f"{self.contract.name}: `{name}` is on {value.device}; there are kernels for cpu and cuda"
+                )
         if all(out is None for out in given):
             made = iter(self.functional(*inputs))
             present = self.contract.present(*inputs)
@@ -61,48 +55,46 @@ class Op:
         self.out(*inputs, *outputs)
         return outputs
 
+    def _check_memory(self, inputs: tuple[Any, ...], outputs: Outputs) -> None:
+        check_memory(self.contract, inputs, outputs)
 
-def _plain(arguments: tuple[Any, ...]) -> bool:
-    """Whether every tensor here is an ordinary one, no subclass (fake, distributed, ...); non-tensors are judged later."""
-    for argument in arguments:
-        kind = type(argument)
-        if kind not in _PLAIN:
-            if kind is list or kind is tuple:
-                if argument and not _plain(tuple(argument)):
-                    return False
-            elif isinstance(argument, Tensor):
-                return False
-    return True
+
+def check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) -> None:
+    """Refuse outputs of the caller's that overlap an input in part, or one another."""
+    named: list[tuple[str, Tensor]] = []
+    for name, value in zip(contract.args, inputs, strict=False):
+        if isinstance(value, Tensor):
+            named.append((name, value))
+        elif value:
+            named += [(name, item) for item in value]
+    written = [(o.argument, t) for o, t in zip(contract.outs.values(), outputs, strict=True) if t is not None]
+    check_outputs(contract.name, named, written)
 
 
 def _watched() -> bool:
-    """Whether a function transform or a tracer must see the call."""
-    return _transforms() is not None or _tracing() is not None
+    """Whether a dispatch mode, function transform, tracer or compiler must see the call."""
+    # the compiler first: it knows this answer and cannot look into the others
+    return _compiling() or bool(_dispatch_modes()) or _transforms() is not None or _tracing() is not None
 
 
-def _check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) -> None:
-    named: dict[str, object] = {}
-    for name, value in zip(contract.args, inputs, strict=False):
-        named.update({name: value} if not contract.args[name].many else {f"{name}[{i}]": v for i, v in enumerate(value)})
-    check_outputs(contract.name, named, {o.argument: t for o, t in zip(contract.outs.values(), outputs, strict=True)})
+def _special(*values: object) -> bool:
+    """Whether one of these is a tensor of a subclass (fake, distributed, ...) or on a device that has no kernels."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if type(value) not in PLAIN or not (value.is_cpu or value.is_cuda):
+                return True
+        elif isinstance(value, (list, tuple)) and _special(*value):
+            return True
+    return False
 
 
-def backend(device: torch.device) -> str:
-    """``"triton"`` or ``"cpu"`` for a tensor's device."""
-    if device.type == "cuda":
-        return "triton"
-    if device.type == "cpu":
-        return "cpu"
-    raise Unsupported(f"onepass runs on cpu and cuda tensors, not on {device.type}")
-
-
-def register(contract: Contract, kernel: Callable[..., None]) -> Op:
+def _define(contract: Contract, kernel: Callable[..., None]) -> tuple[Any, Any]:
     """Define ``onepass::<name>`` and ``onepass::<name>_out`` from one contract and one kernel."""
     count = len(contract.outs)
 
     def run(*inputs: Any) -> list[Tensor]:
         outputs = contract.prepare(*inputs)
-        kernel(*inputs, *outputs)
+        kernel({}, *inputs, *outputs)
         return [out for out in outputs if out is not None]
 
     def fake(*inputs: Any) -> list[Tensor]:
@@ -111,8 +103,8 @@ def register(contract: Contract, kernel: Callable[..., None]) -> Op:
     def run_out(*arguments: Any) -> None:
         inputs = arguments[:-count]
         outputs = contract.prepare(*arguments)
-        _check_memory(contract, inputs, outputs)
-        kernel(*inputs, *outputs)
+        check_memory(contract, inputs, outputs)
+        kernel({}, *inputs, *outputs)
 
     def fake_out(*arguments: Any) -> None:
         contract.prepare(*arguments)
@@ -124,4 +116,4 @@ def register(contract: Contract, kernel: Callable[..., None]) -> Op:
             _library.impl(name, implementation, key)
         torch.library.register_fake(f"onepass::{name}", meta, lib=_library)
     ops = torch.ops.onepass
-    return Op(contract, kernel, getattr(ops, contract.name).default, getattr(ops, f"{contract.name}_out").default)
+    return getattr(ops, contract.name).default, getattr(ops, f"{contract.name}_out").default

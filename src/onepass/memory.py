@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from .errors import ContractError
 
 
-def check_outputs(op: str, inputs: Mapping[str, object], outputs: Mapping[str, Tensor | None]) -> None:
+def check_outputs(op: str, inputs: Sequence[tuple[str, Tensor]], outputs: Sequence[tuple[str, Tensor]]) -> None:
     """Refuse outputs that overlap themselves, one another, or an input other than exactly.
 
     An output may be an input itself (same memory, dtype, shape and strides): kernels read an element before they
     write it.
     """
-    given = [(name, t) for name, t in outputs.items() if t is not None and t.numel()]
-    for index, (name, out) in enumerate(given):
-        if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+    taken = [(*_extent(t), False, name, t) for name, t in inputs]
+    for name, out in outputs:
+        start, end = _extent(out)
+        if not out.is_contiguous() and any(s == 0 and n > 1 for n, s in zip(out.shape, out.stride(), strict=True)):
             raise ContractError(f"{op}: `{name}` must not overlap itself, got strides {list(out.stride())}")
-        for other, tensor in given[:index]:
-            if _overlap(out, tensor):
-                raise ContractError(f"{op}: `{name}` must not overlap `{other}`, got memory they share")
-        for other, source in inputs.items():
-            if isinstance(source, Tensor) and _overlap(out, source) and not _same(out, source):
-                raise ContractError(f"{op}: `{name}` must not overlap `{other}` unless it is that very tensor, got memory they share")
+        for other_start, other_end, written, other_name, other in taken:
+            meet = start < other_end and other_start < end and out.device == other.device
+            if meet and _overlap(out, other) and (written or not _same(out, other)):
+                unless = "" if written else " unless it is that very tensor"
+                raise ContractError(f"{op}: `{name}` must not overlap `{other_name}`{unless}, got memory they share")
+        taken.append((start, end, True, name, out))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -32,23 +33,23 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
+    """First address and the one after the last; equal when there are no elements."""
+    start = t.data_ptr()
+    if t.is_contiguous() or not t.numel():
+        return start, start + t.nbytes
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+    return start, start + (last + 1) * t.element_size()
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors share a byte; column slices of one parent are told apart."""
-    if a.device != b.device or not a.numel() or not b.numel():
-        return False
-    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
-    if a_end <= b_start or b_end <= a_start:
-        return False
-    if a.dim() > 1 and b.dim() > 1:
-        steps = {s * t.element_size() for t in (a, b) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1}
+    """Whether two tensors whose extents meet share a byte; column slices of one parent are told apart."""
+    if a.dim() > 1 and b.dim() > 1 and a.stride(-1) == b.stride(-1) == 1:
+        steps = {
+            s * t.element_size() for t in (a, b) for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True) if n > 1
+        }
         period = min(steps, default=0)
         if period and all(s % period == 0 for s in steps):
-            offset = (b_start - a_start) % period
+            offset = (b.data_ptr() - a.data_ptr()) % period
             widths = [t.shape[-1] * t.element_size() for t in (a, b)]
-            if all(t.stride(-1) == 1 for t in (a, b)) and offset >= widths[0] and offset + widths[1] <= period:
-                return False
+            return not (offset >= widths[0] and offset + widths[1] <= period)
     return True

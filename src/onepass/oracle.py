@@ -48,7 +48,9 @@ def rms_norm(
     return Norm(h * rs * g, h)
 
 
-def quantization_step(y: Tensor, fp8_max: float, *, group_size: int | None = None, scale_ub: float | None = None) -> Tensor:
+def quantization_step(
+    y: Tensor, fp8_max: float, *, group_size: int | None = None, scale_ub: float | None = None
+) -> Tensor:
     """``min(amax, scale_ub) / fp8_max`` of each row or group, unrounded: [..., groups]; NaN where a value is not finite."""
     groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
     amax = groups.abs().amax(-1)

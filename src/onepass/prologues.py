@@ -82,8 +82,7 @@ def minimum(a: Tensor, b: Tensor | float) -> Tensor:
 
 def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
     """``a`` where the condition holds, else ``b``."""
-    result: Tensor = torch.where(condition, a, b)  # type: ignore[arg-type]
-    return result
+    return torch.where(condition, a, b)
 
 
 _UNARY: Final = {exp: "exp", log: "log", sqrt: "sqrt", rsqrt: "rsqrt", tanh: "tanh", sigmoid: "sigmoid", abs: "abs"}
@@ -121,11 +120,12 @@ class Prologue:
     program: tuple[Instruction, ...]
     result: str
     doc: str = field(compare=False, default="")
+    key: str = field(init=False, compare=False)
+    """Name plus a hash of the program: equal keys compute the same function."""
 
-    @property
-    def key(self) -> str:
-        """Name plus a hash of the program: equal keys compute the same function."""
-        return f"{self.name}:{hashlib.sha256(repr((self.parameters, self.program, self.result)).encode()).hexdigest()[:12]}"
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256(repr((self.parameters, self.program, self.result)).encode()).hexdigest()
+        object.__setattr__(self, "key", f"{self.name}:{digest[:12]}")
 
     def source(self, function: str, dialect: Dialect) -> str:
         """The function's text in ``dialect``: a ``def`` of ``function`` with the parameters in order."""
@@ -212,7 +212,13 @@ class _Lowering:
             self._assign(statement)
         result = self._float(body[-1].value)
         name = f"{self.function.__module__}.{self.label}"
-        return Prologue(name, tuple(self.names[p] for p in parameters), tuple(self.program), result, inspect.getdoc(self.function) or "")
+        return Prologue(
+            name,
+            tuple(self.names[p] for p in parameters),
+            tuple(self.program),
+            result,
+            inspect.getdoc(self.function) or "",
+        )
 
     def _definition(self) -> ast.FunctionDef:
         try:
@@ -226,15 +232,21 @@ class _Lowering:
 
     def _assign(self, statement: ast.stmt) -> None:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(
-                target=ast.Name(id=name), value=ast.expr() as value
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ):
                 result = self._expression(value)
             case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
-                operation = _AST_BINARY.get(type(op)) or self.fail(f"operator {type(op).__name__} is not elementwise", statement)
+                operation = _AST_BINARY.get(type(op)) or self.fail(
+                    f"operator {type(op).__name__} is not elementwise", statement
+                )
                 result = self._emit(operation, self._name(name, statement), self._float(value))
             case _:
-                self.fail(f"only `name = expression` and a final return are allowed, got {type(statement).__name__}", statement)
+                self.fail(
+                    f"only `name = expression` and a final return are allowed, got {type(statement).__name__}",
+                    statement,
+                )
         self.names[name] = result
 
     def _emit(self, op: str, *args: str) -> str:
@@ -302,7 +314,9 @@ class _Lowering:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return self._emit("not", self._boolean(operand))
             case ast.BinOp(left=left, op=op, right=right):
-                operation = _AST_BINARY.get(type(op)) or self.fail(f"operator {type(op).__name__} is not supported; use + - * /", node)
+                operation = _AST_BINARY.get(type(op)) or self.fail(
+                    f"operator {type(op).__name__} is not supported; use + - * /", node
+                )
                 return self._emit(operation, self._float(left), self._float(right))
             case ast.BoolOp(op=op, values=values):
                 result = self._boolean(values[0])
@@ -321,7 +335,9 @@ class _Lowering:
         terms = [self._float(term) for term in (node.left, *node.comparators)]
         result = ""
         for op, left, right in zip(node.ops, terms, terms[1:], strict=False):
-            operation = _AST_COMPARE.get(type(op)) or self.fail(f"comparison {type(op).__name__} is not supported", node)
+            operation = _AST_COMPARE.get(type(op)) or self.fail(
+                f"comparison {type(op).__name__} is not supported", node
+            )
             part = self._emit(operation, left, right)
             result = self._emit("and", result, part) if result else part
         return result
@@ -332,11 +348,15 @@ class _Lowering:
             self.fail("helper functions take positional arguments only", node)
         arity = 1 if target in _UNARY or target is silu else 2 if target in _BINARY else 3 if target is where else 0
         if not arity:
-            self.fail(f"`{ast.unparse(node.func)}` is not one of onepass's helper functions ({', '.join(_HELPERS)})", node)
+            self.fail(
+                f"`{ast.unparse(node.func)}` is not one of onepass's helper functions ({', '.join(_HELPERS)})", node
+            )
         if len(node.args) != arity:
             self.fail(f"`{ast.unparse(node.func)}` takes {arity} arguments, got {len(node.args)}", node)
         if target is where:
-            return self._emit("where", self._boolean(node.args[0]), self._float(node.args[1]), self._float(node.args[2]))
+            return self._emit(
+                "where", self._boolean(node.args[0]), self._float(node.args[1]), self._float(node.args[2])
+            )
         values = [self._float(a) for a in node.args]
         if target is silu:
             return self._emit("mul", values[0], self._emit("sigmoid", values[0]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ class RowSpec:
     rounding: Rounding
 
 
-@lru_cache(maxsize=None)
+@cache
 def row_spec(
     x: torch.dtype,
     gamma: torch.dtype,
@@ -81,6 +81,9 @@ Strides = tuple[int, int, int]
 LEVELS = 3
 
 
+_NONE: Strides = (0, 0, 0)
+
+
 def geometry(tensors: Sequence[Tensor | None]) -> tuple[Geometry, list[Strides]] | None:
     """Fold the leading dimensions of ``tensors`` (one common leading shape) into at most three levels.
 
@@ -88,9 +91,11 @@ def geometry(tensors: Sequence[Tensor | None]) -> tuple[Geometry, list[Strides]]
     than three levels remain. A tensor that is None gets zero strides.
     """
     first = next(t for t in tensors if t is not None)
+    if all(t is None or t.is_contiguous() for t in tensors):
+        return Geometry(first.numel() // first.shape[-1], 1, 1), [
+            _NONE if t is None else (t.shape[-1], 0, 0) for t in tensors
+        ]
     rank = first.dim()
-    if rank == 2:
-        return Geometry(first.shape[0], 1, 1), [(0, 0, 0) if t is None else (t.stride(0), 0, 0) for t in tensors]
     lead = first.shape[:-1]
     strides = [t.stride()[:-1] if t is not None else (0,) * (rank - 1) for t in tensors]
     sizes: list[int] = []

@@ -62,7 +62,8 @@ def mistakes(contract: Contract, good: Mapping[str, Any]) -> Iterator[Mistake]:
             "float64": value.double(),
             "bool": value > 0,
             "another device": value.to("meta"),
-            "one dimension more": value.unsqueeze(0) if "..." not in arg.dims else value[..., :0],
+            "one dimension more": value.unsqueeze(0) if "..." not in arg.dims and value.dim() else None,
+            "no columns": value[..., :0] if name != "x" and value.dim() else None,
             "one column more": torch.cat([value, value], -1) if value.dim() else torch.stack([value, value]),
             "gradient": value.detach().clone().requires_grad_() if value.is_floating_point() else None,
         }

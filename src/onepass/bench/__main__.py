@@ -13,6 +13,7 @@ import torch
 
 
 def main() -> None:
+    """Measure on the chosen device, print as it goes, write JSON if asked."""
     parser = argparse.ArgumentParser(prog="python -m onepass.bench", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write results here")

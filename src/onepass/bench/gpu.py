@@ -11,6 +11,7 @@ import triton.language as tl
 
 import onepass
 
+from ..contract import moved_bytes
 from .peers import PEERS, Problem
 from .timing import graph_times, host_time
 
@@ -43,15 +44,19 @@ def _empty_kernel(target):
     tl.static_assert(True)
 
 
+def _streaming(kernel: Any, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+    n = source.numel()
+    return lambda: kernel[(triton.cdiv(n, 4096),)](source, target, n, 4096, num_warps=8)
+
+
 def ceilings() -> dict[str, float]:
     """Copy and read bandwidth (TB/s) and the cost of an empty kernel in a chain (us), here and now."""
     results: dict[str, float] = {}
     for label, size in (("copy 2 GiB", 1 << 30), ("copy 128 MiB", 64 << 20), ("read 1 GiB", 1 << 30)):
-        a, b = (torch.randint(0, 100, (size // 4,), dtype=torch.int32, device="cuda") for _ in range(2))
-        n = a.numel()
-        kernel, moved = (_read_kernel, size) if label.startswith("read") else (_copy_kernel, 2 * size)
-        calls = [lambda s=s, t=t: kernel[(triton.cdiv(n, 4096),)](s, t, n, 4096, num_warps=8) for s, t in ((a, b), (b, a))]
-        results[f"{label} TB/s"] = moved / min(graph_times(calls)) / 1e6
+        reads = label.startswith("read")
+        pair = [torch.randint(0, 100, (size // 4,), dtype=torch.int32, device="cuda") for _ in range(2)]
+        calls = [_streaming(_read_kernel if reads else _copy_kernel, a, b) for a, b in (pair, pair[::-1])]
+        results[f"{label} TB/s"] = size * (1 if reads else 2) / min(graph_times(calls)) / 1e6
     flag = torch.zeros(1, device="cuda")
     results["empty kernel us"] = min(graph_times([lambda: _empty_kernel[(1,)](flag)]))
     return results
@@ -72,10 +77,14 @@ def rows(peers: bool = True) -> Iterator[dict[str, Any]]:
     for op, shapes in SHAPES.items():
         fp8 = op == "rms_norm_fused_fp8"
         for m, n in shapes:
-            moved = m * n * (3 if fp8 else 4) + n * 2 + (m * 4 if fp8 else 0)
-            sets = max(2, min(32, -(-COLD_BYTES // moved)))
             gamma = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-            problems = [Problem(torch.randn(m, n, device="cuda", dtype=torch.bfloat16), gamma, 1e-6, fp8) for _ in range(sets)]
+            like = torch.empty(m, n, device="meta", dtype=torch.bfloat16)
+            results = onepass.rms_norm_fused_fp8(like, gamma.to("meta")) if fp8 else (like,)
+            moved = moved_bytes([like, gamma, *results])
+            sets = max(2, min(32, -(-COLD_BYTES // moved)))
+            problems = [
+                Problem(torch.randn(m, n, device="cuda", dtype=torch.bfloat16), gamma, 1e-6, fp8) for _ in range(sets)
+            ]
             times = {"onepass": graph_times([_ours(p) for p in problems])}
             for name, peer in PEERS.items() if peers else ():
                 calls = [peer(p) for p in problems]

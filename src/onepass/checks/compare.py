@@ -24,7 +24,9 @@ def ordered(values: Tensor) -> Tensor:
     return torch.where(bits < 0, -(bits & (2 ** (8 * values.element_size() - 1) - 1)), bits)
 
 
-def floats(actual: Tensor, exact: Tensor, *, ulps: int = 1, share: float = 0.999, error: float = FLOAT32_ERROR) -> str | None:
+def floats(
+    actual: Tensor, exact: Tensor, *, ulps: int = 1, share: float = 0.999, error: float = FLOAT32_ERROR
+) -> str | None:
     """bf16/f16: within ``ulps`` of the rounded oracle and ``share`` of them equal; float32: within ``error``, relatively."""
     if actual.shape != exact.shape:
         return f"shape {list(actual.shape)}, expected {list(exact.shape)}"

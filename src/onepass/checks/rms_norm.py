@@ -14,7 +14,7 @@ from ..ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8, rms_norm, rms_norm_fuse
 from ..prologues import Prologue, add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
 from ..samples import sample
 from . import compare
-from .case import Case, lay_out, poison, same_bytes
+from .case import Case, Layout, lay_out, poison, same_bytes
 
 BF16, F16, F32 = FLOATS
 E8M0 = torch.float8_e8m0fnu
@@ -35,7 +35,7 @@ LENGTHS = {
 }
 """short: several rows a program; model: hidden sizes; odd: no vector divides them; wide: many warps, then block by block."""
 
-_KINDS = {"full": ("full",), "three": ("full", "column", "row")}
+_LAYOUTS: tuple[Layout, ...] = ("sliced", "misaligned", "expanded", "transposed")
 
 
 def _rms_norm_cases() -> Iterator[Case]:
@@ -48,7 +48,7 @@ def _rms_norm_cases() -> Iterator[Case]:
             for rounding in ("once", "hf"):
                 for residual in dict.fromkeys((None, x, F32)):
                     yield Case(op, "dtypes", (3,), 640, x, gamma, residual, options={"rounding": rounding})
-    for layout in ("sliced", "misaligned", "expanded", "transposed"):
+    for layout in _LAYOUTS:
         for n in (128, 1536, 20000):
             yield Case(op, "layouts", (3, 4), n, layout=layout)
             yield Case(op, "layouts", (3, 4), n, residual=BF16, layout=layout)
@@ -78,9 +78,9 @@ def _fp8_cases() -> Iterator[Case]:
         for scales in FLOATS:
             yield Case(op, "dtypes", (4,), 640, x, options={"scales_dtype": scales, "out_dtype": torch.float8_e4m3fnuz})
     for n in (384, 7168, 20480):
-        for group in (64, 128):
-            for layout in ("row", "column"):
-                yield Case(op, "groups", (6,), n, options={"group_size": group, "scale_layout": layout})
+        for size in (64, 128):
+            for order in ("row", "column"):
+                yield Case(op, "groups", (6,), n, options={"group_size": size, "scale_layout": order})
         yield Case(op, "groups", (6,), n, options={"group_size": 128, "scale_format": "ue8m0", "scales_dtype": E8M0})
         yield Case(op, "groups", (6,), n, options={"group_size": 128, "scale_format": "ue8m0", "rounding": "hf"})
         yield Case(op, "groups", (6,), n, options={"group_size": 128}, layout="misaligned")
@@ -101,8 +101,16 @@ def _fp8_cases() -> Iterator[Case]:
         yield Case(op, "prologues", (4,), n, operands=("full",), options={"prologue": silu_and_mul})
         yield Case(op, "prologues", (4,), n, operands=("full",), options={"prologue": add}, layout="sliced")
         yield Case(op, "prologues", (4,), n, operands=("row",), options={"prologue": dequantize})
-        yield Case(op, "prologues", (4,), n, operands=("full", "column", "row"), residual=BF16, options={"prologue": soft_cap_gate})
-    for layout in ("sliced", "misaligned", "expanded", "transposed"):
+        yield Case(
+            op,
+            "prologues",
+            (4,),
+            n,
+            operands=("full", "column", "row"),
+            residual=BF16,
+            options={"prologue": soft_cap_gate},
+        )
+    for layout in _LAYOUTS:
         for n in (128, 1536, 20000):
             yield Case(op, "layouts", (3, 4), n, layout=layout)
     yield Case(op, "ranks", (), 300)
@@ -114,7 +122,14 @@ def _fp8_cases() -> Iterator[Case]:
     yield Case(op, "values", (9,), 20000, values="special")
     for rank in ((6,), (2, 3), (2, 1, 3)):
         for offset in (0.0, 1.0):
-            yield Case(op, "pattern", rank, 120, values="pattern", options={"eps": 1e-5, "weight_offset": offset, "scale_ub": 448.0})
+            yield Case(
+                op,
+                "pattern",
+                rank,
+                120,
+                values="pattern",
+                options={"eps": 1e-5, "weight_offset": offset, "scale_ub": 448.0},
+            )
     yield Case(op, "large", (1024,), 8192)
     yield Case(op, "large", (2048,), 7168)
 
@@ -139,7 +154,9 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
         shapes = {"full": (*case.lead, case.n), "column": (case.n,), "row": (*case.lead, 1)}
         generator = torch.Generator().manual_seed(seed)
         made = [torch.randn(shapes[kind], generator=generator).to(case.x) for kind in case.operands]
-        arguments["prologue_args"] = [_keep(lay_out(t, case.layout) if t.dim() > 1 and t.shape[-1] > 1 else t, device) for t in made]
+        arguments["prologue_args"] = [
+            _keep(lay_out(t, case.layout) if t.dim() > 1 and t.shape[-1] > 1 else t, device) for t in made
+        ]
     return arguments
 
 
@@ -240,13 +257,14 @@ def _verify_codes(
         stored = scale.double().reshape(()).expand(out.shape)
     else:
         step = oracle.quantization_step(exact.y, fp8_max, group_size=group, scale_ub=host.get("scale_ub"))
-        kind = "group" if group else "row"
-        rule = ScaleRule(kind, scale.dtype, group or 0, host.get("scale_format") == "ue8m0")
+        rule = ScaleRule("group" if group else "row", scale.dtype, group or 0, host.get("scale_format") == "ue8m0")
         wrong = compare.scales(scale, step, rule, error=error + slack)
         if wrong is not None:
             return wrong
         stored = compare.scale_values(scale).repeat_interleave(group or out.shape[-1], -1)
-    return compare.codes(out, exact.y, stored, fmt, fp8_max, error=error, stray=0.001 if rounding == "hf" else 0.0, ties=ties)
+    return compare.codes(
+        out, exact.y, stored, fmt, fp8_max, error=error, stray=0.001 if rounding == "hf" else 0.0, ties=ties
+    )
 
 
 def _to_cpu(value: Any) -> Any:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+
+import torch
 
 from . import rms_norm
 from .case import Case
@@ -13,6 +17,10 @@ from .case import Case
 MODULES = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm}
 CASES: tuple[Case, ...] = rms_norm.CASES
 DEVICES = ("cpu", "cuda", "interpreter")
+
+
+INTERPRETED_COLUMNS = 8192
+"""Rows longer than this take the interpreter minutes."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +35,33 @@ class Result:
     seconds: float
 
     def to_json(self) -> dict[str, object]:
+        """As plain data."""
         return asdict(self)
 
 
 def select(ops: Sequence[str] = (), match: str = "") -> list[Case]:
     """The cases of these ops (all when empty) whose name contains ``match``."""
     return [case for case in CASES if (not ops or case.op in ops) and match in case.name]
+
+
+def interpretable(case: Case) -> bool:
+    """Whether Triton's interpreter gets through a case in seconds."""
+    return case.group != "large" and case.n <= INTERPRETED_COLUMNS
+
+
+@contextmanager
+def running_on(device: str) -> Iterator[None]:
+    """Inference mode and, for ``interpreter``, the GPU kernels interpreted on the CPU (needs TRITON_INTERPRET=1)."""
+    with torch.inference_mode():
+        if device != "interpreter":
+            yield
+            return
+        from ..ops._rows import launching_with
+        from ..triton.rms_norm import launch
+
+        with launching_with(launch), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # 0/0 is meant
+            yield
 
 
 def run_case(case: Case, device: str) -> Result:
@@ -49,9 +78,10 @@ def run_case(case: Case, device: str) -> Result:
 def run_cases(cases: Iterable[Case], device: str, progress: Callable[[Result], None] | None = None) -> list[Result]:
     """Run all, reporting each as it ends."""
     results = []
-    for case in cases:
-        result = run_case(case, device)
-        results.append(result)
-        if progress is not None:
-            progress(result)
+    with running_on(device):
+        for case in cases:
+            result = run_case(case, device)
+            results.append(result)
+            if progress is not None:
+                progress(result)
     return results

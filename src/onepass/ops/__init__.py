@@ -1,0 +1,1 @@
+"""The public ops, one file a family: the maths, the contract, the functions."""

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..library import backend
 from ..rows import LEVELS, RowSpec, geometry
 
 _launchers: dict[str, Any] = {}
+_ROW_SCALE = (1, 0, 0)
 
 
 def _launcher(device: torch.device) -> Any:
     """The backend's ``launch``, imported when a tensor first needs it."""
-    found = _launchers[device.type] = import_module(f"onepass.{backend(device)}.rms_norm").launch
+    backend = {"cpu": "cpu", "cuda": "triton"}[device.type]
+    found = _launchers[device.type] = import_module(f"onepass.{backend}.rms_norm").launch
     return found
 
 
@@ -54,11 +55,28 @@ def run_rows(
     """One launch of a row kernel over ``x`` [..., N]; nothing is launched when there are no rows."""
     launch = _launchers.get("cpu" if x.is_cpu else "cuda") or _launcher(x.device)
     if x.dim() == 1:
-        x, residual, norm, codes, scale, new_residual = (
-            None if t is None else t.unsqueeze(0) for t in (x, residual, norm, codes, scale, new_residual)
-        )  # type: ignore[assignment]
+        x = x.unsqueeze(0)
+        residual, norm, codes, scale, new_residual = (
+            None if t is None else t.unsqueeze(0) for t in (residual, norm, codes, scale, new_residual)
+        )
         operands = [t.unsqueeze(0) if o.kind != "column" else t for t, o in zip(operands, spec.operands, strict=True)]
-    if x.numel() == 0:
+    total, n = x.numel(), x.shape[-1]
+    if total == 0:
+        return
+    if (
+        not operands
+        and x.is_contiguous()
+        and (codes is None or codes.is_contiguous())
+        and (scale is None or scale.is_contiguous())
+        and (norm is None or norm.is_contiguous())
+        and (residual is None or residual.is_contiguous())
+        and (new_residual is None or new_residual.is_contiguous())
+    ):
+        step = (n, 0, 0)
+        launch(
+            spec, (total // n, 1, 1), (step, step, step, step, _ROW_SCALE if scale is None else (scale.shape[-1], 0, 0), step), n,
+            x, gamma, residual, operands, static_scale, norm, codes, scale, new_residual, eps, weight_offset, scale_ub,
+        )  # fmt: skip
         return
     rows: list[Tensor | None] = [x, residual, norm, codes, scale, new_residual]
     for operand, tensor in zip(spec.operands, operands, strict=True):
@@ -70,6 +88,6 @@ def run_rows(
             f"`x` has shape {list(x.shape)} and strides {list(x.stride())}"
         )
     launch(
-        spec, *folded, x.shape[-1], x, gamma, residual, operands, static_scale,
+        spec, *folded, n, x, gamma, residual, operands, static_scale,
         norm, codes, scale, new_residual, eps, weight_offset, scale_ub,
     )  # fmt: skip

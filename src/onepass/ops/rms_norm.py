@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +34,11 @@ from ..formats import (
     SCALE_LAYOUTS,
     Rounding,
     ScaleFormat,
+    ScaleKind,
     ScaleLayout,
     ScaleRule,
 )
-from ..library import register
+from ..library import Op
 from ..prologues import Prologue, find
 from ..rows import Operand, RowSpec, row_spec
 from ._rows import run_rows
@@ -96,7 +97,8 @@ RMS_NORM_FUSED_FP8 = Contract(
     outs={
         "out": Out("... N", "out_dtype", "fp8 codes", "out"),
         "scale": Out(
-            "... G", "scales_dtype", "one scale a row or group", "scale_output", when="static_scale is None", column="scale_layout == 'column'"
+            "... G", "scales_dtype", "one scale a row or group", "scale_output",
+            when="static_scale is None", column="scale_layout == 'column'",
         ),
         "new_residual": Out("... N", "residual.dtype", "x + residual", "residual_out", when="residual is not None"),
         "norm": Out("... N", "x.dtype", "the norm, as rms_norm gives it", "norm_out", when="return_norm"),
@@ -122,7 +124,12 @@ RMS_NORM_FUSED_FP8 = Contract(
 )  # fmt: skip
 
 
+Notes = dict[tuple[object, ...], RowSpec]
+"""Row kernels of one combination of options, by the tensors' dtypes and kinds."""
+
+
 def _rms_norm_kernel(
+    notes: Notes,
     x: Tensor,
     gamma: Tensor,
     residual: Tensor | None,
@@ -132,11 +139,15 @@ def _rms_norm_kernel(
     y: Tensor,
     new_residual: Tensor | None,
 ) -> None:
-    spec = row_spec(x.dtype, gamma.dtype, None if residual is None else residual.dtype, y.dtype, rounding)
+    key = (x.dtype, gamma.dtype, None if residual is None else residual.dtype)
+    spec = notes.get(key)
+    if spec is None:
+        spec = notes[key] = row_spec(*key, x.dtype, rounding)
     run_rows("rms_norm", spec, x, gamma, residual, (), None, y, None, None, new_residual, eps, weight_offset, math.inf)
 
 
 def _fp8_kernel(
+    notes: Notes,
     x: Tensor,
     gamma: Tensor,
     residual: Tensor | None,
@@ -159,21 +170,22 @@ def _fp8_kernel(
     new_residual: Tensor | None,
     norm: Tensor | None,
 ) -> None:
-    spec = row_spec(
-        x.dtype,
-        gamma.dtype,
-        None if residual is None else residual.dtype,
-        None if norm is None else norm.dtype,
-        rounding,
-        prologue,
-        tuple([_operand(t, x) for t in prologue_args]) if prologue_args else (),
-        out_dtype,
-        fp8_max or FP8_FORMATS[out_dtype].max,
-        _scale_rule(static_scale is not None, scales_dtype, group_size, scale_format),
-    )
+    operands = tuple([_operand(t, x) for t in prologue_args]) if prologue_args else ()
+    key = (x.dtype, gamma.dtype, None if residual is None else residual.dtype, static_scale is None, operands)
+    spec = notes.get(key)
+    if spec is None:
+        kind: ScaleKind = "static" if static_scale is not None else "group" if group_size else "row"
+        rule = ScaleRule(
+            kind, scales_dtype if static_scale is None else torch.float32, group_size or 0, scale_format == "ue8m0"
+        )
+        spec = notes[key] = row_spec(
+            *key[:3], x.dtype if return_norm else None, rounding, prologue, operands, out_dtype,
+            fp8_max or FP8_FORMATS[out_dtype].max, rule,
+        )  # fmt: skip
     limit = math.inf if scale_ub is None else scale_ub
     run_rows(
-        "rms_norm_fused_fp8", spec, x, gamma, residual, prologue_args, static_scale, norm, out, scale, new_residual, eps, weight_offset, limit
+        "rms_norm_fused_fp8", spec, x, gamma, residual, prologue_args, static_scale,
+        norm, out, scale, new_residual, eps, weight_offset, limit,
     )  # fmt: skip
 
 
@@ -183,19 +195,8 @@ def _operand(tensor: Tensor, x: Tensor) -> Operand:
     return Operand("column" if tensor.dim() == 1 and tensor.shape[0] == x.shape[-1] else "row", tensor.dtype)
 
 
-_rules: dict[tuple[Any, ...], ScaleRule] = {}
-
-
-def _scale_rule(static: bool, dtype: torch.dtype, group: int | None, scale_format: ScaleFormat) -> ScaleRule:
-    key = (static, dtype, group, scale_format)
-    if key not in _rules:
-        kind = "static" if static else "group" if group else "row"
-        _rules[key] = ScaleRule(kind, torch.float32 if static else dtype, group or 0, scale_format == "ue8m0")  # type: ignore[arg-type]
-    return _rules[key]
-
-
-_rms_norm = register(RMS_NORM, _rms_norm_kernel)
-_rms_norm_fused_fp8 = register(RMS_NORM_FUSED_FP8, _fp8_kernel)
+_rms_norm = Op(RMS_NORM, _rms_norm_kernel)
+_rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, _fp8_kernel)
 
 
 def rms_norm(
@@ -272,14 +273,12 @@ def rms_norm_fused_fp8(
     >>> q.float() * scale
     tensor([[ 0.8081, -1.1314]])
     """
+    if prologue is not None and not isinstance(prologue, Prologue):
+        RMS_NORM_FUSED_FP8.fail("prologue", "be a function decorated with onepass.prologue", repr(prologue))
     codes, scale, new_residual, norm = _rms_norm_fused_fp8.call(
         x, gamma, residual, static_scale, prologue_args, eps, weight_offset, rounding, scale_ub, out_dtype, fp8_max, scales_dtype,
         group_size, scale_format, scale_layout, prologue.key if prologue is not None else "", return_norm,
         out, scale_output, residual_out, norm_out,
     )  # fmt: skip
-    results = (codes, static_scale if static_scale is not None else scale)
-    if new_residual is not None:
-        results += (new_residual,)
-    if norm is not None:
-        results += (norm,)
-    return results
+    stored = scale if static_scale is None else static_scale
+    return tuple([t for t in (codes, stored, new_residual, norm) if t is not None])

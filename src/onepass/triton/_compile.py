@@ -86,13 +86,12 @@ class Launcher:
         # Triton's own launcher object only adds scratch buffers and hooks, which these kernels do not have.
         bare = getattr(run, "launch", None)
         scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+        self._run: Any = run
+        fixed: tuple[Any, ...] = (compiled.function,)
         if bare is not None and not scratch and not torch.version.hip:
             self._run = bare
-            self._fixed = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-        else:
-            self._run = run
-            self._fixed = (compiled.function,)
-        self._fixed += (compiled.packed_metadata, None, None, None)
+            fixed += (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        self._fixed = (*fixed, compiled.packed_metadata, None, None, None)
 
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
         device = self._device

@@ -4,8 +4,7 @@ What may follow the number of rows (the grid, dependent launch) changes no bit o
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Final
+from typing import Final, Literal
 
 MAX_BLOCK: Final = 16384
 LONG_BLOCK: Final = 8192
@@ -56,39 +55,37 @@ class RowConfig:
 
     def alone(self) -> "RowConfig":
         """The same row in a tile of its own, where loads are scalar: as many warps as it has in the shared tile."""
-        return replace(self, rows=1, warps=self.row_warps or self.warps)
+        return replace(self, rows=1, warps=self.row_warps or self.warps, registers=0)
 
 
-_WARPS: Final = {
-    # block: (warps to store the norm, warps to quantize, registers to quantize)
-    4096: (8, 4, 0),
-    8192: (8, 4, 80),
-    16384: (16, 16, 0),
+Work = Literal["norm", "fp8", "more"]
+"""What a row kernel does: store the norm of a 16-bit row, quantize one to fp8 with one scale, or anything else."""
+
+_MEASURED: Final[dict[Work, dict[int, tuple[int, int]]]] = {
+    "norm": {4096: (8, 0), 8192: (8, 0), 16384: (16, 0)},
+    "fp8": {4096: (4, 0), 8192: (4, 80), 16384: (16, 0)},
+    "more": {},
 }
-"""H200, bfloat16, us at the best and at half or twice the warps. Norm: 16384 x 4096 65.4 (4 warps: 66.9), 4096 x 7168
-29.9 (4: 30.0), 8192 x 16384 130.1 (8: 130.7). fp8: 16384 x 4096 48.4 (8: 53.0), 16384 x 7168 83.7 with 80 registers
-(85.0 without; 8: 86.5 with 48 registers, 91 without), 8192 x 16384 101.9 (8: 103.6)."""
+"""(warps, registers) by block. H200, bfloat16, us. Norm: 16384 x 4096 65.4 (4 warps: 66.9), 4096 x 7168 29.9 (4: 30.0),
+8192 x 16384 130.1 (8: 130.7). fp8: 16384 x 4096 48.4 (8: 53.0), 16384 x 7168 83.7 with 80 registers (85.0 without; 8
+warps: 86.5 with 48 registers, 91 without), 8192 x 16384 101.9 (8: 103.6)."""
 
 
 @lru_cache(maxsize=None)
-def row_config(n: int, itemsize: int, warp_size: int, streams: int, quantize: bool) -> RowConfig:
-    """The tile for rows of ``n`` elements of ``itemsize`` bytes; ``streams`` counts the row tensors read.
+def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
+    """The tile for rows of ``n`` elements of ``itemsize`` bytes.
 
-    Short rows share a tile of two warps; `_WARPS` has what was measured for long ones. A wider element, a residual or a
-    prologue's tensor needs more registers a column, so such rows take a warp for every 1024 columns.
+    Short rows share a tile of two warps; `_MEASURED` has what was best for long ones. More work needs more registers a
+    column, so there a warp takes 1024 columns.
     """
     long = n > MAX_BLOCK
     block = LONG_BLOCK if long else max(warp_size, 1 << (n - 1).bit_length())
-    rows, registers = 1, 0
+    rows = 1
+    warps, registers = (max(4, block // 1024), 0) if long else _MEASURED[work].get(block, (max(4, block // 1024), 0))
     if block <= SHARED_TILE:
         rows, warps = SHARED_TILE // block, 2
-    elif long or itemsize > 2 or streams > 1:
-        warps = max(4, block // 1024)
-    else:
-        norm, fp8, cap = _WARPS[block]
-        warps, registers = (fp8, cap) if quantize else (norm, 0)
     vec = max(1, min(16 // itemsize, block // (warp_size * (1 if rows > 1 else warps))))
     if n % vec:
-        vec = 1
+        vec, registers = 1, 0
     spread = min(warps, max(1, block // (warp_size * vec)))
     return RowConfig(block, rows, warps, vec, long, registers, spread)

@@ -32,7 +32,14 @@ def convert(values, DTYPE: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def encode_fp8(values, MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, HARDWARE: tl.constexpr):
+def encode_fp8(
+    values,
+    MAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    NAN: tl.constexpr,
+    NEGATIVE_ZERO: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
     """Saturate to +-MAX, round to nearest even and return 4-3 codes as uint8."""
     if HARDWARE:
         return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -61,7 +68,9 @@ def _encode_in_software(values, MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.c
 
 
 @triton.jit
-def make_scale(amax, bound, MAX: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, EXACT: tl.constexpr):
+def make_scale(
+    amax, bound, MAX: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, EXACT: tl.constexpr
+):
     """The scale to store, as float32: ``min(amax, bound) / MAX`` rounded to DTYPE, or up to a power of two.
 
     A float scale below 2**-126 is 0; a finite amax never gives an infinite scale; a NaN or infinite amax gives NaN.

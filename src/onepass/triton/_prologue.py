@@ -1,7 +1,7 @@
 """Prints a prologue as a Triton device function that loads its own operands."""
 
 import linecache
-from functools import lru_cache
+from functools import cache
 from typing import Any, Final
 
 import triton
@@ -15,7 +15,9 @@ from ._row import load_operand
 def tanh(x):
     """Odd polynomial below 0.625, exponentials above."""
     z = x * x
-    p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z - 3.33332819422e-1
+    p = (
+        ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1
+    ) * z - 3.33332819422e-1
     small = p * z * x + x
     large = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
     return tl.where(tl.abs(x) < 0.625, small, tl.where(x < 0.0, -large, large))
@@ -62,16 +64,19 @@ DIALECT: Final[Dialect] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_function(prologue: Prologue, kinds: tuple[str, ...]) -> Any:
     """The jitted ``fused(h, q0, at0, ..., columns, mask)`` of a prologue whose operands are of these kinds."""
     lines = ["def fused(h, q0, at0, q1, at1, q2, at2, q3, at3, columns, mask):", f"    {prologue.parameters[0]} = h"]
     for index, kind in enumerate(kinds):
-        lines.append(f"    {prologue.parameters[index + 1]} = load_operand(q{index}, at{index}, columns, mask, '{kind}')")
+        lines.append(
+            f"    {prologue.parameters[index + 1]} = load_operand(q{index}, at{index}, columns, mask, '{kind}')"
+        )
     body = prologue.source("fused", DIALECT).splitlines()[1:]
     source = "\n".join([*lines, *body]) + "\n"
     filename = f"<onepass prologue {prologue.key} {'-'.join(kinds)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    scope: dict[str, Any] = {"tl": tl, "load_operand": load_operand, "tanh": tanh, "larger": larger, "smaller": smaller, "__name__": __name__}
+    scope: dict[str, Any] = {"tl": tl, "load_operand": load_operand, "__name__": __name__}
+    scope.update(tanh=tanh, larger=larger, smaller=smaller)
     exec(compile(source, filename, "exec"), scope)
     return triton.jit(scope["fused"])

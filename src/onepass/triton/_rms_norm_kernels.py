@@ -181,7 +181,9 @@ def _rms_norm_long_kernel(
             mask = (columns < n)[None, :]
             h = _load_h(x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT)
             g = tl.load(gamma + columns[None, :], mask=mask, other=0.0).to(tl.float32) + weight_offset
-            peaks = tl.maximum(peaks, magnitude(tl.where(mask, normalize(h, rs, g, x.dtype.element_ty, HF, EXACT), 0.0)))
+            peaks = tl.maximum(
+                peaks, magnitude(tl.where(mask, normalize(h, rs, g, x.dtype.element_ty, HF, EXACT), 0.0))
+            )
     if codes is not None and SCALE != "group":
         k = _row_factor(
             tl.max(peaks, axis=1), rs, bound, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, HF, EXACT

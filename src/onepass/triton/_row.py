@@ -26,7 +26,9 @@ def tile_columns(BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, 
 
 
 @triton.jit
-def column_order(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr):
+def column_order(
+    tile, ROWS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr
+):
     """The tile with its columns back in natural order."""
     if ALIGNED:
         return tile
@@ -97,6 +99,4 @@ def normalize(h, rs, g, DTYPE: tl.constexpr, HF: tl.constexpr, EXACT: tl.constex
 @triton.jit
 def store(pointer, start, columns, mask, values, EXACT: tl.constexpr):
     """Round ``values`` to the pointer's dtype and store them."""
-    tl.store(
-        pointer + start[:, None] + columns[None, :], cast(values, pointer.dtype.element_ty, EXACT), mask=mask
-    )
+    tl.store(pointer + start[:, None] + columns[None, :], cast(values, pointer.dtype.element_ty, EXACT), mask=mask)

@@ -54,7 +54,9 @@ def write(path: Path, machine: dict[str, str], proofs: dict[str, Proof]) -> None
     body = {
         "format": FORMAT,
         "machine": machine,
-        "builds": {name: {"machine_code": p.machine_code, "cases": sorted(p.cases)} for name, p in sorted(proofs.items())},
+        "builds": {
+            name: {"machine_code": p.machine_code, "cases": sorted(p.cases)} for name, p in sorted(proofs.items())
+        },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(body, indent=1) + "\n")

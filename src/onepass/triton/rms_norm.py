@@ -10,14 +10,24 @@ from ..errors import Unsupported
 from ..prologues import MAX_OPERANDS
 from ..rows import LEVELS, Geometry, RowSpec, Strides
 from ._compile import POINTERS, Build, Launcher, current_chip
-from ._config import EARLY_ROWS, INTERPRETER, Chip, RowConfig, row_config
+from ._config import EARLY_ROWS, INTERPRETER, Chip, RowConfig, Work, row_config
 from ._prologue import device_function
 from ._rms_norm_kernels import _rms_norm_long_kernel, _rms_norm_row_kernel
 
-ROW_TENSORS: Final = ("x", "residual", "norm", "codes", "scale", "new_residual", *(f"p{i}" for i in range(MAX_OPERANDS)))
+ROW_TENSORS: Final = (
+    "x",
+    "residual",
+    "norm",
+    "codes",
+    "scale",
+    "new_residual",
+    *(f"p{i}" for i in range(MAX_OPERANDS)),
+)
 STRIDES: Final = {
     name: tuple(f"{prefix}{level}" for level in range(3))
-    for name, prefix in zip(ROW_TENSORS, ("x", "r", "y", "c", "s", "w", *(f"p{i}" for i in range(MAX_OPERANDS))), strict=True)
+    for name, prefix in zip(
+        ROW_TENSORS, ("x", "r", "y", "c", "s", "w", *(f"p{i}" for i in range(MAX_OPERANDS))), strict=True
+    )
 }
 SCALE_INDEX: Final = ROW_TENSORS.index("scale")
 FIRST_OPERAND: Final = ROW_TENSORS.index("p0")
@@ -118,7 +128,9 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool) -> s
     if spec.fp8 and spec.scale:
         rule = spec.scale
         size = str(rule.group) if rule.group else ""
-        parts.append(f"{spec.fp8.name}:{spec.fp8_max:g}/{rule.kind}{size}:{'ue8m0:' if rule.ue8m0 else ''}{short[rule.dtype]}")
+        parts.append(
+            f"{spec.fp8.name}:{spec.fp8_max:g}/{rule.kind}{size}:{'ue8m0:' if rule.ue8m0 else ''}{short[rule.dtype]}"
+        )
     if spec.rounding != "once":
         parts.append(spec.rounding)
     parts.append(f"{config.rows}x{config.block}/{config.warps}w/v{config.vec}{'' if aligned else 'u'}")
@@ -127,13 +139,23 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool) -> s
     return " ".join(parts)
 
 
+def work_of(spec: RowSpec) -> Work:
+    """How much a row kernel holds in registers, in the words of `row_config`."""
+    extra = spec.residual or spec.prologue or spec.rounding != "once"
+    if extra or spec.x.itemsize != 2 or spec.gamma.itemsize != 2:
+        return "more"
+    if spec.fp8 is None:
+        return "norm"
+    lean = spec.norm is None and spec.scale and spec.scale.kind == "row" and spec.fp8.name == "e4m3fn"
+    return "fp8" if lean else "more"
+
+
 def select(
     spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, pointers: Sequence[int], gamma: int, chip: Chip
 ) -> tuple[RowConfig, int, bool]:
     """Tile, stride levels and alignment of a call; ``pointers`` and ``strides`` in the order of `ROW_TENSORS`."""
-    streams = 1 + (spec.residual is not None) + len(spec.operands)
-    config = row_config(n, spec.x.itemsize, chip.warp_size, streams, spec.fp8 is not None)
-    levels = 1 if geom.n1 * geom.n2 == 1 else LEVELS
+    config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec))
+    levels = 1 if geom[1] * geom[2] == 1 else LEVELS
     aligned = _aligned(spec, geom, strides, pointers, gamma, config.vec)
     return config if aligned else config.alone(), levels, aligned
 
@@ -151,7 +173,7 @@ def _aligned(
         addresses |= pointer
         step = strides[index]
         steps |= step[0] | step[1] | step[2]
-    return addresses % 16 == 0 and (geom.rows == 1 or steps % vec == 0)
+    return addresses % 16 == 0 and (geom[0] == 1 or steps % vec == 0)
 
 
 class _Plan:
@@ -183,8 +205,7 @@ def _plan(key: tuple[Any, ...], spec: RowSpec, n: int, levels: int, aligned: boo
     if device not in _chips:
         _chips[device] = current_chip(device)
     chip = _chips[device]
-    streams = 1 + (spec.residual is not None) + len(spec.operands)
-    config = row_config(n, spec.x.itemsize, chip.warp_size, streams, spec.fp8 is not None)
+    config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec))
     config = config if aligned else config.alone()
     plan = _plans[key] = _Plan(build_for(spec, config, levels, aligned, chip), config, device)
     return plan
@@ -221,7 +242,7 @@ def launch(
         return
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     weight = gamma.data_ptr()
-    vec = row_config(n, spec.x.itemsize, 32, 1, False).vec
+    vec = row_config(n, spec.x.itemsize, 32, "more").vec
     aligned = _aligned(spec, geom, strides, pointers, weight, vec)
     levels = 1 if n1 == 1 and n2 == 1 else LEVELS
     key = (spec, n, levels, aligned, device)
@@ -254,4 +275,4 @@ def _interpret(
     for name, triple in zip(ROW_TENSORS, strides, strict=False):
         values.update(zip(STRIDES[name], triple, strict=True))
     values.update(build.constants)
-    build.kernel[(-(-geom.rows // config.rows),)](**{name: values.get(name) for name in _NAMES})
+    build.kernel[(-(-geom[0] // config.rows),)](**{name: values.get(name) for name in _NAMES})

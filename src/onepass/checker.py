@@ -1,0 +1,349 @@
+"""Writes the code that checks a call and allocates its outputs: straight lines of Python, made once from a `Contract`.
+
+Interpreting a declaration at every call would cost more than the kernels; what is generated here costs what the same
+checks written by hand would. The text of each function is kept for tracebacks.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from .contract import Arg, Contract, Layout, Option, OptionType, Out, describe, short
+
+MAX_REMEMBERED: Final = 4096
+"""Combinations of options whose check is remembered."""
+_PYTHON_TYPES: Final[dict[OptionType, str]] = {
+    "float": "(float, int)",
+    "int": "int",
+    "bool": "bool",
+    "str": "str",
+    "ScalarType": "torch.dtype",
+}
+
+_KINDS: Final[dict[OptionType, str]] = {
+    "float": "be a number",
+    "int": "be an int",
+    "bool": "be a bool",
+    "str": "be a string",
+    "ScalarType": "be a dtype",
+}
+
+
+class _Writer:
+    """Collects the lines of one generated function and the objects it refers to."""
+
+    def __init__(self, contract: Contract) -> None:
+        self.contract = contract
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {
+            "torch": torch,
+            "Tensor": Tensor,
+            "inf": math.inf,
+            "empty": torch.empty,
+            "empty_like": torch.empty_like,
+            "contiguous": torch.contiguous_format,
+            "is_grad_enabled": torch.is_grad_enabled,
+            "fail": contract.fail,
+            "describe": describe,
+            "short": short,
+            "fail_shape": self._fail_shape,
+            "fail_dtype": self._fail_dtype,
+            "fail_grad": self._fail_grad,
+            **contract.scope,
+        }
+        self.symbols: set[str] = set()
+        self.shapes: dict[str, str] = {}
+
+    def __call__(self, line: str, depth: int = 1) -> None:
+        self.lines.append("    " * depth + line)
+
+    def constant(self, value: object, hint: str) -> str:
+        name = f"_{hint}"
+        self.scope[name] = value
+        return name
+
+    def _fail_shape(self, argument: str, dims: str, known: dict[str, object], got: Tensor) -> NoReturn:
+        mentioned = [d for d in dims.replace("|", " ").split() if d in known]
+        with_ = ", ".join(
+            f"{d}={list(v) if isinstance(v, tuple) else v}" for d in mentioned if (v := known[d]) is not None
+        )
+        self.contract.fail(
+            argument,
+            f"have shape [{dims.replace(' ', ', ')}]" + (f" with {with_}" if with_ else ""),
+            str(list(got.shape)),
+        )
+
+    def _fail_grad(self, **tensors: Tensor | None) -> NoReturn:
+        name = next(n for n, t in tensors.items() if t is not None and t.requires_grad)
+        self.contract.fail(
+            name,
+            "need no gradient (there is no backward: use torch.inference_mode(), no_grad() or detach())",
+            "requires_grad=True",
+        )
+
+    def _fail_dtype(self, argument: str, allowed: Sequence[torch.dtype], got: torch.dtype) -> NoReturn:
+        self.contract.fail(argument, f"have dtype {' or '.join(dict.fromkeys(short(d) for d in allowed))}", short(got))
+
+
+def _shape(dims: str) -> str:
+    return "(" + "".join(("*lead" if d == "..." else d) + ", " for d in dims.split()) + ")"
+
+
+def _known(write: _Writer) -> str:
+    pairs = ["'...': tuple(lead)" if s == "lead" else f"'{s}': {s}" for s in sorted(write.symbols)]
+    return "{" + ", ".join(pairs) + "}"
+
+
+def _bind_shape(write: _Writer, name: str, dims: str, depth: int) -> None:
+    """Check a shape, binding the symbols it is the first to mention; no symbols at all means one element."""
+    tokens = dims.split()
+    if not tokens:
+        write(f"if {name}.numel() != 1:", depth)
+        write(f"    fail('{name}', 'have one element', str(list({name}.shape)))", depth)
+        return
+    fresh = [("lead" if t == "..." else t) for t in tokens if not t.isdigit()]
+    if all(s in write.symbols for s in fresh):
+        same = write.shapes.get(dims)
+        write(f"if {name}.shape != {same or _shape(dims)}:", depth)
+        write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
+        return
+    tail = [t for t in tokens if t != "..."]
+    count = f"{name}.dim() < {len(tail)}" if "..." in tokens else f"{name}.dim() != {len(tail)}"
+    write(f"if {count}:", depth)
+    write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
+    shape = f"{name}_shape"
+    write(f"{shape} = {name}.shape", depth)
+    write.shapes[dims] = shape
+    if "..." in tokens:
+        write(f"lead = {shape}[:-{len(tail)}]", depth)
+        write.symbols.add("lead")
+    for index, symbol in enumerate(tail):
+        write(f"{symbol} = {shape}[{index - len(tail)}]", depth)
+        write.symbols.add(symbol)
+
+
+def _check_tensor(write: _Writer, name: str, arg: Arg, depth: int) -> None:
+    write(f"if not isinstance({name}, Tensor):", depth)
+    write(f"    fail('{name}', 'be a tensor', describe({name}))", depth)
+    allowed = arg.dtypes if isinstance(arg.dtypes, str) else write.constant(arg.dtypes, f"dtypes_{name}")
+    write(f"if {name}.dtype not in {allowed}:", depth)
+    write(f"    fail_dtype('{name}', {allowed}, {name}.dtype)", depth)
+    if "device" in write.symbols:
+        write(f"if {name}.device != device:", depth)
+        write(f"    fail('{name}', f'be on {{device}}', str({name}.device))", depth)
+    else:
+        write(f"device = {name}.device", depth)
+        write.symbols.add("device")
+    write.symbols.discard("device")
+    _bind_shape(write, name, arg.dims, depth)
+    write.symbols.add("device")
+    _check_layout(write, name, arg.layout, arg.dims, depth)
+
+
+def _check_layout(write: _Writer, name: str, layout: Layout, dims: str, depth: int) -> None:
+    if layout == "dense":
+        write(f"if not {name}.is_contiguous():", depth)
+        write(f"    fail('{name}', 'be contiguous', f'strides {{{name}.stride()}}')", depth)
+    elif layout == "rows" and dims.split()[-1] != "1":
+        write(f"if {name}.stride(-1) != 1 and {name}.shape[-1] != 1:", depth)
+        write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{{name}.stride()}}')", depth)
+
+
+def _check_many(write: _Writer, name: str, arg: Arg) -> None:
+    """A list of tensors, each of one of several shapes."""
+    allowed = write.constant(arg.dtypes, f"dtypes_{name}")
+    shapes = ", ".join(_shape(d) for d in arg.dims.split("|"))
+    write(f"if {name}:")
+    write(f"    shapes = ({shapes})")
+    write(f"    for item in {name}:")
+    write("if not isinstance(item, Tensor):", 3)
+    write(f"    fail('{name}', 'hold tensors', describe(item))", 3)
+    write(f"if item.dtype not in {allowed}:", 3)
+    write(f"    fail_dtype('{name}', {allowed}, item.dtype)", 3)
+    write("if item.device != device:", 3)
+    write(f"    fail('{name}', f'be on {{device}}', str(item.device))", 3)
+    write("if tuple(item.shape) not in [tuple(s) for s in shapes]:", 3)
+    write.symbols.discard("device")
+    write(f"    fail_shape('{name}', '{arg.dims}', {_known(write)}, item)", 3)
+    write.symbols.add("device")
+    write("if item.stride(-1) != 1 and item.shape[-1] != 1:", 3)
+    write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{item.stride()}}')", 3)
+
+
+def _check_option(write: _Writer, name: str, option: Option) -> None:
+    guard = f"{name} is not None and " if option.optional else ""
+    conditions = [f"isinstance({name}, {_PYTHON_TYPES[option.type]})"]
+    expects = [
+        {
+            "float": "be a number",
+            "int": "be an int",
+            "bool": "be a bool",
+            "str": "be a string",
+            "ScalarType": "be a dtype",
+        }[option.type]
+    ]
+    if option.type in ("float", "int"):
+        conditions.append(f"not isinstance({name}, bool)")
+    if option.choices:
+        conditions = [conditions[0], f"{name} in {write.constant(option.choices, 'choices_' + name)}"]
+        expects = ["be " + " or ".join(describe(c) for c in option.choices)]
+    if option.where:
+        conditions.append(f"({option.where})")
+        expects.append(f"satisfy {option.where}")
+    if option.type == "float" and not option.choices:
+        # a plain float is by far the commonest: test it first, and only once
+        conditions[:2] = [f"(type({name}) is float or {' and '.join(conditions[:2])})"]
+    write(f"if {guard}not ({' and '.join(conditions)}):")
+    write(f"    fail('{name}', {' and '.join(expects)!r}, describe({name}))")
+
+
+def _allocate(write: _Writer, out: Out) -> None:
+    depth = 1
+    if out.when != "True":
+        write(f"if not ({out.when}):")
+        write(f"    if {out.argument} is not None:")
+        write(
+            f"        fail('{out.argument}', 'be None unless {out.when.replace(chr(39), chr(34))}', describe({out.argument}))"
+        )
+        write(f"elif {out.argument} is None:")
+    else:
+        write(f"if {out.argument} is None:")
+    same = write.shapes.get(out.dims)
+    if same:
+        source = same.removesuffix("_shape")
+        # naming the memory format costs 1.2 us, so it is named only where it changes anything
+        kept = f"empty_like({source}, dtype={out.dtype})"
+        write(
+            f"{out.argument} = {kept} if {source}.is_contiguous() else {kept[:-1]}, memory_format=contiguous)",
+            depth + 1,
+        )
+    else:
+        sizes = ", ".join("*lead" if d == "..." else d for d in out.dims.split())
+        plain = f"empty({sizes}, dtype={out.dtype}, device=device)"
+        if out.column != "False":
+            *rest, last = sizes.split(", ")
+            plain = f"empty({last}, {', '.join(rest)}, dtype={out.dtype}, device=device).movedim(0, -1) if {out.column} else {plain}"
+        write(f"{out.argument} = {plain}", depth + 1)
+    write("else:")
+    layout: Layout = "any" if out.column != "False" else "rows"
+    _check_tensor(write, out.argument, Arg(out.dims, out.doc, f"({out.dtype},)", layout=layout), depth + 1)
+
+
+def _write_body(write: _Writer, contract: Contract, options: bool) -> None:
+    """The checks in a straight line, then the outputs."""
+    if options:
+        for name, option in contract.options.items():
+            _check_option(write, name, option)
+    for name, arg in contract.args.items():
+        if arg.many:
+            _check_many(write, name, arg)
+        elif arg.optional:
+            write(f"if {name} is not None:")
+            _check_tensor(write, name, arg, 2)
+        else:
+            _check_tensor(write, name, arg, 1)
+    for symbol, expression in contract.sizes.items():
+        write(f"{symbol} = {expression}")
+        write.symbols.add(symbol)
+    for rule in contract.rules:
+        write(f"if not ({rule.condition}):")
+        write(f"    fail('{rule.argument}', {rule.expects!r}, describe({rule.argument}))")
+    singles = [name for name, arg in contract.args.items() if not arg.many]
+    grads = [
+        f"({name} is not None and {name}.requires_grad)" if contract.args[name].optional else f"{name}.requires_grad"
+        for name in singles
+    ]
+    write(f"if is_grad_enabled() and ({' or '.join(grads)}):")
+    write(f"    fail_grad({', '.join(f'{n}={n}' for n in singles)})")
+    for out in contract.outs.values():
+        _allocate(write, out)
+
+
+def _run(source: str, label: str, scope: dict[str, Any]) -> None:
+    """Execute generated source under a name that tracebacks can show."""
+    filename = f"<onepass {label}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    exec(compile(source, filename, "exec"), scope)
+
+
+def compile_prepare(
+    contract: Contract,
+) -> tuple[Callable[..., tuple[Tensor | None, ...]], Callable[..., tuple[bool, ...]]]:
+    """Write and compile ``prepare`` and ``present``."""
+    write = _Writer(contract)
+    inputs = ", ".join([*contract.args, *contract.options])
+    outs = [out.argument for out in contract.outs.values()]
+    write(f"def prepare({inputs}, {', '.join(out + '=None' for out in outs)}):", 0)
+    _write_body(write, contract, options=True)
+    write(f"return {', '.join(outs)},")
+    write(f"def present({inputs}):", 0)
+    write(f"return {', '.join(out.when for out in contract.outs.values())},")
+    _run("\n".join(write.lines) + "\n", f"contract {contract.name}", write.scope)
+    return write.scope["prepare"], write.scope["present"]
+
+
+def compile_call(
+    contract: Contract,
+    kernel: Callable[..., None],
+    *,
+    watched: Callable[[], bool],
+    special: Callable[..., bool],
+    dispatch: Callable[..., Any],
+    memory: Callable[..., None],
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Write and compile the eager entry: ``prepare`` and ``kernel`` in one function, with no argument passed twice.
+
+    A combination of options is checked once and remembered, with a dictionary in which the kernel may note what it
+    means (``kernel(notes, *inputs, *outputs)``). ``dispatch(inputs, outs)`` takes the call where torch's dispatcher
+    must see it: when it is ``watched`` or a tensor is ``special``, which only a tensor of another type or device than
+    the commonest is asked. ``memory(inputs, outputs)`` judges the outputs that the caller gave.
+    """
+    write = _Writer(contract)
+    options = ", ".join(contract.options)
+    inputs = ", ".join([*contract.args, *contract.options])
+    outs = ", ".join(out.argument for out in contract.outs.values())
+    write(f"def check_options({options}):", 0)
+    for name, option in contract.options.items():
+        _check_option(write, name, option)
+    write(f"def call({inputs}, {outs}):", 0)
+    write(f"given = ({outs},)")
+    first, *others = contract.args
+    usual = [f"type({first}) is Tensor", f"({first}.is_cpu or {first}.is_cuda)"]
+    for name in others:
+        usual.append(f"not {name}" if contract.args[name].many else f"type({name}) in PLAIN")
+    write(f"plain = {' and '.join(f'{out.argument} is None' for out in contract.outs.values())}")
+    write(f"if watched() or not (plain and {' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
+    write(f"    return dispatch(({inputs},), given)")
+    write(f"key = ({options},)")
+    write("try:")
+    write("    notes = seen.get(key)")
+    write("except TypeError:")
+    write("    notes = None")
+    write("if notes is None:")
+    write(f"    check_options({options})")
+    write(f"    if len(seen) >= {MAX_REMEMBERED}:")
+    write("        seen.clear()")
+    write("    notes = seen[key] = {}")
+    _write_body(write, contract, options=False)
+    write("if not plain:")
+    write(f"    memory(({inputs},), ({outs},))")
+    write(f"kernel(notes, {inputs}, {outs})")
+    write(f"return {outs},")
+    write.scope.update(
+        kernel=kernel,
+        watched=watched,
+        special=special,
+        dispatch=dispatch,
+        memory=memory,
+        seen={},
+        PLAIN=frozenset({Tensor, torch.nn.Parameter, type(None)}),
+    )
+    _run("\n".join(write.lines) + "\n", f"call {contract.name}", write.scope)
+    call: Callable[..., tuple[Tensor | None, ...]] = write.scope["call"]
+    return call

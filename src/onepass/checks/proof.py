@@ -1,0 +1,76 @@
+"""Evidence from a GPU: which machine code the cases that passed ran on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from .case import Case
+from .runner import MODULES, Result
+
+if TYPE_CHECKING:
+    from ..triton._compile import Build
+    from ..triton._config import Chip
+
+
+def builds(case: Case, chip: Chip, device: str = "cpu") -> list[Build]:
+    """The kernel configurations that a case launches on ``chip``; nothing is launched."""
+    from ..triton import evidence
+
+    module = MODULES[case.op]
+    arguments = module.inputs(case, device)
+    return evidence.builds_of(lambda: module.call(case, arguments), chip)
+
+
+def distinct_builds(cases: Iterable[Case], chip: Chip) -> dict[str, Build]:
+    """All configurations of these cases by name."""
+    return {build.name: build for case in cases for build in builds(case, chip)}
+
+
+def compile_ahead(jobs: int, ops: Sequence[str], match: str) -> None:
+    """Fill Triton's cache from several processes, so that the checks do not wait for the compiler."""
+    command = [sys.executable, "-m", "onepass.checks", "--match", match, *(f"--op={op}" for op in ops)]
+    running = [subprocess.Popen([*command, "--compile-share", f"{i}/{jobs}"]) for i in range(jobs)]
+    for process in running:
+        process.wait()
+
+
+def compile_share(cases: Iterable[Case], share: int, of: int) -> None:
+    """Compile every ``of``-th configuration, beginning with number ``share``."""
+    from ..triton import evidence
+
+    for index, build in enumerate(distinct_builds(cases, evidence.H200).values()):
+        if index % of == share:
+            evidence.compiled_hash(build, evidence.H200)
+
+
+def record(path: Path, cases: Sequence[Case], results: Sequence[Result]) -> str:
+    """Write the configurations all of whose cases passed on this GPU; returns a sentence for the user."""
+    import triton
+
+    from ..triton import evidence
+    from ..triton._compile import current_chip
+
+    chip = current_chip(torch.cuda.current_device())
+    found: dict[str, Build] = {}
+    ran: dict[str, list[str]] = {}
+    failed: set[str] = set()
+    for case, result in zip(cases, results, strict=True):
+        for build in builds(case, chip, "cuda"):
+            found[build.name] = build
+            ran.setdefault(build.name, []).append(f"{case.op} {case.name}")
+            if not result.passed:
+                failed.add(build.name)
+    proofs = {
+        name: evidence.Proof(evidence.compiled_hash(build, chip), tuple(ran[name]))
+        for name, build in found.items()
+        if name not in failed
+    }
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    evidence.write(path, machine, proofs)
+    return f"{len(proofs)} configurations proven, {len(failed)} not; written to {path}"

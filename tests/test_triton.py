@@ -1,0 +1,187 @@
+"""The GPU kernels where there is no GPU: compiled, compared with what ran on one, interpreted, taken apart."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from onepass.checks import proof, runner
+from onepass.formats import E4M3FN, ScaleRule
+from onepass.rows import RowSpec, row_spec
+from onepass.triton import evidence
+from onepass.triton._compile import Build, compile_build
+from onepass.triton._config import Chip, Work, row_config
+from onepass.triton.rms_norm import build_for, work_of
+
+ROOT = Path(__file__).parent.parent
+EVIDENCE = ROOT / "benchmarks" / "h200" / "evidence.json"
+OTHER_CHIPS = [Chip("cuda", 80, 32), Chip("cuda", 100, 32), Chip("hip", "gfx942", 64), Chip("hip", "gfx950", 64)]
+BF16 = torch.bfloat16
+SHARES = 8
+
+
+def share(index: int) -> list[Build]:
+    """An eighth of all configurations, so that workers share the compiling."""
+    return list(proof.distinct_builds(runner.CASES, evidence.H200).values())[index::SHARES]
+
+
+@pytest.mark.parametrize("index", range(SHARES))
+def test_every_kernel_ran_on_a_gpu_as_it_is(index: int) -> None:
+    """The machine code of each configuration is the one that passed its cases on the H200."""
+    assert not evidence.missing(share(index), evidence.read(EVIDENCE), evidence.H200)
+
+
+@pytest.mark.parametrize("index", range(SHARES))
+def test_no_kernel_spills(index: int) -> None:
+    for build in share(index):
+        usage = resources(compile_build(build, evidence.H200))
+        assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{build.name}: {usage}"
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers, stack and local memory, as NVIDIA's own tool reads them from the binary."""
+    import tempfile
+
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+def covering_builds(chip: Chip) -> list[Build]:
+    """One length of each kind with every option; further lengths would add nothing to a compile."""
+    lengths = (33, 128, 384, 512, 640, 1536, 20000, 20480)
+    groups = ("short", "dtypes", "layouts", "groups", "scales", "outputs", "prologues")
+    cases = [case for case in runner.CASES if case.n in lengths and case.group in groups]
+    return list(proof.distinct_builds(cases, chip).values())
+
+
+@pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
+@pytest.mark.parametrize("part", range(4))
+def test_compiles_for_other_chips(chip: Chip, part: int) -> None:
+    for build in covering_builds(chip)[part::4]:
+        assert compile_build(build, chip).asm
+
+
+@pytest.mark.parametrize(("op", "floor"), [("rms_norm", 60), ("rms_norm_fused_fp8", 80)])
+def test_interpreted_kernels_pass_their_cases(op: str, floor: int) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "onepass.checks", "--device", "interpreter", "--op", op]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    found = re.search(r"(\d+) passed, (\d+) failed on interpreter", done.stdout)
+    assert done.returncode == 0 and found is not None, done.stdout + done.stderr
+    assert int(found[1]) >= floor
+
+
+def fp8_spec() -> RowSpec:
+    return row_spec(BF16, BF16, None, None, "once", "", (), E4M3FN.dtype, E4M3FN.max, ScaleRule("row", torch.float32))
+
+
+def norm_spec(residual: bool = False) -> RowSpec:
+    return row_spec(BF16, BF16, BF16 if residual else None, BF16, "once")
+
+
+def layout_of_sum(spec: RowSpec, n: int, aligned: bool) -> tuple[list[int], ...]:
+    """sizePerThread, threadsPerWarp and warpsPerCTA of the tile whose rows are summed."""
+    config = row_config(n, 2, 32, work_of(spec))
+    config = config if aligned else config.alone()
+    text = compile_build(build_for(spec, config, 1, aligned, evidence.H200), evidence.H200).asm["ttgir"]
+    reduced = re.search(rf"}}\) : \(tensor<{config.rows}x{config.block}xf32, #(\w+)>", text)
+    assert reduced is not None
+    layout = re.search(
+        rf"#{reduced[1]} = #ttg.blocked<{{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]",
+        text,
+    )
+    assert layout is not None
+    return tuple([int(v) for v in part.split(", ")] for part in layout.groups())
+
+
+@pytest.mark.parametrize("n", [32, 64, 128, 256, 512, 1024, 2048, 4096, 7168, 8192, 16384, 32768])
+@pytest.mark.parametrize("spec", [fp8_spec(), norm_spec(), norm_spec(residual=True)], ids=["fp8", "norm", "residual"])
+def test_sum_order_is_the_same_aligned_or_not(spec: RowSpec, n: int) -> None:
+    """The premise of the column permutation: the same threads a row, VEC columns apiece or one."""
+    config = row_config(n, 2, 32, work_of(spec))
+    (size, threads, warps), (size1, threads1, warps1) = (layout_of_sum(spec, n, aligned) for aligned in (True, False))
+    assert size == [1, config.vec] and size1 == [1, 1]
+    assert threads == threads1 == [1, 32]
+    assert warps[1] == warps1[1] == config.alone().warps
+    assert config.vec * 32 * warps[1] <= config.block
+
+
+@pytest.mark.parametrize(("block", "vec", "threads"), [(256, 8, 32), (1024, 8, 64), (128, 4, 32), (64, 2, 32)])
+def test_permutation_gives_each_thread_its_vector_columns(block: int, vec: int, threads: int) -> None:
+    """Position p is held by thread p % T as its register p // T; a vector layout gives thread t columns t*V .. t*V+V-1."""
+    position = torch.arange(block)
+    register, thread = position // threads, position % threads
+    column = (register // vec) * (vec * threads) + thread * vec + register % vec
+    assert sorted(column.tolist()) == list(range(block))
+    for t in range(threads):
+        vectors = [c for c in range(block) if (c // vec) % threads == t]
+        assert column[thread == t].tolist() == vectors
+
+
+def test_wide_loads_and_stores() -> None:
+    """16-byte loads; the hot kernels touch memory in nothing narrower but the scale."""
+    config = row_config(7168, 2, 32, "fp8")
+    ptx = compile_build(build_for(fp8_spec(), config, 1, True, evidence.H200), evidence.H200).asm["ptx"]
+    accesses = set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx))
+    assert accesses == {"ld.global.v4.b32", "st.global.v2.b32", "st.global.b32"}
+
+
+def test_config_depends_on_the_row_alone() -> None:
+    import inspect
+
+    assert list(inspect.signature(row_config).parameters) == ["n", "itemsize", "warp_size", "work"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 31, 32, 33, 100, 1000, 2049, 4097, 7168, 16384, 16385, 131072])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("warp_size", [32, 64])
+@pytest.mark.parametrize("work", ["norm", "fp8", "more"])
+def test_configs_are_sound(n: int, itemsize: int, warp_size: int, work: Work) -> None:
+    config = row_config(n, itemsize, warp_size, work)
+    assert config.long or config.block >= n
+    assert config.block & (config.block - 1) == 0 and config.warps in (1, 2, 4, 8, 16)
+    assert config.vec * itemsize <= 16 and n % config.vec == 0
+    alone = config.alone()
+    assert alone.rows == 1 and (config.vec == 1 or alone.vec * warp_size * alone.warps <= alone.block)
+
+
+class TestEvidence:
+    def test_changed_machine_code_is_named(self) -> None:
+        build = build_for(norm_spec(), row_config(512, 2, 32, "norm"), 1, True, evidence.H200)
+        proofs = {build.name: evidence.Proof("0" * 24, ("a case",))}
+        assert evidence.missing([build], proofs, evidence.H200) == [
+            f"{build.name}: its machine code has changed since it ran on a GPU"
+        ]
+        assert evidence.missing([build], {}, evidence.H200) == [f"{build.name}: never run on a GPU"]
+        right = {build.name: evidence.Proof(evidence.compiled_hash(build, evidence.H200), ())}
+        assert not evidence.missing([build], right, evidence.H200)
+
+    def test_round_trip_and_format(self, tmp_path: Path) -> None:
+        proofs = {"b": evidence.Proof("1", ("y", "x")), "a": evidence.Proof("2", ())}
+        evidence.write(tmp_path / "e.json", {"gpu": "none"}, proofs)
+        assert evidence.read(tmp_path / "e.json") == {
+            "a": evidence.Proof("2", ()),
+            "b": evidence.Proof("1", ("x", "y")),
+        }
+        (tmp_path / "e.json").write_text('{"format": 0}')
+        with pytest.raises(ValueError, match="evidence format 0"):
+            evidence.read(tmp_path / "e.json")
+
+    def test_every_case_has_a_configuration(self) -> None:
+        for case in runner.CASES:
+            assert bool(proof.builds(case, evidence.H200)) == (case.group != "empty"), case.name
