@@ -38,6 +38,7 @@ SANITIZED ?= 5x33 4x1536 6x384 5x20000
 gpu: export PYTHONPATH := src
 gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, measure
 	$(CHECKS) --jobs $$(nproc) --evidence $(EVIDENCE)
+	$(CHECKS) --promises --json benchmarks/h200/promises.json
 	for tool in memcheck racecheck; do for shape in $(SANITIZED); do \
 	  $(SANITIZE) --tool $$tool $(CHECKS) --match $$shape; done; done
 	$(PYTHON) -m onepass.bench --device cuda --json benchmarks/h200/speed.json

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from . import proof
-from .runner import DEVICES, Result, interpretable, run_cases, select
+from .runner import DEVICES, Result, interpretable, run_cases, run_promises, select
 
 
 def main() -> int:
@@ -19,13 +19,14 @@ def main() -> int:
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--op", action="append", default=[])
     parser.add_argument("--match", default="", help="run only cases whose name contains this")
+    parser.add_argument("--promises", action="store_true", help="test the promises instead of the cases")
     parser.add_argument("--json", type=Path, help="write results here")
     parser.add_argument("--evidence", type=Path, help="with --device cuda: record the machine code that passed")
     parser.add_argument("--jobs", type=int, default=1, help="with --evidence: compile ahead in this many processes")
     parser.add_argument("--compile-share", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.evidence and options.device != "cuda":
-        parser.error("--evidence needs --device cuda")
+    if options.evidence and (options.device != "cuda" or options.promises):
+        parser.error("--evidence needs --device cuda, and cases")
     cases = select(options.op, options.match)
     if options.compile_share:
         proof.compile_share(cases, *map(int, options.compile_share.split("/")))
@@ -36,7 +37,7 @@ def main() -> int:
     if options.evidence and options.jobs > 1:
         proof.compile_ahead(options.jobs, options.op, options.match)
     start = time.perf_counter()
-    results = run_cases(cases, options.device, _print)
+    results = run_promises(options.device, _print) if options.promises else run_cases(cases, options.device, _print)
     failed = [r for r in results if not r.passed]
     if options.json:
         options.json.write_text(json.dumps([r.to_json() for r in results], indent=1) + "\n")

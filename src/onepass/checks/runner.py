@@ -13,6 +13,7 @@ import torch
 
 from . import rms_norm
 from .case import Case
+from .promises import promises
 
 MODULES = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm}
 CASES: tuple[Case, ...] = rms_norm.CASES
@@ -66,13 +67,31 @@ def running_on(device: str) -> Iterator[None]:
 
 def run_case(case: Case, device: str) -> Result:
     """Run one case; an exception is a failure, not an end."""
+    where = "cpu" if device == "interpreter" else device
+    return _run(case.op, case.name, device, lambda: MODULES[case.op].run(case, where))
+
+
+def _run(op: str, name: str, device: str, test: Callable[[], str | None]) -> Result:
     start = time.perf_counter()
     try:
-        message = MODULES[case.op].run(case, "cpu" if device == "interpreter" else device) or ""
+        message = test() or ""
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''} ({place.name}:{place.lineno})"
-    return Result(case.op, case.name, device, not message, message, time.perf_counter() - start)
+        text = str(error).strip().splitlines()
+        message = f"{type(error).__name__}: {text[0] if text else ''} ({place.name}:{place.lineno})"
+    return Result(op, name, device, not message, message, time.perf_counter() - start)
+
+
+def run_promises(device: str, progress: Callable[[Result], None] | None = None) -> list[Result]:
+    """Put every promise to the test on a device."""
+    results = []
+    with running_on(device):
+        for name, test in promises(device):
+            result = _run("promises", name, device, test)
+            results.append(result)
+            if progress is not None:
+                progress(result)
+    return results
 
 
 def run_cases(cases: Iterable[Case], device: str, progress: Callable[[Result], None] | None = None) -> list[Result]:
