@@ -44,19 +44,22 @@ def _empty_kernel(target):
     tl.static_assert(True)
 
 
-def _streaming(kernel: Any, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
+def _streaming(kernel: Any, source: torch.Tensor, target: torch.Tensor, block: int) -> Callable[[], object]:
     n = source.numel()
-    return lambda: kernel[(triton.cdiv(n, 4096),)](source, target, n, 4096, num_warps=8)
+    return lambda: kernel[(triton.cdiv(n, block),)](source, target, n, block, num_warps=block // 512)
 
 
 def ceilings() -> dict[str, float]:
-    """Copy and read bandwidth (TB/s) and the cost of an empty kernel in a chain (us), here and now."""
+    """Copy and read bandwidth (TB/s, best of several block sizes) and an empty kernel in a chain (us), here and now."""
     results: dict[str, float] = {}
     for label, size in (("copy 2 GiB", 1 << 30), ("copy 128 MiB", 64 << 20), ("read 1 GiB", 1 << 30)):
         reads = label.startswith("read")
         pair = [torch.randint(0, 100, (size // 4,), dtype=torch.int32, device="cuda") for _ in range(2)]
-        calls = [_streaming(_read_kernel if reads else _copy_kernel, a, b) for a, b in (pair, pair[::-1])]
-        results[f"{label} TB/s"] = size * (1 if reads else 2) / min(graph_times(calls)) / 1e6
+        times = []
+        for block in (1024, 2048, 4096):
+            kernel = _read_kernel if reads else _copy_kernel
+            times += graph_times([_streaming(kernel, a, b, block) for a, b in (pair, pair[::-1])])
+        results[f"{label} TB/s"] = size * (1 if reads else 2) / min(times) / 1e6
     flag = torch.zeros(1, device="cuda")
     results["empty kernel us"] = min(graph_times([lambda: _empty_kernel[(1,)](flag)]))
     return results
