@@ -150,11 +150,15 @@ def test_config_depends_on_the_row_alone() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 31, 32, 33, 100, 1000, 2049, 4097, 7168, 16384, 16385, 131072])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("warp_size", [32, 64])
-@pytest.mark.parametrize("work", ["norm", "fp8", "more"])
+@pytest.mark.parametrize("work", ["norm", "fp8", "more", "prologue"])
 def test_configs_are_sound(n: int, itemsize: int, warp_size: int, work: Work) -> None:
     config = row_config(n, itemsize, warp_size, work)
     assert config.long or config.block >= n
-    assert config.block & (config.block - 1) == 0 and config.warps in (1, 2, 4, 8, 16)
+    assert (
+        config.block & (config.block - 1) == 0
+        and config.warps in (1, 2, 4, 8, 16, 32)
+        and config.warps * warp_size <= 1024
+    )
     assert config.vec * itemsize <= 16 and n % config.vec == 0
     alone = config.alone()
     assert alone.rows == 1 and (config.vec == 1 or alone.vec * warp_size * alone.warps <= alone.block)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Final, Literal
 
 MAX_BLOCK: Final = 16384
-LONG_BLOCK: Final = 8192
+MAX_THREADS: Final = 1024
 SHARED_TILE: Final = 2048
 """Elements of a tile that several short rows share, with two warps: 262144 x 128 took 34 us so, 41 with 1024 and one."""
 EARLY_ROWS: Final = 128
@@ -59,18 +59,20 @@ class RowConfig:
         return replace(self, rows=1, warps=self.row_warps or self.warps, registers=0)
 
 
-Work = Literal["norm", "fp8", "more"]
-"""What a row kernel does: store the norm of a 16-bit row, quantize one to fp8 with one scale, or anything else."""
+Work = Literal["norm", "fp8", "more", "prologue"]
+"""What a row kernel does: store the norm of a 16-bit row, quantize one to fp8 with one scale, more than that, or a user's
+function besides."""
 
 _MEASURED: Final[dict[Work, dict[int, tuple[int, int]]]] = {
     "norm": {4096: (8, 0), 8192: (8, 0), 16384: (16, 0)},
     "fp8": {4096: (4, 0), 8192: (4, 80), 16384: (16, 0)},
     "more": {8192: (8, 128)},
+    "prologue": {8192: (8, 128)},
 }
 """(warps, registers) by block. H200, bfloat16, us. Norm: 16384 x 4096 65.4 (4 warps: 66.9), 4096 x 7168 29.9 (4: 30.0),
 8192 x 16384 130.1 (8: 130.7). fp8: 16384 x 4096 48.4 (8: 53.0), 16384 x 7168 83.7 with 80 registers (85.0 without; 8
 warps: 86.5 with 48 registers, 91 without), 8192 x 16384 101.9 (8: 103.6). More: left to itself the assembler takes 80
-registers for 8192 columns and spills; a cap of 128 makes it take 92 and spill nothing."""
+registers for 8192 columns and spills; a cap of 128 makes it take 92 and spill nothing. A prologue likewise."""
 
 
 @cache
@@ -78,12 +80,18 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
     """The tile for rows of ``n`` elements of ``itemsize`` bytes.
 
     Short rows share a tile of two warps; `_MEASURED` has what was best for long ones. More work needs more registers a
-    column, so there a warp takes 1024 columns.
+    column, so there a warp takes 1024 columns. Rows walked in blocks want many warps and few columns a thread: 2048 x
+    40000 took 90 us to the norm (8 warps: 124) and 89 to fp8 (132), 64 x 131072 to fp8 20 (42).
     """
     long = n > MAX_BLOCK
-    block = LONG_BLOCK if long else max(warp_size, 1 << (n - 1).bit_length())
-    rows = 1
-    warps, registers = (max(4, block // 1024), 0) if long else _MEASURED[work].get(block, (max(4, block // 1024), 0))
+    rows, registers = 1, 0
+    if long:
+        block, warps = (8192, 32) if work == "norm" or n > 65536 else (4096, 16)
+        warps = min(warps, MAX_THREADS // warp_size)
+        registers = 128 if work == "prologue" and warps <= 16 else 0
+    else:
+        block = max(warp_size, 1 << (n - 1).bit_length())
+        warps, registers = _MEASURED[work].get(block, (max(4, block // 1024), 0))
     if block <= SHARED_TILE:
         rows, warps = SHARED_TILE // block, 2
     vec = max(1, min(16 // itemsize, block // (warp_size * (1 if rows > 1 else warps))))

@@ -15,14 +15,15 @@ from ._row import column_order, magnitude, normalize, reciprocal_rms, row_start,
 @triton.jit
 def _load_h(
     x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask,
-    PROLOGUE: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr,
+    PROLOGUE: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """``prologue(x, ...) + residual`` in float32, zero outside the mask."""
-    h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
     if PROLOGUE is not None:
         h = tl.where(mask, PROLOGUE(h, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask), 0.0)
     if residual is not None:
-        h += tl.load(residual + r_at[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        r = tl.load(residual + r_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
+        h += r.to(tl.float32)
         if HF:
             h = convert(h, residual.dtype.element_ty, EXACT)
     return h
@@ -101,7 +102,7 @@ def _rms_norm_row_kernel(
         x, row_start(row, n1, n2, x0, x1, x2, LEVELS), residual, row_start(row, n1, n2, r0, r1, r2, LEVELS),
         p0, row_start(row, n1, n2, p00, p01, p02, LEVELS), p1, row_start(row, n1, n2, p10, p11, p12, LEVELS),
         p2, row_start(row, n1, n2, p20, p21, p22, LEVELS), p3, row_start(row, n1, n2, p30, p31, p32, LEVELS),
-        columns, mask, PROLOGUE, HF, EXACT,
+        columns, mask, PROLOGUE, HF, EXACT, "",
     )  # fmt: skip
     launch_dependents(PDL)
     g = weight.to(tl.float32) + weight_offset
@@ -168,7 +169,26 @@ def _rms_norm_long_kernel(
     for first in range(0, n, BLOCK):
         columns = first + place
         mask = (columns < n)[None, :]
-        h = _load_h(x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT)
+        h = _load_h(
+            x,
+            x_at,
+            residual,
+            r_at,
+            p0,
+            at0,
+            p1,
+            at1,
+            p2,
+            at2,
+            p3,
+            at3,
+            columns,
+            mask,
+            PROLOGUE,
+            HF,
+            EXACT,
+            "evict_last",
+        )
         squares += h * h
         if codes is not None and SCALE == "row" and not HF:
             g = tl.load(gamma + columns[None, :], mask=mask, other=0.0).to(tl.float32) + weight_offset
@@ -179,7 +199,26 @@ def _rms_norm_long_kernel(
         for first in range(0, n, BLOCK):
             columns = first + place
             mask = (columns < n)[None, :]
-            h = _load_h(x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT)
+            h = _load_h(
+                x,
+                x_at,
+                residual,
+                r_at,
+                p0,
+                at0,
+                p1,
+                at1,
+                p2,
+                at2,
+                p3,
+                at3,
+                columns,
+                mask,
+                PROLOGUE,
+                HF,
+                EXACT,
+                "evict_last",
+            )
             g = tl.load(gamma + columns[None, :], mask=mask, other=0.0).to(tl.float32) + weight_offset
             peaks = tl.maximum(
                 peaks, magnitude(tl.where(mask, normalize(h, rs, g, x.dtype.element_ty, HF, EXACT), 0.0))
@@ -191,7 +230,26 @@ def _rms_norm_long_kernel(
     for first in range(0, n, BLOCK):
         columns = first + place
         mask = (columns < n)[None, :]
-        h = _load_h(x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT)
+        h = _load_h(
+            x,
+            x_at,
+            residual,
+            r_at,
+            p0,
+            at0,
+            p1,
+            at1,
+            p2,
+            at2,
+            p3,
+            at3,
+            columns,
+            mask,
+            PROLOGUE,
+            HF,
+            EXACT,
+            "evict_first",
+        )
         g = tl.load(gamma + columns[None, :], mask=mask, other=0.0).to(tl.float32) + weight_offset
         if new_residual is not None:
             store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)

@@ -141,7 +141,9 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool) -> s
 
 def work_of(spec: RowSpec) -> Work:
     """How much a row kernel holds in registers, in the words of `row_config`."""
-    extra = spec.residual or spec.prologue or spec.rounding != "once"
+    if spec.prologue:
+        return "prologue"
+    extra = spec.residual or spec.rounding != "once"
     if extra or spec.x.itemsize != 2 or spec.gamma.itemsize != 2:
         return "more"
     if spec.fp8 is None:
