@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+import onepass
+
 pytest.importorskip("triton")
 
 from onepass.checks import proof, runner
 from onepass.formats import E4M3FN, ScaleRule
 from onepass.rows import RowSpec, row_spec
-from onepass.triton import evidence
+from onepass.triton import _compile, evidence
 from onepass.triton._compile import Build, compile_build
 from onepass.triton._config import Chip, Work, row_config
 from onepass.triton.rms_norm import build_for, work_of
@@ -174,6 +176,14 @@ class TestEvidence:
         assert evidence.missing([build], {}, evidence.H200) == [f"{build.name}: never run on a GPU"]
         right = {build.name: evidence.Proof(evidence.compiled_hash(build, evidence.H200), ())}
         assert not evidence.missing([build], right, evidence.H200)
+
+    def test_unproven_kernels_do_not_run_unasked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        build = build_for(norm_spec(), row_config(512, 2, 32, "norm"), 1, True, evidence.H200)
+        assert not _compile.is_unproven(build)
+        monkeypatch.setattr(_compile, "UNPROVEN", ("rms_norm_row x=bf16",))
+        assert evidence.missing([build], {}, evidence.H200) == []
+        with pytest.raises(onepass.Unsupported, match="has not run on a GPU yet; ONEPASS_UNPROVEN=1"):
+            _compile.Launcher(build, 0)
 
     def test_round_trip_and_format(self, tmp_path: Path) -> None:
         proofs = {"b": evidence.Proof("1", ("y", "x")), "a": evidence.Proof("2", ())}

@@ -4,6 +4,7 @@ The launch path and the ahead-of-time path build the same `Build` and so the sam
 """
 
 import hashlib
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..errors import Unsupported
 from ._config import Chip
 
 POINTERS = {
@@ -75,10 +77,23 @@ def current_chip(device: int) -> Chip:
     return Chip("cuda", properties.major * 10 + properties.minor, 32)
 
 
+UNPROVEN: tuple[str, ...] = ()
+"""How the names of configurations begin that may be merged before they ran on a GPU; on one they raise `Unsupported`."""
+
+
+def is_unproven(build: Build) -> bool:
+    """Whether a configuration is listed as never having run on a GPU."""
+    return build.name.startswith(UNPROVEN) if UNPROVEN else False
+
+
 class Launcher:
     """A loaded kernel on one device, called with a grid and the kernel's arguments in order."""
 
     def __init__(self, build: Build, device: int) -> None:
+        if is_unproven(build) and os.environ.get("ONEPASS_UNPROVEN") != "1":
+            raise Unsupported(
+                f"{build.name}: this kernel has not run on a GPU yet; ONEPASS_UNPROVEN=1 runs it all the same"
+            )
         with torch.cuda.device(device):
             compiled = compile_build(build, current_chip(device))
             run = compiled.run

@@ -1,0 +1,49 @@
+"""Result files as a Markdown table, for the README."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """One line a shape: microseconds, share of the copy ceiling, and how many times longer each peer takes."""
+    peers = list(dict.fromkeys(name for row in report["rows"] for name in row["us"] if name != "onepass"))
+    copy = report["ceilings"]["copy 2 GiB TB/s"]
+    lines = [
+        f"{report['machine']}, {report['date']}, bfloat16, microseconds a call in a CUDA graph with rotating inputs; torch "
+        f"{report['torch']}, Triton {report['triton']}. Copy ceiling of that run: {copy:.2f} TB/s.",
+        "",
+        f"| op | shape | onepass | of the copy ceiling | {' | '.join(peers)} |",
+        f"|---|---|---:|---:|{'---:|' * len(peers)}",
+    ]
+    for row in report["rows"]:
+        ours = min(row["us"]["onepass"])
+        share = row["bytes"] / ours / 1e6 / copy
+        shape = " x ".join(map(str, row["shape"]))
+        cells = [_peer(row["us"].get(name), ours) for name in peers]
+        reached = f"{share:.0%}" if share > 0.3 else "latency"
+        lines.append(f"| `{row['op']}` | {shape} | **{ours:.2f}** | {reached} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _peer(times: list[float] | None, ours: float) -> str:
+    return "" if times is None else f"{min(times):.2f} ({min(times) / ours:.2f}x)"
+
+
+def write_into(page: Path, results: Path) -> None:
+    """Replace what stands between the markers of ``page`` by the table of ``results``."""
+    text = page.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    table = markdown(json.loads(results.read_text()))
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    import sys
+
+    write_into(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,95 @@
+"""The benchmarks measure what they say, and the README shows what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onepass.bench import cpu, report, timing
+from onepass.bench.peers import PEERS, Problem
+from onepass.checks.case import same_bytes
+from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "h200" / "speed.json"
+
+
+def test_stream_reads_and_writes_everything() -> None:
+    source = torch.randint(0, 2**15, (37, 64), dtype=torch.int16)
+    target = torch.full((37, 64), 0xAB, dtype=torch.uint8)
+    cpu.stream(source.view(torch.bfloat16), target)
+    assert torch.equal(target, source.to(torch.uint8))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_peers_do_the_same_work(fp8: bool) -> None:
+    problem = Problem(torch.randn(8, 256).bfloat16(), torch.randn(256).bfloat16(), 1e-6, fp8)
+    ours = rms_norm_fused_fp8(problem.x, problem.gamma) if fp8 else (rms_norm(problem.x, problem.gamma),)
+    found = 0
+    for name in ("torch eager", "F.rms_norm"):
+        call = PEERS[name](problem)
+        if call is not None:
+            theirs = call()
+            theirs = theirs if isinstance(theirs, tuple) else (theirs,)
+            assert all((a.float() == b.float()).double().mean() > 0.97 for a, b in zip(ours, theirs, strict=True))
+            found += 1
+    assert found == (1 if fp8 else 2)
+
+
+def test_contenders_take_turns() -> None:
+    order: list[str] = []
+    times = timing.interleaved_times(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3, inner=2
+    )
+    assert order == ["a", "b", *["a", "a", "b", "b"] * 3]
+    assert set(times) == {"a", "b"} and all(t > 0 for t in times.values())
+
+
+def test_unlaunched_calls_launch_nothing() -> None:
+    x, gamma = torch.randn(2, 64), torch.ones(64)
+    expected = rms_norm(x, gamma)
+    out = torch.full_like(x, 7.0)
+    cpu._unlaunched(lambda: rms_norm(x, gamma, out=out))
+    assert out.eq(7).all()
+    assert same_bytes(rms_norm(x, gamma), expected)
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(RESULTS.read_text())
+    return loaded
+
+
+def test_readme_shows_the_committed_results(results: dict[str, Any]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.split(report.BEGIN)[1].split(report.END)[0].strip()
+    assert shown == report.markdown(results), (
+        f"run: python -m onepass.bench.report README.md {RESULTS.relative_to(ROOT)}"
+    )
+
+
+def test_results_are_complete(results: dict[str, Any]) -> None:
+    assert {row["op"] for row in results["rows"]} == {"rms_norm", "rms_norm_fused_fp8"}
+    for row in results["rows"]:
+        assert {"onepass", "torch eager", "torch.compile"} <= set(row["us"])
+        assert all(len(times) == 2 for times in row["us"].values())
+        m, n = row["shape"]
+        assert row["bytes"] >= m * n * (3 if row["op"] == "rms_norm_fused_fp8" else 4)
+
+
+def test_promises_were_kept_on_the_gpu() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "h200" / "promises.json").read_text())
+    assert len(kept) > 60 and all(result["passed"] and result["device"] == "cuda" for result in kept)
+
+
+def test_write_into_replaces_only_the_table(tmp_path: Path, results: dict[str, Any]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.write_into(page, RESULTS)
+    text = page.read_text()
+    assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text and report.markdown(results) in text
