@@ -18,7 +18,7 @@ demo: $(READY) ## see it work: checks, speed against plain torch, a fused prolog
 	@$(BIN)/onepass demo
 
 test: lint ## lint, then every test that needs no GPU
-	@$(BIN)/pytest -n $(JOBS) --maxprocesses 8
+	@$(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
 
 lint: $(READY) ## ruff (rules and format) and mypy --strict
 	@$(BIN)/ruff check --quiet .

@@ -182,10 +182,12 @@ def _source_digest() -> str:
 
 
 def _read(path: Path | None) -> bytes | None:
-    """The object in a cache file; None if there is none or it is damaged."""
+    """The object in a cache file; None if there is none, it is damaged, or another user could have put it there."""
     if path is None:
         return None
     try:
+        if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
+            return None
         content = path.read_bytes()
     except OSError:
         return None

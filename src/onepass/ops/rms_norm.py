@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import cast, overload
 
 import torch
 from torch import Tensor
@@ -199,6 +199,34 @@ _rms_norm = Op(RMS_NORM, _rms_norm_kernel)
 _rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, _fp8_kernel)
 
 
+@overload
+def rms_norm(
+    x: Tensor,
+    gamma: Tensor,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: None = ...,
+    rounding: Rounding = ...,
+    out: Tensor | None = ...,
+    residual_out: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    gamma: Tensor,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor,
+    rounding: Rounding = ...,
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
 def rms_norm(
     x: Tensor,
     gamma: Tensor,
@@ -209,7 +237,7 @@ def rms_norm(
     rounding: Rounding = "once",
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm of the last dimension: ``y = (h * rs) * (gamma + weight_offset)``, ``h = x + residual``.
 
     ``x`` [..., N] is bfloat16, float16 or float32, its rows strided in any way that leaves the last dimension
@@ -227,8 +255,8 @@ def rms_norm(
     tensor([[0.8485, 1.1314],
             [0.0000, 0.0000]])
     """
-    y, new_residual = _rms_norm.call(x, gamma, residual, eps, weight_offset, rounding, out, residual_out)
-    return y if residual is None else (y, new_residual)
+    y, h = _rms_norm.call(x, gamma, residual, eps, weight_offset, rounding, out, residual_out)
+    return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))
 
 
 def rms_norm_fused_fp8(

@@ -116,3 +116,14 @@ class Launcher:
             return
         with torch.cuda.device(device):
             self._run(grid, 1, 1, stream, *self._fixed, *arguments)
+
+
+_loaded: dict[tuple[str, int], Launcher] = {}
+
+
+def load(build: Build, device: int) -> Launcher:
+    """The launcher of a configuration on a device; rows of different lengths share one."""
+    found = _loaded.get((build.name, device))
+    if found is None:
+        found = _loaded[build.name, device] = Launcher(build, device)
+    return found

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import Unsupported
 from ..prologues import MAX_OPERANDS
 from ..rows import LEVELS, Geometry, RowSpec, Strides
-from ._compile import POINTERS, Build, Launcher, current_chip
+from ._compile import POINTERS, Build, current_chip, load
 from ._config import EARLY_ROWS, INTERPRETER, Chip, RowConfig, Work, row_config
 from ._prologue import device_function
 from ._rms_norm_kernels import _rms_norm_long_kernel, _rms_norm_row_kernel
@@ -181,11 +181,11 @@ def _aligned(
 class _Plan:
     """A loaded kernel and where each argument of a call goes; everything else in ``template`` is constant."""
 
-    __slots__ = ("device", "launcher", "pointers", "rows", "strides", "template")
+    __slots__ = ("launcher", "pointers", "rows", "strides", "template")
 
     def __init__(self, build: Build, config: RowConfig, device: int) -> None:
         constants = dict(build.constants)
-        self.launcher = Launcher(build, device)
+        self.launcher = load(build, device)
         self.rows = config.rows
         self.template = [constants.get(name) for name in _NAMES]
         self.pointers = [(_NAMES.index(name), i) for i, name in enumerate(ROW_TENSORS) if name not in constants]
