@@ -1,0 +1,18 @@
+"""Shared by all tests: compiled CPU kernels go to a directory of the test run's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Path]:
+    """The kernel cache of this run, the same for all of its workers."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base if worker_id == "master" else base.parent) / "objects"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEPASS_CACHE_DIR", str(directory))
+        yield directory
