@@ -1,0 +1,137 @@
+"""The GPU launch path without a GPU: what a kernel would be handed, in which place, and how often it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from onepass.formats import E4M3FN, ScaleRule
+from onepass.prologues import silu_and_mul
+from onepass.rows import Geometry, Operand, RowSpec, row_spec
+from onepass.triton import _compile, evidence
+from onepass.triton import rms_norm as backend
+
+BF16 = torch.bfloat16
+NAMES = backend._NAMES
+
+
+@dataclass
+class OnDevice:
+    """As much of a CUDA tensor as a launch looks at."""
+
+    address: int
+    last: int = 1
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def stride(self, dim: int) -> int:
+        assert dim == -1
+        return self.last
+
+
+class Recorder:
+    """Stands in for a loaded kernel."""
+
+    made: list[str]
+    calls: list[tuple[int, dict[str, Any]]]
+
+    def __init__(self, build: _compile.Build, device: int) -> None:
+        Recorder.made.append(build.name)
+
+    def __call__(self, grid: int, arguments: list[Any]) -> None:
+        Recorder.calls.append((grid, dict(zip(NAMES, arguments, strict=True))))
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder.made, Recorder.calls = [], []
+    monkeypatch.setattr(_compile, "Launcher", Recorder)
+    monkeypatch.setattr(_compile, "_loaded", {})
+    monkeypatch.setattr(backend, "_plans", {})
+    monkeypatch.setattr(backend, "_chips", {0: evidence.H200})
+
+
+def launch(spec: RowSpec, geom: Geometry, strides: list[Any], n: int, *tensors: Any) -> tuple[int, dict[str, Any]]:
+    launcher: Callable[..., None] = backend.launch
+    launcher(spec, geom, strides, n, *tensors, 1e-5, 0.5, 3.0)
+    return Recorder.calls[-1]
+
+
+def full_spec() -> RowSpec:
+    rule = ScaleRule("group", torch.float32, 64)
+    operands = (Operand("full", BF16),)
+    return row_spec(BF16, BF16, BF16, BF16, "once", silu_and_mul.key, operands, E4M3FN.dtype, E4M3FN.max, rule)
+
+
+def test_every_argument_in_its_place() -> None:
+    x, gamma, residual, gate, norm, codes, scale, new = (OnDevice(0x1000 * i) for i in range(1, 9))
+    scale.last = 7
+    strides = [(10 * i, 10 * i + 1, 10 * i + 2) for i in range(1, 8)]
+    tensors = (x, gamma, residual, [gate], None, norm, codes, scale, new)
+    grid, got = launch(full_spec(), Geometry(30, 3, 2), strides, 4097 * 64, *tensors)
+    assert grid == 30
+    expected = {
+        "x": x,
+        "gamma": gamma,
+        "residual": residual,
+        "norm": norm,
+        "codes": codes,
+        "scale": scale,
+        "new_residual": new,
+    }
+    assert {name: got[name] for name in expected} == {name: t.address for name, t in expected.items()}
+    assert got["p0"] == gate.address and got["p1"] is None and got["static_scale"] is None
+    order = ("x", "residual", "norm", "codes", "scale", "new_residual", "p0")
+    for name, triple in zip(order, strides, strict=True):
+        assert tuple(got[stride] for stride in backend.STRIDES[name]) == triple
+    assert (got["rows"], got["n"], got["n1"], got["n2"], got["sg"]) == (30, 4097 * 64, 3, 2, 7)
+    assert (got["eps"], got["weight_offset"], got["bound"]) == (1e-5, 0.5, 3.0)
+
+
+def plain(x: OnDevice, rows: int = 1000, n: int = 512, step: int = 512) -> tuple[int, dict[str, Any]]:
+    spec = row_spec(BF16, BF16, None, BF16, "once")
+    tensors = (x, OnDevice(4096), None, (), None, OnDevice(8192), None, None, None)
+    return launch(spec, Geometry(rows, 1, 1), [(step, 0, 0)] * 6, n, *tensors)
+
+
+def test_tiles_share_programs_only_when_aligned() -> None:
+    assert plain(OnDevice(16))[0] == 250
+    assert plain(OnDevice(18))[0] == 1000
+    assert plain(OnDevice(16), step=513)[0] == 1000
+    assert plain(OnDevice(16), rows=1, step=513)[0] == 1
+    aligned = [call["ALIGNED"] for _, call in Recorder.calls]
+    assert aligned == [True, False, False, True]
+
+
+def test_a_kernel_is_loaded_once() -> None:
+    for n in (304, 400, 512, 304):
+        plain(OnDevice(16), n=n, step=n)
+    assert len(Recorder.made) == 1
+    plain(OnDevice(16), n=1024, step=1024)
+    assert len(Recorder.made) == 2
+
+
+def test_static_scale_is_passed_by_address() -> None:
+    spec = row_spec(
+        BF16, BF16, None, None, "once", "", (), E4M3FN.dtype, E4M3FN.max, ScaleRule("static", torch.float32)
+    )
+    tensors = (OnDevice(16), OnDevice(32), None, (), OnDevice(77), None, OnDevice(48), None, None)
+    _, got = launch(spec, Geometry(3, 1, 1), [(512, 0, 0)] * 6, 512, *tensors)
+    assert got["static_scale"] == 77 and got["scale"] is None
+
+
+def test_too_many_rows_are_refused() -> None:
+    from onepass.errors import Unsupported
+
+    with pytest.raises(Unsupported, match=r"at most 2\*\*31 - 1 rows"):
+        plain(OnDevice(16), rows=2**31)
