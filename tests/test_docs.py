@@ -97,13 +97,15 @@ def test_files_stay_readable() -> None:
 def test_numerics_states_the_tolerances() -> None:
     """The numbers in docs/numerics.md are those of the code."""
     from onepass.checks import compare
-    from onepass.formats import FP8_FORMATS, SMALLEST_SCALE, SMALLEST_UE8M0
+    from onepass.formats import FP8_FORMATS, SMALLEST_EPS, SMALLEST_SCALE
 
     text = (ROOT / "docs/numerics.md").read_text()
     assert compare.FLOAT32_ERROR == 1e-6
     assert "within 1e-6 of the oracle" in text
     assert SMALLEST_SCALE == 2.0**-126 == torch.finfo(torch.float32).smallest_normal
-    assert SMALLEST_UE8M0 == 2.0**-127
+    assert SMALLEST_EPS == 2.0**-126 and "below 2^-126 it counts as 2^-126" in text
+    _, scale = onepass.rms_norm_fused_fp8(torch.zeros(1, 64), torch.ones(64), scale_format="ue8m0")
+    assert scale.item() == 2.0**-127 and "(UE8M0: 2^-127)" in text
     for fmt in FP8_FORMATS.values():
         assert all(f"{limit:g}" in text for limit in fmt.maxima)
         assert f"0x{fmt.nan_code:X}" in text

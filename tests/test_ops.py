@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import onepass
 from onepass import oracle
-from onepass.checks import runner
+from onepass.checks import compare, runner
+from onepass.checks import rms_norm as rms_norm_checks
 from onepass.checks.case import Case, same_bytes
 from onepass.formats import E4M3FN, FLOATS
+from onepass.ops import _rows
 
 
 @pytest.mark.parametrize("case", runner.CASES, ids=lambda c: f"{c.op}-{c.name}")
 def test_case(case: Case) -> None:
     result = runner.run_case(case, "cpu")
     assert result.passed, result.message
+
+
+def zeroable() -> list[Any]:
+    """Each output of each case that is quick enough to try."""
+    found = []
+    for case in runner.CASES:
+        if case.group in ("empty", "large") or case.n > 8192:
+            continue
+        for index, name in enumerate(rms_norm_checks.result_names(case)):
+            if not (name == "scale_output" and case.options.get("static_scale")):
+                found.append(pytest.param(case, index, id=f"{case.op}-{case.name}-{name}"))
+    return found
+
+
+@pytest.mark.parametrize(("case", "index"), zeroable())
+def test_zeros_fail_every_case(case: Case, index: int) -> None:
+    """No case would accept an output of zeros in place of the right one."""
+    arguments = rms_norm_checks.inputs(case, "cpu")
+    results = list(rms_norm_checks.call(case, arguments))
+    assert rms_norm_checks.verify(case, arguments, tuple(results)) is None
+    results[index] = torch.zeros_like(results[index].contiguous().view(torch.uint8)).view(results[index].dtype)
+    assert rms_norm_checks.verify(case, arguments, tuple(results)) is not None
 
 
 def test_case_names_are_unique() -> None:
@@ -44,7 +69,7 @@ def test_pattern_full_of_ties(shape: tuple[int, ...], offset: float, dtype: torc
     expected = value.clamp(-448, 448).to(torch.float8_e4m3fn)
     different = q.view(torch.uint8) != expected.view(torch.uint8)
     exact = oracle.rms_norm(x, gamma, 1e-5, weight_offset=offset).y / scale.double()
-    table = torch.cat([oracle.decode_table(E4M3FN.bias)[:127]])
+    table = oracle.decode_table(E4M3FN.bias)[:127]
     boundaries = (table[1:] + table[:-1]) / 2
     distance = (exact[different].unsqueeze(-1) / boundaries[1:] - 1).abs().amin(-1)
     assert (distance < 1e-6).all(), (
@@ -114,6 +139,18 @@ class TestEdges:
         q, scale = onepass.rms_norm_fused_fp8(torch.zeros(2, 128), self.gamma, 0.0)
         assert q.view(torch.uint8).eq(0).all() and scale.eq(0).all()
         assert onepass.rms_norm(torch.zeros(2, 128), self.gamma, 0.0).eq(0).all()
+
+    @pytest.mark.parametrize("size", [1e-15, 1e-20, 1e-30])
+    def test_tiny_rows_without_eps_stay_finite(self, size: float) -> None:
+        """eps counts as 2**-126 at least, so the reciprocal root is never that of a subnormal."""
+        x = torch.full((2, 128), size)
+        expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 2.0**-126).sqrt()
+        assert compare.floats(onepass.rms_norm(x, self.gamma, 0.0), expected) is None
+        passed: list[float] = []
+        with _rows.launching_with(lambda *arguments: passed.append(arguments[-3])):
+            onepass.rms_norm(x, self.gamma, 0.0)
+            onepass.rms_norm(x, self.gamma, 1e-6)
+        assert passed == [2.0**-126, 1e-6]
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
     def test_bad_row_is_nan_and_others_are_untouched(self, bad: float) -> None:

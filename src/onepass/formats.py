@@ -24,8 +24,8 @@ GROUP_SIZES: Final = (64, 128)
 FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 SMALLEST_SCALE: Final = 2.0**-126
 """A float scale below this (a float32 subnormal) is stored as 0 and its codes are 0."""
-SMALLEST_UE8M0: Final = 2.0**-127
-"""The scale of an all-zero row under ``scale_format="ue8m0"``."""
+SMALLEST_EPS: Final = 2.0**-126
+"""A smaller eps counts as this: GPUs take the reciprocal root of a subnormal as that of zero, which is infinite."""
 
 
 @dataclass(frozen=True)

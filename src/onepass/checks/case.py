@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed"]
-Values = Literal["normal", "pattern", "special", "wide"]
+Values = Literal["normal", "pattern", "special"]
 
 
 @dataclass(frozen=True, eq=False)

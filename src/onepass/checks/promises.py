@@ -32,10 +32,9 @@ def promises(device: str) -> Iterator[tuple[str, Promise]]:
 
 
 def _all(x: Tensor, gamma: Tensor) -> list[Tensor]:
-    groups = {"group_size": 64} if x.shape[-1] % 64 == 0 else {}
+    group = 64 if x.shape[-1] % 64 == 0 else None
     results = [rms_norm(x, gamma), *rms_norm(x, gamma, residual=x), *rms_norm_fused_fp8(x, gamma)]
-    results += rms_norm_fused_fp8(x, gamma, rounding="hf", return_norm=True, **groups)  # type: ignore[arg-type]
-    return results
+    return [*results, *rms_norm_fused_fp8(x, gamma, rounding="hf", return_norm=True, group_size=group)]
 
 
 def _inputs(device: str, rows: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -194,19 +194,24 @@ def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def call_out(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same into poisoned outputs of the caller's."""
+def result_names(case: Case) -> list[str]:
+    """The keyword by which each result can be given, in the order they are returned."""
     names = ["out"]
-    static = "static_scale" in arguments
     if case.op == "rms_norm_fused_fp8":
         names.append("scale_output")
     if case.residual is not None:
         names.append("residual_out")
     if case.options.get("return_norm"):
         names.append("norm_out")
+    return names
+
+
+def call_out(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same into poisoned outputs of the caller's."""
+    static = "static_scale" in arguments
     given = {
         name: poison(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device))
-        for name, t in zip(names, like, strict=True)
+        for name, t in zip(result_names(case), like, strict=True)
         if not (static and name == "scale_output")
     }
     return call(case, {**arguments, **given})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
+from ..formats import SMALLEST_EPS
 from ..rows import LEVELS, RowSpec, geometry
 
 _launchers: dict[str, Any] = {}
@@ -60,6 +61,7 @@ def run_rows(
             None if t is None else t.unsqueeze(0) for t in (residual, norm, codes, scale, new_residual)
         )
         operands = [t.unsqueeze(0) if o.kind != "column" else t for t, o in zip(operands, spec.operands, strict=True)]
+    eps = max(eps, SMALLEST_EPS)
     total, n = x.numel(), x.shape[-1]
     if total == 0:
         return

@@ -10,10 +10,10 @@ from typing import Final, Literal
 MAX_BLOCK: Final = 16384
 MAX_THREADS: Final = 1024
 SHARED_TILE: Final = 2048
-"""Elements of a tile that several short rows share, with two warps: 262144 x 128 took 34 us so, 41 with 1024 and one."""
+"""Elements of a tile that several short rows share, with two warps: 262144 x 128 took 34 us so, 41 with 1024 and one (tuning/3)."""
 EARLY_ROWS: Final = 128
-"""Up to this many rows the next kernel may start at once. 1 x 7168: 1.40 us so, 1.57 if only after the loads are
-issued; but 1024 x 7168: 9.4 us so, 8.6 after the loads."""
+"""Up to this many rows the next kernel may start at once, above it after the loads. Norm of 1 x 7168 with 8 warps: 1.40
+us at once, 1.63 after the loads (tuning/2); of 1024 x 7168: 9.43 at once (tuning/3), 9.07 after the loads (tuning/4)."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,11 @@ _MEASURED: Final[dict[Work, dict[int, tuple[int, int]]]] = {
     "more": {8192: (8, 128)},
     "prologue": {8192: (8, 128)},
 }
-"""(warps, registers) by block. H200, bfloat16, us. Norm: 16384 x 4096 65.4 (4 warps: 66.9), 4096 x 7168 29.9 (4: 30.0),
-8192 x 16384 130.1 (8: 130.7). fp8: 16384 x 4096 48.4 (8: 53.0), 16384 x 7168 83.7 with 80 registers (85.0 without; 8
-warps: 86.5 with 48 registers, 91 without), 8192 x 16384 101.9 (8: 103.6). More: left to itself the assembler takes 80
-registers for 8192 columns and spills; a cap of 128 makes it take 92 and spill nothing. A prologue likewise."""
+"""(warps, registers) by block; H200, bfloat16, us, from benchmarks/h200/tuning, file in brackets. Norm: 16384 x 4096 65.7 (4
+warps: 66.7) [4], 4096 x 7168 29.5 (4: 29.5) [4], 8192 x 16384 130.1 (8: 130.3) [3]. fp8: 16384 x 4096 47.9 (8: 53.1) [2],
+16384 x 7168 83.1 with 80 registers (85.9 without) [4], with 8 warps 90.7 at best [3], 8192 x 16384 101.9 (8: 103.6) [3].
+More: left to itself the assembler takes 80 registers for 8192 columns and spills; a cap of 128 makes it take 92 and
+spill nothing. A prologue likewise."""
 
 
 @cache
@@ -81,7 +82,7 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
 
     Short rows share a tile of two warps; `_MEASURED` has what was best for long ones. More work needs more registers a
     column, so there a warp takes 1024 columns. Rows walked in blocks want many warps and few columns a thread: 2048 x
-    40000 took 90 us to the norm (8 warps: 124) and 89 to fp8 (132), 64 x 131072 to fp8 20 (42).
+    40000 took 90 us to the norm (8 warps: 125) and 89 to fp8 (132), 64 x 131072 to fp8 20 (42) [6].
     """
     long = n > MAX_BLOCK
     rows, registers = 1, 0
