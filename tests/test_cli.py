@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 import onepass
 from onepass import cli, demo
 from onepass.checks import runner
-from onepass.ops import _rows
+from onepass.ops._launch import launching_with
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "120", "NO_COLOR": "1"}
@@ -38,7 +38,7 @@ def wrong_kernel() -> Iterator[None]:
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()
 
-    with _rows.launching_with(launch):
+    with launching_with(lambda family: launch):
         yield
 
 
@@ -98,9 +98,9 @@ def test_check_process() -> None:
 
 def test_check_process_fails() -> None:
     program = (
-        "import sys, onepass.cli, onepass.ops._rows as rows\n"
+        "import sys, onepass.cli, onepass.ops._launch as launch\n"
         "sys.argv[1:] = ['check', '--match', 'short: 5x33']\n"
-        "with rows.launching_with(lambda *_: None): onepass.cli.main()"
+        "with launch.launching_with(lambda family: lambda *_: None): onepass.cli.main()"
     )
     done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr

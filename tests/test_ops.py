@@ -11,10 +11,9 @@ import torch
 import onepass
 from onepass import oracle
 from onepass.checks import compare, runner
-from onepass.checks import rms_norm as rms_norm_checks
 from onepass.checks.case import Case, same_bytes
 from onepass.formats import E4M3FN, FLOATS
-from onepass.ops import _rows
+from onepass.ops._launch import launching_with
 
 
 @pytest.mark.parametrize("case", runner.CASES, ids=lambda c: f"{c.op}-{c.name}")
@@ -27,10 +26,8 @@ def zeroable() -> list[Any]:
     """Each output of each case that is quick enough to try."""
     found = []
     for case in runner.CASES:
-        if case.group in ("empty", "large") or case.n > 8192:
-            continue
-        for index, name in enumerate(rms_norm_checks.result_names(case)):
-            if not (name == "scale_output" and case.options.get("static_scale")):
+        if case.group != "empty" and case.interpretable:
+            for index, name in runner.MODULES[case.op].zeroable(case):
                 found.append(pytest.param(case, index, id=f"{case.op}-{case.name}-{name}"))
     return found
 
@@ -38,11 +35,12 @@ def zeroable() -> list[Any]:
 @pytest.mark.parametrize(("case", "index"), zeroable())
 def test_zeros_fail_every_case(case: Case, index: int) -> None:
     """No case would accept an output of zeros in place of the right one."""
-    arguments = rms_norm_checks.inputs(case, "cpu")
-    results = list(rms_norm_checks.call(case, arguments))
-    assert rms_norm_checks.verify(case, arguments, tuple(results)) is None
+    module = runner.MODULES[case.op]
+    arguments = module.inputs(case, "cpu")
+    results = list(module.call(case, arguments))
+    assert module.verify(case, arguments, tuple(results)) is None
     results[index] = torch.zeros_like(results[index].contiguous().view(torch.uint8)).view(results[index].dtype)
-    assert rms_norm_checks.verify(case, arguments, tuple(results)) is not None
+    assert module.verify(case, arguments, tuple(results)) is not None
 
 
 def test_case_names_are_unique() -> None:
@@ -147,7 +145,7 @@ class TestEdges:
         expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 2.0**-126).sqrt()
         assert compare.floats(onepass.rms_norm(x, self.gamma, 0.0), expected) is None
         passed: list[float] = []
-        with _rows.launching_with(lambda *arguments: passed.append(arguments[-3])):
+        with launching_with(lambda family: lambda *arguments: passed.append(arguments[-3])):
             onepass.rms_norm(x, self.gamma, 0.0)
             onepass.rms_norm(x, self.gamma, 1e-6)
         assert passed == [2.0**-126, 1e-6]

@@ -16,7 +16,7 @@ import onepass
 
 pytest.importorskip("triton")
 
-from onepass.checks import proof, runner
+from onepass.checks import proof, rms_norm, runner
 from onepass.formats import E4M3FN, ScaleRule
 from onepass.rows import RowSpec, row_spec
 from onepass.triton import _compile, evidence
@@ -67,7 +67,7 @@ def covering_builds(chip: Chip) -> list[Build]:
     """One length of each kind with every option; further lengths would add nothing to a compile."""
     lengths = (33, 128, 384, 512, 640, 1536, 20000, 20480)
     groups = ("short", "dtypes", "layouts", "groups", "scales", "outputs", "prologues")
-    cases = [case for case in runner.CASES if case.n in lengths and case.group in groups]
+    cases = [case for case in rms_norm.CASES if case.n in lengths and case.group in groups]
     return list(proof.distinct_builds(cases, chip).values())
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from .checks.case import Case
+    from .checks.case import Check
     from .checks.runner import Result
 
 app = typer.Typer(
@@ -68,7 +68,7 @@ def check(
     if unknown:
         raise typer.BadParameter(f"no op {unknown[0]!r}; there are {', '.join(runner.MODULES)}", param_hint="--op")
     chosen = runner.select(op or (), match)
-    cases = [case for case in chosen if device is not Device.interpreter or runner.interpretable(case)]
+    cases = [case for case in chosen if device is not Device.interpreter or case.interpretable]
     left_out = len(chosen) - len(cases)
     if not cases:
         raise typer.BadParameter(
@@ -111,7 +111,7 @@ def _again_interpreted(arguments: list[str]) -> int:
     return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
 
 
-def _run(cases: list[Case], device: Device, console: Console) -> list[Result]:
+def _run(cases: list[Check], device: Device, console: Console) -> list[Result]:
     from .checks import runner
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -15,6 +15,7 @@ import onepass
 
 from ..contract import moved_bytes
 from ..cpu import _compile, _function, _parallel, _vec
+from ..ops import _rows
 from .peers import PEERS, Problem
 from .timing import interleaved_times
 
@@ -95,12 +96,11 @@ def overhead() -> dict[str, float]:
 
 def _unlaunched(call: Callable[[], object]) -> None:
     """A call whose kernel does nothing."""
-    from ..ops import _rows
-
-    saved = _rows._launchers["cpu"]
-    _rows._launchers["cpu"] = _nothing
+    found = _rows._launch._found
+    saved = found["cpu"]
+    found["cpu"] = _nothing
     call()
-    _rows._launchers["cpu"] = saved
+    found["cpu"] = saved
 
 
 def _nothing(*_: object) -> None:

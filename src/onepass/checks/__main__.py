@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from . import proof
-from .runner import DEVICES, Result, interpretable, run_cases, run_promises, select
+from .runner import DEVICES, Result, run_cases, run_promises, select
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
         return 0
     if options.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is not yet
-        cases = [case for case in cases if interpretable(case)]
+        cases = [case for case in cases if case.interpretable]
     if options.evidence and options.jobs > 1:
         proof.compile_ahead(options.jobs, options.op, options.match)
     start = time.perf_counter()

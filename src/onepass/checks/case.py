@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,33 @@ Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed"]
 Values = Literal["normal", "pattern", "special"]
 
 
+INTERPRETED_COLUMNS = 8192
+"""Rows longer than this take the interpreter minutes."""
+
+
+class Check(Protocol):
+    """What the runner needs of a case, whatever its op."""
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+
+    @property
+    def group(self) -> str:
+        """Why the case exists."""
+
+    @property
+    def name(self) -> str:
+        """Readable and unique within the op."""
+
+    @property
+    def interpretable(self) -> bool:
+        """Whether Triton's interpreter gets through it in seconds."""
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call of an op: shapes, dtypes, options, memory layout and the kind of values."""
+    """One call of a row op: shapes, dtypes, options, memory layout and the kind of values."""
 
     op: str
     group: str
@@ -29,14 +53,19 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def interpretable(self) -> bool:
+        """Whether Triton's interpreter gets through it in seconds."""
+        return self.group != "large" and self.n <= INTERPRETED_COLUMNS
+
+    @property
     def name(self) -> str:
         """Readable and unique within the op."""
         shape = "x".join(map(str, (*self.lead, self.n)))
-        parts = [shape, _short(self.x)]
+        parts = [shape, short_dtype(self.x)]
         if self.gamma is not None and self.gamma != self.x:
-            parts.append(f"gamma={_short(self.gamma)}")
+            parts.append(f"gamma={short_dtype(self.gamma)}")
         if self.residual is not None:
-            parts.append(f"residual={_short(self.residual)}")
+            parts.append(f"residual={short_dtype(self.residual)}")
         parts += [f"{k}={_word(v)}" for k, v in self.options.items()]
         parts += [part for part in (*self.operands, self.layout, self.values) if part not in ("contiguous", "normal")]
         return f"{self.group}: {' '.join(parts)}"
@@ -44,11 +73,12 @@ class Case:
 
 def _word(value: Any) -> str:
     if isinstance(value, torch.dtype):
-        return _short(value)
+        return short_dtype(value)
     return str(getattr(value, "key", value))
 
 
-def _short(dtype: torch.dtype) -> str:
+def short_dtype(dtype: torch.dtype) -> str:
+    """``bf16``, ``f32``, ``f8_e4m3fn``."""
     return str(dtype).removeprefix("torch.").replace("float", "f").replace("bf", "b").replace("b16", "bf16")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .case import Case
+from .case import Check
 from .runner import MODULES, Result
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..triton._config import Chip
 
 
-def builds(case: Case, chip: Chip, device: str = "cpu") -> list[Build]:
+def builds(case: Check, chip: Chip, device: str = "cpu") -> list[Build]:
     """The kernel configurations that a case launches on ``chip``; nothing is launched."""
     from ..triton import evidence
 
@@ -27,7 +27,7 @@ def builds(case: Case, chip: Chip, device: str = "cpu") -> list[Build]:
     return evidence.builds_of(lambda: module.call(case, arguments), chip)
 
 
-def distinct_builds(cases: Iterable[Case], chip: Chip) -> dict[str, Build]:
+def distinct_builds(cases: Iterable[Check], chip: Chip) -> dict[str, Build]:
     """All configurations of these cases by name."""
     return {build.name: build for case in cases for build in builds(case, chip)}
 
@@ -40,7 +40,7 @@ def compile_ahead(jobs: int, ops: Sequence[str], match: str) -> None:
         process.wait()
 
 
-def compile_share(cases: Iterable[Case], share: int, of: int) -> None:
+def compile_share(cases: Iterable[Check], share: int, of: int) -> None:
     """Compile every ``of``-th configuration, beginning with number ``share``."""
     from ..triton import evidence
 
@@ -49,7 +49,7 @@ def compile_share(cases: Iterable[Case], share: int, of: int) -> None:
             evidence.compiled_hash(build, evidence.H200)
 
 
-def record(path: Path, cases: Sequence[Case], results: Sequence[Result]) -> str:
+def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str:
     """Write the configurations all of whose cases passed on this GPU; returns a sentence for the user."""
     import triton
 

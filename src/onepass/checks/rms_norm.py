@@ -206,6 +206,12 @@ def result_names(case: Case) -> list[str]:
     return names
 
 
+def zeroable(case: Case) -> list[tuple[int, str]]:
+    """Position and name of each result that the kernel writes."""
+    static = case.options.get("static_scale")
+    return [(i, name) for i, name in enumerate(result_names(case)) if not (static and name == "scale_output")]
+
+
 def call_out(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The same into poisoned outputs of the caller's."""
     static = "static_scale" in arguments

@@ -8,20 +8,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 
 from . import rms_norm
-from .case import Case
+from .case import Check
 from .promises import promises
 
-MODULES = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm}
-CASES: tuple[Case, ...] = rms_norm.CASES
+MODULES: dict[str, Any] = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm}
+CASES: tuple[Check, ...] = rms_norm.CASES
 DEVICES = ("cpu", "cuda", "interpreter")
-
-
-INTERPRETED_COLUMNS = 8192
-"""Rows longer than this take the interpreter minutes."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,14 @@ class Result:
         return asdict(self)
 
 
-def select(ops: Sequence[str] = (), match: str = "") -> list[Case]:
+def select(ops: Sequence[str] = (), match: str = "") -> list[Check]:
     """The cases of these ops (all when empty) whose name contains ``match``."""
     return [case for case in CASES if (not ops or case.op in ops) and match in case.name]
 
 
-def interpretable(case: Case) -> bool:
-    """Whether Triton's interpreter gets through a case in seconds."""
-    return case.group != "large" and case.n <= INTERPRETED_COLUMNS
+def _interpreted(family: str) -> Callable[..., None]:
+    launch: Callable[..., None] = import_module(f"onepass.triton.{family}").launch
+    return launch
 
 
 @contextmanager
@@ -57,15 +55,14 @@ def running_on(device: str) -> Iterator[None]:
         if device != "interpreter":
             yield
             return
-        from ..ops._rows import launching_with
-        from ..triton.rms_norm import launch
+        from ..ops._launch import launching_with
 
-        with launching_with(launch), warnings.catch_warnings():
+        with launching_with(_interpreted), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # 0/0 is meant
             yield
 
 
-def run_case(case: Case, device: str) -> Result:
+def run_case(case: Check, device: str) -> Result:
     """Run one case; an exception is a failure, not an end."""
     where = "cpu" if device == "interpreter" else device
     return _run(case.op, case.name, device, lambda: MODULES[case.op].run(case, where))
@@ -94,7 +91,7 @@ def run_promises(device: str, progress: Callable[[Result], None] | None = None) 
     return results
 
 
-def run_cases(cases: Iterable[Case], device: str, progress: Callable[[Result], None] | None = None) -> list[Result]:
+def run_cases(cases: Iterable[Check], device: str, progress: Callable[[Result], None] | None = None) -> list[Result]:
     """Run all, reporting each as it ends."""
     results = []
     with running_on(device):

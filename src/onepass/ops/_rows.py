@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..errors import Unsupported
 from ..formats import SMALLEST_EPS
 from ..rows import LEVELS, RowSpec, geometry
+from ._launch import Launch
 
-_launchers: dict[str, Any] = {}
+_launch = Launch("rms_norm")
 _ROW_SCALE = (1, 0, 0)
-
-
-def _launcher(device: torch.device) -> Any:
-    """The backend's ``launch``, imported when a tensor first needs it."""
-    backend = {"cpu": "cpu", "cuda": "triton"}[device.type]
-    found = _launchers[device.type] = import_module(f"onepass.{backend}.rms_norm").launch
-    return found
-
-
-@contextmanager
-def launching_with(launch: Any) -> Iterator[None]:
-    """Hand every launch to this function instead of a backend's (the interpreter's, a recorder's)."""
-    saved = dict(_launchers)
-    _launchers.update(cpu=launch, cuda=launch)
-    try:
-        yield
-    finally:
-        _launchers.clear()
-        _launchers.update(saved)
 
 
 def run_rows(
@@ -54,7 +32,7 @@ def run_rows(
     scale_ub: float,
 ) -> None:
     """One launch of a row kernel over ``x`` [..., N]; nothing is launched when there are no rows."""
-    launch = _launchers.get("cpu" if x.is_cpu else "cuda") or _launcher(x.device)
+    launch = _launch.on(x)
     if x.dim() == 1:
         x = x.unsqueeze(0)
         residual, norm, codes, scale, new_residual = (

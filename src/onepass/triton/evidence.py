@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..ops._rows import launching_with
-from ..rows import Geometry, RowSpec
-from . import rms_norm
+from ..ops._launch import launching_with
 from ._compile import Build, compile_build, is_unproven, machine_hash
 from ._config import Chip
 
@@ -32,14 +31,11 @@ def builds_of(call: Callable[[], Any], chip: Chip) -> list[Build]:
     """The builds that ``call`` would launch on ``chip``; nothing is launched and no GPU is needed."""
     found: list[Build] = []
 
-    def record(spec: RowSpec, geom: Geometry, strides: Any, n: int, x: Any, gamma: Any, residual: Any, operands: Any, static_scale: Any,
-               norm: Any, codes: Any, scale: Any, new_residual: Any, *_: float) -> None:  # fmt: skip
-        tensors = (x, residual, norm, codes, scale, new_residual, *operands)
-        pointers = [0 if t is None else t.data_ptr() for t in tensors]
-        chosen = rms_norm.select(spec, geom, strides, n, pointers, gamma.data_ptr(), chip)
-        found.append(rms_norm.build_for(spec, *chosen, chip))
+    def recorder(family: str) -> Callable[..., None]:
+        builds = import_module(f"onepass.triton.{family}").builds
+        return lambda *arguments: found.extend(builds(chip, *arguments))
 
-    with launching_with(record), torch.inference_mode():
+    with launching_with(recorder), torch.inference_mode():
         call()
     return found
 

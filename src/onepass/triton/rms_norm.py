@@ -178,6 +178,17 @@ def _aligned(
     return addresses % 16 == 0 and (geom[0] == 1 or steps % vec == 0)
 
 
+def builds(
+    chip: Chip, spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, x: Tensor, gamma: Tensor, residual: Tensor | None,
+    operands: Sequence[Tensor], static_scale: Tensor | None, norm: Tensor | None, codes: Tensor | None, scale: Tensor | None,
+    new_residual: Tensor | None, *_: float,
+) -> list[Build]:  # fmt: skip
+    """What `launch` would run on ``chip``, given the same arguments."""
+    tensors = (x, residual, norm, codes, scale, new_residual, *operands)
+    pointers = [0 if t is None else t.data_ptr() for t in tensors]
+    return [build_for(spec, *select(spec, geom, strides, n, pointers, gamma.data_ptr(), chip), chip)]
+
+
 class _Plan:
     """A loaded kernel and where each argument of a call goes; everything else in ``template`` is constant."""
 
