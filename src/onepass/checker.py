@@ -244,6 +244,9 @@ def _write_body(write: _Writer, contract: Contract, options: bool) -> None:
         if arg.many:
             _check_many(write, name, arg)
         elif arg.optional:
+            for symbol in arg.dims.split():
+                if symbol.isidentifier() and symbol not in write.symbols:
+                    write(f"{symbol} = None")
             write(f"if {name} is not None:")
             _check_tensor(write, name, arg, 2)
         else:
@@ -311,6 +314,7 @@ def compile_call(
     write(f"def check_options({options}):", 0)
     for name, option in contract.options.items():
         _check_option(write, name, option)
+    write("return")
     write(f"def call({inputs}, {outs}):", 0)
     write(f"given = ({outs},)")
     first, *others = contract.args
@@ -320,7 +324,7 @@ def compile_call(
     write(f"plain = {' and '.join(f'{out.argument} is None' for out in contract.outs.values())}")
     write(f"if watched() or not (plain and {' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
     write(f"    return dispatch(({inputs},), given)")
-    write(f"key = ({options},)")
+    write(f"key = ({options},)" if options else "key = ()")
     write("try:")
     write("    notes = seen.get(key)")
     write("except TypeError:")

@@ -1,4 +1,4 @@
-"""``onepass demo | check | env | docs``: a thin shell around the library; nothing else imports rich or typer."""
+"""``onepass demo | check | trace | env | docs``: a thin shell around the library; nothing else imports rich or typer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from .cli_trace import app as trace
+
 if TYPE_CHECKING:
     from .checks.case import Check
     from .checks.runner import Result
@@ -29,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Fused RMSNorm-family kernels for LLM inference. Start with [bold]onepass demo[/].",
 )
+app.add_typer(trace, name="trace")
 
 
 class Device(StrEnum):

@@ -36,11 +36,13 @@ class Arg:
     many: bool = False
     layout: Layout = "rows"
     sample: Literal["normal", "gamma", "positive"] = "normal"
+    mutable: bool = False
+    """Also written: only in an op that is `Contract.in_place`."""
 
-    @property
-    def schema(self) -> str:
+    def schema(self, alias: str = "") -> str:
         """Its type in a torch schema."""
-        return "Tensor[]" if self.many else "Tensor?" if self.optional else "Tensor"
+        written = f"({alias}!)" if self.mutable else ""
+        return "Tensor[]" if self.many else f"Tensor{written}{'?' if self.optional else ''}"
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class Contract:
     rules: tuple[Rule, ...] = ()
     scope: dict[str, Any] = field(default_factory=dict)
     """Functions that the expressions above call, by name."""
+    in_place: bool = False
+    """There is only the form that writes into the caller's tensors, under the contract's own name."""
 
     @cached_property
     def _generated(self) -> tuple[Callable[..., tuple[Tensor | None, ...]], Callable[..., tuple[bool, ...]]]:
@@ -116,17 +120,19 @@ class Contract:
     @property
     def schema(self) -> str:
         """The functional op's torch schema."""
-        inputs = [f"{a.schema} {n}" for n, a in self.args.items()] + [
-            f"{o.schema} {n}" for n, o in self.options.items()
-        ]
-        return f"{self.name}({', '.join(inputs)}) -> Tensor[]"
+        return f"{self.name}({', '.join(self._inputs)}) -> Tensor[]"
 
     @property
     def out_schema(self) -> str:
         """The schema of the variant that writes into the caller's tensors."""
-        head = self.schema.removesuffix(") -> Tensor[]").replace(self.name, f"{self.name}_out", 1)
         outs = [f"Tensor({chr(97 + i)}!)? {out.argument}" for i, out in enumerate(self.outs.values())]
-        return f"{head}, {', '.join(outs)}) -> ()"
+        return f"{self.name}{'' if self.in_place else '_out'}({', '.join([*self._inputs, *outs])}) -> ()"
+
+    @property
+    def _inputs(self) -> list[str]:
+        aliases = (chr(97 + len(self.outs) + i) for i in range(len(self.args)))
+        tensors = [f"{a.schema(next(aliases))} {n}" for n, a in self.args.items()]
+        return tensors + [f"{o.schema} {n}" for n, o in self.options.items()]
 
     def fail(self, argument: str, expects: str, got: str) -> NoReturn:
         """Raise the error every refusal has the form of."""

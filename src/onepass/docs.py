@@ -99,7 +99,7 @@ def _section(op: PublicOp) -> str:
         f"**Rounding.** {_code_after_colons(contract.rounding)}.",
         f"**Checked by** {sum(op.cases.values())} cases: {', '.join(f'{n} {group}' for group, n in op.cases.items())}.",
         f"**torch schema.** `torch.ops.onepass.{contract.name}`, with `{contract.name}_out` writing into given tensors:",
-        "```\n" + _wrap(contract.schema) + "\n```",
+        "```\n" + _wrap(contract.out_schema if contract.in_place else contract.schema) + "\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

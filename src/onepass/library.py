@@ -47,7 +47,7 @@ class Op:
                 raise Unsupported(
                     f"{self.contract.name}: `{name}` is on {value.device}; there are kernels for cpu and cuda"
                 )
-        if all(out is None for out in given):
+        if self.functional is not None and all(out is None for out in given):
             made = iter(self.functional(*inputs))
             present = self.contract.present(*inputs)
             return tuple(next(made) if here else None for here in present)
@@ -62,12 +62,12 @@ class Op:
 def check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) -> None:
     """Refuse outputs of the caller's that overlap an input in part, or one another."""
     named: list[tuple[str, Tensor]] = []
-    for name, value in zip(contract.args, inputs, strict=False):
+    written = [(o.argument, t) for o, t in zip(contract.outs.values(), outputs, strict=True) if t is not None]
+    for (name, arg), value in zip(contract.args.items(), inputs, strict=False):
         if isinstance(value, Tensor):
-            named.append((name, value))
+            (written if arg.mutable else named).append((name, value))
         elif value:
             named += [(name, item) for item in value]
-    written = [(o.argument, t) for o, t in zip(contract.outs.values(), outputs, strict=True) if t is not None]
     check_outputs(contract.name, named, written)
 
 
@@ -89,7 +89,7 @@ def _special(*values: object) -> bool:
 
 
 def _define(contract: Contract, kernel: Callable[..., None]) -> tuple[Any, Any]:
-    """Define ``onepass::<name>`` and ``onepass::<name>_out`` from one contract and one kernel."""
+    """Define ``onepass::<name>`` and ``onepass::<name>_out`` (in place: the latter, as ``<name>``) from one contract and kernel."""
     count = len(contract.outs)
 
     def run(*inputs: Any) -> list[Tensor]:
@@ -109,11 +109,16 @@ def _define(contract: Contract, kernel: Callable[..., None]) -> tuple[Any, Any]:
     def fake_out(*arguments: Any) -> None:
         contract.prepare(*arguments)
 
-    for schema, implementation, meta in ((contract.schema, run, fake), (contract.out_schema, run_out, fake_out)):
+    forms: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [(contract.out_schema, run_out, fake_out)]
+    if not contract.in_place:
+        forms.append((contract.schema, run, fake))
+    for schema, implementation, meta in forms:
         name = schema.split("(")[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         for key in ("CPU", "CUDA"):
             _library.impl(name, implementation, key)
         torch.library.register_fake(f"onepass::{name}", meta, lib=_library)
     ops = torch.ops.onepass
+    if contract.in_place:
+        return None, getattr(ops, contract.name).default
     return getattr(ops, contract.name).default, getattr(ops, f"{contract.name}_out").default

@@ -48,6 +48,17 @@ def rms_norm(
     return Norm(h * rs * g, h)
 
 
+def matmul(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``x @ weight.T``, rows of weight times ``scale``, and how far float32 sums may be from it.
+
+    The bound is ``2**-20`` of the sum of the products' sizes: 16 roundings, each of all that was summed.
+    """
+    x, weight = x.double(), weight.double()
+    if scale is not None:
+        weight = weight * scale.double().reshape(-1, 1)
+    return x @ weight.T, (x.abs() @ weight.abs().T) * 2.0**-20
+
+
 def quantization_step(
     y: Tensor, fp8_max: float, *, group_size: int | None = None, scale_ub: float | None = None
 ) -> Tensor:

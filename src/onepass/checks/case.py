@@ -113,3 +113,20 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
+def on_device(tensor: Tensor, device: str) -> Tensor:
+    """Move to a device with the strides and the offset within an allocation kept."""
+    if device == "cpu":
+        return tensor
+    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def to_cpu(value: Any) -> Any:
+    """Tensors, also in a list, on the CPU."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, list):
+        return [to_cpu(v) for v in value]
+    return value

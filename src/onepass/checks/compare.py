@@ -52,6 +52,27 @@ def floats(
     return None
 
 
+def near(actual: Tensor, exact: Tensor, error: Tensor) -> str | None:
+    """Within ``error`` (absolute, one a value) of the oracle before the store's rounding, and mostly equal after it."""
+    if actual.shape != exact.shape:
+        return f"shape {list(actual.shape)}, expected {list(exact.shape)}"
+    if actual.numel() == 0:
+        return None
+    nan = exact.isnan()
+    if (actual.isnan() != nan).any():
+        return f"NaN in {int(actual.isnan().sum())} places, expected in {int(nan.sum())}"
+    error = torch.where(exact.isinf(), 0.0, error)
+    low, high = ((exact + e).to(actual.dtype) for e in (-error, error))
+    bad = ~nan & ~((actual >= low) & (actual <= high))
+    if bad.any():
+        return f"{int(bad.sum())} of {bad.numel()} values beyond the error bound, first {actual[bad][0]}, expected {exact[bad][0]:.9g}"
+    if actual.dtype != torch.float32:
+        different = int((~nan & (actual != exact.to(actual.dtype))).sum())
+        if different > max(2, 0.01 * actual.numel()):
+            return f"{different} of {actual.numel()} values not equal to the rounded oracle"
+    return None
+
+
 def scales(actual: Tensor, exact: Tensor, rule: ScaleRule, *, error: float = FLOAT32_ERROR) -> str | None:
     """Stored scales: between what the exact step gives when nudged down and up by ``error``."""
     if actual.shape != exact.shape:

@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
-from . import rms_norm
+from . import gemv_partial_norm, rms_norm
 from .case import Check
 from .promises import promises
 
-MODULES: dict[str, Any] = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm}
-CASES: tuple[Check, ...] = rms_norm.CASES
+MODULES: dict[str, Any] = {
+    "rms_norm": rms_norm,
+    "rms_norm_fused_fp8": rms_norm,
+    "gemv_and_partial_norm": gemv_partial_norm,
+}
+CASES: tuple[Check, ...] = (*rms_norm.CASES, *gemv_partial_norm.CASES)
 DEVICES = ("cpu", "cuda", "interpreter")
 
 

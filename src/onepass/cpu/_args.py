@@ -10,11 +10,22 @@ import struct
 from collections.abc import Callable
 from typing import Final
 
+from ..gemv import GemvSpec
 from ..rows import RowSpec
+
+Spec = RowSpec | GemvSpec
 
 BLOCK: Final = 32
 """Columns a kernel works on at a time; rows of scratch memory are whole blocks."""
-FLOATS: Final = ("eps", "weight_offset", "scale_ub")
+CHUNK: Final = 512
+"""Columns of K that a GEMV adds up before it puts the sum aside: the error of a long sum stays that of a short one."""
+SUM: Final = 16
+"""Lanes of a GEMV's sum."""
+TILE: Final = 24
+"""Columns of y in a GEMV's tile: a multiple of all the numbers of weight rows that are worked on together."""
+ROW_BLOCKS: Final = (1, 2, 4, 6, 8)
+"""Rows of ``act`` that a GEMV holds sums for at a time; with more of them, two sixes or eights take turns."""
+
 _COSTLY: Final = frozenset({"exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "div"})
 """Operations that take longer than storing and loading a float32."""
 _ROW_TENSORS: Final = ("x", "residual", "norm", "codes", "scale", "new_residual")
@@ -23,12 +34,25 @@ _PARAMETERS: Final = (
     "scratch, chunk, geom, strides, n, x, gamma, residual, operands, static_scale, norm, codes, scale, new_residual, "
     "eps, weight_offset, scale_ub"
 )
+_GEMV_PARAMETERS: Final = (
+    "scratch, team, parts, blocks, k, act, weight, weight_scale, gammas, y, normed, scale, unnormed, counter, trace, "
+    "units, eps"
+)
 
 Packer = Callable[..., bytes]
 
 
-def _expressions(spec: RowSpec) -> dict[str, str]:
-    """Each 64-bit field and the Python expression over `launch`'s arguments that gives it."""
+def _expressions(spec: Spec) -> dict[str, str]:
+    """Each field and the Python expression over `launch`'s arguments that gives it; the last ones are float64."""
+    return _gemv_expressions(spec) if isinstance(spec, GemvSpec) else _row_expressions(spec)
+
+
+def floats(spec: Spec) -> tuple[str, ...]:
+    """The float64 fields."""
+    return ("eps",) if isinstance(spec, GemvSpec) else ("eps", "weight_offset", "scale_ub")
+
+
+def _row_expressions(spec: RowSpec) -> dict[str, str]:
     scaled = spec.scale is not None and spec.scale.kind != "static"
     present = {
         "x": True,
@@ -58,17 +82,56 @@ def _expressions(spec: RowSpec) -> dict[str, str]:
         fields["scale.group"] = "scale.stride(-1)"
     if spec.scale is not None and not scaled:
         fields["static_scale"] = "static_scale.data_ptr()"
-    return fields
+    return fields | {name: name for name in floats(spec)}
 
 
-def offsets(spec: RowSpec) -> dict[str, int]:
-    """Byte offset of each field; ``name.strides`` is three fields."""
+def _gemv_expressions(spec: GemvSpec) -> dict[str, str]:
+    """``parts`` has, for each segment and the tail, its first tile, its first column and its end; then all tiles."""
+    segments = range(len(spec.gammas))
+    fields = {
+        "next": "0",
+        "threads": "0",
+        "team": "team",
+        "m": "act.shape[0]",
+        "k": "k",
+        "block": "blocks[0]",
+        "blocks": "blocks[1]",
+    }
+    fields |= {"scratch": "scratch", "parts": "*parts"}
+    strided = {"act": "act", "weight": "weight", **{f"normed{i}": f"normed[{i}]" for i in segments}}
+    for name, expression in strided.items():
+        fields |= {name: f"{expression}.data_ptr()", f"{name}.stride": f"{expression}.stride(0)"}
+    for name in ("y", "unnormed"):
+        fields[name] = f"0 if {name} is None else {name}.data_ptr()"
+        fields[f"{name}.stride"] = f"0 if {name} is None else {name}.stride(0)"
+    fields |= {f"gamma{i}": f"gammas[{i}].data_ptr()" for i in segments}
+    if spec.weight_scale != "none":
+        fields["weight_scale"] = "weight_scale.data_ptr()"
+    if spec.fp8 is not None:
+        fields |= {"scale": "scale.data_ptr()", "scale.stride": "scale.stride(0)"}
+    fields["counter"] = "0 if counter is None else counter.data_ptr()"
+    fields |= {f"counter{i}": "0" for i in segments}
+    if spec.traced:
+        fields |= {"trace": "trace.data_ptr()", "units": "0 if units is None else units.data_ptr()"}
+    return fields | {name: name for name in floats(spec)}
+
+
+def row_blocks(m: int) -> tuple[int, int]:
+    """The block of rows that a GEMV of ``m`` rows takes, and how often: together ``m`` rows, or a few more."""
+    count = -(-m // ROW_BLOCKS[-1])
+    return next(block for block in ROW_BLOCKS if block * count >= m), count
+
+
+def offsets(spec: Spec) -> dict[str, int]:
+    """Byte offset of each field; ``name.strides`` is three fields, ``parts`` one and three for each part of y."""
     found: dict[str, int] = {}
     at = 0
     for name in _expressions(spec):
         found[name] = at
         at += 24 if name.endswith(".strides") else 8
-    return {**found, **{name: at + 8 * i for i, name in enumerate(FLOATS)}}
+        if name == "parts" and isinstance(spec, GemvSpec):
+            at += 24 * (len(spec.gammas) + 1)
+    return found
 
 
 def keeps_h(spec: RowSpec) -> bool:
@@ -79,10 +142,11 @@ def keeps_h(spec: RowSpec) -> bool:
     return spec.prologue is not None and any(i.op in _COSTLY for i in spec.prologue.program)
 
 
-def packer(spec: RowSpec) -> Packer:
-    """A function of a scratch address, a chunk size and `launch`'s arguments after the spec that returns the block."""
+def packer(spec: Spec) -> Packer:
+    """A function that returns the block: of what `launch` has worked out and, after it, its arguments after the spec."""
     integers = offsets(spec)["eps"] // 8
-    pack = struct.Struct(f"={integers}q{len(FLOATS)}d").pack
-    arguments = ", ".join([*_expressions(spec).values(), *FLOATS])
-    function: Packer = eval(f"lambda {_PARAMETERS}: pack({arguments})", {"pack": pack})
+    pack = struct.Struct(f"={integers}q{len(floats(spec))}d").pack
+    arguments = ", ".join(_expressions(spec).values())
+    parameters = _GEMV_PARAMETERS if isinstance(spec, GemvSpec) else _PARAMETERS
+    function: Packer = eval(f"lambda {parameters}: pack({arguments})", {"pack": pack})
     return function

@@ -64,14 +64,16 @@ def round_to(dtype: torch.dtype, value: Float) -> Float:
     return value
 
 
-def load_row(f: Function, dtype: torch.dtype, address: Int, mask: Bool | None, paired: bool) -> Float:
-    """A block of columns as float32; columns outside ``mask`` are 0."""
-    raw = f.load(address, _ELEMENT[dtype], mask)
+def load_row(
+    f: Function, dtype: torch.dtype, address: Int, mask: Bool | None, paired: bool, lanes: int = LANES
+) -> Float:
+    """A block of columns as float32; columns outside ``mask`` are 0. Only whole blocks come paired."""
+    raw = f.load(address, _ELEMENT[dtype], mask, lanes)
     if dtype == torch.bfloat16 and paired:
         words = Int(f.builder, f.builder.bitcast(raw, ir.VectorType(I32, _HALF)))
         even, odd = _in_words(words, "shl"), _in_words(words, "and")
         return even.shuffle(odd, range(LANES)).float()
-    value = _widen(f, dtype, raw, ir.VectorType(I32, LANES))
+    value = _widen(f, dtype, raw, ir.VectorType(I32, lanes))
     return value.shuffle(value, _EVEN_ODD) if paired else value
 
 

@@ -1,4 +1,4 @@
-"""From a `RowSpec` to callable machine code, kept in memory and on disk.
+"""From a spec to callable machine code, kept in memory and on disk.
 
 A compiled kernel is one relocatable object file. On disk it lies under a name that hashes everything it was made
 from, behind a header with the digest of its content: a file that does not match is compiled again and replaced. The
@@ -19,14 +19,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import Unsupported
+from ..gemv import GemvSpec
 from ..rows import RowSpec
 from . import _args
+from ._args import Spec
 
 _MAGIC: Final = b"onepass object 1\n"
+Block = bytes | ctypes.Array
+"""An argument block; a kernel that counts in it wants memory of its own."""
 _ENTRY: Final = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 _lock = threading.Lock()
-_kernels: dict[RowSpec, Kernel] = {}
+_kernels: dict[Spec, Kernel] = {}
 
 
 class Kernel:
@@ -34,16 +38,16 @@ class Kernel:
 
     __slots__ = ("_code", "keeps_h", "pack", "parallel", "prepare", "serial")
 
-    def __init__(self, spec: RowSpec, image: bytes) -> None:
+    def __init__(self, spec: Spec, image: bytes) -> None:
         self._code = link(image, "serial", "prepare", "parallel")
-        self.keeps_h = _args.keeps_h(spec)
+        self.keeps_h = isinstance(spec, RowSpec) and _args.keeps_h(spec)
         self.pack = _args.packer(spec)
-        self.serial: Callable[[bytes], None] = _ENTRY(self._code["serial"])
-        self.prepare: Callable[[bytes], None] = _ENTRY(self._code["prepare"])
+        self.serial: Callable[[Block], None] = _ENTRY(self._code["serial"])
+        self.prepare: Callable[[Block], None] = _ENTRY(self._code["prepare"])
         self.parallel: int = self._code["parallel"]
 
 
-def kernel(spec: RowSpec) -> Kernel:
+def kernel(spec: Spec) -> Kernel:
     """The kernel of ``spec``, from memory, from disk or from the compiler."""
     found = _kernels.get(spec)
     if found is None:
@@ -54,7 +58,7 @@ def kernel(spec: RowSpec) -> Kernel:
     return found
 
 
-def _find(spec: RowSpec) -> Kernel:
+def _find(spec: Spec) -> Kernel:
     file = cache_file(spec)
     image = _read(file)
     if image is not None:
@@ -94,11 +98,21 @@ def _machine(cpu: str, features: str) -> Any:
     return target.create_target_machine(cpu=cpu, features=features, opt=2, reloc="pic", codemodel="default", jit=True)
 
 
-def compile_object(spec: RowSpec, cpu: str | None = None, features: str = "") -> bytes:
+def compile_object(spec: Spec, cpu: str | None = None, features: str = "") -> bytes:
     """Compile for this CPU, or for a named one."""
+    target = (cpu, features) if cpu is not None else host()
+    return compile_ir(build(spec, target[1]), *target)
+
+
+def build(spec: Spec, features: str) -> str:
+    """The LLVM module of ``spec``; ``features`` of the CPU may shape its loops, never its results."""
+    if isinstance(spec, GemvSpec):
+        from . import _gemv
+
+        return _gemv.build(spec, wide="+avx512f" in features)
     from . import _row
 
-    return compile_ir(_row.build(spec), *((cpu, features) if cpu is not None else host()))
+    return _row.build(spec)
 
 
 def compile_ir(text: str, cpu: str, features: str) -> bytes:
@@ -147,7 +161,7 @@ def cache_directory() -> Path | None:
         return None
 
 
-def cache_file(spec: RowSpec) -> Path | None:
+def cache_file(spec: Spec) -> Path | None:
     """The file for ``spec`` on this machine."""
     directory = cache_directory()
     if directory is None:
@@ -162,12 +176,12 @@ def cache_file(spec: RowSpec) -> Path | None:
     return directory / (hashlib.sha256(repr(parts).encode()).hexdigest()[:40] + ".o")
 
 
-def describe_spec(spec: RowSpec) -> str:
+def describe_spec(spec: Spec) -> str:
     """Everything about ``spec`` that shapes its code, the prologue as its program."""
     values = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    if spec.prologue is not None:
+    if isinstance(spec, RowSpec) and spec.prologue is not None:
         values["prologue"] = (spec.prologue.parameters, spec.prologue.program, spec.prologue.result)
-    return repr(values)
+    return repr((type(spec).__name__, values))
 
 
 @cache
@@ -175,7 +189,7 @@ def _source_digest() -> str:
     """A digest of the source files that code generation depends on."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    shared = [here.parent / name for name in ("formats.py", "prologues.py", "rows.py")]
+    shared = [here.parent / name for name in ("formats.py", "gemv.py", "prologues.py", "rows.py")]
     for path in (*sorted(here.glob("*.py")), *shared):
         digest.update(path.read_bytes())
     return digest.hexdigest()

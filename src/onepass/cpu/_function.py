@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from ._vec import F16, F32, I1, I32, I64, LANES, Bool, Float, Int, Value, constant, declare, type_of
+from ._vec import F16, F32, I1, I8, I32, I64, LANES, Bool, Float, Int, Value, constant, declare, type_of
 
 _POINTER: Final = ir.PointerType()
 _UNALIGNED: Final = ir.Constant(I32, 1)
@@ -82,11 +82,22 @@ class Function:
         """``with f.choice(c) as (yes, no): with yes: ...; with no: ...``."""
         return self.builder.if_else(condition.ir)
 
-    def first_lanes(self, count: Int) -> Bool:
-        """A mask of the first ``count`` lanes, 0 < count < LANES."""
-        bits = ir.IntType(LANES)
-        ones = self.builder.shl(ir.Constant(bits, -1), self.builder.trunc(count.ir, bits))
-        return Bool(self.builder, self.builder.bitcast(self.builder.not_(ones), ir.VectorType(I1, LANES)))
+    def first_lanes(self, count: Int, lanes: int = LANES) -> Bool:
+        """A mask of the first ``count`` of ``lanes`` lanes, at most all of them."""
+        ones = self.builder.not_(self.builder.shl(ir.Constant(I64, -1), count.ir))
+        bits = self.builder.trunc(ones, ir.IntType(lanes))
+        return Bool(self.builder, self.builder.bitcast(bits, ir.VectorType(I1, lanes)))
+
+    def room(self, size: int) -> Int:
+        """Memory for ``size`` bytes that lasts as long as the call, from a cache line's beginning on."""
+        with self.builder.goto_entry_block():
+            memory = self.builder.alloca(ir.ArrayType(I8, size))
+            memory.align = 64
+            return Int(self.builder, self.builder.ptrtoint(memory, I64))
+
+    def call(self, function: Function, *arguments: Int) -> None:
+        """Call another function of the module."""
+        self.builder.call(function.function, [a.ir for a in arguments])
 
     def pointer(self, address: Int) -> Any:
         """An address as an LLVM pointer."""

@@ -1,0 +1,386 @@
+"""``y = act @ weight.T`` and RMSNorm of its first columns, in one launch.
+
+With ``y = (act @ weight.T) * weight_scale`` in float32 and columns cut into segments, one for each gamma and a tail::
+
+    normed_i = (y_i * rs_i) * gamma_i          rs_i = 1 / sqrt(mean(y_i^2, -1) + eps)
+    unnormed = the columns that are left
+
+Everything is float32 until the one rounding of each stored value: the norm is that of the unrounded y. A first segment in
+fp8 has a scale a row: ``scale = amax / fp8_max``, ``code = saturate((y * gamma) * (rs / scale))``.
+
+Blocks each compute some columns of y; the last block of a segment to finish norms it. ``fused=False`` is the same in two
+launches, where the norm reads y after it was rounded to act's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..contract import Arg, Contract, Option, Out, Rule
+from ..errors import ContractError
+from ..formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
+from ..gemv import MAX_ROWS, MAX_SEGMENTS, GemvSpec, WeightScale, gemv_spec
+from ..library import Op
+from ..trace import GEMV_TRACE_EVENTS_PER_BLOCK, NullTrace, TraceBuf
+from ._launch import Launch
+from .rms_norm import rms_norm
+
+_FURTHER = range(1, MAX_SEGMENTS)
+_launch = Launch("gemv_partial_norm")
+
+
+def _blocks(act: Tensor, weight: Tensor, widths: tuple[int, ...]) -> int:
+    m, k = act.shape
+    if act.device.type == "cpu":
+        from ..cpu._args import TILE as columns
+
+        return sum(-(-w // columns) for w in (*widths, weight.shape[0] - sum(widths)))
+    from ..triton._gemv_config import blocks
+
+    return blocks(act.dtype, weight.dtype, m, weight.shape[0], k, widths)
+
+
+_ARGS = {
+    "act": Arg("M K", "activations", FLOATS),
+    "weight": Arg("N K", "one row a column of y; act's dtype or float8_e4m3fn", "(act.dtype, torch.float8_e4m3fn)"),
+    "gamma": Arg("W0", "weight of the first segment's norm; act's dtype or float32", "(act.dtype, torch.float32)", sample="gamma"),
+    **{
+        f"gamma{i}": Arg(f"W{i}", f"weight of segment {i}'s norm", "(act.dtype, torch.float32)", optional=True, sample="gamma")
+        for i in _FURTHER
+    },
+    "weight_scale": Arg("S", "factor of all weights, or of each row", (torch.float32,), optional=True, sample="positive"),
+}  # fmt: skip
+_EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps < inf")
+_OPTIONS = {
+    "eps": _EPS,
+    "normed_dtype": Option(
+        "ScalarType",
+        None,
+        "fp8 format of the first segment; None: act's dtype",
+        choices=tuple(FP8_FORMATS),
+        optional=True,
+    ),
+}
+_SIZES = {"T": "N - W0 - (W1 or 0) - (W2 or 0) - (W3 or 0)"}
+_RULES = (
+    Rule(f"M <= {MAX_ROWS}", "act", f"have at most {MAX_ROWS} rows (fused=False takes any number)"),
+    Rule("K > 0", "act", "have at least one column"),
+    Rule("W0 > 0", "gamma", "have at least one element"),
+    *(Rule(f"W{i} is None or W{i} > 0", f"gamma{i}", "have at least one element") for i in _FURTHER),
+    Rule("T >= 0", "gamma", "have, with further segments, no more elements than weight has rows"),
+    *(
+        Rule(f"gamma{i} is None or gamma{i - 1} is not None", f"gamma{i}", f"be None without gamma{i - 1}")
+        for i in _FURTHER
+        if i > 1
+    ),
+    Rule("weight_scale is None or S == 1 or S == N", "weight_scale", "have one element, or one for each row of weight"),
+    Rule("N <= 16777216 and K <= 16777216", "weight", "have at most 2**24 rows and columns"),
+)
+_OUTS = {
+    "normed": Out("M W0", "(normed_dtype or act.dtype)", "norm of the first segment", "normed_output"),
+    "scale": Out(
+        "M 1", "torch.float32", "scale of each row of normed", "scale_output", when="normed_dtype is not None"
+    ),
+    **{
+        f"normed{i}": Out(
+            f"M W{i}", "act.dtype", f"norm of segment {i}", f"normed_output{i}", when=f"gamma{i} is not None"
+        )
+        for i in _FURTHER
+    },
+    "unnormed": Out("M T", "act.dtype", "the other columns", "unnormed_output"),
+}
+_ROUNDING = "once: y in float32, normed = round((y*rs)*gamma), unnormed = round(y)"
+
+GEMV = Contract(
+    "gemv_and_partial_norm", _ARGS, _OPTIONS, _OUTS, _ROUNDING, sizes=_SIZES, rules=_RULES,
+)  # fmt: skip
+
+GEMV_WITH_SCRATCH = Contract(
+    "gemv_and_partial_norm_with_scratch",
+    args={
+        **_ARGS,
+        "finish_counter": Arg(
+            "C", "zero before the first call; zero again when a call is done", (torch.int32,), layout="dense", mutable=True
+        ),
+        "trace": Arg("E", "receives time stamps", (torch.int64, torch.uint64), optional=True, layout="dense", mutable=True),
+        "units": Arg("B", "receives each block's multiprocessor or thread", (torch.int32,), optional=True, layout="dense", mutable=True),
+    },
+    options=_OPTIONS,
+    outs=_OUTS,
+    sizes=_SIZES,
+    rules=(
+        *_RULES,
+        Rule("C >= segments(W1, W2, W3)", "finish_counter", "have an element for each segment"),
+        Rule(
+            f"trace is None or E >= {GEMV_TRACE_EVENTS_PER_BLOCK} * blocks(act, weight, W0, W1, W2, W3)",
+            "trace", f"have {GEMV_TRACE_EVENTS_PER_BLOCK} slots for every block (gemv_trace_blocks counts them)",
+        ),
+        Rule("units is None or B >= blocks(act, weight, W0, W1, W2, W3)", "units", "have an element for every block"),
+    ),
+    scope={
+        "segments": lambda *further: 1 + sum(w is not None for w in further),
+        "blocks": lambda act, weight, *widths: _blocks(act, weight, tuple(w for w in widths if w is not None)),
+    },
+    rounding=_ROUNDING,
+    in_place=True,
+)  # fmt: skip
+
+PLAIN_GEMV = Contract(
+    "gemv",
+    args={name: _ARGS[name] for name in ("act", "weight", "weight_scale")},
+    options={},
+    outs={"y": Out("M N", "act.dtype", "act @ weight.T", "y_scratch")},
+    rules=(_RULES[1], *_RULES[-2:]),
+    rounding="once: y = round((act @ weight.T) * weight_scale)",
+)
+
+
+def _run(
+    spec: GemvSpec, act: Tensor, weight: Tensor, weight_scale: Tensor | None, gammas: list[Tensor], normed: list[Tensor],
+    scale: Tensor | None, unnormed: Tensor, counter: Tensor | None, trace: Tensor | None, units: Tensor | None, eps: float,
+) -> None:  # fmt: skip
+    """One launch; none when there are no rows. The workspace holds each segment's y from a multiple of 16 columns on."""
+    m, k = act.shape
+    if m == 0:
+        return
+    widths = tuple([g.shape[0] for g in gammas])
+    room = sum([w + 15 & -16 for w in widths])
+    y = torch.empty(m, room, dtype=torch.float32, device=act.device) if room else None
+    _launch.on(act)(
+        spec, weight.shape[0], k, widths, act, weight, weight_scale, gammas, y, normed, scale, unnormed, counter, trace,
+        units, max(eps, SMALLEST_EPS),
+    )  # fmt: skip
+
+
+def _spec(
+    act: Tensor, weight: Tensor, weight_scale: Tensor | None, gammas: Sequence[Tensor], codes: torch.dtype | None, traced: bool
+) -> GemvSpec:  # fmt: skip
+    kind: WeightScale = "none" if weight_scale is None else "tensor" if weight_scale.shape[0] == 1 else "row"
+    if kind == "tensor" and weight.shape[0] == 1:
+        kind = "row"
+    return gemv_spec(act.dtype, weight.dtype, kind, tuple([g.dtype for g in gammas]), codes, traced)
+
+
+def _kernel(
+    notes: dict[Any, Any], act: Tensor, weight: Tensor, gamma: Tensor, gamma1: Tensor | None, gamma2: Tensor | None,
+    gamma3: Tensor | None, weight_scale: Tensor | None, eps: float, normed_dtype: torch.dtype | None, normed: Tensor,
+    scale: Tensor | None, normed1: Tensor | None, normed2: Tensor | None, normed3: Tensor | None, unnormed: Tensor,
+) -> None:  # fmt: skip
+    gammas = [g for g in (gamma, gamma1, gamma2, gamma3) if g is not None]
+    outs = [t for t in (normed, normed1, normed2, normed3) if t is not None]
+    spec = _spec(act, weight, weight_scale, gammas, normed_dtype, False)
+    _run(spec, act, weight, weight_scale, gammas, outs, scale, unnormed, None, None, None, eps)
+
+
+def _scratch_kernel(
+    notes: dict[Any, Any], act: Tensor, weight: Tensor, gamma: Tensor, gamma1: Tensor | None, gamma2: Tensor | None,
+    gamma3: Tensor | None, weight_scale: Tensor | None, finish_counter: Tensor, trace: Tensor | None, units: Tensor | None, eps: float,
+    normed_dtype: torch.dtype | None, normed: Tensor, scale: Tensor | None, normed1: Tensor | None, normed2: Tensor | None,
+    normed3: Tensor | None, unnormed: Tensor,
+) -> None:  # fmt: skip
+    gammas = [g for g in (gamma, gamma1, gamma2, gamma3) if g is not None]
+    outs = [t for t in (normed, normed1, normed2, normed3) if t is not None]
+    spec = _spec(act, weight, weight_scale, gammas, normed_dtype, trace is not None)
+    _run(spec, act, weight, weight_scale, gammas, outs, scale, unnormed, finish_counter, trace, units, eps)
+
+
+def _plain_kernel(notes: dict[Any, Any], act: Tensor, weight: Tensor, weight_scale: Tensor | None, y: Tensor) -> None:
+    spec = _spec(act, weight, weight_scale, (), None, False)
+    _run(spec, act, weight, weight_scale, [], [], None, y, None, None, None, 0.0)
+
+
+_gemv = Op(GEMV, _kernel)
+_with_scratch = Op(GEMV_WITH_SCRATCH, _scratch_kernel)
+_plain = Op(PLAIN_GEMV, _plain_kernel)
+
+
+def gemv_and_partial_norm(
+    act: Tensor,
+    weight: Tensor,
+    gamma: Tensor,
+    eps: float = 1e-6,
+    *,
+    segments: Sequence[Tensor] = (),
+    weight_scale: Tensor | None = None,
+    normed_dtype: torch.dtype | None = None,
+    fused: bool = True,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """``act @ weight.T`` with RMSNorm of its first columns, in one launch. Returns (normed, unnormed).
+
+    ``act`` [M, K] and ``weight`` [N, K] are bfloat16, float16 or float32, rows strided as you like; weight may also be
+    float8_e4m3fn, with ``weight_scale`` float32 of one element or N. ``gamma`` [Nn] has act's dtype or float32.
+    M is 1 to 16; K, N and Nn <= N are any. ``normed`` is [M, Nn] and ``unnormed`` [M, N - Nn].
+
+    ``segments`` are further gammas: each norms, by itself, the columns that follow. ``normed_dtype``, an fp8 dtype, stores
+    the first segment as codes with a float32 scale a row. The result is then (normed[, scale][, further...], unnormed),
+    and ``out`` takes tensors in that order.
+
+    Rounding: y is float32, summed in an order that depends on K and the dtypes only, and each stored value is rounded
+    once; row m of a batch has the bytes it would have alone. With ``fused=False``, which takes any M, y comes rounded from
+    `torch.matmul` (or, for fp8 weights, a kernel of ours), `rms_norm` reads it, and unnormed is a view of it.
+
+    >>> import torch, onepass
+    >>> act, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    >>> onepass.gemv_and_partial_norm(act, weight, torch.ones(2), eps=0.0)
+    (tensor([[0.8485, 1.1314]]), tensor([[3.]]))
+    """
+    if not isinstance(fused, bool):
+        GEMV.fail("fused", "be a bool", repr(fused))
+    further = _further(GEMV, segments)
+    if not fused:
+        return _unfused(act, weight, gamma, eps, segments, weight_scale, normed_dtype, out)
+    given: list[Tensor | None] = [None] * len(GEMV.outs)
+    if out is not None:
+        present = [True, normed_dtype is not None, *(g is not None for g in further), True]
+        places = [i for i, here in enumerate(present) if here]
+        if not isinstance(out, (list, tuple)) or len(out) != len(places):
+            GEMV.fail(
+                "out",
+                f"hold {len(places)} tensors",
+                repr(type(out)) if not isinstance(out, (list, tuple)) else f"{len(out)}",
+            )
+        for place, tensor in zip(places, out, strict=True):
+            given[place] = tensor
+    results = _gemv.call(act, weight, gamma, *further, weight_scale, eps, normed_dtype, *given)
+    return tuple([t for t in results if t is not None])
+
+
+def gemv_and_partial_norm_with_scratch(
+    normed_output: Tensor,
+    unnormed_output: Tensor,
+    act: Tensor,
+    weight: Tensor,
+    gamma: Tensor,
+    eps: float,
+    finish_counter: Tensor,
+    trace_buf: TraceBuf = NullTrace(),  # noqa: B008
+    *,
+    segments: Sequence[Tensor] = (),
+    segment_outputs: Sequence[Tensor] = (),
+    weight_scale: Tensor | None = None,
+    scale_output: Tensor | None = None,
+) -> None:
+    """`gemv_and_partial_norm` into your tensors, counting in your counter, and traced if you like.
+
+    ``finish_counter`` is int32 with an element for each segment. It must be zero before the first call and is zero again
+    when a call is done, so nothing is cleared between calls; calls that may overlap in time need counters of their own.
+    ``trace_buf``: `NullTrace` leaves no trace in the machine code; `GmemTrace` receives the time of ten events of every block.
+
+    >>> import torch, onepass
+    >>> act, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    >>> normed, unnormed, counter = torch.empty(1, 2), torch.empty(1, 1), torch.zeros(1, dtype=torch.int32)
+    >>> onepass.gemv_and_partial_norm_with_scratch(normed, unnormed, act, weight, torch.ones(2), 0.0, counter)
+    >>> normed, unnormed, counter
+    (tensor([[0.8485, 1.1314]]), tensor([[3.]]), tensor([0], dtype=torch.int32))
+    """
+    further = _further(GEMV_WITH_SCRATCH, segments)
+    for name, value in (("normed_output", normed_output), ("unnormed_output", unnormed_output)):
+        if not isinstance(value, Tensor):
+            GEMV_WITH_SCRATCH.fail(name, "be a tensor", repr(value))
+    if not isinstance(trace_buf, TraceBuf):
+        GEMV_WITH_SCRATCH.fail("trace_buf", "be a TraceBuf (NullTrace(), GmemTrace(...))", repr(trace_buf))
+    if len(segment_outputs) != len(segments):
+        GEMV_WITH_SCRATCH.fail(
+            "segment_outputs", f"hold {len(segments)} tensors, one a segment", str(len(segment_outputs))
+        )
+    codes = normed_output.dtype if normed_output.dtype in FP8_FORMATS else None
+    if codes is not None and scale_output is None:
+        GEMV_WITH_SCRATCH.fail("scale_output", "be given with an fp8 normed_output", "None")
+    trace, units = trace_buf.tensors()
+    outputs = [*segment_outputs, *[None] * (len(_FURTHER) - len(segment_outputs))]
+    _with_scratch.call(
+        act, weight, gamma, *further, weight_scale, finish_counter, trace, units, eps, codes,
+        normed_output, scale_output, *outputs, unnormed_output,
+    )  # fmt: skip
+
+
+def gemv_and_partial_norm_unfused_with_scratch(
+    normed_output: Tensor,
+    act: Tensor,
+    weight: Tensor,
+    gamma: Tensor,
+    eps: float,
+    y_scratch: Tensor,
+    *,
+    weight_scale: Tensor | None = None,
+) -> None:
+    """The two-launch baseline: matmul into ``y_scratch`` [M, N], which then holds all of y, then the norm of its first columns.
+
+    Any M. y is rounded to act's dtype before it is normed.
+
+    >>> import torch, onepass
+    >>> act, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    >>> normed, y = torch.empty(1, 2), torch.empty(1, 3)
+    >>> onepass.gemv_and_partial_norm_unfused_with_scratch(normed, act, weight, torch.ones(2), 0.0, y)
+    >>> normed, y
+    (tensor([[0.8485, 1.1314]]), tensor([[3., 4., 3.]]))
+    """
+    name = "gemv_and_partial_norm_unfused_with_scratch"
+    y = _matmul(name, act, weight, gamma, weight_scale, y_scratch)
+    rms_norm(y[:, : gamma.shape[0]], gamma, eps, out=normed_output)
+
+
+def gemv_trace_blocks(act: Tensor, weight: Tensor, gamma: Tensor, segments: Sequence[Tensor] = ()) -> int:
+    """Blocks that a call with these tensors runs; a trace needs 16 slots for each.
+
+    >>> import torch, onepass
+    >>> act, weight = torch.zeros(1, 64), torch.zeros(96, 64)
+    >>> trace = onepass.GmemTrace.allocate(onepass.gemv_trace_blocks(act, weight, torch.ones(64)), "cpu")
+    """
+    further = _further(GEMV, segments)
+    meta = [t if t is None else t.to("meta") for t in (act, weight, gamma, *further)]
+    _gemv.contract.prepare(*meta, None, 0.0, None)
+    return _blocks(act, weight, tuple([g.shape[0] for g in (gamma, *segments)]))
+
+
+def _further(contract: Contract, segments: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gammas after the first, in the places the contract has for them."""
+    if not isinstance(segments, (list, tuple)) or not all(isinstance(g, Tensor) for g in segments):
+        contract.fail("segments", "be a list of tensors", repr(segments))
+    if len(segments) > len(_FURTHER):
+        contract.fail("segments", f"hold at most {len(_FURTHER)} tensors", str(len(segments)))
+    return [*segments, *[None] * (len(_FURTHER) - len(segments))]
+
+
+def _matmul(
+    op: str, act: Tensor, weight: Tensor, gamma: Tensor, weight_scale: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """All of y, rounded to act's dtype, in one launch."""
+    if weight.dtype not in FLOATS or weight_scale is not None:
+        return cast(Tensor, _plain.call(act, weight, weight_scale, out)[0])
+    for name, tensor, rank in (("act", act, 2), ("weight", weight, 2), ("gamma", gamma, 1)):
+        if tensor.dim() != rank:
+            raise ContractError(f"{op}: `{name}` must have {rank} dimensions, got {list(tensor.shape)}")
+    if act.dtype != weight.dtype or act.shape[1] != weight.shape[1] or act.device != weight.device:
+        raise ContractError(
+            f"{op}: `weight` must be [N, {act.shape[1]}] of {act.dtype} on {act.device}, got {list(weight.shape)} of "
+            f"{weight.dtype} on {weight.device}"
+        )
+    if not 0 < gamma.shape[0] <= weight.shape[0]:
+        raise ContractError(f"{op}: `gamma` must have 1 to {weight.shape[0]} elements, got {gamma.shape[0]}")
+    if out is None:
+        return torch.matmul(act, weight.T)
+    shape = [act.shape[0], weight.shape[0]]
+    if list(out.shape) != shape or out.dtype != act.dtype or out.device != act.device or not out.is_contiguous():
+        raise ContractError(
+            f"{op}: `y_scratch` must be contiguous {shape} of {act.dtype} on {act.device}, got {list(out.shape)} of {out.dtype} "
+            f"on {out.device}, strides {out.stride()}"
+        )
+    return torch.matmul(act, weight.T, out=out)
+
+
+def _unfused(
+    act: Tensor, weight: Tensor, gamma: Tensor, eps: float, segments: Sequence[Tensor], weight_scale: Tensor | None,
+    normed_dtype: torch.dtype | None, out: Sequence[Tensor] | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if segments or normed_dtype is not None or out is not None:
+        which = "segments" if segments else "normed_dtype" if normed_dtype is not None else "out"
+        GEMV.fail(which, "be left out with fused=False", "one")
+    y = _matmul("gemv_and_partial_norm", act, weight, gamma, weight_scale, None)
+    width = gamma.shape[0]
+    return rms_norm(y[:, :width], gamma, eps), y[:, width:]

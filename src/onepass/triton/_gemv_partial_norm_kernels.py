@@ -1,0 +1,343 @@
+"""``y = act @ weight.T`` with RMSNorm of its first columns, in one launch.
+
+**Ordering.** A block stores its float32 y, all its threads meet at a barrier, and one of them adds 1 to its segment's
+counter with acquire-release order at device scope. The release makes the whole block's stores visible to whoever sees that
+count, the acquire of the last to arrive makes all blocks' stores visible to it; it norms the segment and writes 0 back
+for the next launch.
+"""
+
+import triton
+import triton.language as tl
+
+from ._gemv_stream import (
+    PARTS,
+    WARPS,
+    arrived,
+    decode,
+    fold_across,
+    fold_apart,
+    fold_products,
+    fragment_w,
+    fragment_x,
+    lane_row,
+    load_tile,
+)
+from ._numbers import cast, encode_fp8, make_scale, quotient
+from ._pdl import launch_dependents, wait
+from ._row import magnitude, reciprocal_rms, sum_and_peak
+from ._trace import name_unit, stamp
+
+
+@triton.jit
+def _load_weights(
+    weight, row0, limit, stride, at, k, TILES: tl.constexpr, VEC: tl.constexpr, APART: tl.constexpr, MASK: tl.constexpr
+):
+    """One step of the tile's weight rows."""
+    tiles = ()
+    for i in tl.static_range(TILES):
+        if APART:
+            row, part = row0 + (i % 2) * 8 + lane_row(), i // 2
+        else:
+            row, part = row0 + i * (8 // PARTS) + lane_row() // PARTS, lane_row() % PARTS
+        tiles = tiles + (load_tile(weight, row, limit, stride, at, k, part, VEC, MASK, "evict_first"),)
+    return tiles
+
+
+@triton.jit
+def _load_act(
+    act,
+    m,
+    stride,
+    at,
+    k,
+    TILES: tl.constexpr,
+    VEC: tl.constexpr,
+    APART: tl.constexpr,
+    DOT: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """One step of the rows of act that the program multiplies."""
+    tiles = ()
+    for i in tl.static_range(TILES):
+        if APART:
+            part = i // (TILES // PARTS)
+            row = (i - part * (TILES // PARTS)) * 8 + lane_row()
+        elif DOT:
+            row, part = i * (8 // PARTS) + lane_row() // PARTS, lane_row() % PARTS
+        else:
+            row, part = i + lane_row() * 0, lane_row() % PARTS
+        tiles = tiles + (load_tile(act, row, m, stride, at, k, part, VEC, MASK, "evict_last"),)
+    return tiles
+
+
+@triton.jit
+def _multiply(
+    ws, xs, totals, DTYPE: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, VEC: tl.constexpr, APART: tl.constexpr,
+    DOT: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One step's products added to the accumulators."""
+    sums = ()
+    if DOT:
+        NT: tl.constexpr = XT // PARTS if APART else XT
+        for i in tl.static_range(WT // 2):
+            first, second = decode(ws[2 * i], DTYPE, FP8, HARDWARE), decode(ws[2 * i + 1], DTYPE, FP8, HARDWARE)
+            left = fragment_w(first, second, VEC)
+            for j in tl.static_range(NT):
+                right = fragment_x(xs[i * NT + j if APART else j], VEC)
+                if not EXACT:  # the interpreter multiplies bfloat16 as integers
+                    left, right = left.to(tl.float32), right.to(tl.float32)
+                sums = sums + (tl.dot(left, right, totals[i * NT + j]),)
+    else:
+        for i in tl.static_range(WT):
+            w = decode(ws[i], DTYPE, FP8, HARDWARE).to(tl.float32)
+            for j in tl.static_range(XT):
+                sums = sums + (totals[i * XT + j] + w * xs[j].to(tl.float32),)
+    return sums
+
+
+@triton.jit
+def _stream(
+    act, weight, m, k, row0, limit, act_stride, weight_stride,
+    STEPS: tl.constexpr, LONG: tl.constexpr, MASK: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, PACE: tl.constexpr,
+    PACK: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, VEC: tl.constexpr, APART: tl.constexpr, DOT: tl.constexpr, FP8: tl.constexpr,
+    HARDWARE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr, trace, block, TRACED: tl.constexpr,
+):  # fmt: skip
+    """Accumulators over all of k. The first weights are asked for before the previous kernel has ended.
+
+    Steps are unrolled: a value that is still on its way from memory must not be carried around a loop, where the compiler
+    would move, and so await, its halves. Very long K is walked in unrolled stretches.
+    """
+    STEP: tl.constexpr = WARPS * PARTS * 4 * VEC
+    DTYPE: tl.constexpr = act.dtype.element_ty
+    ws = ()
+    for s in tl.static_range(DEPTH):
+        if PACE > 0 and s >= PACE:
+            arrived(ws[s - PACE][WT - 1], PACK)
+        ws = ws + (_load_weights(weight, row0, limit, weight_stride, s * STEP, k, WT, VEC, APART, MASK),)
+    wait(PDL)
+    stamp(trace, block, 1, block, TRACED)
+    totals = ()
+    for i in tl.static_range((WT // 2 * (XT // PARTS if APART else XT)) if DOT else WT * XT):
+        if DOT:
+            totals = totals + (tl.zeros((WARPS, 16, 8), tl.float32),)
+        else:
+            totals = totals + (tl.zeros((4, 8, WARPS, VEC), tl.float32),)
+    xs = ()
+    for s in tl.static_range(AHEAD):
+        xs = xs + (_load_act(act, m, act_stride, s * STEP, k, XT, VEC, APART, DOT, MASK),)
+    for s in tl.static_range(STEPS):
+        if s + DEPTH < STEPS:
+            ws = ws + (_load_weights(weight, row0, limit, weight_stride, (s + DEPTH) * STEP, k, WT, VEC, APART, MASK),)
+        if s + AHEAD < STEPS:
+            xs = xs + (_load_act(act, m, act_stride, (s + AHEAD) * STEP, k, XT, VEC, APART, DOT, MASK),)
+        totals = _multiply(ws[s], xs[s], totals, DTYPE, WT, XT, VEC, APART, DOT, FP8, HARDWARE, EXACT)
+    if LONG:
+        for begin in tl.range(STEPS * STEP, k, STEPS * STEP, num_stages=1):
+            more = ()
+            for s in tl.static_range(DEPTH):
+                more = more + (
+                    _load_weights(weight, row0, limit, weight_stride, begin + s * STEP, k, WT, VEC, APART, MASK),
+                )
+            for s in tl.static_range(STEPS):
+                if s + DEPTH < STEPS:
+                    at = begin + (s + DEPTH) * STEP
+                    more = more + (_load_weights(weight, row0, limit, weight_stride, at, k, WT, VEC, APART, MASK),)
+                x = _load_act(act, m, act_stride, begin + s * STEP, k, XT, VEC, APART, DOT, MASK)
+                totals = _multiply(more[s], x, totals, DTYPE, WT, XT, VEC, APART, DOT, FP8, HARDWARE, EXACT)
+    return totals
+
+
+@triton.jit
+def _store_columns(
+    values, i, j, row0, limit, m, tail_start, is_tail, y, y_at, y_stride, unnormed, tail_stride, weight_scale,
+    SCALED: tl.constexpr, SEGMENTS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """``values`` [columns i, rows j] to the workspace (normed segments) or, rounded, to the tail."""
+    inside = row0 + i < limit
+    if SCALED == "row":
+        values = values * tl.load(weight_scale + row0 + i, mask=inside, other=0.0)[:, None]
+    elif SCALED == "tensor":
+        values = values * tl.load(weight_scale)
+    mask = inside[:, None] & (j < m)[None, :]
+    place = j.to(tl.int64)[None, :]
+    if is_tail:
+        if unnormed is not None:
+            out = cast(values, unnormed.dtype.element_ty, EXACT)
+            tl.store(unnormed + place * tail_stride + (row0 - tail_start + i)[:, None], out, mask=mask)
+    elif SEGMENTS > 0:
+        tl.store(y + place * y_stride + (y_at + i)[:, None], values, mask=mask)
+
+
+@triton.jit
+def _norm_rows(
+    y, y_stride, gamma, normed, stride, scale, scale_stride, first, m, width, eps, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    LONG: tl.constexpr, CODES: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
+    ENCODES: tl.constexpr, EXACT: tl.constexpr, trace, block, TRACED: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of rows ``first`` to ``first + GROUP`` of one segment, from the float32 workspace."""
+    row = first + tl.arange(0, GROUP)
+    present = (row < m)[:, None]
+    start = row.to(tl.int64)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = present & (columns < width)
+    v = tl.load(y + start * y_stride + columns, mask=mask, other=0.0, cache_modifier=".cg")
+    g = tl.load(gamma + columns, mask=columns < width, other=0.0).to(tl.float32)
+    stamp(trace, block, 6, tl.sum(tl.sum(v, 1), 0) if TRACED else 0.0, TRACED)
+    squares = v * v
+    sizes = magnitude(v * g)
+    if LONG:
+        for begin in tl.range(BLOCK, width, BLOCK):
+            inside = begin + columns < width
+            u = tl.load(y + start * y_stride + begin + columns, mask=present & inside, other=0.0, cache_modifier=".cg")
+            squares += u * u
+            if CODES:
+                w = tl.load(gamma + begin + columns, mask=inside, other=0.0).to(tl.float32)
+                sizes = tl.maximum(sizes, magnitude(u * w))
+    if CODES:
+        total, peak = sum_and_peak(squares, sizes, EXACT)
+    else:
+        total = tl.sum(squares, axis=1)
+    rs = reciprocal_rms(total, width, eps)
+    stamp(trace, block, 7, tl.sum(rs, 0) if TRACED else 0.0, TRACED)
+    factor = rs
+    if CODES:
+        step = make_scale(
+            peak.to(tl.float32, bitcast=True) * rs,
+            float("inf"),
+            FP8_MAX,
+            tl.float32,
+            3.4028234663852886e38,
+            False,
+            EXACT,
+        )
+        tl.store(scale + row.to(tl.int64) * scale_stride, step, mask=row < m)
+        factor = quotient(rs, step)
+    factor = factor[:, None]
+    if CODES:
+        out = encode_fp8((v * g) * factor, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES)
+    else:
+        out = cast((v * factor) * g, normed.dtype.element_ty, EXACT)
+    tl.store(normed + start * stride + columns, out, mask=mask)
+    if LONG:
+        for begin in tl.range(BLOCK, width, BLOCK):
+            inside = begin + columns < width
+            u = tl.load(y + start * y_stride + begin + columns, mask=present & inside, other=0.0, cache_modifier=".cg")
+            w = tl.load(gamma + begin + columns, mask=inside, other=0.0).to(tl.float32)
+            if CODES:
+                more = encode_fp8((u * w) * factor, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES)
+            else:
+                more = cast((u * factor) * w, normed.dtype.element_ty, EXACT)
+            tl.store(normed + start * stride + begin + columns, more, mask=present & inside)
+
+
+@triton.jit
+def _gemv_partial_norm_kernel(
+    act, weight, weight_scale, y, unnormed, scale, counter, trace, units,
+    gamma0, gamma1, gamma2, gamma3, normed0, normed1, normed2, normed3,
+    m, k, width0, width1, width2, width3, tail, act_stride, weight_stride, y_stride, tail_stride, scale_stride,
+    stride0, stride1, stride2, stride3, eps,
+    SEGMENTS: tl.constexpr, STEPS: tl.constexpr, LONG: tl.constexpr, MASK: tl.constexpr, DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr, PACE: tl.constexpr, PACK: tl.constexpr, VEC: tl.constexpr, APART: tl.constexpr, DOT: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, SCALED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCKS: tl.constexpr, LARGEST_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr,
+    NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, ENCODES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    TRACED: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns of y for up to ROWS rows of act a program; the last program of a segment norms it.
+
+    Ordering: stores of y, barrier, acquire-release count at device scope; whoever counts last has seen every store, norms
+    the segment and sets the count back to 0.
+    """
+    launch_dependents(PDL)
+    block = tl.program_id(0)
+    stamp(trace, block, 0, block, TRACED)
+    name_unit(units, block, TRACED)
+    widths = (width0, width1, width2, width3)
+    tiles = tl.cdiv(tail, COLUMNS)
+    for s in tl.static_range(SEGMENTS):
+        tiles += tl.cdiv(widths[s], COLUMNS)
+    row_blocks = tl.cdiv(m, ROWS)
+    tile = block % tiles
+    first_row = block // tiles * ROWS
+    # the tile's columns are row0 to limit of y, and segment `which` of it; SEGMENTS is the tail
+    which = SEGMENTS
+    begin = 0
+    start = 0
+    row0 = 0
+    limit = 0
+    for s in tl.static_range(SEGMENTS):
+        count = tl.cdiv(widths[s], COLUMNS)
+        mine = (tile >= begin) & (tile < begin + count)
+        which = tl.where(mine, s, which)
+        row0 = tl.where(mine, start + (tile - begin) * COLUMNS, row0)
+        limit = tl.where(mine, start + widths[s], limit)
+        begin += count
+        start += widths[s]
+    is_tail = tile >= begin
+    row0 = tl.where(is_tail, start + (tile - begin) * COLUMNS, row0)
+    limit = tl.where(is_tail, start + tail, limit)
+    rows = tl.minimum(m - first_row, ROWS)
+    lead = first_row.to(tl.int64)
+
+    WT: tl.constexpr = PARTS * 2 if APART else COLUMNS // (8 // PARTS)
+    XT: tl.constexpr = (PARTS * (ROWS // 8) if APART else ROWS // (8 // PARTS)) if DOT else ROWS
+    totals = _stream(
+        act + lead * act_stride, weight, rows, k, row0, limit, act_stride, weight_stride, STEPS, LONG, MASK, DEPTH, AHEAD,
+        PACE, PACK, WT, XT, VEC, APART, DOT, FP8, HARDWARE, EXACT, PDL, trace, block, TRACED,
+    )  # fmt: skip
+    y_at = tile * COLUMNS
+    done = 0.0
+    if APART:
+        for j in tl.static_range(ROWS // 8):
+            v = fold_apart(totals, j, ROWS // 8)
+            if TRACED:
+                done += tl.sum(tl.sum(v, 1), 0)
+            _store_columns(
+                v, tl.arange(0, 16), first_row + j * 8 + tl.arange(0, 8), row0, limit, m, start, is_tail,
+                y, y_at, y_stride, unnormed, tail_stride, weight_scale, SCALED, SEGMENTS, EXACT,
+            )  # fmt: skip
+    elif DOT:
+        for i in tl.static_range(WT // 2):
+            for j in tl.static_range(XT):
+                v = fold_across(totals[i * XT + j])
+                if TRACED:
+                    done += tl.sum(tl.sum(v, 1), 0)
+                _store_columns(
+                    v, i * 4 + tl.arange(0, 4), first_row + j * 2 + tl.arange(0, 2), row0, limit, m, start, is_tail,
+                    y, y_at, y_stride, unnormed, tail_stride, weight_scale, SCALED, SEGMENTS, EXACT,
+                )  # fmt: skip
+    else:
+        for i in tl.static_range(WT):
+            for j in tl.static_range(XT):
+                v = fold_products(totals[i * XT + j])
+                if TRACED:
+                    done += tl.sum(tl.sum(v, 1), 0)
+                _store_columns(
+                    v, i * 2 + tl.arange(0, 2), first_row + j + tl.arange(0, 1), row0, limit, m, start, is_tail,
+                    y, y_at, y_stride, unnormed, tail_stride, weight_scale, SCALED, SEGMENTS, EXACT,
+                )  # fmt: skip
+    stamp(trace, block, 2, done, TRACED)
+    if SEGMENTS > 0:
+        if not is_tail:
+            tl.debug_barrier()
+            stamp(trace, block, 3, block, TRACED)
+            order = tl.atomic_add(counter + which, 1, sem="acq_rel", scope="gpu")
+            stamp(trace, block, 4, order, TRACED)
+            gammas = (gamma0, gamma1, gamma2, gamma3)
+            outputs = (normed0, normed1, normed2, normed3)
+            strides = (stride0, stride1, stride2, stride3)
+            from_tile = 0
+            for s in tl.static_range(SEGMENTS):
+                count = tl.cdiv(widths[s], COLUMNS)
+                if (which == s) & (order == count * row_blocks - 1):
+                    stamp(trace, block, 5, order, TRACED)
+                    for first in tl.range(0, m, GROUP):
+                        _norm_rows(
+                            y + from_tile * COLUMNS, y_stride, gammas[s], outputs[s], strides[s], scale, scale_stride, first, m,
+                            widths[s], eps, BLOCKS[s], GROUP, BLOCKS[s] == LARGEST_BLOCK, s == 0 and scale is not None,
+                            FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES, EXACT, trace, block, TRACED,
+                        )  # fmt: skip
+                    tl.store(counter + s, 0)
+                    stamp(trace, block, 8, order, TRACED)
+                from_tile += count
+    stamp(trace, block, 9, block, TRACED)
