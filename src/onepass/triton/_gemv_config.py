@@ -14,8 +14,12 @@ from ..gemv import tiles
 WARPS: Final = 4
 STEP: Final = 64
 """Elements of k that a step covers for each element a thread loads at a time: 4 warps, 4 parts, 4 threads."""
-MAX_STEPS: Final = 32
-"""Steps unrolled at most; longer K is walked in stretches of half as many."""
+FEWEST_STEPS: Final = 5
+MOST_STEPS: Final = 28
+"""With so many steps of k, and k whole steps, a kernel is made for just that number; otherwise one that loops fits all."""
+LOOPED_STEPS: Final = 4
+MAX_TILE_ROWS: Final = 8
+"""Rows of act a program multiplies at most; of more, programs share the weights in L2. 16 took as long and ten times to compile."""
 SMALLEST_BLOCK: Final = 4 * 32 * WARPS
 """Columns of a norm's tile at least: four for each thread, so that all threads lie along a row whatever the rows."""
 LARGEST_BLOCK: Final = 4096
@@ -27,13 +31,12 @@ GROUP_TILE: Final = 8192
 class GemvConfig:
     """Tiles of ``columns`` columns and up to ``rows`` rows of act; ``depth`` steps of weights, ``ahead`` of act, are under way.
 
-    ``apart`` and ``dot`` choose the shape of the fragments (`_gemv_stream`). Before the previous kernel has ended no more than
-    ``pace`` steps of weights are on their way at a time; 0 asks for all ``depth`` at once.
+    ``dot``: tensor cores; otherwise float32 products. Before the previous kernel has ended no more than ``pace`` steps of
+    weights are on their way at a time; 0 asks for all ``depth`` at once. ``long``: the ``steps`` are those of a loop.
     """
 
     vec: int
     dot: bool
-    apart: bool
     columns: int
     rows: int
     steps: int
@@ -46,37 +49,45 @@ class GemvConfig:
     blocks: tuple[int, ...]
 
 
+def _cut(m: int, n: int, fp8: bool) -> tuple[int, int, int, int]:
+    """Columns, depth, ahead and pace for tensor cores: H200, bfloat16, us, from benchmarks/h200/tuning/9.json.
+
+    One block runs on a multiprocessor for every 4 columns that N has for it, as long as all fit at once: 2112 x 7168 took
+    7.7 so (8 columns: 8.2), 2624 x 6144 8.4 with fewer registers (9.5 with as many), 4096 x 4096 9.0 with 8 columns (10.7).
+    More rows of act are worth more columns: M = 4 took 9.5 (4 columns: 11.6).
+    """
+    if fp8:
+        return (4, 4, 1, 2) if m <= 2 else (8, 2, 1, 1)
+    if m > 2:
+        return 8, 7, 2, 2
+    if n <= 2112:
+        return 4, 8, 2, 3
+    return (4, 5, 1, 2) if n <= 2640 else (8, 4, 1, 1)
+
+
 @cache
 def gemv_config(
-    act: torch.dtype, weight: torch.dtype, m: int, k: int, widths: tuple[int, ...], aligned: bool
+    act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...], aligned: bool
 ) -> GemvConfig:
-    """The configuration of a call."""
+    """The configuration of a call. Columns, rows and depths change no bit of a result."""
     dot = act != torch.float32
     vec = 16 // weight.itemsize if dot else 4
     step = STEP * vec
-    steps = -(-k // step)
-    long = steps > MAX_STEPS
+    columns, depth, ahead, pace = _cut(m, n, weight.itemsize == 1) if dot else (4, 7, 4, 2)
+    rows = min(MAX_TILE_ROWS, max(2, 1 << (m - 1).bit_length())) if dot else (1 if m == 1 else 4)
+    steps = k // step
+    long = not aligned or k % step != 0 or not FEWEST_STEPS <= steps <= MOST_STEPS
     if long:
-        steps = MAX_STEPS // 2
-    mask = k % (steps * step if long else step) != 0
-    apart, columns, depth, ahead, pace = False, 4, 7, 4, 2
-    if not dot:
-        rows = 1 if m == 1 else 2 if m == 2 else 4
-    elif m <= 2:
-        rows = 2
-    elif m <= 4:
-        rows, columns = 4, 8
-    else:
-        rows, columns, apart, depth, ahead, pace = (8 if m <= 8 else 16), 16, True, 3, 1, 1
+        steps = LOOPED_STEPS if aligned else 1
+    mask = k % (steps * step) != 0
     blocks = tuple(max(SMALLEST_BLOCK, min(LARGEST_BLOCK, 1 << (w - 1).bit_length())) for w in widths)
-    group = min(1 << (min(m, 16) - 1).bit_length(), max(1, GROUP_TILE // max(blocks, default=LARGEST_BLOCK)))
+    group = 1 if m == 1 else max(1, GROUP_TILE // max(blocks, default=LARGEST_BLOCK))
     depth, ahead = min(depth, steps), min(ahead, steps)
-    return GemvConfig(
-        vec, dot, apart, columns, rows, steps, long, mask, depth, ahead, pace if aligned else 0, group, blocks
-    )
+    pace = pace if aligned and not long else 0
+    return GemvConfig(vec, dot, columns, rows, steps, long, mask, depth, ahead, pace, min(group, 4), blocks)
 
 
 def blocks(act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...]) -> int:
     """Programs of a launch."""
-    config = gemv_config(act, weight, m, k, widths, True)
+    config = gemv_config(act, weight, m, n, k, widths, True)
     return sum(tiles(n, widths, config.columns)) * -(-m // config.rows)

@@ -14,8 +14,7 @@ from ._gemv_stream import (
     WARPS,
     arrived,
     decode,
-    fold_across,
-    fold_apart,
+    fold_parts,
     fold_products,
     fragment_w,
     fragment_x,
@@ -29,64 +28,46 @@ from ._trace import name_unit, stamp
 
 
 @triton.jit
-def _load_weights(
-    weight, row0, limit, stride, at, k, TILES: tl.constexpr, VEC: tl.constexpr, APART: tl.constexpr, MASK: tl.constexpr
-):
+def _load_weights(weight, row0, limit, stride, at, k, TILES: tl.constexpr, VEC: tl.constexpr, MASK: tl.constexpr):
     """One step of the tile's weight rows."""
+    part = lane_row() % PARTS
     tiles = ()
     for i in tl.static_range(TILES):
-        if APART:
-            row, part = row0 + (i % 2) * 8 + lane_row(), i // 2
-        else:
-            row, part = row0 + i * (8 // PARTS) + lane_row() // PARTS, lane_row() % PARTS
+        row = row0 + i * (8 // PARTS) + lane_row() // PARTS
         tiles = tiles + (load_tile(weight, row, limit, stride, at, k, part, VEC, MASK, "evict_first"),)
     return tiles
 
 
 @triton.jit
-def _load_act(
-    act,
-    m,
-    stride,
-    at,
-    k,
-    TILES: tl.constexpr,
-    VEC: tl.constexpr,
-    APART: tl.constexpr,
-    DOT: tl.constexpr,
-    MASK: tl.constexpr,
-):
+def _load_act(act, m, stride, at, k, TILES: tl.constexpr, VEC: tl.constexpr, DOT: tl.constexpr, MASK: tl.constexpr):
     """One step of the rows of act that the program multiplies."""
+    part = lane_row() % PARTS
     tiles = ()
     for i in tl.static_range(TILES):
-        if APART:
-            part = i // (TILES // PARTS)
-            row = (i - part * (TILES // PARTS)) * 8 + lane_row()
-        elif DOT:
-            row, part = i * (8 // PARTS) + lane_row() // PARTS, lane_row() % PARTS
+        if DOT:
+            row = i * (8 // PARTS) + lane_row() // PARTS
         else:
-            row, part = i + lane_row() * 0, lane_row() % PARTS
+            row = i + lane_row() * 0
         tiles = tiles + (load_tile(act, row, m, stride, at, k, part, VEC, MASK, "evict_last"),)
     return tiles
 
 
 @triton.jit
 def _multiply(
-    ws, xs, totals, DTYPE: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, VEC: tl.constexpr, APART: tl.constexpr,
-    DOT: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr,
+    ws, xs, totals, DTYPE: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, VEC: tl.constexpr, DOT: tl.constexpr,
+    FP8: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One step's products added to the accumulators."""
     sums = ()
     if DOT:
-        NT: tl.constexpr = XT // PARTS if APART else XT
         for i in tl.static_range(WT // 2):
             first, second = decode(ws[2 * i], DTYPE, FP8, HARDWARE), decode(ws[2 * i + 1], DTYPE, FP8, HARDWARE)
             left = fragment_w(first, second, VEC)
-            for j in tl.static_range(NT):
-                right = fragment_x(xs[i * NT + j if APART else j], VEC)
+            for j in tl.static_range(XT):
+                right = fragment_x(xs[j], VEC)
                 if not EXACT:  # the interpreter multiplies bfloat16 as integers
                     left, right = left.to(tl.float32), right.to(tl.float32)
-                sums = sums + (tl.dot(left, right, totals[i * NT + j]),)
+                sums = sums + (tl.dot(left, right, totals[i * XT + j]),)
     else:
         for i in tl.static_range(WT):
             w = decode(ws[i], DTYPE, FP8, HARDWARE).to(tl.float32)
@@ -99,7 +80,7 @@ def _multiply(
 def _stream(
     act, weight, m, k, row0, limit, act_stride, weight_stride,
     STEPS: tl.constexpr, LONG: tl.constexpr, MASK: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, PACE: tl.constexpr,
-    PACK: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, VEC: tl.constexpr, APART: tl.constexpr, DOT: tl.constexpr, FP8: tl.constexpr,
+    PACK: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, VEC: tl.constexpr, DOT: tl.constexpr, FP8: tl.constexpr,
     HARDWARE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr, trace, block, TRACED: tl.constexpr,
 ):  # fmt: skip
     """Accumulators over all of k. The first weights are asked for before the previous kernel has ended.
@@ -113,37 +94,35 @@ def _stream(
     for s in tl.static_range(DEPTH):
         if PACE > 0 and s >= PACE:
             arrived(ws[s - PACE][WT - 1], PACK)
-        ws = ws + (_load_weights(weight, row0, limit, weight_stride, s * STEP, k, WT, VEC, APART, MASK),)
+        ws = ws + (_load_weights(weight, row0, limit, weight_stride, s * STEP, k, WT, VEC, MASK),)
     wait(PDL)
     stamp(trace, block, 1, block, TRACED)
     totals = ()
-    for i in tl.static_range((WT // 2 * (XT // PARTS if APART else XT)) if DOT else WT * XT):
+    for i in tl.static_range(WT // 2 * XT if DOT else WT * XT):
         if DOT:
             totals = totals + (tl.zeros((WARPS, 16, 8), tl.float32),)
         else:
             totals = totals + (tl.zeros((4, 8, WARPS, VEC), tl.float32),)
     xs = ()
     for s in tl.static_range(AHEAD):
-        xs = xs + (_load_act(act, m, act_stride, s * STEP, k, XT, VEC, APART, DOT, MASK),)
+        xs = xs + (_load_act(act, m, act_stride, s * STEP, k, XT, VEC, DOT, MASK),)
     for s in tl.static_range(STEPS):
         if s + DEPTH < STEPS:
-            ws = ws + (_load_weights(weight, row0, limit, weight_stride, (s + DEPTH) * STEP, k, WT, VEC, APART, MASK),)
+            ws = ws + (_load_weights(weight, row0, limit, weight_stride, (s + DEPTH) * STEP, k, WT, VEC, MASK),)
         if s + AHEAD < STEPS:
-            xs = xs + (_load_act(act, m, act_stride, (s + AHEAD) * STEP, k, XT, VEC, APART, DOT, MASK),)
-        totals = _multiply(ws[s], xs[s], totals, DTYPE, WT, XT, VEC, APART, DOT, FP8, HARDWARE, EXACT)
+            xs = xs + (_load_act(act, m, act_stride, (s + AHEAD) * STEP, k, XT, VEC, DOT, MASK),)
+        totals = _multiply(ws[s], xs[s], totals, DTYPE, WT, XT, VEC, DOT, FP8, HARDWARE, EXACT)
     if LONG:
         for begin in tl.range(STEPS * STEP, k, STEPS * STEP, num_stages=1):
             more = ()
             for s in tl.static_range(DEPTH):
-                more = more + (
-                    _load_weights(weight, row0, limit, weight_stride, begin + s * STEP, k, WT, VEC, APART, MASK),
-                )
+                more = more + (_load_weights(weight, row0, limit, weight_stride, begin + s * STEP, k, WT, VEC, MASK),)
             for s in tl.static_range(STEPS):
                 if s + DEPTH < STEPS:
                     at = begin + (s + DEPTH) * STEP
-                    more = more + (_load_weights(weight, row0, limit, weight_stride, at, k, WT, VEC, APART, MASK),)
-                x = _load_act(act, m, act_stride, begin + s * STEP, k, XT, VEC, APART, DOT, MASK)
-                totals = _multiply(more[s], x, totals, DTYPE, WT, XT, VEC, APART, DOT, FP8, HARDWARE, EXACT)
+                    more = more + (_load_weights(weight, row0, limit, weight_stride, at, k, WT, VEC, MASK),)
+                x = _load_act(act, m, act_stride, begin + s * STEP, k, XT, VEC, DOT, MASK)
+                totals = _multiply(more[s], x, totals, DTYPE, WT, XT, VEC, DOT, FP8, HARDWARE, EXACT)
     return totals
 
 
@@ -161,73 +140,81 @@ def _store_columns(
     mask = inside[:, None] & (j < m)[None, :]
     place = j.to(tl.int64)[None, :]
     if is_tail:
-        if unnormed is not None:
-            out = cast(values, unnormed.dtype.element_ty, EXACT)
-            tl.store(unnormed + place * tail_stride + (row0 - tail_start + i)[:, None], out, mask=mask)
+        out = cast(values, unnormed.dtype.element_ty, EXACT)
+        tl.store(unnormed + place * tail_stride + (row0 - tail_start + i)[:, None], out, mask=mask)
     elif SEGMENTS > 0:
         tl.store(y + place * y_stride + (y_at + i)[:, None], values, mask=mask)
 
 
 @triton.jit
-def _norm_rows(
-    y, y_stride, gamma, normed, stride, scale, scale_stride, first, m, width, eps, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+def _load_rows(y, y_stride, first, m, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The first BLOCK columns of rows ``first`` to ``first + GROUP``, past the cache that other blocks did not write to."""
+    row = first + tl.arange(0, GROUP)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (row < m) & (columns < width)
+    return tl.load(y + row.to(tl.int64) * y_stride + columns, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _norm_segment(
+    y, y_stride, gamma, normed, stride, scale, scale_stride, m, width, eps, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     LONG: tl.constexpr, CODES: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     ENCODES: tl.constexpr, EXACT: tl.constexpr, trace, block, TRACED: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of rows ``first`` to ``first + GROUP`` of one segment, from the float32 workspace."""
-    row = first + tl.arange(0, GROUP)
-    present = (row < m)[:, None]
-    start = row.to(tl.int64)[:, None]
+    """RMSNorm of one segment's rows from the float32 workspace, GROUP at a time, the next ones on their way meanwhile."""
     columns = tl.arange(0, BLOCK)[None, :]
-    mask = present & (columns < width)
-    v = tl.load(y + start * y_stride + columns, mask=mask, other=0.0, cache_modifier=".cg")
-    g = tl.load(gamma + columns, mask=columns < width, other=0.0).to(tl.float32)
-    stamp(trace, block, 6, tl.sum(tl.sum(v, 1), 0) if TRACED else 0.0, TRACED)
-    squares = v * v
-    sizes = magnitude(v * g)
-    if LONG:
-        for begin in tl.range(BLOCK, width, BLOCK):
-            inside = begin + columns < width
-            u = tl.load(y + start * y_stride + begin + columns, mask=present & inside, other=0.0, cache_modifier=".cg")
-            squares += u * u
-            if CODES:
-                w = tl.load(gamma + begin + columns, mask=inside, other=0.0).to(tl.float32)
-                sizes = tl.maximum(sizes, magnitude(u * w))
-    if CODES:
-        total, peak = sum_and_peak(squares, sizes, EXACT)
-    else:
-        total = tl.sum(squares, axis=1)
-    rs = reciprocal_rms(total, width, eps)
-    stamp(trace, block, 7, tl.sum(rs, 0) if TRACED else 0.0, TRACED)
-    factor = rs
-    if CODES:
-        step = make_scale(
-            peak.to(tl.float32, bitcast=True) * rs,
-            float("inf"),
-            FP8_MAX,
-            tl.float32,
-            3.4028234663852886e38,
-            False,
-            EXACT,
-        )
-        tl.store(scale + row.to(tl.int64) * scale_stride, step, mask=row < m)
-        factor = quotient(rs, step)
-    factor = factor[:, None]
-    if CODES:
-        out = encode_fp8((v * g) * factor, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES)
-    else:
-        out = cast((v * factor) * g, normed.dtype.element_ty, EXACT)
-    tl.store(normed + start * stride + columns, out, mask=mask)
-    if LONG:
-        for begin in tl.range(BLOCK, width, BLOCK):
-            inside = begin + columns < width
-            u = tl.load(y + start * y_stride + begin + columns, mask=present & inside, other=0.0, cache_modifier=".cg")
-            w = tl.load(gamma + begin + columns, mask=inside, other=0.0).to(tl.float32)
-            if CODES:
-                more = encode_fp8((u * w) * factor, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES)
-            else:
-                more = cast((u * factor) * w, normed.dtype.element_ty, EXACT)
-            tl.store(normed + start * stride + begin + columns, more, mask=present & inside)
+    inside = columns < width
+    ahead = _load_rows(y, y_stride, 0, m, width, BLOCK, GROUP)
+    g = tl.load(gamma + columns, mask=inside, other=0.0).to(tl.float32)
+    for first in tl.range(0, m, GROUP):
+        v = ahead
+        ahead = _load_rows(y, y_stride, first + GROUP, m, width, BLOCK, GROUP)
+        stamp(trace, block, 6, tl.sum(tl.sum(v, 1), 0) if TRACED else 0.0, TRACED)
+        row = first + tl.arange(0, GROUP)
+        present = (row < m)[:, None]
+        start = row.to(tl.int64)[:, None]
+        squares = v * v
+        sizes = magnitude(v * g)
+        if LONG:
+            for begin in tl.range(BLOCK, width, BLOCK):
+                more = begin + columns < width
+                u = tl.load(
+                    y + start * y_stride + begin + columns, mask=present & more, other=0.0, cache_modifier=".cg"
+                )
+                squares += u * u
+                if CODES:
+                    w = tl.load(gamma + begin + columns, mask=more, other=0.0).to(tl.float32)
+                    sizes = tl.maximum(sizes, magnitude(u * w))
+        if CODES:
+            total, peak = sum_and_peak(squares, sizes, EXACT)
+        else:
+            total = tl.sum(squares, axis=1)
+        rs = reciprocal_rms(total, width, eps)
+        stamp(trace, block, 7, tl.sum(rs, 0) if TRACED else 0.0, TRACED)
+        factor = rs
+        if CODES:
+            amax = peak.to(tl.float32, bitcast=True) * rs
+            step = make_scale(amax, float("inf"), FP8_MAX, tl.float32, 3.4028234663852886e38, False, EXACT)
+            tl.store(scale + row.to(tl.int64) * scale_stride, step, mask=row < m)
+            factor = quotient(rs, step)
+        factor = factor[:, None]
+        if CODES:
+            out = encode_fp8((v * g) * factor, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES)
+        else:
+            out = cast((v * factor) * g, normed.dtype.element_ty, EXACT)
+        tl.store(normed + start * stride + columns, out, mask=present & inside)
+        if LONG:
+            for begin in tl.range(BLOCK, width, BLOCK):
+                more = begin + columns < width
+                u = tl.load(
+                    y + start * y_stride + begin + columns, mask=present & more, other=0.0, cache_modifier=".cg"
+                )
+                w = tl.load(gamma + begin + columns, mask=more, other=0.0).to(tl.float32)
+                if CODES:
+                    rest = encode_fp8((u * w) * factor, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES)
+                else:
+                    rest = cast((u * factor) * w, normed.dtype.element_ty, EXACT)
+                tl.store(normed + start * stride + begin + columns, rest, mask=present & more)
 
 
 @triton.jit
@@ -237,7 +224,7 @@ def _gemv_partial_norm_kernel(
     m, k, width0, width1, width2, width3, tail, act_stride, weight_stride, y_stride, tail_stride, scale_stride,
     stride0, stride1, stride2, stride3, eps,
     SEGMENTS: tl.constexpr, STEPS: tl.constexpr, LONG: tl.constexpr, MASK: tl.constexpr, DEPTH: tl.constexpr,
-    AHEAD: tl.constexpr, PACE: tl.constexpr, PACK: tl.constexpr, VEC: tl.constexpr, APART: tl.constexpr, DOT: tl.constexpr,
+    AHEAD: tl.constexpr, PACE: tl.constexpr, PACK: tl.constexpr, VEC: tl.constexpr, DOT: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, SCALED: tl.constexpr,
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, LARGEST_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, ENCODES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
@@ -279,27 +266,18 @@ def _gemv_partial_norm_kernel(
     rows = tl.minimum(m - first_row, ROWS)
     lead = first_row.to(tl.int64)
 
-    WT: tl.constexpr = PARTS * 2 if APART else COLUMNS // (8 // PARTS)
-    XT: tl.constexpr = (PARTS * (ROWS // 8) if APART else ROWS // (8 // PARTS)) if DOT else ROWS
+    WT: tl.constexpr = COLUMNS // (8 // PARTS)
+    XT: tl.constexpr = ROWS // (8 // PARTS) if DOT else ROWS
     totals = _stream(
         act + lead * act_stride, weight, rows, k, row0, limit, act_stride, weight_stride, STEPS, LONG, MASK, DEPTH, AHEAD,
-        PACE, PACK, WT, XT, VEC, APART, DOT, FP8, HARDWARE, EXACT, PDL, trace, block, TRACED,
+        PACE, PACK, WT, XT, VEC, DOT, FP8, HARDWARE, EXACT, PDL, trace, block, TRACED,
     )  # fmt: skip
     y_at = tile * COLUMNS
     done = 0.0
-    if APART:
-        for j in tl.static_range(ROWS // 8):
-            v = fold_apart(totals, j, ROWS // 8)
-            if TRACED:
-                done += tl.sum(tl.sum(v, 1), 0)
-            _store_columns(
-                v, tl.arange(0, 16), first_row + j * 8 + tl.arange(0, 8), row0, limit, m, start, is_tail,
-                y, y_at, y_stride, unnormed, tail_stride, weight_scale, SCALED, SEGMENTS, EXACT,
-            )  # fmt: skip
-    elif DOT:
+    if DOT:
         for i in tl.static_range(WT // 2):
             for j in tl.static_range(XT):
-                v = fold_across(totals[i * XT + j])
+                v = fold_parts(totals[i * XT + j])
                 if TRACED:
                     done += tl.sum(tl.sum(v, 1), 0)
                 _store_columns(
@@ -331,12 +309,11 @@ def _gemv_partial_norm_kernel(
                 count = tl.cdiv(widths[s], COLUMNS)
                 if (which == s) & (order == count * row_blocks - 1):
                     stamp(trace, block, 5, order, TRACED)
-                    for first in tl.range(0, m, GROUP):
-                        _norm_rows(
-                            y + from_tile * COLUMNS, y_stride, gammas[s], outputs[s], strides[s], scale, scale_stride, first, m,
-                            widths[s], eps, BLOCKS[s], GROUP, BLOCKS[s] == LARGEST_BLOCK, s == 0 and scale is not None,
-                            FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES, EXACT, trace, block, TRACED,
-                        )  # fmt: skip
+                    _norm_segment(
+                        y + from_tile * COLUMNS, y_stride, gammas[s], outputs[s], strides[s], scale, scale_stride, m, widths[s],
+                        eps, BLOCKS[s], GROUP, BLOCKS[s] == LARGEST_BLOCK, s == 0 and scale is not None,
+                        FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES, EXACT, trace, block, TRACED,
+                    )  # fmt: skip
                     tl.store(counter + s, 0)
                     stamp(trace, block, 8, order, TRACED)
                 from_tile += count

@@ -5,10 +5,9 @@
 added as ``((w0+w1) + (w2+w3))``, then ``((p0+p1) + (p2+p3))``. That is the whole order of summation: it knows nothing of M, of
 the tile, or of alignment.
 
-**Shapes of a fragment.** The same parts can lie in two ways. *Across*: a fragment's 16 rows are 4 columns of y times 4
-parts, so that one load of a warp reads 256 neighbouring bytes of a weight row; of the 4 x 4 pairs of parts that the MMA
-forms only the diagonal is meant. For few rows of act, where reading weights is everything. *Apart*: a fragment's 16 rows are 16
-columns of y and each part has its own accumulator. For many rows of act, where a tile must be shared by more columns.
+**Fragments.** The 16 rows of an MMA's left side are 4 columns of y times 4 parts, so that one load of a warp reads 256
+neighbouring bytes of a weight row; its 8 columns are 2 rows of act times 4 parts. Of the 4 x 4 pairs of parts that the MMA
+forms, only the diagonal is meant.
 
 Tiles are ``[4, 8, WARPS, VEC]``: Triton puts t and g into the lanes of a warp and VEC into one 16-byte load, which makes
 the reshapes into fragments free of any data movement. Nothing but speed depends on its doing so.
@@ -113,7 +112,7 @@ def add_warps(total):
 
 
 @triton.jit
-def fold_across(total):
+def fold_parts(total):
     """Accumulators ``[WARPS, 4 columns x 4 parts, 2 rows x 4 parts]`` to ``[4 columns, 2 rows]``."""
     part = tl.arange(0, 16) % PARTS
     meant = part[:, None] == (tl.arange(0, 8) % PARTS)[None, :]
@@ -122,13 +121,6 @@ def fold_across(total):
     each = add_warps(diagonal)  # [16, 2]
     each = tl.reshape(each, (4, PARTS, 2))
     return add_four(tl.permute(each, (0, 2, 1)), 4, 2)
-
-
-@triton.jit
-def fold_apart(totals, ROW: tl.constexpr, ROWS: tl.constexpr):
-    """Accumulators ``[WARPS, 16 columns, 8 rows]``, one a part (ROW of ROWS), to ``[16 columns, 8 rows]``."""
-    low = add_warps(totals[ROW]) + add_warps(totals[ROWS + ROW])
-    return low + (add_warps(totals[2 * ROWS + ROW]) + add_warps(totals[3 * ROWS + ROW]))
 
 
 @triton.jit

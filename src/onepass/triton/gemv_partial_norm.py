@@ -14,13 +14,15 @@ from ._gemv_config import LARGEST_BLOCK, WARPS, GemvConfig, gemv_config
 from ._gemv_partial_norm_kernels import _gemv_partial_norm_kernel
 
 _NAMES: Final[tuple[str, ...]] = tuple(_gemv_partial_norm_kernel.arg_names)
+UNALIGNED_REGISTERS: Final = 168
+"""Left to itself the assembler takes 128 where it needs a few more, and spills."""
 _SHORT: Final = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "e4m3fn"}
 
 
-def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, tail: bool, chip: Chip) -> Build:
+def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed.
 
-    ``aligned``: every row of act and weight starts on 16 bytes; ``even``: 16 divides the width of every segment.
+    ``aligned``: every row of act and weight starts on 16 bytes and k is a multiple of 16; ``even``: 16 divides the width of every segment.
     """
     segments = len(spec.gammas)
     fp8 = spec.fp8
@@ -34,7 +36,6 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, tai
         "PACE": config.pace if chip.has_pdl else 0,
         "PACK": 4 // spec.weight.itemsize,
         "VEC": config.vec,
-        "APART": config.apart,
         "DOT": config.dot,
         "COLUMNS": config.columns,
         "ROWS": config.rows,
@@ -54,13 +55,11 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, tai
         "TRACED": spec.traced,
     }
     out = POINTERS[spec.act]
-    signature = {"act": out, "weight": POINTERS[spec.weight]}
+    signature = {"act": out, "weight": POINTERS[spec.weight], "unnormed": out, "tail_stride": "i64"}
     if spec.weight_scale != "none":
         signature["weight_scale"] = "*fp32"
     if segments:
         signature.update(y="*fp32", counter="*i32", y_stride="i64")
-    if tail:
-        signature.update(unnormed=out, tail_stride="i64")
     if fp8:
         signature.update(scale="*fp32", scale_stride="i64")
     if spec.traced:
@@ -84,52 +83,49 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, tai
     if even:
         divisible.update({f"width{s}": 16 for s in range(segments)})
     return Build(
-        _describe(spec, config, aligned, even, tail),
+        _describe(spec, config, aligned, even),
         _gemv_partial_norm_kernel,
         tuple((name, signature.get(name, "constexpr")) for name in _NAMES),
         tuple(constants.items()),
         tuple(divisible.items()),
         WARPS,
         chip.has_pdl,
+        0 if aligned else UNALIGNED_REGISTERS,
     )
 
 
-def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, tail: bool) -> str:
+def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
     parts = ["gemv", f"act={_SHORT[spec.act]}", f"weight={_SHORT[spec.weight]}"]
     if spec.weight_scale != "none":
         parts.append(f"scale={spec.weight_scale}")
     gammas = ",".join(f"{_SHORT[g]}:{b}" for g, b in zip(spec.gammas, config.blocks, strict=True))
     parts.append(f"norm={gammas}/{config.group}" if gammas else "plain")
-    parts += [word for word, said in (("tail", tail), ("even", even), ("traced", spec.traced)) if said]
+    parts += [word for word, said in (("even", even), ("traced", spec.traced)) if said]
     if spec.fp8:
         parts.append(spec.fp8.name)
-    shape = "apart" if config.apart else "across" if config.dot else "products"
+    shape = "dot" if config.dot else "products"
     extent = f"{config.steps}{'+' if config.long else ''}{'m' if config.mask else ''}"
     parts.append(f"{config.columns}x{config.rows}/{shape}/v{config.vec}{'' if aligned else 'u'}/{extent}")
-    parts.append(f"d{config.depth}p{config.pace}")
+    parts.append(f"d{config.depth}a{config.ahead}p{config.pace}")
     return " ".join(parts)
 
 
 def select(
-    spec: GemvSpec, k: int, widths: tuple[int, ...], tail: int, act: Tensor, weight: Tensor
-) -> tuple[GemvConfig, bool, bool, bool]:
+    spec: GemvSpec, n: int, k: int, widths: tuple[int, ...], act: Tensor, weight: Tensor
+) -> tuple[GemvConfig, bool, bool]:
     """Configuration of a call and what is known of its sizes, in the order `build_for` takes them."""
     m = act.shape[0]
     steps = (act.stride(0) if m > 1 else 0) * act.element_size() | weight.stride(0) * weight.element_size()
-    aligned = (act.data_ptr() | weight.data_ptr() | steps) % 16 == 0
-    config = gemv_config(spec.act, spec.weight, m, k, widths, aligned)
-    aligned = aligned and k % config.vec == 0
-    if not aligned:
-        config = gemv_config(spec.act, spec.weight, m, k, widths, False)
-    return config, aligned, all(w % 16 == 0 for w in widths), tail > 0
+    aligned = (act.data_ptr() | weight.data_ptr() | steps) % 16 == 0 and k % 16 == 0
+    return gemv_config(spec.act, spec.weight, m, n, k, widths, aligned), aligned, not any(w % 16 for w in widths)
 
 
 def builds(
     chip: Chip, spec: GemvSpec, n: int, k: int, widths: tuple[int, ...], act: Tensor, weight: Tensor, *_: object
 ) -> list[Build]:
     """What `launch` would run on ``chip``, given the same arguments."""
-    return [build_for(spec, *select(spec, k, widths, n - sum(widths), act, weight), chip)]
+    return [build_for(spec, *select(spec, n, k, widths, act, weight), chip)]
 
 
 _launchers: dict[tuple[Any, ...], Any] = {}
@@ -156,31 +152,31 @@ def launch(
 ) -> None:
     """One launch on the current stream; every argument has been checked."""
     tail = n - sum(widths)
-    config, aligned, even, has_tail = select(spec, k, widths, tail, act, weight)
+    config, aligned, even = select(spec, n, k, widths, act, weight)
     device = act.get_device()
     key = None
     if counter is None and widths:
         counter, key = (torch.zeros(MAX_SEGMENTS, dtype=torch.int32), None) if device < 0 else _counters.take(device)
     m = act.shape[0]
     values: dict[str, Any] = {
-        "act": act, "weight": weight, "weight_scale": weight_scale, "y": y, "unnormed": unnormed if has_tail else None,
+        "act": act, "weight": weight, "weight_scale": weight_scale, "y": y, "unnormed": unnormed,
         "scale": scale, "counter": counter, "trace": trace, "units": units, "m": m, "k": k, "tail": tail,
         "act_stride": act.stride(0), "weight_stride": weight.stride(0), "y_stride": 0 if y is None else y.stride(0),
-        "tail_stride": unnormed.stride(0) if has_tail and unnormed is not None else 0,
+        "tail_stride": 0 if unnormed is None else unnormed.stride(0),
         "scale_stride": 0 if scale is None else scale.stride(0), "eps": eps,
     }  # fmt: skip
     for s, (gamma, out, width) in enumerate(zip(gammas, normed, widths, strict=True)):
         values.update({f"gamma{s}": gamma, f"normed{s}": out, f"stride{s}": out.stride(0), f"width{s}": width})
     grid = sum(tiles(n, widths, config.columns)) * -(-m // config.rows)
     if device < 0:
-        _interpret(build_for(spec, config, aligned, even, has_tail, INTERPRETER), grid, values)
+        _interpret(build_for(spec, config, aligned, even, INTERPRETER), grid, values)
         return
-    place = (spec, config, aligned, even, has_tail, device)
+    place = (spec, config, aligned, even, device)
     found = _launchers.get(place)
     if found is None:
         if device not in _chips:
             _chips[device] = current_chip(device)
-        build = build_for(spec, config, aligned, even, has_tail, _chips[device])
+        build = build_for(spec, config, aligned, even, _chips[device])
         found = _launchers[place] = (load(build, device), dict(build.constants))
     launcher, constants = found
     arguments = [constants[name] if name in constants else values[name] for name in _NAMES]
