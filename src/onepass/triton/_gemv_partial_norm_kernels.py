@@ -147,32 +147,22 @@ def _store_columns(
 
 
 @triton.jit
-def _load_rows(y, y_stride, first, m, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The first BLOCK columns of rows ``first`` to ``first + GROUP``, past the cache that other blocks did not write to."""
-    row = first + tl.arange(0, GROUP)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
-    mask = (row < m) & (columns < width)
-    return tl.load(y + row.to(tl.int64) * y_stride + columns, mask=mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def _norm_segment(
     y, y_stride, gamma, normed, stride, scale, scale_stride, m, width, eps, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     LONG: tl.constexpr, CODES: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     ENCODES: tl.constexpr, EXACT: tl.constexpr, trace, block, TRACED: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of one segment's rows from the float32 workspace, GROUP at a time, the next ones on their way meanwhile."""
+    """RMSNorm of one segment's rows from the float32 workspace, GROUP at a time."""
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < width
-    ahead = _load_rows(y, y_stride, 0, m, width, BLOCK, GROUP)
     g = tl.load(gamma + columns, mask=inside, other=0.0).to(tl.float32)
     for first in tl.range(0, m, GROUP):
-        v = ahead
-        ahead = _load_rows(y, y_stride, first + GROUP, m, width, BLOCK, GROUP)
-        stamp(trace, block, 6, tl.sum(tl.sum(v, 1), 0) if TRACED else 0.0, TRACED)
         row = first + tl.arange(0, GROUP)
         present = (row < m)[:, None]
         start = row.to(tl.int64)[:, None]
+        # past the cache of this multiprocessor, which other blocks did not write to
+        v = tl.load(y + start * y_stride + columns, mask=present & inside, other=0.0, cache_modifier=".cg")
+        stamp(trace, block, 6, tl.sum(tl.sum(v, 1), 0) if TRACED else 0.0, TRACED)
         squares = v * v
         sizes = magnitude(v * g)
         if LONG:
