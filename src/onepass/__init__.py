@@ -2,18 +2,25 @@
 
 from . import prologues
 from .errors import ContractError, Unsupported
+from .ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from .ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .prologues import Prologue, prologue
+from .rope import Rope
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ContractError",
     "Prologue",
+    "Rope",
     "Unsupported",
     "__version__",
+    "apply_qk_rms_norm",
     "prologue",
     "prologues",
+    "qk_rms_norm",
     "rms_norm",
     "rms_norm_fused_fp8",
+    "row_mean_of_squares_qk",
+    "row_sum_of_squares_qk",
 ]

@@ -35,7 +35,7 @@ class Arg:
     optional: bool = False
     many: bool = False
     layout: Layout = "rows"
-    sample: Literal["normal", "gamma", "positive"] = "normal"
+    sample: Literal["normal", "gamma", "positive", "index"] = "normal"
 
     @property
     def schema(self) -> str:
@@ -96,6 +96,8 @@ class Contract:
     rules: tuple[Rule, ...] = ()
     scope: dict[str, Any] = field(default_factory=dict)
     """Functions that the expressions above call, by name."""
+    carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameters of the public function that are not named here, and the names that each carries."""
 
     @cached_property
     def _generated(self) -> tuple[Callable[..., tuple[Tensor | None, ...]], Callable[..., tuple[bool, ...]]]:

@@ -101,6 +101,14 @@ def lay_out(values: Tensor, layout: Layout) -> Tensor:
     return values
 
 
+def keep(tensor: Tensor, device: str) -> Tensor:
+    """Move to a device with the strides and the offset within an allocation kept."""
+    if device == "cpu":
+        return tensor
+    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 def poison(tensor: Tensor) -> Tensor:
     """Fill with bytes that no correct output consists of."""
     storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

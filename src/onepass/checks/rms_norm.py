@@ -14,7 +14,7 @@ from ..ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8, rms_norm, rms_norm_fuse
 from ..prologues import Prologue, add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
 from ..samples import sample
 from . import compare
-from .case import Case, Layout, lay_out, poison, same_bytes
+from .case import Case, Layout, keep, lay_out, poison, same_bytes
 
 BF16, F16, F32 = FLOATS
 E8M0 = torch.float8_e8m0fnu
@@ -149,23 +149,15 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     for name in ("x", "residual"):
         if name in tensors:
             tensors[name] = lay_out(tensors[name], case.layout)
-    arguments: dict[str, Any] = {**{k: _keep(v, device) for k, v in tensors.items()}, **options}
+    arguments: dict[str, Any] = {**{k: keep(v, device) for k, v in tensors.items()}, **options}
     if case.operands:
         shapes = {"full": (*case.lead, case.n), "column": (case.n,), "row": (*case.lead, 1)}
         generator = torch.Generator().manual_seed(seed)
         made = [torch.randn(shapes[kind], generator=generator).to(case.x) for kind in case.operands]
         arguments["prologue_args"] = [
-            _keep(lay_out(t, case.layout) if t.dim() > 1 and t.shape[-1] > 1 else t, device) for t in made
+            keep(lay_out(t, case.layout) if t.dim() > 1 and t.shape[-1] > 1 else t, device) for t in made
         ]
     return arguments
-
-
-def _keep(tensor: Tensor, device: str) -> Tensor:
-    """Move to a device with the strides and the offset within an allocation kept."""
-    if device == "cpu":
-        return tensor
-    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
-    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _set_values(tensors: dict[str, Tensor], case: Case) -> None:

@@ -13,12 +13,19 @@ from typing import Any
 
 import torch
 
-from . import rms_norm
+from . import qk_norm, rms_norm
 from .case import Check
 from .promises import promises
 
-MODULES: dict[str, Any] = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm}
-CASES: tuple[Check, ...] = rms_norm.CASES
+MODULES: dict[str, Any] = {
+    "rms_norm": rms_norm,
+    "rms_norm_fused_fp8": rms_norm,
+    "row_sum_of_squares_qk": qk_norm,
+    "row_mean_of_squares_qk": qk_norm,
+    "apply_qk_rms_norm": qk_norm,
+    "qk_rms_norm": qk_norm,
+}
+CASES: tuple[Check, ...] = (*rms_norm.CASES, *qk_norm.CASES)
 DEVICES = ("cpu", "cuda", "interpreter")
 
 

@@ -100,3 +100,67 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
         vec, registers = 1, 0
     spread = min(warps, max(1, block // (warp_size * vec)))
     return RowConfig(block, rows, warps, vec, long, registers, spread)
+
+
+QK_TILE: Final = 4096
+"""Elements of a tile of short rows; 1024 a warp, as for long ones."""
+QK_FOLD: Final = 8192
+"""Columns of the blocks in which longer rows are walked; `_tree.FOLD`."""
+APPLY_TILE: Final = 8192
+"""Elements of a tile where statistics are given: four rows of a piece of 2048 columns share one read of gamma."""
+PIECES: Final = (2048, 1024, 512, 256)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Tiles of q or of k: ``rows`` x ``block``, of which ``step`` columns count; ``long`` rows are walked block by block."""
+
+    block: int
+    rows: int
+    step: int
+    long: bool
+
+
+@dataclass(frozen=True)
+class QkConfig:
+    """The tiles of both tensors, which share a launch and so its number of warps; ``vec`` columns make 16 bytes."""
+
+    q: Side
+    k: Side
+    warps: int
+    vec: int
+
+
+@cache
+def qk_config(nq: int, nk: int, itemsize: int, warp_size: int, given: bool, head: int) -> QkConfig:
+    """Tiles for rows of ``nq`` and ``nk`` elements; ``given`` statistics; ``head`` columns that rotate together, or 0.
+
+    A tile of q has as many elements as one of k: the shorter rows share one. With given statistics a row may be cut,
+    and is, into pieces that are a power of two and waste at most an eighth. Sums do not depend on any of this.
+    """
+    vec = 16 // itemsize if nq % (16 // itemsize) == nk % (16 // itemsize) == 0 else 1
+    if given:
+        q, k = (_piece(n, head) for n in (nq, nk))
+        return QkConfig(q, k, APPLY_TILE // (32 * warp_size), vec)
+    most = QK_FOLD if head else 2 * QK_FOLD
+    blocks = [QK_FOLD if n > most else max(32, 1 << (n - 1).bit_length()) for n in (nq, nk)]
+    tile = max(QK_TILE, *blocks)
+    long = max(nq, nk) > most
+    q, k = (
+        Side(block, 1 if n > most else tile // block, _whole(block, head) if n > most else block, n > most)
+        for n, block in zip((nq, nk), blocks, strict=True)
+    )
+    return QkConfig(q, k, MAX_THREADS // warp_size if long else tile // (32 * warp_size), vec)
+
+
+def _whole(block: int, head: int) -> int:
+    """As many columns of a block as are whole heads."""
+    return block // head * head if head else block
+
+
+def _piece(n: int, head: int) -> Side:
+    padded = max(32, 1 << (n - 1).bit_length())
+    least = max(32, 1 << (head - 1).bit_length()) if head else 32
+    fitting = [p for p in PIECES if least <= p <= padded and -n % _whole(p, head) <= n // 8]
+    block = fitting[0] if fitting else max(min(padded, PIECES[0]), least)
+    return Side(block, max(1, APPLY_TILE // block), _whole(block, head), False)
