@@ -58,7 +58,9 @@ def launch(
     collective_seconds: float = 30,
 ) -> list[Report]:
     """Run ``work`` on ``size`` ranks. Returns within ``seconds``, plus a moment."""
-    context = multiprocessing.get_context("spawn")
+    # a server that has imported torch once, and runs nothing, forks the ranks; it has the environment of its first use
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["onepass.dist", "torch.distributed.tensor"])
     with tempfile.TemporaryDirectory(prefix="onepass-ranks-") as directory:
         ranks = [
             context.Process(

@@ -107,21 +107,31 @@ def _constant(function: F) -> F:
 
 
 @_constant
-def _plans_of(op: str, group: Group, kv_replicas: int, counts: tuple[int, ...] | None) -> tuple[QKNormPlan, ...]:
+def _plans_of(op: str, group: Group, kv_replicas: int, counts: tuple[int, ...] | None) -> tuple[_Fields, ...]:
     made = _known.get(resolve(op, group), {})
-    return tuple(p for (_, r, c), p in made.items() if r == kv_replicas and (counts is None or counts in (c, p.totals)))
+    return tuple(
+        _fields(p) for (_, r, c), p in made.items() if r == kv_replicas and (counts is None or counts in (c, p.totals))
+    )
 
 
 @_constant
 def _from_counts(
     op: str, group: Group, widths: tuple[int, ...], kv_replicas: int, counts: tuple[int, ...] | None
-) -> QKNormPlan:
+) -> _Fields:
     if counts is None:
         raise ContractError(
             f"{op}: `group` must have a plan for these widths before it is compiled (call onepass.dist.plan, or pass "
             "`plan` or `counts`): finding one exchanges messages, which a trace must not do, got none"
         )
-    return find_plan(op, resolve(op, group), widths, kv_replicas, counts)
+    return _fields(find_plan(op, resolve(op, group), widths, kv_replicas, counts))
+
+
+_Fields = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...], tuple[bool, ...], int]
+"""A plan as plain data: what a trace can hold as a constant."""
+
+
+def _fields(p: QKNormPlan) -> _Fields:
+    return p.group_name, p.where, p.rank, p.size, p.widths, p.totals, p.counted, p.kv_replicas
 
 
 def traced_plan(
@@ -129,9 +139,9 @@ def traced_plan(
 ) -> QKNormPlan:
     """`find_plan` for a function that is being compiled: nothing is sent."""
     for candidate in _plans_of(op, group, kv_replicas, counts):
-        if candidate.widths == widths:
-            return candidate
-    return _from_counts(op, group, widths, kv_replicas, counts)
+        if candidate[4] == widths:
+            return QKNormPlan(*candidate)
+    return QKNormPlan(*_from_counts(op, group, widths, kv_replicas, counts))
 
 
 def _make(
