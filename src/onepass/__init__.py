@@ -1,11 +1,16 @@
 """onepass: fused RMSNorm-family kernels for LLM inference; one launch, one pass, a stated rounding contract."""
 
+from typing import TYPE_CHECKING
+
 from . import prologues
 from .errors import ContractError, Unsupported
 from .ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from .ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .prologues import Prologue, prologue
 from .rope import Rope
+
+if TYPE_CHECKING:
+    from . import dist as dist
 
 __version__ = "0.1.0"
 
@@ -24,3 +29,12 @@ __all__ = [
     "row_mean_of_squares_qk",
     "row_sum_of_squares_qk",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`onepass.dist`, imported at first use."""
+    if name == "dist":
+        from importlib import import_module
+
+        return import_module(".dist", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

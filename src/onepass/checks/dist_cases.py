@@ -303,16 +303,17 @@ def groups(place: Place) -> str | None:
     return p.verify(*dist.qk_rms_norm(*p.local, EPS, group=(square, "tp")), 2)
 
 
-class _Collectives(TorchDispatchMode):
-    """Lists the collectives that are called under it."""
+class Collectives(TorchDispatchMode):
+    """Lists the collectives that are called under it, by name: all_reduce, all_gather_into_tensor, ..."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace and "wait" not in str(func):
-            self.names.append(str(func.overloadpacket).rpartition(".")[2].rstrip("_"))
+        name = str(func.overloadpacket).rpartition(".")[2].rstrip("_")
+        if "c10d" in func.namespace and not name.startswith(("wait", "_wrap")):
+            self.names.append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -321,7 +322,7 @@ def one_collective(place: Place) -> str | None:
     p = problem(place, (4,), [64] * place.size, [32] * place.size)
     dist.qk_rms_norm(*p.local, EPS, group=_world())
     for gather, expected in ((False, ["all_reduce"]), (True, ["all_gather_into_tensor"])):
-        with _Collectives() as seen:
+        with Collectives() as seen:
             dist.qk_rms_norm(*p.local, EPS, group=_world(), reproducible=gather)
         if seen.names != (expected if place.size > 1 else []):
             return f"collectives {seen.names}, expected {expected}"

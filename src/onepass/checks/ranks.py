@@ -58,9 +58,10 @@ def launch(
     collective_seconds: float = 30,
 ) -> list[Report]:
     """Run ``work`` on ``size`` ranks. Returns within ``seconds``, plus a moment."""
-    # a server that has imported torch once, and runs nothing, forks the ranks; it has the environment of its first use
+    # A server that has imported torch once, and runs nothing, forks the ranks. It has the environment of its first use, and
+    # not this process's sys.path: onepass itself is left to the ranks.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["onepass.dist", "torch.distributed.tensor"])
+    context.set_forkserver_preload(["torch.distributed.tensor"])
     with tempfile.TemporaryDirectory(prefix="onepass-ranks-") as directory:
         ranks = [
             context.Process(

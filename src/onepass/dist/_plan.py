@@ -101,9 +101,12 @@ def find_plan(
 
 
 def _constant(function: F) -> F:
-    """Run while torch.compile traces, its result a constant of the graph."""
-    marked: F = torch.compiler.assume_constant_result(function)
-    return marked
+    """Run while torch.compile traces, its result a constant of the graph.
+
+    What torch.compiler.assume_constant_result does, which imports all of the compiler first.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @_constant
