@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import socket
@@ -142,6 +143,39 @@ def test_the_bound_is_what_the_document_says() -> None:
     assert "d(N) = 39 + ceil(N / 1024)" in text and depth(6144) == 45 and depth(1) == 40
     assert agreement(6144, 8) == ((45 + 7) / 2 + 7) * UNIT
     assert f"{agreement(6144, 1, 8):.1e}" in text
+
+
+def estimate(ranks: int, hosts: int, rows: int) -> tuple[float, float, float]:
+    """The formulas of docs/scaling.md, microseconds: all-reduce, reproducible, gathering q and k."""
+    speed = 450e3 if hosts == 1 else 50e3
+    slower = 1.8 if hosts > 1 else 1.0
+    ring = 3.6 + 2 * (ranks - hosts) * 0.47 * slower + 2 * (hosts - 1) * 2.7
+    tree = 4.4 + 2 * ((ranks // hosts - 1) * 0.52 * slower + math.log2(hosts) * 5.0)
+    gather = 3.6 + (ranks - hosts) * 0.47 * slower + (hosts - 1) * 2.7
+    reduced = min(ring, tree) + 2 * (ranks - 1) / ranks * 8 * rows / (speed / 4)
+    reproducible = gather + (ranks - 1) * 8 * rows / (speed / 4)
+    return reduced, reproducible, gather + (ranks - 1) / ranks * 14336 * rows / speed
+
+
+def test_the_cost_table_follows_from_its_formulas() -> None:
+    text = (ROOT / "docs/scaling.md").read_text()
+    body = text[text.index("| ranks | hosts |") : text.index("## What it costs: measured")]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in body.splitlines() if line.startswith("| ")][
+        1:
+    ]
+    assert len(lines) == 12
+    for line in lines:
+        one, many = (estimate(int(line[0]), int(line[1]), rows) for rows in (1, 8192))
+        expected = [f"{us:.1f}" for us in (one[0], one[1], many[0], many[1])] + [f"{many[2]:.0f}"]
+        assert line[2:] == expected
+
+
+def test_the_measured_table_is_what_was_recorded() -> None:
+    text = (ROOT / "docs/scaling.md").read_text()
+    record = json.loads((ROOT / "benchmarks/cpu/dist.json").read_text())
+    assert record["passed"] and record["ranks"] == 2 and record["date"] in text
+    for line in record["times_us"]:
+        assert "| " + " | ".join(str(round(value)) for value in line.values()) + " |" in text
 
 
 def test_olmo2_attention_of_transformers() -> None:
