@@ -215,6 +215,21 @@ def olmo2(place: Place) -> dict[str, Any]:
     return found
 
 
+def gathered_by_adding(place: Place) -> list[Any]:
+    """What a Gloo group on a GPU does, done on the CPU: its collectives, and whether its bytes are an all-gather's."""
+    from onepass.dist import _norm
+
+    p = problem(place, (7,), [64] * place.size, [32] * place.size)
+    made = dist.plan(c10d.group.WORLD, 64, 32)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        p.q[2, 5], p.q[3, 6] = torch.nan, torch.inf
+        expected = dist.qk_rms_norm(*p.local, EPS, plan=made, reproducible=True)
+        _norm._gathers_by_adding = lambda plan, sums: True
+        with Collectives() as seen:
+            got = dist.qk_rms_norm(*p.local, EPS, plan=made, reproducible=True)
+    return [seen.names, all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, expected, strict=True))]
+
+
 def agreement_of_sizes(place: Place) -> list[float]:
     """The distance of this group's norm from the unsharded op's, in parts of the bound: q, then k."""
     import onepass

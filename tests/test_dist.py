@@ -128,6 +128,10 @@ def test_compiling_never_exchanges() -> None:
         assert "`group` must have a plan for these widths before it is compiled" in of_rank["message"]
 
 
+def test_gathering_by_adding_gives_the_same_bytes() -> None:
+    assert values(dist_workers.gathered_by_adding, 3) == [[["all_reduce"], True]] * 3
+
+
 def test_options_reach_the_op() -> None:
     assert values(dist_workers.passed_on) == [[], []]
 

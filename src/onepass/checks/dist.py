@@ -70,7 +70,6 @@ def time_calls(place: Place, rows: tuple[int, ...] = ROWS) -> list[dict[str, Any
 def _calls(place: Place, m: int) -> dict[str, Callable[[], object]]:
     """What is timed, on ``m`` rows."""
     world: Any = c10d.group.WORLD
-    functional = torch.ops._c10d_functional
     q_widths, k_widths = (shares(n, place.size, 128) for n in (6144, 1024))
     p = problem(place, (m,), q_widths, k_widths, torch.bfloat16)
     q, k, gamma_q, gamma_k = (t.contiguous() for t in p.local)
@@ -79,6 +78,7 @@ def _calls(place: Place, m: int) -> dict[str, Callable[[], object]]:
     means = made.divide(row_sum_of_squares_qk(q, k))
     # gathering needs equal parts: the widest rank's
     part = torch.zeros(m, max(q_widths) + max(k_widths), dtype=q.dtype, device=place.device)
+    whole = [torch.empty_like(part) for _ in range(place.size)]
 
     def local() -> None:
         row_sum_of_squares_qk(q, k)
@@ -88,7 +88,7 @@ def _calls(place: Place, m: int) -> dict[str, Callable[[], object]]:
         dist.qk_rms_norm(q, k, gamma_q, gamma_k, EPS, plan=made, out=outs, reproducible=reproducible)
 
     def gather() -> None:
-        functional.wait_tensor(functional.all_gather_into_tensor(part, place.size, world.group_name))
+        c10d.all_gather(whole, part)
         qk_rms_norm(p.q, p.k, p.gamma_q, p.gamma_k, EPS)
 
     return {

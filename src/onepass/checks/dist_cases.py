@@ -331,25 +331,30 @@ def one_collective(place: Place) -> str | None:
 
 def dtensors(place: Place) -> str | None:
     """DTensors in, DTensors out: q and k sharded, k replicated, one tensor; the weight whole or sharded."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = init_device_mesh(place.device.type, (place.size,))
     p = problem(place, (3, 4), [96] * place.size, [32] * place.size)
-    q, gamma_q = (distribute_tensor(t, mesh, [Shard(t.dim() - 1)]) for t in (p.q, p.gamma_q))
-    whole = qk_rms_norm(p.q, p.k, p.gamma_q, p.gamma_k, EPS)
-    for placement in (Shard(2), Replicate()):
-        k = distribute_tensor(p.k, mesh, [placement])
+    local_q, local_k, local_gamma, _ = p.local
+    q = DTensor.from_local(local_q, mesh, [Shard(2)])
+    gamma_q = DTensor.from_local(local_gamma, mesh, [Shard(0)])
+    q_want, k_want = qk_rms_norm(p.q, p.k, p.gamma_q, p.gamma_k, EPS)
+    bound = agreement(p.counts[0], 1, place.size)
+    for k, want in (
+        (DTensor.from_local(local_k, mesh, [Shard(2)]), k_want[..., p.mine_k]),
+        (DTensor.from_local(p.k, mesh, [Replicate()]), k_want),
+    ):
         results = dist.qk_rms_norm(q, k, gamma_q, p.gamma_k, EPS)
-        for got, given, want in zip(results, (q, k), whole, strict=True):
+        for got, given, expected in zip(results, (q, k), (q_want[..., p.mine_q], want), strict=True):
             if not isinstance(got, DTensor) or got.placements != given.placements or got.shape != given.shape:
                 return f"the result is no DTensor placed as its input: {got}"
-            wrong = apart(got.full_tensor(), want, agreement(p.counts[0], 1, place.size))
+            wrong = apart(got.to_local(), expected, bound)
             if wrong:
-                return f"against the unsharded op with k {placement}: {wrong}"
+                return f"against the unsharded op with k {k.placements}: {wrong}"
     one = dist.rms_norm(q, gamma_q, EPS)
-    if not isinstance(one, DTensor) or one.placements != q.placements:
+    if not isinstance(one, DTensor) or one.placements != q.placements or one.shape != q.shape:
         return f"the result is no DTensor placed as its input: {one}"
-    return apart(one.full_tensor(), whole[0], agreement(p.counts[0], 1, place.size))
+    return apart(one.to_local(), q_want[..., p.mine_q], bound)
 
 
 Check = Callable[[Place], str | None]

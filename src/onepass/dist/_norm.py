@@ -266,9 +266,21 @@ def _depart(op: str, plan: QKNormPlan, sums: Tensor, gather: bool) -> Tensor:
 def _launch(plan: QKNormPlan, sums: Tensor, gather: bool, in_place: bool) -> Tensor:
     functional = torch.ops._c10d_functional
     if gather:
-        return cast(Tensor, functional.all_gather_into_tensor(sums.unsqueeze(0), plan.size, plan.group_name))
+        if not _gathers_by_adding(plan, sums):
+            return cast(Tensor, functional.all_gather_into_tensor(sums.unsqueeze(0), plan.size, plan.group_name))
+        places = sums.new_zeros((plan.size, *sums.shape))
+        places[plan.rank] = sums
+        sums = places
     reduce = functional.all_reduce_ if in_place else functional.all_reduce
     return cast(Tensor, reduce(sums, "sum", plan.group_name))
+
+
+def _gathers_by_adding(plan: QKNormPlan, sums: Tensor) -> bool:
+    """Whether to gather by an all-reduce of W places, each rank's own and zeros, which is exact and twice the bytes.
+
+    Gloo's all-gather into a tensor reads GPU memory as if it were the host's.
+    """
+    return plan.backend == "gloo" and sums.is_cuda
 
 
 def _arrive(op: str, plan: QKNormPlan, moving: Tensor, gathered: bool) -> Tensor:

@@ -38,6 +38,8 @@ class QKNormPlan:
     counted: tuple[bool, ...]
     """Whether this rank's sum enters the total: False on all but the first of the ranks that hold a copy."""
     kv_replicas: int = 1
+    backend: str = ""
+    """The group's, as torch names it."""
     _divisors: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def divide(self, sums: Tensor) -> Tensor:
@@ -129,12 +131,12 @@ def _from_counts(
     return _fields(find_plan(op, resolve(op, group), widths, kv_replicas, counts))
 
 
-_Fields = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...], tuple[bool, ...], int]
+_Fields = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...], tuple[bool, ...], int, str]
 """A plan as plain data: what a trace can hold as a constant."""
 
 
 def _fields(p: QKNormPlan) -> _Fields:
-    return p.group_name, p.where, p.rank, p.size, p.widths, p.totals, p.counted, p.kv_replicas
+    return p.group_name, p.where, p.rank, p.size, p.widths, p.totals, p.counted, p.kv_replicas, p.backend
 
 
 def traced_plan(
@@ -176,7 +178,8 @@ def _make(
             raise ContractError(f"{op}: `{tensor}` must have at most 2**24 columns in all, got {total}")
     counted = tuple(i != last or rank % kv_replicas == 0 for i in range(len(widths)))
     name: str = group.group_name
-    return QKNormPlan(name, describe_group(group), rank, size, widths, totals, counted, kv_replicas)
+    backend: str = c10d.get_backend(group)
+    return QKNormPlan(name, describe_group(group), rank, size, widths, totals, counted, kv_replicas, backend)
 
 
 def _check_table(op: str, table: list[tuple[tuple[int, ...], int]]) -> None:
