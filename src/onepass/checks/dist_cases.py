@@ -238,13 +238,19 @@ def reproducible(place: Place) -> str | None:
 
 
 def repeats(place: Place) -> str | None:
-    """The same call gives the same bytes again."""
+    """The same call gives the same bytes again; on up to two ranks, so does a row by itself."""
     p = problem(place, (64,), [1024] * place.size, [256] * place.size, torch.bfloat16)
     made = dist.plan(_world(), 1024, 256)
     first = dist.qk_rms_norm(*p.local, EPS, plan=made)
     for repeat in range(20):
         if not all(map(same_bytes, dist.qk_rms_norm(*p.local, EPS, plan=made), first)):
             return f"repeat {repeat} differs"
+    if place.size <= 2:
+        q, k, gamma_q, gamma_k = p.local
+        for row in (0, 31, 63):
+            alone = dist.qk_rms_norm(q[row : row + 1], k[row : row + 1], gamma_q, gamma_k, EPS, plan=made)
+            if not all(same_bytes(a, b[row : row + 1]) for a, b in zip(alone, first, strict=True)):
+                return f"row {row} alone differs from the row in a batch"
     return None
 
 
@@ -320,12 +326,15 @@ class Collectives(TorchDispatchMode):
 def one_collective(place: Place) -> str | None:
     """A call sends one all-reduce, or one all-gather, and once there is a plan nothing else; a group of one sends nothing."""
     p = problem(place, (4,), [64] * place.size, [32] * place.size)
-    dist.qk_rms_norm(*p.local, EPS, group=_world())
-    for gather, expected in ((False, ["all_reduce"]), (True, ["all_gather_into_tensor"])):
-        with Collectives() as seen:
-            dist.qk_rms_norm(*p.local, EPS, group=_world(), reproducible=gather)
-        if seen.names != (expected if place.size > 1 else []):
-            return f"collectives {seen.names}, expected {expected}"
+    mesh = init_device_mesh(place.device.type, (place.size,))
+    gathering = "all_reduce" if place.backend == "gloo" and place.device.type == "cuda" else "all_gather_into_tensor"
+    for group in (_world(), mesh, (mesh, 0)):
+        dist.qk_rms_norm(*p.local, EPS, group=group)
+        for gather, name in ((False, "all_reduce"), (True, gathering)):
+            with Collectives() as seen:
+                dist.qk_rms_norm(*p.local, EPS, group=group, reproducible=gather)
+            if seen.names != ([name] if place.size > 1 else []):
+                return f"collectives {seen.names}, expected {name}"
     return None
 
 

@@ -28,7 +28,8 @@ _ = APPLY_QK_RMS_NORM.prepare
 class PendingStats:
     """Sums of squares on their way round the group; `apply` waits for them. Made by `start_qk_stats`.
 
-    ``q`` and ``k`` are read again by `apply`: leave them as they are until then.
+    ``q`` and ``k`` are read again by `apply`: leave them as they are until then. What was started must be finished, on all
+    ranks and in the same order.
     """
 
     def __init__(self, plan: QKNormPlan, q: Tensor, k: Tensor, moving: Tensor, gathered: bool) -> None:
@@ -40,8 +41,8 @@ class PendingStats:
     def wait(self) -> Tensor:
         """The means of squares over all ranks' columns, float32 [..., 2]: what `onepass.apply_qk_rms_norm` takes."""
         if self._means is None:
-            moving, self._moving = cast(Tensor, self._moving), None
-            self._means = _arrive(_QK, self.plan, moving, self._gathered)
+            self._means = _arrive(_QK, self.plan, cast(Tensor, self._moving), self._gathered)
+            self._moving = None
         return self._means
 
     def apply(

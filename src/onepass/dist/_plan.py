@@ -43,7 +43,7 @@ class QKNormPlan:
     _divisors: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def divide(self, sums: Tensor) -> Tensor:
-        """``sums`` [..., 2] by totals, correctly rounded, on every device and compiled or not. May overwrite ``sums``.
+        """``sums`` [..., 2] by totals, correctly rounded, on every device and compiled or not.
 
         Eagerly one division by a tensor: torch multiplies by the reciprocal of a plain number. Compiled, float64:
         Triton's float32 division is an approximation, and rounding a float64 quotient of float32 values to float32 gives
@@ -55,7 +55,7 @@ class QKNormPlan:
                 for i, total in ((0, self.totals[0]), (1, self.totals[-1]))
             ]
             return torch.stack(columns, -1).float()
-        return sums.div_(self._divisor(sums.device))
+        return sums / self._divisor(sums.device)
 
     def _divisor(self, device: torch.device) -> Tensor:
         found = self._divisors.get(device)

@@ -124,10 +124,11 @@ class _Pair:
             cast(nn.Module, getattr(attention, name)) for name in ("q_proj", "k_proj", "q_norm", "k_norm")
         )
         self.mesh = mesh
-        widths = [_sharding(norm).plan for norm in (self.q_norm, self.k_norm)]
-        self.plan = plan(
-            mesh, widths[0].widths[0], widths[1].widths[0], counts=(widths[0].totals[0], widths[1].totals[0])
-        )
+        q, k = _sharding(self.q_norm), _sharding(self.k_norm)
+        if q.eps != k.eps:
+            raise ContractError(f"QKAttentionParallel: q_norm and k_norm must have one eps, got {q.eps} and {k.eps}")
+        self.how = q
+        self.plan = plan(mesh, *q.plan.widths, *k.plan.widths, counts=(*q.plan.totals, *k.plan.totals))
         self.k: Tensor | None = None
         """k, normed, from ``q_proj`` until the attention calls ``k_proj``."""
         self.q_normed = self.k_normed = False
@@ -141,13 +142,8 @@ class _Pair:
     def after_q_proj(self, _: nn.Module, inputs: tuple[Any, ...], q: Tensor) -> Tensor:
         self.k = None
         k = self.k_proj(inputs[0])
-        of_q, of_k = _sharding(self.q_norm), _sharding(self.k_norm)
-        if of_q.eps != of_k.eps:
-            raise ContractError(
-                f"QKAttentionParallel: q_norm and k_norm must have one eps, got {of_q.eps} and {of_k.eps}"
-            )
         weights = _local_weight(self.q_norm), _local_weight(self.k_norm)
-        q, self.k = qk_rms_norm(q, k, *weights, of_q.eps, plan=self.plan, **of_q.options)
+        q, self.k = qk_rms_norm(q, k, *weights, self.how.eps, plan=self.plan, **self.how.options)
         self.q_normed = True
         return q
 
