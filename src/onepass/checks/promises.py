@@ -11,6 +11,7 @@ from torch import Tensor
 from ..formats import FLOATS
 from ..ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .case import same_bytes
+from .qk_promises import qk_promises
 
 Promise = Callable[[], str | None]
 """Keeps it (None) or says how it is broken."""
@@ -29,6 +30,7 @@ def promises(device: str) -> Iterator[tuple[str, Promise]]:
     if device == "cuda":
         yield "a captured graph replays on new inputs", _graph
         yield "more than 2**32 elements are addressed", _huge
+    yield from qk_promises(device)
 
 
 def _all(x: Tensor, gamma: Tensor) -> list[Tensor]:

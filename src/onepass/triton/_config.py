@@ -109,6 +109,8 @@ QK_FOLD: Final = 8192
 APPLY_TILE: Final = 8192
 """Elements of a tile where statistics are given: four rows of a piece of 2048 columns share one read of gamma."""
 PIECES: Final = (2048, 1024, 512, 256)
+ROWS_OF_A_THREAD: Final = 4
+"""Each row costs a thread two addresses."""
 
 
 @dataclass(frozen=True)
@@ -123,44 +125,53 @@ class Side:
 
 @dataclass(frozen=True)
 class QkConfig:
-    """The tiles of both tensors, which share a launch and so its number of warps; ``vec`` columns make 16 bytes."""
+    """The tiles of both tensors, which share a launch and so its number of warps; ``vec`` columns are loaded at a time.
+
+    ``registers`` caps those of a thread where a norm is stored: left to itself the assembler may take 80 and spill.
+    Statistics alone need half as many, and with a cap take more.
+    """
 
     q: Side
     k: Side
     warps: int
     vec: int
+    registers: int
 
 
 @cache
-def qk_config(nq: int, nk: int, itemsize: int, warp_size: int, given: bool, head: int) -> QkConfig:
+def qk_config(nq: int, nk: int, vec: int, warp_size: int, given: bool, head: int) -> QkConfig:
     """Tiles for rows of ``nq`` and ``nk`` elements; ``given`` statistics; ``head`` columns that rotate together, or 0.
 
-    A tile of q has as many elements as one of k: the shorter rows share one. With given statistics a row may be cut,
-    and is, into pieces that are a power of two and waste at most an eighth. Sums do not depend on any of this.
+    A tile of q has about as many elements as one of k: the shorter rows share one. With given statistics a row may be
+    cut, and is, into pieces that are a power of two and waste at most an eighth. No sum depends on any of this.
     """
-    vec = 16 // itemsize if nq % (16 // itemsize) == nk % (16 // itemsize) == 0 else 1
-    if given:
-        q, k = (_piece(n, head) for n in (nq, nk))
-        return QkConfig(q, k, APPLY_TILE // (32 * warp_size), vec)
     most = QK_FOLD if head else 2 * QK_FOLD
-    blocks = [QK_FOLD if n > most else max(32, 1 << (n - 1).bit_length()) for n in (nq, nk)]
-    tile = max(QK_TILE, *blocks)
-    long = max(nq, nk) > most
+    padded = [max(32, 1 << (n - 1).bit_length()) for n in (nq, nk)]
+    if given:
+        blocks = [_piece(n, p, head) for n, p in zip((nq, nk), padded, strict=True)]
+        long = [False, False]
+        tile = max(APPLY_TILE, *blocks)
+    else:
+        long = [n > most for n in (nq, nk)]
+        blocks = [QK_FOLD if walked else p for p, walked in zip(padded, long, strict=True)]
+        tile = max(QK_TILE, *blocks)
+    threads = MAX_THREADS if any(long) else tile // 32
     q, k = (
-        Side(block, 1 if n > most else tile // block, _whole(block, head) if n > most else block, n > most)
-        for n, block in zip((nq, nk), blocks, strict=True)
+        Side(block, _rows(tile, block, threads, vec, walked), block // head * head if head else block, walked)
+        for block, walked in zip(blocks, long, strict=True)
     )
-    return QkConfig(q, k, MAX_THREADS // warp_size if long else tile // (32 * warp_size), vec)
+    return QkConfig(q, k, threads // warp_size, vec, 128 if threads <= 512 else 0)
 
 
-def _whole(block: int, head: int) -> int:
-    """As many columns of a block as are whole heads."""
-    return block // head * head if head else block
+def _rows(tile: int, block: int, threads: int, vec: int, walked: bool) -> int:
+    at_once = max(1, threads * vec // block)
+    return 1 if walked else min(tile // block, ROWS_OF_A_THREAD * at_once)
 
 
-def _piece(n: int, head: int) -> Side:
-    padded = max(32, 1 << (n - 1).bit_length())
+def _piece(n: int, padded: int, head: int) -> int:
+    """Columns of a piece: the most that waste little, or one row's, or one head's."""
     least = max(32, 1 << (head - 1).bit_length()) if head else 32
-    fitting = [p for p in PIECES if least <= p <= padded and -n % _whole(p, head) <= n // 8]
-    block = fitting[0] if fitting else max(min(padded, PIECES[0]), least)
-    return Side(block, max(1, APPLY_TILE // block), _whole(block, head), False)
+    for piece in PIECES:
+        if least <= piece <= padded and -n % (piece // head * head if head else piece) <= n // 8:
+            return piece
+    return max(min(padded, PIECES[0]), least)

@@ -38,21 +38,41 @@ def _turn_neighbours(
 
 
 @triton.jit
-def _turn_halves(y, freqs, angles_at, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr):
-    """Rotate columns i and i + DIM/2 of each head; a head begins at the tile's first column."""
+def _norm_at(x, x_at, gamma, columns, mask, rs, weight_offset, HF: tl.constexpr, EXACT: tl.constexpr):
+    """The norm of these columns, which are read (perhaps again)."""
+    weight = tl.load(gamma + columns[None, :], mask=mask, other=0.0)
+    h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    return normalize(h, rs, weight.to(tl.float32) + weight_offset, x.dtype.element_ty, HF, EXACT)
+
+
+@triton.jit
+def _write_halves(
+    x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, first, n, present,
+    STEP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate columns i and i + DIM/2 of each head, for the heads within STEP columns from ``first`` on.
+
+    Both columns of a pair are read, and then written, by the same thread.
+    """
     HALF: tl.constexpr = DIM // 2
-    column = tl.arange(0, BLOCK)
-    place = column % HEAD
-    first = place < HALF
-    partner = tl.where(place < DIM, tl.where(first, column + HALF, column - HALF), column)
-    partner = tl.minimum(partner, BLOCK - 1)
-    other = tl.gather(y, tl.broadcast_to(partner[None, :], (ROWS, BLOCK)), 1)
-    turns = (place < DIM)[None, :]
-    at = angles_at[:, None] + 2 * tl.where(first, place, place - HALF)[None, :]
-    cosine = tl.load(freqs + at, mask=turns, other=1.0)
-    sine = tl.load(freqs + at + 1, mask=turns, other=0.0)
-    sine = tl.where(first[None, :], -sine, sine)
-    return tl.where(turns, tl.fma(y, cosine, other * sine), y)
+    REST: tl.constexpr = HEAD - DIM
+    pair = tl.arange(0, triton.next_power_of_2(STEP // HEAD * HALF))
+    place = pair % HALF
+    columns = first + pair // HALF * HEAD + place
+    mask = present[:, None] & ((columns < n) & (pair < STEP // HEAD * HALF))[None, :]
+    a = _norm_at(x, x_at, gamma, columns, mask, rs, weight_offset, HF, EXACT)
+    b = _norm_at(x, x_at, gamma, columns + HALF, mask, rs, weight_offset, HF, EXACT)
+    at = angles_at[:, None] + 2 * place[None, :]
+    cosine = tl.load(freqs + at, mask=mask, other=0.0)
+    sine = tl.load(freqs + at + 1, mask=mask, other=0.0)
+    store(out, out_at, columns, mask, tl.fma(a, cosine, -(b * sine)), EXACT)
+    store(out, out_at, columns + HALF, mask, tl.fma(b, cosine, a * sine), EXACT)
+    if REST > 0:
+        other = tl.arange(0, triton.next_power_of_2(STEP // HEAD * REST))
+        columns = first + other // REST * HEAD + DIM + other % REST
+        mask = present[:, None] & ((columns < n) & (other < STEP // HEAD * REST))[None, :]
+        y = _norm_at(x, x_at, gamma, columns, mask, rs, weight_offset, HF, EXACT)
+        store(out, out_at, columns, mask, y, EXACT)
 
 
 @triton.jit
@@ -61,11 +81,9 @@ def _write(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, HF: tl.constexpr, ROPE: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, rotate and store a tile whose first column is ``first``."""
+    """Normalize, rotate neighbours and store a tile whose first column is ``first``."""
     y = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
-    if ROPE == "half":
-        y = _turn_halves(y, freqs, angles_at, ROWS, BLOCK, HEAD, DIM)
-    elif ROPE == "interleaved":
+    if ROPE == "interleaved":
         y = _turn_neighbours(y, freqs, angles_at, first, ROWS, BLOCK, HEAD, DIM)
     store(out, out_at, first + tl.arange(0, BLOCK), mask, y, EXACT)
 
@@ -73,7 +91,7 @@ def _write(
 @triton.jit
 def _side(
     tile, x, x0, x1, x2, xh, gamma, out, y0, y1, y2, yh, stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
-    tokens, heads, n, n1, n2, sequence, limit, eps, weight_offset,
+    tokens, heads, n, n1, n2, sequence, limit, divisor, eps, weight_offset,
     SIDE: tl.constexpr, STAGE: tl.constexpr, HF: tl.constexpr, HEADS: tl.constexpr, ROPE: tl.constexpr, HEAD: tl.constexpr,
     DIM: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
@@ -107,20 +125,27 @@ def _side(
             position = tl.load(positions + where, mask=present, other=0).to(tl.int64)
         angles_at = tl.minimum(tl.maximum(position, 0), limit - 1) * f0
     if STAGE == "apply":
-        columns = begin + place
-        inside = columns < n
-        if STEP < BLOCK:
-            inside = inside & (place < STEP)
-        mask = present[:, None] & inside[None, :]
         mean = tl.load(stats + stats_at, mask=present, other=0.0)
-        weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
-        h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
-        launch_dependents(PDL)
-        g = weight.to(tl.float32) + weight_offset
-        rs = _reciprocal_root(mean + eps)
-        _write(
-            x, h.to(tl.float32), g, rs, out, out_at, freqs, angles_at, begin, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
-        )  # fmt: skip
+        if ROPE == "half":
+            rs = _reciprocal_root(mean + eps)
+            launch_dependents(PDL)
+            _write_halves(
+                x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, begin, n, present, STEP, HEAD, DIM, HF, EXACT
+            )  # fmt: skip
+        else:
+            columns = begin + place
+            inside = columns < n
+            if STEP < BLOCK:
+                inside = inside & (place < STEP)
+            mask = present[:, None] & inside[None, :]
+            weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
+            h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
+            launch_dependents(PDL)
+            g = weight.to(tl.float32) + weight_offset
+            rs = _reciprocal_root(mean + eps)
+            _write(
+                x, h.to(tl.float32), g, rs, out, out_at, freqs, angles_at, begin, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
+            )  # fmt: skip
     elif LONG:
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
         for first in range(0, n, BLOCK):
@@ -130,68 +155,75 @@ def _side(
             squares += h.to(tl.float32) * h.to(tl.float32)
         launch_dependents(PDL)
         total = sum_columns(squares, ROWS, BLOCK)
-        mean = tl.div_rn(total, tl.full(total.shape, n, tl.float32))
-        if STAGE == "sums":
-            tl.store(stats + stats_at, total, mask=present)
-        elif STAGE == "means":
+        mean = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
+        if STAGE == "stats":
             tl.store(stats + stats_at, mean, mask=present)
         else:
             rs = _reciprocal_root(mean + eps)
             for first in range(0, n, STEP):
-                columns = first + place
-                inside = columns < n
-                if STEP < BLOCK:
-                    inside = inside & (place < STEP)
-                mask = present[:, None] & inside[None, :]
-                h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-                g = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0).to(tl.float32) + weight_offset
-                _write(
-                    x, h.to(tl.float32), g, rs, out, out_at, freqs, angles_at, first, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
-                )  # fmt: skip
+                if ROPE == "half":
+                    _write_halves(
+                        x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, first, n, present, STEP, HEAD, DIM, HF, EXACT
+                    )  # fmt: skip
+                else:
+                    columns = first + place
+                    inside = columns < n
+                    if STEP < BLOCK:
+                        inside = inside & (place < STEP)
+                    mask = present[:, None] & inside[None, :]
+                    weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
+                    h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
+                    g = weight.to(tl.float32) + weight_offset
+                    _write(
+                        x, h.to(tl.float32), g, rs, out, out_at, freqs, angles_at, first, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
+                    )  # fmt: skip
     else:
         inside = place < n
         mask = present[:, None] & inside[None, :]
-        if STAGE == "fused":
+        if STAGE == "fused" and ROPE != "half":
             weight = tl.load(gamma + place[None, :], mask=inside[None, :], other=0.0)
         h = tl.load(x + x_at[:, None] + place[None, :], mask=mask, other=0.0).to(tl.float32)
         launch_dependents(PDL)
         total = sum_columns(h * h, ROWS, BLOCK)
-        mean = tl.div_rn(total, tl.full(total.shape, n, tl.float32))
-        if STAGE == "sums":
-            tl.store(stats + stats_at, total, mask=present)
-        elif STAGE == "means":
+        mean = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
+        if STAGE == "stats":
             tl.store(stats + stats_at, mean, mask=present)
         else:
-            g = weight.to(tl.float32) + weight_offset
             rs = _reciprocal_root(mean + eps)
-            _write(
-                x, h, g, rs, out, out_at, freqs, angles_at, 0, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
-            )  # fmt: skip
+            if ROPE == "half":
+                _write_halves(
+                    x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, 0, n, present, STEP, HEAD, DIM, HF, EXACT
+                )  # fmt: skip
+            else:
+                g = weight.to(tl.float32) + weight_offset
+                _write(
+                    x, h, g, rs, out, out_at, freqs, angles_at, 0, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
+                )  # fmt: skip
 
 
 @triton.jit
 def _qk_norm_kernel(
     q, q0, q1, q2, qh, k, k0, k1, k2, kh, gamma_q, gamma_k, q_out, y0, y1, y2, yh, k_out, z0, z1, z2, zh,
     stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
-    tokens, q_heads, k_heads, nq, nk, n1, n2, sequence, limit, q_programs, eps, weight_offset,
+    tokens, q_heads, k_heads, nq, nk, n1, n2, sequence, limit, q_programs, q_divisor, k_divisor, eps, weight_offset,
     STAGE: tl.constexpr, HF: tl.constexpr, HEADS: tl.constexpr, ROPE: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
     EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS_Q: tl.constexpr, BLOCK_Q: tl.constexpr, STEP_Q: tl.constexpr,
     LONG_Q: tl.constexpr, ROWS_K: tl.constexpr, BLOCK_K: tl.constexpr, STEP_K: tl.constexpr, LONG_K: tl.constexpr,
     PDL: tl.constexpr, EARLY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Programs up to ``q_programs`` do q, those after it k."""
+    """Programs up to ``q_programs`` do q, those after it k. Statistics are sums of squares divided by the divisors."""
     if tokens <= EARLY_ROWS:
         launch_dependents(PDL)
     program = tl.program_id(0)
     if program < q_programs:
         _side(
             program, q, q0, q1, q2, qh, gamma_q, q_out, y0, y1, y2, yh, stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
-            tokens, q_heads, nq, n1, n2, sequence, limit, eps, weight_offset,
+            tokens, q_heads, nq, n1, n2, sequence, limit, q_divisor, eps, weight_offset,
             0, STAGE, HF, HEADS, ROPE, HEAD, DIM, EXACT, LEVELS, ROWS_Q, BLOCK_Q, STEP_Q, LONG_Q, PDL,
         )  # fmt: skip
     else:
         _side(
             program - q_programs, k, k0, k1, k2, kh, gamma_k, k_out, z0, z1, z2, zh, stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
-            tokens, k_heads, nk, n1, n2, sequence, limit, eps, weight_offset,
+            tokens, k_heads, nk, n1, n2, sequence, limit, k_divisor, eps, weight_offset,
             1, STAGE, HF, HEADS, ROPE, HEAD, DIM, EXACT, LEVELS, ROWS_K, BLOCK_K, STEP_K, LONG_K, PDL,
         )  # fmt: skip

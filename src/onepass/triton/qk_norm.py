@@ -19,7 +19,7 @@ STEPS: Final = ("qh", "kh", "yh", "zh")
 _WIDE: Final = ("q", "k", "q_out", "k_out", "gamma_q", "gamma_k")
 _POINTERS: Final = (*TENSORS, "gamma_q", "gamma_k", "freqs")
 _SCALARS: Final = ("tokens", "q_heads", "k_heads", "nq", "nk", "n1", "n2", "sequence", "limit", "q_programs")
-_FLOATS: Final = ("eps", "weight_offset")
+_FLOATS: Final = ("q_divisor", "k_divisor", "eps", "weight_offset")
 _SHORT: Final = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -29,12 +29,17 @@ _SHORT: Final = {
 }
 
 
-def build_for(spec: QkSpec, config: QkConfig, levels: int, aligned: bool, chip: Chip) -> Build:
+def _stage(spec: QkSpec) -> str:
+    """Sums and means are one kernel with two divisors."""
+    return "stats" if spec.stage in ("sums", "means") else spec.stage
+
+
+def build_for(spec: QkSpec, config: QkConfig, levels: int, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
     rope = spec.rope
     sized = (("Q", config.q), ("K", config.k))
     constants: dict[str, Any] = {
-        "STAGE": spec.stage,
+        "STAGE": _stage(spec),
         "HF": spec.rounding == "hf",
         "HEADS": spec.heads,
         "ROPE": rope.style if rope else "none",
@@ -51,7 +56,7 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, aligned: bool, chip: 
     }
     signature: dict[str, str] = dict.fromkeys(_SCALARS, "i32") | dict.fromkeys(_FLOATS, "fp32")
     divisible: dict[str, int] = {}
-    vectors = aligned and config.vec > 1
+    vectors = config.vec > 1
     for name, dtype in _dtypes(spec).items():
         strides = STRIDES.get(name, ()) + (("f0",) if name == "freqs" else ())
         if dtype is None:
@@ -81,8 +86,9 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, aligned: bool, chip: 
         divisible |= {"nq": config.vec, "nk": config.vec}
     full = tuple((name, "constexpr" if name in constants else signature[name]) for name in _NAMES)
     return Build(
-        _describe(spec, config, levels, aligned), _qk_norm_kernel, full, tuple(constants.items()),
-        tuple(divisible.items()), config.warps, chip.has_pdl, contracts=False,
+        _describe(spec, config, levels), _qk_norm_kernel, full, tuple(constants.items()),
+        tuple(divisible.items()), config.warps, chip.has_pdl,
+        config.registers if spec.applies else 0, contracts=False,
     )  # fmt: skip
 
 
@@ -100,9 +106,9 @@ def _dtypes(spec: QkSpec) -> dict[str, torch.dtype | None]:
     }
 
 
-def _describe(spec: QkSpec, config: QkConfig, levels: int, aligned: bool) -> str:
+def _describe(spec: QkSpec, config: QkConfig, levels: int) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
-    parts = [f"qk_{spec.stage}", f"x={_SHORT[spec.x]}"]
+    parts = [f"qk_{_stage(spec)}", f"x={_SHORT[spec.x]}"]
     if spec.gamma is not None and spec.out is not None:
         parts += [f"gamma={_SHORT[spec.gamma]}", f"out={_SHORT[spec.out]}"]
     if spec.rounding != "once":
@@ -115,23 +121,23 @@ def _describe(spec: QkSpec, config: QkConfig, levels: int, aligned: bool) -> str
     sides = "+".join(
         f"{s.rows}x{s.block}{'' if s.step == s.block else f'({s.step})'}{'L' * s.long}" for s in (config.q, config.k)
     )
-    parts.append(f"{sides}/{config.warps}w/v{config.vec}{'' if aligned else 'u'}")
+    parts.append(f"{sides}/{config.warps}w/v{config.vec}")
     if levels > 1:
         parts.append(f"levels={levels}")
     return " ".join(parts)
 
 
-def config_of(spec: QkSpec, rows: QkRows, warp_size: int) -> QkConfig:
+def config_of(spec: QkSpec, rows: QkRows, aligned: bool, warp_size: int) -> QkConfig:
     """The tiles of a call."""
-    return qk_config(
-        *rows.widths, spec.x.itemsize, warp_size, spec.stage == "apply", spec.rope.head_dim if spec.rope else 0
-    )
+    head = spec.rope.head_dim if spec.rope else 0
+    return qk_config(*rows.widths, 16 // spec.x.itemsize if aligned else 1, warp_size, spec.stage == "apply", head)
 
 
-def _aligned(rows: QkRows, pointers: Sequence[int], vec: int) -> bool:
-    """Whether every row of every tensor starts on 16 bytes, so that loads and stores can be vectors."""
-    if vec == 1:
-        return True
+def _aligned(spec: QkSpec, rows: QkRows, pointers: Sequence[int]) -> bool:
+    """Whether every row of every tensor starts on 16 bytes and has no odd end, so that loads and stores can be vectors."""
+    vec = 16 // spec.x.itemsize
+    if (rows.widths[0] | rows.widths[1]) % vec:
+        return False
     addresses = pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[6] | pointers[7]
     steps = 0
     for step in rows.steps:
@@ -153,9 +159,8 @@ def builds(
 ) -> list[Build]:  # fmt: skip
     """What `launch` would run on ``chip``, given the same arguments."""
     tensors = (q, k, q_out, k_out, stats, positions, gamma_q, gamma_k, freqs)
-    config = config_of(spec, rows, chip.warp_size)
-    aligned = _aligned(rows, [0 if t is None else t.data_ptr() for t in tensors], config.vec)
-    return [build_for(spec, config, _levels(rows), aligned, chip)]
+    aligned = _aligned(spec, rows, [0 if t is None else t.data_ptr() for t in tensors])
+    return [build_for(spec, config_of(spec, rows, aligned, chip.warp_size), _levels(rows), chip)]
 
 
 def _levels(rows: QkRows) -> int:
@@ -194,8 +199,8 @@ def _plan(key: tuple[Any, ...], spec: QkSpec, rows: QkRows, levels: int, aligned
     if device not in _chips:
         _chips[device] = current_chip(device)
     chip = _chips[device]
-    config = config_of(spec, rows, chip.warp_size)
-    plan = _plans[key] = _Plan(build_for(spec, config, levels, aligned, chip), config, device)
+    config = config_of(spec, rows, aligned, chip.warp_size)
+    plan = _plans[key] = _Plan(build_for(spec, config, levels, chip), config, device)
     return plan
 
 
@@ -210,7 +215,9 @@ def _scalars(
     if max(grid, tokens * max(q_heads, k_heads)) >= 1 << 31:
         raise Unsupported(f"qk_rms_norm: at most 2**31 - 1 rows in one call on a GPU, got {tokens} tokens")
     limit = 1 if freqs is None else freqs.shape[0]
-    return [tokens, q_heads, k_heads, nq, nk, n1, n2, rows.sequence, limit, q_programs, eps, weight_offset], grid
+    divisors = (1.0, 1.0) if spec.stage == "sums" else (float(nq), float(nk))
+    counts = (tokens, q_heads, k_heads, nq, nk, n1, n2, rows.sequence, limit, q_programs)
+    return [*counts, *divisors, eps, weight_offset], grid
 
 
 def launch(
@@ -232,14 +239,13 @@ def launch(
     tensors = (q, k, q_out, k_out, stats, positions, gamma_q, gamma_k, freqs)
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     device = q.get_device()
-    vec = 16 // spec.x.itemsize
-    aligned = rows.widths[0] % vec or rows.widths[1] % vec or _aligned(rows, pointers, vec)
+    aligned = _aligned(spec, rows, pointers)
     levels = _levels(rows)
     if device < 0:
-        _interpret(spec, rows, levels, bool(aligned), tensors, eps, weight_offset)
+        _interpret(spec, rows, levels, aligned, tensors, eps, weight_offset)
         return
-    key = (spec, rows.widths, levels, bool(aligned), device)
-    plan = _plans.get(key) or _plan(key, spec, rows, levels, bool(aligned), device)
+    key = (spec, rows.widths, levels, aligned, device)
+    plan = _plans.get(key) or _plan(key, spec, rows, levels, aligned, device)
     scalars, grid = _scalars(spec, rows, plan.config, freqs, eps, weight_offset)
     arguments = plan.template.copy()
     for place, index in plan.pointers:
@@ -259,8 +265,8 @@ def _interpret(
     spec: QkSpec, rows: QkRows, levels: int, aligned: bool, tensors: Sequence[Tensor | None], eps: float, weight_offset: float
 ) -> None:  # fmt: skip
     """The same call in Triton's interpreter, on CPU tensors."""
-    config = config_of(spec, rows, INTERPRETER.warp_size)
-    build = build_for(spec, config, levels, aligned, INTERPRETER)
+    config = config_of(spec, rows, aligned, INTERPRETER.warp_size)
+    build = build_for(spec, config, levels, INTERPRETER)
     freqs = tensors[-1]
     scalars, grid = _scalars(spec, rows, config, freqs, eps, weight_offset)
     values: dict[str, Any] = dict(zip(_POINTERS, tensors, strict=True))
