@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def _error(call: Any) -> dict[str, Any]:
     return {"type": None, "seconds": time.monotonic() - begin}
 
 
-def _lost(place: Place, leave: Any, gather: bool) -> dict[str, Any] | None:
+def _lost(place: Place, leave: Callable[[], object], gather: bool) -> dict[str, Any] | None:
     """Rank 1 goes after a first good call; what the others see, and whether anything of theirs was touched."""
     p = problem(place, (8,), [64] * place.size, [32] * place.size)
     q, k, gamma_q, gamma_k = (t.contiguous() for t in p.local)
@@ -51,8 +53,21 @@ def killed(place: Place, gather: bool) -> dict[str, Any] | None:
     return _lost(place, lambda: os.kill(os.getpid(), 9), gather)
 
 
-def late(place: Place, seconds: float) -> dict[str, Any] | None:
-    return _lost(place, lambda: time.sleep(seconds), False)
+def late(place: Place, signal: str) -> dict[str, Any] | None:
+    """Rank 1 does nothing until the others have lost patience and say so by a file."""
+
+    def wait() -> None:
+        while not Path(signal).exists():
+            time.sleep(0.02)
+
+    seen = _lost(place, wait, False)
+    Path(signal).touch()
+    return seen
+
+
+def hung(place: Place) -> None:
+    if place.rank == 1:
+        time.sleep(600)
 
 
 def debugged(place: Place) -> dict[str, Any]:

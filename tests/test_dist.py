@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def found(cache: Path) -> Found:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not known.exists():
                 names = [*CHECKS, *(COMPILED if size == 2 else ())]
-                reports = launch(checks.run_checks, size, names, seconds=120, collective_seconds=30)
+                reports = launch(checks.run_checks, size, names, seconds=240, collective_seconds=60)
                 # a rank that left nothing failed every check
                 told = [r.value or dict.fromkeys(names, r.error) for r in reports]
                 known.write_text(json.dumps(told))
@@ -61,7 +62,7 @@ def test_compiled(found: Found, name: str) -> None:
 
 def values(work: Callable[..., Any], size: int = 2, *args: Any, **options: Any) -> list[Any]:
     """What ``work`` returns on each rank."""
-    reports = launch(work, size, *args, **{"seconds": 90, "collective_seconds": 20, **options})
+    reports = launch(work, size, *args, **{"seconds": 120, "collective_seconds": 30, **options})
     assert [r.error for r in reports] == [""] * size
     return [r.value for r in reports]
 
@@ -111,16 +112,18 @@ def test_killed_rank(gather: bool) -> None:
     assert left.value["untouched"] and left.value["seconds"] < 10
 
 
-def test_time_out() -> None:
-    waiting, _ = launch(dist_workers.late, 2, 2.5, seconds=60, collective_seconds=1)
+def test_time_out(tmp_path: Path) -> None:
+    waiting, _ = launch(dist_workers.late, 2, str(tmp_path / "signal"), seconds=60, collective_seconds=1)
     assert waiting.value["type"] == "RuntimeError" and waiting.value["untouched"]
     assert "onepass.dist.qk_rms_norm" in waiting.value["message"] and "Timed out" in waiting.value["message"]
-    assert 0.9 < waiting.value["seconds"] < 2.5
+    assert waiting.value["seconds"] > 0.9
 
 
 def test_deadline_ends_ranks_that_hang() -> None:
-    reports = launch(dist_workers.late, 2, 600.0, seconds=4, collective_seconds=1)
-    assert reports[1].exit_code is None and reports[1].value is None
+    begin = time.monotonic()
+    reports = launch(dist_workers.hung, 2, seconds=4)
+    assert reports[1].exit_code is None and reports[1].error == "it left no report"
+    assert time.monotonic() - begin < 60
 
 
 def test_compiling_never_exchanges() -> None:
