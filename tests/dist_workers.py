@@ -118,6 +118,9 @@ def refused(place: Place) -> dict[str, Any]:
             "copies": _error(lambda: dist.plan(world, 8, 8 + place.rank, kv_replicas=2)),
             "tensors": _error(lambda: dist.plan(world, 8, 8 if place.rank else None)),
             "placement": _error(lambda: dist.qk_rms_norm(sharded, sharded, gamma_q, gamma_q, EPS)),
+            "per head": _error(lambda: dist.qk_rms_norm(sharded, sharded, gamma_q, gamma_q, EPS, per_head=True)),
+            "no gamma": _error(lambda: dist.rms_norm(q, None, EPS, group=world)),  # type: ignore[arg-type]
+            "other mixture": _error(lambda: dist.qk_rms_norm(q, sharded, gamma_q, gamma_q, EPS, group=world)),
             "mixture": _error(lambda: dist.qk_rms_norm(sharded, q, gamma_q, gamma_q, EPS)),
         }
 

@@ -84,7 +84,10 @@ def test_bad_calls_are_refused_on_every_rank() -> None:
         "copies": "`k` must have as many columns on ranks that hold copies of it, got 9 on rank 1 against 8 on rank 0",
         "tensors": "all ranks of the group must norm as many tensors, got 2 on rank 1 against 1 on rank 0",
         "placement": "`q` must be a DTensor sharded on its last dimension, got placements",
-        "mixture": "`k` must be a DTensor if and only if `q` is, got a tensor",
+        "mixture": "`k` must be a DTensor if and only if `q` is, got a Tensor",
+        "other mixture": "`k` must be a DTensor if and only if `q` is, got a DTensor",
+        "per head": "`per_head` must be left out with DTensors, got True",
+        "no gamma": r"dist.rms_norm: `gamma` must be a tensor \[columns\], got None",
     }
     for of_rank in values(dist_workers.refused):
         assert set(of_rank) == set(expected)

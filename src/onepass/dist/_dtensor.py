@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..errors import ContractError
 from ._norm import qk_rms_norm, rms_norm
 
-_GIVEN = ("group", "plan", "counts", "kv_replicas", "out")
+_GIVEN = ("group", "plan", "counts", "kv_replicas", "out", "per_head")
 
 
 def qk_rms_norm_of_dtensors(
@@ -70,9 +70,9 @@ def rms_norm_of_dtensor(x: Tensor, gamma: Tensor, eps: float, given: tuple[Any, 
 
 
 def _refuse(op: str, given: tuple[Any, ...]) -> None:
-    for name, value in zip(_GIVEN, given, strict=True):
+    for name, value in zip(_GIVEN, given, strict=False):
         if value is not None:
-            raise ContractError(f"{op}: `{name}` must be left out with DTensors, which know it, got {value!r}")
+            raise ContractError(f"{op}: `{name}` must be left out with DTensors, got {value!r}")
 
 
 def _sharded(op: str, name: str, x: DTensor, dimension: int | None = None) -> tuple[DeviceMesh, int]:

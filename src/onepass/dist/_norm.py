@@ -142,19 +142,19 @@ def qk_rms_norm(
 
     DTensors that are sharded on their last dimension are taken as they are and DTensors returned; they need no ``group``,
     ``counts`` or ``kv_replicas``. ``weight_offset``, ``rounding``, ``rope``, ``out_dtype`` and ``per_head`` are those of
-    `onepass.qk_rms_norm`; with ``per_head`` every head lies whole on a rank, so nothing is sent.
+    `onepass.qk_rms_norm`; with ``per_head`` every head lies whole on a rank, so nothing is sent (and DTensors are refused:
+    pass the local ones).
 
     If the collective fails, its error is raised with this op's and the group's name, and no output was touched.
     ``ONEPASS_DEBUG=1`` compares every call across ranks first and names the rank that differs.
     """
-    if not _plain(q) and _distributed(q, k):
+    if not (_plain(q) and _plain(k)) and _distributed(q, k):
         from ._dtensor import qk_rms_norm_of_dtensors
 
-        given = (group, plan, counts, None if kv_replicas == 1 else kv_replicas, out)
+        given = (group, plan, counts, None if kv_replicas == 1 else kv_replicas, out, per_head or None)
         return qk_rms_norm_of_dtensors(
             q, k, gamma_q, gamma_k, eps, given,
-            reproducible=reproducible, weight_offset=weight_offset, rounding=rounding, rope=rope, per_head=per_head,
-            out_dtype=out_dtype,
+            reproducible=reproducible, weight_offset=weight_offset, rounding=rounding, rope=rope, out_dtype=out_dtype,
         )  # fmt: skip
     if per_head:
         return local_qk_rms_norm(
@@ -196,6 +196,8 @@ def rms_norm(
         return rms_norm_of_dtensor(
             x, gamma, eps, given, reproducible=reproducible, weight_offset=weight_offset, rounding=rounding
         )
+    if not isinstance(gamma, Tensor) or gamma.dim() != 1:
+        raise ContractError(f"{_ONE}: `gamma` must be a tensor [columns], got {describe(gamma)}")
     plan = _plan(_ONE, (x,), group, plan, replicas, None if count is None else (count,))
     _compare(_ONE, plan, {"x": x}, reproducible)
     # The kernels take two tensors: the second is a column here and its results are dropped. Its sums travel along, 4
@@ -310,10 +312,8 @@ def _outputs(
     op: str, q: Tensor, k: Tensor, dtype: torch.dtype | None, out: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     if out is None:
-        dense = torch.contiguous_format
-        return torch.empty_like(q, dtype=dtype, memory_format=dense), torch.empty_like(
-            k, dtype=dtype, memory_format=dense
-        )
+        made = [torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (q, k)]
+        return made[0], made[1]
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise ContractError(f"{op}: `out` must be (q_out, k_out), got {describe(out)}")
     if dtype is not None and any(t.dtype != dtype for t in out):
@@ -331,5 +331,5 @@ def _distributed(*tensors: Tensor) -> bool:
 
     which = [isinstance(tensor, DTensor) for tensor in tensors]
     if any(which) and not all(which):
-        raise ContractError(f"{_QK}: `k` must be a DTensor if and only if `q` is, got {describe(tensors[1])}")
+        raise ContractError(f"{_QK}: `k` must be a DTensor if and only if `q` is, got a {type(tensors[1]).__name__}")
     return all(which)
