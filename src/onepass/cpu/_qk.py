@@ -19,7 +19,7 @@ from ..rows import LEVELS
 from ._bits import is_finite, load_row, load_scalar, round_to, store_row, store_scalar
 from ._function import Cell, Function
 from ._place import Fields
-from ._row import _SETTLE, each_block
+from ._row import _AHEAD, _LINE, _SETTLE, each_block
 from ._vec import F32, I32, I64, LANES, Bool, Float, Int
 
 SIDES: Final = ("q", "k")
@@ -145,6 +145,9 @@ class _Side:
             cell.set(f.zeros()[0])
 
         def body(at: Int, mask: Bool | None) -> None:
+            if mask is None:
+                for line in range(0, LANES * self.spec.x.itemsize, _LINE):
+                    f.prefetch(x + at * self.spec.x.itemsize + (_AHEAD + line))
             h = self.load(self.spec.x, x, at, mask)
             self.total.set(h.fma(h, self.total.get()))
             with f.when(((at + LANES) & (_SETTLE - 1)).eq(0)):

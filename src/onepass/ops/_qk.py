@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 from torch import Tensor
 
@@ -10,10 +11,12 @@ from ..contract import Contract
 from ..errors import Unsupported
 from ..formats import SMALLEST_EPS
 from ..qk import QkRows, QkSpec
-from ..rows import LEVELS, geometry
+from ..rows import LEVELS, Geometry, geometry
 from ._launch import Launch
 
 _launch = Launch("qk_norm")
+_ONE: Final = (1, 1)
+_NO_STEPS: Final = (0, 0, 0, 0)
 
 
 def run_qk(
@@ -41,7 +44,17 @@ def run_qk(
         return
     if freqs is not None and positions is not None and os.environ.get("ONEPASS_DEBUG") == "1":
         _check_positions(contract, positions, freqs.shape[0])
-    heads, steps = (1, 1), (0, 0, 0, 0)
+    if head >= 0 and q.dim() == 2:  # nothing to fold
+        strides = [(0, 0, 0) if t is None else (t.stride(0), 0, 0) for t in (q, k, q_out, k_out, stats, positions)]
+        tokens, nq = q.shape
+        nk = k.shape[1]
+        per_head = ((nq // head, nk // head), (head, head), (head,) * 4) if head else (_ONE, (nq, nk), _NO_STEPS)
+        launch(
+            spec, QkRows(Geometry(tokens, 1, 1), strides, *per_head, tokens), q, k, gamma_q, gamma_k, q_out, k_out, stats,
+            freqs, positions, max(eps, SMALLEST_EPS), weight_offset,
+        )  # fmt: skip
+        return
+    heads, steps = _ONE, _NO_STEPS
     tensors: list[Tensor | None] = [q, k, q_out, k_out]
     if head:
         if head > 0:
