@@ -115,17 +115,21 @@ ROWS_OF_A_THREAD: Final = 4
 
 @dataclass(frozen=True)
 class Side:
-    """Tiles of q or of k: ``rows`` x ``block``, of which ``step`` columns count; ``long`` rows are walked block by block."""
+    """Tiles of q or of k: ``rows`` x ``block``, of which ``step`` columns count; ``long`` rows are walked block by block.
+
+    ``vec`` columns are loaded at a time: 16 bytes, or one where a row may begin anywhere.
+    """
 
     block: int
     rows: int
     step: int
     long: bool
+    vec: int
 
 
 @dataclass(frozen=True)
 class QkConfig:
-    """The tiles of both tensors, which share a launch and so its number of warps; ``vec`` columns are loaded at a time.
+    """The tiles of both tensors, which share a launch and so its number of warps.
 
     ``registers`` caps those of a thread where a norm is stored: left to itself the assembler may take 80 and spill.
     Statistics alone need half as many, and with a cap take more.
@@ -134,12 +138,11 @@ class QkConfig:
     q: Side
     k: Side
     warps: int
-    vec: int
     registers: int
 
 
 @cache
-def qk_config(nq: int, nk: int, vec: int, warp_size: int, given: bool, head: int) -> QkConfig:
+def qk_config(nq: int, nk: int, vecs: tuple[int, int], warp_size: int, given: bool, head: int) -> QkConfig:
     """Tiles for rows of ``nq`` and ``nk`` elements; ``given`` statistics; ``head`` columns that rotate together, or 0.
 
     A tile of q has about as many elements as one of k: the shorter rows share one. With given statistics a row may be
@@ -157,10 +160,10 @@ def qk_config(nq: int, nk: int, vec: int, warp_size: int, given: bool, head: int
         tile = max(QK_TILE, *blocks)
     threads = MAX_THREADS if any(long) else tile // 32
     q, k = (
-        Side(block, _rows(tile, block, threads, vec, walked), block // head * head if head else block, walked)
-        for block, walked in zip(blocks, long, strict=True)
+        Side(block, _rows(tile, block, threads, vec, walked), block // head * head if head else block, walked, vec)
+        for block, walked, vec in zip(blocks, long, vecs, strict=True)
     )
-    return QkConfig(q, k, threads // warp_size, vec, 128 if threads <= 512 else 0)
+    return QkConfig(q, k, threads // warp_size, 128 if threads <= 512 else 0)
 
 
 def _rows(tile: int, block: int, threads: int, vec: int, walked: bool) -> int:

@@ -16,7 +16,10 @@ from ._qk_norm_kernels import _qk_norm_kernel
 _NAMES: Final[tuple[str, ...]] = tuple(_qk_norm_kernel.arg_names)
 STRIDES: Final = {name: tuple(f"{p}{i}" for i in range(3)) for name, p in zip(TENSORS, "qkyzsp", strict=True)}
 STEPS: Final = ("qh", "kh", "yh", "zh")
-_WIDE: Final = ("q", "k", "q_out", "k_out", "gamma_q", "gamma_k")
+_SIDES: Final = (("q", "q_out", "gamma_q"), ("k", "k_out", "gamma_k"))
+"""Tensors of rows, and of a row."""
+MAX_ROWS: Final = 2**31 - 2**13
+"""Row numbers are 32-bit, those of a tile's rows beyond the last one too."""
 _POINTERS: Final = (*TENSORS, "gamma_q", "gamma_k", "freqs")
 _SCALARS: Final = ("tokens", "q_heads", "k_heads", "nq", "nk", "n1", "n2", "sequence", "limit", "q_programs")
 _FLOATS: Final = ("q_divisor", "k_divisor", "eps", "weight_offset")
@@ -56,7 +59,8 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, chip: Chip) -> Build:
     }
     signature: dict[str, str] = dict.fromkeys(_SCALARS, "i32") | dict.fromkeys(_FLOATS, "fp32")
     divisible: dict[str, int] = {}
-    vectors = config.vec > 1
+    vecs = {name: side.vec for names, side in zip(_SIDES, (config.q, config.k), strict=True) for name in names}
+    vectors = {name: vec for name, vec in vecs.items() if vec > 1}
     for name, dtype in _dtypes(spec).items():
         strides = STRIDES.get(name, ()) + (("f0",) if name == "freqs" else ())
         if dtype is None:
@@ -68,22 +72,21 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, chip: Chip) -> Build:
                 signature[stride] = "i64"
             else:
                 constants[stride] = 0
-        if vectors and name in _WIDE:
+        if name in vectors:
             divisible[name] = 16
-            divisible |= {stride: config.vec for stride in strides if stride in signature}
+            divisible |= {stride: vectors[name] for stride in strides if stride in signature}
     for name, step in zip(TENSORS, STEPS, strict=False):
         if spec.heads and name in signature:
             signature[step] = "i64"
-            if vectors:
-                divisible[step] = config.vec
+            if name in vectors:
+                divisible[step] = vectors[name]
         else:
             constants[step] = 0
     if not rope or rope.positions is not None:
         constants["sequence"] = 1
     if not rope:
         constants["limit"] = 1
-    if vectors:
-        divisible |= {"nq": config.vec, "nk": config.vec}
+    divisible |= {f"n{name}": vectors[name] for name in ("q", "k") if name in vectors}
     full = tuple((name, "constexpr" if name in constants else signature[name]) for name in _NAMES)
     return Build(
         _describe(spec, config, levels), _qk_norm_kernel, full, tuple(constants.items()),
@@ -118,34 +121,36 @@ def _describe(spec: QkSpec, config: QkConfig, levels: int) -> str:
     if spec.rope:
         at = f"@{_SHORT[spec.rope.positions]}" if spec.rope.positions is not None else ""
         parts.append(f"rope={spec.rope.style}:{spec.rope.dim}/{spec.rope.head_dim}{at}")
-    sides = "+".join(
-        f"{s.rows}x{s.block}{'' if s.step == s.block else f'({s.step})'}{'L' * s.long}" for s in (config.q, config.k)
-    )
-    parts.append(f"{sides}/{config.warps}w/v{config.vec}")
+    parts.append(f"{_tile(config.q)}+{_tile(config.k)}/{config.warps}w")
     if levels > 1:
         parts.append(f"levels={levels}")
     return " ".join(parts)
 
 
-def config_of(spec: QkSpec, rows: QkRows, aligned: bool, warp_size: int) -> QkConfig:
+def _tile(side: Side) -> str:
+    cut = "" if side.step == side.block else f"({side.step})"
+    return f"{side.rows}x{side.block}{cut}{'L' if side.long else ''}v{side.vec}"
+
+
+def config_of(spec: QkSpec, rows: QkRows, vecs: tuple[int, int], warp_size: int) -> QkConfig:
     """The tiles of a call."""
-    head = spec.rope.head_dim if spec.rope else 0
-    return qk_config(*rows.widths, 16 // spec.x.itemsize if aligned else 1, warp_size, spec.stage == "apply", head)
+    return qk_config(*rows.widths, vecs, warp_size, spec.stage == "apply", spec.rope.head_dim if spec.rope else 0)
 
 
-def _aligned(spec: QkSpec, rows: QkRows, pointers: Sequence[int]) -> bool:
-    """Whether every row of every tensor starts on 16 bytes and has no odd end, so that loads and stores can be vectors."""
+def _vecs(spec: QkSpec, rows: QkRows, pointers: Sequence[int]) -> tuple[int, int]:
+    """Columns of q, and of k, to load at a time: 16 bytes where every row begins and ends there in every tensor, or one."""
     vec = 16 // spec.x.itemsize
-    if (rows.widths[0] | rows.widths[1]) % vec:
-        return False
-    addresses = pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[6] | pointers[7]
-    steps = 0
-    for step in rows.steps:
-        steps |= step
-    if rows.geom[0] > 1:
-        for s0, s1, s2 in rows.strides[:4]:
-            steps |= s0 | s1 | s2
-    return addresses % 16 == 0 and steps % vec == 0
+    found = [vec, vec]
+    for side in (0, 1):
+        x, out, gamma = side, side + 2, side + 6
+        steps = rows.widths[side] | rows.steps[x] | rows.steps[out]
+        if rows.geom[0] > 1:
+            for index in (x, out):
+                s0, s1, s2 = rows.strides[index]
+                steps |= s0 | s1 | s2
+        if steps % vec or (pointers[x] | pointers[out] | pointers[gamma]) % 16:
+            found[side] = 1
+    return found[0], found[1]
 
 
 def _programs(side: Side, rows: int, n: int, given: bool) -> int:
@@ -159,8 +164,8 @@ def builds(
 ) -> list[Build]:  # fmt: skip
     """What `launch` would run on ``chip``, given the same arguments."""
     tensors = (q, k, q_out, k_out, stats, positions, gamma_q, gamma_k, freqs)
-    aligned = _aligned(spec, rows, [0 if t is None else t.data_ptr() for t in tensors])
-    return [build_for(spec, config_of(spec, rows, aligned, chip.warp_size), _levels(rows), chip)]
+    vecs = _vecs(spec, rows, [0 if t is None else t.data_ptr() for t in tensors])
+    return [build_for(spec, config_of(spec, rows, vecs, chip.warp_size), _levels(rows), chip)]
 
 
 def _levels(rows: QkRows) -> int:
@@ -195,11 +200,11 @@ _chips: dict[int, Chip] = {}
 _F0: Final = _NAMES.index("f0")
 
 
-def _plan(key: tuple[Any, ...], spec: QkSpec, rows: QkRows, levels: int, aligned: bool, device: int) -> _Plan:
+def _plan(key: tuple[Any, ...], spec: QkSpec, rows: QkRows, levels: int, vecs: tuple[int, int], device: int) -> _Plan:
     if device not in _chips:
         _chips[device] = current_chip(device)
     chip = _chips[device]
-    config = config_of(spec, rows, aligned, chip.warp_size)
+    config = config_of(spec, rows, vecs, chip.warp_size)
     plan = _plans[key] = _Plan(build_for(spec, config, levels, chip), config, device)
     return plan
 
@@ -212,8 +217,8 @@ def _scalars(
     given = spec.stage == "apply"
     q_programs = _programs(config.q, tokens * q_heads, nq, given)
     grid = q_programs + _programs(config.k, tokens * k_heads, nk, given)
-    if max(grid, tokens * max(q_heads, k_heads)) >= 1 << 31:
-        raise Unsupported(f"qk_rms_norm: at most 2**31 - 1 rows in one call on a GPU, got {tokens} tokens")
+    if max(grid, tokens * max(q_heads, k_heads)) > MAX_ROWS:
+        raise Unsupported(f"qk_rms_norm: at most 2**31 - 2**13 rows in one call on a GPU, got {tokens} tokens")
     limit = 1 if freqs is None else freqs.shape[0]
     divisors = (1.0, 1.0) if spec.stage == "sums" else (float(nq), float(nk))
     counts = (tokens, q_heads, k_heads, nq, nk, n1, n2, rows.sequence, limit, q_programs)
@@ -239,13 +244,13 @@ def launch(
     tensors = (q, k, q_out, k_out, stats, positions, gamma_q, gamma_k, freqs)
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     device = q.get_device()
-    aligned = _aligned(spec, rows, pointers)
+    vecs = _vecs(spec, rows, pointers)
     levels = _levels(rows)
     if device < 0:
-        _interpret(spec, rows, levels, aligned, tensors, eps, weight_offset)
+        _interpret(spec, rows, levels, vecs, tensors, eps, weight_offset)
         return
-    key = (spec, rows.widths, levels, aligned, device)
-    plan = _plans.get(key) or _plan(key, spec, rows, levels, aligned, device)
+    key = (spec, rows.widths, levels, vecs, device)
+    plan = _plans.get(key) or _plan(key, spec, rows, levels, vecs, device)
     scalars, grid = _scalars(spec, rows, plan.config, freqs, eps, weight_offset)
     arguments = plan.template.copy()
     for place, index in plan.pointers:
@@ -262,10 +267,10 @@ def launch(
 
 
 def _interpret(
-    spec: QkSpec, rows: QkRows, levels: int, aligned: bool, tensors: Sequence[Tensor | None], eps: float, weight_offset: float
+    spec: QkSpec, rows: QkRows, levels: int, vecs: tuple[int, int], tensors: Sequence[Tensor | None], eps: float, weight_offset: float
 ) -> None:  # fmt: skip
     """The same call in Triton's interpreter, on CPU tensors."""
-    config = config_of(spec, rows, aligned, INTERPRETER.warp_size)
+    config = config_of(spec, rows, vecs, INTERPRETER.warp_size)
     build = build_for(spec, config, levels, INTERPRETER)
     freqs = tensors[-1]
     scalars, grid = _scalars(spec, rows, config, freqs, eps, weight_offset)
