@@ -201,6 +201,21 @@ def test_heads_dimension_or_not() -> None:
     assert (plain.unflatten(-1, (4, 64)) == one).double().mean() > 0.999
 
 
+def test_one_head_a_token() -> None:
+    """Rows as long as gamma: tokens of one head each, or heads, as positions say; two dimensions are tokens."""
+    q, k, gamma, freqs = torch.randn(5, 64), torch.randn(5, 64), torch.randn(64), angles(9, 64)
+    tokens = onepass.qk_rms_norm(q, k, gamma, gamma, per_head=True, rope=onepass.Rope(freqs))
+    whole = onepass.qk_rms_norm(q, k, gamma, gamma, rope=onepass.Rope(freqs, head_dim=64))
+    counted = onepass.Rope(freqs, torch.arange(5))
+    named = onepass.qk_rms_norm(q, k, gamma, gamma, per_head=True, rope=counted)
+    stacked = onepass.qk_rms_norm(q[:, None], k[:, None], gamma, gamma, per_head=True, rope=counted)
+    heads = onepass.qk_rms_norm(q, k, gamma, gamma, per_head=True, rope=onepass.Rope(freqs, torch.tensor(3)))
+    assert all(same_bytes(a, b) for a, b in zip(tokens, whole, strict=True))
+    assert all(same_bytes(a, b) for a, b in zip(tokens, named, strict=True))
+    assert all(same_bytes(a, b[:, 0]) for a, b in zip(tokens, stacked, strict=True))
+    assert same_bytes(heads[0][3], tokens[0][3]) and not torch.equal(heads[0], tokens[0])
+
+
 @pytest.mark.parametrize("heads", [False, True])
 def test_in_place_in_a_packed_projection(heads: bool) -> None:
     """q and k are written where they are read, v beside them stays."""

@@ -210,7 +210,8 @@ def qk_rms_norm(
 
     ``q`` [..., Nq] and ``k`` [..., Nk] may be slices of one packed projection. With ``per_head`` the gammas have the
     columns of one head, D, and every D columns are a row of their own; q and k may then also be [..., Hq, D] and
-    [..., Hk, D] with heads strided in any way (where both last dimensions are D, the second last is the heads).
+    [..., Hk, D] with heads strided in any way. Where both last dimensions are D, the second last is the heads, unless
+    rope's positions have it too, or there is nothing before it in q and k alike: [tokens, D] is one head a token.
     ``rope`` rotates the result in the same launch. ``out`` is a pair of tensors for the results, of any float dtype,
     which may be q and k themselves; else they have ``out_dtype``, or q's.
 
@@ -237,7 +238,7 @@ def qk_rms_norm(
     q_out, k_out = (None, None) if out is None else out
     freqs, positions, style, dim, head_dim = _unpacked(QK_RMS_NORM, rope)
     results: tuple[Tensor | None, ...]
-    if per_head is True and _has_heads(q, k, gamma_q):
+    if per_head is True and _has_heads(q, k, gamma_q, positions):
         results = _heads.call(
             q, k, gamma_q, gamma_k, freqs, positions, eps, weight_offset, rounding, out_dtype, style, dim, head_dim,
             q_out, k_out,
@@ -250,10 +251,12 @@ def qk_rms_norm(
     return cast(Tensor, results[0]), cast(Tensor, results[1])
 
 
-def _has_heads(q: object, k: object, gamma_q: object) -> bool:
-    """Whether the second last dimension counts heads: both rows are as long as gamma."""
+def _has_heads(q: object, k: object, gamma_q: object, positions: object) -> bool:
+    """Whether the second last dimension counts heads: rows are as long as gamma, and positions do not say otherwise."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(gamma_q, Tensor)):
         return False
-    if q.dim() < 2 or k.dim() < 2 or gamma_q.dim() != 1:
+    if gamma_q.dim() != 1 or q.dim() < 2 or k.dim() < 2 or not q.shape[-1] == k.shape[-1] == gamma_q.shape[0]:
         return False
-    return q.shape[-1] == k.shape[-1] == gamma_q.shape[0]
+    if isinstance(positions, Tensor):
+        return positions.dim() == q.dim() - 2
+    return q.dim() > 2 or q.shape != k.shape
