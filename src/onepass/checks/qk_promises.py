@@ -8,18 +8,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..formats import FLOATS, ROUNDINGS
+from ..formats import ROUNDINGS
 from ..ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from ..rope import Rope
 from .case import same_bytes
 
 Promise = Callable[[], str | None]
-WIDTHS = ((128, 64), (1000, 37), (1536, 256), (4096, 4096), (6144, 1024), (16384, 1024), (20000, 1000))
+WIDTHS = ((128, 64), (1000, 37), (1536, 256), (6144, 1024), (16384, 1024), (20000, 1000))
 
 
 def qk_promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be put to the test on ``device``."""
-    for dtype in FLOATS:
+    for dtype in (torch.bfloat16, torch.float32):  # float16 takes the ways of bfloat16
         for nq, nk in WIDTHS:
             label = f"{nq} + {nk} columns of {str(dtype).removeprefix('torch.')}"
             arguments = (device, nq, nk, dtype)
