@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onepass.bench import cpu, report, timing
+from onepass.bench import cpu, qk, report, timing
 from onepass.bench.peers import PEERS, Problem
 from onepass.checks.case import same_bytes
 from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
@@ -40,6 +40,25 @@ def test_peers_do_the_same_work(fp8: bool) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
             found += 1
     assert found == (1 if fp8 else 2)
+
+
+@pytest.mark.parametrize("op", qk.SHAPES)
+def test_qk_peers_do_the_same_work(op: str) -> None:
+    p = qk.problem(8, 256, 64, "cpu")
+    theirs: Any = qk.COMPOSED[op](p)
+    for call in qk.ours(op, p).values():
+        result: Any = call()
+        for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, theirs)), strict=True):
+            assert (a == b).double().mean() > (0.97 if a.dtype == torch.bfloat16 else 0.5)
+            torch.testing.assert_close(a, b, rtol=0.01, atol=0)
+    assert qk.moved(op, p) == {"row_mean_of_squares_qk": 5120 + 64, "apply_qk_rms_norm": 2 * 5120 + 1280 + 64}.get(
+        op, 11520
+    )
+
+
+def test_shapes_in_words() -> None:
+    assert report.shape_words([16, 7168]) == "16 x 7168"
+    assert report.shape_words([16, 6144, 1024]) == "16 x (6144 + 1024)"
 
 
 def test_contenders_take_turns() -> None:
@@ -75,12 +94,13 @@ def test_readme_shows_the_committed_results(results: dict[str, Any]) -> None:
 
 
 def test_results_are_complete(results: dict[str, Any]) -> None:
-    assert {row["op"] for row in results["rows"]} == {"rms_norm", "rms_norm_fused_fp8"}
+    assert {row["op"] for row in results["rows"]} >= {"rms_norm", "rms_norm_fused_fp8"}
     for row in results["rows"]:
         assert {"onepass", "torch eager", "torch.compile"} <= set(row["us"])
         assert all(len(times) == 2 for times in row["us"].values())
-        m, n = row["shape"]
-        assert row["bytes"] >= m * n * (3 if row["op"] == "rms_norm_fused_fp8" else 4)
+        m, *columns = row["shape"]
+        an_element = {"rms_norm_fused_fp8": 3, "row_mean_of_squares_qk": 2}.get(row["op"], 4)
+        assert row["bytes"] >= m * sum(columns) * an_element
 
 
 def test_promises_were_kept_on_the_gpu() -> None:

@@ -33,7 +33,10 @@ def test_every_public_op_is_documented() -> None:
     for op in docs.public_ops():
         assert sum(op.cases.values()) > 0, f"{op.contract.name} has no check cases"
         contract = {*op.contract.args, *op.contract.options, *(out.argument for out in op.contract.outs.values())}
-        assert contract == set(op.function.__annotations__) - {"return"}
+        parameters = set(op.function.__annotations__) - {"return"}
+        carried = op.contract.carried
+        assert set(carried) <= parameters and {name for names in carried.values() for name in names} <= contract
+        assert contract == {name for parameter in parameters for name in carried.get(parameter, (parameter,))}
 
 
 def test_ops_md_names_every_argument() -> None:

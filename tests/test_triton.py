@@ -78,7 +78,16 @@ def test_compiles_for_other_chips(chip: Chip, part: int) -> None:
         assert compile_build(build, chip).asm
 
 
-@pytest.mark.parametrize(("op", "floor"), [("rms_norm", 60), ("rms_norm_fused_fp8", 80)])
+@pytest.mark.parametrize(
+    ("op", "floor"),
+    [
+        ("rms_norm", 60),
+        ("rms_norm_fused_fp8", 80),
+        ("qk_rms_norm", 70),
+        ("apply_qk_rms_norm", 45),
+        ("row_mean_of_squares_qk", 20),
+    ],
+)
 def test_interpreted_kernels_pass_their_cases(op: str, floor: int) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "onepass.checks", "--device", "interpreter", "--op", op]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

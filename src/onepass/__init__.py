@@ -1,5 +1,7 @@
 """onepass: fused RMSNorm-family kernels for LLM inference; one launch, one pass, a stated rounding contract."""
 
+from typing import TYPE_CHECKING
+
 from . import prologues
 from .errors import ContractError, Unsupported
 from .ops.gemv_partial_norm import (
@@ -8,9 +10,14 @@ from .ops.gemv_partial_norm import (
     gemv_and_partial_norm_with_scratch,
     gemv_trace_blocks,
 )
+from .ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from .ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .prologues import Prologue, prologue
+from .rope import Rope
 from .trace import GEMV_TRACE_EVENTS_PER_BLOCK, GemvEvent, GmemTrace, NullTrace, TraceBuf
+
+if TYPE_CHECKING:
+    from . import dist as dist
 
 __version__ = "0.1.0"
 
@@ -21,15 +28,29 @@ __all__ = [
     "GmemTrace",
     "NullTrace",
     "Prologue",
+    "Rope",
     "TraceBuf",
     "Unsupported",
     "__version__",
+    "apply_qk_rms_norm",
     "gemv_and_partial_norm",
     "gemv_and_partial_norm_unfused_with_scratch",
     "gemv_and_partial_norm_with_scratch",
     "gemv_trace_blocks",
     "prologue",
     "prologues",
+    "qk_rms_norm",
     "rms_norm",
     "rms_norm_fused_fp8",
+    "row_mean_of_squares_qk",
+    "row_sum_of_squares_qk",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`onepass.dist`, imported at first use."""
+    if name == "dist":
+        from importlib import import_module
+
+        return import_module(".dist", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

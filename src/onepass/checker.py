@@ -120,12 +120,18 @@ def _bind_shape(write: _Writer, name: str, dims: str, depth: int) -> None:
     shape = f"{name}_shape"
     write(f"{shape} = {name}.shape", depth)
     write.shapes[dims] = shape
-    if "..." in tokens:
-        write(f"lead = {shape}[:-{len(tail)}]", depth)
-        write.symbols.add("lead")
-    for index, symbol in enumerate(tail):
-        write(f"{symbol} = {shape}[{index - len(tail)}]", depth)
-        write.symbols.add(symbol)
+    known: list[str] = []
+    parts = [("lead", f"{shape}[:-{len(tail)}]")] if "..." in tokens else []
+    parts += [(symbol, f"{shape}[{index - len(tail)}]") for index, symbol in enumerate(tail)]
+    for symbol, part in parts:
+        if symbol in write.symbols or symbol.isdigit():
+            known.append(f"{part} != {symbol}")
+        else:
+            write(f"{symbol} = {part}", depth)
+            write.symbols.add(symbol)
+    if known:
+        write(f"if {' or '.join(known)}:", depth)
+        write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
 
 
 def _check_tensor(write: _Writer, name: str, arg: Arg, depth: int) -> None:
@@ -244,9 +250,9 @@ def _write_body(write: _Writer, contract: Contract, options: bool) -> None:
         if arg.many:
             _check_many(write, name, arg)
         elif arg.optional:
-            for symbol in arg.dims.split():
-                if symbol.isidentifier() and symbol not in write.symbols:
-                    write(f"{symbol} = None")
+            fresh = [d for d in arg.dims.split() if d.isidentifier() and d not in write.symbols]
+            if fresh:
+                write(f"{' = '.join(fresh)} = None")
             write(f"if {name} is not None:")
             _check_tensor(write, name, arg, 2)
         else:
@@ -324,7 +330,7 @@ def compile_call(
     write(f"plain = {' and '.join(f'{out.argument} is None' for out in contract.outs.values())}")
     write(f"if watched() or not (plain and {' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
     write(f"    return dispatch(({inputs},), given)")
-    write(f"key = ({options},)" if options else "key = ()")
+    write(f"key = ({options}{',' if options else ''})")
     write("try:")
     write("    notes = seen.get(key)")
     write("except TypeError:")

@@ -35,7 +35,7 @@ class Arg:
     optional: bool = False
     many: bool = False
     layout: Layout = "rows"
-    sample: Literal["normal", "gamma", "positive"] = "normal"
+    sample: Literal["normal", "gamma", "positive", "index"] = "normal"
     mutable: bool = False
     """Also written: only in an op that is `Contract.in_place`."""
 
@@ -100,6 +100,8 @@ class Contract:
     """Functions that the expressions above call, by name."""
     in_place: bool = False
     """There is only the form that writes into the caller's tensors, under the contract's own name."""
+    carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameters of the public function that are not named here, and the names that each carries."""
 
     @cached_property
     def _generated(self) -> tuple[Callable[..., tuple[Tensor | None, ...]], Callable[..., tuple[bool, ...]]]:

@@ -48,8 +48,8 @@ def public_ops() -> Iterator[PublicOp]:
         if info.name.startswith("_"):
             continue
         module = import_module(f"{ops.__name__}.{info.name}")
-        for contract in vars(module).values():
-            if isinstance(contract, Contract) and contract.name not in seen:
+        for label, contract in vars(module).items():
+            if isinstance(contract, Contract) and not label.startswith("_") and contract.name not in seen:
                 seen.add(contract.name)
                 groups = Counter(case.group for case in CASES if case.op == contract.name)
                 yield PublicOp(contract, getattr(module, contract.name), dict(groups))
@@ -135,7 +135,8 @@ def _option_row(name: str, option: Option, parameter: inspect.Parameter | None) 
             allowed += ", `None`"
     else:
         allowed = f"`{kind}`" + (f", `{option.where}`" if option.where else "")
-    return f"`{name}`", f"`{_value(default)}`", allowed, option.doc
+    shown = "required" if default is inspect.Parameter.empty else f"`{_value(default)}`"
+    return f"`{name}`", shown, allowed, option.doc
 
 
 def _output_row(name: str, out: Out) -> Sequence[str]:
@@ -149,6 +150,9 @@ def _output_row(name: str, out: Out) -> Sequence[str]:
 def _conditions(contract: Contract) -> str:
     lines = [f"- `{symbol} = {expression}`" for symbol, expression in contract.sizes.items()]
     lines += [f"- `{rule.argument}` must {rule.expects}" for rule in contract.rules]
+    for parameter, names in contract.carried.items():
+        if names:
+            lines.append(f"- `{parameter}` carries {', '.join(f'`{name}`' for name in names)}")
     return "\n".join(lines)
 
 
@@ -181,4 +185,6 @@ def _code_after_colons(text: str) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
+    if len(lines) == 2:
+        return ""
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -35,6 +35,7 @@ class Op:
 
     def __init__(self, contract: Contract, kernel: Callable[..., None]) -> None:
         self.contract = contract
+        _ = contract.prepare  # made now: a compiler that traces a call must not meet the making
         self.functional, self.out = _define(contract, kernel)
         self.call: Callable[..., Outputs] = compile_call(
             contract, kernel, watched=_watched, special=_special, dispatch=self._dispatch, memory=self._check_memory

@@ -59,6 +59,62 @@ def matmul(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> tuple[Tens
     return x @ weight.T, (x.abs() @ weight.abs().T) * 2.0**-20
 
 
+def mean_of_squares(x: Tensor) -> Tensor:
+    """[..., 1]."""
+    return x.double().square().mean(-1, keepdim=True)
+
+
+def apply_rms_norm(
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor,
+    eps: float,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> Tensor:
+    """RMSNorm of the last dimension from the mean of squares [..., 1], which need not be that of x."""
+    g = gamma.double() + float(torch.tensor(weight_offset, dtype=torch.float32))
+    v = mean.double() + float(torch.tensor(eps, dtype=torch.float32))
+    rs = torch.where(v > 0, v.rsqrt(), 0.0)
+    rs = torch.where(v.isfinite(), rs, torch.nan)
+    if rounding == "hf":
+        return ((x.double() * rs).to(x.dtype).double() * g).to(x.dtype).double()
+    return x.double() * rs * g
+
+
+class Rotated(NamedTuple):
+    """``y`` what was rotated, and ``size`` of each element's pair: the float error of y is relative to that."""
+
+    y: Tensor
+    size: Tensor
+
+
+def rotate(
+    y: Tensor, freqs: Tensor, head_dim: int, *, positions: Tensor | None = None, style: str = "half", dim: int | None = None
+) -> Rotated:  # fmt: skip
+    """RoPE of the first ``dim`` columns of every ``head_dim`` of y [..., N]; freqs [P, dim] has cos, sin, cos, sin, ...
+
+    The position of a token is its index in the last leading dimension unless ``positions`` [...] has it.
+    """
+    dim = dim or freqs.shape[1]
+    lead = y.shape[:-1]
+    if positions is None:
+        positions = torch.arange(lead[-1] if lead else 1, device=y.device).expand(lead or (1,)).reshape(lead)
+    angles = freqs.double()[positions.long().clamp(0, freqs.shape[0] - 1)][..., None, :dim]
+    cos, sin = angles[..., 0::2], angles[..., 1::2]
+    heads = y.double().unflatten(-1, (-1, head_dim))
+    turning, rest = heads[..., :dim], heads[..., dim:]
+    a, b = turning.chunk(2, -1) if style == "half" else (turning[..., 0::2], turning[..., 1::2])
+    size = (a.square() + b.square()).sqrt() * (cos.square() + sin.square()).sqrt()
+
+    def joined(first: Tensor, second: Tensor, others: Tensor) -> Tensor:
+        pairs = torch.cat((first, second), -1) if style == "half" else torch.stack((first, second), -1).flatten(-2)
+        return torch.cat((pairs, others), -1).flatten(-2)
+
+    return Rotated(joined(a * cos - b * sin, b * cos + a * sin, rest), joined(size, size, rest.abs()))
+
+
 def quantization_step(
     y: Tensor, fp8_max: float, *, group_size: int | None = None, scale_ub: float | None = None
 ) -> Tensor:

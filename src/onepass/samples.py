@@ -25,6 +25,7 @@ def sample(
     """Random tensors for the required arguments and the named optional ones."""
     generator = torch.Generator().manual_seed(seed)
     chosen = dict(dtypes or {})
+    first = next(iter(contract.args))
     tensors: dict[str, Tensor] = {}
     for name, arg in contract.args.items():
         if arg.many or (arg.optional and name not in optional):
@@ -35,7 +36,9 @@ def sample(
             values = 1 + 0.25 * values
         elif arg.sample == "positive":
             values = 0.02 + 0.01 * values.abs()
-        default = arg.dtypes[0] if not isinstance(arg.dtypes, str) else chosen.get("x", torch.bfloat16)
+        elif arg.sample == "index":
+            values = values > 0
+        default = arg.dtypes[0] if not isinstance(arg.dtypes, str) else chosen.get(first, torch.bfloat16)
         tensors[name] = values.to(chosen.get(name, default)).to(device)
     return tensors
 
@@ -51,19 +54,22 @@ class Mistake:
 
 def mistakes(contract: Contract, good: Mapping[str, Any]) -> Iterator[Mistake]:
     """Every argument of a good call spoiled in every way its declaration rules out."""
+    first, seen = next(iter(contract.args)), set[str]()
     for name, arg in contract.args.items():
         value = good.get(name)
+        tokens = set(arg.dims.split())
+        binds, seen = bool(tokens - seen - {"..."}), seen | tokens
         if arg.many or not isinstance(value, Tensor):
             continue
         spoiled: dict[str, Any] = {
             "not a tensor": 3.0,
             "a list": [1.0],
-            "integers": value.to(torch.int32),
+            "integers": value.to(torch.int32) if value.is_floating_point() else None,
             "float64": value.double(),
             "bool": value > 0,
             "another device": value.to("meta"),
             "one dimension more": value.unsqueeze(0) if "..." not in arg.dims and value.dim() else None,
-            "no columns": value[..., :0] if name != "x" and value.dim() else None,
+            "no columns": value[..., :0] if not binds and value.dim() else None,
             "one column more": torch.cat([value, value], -1) if value.dim() else torch.stack([value, value]),
             "gradient": value.detach().clone().requires_grad_() if value.is_floating_point() else None,
         }
@@ -72,15 +78,14 @@ def mistakes(contract: Contract, good: Mapping[str, Any]) -> Iterator[Mistake]:
         if value.dim() and value.shape[-1] > 1 and arg.layout == "rows":
             wide = torch.stack([value, value], -1)
             spoiled["last dimension strided"] = wide[..., 0]
-        if "..." in arg.dims and value.dim() > 1 and name != "x":
+        if "..." in arg.dims and value.dim() > 1 and name != first:
             spoiled["rows missing"] = value[:-1]
         for label, bad in spoiled.items():
             if bad is None and label != "None":
                 continue
-            blamed = name
-            if name == "x" and label in ("one column more", "float64", "another device"):
-                continue  # legal for x alone, or blamed on the argument that no longer fits
-            yield Mistake(f"{name}: {label}", blamed, {**good, name: bad})
+            if (name == first and label in ("float64", "another device")) or (binds and label == "one column more"):
+                continue  # legal for it alone, or blamed on the argument that no longer fits
+            yield Mistake(f"{name}: {label}", name, {**good, name: bad})
     for name, option in contract.options.items():
         for label, bad in _spoiled_option(option):
             yield Mistake(f"{name}: {label}", name, {**good, name: bad})

@@ -35,18 +35,19 @@ def main() -> None:
 def _gpu(report: dict[str, Any], peers: bool) -> None:
     import triton
 
-    from . import gemv, gpu
+    from . import gemv, gpu, qk
+    from .report import shape_words
 
     report["triton"] = triton.__version__
     report["ceilings"] = gpu.ceilings()
     print(report["ceilings"], flush=True)
     report["rows"] = []
     copy = report["ceilings"]["copy 2 GiB TB/s"]
-    for row in chain(gemv.rows(peers), gpu.rows(peers)):
+    for row in chain(gemv.rows(peers), qk.rows(peers), gpu.rows(peers)):
         report["rows"].append(row)
         floor = row["bytes"] / copy / 1e6
         times = "  ".join(f"{name} {min(us):.2f}" for name, us in row["us"].items())
-        print(f"{row['op']:22} {'x'.join(map(str, row['shape'])):<14} floor {floor:7.2f}  {times}", flush=True)
+        print(f"{row['op']:22} {shape_words(row['shape']):>22} floor {floor:7.2f}  {times}", flush=True)
     report["host_us"] = gpu.host_rows()
     print(report["host_us"], flush=True)
 

@@ -23,11 +23,17 @@ def markdown(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         ours = min(row["us"]["onepass"])
         share = row["bytes"] / ours / 1e6 / copy
-        shape = " x ".join(map(str, row["shape"]))
+        shape = shape_words(row["shape"])
         cells = [_peer(row["us"].get(name), ours) for name in peers]
         reached = f"{share:.0%}" if share > 0.3 else "latency"
         lines.append(f"| `{row['op']}` | {shape} | **{ours:.2f}** | {reached} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def shape_words(shape: list[int]) -> str:
+    """``16 x 7168``, or of q and k ``16 x (6144 + 1024)``."""
+    rows, *columns = shape
+    return f"{rows} x {columns[0]}" if len(columns) == 1 else f"{rows} x ({' + '.join(map(str, columns))})"
 
 
 def _peer(times: list[float] | None, ours: float) -> str:

@@ -12,6 +12,7 @@ from ..formats import FLOATS
 from ..ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .case import same_bytes
 from .gemv_promises import gemv_promises
+from .qk_promises import qk_promises
 
 Promise = Callable[[], str | None]
 """Keeps it (None) or says how it is broken."""
@@ -31,6 +32,7 @@ def promises(device: str) -> Iterator[tuple[str, Promise]]:
         yield "a captured graph replays on new inputs", _graph
         yield "more than 2**32 elements are addressed", _huge
     yield from gemv_promises(device)
+    yield from qk_promises(device)
 
 
 def _all(x: Tensor, gamma: Tensor) -> list[Tensor]:

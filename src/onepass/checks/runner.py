@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import gemv_partial_norm, rms_norm
+from . import gemv_partial_norm, qk_norm, rms_norm
 from .case import Check
 from .promises import promises
 
@@ -21,8 +21,12 @@ MODULES: dict[str, Any] = {
     "rms_norm": rms_norm,
     "rms_norm_fused_fp8": rms_norm,
     "gemv_and_partial_norm": gemv_partial_norm,
+    "row_sum_of_squares_qk": qk_norm,
+    "row_mean_of_squares_qk": qk_norm,
+    "apply_qk_rms_norm": qk_norm,
+    "qk_rms_norm": qk_norm,
 }
-CASES: tuple[Check, ...] = (*rms_norm.CASES, *gemv_partial_norm.CASES)
+CASES: tuple[Check, ...] = (*rms_norm.CASES, *gemv_partial_norm.CASES, *qk_norm.CASES)
 DEVICES = ("cpu", "cuda", "interpreter")
 
 

@@ -161,7 +161,7 @@ def cache_directory() -> Path | None:
         return None
 
 
-def cache_file(spec: Spec) -> Path | None:
+def cache_file(spec: Any) -> Path | None:
     """The file for ``spec`` on this machine."""
     directory = cache_directory()
     if directory is None:
@@ -176,7 +176,7 @@ def cache_file(spec: Spec) -> Path | None:
     return directory / (hashlib.sha256(repr(parts).encode()).hexdigest()[:40] + ".o")
 
 
-def describe_spec(spec: Spec) -> str:
+def describe_spec(spec: Any) -> str:
     """Everything about ``spec`` that shapes its code, the prologue as its program."""
     values = {field.name: getattr(spec, field.name) for field in fields(spec)}
     if isinstance(spec, RowSpec) and spec.prologue is not None:
@@ -225,3 +225,17 @@ def _write(path: Path | None, image: bytes) -> None:
             os.unlink(temporary)
     except OSError:
         return
+
+
+def linked(spec: Any, text: Callable[[], str], *symbols: str) -> Any:
+    """Linked code of ``spec``: the object file that was kept, or ``text()`` compiled, which is then kept."""
+    file = cache_file(spec)
+    image = _read(file)
+    if image is not None:
+        try:
+            return link(image, *symbols)
+        except RuntimeError:  # a sound file that this LLVM does not link
+            pass
+    image = compile_ir(text(), *host())
+    _write(file, image)
+    return link(image, *symbols)

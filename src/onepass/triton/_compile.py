@@ -25,6 +25,8 @@ POINTERS = {
     torch.float8_e4m3fn: "*u8",
     torch.float8_e4m3fnuz: "*u8",
     torch.float8_e8m0fnu: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 
 _lock = threading.Lock()
@@ -42,6 +44,8 @@ class Build:
     warps: int
     pdl: bool
     registers: int = 0
+    contracts: bool = True
+    """Whether the compiler may make one fused operation of a product and a sum."""
 
     def source(self) -> ASTSource:
         """What Triton compiles."""
@@ -57,6 +61,8 @@ def compile_build(build: Build, chip: Chip) -> Any:
         options["maxnreg"] = build.registers
     if build.pdl:
         options["launch_pdl"] = True
+    if not build.contracts:
+        options["enable_fp_fusion"] = False
     target = GPUTarget(chip.backend, chip.arch, chip.warp_size)
     with _lock, triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True

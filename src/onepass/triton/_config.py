@@ -100,3 +100,81 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
         vec, registers = 1, 0
     spread = min(warps, max(1, block // (warp_size * vec)))
     return RowConfig(block, rows, warps, vec, long, registers, spread)
+
+
+QK_TILE: Final = 4096
+"""Elements of a tile of short rows; 1024 a warp, as for long ones."""
+QK_FOLD: Final = 8192
+"""Columns of the blocks in which longer rows are walked; `_tree.FOLD`."""
+APPLY_TILE: Final = 8192
+"""Elements of a tile where statistics are given: four rows of a piece of 2048 columns share one read of gamma."""
+PIECES: Final = (2048, 1024, 512, 256)
+ROWS_OF_A_THREAD: Final = 4
+"""Each row costs a thread two addresses."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Tiles of q or of k: ``rows`` x ``block``, of which ``step`` columns count; ``long`` rows are walked block by block.
+
+    ``vec`` columns are loaded at a time: 16 bytes, or one where a row may begin anywhere.
+    """
+
+    block: int
+    rows: int
+    step: int
+    long: bool
+    vec: int
+
+
+@dataclass(frozen=True)
+class QkConfig:
+    """The tiles of both tensors, which share a launch and so its number of warps.
+
+    ``registers`` caps those of a thread where a norm is stored: left to itself the assembler may take 80 and spill.
+    Statistics alone need half as many, and with a cap take more.
+    """
+
+    q: Side
+    k: Side
+    warps: int
+    registers: int
+
+
+@cache
+def qk_config(nq: int, nk: int, vecs: tuple[int, int], warp_size: int, given: bool, head: int) -> QkConfig:
+    """Tiles for rows of ``nq`` and ``nk`` elements; ``given`` statistics; ``head`` columns that rotate together, or 0.
+
+    A tile of q has about as many elements as one of k: the shorter rows share one. With given statistics a row may be
+    cut, and is, into pieces that are a power of two and waste at most an eighth. No sum depends on any of this.
+    """
+    most = QK_FOLD if head else 2 * QK_FOLD
+    padded = [max(32, 1 << (n - 1).bit_length()) for n in (nq, nk)]
+    if given:
+        blocks = [_piece(n, p, head) for n, p in zip((nq, nk), padded, strict=True)]
+        long = [False, False]
+        tile = max(APPLY_TILE, *blocks)
+    else:
+        long = [n > most for n in (nq, nk)]
+        blocks = [QK_FOLD if walked else p for p, walked in zip(padded, long, strict=True)]
+        tile = max(QK_TILE, *blocks)
+    threads = MAX_THREADS if any(long) else tile // 32
+    q, k = (
+        Side(block, _rows(tile, block, threads, vec, walked), block // head * head if head else block, walked, vec)
+        for block, walked, vec in zip(blocks, long, vecs, strict=True)
+    )
+    return QkConfig(q, k, threads // warp_size, 128 if threads <= 512 else 0)
+
+
+def _rows(tile: int, block: int, threads: int, vec: int, walked: bool) -> int:
+    at_once = max(1, threads * vec // block)
+    return 1 if walked else min(tile // block, ROWS_OF_A_THREAD * at_once)
+
+
+def _piece(n: int, padded: int, head: int) -> int:
+    """Columns of a piece: the most that waste little, or one row's, or one head's."""
+    least = max(32, 1 << (head - 1).bit_length()) if head else 32
+    for piece in PIECES:
+        if least <= piece <= padded and -n % (piece // head * head if head else piece) <= n // 8:
+            return piece
+    return max(min(padded, PIECES[0]), least)

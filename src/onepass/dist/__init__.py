@@ -1,0 +1,57 @@
+"""RMSNorm over columns that are shared out over ranks: one small all-reduce of sums of squares, of any process group.
+
+Tensor parallelism gives rank r the columns q_r [..., Nq_r] and k_r [..., Nk_r] of a projection that the model norms as a
+whole (OLMo-2, MiniMax-M2). What is missing on a rank is one float32 a row and tensor::
+
+    s_r     = [sum(q_r^2), sum(k_r^2)]                       float32 [..., 2], in a fixed order
+    S       = s_0 + s_1 + ... + s_(W-1)                      one all-reduce: 8 bytes a row
+    mean    = S / [Nq, Nk]                                   Nq, Nk: columns of all ranks together
+    q_out   = (q_r * (1 / sqrt(mean_q + eps))) * gamma_q_r   and k_out likewise
+
+Sums travel, never means: shards may differ in width. Where ranks hold copies of the same k columns (fewer kv heads than
+ranks, ``kv_replicas``), the first of them sends its sum and the others send 0. Adding 0 changes no bit; sending a
+share of the sum would, as dividing by a number that is no power of two rounds.
+
+`plan` finds the column counts, once for a group and its widths; `qk_rms_norm` is the whole; `start_qk_stats` and
+`finish` are its two halves, with room for other work between them. `rms_norm` is the same for one tensor.
+`QKNormParallel` and `QKAttentionParallel` are styles for `torch.distributed.tensor.parallel.parallelize_module`.
+Costs and guarantees: docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import Unsupported
+
+if not torch.distributed.is_available():
+    raise Unsupported("onepass.dist needs a torch that was built with torch.distributed")
+
+from ._norm import PendingStats, finish, qk_rms_norm, rms_norm, start_qk_stats
+from ._plan import QKNormPlan, plan
+
+if TYPE_CHECKING:
+    from .parallel import QKAttentionParallel, QKNormParallel
+
+__all__ = [
+    "PendingStats",
+    "QKAttentionParallel",
+    "QKNormParallel",
+    "QKNormPlan",
+    "finish",
+    "plan",
+    "qk_rms_norm",
+    "rms_norm",
+    "start_qk_stats",
+]
+
+
+def __getattr__(name: str) -> object:
+    """The parallel styles, whose base class brings in all of DTensor."""
+    if name in ("QKAttentionParallel", "QKNormParallel"):
+        from . import parallel
+
+        return getattr(parallel, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

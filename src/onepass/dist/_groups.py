@@ -1,0 +1,93 @@
+"""Process groups: which one is meant, how errors name it, and what its ranks are compared by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from ..errors import ContractError
+
+Group: TypeAlias = "c10d.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]"
+"""A process group, a one-dimensional device mesh, or a mesh and one of its dimensions."""
+
+GROUP_KINDS = "be a ProcessGroup that this rank belongs to, a 1-D DeviceMesh or (mesh, dimension)"
+
+
+def resolve(op: str, group: object) -> c10d.ProcessGroup:
+    """The process group that ``group`` means."""
+    mesh, dimension = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
+    if isinstance(mesh, DeviceMesh):
+        if dimension is None and mesh.ndim != 1:
+            raise ContractError(f"{op}: `group` must {GROUP_KINDS}, got a mesh of {mesh.ndim} dimensions")
+        return mesh.get_group(dimension)
+    if isinstance(group, c10d.ProcessGroup):
+        return group
+    raise ContractError(f"{op}: `group` must {GROUP_KINDS}, got {group!r}")
+
+
+def describe_group(group: c10d.ProcessGroup) -> str:
+    """How a message names a group: its name, backend and ranks."""
+    ranks = c10d.get_process_group_ranks(group)
+    listed = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
+    return f"group {group.group_name!r} ({c10d.get_backend(group)}, ranks {listed})"
+
+
+@contextmanager
+def named_errors(op: str, where: str) -> Iterator[None]:
+    """Let a failing collective say which op and group it belonged to; the type of the error stays what it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        message = f"onepass.{op}: the collective over {where} failed: {error}"
+        kind = type(error)
+        if not issubclass(kind, c10d.DistError):
+            kind = RuntimeError
+        raise kind(message) from error
+
+
+def exchange(op: str, group: c10d.ProcessGroup, mine: object) -> list[Any]:
+    """What every rank of the group has to say, in rank order. Blocks; not for the path of every call."""
+    table: list[Any] = [None] * group.size()
+    with named_errors(op, describe_group(group)):
+        c10d.all_gather_object(table, mine, group=group)
+    return table
+
+
+def debugging() -> bool:
+    """Whether ONEPASS_DEBUG asks for calls to be compared across ranks."""
+    return os.environ.get("ONEPASS_DEBUG") == "1"
+
+
+def compare_ranks(op: str, group: c10d.ProcessGroup, mine: dict[str, Any]) -> None:
+    """Refuse a call, on every rank, that the ranks make with different arguments; the message names who differs."""
+    table = exchange(op, group, mine)
+    ranks = c10d.get_process_group_ranks(group)
+    for key, expected in table[0].items():
+        odd = [rank for rank, row in enumerate(table) if row.get(key) != expected]
+        if odd:
+            got = ", ".join(f"{table[rank].get(key)} on rank {_rank(rank, ranks)}" for rank in odd)
+            raise ContractError(
+                f"{op}: `{key}` must be the same on all ranks of the group, "
+                f"got {got} against {expected} on rank {_rank(0, ranks)}"
+            )
+
+
+def _rank(rank: int, ranks: Sequence[int]) -> str:
+    return str(rank) if ranks[rank] == rank else f"{rank} (global rank {ranks[rank]})"
+
+
+def group_named(name: str) -> c10d.ProcessGroup:
+    """The group that a plan was made for."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def rows_of(tensor: torch.Tensor) -> list[int]:
+    """The leading shape, which ranks must agree on."""
+    return list(tensor.shape[:-1])

@@ -1,0 +1,89 @@
+"""From checked q and k to one backend launch: fold the leading dimensions, find the heads, pick the backend."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from torch import Tensor
+
+from ..contract import Contract
+from ..errors import Unsupported
+from ..formats import SMALLEST_EPS
+from ..qk import QkRows, QkSpec
+from ..rows import LEVELS, Geometry, geometry
+from ._launch import Launch
+
+_launch = Launch("qk_norm")
+_ONE: Final = (1, 1)
+_NO_STEPS: Final = (0, 0, 0, 0)
+
+
+def run_qk(
+    contract: Contract,
+    spec: QkSpec,
+    head: int,
+    q: Tensor,
+    k: Tensor,
+    gamma_q: Tensor | None,
+    gamma_k: Tensor | None,
+    q_out: Tensor | None,
+    k_out: Tensor | None,
+    stats: Tensor | None,
+    freqs: Tensor | None,
+    positions: Tensor | None,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    """One launch over q and k; nothing is launched when there are no tokens.
+
+    ``head`` 0: a row is [..., N]. Above 0: rows of that many columns lie side by side in [..., N]. -1: in [..., H, D].
+    """
+    launch = _launch.on(q)
+    if not q.numel():
+        return
+    if freqs is not None and positions is not None and os.environ.get("ONEPASS_DEBUG") == "1":
+        _check_positions(contract, positions, freqs.shape[0])
+    if head >= 0 and q.dim() == 2:  # nothing to fold
+        strides = [(0, 0, 0) if t is None else (t.stride(0), 0, 0) for t in (q, k, q_out, k_out, stats, positions)]
+        tokens, nq = q.shape
+        nk = k.shape[1]
+        per_head = ((nq // head, nk // head), (head, head), (head,) * 4) if head else (_ONE, (nq, nk), _NO_STEPS)
+        launch(
+            spec, QkRows(Geometry(tokens, 1, 1), strides, *per_head, tokens), q, k, gamma_q, gamma_k, q_out, k_out, stats,
+            freqs, positions, max(eps, SMALLEST_EPS), weight_offset,
+        )  # fmt: skip
+        return
+    heads, steps = _ONE, _NO_STEPS
+    tensors: list[Tensor | None] = [q, k, q_out, k_out]
+    if head:
+        if head > 0:
+            heads, steps = (q.shape[-1] // head, k.shape[-1] // head), (head,) * 4
+        else:
+            heads = (q.shape[-2], k.shape[-2])
+            steps = tuple(0 if t is None else t.stride(-2) for t in tensors)  # type: ignore[assignment]
+            tensors = [None if t is None else t.select(-2, 0) for t in tensors]
+    first, second, *_ = tensors
+    assert first is not None and second is not None
+    widths = (head, head) if head > 0 else (first.shape[-1], second.shape[-1])
+    sequence = first.shape[-2] if first.dim() > 1 else 1
+    tensors += [stats, None if positions is None else positions.unsqueeze(-1)]
+    if first.dim() == 1:
+        tensors = [None if t is None else t.unsqueeze(0) for t in tensors]
+    folded = geometry(tensors)
+    if folded is None:
+        raise Unsupported(
+            f"{contract.name}: leading dimensions whose strides fold to more than {LEVELS} levels are not supported; "
+            f"`q` has shape {list(q.shape)} and strides {list(q.stride())}"
+        )
+    rows = QkRows(*folded, heads, widths, steps, sequence)
+    launch(
+        spec, rows, q, k, gamma_q, gamma_k, q_out, k_out, stats, freqs, positions, max(eps, SMALLEST_EPS), weight_offset
+    )  # fmt: skip
+
+
+def _check_positions(contract: Contract, positions: Tensor, limit: int) -> None:
+    """Read the positions on the host, which waits for the device: for debugging only."""
+    least, most = (int(v) for v in positions.aminmax())
+    if least < 0 or most >= limit:
+        contract.fail("positions", f"lie within the {limit} rows of freqs", f"{least} to {most}")

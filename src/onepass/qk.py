@@ -1,0 +1,81 @@
+"""What one kernel over the rows of q and k does (`QkSpec`) and where those rows lie (`QkRows`).
+
+A *token* is one index of the leading dimensions that q and k share. It has one row of q and one of k or, where every
+head is normalized by itself, a row for each head. Both tensors are the work of one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal, NamedTuple
+
+import torch
+
+from .formats import Rounding
+from .rope import RopeStyle
+from .rows import Geometry, Strides
+
+Stage = Literal["sums", "means", "apply", "fused"]
+"""Store the sums or the means of squares; normalize with given means; or both in one go, storing no statistics."""
+
+TENSORS: Final = ("q", "k", "q_out", "k_out", "stats", "positions")
+"""In the order of `QkRows.strides`; the first four, in the order of `QkRows.steps`, have heads."""
+MAX_HEAD: Final = 4096
+"""Columns of a head that can be rotated."""
+
+
+class RopeRule(NamedTuple):
+    """How heads are rotated: the first ``dim`` columns of every ``head_dim``; ``positions`` is a dtype, or None."""
+
+    style: RopeStyle
+    head_dim: int
+    dim: int
+    positions: torch.dtype | None
+
+
+@dataclass(frozen=True, eq=False)
+class QkSpec:
+    """Everything but sizes that shapes the machine code; interned by `qk_spec`, so identity is equality."""
+
+    stage: Stage
+    x: torch.dtype
+    gamma: torch.dtype | None
+    out: torch.dtype | None
+    rounding: Rounding
+    heads: bool
+    rope: RopeRule | None
+
+    @property
+    def applies(self) -> bool:
+        """Whether the norm is stored."""
+        return self.out is not None
+
+
+@cache
+def qk_spec(
+    stage: Stage,
+    x: torch.dtype,
+    gamma: torch.dtype | None = None,
+    out: torch.dtype | None = None,
+    rounding: Rounding = "once",
+    heads: bool = False,
+    rope: RopeRule | None = None,
+) -> QkSpec:
+    """The interned `QkSpec` of these properties."""
+    return QkSpec(stage, x, gamma, out, rounding, heads, rope)
+
+
+class QkRows(NamedTuple):
+    """``geom`` counts tokens; ``heads``, ``widths`` (columns of a row) are of q and of k; ``steps`` lead to the next head.
+
+    Token i stands at position ``i % sequence`` where the caller gives none.
+    """
+
+    geom: Geometry
+    strides: Sequence[Strides]
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+    steps: tuple[int, int, int, int]
+    sequence: int
