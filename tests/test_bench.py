@@ -57,8 +57,10 @@ def test_qk_peers_do_the_same_work(op: str) -> None:
 
 
 def test_shapes_in_words() -> None:
-    assert report.shape_words([16, 7168]) == "16 x 7168"
-    assert report.shape_words([16, 6144, 1024]) == "16 x (6144 + 1024)"
+    assert report.shape_words({"shape": [16, 7168]}) == "16 x 7168"
+    assert report.shape_words({"shape": [16, 6144, 1024]}) == "16 x (6144 + 1024)"
+    gemv = {"shape": [1, 2112, 7168], "normed": 1536}
+    assert report.shape_words(gemv) == "1 x 2112 x 7168, 1536 normed"
 
 
 def test_contenders_take_turns() -> None:
@@ -111,7 +113,7 @@ def test_promises_were_kept_on_the_gpu() -> None:
 def test_write_into_replaces_only_the_table(tmp_path: Path, results: dict[str, Any]) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write_into(page, RESULTS)
+    report.write_into(page, [RESULTS])
     text = page.read_text()
     assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
     assert "old" not in text and report.markdown(results) in text

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+FAMILIES = ("rows", "gemv", "qk")
+
 
 def main() -> None:
     """Measure on the chosen device, print as it goes, write JSON if asked."""
@@ -19,6 +21,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write results here")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--only", choices=FAMILIES, help="on a GPU: this family of ops alone")
     options = parser.parse_args()
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -27,12 +30,15 @@ def main() -> None:
         "python": platform.python_version(),
     }
     with torch.inference_mode():
-        (_gpu if options.device == "cuda" else _cpu)(report, not options.no_peers)
+        if options.device == "cuda":
+            _gpu(report, not options.no_peers, options.only)
+        else:
+            _cpu(report, not options.no_peers)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _gpu(report: dict[str, Any], peers: bool) -> None:
+def _gpu(report: dict[str, Any], peers: bool, only: str | None) -> None:
     import triton
 
     from . import gemv, gpu, qk
@@ -43,13 +49,15 @@ def _gpu(report: dict[str, Any], peers: bool) -> None:
     print(report["ceilings"], flush=True)
     report["rows"] = []
     copy = report["ceilings"]["copy 2 GiB TB/s"]
-    for row in chain(gemv.rows(peers), qk.rows(peers), gpu.rows(peers)):
+    families = dict(zip(FAMILIES, (gpu, gemv, qk), strict=True))
+    for row in chain.from_iterable(f.rows(peers) for name, f in families.items() if only in (None, name)):
         report["rows"].append(row)
         floor = row["bytes"] / copy / 1e6
         times = "  ".join(f"{name} {min(us):.2f}" for name, us in row["us"].items())
-        print(f"{row['op']:22} {shape_words(row['shape']):>22} floor {floor:7.2f}  {times}", flush=True)
-    report["host_us"] = gpu.host_rows()
-    print(report["host_us"], flush=True)
+        print(f"{row['op']:22} {shape_words(row):>22} floor {floor:7.2f}  {times}", flush=True)
+    if only in (None, "rows"):
+        report["host_us"] = gpu.host_rows()
+        print(report["host_us"], flush=True)
 
 
 def _cpu(report: dict[str, Any], peers: bool) -> None:

@@ -44,10 +44,6 @@ def composed(act: Tensor, weight: Tensor, gamma: Tensor, eps: float) -> tuple[Te
     return torch.nn.functional.rms_norm(y[:, :width], (width,), gamma, eps), y[:, width:]
 
 
-def _compiled(mode: str) -> Callable[..., object]:
-    return torch.compile(composed, mode=mode, dynamic=False, fullgraph=True)
-
-
 def rows(peers: bool = True) -> Iterator[dict[str, Any]]:
     """One result a shape: bytes of weights, times (two medians each) of onepass, its pair with a norm, and every peer."""
     contenders: dict[str, Callable[..., object]] = {}
@@ -55,8 +51,7 @@ def rows(peers: bool = True) -> Iterator[dict[str, Any]]:
         torch._dynamo.config.recompile_limit = 64
         contenders = {
             "torch eager": composed,
-            "torch.compile": _compiled("default"),
-            "torch.compile max": _compiled("max-autotune-no-cudagraphs"),
+            "torch.compile": torch.compile(composed, dynamic=False, fullgraph=True),
         }
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
     for m, n, k, width in SHAPES:

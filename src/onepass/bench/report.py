@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,18 @@ def markdown(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         ours = min(row["us"]["onepass"])
         share = row["bytes"] / ours / 1e6 / copy
-        shape = shape_words(row["shape"])
+        shape = shape_words(row)
         cells = [_peer(row["us"].get(name), ours) for name in peers]
         reached = f"{share:.0%}" if share > 0.3 else "latency"
         lines.append(f"| `{row['op']}` | {shape} | **{ours:.2f}** | {reached} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def shape_words(shape: list[int]) -> str:
-    """``16 x 7168``, or of q and k ``16 x (6144 + 1024)``."""
-    rows, *columns = shape
+def shape_words(row: dict[str, Any]) -> str:
+    """``16 x 7168``; of q and k ``16 x (6144 + 1024)``; of a GEMV ``1 x 2112 x 7168, 1536 normed``."""
+    rows, *columns = row["shape"]
+    if "normed" in row:
+        return f"{rows} x {columns[0]} x {columns[1]}, {row['normed']} normed"
     return f"{rows} x {columns[0]}" if len(columns) == 1 else f"{rows} x ({' + '.join(map(str, columns))})"
 
 
@@ -40,16 +43,16 @@ def _peer(times: list[float] | None, ours: float) -> str:
     return "" if times is None else f"{min(times):.2f} ({min(times) / ours:.2f}x)"
 
 
-def write_into(page: Path, results: Path) -> None:
-    """Replace what stands between the markers of ``page`` by the table of ``results``."""
+def write_into(page: Path, results: Sequence[Path]) -> None:
+    """Replace what stands between the markers of ``page`` by a table of each file."""
     text = page.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    table = markdown(json.loads(results.read_text()))
-    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    tables = "\n\n".join(markdown(json.loads(path.read_text())) for path in results)
+    page.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
 
 
 if __name__ == "__main__":
     import sys
 
-    write_into(Path(sys.argv[1]), Path(sys.argv[2]))
+    write_into(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])

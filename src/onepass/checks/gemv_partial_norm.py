@@ -11,8 +11,14 @@ from torch import Tensor
 
 from .. import oracle
 from ..formats import FLOATS, FP8_FORMATS, ScaleRule
-from ..ops.gemv_partial_norm import GEMV, gemv_and_partial_norm, gemv_and_partial_norm_with_scratch
+from ..ops.gemv_partial_norm import (
+    GEMV,
+    gemv_and_partial_norm,
+    gemv_and_partial_norm_with_scratch,
+    gemv_trace_blocks,
+)
 from ..samples import sample
+from ..trace import GemvEvent, GmemTrace, NullTrace, TraceBuf
 from . import compare
 from .case import Layout, Values, lay_out, on_device, poison, same_bytes, short_dtype, to_cpu
 
@@ -36,12 +42,13 @@ class Case:
     codes: torch.dtype | None = None
     layout: Layout = "contiguous"
     values: Values = "normal"
+    traced: bool = False
     op: str = "gemv_and_partial_norm"
 
     @property
     def interpretable(self) -> bool:
         """Whether Triton's interpreter gets through it in seconds."""
-        return self.group != "large" and self.m * self.n * self.k <= 1 << 20
+        return self.group not in ("large", "traced") and self.m * self.n * self.k <= 1 << 20
 
     @property
     def name(self) -> str:
@@ -92,6 +99,10 @@ def _cases() -> Iterator[Case]:
             yield Case("layouts", m, 40, 512, (24,), layout=layout)
         yield Case("layouts", 2, 40, 512, (24,), F32, layout=layout)
         yield Case("layouts", 2, 40, 1024, (24,), weight=E4M3, scale="row", layout=layout)
+    for m in (1, 16):
+        yield Case("traced", m, 60, 1024, (24, 20), traced=True)
+    yield Case("traced", 1, 2112, 7168, (1536,), traced=True)
+    yield Case("traced", 2, 60, 1024, (24,), F32, traced=True)
     yield Case("empty", 0, 40, 64, (24,))
     for act in FLOATS:
         yield Case("values", 9, 48, 256, (24, 8), act, values="special")
@@ -156,8 +167,9 @@ def _set_values(tensors: dict[str, Tensor]) -> None:
 
 
 def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The public function's results."""
-    return gemv_and_partial_norm(**arguments)
+    """The public function's results; of a traced case those of the traced launch."""
+    results = gemv_and_partial_norm(**arguments)
+    return call_scratch(case, arguments, results)[0] if case.traced else results
 
 
 def zeroable(case: Case) -> list[tuple[int, str]]:
@@ -179,12 +191,30 @@ def call_scratch(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]
     normed, unnormed = rest.pop(0), rest.pop()
     scale = rest.pop(0) if case.codes is not None else None
     counter = torch.zeros(len(case.widths), dtype=torch.int32, device=like[0].device)
+    trace: TraceBuf = NullTrace()
+    if case.traced:
+        named = (arguments["act"], arguments["weight"], arguments["gamma"], arguments.get("segments", ()))
+        trace = GmemTrace.allocate(gemv_trace_blocks(*named), like[0].device)
     gemv_and_partial_norm_with_scratch(
-        normed, unnormed, arguments["act"], arguments["weight"], arguments["gamma"], arguments.get("eps", 1e-6), counter,
+        normed, unnormed, arguments["act"], arguments["weight"], arguments["gamma"], arguments.get("eps", 1e-6), counter, trace,
         segments=arguments.get("segments", ()), segment_outputs=rest, weight_scale=arguments.get("weight_scale"),
         scale_output=scale,
     )  # fmt: skip
+    if isinstance(trace, GmemTrace) and not torch.cuda.is_current_stream_capturing():
+        _check_trace(trace, len(case.widths))
     return tuple(given), counter
+
+
+def _check_trace(trace: GmemTrace, segments: int) -> None:
+    """Every block entered, looped and left, in that order; one a segment applied the norm; the rest of the slots is 0."""
+    events = trace.events()
+    if not events.any():  # nothing was launched: the call is being recorded
+        return
+    order = events[:, [GemvEvent.ENTER, GemvEvent.K_LOOP_START, GemvEvent.K_LOOP_END, GemvEvent.EXIT]]
+    if not order.all() or (order.diff(dim=1) < 0).any():
+        raise AssertionError("a block's events are missing or out of order")
+    if int((events[:, GemvEvent.APPLY_END] > 0).sum()) != segments or events[:, 10:].any():
+        raise AssertionError("the norm's events are not those of one block a segment")
 
 
 def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:

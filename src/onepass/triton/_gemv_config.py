@@ -22,7 +22,7 @@ MAX_TILE_ROWS: Final = 8
 """Rows of act a program multiplies at most; of more, programs share the weights in L2. 16 took as long and ten times to compile."""
 SMALLEST_BLOCK: Final = 4 * 32 * WARPS
 """Columns of a norm's tile at least: four for each thread, so that all threads lie along a row whatever the rows."""
-LARGEST_BLOCK: Final = 2048
+LARGEST_BLOCK: Final = 4096
 GROUP_TILE: Final = 8192
 """Values of a norm's tile over all its rows, at most."""
 
@@ -47,6 +47,7 @@ class GemvConfig:
     pace: int
     group: int
     blocks: tuple[int, ...]
+    longs: tuple[bool, ...]
 
 
 def _cut(m: int, n: int, fp8: bool) -> tuple[int, int, int, int]:
@@ -73,7 +74,9 @@ def gemv_config(
     dot = act != torch.float32
     vec = 16 // weight.itemsize if dot else 4
     step = STEP * vec
-    columns, depth, ahead, pace = _cut(m, n, weight.itemsize == 1) if dot else (4, 7 if m == 1 else 4, 4 if m == 1 else 2, 2)
+    columns, depth, ahead, pace = (
+        _cut(m, n, weight.itemsize == 1) if dot else (4, 7 if m == 1 else 4, 4 if m == 1 else 2, 2)
+    )
     rows = min(MAX_TILE_ROWS, max(2, 1 << (m - 1).bit_length())) if dot else (1 if m == 1 else 4)
     steps = k // step
     long = not aligned or k % step != 0 or not FEWEST_STEPS <= steps <= MOST_STEPS
@@ -81,10 +84,11 @@ def gemv_config(
         steps = LOOPED_STEPS if aligned else 1
     mask = k % (steps * step) != 0
     blocks = tuple(max(SMALLEST_BLOCK, min(LARGEST_BLOCK, 1 << (w - 1).bit_length())) for w in widths)
+    longs = tuple(w > LARGEST_BLOCK for w in widths)
     group = min(1 if m == 1 else 2 if m == 2 else 4, max(1, GROUP_TILE // max(blocks, default=LARGEST_BLOCK)))
     depth, ahead = min(depth, steps), min(ahead, steps)
     pace = pace if aligned and not long else 0
-    return GemvConfig(vec, dot, columns, rows, steps, long, mask, depth, ahead, pace, group, blocks)
+    return GemvConfig(vec, dot, columns, rows, steps, long, mask, depth, ahead, pace, group, blocks, longs)
 
 
 def blocks(act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...]) -> int:

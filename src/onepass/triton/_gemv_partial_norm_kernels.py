@@ -155,7 +155,7 @@ def _norm_segment(
     """RMSNorm of one segment's rows from the float32 workspace, GROUP at a time."""
     columns = tl.arange(0, BLOCK)[None, :]
     inside = columns < width
-    g = tl.load(gamma + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(gamma + columns, mask=inside, other=0.0)
     for first in tl.range(0, m, GROUP):
         row = first + tl.arange(0, GROUP)
         present = (row < m)[:, None]
@@ -164,7 +164,9 @@ def _norm_segment(
         v = tl.load(y + start * y_stride + columns, mask=present & inside, other=0.0, cache_modifier=".cg")
         stamp(trace, block, 6, tl.sum(tl.sum(v, 1), 0) if TRACED else 0.0, TRACED)
         squares = v * v
-        sizes = magnitude(v * g)
+        sizes = squares
+        if CODES:
+            sizes = magnitude(v * weight.to(tl.float32))
         if LONG:
             for begin in tl.range(BLOCK, width, BLOCK):
                 more = begin + columns < width
@@ -188,6 +190,7 @@ def _norm_segment(
             tl.store(scale + row.to(tl.int64) * scale_stride, step, mask=row < m)
             factor = quotient(rs, step)
         factor = factor[:, None]
+        g = weight.to(tl.float32)
         if CODES:
             out = encode_fp8((v * g) * factor, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES)
         else:
@@ -216,7 +219,7 @@ def _gemv_partial_norm_kernel(
     SEGMENTS: tl.constexpr, STEPS: tl.constexpr, LONG: tl.constexpr, MASK: tl.constexpr, DEPTH: tl.constexpr,
     AHEAD: tl.constexpr, PACE: tl.constexpr, PACK: tl.constexpr, VEC: tl.constexpr, DOT: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, SCALED: tl.constexpr,
-    GROUP: tl.constexpr, BLOCKS: tl.constexpr, LARGEST_BLOCK: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCKS: tl.constexpr, LONGS: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, ENCODES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
     TRACED: tl.constexpr,
 ):  # fmt: skip
@@ -301,7 +304,7 @@ def _gemv_partial_norm_kernel(
                     stamp(trace, block, 5, order, TRACED)
                     _norm_segment(
                         y + from_tile * COLUMNS, y_stride, gammas[s], outputs[s], strides[s], scale, scale_stride, m, widths[s],
-                        eps, BLOCKS[s], GROUP, BLOCKS[s] == LARGEST_BLOCK, s == 0 and scale is not None,
+                        eps, BLOCKS[s], GROUP, LONGS[s], s == 0 and scale is not None,
                         FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES, EXACT, trace, block, TRACED,
                     )  # fmt: skip
                     tl.store(counter + s, 0)

@@ -10,7 +10,7 @@ from ..gemv import MAX_SEGMENTS, GemvSpec, tiles
 from . import _counters
 from ._compile import POINTERS, Build, current_chip, load
 from ._config import INTERPRETER, Chip
-from ._gemv_config import LARGEST_BLOCK, WARPS, GemvConfig, gemv_config
+from ._gemv_config import WARPS, GemvConfig, gemv_config
 from ._gemv_partial_norm_kernels import _gemv_partial_norm_kernel
 
 _NAMES: Final[tuple[str, ...]] = tuple(_gemv_partial_norm_kernel.arg_names)
@@ -44,7 +44,7 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
         "SCALED": spec.weight_scale,
         "GROUP": config.group,
         "BLOCKS": config.blocks,
-        "LARGEST_BLOCK": LARGEST_BLOCK,
+        "LONGS": config.longs,
         "FP8_MAX": fp8.max if fp8 else 0.0,
         "BIAS": fp8.bias if fp8 else 0,
         "NAN": fp8.nan_code if fp8 else 0,
@@ -99,7 +99,9 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
     parts = ["gemv", f"act={_SHORT[spec.act]}", f"weight={_SHORT[spec.weight]}"]
     if spec.weight_scale != "none":
         parts.append(f"scale={spec.weight_scale}")
-    gammas = ",".join(f"{_SHORT[g]}:{b}" for g, b in zip(spec.gammas, config.blocks, strict=True))
+    gammas = ",".join(
+        f"{_SHORT[g]}:{b}{'+' * long}" for g, b, long in zip(spec.gammas, config.blocks, config.longs, strict=True)
+    )
     parts.append(f"norm={gammas}/{config.group}" if gammas else "plain")
     parts += [word for word, said in (("even", even), ("traced", spec.traced)) if said]
     if spec.fp8:
