@@ -16,6 +16,7 @@ from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "h200" / "speed.json"
+TABLES = [RESULTS, *(RESULTS.with_name(f"speed-{family}.json") for family in ("gemv", "qk"))]
 
 
 def test_stream_reads_and_writes_everything() -> None:
@@ -87,12 +88,12 @@ def results() -> dict[str, Any]:
     return loaded
 
 
-def test_readme_shows_the_committed_results(results: dict[str, Any]) -> None:
+def test_readme_shows_the_committed_results() -> None:
     readme = (ROOT / "README.md").read_text()
     shown = readme.split(report.BEGIN)[1].split(report.END)[0].strip()
-    assert shown == report.markdown(results), (
-        f"run: python -m onepass.bench.report README.md {RESULTS.relative_to(ROOT)}"
-    )
+    tables = "\n\n".join(report.markdown(json.loads(path.read_text())) for path in TABLES)
+    files = " ".join(str(path.relative_to(ROOT)) for path in TABLES)
+    assert shown == tables, f"run: python -m onepass.bench.report README.md {files}"
 
 
 def test_results_are_complete(results: dict[str, Any]) -> None:
@@ -103,6 +104,16 @@ def test_results_are_complete(results: dict[str, Any]) -> None:
         m, *columns = row["shape"]
         an_element = {"rms_norm_fused_fp8": 3, "row_mean_of_squares_qk": 2}.get(row["op"], 4)
         assert row["bytes"] >= m * sum(columns) * an_element
+
+
+@pytest.mark.parametrize(("family", "ops"), [("gemv", 1), ("qk", 3)])
+def test_further_results_name_their_machine_and_ceilings(family: str, ops: int) -> None:
+    found = json.loads(RESULTS.with_name(f"speed-{family}.json").read_text())
+    assert len({row["op"] for row in found["rows"]}) == ops and found["ceilings"]["copy 2 GiB TB/s"] > 1
+    assert all(
+        min(row["us"]["onepass"]) * found["ceilings"]["read 1 GiB TB/s"] * 1e6 > 0.4 * row["bytes"]
+        for row in found["rows"]
+    )
 
 
 def test_promises_were_kept_on_the_gpu() -> None:

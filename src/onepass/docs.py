@@ -97,11 +97,20 @@ def _section(op: PublicOp) -> str:
         ),
         _conditions(contract),
         f"**Rounding.** {_code_after_colons(contract.rounding)}.",
-        f"**Checked by** {sum(op.cases.values())} cases: {', '.join(f'{n} {group}' for group, n in op.cases.items())}.",
-        f"**torch schema.** `torch.ops.onepass.{contract.name}`, with `{contract.name}_out` writing into given tensors:",
+        _checked(op),
+        f"**torch schema.** `torch.ops.onepass.{contract.name}`"
+        + (":" if contract.in_place else f", with `{contract.name}_out` writing into given tensors:"),
         "```\n" + _wrap(contract.out_schema if contract.in_place else contract.schema) + "\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _checked(op: PublicOp) -> str:
+    if not op.cases:
+        return "**Checked by** the cases of the op whose form it is: each runs both."
+    return (
+        f"**Checked by** {sum(op.cases.values())} cases: {', '.join(f'{n} {group}' for group, n in op.cases.items())}."
+    )
 
 
 def _signature(name: str, parameters: Iterable[inspect.Parameter]) -> str:

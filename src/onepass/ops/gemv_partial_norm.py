@@ -15,13 +15,13 @@ launches, where the norm reads y after it was rounded to act's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..contract import Arg, Contract, Option, Out, Rule
-from ..errors import ContractError
 from ..formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
 from ..gemv import MAX_ROWS, MAX_SEGMENTS, GemvSpec, WeightScale, gemv_spec
 from ..library import Op
@@ -129,7 +129,7 @@ GEMV_WITH_SCRATCH = Contract(
     in_place=True,
 )  # fmt: skip
 
-PLAIN_GEMV = Contract(
+_PLAIN_GEMV = Contract(
     "gemv",
     args={name: _ARGS[name] for name in ("act", "weight", "weight_scale")},
     options={},
@@ -137,6 +137,20 @@ PLAIN_GEMV = Contract(
     rules=(_RULES[1], *_RULES[-2:]),
     rounding="once: y = round((act @ weight.T) * weight_scale)",
 )
+
+_UNFUSED = Contract(
+    "gemv_and_partial_norm",
+    args={name: _ARGS[name] for name in ("act", "weight", "gamma", "weight_scale")},
+    options={"eps": _EPS},
+    outs={
+        "normed": Out("M W0", "act.dtype", "norm of the first columns", "normed_output"),
+        "y": _PLAIN_GEMV.outs["y"],
+    },
+    sizes={"T": "N - W0"},
+    rules=tuple(rule for rule in _RULES if rule.argument in ("gamma", "weight_scale") or rule.condition == "K > 0"),
+    rounding="y to act's dtype, then normed",
+)
+_UNFUSED_WITH_SCRATCH = replace(_UNFUSED, name="gemv_and_partial_norm_unfused_with_scratch")
 
 
 def _run(
@@ -190,12 +204,14 @@ def _scratch_kernel(
 
 def _plain_kernel(notes: dict[Any, Any], act: Tensor, weight: Tensor, weight_scale: Tensor | None, y: Tensor) -> None:
     spec = _spec(act, weight, weight_scale, (), None, False)
-    _run(spec, act, weight, weight_scale, [], [], None, y, None, None, None, 0.0)
+    most = MAX_ROWS if act.is_cpu else act.shape[0] or 1
+    for rows, out in zip(act.split(most), y.split(most), strict=True):
+        _run(spec, rows, weight, weight_scale, [], [], None, out, None, None, None, 0.0)
 
 
 _gemv = Op(GEMV, _kernel)
 _with_scratch = Op(GEMV_WITH_SCRATCH, _scratch_kernel)
-_plain = Op(PLAIN_GEMV, _plain_kernel)
+_plain = Op(_PLAIN_GEMV, _plain_kernel)
 
 
 def gemv_and_partial_norm(
@@ -284,6 +300,8 @@ def gemv_and_partial_norm_with_scratch(
             GEMV_WITH_SCRATCH.fail(name, "be a tensor", repr(value))
     if not isinstance(trace_buf, TraceBuf):
         GEMV_WITH_SCRATCH.fail("trace_buf", "be a TraceBuf (NullTrace(), GmemTrace(...))", repr(trace_buf))
+    if not isinstance(segment_outputs, (list, tuple)) or not all(isinstance(t, Tensor) for t in segment_outputs):
+        GEMV_WITH_SCRATCH.fail("segment_outputs", "be a list of tensors", repr(segment_outputs))
     if len(segment_outputs) != len(segments):
         GEMV_WITH_SCRATCH.fail(
             "segment_outputs", f"hold {len(segments)} tensors, one a segment", str(len(segment_outputs))
@@ -320,9 +338,10 @@ def gemv_and_partial_norm_unfused_with_scratch(
     >>> normed, y
     (tensor([[0.8485, 1.1314]]), tensor([[3., 4., 3.]]))
     """
-    name = "gemv_and_partial_norm_unfused_with_scratch"
-    y = _matmul(name, act, weight, gamma, weight_scale, y_scratch)
-    rms_norm(y[:, : gamma.shape[0]], gamma, eps, out=normed_output)
+    for name, value in (("normed_output", normed_output), ("y_scratch", y_scratch)):
+        if not isinstance(value, Tensor):
+            _UNFUSED_WITH_SCRATCH.fail(name, "be a tensor", repr(value))
+    _two_launches(_UNFUSED_WITH_SCRATCH, act, weight, gamma, weight_scale, eps, normed_output, y_scratch)
 
 
 def gemv_trace_blocks(act: Tensor, weight: Tensor, gamma: Tensor, segments: Sequence[Tensor] = ()) -> int:
@@ -347,31 +366,19 @@ def _further(contract: Contract, segments: Sequence[Tensor]) -> list[Tensor | No
     return [*segments, *[None] * (len(_FURTHER) - len(segments))]
 
 
-def _matmul(
-    op: str, act: Tensor, weight: Tensor, gamma: Tensor, weight_scale: Tensor | None, out: Tensor | None
-) -> Tensor:
-    """All of y, rounded to act's dtype, in one launch."""
-    if weight.dtype not in FLOATS or weight_scale is not None:
-        return cast(Tensor, _plain.call(act, weight, weight_scale, out)[0])
-    for name, tensor, rank in (("act", act, 2), ("weight", weight, 2), ("gamma", gamma, 1)):
-        if tensor.dim() != rank:
-            raise ContractError(f"{op}: `{name}` must have {rank} dimensions, got {list(tensor.shape)}")
-    if act.dtype != weight.dtype or act.shape[1] != weight.shape[1] or act.device != weight.device:
-        raise ContractError(
-            f"{op}: `weight` must be [N, {act.shape[1]}] of {act.dtype} on {act.device}, got {list(weight.shape)} of "
-            f"{weight.dtype} on {weight.device}"
-        )
-    if not 0 < gamma.shape[0] <= weight.shape[0]:
-        raise ContractError(f"{op}: `gamma` must have 1 to {weight.shape[0]} elements, got {gamma.shape[0]}")
-    if out is None:
-        return torch.matmul(act, weight.T)
-    shape = [act.shape[0], weight.shape[0]]
-    if list(out.shape) != shape or out.dtype != act.dtype or out.device != act.device or not out.is_contiguous():
-        raise ContractError(
-            f"{op}: `y_scratch` must be contiguous {shape} of {act.dtype} on {act.device}, got {list(out.shape)} of {out.dtype} "
-            f"on {out.device}, strides {out.stride()}"
-        )
-    return torch.matmul(act, weight.T, out=out)
+def _two_launches(
+    contract: Contract, act: Tensor, weight: Tensor, gamma: Tensor, weight_scale: Tensor | None, eps: float,
+    normed: Tensor | None, y: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The norm, and all of y rounded to act's dtype; everything is checked before the first launch."""
+    outputs = contract.prepare(act, weight, gamma, weight_scale, eps, normed, y)
+    normed, y = cast(tuple[Tensor, Tensor], outputs)
+    if weight.dtype in FLOATS and weight_scale is None:
+        torch.matmul(act, weight.T, out=y)
+    else:
+        _plain.call(act, weight, weight_scale, y)
+    rms_norm(y[:, : gamma.shape[0]], gamma, eps, out=normed)
+    return normed, y
 
 
 def _unfused(
@@ -381,6 +388,5 @@ def _unfused(
     if segments or normed_dtype is not None or out is not None:
         which = "segments" if segments else "normed_dtype" if normed_dtype is not None else "out"
         GEMV.fail(which, "be left out with fused=False", "one")
-    y = _matmul("gemv_and_partial_norm", act, weight, gamma, weight_scale, None)
-    width = gamma.shape[0]
-    return rms_norm(y[:, :width], gamma, eps), y[:, width:]
+    normed, y = _two_launches(_UNFUSED, act, weight, gamma, weight_scale, eps, None, None)
+    return normed, y[:, gamma.shape[0] :]
