@@ -50,8 +50,9 @@ def test_qk_peers_do_the_same_work(op: str) -> None:
     for call in qk.ours(op, p).values():
         result: Any = call()
         for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, theirs)), strict=True):
-            assert (a == b).double().mean() > (0.97 if a.dtype == torch.bfloat16 else 0.5)
-            torch.testing.assert_close(a, b, rtol=0.01, atol=0)
+            half = a.dtype == torch.bfloat16
+            assert not half or (a == b).double().mean() > 0.97
+            torch.testing.assert_close(a, b, rtol=0.01 if half else 1e-6, atol=0)
     assert qk.moved(op, p) == {"row_mean_of_squares_qk": 5120 + 64, "apply_qk_rms_norm": 2 * 5120 + 1280 + 64}.get(
         op, 11520
     )

@@ -37,9 +37,23 @@ class Op:
         self.contract = contract
         _ = contract.prepare  # made now: a compiler that traces a call must not meet the making
         self.functional, self.out = _define(contract, kernel)
-        self.call: Callable[..., Outputs] = compile_call(
-            contract, kernel, watched=_watched, special=_special, dispatch=self._dispatch, memory=self._check_memory
+        self._kernel = kernel
+        self.call: Callable[..., Outputs] = self._first_call
+
+    def _first_call(self, *arguments: Any) -> Outputs:
+        """Write the eager entry when it is first needed, which keeps the import short; a compiler never needs it."""
+        if _watched():
+            count = len(self.contract.args) + len(self.contract.options)
+            return self._dispatch(arguments[:count], arguments[count:])
+        self.call = compile_call(
+            self.contract,
+            self._kernel,
+            watched=_watched,
+            special=_special,
+            dispatch=self._dispatch,
+            memory=self._check_memory,
         )
+        return self.call(*arguments)
 
     def _dispatch(self, inputs: tuple[Any, ...], given: Outputs) -> Outputs:
         """The same through torch's dispatcher, for whatever is watching there."""

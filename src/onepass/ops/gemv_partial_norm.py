@@ -15,7 +15,6 @@ launches, where the norm reads y after it was rounded to act's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -95,9 +94,18 @@ _OUTS = {
 }
 _ROUNDING = "once: y in float32, normed = round((y*rs)*gamma), unnormed = round(y)"
 
+_CARRIED = {"segments": tuple(f"gamma{i}" for i in _FURTHER)}
+
 GEMV = Contract(
-    "gemv_and_partial_norm", _ARGS, _OPTIONS, _OUTS, _ROUNDING, sizes=_SIZES, rules=_RULES,
-)  # fmt: skip
+    "gemv_and_partial_norm",
+    _ARGS,
+    _OPTIONS,
+    _OUTS,
+    _ROUNDING,
+    sizes=_SIZES,
+    rules=_RULES,
+    carried={**_CARRIED, "fused": (), "out": tuple(out.argument for out in _OUTS.values())},
+)
 
 GEMV_WITH_SCRATCH = Contract(
     "gemv_and_partial_norm_with_scratch",
@@ -127,6 +135,12 @@ GEMV_WITH_SCRATCH = Contract(
     },
     rounding=_ROUNDING,
     in_place=True,
+    carried={
+        **_CARRIED,
+        "segment_outputs": tuple(f"normed_output{i}" for i in _FURTHER),
+        "normed_output": ("normed_output", "normed_dtype"),
+        "trace_buf": ("trace", "units"),
+    },
 )  # fmt: skip
 
 _PLAIN_GEMV = Contract(
@@ -138,19 +152,25 @@ _PLAIN_GEMV = Contract(
     rounding="once: y = round((act @ weight.T) * weight_scale)",
 )
 
-_UNFUSED = Contract(
-    "gemv_and_partial_norm",
-    args={name: _ARGS[name] for name in ("act", "weight", "gamma", "weight_scale")},
-    options={"eps": _EPS},
-    outs={
-        "normed": Out("M W0", "act.dtype", "norm of the first columns", "normed_output"),
-        "y": _PLAIN_GEMV.outs["y"],
-    },
-    sizes={"T": "N - W0"},
-    rules=tuple(rule for rule in _RULES if rule.argument in ("gamma", "weight_scale") or rule.condition == "K > 0"),
-    rounding="y to act's dtype, then normed",
-)
-_UNFUSED_WITH_SCRATCH = replace(_UNFUSED, name="gemv_and_partial_norm_unfused_with_scratch")
+
+def _two_launches_contract(name: str, given: bool) -> Contract:
+    """What both launches together ask of their arguments; with outputs only if the caller has ``given`` them."""
+    return Contract(
+        name,
+        args={name: _ARGS[name] for name in ("act", "weight", "gamma", "weight_scale")},
+        options={"eps": _EPS},
+        outs={
+            "normed": Out("M W0", "act.dtype", "norm of the first columns", "normed_output", when=str(given)),
+            "y": Out("M N", "act.dtype", "act @ weight.T", "y_scratch", when=str(given)),
+        },
+        sizes={"T": "N - W0"},
+        rules=tuple(rule for rule in _RULES if rule.argument in ("gamma", "weight_scale") or rule.condition == "K > 0"),
+        rounding="y to act's dtype, then normed",
+    )
+
+
+_UNFUSED = _two_launches_contract("gemv_and_partial_norm", False)
+_UNFUSED_WITH_SCRATCH = _two_launches_contract("gemv_and_partial_norm_unfused_with_scratch", True)
 
 
 def _run(
@@ -371,14 +391,12 @@ def _two_launches(
     normed: Tensor | None, y: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The norm, and all of y rounded to act's dtype; everything is checked before the first launch."""
-    outputs = contract.prepare(act, weight, gamma, weight_scale, eps, normed, y)
-    normed, y = cast(tuple[Tensor, Tensor], outputs)
+    contract.prepare(act, weight, gamma, weight_scale, eps, normed, y)
     if weight.dtype in FLOATS and weight_scale is None:
-        torch.matmul(act, weight.T, out=y)
+        y = torch.matmul(act, weight.T, out=y)
     else:
-        _plain.call(act, weight, weight_scale, y)
-    rms_norm(y[:, : gamma.shape[0]], gamma, eps, out=normed)
-    return normed, y
+        y = cast(Tensor, _plain.call(act, weight, weight_scale, y)[0])
+    return rms_norm(y[:, : gamma.shape[0]], gamma, eps, out=normed), y
 
 
 def _unfused(
