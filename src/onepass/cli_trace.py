@@ -48,7 +48,7 @@ def gemv(
     runs: Annotated[int, typer.Option(help="Launches to trace; the one of median length is shown.", min=1)] = 20,
     out: Annotated[Path, typer.Option(help="Where to write the timeline.", metavar="DIR")] = Path("."),
 ) -> None:
-    """Trace gemv_and_partial_norm; write a page for the browser and a trace for ui.perfetto.dev."""
+    """Trace gemv_and_partial_norm; write a page for the browser and a trace for Perfetto."""
     from .cli import Device, _require, backend_status
 
     if device not in ("", "cpu", "cuda"):
@@ -185,5 +185,5 @@ def _write(timeline: Timeline, out: Path, console: Console) -> None:
     except OSError as error:
         raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from error
     console.print()
-    for path, reader in ((page, "for a browser"), (trace, "for ui.perfetto.dev")):
+    for path, reader in ((page, "for a browser"), (trace, "for Perfetto")):
         console.print(Text.assemble("wrote ", (str(path), "bold"), f" {reader}"), soft_wrap=True)

@@ -54,7 +54,7 @@ def tracks(timeline: Timeline) -> list[Track]:
 
 
 def chrome(timeline: Timeline) -> str:
-    """The JSON that ui.perfetto.dev opens: one track an SM or thread, one slice a phase, times in microseconds."""
+    """The JSON that Perfetto opens: one track an SM or thread, one slice a phase, times in microseconds."""
     events: list[dict[str, Any]] = [_metadata("process_name", 0, name=timeline.title)]
     for tid, track in enumerate(tracks(timeline), 1):
         events.append(_metadata("thread_name", tid, name=track.name))

@@ -361,7 +361,7 @@ class Timeline:
         )
 
     def write_chrome(self, path: Path | str) -> None:
-        """Write a Chrome trace, which ui.perfetto.dev and chrome://tracing open."""
+        """Write a Chrome trace, which Perfetto and chrome://tracing open."""
         from .timeline import chrome
 
         Path(path).write_text(chrome(self) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write results here")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--only", choices=FAMILIES, help="on a GPU: this family of ops alone")
+    parser.add_argument("--only", choices=FAMILIES, help="this family of ops alone")
     options = parser.parse_args()
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -33,7 +33,7 @@ def main() -> None:
         if options.device == "cuda":
             _gpu(report, not options.no_peers, options.only)
         else:
-            _cpu(report, not options.no_peers)
+            _cpu(report, not options.no_peers, options.only)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -60,17 +60,20 @@ def _gpu(report: dict[str, Any], peers: bool, only: str | None) -> None:
         print(report["host_us"], flush=True)
 
 
-def _cpu(report: dict[str, Any], peers: bool) -> None:
-    from . import cpu
+def _cpu(report: dict[str, Any], peers: bool, only: str | None) -> None:
+    from . import cpu, cpu_gemv
+    from .report import shape_words
 
     report["threads"] = torch.get_num_threads()
     report["rows"] = []
-    for row in cpu.rows(peers):
+    families = {"rows": cpu.rows, "gemv": cpu_gemv.rows}
+    for row in chain.from_iterable(f(peers) for name, f in families.items() if only in (None, name)):
         report["rows"].append(row)
         times = "  ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
-        print(f"{row['op']:20} {row['shape'][0]:>6}x{row['shape'][1]:<6} {times}", flush=True)
-    report["overhead_us"] = cpu.overhead()
-    print(report["overhead_us"], flush=True)
+        print(f"{row['op']:22} {shape_words(row):>22} {times}", flush=True)
+    if only in (None, "rows"):
+        report["overhead_us"] = cpu.overhead()
+        print(report["overhead_us"], flush=True)
 
 
 def _cpu_name() -> str:

@@ -155,7 +155,7 @@ _PLAIN_GEMV = Contract(
 
 def _two_launches_contract(name: str, given: bool) -> Contract:
     """What both launches together ask of their arguments; with outputs only if the caller has ``given`` them."""
-    return Contract(
+    contract = Contract(
         name,
         args={name: _ARGS[name] for name in ("act", "weight", "gamma", "weight_scale")},
         options={"eps": _EPS},
@@ -167,6 +167,8 @@ def _two_launches_contract(name: str, given: bool) -> Contract:
         rules=tuple(rule for rule in _RULES if rule.argument in ("gamma", "weight_scale") or rule.condition == "K > 0"),
         rounding="y to act's dtype, then normed",
     )
+    _ = contract.prepare  # made now: a compiler that traces a call must not meet the making
+    return contract
 
 
 _UNFUSED = _two_launches_contract("gemv_and_partial_norm", False)
@@ -372,8 +374,7 @@ def gemv_trace_blocks(act: Tensor, weight: Tensor, gamma: Tensor, segments: Sequ
     >>> trace = onepass.GmemTrace.allocate(onepass.gemv_trace_blocks(act, weight, torch.ones(64)), "cpu")
     """
     further = _further(GEMV, segments)
-    meta = [t if t is None else t.to("meta") for t in (act, weight, gamma, *further)]
-    _gemv.contract.prepare(*meta, None, 0.0, None)
+    GEMV.prepare(act, weight, gamma, *further, None, 0.0, None)
     return _blocks(act, weight, tuple([g.shape[0] for g in (gamma, *segments)]))
 
 
