@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -567,8 +572,8 @@ class Gpu:
         return torch.zeros(*shape, dtype=dtype)
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Counters are taken from a `Gpu`; none has been taken yet."""
     fake = Gpu()
     cuda = SimpleNamespace(is_current_stream_capturing=lambda: fake.capturing)
     low = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.stream)
@@ -577,6 +582,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(_counters, "_pools", {})
     monkeypatch.setattr(_counters, "POOL", 8)
     return fake
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return pretend_gpu(monkeypatch)
 
 
 class TestCountersOfAGpu:
@@ -665,7 +675,8 @@ def scratch_arguments(traced: bool) -> tuple[Any, ...]:
     *tensors, eps, codes = op_arguments()
     pair: tuple[Any, Any] = (None, None)
     if traced:
-        trace = GmemTrace.allocate(onepass.gemv_trace_blocks(*tensors[:3], tensors[3:4]), "cpu")
+        act, weight, gamma, further = tensors[:4]
+        trace = GmemTrace.allocate(onepass.gemv_trace_blocks(act, weight, gamma, [further]), "cpu")
         pair = trace.tensors()
     outs = torch.empty(3, 30), None, torch.empty(3, 5), None, None, torch.empty(3, 15)
     return (*tensors, torch.zeros(2, dtype=I32), *pair, eps, codes, *outs)
@@ -701,19 +712,37 @@ def everything(act: Tensor, weight: Tensor, gamma: Tensor, more: Tensor, counter
     return a[0].float(), *a[1:], *b, *out, *c
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_whole_graph(backend: str) -> None:
     torch._dynamo.reset()
     compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(
         everything, fullgraph=True, dynamic=True, backend=backend
     )
     with torch.no_grad():
-        for m in (3, 16) if backend == "aot_eager" else (3,):
+        for m in (3, 16):
             act, weight, gamma = inputs(m)
             arguments = (act, weight, gamma, torch.ones(5).bfloat16())
             counter = torch.zeros(1, dtype=I32)
             got, expected = compiled(*arguments, counter), everything(*arguments, torch.zeros(1, dtype=I32))
             assert all_same(got, expected) and not counter.any()
+
+
+def test_the_first_call_of_a_process_may_be_a_compiled_one() -> None:
+    code = (
+        "import torch, onepass\n"
+        "def call(act, weight, gamma):\n"
+        "    out = torch.empty_like(act)\n"
+        "    onepass.gemv_and_partial_norm_unfused_with_scratch(out, act, weight, gamma, 1e-6, torch.empty_like(act))\n"
+        "    fused = [onepass.gemv_and_partial_norm(act, weight, gamma, fused=fused)[0] for fused in (True, False)]\n"
+        "    return out, *fused\n"
+        "with torch.no_grad():\n"
+        "    got = torch.compile(call, fullgraph=True, backend='eager')(torch.ones(1, 4), 2 * torch.eye(4), torch.ones(4))\n"
+        "print([t.tolist() for t in got])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(onepass.__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[[pytest.approx(1.0)] * 4]] * 3
 
 
 def test_compiled_bad_call_names_op_and_argument() -> None:

@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..errors import Unsupported
 from ..gemv import MAX_SEGMENTS, GemvSpec, tiles
 from . import _counters
 from ._compile import POINTERS, Build, current_chip, load
@@ -24,6 +25,8 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
 
     ``aligned``: every row of act and weight starts on 16 bytes and k is a multiple of 16; ``even``: 16 divides the width of every segment.
     """
+    if spec.traced and chip.backend == "hip":
+        raise Unsupported("gemv_and_partial_norm_with_scratch: traces need an NVIDIA GPU or a CPU; use NullTrace()")
     segments = len(spec.gammas)
     fp8 = spec.fp8
     constants: dict[str, Any] = {
