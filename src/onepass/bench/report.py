@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+SMALL = 4_000_000
+"""Bytes up to which a low share of the ceiling is put down to latency."""
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -26,7 +28,7 @@ def markdown(report: dict[str, Any]) -> str:
         share = row["bytes"] / ours / 1e6 / copy
         shape = shape_words(row)
         cells = [_peer(row["us"].get(name), ours) for name in peers]
-        reached = f"{share:.0%}" if share > 0.3 else "latency"
+        reached = f"{share:.0%}" if share > 0.3 or row["bytes"] > SMALL else "latency"
         lines.append(f"| `{row['op']}` | {shape} | **{ours:.2f}** | {reached} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
