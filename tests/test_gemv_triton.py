@@ -26,7 +26,7 @@ from onepass.triton import gemv_partial_norm as backend
 from onepass.triton._compile import Build, compile_build
 from onepass.triton._config import Chip
 from onepass.triton._gemv_config import GemvConfig, gemv_config
-from test_gemv import Gpu, pretend_gpu
+from test_gemv_refusals import Gpu, pretend_gpu
 
 ROOT = Path(__file__).parent.parent
 OTHER_CHIPS = [Chip("cuda", 80, 32), Chip("cuda", 100, 32), Chip("hip", "gfx942", 64)]
