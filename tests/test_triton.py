@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,15 @@ BF16 = torch.bfloat16
 SHARES = 8
 
 
+@cache
+def all_builds() -> list[Build]:
+    """Every configuration of every case, found once a process: the cases' inputs must be made for it."""
+    return list(proof.distinct_builds(runner.CASES, evidence.H200).values())
+
+
 def share(index: int) -> list[Build]:
     """An eighth of all configurations, so that workers share the compiling."""
-    return list(proof.distinct_builds(runner.CASES, evidence.H200).values())[index::SHARES]
+    return all_builds()[index::SHARES]
 
 
 @pytest.mark.parametrize("index", range(SHARES))
