@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..contract import Arg, Contract, Option, Out, Rule
 from ..formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
-from ..gemv import MAX_ROWS, MAX_SEGMENTS, GemvSpec, WeightScale, gemv_spec
+from ..gemv import MAX_ROWS, MAX_SEGMENTS, GemvSpec, WeightScale, gemv_spec, tiles
 from ..library import Op
 from ..trace import GEMV_TRACE_EVENTS_PER_BLOCK, NullTrace, TraceBuf
 from ._launch import Launch
@@ -37,7 +37,7 @@ def _blocks(act: Tensor, weight: Tensor, widths: tuple[int, ...]) -> int:
     if act.device.type == "cpu":
         from ..cpu._args import TILE as columns
 
-        return sum(-(-w // columns) for w in (*widths, weight.shape[0] - sum(widths)))
+        return sum(tiles(weight.shape[0], widths, columns))
     from ..triton._gemv_config import blocks
 
     return blocks(act.dtype, weight.dtype, m, weight.shape[0], k, widths)

@@ -19,7 +19,8 @@ MOST_STEPS: Final = 28
 """With so many steps of k, and k whole steps, a kernel is made for just that number; otherwise one that loops fits all."""
 LOOPED_STEPS: Final = 4
 MAX_TILE_ROWS: Final = 8
-"""Rows of act a program multiplies at most; of more, programs share the weights in L2. 16 took as long and ten times to compile."""
+"""Rows of act a program multiplies at most; of more, programs share the weights in L2. M = 16 in one program took 19.6 us instead of 25,
+but ten times as long to compile, and spilled with fp8 weights."""
 SMALLEST_BLOCK: Final = 4 * 32 * WARPS
 """Columns of a norm's tile at least: four for each thread, so that all threads lie along a row whatever the rows."""
 LARGEST_BLOCK: Final = 4096
@@ -51,7 +52,7 @@ class GemvConfig:
 
 
 def _cut(m: int, n: int, fp8: bool) -> tuple[int, int, int, int]:
-    """Columns, depth, ahead and pace for tensor cores: H200, bfloat16, us, from benchmarks/h200/tuning/9.json.
+    """Columns, depth, ahead and pace for tensor cores: H200, bfloat16, us, from benchmarks/h200/tuning/18-gemv-library.json.
 
     One block runs on a multiprocessor for every 4 columns that N has for it, as long as all fit at once: 2112 x 7168 took
     7.7 so (8 columns: 8.2), 2624 x 6144 8.4 with fewer registers (9.5 with as many), 4096 x 4096 9.0 with 8 columns (10.7).
