@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING
 
 from . import prologues
 from .errors import ContractError, Unsupported
+from .kvcache import PagedKVCache, gather_mla
 from .ops.gemv_partial_norm import (
     gemv_and_partial_norm,
     gemv_and_partial_norm_unfused_with_scratch,
     gemv_and_partial_norm_with_scratch,
     gemv_trace_blocks,
 )
+from .ops.mla_rope_norm import fused_rope_rmsnorm_quantization
 from .ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from .ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .prologues import Prologue, prologue
@@ -27,12 +29,15 @@ __all__ = [
     "GemvEvent",
     "GmemTrace",
     "NullTrace",
+    "PagedKVCache",
     "Prologue",
     "Rope",
     "TraceBuf",
     "Unsupported",
     "__version__",
     "apply_qk_rms_norm",
+    "fused_rope_rmsnorm_quantization",
+    "gather_mla",
     "gemv_and_partial_norm",
     "gemv_and_partial_norm_unfused_with_scratch",
     "gemv_and_partial_norm_with_scratch",

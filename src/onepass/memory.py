@@ -42,22 +42,21 @@ def _extent(t: Tensor) -> tuple[int, int]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose extents meet share a byte; column slices of one parent are told apart."""
-    if a.dim() > 1 and b.dim() > 1 and a.stride(-1) == b.stride(-1) == 1:
-        (wide, *far), (width, *others) = _run_and_steps(a), _run_and_steps(b)
-        steps = {*far, *others}
-        period = min(steps, default=0)
-        if period and all(s % period == 0 for s in steps):
-            offset = (b.data_ptr() - a.data_ptr()) % period
-            return not (offset >= wide and offset + width <= period)
+    """Whether two tensors whose extents meet share a byte; slices of one parent that lie beside each other do not."""
+    (wide, *far), (width, *others) = _run_and_steps(a), _run_and_steps(b)
+    steps = {*far, *others}
+    period = min(steps, default=0)
+    if period and all(s % period == 0 for s in steps):
+        offset = (b.data_ptr() - a.data_ptr()) % period
+        return not (offset >= wide and offset + width <= period)
     return True
 
 
 def _run_and_steps(t: Tensor) -> list[int]:
     """Bytes that lie in one run at each place, and the steps between places."""
-    run = t.shape[-1]
+    run = 1
     steps: list[int] = []
-    for size, stride in zip(reversed(t.shape[:-1]), reversed(t.stride()[:-1]), strict=True):
+    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
         if size > 1 and stride == run and not steps:
             run *= size
         elif size > 1:

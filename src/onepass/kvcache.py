@@ -1,0 +1,303 @@
+"""One layer's paged cache of MLA entries: where a token's entry lies, bookkeeping for a decode loop, and reading it back.
+
+A cache has pages of ``page_size`` entries. The token at place p of request b has its entry at::
+
+    page = lookup_table[b, p // page_size]        entry = p % page_size        slot = page * page_size + entry
+
+A *slot* is the same place as one number; negative slots are no place at all.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .contract import describe, short
+from .errors import ContractError
+from .formats import FLOATS, FP8_FORMATS
+
+CACHE_DTYPES: Final = (*FP8_FORMATS, *FLOATS)
+INDEX_DTYPES: Final = (torch.uint32, torch.int32, torch.int64)
+
+
+class PagedKVCache:
+    """``blocks`` [pages, page_size, columns], and of each request its length and the pages it has, in order.
+
+    ``blocks`` is fp8, bfloat16, float16 or float32 with contiguous columns, pages and entries strided as you like: one
+    layer's view of a larger cache. ``cache_lengths`` [requests] counts the tokens that are in the cache,
+    ``lookup_table`` [requests, most pages] has page numbers; both are uint32, int32 or int64, and entries of the table
+    that no token needs yet may be anything. Without the two of them every call needs ``slot_mapping``.
+
+    Tensors are kept as they are, not copied: update them in place, also between replays of a captured CUDA graph.
+    Making a cache reads both on the host to check them (not while compiling or capturing), which waits for the device:
+    make it once, outside the decode loop. Kernels mask what would lie outside the blocks, whatever the tables say later.
+
+    >>> import torch, onepass
+    >>> table = torch.tensor([[2, 0], [1, 3]])
+    >>> cache = onepass.PagedKVCache(torch.zeros(4, 2, 576), torch.tensor([3, 0]), table, page_size=2)
+    >>> offsets = torch.tensor([0, 1, 3])  # a token for the first request, two for the second
+    >>> cache.slot_mapping(offsets)
+    tensor([1, 2, 3])
+    >>> cache.append(input_row_offsets=offsets)
+    >>> cache.cache_lengths
+    tensor([4, 2])
+    >>> cache.check(new_tokens=1)
+    Traceback (most recent call last):
+    onepass.errors.ContractError: PagedKVCache: `lookup_table` must have pages for every token, got 2 of 2 entries for the 5 of request 0
+    """
+
+    def __init__(
+        self,
+        blocks: Tensor,
+        cache_lengths: Tensor | None = None,
+        lookup_table: Tensor | None = None,
+        *,
+        page_size: int | None = None,
+    ) -> None:
+        _check_tensor("blocks", blocks, "[pages, page_size, columns]", 3, CACHE_DTYPES)
+        if blocks.shape[1] < 1:
+            _fail("blocks", "have at least one entry a page", str(list(blocks.shape)))
+        if blocks.stride(2) != 1 and blocks.shape[2] != 1:
+            _fail("blocks", "have a contiguous last dimension", f"strides {blocks.stride()}")
+        if page_size is not None and page_size != blocks.shape[1]:
+            _fail("page_size", f"be that of blocks, {blocks.shape[1]}", repr(page_size))
+        self.blocks = blocks
+        self.cache_lengths = cache_lengths
+        self.lookup_table = lookup_table
+        self.page_size: int = blocks.shape[1]
+        if cache_lengths is None or lookup_table is None:
+            if cache_lengths is not None or lookup_table is not None:
+                name = "lookup_table" if lookup_table is None else "cache_lengths"
+                _fail(name, "be given where the other is", "None")
+            return
+        _check_tensor("cache_lengths", cache_lengths, "[requests]", 1, INDEX_DTYPES)
+        _check_tensor("lookup_table", lookup_table, "[requests, pages]", 2, INDEX_DTYPES)
+        if cache_lengths.shape[0] != lookup_table.shape[0]:
+            _fail(
+                "lookup_table", f"have a row for each of {cache_lengths.shape[0]} requests", str(lookup_table.shape[0])
+            )
+        for name, tensor in (("cache_lengths", cache_lengths), ("lookup_table", lookup_table)):
+            if tensor.device != blocks.device:
+                _fail(name, f"be on {blocks.device}", str(tensor.device))
+        if _readable(blocks, cache_lengths, lookup_table):
+            self.check()
+
+    @classmethod
+    def from_slots(
+        cls,
+        blocks: Tensor,
+        slots: Tensor,
+        input_row_offsets: Tensor,
+        *,
+        table_width: int | None = None,
+        dtype: torch.dtype = torch.int32,
+    ) -> PagedKVCache:
+        """A cache from the slots of all tokens that are in it, [tokens] with the requests side by side.
+
+        Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` are those of request b, from its first on. The
+        table has ``table_width`` columns (by default as many as the longest request needs) and -1 where a request has no
+        page. The inverse of `slot_mapping`; reads the tensors on the host.
+
+        >>> import torch, onepass
+        >>> slots, offsets = torch.tensor([4, 5, 0, 2, 3]), torch.tensor([0, 3, 5])
+        >>> cache = onepass.PagedKVCache.from_slots(torch.zeros(4, 2, 576), slots, offsets)
+        >>> cache.lookup_table, cache.cache_lengths
+        (tensor([[ 2,  0],
+                 [ 1, -1]], dtype=torch.int32), tensor([3, 2], dtype=torch.int32))
+        """
+        _check_tensor("blocks", blocks, "[pages, page_size, columns]", 3, CACHE_DTYPES)
+        _check_tensor("slots", slots, "[tokens]", 1, (torch.int32, torch.int64))
+        _check_tensor("input_row_offsets", input_row_offsets, "[requests + 1]", 1, INDEX_DTYPES)
+        if dtype not in INDEX_DTYPES:
+            _fail("dtype", "be uint32, int32 or int64", describe(dtype))
+        size = blocks.shape[1]
+        offsets, places = input_row_offsets.long().cpu(), slots.long().cpu()
+        counts = offsets.diff()
+        if not offsets.numel() or offsets[0] != 0 or offsets[-1] != places.shape[0] or (counts < 0).any():
+            _fail("input_row_offsets", f"rise from 0 to the number of slots, {places.shape[0]}", str(offsets.tolist()))
+        request = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
+        index = torch.arange(places.shape[0]) - offsets[request]
+        within = index % size
+        first = places[torch.arange(places.shape[0]) - within]
+        wrong = (first % size != 0) | (places != first + within) | (places < 0) | (places >= blocks.shape[0] * size)
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            _fail(
+                "slots",
+                f"lie in the blocks and follow one another within pages of {size}",
+                f"{int(places[at])} for token {int(index[at])} of request {int(request[at])}",
+            )
+        needed = -(-int(counts.max()) // size) if counts.numel() else 0
+        width = max(needed, 1) if table_width is None else table_width
+        if width < needed:
+            _fail("table_width", f"be at least {needed}", str(width))
+        table = torch.full((counts.shape[0], width), -1)
+        begins = within == 0
+        table[request[begins], index[begins] // size] = places[begins] // size
+        return cls(blocks, counts.to(dtype).to(blocks.device), table.to(dtype).to(blocks.device))
+
+    def slot_mapping(self, input_row_offsets: Tensor, tokens: int | None = None) -> Tensor:
+        """The slots [tokens] int64 of the tokens that follow those in the cache; -1 for a token that has no place.
+
+        Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` belong to request b. Their number is read from
+        the last offset, on the host, unless ``tokens`` says it.
+        """
+        lengths, table = self._tables("slot_mapping")
+        _check_tensor("input_row_offsets", input_row_offsets, "[requests + 1]", 1, INDEX_DTYPES)
+        requests, width = table.shape
+        if input_row_offsets.shape[0] != requests + 1:
+            _fail("input_row_offsets", f"have {requests + 1} elements", str(input_row_offsets.shape[0]))
+        offsets = input_row_offsets.long()
+        count = int(offsets[-1]) if tokens is None else tokens
+        token = torch.arange(count, device=offsets.device)
+        if not requests or not width:
+            return torch.full_like(token, -1)
+        request = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
+        owned = (request < requests) & (token >= offsets[0])
+        request = request.clamp(max=requests - 1)
+        place = lengths.long()[request] + (token - offsets[request])
+        column = place.div(self.page_size, rounding_mode="floor")
+        page = table.long()[request, column.clamp(0, width - 1)]
+        there = owned & (column >= 0) & (column < width) & (page >= 0) & (page < self.blocks.shape[0])
+        return torch.where(there, page * self.page_size + place % self.page_size, -1)
+
+    def append(self, new_tokens: int | Tensor = 1, *, input_row_offsets: Tensor | None = None) -> None:
+        """Count the tokens of a step that was written: as many for each request, or [requests], or by row offsets.
+
+        Adds to ``cache_lengths`` in place and reads nothing on the host: it can be captured in a CUDA graph.
+        """
+        lengths, table = self._tables("append")
+        if input_row_offsets is not None:
+            _check_tensor("input_row_offsets", input_row_offsets, "[requests + 1]", 1, INDEX_DTYPES)
+            offsets = input_row_offsets.long()
+            new_tokens = offsets[1:] - offsets[:-1]
+        new_tokens = _counts(new_tokens, table.shape[0])
+        # torch has no sum of uint32; its bits are those of int32's
+        (lengths.view(torch.int32) if lengths.dtype == torch.uint32 else lengths).add_(new_tokens)
+
+    def check(self, new_tokens: int | Tensor = 0) -> None:
+        """Raise `ContractError` unless the pages of every request exist and have room for so many tokens more.
+
+        ``new_tokens``: as many for each request, or [requests]. Reads the tables on the host, which waits for the device.
+        """
+        lengths, table = self._tables("check")
+        fault = table_fault(self.blocks, lengths, table, _counts(new_tokens, table.shape[0]))
+        if fault is not None:
+            _fail(*fault)
+
+    def _tables(self, what: str) -> tuple[Tensor, Tensor]:
+        if self.cache_lengths is None or self.lookup_table is None:
+            _fail("cache_lengths", f"be given for {what}", "None")
+        return self.cache_lengths, self.lookup_table
+
+    def __repr__(self) -> str:
+        requests = "no table" if self.cache_lengths is None else f"{self.cache_lengths.shape[0]} requests"
+        return f"PagedKVCache({list(self.blocks.shape)} {short(self.blocks.dtype)} on {self.blocks.device}, {requests})"
+
+
+def gather_mla(
+    cache: PagedKVCache,
+    request: int,
+    dtype: torch.dtype,
+    *,
+    kv_scale: Tensor | None = None,
+    per_token_scale: Tensor | None = None,
+) -> Tensor:
+    """A request's entries [length, columns] in order, times their scale: what `fused_rope_rmsnorm_quantization` wrote.
+
+    ``kv_scale`` and ``per_token_scale`` as they were when it was written. Multiplied in float32 and rounded once, to
+    ``dtype``. Plain torch on the cache's device; the length is read on the host.
+
+    >>> import torch, onepass
+    >>> blocks = torch.arange(8.0).view(4, 2, 1)
+    >>> cache = onepass.PagedKVCache(blocks, torch.tensor([3]), torch.tensor([[3, 1]]))
+    >>> onepass.gather_mla(cache, 0, torch.float32).flatten()
+    tensor([6., 7., 2.])
+    """
+    if not isinstance(cache, PagedKVCache):
+        _fail("cache", "be a PagedKVCache", describe(cache), "gather_mla")
+    lengths, table = cache._tables("gather_mla")
+    if not isinstance(request, int) or not 0 <= request < lengths.shape[0]:
+        _fail("request", f"be an int from 0 to {lengths.shape[0] - 1}", describe(request), "gather_mla")
+    if kv_scale is not None and per_token_scale is not None:
+        _fail("kv_scale", "be None with per_token_scale", describe(kv_scale), "gather_mla")
+    if kv_scale is not None and kv_scale.numel() != 1:
+        _fail("kv_scale", "have one element", describe(kv_scale), "gather_mla")
+    if per_token_scale is not None and per_token_scale.shape != cache.blocks.shape[:2]:
+        _fail("per_token_scale", "have shape [pages, page_size]", describe(per_token_scale), "gather_mla")
+    fault = table_fault(cache.blocks, lengths[request : request + 1], table[request : request + 1], 0)
+    if fault is not None:
+        _fail(*fault, of="gather_mla")
+    length = int(lengths[request])
+    pages = table[request].long()[: -(-length // cache.page_size)]
+    entries = cache.blocks[pages].flatten(0, 1)[:length].float()
+    if per_token_scale is not None:
+        entries = entries * per_token_scale[pages].flatten()[:length, None]
+    elif kv_scale is not None:
+        entries = entries * kv_scale.reshape(())
+    return entries.to(dtype)
+
+
+def table_fault(
+    blocks: Tensor, lengths: Tensor, table: Tensor, new_tokens: int | Tensor
+) -> tuple[str, str, str] | None:
+    """Which argument is wrong, what it must be and what came; None where every token has a page. Reads on the host."""
+    pages, size, _ = blocks.shape
+    begin = lengths.long().cpu()
+    end = begin + (new_tokens.long().cpu() if isinstance(new_tokens, Tensor) else new_tokens)
+    if (begin < 0).any():
+        request = int((begin < 0).nonzero()[0])
+        return "cache_lengths", "be at least 0", f"{int(begin[request])} for request {request}"
+    width = table.shape[1]
+    short_of = end > width * size
+    if short_of.any():
+        request = int(short_of.nonzero()[0])
+        return (
+            "lookup_table",
+            "have pages for every token",
+            f"{width} of {size} entries for the {int(end[request])} of request {request}",
+        )
+    numbers = table.long().cpu()
+    needed = torch.arange(width) < (end.div(size, rounding_mode="floor") + (end % size != 0)).unsqueeze(1)
+    outside = needed & ((numbers < 0) | (numbers >= pages))
+    if outside.any():
+        request, column = outside.nonzero()[0].tolist()
+        return (
+            "lookup_table",
+            f"hold pages from 0 to {pages - 1}",
+            f"{int(numbers[request, column])} for page {column} of request {request}",
+        )
+    return None
+
+
+def _counts(new_tokens: int | Tensor, requests: int) -> int | Tensor:
+    if isinstance(new_tokens, Tensor):
+        if new_tokens.shape != (requests,) or new_tokens.dtype not in INDEX_DTYPES:
+            _fail("new_tokens", f"be an int or {requests} integers", describe(new_tokens))
+        return new_tokens.view(torch.int32) if new_tokens.dtype == torch.uint32 else new_tokens
+    if not isinstance(new_tokens, int) or isinstance(new_tokens, bool):
+        _fail("new_tokens", f"be an int or {requests} integers", describe(new_tokens))
+    return new_tokens
+
+
+def _check_tensor(name: str, value: object, shape: str, dims: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(value, Tensor):
+        _fail(name, "be a tensor", describe(value))
+    if value.dim() != dims:
+        _fail(name, f"have shape {shape}", str(list(value.shape)))
+    if value.dtype not in dtypes:
+        _fail(name, f"have dtype {' or '.join(short(d) for d in dtypes)}", short(value.dtype))
+
+
+def _readable(*tensors: Tensor) -> bool:
+    """Whether values can be read: not in a compiler, of a fake, or while a CUDA graph is captured."""
+    if torch.compiler.is_compiling() or any(type(t) not in (Tensor, Parameter) or t.is_meta for t in tensors):
+        return False
+    return not tensors[0].is_cuda or not torch.cuda.is_current_stream_capturing()
+
+
+def _fail(argument: str, expects: str, got: str, of: str = "PagedKVCache") -> NoReturn:
+    raise ContractError(f"{of}: `{argument}` must {expects}, got {got}")

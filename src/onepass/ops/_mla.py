@@ -1,0 +1,90 @@
+"""From checked tensors to one backend launch of MLA's cache write; and what is read on the host when debugging."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from ..contract import Contract
+from ..formats import SMALLEST_EPS
+from ..kvcache import table_fault
+from ..mla import MlaRows, MlaSpec
+from ._launch import Launch
+
+_launch = Launch("mla_rope_norm")
+
+
+def run_mla(
+    contract: Contract, spec: MlaSpec, turned: int, q: Tensor, kv: Tensor, gamma: Tensor, freqs: Tensor | None,
+    offsets: Tensor | None, lengths: Tensor | None, table: Tensor | None, slots: Tensor | None, positions: Tensor | None,
+    kv_scale: Tensor | None, q_out: Tensor, blocks: Tensor, token_scale: Tensor | None, eps: float, weight_offset: float,
+) -> None:  # fmt: skip
+    """One launch; none when there are no tokens. Index tensors are None where the kernel has no use for them."""
+    launch = _launch.on(q)
+    tokens, heads, rope = q.shape
+    if not tokens:
+        return
+    if os.environ.get("ONEPASS_DEBUG") == "1":
+        _check(contract, tokens, freqs, offsets, lengths, table, slots, positions, blocks)
+    pages, page_size, _ = blocks.shape
+    requests, width, table_row = (0, 0, 0) if table is None else (*table.shape, table.stride(0))
+    if lengths is not None:
+        requests = lengths.shape[0]
+    limit, freqs_row = (0, 0) if freqs is None else (freqs.shape[0], freqs.stride(0))
+    scale_page, scale_entry = (0, 0) if token_scale is None else token_scale.stride()
+    rows = MlaRows(
+        tokens, heads, gamma.shape[0], rope, turned, requests, width, pages, page_size, limit, q.stride(0), q.stride(1),
+        q_out.stride(0), q_out.stride(1), kv.stride(0), freqs_row, table_row, blocks.stride(0), blocks.stride(1),
+        scale_page, scale_entry,
+    )  # fmt: skip
+    launch(
+        spec, rows, q, kv, gamma, freqs, offsets, lengths, table, slots, positions, kv_scale, q_out, blocks, token_scale,
+        max(eps, SMALLEST_EPS), weight_offset,
+    )  # fmt: skip
+
+
+def _check(
+    contract: Contract, tokens: int, freqs: Tensor | None, offsets: Tensor | None, lengths: Tensor | None,
+    table: Tensor | None, slots: Tensor | None, positions: Tensor | None, blocks: Tensor,
+) -> None:  # fmt: skip
+    """Read the tables on the host, which waits for the device: for debugging only."""
+    counts = None
+    if offsets is not None and lengths is not None:
+        starts = offsets.long().cpu()
+        counts = starts.diff()
+        if (counts < 0).any():
+            request = int((counts < 0).nonzero()[0])
+            contract.fail(
+                "input_row_offsets",
+                "not fall",
+                f"{int(starts[request])} and then {int(starts[request + 1])} for request {request}",
+            )
+        counts = starts.clamp(0, tokens).diff()  # tokens beyond are nobody's
+        if table is not None:
+            fault = table_fault(blocks, lengths, table, counts)
+            if fault is not None:
+                contract.fail(*fault)
+    if slots is not None:
+        places = blocks.shape[0] * blocks.shape[1]
+        outside = (slots >= places).cpu()
+        if outside.any():
+            token = int(outside.nonzero()[0])
+            contract.fail("slot_mapping", f"be below {places}", f"{int(slots[token])} for token {token}")
+    if freqs is None:
+        return
+    limit = freqs.shape[0]
+    if positions is not None:
+        least, most = (int(v) for v in positions.aminmax())
+        if least < 0 or most >= limit:
+            contract.fail("positions", f"lie within the {limit} rows of freqs_cis", f"{least} to {most}")
+    elif lengths is not None and counts is not None:
+        ends = torch.where(counts > 0, lengths.long().cpu() + counts, 0)
+        if (ends > limit).any():
+            request = int((ends > limit).nonzero()[0])
+            contract.fail(
+                "freqs_cis",
+                "have a row for every position",
+                f"{limit} for the {int(ends[request])} of request {request}",
+            )
