@@ -327,10 +327,10 @@ def compile_call(
     usual = [f"type({first}) is Tensor", f"({first}.is_cpu or {first}.is_cuda)"]
     for name in others:
         usual.append(f"not {name}" if contract.args[name].many else f"type({name}) in PLAIN")
-    ours = (
-        "False" if any(a.mutable for a in contract.args.values()) else "True"
-    )  # only we write, and where we allocated
-    write(f"plain = {' and '.join([ours, *(f'{out.argument} is None' for out in contract.outs.values())])}")
+    unwritten = [f"{out.argument} is None" for out in contract.outs.values()]
+    if any(arg.mutable for arg in contract.args.values()):
+        unwritten = ["False"]
+    write(f"plain = {' and '.join(unwritten)}")
     write(f"if watched() or not (plain and {' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
     write(f"    return dispatch(({inputs},), given)")
     write(f"key = ({options}{',' if options else ''})")

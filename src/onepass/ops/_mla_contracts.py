@@ -60,7 +60,10 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         Rule("C == L + R", "kv", "have gamma's and q_rope's columns"),
         Rule("freqs_cis is not None or rope_dim == 0 or (R == 0 and rope_dim is None)", "freqs_cis", "be given unless rope_dim is 0"),
         Rule("freqs_cis is None or F > 0", "freqs_cis", "have at least one row"),
-        Rule("E % 2 == 0 and E <= R and (freqs_cis is None or E <= W)", "rope_dim", "be even, at most q_rope's columns and freqs_cis' width"),
+        Rule(
+            "E % 2 == 0 and E <= R and (freqs_cis is None or E <= W)", "rope_dim",
+            "be even, at most q_rope's columns and freqs_cis' width",
+        ),
         Rule(
             f"input_row_offsets is not None or ({_PLACED} and {_TURNED})", "input_row_offsets",
             "be given unless slot_mapping and, with a rotation, positions are",
@@ -70,7 +73,10 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
             "be given unless slot_mapping and, with a rotation, positions are",
         ),
         Rule(f"lookup_table is not None or {_PLACED}", "lookup_table", "be given unless slot_mapping is"),
-        Rule("input_row_offsets is None or cache_lengths is None or O == B + 1", "input_row_offsets", "have one element more than cache_lengths"),
+        Rule(
+            "input_row_offsets is None or cache_lengths is None or O == B + 1", "input_row_offsets",
+            "have one element more than cache_lengths",
+        ),
         Rule("S > 0", "blocks", "have at least one entry a page"),
         Rule("kv_scale is None or blocks.dtype in FP8", "kv_scale", "be None unless the cache is fp8"),
         Rule("per_token_scale is None or blocks.dtype in FP8", "per_token_scale", "be None unless the cache is fp8"),

@@ -56,7 +56,7 @@ def _kernel(
     key = (dtypes, scale)
     spec = notes.get(key)
     if spec is None:
-        spec = notes[key] = mla_spec(*dtypes, style, scale, rounding)  # type: ignore[arg-type]
+        spec = notes[key] = mla_spec(*dtypes, style, scale, rounding)
     run_mla(
         FUSED_ROPE_RMSNORM_QUANTIZATION, spec, turned, q, kv, gamma, freqs, offsets, lengths, table, slots, positions,
         kv_scale, q_out, blocks, token_scale, epsilon, weight_offset,
