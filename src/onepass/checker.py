@@ -79,16 +79,23 @@ class _Writer:
             str(list(got.shape)),
         )
 
-    def _fail_grad(self, **tensors: Tensor | None) -> NoReturn:
-        name = next(n for n, t in tensors.items() if t is not None and t.requires_grad)
-        self.contract.fail(
-            name,
-            "need no gradient (there is no backward: use torch.inference_mode(), no_grad() or detach())",
-            "requires_grad=True",
-        )
+    def _fail_grad(self, **tensors: Tensor | Sequence[Tensor] | None) -> NoReturn:
+        refuse_gradient(self.contract, next(name for name, value in tensors.items() if _needs_grad(value)))
 
     def _fail_dtype(self, argument: str, allowed: Sequence[torch.dtype], got: torch.dtype) -> NoReturn:
         self.contract.fail(argument, f"have dtype {' or '.join(dict.fromkeys(short(d) for d in allowed))}", short(got))
+
+
+def refuse_gradient(contract: Contract, argument: str, got: str = "requires_grad=True") -> NoReturn:
+    """There is no backward: better an error than a result that has silently lost its gradient."""
+    ways = "use torch.inference_mode(), no_grad() or detach()"
+    contract.fail(argument, f"need no gradient (there is no backward: {ways})", got)
+
+
+def _needs_grad(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_needs_grad(item) for item in value)
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _shape(dims: str) -> str:
@@ -239,6 +246,8 @@ def _allocate(write: _Writer, out: Out) -> None:
     write("else:")
     layout: Layout = "any" if out.column != "False" else "rows"
     _check_tensor(write, out.argument, Arg(out.dims, out.doc, f"({out.dtype},)", layout=layout), depth + 1)
+    write(f"if {out.argument}.requires_grad and is_grad_enabled():", depth + 1)
+    write(f"    fail_grad({out.argument}={out.argument})", depth + 1)
 
 
 def _write_body(write: _Writer, contract: Contract, options: bool) -> None:
@@ -263,13 +272,16 @@ def _write_body(write: _Writer, contract: Contract, options: bool) -> None:
     for rule in contract.rules:
         write(f"if not ({rule.condition}):")
         write(f"    fail('{rule.argument}', {rule.expects!r}, describe({rule.argument}))")
-    singles = [name for name, arg in contract.args.items() if not arg.many]
     grads = [
-        f"({name} is not None and {name}.requires_grad)" if contract.args[name].optional else f"{name}.requires_grad"
-        for name in singles
+        f"({name} and any([t.requires_grad for t in {name}]))"
+        if arg.many
+        else f"({name} is not None and {name}.requires_grad)"
+        if arg.optional
+        else f"{name}.requires_grad"
+        for name, arg in contract.args.items()
     ]
     write(f"if is_grad_enabled() and ({' or '.join(grads)}):")
-    write(f"    fail_grad({', '.join(f'{n}={n}' for n in singles)})")
+    write(f"    fail_grad({', '.join(f'{n}={n}' for n in contract.args)})")
     for out in contract.outs.values():
         _allocate(write, out)
 

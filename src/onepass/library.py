@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from .checker import compile_call
+from .checker import compile_call, refuse_gradient
 from .contract import Contract
 from .errors import Unsupported
 from .memory import check_outputs
@@ -89,7 +90,13 @@ def check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) 
 def _watched() -> bool:
     """Whether a dispatch mode, function transform, tracer or compiler must see the call."""
     # the compiler first: it knows this answer and cannot look into the others
-    return _compiling() or bool(_dispatch_modes()) or _transforms() is not None or _tracing() is not None
+    return (
+        _compiling()
+        or bool(_dispatch_modes())
+        or _transforms() is not None
+        or _tracing() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _special(*values: object) -> bool:
@@ -101,6 +108,33 @@ def _special(*values: object) -> bool:
         elif isinstance(value, (list, tuple)) and _special(*value):
             return True
     return False
+
+
+def _refuse_gradients(contract: Contract, arguments: tuple[Any, ...]) -> None:
+    """Refuse what would need a derivative, backward or forward, of this op."""
+    names = (*contract.args, *contract.options, *(out.argument for out in contract.outs.values()))
+    for name, value in zip(names, arguments, strict=False):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor.requires_grad and torch.is_grad_enabled():
+                refuse_gradient(contract, name)
+            level = forward_ad._current_level
+            if level >= 0 and forward_ad.unpack_dual(tensor, level=level).tangent is not None:
+                refuse_gradient(contract, name, "a tensor with a tangent")
+
+
+def _above_autograd(contract: Contract, name: str) -> Callable[..., Any]:
+    """The dispatcher's autograd step of ``onepass::<name>``: it computes no gradient, so it lets none be lost."""
+
+    def step(keys: Any, *arguments: Any) -> Any:
+        _refuse_gradients(contract, arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.onepass, name).default.redispatch(
+                keys & torch._C._after_autograd_keyset, *arguments
+            )
+
+    return step
 
 
 def _define(contract: Contract, kernel: Callable[..., None]) -> tuple[Any, Any]:
@@ -132,6 +166,7 @@ def _define(contract: Contract, kernel: Callable[..., None]) -> tuple[Any, Any]:
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         for key in ("CPU", "CUDA"):
             _library.impl(name, implementation, key)
+        _library.impl(name, _above_autograd(contract, name), "Autograd", with_keyset=True)
         torch.library.register_fake(f"onepass::{name}", meta, lib=_library)
     ops = torch.ops.onepass
     if contract.in_place:
