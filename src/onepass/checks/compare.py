@@ -88,6 +88,41 @@ def near(actual: Tensor, exact: Tensor, error: Tensor) -> str | None:
     return None
 
 
+def stored(actual: Tensor, exact: Tensor, error: Tensor, fmt: Fp8Format | None, share: float | None) -> str | None:
+    """Floats, or with ``fmt`` its codes: what is stored for some value within ``error`` of the exact one.
+
+    With ``share``, that many of them must be what is stored for the exact value itself.
+    """
+    if actual.shape != exact.shape:
+        return f"shape {list(actual.shape)}, expected {list(exact.shape)}"
+    if actual.numel() == 0:
+        return None
+    nan = exact.isnan()
+    error = torch.where(exact.isinf() | nan, 0.0, error)
+    if fmt is None:
+        got_nan = actual.isnan()
+        got, middle, low, high = (t.to(actual.dtype).double() for t in (actual, exact, exact - error, exact + error))
+    else:
+        form = (fmt.bias, fmt.max, fmt.nan_code, fmt.has_negative_zero)
+        got_codes = actual.contiguous().view(torch.uint8)
+        got_nan = got_codes == fmt.nan_code
+        expected = (oracle.encode(v, *form) for v in (exact, exact - error, exact + error))
+        got, middle, low, high = (_rank(c) for c in (got_codes, *expected))
+    if (got_nan != nan).any():
+        return f"NaN in {int(got_nan.sum())} places, expected in {int(nan.sum())}"
+    bad = ~nan & ((got < low) | (got > high))
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        first = f"first at {at}: {float(actual[at]):.9g}, expected {float(exact[at]):.9g}"
+        return f"{int(bad.sum())} of {bad.numel()} values beyond the error bound, {first}"
+    different = int((~nan & (got != middle)).sum())
+    if share is not None and different > max(2, (1 - share) * actual.numel()):
+        return (
+            f"{different} of {actual.numel()} values not those of the exact ones (at most {1 - share:.1%} may differ)"
+        )
+    return None
+
+
 def scales(actual: Tensor, exact: Tensor, rule: ScaleRule, *, error: float = FLOAT32_ERROR) -> str | None:
     """Stored scales: between what the exact step gives when nudged down and up by ``error``."""
     if actual.shape != exact.shape:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import gemv_partial_norm, qk_norm, rms_norm
+from . import gemv_partial_norm, mla_rope_norm, qk_norm, rms_norm
 from .case import Check
 from .promises import promises
 
@@ -25,8 +25,9 @@ MODULES: dict[str, Any] = {
     "row_mean_of_squares_qk": qk_norm,
     "apply_qk_rms_norm": qk_norm,
     "qk_rms_norm": qk_norm,
+    mla_rope_norm.OP: mla_rope_norm,
 }
-CASES: tuple[Check, ...] = (*rms_norm.CASES, *gemv_partial_norm.CASES, *qk_norm.CASES)
+CASES: tuple[Check, ...] = (*rms_norm.CASES, *gemv_partial_norm.CASES, *qk_norm.CASES, *mla_rope_norm.CASES)
 DEVICES = ("cpu", "cuda", "interpreter")
 
 
