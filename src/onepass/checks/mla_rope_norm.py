@@ -72,7 +72,7 @@ def _set_special(q: Tensor, kv: Tensor, latent: int) -> None:
     kv[9, latent + 2] = -torch.inf
     kv[10, latent:] = 0.0
     kv[11, :latent] = 0.0
-    kv[12] *= 2.0**-100 if kv.dtype != F16 else 1.0
+    kv[12] *= 2.0**-40 if kv.dtype != F16 else 1.0
     q[0] = 0.0
     q[2, 1, 4] = torch.nan
     q[3, 0, 3] = torch.inf
@@ -290,7 +290,7 @@ def _spilt(arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
         _, _, mine = masks.setdefault(storage.data_ptr(), (before, after, torch.zeros_like(after)))
         torch.empty(0, dtype=result.dtype, device=result.device).set_(
             mine.untyped_storage(), result.storage_offset(), result.shape, result.stride()
-        ).view(torch.uint8).fill_(1)
+        ).unsqueeze(-1).view(torch.uint8).fill_(1)
     for before, after, mine in masks.values():
         if ((before != after) & (mine == 0)).any():
             return f"{int(((before != after) & (mine == 0)).sum())} bytes beside the outputs were written"

@@ -189,7 +189,7 @@ def _source_digest() -> str:
     """A digest of the source files that code generation depends on."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    shared = [here.parent / name for name in ("formats.py", "gemv.py", "prologues.py", "rows.py")]
+    shared = [here.parent / name for name in ("formats.py", "gemv.py", "mla.py", "prologues.py", "rows.py")]
     for path in (*sorted(here.glob("*.py")), *shared):
         digest.update(path.read_bytes())
     return digest.hexdigest()

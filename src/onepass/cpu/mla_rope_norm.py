@@ -1,0 +1,88 @@
+"""MLA's cache write on the CPU, serially when there is little to do, else on torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..mla import MlaRows, MlaSpec, mla_spec
+from . import _compile, _parallel
+from .rms_norm import SERIAL_BELOW
+
+_CHUNK: Final = 16384
+"""Elements a thread takes at a time, about, or more."""
+_CHUNKS_PER_THREAD: Final = 16
+_ENTRY: Final = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+
+
+class _Kernel:
+    """Machine code of one spec and the packer of its argument block."""
+
+    def __init__(self, spec: MlaSpec) -> None:
+        from . import _mla
+
+        self._code = _compile.linked(spec, lambda: _mla.build(spec), "serial", "parallel")
+        self.pack = _mla.packer(spec)
+        self.serial: Callable[[bytes], None] = _ENTRY(self._code["serial"])
+        self.parallel: int = self._code["parallel"]
+
+
+_kernels: dict[MlaSpec, _Kernel] = {}
+_lock = threading.Lock()
+
+
+def _kernel(spec: MlaSpec) -> _Kernel:
+    """The code of ``spec``, which is that of all specs that differ from it in the dtypes of index tensors alone."""
+    indices = (spec.offsets, spec.lengths, spec.table, spec.slots, spec.positions)
+    plain = mla_spec(
+        spec.q, spec.q_out, spec.kv, spec.gamma, spec.cache, spec.freqs,
+        *(None if dtype is None else torch.int64 for dtype in indices), spec.style, spec.scale, spec.rounding,
+    )  # fmt: skip
+    with _lock:
+        if plain not in _kernels:
+            _kernels[plain] = _Kernel(plain)
+        found = _kernels[spec] = _kernels[plain]
+    return found
+
+
+def launch(
+    spec: MlaSpec,
+    rows: MlaRows,
+    q: Tensor,
+    kv: Tensor,
+    gamma: Tensor,
+    freqs: Tensor | None,
+    offsets: Tensor | None,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    slots: Tensor | None,
+    positions: Tensor | None,
+    kv_scale: Tensor | None,
+    q_out: Tensor,
+    blocks: Tensor,
+    token_scale: Tensor | None,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    """Run the kernel of ``spec`` on checked arguments, writing ``q_out`` and the entries of ``blocks``."""
+    kernel = _kernels.get(spec) or _kernel(spec)
+    tokens = rows.tokens
+    columns = (rows.heads + 1) * rows.rope + rows.latent
+    threads = chunk = 1
+    if tokens > 1 and tokens * columns >= SERIAL_BELOW:
+        threads = torch.get_num_threads()
+        chunk = max(1, _CHUNK // columns, tokens // (threads * _CHUNKS_PER_THREAD))
+        threads = min(threads, -(-tokens // chunk))
+    block = kernel.pack(
+        chunk, rows, q, kv, gamma, freqs, offsets, lengths, table, slots, positions, kv_scale, q_out, blocks, token_scale,
+        eps, weight_offset,
+    )  # fmt: skip
+    if threads == 1:
+        kernel.serial(block)
+    else:
+        _parallel.run(kernel.parallel, block, threads)
