@@ -1,0 +1,34 @@
+"""``vllm._custom_ops`` as of vLLM 0.19 and earlier, whose kernels rounded twice, as Hugging Face's modules do::
+
+    rms_norm             y = round(round(x * rs) * w)
+    fused_add_rms_norm   h = round(x + residual);  y = round(round(h * rs) * w),  rs from the rounded h
+
+The functions with fp8 are those of `onepass.compat.vllm`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..ops.rms_norm import rms_norm as _rms_norm
+from .vllm import rms_norm_dynamic_per_token_quant, rms_norm_per_block_quant, weight_or_ones
+
+__all__ = ["fused_add_rms_norm", "rms_norm", "rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"]
+
+
+def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    """``out = round(round(input * rs) * weight)``."""
+    _rms_norm(input, weight_or_ones(weight, input), epsilon, rounding="hf", out=out)
+
+
+def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    """``residual += input``, then ``input = round(round(residual * rs) * weight)``, in one launch; both are overwritten."""
+    _rms_norm(
+        input,
+        weight_or_ones(weight, input),
+        epsilon,
+        residual=residual,
+        rounding="hf",
+        out=input,
+        residual_out=residual,
+    )
