@@ -19,7 +19,11 @@ from .rope import Rope
 from .trace import GEMV_TRACE_EVENTS_PER_BLOCK, GemvEvent, GmemTrace, NullTrace, TraceBuf
 
 if TYPE_CHECKING:
+    from . import compat as compat
     from . import dist as dist
+    from . import integrations as integrations
+    from . import nn as nn
+    from .integrations import patch as patch
 
 __version__ = "0.1.0"
 
@@ -42,6 +46,7 @@ __all__ = [
     "gemv_and_partial_norm_unfused_with_scratch",
     "gemv_and_partial_norm_with_scratch",
     "gemv_trace_blocks",
+    "patch",
     "prologue",
     "prologues",
     "qk_rms_norm",
@@ -53,9 +58,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`onepass.dist`, imported at first use."""
-    if name == "dist":
+    """What is imported at first use: `onepass.dist`, `nn`, `compat`, `integrations`, and `patch` of the last."""
+    if name in ("compat", "dist", "integrations", "nn", "patch"):
         from importlib import import_module
 
-        return import_module(".dist", __name__)
+        found = import_module(".integrations" if name == "patch" else f".{name}", __name__)
+        return found.patch if name == "patch" else found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

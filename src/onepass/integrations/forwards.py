@@ -1,0 +1,196 @@
+"""The forwards that `onepass.patch` puts in place of a model's own: one a kind of module, none a model.
+
+Each is a function of the module it is bound to; what it must know besides is in the module's ``_onepass``. They take and
+return what the forwards they replace do, run the same projections, caches and attention functions in the same order, and
+call submodules as modules, so that hooks and later replacements of those still work.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import Rounding
+from ..nn import gamma_of
+from ..ops.gemv_partial_norm import gemv_and_partial_norm
+from ..ops.qk_norm import qk_rms_norm
+from ..ops.rms_norm import rms_norm
+
+FUSED_ROWS: Final = 8
+"""Tokens up to which projection and norm are one launch: beyond, a matmul's own kernel wins (docs/performance.md)."""
+
+
+class NormCall(NamedTuple):
+    """How a norm is computed."""
+
+    eps: float
+    weight_offset: float
+    rounding: Rounding
+
+
+def norm_forward(self: Any, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+    """``y = norm(x)``; with a residual ``(norm(x + residual), x + residual)`` in one launch."""
+    how: NormCall = self._onepass
+    gamma = gamma_of(self.weight, hidden_states)
+    if residual is None:
+        return rms_norm(
+            hidden_states, gamma, how.eps, weight_offset=how.weight_offset, rounding=how.rounding
+        )  # fmt: skip
+    return rms_norm(
+        hidden_states, gamma, how.eps, weight_offset=how.weight_offset, residual=residual, rounding=how.rounding
+    )
+
+
+class LayerCall(NamedTuple):
+    """The attributes of a decoder layer; see `families.Layer`."""
+
+    names: tuple[str, ...]
+    norm: str
+    after_attention: str
+    after_mlp: str
+
+
+def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A decoder layer, its first addition and the norm behind it as one launch::
+
+    x, residual = norm(after_attention(attention(input_layernorm(h))), residual=h)
+    return residual + after_mlp(mlp(x))
+    """
+    how: LayerCall = self._onepass
+    if args:
+        kwargs = {**dict(zip(how.names, args, strict=False)), **kwargs}
+    x = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
+    if how.after_attention:
+        x = getattr(self, how.after_attention)(x)
+    x, residual = getattr(self, how.norm)(x, residual=hidden_states)
+    x = self.mlp(x)
+    if isinstance(x, tuple):  # a mixture of experts may return its scores too
+        x = x[0]
+    if how.after_mlp:
+        x = getattr(self, how.after_mlp)(x)
+    return cast(Tensor, residual + x)
+
+
+class AttentionCall(NamedTuple):
+    """How q and k are normed; whether the attention function is told a window."""
+
+    eps: float
+    weight_offset: float
+    rounding: Rounding
+    per_head: bool
+    window: bool
+
+
+def attention_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """An attention whose norms of queries and keys are one launch."""
+    how: AttentionCall = self._onepass
+    lead = hidden_states.shape[:-1]
+    heads = (*lead, -1, self.head_dim)
+    q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+    if how.per_head:
+        q, k = q.view(heads), k.view(heads)
+    q, k = qk_rms_norm(
+        q,
+        k,
+        gamma_of(self.q_norm.weight, q),
+        gamma_of(self.k_norm.weight, k),
+        how.eps,
+        weight_offset=how.weight_offset,
+        rounding=how.rounding,
+        per_head=how.per_head,
+    )
+    q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))
+    model = sys.modules[type(self).__module__]
+    q, k = model.apply_rotary_pos_emb(q, k, *position_embeddings)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, self.layer_idx)
+    if how.window:
+        kwargs["sliding_window"] = self.sliding_window
+    return _attend(self, model, q, k, v, attention_mask, **kwargs)
+
+
+def _attend(
+    self: Any, model: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that the model is configured for, and the projection behind it."""
+    function = model.ALL_ATTENTION_FUNCTIONS.get_interface(
+        self.config._attn_implementation, model.eager_attention_forward
+    )
+    dropout = self.attention_dropout if self.training else 0.0
+    out, weights = function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+    lead = (q.shape[0], q.shape[2])
+    return self.o_proj(out.reshape(*lead, -1).contiguous()), weights
+
+
+class MlaCall(NamedTuple):
+    """The epsilons of MLA's two norms."""
+
+    q_eps: float
+    kv_eps: float
+
+
+def mla_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """A latent attention whose projections down and their norms are one launch each, for up to `FUSED_ROWS` tokens."""
+    batch, length = hidden_states.shape[:-1]
+    q_latent, kv_latent, k_rot = _latents(self, hidden_states)
+    q = self.q_b_proj(q_latent).view(batch, length, -1, self.qk_head_dim).transpose(1, 2)
+    q_pass, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+    kv_latent = kv_latent.view(batch, 1, length, self.kv_lora_rank)
+    k_rot = k_rot.view(batch, 1, length, self.qk_rope_head_dim)
+    model = sys.modules[type(self).__module__]
+    interleaved = self.config.rope_interleave
+    rotate = model.apply_rotary_pos_emb_interleave if interleaved else model.apply_rotary_pos_emb
+    q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings)
+    if past_key_values is not None:
+        kv_latent, k_rot = past_key_values.update(kv_latent, k_rot, self.layer_idx)
+    k, v = self.expand_kv(kv_latent, k_rot)
+    return _attend(self, model, torch.cat((q_pass, q_rot), dim=-1), k, v, attention_mask, **kwargs)
+
+
+def _latents(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The normed latents of queries and of keys and values, and the columns of the key that are rotated."""
+    how: MlaCall = self._onepass
+    rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if rows.shape[0] > FUSED_ROWS:
+        kv, k_rot = self.kv_a_proj_with_mqa(hidden_states).split([rank, rope], dim=-1)
+        return self.q_a_layernorm(self.q_a_proj(hidden_states)), self.kv_a_layernorm(kv), k_rot
+    lead = hidden_states.shape[:-1]
+    q, _ = gemv_and_partial_norm(
+        rows, self.q_a_proj.weight, gamma_of(self.q_a_layernorm.weight, rows), how.q_eps
+    )  # fmt: skip
+    kv, k_rot = gemv_and_partial_norm(
+        rows, self.kv_a_proj_with_mqa.weight, gamma_of(self.kv_a_layernorm.weight, rows), how.kv_eps
+    )
+    return q.view(*lead, -1), kv.view(*lead, -1), k_rot.view(*lead, -1)
+
+
+FORWARDS: Final[dict[type, Any]] = {
+    NormCall: norm_forward,
+    LayerCall: layer_forward,
+    AttentionCall: attention_forward,
+    MlaCall: mla_forward,
+}
+"""Which forward a module gets, by what its ``_onepass`` is."""
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a module's own hooks would have to run when it is called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
