@@ -31,6 +31,15 @@ _compiling: Callable[[], bool] = torch.compiler.is_compiling
 Outputs = tuple[Tensor | None, ...]
 
 
+_ops: list[Op] = []
+
+
+def write_eager_entries() -> None:
+    """Write every op's eager entry now. One that appears after a compiler has traced a call would make it trace again."""
+    for op in _ops:
+        op.write_eager_entry()
+
+
 class Op:
     """A registered op; ``call`` it with every argument of the contract, then the caller's outputs (None: allocate)."""
 
@@ -40,21 +49,27 @@ class Op:
         self.functional, self.out = _define(contract, kernel)
         self._kernel = kernel
         self.call: Callable[..., Outputs] = self._first_call
+        _ops.append(self)
 
     def _first_call(self, *arguments: Any) -> Outputs:
         """Write the eager entry when it is first needed, which keeps the import short; a compiler never needs it."""
         if _watched():
             count = len(self.contract.args) + len(self.contract.options)
             return self._dispatch(arguments[:count], arguments[count:])
-        self.call = compile_call(
-            self.contract,
-            self._kernel,
-            watched=_watched,
-            special=_special,
-            dispatch=self._dispatch,
-            memory=self._check_memory,
-        )
+        self.write_eager_entry()
         return self.call(*arguments)
+
+    def write_eager_entry(self) -> None:
+        """Make ``call`` the function that plain eager calls take, if it is not yet."""
+        if self.call == self._first_call:
+            self.call = compile_call(
+                self.contract,
+                self._kernel,
+                watched=_watched,
+                special=_special,
+                dispatch=self._dispatch,
+                memory=self._check_memory,
+            )
 
     def _dispatch(self, inputs: tuple[Any, ...], given: Outputs) -> Outputs:
         """The same through torch's dispatcher, for whatever is watching there."""

@@ -27,12 +27,14 @@ from torch import Tensor, nn
 
 from .errors import ContractError
 from .formats import FP8_FORMATS, Rounding
+from .library import write_eager_entries
 from .ops.qk_norm import qk_rms_norm
 from .ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .rope import Rope
 
 __all__ = ["LinearFP8", "QKNorm", "RMSNorm", "RMSNormFP8", "quantize_rows"]
 
+write_eager_entries()  # modules are what gets compiled
 _EPS_NAMES: Final = ("eps", "variance_epsilon")
 _FP8: Final = torch.float8_e4m3fn
 

@@ -25,8 +25,8 @@ _LAYOUT: Final = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDE
 class Layer:
     """A decoder layer in which a norm follows an addition, ``residual + attention``.
 
-    ``norm`` is that norm's attribute, "" where there is none; ``after_attention`` and ``after_mlp`` name modules that results pass through before
-    they are added to the residual (norms, dropouts), if any.
+    ``norm`` is that norm's attribute, "" where there is none; ``after_attention`` and ``after_mlp`` name modules that
+    results pass through before they are added to the residual (norms, dropouts), if any.
     """
 
     cls: str

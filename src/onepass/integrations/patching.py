@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from types import MethodType, TracebackType
+from functools import partial
+from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 import torch
@@ -32,7 +33,9 @@ ROPE_ROUNDS: Final = (
 TWO_ROUNDINGS: Final = (
     'the model rounds between projection and norm; one launch rounds once (rounding="once")'
 )  # fmt: skip
-CACHE_LAYOUT: Final = "transformers' caches keep the latent and the rotated key apart; fused_rope_rmsnorm_quantization writes them as one entry"
+CACHE_LAYOUT: Final = (
+    "transformers' caches keep the latent and the rotated key apart; one launch writes them as one entry"
+)
 OTHER_CODE: Final = "its forward is not the one this was written for (transformers 5.17)"
 REPLACED_BEFORE: Final = "its forward has been replaced by something else"
 PATCHED_BEFORE: Final = "patched already"
@@ -64,7 +67,7 @@ class Patched:
         self._bound: list[tuple[str, nn.Module, Any]] = []
 
     def _bind(self, where: str, module: nn.Module, call: Any, what: str, how: str) -> None:
-        forward = MethodType(FORWARDS[type(call)], module)
+        forward = partial(FORWARDS[type(call)], module)  # unlike a method, it can be pickled with the module
         module.__dict__[_MARK] = call
         module.__dict__["forward"] = forward
         self._bound.append((where, module, forward))

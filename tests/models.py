@@ -1,0 +1,64 @@
+"""Small random-weight models of every family that `onepass.patch` knows."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 128
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+_WINDOW: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_YARN = {"rope_type": "default", "rope_theta": 10000.0}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", {}),
+    "Mistral": ("MistralConfig", {"head_dim": 16}),
+    "Qwen2": ("Qwen2Config", {}),
+    "Qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "Gemma 2": ("Gemma2Config", _WINDOW),
+    "Gemma 3": ("Gemma3TextConfig", _WINDOW),
+    "OLMo-2": ("Olmo2Config", {}),
+    "Phi-3": ("Phi3Config", {}),
+    "DeepSeek-V3": (
+        "DeepseekV3Config",
+        {
+            "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32, "n_shared_experts": 1, "num_key_value_heads": 4,
+        },
+    ),
+    "MiniMax-M2": ("MiniMaxM2Config", {"head_dim": 16, **_EXPERTS}),
+    "GLM-4": ("Glm4Config", {"head_dim": 16}),
+    "gpt-oss": ("GptOssConfig", {"head_dim": 16, "sliding_window": 8, "rope_parameters": _YARN, **_EXPERTS}),
+}  # fmt: skip
+
+
+@cache
+def small(family: str, dtype: torch.dtype, layers: int = 2, seed: int = 0) -> Any:
+    """A model with weights large enough that nothing cancels, and norms' weights that are not all alike."""
+    import transformers
+
+    name, special = CONFIGS[family]
+    config = getattr(transformers, name)(**{**COMMON, "num_hidden_layers": layers, **special})
+    torch.manual_seed(seed)
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    model = make(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            elif parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> Tensor:
+    """Token numbers, none of them padding."""
+    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,275 @@
+"""`onepass.patch` on small models of every family: logits, tokens, undo, state dict, and what the report says."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onepass
+from onepass.integrations import FAMILIES
+from onepass.integrations.families import Layer, classes, fingerprint
+
+pytest.importorskip("transformers")
+
+from models import CONFIGS, small, tokens
+
+FAMILY = {family.name: family for family in FAMILIES}
+NAMES = list(CONFIGS)
+
+
+def logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    with torch.inference_mode():
+        found: Tensor = model(ids, **options).logits
+    return found
+
+
+def test_every_family_has_a_model_here() -> None:
+    assert set(NAMES) == set(FAMILY) - {"torch.nn"}
+
+
+def test_rows_fit_the_installed_transformers() -> None:
+    """Otherwise everything below would test models that were left alone."""
+    for (path, name), (family, part) in classes().items():
+        expected = family.fingerprint if part is None else part.fingerprint
+        if expected:
+            assert fingerprint(getattr(importlib.import_module(path), name).forward) == expected, name
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_the_models_own(name: str) -> None:
+    """rounding="model" rounds where the model does: logits are equal to the byte.
+
+    Only the order of a float32 sum differs, which can move one value in about 10^5 across a rounding boundary: of three
+    inputs one may be so unlucky, and is then within what one such value can do.
+    """
+    model = small(name, torch.bfloat16)
+    equal = []
+    for seed in range(3):
+        ids = tokens(seed=seed)
+        expected = logits(model, ids)
+        with onepass.patch(model):
+            got = logits(model, ids)
+        assert expected.abs().max() > 1
+        equal.append(torch.equal(got, expected))
+        assert (got.float() - expected.float()).abs().max() <= 0.02 * expected.float().abs().max()
+        assert torch.equal(logits(model, ids), expected), "undo must restore the very bytes"
+    assert sum(equal) >= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rounding_once_is_no_further_from_the_truth(name: str) -> None:
+    """Against the same weights in float32: as near as the model's own bfloat16 logits, give or take a third."""
+    low = small(name, torch.bfloat16)
+    high = copy.deepcopy(low).float()
+    ids = tokens(4, 12)
+    truth = logits(high, ids)
+    with onepass.patch(low, rounding="once") as handle:
+        got = logits(low, ids).float()
+    own = logits(low, ids).float()
+    error, usual = (got - truth).norm(), (own - truth).norm()
+    assert 0 < usual < 0.1 * truth.norm()
+    assert error <= 1.33 * usual
+    if FAMILY[name].rounding == "hf":
+        assert not torch.equal(got, own), "the two roundings must differ, or this shows nothing"
+    assert all("rounding hf" not in change.why for change in handle.replaced)
+
+
+@pytest.mark.parametrize("rounding", ["model", "once"])
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_generates_the_same_tokens(name: str, rounding: Any) -> None:
+    model = small(name, torch.float32)
+    ids = tokens(2, 5)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    expected, expected_tokens = logits(model, ids), model.generate(ids, **options)
+    with onepass.patch(model, rounding=rounding) as handle:
+        assert list(model.state_dict()) == list(before)
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        got = logits(model, ids)
+        with torch.inference_mode():
+            assert torch.equal(model.generate(ids, **options), expected_tokens)
+    assert expected_tokens.shape == (2, 11)
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(got, expected, rtol=0, atol=5e-6 * float(expected.abs().max()))
+    assert torch.equal(logits(model, ids), expected)
+    norms = sum(type(module).__name__ == FAMILY[name].norm for module in model.modules())
+    assert sum(change.what == "norm" for change in handle.replaced) == norms > 4
+
+
+def test_mla_projections_are_fused_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches a layer up to eight tokens, projections and norms beyond; both give the model's logits."""
+    calls: list[int] = []
+
+    def counted(act: Tensor, *rest: Any) -> Any:
+        calls.append(act.shape[0])
+        return onepass.gemv_and_partial_norm(act, *rest)
+
+    monkeypatch.setattr("onepass.integrations.forwards.gemv_and_partial_norm", counted)
+    model = small("DeepSeek-V3", torch.float32)
+    for length, launches in ((4, 4), (8, 4), (9, 0)):
+        calls.clear()
+        ids = tokens(1, length)
+        expected = logits(model, ids)
+        with onepass.patch(model, rounding="once") as handle:
+            torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=1e-5)
+        assert calls == [length] * launches
+    assert sum(change.what == "projections down and their norms" for change in handle.replaced) == 2
+    assert {c.what for c in handle.left} == {"rotation and cache write", "addition after the MLP"}
+
+
+# --- the handle -----------------------------------------------------------------------------------------------------
+
+
+def test_report() -> None:
+    model = small("Qwen3", torch.float32)
+    with onepass.patch(model) as handle:
+        text = str(handle)
+        assert "Qwen3ForCausalLM: 13 replaced, 4 left" in text
+        assert "replaced 9 x Qwen3RMSNorm norm: rms_norm, rounding hf" in text
+        assert "replaced 2 x Qwen3Attention norms of q and k: qk_rms_norm, per head, rounding hf" in text
+        assert "left 2 x Qwen3DecoderLayer addition after the MLP: the norm that follows" in text
+        assert {change.where for change in handle.replaced if change.what == "norm"} >= {
+            "model.norm",
+            "model.layers.1.self_attn.q_norm",
+        }
+        assert json.loads(json.dumps(handle.to_json()))["model"] == "Qwen3ForCausalLM"
+        again = onepass.patch(model)
+        assert not again.replaced and all(c.why == "patched already" for c in again.left if c.what == "norm")
+        again.undo()
+        assert "forward" in model.model.norm.__dict__
+    handle.undo()  # a second time: nothing
+    assert "forward" not in model.model.norm.__dict__ and "_onepass" not in model.model.norm.__dict__
+
+
+def test_sums_that_the_model_rounds_are_left() -> None:
+    """Gemma and gpt-oss norm a rounded sum in one rounding: only rounding="once" fuses their additions."""
+    for name in ("Gemma 3", "gpt-oss"):
+        model = small(name, torch.float32)
+        for rounding, fused in (("model", 0), ("once", 2)):
+            with onepass.patch(model, rounding=rounding) as handle:  # type: ignore[arg-type]
+                additions = [c for c in handle.replaced if c.what == "addition after the attention"]
+                assert len(additions) == fused
+                reasons = {c.why for c in handle.left if c.what == "addition after the attention"}
+                assert any("the model rounds the sum" in why for why in reasons) == (not fused)
+
+
+def test_norms_alone() -> None:
+    model = small("Qwen3", torch.float32)
+    with onepass.patch(model, fuse=False) as handle:
+        assert {change.what for change in handle.replaced} == {"norm"} and not handle.left
+
+
+def test_torch_norms_and_unknown_ones() -> None:
+    class OtherRMSNorm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    model = nn.Sequential(nn.RMSNorm(64), OtherRMSNorm(), nn.RMSNorm(64, elementwise_affine=False), nn.LayerNorm(64))
+    x = torch.randn(3, 64)
+    expected = model(x).detach()
+    with onepass.patch(model) as handle, torch.inference_mode():
+        torch.testing.assert_close(model(x), expected, rtol=2e-6, atol=1e-6)
+    assert [change.where for change in handle.replaced] == ["0"]
+    assert {change.where: change.why for change in handle.left} == {
+        "1": "no family has a row for this class",
+        "2": "it has no weight of one dimension",
+    }
+
+
+def test_code_of_another_release_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder layer whose forward is another one than the row was written for keeps it; its norms are still replaced."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+    model = small("Llama", torch.float32)
+    original = LlamaDecoderLayer.forward
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda self, *a, **k: original(self, *a, **k))
+    with onepass.patch(model) as handle:
+        assert {change.what for change in handle.replaced} == {"norm"}
+        assert [c.why for c in handle.left if "attention" in c.what] == [
+            "its forward is not the one this was written for (transformers 5.17)"
+        ] * 2
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: x)
+    with onepass.patch(model) as handle:
+        assert not handle.replaced
+
+
+def test_somebody_elses_forward_stays() -> None:
+    model = copy.deepcopy(small("Llama", torch.float32))
+    norm = model.model.norm
+    norm.forward = lambda x: x * 2
+    handle = onepass.patch(model)
+    assert [c.where for c in handle.left if c.what == "norm"] == ["model.norm"]
+    first = model.model.layers[0].input_layernorm
+    first.forward = lambda x: x
+    with pytest.raises(
+        onepass.ContractError, match=r"undo: the forward of model\.layers\.0\.input_layernorm was replaced"
+    ):
+        handle.undo()
+    assert "forward" not in model.model.layers[1].input_layernorm.__dict__ and "forward" in first.__dict__
+
+
+def test_hooks_run_and_hidden_states_are_recorded() -> None:
+    model = copy.deepcopy(small("Qwen3", torch.float32))
+    seen: list[str] = []
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *_: seen.append("norm"))
+    model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda *_: seen.append("q"))
+    ids = tokens()
+    expected = model(ids, output_hidden_states=True)
+    seen.clear()
+    with onepass.patch(model) as handle, torch.inference_mode():
+        got = model(ids, output_hidden_states=True)
+    assert seen == ["norm", "q"]
+    assert [c.where for c in handle.left if c.what == "norms of q and k"] == ["model.layers.1.self_attn"]
+    assert len(got.hidden_states) == len(expected.hidden_states) == 3
+    for mine, theirs in zip(got.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-5)
+
+
+def test_copies_and_pickles() -> None:
+    model = small("Qwen3", torch.float32)
+    ids = tokens()
+    with onepass.patch(model):
+        expected = logits(model, ids)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert other.model.norm.forward.args == (other.model.norm,)
+            assert torch.equal(logits(other, ids), expected)
+
+
+def test_positional_arguments_of_a_layer() -> None:
+    model = small("Llama", torch.float32)
+    layer, h = model.model.layers[0], torch.randn(1, 4, 64)
+    angles = model.model.rotary_emb(h, torch.arange(4)[None])
+    with torch.inference_mode():
+        expected = layer(h, None, None, None, False, angles)
+        with onepass.patch(model):
+            torch.testing.assert_close(layer(h, None, None, None, False, angles), expected, rtol=0, atol=1e-5)
+
+
+def test_refusals() -> None:
+    model = small("Llama", torch.float32)
+    with pytest.raises(onepass.ContractError, match=r"patch: `model` must be a torch\.nn\.Module, got list"):
+        onepass.patch([])  # type: ignore[arg-type]
+    with pytest.raises(onepass.ContractError, match="patch: `rounding` must be 'model' or 'once', got 'twice'"):
+        onepass.patch(model, rounding="twice")  # type: ignore[arg-type]
+    with onepass.patch(model), pytest.raises(onepass.ContractError, match="rms_norm: `x` must need no gradient"):
+        model(tokens())
+
+
+def test_layer_rows_name_attributes_that_exist() -> None:
+    for name in NAMES:
+        layer = FAMILY[name].layer
+        assert isinstance(layer, Layer)
+        module = small(name, torch.float32).model.layers[0]
+        assert type(module).__name__ == layer.cls
+        for attribute in (layer.norm, layer.after_attention, layer.after_mlp):
+            assert not attribute or isinstance(getattr(module, attribute), nn.Module)
