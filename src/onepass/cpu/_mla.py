@@ -4,7 +4,7 @@ A thread takes tokens. A token's cosines and sines are put aside as float32 once
 whose scale may need all of it before anything is stored. A pair of columns is read before either is written, so the
 output of q may be q itself. No step depends on another token.
 
-The dtypes of index tensors shape no code: what loads an index asks how wide it is.
+Index tensors shape no code: it asks which there are and how wide, once a token, so that one kernel serves them all.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from ._vec import F32, I32, I64, LANES, Bool, Float, Int
 
 INDICES: Final = ("offsets", "lengths", "table", "slots", "positions")
 _TENSORS: Final = ("q", "kv", "gamma", "freqs", *INDICES, "kv_scale", "q_out", "blocks", "token_scale")
+_ALWAYS: Final = ("q", "kv", "gamma", "q_out", "blocks")
 _WIDTHS: Final = {torch.int64: 0, torch.int32: 1, torch.uint32: 2}
 _NUMBERS: Final = ("eps", "weight_offset")
 _HALF: Final = LANES // 2
@@ -48,22 +49,13 @@ Emit = Callable[[Int, Float, "Bool | None", bool], None]
 """Takes the values of a block: its first column, mask, and whether the values are paired (see `_bits`)."""
 
 
-def _present(spec: MlaSpec, name: str) -> bool:
-    if name in ("kv_scale", "token_scale"):
-        return spec.scale == ("tensor" if name == "kv_scale" else "token")
-    return name not in ("freqs", *INDICES) or getattr(spec, name) is not None
-
-
 def _fields(spec: MlaSpec) -> dict[str, str]:
     """Each 64-bit field of the argument block and the Python expression over `launch`'s arguments that gives it."""
-    fields = {"next": "0", "threads": "0", "chunk": "chunk", "steps": "rows.requests.bit_length()"}
+    fields = {"next": "0", "chunk": "chunk", "steps": "rows.requests.bit_length()"}
     fields |= {name: f"rows.{name}" for name in MlaRows._fields}
     for name in _TENSORS:
-        if _present(spec, name):
-            fields[f"{name}.at"] = f"{name}.data_ptr()"
-            if name in INDICES:
-                fields[f"{name}.width"] = f"widths[{name}.dtype]"
-    return fields
+        fields[f"{name}.at"] = f"{name}.data_ptr()" if name in _ALWAYS else f"{name} is not None and {name}.data_ptr()"
+    return fields | {f"{name}.width": f"{name} is not None and widths[{name}.dtype]" for name in INDICES}
 
 
 def offsets(spec: MlaSpec) -> dict[str, int]:
@@ -108,8 +100,7 @@ class _Tokens:
         f, spec, n = self.f, self.spec, self.n
         with f.loop(begin, end) as token:
             self.find(token)
-            if spec.freqs is not None:
-                self.keep_angles(spec.freqs)
+            self.keep_angles()
             self.turn_heads(token)
             with f.when(self.there.get().eq(1)):
                 kv = self.address("kv", token * n["kv_token"], spec.kv)
@@ -142,18 +133,22 @@ class _Tokens:
         """``a <= b``, signed."""
         return Bool(self.f.builder, self.f.builder.icmp_signed("<=", a.ir, b.ir))
 
+    def given(self, name: str) -> Bool:
+        """Whether there is such a tensor."""
+        return ~self.fields.integer(f"{name}.at").eq(0)
+
     def find(self, token: Int) -> None:
         """The token's position, and the page and place of its entry if it has one."""
-        f, n, spec = self.f, self.n, self.spec
+        f, n = self.f, self.n
         self.position.set(f.index(0))
         self.there.set(f.index(0))
-        if spec.offsets is not None:
+        with f.when(self.given("offsets")):
             self.find_request(token)
-        if spec.slots is not None:
+        with f.when(self.given("slots")):
             slot = self.index("slots", token)
             with f.when(slot < n["pages"] * n["page_size"]):  # unsigned: not negative either
                 self.settle(slot // n["page_size"], slot)
-        if spec.positions is not None:
+        with f.when(self.given("positions")):
             self.position.set(self.index("positions", token))
 
     def settle(self, page: Int, within: Int) -> None:
@@ -182,18 +177,19 @@ class _Tokens:
             with f.when(self.at_most(first, token)):
                 place = self.index("lengths", request) + (token - first)
                 self.position.set(place)
-                if self.spec.table is not None:
-                    column = place // n["page_size"]
-                    with f.when((place >> 63).eq(0) & (column < n["table_width"])):
-                        page = self.index("table", request * n["table_row"] + column)
-                        with f.when(page < n["pages"]):
-                            self.settle(page, place)
+                column = place // n["page_size"]
+                inside = (place >> 63).eq(0) & (column < n["table_width"])
+                with f.when(self.given("table") & inside):
+                    page = self.index("table", request * n["table_row"] + column)
+                    with f.when(page < n["pages"]):
+                        self.settle(page, place)
 
     # --- rotation ---
 
-    def keep_angles(self, dtype: torch.dtype) -> None:
+    def keep_angles(self) -> None:
         """Put the cosines and sines of the position aside; positions outside take the nearest row."""
-        f, n = self.f, self.n
+        f, n, dtype = self.f, self.n, self.spec.freqs
+        assert dtype is not None
         position = self.position.get()
         row = (position >> 63).eq(1).where(f.index(0), position).min(n["limit"] - 1)
         base = self.address("freqs", row * n["freqs_row"], dtype)
@@ -231,15 +227,11 @@ class _Tokens:
             emit(at, a, mask, False)
             emit(at + pairs, b, mask, False)
 
-        if self.spec.freqs is None:
-            first = f.index(0)
-        elif self.spec.style == "half":
+        if self.spec.style == "half":
             each_block(f, f.index(0), n["turned"] >> 1, halves)
-            first = n["turned"]
         else:
             each_block(f, f.index(0), n["turned"], neighbours)
-            first = n["turned"]
-        each_block(f, first, n["rope"], lambda at, mask: emit(at, load(at, mask, False), mask, False))
+        each_block(f, n["turned"], n["rope"], lambda at, mask: emit(at, load(at, mask, False), mask, False))
 
     def turn_heads(self, token: Int) -> None:
         """The token's rows of q."""

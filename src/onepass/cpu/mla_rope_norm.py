@@ -37,11 +37,10 @@ _lock = threading.Lock()
 
 
 def _kernel(spec: MlaSpec) -> _Kernel:
-    """The code of ``spec``, which is that of all specs that differ from it in the dtypes of index tensors alone."""
-    indices = (spec.offsets, spec.lengths, spec.table, spec.slots, spec.positions)
+    """The code of ``spec``, which is that of all specs that differ from it in index tensors alone, or turn nothing."""
     plain = mla_spec(
-        spec.q, spec.q_out, spec.kv, spec.gamma, spec.cache, spec.freqs,
-        *(None if dtype is None else torch.int64 for dtype in indices), spec.style, spec.scale, spec.rounding,
+        spec.q, spec.q_out, spec.kv, spec.gamma, spec.cache, spec.freqs or torch.float32,
+        style=spec.style if spec.freqs is not None else "interleaved", scale=spec.scale, rounding=spec.rounding,
     )  # fmt: skip
     with _lock:
         if plain not in _kernels:
