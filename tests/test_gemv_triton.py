@@ -119,7 +119,7 @@ def test_what_decides_bits_follows_from_the_dtypes(act: torch.dtype, weight: tor
     for widths in WIDTHS:
         chosen = [config for _, config in configurations(act, weight, widths)]
         decided |= {(config.vec, config.dot) for config in chosen}
-        assert len({(config.blocks, config.longs) for config in chosen}) == 1
+        assert len({(config.chunks, config.longs) for config in chosen}) == 1
         assert len(set(chosen)) > 4, "the rest follows the sizes"
     assert len(decided) == 1
     vec, dot = decided.pop()
@@ -127,8 +127,11 @@ def test_what_decides_bits_follows_from_the_dtypes(act: torch.dtype, weight: tor
 
 
 def test_constants_agree() -> None:
-    assert _gemv_stream.WARPS.value == _gemv_config.WARPS == build(plain_spec(), 3, 40, 1024, (24,)).warps
-    assert _gemv_stream.WARPS.value * _gemv_stream.PARTS.value * 4 == _gemv_config.STEP
+    assert _gemv_stream.PIECES.value * 4 == _gemv_config.STEP
+    assert _gemv_partial_norm_kernels.CHUNK.value == _gemv_config.CHUNK
+    for m, warps in ((1, 4), (2, 4), (3, 8), (8, 8), (9, 16), (16, 16)):
+        made = build(plain_spec(), m, 40, 1024, (24,))
+        assert made.warps == dict(made.constants)["WARPS"] == warps
 
 
 @pytest.mark.parametrize(("act", "weight"), PAIRS)
@@ -136,19 +139,25 @@ def test_configurations_are_sound(act: torch.dtype, weight: torch.dtype) -> None
     for widths in WIDTHS:
         for (m, n, k, aligned), config in configurations(act, weight, widths):
             step = _gemv_config.STEP * config.vec
-            assert config.columns % 4 == 0 and config.rows & (config.rows - 1) == 0
-            assert not config.dot or config.rows % 2 == 0
+            parts = _gemv_stream.PIECES.value // config.warps
+            assert config.rows & (config.rows - 1) == 0
+            if config.dot:  # whole fragments
+                assert config.columns % (16 // parts) == 0 and config.rows % (8 // parts) == 0 and config.rows >= m
+            else:
+                assert (config.warps, config.columns) == (4, 4)
             assert 1 <= config.depth <= config.steps and 1 <= config.ahead <= config.steps
             assert 0 <= config.pace <= config.depth
             # without a loop the steps are all there is; without a mask they never reach beyond k
             assert config.long or config.steps * step == k
             assert config.mask or k % (config.steps * step) == 0
             assert aligned or (config.long and config.pace == 0)
-            assert len(config.blocks) == len(config.longs) == len(widths)
-            for width, block, long in zip(widths, config.blocks, config.longs, strict=True):
-                assert (long or block >= width) and block & (block - 1) == 0
-                assert block >= 4 * 32 * _gemv_config.WARPS
-                assert config.group == 1 or config.group * block <= _gemv_config.GROUP_TILE
+            assert len(config.chunks) == len(config.longs) == len(widths)
+            side = config.warps // 4
+            for width, chunks, long in zip(widths, config.chunks, config.longs, strict=True):
+                assert long == (chunks * _gemv_config.CHUNK < width) and chunks <= _gemv_config.MOST_CHUNKS
+                held = config.group // side * 4 * chunks
+                assert config.group == side or held <= _gemv_config.MOST_VALUES
+            assert config.group % side == 0 and config.group & (config.group - 1) == 0
             other = gemv_config(act, weight, m, n, k, widths, not aligned)
             assert (other.columns, other.rows) == (config.columns, config.rows), "the blocks of a trace"
             programs = sum(tiles(n, widths, config.columns)) * -(-m // config.rows)
@@ -164,29 +173,57 @@ def test_tiles_do_not_span_segments() -> None:
 # --- the order of the norm's sum -----------------------------------------------------------------------------------
 
 
-def layout_of_sum(m: int, codes: torch.dtype | None) -> tuple[int, tuple[list[int], ...]]:
-    """Rows of the tile that is summed, and its sizePerThread, threadsPerWarp and warpsPerCTA."""
-    spec = gemv_spec(BF16, BF16, "none", (BF16,), codes, False)
-    made = build(spec, m, 96, 1001, (64,), aligned=False)
-    constants = dict(made.constants)
-    rows, (block,) = constants["GROUP"], constants["BLOCKS"]
-    text = compile_build(made, evidence.H200).asm["ttgir"]
-    reduced = set(re.findall(rf"}}\) : \(tensor<{rows}x{block}xf32, #(\w+)>", text))
-    assert len(reduced) == 1
-    layout = re.search(
-        rf"#{reduced.pop()} = #ttg.blocked<{{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]",
-        text,
+def chunk_sum(squares: Tensor) -> Tensor:
+    """The order of `_sum_chunk`, written once more: [512] to one number."""
+    total = squares.view(-1, 4, 32, 4)[0]
+    total = (total[..., 0] + total[..., 1]) + (total[..., 2] + total[..., 3])
+    while total.shape[1] > 1:
+        first, second = total.chunk(2, 1)
+        total = first + second
+    return (total[0, 0] + total[1, 0]) + (total[2, 0] + total[3, 0])
+
+
+def test_the_norm_adds_in_the_stated_order(tmp_path: Path) -> None:
+    given = torch.randn(4, 512)
+    torch.save(given, tmp_path / "given")
+    code = (
+        "import sys, torch, triton, triton.language as tl\n"
+        "from onepass.triton._gemv_partial_norm_kernels import _sum_chunk\n"
+        "@triton.jit\n"
+        "def kernel(x, y):\n"
+        "    row = tl.arange(0, 4)\n"
+        "    tl.store(y + row, _sum_chunk(tl.load(x + row[:, None] * 512 + tl.arange(0, 512)[None, :]), 4))\n"
+        "sums = torch.empty(4)\n"
+        "kernel[(1,)](torch.load(sys.argv[1] + '/given'), sums)\n"
+        "torch.save(sums, sys.argv[1] + '/sums')\n"
     )
-    assert layout is not None
-    return rows, tuple([int(v) for v in part.split(", ")] for part in layout.groups())
+    (tmp_path / "adds.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "adds.py"), str(tmp_path)]
+    subprocess.run(command, env=environment, check=True)
+    assert torch.load(tmp_path / "sums").tolist() == [float(chunk_sum(row)) for row in given]
 
 
 @pytest.mark.parametrize("codes", [None, F8], ids=["norm", "codes"])
-def test_order_of_the_norm_does_not_follow_the_rows(codes: torch.dtype | None) -> None:
-    """All threads lie along the columns, four neighbours apiece, however many rows a tile has."""
-    for m in (1, 2, 4) if codes is None else (1, 4):
-        rows, layout = layout_of_sum(m, codes)
-        assert rows == m and layout == ([1, 4], [1, 32], [1, 4])
+@pytest.mark.parametrize(("m", "aligned"), [(1, True), (1, False), (4, True), (16, True), (16, False)])
+def test_no_layout_decides_the_order_of_a_sum(m: int, aligned: bool, codes: torch.dtype | None) -> None:
+    """Floating-point reductions are of two numbers, but for one number among the zeros of a fragment."""
+    made = build(
+        gemv_spec(BF16, BF16, "none", (BF16,), codes, False), m, 96, 1024 if aligned else 1001, (64,), aligned=aligned
+    )
+    assert not made.contracts
+    text = compile_build(made, evidence.H200).asm["ttgir"]
+    reductions = re.findall(
+        r'"tt.reduce"\(%\w+\) <\{axis = (\d) : i32\}> .*?arith\.(\w+) .*?: \(tensor<([\dx]+)xf32', text, re.DOTALL
+    )
+    assert len(reductions) >= 7
+    parts = _gemv_stream.PIECES.value // made.warps
+    for axis, kind, shape in reductions:
+        size = [int(v) for v in shape.split("x")][int(axis)]
+        assert kind == "addf" and (size == 2 or (size == parts and shape.startswith(f"{made.warps}x16x"))), (
+            kind,
+            shape,
+        )
 
 
 # --- other chips ---------------------------------------------------------------------------------------------------
@@ -284,7 +321,7 @@ def test_every_argument_in_its_place(gpu: Gpu) -> None:
         spec, n, k, widths, act, weight, weight_scale, gammas, y, normed, scale, unnormed, counter, trace, units, 0.25
     )  # fmt: skip
     ((grid, got),) = Recorder.calls
-    assert grid == (8 + 4 + 2) * 2
+    assert grid == 4 + 2 + 1
     tensors = {
         "act": act, "weight": weight, "weight_scale": weight_scale, "y": y, "unnormed": unnormed, "scale": scale,
         "counter": counter, "trace": trace, "units": units, "gamma0": gammas[0], "gamma1": gammas[1],
@@ -297,7 +334,7 @@ def test_every_argument_in_its_place(gpu: Gpu) -> None:
         "y_stride": 96, "tail_stride": 15, "scale_stride": 2, "stride0": 61, "stride1": 33, "eps": 0.25,
     }  # fmt: skip
     assert {name: got[name] for name in numbers} == numbers
-    constants = {"SEGMENTS": 2, "COLUMNS": 8, "ROWS": 8, "SCALED": "row", "FP8": True, "FP8_MAX": 448.0, "TRACED": True}
+    constants = {"SEGMENTS": 2, "COLUMNS": 16, "ROWS": 16, "SCALED": "row", "FP8": True, "FP8_MAX": 448.0, "TRACED": True}
     assert {name: got[name] for name in constants} == constants
     assert not _counters._streams, "the caller's counter was there"
 

@@ -34,7 +34,7 @@ NAMES = backend._NAMES
 
 def stats_build(nq: int, nk: int, dtype: torch.dtype = BF16, vec: int | None = None) -> Build:
     vec = vec or 16 // dtype.itemsize
-    config = qk_config(nq, nk, (vec, vec), 32, False, 0)
+    config = qk_config(nq, nk, (vec, vec), 32, False, 0, 16 // dtype.itemsize)
     return backend.build_for(qk_spec("means", dtype), config, 1, evidence.H200)
 
 
@@ -83,8 +83,12 @@ def test_sums_move_no_data_between_layouts(nq: int, nk: int, vec: int) -> None:
     build = stats_build(nq, nk, vec=vec)
     text = compile_build(build, evidence.H200).asm["ttgir"]
     moved = re.findall(r"ttg.convert_layout %\w+ : tensor<([\dx]+)xf32", text)
-    blocks = [value for name, value in build.constants if name.startswith("BLOCK")]
-    assert text.count('"tt.reduce"') == sum(block.bit_length() - 1 for block in blocks)
+    constants = dict(build.constants)
+    folds = 0
+    for side in "QK":
+        chunk, count = constants[f"CHUNK_{side}"], constants[f"COUNT_{side}"]
+        folds += 3 * count + chunk.bit_length() - 4
+    assert text.count('"tt.reduce"') == folds
     assert all("x" not in shape for shape in moved), moved
 
 
@@ -150,6 +154,8 @@ def test_configs_are_sound(warp_size: int, vec: int, given: bool, head: int) -> 
             for n, side in ((nq, config.q), (nk, config.k)):
                 assert side.block & (side.block - 1) == 0 and 0 < side.step <= side.block
                 assert given or side.long or side.block >= n
+                assert given or side.long or (side.count - 1) * side.chunk < n <= side.count * side.chunk
+                assert side.chunk & (side.chunk - 1) == 0 and side.count <= max(4, side.block // side.chunk)
                 assert not head or side.step % head == 0
                 assert side.rows >= 1 and side.rows & (side.rows - 1) == 0
                 assert not given or side.rows * side.block >= 1024
@@ -244,7 +250,7 @@ def test_sums_and_means_share_a_kernel() -> None:
     stats(address=18)
     stats(step=7169)
     assert [name.split()[-1] for name in Recorder.made] == [
-        "1x8192v8+8x1024v8/8w", "1x8192v1+8x1024v8/8w", "1x8192v1+4x1024v1/8w",
+        "1x8192=3*2048v8+4x1024=2*512v8/8w", "1x8192=3*2048v1+4x1024=2*512v8/8w", "1x8192=3*2048v1+4x1024=2*512v1/8w",
     ]  # fmt: skip
     stats(step=7169, tokens=1)
     assert len(Recorder.made) == 3

@@ -103,9 +103,15 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
 
 
 QK_TILE: Final = 4096
-"""Elements of a tile of short rows; 1024 a warp, as for long ones."""
+"""Elements of a tile of short rows; 1024 a warp."""
 QK_FOLD: Final = 8192
 """Columns of the blocks in which longer rows are walked; `_tree.FOLD`."""
+QK_WARPS: Final = 4
+"""Warps of a program whose rows come in chunks, at least."""
+MOST_CHUNKS: Final = 4
+"""Chunks of a row. H200, us, 4096 x (6144 + 1024), from benchmarks/h200/tuning/22-qk-chunks.json and 23-qk-chunks-early.json: with 1, 2, 4 and 8 warps
+along a row of q statistics took 14.8, 14.5, 14.1 and 14.2, the whole norm 39.3, 34.1, 31.7 and 32.0. With gamma loaded
+early, for which only few chunks leave the registers, it took 32.9, and 30.0 with two warps along a row of k instead of one."""
 APPLY_TILE: Final = 8192
 """Elements of a tile where statistics are given: four rows of a piece of 2048 columns share one read of gamma."""
 PIECES: Final = (2048, 1024, 512, 256)
@@ -117,7 +123,8 @@ ROWS_OF_A_THREAD: Final = 4
 class Side:
     """Tiles of q or of k: ``rows`` x ``block``, of which ``step`` columns count; ``long`` rows are walked block by block.
 
-    ``vec`` columns are loaded at a time: 16 bytes, or one where a row may begin anywhere.
+    ``vec`` columns are loaded at a time: 16 bytes, or one where a row may begin anywhere. Where statistics are taken, a row
+    that is not long comes in ``count`` tiles of ``chunk`` columns.
     """
 
     block: int
@@ -125,6 +132,8 @@ class Side:
     step: int
     long: bool
     vec: int
+    chunk: int
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -142,14 +151,20 @@ class QkConfig:
 
 
 @cache
-def qk_config(nq: int, nk: int, vecs: tuple[int, int], warp_size: int, given: bool, head: int) -> QkConfig:
-    """Tiles for rows of ``nq`` and ``nk`` elements; ``given`` statistics; ``head`` columns that rotate together, or 0.
+def qk_config(
+    nq: int, nk: int, vecs: tuple[int, int], warp_size: int, given: bool, head: int, elements: int = 8
+) -> QkConfig:
+    """Tiles for rows of ``nq`` and ``nk`` columns, ``elements`` of them in 16 bytes; ``given`` statistics; ``head``
+    columns that rotate together, or 0.
 
     A tile of q has about as many elements as one of k: the shorter rows share one. With given statistics a row may be
     cut, and is, into pieces that are a power of two and waste at most an eighth. No sum depends on any of this.
     """
-    most = QK_FOLD if head else 2 * QK_FOLD
     padded = [max(32, 1 << (n - 1).bit_length()) for n in (nq, nk)]
+    one_warp = warp_size * elements
+    if not given and one_warp < max(padded) <= QK_FOLD:
+        return _in_chunks((nq, nk), padded, vecs, warp_size, head, one_warp)
+    most = QK_FOLD if head else 2 * QK_FOLD
     if given:
         blocks = [_piece(n, p, head) for n, p in zip((nq, nk), padded, strict=True)]
         long = [False, False]
@@ -160,10 +175,28 @@ def qk_config(nq: int, nk: int, vecs: tuple[int, int], warp_size: int, given: bo
         tile = max(QK_TILE, *blocks)
     threads = MAX_THREADS if any(long) else tile // 32
     q, k = (
-        Side(block, _rows(tile, block, threads, vec, walked), block // head * head if head else block, walked, vec)
+        Side(block, _rows(tile, block, threads, vec, walked), block // head * head if head else block, walked, vec, block)
         for block, walked, vec in zip(blocks, long, vecs, strict=True)
     )
     return QkConfig(q, k, threads // warp_size, 128 if threads <= 512 else 0)
+
+
+def _in_chunks(
+    widths: tuple[int, int], padded: list[int], vecs: tuple[int, int], warp_size: int, head: int, one_warp: int
+) -> QkConfig:
+    """A row comes in two to four chunks of as many warps as that takes; the shorter rows share a program."""
+    along = [max(1, min(block // (2 * one_warp), max(2, block // (MOST_CHUNKS * one_warp)))) for block in padded]
+    warps = max(QK_WARPS, *along)
+    elements = max(widths) * warps // max(along)
+    sides = []
+    for n, block, vec, spread in zip(widths, padded, vecs, along, strict=True):
+        chunk = min(block, one_warp * spread)
+        rows = warps // spread
+        while rows * 2 * n <= elements and rows < ROWS_OF_A_THREAD * (warps // spread) * (one_warp * spread // chunk):
+            rows *= 2
+        step = block // head * head if head else block
+        sides.append(Side(block, rows, step, False, vec, chunk, -(-n // chunk)))
+    return QkConfig(sides[0], sides[1], warps, 0)
 
 
 def _rows(tile: int, block: int, threads: int, vec: int, walked: bool) -> int:

@@ -1,13 +1,15 @@
 """The weight stream of a GEMV: 16-byte loads that are tensor-core fragments as they come, and sums in one fixed order.
 
-**Parts.** K is walked in steps. A step gives each of WARPS warps PARTS pieces of ``4 * VEC`` neighbouring k: thread
-(t, g) of a warp loads the VEC elements 16 bytes hold. Each (warp, part) has accumulators of its own; in the end parts are
-added as ``((w0+w1) + (w2+w3))``, then ``((p0+p1) + (p2+p3))``. That is the whole order of summation: it knows nothing of M, of
-the tile, or of alignment.
+**Pieces.** K is walked in steps, and a step is cut into PIECES pieces of ``4 * VEC`` neighbouring k: thread (t, g) of a
+warp loads the VEC elements 16 bytes hold. Each piece has accumulators of its own, which are added in the end: piece
+``4a + b`` of all steps is v[a, b], and the sum is ``((v0b+v1b) + (v2b+v3b))`` over a, then likewise over b. That is the
+whole order of summation: it knows nothing of M, of the tile, of the number of warps, or of alignment.
 
-**Fragments.** The 16 rows of an MMA's left side are 4 columns of y times 4 parts, so that one load of a warp reads 256
-neighbouring bytes of a weight row; its 8 columns are 2 rows of act times 4 parts. Of the 4 x 4 pairs of parts that the MMA
-forms, only the diagonal is meant.
+**Fragments.** A program has WARPS warps, and each takes PARTS = PIECES / WARPS neighbouring pieces. The 16 rows of an
+MMA's left side are ``16 / PARTS`` columns of y times PARTS parts, its 8 columns ``8 / PARTS`` rows of act times PARTS parts,
+and of the pairs of parts that the MMA forms only the diagonal is meant. With few rows of act 4 parts waste nothing that
+is scarce, and one load of a warp reads 256 neighbouring bytes of a weight row; with many, 16 warps of one part each read
+act least often.
 
 Tiles are ``[4, 8, WARPS, VEC]``: Triton puts t and g into the lanes of a warp and VEC into one 16-byte load, which makes
 the reshapes into fragments free of any data movement. Nothing but speed depends on its doing so.
@@ -16,8 +18,7 @@ the reshapes into fragments free of any data movement. Nothing but speed depends
 import triton
 import triton.language as tl
 
-WARPS = tl.constexpr(4)
-PARTS = tl.constexpr(4)
+PIECES = tl.constexpr(16)
 
 
 @triton.jit
@@ -27,17 +28,20 @@ def lane_row():
 
 
 @triton.jit
-def lane_k(part, VEC: tl.constexpr):
+def lane_k(part, VEC: tl.constexpr, WARPS: tl.constexpr):
     """Where in a step each element of a tile lies: warp, part, t, element."""
+    PARTS: tl.constexpr = PIECES // WARPS
     warp = tl.arange(0, WARPS)[None, None, :, None] * (4 * VEC * PARTS)
     t = tl.arange(0, 4)[:, None, None, None] * VEC
     return warp + part * (4 * VEC) + t + tl.arange(0, VEC)[None, None, None, :]
 
 
 @triton.jit
-def load_tile(base, row, limit, stride, at, k, part, VEC: tl.constexpr, MASK: tl.constexpr, POLICY: tl.constexpr):
+def load_tile(
+    base, row, limit, stride, at, k, VEC: tl.constexpr, WARPS: tl.constexpr, MASK: tl.constexpr, POLICY: tl.constexpr
+):
     """Rows ``row`` (a tile of them, held below ``limit``) at one step; zero beyond k."""
-    inner = lane_k(part, VEC)
+    inner = lane_k(lane_row() % (PIECES // WARPS), VEC, WARPS)
     places = (
         base + tl.minimum(row, limit - 1).to(tl.int64) * stride + inner + at
     )  # at last: it becomes the load's offset
@@ -79,14 +83,14 @@ def decode(tile, DTYPE: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr)
 
 
 @triton.jit
-def fragment_w(first, second, VEC: tl.constexpr):
+def fragment_w(first, second, VEC: tl.constexpr, WARPS: tl.constexpr):
     """Two tiles of 8 rows as an MMA's left side [WARPS, 16, 4 * VEC]."""
     both = tl.reshape(tl.join(first, second), (4, 8, WARPS, VEC // 4, 4, 2))  # t, g, warp, high, low, second
     return tl.reshape(tl.permute(both, (2, 5, 1, 3, 0, 4)), (WARPS, 16, 4 * VEC))
 
 
 @triton.jit
-def fragment_x(tile, VEC: tl.constexpr):
+def fragment_x(tile, VEC: tl.constexpr, WARPS: tl.constexpr):
     """A tile of 8 rows as an MMA's right side [WARPS, 4 * VEC, 8]."""
     parts = tl.reshape(tile, (4, 8, WARPS, VEC // 4, 4))
     return tl.reshape(tl.permute(parts, (2, 3, 0, 4, 1)), (WARPS, 4 * VEC, 8))
@@ -106,28 +110,36 @@ def add_four(values, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def add_warps(total):
-    """``[WARPS, A, B]`` to ``[A, B]``."""
-    return add_four(tl.permute(total, (1, 2, 0)), total.shape[1], total.shape[2])
+def add_pieces(values, A: tl.constexpr, B: tl.constexpr):
+    """``[A, B, PIECES]`` to ``[A, B]`` in the order above."""
+    square = tl.permute(tl.reshape(values, (A * B, 4, 4)), (0, 2, 1))
+    by_column = add_four(square, A * B, 4)
+    return add_four(tl.reshape(by_column, (A, B, 4)), A, B)
 
 
 @triton.jit
-def fold_parts(total):
-    """Accumulators ``[WARPS, 4 columns x 4 parts, 2 rows x 4 parts]`` to ``[4 columns, 2 rows]``."""
-    part = tl.arange(0, 16) % PARTS
-    meant = part[:, None] == (tl.arange(0, 8) % PARTS)[None, :]
-    total = tl.where(meant[None, :, :], total, 0.0)
-    diagonal = tl.sum(tl.reshape(total, (WARPS, 16, 2, PARTS)), axis=3)  # one value and zeros: exact in any order
-    each = add_warps(diagonal)  # [16, 2]
-    each = tl.reshape(each, (4, PARTS, 2))
-    return add_four(tl.permute(each, (0, 2, 1)), 4, 2)
+def fold_parts(total, WARPS: tl.constexpr):
+    """Accumulators ``[WARPS, columns x parts, rows x parts]`` to ``[columns, rows]``."""
+    PARTS: tl.constexpr = PIECES // WARPS
+    if PARTS == 1:
+        pieces = tl.permute(total + 0.0, (1, 2, 0))  # no negative zeros, as below
+    else:
+        part = tl.arange(0, 16) % PARTS
+        meant = part[:, None] == (tl.arange(0, 8) % PARTS)[None, :]
+        total = tl.where(meant[None, :, :], total, 0.0)
+        # one value and zeros: exact in any order
+        diagonal = tl.sum(tl.reshape(total, (WARPS, 16, 8 // PARTS, PARTS)), axis=3)
+        each = tl.reshape(diagonal, (WARPS, 16 // PARTS, PARTS, 8 // PARTS))
+        pieces = tl.reshape(tl.permute(each, (1, 3, 0, 2)), (16 // PARTS, 8 // PARTS, PIECES))
+    return add_pieces(pieces, 16 // PARTS, 8 // PARTS)
 
 
 @triton.jit
-def fold_products(total):
-    """Products ``[4, 2 columns x 4 parts, WARPS, 4]`` to ``[2 columns, 1]``: elements, t, warps, parts."""
+def fold_products(total, WARPS: tl.constexpr):
+    """Products ``[4, columns x parts, WARPS, 4]`` to ``[columns, 1]``: elements, t, pieces."""
+    PARTS: tl.constexpr = PIECES // WARPS
     total = tl.permute(total, (1, 2, 0, 3))
     total = add_four(tl.reshape(total, (8 * WARPS, 4, 4)), 8 * WARPS, 4)
     total = add_four(tl.reshape(total, (8, WARPS, 4)), 8, WARPS)
-    total = add_four(tl.reshape(total, (2, PARTS, WARPS)), 2, PARTS)
-    return add_four(tl.reshape(total, (2, 1, PARTS)), 2, 1)
+    each = tl.permute(tl.reshape(total, (8 // PARTS, PARTS, WARPS)), (0, 2, 1))
+    return add_pieces(tl.reshape(each, (8 // PARTS, 1, PIECES)), 8 // PARTS, 1)

@@ -11,7 +11,10 @@ import triton.language as tl
 
 from ._pdl import launch_dependents, wait
 from ._row import normalize, row_start, store
-from ._tree import sum_columns
+from ._tree import FOLD, sum_chunks, sum_columns, sum_eights
+
+EARLY_CHUNKS = tl.constexpr(4)
+"""A row of more chunks leaves no registers for gamma, which is then read after the sum."""
 
 
 @triton.jit
@@ -89,12 +92,26 @@ def _write(
 
 
 @triton.jit
+def _load_weights(gamma, n, present, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr):
+    """All of gamma in chunks, for every row of the tile: in the layout of the rows, whatever its dtype."""
+    weights = ()
+    for c in tl.static_range(COUNT):
+        columns = c * CHUNK + tl.arange(0, CHUNK)
+        mask = present[:, None]
+        if c == COUNT - 1:
+            mask = mask & (columns < n)[None, :]
+        places = tl.broadcast_to(gamma + columns[None, :], (ROWS, CHUNK))
+        weights = weights + (tl.load(places, mask=mask, other=0.0),)
+    return weights
+
+
+@triton.jit
 def _side(
     tile, x, x0, x1, x2, xh, gamma, out, y0, y1, y2, yh, stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
     tokens, heads, n, n1, n2, sequence, limit, divisor, eps, weight_offset,
     SIDE: tl.constexpr, STAGE: tl.constexpr, HF: tl.constexpr, HEADS: tl.constexpr, ROPE: tl.constexpr, HEAD: tl.constexpr,
     DIM: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of one tensor: ROWS rows, or with given statistics ROWS rows of STEP columns."""
     place = tl.arange(0, BLOCK)
@@ -178,13 +195,26 @@ def _side(
                         x, h.to(tl.float32), g, rs, out, out_at, freqs, angles_at, first, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
                     )  # fmt: skip
     else:
-        inside = place < n
-        mask = present[:, None] & inside[None, :]
-        if STAGE == "fused" and ROPE != "half":
-            weight = tl.load(gamma + place[None, :], mask=inside[None, :], other=0.0)
-        h = tl.load(x + x_at[:, None] + place[None, :], mask=mask, other=0.0).to(tl.float32)
+        values = ()
+        for c in tl.static_range(COUNT):
+            columns = c * CHUNK + tl.arange(0, CHUNK)
+            mask = present[:, None]
+            if c == COUNT - 1:
+                mask = mask & (columns < n)[None, :]
+            values = values + (tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0),)
+        weights = ()
+        if STAGE == "fused" and ROPE != "half" and COUNT <= EARLY_CHUNKS:
+            weights = _load_weights(gamma, n, present, ROWS, CHUNK, COUNT)
         launch_dependents(PDL)
-        total = sum_columns(h * h, ROWS, BLOCK)
+        if CHUNK > FOLD:
+            h = values[0].to(tl.float32)
+            total = sum_columns(h * h, ROWS, CHUNK)
+        else:
+            eights = ()
+            for c in tl.static_range(COUNT):
+                h = values[c].to(tl.float32)
+                eights = eights + (sum_eights(h * h, ROWS, CHUNK),)
+            total = sum_chunks(eights, ROWS, CHUNK, COUNT, BLOCK)
         mean = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
         if STAGE == "stats":
             tl.store(stats + stats_at, mean, mask=present)
@@ -195,10 +225,17 @@ def _side(
                     x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, 0, n, present, STEP, HEAD, DIM, HF, EXACT
                 )  # fmt: skip
             else:
-                g = weight.to(tl.float32) + weight_offset
-                _write(
-                    x, h, g, rs, out, out_at, freqs, angles_at, 0, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
-                )  # fmt: skip
+                if COUNT > EARLY_CHUNKS:
+                    weights = _load_weights(gamma, n, present, ROWS, CHUNK, COUNT)
+                for c in tl.static_range(COUNT):
+                    mask = present[:, None]
+                    if c == COUNT - 1:
+                        mask = mask & (c * CHUNK + tl.arange(0, CHUNK) < n)[None, :]
+                    g = weights[c].to(tl.float32) + weight_offset
+                    _write(
+                        x, values[c].to(tl.float32), g, rs, out, out_at, freqs, angles_at, c * CHUNK, mask,
+                        ROWS, CHUNK, HF, ROPE, HEAD, DIM, EXACT,
+                    )  # fmt: skip
 
 
 @triton.jit
@@ -208,7 +245,8 @@ def _qk_norm_kernel(
     tokens, q_heads, k_heads, nq, nk, n1, n2, sequence, limit, q_programs, q_divisor, k_divisor, eps, weight_offset,
     STAGE: tl.constexpr, HF: tl.constexpr, HEADS: tl.constexpr, ROPE: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
     EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS_Q: tl.constexpr, BLOCK_Q: tl.constexpr, STEP_Q: tl.constexpr,
-    LONG_Q: tl.constexpr, ROWS_K: tl.constexpr, BLOCK_K: tl.constexpr, STEP_K: tl.constexpr, LONG_K: tl.constexpr,
+    CHUNK_Q: tl.constexpr, COUNT_Q: tl.constexpr, LONG_Q: tl.constexpr, ROWS_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    STEP_K: tl.constexpr, CHUNK_K: tl.constexpr, COUNT_K: tl.constexpr, LONG_K: tl.constexpr,
     PDL: tl.constexpr, EARLY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Programs up to ``q_programs`` do q, those after it k. Statistics are sums of squares divided by the divisors."""
@@ -219,11 +257,11 @@ def _qk_norm_kernel(
         _side(
             program, q, q0, q1, q2, qh, gamma_q, q_out, y0, y1, y2, yh, stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
             tokens, q_heads, nq, n1, n2, sequence, limit, q_divisor, eps, weight_offset,
-            0, STAGE, HF, HEADS, ROPE, HEAD, DIM, EXACT, LEVELS, ROWS_Q, BLOCK_Q, STEP_Q, LONG_Q, PDL,
+            0, STAGE, HF, HEADS, ROPE, HEAD, DIM, EXACT, LEVELS, ROWS_Q, BLOCK_Q, STEP_Q, CHUNK_Q, COUNT_Q, LONG_Q, PDL,
         )  # fmt: skip
     else:
         _side(
             program - q_programs, k, k0, k1, k2, kh, gamma_k, k_out, z0, z1, z2, zh, stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
             tokens, k_heads, nk, n1, n2, sequence, limit, k_divisor, eps, weight_offset,
-            1, STAGE, HF, HEADS, ROPE, HEAD, DIM, EXACT, LEVELS, ROWS_K, BLOCK_K, STEP_K, LONG_K, PDL,
+            1, STAGE, HF, HEADS, ROPE, HEAD, DIM, EXACT, LEVELS, ROWS_K, BLOCK_K, STEP_K, CHUNK_K, COUNT_K, LONG_K, PDL,
         )  # fmt: skip

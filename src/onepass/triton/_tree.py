@@ -5,8 +5,10 @@ shape. Here every addition is one of two numbers, and which two is a matter of c
 times, then the first half with the second half until one is left; columns FOLD apart before any of that, as in a row
 that is walked in blocks of FOLD. A tile's padding is zeros, which change nothing, so the result depends on the row's
 length and values only. The build must not contract products into these additions
-(``Build.contracts``): it would in one layout and not in another. With the usual layout, eight columns a thread, the
-first three steps and the tile's repetitions stay within a thread; then come warps, then lanes.
+(``Build.contracts``): it would in one layout and not in another.
+
+A row may also come in chunks, each a tile, whose columns are added up to eights as they arrive: halves of the row are then
+other chunks, so that most additions stay within a thread, and with one warp along a row none leaves its warp.
 """
 
 import triton
@@ -16,15 +18,42 @@ FOLD = tl.constexpr(8192)
 
 
 @triton.jit
+def sum_eights(tile, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, SIZE] to [ROWS, SIZE / 8]."""
+    for i in tl.static_range(3):
+        tile = tl.sum(tl.reshape(tile, (ROWS, SIZE >> (i + 1), 2)), axis=2)
+    return tile
+
+
+@triton.jit
+def _add_halves(tiles, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """The first COUNT of ``2 * HALF`` tiles, those from HALF on added to the others."""
+    merged = ()
+    for c in tl.static_range(min(COUNT, HALF)):
+        if c + HALF < min(COUNT, 2 * HALF):
+            merged = merged + (tiles[c] + tiles[c + HALF],)
+        else:
+            merged = merged + (tiles[c],)
+    return merged
+
+
+@triton.jit
+def sum_chunks(eights, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The first COUNT chunks of a row of BLOCK columns, more than half of it, each as `sum_eights` left it, to [ROWS]."""
+    for i in tl.static_range(1, 16):
+        if (BLOCK // CHUNK) >> i > 0:
+            eights = _add_halves(eights, COUNT, (BLOCK // CHUNK) >> i)
+    total = eights[0]
+    for i in tl.static_range(4, 24):
+        if (CHUNK >> i) > 0:
+            total = tl.sum(tl.reshape(total, (ROWS, 2, CHUNK >> i)), axis=1)
+    return tl.reshape(total, (ROWS,))
+
+
+@triton.jit
 def sum_columns(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """[ROWS, BLOCK] to [ROWS]; BLOCK is a power of two from 8 to 2 * FOLD."""
-    total = tile
     LEFT: tl.constexpr = min(BLOCK, FOLD)
     if BLOCK > FOLD:
-        total = tl.sum(tl.reshape(total, (ROWS, 2, LEFT)), axis=1)
-    for i in tl.static_range(3):
-        total = tl.sum(tl.reshape(total, (ROWS, LEFT >> (i + 1), 2)), axis=2)
-    for i in tl.static_range(3, 24):
-        if (LEFT >> i) > 1:
-            total = tl.sum(tl.reshape(total, (ROWS, 2, LEFT >> (i + 1))), axis=1)
-    return tl.reshape(total, (ROWS,))
+        tile = tl.sum(tl.reshape(tile, (ROWS, 2, LEFT)), axis=1)
+    return sum_chunks((sum_eights(tile, ROWS, LEFT),), ROWS, LEFT, 1, LEFT)

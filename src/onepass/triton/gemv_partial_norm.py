@@ -11,7 +11,7 @@ from ..gemv import MAX_SEGMENTS, GemvSpec, tiles
 from . import _counters
 from ._compile import POINTERS, Build, current_chip, load
 from ._config import INTERPRETER, Chip
-from ._gemv_config import WARPS, GemvConfig, gemv_config
+from ._gemv_config import CHUNK, GemvConfig, gemv_config
 from ._gemv_partial_norm_kernels import _gemv_partial_norm_kernel
 
 _NAMES: Final[tuple[str, ...]] = tuple(_gemv_partial_norm_kernel.arg_names)
@@ -23,7 +23,9 @@ _SHORT: Final = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f
 def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed.
 
-    ``aligned``: every row of act and weight starts on 16 bytes and k is a multiple of 16; ``even``: 16 divides the width of every segment.
+    ``aligned``: every row of act and weight starts on 16 bytes and k is a multiple of 16; ``even``: 16 divides the width of every segment,
+    and gammas and normed rows can be read and written 4 elements at a time. Told of more alignment, Triton would store 8 at a time
+    and shuffle the values first.
     """
     if spec.traced and chip.backend == "hip":
         raise Unsupported("gemv_and_partial_norm_with_scratch: traces need an NVIDIA GPU or a CPU; use NullTrace()")
@@ -38,6 +40,7 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
         "AHEAD": config.ahead,
         "PACE": config.pace if chip.has_pdl else 0,
         "PACK": 4 // spec.weight.itemsize,
+        "WARPS": config.warps,
         "VEC": config.vec,
         "DOT": config.dot,
         "COLUMNS": config.columns,
@@ -46,7 +49,7 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
         "HARDWARE": chip.casts_e4m3fn,
         "SCALED": spec.weight_scale,
         "GROUP": config.group,
-        "BLOCKS": config.blocks,
+        "CHUNKS": config.chunks,
         "LONGS": config.longs,
         "FP8_MAX": fp8.max if fp8 else 0.0,
         "BIAS": fp8.bias if fp8 else 0,
@@ -84,16 +87,19 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
         )
         divisible.update(k=config.vec)
     if even:
-        divisible.update({f"width{s}": 16 for s in range(segments)})
+        for s, gamma in enumerate(spec.gammas):
+            item = 1 if fp8 is not None and s == 0 else spec.act.itemsize
+            divisible.update({f"width{s}": 16, f"stride{s}": 4, f"gamma{s}": 4 * gamma.itemsize, f"normed{s}": 4 * item})
     return Build(
         _describe(spec, config, aligned, even),
         _gemv_partial_norm_kernel,
         tuple((name, signature.get(name, "constexpr")) for name in _NAMES),
         tuple(constants.items()),
         tuple(divisible.items()),
-        WARPS,
+        config.warps,
         chip.has_pdl,
-        0 if aligned else UNALIGNED_REGISTERS,
+        0 if aligned else min(UNALIGNED_REGISTERS, 2048 // config.warps),
+        contracts=False,  # sums of squares must not depend on which products a layout brings beside which sums
     )
 
 
@@ -103,7 +109,7 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
     if spec.weight_scale != "none":
         parts.append(f"scale={spec.weight_scale}")
     gammas = ",".join(
-        f"{_SHORT[g]}:{b}{'+' * long}" for g, b, long in zip(spec.gammas, config.blocks, config.longs, strict=True)
+        f"{_SHORT[g]}:{c * CHUNK}{'+' * long}" for g, c, long in zip(spec.gammas, config.chunks, config.longs, strict=True)
     )
     parts.append(f"norm={gammas}/{config.group}" if gammas else "plain")
     parts += [word for word, said in (("even", even), ("traced", spec.traced)) if said]
@@ -111,26 +117,35 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
         parts.append(spec.fp8.name)
     shape = "dot" if config.dot else "products"
     extent = f"{config.steps}{'+' if config.long else ''}{'m' if config.mask else ''}"
-    parts.append(f"{config.columns}x{config.rows}/{shape}/v{config.vec}{'' if aligned else 'u'}/{extent}")
+    parts.append(f"{config.columns}x{config.rows}/{config.warps}w/{shape}/v{config.vec}{'' if aligned else 'u'}/{extent}")
     parts.append(f"d{config.depth}a{config.ahead}p{config.pace}")
     return " ".join(parts)
 
 
 def select(
-    spec: GemvSpec, n: int, k: int, widths: tuple[int, ...], act: Tensor, weight: Tensor
-) -> tuple[GemvConfig, bool, bool]:
+    spec: GemvSpec, n: int, k: int, widths: tuple[int, ...], act: Tensor, weight: Tensor, gammas: Sequence[Tensor], normed: Sequence[Tensor]
+) -> tuple[GemvConfig, bool, bool]:  # fmt: skip
     """Configuration of a call and what is known of its sizes, in the order `build_for` takes them."""
     m = act.shape[0]
     steps = (act.stride(0) if m > 1 else 0) * act.element_size() | weight.stride(0) * weight.element_size()
     aligned = (act.data_ptr() | weight.data_ptr() | steps) % 16 == 0 and k % 16 == 0
-    return gemv_config(spec.act, spec.weight, m, n, k, widths, aligned), aligned, not any(w % 16 for w in widths)
+    even = True
+    for width, gamma, out in zip(widths, gammas, normed, strict=True):
+        even = even and not (
+            width % 16
+            or gamma.data_ptr() % (4 * gamma.element_size())
+            or out.data_ptr() % (4 * out.element_size())
+            or (m > 1 and out.stride(0) % 4)
+        )
+    return gemv_config(spec.act, spec.weight, m, n, k, widths, aligned), aligned, even
 
 
 def builds(
-    chip: Chip, spec: GemvSpec, n: int, k: int, widths: tuple[int, ...], act: Tensor, weight: Tensor, *_: object
-) -> list[Build]:
+    chip: Chip, spec: GemvSpec, n: int, k: int, widths: tuple[int, ...], act: Tensor, weight: Tensor, weight_scale: Tensor | None,
+    gammas: Sequence[Tensor], y: Tensor | None, normed: Sequence[Tensor], *_: object,
+) -> list[Build]:  # fmt: skip
     """What `launch` would run on ``chip``, given the same arguments."""
-    return [build_for(spec, *select(spec, n, k, widths, act, weight), chip)]
+    return [build_for(spec, *select(spec, n, k, widths, act, weight, gammas, normed), chip)]
 
 
 _launchers: dict[tuple[Any, ...], Any] = {}
@@ -157,7 +172,7 @@ def launch(
 ) -> None:
     """One launch on the current stream; every argument has been checked."""
     tail = n - sum(widths)
-    config, aligned, even = select(spec, n, k, widths, act, weight)
+    config, aligned, even = select(spec, n, k, widths, act, weight, gammas, normed)
     device = act.get_device()
     key = None
     if counter is None and widths:

@@ -53,6 +53,8 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, chip: Chip) -> Build:
         **{f"ROWS_{side}": tile.rows for side, tile in sized},
         **{f"BLOCK_{side}": tile.block for side, tile in sized},
         **{f"STEP_{side}": tile.step for side, tile in sized},
+        **{f"CHUNK_{side}": tile.chunk for side, tile in sized},
+        **{f"COUNT_{side}": tile.count for side, tile in sized},
         **{f"LONG_{side}": tile.long for side, tile in sized},
         "PDL": chip.has_pdl,
         "EARLY_ROWS": EARLY_ROWS,
@@ -128,13 +130,15 @@ def _describe(spec: QkSpec, config: QkConfig, levels: int) -> str:
 
 
 def _tile(side: Side) -> str:
-    cut = "" if side.step == side.block else f"({side.step})"
+    cut = f"={side.count}*{side.chunk}" if side.count > 1 else ""
+    cut += "" if side.step == side.block else f"({side.step})"
     return f"{side.rows}x{side.block}{cut}{'L' if side.long else ''}v{side.vec}"
 
 
 def config_of(spec: QkSpec, rows: QkRows, vecs: tuple[int, int], warp_size: int) -> QkConfig:
     """The tiles of a call."""
-    return qk_config(*rows.widths, vecs, warp_size, spec.stage == "apply", spec.rope.head_dim if spec.rope else 0)
+    head = spec.rope.head_dim if spec.rope else 0
+    return qk_config(*rows.widths, vecs, warp_size, spec.stage == "apply", head, 16 // spec.x.itemsize)
 
 
 def _vecs(spec: QkSpec, rows: QkRows, pointers: Sequence[int]) -> tuple[int, int]:
