@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m onepass.checks", description=__doc__)
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--op", action="append", default=[])
-    parser.add_argument("--match", default="", help="run only cases whose name contains this")
+    parser.add_argument("--match", default="", help="run only cases, or promises, whose name contains this")
     parser.add_argument("--promises", action="store_true", help="test the promises instead of the cases")
     parser.add_argument("--json", type=Path, help="write results here")
     parser.add_argument("--evidence", type=Path, help="with --device cuda: record the machine code that passed")
@@ -37,7 +37,10 @@ def main() -> int:
     if options.evidence and options.jobs > 1:
         proof.compile_ahead(options.jobs, options.op, options.match)
     start = time.perf_counter()
-    results = run_promises(options.device, _print) if options.promises else run_cases(cases, options.device, _print)
+    if options.promises:
+        results = run_promises(options.device, _print, options.match)
+    else:
+        results = run_cases(cases, options.device, _print)
     failed = [r for r in results if not r.passed]
     if options.json:
         options.json.write_text(json.dumps([r.to_json() for r in results], indent=1) + "\n")

@@ -33,9 +33,9 @@ def gemv_promises(device: str) -> Iterator[tuple[str, Promise]]:
     )
     yield "a thousand repeats change no bit: gemv", lambda: _repeats(device)
     if device == "cuda":
-        yield f"{LAUNCHES} launches over {STREAMS} streams, none wrong", _streams
-        yield "two graphs replayed at once do not share a counter", _graphs
-        yield "act is read after the kernel that writes it", _chain
+        yield f"gemv: {LAUNCHES} launches over {STREAMS} streams, none wrong", _streams
+        yield "gemv: two graphs replayed at once do not share a counter", _graphs
+        yield "gemv: act is read after the kernel that writes it", _chain
 
 
 def _inputs(

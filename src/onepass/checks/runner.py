@@ -88,11 +88,13 @@ def _run(op: str, name: str, device: str, test: Callable[[], str | None]) -> Res
     return Result(op, name, device, not message, message, time.perf_counter() - start)
 
 
-def run_promises(device: str, progress: Callable[[Result], None] | None = None) -> list[Result]:
-    """Put every promise to the test on a device."""
+def run_promises(device: str, progress: Callable[[Result], None] | None = None, match: str = "") -> list[Result]:
+    """Put every promise whose name contains ``match`` to the test on a device."""
     results = []
     with running_on(device):
         for name, test in promises(device):
+            if match not in name:
+                continue
             result = _run("promises", name, device, test)
             results.append(result)
             if progress is not None:
