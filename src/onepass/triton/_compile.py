@@ -27,6 +27,7 @@ POINTERS = {
     torch.float8_e8m0fnu: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint32: "*u32",
 }
 
 _lock = threading.Lock()
@@ -83,7 +84,7 @@ def current_chip(device: int) -> Chip:
     return Chip("cuda", properties.major * 10 + properties.minor, 32)
 
 
-UNPROVEN: tuple[str, ...] = ()
+UNPROVEN: tuple[str, ...] = ("mla ",)
 """How the names of configurations begin that may be merged before they ran on a GPU; on one they raise `Unsupported`."""
 
 
