@@ -264,7 +264,7 @@ def test_gather_is_the_inverse(cache: torch.dtype, scale: str) -> None:
     assert same_bytes(gather_mla(call.cache, 1, torch.bfloat16, **scales), read[1].bfloat16())
     new = torch.cat([read[0][3:], read[1][9:]])
     if fmt is None:
-        assert compare.stored(new.to(cache), exact.y, 1e-6 * exact.size, None, None) is None
+        assert compare.stored(new.to(cache), exact.y, 1e-6 * exact.size, None, share=None) is None
         return
     step = {"none": torch.ones(5, 1), "tensor": torch.full((5, 1), 0.0123), "token": stored.flatten()[slots, None]}[
         scale

@@ -53,7 +53,7 @@ def random_case(number: int) -> MlaCase:
         "fuzz",
         batch,
         heads=r.choice((1, 2, 3, r.randint(4, 20))),
-        latent=r.choice((512, 128, r.randint(1, 100), r.randint(101, 700))),
+        latent=r.choice((r.randint(1, 100),) if page > 64 else (512, 128, r.randint(1, 100), r.randint(101, 700))),
         rope=rope,
         turned=turned,
         q=q,
