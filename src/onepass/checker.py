@@ -339,11 +339,12 @@ def compile_call(
     usual = [f"type({first}) is Tensor", f"({first}.is_cpu or {first}.is_cuda)"]
     for name in others:
         usual.append(f"not {name}" if contract.args[name].many else f"type({name}) in PLAIN")
+    usual += [f"type({out.argument}) in PLAIN" for out in contract.outs.values()]
     unwritten = [f"{out.argument} is None" for out in contract.outs.values()]
     if any(arg.mutable for arg in contract.args.values()):
         unwritten = ["False"]
     write(f"plain = {' and '.join(unwritten)}")
-    write(f"if watched() or not (plain and {' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
+    write(f"if watched() or not ({' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
     write(f"    return dispatch(({inputs},), given)")
     write(f"key = ({options}{',' if options else ''})")
     write("try:")
