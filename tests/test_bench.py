@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onepass.bench import cpu, qk, report, timing
+from onepass.bench import cpu, mla, qk, report, timing
 from onepass.bench.peers import PEERS, Problem
 from onepass.checks.case import same_bytes
 from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
@@ -58,7 +58,21 @@ def test_qk_peers_do_the_same_work(op: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", mla.CACHES)
+def test_mla_peers_do_the_same_work(name: str) -> None:
+    p = mla.problem(8, 4, mla.CACHES[name], mla.angles("cpu"), "cpu")
+    ours, entries = mla.ours(p).clone(), p.cache.blocks.clone()
+    assert entries.float().abs().sum(-1).count_nonzero() == 8
+    p.out.zero_()
+    p.cache.blocks.zero_()
+    mla.peer(mla.composed, p)()
+    assert (ours == p.out).double().mean() > 0.99
+    assert (entries.float() == p.cache.blocks.float()).double().mean() > 0.999
+    assert mla.moved(p) == 8 * (4 * 64 * 4 + 576 * (2 + p.cache.blocks.element_size())) + 1024
+
+
 def test_shapes_in_words() -> None:
+    assert report.shape_words({"shape": [64, 128, 64], "latent": 512, "cache": "fp8"}) == "64 x 128 heads, fp8"
     assert report.shape_words({"shape": [16, 7168]}) == "16 x 7168"
     assert report.shape_words({"shape": [16, 6144, 1024]}) == "16 x (6144 + 1024)"
     gemv = {"shape": [1, 2112, 7168], "normed": 1536}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-FAMILIES = ("rows", "gemv", "qk")
+FAMILIES = ("rows", "gemv", "qk", "mla")
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 def _gpu(report: dict[str, Any], peers: bool, only: str | None) -> None:
     import triton
 
-    from . import gemv, gpu, qk
+    from . import gemv, gpu, mla, qk
     from .report import shape_words
 
     report["triton"] = triton.__version__
@@ -49,7 +49,7 @@ def _gpu(report: dict[str, Any], peers: bool, only: str | None) -> None:
     print(report["ceilings"], flush=True)
     report["rows"] = []
     copy = report["ceilings"]["copy 2 GiB TB/s"]
-    families = dict(zip(FAMILIES, (gpu, gemv, qk), strict=True))
+    families = dict(zip(FAMILIES, (gpu, gemv, qk, mla), strict=True))
     for row in chain.from_iterable(f.rows(peers) for name, f in families.items() if only in (None, name)):
         report["rows"].append(row)
         floor = row["bytes"] / copy / 1e6
@@ -61,12 +61,12 @@ def _gpu(report: dict[str, Any], peers: bool, only: str | None) -> None:
 
 
 def _cpu(report: dict[str, Any], peers: bool, only: str | None) -> None:
-    from . import cpu, cpu_gemv
+    from . import cpu, cpu_gemv, cpu_mla
     from .report import shape_words
 
     report["threads"] = torch.get_num_threads()
     report["rows"] = []
-    families = {"rows": cpu.rows, "gemv": cpu_gemv.rows}
+    families = {"rows": cpu.rows, "gemv": cpu_gemv.rows, "mla": cpu_mla.rows}
     for row in chain.from_iterable(f(peers) for name, f in families.items() if only in (None, name)):
         report["rows"].append(row)
         times = "  ".join(f"{name} {us:.1f}" for name, us in row["us"].items())

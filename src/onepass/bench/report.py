@@ -34,8 +34,10 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def shape_words(row: dict[str, Any]) -> str:
-    """``16 x 7168``; of q and k ``16 x (6144 + 1024)``; of a GEMV ``1 x 2112 x 7168, 1536 normed``."""
+    """``16 x 7168``; of q and k ``16 x (6144 + 1024)``; of a GEMV ``1 x 2112 x 7168, 1536 normed``; of MLA ``64 x 128 heads, fp8``."""
     rows, *columns = row["shape"]
+    if "latent" in row:
+        return f"{rows} x {columns[0]} heads{', ' + row['cache'] if 'cache' in row else ''}"
     if "normed" in row:
         return f"{rows} x {columns[0]} x {columns[1]}, {row['normed']} normed"
     return f"{rows} x {columns[0]}" if len(columns) == 1 else f"{rows} x ({' + '.join(map(str, columns))})"

@@ -1,0 +1,287 @@
+"""The kernel of MLA's cache write without a GPU: its machine code, its tiles, its search for requests, its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import onepass
+from onepass.bench import mla as bench
+from onepass.checks import mla_rope_norm, proof
+from onepass.errors import Unsupported
+from onepass.mla import MlaRows, mla_spec
+from onepass.ops._launch import launching_with
+from onepass.triton import _compile, evidence
+from onepass.triton import mla_rope_norm as backend
+from onepass.triton._compile import Build, compile_build
+from onepass.triton._config import Chip
+from onepass.triton._mla_config import CUTS, MOST_TOKENS, MlaCut, mla_config, mla_cut, search_width
+from test_triton import OTHER_CHIPS, resources
+
+ROOT = Path(__file__).parent.parent
+BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def build_of(tokens: int, heads: int, dtype: torch.dtype = FP8, **options: Any) -> Build:
+    """What a call of the benchmark would run on an H200."""
+    p = bench.problem(tokens, heads, dtype, bench.angles("cpu"), "cpu")
+    if options.pop("scaled", False):
+        options["per_token_scale"] = torch.empty(p.cache.blocks.shape[:2])
+    (build,) = evidence.builds_of(
+        lambda: onepass.fused_rope_rmsnorm_quantization(
+            p.out, p.q, p.kv, p.offsets, p.freqs, p.gamma, p.cache, **options
+        ),
+        evidence.H200,
+    )
+    return build
+
+
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 128), (64, 128), (2048, 128), (2048, 16)])
+def test_hot_kernels(tokens: int, heads: int, style: str) -> None:
+    """16-byte loads of rows, their stores as wide as they can be, few registers, no data moved between threads but the sums'."""
+    compiled = compile_build(build_of(tokens, heads, rope_style=style), evidence.H200)
+    usage = resources(compiled)
+    assert usage["REG"] <= 96 and usage["STACK"] == 0 and usage["LOCAL"] == 0
+    ptx = compiled.asm["ptx"]
+    assert not re.findall(r"(?:ld|st)\.shared", ptx)
+    wide = 12 if tokens == 2048 else 8  # q, and the latent and gamma of a token
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == wide
+    stores = re.findall(r"st\.global[.\w]*", ptx)
+    assert stores.count("st.global.v4.b32") == wide - 4
+    assert set(stores) - {"st.global.v4.b32"} == {"st.global.v2.b32", f"st.global.b{8 if style == 'half' else 16}"}
+
+
+def test_products_are_rounded_before_they_are_added() -> None:
+    """But for the two that the rotation is defined with, a contraction would depend on where columns lie."""
+    build = build_of(64, 16)
+    assert not build.contracts
+    fused = compile_build(build, evidence.H200).asm["ptx"].count("fma.rn.f32")
+    contracted = compile_build(replace(build, contracts=True, name="contracting"), evidence.H200).asm["ptx"]
+    assert 0 < fused < contracted.count("fma.rn.f32")
+
+
+def test_every_case_has_one_configuration() -> None:
+    for case in mla_rope_norm.CASES:
+        assert len(proof.builds(case, evidence.H200)) == (case.group != "empty"), case.name
+
+
+@pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
+def test_compiles_for_other_chips(chip: Chip) -> None:
+    cases = [c for c in mla_rope_norm.CASES if c.group == "model"]
+    cases += [c for c in mla_rope_norm.CASES if c.group == "scales" and c.latent == 128]
+    builds = proof.distinct_builds(cases, chip)
+    assert len(builds) >= 8
+    for build in builds.values():
+        assert compile_build(build, chip).asm
+
+
+@pytest.mark.parametrize("group", ["model", "slots", "reference", "layouts"])
+def test_interpreted_kernel_passes_its_cases(group: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "onepass.checks", "--device", "interpreter"]
+    command += ["--op", "fused_rope_rmsnorm_quantization", "--match", f"{group}: "]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    found = re.search(r"(\d+) passed, 0 failed on interpreter", done.stdout)
+    assert done.returncode == 0 and found is not None, done.stdout + done.stderr
+    assert int(found[1]) == sum(case.group == group for case in mla_rope_norm.CASES)
+
+
+SEARCH = """
+import sys, torch
+from onepass.checks.runner import running_on
+from onepass.triton import _mla_config
+import onepass
+_mla_config.SEARCH_WIDTHS = (1, 4)
+given = torch.load(sys.argv[1] + "/given")
+with running_on("interpreter"):
+    for case in given:
+        pages, entries = case["blocks"].shape[:2]
+        cache = onepass.PagedKVCache(case["blocks"], case["lengths"], torch.arange(pages).view(len(case["lengths"]), -1))
+        onepass.fused_rope_rmsnorm_quantization(
+            None, case["q"], case["kv"], case["offsets"], None, torch.ones(8), cache, rope_dim=0
+        )
+torch.save([case["blocks"] for case in given], sys.argv[1] + "/found")
+"""
+
+
+def test_search_of_several_levels(tmp_path: Path) -> None:
+    """Among many requests, looked at four at a time, each token finds its own; so it does among empty ones, and none at all."""
+    given = []
+    for counts in ([1] * 21, [0, 0, 3, 0, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 0], [0] * 5, [2, 0, 0, 0, 0]):
+        offsets = torch.tensor([1, *counts]).cumsum(0)  # the first token is nobody's, the last neither
+        tokens = int(offsets[-1]) + 1
+        kv = torch.arange(1, tokens + 1).float()[:, None].expand(tokens, 9).contiguous()
+        given.append({
+            "q": torch.zeros(tokens, 1, 1), "kv": kv, "offsets": offsets, "lengths": torch.arange(len(counts)) % 3,
+            "blocks": torch.zeros(len(counts), 8, 9),
+        })  # fmt: skip
+    torch.save(given, tmp_path / "given")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SEARCH, str(tmp_path)], env=environment, check=True)
+    for case, blocks in zip(given, torch.load(tmp_path / "found"), strict=True):
+        expected = torch.zeros_like(blocks[..., 8])
+        for request, (begin, end) in enumerate(zip(case["offsets"][:-1], case["offsets"][1:], strict=True)):
+            for token in range(int(begin), int(end)):
+                expected[request, int(case["lengths"][request]) + token - int(begin)] = token + 1
+        assert torch.equal(blocks[..., 8], expected)
+
+
+@pytest.mark.parametrize("requests", [1, 2, 32, 33, 128, 129, 16384, 16385, 2**20])
+def test_search_reaches_every_request(requests: int) -> None:
+    width, levels = search_width(requests)
+    assert width**levels >= requests and (levels == 1 or width ** (levels - 1) < requests)
+    assert (width == 1) == (requests == 1)
+
+
+@pytest.mark.parametrize("cut", [cut for _, cut in CUTS], ids=str)
+@pytest.mark.parametrize("warp_size", [32, 64])
+def test_configs_are_sound(warp_size: int, cut: MlaCut) -> None:
+    for heads in (1, 3, 8, 16, 24, 40, 65, 128, 256):
+        for rope in (0, 1, 2, 64, 96, 256):
+            for latent in (1, 33, 512, 1536, 2048):
+                for tokens in (1, 2, 1024):
+                    config = mla_config(cut, tokens, heads, latent, rope, 2, warp_size)
+                    assert config.warps & (config.warps - 1) == 0 < config.warps * warp_size <= 1024
+                    assert config.heads * config.pieces >= heads > config.heads * (config.pieces - 1)
+                    assert config.guard == (heads % config.heads != 0)
+                    assert config.heads & (config.heads - 1) == 0 < config.heads
+                    assert 1 <= config.q_tokens <= min(tokens, MOST_TOKENS)
+                    assert 1 <= config.kv_tokens <= min(tokens, MOST_TOKENS)
+                    assert config.block >= max(8, latent)
+
+
+def test_small_and_large_calls_are_cut_by_q_alone() -> None:
+    assert list(inspect.signature(mla_cut).parameters) == ["tokens", "heads", "rope"]
+    assert [most for most, _ in CUTS] == sorted(most for most, _ in CUTS)
+    assert mla_cut(2**31, 256, 256) is CUTS[-1][1]
+
+
+# --- the launch path -------------------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """As much of a CUDA tensor as a launch looks at."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Recorder:
+    """Stands in for a loaded kernel."""
+
+    made: list[Build]
+    calls: list[tuple[int, dict[str, Any]]]
+
+    def __init__(self, build: Build, device: int) -> None:
+        Recorder.made.append(build)
+
+    def __call__(self, grid: int, arguments: tuple[Any, ...]) -> None:
+        Recorder.calls.append((grid, dict(zip(backend._NAMES, arguments, strict=True))))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder.made, Recorder.calls = [], []
+    monkeypatch.setattr(_compile, "Launcher", Recorder)
+    monkeypatch.setattr(_compile, "_loaded", {})
+    monkeypatch.setattr(backend, "_plans", {})
+    monkeypatch.setattr(backend, "_chips", {0: evidence.H200})
+
+
+def launched(address: int = 0, tokens: int = 100, requests: int = 5, **changes: int) -> tuple[int, dict[str, Any]]:
+    """Grid and arguments of one call, its tensors ``address`` bytes off 16."""
+    spec = mla_spec(BF16, BF16, BF16, F32, FP8, F32, torch.uint32, torch.int32, torch.int64, scale="token")
+    strides = {name: 16 * (i + 2) for i, name in enumerate(MlaRows._fields[10:])}
+    rows = MlaRows(tokens, 128, 512, 64, 64, requests, 9, 50, 64, 4096, **strides)._replace(**changes)
+    tensors: list[Any] = [OnDevice(0x1000 * (i + 1) + address) for i in range(13)]
+    for absent in ("slots", "positions", "kv_scale"):
+        tensors[backend.TENSORS.index(absent)] = None
+    launch: Any = backend.launch
+    launch(spec, rows, *tensors, 1e-5, 0.5)
+    return Recorder.calls[-1]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_every_argument_in_its_place() -> None:
+    grid, got = launched()
+    for i, name in enumerate(backend.TENSORS):
+        assert got[name] == (0 if name in ("slots", "positions", "kv_scale") else 0x1000 * (i + 1))
+    assert tuple(got[name] for name in MlaRows._fields) == (
+        100,
+        128,
+        512,
+        64,
+        64,
+        5,
+        9,
+        50,
+        64,
+        4096,
+        *range(32, 208, 16),
+    )
+    assert (got["page_shift"], got["eps"], got["weight_offset"]) == (6, 1e-5, 0.5)
+    assert got["kv_programs"] == -(-100 // got["KV_TOKENS"])
+    assert grid == got["kv_programs"] + -(-100 // got["Q_TOKENS"]) * got["PIECES"]
+    (build,) = Recorder.made
+    constants = dict(build.constants)
+    assert {name: got[name] for name in backend._CONSTANTS} == {name: constants[name] for name in backend._CONSTANTS}
+    assert constants.keys() & {*backend.TENSORS, *MlaRows._fields} == {
+        "slots", "positions", "kv_scale", "latent", "rope", "turned", "page_size"
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("recorded")
+def test_calls_of_about_a_size_share_a_kernel() -> None:
+    for tokens in (65, 100, 128):
+        for requests in (3, 4):
+            launched(tokens=tokens, requests=requests)
+    assert len(backend._plans) == len(Recorder.made) == 1
+    launched(requests=1)
+    launched(requests=0)
+    assert len(Recorder.made) == 2  # a request alone is not looked for
+    launched(address=8)
+    launched(q_head=33)
+    launched(kv_token=33)
+    name = Recorder.made[0].name
+    assert [build.name for build in Recorder.made[2:]] == [
+        name.replace("vfq", "vnn").replace("vk", "vn"), name.replace("vfq", "vfn"), name.replace("vk", "vn")
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("recorded")
+def test_too_many_programs_are_refused() -> None:
+    with pytest.raises(Unsupported, match=r"at most 2\*\*31 - 2\*\*13 programs"):
+        launched(tokens=2**30)
+
+
+@pytest.mark.parametrize("cut", [MlaCut(32, 1024, 512), MlaCut(128, 4096, 2048)], ids=str)
+def test_every_sum_is_of_two_numbers(cut: MlaCut) -> None:
+    """Whatever the tile, floats are added in pairs that `_tree` names, never in an order that a layout makes."""
+    p = bench.problem(64, 16, FP8, bench.angles("cpu"), "cpu")
+    found: list[tuple[Any, ...]] = []
+    with launching_with(lambda family: lambda *arguments: found.append(arguments)), torch.inference_mode():
+        bench.ours(p)
+    spec, rows = found[0][:2]
+    config = backend.config_of(spec, rows, 32, cut)
+    build = backend.build_for(spec, config, 64, 64, backend.Known(True, True, True, True, True), evidence.H200)
+    text = compile_build(build, evidence.H200).asm["ttir"]
+    summed = re.findall(r"\(tensor<([\dx]+)xf32>\) -> ", text)
+    assert summed and all(re.fullmatch(r"(1x)?(2x\d+|\d+x2)", shape) for shape in summed), summed
