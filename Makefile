@@ -4,18 +4,20 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs gpu clean
+.PHONY: help demo test lint docs fuzz gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
+# e.g. make demo DEMO='--model deepseek-v3 --rounding once'
+DEMO ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## see it work: checks, speed against plain torch, a fused prologue, batch invariance
-	@$(BIN)/onepass demo
+demo: $(READY) ## see it work: a model generates without and with onepass; checks, speed, batch invariance
+	@$(BIN)/onepass demo $(DEMO)
 
 test: lint ## lint, then every test that needs no GPU
 	@$(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
@@ -27,6 +29,9 @@ lint: $(READY) ## ruff (rules and format) and mypy --strict
 
 docs: $(READY) ## write docs/ops.md from the contracts
 	@$(BIN)/onepass docs
+
+fuzz: $(READY) ## ten thousand random ragged batches of MLA's cache write against the oracle
+	@$(BIN)/python -m onepass.checks.mla_fuzz --cases 10000
 
 # Runs from src/ with the machine's own Python: nothing is installed. It leaves benchmarks/h200/ changed: commit it.
 EVIDENCE := benchmarks/h200/evidence.json

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import onepass
-from onepass import cli, demo
+from onepass import cli, demo, demo_model
 from onepass.checks import runner
 from onepass.ops._launch import launching_with
 
@@ -125,6 +125,9 @@ def test_check_interprets_the_gpu_kernels() -> None:
         (("check", "--device", "tpu"), "tpu"),
         (("check", "--match", "short: 5x33", "--json", "/nonexistent/file"), "cannot write"),
         (("demo", "--device", "tpu"), "neither cpu nor cuda"),
+        (("demo", "--model", "gpt5"), "'gpt5' is none of deepseek-v3, olmo2, gemma3, llama"),
+        (("demo", "--rounding", "twice"), "'twice' is none of model, once"),
+        (("demo", "--path", "/nonexistent"), "/nonexistent has no config.json"),
         (("docs", "--output", "/proc/nonexistent/ops.md"), "cannot write"),
         (("nonsense",), "No such command"),
     ],
@@ -165,6 +168,13 @@ def test_env_json() -> None:
     assert found["backends"]["cpu"]["vector"].endswith("bit")
 
 
+def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = invoke("demo")
+    assert result.exit_code == 2
+    assert "pip install 'onepass[models]'" in result.output
+
+
 def test_env_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     status = cli.backend_status()
@@ -189,12 +199,75 @@ def test_demo_cases_exist() -> None:
     assert len(set(demo.SHOWN_CASES)) == 12
 
 
+@pytest.fixture
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and repetitions that take no time."""
+    pytest.importorskip("transformers")
+    sizes = {
+        **demo_model._SIZES,
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+    }
+    monkeypatch.setattr(demo_model, "_SIZES", sizes)
+    monkeypatch.setattr(demo_model, "ROUNDS", 1)
+    monkeypatch.setattr(demo_model, "NEW_TOKENS", 6)
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "SHAPES", ((1, 256),))
+
+
+def test_demo_models_are_those_of_the_command() -> None:
+    assert set(cli.DEMO_MODELS) == set(demo_model.MODELS)
+
+
 @pytest.mark.slow
-def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "ROUNDS", 2)
-    result = invoke("demo", "--device", "cpu")
+@pytest.mark.parametrize(
+    ("model", "rounding", "ops"),
+    [
+        ("llama", "model", {"rms_norm, 128": 3, "rms_norm with residual, 128": 2}),
+        ("olmo2", "model", {"rms_norm, 128": 5, "qk_rms_norm, 128 + 64": 2}),
+        ("gemma3", "once", {"rms_norm, 128": 7, "rms_norm with residual, 128": 2, "qk_rms_norm, 512 + 256": 2}),
+        ("deepseek-v3", "once", {"rms_norm, 128": 3, "rms_norm with residual, 128": 2,
+                                 "gemv_and_partial_norm, 256 x 128": 2, "gemv_and_partial_norm, 160 x 128": 2}),
+    ],
+)  # fmt: skip
+def test_demo_of_each_model(
+    model: str, rounding: str, ops: dict[str, int], small_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report says what the table shows: same tokens, close logits, a time for each op at its number of calls."""
+    monkeypatch.setattr(demo, "SHOWN_CASES", demo.SHOWN_CASES[:1])
+    file = tmp_path / "report.json"
+    result = invoke("demo", "--model", model, "--rounding", rounding, "--device", "cpu", "--report", str(file))
     assert result.exit_code == 0, result.output
-    assert sum(line.startswith("ok ") for line in result.output.splitlines()) == len(demo.SHOWN_CASES)
+    assert "same tokens, float32" in result.output and "WRONG" not in result.output
+    report = json.loads(file.read_text())
+    assert report["fine"] and report["same_tokens"] and len(report["tokens"]) == 6
+    assert 0 < report["max_difference"] < 1e-4 * report["largest_logit"]
+    assert {op["op"]: op["calls"] for op in report["ops"]} == ops
+    assert all(op["plain_us"] > 0 and op["onepass_us"] > 0 for op in report["ops"])
+    assert set(report["milliseconds_a_token"]) == {"without onepass", "with onepass"}
+    assert report["patch"]["replaced"] and report["patch"]["left"]
+    if rounding == "model":
+        assert report["bfloat16_equal"] > 0.5
+
+
+@pytest.mark.slow
+def test_demo_of_local_weights(small_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SHOWN_CASES", ())
+    demo_model.load("llama", None, "cpu").save_pretrained(tmp_path / "weights")
+    file = tmp_path / "deep" / "report.json"
+    result = invoke("demo", "--path", str(tmp_path / "weights"), "--device", "cpu", "--report", str(file))
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_text())["model"] == str(tmp_path / "weights")
+
+
+@pytest.mark.slow
+def test_demo(small_model: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = invoke("demo", "--device", "cpu", "--report", str(tmp_path / "report.json"))
+    assert result.exit_code == 0, result.output
+    checks = result.output[result.output.index("A dozen checks") :]
+    assert sum(line.startswith("ok ") for line in checks.splitlines()) == len(demo.SHOWN_CASES)
     assert "WRONG" not in result.output
     for rows, columns in demo.SHAPES:
         assert f"{rows} x {columns}" in result.output
@@ -202,13 +275,16 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "What to try next" in result.output
 
 
-def test_demo_reports_a_wrong_kernel(wrong_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "ROUNDS", 1)
-    monkeypatch.setattr(demo, "SHAPES", ((1, 256),))
+def test_demo_reports_a_wrong_kernel(
+    wrong_kernel: None, small_model: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(demo, "SHOWN_CASES", demo.SHOWN_CASES[-1:])
-    result = invoke("demo", "--device", "cpu")
+    result = invoke("demo", "--device", "cpu", "--report", str(tmp_path / "report.json"))
     assert result.exit_code == 1
-    assert "WRONG" in result.output
+    model, checks = result.output.split("A dozen checks")
+    assert "WRONG  same tokens" in model and "WRONG  largest difference" in model
+    assert "WRONG" in checks
+    assert not json.loads((tmp_path / "report.json").read_text())["fine"]
 
 
 # --- importing ------------------------------------------------------------------------------------------------------
@@ -219,7 +295,7 @@ before = set(sys.modules)
 begin = time.process_time()
 import onepass
 took = time.process_time() - begin
-print(took, *sorted({"triton", "numba", "llvmlite", "numpy", "rich", "typer"} & (set(sys.modules) - before)))
+print(took, *sorted({"triton", "numba", "llvmlite", "numpy", "rich", "typer", "transformers"} & (set(sys.modules) - before)))
 """
 
 

@@ -34,6 +34,9 @@ app = typer.Typer(
 app.add_typer(trace, name="trace")
 
 
+DEMO_MODELS = ("deepseek-v3", "olmo2", "gemma3", "llama")
+
+
 class Device(StrEnum):
     """Where to run."""
 
@@ -275,16 +278,42 @@ def env(
 
 @app.command()
 def demo(
+    model: Annotated[
+        str, typer.Option(help="A small model of this family, with random weights.", metavar="|".join(DEMO_MODELS))
+    ] = "llama",
+    path: Annotated[
+        Path | None, typer.Option(help="Local weights instead: a transformers directory.", metavar="DIR")
+    ] = None,
+    rounding: Annotated[
+        str, typer.Option(help="Where the patched model rounds; once allows more to be fused.", metavar="model|once")
+    ] = "model",
     device: Annotated[str, typer.Option(help="cpu or cuda; by default what the machine has.", metavar="cpu|cuda")] = "",
+    report: Annotated[Path, typer.Option(help="Where to write the report.", metavar="FILE")] = Path(
+        "onepass-demo.json"
+    ),
 ) -> None:
-    """The first minute: checks, speed against plain torch, a fused prologue, batch invariance."""
+    """The first minute: a model generates without and with onepass; checks, speed, a fused prologue, batch invariance."""
+    for value, allowed, option in (
+        (model, DEMO_MODELS, "--model"),
+        (rounding, ("model", "once"), "--rounding"),
+    ):
+        if value not in allowed:
+            raise typer.BadParameter(f"{value!r} is none of {', '.join(allowed)}", param_hint=option)
     if device not in ("", "cpu", "cuda"):
         raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
+    if util.find_spec("transformers") is None:
+        raise typer.BadParameter("transformers is not installed (pip install 'onepass[models]')", param_hint="--model")
+    if path is not None and not (path / "config.json").is_file():
+        raise typer.BadParameter(f"{path} has no config.json", param_hint="--path")
     chosen = device or ("cuda" if backend_status()["triton"][0] else "cpu")
     _require(Device(chosen))
     from .demo import run
 
-    raise typer.Exit(0 if run(chosen, Console()) else 1)
+    try:
+        fine = run(chosen, Console(), model, path, rounding, report)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {report}: {error.strerror}", param_hint="--report") from error
+    raise typer.Exit(0 if fine else 1)
 
 
 @app.command()

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -22,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from . import oracle
+from . import demo_model, oracle
 from .checks.case import same_bytes
 from .checks.runner import CASES, run_case
 from .ops.rms_norm import rms_norm_fused_fp8
@@ -30,8 +31,8 @@ from .prologues import prologue, sigmoid
 
 EPS: Final = 1e-6
 FP8_MAX: Final = 448.0
-SHAPES: Final = ((1, 4096), (64, 7168), (1024, 4096))
-ROUNDS: Final = 12
+SHAPES: Final = ((1, 4096), (64, 7168), (512, 4096))
+ROUNDS: Final = 6
 SECONDS_A_ROUND: Final = 0.04
 CALLS_A_GRAPH: Final = 20
 SHOWN_CASES: Final = (
@@ -66,14 +67,16 @@ def composed(x: Tensor, gamma: Tensor, gate: Tensor | None = None) -> tuple[Tens
     return (y / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
 
 
-def run(device: str, console: Console) -> bool:
-    """All four parts; whether everything that was checked was right."""
+def run(device: str, console: Console, model: str, path: Path | None, rounding: str, report: Path) -> bool:
+    """All five parts; whether everything that was checked was right."""
     start = time.perf_counter()
     torch.manual_seed(0)
     with torch.inference_mode():
         console.print(Text(f"onepass on {_machine(device)}, torch {torch.__version__}", style="bold"))
         _warn_if_busy(console)
-        fine = _show_checks(device, console)
+        _heading(console, 1, "A transformers model generates without and with onepass.patch(model)")
+        fine = demo_model.show(model, path, device, rounding, report, console, median_seconds)
+        fine = _show_checks(device, console) and fine
         _show_speed(device, console)
         _show_prologue(device, console)
         fine = _show_invariance(device, console) and fine
@@ -174,7 +177,7 @@ def _compare(ours: Callable[[], Any], theirs: Callable[[], Any], exact: Tensor, 
     )
 
 
-# --- the four parts -------------------------------------------------------------------------------------------------
+# --- the other parts ------------------------------------------------------------------------------------------------
 
 
 def _heading(console: Console, number: int, title: str) -> None:
@@ -194,7 +197,7 @@ def _live(table: Table, console: Console) -> Iterator[None]:
 
 
 def _show_checks(device: str, console: Console) -> bool:
-    _heading(console, 1, "A dozen checks against a float64 oracle")
+    _heading(console, 2, "A dozen checks against a float64 oracle")
     table = Table("", "op", "case", box=None, pad_edge=False)
     table.add_column("time", justify="right")
     by_name = {(case.op, case.name): case for case in CASES}
@@ -210,7 +213,7 @@ def _show_checks(device: str, console: Console) -> bool:
 
 
 def _show_speed(device: str, console: Console) -> None:
-    _heading(console, 2, "rms_norm_fused_fp8 against the same thing written with torch operators")
+    _heading(console, 3, "rms_norm_fused_fp8 against the same thing written with torch operators")
     table = _comparison("bfloat16")
     with _live(table, console):
         for rows, columns in SHAPES:
@@ -236,7 +239,7 @@ def _show_speed(device: str, console: Console) -> None:
 
 
 def _show_prologue(device: str, console: Console) -> None:
-    _heading(console, 3, "Your own function, compiled into the load")
+    _heading(console, 4, "Your own function, compiled into the load")
     body = inspect.getsource(gated).replace("  # type: ignore[no-untyped-def]", "").splitlines()
     code = ["@onepass.prologue", *(line for line in body if '"""' not in line), ""]
     code += ["rms_norm_fused_fp8(x, gamma, prologue=gated, prologue_args=(gate,))", ""]
@@ -261,7 +264,7 @@ def _show_prologue(device: str, console: Console) -> None:
 
 
 def _show_invariance(device: str, console: Console) -> bool:
-    _heading(console, 4, "A row gives the same bytes alone and in any batch")
+    _heading(console, 5, "A row gives the same bytes alone and in any batch")
     columns = 7168
     x = torch.randn(1024, columns, dtype=torch.bfloat16).to(device)
     gamma = (1 + 0.25 * torch.randn(columns, dtype=torch.bfloat16)).to(device)
@@ -292,6 +295,7 @@ def _show_next(device: str, console: Console, seconds: float) -> None:
     else:
         grid.add_row("onepass check --device cuda", "every case against the oracle")
     grid.add_row("onepass env", "versions, devices, what works here")
+    grid.add_row("docs/models.md", "what onepass.patch replaces in which family")
     grid.add_row("docs/ops.md", "every argument of every op")
     grid.add_row("docs/numerics.md", "what is rounded where")
     console.print()
