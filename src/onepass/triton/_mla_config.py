@@ -6,6 +6,8 @@ from typing import Final
 
 SEARCH_WIDTHS: Final = (1, 32, 128)
 """Requests a search looks at together: one, as many as a warp has threads, or several loads a thread. More take levels of the last."""
+EARLY: Final = 16
+"""Programs up to which the next kernel may start at once."""
 MOST_COLUMNS: Final = 16
 """Columns of a latent that a thread holds at most."""
 MOST_TOKENS: Final = 8
@@ -22,15 +24,8 @@ class MlaCut:
     threads: int
     q_columns: int
     kv_columns: int
-    early: int = 1024
+    early: int = 0
     registers: int = 0
-
-
-CUTS: Final[tuple[tuple[int, MlaCut], ...]] = (
-    (1 << 20, MlaCut(32, 1024, 512)),
-    (1 << 62, MlaCut(32, 2048, 512)),
-)
-"""By the columns of q in a call, the first that is large enough."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,17 @@ def power_of_two(n: int) -> int:
 
 
 def mla_cut(tokens: int, heads: int, rope: int) -> MlaCut:
-    """What was best for a call of this size."""
-    return next(cut for most, cut in CUTS if tokens * heads * rope <= most)
+    """What was best for a call of this size: H200, us, from benchmarks/h200/tuning/25-mla.json.
+
+    One warp a program always. q: 512 columns a tile for one token (0.93; 1024: 1.04), 1024 for 64 of 128 heads (1.70; 2048: 1.90), then 2048
+    (2048 tokens of 128 heads: 18.6; 1024: 22.5). Rows of kv: one a program up to 1023 tokens, two (2048 of 16 heads: 4.5; one:
+    4.8; four: 5.9), then four (8192 of 16: 13.4; one: 16.3). The next kernel at once up to EARLY programs, otherwise after the loads
+    (64 tokens of 128 heads: 1.70; at once: 2.36).
+    """
+    columns = tokens * heads * rope
+    q = 512 if columns <= 1 << 17 else 1024 if columns <= 1 << 20 else 2048
+    kv = 512 if tokens < 1024 else 1024 if tokens < 4096 else 2048
+    return MlaCut(32, q, kv, EARLY)
 
 
 def search_width(requests: int) -> tuple[int, int]:
