@@ -124,7 +124,74 @@ def test_mla_projections_are_fused_for_few_tokens(monkeypatch: pytest.MonkeyPatc
             torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=1e-5)
         assert calls == [length] * launches
     assert sum(change.what == "projections down and their norms" for change in handle.replaced) == 2
-    assert {c.what for c in handle.left} == {"rotation and cache write", "addition after the MLP"}
+    assert {c.what for c in handle.left} == {
+        "norm of the latent, rotation and cache write, other caches",
+        "addition after the MLP",
+    }
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_mla_entries_are_written_in_one_launch(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over an `MlaCache` the same tokens come out, patched (one launch a layer and step writes the entries) and unpatched."""
+    from onepass.integrations import MlaCache
+
+    calls: list[int] = []
+
+    def counted(out: Any, q: Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append(q.shape[0])
+        return onepass.fused_rope_rmsnorm_quantization(out, q, *rest, **options)
+
+    monkeypatch.setattr("onepass.integrations.forwards.fused_rope_rmsnorm_quantization", counted)
+    model = copy.deepcopy(small("DeepSeek-V3", torch.float32))
+    model.config.rope_interleave = interleaved
+    ids, options = tokens(2, 5), {"max_new_tokens": 6, "do_sample": False}
+    with torch.inference_mode():
+        expected = model.generate(ids, **options)
+        plain = MlaCache(2, 16)
+        assert torch.equal(model.generate(ids, past_key_values=plain, **options), expected) and not calls
+        cache = MlaCache(2, 16)
+        with onepass.patch(model, rounding="once"):
+            assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    assert calls == [10, 10] + [2, 2] * 5  # the prompt of two sequences, then a token each
+    for mine, theirs in zip(cache.layers, plain.layers, strict=True):
+        assert mine.get_seq_length() == theirs.get_seq_length() == 10
+        assert (
+            mine.paged is not None
+            and mine.paged.cache_lengths is not None
+            and mine.paged.cache_lengths.tolist() == [10, 10]
+        )
+        got, other = cache_entries(mine), cache_entries(theirs)
+        torch.testing.assert_close(got[..., :32], other[..., :32], rtol=0, atol=1e-5)
+        # the model's code puts the halves of pairs apart, the cache write leaves pairs where they are
+        turned = got[..., 32:].unflatten(-1, (4, 2)).transpose(-1, -2).flatten(-2) if interleaved else got[..., 32:]
+        torch.testing.assert_close(turned, other[..., 32:], rtol=0, atol=1e-5)
+        assert other.abs().max() > 1
+
+
+def cache_entries(layer: Any) -> Tensor:
+    entries: Tensor = layer.paged.blocks[:, : layer.length]
+    return entries
+
+
+def test_mla_cache_keeps_its_promises() -> None:
+    from onepass.integrations import MlaCache
+
+    model = small("DeepSeek-V3", torch.float32)
+    cache: Any = MlaCache(2, 6)
+    with torch.inference_mode(), onepass.patch(model, rounding="once"):
+        first = model(tokens(2, 4), past_key_values=cache).logits
+        with pytest.raises(
+            onepass.ContractError, match="MlaCache: `max_length` must be at least 8 for these tokens, got 6"
+        ):
+            model(tokens(2, 4), past_key_values=cache)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(model(tokens(2, 4), past_key_values=cache).logits, first)
+        entries = cache_entries(cache.layers[0]).clone()
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert torch.equal(cache_entries(cache.layers[0]), entries.flip(0)) and not torch.equal(
+            entries, entries.flip(0)
+        )
 
 
 def test_decode_step_over_a_static_cache() -> None:

@@ -157,7 +157,7 @@ def pairs(model: Any, handle: Patched, device: str) -> Iterator[Pair]:
     """
     kinds: dict[type, list[Any]] = {}
     inside: set[int] = set()
-    for module in (model.get_submodule(change.where) for change in handle.replaced):
+    for module in map(model.get_submodule, dict.fromkeys(change.where for change in handle.replaced)):
         how = module.__dict__["_onepass"]
         kinds.setdefault(type(how), []).append(module)
         parts = {LayerCall: (getattr(how, "norm", ""),), AttentionCall: ("q_norm", "k_norm"), MlaCall: _LATENT_NORMS}

@@ -1,6 +1,20 @@
-"""onepass inside other people's models: `patch` for Hugging Face transformers. Nothing here imports transformers."""
+"""onepass inside other people's models: `patch` for Hugging Face transformers, and `MlaCache`, which alone imports it."""
+
+from typing import TYPE_CHECKING
 
 from .families import FAMILIES, Family
 from .patching import Change, Patched, patch
 
-__all__ = ["FAMILIES", "Change", "Family", "Patched", "patch"]
+if TYPE_CHECKING:
+    from .mla_cache import MlaCache as MlaCache
+
+__all__ = ["FAMILIES", "Change", "Family", "MlaCache", "Patched", "patch"]
+
+
+def __getattr__(name: str) -> object:
+    """`MlaCache`, a subclass of transformers' Cache, imported at first use."""
+    if name == "MlaCache":
+        from . import mla_cache
+
+        return mla_cache.MlaCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..formats import Rounding
 from ..nn import gamma_of
 from ..ops.gemv_partial_norm import gemv_and_partial_norm
+from ..ops.mla_rope_norm import fused_rope_rmsnorm_quantization
 from ..ops.qk_norm import qk_rms_norm
 from ..ops.rms_norm import rms_norm
 
@@ -147,39 +148,80 @@ def mla_forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A latent attention whose projections down and their norms are one launch each, for up to `FUSED_ROWS` tokens."""
-    batch, length = hidden_states.shape[:-1]
-    q_latent, kv_latent, k_rot = _latents(self, hidden_states)
-    q = self.q_b_proj(q_latent).view(batch, length, -1, self.qk_head_dim).transpose(1, 2)
-    q_pass, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-    kv_latent = kv_latent.view(batch, 1, length, self.kv_lora_rank)
-    k_rot = k_rot.view(batch, 1, length, self.qk_rope_head_dim)
+    """A latent attention whose projections down and their norms are one launch each, for up to `FUSED_ROWS` tokens.
+
+    Over an `MlaCache` the norm of the latent, the rotations and the cache write are one launch for any number of tokens.
+    """
     model = sys.modules[type(self).__module__]
-    interleaved = self.config.rope_interleave
-    rotate = model.apply_rotary_pos_emb_interleave if interleaved else model.apply_rotary_pos_emb
-    q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings)
-    if past_key_values is not None:
-        kv_latent, k_rot = past_key_values.update(kv_latent, k_rot, self.layer_idx)
-    k, v = self.expand_kv(kv_latent, k_rot)
-    return _attend(self, model, torch.cat((q_pass, q_rot), dim=-1), k, v, attention_mask, **kwargs)
+    if getattr(past_key_values, "onepass_mla", False):
+        q, latent, k_rot = _write_entries(self, hidden_states, position_embeddings, past_key_values)
+    else:
+        q, latent, k_rot = _rotate(self, model, hidden_states, position_embeddings)
+        if past_key_values is not None:
+            latent, k_rot = past_key_values.update(latent, k_rot, self.layer_idx)
+    k, v = self.expand_kv(latent, k_rot)
+    return _attend(self, model, q, k, v, attention_mask, **kwargs)
 
 
-def _latents(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The normed latents of queries and of keys and values, and the columns of the key that are rotated."""
+def _write_entries(
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [batch, heads, tokens, columns], rotated in place, and the latents and rotated keys of all tokens."""
     how: MlaCall = self._onepass
+    batch, length = hidden_states.shape[:-1]
     rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
+    q = self.q_b_proj(_q_latent(self, hidden_states)).view(batch * length, -1, self.qk_head_dim)
+    kv = self.kv_a_proj_with_mqa(hidden_states).view(batch * length, rank + rope)
+    layer = cache.layers[self.layer_idx]
+    layer.require(length)
+    paged = layer.allocate(batch, rank, rope, kv.dtype, kv.device)
+    offsets, freqs, rows = cache.angles(*position_embeddings, batch)
+    turning = q[..., self.qk_nope_head_dim :]
+    fused_rope_rmsnorm_quantization(
+        turning,
+        turning,
+        kv,
+        offsets,
+        freqs,
+        gamma_of(self.kv_a_layernorm.weight, kv),
+        paged,
+        how.kv_eps,
+        rope_style="interleaved" if self.config.rope_interleave else "half",
+        positions=rows,
+    )
+    return q.view(batch, length, -1, self.qk_head_dim).transpose(1, 2), *layer.written(length)
+
+
+def _rotate(
+    self: Any, model: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, latents [batch, 1, tokens, rank] and rotated keys of these tokens, rotated by the model's own code."""
+    how: MlaCall = self._onepass
+    batch, length = hidden_states.shape[:-1]
+    sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     if rows.shape[0] > FUSED_ROWS:
-        kv, k_rot = self.kv_a_proj_with_mqa(hidden_states).split([rank, rope], dim=-1)
-        return self.q_a_layernorm(self.q_a_proj(hidden_states)), self.kv_a_layernorm(kv), k_rot
-    lead = hidden_states.shape[:-1]
-    q, _ = gemv_and_partial_norm(
-        rows, self.q_a_proj.weight, gamma_of(self.q_a_layernorm.weight, rows), how.q_eps
-    )  # fmt: skip
-    kv, k_rot = gemv_and_partial_norm(
-        rows, self.kv_a_proj_with_mqa.weight, gamma_of(self.kv_a_layernorm.weight, rows), how.kv_eps
-    )
-    return q.view(*lead, -1), kv.view(*lead, -1), k_rot.view(*lead, -1)
+        latent, k_rot = self.kv_a_proj_with_mqa(hidden_states).split(sizes, dim=-1)
+        latent = self.kv_a_layernorm(latent)
+    else:
+        gamma = gamma_of(self.kv_a_layernorm.weight, rows)
+        latent, k_rot = gemv_and_partial_norm(rows, self.kv_a_proj_with_mqa.weight, gamma, how.kv_eps)
+    latent, k_rot = (t.view(batch, 1, length, n) for t, n in zip((latent, k_rot), sizes, strict=True))
+    q = self.q_b_proj(_q_latent(self, hidden_states)).view(batch, length, -1, self.qk_head_dim).transpose(1, 2)
+    q_pass, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+    rotate = model.apply_rotary_pos_emb_interleave if self.config.rope_interleave else model.apply_rotary_pos_emb
+    q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings)
+    return torch.cat((q_pass, q_rot), dim=-1), latent, k_rot
+
+
+def _q_latent(self: Any, hidden_states: Tensor) -> Tensor:
+    """The normed latents of queries."""
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if rows.shape[0] > FUSED_ROWS:
+        return cast(Tensor, self.q_a_layernorm(self.q_a_proj(hidden_states)))
+    gamma = gamma_of(self.q_a_layernorm.weight, rows)
+    q, _ = gemv_and_partial_norm(rows, self.q_a_proj.weight, gamma, self._onepass.q_eps)
+    return q.view(*hidden_states.shape[:-1], -1)
 
 
 FORWARDS: Final[dict[type, Any]] = {

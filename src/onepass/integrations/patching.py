@@ -17,7 +17,7 @@ from ..errors import ContractError
 from ..formats import FLOATS, Rounding
 from ..nn import eps_of
 from .families import Attention, Family, Layer, Mla, classes, fingerprint
-from .forwards import FORWARDS, AttentionCall, LayerCall, MlaCall, NormCall, hooked
+from .forwards import FORWARDS, FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, hooked
 
 PatchRounding = Literal["model", "once"]
 _MARK: Final = "_onepass"
@@ -242,7 +242,8 @@ def _attention(handle: Patched, where: str, module: nn.Module, family: Family, a
 
 
 def _mla(handle: Patched, where: str, module: nn.Module, family: Family, mla: Mla) -> None:
-    handle._leave(where, module, "rotation and cache write", CACHE_LAYOUT)
+    write = "norm of the latent, rotation and cache write"
+    handle._leave(where, module, f"{write}, other caches", CACHE_LAYOUT)
     what = "projections down and their norms"
     norms = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
     linears = [getattr(module, name, None) for name in ("q_a_proj", "kv_a_proj_with_mqa")]
@@ -263,4 +264,6 @@ def _mla(handle: Patched, where: str, module: nn.Module, family: Family, mla: Ml
         handle._leave(where, module, what, objection)
         return
     call = MlaCall(*(norm._onepass.eps for norm in norms))  # type: ignore[union-attr]
-    handle._bind(where, module, call, what, "gemv_and_partial_norm for up to 8 tokens, a launch each")
+    handle._bind(where, module, call, what, f"gemv_and_partial_norm for up to {FUSED_ROWS} tokens, a launch each")
+    how = "fused_rope_rmsnorm_quantization, where past_key_values is an onepass.integrations.MlaCache"
+    handle.replaced.append(Change(where, type(module).__name__, write, how))

@@ -1,0 +1,121 @@
+"""A transformers cache for multi-head latent attention in which a token is one entry, as onepass's cache write has it.
+
+An entry is ``[norm(latent), rotated key]``: L + R columns side by side in the blocks of a `onepass.PagedKVCache`, one page a
+sequence, so that what attention reads is a view of them. Any model that caches (latent, rotated key), as DeepSeek-V3 does,
+can use it; patched with rounding="once" the entry is normed, rotated and written in one launch, with q rotated in the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..errors import ContractError
+from ..kvcache import PagedKVCache
+
+
+class MlaCacheLayer(CacheLayerMixin):
+    """One layer's entries, ``paged.blocks`` [batch, max_length, L + R]; ``keys`` and ``values`` are views of them."""
+
+    is_sliding = False
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.max_length = max_length
+        self.length = 0
+        self.paged: PagedKVCache | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for states [batch, 1, tokens, L] and [batch, 1, tokens, R]."""
+        sizes = key_states.shape[-1], value_states.shape[-1]
+        self.allocate(key_states.shape[0], *sizes, key_states.dtype, key_states.device)
+
+    def allocate(self, batch: int, latent: int, rope: int, dtype: torch.dtype, device: torch.device) -> PagedKVCache:
+        """The entries, allocated at the first call."""
+        if self.paged is None:
+            blocks = torch.zeros(batch, self.max_length, latent + rope, dtype=dtype, device=device)
+            lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+            table = torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1)
+            self.paged = PagedKVCache(blocks, lengths, table)
+            self.keys, self.values = (part.unsqueeze(1) for part in blocks.split([latent, rope], -1))
+            self.is_initialized = True
+        return self.paged
+
+    def require(self, tokens: int) -> None:
+        """Raise unless there is room for so many tokens more."""
+        if self.length + tokens > self.max_length:
+            raise ContractError(
+                f"MlaCache: `max_length` must be at least {self.length + tokens} for these tokens, got {self.max_length}"
+            )
+
+    def written(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Count tokens whose entries have been written; returns latents and rotated keys of all."""
+        assert self.paged is not None and self.keys is not None and self.values is not None
+        self.paged.append(tokens)
+        self.length += tokens
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write given states as entries: what the model's own code calls."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        tokens = key_states.shape[-2]
+        self.require(tokens)
+        places = slice(self.length, self.length + tokens)
+        self.keys[:, :, places] = key_states
+        self.values[:, :, places] = value_states
+        return self.written(tokens)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what attention will see."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Tokens there is room for."""
+        return self.max_length
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.length = 0
+        if self.paged is not None and self.paged.cache_lengths is not None:
+            self.paged.blocks.zero_()
+            self.paged.cache_lengths.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put sequences into another order, for beam search."""
+        if self.paged is not None:
+            self.paged.blocks.copy_(self.paged.blocks[beam_idx.to(self.paged.blocks.device)])
+
+
+class MlaCache(Cache):
+    """A cache for `generate` or a decode loop: ``model(ids, past_key_values=MlaCache(layers, max_length))``.
+
+    Lengths are counted on the host, so a CUDA graph cannot capture a step over it: transformers' StaticCache can.
+    """
+
+    onepass_mla = True
+    layers: list[MlaCacheLayer]  # type: ignore[assignment]
+
+    def __init__(self, layers: int, max_length: int) -> None:
+        super().__init__(layers=[MlaCacheLayer(max_length) for _ in range(layers)])
+        self._turned: Tensor | None = None
+        self._angles: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def angles(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Row offsets, (cos, sin) interleaved and rows of it, of a step's tokens: made by the first layer that asks."""
+        if self._turned is not cos or self._angles is None:
+            half, tokens = cos.shape[-1] // 2, cos.shape[1]
+            freqs = torch.stack((cos[..., :half], sin[..., :half]), -1).flatten(-2).view(-1, 2 * half)
+            rows = torch.arange(freqs.shape[0], device=cos.device)
+            offsets = torch.arange(batch + 1, dtype=torch.int32, device=cos.device) * tokens
+            self._turned = cos
+            self._angles = offsets, freqs, rows if cos.shape[0] == batch else rows.repeat(batch)
+        return self._angles
