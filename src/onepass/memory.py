@@ -9,6 +9,32 @@ from torch import Tensor
 from .errors import ContractError
 
 
+def lie_apart(values: Sequence[object]) -> bool:
+    """Whether no element of these tensors is one of another or of the same: the common case, found quickly.
+
+    False where that takes more than a look at first and last addresses, or there are lists of tensors.
+    """
+    spans: list[tuple[int, int]] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            start = value.data_ptr()
+            if value.is_contiguous():
+                spans.append((start, start + value.nbytes))
+            elif 0 in value.stride():
+                return False
+            else:
+                spans.append(_extent(value))
+        elif isinstance(value, (list, tuple)) and value:
+            return False
+    spans.sort()
+    end = 0
+    for start, stop in spans:
+        if start < end:
+            return False
+        end = stop
+    return True
+
+
 def check_outputs(op: str, inputs: Sequence[tuple[str, Tensor]], outputs: Sequence[tuple[str, Tensor]]) -> None:
     """Refuse outputs that overlap themselves, one another, or an input other than exactly.
 

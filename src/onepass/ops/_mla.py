@@ -33,11 +33,13 @@ def run_mla(
     if lengths is not None:
         requests = lengths.shape[0]
     limit, freqs_row = (0, 0) if freqs is None else (freqs.shape[0], freqs.stride(0))
+    q_token, q_head, _ = q.stride()
+    out_token, out_head, _ = q_out.stride()
+    block_page, block_entry, _ = blocks.stride()
     scale_page, scale_entry = (0, 0) if token_scale is None else token_scale.stride()
     rows = MlaRows(
-        tokens, heads, gamma.shape[0], rope, turned, requests, width, pages, page_size, limit, q.stride(0), q.stride(1),
-        q_out.stride(0), q_out.stride(1), kv.stride(0), freqs_row, table_row, blocks.stride(0), blocks.stride(1),
-        scale_page, scale_entry,
+        tokens, heads, gamma.shape[0], rope, turned, requests, width, pages, page_size, limit, q_token, q_head, out_token,
+        out_head, kv.stride(0), freqs_row, table_row, block_page, block_entry, scale_page, scale_entry,
     )  # fmt: skip
     launch(
         spec, rows, q, kv, gamma, freqs, offsets, lengths, table, slots, positions, kv_scale, q_out, blocks, token_scale,

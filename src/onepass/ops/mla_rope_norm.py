@@ -34,10 +34,6 @@ Notes = dict[object, MlaSpec]
 """Kernels of one combination of options, by the tensors' dtypes."""
 
 
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
-
-
 def _kernel(
     notes: Notes, q: Tensor, kv: Tensor, gamma: Tensor, freqs: Tensor | None, offsets: Tensor | None, lengths: Tensor | None,
     table: Tensor | None, slots: Tensor | None, positions: Tensor | None, kv_scale: Tensor | None, blocks: Tensor,
@@ -51,7 +47,12 @@ def _kernel(
         table = None
         if positions is not None or not turned:
             offsets = lengths = None
-    dtypes = tuple([_dtype(t) for t in (q, q_out, kv, gamma, blocks, freqs, offsets, lengths, table, slots, positions)])
+    dtypes = (
+        q.dtype, q_out.dtype, kv.dtype, gamma.dtype, blocks.dtype, None if freqs is None else freqs.dtype,
+        None if offsets is None else offsets.dtype, None if lengths is None else lengths.dtype,
+        None if table is None else table.dtype, None if slots is None else slots.dtype,
+        None if positions is None else positions.dtype,
+    )  # fmt: skip
     scale: ScaleKind = "tensor" if kv_scale is not None else "token" if token_scale is not None else "none"
     key = (dtypes, scale)
     spec = notes.get(key)
