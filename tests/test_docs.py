@@ -99,6 +99,27 @@ def test_files_stay_readable() -> None:
     assert not long
 
 
+def test_models_md_has_every_row() -> None:
+    """The table of docs/models.md says what integrations/families.py has."""
+    from onepass.integrations import FAMILIES
+
+    text = (ROOT / "docs/models.md").read_text()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    rows = {cells[0]: cells for cells in table}
+    for family in FAMILIES:
+        if family.name == "torch.nn":
+            continue
+        _, rounds, offset, addition, heads, more = rows[family.name]
+        assert rounds == {"hf": "twice", "once": "once"}[family.rounding]
+        assert float(offset) == family.weight_offset
+        assert family.layer is not None
+        fused = "yes" if family.rounding == "hf" else 'with `rounding="once"`'
+        assert addition == (fused if family.layer.norm else "none follows an addition")
+        kinds = {None: "", True: "per head", False: "whole projections"}
+        assert heads == kinds[family.attention.per_head if family.attention else None]
+        assert ("MLA" in more) == (family.mla is not None)
+
+
 def test_numerics_states_the_tolerances() -> None:
     """The numbers in docs/numerics.md are those of the code."""
     from onepass.checks import compare
