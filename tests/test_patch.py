@@ -69,7 +69,10 @@ def test_bfloat16_is_the_models_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rounding_once_is_no_further_from_the_truth(name: str) -> None:
-    """Against the same weights in float32: as near as the model's own bfloat16 logits, give or take a third."""
+    """Against the same weights in float32, by token: at the median as near as the model's own bfloat16 logits, or nearly.
+
+    The median, as a mixture of experts may choose another expert for a token whose two best are alike.
+    """
     low = small(name, torch.bfloat16)
     high = copy.deepcopy(low).float()
     ids = tokens(4, 12)
@@ -77,9 +80,9 @@ def test_rounding_once_is_no_further_from_the_truth(name: str) -> None:
     with onepass.patch(low, rounding="once") as handle:
         got = logits(low, ids).float()
     own = logits(low, ids).float()
-    error, usual = (got - truth).norm(), (own - truth).norm()
-    assert 0 < usual < 0.1 * truth.norm()
-    assert error <= 1.33 * usual
+    error, usual = ((found - truth).norm(dim=-1).median() for found in (got, own))
+    assert 0 < usual < 0.1 * truth.norm(dim=-1).median()
+    assert error <= 1.2 * usual
     if FAMILY[name].rounding == "hf":
         assert not torch.equal(got, own), "the two roundings must differ, or this shows nothing"
     assert all("rounding hf" not in change.why for change in handle.replaced)
