@@ -38,7 +38,7 @@ EVIDENCE := benchmarks/h200/evidence.json
 CHECKS = $(PYTHON) -m onepass.checks --device cuda
 # Sanitizers are slow, so they get the cases of a few shapes; torch must not pool memory under them.
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
-SANITIZED ?= 5x33 4x1536 6x384 5x20000 5x48x640 6x80x300 200+512
+SANITIZED ?= 5x33 4x1536 6x384 5x20000 5x48x640 6x80x300 200+512 ragged: slots: tables scales:
 
 gpu: export PYTHONPATH := src
 gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, measure
@@ -47,7 +47,7 @@ gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, me
 	for tool in memcheck racecheck; do for shape in $(SANITIZED); do \
 	  $(SANITIZE) --tool $$tool $(CHECKS) --match $$shape; done; done
 	$(PYTHON) -m onepass.bench --device cuda --only rows --json benchmarks/h200/speed.json
-	for family in gemv qk; do $(PYTHON) -m onepass.bench --device cuda --only $$family --json benchmarks/h200/speed-$$family.json; done
+	for family in gemv qk mla; do $(PYTHON) -m onepass.bench --device cuda --only $$family --json benchmarks/h200/speed-$$family.json; done
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,7 +16,7 @@ from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "h200" / "speed.json"
-TABLES = [RESULTS, *(RESULTS.with_name(f"speed-{family}.json") for family in ("gemv", "qk"))]
+TABLES = [RESULTS, *(RESULTS.with_name(f"speed-{family}.json") for family in ("gemv", "qk", "mla"))]
 
 
 def test_stream_reads_and_writes_everything() -> None:

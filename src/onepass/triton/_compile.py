@@ -84,7 +84,7 @@ def current_chip(device: int) -> Chip:
     return Chip("cuda", properties.major * 10 + properties.minor, 32)
 
 
-UNPROVEN: tuple[str, ...] = ("mla ",)
+UNPROVEN: tuple[str, ...] = ()
 """How the names of configurations begin that may be merged before they ran on a GPU; on one they raise `Unsupported`."""
 
 
