@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from .errors import ContractError
+
+_NO_MEMORY: Final = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
 def lie_apart(values: Sequence[object]) -> bool:
     """Whether no element of these tensors is one of another or of the same: the common case, found quickly.
 
-    False where that takes more than a look at first and last addresses, or there are lists of tensors.
+    False where that takes more than a look at first and last addresses, or there are lists.
     """
     spans: list[tuple[int, int]] = []
     for value in values:
-        if isinstance(value, Tensor):
-            start = value.data_ptr()
-            if value.is_contiguous():
-                spans.append((start, start + value.nbytes))
-            elif 0 in value.stride():
-                return False
-            else:
-                spans.append(_extent(value))
-        elif isinstance(value, (list, tuple)) and value:
+        if type(value) in _NO_MEMORY:
+            continue
+        if not isinstance(value, Tensor):
             return False
+        start = value.data_ptr()
+        if value.is_contiguous():
+            spans.append((start, start + value.nbytes))
+        elif 0 in value.stride():
+            return False
+        else:
+            spans.append(_extent(value))
     spans.sort()
     end = 0
     for start, stop in spans:

@@ -45,40 +45,42 @@ _HALF: Final = LANES // 2
 _AHEAD: Final = 16
 """Heads between one that is read and one that is prefetched: of 64 columns of bfloat16, 2 KiB."""
 
+_USUAL: Final = 64
+"""Columns that turn in DeepSeek's and Kimi's models."""
+
 Emit = Callable[[Int, Float, "Bool | None", bool], None]
 """Takes the values of a block: its first column, mask, and whether the values are paired (see `_bits`)."""
 
 
-def _fields(spec: MlaSpec) -> dict[str, str]:
+def _fields() -> dict[str, str]:
     """Each 64-bit field of the argument block and the Python expression over `launch`'s arguments that gives it."""
     fields = {"next": "0", "chunk": "chunk", "steps": "rows.requests.bit_length()"}
-    fields |= {name: f"rows.{name}" for name in MlaRows._fields}
+    fields |= dict.fromkeys(MlaRows._fields, "") | {MlaRows._fields[0]: "*rows"}
     for name in _TENSORS:
         fields[f"{name}.at"] = f"{name}.data_ptr()" if name in _ALWAYS else f"{name} is not None and {name}.data_ptr()"
     return fields | {f"{name}.width": f"{name} is not None and widths[{name}.dtype]" for name in INDICES}
 
 
-def offsets(spec: MlaSpec) -> dict[str, int]:
-    """Byte offset of each field."""
-    return {name: 8 * at for at, name in enumerate((*_fields(spec), *_NUMBERS))}
+_OFFSETS: Final = {name: 8 * at for at, name in enumerate((*_fields(), *_NUMBERS))}
+"""Byte offset of each field."""
 
 
-def packer(spec: MlaSpec) -> Callable[..., bytes]:
+def packer() -> Callable[..., bytes]:
     """A function of the chunk size and `launch`'s arguments after the spec: the block."""
-    pack = struct.Struct(f"={len(_fields(spec))}q{len(_NUMBERS)}d").pack
-    arguments = ", ".join([*_fields(spec).values(), *_NUMBERS])
+    pack = struct.Struct(f"={len(_fields())}q{len(_NUMBERS)}d").pack
+    arguments = ", ".join([value for value in _fields().values() if value] + [*_NUMBERS])
     text = f"lambda chunk, rows, {', '.join(_TENSORS)}, {', '.join(_NUMBERS)}: pack({arguments})"
     function: Callable[..., bytes] = eval(text, {"pack": pack, "widths": _WIDTHS})
     return function
 
 
 class _Block(Fields):
-    """The argument block of an `MlaSpec`."""
+    """The argument block, the same for every spec."""
 
-    def __init__(self, f: Function, spec: MlaSpec, block: Int) -> None:
+    def __init__(self, f: Function, block: Int) -> None:
         self.f = f
         self.block = block
-        self.offsets = offsets(spec)
+        self.offsets = _OFFSETS
 
 
 class _Tokens:
@@ -201,53 +203,79 @@ class _Tokens:
 
         each_block(f, f.index(0), n["turned"], body)
 
-    def turn(self, source: Int, dtype: torch.dtype, emit: Emit, ahead: Int | None = None) -> None:
-        """Hand over a row of columns, the first of them rotated; prefetch what is ``ahead`` bytes away."""
-        f, n = self.f, self.n
+    def load(self, dtype: torch.dtype, row: Int, at: Int, mask: Bool | None, paired: bool, ahead: Int | None) -> Float:
+        """A block of a row that may turn; what lies ``ahead`` bytes further is asked for."""
+        address = row + at * dtype.itemsize
+        if ahead is not None and mask is None:
+            for line in range(0, LANES * dtype.itemsize, _LINE):
+                self.f.prefetch(address + ahead + line)
+        return load_row(self.f, dtype, address, mask, paired)
 
-        def load(at: Int, mask: Bool | None, paired: bool) -> Float:
-            if ahead is not None and mask is None:
-                for line in range(0, LANES * dtype.itemsize, _LINE):
-                    f.prefetch(source + at * dtype.itemsize + ahead + line)
-            return load_row(f, dtype, source + at * dtype.itemsize, mask, paired)
+    def angles(self, pair: Int) -> tuple[Float, Float]:
+        """Cosines and sines of the pairs that one block has the columns of, or with "half" the first columns."""
+        lanes = LANES if self.spec.style == "half" else _HALF
+        cosine, sine = (self.f.load(kept + pair * 4, F32, lanes=lanes) for kept in (self.cosines, self.sines))
+        return Float(self.f.builder, cosine), Float(self.f.builder, sine)
 
-        def rotated(a: Float, b: Float, pair: Int, lanes: int) -> tuple[Float, Float]:
-            cosine, sine = (
-                Float(f.builder, f.load(angles + pair * 4, F32, lanes=lanes)) for angles in (self.cosines, self.sines)
-            )
-            return a.fma(cosine, -(b * sine)), b.fma(cosine, a * sine)
-
-        def neighbours(at: Int, mask: Bool | None) -> None:
-            a, b = rotated(*load(at, mask, True).halves(), at >> 1, _HALF)
-            emit(at, a.shuffle(b, range(LANES)), mask, True)
-
-        def halves(at: Int, mask: Bool | None) -> None:
-            pairs = n["turned"] >> 1
-            a, b = rotated(load(at, mask, False), load(at + pairs, mask, False), at, LANES)
-            emit(at, a, mask, False)
-            emit(at + pairs, b, mask, False)
-
+    def rotate(
+        self, row: Int, dtype: torch.dtype, at: Int, mask: Bool | None, angles: tuple[Float, Float], turned: Int,
+        emit: Emit, ahead: Int | None,
+    ) -> None:  # fmt: skip
+        """Hand over a block of neighbouring pairs from column ``at`` on; with "half" of pairs, and their other columns."""
+        cosine, sine = angles
         if self.spec.style == "half":
-            each_block(f, f.index(0), n["turned"] >> 1, halves)
+            other = at + (turned >> 1)
+            a, b = (self.load(dtype, row, first, mask, False, ahead) for first in (at, other))
+            emit(at, a.fma(cosine, -(b * sine)), mask, False)
+            emit(other, b.fma(cosine, a * sine), mask, False)
         else:
-            each_block(f, f.index(0), n["turned"], neighbours)
-        each_block(f, n["turned"], n["rope"], lambda at, mask: emit(at, load(at, mask, False), mask, False))
+            a, b = self.load(dtype, row, at, mask, True, ahead).halves()
+            turn = a.fma(cosine, -(b * sine)).shuffle(b.fma(cosine, a * sine), range(LANES))
+            emit(at, turn, mask, True)
+
+    def turn(self, row: Int, dtype: torch.dtype, emit: Emit, ahead: Int | None = None) -> None:
+        """Hand over a row of columns, the first of them rotated."""
+        f, turned = self.f, self.n["turned"]
+        half = self.spec.style == "half"
+
+        def body(at: Int, mask: Bool | None) -> None:
+            self.rotate(row, dtype, at, mask, self.angles(at if half else at >> 1), turned, emit, ahead)
+
+        each_block(f, f.index(0), turned >> 1 if half else turned, body)
+        each_block(
+            f,
+            turned,
+            self.n["rope"],
+            lambda at, mask: emit(at, self.load(dtype, row, at, mask, False, ahead), mask, False),
+        )
 
     def turn_heads(self, token: Int) -> None:
-        """The token's rows of q."""
+        """The token's rows of q; of the commonest width in a straight line, with the angles in registers."""
         f, spec, n = self.f, self.spec, self.n
         source = self.address("q", token * n["q_token"], spec.q)
         target = self.address("q_out", token * n["out_token"], spec.q_out)
-        with f.loop(f.index(0), n["heads"]) as head:
-            out = target + head * n["out_head"] * spec.q_out.itemsize
+        step, out_step = n["q_head"] * spec.q.itemsize, n["out_head"] * spec.q_out.itemsize
+        usual, ahead = f.index(_USUAL), step * _AHEAD
+        half = spec.style == "half"
 
-            def emit(at: Int, value: Float, mask: Bool | None, paired: bool, out: Int = out) -> None:
+        def emitter(out: Int) -> Emit:
+            def emit(at: Int, value: Float, mask: Bool | None, paired: bool) -> None:
                 if spec.rounding == "reference" and spec.q_out != spec.q:
                     value = round_to(spec.q, value)
                 self.store(spec.q_out, value, out + at * spec.q_out.itemsize, mask, paired)
 
-            step = n["q_head"] * spec.q.itemsize
-            self.turn(source + head * step, spec.q, emit, step * _AHEAD)
+            return emit
+
+        with f.choice(n["turned"].eq(_USUAL) & n["rope"].eq(_USUAL)) as (straight, any_width):
+            with straight:
+                places = range(0, _USUAL // 2 if half else _USUAL, LANES)
+                angles = [self.angles(f.index(at if half else at // 2)) for at in places]
+                with f.loop(f.index(0), n["heads"]) as head:
+                    emit = emitter(target + head * out_step)
+                    for at, pairs in zip(places, angles, strict=True):
+                        self.rotate(source + head * step, spec.q, f.index(at), None, pairs, usual, emit, ahead)
+            with any_width, f.loop(f.index(0), n["heads"]) as head:
+                self.turn(source + head * step, spec.q, emitter(target + head * out_step), ahead)
 
     def store(self, dtype: torch.dtype, value: Float, address: Int, mask: Bool | None, paired: bool) -> None:
         """A block of columns, rounded, or saturated to codes."""
@@ -348,25 +376,25 @@ def build(spec: MlaSpec) -> str:
     module = ir.Module(name="onepass")
     worker = Function(module, "tokens_", 3, private=True)
     block, begin, end = worker.parameters
-    _Tokens(worker, spec, _Block(worker, spec, block)).run(begin, end)
+    _Tokens(worker, spec, _Block(worker, block)).run(begin, end)
     worker.builder.ret_void()
-    _serial(module, spec, worker)
-    _parallel(module, spec, worker)
+    _serial(module, worker)
+    _parallel(module, worker)
     return str(module)
 
 
-def _serial(module: Any, spec: MlaSpec, worker: Function) -> None:
+def _serial(module: Any, worker: Function) -> None:
     f = Function(module, "serial", 1)
     block = f.parameters[0]
-    f.call(worker, block, f.index(0), _Block(f, spec, block).integer("tokens"))
+    f.call(worker, block, f.index(0), _Block(f, block).integer("tokens"))
     f.builder.ret_void()
 
 
-def _parallel(module: Any, spec: MlaSpec, worker: Function) -> None:
+def _parallel(module: Any, worker: Function) -> None:
     """Every thread of a team runs this on the same block, which counts the tokens already taken."""
     f = Function(module, "parallel", 1)
     block, builder = f.parameters[0], f.builder
-    fields = _Block(f, spec, block)
+    fields = _Block(f, block)
     tokens, chunk = fields.integer("tokens"), fields.integer("chunk")
     take, work, done = (builder.append_basic_block(name) for name in ("take", "work", "done"))
     builder.branch(take)

@@ -27,7 +27,7 @@ class _Kernel:
         from . import _mla
 
         self._code = _compile.linked(spec, lambda: _mla.build(spec), "serial", "parallel")
-        self.pack = _mla.packer(spec)
+        self.pack = _mla.packer()
         self.serial: Callable[[bytes], None] = _ENTRY(self._code["serial"])
         self.parallel: int = self._code["parallel"]
 
