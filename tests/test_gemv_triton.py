@@ -334,7 +334,15 @@ def test_every_argument_in_its_place(gpu: Gpu) -> None:
         "y_stride": 96, "tail_stride": 15, "scale_stride": 2, "stride0": 61, "stride1": 33, "eps": 0.25,
     }  # fmt: skip
     assert {name: got[name] for name in numbers} == numbers
-    constants = {"SEGMENTS": 2, "COLUMNS": 16, "ROWS": 16, "SCALED": "row", "FP8": True, "FP8_MAX": 448.0, "TRACED": True}
+    constants = {
+        "SEGMENTS": 2,
+        "COLUMNS": 16,
+        "ROWS": 16,
+        "SCALED": "row",
+        "FP8": True,
+        "FP8_MAX": 448.0,
+        "TRACED": True,
+    }
     assert {name: got[name] for name in constants} == constants
     assert not _counters._streams, "the caller's counter was there"
 

@@ -109,9 +109,10 @@ QK_FOLD: Final = 8192
 QK_WARPS: Final = 4
 """Warps of a program whose rows come in chunks, at least."""
 MOST_CHUNKS: Final = 4
-"""Chunks of a row. H200, us, 4096 x (6144 + 1024), from benchmarks/h200/tuning/22-qk-chunks.json and 23-qk-chunks-early.json: with 1, 2, 4 and 8 warps
-along a row of q statistics took 14.8, 14.5, 14.1 and 14.2, the whole norm 39.3, 34.1, 31.7 and 32.0. With gamma loaded
-early, for which only few chunks leave the registers, it took 32.9, and 30.0 with two warps along a row of k instead of one."""
+"""Chunks of a row. H200, us, 4096 x (6144 + 1024), from 22-qk-chunks.json and 23-qk-chunks-early.json in
+benchmarks/h200/tuning: with 1, 2, 4 and 8 warps along a row of q statistics took 14.8, 14.5, 14.1 and 14.2, the whole
+norm 39.3, 34.1, 31.7 and 32.0. With gamma loaded early, for which only few chunks leave the registers, it took 32.9, and
+30.0 with two warps along a row of k instead of one."""
 APPLY_TILE: Final = 8192
 """Elements of a tile where statistics are given: four rows of a piece of 2048 columns share one read of gamma."""
 PIECES: Final = (2048, 1024, 512, 256)
@@ -175,7 +176,9 @@ def qk_config(
         tile = max(QK_TILE, *blocks)
     threads = MAX_THREADS if any(long) else tile // 32
     q, k = (
-        Side(block, _rows(tile, block, threads, vec, walked), block // head * head if head else block, walked, vec, block)
+        Side(
+            block, _rows(tile, block, threads, vec, walked), block // head * head if head else block, walked, vec, block
+        )
         for block, walked, vec in zip(blocks, long, vecs, strict=True)
     )
     return QkConfig(q, k, threads // warp_size, 128 if threads <= 512 else 0)

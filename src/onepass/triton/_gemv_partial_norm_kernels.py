@@ -124,7 +124,9 @@ def _stream(
         for begin in tl.range(STEPS * STEP, k, STEPS * STEP, num_stages=1):
             more = ()
             for s in tl.static_range(DEPTH):
-                more = more + (_load_weights(weight, row0, limit, weight_stride, begin + s * STEP, k, WT, VEC, WARPS, MASK),)
+                more = more + (
+                    _load_weights(weight, row0, limit, weight_stride, begin + s * STEP, k, WT, VEC, WARPS, MASK),
+                )
             for s in tl.static_range(STEPS):
                 if s + DEPTH < STEPS:
                     at = begin + (s + DEPTH) * STEP

@@ -57,10 +57,10 @@ def power_of_two(n: int) -> int:
 def mla_cut(tokens: int, heads: int, rope: int) -> MlaCut:
     """What was best for a call of this size: H200, us, from benchmarks/h200/tuning/25-mla.json.
 
-    One warp a program always. q: 512 columns a tile for one token (0.93; 1024: 1.04), 1024 for 64 of 128 heads (1.70; 2048: 1.90), then 2048
-    (2048 tokens of 128 heads: 18.6; 1024: 22.5). Rows of kv: one a program up to 1023 tokens, two (2048 of 16 heads: 4.5; one:
-    4.8; four: 5.9), then four (8192 of 16: 13.4; one: 16.3). The next kernel at once up to EARLY programs, otherwise after the loads
-    (64 tokens of 128 heads: 1.70; at once: 2.36).
+    One warp a program always. q: 512 columns a tile for one token (0.93; 1024: 1.04), 1024 for 64 of 128 heads (1.70; 2048:
+    1.90), then 2048 (2048 tokens of 128 heads: 18.6; 1024: 22.5). Rows of kv: one a program up to 1023 tokens, two (2048 of
+    16 heads: 4.5; one: 4.8; four: 5.9), then four (8192 of 16: 13.4; one: 16.3). The next kernel at once up to EARLY
+    programs, otherwise after the loads (64 tokens of 128 heads: 1.70; at once: 2.36).
     """
     columns = tokens * heads * rope
     q = 512 if columns <= 1 << 17 else 1024 if columns <= 1 << 20 else 2048

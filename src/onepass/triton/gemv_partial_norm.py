@@ -89,7 +89,9 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
     if even:
         for s, gamma in enumerate(spec.gammas):
             item = 1 if fp8 is not None and s == 0 else spec.act.itemsize
-            divisible.update({f"width{s}": 16, f"stride{s}": 4, f"gamma{s}": 4 * gamma.itemsize, f"normed{s}": 4 * item})
+            divisible.update(
+                {f"width{s}": 16, f"stride{s}": 4, f"gamma{s}": 4 * gamma.itemsize, f"normed{s}": 4 * item}
+            )
     return Build(
         _describe(spec, config, aligned, even),
         _gemv_partial_norm_kernel,
@@ -107,7 +109,9 @@ def _registers(config: GemvConfig, aligned: bool) -> int:
     """The most a thread may have; 0 leaves it to the assembler."""
     if not aligned:
         return min(UNALIGNED_REGISTERS, 2048 // config.warps)
-    return 128 if config.warps == 4 and config.columns == 8 else 0  # a 134th made 4096 x 4096 two waves: 11.8 us, not 9.2
+    return (
+        128 if config.warps == 4 and config.columns == 8 else 0
+    )  # a 134th made 4096 x 4096 two waves: 11.8 us, not 9.2
 
 
 def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> str:
@@ -116,7 +120,8 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
     if spec.weight_scale != "none":
         parts.append(f"scale={spec.weight_scale}")
     gammas = ",".join(
-        f"{_SHORT[g]}:{c * CHUNK}{'+' * long}" for g, c, long in zip(spec.gammas, config.chunks, config.longs, strict=True)
+        f"{_SHORT[g]}:{c * CHUNK}{'+' * long}"
+        for g, c, long in zip(spec.gammas, config.chunks, config.longs, strict=True)
     )
     parts.append(f"norm={gammas}/{config.group}" if gammas else "plain")
     parts += [word for word, said in (("even", even), ("traced", spec.traced)) if said]
@@ -124,7 +129,9 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
         parts.append(spec.fp8.name)
     shape = "dot" if config.dot else "products"
     extent = f"{config.steps}{'+' if config.long else ''}{'m' if config.mask else ''}"
-    parts.append(f"{config.columns}x{config.rows}/{config.warps}w/{shape}/v{config.vec}{'' if aligned else 'u'}/{extent}")
+    parts.append(
+        f"{config.columns}x{config.rows}/{config.warps}w/{shape}/v{config.vec}{'' if aligned else 'u'}/{extent}"
+    )
     parts.append(f"d{config.depth}a{config.ahead}p{config.pace}")
     return " ".join(parts)
 
