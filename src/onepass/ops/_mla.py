@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from ..contract import Contract
+from ..debug import debugging
 from ..formats import SMALLEST_EPS
 from ..kvcache import table_fault
 from ..mla import MlaRows, MlaSpec
@@ -26,7 +25,7 @@ def run_mla(
     tokens, heads, rope = q.shape
     if not tokens:
         return
-    if os.environ.get("ONEPASS_DEBUG") == "1":
+    if debugging():
         _check(contract, tokens, freqs, offsets, lengths, table, slots, positions, blocks)
     pages, page_size, _ = blocks.shape
     requests, width, table_row = (0, 0, 0) if table is None else (*table.shape, table.stride(0))

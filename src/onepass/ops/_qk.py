@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 from torch import Tensor
 
 from ..contract import Contract
+from ..debug import debugging
 from ..errors import Unsupported
 from ..formats import SMALLEST_EPS
 from ..qk import QkRows, QkSpec
@@ -42,7 +42,7 @@ def run_qk(
     launch = _launch.on(q)
     if not q.numel():
         return
-    if freqs is not None and positions is not None and os.environ.get("ONEPASS_DEBUG") == "1":
+    if freqs is not None and positions is not None and debugging():
         _check_positions(contract, positions, freqs.shape[0])
     if head >= 0 and q.dim() == 2:  # nothing to fold
         strides = [(0, 0, 0) if t is None else (t.stride(0), 0, 0) for t in (q, k, q_out, k_out, stats, positions)]
