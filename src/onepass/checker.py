@@ -148,10 +148,10 @@ def _check_tensor(write: _Writer, name: str, arg: Arg, depth: int) -> None:
     write(f"if {name}.dtype not in {allowed}:", depth)
     write(f"    fail_dtype('{name}', {allowed}, {name}.dtype)", depth)
     if "device" in write.symbols:
-        write(f"if {name}.device != device:", depth)
+        write(f"if not (on_cpu and {name}.is_cpu) and {name}.device != device:", depth)  # a flag is read sooner
         write(f"    fail('{name}', f'be on {{device}}', str({name}.device))", depth)
     else:
-        write(f"device = {name}.device", depth)
+        write(f"device, on_cpu = {name}.device, {name}.is_cpu", depth)
         write.symbols.add("device")
     write.symbols.discard("device")
     _bind_shape(write, name, arg.dims, depth)

@@ -94,7 +94,9 @@ def rows(peers: bool = True) -> Iterator[dict[str, Any]]:
             "copy": partial(copy, source, torch.empty_like(source)),
             "onepass": partial(onepass.fused_rope_rmsnorm_quantization, out, q, kv, offsets, freqs, gamma, cache_),
         }
-        arguments = (q, kv, freqs, gamma, positions.long(), slots, out, blocks)
+        # tensors of its own for each contender: none finds in the caches what another has just touched
+        tensors = (q, kv, freqs, gamma, positions.long(), slots, out, blocks)
+        arguments = [t.clone() for t in tensors]
         rounds = 40 if tokens > 64 else 400
         if peers:
             calls["torch.compile"] = partial(compiled, *arguments)
