@@ -46,8 +46,8 @@ gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, me
 	$(CHECKS) --promises --json benchmarks/h200/promises.json
 	for tool in memcheck racecheck; do for shape in $(SANITIZED); do \
 	  $(SANITIZE) --tool $$tool $(CHECKS) --match $$shape; done; done
-	$(PYTHON) -m onepass.bench --device cuda --only rows --json benchmarks/h200/speed.json
-	for family in gemv qk mla; do $(PYTHON) -m onepass.bench --device cuda --only $$family --json benchmarks/h200/speed-$$family.json; done
+	$(PYTHON) -m onepass.bench --device cuda --json benchmarks/h200/bench.json
+	$(PYTHON) -m onepass.bench.report benchmarks/h200/bench.json --readme README.md
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,145 +1,437 @@
-"""The benchmarks measure what they say, and the README shows what was measured."""
+"""The benchmarks measure what they say: the same work for everybody, in turns, twice, and nothing without a check."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner, Result
 
-from onepass.bench import cpu, mla, qk, report, timing
-from onepass.bench.peers import PEERS, Problem
-from onepass.checks.case import same_bytes
-from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from onepass import cli
+from onepass.bench import (
+    decode_step,
+    gate,
+    gemv,
+    gpu,
+    host,
+    mla,
+    peers,
+    qk,
+    results,
+    rows,
+    run,
+    streams,
+    timing,
+    workload,
+)
+from onepass.checks import runner
+from onepass.ops._launch import launching_with
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "h200" / "speed.json"
-TABLES = [RESULTS, *(RESULTS.with_name(f"speed-{family}.json") for family in ("gemv", "qk", "mla"))]
+H200 = ROOT / "benchmarks" / "h200"
 
 
-def test_stream_reads_and_writes_everything() -> None:
+@pytest.fixture(autouse=True)
+def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["bench", "--device", "cpu", *arguments])
+
+
+# --- streams and timing ---------------------------------------------------------------------------------------------
+
+
+def test_halving_stream_reads_and_writes_everything() -> None:
     source = torch.randint(0, 2**15, (37, 64), dtype=torch.int16)
     target = torch.full((37, 64), 0xAB, dtype=torch.uint8)
-    cpu.stream(source.view(torch.bfloat16), target)
+    streams.halve(source.view(torch.bfloat16), target)
     assert torch.equal(target, source.to(torch.uint8))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_peers_do_the_same_work(fp8: bool) -> None:
-    problem = Problem(torch.randn(8, 256).bfloat16(), torch.randn(256).bfloat16(), 1e-6, fp8)
-    ours = rms_norm_fused_fp8(problem.x, problem.gamma) if fp8 else (rms_norm(problem.x, problem.gamma),)
+def test_copying_stream_copies_everything() -> None:
+    source = torch.randint(0, 256, (2**18 + 256,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    streams.copy(source, target)
+    assert torch.equal(source, target)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (47, 4095), (16, 512)])
+def test_reading_stream_sees_every_row(place: tuple[int, int]) -> None:
+    """It keeps the bits that rows have in common by or: one set bit anywhere shows in one of the sinks."""
+    source = torch.zeros(48, 4096, dtype=torch.uint8)
+    sink = torch.zeros(32, dtype=torch.int32)
+    source[place] = 64
+    seen = 0
+    for first in range(0, 48, 16):
+        streams.read(source[first : first + 16], sink)
+        seen += int(sink.ne(0).any())
+    assert seen == 1
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("copy", 2), ("halve", 3), ("read", 1)])
+def test_streams_have_the_size_asked_for(kind: workload.Stream, parts: int) -> None:
+    calls = streams.calls(kind, 3_000_000, 2)
+    assert len(calls) == 2
+    tensors: Any = calls[0].args  # type: ignore[attr-defined]
+    moved = sum(t.nbytes for t in tensors) if kind != "read" else tensors[0].nbytes
+    assert 0.9 * 3_000_000 < moved <= 3_000_000 + 256
+    for call in calls:
+        call()
+
+
+def test_contenders_take_turns_over_their_inputs() -> None:
+    order: list[str] = []
+    calls: dict[str, list[workload.Call]] = {
+        name: [lambda name=name, i=i: order.append(f"{name}{i}") for i in range(2)]  # type: ignore[misc]
+        for name in ("a", "b")
+    }
+    times, busy = timing.turns(calls, seconds=0.0, least=3, attempts=1)
+    once = ["a0", "b0", "a1", "b1", "a0", "b0"]
+    assert order == ["a0", "b0", "a1", "b1", *once, *once]
+    assert set(times) == {"a", "b"} and all(len(us) == 2 and min(us) > 0 for us in times.values()) and busy >= 1
+
+
+def test_a_busy_machine_is_measured_again() -> None:
+    """Calls of which most are slowed down, until the third attempt."""
+    count = 0
+
+    def call() -> None:
+        nonlocal count
+        count += 1
+        time.sleep(0.008 if count % 4 and count < 22 else 0.001)
+
+    times, busy = timing.turns({"a": [call]}, seconds=0.0, least=4, attempts=4, pause=0.0)
+    assert busy < timing.BUSY and max(times["a"]) < 4000
+    assert count == 1 + 3 * 9, "each attempt is one call and two halves of four"
+
+
+def test_shapes_in_words_are_parsed() -> None:
+    assert workload.parse_shapes("64x4096, 1X2112x7168") == [(64, 4096), (1, 2112, 7168)]
+    assert [workload.parse_shapes(word) for word in ("decode", "prefill", "all")] == [None] * 3
+    for wrong in ("big", "64", "64x", "0x5", "64x4096,"):
+        with pytest.raises(ValueError, match="nor a shape like"):
+            workload.parse_shapes(wrong)
+    assert workload.wanted("decode", 128) and not workload.wanted("decode", 129)
+    assert workload.wanted("prefill", 129) and workload.wanted("all", 7)
+
+
+def test_clocks_of_a_gpu_are_read() -> None:
+    assert gpu.parse_clocks("1980, 3201, 40, [N/A]\n") == {
+        "SM MHz": 1980.0,
+        "memory MHz": 3201.0,
+        "temperature C": 40.0,
+    }
+    assert gpu.parse_clocks("") == {}
+
+
+# --- everybody does the same work -----------------------------------------------------------------------------------
+
+
+def outputs(value: Any) -> tuple[torch.Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def close(ours: Any, theirs: Any, equal: float = 0.97) -> None:
+    """Most 16 and 8 bit values are the same, float32 is to a few ulp."""
+    for a, b in zip(outputs(ours), outputs(theirs), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        if a.dtype == torch.float32:
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=0)
+        else:
+            assert (a.float() == b.float()).double().mean() >= equal
+
+
+SMALL = {
+    **dict.fromkeys(rows.FAMILY.ops, (8, 256)),
+    gemv.OP: (4, 48, 64, 32),
+    **dict.fromkeys(qk.FAMILY.ops, (8, 256, 64)),
+}
+
+
+@pytest.mark.parametrize("op", SMALL)
+def test_peers_do_the_same_work(op: str) -> None:
+    """Eager torch, and what else of the peers is installed here and needs no compiler."""
+    (family,) = (family for family in run.FAMILIES if op in family.ops)
+    (work,) = family.workloads(op, SMALL[op])
+    torch.manual_seed(0)
+    problem = work.make("cpu")
+    ours = problem.ours["onepass"]()
     found = 0
-    for name in ("torch eager", "F.rms_norm"):
-        call = PEERS[name](problem)
+    for name in ("torch eager", "F.rms_norm", "transformers"):
+        call = peers.PEERS[name].make(problem)
         if call is not None:
-            result = call()
-            theirs = result if isinstance(result, tuple) else (result,)
-            assert (ours[0].float() == theirs[0].float()).double().mean() > 0.97
-            for a, b in zip(ours[1:], theirs[1:], strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+            # transformers rounds twice, and its q/k norms have gamma in q's dtype; a matmul rounds before the norm
+            close(ours, call(), 0.3 if name == "transformers" else 0.6 if op == gemv.OP else 0.94)
             found += 1
-    assert found == (1 if fp8 else 2)
+    assert found == {"rms_norm": 3, "qk_rms_norm": 2}.get(op, 1)
 
 
-@pytest.mark.parametrize("op", qk.SHAPES)
-def test_qk_peers_do_the_same_work(op: str) -> None:
-    p = qk.problem(8, 256, 64, "cpu")
-    theirs: Any = qk.COMPOSED[op](p)
-    for call in qk.ours(op, p).values():
-        result: Any = call()
-        for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, theirs)), strict=True):
-            half = a.dtype == torch.bfloat16
-            assert not half or (a == b).double().mean() > 0.97
-            torch.testing.assert_close(a, b, rtol=0.01 if half else 1e-6, atol=0)
-    assert qk.moved(op, p) == {"row_mean_of_squares_qk": 5120 + 64, "apply_qk_rms_norm": 2 * 5120 + 1280 + 64}.get(
-        op, 11520
-    )
+def test_our_other_ways_give_the_same() -> None:
+    torch.manual_seed(0)
+    p = qk.problem(qk.FUSED, 8, 256, 64, "cpu")
+    whole = [t.clone() for t in outputs(p.ours["onepass"]())]
+    for a, b in zip(whole, outputs(p.ours["statistics, then application"]()), strict=True):
+        assert torch.equal(a, b)
+    act = (p := gemv.problem(2, 48, 64, 32, "cpu")).arguments[0]
+    before = act.clone()
+    p.ours["norm, then onepass"]()
+    assert not torch.equal(act, before)
 
 
 @pytest.mark.parametrize("name", mla.CACHES)
-def test_mla_peers_do_the_same_work(name: str) -> None:
-    p = mla.problem(8, 4, mla.CACHES[name], mla.angles("cpu"), "cpu")
+@pytest.mark.parametrize("tokens", [8, 1500])
+def test_mla_peers_do_the_same_work(name: str, tokens: int) -> None:
+    p = mla.problem(tokens, 4, mla.CACHES[name], mla.angles("cpu"), "cpu")
     ours, entries = mla.ours(p).clone(), p.cache.blocks.clone()
-    assert entries.float().abs().sum(-1).count_nonzero() == 8
+    assert entries.float().abs().sum(-1).count_nonzero() == tokens
     p.out.zero_()
     p.cache.blocks.zero_()
-    mla.peer(mla.composed, p)()
+    mla.composed(*mla.arguments(p))
     assert (ours == p.out).double().mean() > 0.99
     assert (entries.float() == p.cache.blocks.float()).double().mean() > 0.999
-    assert mla.moved(p) == 8 * (4 * 64 * 4 + 576 * (2 + p.cache.blocks.element_size())) + 1024
 
 
-def test_shapes_in_words() -> None:
-    assert report.shape_words({"shape": [64, 128, 64], "latent": 512, "cache": "fp8"}) == "64 x 128 heads, fp8"
-    assert report.shape_words({"shape": [16, 7168]}) == "16 x 7168"
-    assert report.shape_words({"shape": [16, 6144, 1024]}) == "16 x (6144 + 1024)"
-    gemv = {"shape": [1, 2112, 7168], "normed": 1536}
-    assert report.shape_words(gemv) == "1 x 2112 x 7168, 1536 normed"
+@pytest.mark.parametrize("batch", [1, 20])
+@pytest.mark.parametrize("make", [decode_step.deepseek_problem, decode_step.minimax_problem])
+def test_decode_steps_do_the_same_work(make: Any, batch: int) -> None:
+    """Fused and, beyond 16 rows, unfused; the matmul rounds elsewhere, so its norm is compared in value."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        p = make(batch, "cpu")
+        ours = [t.clone() for t in outputs(p.ours["onepass"]())]
+        theirs = outputs(p.composed(*p.arguments))
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert (a.float() - b.float()).norm() < 0.01 * b.float().norm()
 
 
-def test_contenders_take_turns() -> None:
-    order: list[str] = []
-    times = timing.interleaved_times(
-        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3, inner=2
-    )
-    assert order == ["a", "b", *["a", "a", "b", "b"] * 3]
-    assert set(times) == {"a", "b"} and all(t > 0 for t in times.values())
+def test_bytes_are_those_of_inputs_and_outputs() -> None:
+    (norm,), (fp8,) = (rows.workloads(op, (16, 64)) for op in ("rms_norm", "rms_norm_fused_fp8"))
+    assert (norm.bytes, fp8.bytes) == (16 * 64 * 4 + 128, 16 * 64 * 3 + 128 + 64)
+    assert gemv.workloads(gemv.OP, (2, 48, 64, 32))[0].bytes == (48 * 64 + 2 * 64 + 2 * 48 + 32) * 2
+    assert [qk.moved(op, 8, 256, 64) for op in (qk.MEANS, qk.APPLY, qk.FUSED)] == [5184, 11584, 11520]
+    assert mla.moved(8, 4, mla.CACHES["fp8"]) == 8 * (4 * 64 * 4 + 576 * 3) + 1024
+    p = decode_step.minimax_problem(2, "cpu")
+    x, residual, gamma, q, k, gamma_q, gamma_k, _, _, o, gamma_o = p.arguments
+    moved = [x, residual, gamma, q, k, gamma_q, gamma_k, o, gamma_o, *outputs(p.ours["onepass"]()), x]
+    assert decode_step.minimax_bytes(2) == sum(t.numel() * t.element_size() for t in moved)
 
 
-def test_unlaunched_calls_launch_nothing() -> None:
-    x, gamma = torch.randn(2, 64), torch.ones(64)
-    expected = rms_norm(x, gamma)
-    out = torch.full_like(x, 7.0)
-    cpu._unlaunched(lambda: rms_norm(x, gamma, out=out))
-    assert out.eq(7).all()
-    assert same_bytes(rms_norm(x, gamma), expected)
+def test_shapes_that_do_not_fit_an_op_are_left_out() -> None:
+    assert not rows.workloads("rms_norm", (1, 2, 3)) and not qk.workloads(qk.FUSED, (1, 2))
+    assert not mla.workloads(mla.OP, (4, 4096)) and len(mla.workloads(mla.OP, (4, 16))) == 2
+    assert not gemv.workloads(gemv.OP, (17, 64, 64)) and not gemv.workloads(gemv.OP, (1, 64, 64, 65))
+    assert gemv.workloads(gemv.OP, (1, 64, 32))[0].about == {"normed": 64}
+
+
+# --- peers ----------------------------------------------------------------------------------------------------------
+
+
+def test_peers_are_chosen_by_parts_of_their_names() -> None:
+    assert list(peers.chosen("compile,LIGER")) == ["torch.compile", "torch.compile max", "Liger-Kernel"]
+    assert peers.chosen("none") == {} and peers.chosen("all") == peers.PEERS
+    with pytest.raises(ValueError, match="no peer 'nonsense'; there are torch eager"):
+        peers.chosen("nonsense")
+
+
+def test_missing_peers_say_so() -> None:
+    missing = peers.Peer("x", lambda p: None, "no_such_module_anywhere")
+    assert missing.why_not("cpu") == "not installed"
+    assert peers.Peer("x", lambda p: None, device="cuda").why_not("cpu") == "for cuda only"
+    assert peers.PEERS["torch eager"].why_not("cpu") == ""
+
+
+def test_a_peer_that_raises_is_noted_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(p: workload.Problem) -> workload.Call:
+        raise RuntimeError("no such kernel\nsecond line")
+
+    monkeypatch.setitem(peers.PEERS, "vLLM", peers.Peer("vLLM", broken))
+    report = run.run(run.Plan("cpu", ("rms_norm",), "2x64", "vllm", seconds=0.02))
+    assert report["peers"] == {"vLLM": "rms_norm 2x64: RuntimeError: no such kernel"}
+    assert "vLLM" not in report["rows"][0]["us"]
+
+
+# --- a run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_has_every_op_once_and_by_name() -> None:
+    everything = run.Plan("cuda")
+    assert everything.host and {w.op for w in everything.workloads} == {op for f in run.FAMILIES for op in f.ops}
+    assert set(runner.MODULES) <= {w.op for w in everything.workloads}
+    keys = [(w.op, w.shape, tuple(w.about.items())) for w in everything.workloads]
+    assert len(set(keys)) == len(keys)
+    decode, prefill = run.Plan("cuda", shapes="decode"), run.Plan("cuda", shapes="prefill")
+    assert len(decode.workloads) + len(prefill.workloads) == len(everything.workloads)
+    assert max(w.shape[0] for w in decode.workloads) <= 128 < min(w.shape[0] for w in prefill.workloads)
+    only = run.Plan("cpu", ("qk", "host"))
+    assert only.host and {w.op for w in only.workloads} == set(qk.FAMILY.ops)
+    with pytest.raises(
+        ValueError, match="no op 'nonsense'; there are rows, gemv, qk, mla, decode-step, host, rms_norm"
+    ):
+        run.Plan("cpu", ("nonsense",))
+    with pytest.raises(ValueError, match="takes the shape 4x4x4x4x4"):
+        run.Plan("cpu", ("rms_norm",), "4x4x4x4x4")
+
+
+def test_checks_before_speed_cover_every_op_and_group() -> None:
+    for op in runner.MODULES:
+        cases = gate.cases(op)
+        assert len(cases) >= 6 and all(case.op == op for case in cases)
+        assert len({case.group for case in cases}) == len(cases)
+
+
+def test_bench_command(tmp_path: Path) -> None:
+    """Two ops at one shape: a row each with two medians, the table, the file, and its comparison with itself."""
+    file, html = tmp_path / "bench.json", tmp_path / "bench.html"
+    arguments = ("--op", "rms_norm", "--op", gemv.OP, "--shapes", "4x256,2x64x128", "--peers", "eager,f.rms,liger")
+    result = bench(*arguments, "--json", str(file), "--html", str(html))
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert report["device"] == "cpu" and report["threads"] and report["torch"] == torch.__version__
+    assert report["peers"] == {"torch eager": "", "F.rms_norm": "", "Liger-Kernel": "for cuda only"}
+    assert report["refused"] == {} and min(report["checks"].values()) >= 6 and "host_us" not in report
+    assert [(row["op"], row["shape"]) for row in report["rows"]] == [("rms_norm", [4, 256]), (gemv.OP, [2, 64, 128])]
+    norm, product = (row["us"] for row in report["rows"])
+    assert set(norm) == {"memory stream", "onepass", "torch eager", "F.rms_norm"}
+    assert set(product) == {"memory stream", "onepass", "norm, then onepass", "torch eager"}
+    assert all(len(us) == 2 and min(us) > 0 for row in report["rows"] for us in row["us"].values())
+    assert "4 x 256" in result.output and "left out: Liger-Kernel (for cuda only)" in result.output
+    assert f"{min(norm['onepass']):.2f}" in result.output and html.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_bench_compares_with_a_baseline(tmp_path: Path) -> None:
+    """A baseline ten thousand times slower, and peers as they are: faster, beyond any noise."""
+    report = run.run(run.Plan("cpu", ("rms_norm",), "4x256", "none", seconds=0.02))
+    report["rows"][0]["us"]["onepass"] = [1e6, 1.001e6]
+    del report["rows"][0]["us"]["memory stream"]
+    results.write(report, tmp_path / "old.json")
+    result = bench("--op", "rms_norm", "--shapes", "4x256", "--peers", "none", "--baseline", str(tmp_path / "old.json"))
+    assert result.exit_code == 0, result.output
+    assert "faster" in result.output and "0 of 1 rows are the same" in result.output
 
 
 @pytest.fixture
-def results() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(RESULTS.read_text())
-    return loaded
+def wrong_norms() -> Iterator[None]:
+    """Row kernels that write nothing; other families are as they are."""
+    from importlib import import_module
+
+    def choose(family: str) -> Any:
+        return (lambda *_: None) if family == "rms_norm" else import_module(f"onepass.cpu.{family}").launch
+
+    with launching_with(choose):
+        yield
 
 
-def test_readme_shows_the_committed_results() -> None:
-    readme = (ROOT / "README.md").read_text()
-    shown = readme.split(report.BEGIN)[1].split(report.END)[0].strip()
-    tables = "\n\n".join(report.markdown(json.loads(path.read_text())) for path in TABLES)
-    files = " ".join(str(path.relative_to(ROOT)) for path in TABLES)
-    assert shown == tables, f"run: python -m onepass.bench.report README.md {files}"
-
-
-def test_results_are_complete(results: dict[str, Any]) -> None:
-    assert {row["op"] for row in results["rows"]} >= {"rms_norm", "rms_norm_fused_fp8"}
-    for row in results["rows"]:
-        assert {"onepass", "torch eager", "torch.compile"} <= set(row["us"])
-        assert all(len(times) == 2 for times in row["us"].values())
-        m, *columns = row["shape"]
-        an_element = {"rms_norm_fused_fp8": 3, "row_mean_of_squares_qk": 2}.get(row["op"], 4)
-        assert row["bytes"] >= m * sum(columns) * an_element
-
-
-@pytest.mark.parametrize(("family", "ops"), [("gemv", 1), ("qk", 3)])
-def test_further_results_name_their_machine_and_ceilings(family: str, ops: int) -> None:
-    found = json.loads(RESULTS.with_name(f"speed-{family}.json").read_text())
-    assert len({row["op"] for row in found["rows"]}) == ops and found["ceilings"]["copy 2 GiB TB/s"] > 1
-    assert all(
-        min(row["us"]["onepass"]) * found["ceilings"]["read 1 GiB TB/s"] * 1e6 > 0.4 * row["bytes"]
-        for row in found["rows"]
+def test_no_speed_for_an_op_whose_check_is_red(wrong_norms: None, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    result = bench(
+        "--op", "rms_norm", "--op", qk.MEANS, "--shapes", "4x256,4x64x32", "--peers", "none", "--json", str(file)
     )
+    assert result.exit_code == 1
+    assert "refused rms_norm: short: 5x" in result.output
+    report = json.loads(file.read_text())
+    assert list(report["refused"]) == ["rms_norm"] and "ulp off" in report["refused"]["rms_norm"]
+    assert [row["op"] for row in report["rows"]] == [qk.MEANS]
+
+
+def test_a_decode_step_is_refused_with_any_of_its_ops(wrong_norms: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(decode_step.NEEDS[decode_step.DEEPSEEK]) == {"rms_norm", "rms_norm_fused_fp8", gemv.OP, mla.OP}
+    report = run.run(run.Plan("cpu", (decode_step.MINIMAX,), peers="none", seconds=0.02))
+    assert report["rows"] == [] and set(report["refused"]) == {"rms_norm_fused_fp8"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--op", "nonsense"), "no op 'nonsense'"),
+        (("--peers", "nonsense"), "no peer 'nonsense'"),
+        (("--shapes", "big"), "'big' is neither decode"),
+        (("--op", "rms_norm", "--shapes", "1x2x3"), "takes the shape 1x2x3"),
+        (("--json", "/nonexistent/file"), "there is no directory"),
+        (("--baseline", "/nonexistent/file"), "No such file"),
+        (("--baseline", str(ROOT / "Makefile")), "is no file of results"),
+        (("--device", "tpu"), "neither cpu nor cuda"),
+    ],
+)
+def test_bench_usage_errors_are_friendly(arguments: tuple[str, ...], message: str) -> None:
+    result = bench(*arguments)
+    assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output
+
+
+BARE = """
+import sys
+sys.modules["rich"] = sys.modules["typer"] = None
+sys.argv = ["bench", "--device", "cpu", "--only", "rms_norm", "--shapes", "2x64", "--peers", "none", "--json", sys.argv[1]]
+import runpy
+runpy.run_module("onepass.bench", run_name="__main__")
+"""
+
+
+def test_bench_runs_without_the_command_lines_packages(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", BARE, str(file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 x 64" in done.stdout and json.loads(file.read_text())["rows"][0]["shape"] == [2, 64]
+
+
+# --- a GPU's run, as far as it goes without one ---------------------------------------------------------------------
+
+
+def test_a_gpu_row_has_every_contender_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run on a GPU does around its timing: inputs rotate, everybody is timed by graphs, who fails is noted."""
+    seen: list[int] = []
+
+    def times(calls: Any, **_: Any) -> list[float]:
+        seen.append(len(calls))
+        for call in calls:
+            call()
+        return [2.0, 1.0]
+
+    def broken(p: workload.Problem) -> workload.Call:
+        def call() -> None:
+            if len(seen) > 3:
+                raise RuntimeError("not captured")
+
+        return call
+
+    (work,) = rows.workloads("rms_norm", (4, 64))
+    on_cpu = workload.Workload(work.op, work.shape, work.bytes, lambda device: work.make("cpu"), work.stream)
+    monkeypatch.setattr(run, "graph_times", times)
+    monkeypatch.setattr(gpu, "calls", lambda kind, size, sets: streams.calls(kind, size, sets))
+    usable = {"torch eager": peers.PEERS["torch eager"], "quack": peers.Peer("quack", broken)}
+    notes: dict[str, str] = {}
+    row = run.measure(on_cpu, run.Plan("cuda", ("rms_norm",)), usable, notes, run.Watcher())
+    assert row["us"] == {"memory stream": [2.0, 1.0], "onepass": [2.0, 1.0], "torch eager": [2.0, 1.0]}
+    assert row["sets"] == 32 and seen == [32, 32, 32, 32]
+    assert notes == {"quack": "rms_norm 4x64: RuntimeError: not captured"}
+
+
+# --- host time ------------------------------------------------------------------------------------------------------
+
+
+def test_host_times_cover_every_op_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "ROUNDS", 4)
+    monkeypatch.setattr(host, "INNER", 2)
+    with torch.inference_mode():
+        found = host.times("cpu", lambda op: op == "qk_rms_norm")
+    ours = set(runner.MODULES) - {"qk_rms_norm", qk.SUMS}
+    assert set(found) == {*host.TORCH, *ours, *(f"{op}, no kernel" for op in ours)}
+    assert all(len(us) == 2 and min(us) > 0 for us in found.values())
 
 
 def test_promises_were_kept_on_the_gpu() -> None:
-    kept = json.loads((ROOT / "benchmarks" / "h200" / "promises.json").read_text())
+    kept = json.loads((H200 / "promises.json").read_text())
     assert len(kept) > 60 and all(result["passed"] and result["device"] == "cuda" for result in kept)
-
-
-def test_write_into_replaces_only_the_table(tmp_path: Path, results: dict[str, Any]) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write_into(page, [RESULTS])
-    text = page.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
-    assert "old" not in text and report.markdown(results) in text

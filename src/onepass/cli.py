@@ -1,4 +1,4 @@
-"""``onepass demo | check | trace | env | docs``: a thin shell around the library; nothing else imports rich or typer."""
+"""``onepass demo | check | bench | trace | env | docs``: a thin shell around the library; nothing else imports rich or typer."""
 
 from __future__ import annotations
 
@@ -172,6 +172,40 @@ def _write_json(report: dict[str, Any], to: str) -> None:
         Path(to).write_text(text + "\n")
     except OSError as error:
         raise typer.BadParameter(f"cannot write {to}: {error.strerror}", param_hint="--json") from error
+
+
+# --- bench ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only this op, or rows, gemv, qk, mla, decode-step, host; may be given again.", metavar="NAME"
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default what the machine has.", metavar="cpu|cuda")] = "",
+    shapes: Annotated[
+        str, typer.Option(help="decode, prefill, all, or shapes such as 64x4096.", metavar="WORD|MxN,...")
+    ] = "all",
+    peers: Annotated[
+        str, typer.Option(help="all, none, or parts of names such as compile,liger.", metavar="NAMES")
+    ] = "all",
+    to: Annotated[Path | None, typer.Option("--json", help="Write results here.", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots here.", metavar="FILE")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="Say what changed since this file of results.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Speed against peers and the memory's ceiling; an op that fails a check is refused, and the exit status is 1."""
+    if device not in ("", "cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
+    chosen = device or ("cuda" if backend_status()["triton"][0] else "cpu")
+    _require(Device(chosen))
+    from .cli_bench import bench as run
+
+    raise typer.Exit(0 if run(op or [], chosen, shapes, peers, to, html, baseline) else 1)
 
 
 # --- env ------------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Speed: a timing protocol, peers, ceilings measured in the same run, and result files."""
+"""Benchmarks; ``onepass bench`` or ``python -m onepass.bench`` runs them. Results are in the repository's benchmarks/."""

@@ -1,88 +1,72 @@
-"""``python -m onepass.bench``: times the row ops and their peers, prints a table, writes JSON."""
+"""``python -m onepass.bench``: speed against peers, with nothing but torch and a backend installed, as on a bare GPU machine."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
-from itertools import chain
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-FAMILIES = ("rows", "gemv", "qk", "mla")
+from . import baseline, page, results
+from .run import Plan, Watcher, run
 
 
-def main() -> None:
-    """Measure on the chosen device, print as it goes, write JSON if asked."""
+class _Printer(Watcher):
+    """A line a row; the file is written as it grows, so that a run that is cut short leaves what it had."""
+
+    def __init__(self, to: Path | None) -> None:
+        self.to = to
+
+    def row(self, row: dict[str, Any], report: dict[str, Any]) -> None:
+        done = results.of_report(report).rows[-1]
+        times = "  ".join(f"{name} {min(us):.2f}" for name, us in done.us.items())
+        print(f"{done.op:24} {done.words:>22} floor {done.floor_us:8.2f}  {times}", flush=True)
+        if self.to:
+            results.write(report, self.to)
+
+    def refused(self, op: str, why: str) -> None:
+        print(f"REFUSED {op}: {why}", flush=True)
+
+
+def main() -> int:
+    """Check, measure, print as it goes; the exit status is 1 if an op was refused."""
     parser = argparse.ArgumentParser(prog="python -m onepass.bench", description=__doc__)
+    parser.add_argument(
+        "--op", "--only", action="append", default=[], help="an op, or rows, gemv, qk, mla, decode-step, host"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shapes", default="all", help="decode, prefill, all, or shapes like 64x4096,1x2112x7168x1536")
+    parser.add_argument("--peers", default="all", help="all, none, or parts of names: compile,liger")
     parser.add_argument("--json", type=Path, help="write results here")
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--only", choices=FAMILIES, help="this family of ops alone")
+    parser.add_argument("--html", type=Path, help="write a page here")
+    parser.add_argument("--baseline", type=Path, help="say what got faster or slower than in this file of results")
+    parser.add_argument("--note", help="words about the machine, kept with the results")
     options = parser.parse_args()
-    report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": torch.cuda.get_device_name() if options.device == "cuda" else _cpu_name(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    with torch.inference_mode():
-        if options.device == "cuda":
-            _gpu(report, not options.no_peers, options.only)
-        else:
-            _cpu(report, not options.no_peers, options.only)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _gpu(report: dict[str, Any], peers: bool, only: str | None) -> None:
-    import triton
-
-    from . import gemv, gpu, mla, qk
-    from .report import shape_words
-
-    report["triton"] = triton.__version__
-    report["ceilings"] = gpu.ceilings()
-    print(report["ceilings"], flush=True)
-    report["rows"] = []
-    copy = report["ceilings"]["copy 2 GiB TB/s"]
-    families = dict(zip(FAMILIES, (gpu, gemv, qk, mla), strict=True))
-    for row in chain.from_iterable(f.rows(peers) for name, f in families.items() if only in (None, name)):
-        report["rows"].append(row)
-        floor = row["bytes"] / copy / 1e6
-        times = "  ".join(f"{name} {min(us):.2f}" for name, us in row["us"].items())
-        print(f"{row['op']:22} {shape_words(row):>22} floor {floor:7.2f}  {times}", flush=True)
-    if only in (None, "rows"):
-        report["host_us"] = gpu.host_rows()
-        print(report["host_us"], flush=True)
-
-
-def _cpu(report: dict[str, Any], peers: bool, only: str | None) -> None:
-    from . import cpu, cpu_gemv, cpu_mla
-    from .report import shape_words
-
-    report["threads"] = torch.get_num_threads()
-    report["rows"] = []
-    families = {"rows": cpu.rows, "gemv": cpu_gemv.rows, "mla": cpu_mla.rows}
-    for row in chain.from_iterable(f(peers) for name, f in families.items() if only in (None, name)):
-        report["rows"].append(row)
-        times = "  ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
-        print(f"{row['op']:22} {shape_words(row):>22} {times}", flush=True)
-    if only in (None, "rows"):
-        report["overhead_us"] = cpu.overhead()
-        print(report["overhead_us"], flush=True)
-
-
-def _cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        plan = Plan(options.device, tuple(options.op), options.shapes, options.peers)
+        old = results.load([options.baseline]) if options.baseline else None
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    report = run(plan, _Printer(options.json))
+    if options.note:
+        report["note"] = options.note
+    for name, why in report["peers"].items():
+        if why:
+            print(f"{name}: {why}")
+    for key in ("ceilings", "clocks", "host_us"):
+        if key in report:
+            print(key, report[key])
+    if options.json:
+        results.write(report, options.json)
+    new = results.of_report(report)
+    if options.html:
+        options.html.write_text(page.html(new))
+    if old is not None:
+        print(baseline.text(baseline.compare(old, new)))
+    return 1 if report["refused"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,28 +1,21 @@
-"""The row ops on a GPU beside their peers and the copy ceiling, all in one run."""
+"""What a GPU can do at best, measured in the same run: copy and read rates, an empty kernel, streams of any size, clocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
 
-import onepass
-
-from ..contract import moved_bytes
-from .peers import PEERS, Problem
-from .timing import graph_times, host_time
-
-SHAPES = {
-    "rms_norm_fused_fp8": (
-        (1, 7168), (32, 7168), (128, 4096), (1024, 8192), (4096, 7168), (16384, 7168), (16384, 4096), (8192, 16384), (2048, 40960)
-    ),
-    "rms_norm": ((1, 7168), (1024, 7168), (4096, 7168), (16384, 4096), (8192, 16384), (262144, 128)),
-}  # fmt: skip
-COLD_BYTES = 300_000_000
-"""Inputs rotate through at least this much memory where 32 sets suffice; the H200's L2 holds 60 MB."""
+from .timing import graph_times
+from .workload import Call, Stream
 
 
 @triton.jit
@@ -40,11 +33,22 @@ def _read_kernel(source, target, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _early_read_kernel(source, target, n, BLOCK: tl.constexpr):
+    """A read that may begin before its predecessor has ended."""
+    cuda.gdc_launch_dependents()
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(source + place, mask=place < n, other=0, eviction_policy="evict_first"), 0)
+    cuda.gdc_wait()
+    if total == 123456789:
+        tl.store(target, total)
+
+
+@triton.jit
 def _empty_kernel(target):
     tl.static_assert(True)
 
 
-def _streaming(kernel: Any, source: torch.Tensor, target: torch.Tensor, block: int) -> Callable[[], object]:
+def _streaming(kernel: Any, source: Tensor, target: Tensor, block: int) -> Callable[[], object]:
     n = source.numel()
     return lambda: kernel[(triton.cdiv(n, block),)](source, target, n, block, num_warps=block // 512)
 
@@ -65,48 +69,60 @@ def ceilings() -> dict[str, float]:
     return results
 
 
-def _ours(problem: Problem) -> Callable[[], object]:
-    x, gamma, eps = problem.x, problem.gamma, problem.eps
-    if problem.fp8:
-        out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-        scale = torch.empty(x.shape[0], 1, device=x.device)
-        return lambda: onepass.rms_norm_fused_fp8(x, gamma, eps, out=out, scale_output=scale)
-    out = torch.empty_like(x)
-    return lambda: onepass.rms_norm(x, gamma, eps, out=out)
+def calls(kind: Stream, size: int, sets: int) -> list[Call]:
+    """Streams that move ``size`` bytes in all, over ``sets`` pieces of memory: a copy, or a read that starts early."""
+    if kind != "read":
+        pairs = [torch.randint(0, 100, (2, max(1, size // 8)), dtype=torch.int32, device="cuda") for _ in range(sets)]
+        return [partial(_copied, pair) for pair in pairs]
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    words = [torch.randint(0, 100, (max(1, size // 4),), dtype=torch.int32, device="cuda") for _ in range(sets)]
+    early = torch.cuda.get_device_capability() >= (9, 0)
+    return [partial(_read_early if early else _read, source, flag) for source in words]
 
 
-def rows(peers: bool = True) -> Iterator[dict[str, Any]]:
-    """One result a shape: bytes moved, times (two medians each) of onepass and of every peer."""
-    for op, shapes in SHAPES.items():
-        fp8 = op == "rms_norm_fused_fp8"
-        for m, n in shapes:
-            gamma = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-            like = torch.empty(m, n, device="meta", dtype=torch.bfloat16)
-            results = onepass.rms_norm_fused_fp8(like, gamma.to("meta")) if fp8 else (like,)
-            moved = moved_bytes([like, gamma, *results])
-            sets = max(2, min(32, -(-COLD_BYTES // moved)))
-            problems = [
-                Problem(torch.randn(m, n, device="cuda", dtype=torch.bfloat16), gamma, 1e-6, fp8) for _ in range(sets)
-            ]
-            times = {"onepass": graph_times([_ours(p) for p in problems])}
-            for name, peer in PEERS.items() if peers else ():
-                calls = [peer(p) for p in problems]
-                if calls[0] is not None:
-                    times[name] = graph_times([c for c in calls if c is not None])
-            yield {"op": op, "shape": [m, n], "dtype": "bfloat16", "bytes": moved, "sets": sets, "us": times}
+def _copied(pair: Tensor) -> None:
+    n = pair.shape[1]
+    _copy_kernel[(triton.cdiv(n, 2048),)](pair[0], pair[1], n, 2048, num_warps=4)
 
 
-def host_rows() -> dict[str, float]:
-    """Host microseconds of an eager call at 1 x 4096, beside torch's own ops."""
-    x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
-    gamma = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
-    calls: dict[str, Callable[[], object]] = {
-        "torch.empty_like": lambda: torch.empty_like(x),
-        "x.add(1)": lambda: x.add(1),
-        "F.rms_norm": lambda: torch.nn.functional.rms_norm(x, (4096,), gamma, 1e-6),
-        "onepass.rms_norm": lambda: onepass.rms_norm(x, gamma),
-        "onepass.rms_norm_fused_fp8": lambda: onepass.rms_norm_fused_fp8(x, gamma),
-    }
-    for call in calls.values():
-        call()
-    return {name: host_time(call) for name, call in calls.items()}
+def _read(words: Tensor, flag: Tensor) -> None:
+    n = words.numel()
+    _read_kernel[(triton.cdiv(n, 2048),)](words, flag, n, 2048, num_warps=4)
+
+
+def _read_early(words: Tensor, flag: Tensor) -> None:
+    n = words.numel()
+    _early_read_kernel[(triton.cdiv(n, 8192),)](words, flag, n, 8192, num_warps=8, launch_pdl=True)
+
+
+_CLOCKS = {
+    "clocks.sm": "SM MHz",
+    "clocks.mem": "memory MHz",
+    "temperature.gpu": "temperature C",
+    "power.draw": "power W",
+}
+
+
+def clocks() -> dict[str, float]:
+    """What nvidia-smi says of the first visible GPU while it copies; nothing where there is no nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    copy = calls("copy", 1 << 30, 1)[0]
+    for _ in range(4000):  # about a second of work, asked about meanwhile
+        copy()
+    uuid = str(torch.cuda.get_device_properties().uuid)
+    command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader,nounits", f"--id=GPU-{uuid}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    torch.cuda.synchronize()
+    return parse_clocks(done.stdout) if done.returncode == 0 else {}
+
+
+def parse_clocks(line: str) -> dict[str, float]:
+    """``1980, 3201, 40, 210.5`` by name; what a GPU does not tell is left out."""
+    found = {}
+    for name, value in zip(_CLOCKS.values(), line.strip().split(","), strict=False):
+        try:
+            found[name] = float(value)
+        except ValueError:
+            continue
+    return found

@@ -1,28 +1,31 @@
-"""MLA's cache write on a GPU beside torch eager, torch.compile and a copy of as many bytes."""
+"""MLA's cache write: bfloat16 queries and latents into an fp8 or bfloat16 cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 import onepass
 
 from ..contract import moved_bytes
 from ..formats import E4M3FN
-from .gpu import COLD_BYTES, _copy_kernel
-from .timing import graph_times
+from ..mla import MAX_HEADS
+from .workload import Family, Workload
+from .workload import Problem as Contest
 
-SHAPES = tuple((tokens, heads) for heads in (128, 16) for tokens in (1, 64, 2048, 8192))
+OP = "fused_rope_rmsnorm_quantization"
+SHAPES = {
+    (OP, "cuda"): tuple((tokens, heads) for heads in (128, 16) for tokens in (1, 64, 2048, 8192)),
+    (OP, "cpu"): tuple((tokens, 128) for tokens in (1, 64, 2048)),
+}
 """Tokens and heads: DeepSeek-V3, whole and of eight ranks."""
 CACHES = {"fp8": E4M3FN.dtype, "bf16": torch.bfloat16}
 LATENT, ROPE, PAGE = 512, 64, 64
 DECODED, PREFILLED = 64, 1024
-"""Up to DECODED tokens a call has one for each request; otherwise PREFILLED."""
+"""Up to DECODED tokens a call has one for each request; otherwise PREFILLED, in the last what is left."""
 CACHED = 1000
 """Tokens of a request that are in the cache, at most."""
 EPS = 1e-6
@@ -45,7 +48,7 @@ class Problem(NamedTuple):
 def problem(tokens: int, heads: int, dtype: torch.dtype, freqs: Tensor, device: str = "cuda") -> Problem:
     """Random inputs: bfloat16, as the models have them, requests of different lengths, pages in any order."""
     new = 1 if tokens <= DECODED else PREFILLED
-    requests = tokens // new
+    requests = -(-tokens // new)
     q = torch.randn(tokens, heads, ROPE, device=device, dtype=torch.bfloat16)
     kv = torch.randn(tokens, LATENT + ROPE, device=device, dtype=torch.bfloat16)
     gamma = torch.randn(LATENT, device=device, dtype=torch.bfloat16)
@@ -53,14 +56,15 @@ def problem(tokens: int, heads: int, dtype: torch.dtype, freqs: Tensor, device: 
     width = -(-(CACHED + new) // PAGE)
     table = torch.randperm(requests * width, device=device).view(requests, width).int()
     blocks = torch.zeros(requests * width, PAGE, LATENT + ROPE, dtype=dtype, device=device)
-    cache = onepass.PagedKVCache(blocks, lengths, table)
-    offsets = (torch.arange(requests + 1, device=device) * new).to(torch.uint32)
-    positions = lengths.repeat_interleave(new).long() + torch.arange(tokens, device=device) % new
-    return Problem(q, torch.empty_like(q), kv, offsets, freqs, gamma, cache, positions, cache.slot_mapping(offsets))
+    paged = onepass.PagedKVCache(blocks, lengths, table)
+    offsets = (torch.arange(requests + 1, device=device) * new).clamp(max=tokens).to(torch.uint32)
+    positions = lengths.repeat_interleave(new)[:tokens].long() + torch.arange(tokens, device=device) % new
+    return Problem(q, torch.empty_like(q), kv, offsets, freqs, gamma, paged, positions, paged.slot_mapping(offsets))
 
 
+@cache
 def angles(device: str = "cuda") -> Tensor:
-    """Cosines and sines of every position there is."""
+    """Cosines and sines of every position there is: one table, as a model has it."""
     turns = torch.rand(CACHED + PREFILLED, ROPE // 2, device=device) * 6.3
     return torch.stack((turns.cos(), turns.sin()), -1).flatten(-2)
 
@@ -91,52 +95,38 @@ def composed(
         blocks.flatten(0, 1)[slots] = entry.to(blocks.dtype)
 
 
-def peer(function: Callable[..., None], p: Problem) -> Callable[[], None]:
-    """A contender's call."""
-    return partial(function, p.q, p.out, p.kv, p.freqs, p.gamma, p.cache.blocks, p.positions, p.slots)
+def arguments(p: Problem) -> tuple[Any, ...]:
+    """What `composed` takes."""
+    return p.q, p.out, p.kv, p.freqs, p.gamma, p.cache.blocks, p.positions, p.slots
 
 
-def moved(p: Problem) -> int:
+def moved(tokens: int, heads: int, dtype: torch.dtype) -> int:
     """Bytes an ideal kernel moves; angles and tables are not counted."""
-    entries = torch.empty_like(p.kv, dtype=p.cache.blocks.dtype, device="meta")
-    return moved_bytes([p.q, p.kv, p.gamma, p.out, entries])
+    q = torch.empty(tokens, heads, ROPE, dtype=torch.bfloat16, device="meta")
+    kv = torch.empty(tokens, LATENT + ROPE, dtype=torch.bfloat16, device="meta")
+    return moved_bytes([q, q, kv, torch.empty_like(kv, dtype=dtype), kv.new_empty(LATENT)])
 
 
-def rows(peers: bool = True) -> Iterator[dict[str, Any]]:
-    """One result a shape and cache: bytes moved, times (two medians each) of onepass, the copy and every peer."""
-    contenders: dict[str, Callable[..., None]] = {}
-    if peers:
-        torch._dynamo.config.recompile_limit = 64
-        contenders = {
-            "torch eager": composed,
-            "torch.compile": torch.compile(composed, dynamic=False, fullgraph=True),
-        }
-    freqs = angles()
-    for tokens, heads in SHAPES:
-        for name, dtype in CACHES.items():
-            problems = [problem(tokens, heads, dtype, freqs)]
-            size = moved(problems[0])
-            sets = max(2, min(32, -(-COLD_BYTES // size)))
-            problems += [problem(tokens, heads, dtype, freqs) for _ in range(sets - 1)]
-            pairs = [torch.randint(0, 100, (2, size // 8), dtype=torch.int32, device="cuda") for _ in range(sets)]
-            times = {
-                "onepass": graph_times([partial(ours, p) for p in problems]),
-                "copy of as many bytes": graph_times([partial(_copied, pair) for pair in pairs]),
-            }
-            for contender, function in contenders.items():
-                times[contender] = graph_times([peer(function, p) for p in problems])
-            yield {
-                "op": "fused_rope_rmsnorm_quantization",
-                "shape": [tokens, heads, ROPE],
-                "latent": LATENT,
-                "cache": name,
-                "dtype": "bfloat16",
-                "bytes": size,
-                "sets": sets,
-                "us": times,
-            }
+def contest(tokens: int, heads: int, dtype: torch.dtype, device: str) -> Contest:
+    """A set of inputs, our call and what the peers take."""
+    p = problem(tokens, heads, dtype, angles(device), device)
+    return Contest(OP, {"onepass": partial(ours, p)}, composed, arguments(p))
 
 
-def _copied(pair: Tensor) -> None:
-    n = pair.shape[1]
-    _copy_kernel[(triton.cdiv(n, 2048),)](pair[0], pair[1], n, 2048, num_warps=4)
+def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
+    """[tokens, heads], once for each kind of cache."""
+    if len(shape) != 2 or shape[1] > MAX_HEADS:
+        return []
+    return [
+        Workload(
+            OP,
+            (*shape, ROPE),
+            moved(*shape, dtype),
+            partial(contest, *shape, dtype),
+            about={"latent": LATENT, "cache": name},
+        )
+        for name, dtype in CACHES.items()
+    ]
+
+
+FAMILY = Family("mla", (OP,), SHAPES, workloads)

@@ -1,75 +1,187 @@
-"""What other code takes for the same work. A peer is one small function from a problem to a call; add one here."""
+"""What other code takes for the same work. A peer is one small function from a problem to a call; add one here.
+
+It returns None for work it does not do. What it needs is imported inside; if that is not there, the peer is left out and
+the report says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import util
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..formats import E4M3FN
+from .workload import Call, Problem
+
+Make = Callable[[Problem], Call | None]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One set of inputs of a row op: ``fp8`` asks for codes and row scales, otherwise the norm is stored."""
+class Peer:
+    """A contender: its name, how to make its call, the module it needs and the device it is for."""
 
-    x: Tensor
-    gamma: Tensor
-    eps: float
-    fp8: bool
+    name: str
+    make: Make
+    module: str | None = None
+    device: str | None = None
 
-
-Result = Tensor | tuple[Tensor, Tensor]
-
-
-def composed(x: Tensor, gamma: Tensor, eps: float, fp8: bool) -> Result:
-    """The op as a user would write it in torch."""
-    h = x.float()
-    y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * gamma.float()
-    if not fp8:
-        return y.to(x.dtype)
-    scale = y.abs().amax(-1, keepdim=True) / E4M3FN.max
-    return (y / scale).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype), scale
+    def why_not(self, device: str) -> str:
+        """In a word, why it cannot take part; empty when it can."""
+        if self.device not in (None, device):
+            return f"for {self.device} only"
+        return "not installed" if self.module and util.find_spec(self.module) is None else ""
 
 
-def eager(problem: Problem) -> Callable[[], Result] | None:
-    """torch eager."""
-    return lambda: composed(problem.x, problem.gamma, problem.eps, problem.fp8)
+PEERS: dict[str, Peer] = {}
 
 
-def f_rms_norm(problem: Problem) -> Callable[[], Result] | None:
-    """torch.nn.functional.rms_norm (no fp8)."""
-    if problem.fp8:
+def peer(name: str, module: str | None = None, device: str | None = None) -> Callable[[Make], Make]:
+    """Register a function as a peer."""
+
+    def add(make: Make) -> Make:
+        PEERS[name] = Peer(name, make, module, device)
+        return make
+
+    return add
+
+
+def chosen(words: str) -> dict[str, Peer]:
+    """The peers whose name contains one of the comma-separated words; ``all`` and ``none`` are what they say.
+
+    >>> list(chosen("compile,liger"))
+    ['torch.compile', 'torch.compile max', 'Liger-Kernel']
+    """
+    if words in ("all", "none"):
+        return dict(PEERS) if words == "all" else {}
+    found: dict[str, Peer] = {}
+    for word in (word.strip() for word in words.split(",")):
+        matching = {name: p for name, p in PEERS.items() if word and word.lower() in name.lower()}
+        if not matching:
+            raise ValueError(f"no peer {word!r}; there are {', '.join(PEERS)}")
+        found |= matching
+    return {name: found[name] for name in PEERS if name in found}
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------
+
+
+@peer("torch eager")
+def eager(p: Problem) -> Call | None:
+    """The op as a user would write it."""
+    return lambda: p.composed(*p.arguments)
+
+
+@peer("F.rms_norm")
+def f_rms_norm(p: Problem) -> Call | None:
+    """torch.nn.functional.rms_norm."""
+    if p.op != "rms_norm":
         return None
-    return lambda: torch.nn.functional.rms_norm(problem.x, problem.gamma.shape, problem.gamma, problem.eps)
+    x, gamma, eps = p.arguments
+    return lambda: torch.nn.functional.rms_norm(x, gamma.shape, gamma, eps)
 
 
-_compiled: dict[str, Callable[..., Result]] = {}
+_compiled: dict[tuple[Any, str], Callable[..., object]] = {}
 
 
-def _compile(mode: str, problem: Problem) -> Callable[[], Result]:
-    if mode not in _compiled:
+def _compile(p: Problem, mode: str) -> Call:
+    if (p.composed, mode) not in _compiled:
         torch._dynamo.config.recompile_limit = 64
-        _compiled[mode] = torch.compile(composed, mode=mode, dynamic=False, fullgraph=True)
-    function = _compiled[mode]
-    return lambda: function(problem.x, problem.gamma, problem.eps, problem.fp8)
+        _compiled[p.composed, mode] = torch.compile(p.composed, mode=mode, dynamic=False, fullgraph=True)
+    function = _compiled[p.composed, mode]
+    return lambda: function(*p.arguments)
 
 
-def compiled(problem: Problem) -> Callable[[], Result] | None:
-    """torch.compile, default mode."""
-    return _compile("default", problem)
+@peer("torch.compile")
+def compiled(p: Problem) -> Call | None:
+    """The same function compiled in default mode, for its shape alone."""
+    return _compile(p, "default")
 
 
-def compiled_max(problem: Problem) -> Callable[[], Result] | None:
-    """torch.compile, max-autotune without its own CUDA graphs."""
-    return _compile("max-autotune-no-cudagraphs", problem) if problem.x.is_cuda else None
+@peer("torch.compile max", device="cuda")
+def compiled_max(p: Problem) -> Call | None:
+    """With max-autotune, without CUDA graphs of its own: it is captured like everybody else."""
+    return _compile(p, "max-autotune-no-cudagraphs")
 
 
-PEERS: dict[str, Callable[[Problem], Callable[[], Result] | None]] = {
-    "torch eager": eager,
-    "F.rms_norm": f_rms_norm,
-    "torch.compile": compiled,
-    "torch.compile max": compiled_max,
-}
+# --- libraries ------------------------------------------------------------------------------------------------------
+
+
+@peer("Liger-Kernel", "liger_kernel", "cuda")
+def liger(p: Problem) -> Call | None:
+    """Liger's RMSNorm, Llama's casts."""
+    if p.op != "rms_norm":
+        return None
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    x, gamma, eps = p.arguments
+    return lambda: liger_rms_norm(x, gamma, eps)
+
+
+@peer("FlashInfer", "flashinfer", "cuda")
+def flashinfer(p: Problem) -> Call | None:
+    """FlashInfer's rmsnorm into a tensor made beforehand."""
+    if p.op != "rms_norm":
+        return None
+    from flashinfer.norm import rmsnorm
+
+    x, gamma, eps = p.arguments
+    out = torch.empty_like(x)
+    return lambda: rmsnorm(x, gamma, eps, out=out)
+
+
+@peer("vLLM", "vllm", "cuda")
+def vllm(p: Problem) -> Call | None:
+    """vLLM's norm, and its norm with a dynamic scale a token."""
+    if p.op not in ("rms_norm", "rms_norm_fused_fp8"):
+        return None
+    from vllm import _custom_ops as ops
+
+    x, gamma, eps = p.arguments
+    if p.op == "rms_norm_fused_fp8":
+        return lambda: ops.rms_norm_dynamic_per_token_quant(x, gamma, eps, torch.float8_e4m3fn)
+    out = torch.empty_like(x)
+    return lambda: ops.rms_norm(out, x, gamma, eps)
+
+
+@peer("quack", "quack", "cuda")
+def quack(p: Problem) -> Call | None:
+    """Quack's rmsnorm."""
+    if p.op != "rms_norm":
+        return None
+    from quack import rmsnorm
+
+    x, gamma, eps = p.arguments
+    return lambda: rmsnorm(x, gamma, eps=eps)
+
+
+@peer("transformers", "transformers")
+def transformers(p: Problem) -> Call | None:
+    """transformers' own modules: Llama's norm, and MiniMax-M2's norms of q and k one after the other."""
+    if p.op == "rms_norm":
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        x, gamma, eps = p.arguments
+        norm = _module(LlamaRMSNorm, gamma, eps)
+        return lambda: norm(x)
+    if p.op == "qk_rms_norm":
+        from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2RMSNorm
+
+        q, k, *gammas = p.arguments
+        of_q, of_k = (_module(MiniMaxM2RMSNorm, gamma.to(q.dtype), 1e-6) for gamma in gammas)
+        return lambda: (of_q(q), of_k(k))
+    return None
+
+
+def _module(cls: Any, gamma: Tensor, eps: float) -> Any:
+    module = cls(gamma.shape[0], eps)
+    module.weight = torch.nn.Parameter(gamma, requires_grad=False)
+    return module.eval()
+
+
+def contenders(problems: Iterable[Problem], found: Peer) -> list[Call]:
+    """A peer's calls on all sets of inputs; none if it does not do this work."""
+    calls = [found.make(p) for p in problems]
+    return [call for call in calls if call is not None]

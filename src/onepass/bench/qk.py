@@ -1,9 +1,9 @@
-"""The QK-RMSNorm ops on a GPU beside torch eager and torch.compile; the fused call beside its two halves."""
+"""The QK-RMSNorm ops, of bfloat16 rows and float32 weights, as the models have them; the fused call beside its two halves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,109 +11,91 @@ from torch import Tensor
 import onepass
 
 from ..contract import moved_bytes
-from .gpu import COLD_BYTES
-from .timing import graph_times
+from .workload import Call, Family, Problem, Workload
 
-SHAPES = {
-    "row_mean_of_squares_qk": ((16, 6144, 1024), (4096, 6144, 1024)),
-    "apply_qk_rms_norm": ((16, 6144, 1024), (4096, 6144, 1024), (16384, 1536, 256)),
-    "qk_rms_norm": ((1, 6144, 1024), (16, 6144, 1024), (4096, 6144, 1024), (16384, 1536, 256), (4096, 4096, 4096)),
-}
 EPS = 1e-6
-Call = Callable[[], object]
-
-
-class Problem(NamedTuple):
-    """One set of inputs: bfloat16 rows, float32 weights, as the models have them; ``var`` where statistics are given."""
-
-    q: Tensor
-    k: Tensor
-    gamma_q: Tensor
-    gamma_k: Tensor
-    var: Tensor
-
-
-def means(p: Problem) -> Tensor:
-    """`onepass.row_mean_of_squares_qk` as a user would write it in torch."""
-    return torch.stack([t.float().square().mean(-1) for t in (p.q, p.k)], -1)
-
-
-def applied(p: Problem, var: Tensor) -> tuple[Tensor, Tensor]:
-    """`onepass.apply_qk_rms_norm` as a user would write it in torch."""
-    q = (p.q.float() * torch.rsqrt(var[..., :1] + EPS) * p.gamma_q).to(p.q.dtype)
-    k = (p.k.float() * torch.rsqrt(var[..., 1:] + EPS) * p.gamma_k).to(p.k.dtype)
-    return q, k
-
-
-COMPOSED: dict[str, Callable[[Problem], object]] = {
-    "row_mean_of_squares_qk": means,
-    "apply_qk_rms_norm": lambda p: applied(p, p.var),
-    "qk_rms_norm": lambda p: applied(p, means(p)),
+SUMS, MEANS, APPLY, FUSED = "row_sum_of_squares_qk", "row_mean_of_squares_qk", "apply_qk_rms_norm", "qk_rms_norm"
+_MODEL = tuple((m, 6144, 1024) for m in (1, 16, 256, 4096))
+_FEW = tuple((m, 6144, 1024) for m in (1, 64, 1024))
+SHAPES = {
+    (SUMS, "cuda"): _MODEL[1::2],
+    (MEANS, "cuda"): _MODEL,
+    (APPLY, "cuda"): (*_MODEL, (16384, 1536, 256)),
+    (FUSED, "cuda"): (*_MODEL, (16384, 1536, 256), (4096, 4096, 4096)),
+    (SUMS, "cpu"): _FEW[1:],
+    (MEANS, "cpu"): _FEW,
+    (APPLY, "cpu"): _FEW,
+    (FUSED, "cpu"): _FEW,
 }
+"""M and the columns of q and of k: MiniMax-M2, one of its four ranks, and heads in equal numbers."""
 
 
-def ours(op: str, p: Problem) -> dict[str, Call]:
-    """Our calls into tensors made beforehand: the op and, beside the fused one, its two halves."""
-    var, out = torch.empty_like(p.var), (torch.empty_like(p.q), torch.empty_like(p.k))
-    if op == "row_mean_of_squares_qk":
-        return {"onepass": lambda: onepass.row_mean_of_squares_qk(p.q, p.k, var)}
+def sums(q: Tensor, k: Tensor) -> Tensor:
+    """`onepass.row_sum_of_squares_qk` as a user would write it in torch."""
+    return torch.stack([t.float().square().sum(-1) for t in (q, k)], -1)
 
-    def second_half(given: Tensor) -> tuple[Tensor, Tensor]:
-        onepass.apply_qk_rms_norm(*out, p.gamma_q, p.gamma_k, given, p.q, p.k, EPS)
-        return out
+
+def means(q: Tensor, k: Tensor) -> Tensor:
+    """`onepass.row_mean_of_squares_qk`, likewise."""
+    return torch.stack([t.float().square().mean(-1) for t in (q, k)], -1)
+
+
+def applied(q: Tensor, k: Tensor, gamma_q: Tensor, gamma_k: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    """`onepass.apply_qk_rms_norm`, likewise."""
+    normed_q = (q.float() * torch.rsqrt(var[..., :1] + EPS) * gamma_q).to(q.dtype)
+    normed_k = (k.float() * torch.rsqrt(var[..., 1:] + EPS) * gamma_k).to(k.dtype)
+    return normed_q, normed_k
+
+
+def fused(q: Tensor, k: Tensor, gamma_q: Tensor, gamma_k: Tensor) -> tuple[Tensor, Tensor]:
+    """`onepass.qk_rms_norm`, likewise."""
+    return applied(q, k, gamma_q, gamma_k, means(q, k))
+
+
+COMPOSED: dict[str, Callable[..., object]] = {SUMS: sums, MEANS: means, APPLY: applied, FUSED: fused}
+
+
+def problem(op: str, m: int, nq: int, nk: int, device: str) -> Problem:
+    """Random inputs, and our calls into tensors made beforehand."""
+    q, k = (torch.randn(m, n, device=device, dtype=torch.bfloat16) for n in (nq, nk))
+    if op in (SUMS, MEANS):
+        function, out = getattr(onepass, op), torch.empty(m, 2, device=device)
+        return Problem(op, {"onepass": partial(function, q, k, out)}, COMPOSED[op], (q, k))
+    gamma_q, gamma_k = (torch.randn(n, device=device) for n in (nq, nk))
+    var = torch.rand(m, 2, device=device) + 0.5
+    outs = torch.empty_like(q), torch.empty_like(k)
+
+    def application() -> tuple[Tensor, Tensor]:
+        onepass.apply_qk_rms_norm(*outs, gamma_q, gamma_k, var, q, k, EPS)
+        return outs
 
     def halves() -> tuple[Tensor, Tensor]:
-        onepass.row_mean_of_squares_qk(p.q, p.k, var)
-        return second_half(var)
+        onepass.row_mean_of_squares_qk(q, k, var)
+        return application()
 
-    if op == "apply_qk_rms_norm":
-        return {"onepass": lambda: second_half(p.var)}
-    return {
-        "onepass": lambda: onepass.qk_rms_norm(p.q, p.k, p.gamma_q, p.gamma_k, EPS, out=out),
-        "statistics, then application": halves,
-    }
-
-
-def problem(m: int, nq: int, nk: int, device: str = "cuda") -> Problem:
-    """Random inputs."""
-    q, k = (torch.randn(m, n, device=device, dtype=torch.bfloat16) for n in (nq, nk))
-    gamma_q, gamma_k = (torch.randn(n, device=device) for n in (nq, nk))
-    return Problem(q, k, gamma_q, gamma_k, torch.rand(m, 2, device=device) + 0.5)
+    if op == APPLY:
+        return Problem(op, {"onepass": application}, applied, (q, k, gamma_q, gamma_k, var))
+    whole: Call = partial(onepass.qk_rms_norm, q, k, gamma_q, gamma_k, EPS, out=outs)
+    ours = {"onepass": whole, "statistics, then application": halves}
+    return Problem(op, ours, fused, (q, k, gamma_q, gamma_k))
 
 
-def moved(op: str, p: Problem) -> int:
+def moved(op: str, m: int, nq: int, nk: int) -> int:
     """Bytes an ideal kernel moves."""
-    if op == "row_mean_of_squares_qk":
-        return moved_bytes([p.q, p.k, p.var])
-    given = p.var if op == "apply_qk_rms_norm" else None
-    return moved_bytes([p.q, p.k, p.gamma_q, p.gamma_k, given, p.q, p.k])
+    q, k, var = (torch.empty(m, n, device="meta", dtype=torch.bfloat16) for n in (nq, nk, 4))
+    gammas = torch.empty(nq + nk, device="meta")
+    if op in (SUMS, MEANS):
+        return moved_bytes([q, k, var])
+    return moved_bytes([q, k, gammas, q, k, var if op == APPLY else None])
 
 
-def rows(peers: bool = True) -> Iterator[dict[str, Any]]:
-    """One result a shape [M, Nq, Nk]: bytes moved, times (two medians each) of onepass and of every peer."""
-    torch._dynamo.config.recompile_limit = 64
-    for op, shapes in SHAPES.items():
-        contenders: dict[str, Callable[[Problem], object]] = {}
-        if peers:
-            contenders["torch eager"] = COMPOSED[op]
-            for name, mode in (("torch.compile", "default"), ("torch.compile max", "max-autotune-no-cudagraphs")):
-                contenders[name] = torch.compile(COMPOSED[op], mode=mode, dynamic=False, fullgraph=True)
-        for shape in shapes:
-            size = moved(op, problem(*shape, device="meta"))
-            problems = [problem(*shape) for _ in range(max(2, min(32, -(-COLD_BYTES // size))))]
-            calls = [ours(op, p) for p in problems]
-            times = {name: graph_times([c[name] for c in calls]) for name in calls[0]}
-            for name, function in contenders.items():
-                times[name] = graph_times([_bound(function, p) for p in problems])
-            yield {
-                "op": op,
-                "shape": list(shape),
-                "dtype": "bfloat16",
-                "bytes": size,
-                "sets": len(problems),
-                "us": times,
-            }
+def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
+    """[M, Nq, Nk]."""
+    if len(shape) != 3:
+        return []
+    m, nq, nk = shape
+    make = partial(problem, op, m, nq, nk)
+    return [Workload(op, shape, moved(op, m, nq, nk), make, "read" if op in (SUMS, MEANS) else "copy")]
 
 
-def _bound(function: Callable[[Problem], object], p: Problem) -> Call:
-    return lambda: function(p)
+FAMILY = Family("qk", (SUMS, MEANS, APPLY, FUSED), SHAPES, workloads)

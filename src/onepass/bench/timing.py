@@ -1,12 +1,14 @@
 """How times are taken.
 
 On a GPU: a CUDA graph chains many calls over rotating inputs, so that launch gaps count and large inputs are cold in
-L2; the median of repeated replays, taken twice. On a CPU: the contenders take turns, round after round, and each
-reports its median, so that a slow moment of the machine hits them all.
+L2; the median of repeated replays, taken twice. On a CPU: the contenders take turns, round after round, over rotating
+inputs, so that a slow moment of the machine hits them all; the median of each half of the rounds. A measurement during
+which somebody else had the cores is taken again.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,17 +54,58 @@ def graph_times(calls: Sequence[Call], *, chain_us: float = 2000.0, replays: int
     return medians
 
 
-def host_time(call: Call, *, count: int = 2000) -> float:
-    """Microseconds the host spends on one eager call, the GPU's work overlapping; the best of five rounds."""
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count // 5):
-            call()
-        best = min(best, (time.perf_counter() - start) / (count // 5))
-    torch.cuda.synchronize()
-    return best * 1e6
+BUSY = 3.0
+"""A median this many times the quickest call says that somebody else had the cores."""
+
+
+def turns(
+    calls: Mapping[str, Sequence[Call]],
+    *,
+    seconds: float = 4.0,
+    least: int = 5,
+    most: int = 300,
+    attempts: int = 4,
+    pause: float = 3.0,
+) -> tuple[dict[str, list[float]], float]:
+    """Microseconds a call, contenders taking turns: the medians of two halves of the time, and how busy the machine was.
+
+    That is the largest ratio of a contender's median to its quickest call; while it is over `BUSY` the measurement is taken
+    again after a pause, and the quietest of all attempts is what counts.
+    """
+    for members in calls.values():
+        members[0]()  # compiles, wakes threads
+    best: tuple[dict[str, list[float]], float] = {}, math.inf
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(pause)
+        found = _turns(calls, seconds, least, most)
+        best = min(best, found, key=lambda item: item[1])
+        if best[1] <= BUSY:
+            break
+    return best
+
+
+def _turns(
+    calls: Mapping[str, Sequence[Call]], seconds: float, least: int, most: int
+) -> tuple[dict[str, list[float]], float]:
+    start = time.perf_counter()
+    for members in calls.values():
+        members[-1]()
+    rounds = max(least, min(most, int(seconds / 2 / max(time.perf_counter() - start, 1e-9))))
+    medians: dict[str, list[float]] = {name: [] for name in calls}
+    quickest = dict.fromkeys(calls, math.inf)
+    for _ in range(2):
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for i in range(rounds):
+            for name, members in calls.items():
+                call = members[i % len(members)]
+                start = time.perf_counter()
+                call()
+                samples[name].append((time.perf_counter() - start) * 1e6)
+        for name, times in samples.items():
+            medians[name].append(statistics.median(times))
+            quickest[name] = min(quickest[name], *times)
+    return medians, max(max(us) / quickest[name] for name, us in medians.items())
 
 
 def interleaved_times(calls: Mapping[str, Call], *, rounds: int = 30, inner: int = 1) -> dict[str, float]:
