@@ -233,7 +233,10 @@ def gather_mla(
         _fail(*fault, of="gather_mla")
     length = int(lengths[request])
     pages = table[request].long()[: -(-length // cache.page_size)]
-    entries = cache.blocks[pages].flatten(0, 1)[:length].float()
+    raw = (
+        cache.blocks.view(torch.uint8) if cache.blocks.dtype in FP8_FORMATS else cache.blocks
+    )  # as what torch can index
+    entries = raw[pages].flatten(0, 1)[:length].view(cache.blocks.dtype).float()
     if per_token_scale is not None:
         entries = entries * per_token_scale[pages].flatten()[:length, None]
     elif kv_scale is not None:
