@@ -3,15 +3,17 @@
 On a GPU: a CUDA graph chains many calls over rotating inputs, so that launch gaps count and large inputs are cold in
 L2; the median of repeated replays, taken twice. On a CPU: the contenders take turns, round after round, over rotating
 inputs, so that a slow moment of the machine hits them all; the median of each half of the rounds. A measurement during
-which somebody else had the cores is taken again.
+which others had the cores is taken again.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -54,8 +56,8 @@ def graph_times(calls: Sequence[Call], *, chain_us: float = 2000.0, replays: int
     return medians
 
 
-BUSY = 3.0
-"""A median this many times the quickest call says that somebody else had the cores."""
+BUSY = 0.1
+"""The share of all cores that others may have during a measurement."""
 
 
 def turns(
@@ -65,12 +67,11 @@ def turns(
     least: int = 5,
     most: int = 300,
     attempts: int = 4,
-    pause: float = 3.0,
+    pause: float = 4.0,
 ) -> tuple[dict[str, list[float]], float]:
-    """Microseconds a call, contenders taking turns: the medians of two halves of the time, and how busy the machine was.
+    """Microseconds a call, contenders taking turns: the medians of two halves of the time; and the share of cores others had.
 
-    That is the largest ratio of a contender's median to its quickest call; while it is over `BUSY` the measurement is taken
-    again after a pause, and the quietest of all attempts is what counts.
+    While that is over `BUSY` the measurement is taken again after a pause; the one with the least counts.
     """
     for members in calls.values():
         members[0]()  # compiles, wakes threads
@@ -78,22 +79,20 @@ def turns(
     for attempt in range(attempts):
         if attempt:
             time.sleep(pause)
+        before = _clocks()
         found = _turns(calls, seconds, least, most)
-        best = min(best, found, key=lambda item: item[1])
+        best = min(best, (found, others(before, _clocks())), key=lambda item: item[1])
         if best[1] <= BUSY:
             break
     return best
 
 
-def _turns(
-    calls: Mapping[str, Sequence[Call]], seconds: float, least: int, most: int
-) -> tuple[dict[str, list[float]], float]:
+def _turns(calls: Mapping[str, Sequence[Call]], seconds: float, least: int, most: int) -> dict[str, list[float]]:
     start = time.perf_counter()
     for members in calls.values():
         members[-1]()
     rounds = max(least, min(most, int(seconds / 2 / max(time.perf_counter() - start, 1e-9))))
     medians: dict[str, list[float]] = {name: [] for name in calls}
-    quickest = dict.fromkeys(calls, math.inf)
     for _ in range(2):
         samples: dict[str, list[float]] = {name: [] for name in calls}
         for i in range(rounds):
@@ -105,8 +104,24 @@ def _turns(
                 samples[name].append((time.perf_counter() - start) * 1e6)
         for name, times in samples.items():
             medians[name].append(statistics.median(times))
-            quickest[name] = min(quickest[name], *times)
-    return medians, max(max(us) / quickest[name] for name, us in medians.items())
+    return medians
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Seconds: by the wall, of all cores' work, of this process's work. Where the system does not tell, others have none."""
+    try:
+        fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+        user, nice, system, _, _, irq, softirq, steal = (int(field) for field in fields)
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        busy = time.process_time()
+    return time.perf_counter(), busy, time.process_time()
+
+
+def others(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+    """The share of all cores that other processes had between two readings; clocks tick too seldom for less than half a second."""
+    wall, busy, own = (b - a for a, b in zip(before, after, strict=True))
+    return 0.0 if wall < 0.5 else max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
 
 
 def interleaved_times(calls: Mapping[str, Call], *, rounds: int = 30, inner: int = 1) -> dict[str, float]:
