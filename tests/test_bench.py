@@ -300,6 +300,21 @@ def test_a_plan_has_every_op_once_and_by_name() -> None:
         run.Plan("cpu", ("rms_norm",), "4x4x4x4x4")
 
 
+def test_a_run_goes_on_where_another_ended() -> None:
+    """Rows that are there stay as they are, others come to them; a file of another machine is refused."""
+    first = run.run(run.Plan("cpu", ("rms_norm",), "4x64", "none", seconds=0.02))
+    kept = json.loads(json.dumps(first))
+    plan = run.Plan("cpu", ("rms_norm", qk.MEANS), "4x64,8x64,4x64x32", "eager", seconds=0.02)
+    second = run.run(plan, before=json.loads(json.dumps(first)))
+    assert [(row["op"], row["shape"]) for row in second["rows"]] == [
+        ("rms_norm", [4, 64]), ("rms_norm", [8, 64]), (qk.MEANS, [4, 64, 32]),
+    ]  # fmt: skip
+    assert second["rows"][0] == kept["rows"][0] and set(second["checks"]) == {"rms_norm", qk.MEANS}
+    assert "torch eager" in second["rows"][1]["us"] and len(plan.workloads) == 3
+    with pytest.raises(ValueError, match="are of another machine: Z80"):
+        run.run(plan, before={**kept, "machine": "Z80"})
+
+
 def test_checks_before_speed_cover_every_op_and_group() -> None:
     for op in runner.MODULES:
         cases = gate.cases(op)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write results here")
     parser.add_argument("--html", type=Path, help="write a page here")
     parser.add_argument("--baseline", type=Path, help="say what got faster or slower than in this file of results")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the file of --json has, measure what it has not"
+    )
     parser.add_argument("--note", help="words about the machine, kept with the results")
     options = parser.parse_args()
     try:
         plan = Plan(options.device, tuple(options.op), options.shapes, options.peers)
         old = results.load([options.baseline]) if options.baseline else None
+        resumed = options.resume and options.json and options.json.exists()
+        report = run(plan, _Printer(options.json), json.loads(options.json.read_text()) if resumed else None)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    report = run(plan, _Printer(options.json))
     if options.note:
         report["note"] = options.note
     for name, why in report["peers"].items():

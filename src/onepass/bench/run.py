@@ -6,7 +6,7 @@ import datetime
 import gc
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,12 @@ class Watcher:
         """An op failed a check and will not be measured."""
 
 
-def run(plan: Plan, watch: Watcher | None = None) -> dict[str, Any]:
-    """Check, measure, report."""
+def run(plan: Plan, watch: Watcher | None = None, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Check, measure, report. Rows of a report from ``before``, which was cut short or had other ops, are kept as they are."""
     watch = watch or Watcher()
+    done = [_key(row) for row in before["rows"]] if before else []
+    plan = replace(plan)
+    object.__setattr__(plan, "workloads", tuple(w for w in plan.workloads if _key(_about(w)) not in done))
     checked = list(dict.fromkeys(op for workload in plan.workloads for op in workload.checked))
     if plan.host:
         measured = [op for family in FAMILIES[:-1] for op in family.ops if op != qk.SUMS]
@@ -97,8 +100,13 @@ def run(plan: Plan, watch: Watcher | None = None) -> dict[str, Any]:
     usable = {name: peer for name, peer in plan.chosen.items() if not peer.why_not(plan.device)}
     watch.begin(len(checked) + len(plan.workloads) * (len(usable) + 2) + plan.host)
     report = describe(plan.device)
-    report["peers"] = {name: peer.why_not(plan.device) for name, peer in plan.chosen.items()}
-    report |= {"checks": {}, "refused": {}, "rows": []}
+    if before is not None:
+        different = [name for name in ("machine", "torch", "onepass", "device") if before.get(name) != report[name]]
+        if different:
+            raise ValueError(f"the results to go on with are of another {different[0]}: {before.get(different[0])}")
+        report |= before
+    report["peers"] = report.get("peers", {}) | {n: peer.why_not(plan.device) for n, peer in plan.chosen.items()}
+    report |= {"refused": {}} | {key: report.get(key, kind()) for key, kind in (("checks", dict), ("rows", list))}
     for op in checked:
         watch.step(f"checking {op}")
         results = gate.check([op], plan.device)
@@ -115,7 +123,8 @@ def _measure(plan: Plan, usable: dict[str, Peer], report: dict[str, Any], watch:
     if plan.device == "cuda":
         from . import gpu
 
-        report["ceilings"], report["clocks"] = gpu.ceilings(), {"before": gpu.clocks()}
+        if "ceilings" not in report:
+            report["ceilings"], report["clocks"] = gpu.ceilings(), {"before": gpu.clocks()}
     for workload in plan.workloads:
         if any(op in report["refused"] for op in workload.checked):
             for _ in range(len(usable) + 2):
@@ -173,16 +182,28 @@ def measure(
             of_peer, more = turns({name: members}, seconds=plan.seconds / 4, least=3)
             us, others = us | of_peer, max(others, more)
     return {
+        **_about(workload),
+        "sets": sets,
+        **({"others": others} if device == "cpu" else {}),
+        "us": us,
+    }
+
+
+def _about(workload: Workload) -> dict[str, Any]:
+    """What a row says of its workload."""
+    return {
         "op": workload.op,
         "shape": list(workload.shape),
         **workload.about,
         "dtype": "bfloat16",
         "bytes": workload.bytes,
         "stream": workload.stream,
-        "sets": sets,
-        **({"others": others} if device == "cpu" else {}),
-        "us": us,
     }
+
+
+def _key(row: dict[str, Any]) -> str:
+    """What makes two rows the same measurement."""
+    return repr([(key, row.get(key)) for key in ("op", "shape", "normed", "latent", "cache", "dtype")])
 
 
 def _of_peer(name: str, peer: Peer, problems: list[Problem], where: str, notes: dict[str, str]) -> list[Call]:
