@@ -111,7 +111,7 @@ def test_float32_generates_the_same_tokens(name: str, rounding: Any) -> None:
 
 
 def test_mla_projections_are_fused_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two launches a layer up to eight tokens, projections and norms beyond; both give the model's logits."""
+    """Two launches a layer up to sixteen tokens, projections and norms beyond; both give the model's logits."""
     calls: list[int] = []
 
     def counted(act: Tensor, *rest: Any) -> Any:
@@ -120,7 +120,7 @@ def test_mla_projections_are_fused_for_few_tokens(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("onepass.integrations.forwards.gemv_and_partial_norm", counted)
     model = small("DeepSeek-V3", torch.float32)
-    for length, launches in ((4, 4), (8, 4), (9, 0)):
+    for length, launches in ((4, 4), (16, 4), (17, 0)):
         calls.clear()
         ids = tokens(1, length)
         expected = logits(model, ids)

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import Rounding
+from ..gemv import MAX_ROWS
 from ..nn import gamma_of
 from ..ops.gemv_partial_norm import gemv_and_partial_norm
 from ..ops.mla_rope_norm import fused_rope_rmsnorm_quantization
 from ..ops.qk_norm import qk_rms_norm
 from ..ops.rms_norm import rms_norm
 
-FUSED_ROWS: Final = 8
-"""Tokens up to which projection and norm are one launch: beyond, a matmul's own kernel wins (docs/performance.md)."""
+FUSED_ROWS: Final = MAX_ROWS
+"""Tokens up to which projection and norm are one launch; up to as many as it takes that is faster (docs/performance.md)."""
 
 
 class NormCall(NamedTuple):
