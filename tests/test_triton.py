@@ -90,7 +90,9 @@ def covering_builds(chip: Chip) -> list[Build]:
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 @pytest.mark.parametrize("part", range(4))
 def test_compiles_for_other_chips(chip: Chip, part: int) -> None:
-    for build in covering_builds(chip)[part::4]:
+    """Every configuration for one of NVIDIA's other chips and one of AMD's, turn and turn about."""
+    turn = OTHER_CHIPS.index(chip) % 2
+    for build in covering_builds(chip)[2 * part + turn :: 8]:
         assert compile_build(build, chip).asm
 
 
