@@ -16,7 +16,7 @@ from ..formats import FLOAT32_MAX
 from ._mla_rope import FN_MAX, FNUZ_MAX, angles, encode, read_rope, turn, write_rope
 from ._numbers import make_scale, quotient
 from ._pdl import launch_dependents, wait
-from ._row import magnitude, normalize
+from ._row import magnitude, normalize, reciprocal_root
 from ._tree import sum_columns
 
 LARGEST = tl.constexpr(FLOAT32_MAX)
@@ -135,13 +135,6 @@ def _q_tile(
 
 
 @triton.jit
-def _reciprocal_root(v):
-    """``1/sqrt(v)``; NaN when v is not finite, 0 when it is 0, so that zero rows stay zero."""
-    rs = tl.where(v > 0.0, tl.rsqrt(v), 0.0)
-    return tl.where(v < float("inf"), rs, float("nan"))
-
-
-@triton.jit
 def _scale_of(y, a, b, rest, ROPE: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, EXACT: tl.constexpr):
     """The scale [1] of an entry: its largest magnitude becomes the largest code."""
     peak = tl.max(magnitude(y), axis=1)
@@ -233,9 +226,9 @@ def _kv_tile(
         h = latents[i].to(tl.float32)
         total = sum_columns(h * h, 1, BLOCK)
         if FULL:
-            rs = _reciprocal_root(total * (1.0 / BLOCK) + eps)
+            rs = reciprocal_root(total * (1.0 / BLOCK) + eps)
         else:
-            rs = _reciprocal_root(tl.div_rn(total, tl.full(total.shape, latent, tl.float32)) + eps)
+            rs = reciprocal_root(tl.div_rn(total, tl.full(total.shape, latent, tl.float32)) + eps)
         g = weight.to(tl.float32) + weight_offset
         y = normalize(h, rs, g, kv.dtype.element_ty, REFERENCE, EXACT)
         if SCALE == "token":

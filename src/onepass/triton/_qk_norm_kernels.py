@@ -10,18 +10,11 @@ import triton
 import triton.language as tl
 
 from ._pdl import launch_dependents, wait
-from ._row import normalize, row_start, store
+from ._row import normalize, reciprocal_root, row_start, store
 from ._tree import FOLD, sum_chunks, sum_columns, sum_eights
 
 EARLY_CHUNKS = tl.constexpr(4)
 """A row of more chunks leaves no registers for gamma, which is then read after the sum."""
-
-
-@triton.jit
-def _reciprocal_root(v):
-    """``1/sqrt(v)``; NaN when v is not finite, 0 when it is 0, so that zero rows stay zero."""
-    rs = tl.where(v > 0.0, tl.rsqrt(v), 0.0)
-    return tl.where(v < float("inf"), rs, float("nan"))
 
 
 @triton.jit
@@ -144,7 +137,7 @@ def _side(
     if STAGE == "apply":
         mean = tl.load(stats + stats_at, mask=present, other=0.0)
         if ROPE == "half":
-            rs = _reciprocal_root(mean + eps)
+            rs = reciprocal_root(mean + eps)
             launch_dependents(PDL)
             _write_halves(
                 x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, begin, n, present, STEP, HEAD, DIM, HF, EXACT
@@ -159,7 +152,7 @@ def _side(
             h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
             launch_dependents(PDL)
             g = weight.to(tl.float32) + weight_offset
-            rs = _reciprocal_root(mean + eps)
+            rs = reciprocal_root(mean + eps)
             _write(
                 x, h.to(tl.float32), g, rs, out, out_at, freqs, angles_at, begin, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
             )  # fmt: skip
@@ -176,7 +169,7 @@ def _side(
         if STAGE == "stats":
             tl.store(stats + stats_at, mean, mask=present)
         else:
-            rs = _reciprocal_root(mean + eps)
+            rs = reciprocal_root(mean + eps)
             for first in range(0, n, STEP):
                 if ROPE == "half":
                     _write_halves(
@@ -219,7 +212,7 @@ def _side(
         if STAGE == "stats":
             tl.store(stats + stats_at, mean, mask=present)
         else:
-            rs = _reciprocal_root(mean + eps)
+            rs = reciprocal_root(mean + eps)
             if ROPE == "half":
                 _write_halves(
                     x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, 0, n, present, STEP, HEAD, DIM, HF, EXACT

@@ -60,11 +60,16 @@ def load_operand(pointer, start, columns, mask, KIND: tl.constexpr):
 
 
 @triton.jit
-def reciprocal_rms(sum_of_squares, n, eps):
-    """``1/sqrt(sum/n + eps)``; NaN when that is not finite, 0 when it is 0, so that zero rows stay zero."""
-    v = tl.div_rn(sum_of_squares, tl.full(sum_of_squares.shape, n, tl.float32)) + eps
+def reciprocal_root(v):
+    """``1/sqrt(v)``; NaN when v is not finite, 0 when it is 0, so that zero rows stay zero."""
     rs = tl.where(v > 0.0, tl.rsqrt(v), 0.0)
     return tl.where(v < float("inf"), rs, float("nan"))
+
+
+@triton.jit
+def reciprocal_rms(sum_of_squares, n, eps):
+    """`reciprocal_root` of ``sum/n + eps``."""
+    return reciprocal_root(tl.div_rn(sum_of_squares, tl.full(sum_of_squares.shape, n, tl.float32)) + eps)
 
 
 @triton.jit
