@@ -111,7 +111,7 @@ def _registers(config: GemvConfig, aligned: bool) -> int:
         return min(UNALIGNED_REGISTERS, 2048 // config.warps)
     return (
         128 if config.warps == 4 and config.columns == 8 else 0
-    )  # a 134th made 4096 x 4096 two waves: 11.8 us, not 9.2
+    )  # a 134th made 4096 x 4096 two waves: 11.8 us, not 9.0
 
 
 def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> str:
