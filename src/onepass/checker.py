@@ -9,11 +9,13 @@ from __future__ import annotations
 import linecache
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
+from . import replay
 from .contract import Arg, Contract, Layout, Option, OptionType, Out, describe, short
 
 MAX_REMEMBERED: Final = 4096
@@ -309,6 +311,33 @@ def compile_prepare(
     return write.scope["prepare"], write.scope["present"]
 
 
+def _write_replay(write: _Writer, contract: Contract) -> None:
+    """On a GPU, a call that allocates its outputs and is like an earlier one: launch what that one launched.
+
+    ``like`` is all that the launch depends on: dtype, shape, strides, alignment and device of every tensor, and the options.
+    Lists of tensors, and tensors of indices, which are read when debugging, are not replayed.
+    """
+    args = {name: arg for name, arg in contract.args.items() if not arg.many and arg.sample != "index"}
+    absent = [f" and {f'not {n}' if a.many else f'{n} is None'}" for n, a in contract.args.items() if n not in args]
+    first, *_ = contract.args
+    write("like = None")
+    write(f"if plain and on_gpu({first}){''.join(absent)}:")
+    parts, grads = [], []
+    for name, arg in args.items():
+        facts = f"{name}.dtype, {name}.shape, {name}.stride(), {name}.data_ptr() % 16, {name}.device"
+        parts.append(f"None if {name} is None else ({facts})" if arg.optional else facts)
+        grads.append(f"({name} is not None and {name}.requires_grad)" if arg.optional else f"{name}.requires_grad")
+    write(f"    like = ({', '.join([*parts, *contract.options])},)")
+    write("    try:")
+    write("        found = replays.get(like)")
+    write("    except TypeError:")
+    write("        found = False")
+    write(f"    if found and not (is_grad_enabled() and ({' or '.join(grads)})):")
+    write(f"        return found({', '.join(args)})")
+    write("    if found is not None:")
+    write("        like = None")
+
+
 def compile_call(
     contract: Contract,
     kernel: Callable[..., None],
@@ -317,6 +346,7 @@ def compile_call(
     special: Callable[..., bool],
     dispatch: Callable[..., Any],
     memory: Callable[..., None],
+    on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda"),
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """Write and compile the eager entry: ``prepare`` and ``kernel`` in one function, with no argument passed twice.
 
@@ -346,6 +376,10 @@ def compile_call(
     write(f"plain = {' and '.join(unwritten)}")
     write(f"if watched() or not ({' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
     write(f"    return dispatch(({inputs},), given)")
+    replays = not any(arg.mutable for arg in contract.args.values())
+    replayed = ", ".join(name for name, arg in contract.args.items() if not arg.many and arg.sample != "index")
+    if replays:
+        _write_replay(write, contract)
     write(f"key = ({options}{',' if options else ''})")
     write("try:")
     write("    notes = seen.get(key)")
@@ -359,9 +393,18 @@ def compile_call(
     _write_body(write, contract, options=False)
     write("if not plain:")
     write(f"    memory(({inputs},), ({outs},))")
+    if replays:
+        write("if like is not None:")
+        write(f"    if len(replays) >= {MAX_REMEMBERED}:")
+        write("        replays.clear()")
+        write(f"    replays[like] = record(lambda: kernel(notes, {inputs}, {outs}), ({replayed},), ({outs},)) or False")
+        write(f"    return {outs},")
     write(f"kernel(notes, {inputs}, {outs})")
     write(f"return {outs},")
     write.scope.update(
+        record=replay.record,
+        replays={},
+        on_gpu=on_gpu,
         kernel=kernel,
         watched=watched,
         special=special,

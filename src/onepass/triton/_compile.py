@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .. import replay
 from ..errors import Unsupported
 from ._config import Chip
 
@@ -105,6 +106,8 @@ class Launcher:
             compiled = compile_build(build, current_chip(device))
             run = compiled.run
         self._device = device
+        self.addresses = [i for i, (_, kind) in enumerate(build.signature) if kind.startswith("*")]
+        """Places of the arguments that are addresses."""
         # Triton's own launcher object only adds scratch buffers and hooks, which these kernels do not have.
         bare = getattr(run, "launch", None)
         scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
@@ -117,6 +120,8 @@ class Launcher:
 
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
         device = self._device
+        if replay.recording is not None:
+            replay.note(self, grid, arguments)
         stream = torch._C._cuda_getCurrentRawStream(device)
         if torch._C._cuda_getDevice() == device:
             self._run(grid, 1, 1, stream, *self._fixed, *arguments)
