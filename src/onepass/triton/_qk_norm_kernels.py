@@ -85,16 +85,21 @@ def _write(
 
 
 @triton.jit
-def _load_weights(gamma, n, present, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr):
-    """All of gamma in chunks, for every row of the tile: in the layout of the rows, whatever its dtype."""
+def _load_weights(
+    gamma, n, present, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr
+):
+    """All of gamma in chunks: for every row of the tile, in the layout of the rows whatever its dtype; once where heads share it."""
     weights = ()
     for c in tl.static_range(COUNT):
         columns = c * CHUNK + tl.arange(0, CHUNK)
-        mask = present[:, None]
-        if c == COUNT - 1:
-            mask = mask & (columns < n)[None, :]
-        places = tl.broadcast_to(gamma + columns[None, :], (ROWS, CHUNK))
-        weights = weights + (tl.load(places, mask=mask, other=0.0),)
+        if HEADS:
+            weights = weights + (tl.load(gamma + columns[None, :], mask=(columns < n)[None, :], other=0.0),)
+        else:
+            mask = present[:, None]
+            if c == COUNT - 1:
+                mask = mask & (columns < n)[None, :]
+            places = tl.broadcast_to(gamma + columns[None, :], (ROWS, CHUNK))
+            weights = weights + (tl.load(places, mask=mask, other=0.0),)
     return weights
 
 
@@ -197,7 +202,7 @@ def _side(
             values = values + (tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0),)
         weights = ()
         if STAGE == "fused" and ROPE != "half" and COUNT <= EARLY_CHUNKS:
-            weights = _load_weights(gamma, n, present, ROWS, CHUNK, COUNT)
+            weights = _load_weights(gamma, n, present, ROWS, CHUNK, COUNT, HEADS)
         launch_dependents(PDL)
         if CHUNK > FOLD:
             h = values[0].to(tl.float32)
@@ -219,7 +224,7 @@ def _side(
                 )  # fmt: skip
             else:
                 if COUNT > EARLY_CHUNKS:
-                    weights = _load_weights(gamma, n, present, ROWS, CHUNK, COUNT)
+                    weights = _load_weights(gamma, n, present, ROWS, CHUNK, COUNT, HEADS)
                 for c in tl.static_range(COUNT):
                     mask = present[:, None]
                     if c == COUNT - 1:
