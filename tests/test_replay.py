@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,23 +38,40 @@ class Launcher:
 
     addresses = (0, 1, 2, 3)
 
+    broken = False
+
     def __init__(self) -> None:
         self.grids: list[int] = []
         self.launched: list[tuple[Any, ...]] = []
 
     def __call__(self, grid: int, arguments: Any) -> None:
-        if replay.recording is not None:
+        if replay.tape.on:
             replay.note(self, grid, arguments)
+        if self.broken:
+            raise RuntimeError("device lost")
         self.grids.append(grid)
         self.launched.append(tuple(arguments))
+
+    def prepare(self, grid: int, arguments: Any, places: Any) -> Any:
+        def launch(addresses: Any) -> None:
+            changed = dict(zip(places, addresses, strict=True))
+            self(grid, [changed.get(i, a) for i, a in enumerate(arguments)])
+
+        return launch
 
 
 class Op:
     """The contract with a kernel that counts how often it is asked; ``scratch`` passes an address of its own."""
 
-    def __init__(self, scratch: bool = False) -> None:
+    def __init__(
+        self,
+        scratch: bool = False,
+        source: replay.Source | None = None,
+        memory: Callable[..., None] = lambda *values: None,
+    ) -> None:
         self.asked = 0
         self.scratch = scratch
+        self.source = source
         self.launcher = Launcher()
         self.call = compile_call(
             CONTRACT,
@@ -61,7 +79,7 @@ class Op:
             watched=lambda: False,
             special=lambda *values: False,
             dispatch=lambda *values: None,
-            memory=lambda *values: None,
+            memory=memory,
             on_gpu=lambda tensor: True,
         )
 
@@ -69,7 +87,12 @@ class Op:
         self, notes: Any, x: Tensor, y: Tensor | None, places: Tensor | None, factor: float, out: Tensor, sums: Tensor
     ) -> None:
         self.asked += 1
-        mine = torch.empty(4).data_ptr() if self.scratch else None
+        mine = 0
+        if self.source is not None:
+            mine = self.source[0]()[0].data_ptr()
+            replay.mark(mine, self.source)
+        elif self.scratch:
+            mine = torch.empty(4).data_ptr()
         second = None if y is None else y.data_ptr()
         self.launcher(
             x.shape[0], [x.data_ptr(), second, out.data_ptr(), mine if self.scratch else sums.data_ptr(), factor]
@@ -116,21 +139,91 @@ def test_whatever_the_launch_depends_on_is_asked_anew(change: Any) -> None:
 
 
 def test_what_cannot_be_told_apart_is_not_replayed() -> None:
-    for op, arguments in (
-        (Op(scratch=True), (torch.randn(3, 8), torch.randn(3, 8))),
-        (Op(), (torch.randn(3, 8),) * 2),
-        (Op(), (torch.randn(3, 8), torch.randn(3, 8), torch.zeros(3, dtype=torch.int64))),
-        (Op(), (torch.empty(0, 8), torch.empty(0, 8))),
-    ):
-        for _ in range(3):
-            op(*arguments)
-        assert op.asked == 3
+    op = Op(scratch=True)
+    for _ in range(3):
+        op(torch.randn(3, 8), torch.randn(3, 8))
+    assert op.asked == 3
+
+
+def test_one_tensor_twice_is_replayed_as_one_and_not_as_two() -> None:
     op = Op()
-    same = torch.randn(3, 8)
-    op(same, same)
+    same, other = torch.randn(3, 8), torch.randn(3, 8)
+    for tensor in (same, other):
+        op(tensor, tensor)
+        assert op.launcher.launched[-1][:2] == (tensor.data_ptr(), tensor.data_ptr())
     assert op.asked == 1
-    op(torch.randn(3, 8), torch.randn(3, 8))
-    assert op.asked == 2, "one address twice says nothing about two"
+    op(same, other)
+    assert op.asked == 2 and op.launcher.launched[-1][:2] == (same.data_ptr(), other.data_ptr())
+
+
+class TestTheCallersOutputs:
+    def test_are_written_and_returned(self) -> None:
+        op = Op()
+        for asked in (1, 1):
+            x, out, sums = torch.randn(3, 8), torch.empty(3, 8), torch.empty(3, 1)
+            results = op.call(x, None, None, 1.0, out, sums)
+            assert op.asked == asked and results[0] is out and results[1] is sums
+            assert op.launcher.launched[-1] == (x.data_ptr(), None, out.data_ptr(), sums.data_ptr(), 1.0)
+
+    def test_in_place_is_another_call_than_out_of_place(self) -> None:
+        op = Op()
+        x, out, sums = torch.randn(3, 8), torch.empty(3, 8), torch.empty(3, 1)
+        op.call(x, None, None, 1.0, x, sums)
+        op.call(out, None, None, 1.0, out, sums)
+        assert op.asked == 1 and op.launcher.launched[-1][0] == op.launcher.launched[-1][2] == out.data_ptr()
+        op.call(x, None, None, 1.0, out, sums)
+        assert op.asked == 2
+
+    @pytest.mark.parametrize("shift", [-20, -16, -8, 8, 16, 20])
+    def test_overlap_is_judged_anew(self, shift: int) -> None:
+        """Rows of 3 x 8 lie apart from those 24 elements on; the judge of the first call must see any that do not."""
+        judged: list[Any] = []
+        op = Op(memory=lambda inputs, outputs: judged.append(outputs))
+        parent, sums = torch.randn(128), torch.empty(3, 1)
+        x = parent[32:56].view(3, 8)
+        op.call(x, None, None, 1.0, parent[72:96].view(3, 8), sums)
+        op.call(x, None, None, 1.0, parent[56:80].view(3, 8), sums)
+        assert len(judged) == 1
+        op.call(x, None, None, 1.0, parent[32 + shift : 56 + shift].view(3, 8), sums)
+        assert len(judged) == 2
+
+    def test_slices_of_one_parent_keep_their_distance(self) -> None:
+        op = Op()
+        sums = torch.empty(3, 1)
+        for asked, places in ((1, (0, 8)), (1, (0, 8)), (2, (0, 12)), (3, (8, 0))):
+            parent = torch.randn(3, 32)
+            x, out = (parent[:, place : place + 8] for place in places)
+            op.call(x, None, None, 1.0, out, sums)
+            assert op.asked == asked, places
+
+
+def test_marked_memory_is_asked_for_anew() -> None:
+    pieces: list[Tensor] = []
+    discarded: list[int] = []
+
+    def take() -> tuple[Tensor, int]:
+        pieces.append(torch.empty(4))
+        return pieces[-1], len(pieces)
+
+    op = Op(scratch=True, source=(take, discarded.append))
+    for _ in range(3):
+        op(torch.randn(3, 8))
+    assert op.asked == 1 and [a[3] for a in op.launcher.launched] == [p.data_ptr() for p in pieces] and len(pieces) == 3
+    op.launcher.broken = True
+    with pytest.raises(RuntimeError, match="lost"):
+        op(torch.randn(3, 8))
+    assert discarded == [4]
+
+
+def test_debugging_asks_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = Op()
+    places = torch.zeros(3, dtype=torch.int64)
+    op(torch.randn(3, 8), None, places)
+    op(torch.randn(3, 8), None, places)
+    assert op.asked == 1
+    monkeypatch.setenv("ONEPASS_DEBUG", "1")
+    op(torch.randn(3, 8), None, places)
+    assert op.asked == 2
 
 
 def test_a_remembered_call_still_refuses_gradients() -> None:
@@ -155,10 +248,10 @@ def test_a_failing_launch_is_not_remembered() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
             call(torch.randn(3, 8), None, None, 1.0, None, None)
-        assert replay.recording is None
+        assert not replay.tape.on
 
 
-def test_threads_do_not_record_each_other() -> None:
+def test_threads_record_for_themselves() -> None:
     op = Op()
     inside, done = threading.Event(), threading.Event()
 
@@ -167,16 +260,16 @@ def test_threads_do_not_record_each_other() -> None:
             inside.set()
             done.wait(10)
 
-        assert replay.record(run, [torch.randn(1)], [torch.randn(1)]) is None
+        assert replay.record(run, [torch.randn(1)], [torch.randn(1)], [0], 1) is None
 
     thread = threading.Thread(target=slow)
     thread.start()
     inside.wait(10)
-    op(torch.randn(3, 8))  # while the other records: runs, and is not remembered
+    op(torch.randn(3, 8))
     done.set()
     thread.join()
     op(torch.randn(3, 8))
-    assert op.asked == 2
+    assert op.asked == 1
 
 
 def test_the_oldest_are_forgotten() -> None:

@@ -128,7 +128,7 @@ def layout_of_sum(spec: RowSpec, n: int, aligned: bool) -> tuple[list[int], ...]
     config = row_config(n, 2, 32, work_of(spec))
     config = config if aligned else config.alone()
     text = compile_build(build_for(spec, config, 1, aligned, evidence.H200), evidence.H200).asm["ttgir"]
-    reduced = re.search(rf"}}\) : \(tensor<{config.rows}x{config.block}xf32, #(\w+)>", text)
+    reduced = re.search(rf"}}\) : \(tensor<{config.rows}x{config.chunk}xf32, #(\w+)>", text)
     assert reduced is not None
     layout = re.search(
         rf"#{reduced[1]} = #ttg.blocked<{{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]",
@@ -147,7 +147,7 @@ def test_sum_order_is_the_same_aligned_or_not(spec: RowSpec, n: int) -> None:
     assert size == [1, config.vec] and size1 == [1, 1]
     assert threads == threads1 == [1, 32]
     assert warps[1] == warps1[1] == config.alone().warps
-    assert config.vec * 32 * warps[1] <= config.block
+    assert config.vec * 32 * warps[1] <= config.chunk
 
 
 @pytest.mark.parametrize(("block", "vec", "threads"), [(256, 8, 32), (1024, 8, 64), (128, 4, 32), (64, 2, 32)])
@@ -162,12 +162,17 @@ def test_permutation_gives_each_thread_its_vector_columns(block: int, vec: int, 
         assert column[thread == t].tolist() == vectors
 
 
-def test_wide_loads_and_stores() -> None:
-    """16-byte loads; the hot kernels touch memory in nothing narrower but the scale."""
-    config = row_config(7168, 2, 32, "fp8")
+@pytest.mark.parametrize(("n", "words"), [(8192, 4), (7168, 2)])
+def test_wide_loads_and_stores(n: int, words: int) -> None:
+    """Loads of 16 bytes, 8 where that makes whole chunks; the hot kernels touch memory in nothing narrower but the scale."""
+    config = row_config(n, 2, 32, "fp8")
     ptx = compile_build(build_for(fp8_spec(), config, 1, True, evidence.H200), evidence.H200).asm["ptx"]
     accesses = set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx))
-    assert accesses == {"ld.global.v4.b32", "st.global.v2.b32", "st.global.b32"}
+    assert accesses == {
+        f"ld.global.v{words}.b32",
+        "st.global.v2.b32" if words == 4 else "st.global.b32",
+        "st.global.b32",
+    }
 
 
 def test_config_depends_on_the_row_alone() -> None:
@@ -182,15 +187,18 @@ def test_config_depends_on_the_row_alone() -> None:
 @pytest.mark.parametrize("work", ["norm", "fp8", "more", "prologue"])
 def test_configs_are_sound(n: int, itemsize: int, warp_size: int, work: Work) -> None:
     config = row_config(n, itemsize, warp_size, work)
-    assert config.long or config.block >= n
+    assert config.long or config.chunk * (config.count - 1) < n <= config.chunk * config.count
     assert (
-        config.block & (config.block - 1) == 0
+        config.chunk & (config.chunk - 1) == 0
         and config.warps in (1, 2, 4, 8, 16, 32)
         and config.warps * warp_size <= 1024
     )
-    assert config.vec * itemsize <= 16 and n % config.vec == 0
+    assert config.vec * itemsize <= 16 and n % config.vec == 0 and config.unit % config.vec == 0
+    assert config.unit == row_config(n, itemsize, warp_size, "more").unit, (
+        "what alignment is asked for before the work is known"
+    )
     alone = config.alone()
-    assert alone.rows == 1 and (config.vec == 1 or alone.vec * warp_size * alone.warps <= alone.block)
+    assert alone.rows == 1 and (config.vec == 1 or alone.vec * warp_size * alone.warps <= alone.chunk)
 
 
 class TestEvidence:

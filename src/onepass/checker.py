@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import replay
 from .contract import Arg, Contract, Layout, Option, OptionType, Out, describe, short
+from .debug import debugging
 
 MAX_REMEMBERED: Final = 4096
 """Combinations of options whose check is remembered."""
@@ -312,30 +313,36 @@ def compile_prepare(
 
 
 def _write_replay(write: _Writer, contract: Contract) -> None:
-    """On a GPU, a call that allocates its outputs and is like an earlier one: launch what that one launched.
+    """On a GPU, a call like an earlier one: launch what that one launched.
 
-    ``like`` is all that the launch depends on: dtype, shape, strides, alignment and device of every tensor, and the options.
-    Lists of tensors, and tensors of indices, which are read when debugging, are not replayed.
+    ``like`` is what the launch depends on besides the options: dtype, shape, strides, alignment and device of every tensor.
+    Calls with lists of tensors are not replayed, nor while debugging, when indices are read.
     """
-    args = {name: arg for name, arg in contract.args.items() if not arg.many and arg.sample != "index"}
-    absent = [f" and {f'not {n}' if a.many else f'{n} is None'}" for n, a in contract.args.items() if n not in args]
-    first, *_ = contract.args
-    write("like = None")
-    write(f"if plain and on_gpu({first}){''.join(absent)}:")
+    single = [name for name, arg in contract.args.items() if not arg.many]
+    optional = {name for name in single if contract.args[name].optional}
+    outs = [out.argument for out in contract.outs.values()]
+    lists = [f" and not {name}" for name, arg in contract.args.items() if arg.many]
+    indices = any(arg.sample == "index" for arg in contract.args.values())
     parts, grads = [], []
-    for name, arg in args.items():
+    for name in [*single, *outs]:
         facts = f"{name}.dtype, {name}.shape, {name}.stride(), {name}.data_ptr() % 16, {name}.device"
-        parts.append(f"None if {name} is None else ({facts})" if arg.optional else facts)
-        grads.append(f"({name} is not None and {name}.requires_grad)" if arg.optional else f"{name}.requires_grad")
-    write(f"    like = ({', '.join([*parts, *contract.options])},)")
-    write("    try:")
+        absent = name in optional or name in outs
+        parts.append(f"None if {name} is None else ({facts})" if absent else facts)
+        grads.append(f"({name} is not None and {name}.requires_grad)" if absent else f"{name}.requires_grad")
+    condition = f"switch.on and on_gpu({single[0]}){''.join(lists)}{' and not debugging()' if indices else ''}"
+    write("like = found = None")
+    write("try:")
+    write(f"    if {condition}:")
+    write(f"        like = ({', '.join(parts)},)")
     write("        found = replays.get(like)")
-    write("    except TypeError:")
-    write("        found = False")
+    write("except AttributeError:  # not a tensor: the checks will say so")
+    write("    like = None")
+    write("if found is not None:")
+    write("    like = None")
     write(f"    if found and not (is_grad_enabled() and ({' or '.join(grads)})):")
-    write(f"        return found({', '.join(args)})")
-    write("    if found is not None:")
-    write("        like = None")
+    write(f"        done = found({', '.join([*single, *outs])})")
+    write("        if done is not None:")
+    write("            return done")
 
 
 def compile_call(
@@ -376,34 +383,37 @@ def compile_call(
     write(f"plain = {' and '.join(unwritten)}")
     write(f"if watched() or not ({' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
     write(f"    return dispatch(({inputs},), given)")
-    replays = not any(arg.mutable for arg in contract.args.values())
-    replayed = ", ".join(name for name, arg in contract.args.items() if not arg.many and arg.sample != "index")
-    if replays:
-        _write_replay(write, contract)
     write(f"key = ({options}{',' if options else ''})")
     write("try:")
-    write("    notes = seen.get(key)")
+    write("    known = seen.get(key)")
     write("except TypeError:")
-    write("    notes = None")
-    write("if notes is None:")
+    write("    known = None")
+    write("if known is None:")
     write(f"    check_options({options})")
     write(f"    if len(seen) >= {MAX_REMEMBERED}:")
     write("        seen.clear()")
-    write("    notes = seen[key] = {}")
+    write("    known = seen[key] = ({}, {})")
+    write("notes, replays = known")
+    _write_replay(write, contract)
     _write_body(write, contract, options=False)
     write("if not plain:")
     write(f"    memory(({inputs},), ({outs},))")
-    if replays:
-        write("if like is not None:")
-        write(f"    if len(replays) >= {MAX_REMEMBERED}:")
-        write("        replays.clear()")
-        write(f"    replays[like] = record(lambda: kernel(notes, {inputs}, {outs}), ({replayed},), ({outs},)) or False")
-        write(f"    return {outs},")
+    single = [name for name, arg in contract.args.items() if not arg.many]
+    written = [i for i, name in enumerate(single) if contract.args[name].mutable]
+    written += range(len(single), len(single) + len(contract.outs))
+    write("if like is not None:")
+    write(f"    if len(replays) >= {MAX_REMEMBERED}:")
+    write("        replays.clear()")
+    before, after = f"({', '.join(single)}, *given)", f"({', '.join(single)}, {outs})"
+    run = f"lambda: kernel(notes, {inputs}, {outs})"
+    write(f"    replays[like] = record({run}, {before}, {after}, {written}, {len(contract.outs)}) or False")
+    write(f"    return {outs},")
     write(f"kernel(notes, {inputs}, {outs})")
     write(f"return {outs},")
     write.scope.update(
         record=replay.record,
-        replays={},
+        switch=replay.switch,
+        debugging=debugging,
         on_gpu=on_gpu,
         kernel=kernel,
         watched=watched,

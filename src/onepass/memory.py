@@ -30,7 +30,7 @@ def lie_apart(values: Sequence[object]) -> bool:
         elif 0 in value.stride():
             return False
         else:
-            spans.append(_extent(value))
+            spans.append(extent(value))
     spans.sort()
     end = 0
     for start, stop in spans:
@@ -46,9 +46,9 @@ def check_outputs(op: str, inputs: Sequence[tuple[str, Tensor]], outputs: Sequen
     An output may be an input itself (same memory, dtype, shape and strides): kernels read an element before they
     write it.
     """
-    taken = [(*_extent(t), False, name, t) for name, t in inputs]
+    taken = [(*extent(t), False, name, t) for name, t in inputs]
     for name, out in outputs:
-        start, end = _extent(out)
+        start, end = extent(out)
         if not out.is_contiguous() and any(s == 0 and n > 1 for n, s in zip(out.shape, out.stride(), strict=True)):
             raise ContractError(f"{op}: `{name}` must not overlap itself, got strides {list(out.stride())}")
         for other_start, other_end, written, other_name, other in taken:
@@ -63,7 +63,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
 
 
-def _extent(t: Tensor) -> tuple[int, int]:
+def extent(t: Tensor) -> tuple[int, int]:
     """First address and the one after the last; equal when there are no elements."""
     start = t.data_ptr()
     if t.is_contiguous() or not t.numel():

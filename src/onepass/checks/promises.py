@@ -18,7 +18,7 @@ from .qk_promises import qk_promises
 Promise = Callable[[], str | None]
 """Keeps it (None) or says how it is broken."""
 
-LENGTHS = (64, 127, 128, 512, 1000, 1408, 4096, 7168, 16384, 20000)
+LENGTHS = (64, 127, 128, 512, 1000, 1408, 4096, 5000, 7168, 16384, 20000)
 
 
 def promises(device: str) -> Iterator[tuple[str, Promise]]:

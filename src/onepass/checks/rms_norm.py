@@ -33,7 +33,8 @@ LENGTHS = {
     "odd": (1025, 4097, 7919),
     "wide": (12288, 16384, 16385, 20000, 131072),
 }
-"""short: several rows a program; model: hidden sizes; odd: no vector divides them; wide: many warps, then block by block."""
+"""short: several rows a program; model: hidden sizes, many in several chunks; odd: no vector divides them; wide: more chunks, then
+rows that are walked."""
 
 _LAYOUTS: tuple[Layout, ...] = ("sliced", "misaligned", "expanded", "transposed")
 
@@ -62,6 +63,12 @@ def _rms_norm_cases() -> Iterator[Case]:
         yield Case(op, "values", (9,), 384, x, values="special")
         yield Case(op, "values", (9,), 384, x, residual=x, values="special", options={"rounding": "hf"})
     yield Case(op, "values", (9,), 20000, values="special")
+    for x in FLOATS:
+        yield Case(op, "chunks", (3,), 3072, x, residual=x, options={"rounding": "hf"})
+        yield Case(op, "chunks", (3,), 5000, x, F32, residual=F32)
+    for layout in ("misaligned", "transposed"):
+        yield Case(op, "chunks", (3, 4), 5000, layout=layout)
+    yield Case(op, "chunks", (9,), 3072, values="special")
     yield Case(op, "large", (1024,), 8192)
     yield Case(op, "large", (2048,), 4096, residual=BF16)
 
@@ -130,6 +137,14 @@ def _fp8_cases() -> Iterator[Case]:
                 values="pattern",
                 options={"eps": 1e-5, "weight_offset": offset, "scale_ub": 448.0},
             )
+    for x in FLOATS:
+        yield Case(op, "chunks", (3,), 3072, x, F32, options={"rounding": "hf"})
+    yield Case(op, "chunks", (9,), 5000, values="special")
+    yield Case(op, "chunks", (3, 4), 5000, layout="misaligned")
+    yield Case(op, "chunks", (4,), 3072, options={"static_scale": True})
+    yield Case(op, "chunks", (4,), 9216, options={"group_size": 128})
+    three, gate = ("full", "column", "row"), {"prologue": soft_cap_gate}
+    yield Case(op, "chunks", (4,), 5000, operands=three, residual=BF16, options=gate)
     yield Case(op, "large", (1024,), 8192)
     yield Case(op, "large", (2048,), 7168)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import replay
+
 _families: list[Launch] = []
 
 
@@ -34,12 +36,14 @@ class Launch:
 def launching_with(choose: Callable[[str], Callable[..., None]]) -> Iterator[None]:
     """Hand every launch of a family to ``choose(family)`` instead of a backend: the interpreter's, a recorder's, a stub."""
     saved = [(launch, dict(launch._found)) for launch in _families]
+    replay.switch.on = False
     for launch, _ in saved:
         chosen = choose(launch.family)
         launch._found.update(cpu=chosen, cuda=chosen)
     try:
         yield
     finally:
+        replay.switch.on = True
         for launch, found in saved:
             launch._found.clear()
             launch._found.update(found)

@@ -15,11 +15,13 @@ launches, where the norm reads y after it was rounded to act's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from .. import replay
 from ..contract import Arg, Contract, Option, Out, Rule
 from ..formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
 from ..gemv import MAX_ROWS, MAX_SEGMENTS, GemvSpec, WeightScale, gemv_spec, tiles
@@ -185,7 +187,11 @@ def _run(
         return
     widths = tuple([g.shape[0] for g in gammas])
     room = sum([w + 15 & -16 for w in widths])
-    y = torch.empty(m, room, dtype=torch.float32, device=act.device) if room else None
+    y = None
+    if room:
+        workspace = partial(torch.empty, m, room, dtype=torch.float32, device=act.device)
+        y = workspace()
+        replay.mark(y.data_ptr(), (lambda: (workspace(), None), lambda key: None))
     _launch.on(act)(
         spec, weight.shape[0], k, widths, act, weight, weight_scale, gammas, y, normed, scale, unnormed, counter, trace,
         units, max(eps, SMALLEST_EPS),

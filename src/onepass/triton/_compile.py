@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from .. import replay
 from ..errors import Unsupported
 from ._config import Chip
+from ._direct import Prepared, direct
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -117,10 +118,28 @@ class Launcher:
             self._run = bare
             fixed += (run.launch_cooperative_grid, run.launch_pdl, None, None)
         self._fixed = (*fixed, compiled.packed_metadata, None, None, None)
+        self._runtime = [i for i, (_, kind) in enumerate(build.signature) if kind != "constexpr"]
+        kinds = [build.signature[i][1] for i in self._runtime]
+        self._direct = None if scratch else direct(compiled, kinds, build.warps, build.pdl, device)
+
+    def prepare(self, grid: int, arguments: Sequence[Any], places: Sequence[int]) -> Prepared:
+        """``launch(addresses)``: the same launch with the arguments at ``places`` replaced by ``addresses``."""
+        if self._direct is not None:
+            slots = [self._runtime.index(place) for place in places]
+            return self._direct.prepare(grid, [arguments[i] for i in self._runtime], slots)
+        template = list(arguments)
+
+        def launch(addresses: Sequence[int]) -> None:
+            arguments = template.copy()
+            for place, address in zip(places, addresses, strict=True):
+                arguments[place] = address
+            self(grid, arguments)
+
+        return launch
 
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
         device = self._device
-        if replay.recording is not None:
+        if replay.tape.on:
             replay.note(self, grid, arguments)
         stream = torch._C._cuda_getCurrentRawStream(device)
         if torch._C._cuda_getDevice() == device:

@@ -39,20 +39,29 @@ INTERPRETER: Final = Chip("interpreter", 0, 32)
 
 @dataclass(frozen=True)
 class RowConfig:
-    """``rows`` x ``block`` tiles, ``vec`` columns a thread at a time; ``long`` rows are walked block by block.
+    """``rows`` rows a program, in ``count`` tiles of ``chunk`` columns; ``long`` rows are walked tile by tile.
 
-    ``registers`` caps what a thread may use, for more programs on a multiprocessor; 0 leaves it to the compiler.
+    ``vec`` columns of a tile lie in one thread side by side; rows begin at multiples of ``unit`` columns. ``registers``
+    caps what a thread may use, for more programs on a multiprocessor; 0 leaves it to the compiler.
     """
 
-    block: int
+    chunk: int
+    count: int
     rows: int
     warps: int
+    unit: int
     vec: int
     long: bool
     registers: int = 0
 
     row_warps: int = 0
     """Warps that a row of a shared tile spreads over; 0: all of them."""
+
+    whole: bool = False
+    """Whether a row is all of its tiles, and nothing is masked."""
+
+    early_gamma: bool = True
+    """Whether gamma is requested with the row, or once the row has come: then the two need not be held side by side."""
 
     def alone(self) -> "RowConfig":
         """The same row in a tile of its own, where loads are scalar: as many warps as it has in the shared tile."""
@@ -63,17 +72,22 @@ Work = Literal["norm", "fp8", "more", "prologue"]
 """What a row kernel does: store the norm of a 16-bit row, quantize one to fp8 with one scale, more than that, or a user's
 function besides."""
 
-_MEASURED: Final[dict[Work, dict[int, tuple[int, int]]]] = {
-    "norm": {4096: (8, 0), 8192: (8, 0), 16384: (16, 0)},
-    "fp8": {4096: (4, 0), 8192: (4, 80), 16384: (16, 0)},
-    "more": {8192: (8, 128)},
-    "prologue": {8192: (8, 128)},
+_MEASURED: Final[dict[Work, dict[int, int]]] = {
+    "norm": {4096: 8, 8192: 8, 16384: 8},
+    "fp8": {4096: 4, 8192: 8, 16384: 4},
 }
-"""(warps, registers) by block; H200, bfloat16, us, from benchmarks/h200/tuning, file in brackets. Norm: 16384 x 4096 65.7 (4
-warps: 66.7) [4], 4096 x 7168 29.5 (4: 29.5) [4], 8192 x 16384 130.1 (8: 130.3) [3]. fp8: 16384 x 4096 47.9 (8: 53.1) [2],
-16384 x 7168 83.1 with 80 registers (85.9 without) [4], with 8 warps 90.7 at best [3], 8192 x 16384 101.9 (8: 103.6) [3].
-More: left to itself the assembler takes 80 registers for 8192 columns and spills; a cap of 128 makes it take 92 and
-spill nothing. A prologue likewise."""
+"""Warps by the power of two above the row's length; H200, bfloat16, us, from benchmarks/h200/tuning/26-rows-in-chunks.json.
+Norm: 16384 x 4096 64.9 (4 warps: LATER)."""
+MOST_HELD: Final = 64
+"""Columns of a row in one thread up to which gamma is held beside them. 8192 x 16384 to fp8 with 128 columns a thread: gamma
+early LATER, late 97.0."""
+
+
+def _whole_chunks(n: int, widest: int, vec: int) -> tuple[int, int]:
+    """Columns of a chunk and of a thread in it: half as many where rows then are whole chunks, and none is masked."""
+    if vec > 1 and n % widest == widest // 2:
+        return widest // 2, vec // 2
+    return widest, vec
 
 
 @cache
@@ -84,22 +98,26 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
     column, so there a warp takes 1024 columns. Rows walked in blocks want many warps and few columns a thread: 2048 x
     40000 took 90 us to the norm (8 warps: 125) and 89 to fp8 (132), 64 x 131072 to fp8 20 (42) [6].
     """
-    long = n > MAX_BLOCK
-    rows, registers = 1, 0
-    if long:
-        block, warps = (8192, 32) if work == "norm" or n > 65536 else (4096, 16)
+    full = 16 // itemsize
+    block = max(warp_size, 1 << (n - 1).bit_length())
+    if n > MAX_BLOCK:
+        chunk, warps = (8192, 32) if work == "norm" or n > 65536 else (4096, 16)
         warps = min(warps, MAX_THREADS // warp_size)
-        registers = 128 if work == "prologue" and warps <= 16 else 0
-    else:
-        block = max(warp_size, 1 << (n - 1).bit_length())
-        warps, registers = _MEASURED[work].get(block, (max(4, block // 1024), 0))
+        vec = 1 if n % full else full
+        registers = 128 if work == "prologue" and warps <= 16 and vec > 1 else 0
+        return RowConfig(chunk, 0, 1, warps, vec, vec, True, registers, warps)
     if block <= SHARED_TILE:
-        rows, warps = SHARED_TILE // block, 2
-    vec = max(1, min(16 // itemsize, block // (warp_size * (1 if rows > 1 else warps))))
-    if n % vec:
-        vec, registers = 1, 0
-    spread = min(warps, max(1, block // (warp_size * vec)))
-    return RowConfig(block, rows, warps, vec, long, registers, spread)
+        vec = max(1, min(full, block // warp_size))
+        vec = 1 if n % vec else vec
+        spread = min(2, max(1, block // (warp_size * vec)))
+        return RowConfig(block, 1, SHARED_TILE // block, 2, vec, vec, False, 0, spread)
+    warps = _MEASURED.get(work, {}).get(block, max(4, block // 1024))
+    unit = 1 if n % full else full
+    chunk, vec = _whole_chunks(n, warp_size * warps * full, unit)
+    count = -(-n // chunk)
+    held = count * chunk // (warp_size * warps)
+    whole = n % chunk == 0 and work != "prologue"
+    return RowConfig(chunk, count, 1, warps, unit, vec, False, 0, warps, whole, held <= MOST_HELD)
 
 
 QK_TILE: Final = 4096

@@ -16,6 +16,8 @@ POOL: Final = 4096
 
 _streams: dict[tuple[int, int], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}
+_kept: list[Tensor] = []
+"""Whole pools: a graph may be replayed long after the last counter of its pool was taken."""
 
 
 def take(device: int) -> tuple[Tensor, tuple[int, int] | None]:
@@ -25,7 +27,8 @@ def take(device: int) -> tuple[Tensor, tuple[int, int] | None]:
         # with nothing prepared the zeroing becomes part of the graph
         return (pool.pop() if pool else torch.zeros(MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}")), None
     if not _pools.get(device):
-        _pools[device] = list(torch.zeros(POOL, MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}").unbind())
+        _kept.append(torch.zeros(POOL, MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}"))
+        _pools[device] = list(_kept[-1].unbind())
     key = (device, torch._C._cuda_getCurrentRawStream(device))
     found = _streams.get(key)
     if found is None:

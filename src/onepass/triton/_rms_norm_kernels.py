@@ -1,4 +1,4 @@
-"""RMSNorm kernels: a row held in registers, or walked in blocks where it is too long.
+"""RMSNorm kernels: a row held in registers, chunk by chunk, or walked in chunks where it is too long.
 
 Both do, for each row: load -> prologue -> residual -> sum of squares -> gamma -> store and/or quantize, reading every
 element before its place is written, so outputs may be the inputs.
@@ -7,9 +7,39 @@ element before its place is written, so outputs may be the inputs.
 import triton
 import triton.language as tl
 
-from ._numbers import convert, encode_fp8, make_scale, quotient, store_scale
+from ._numbers import cast, encode_fp8, make_scale, quotient, store_scale
 from ._pdl import launch_dependents, wait
-from ._row import column_order, magnitude, normalize, reciprocal_rms, row_start, store, sum_and_peak, tile_columns
+from ._row import (
+    chunk_mask,
+    column_order,
+    magnitude,
+    normalize,
+    reciprocal_rms,
+    row_start,
+    store,
+    sum_and_peak,
+    tile_columns,
+)
+
+
+@triton.jit
+def _combine(
+    v, r, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask,
+    PROLOGUE: tl.constexpr, RESIDUAL: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """``prologue(v, ...) + r``, zero outside the mask: in float32, or as it was loaded or rounded."""
+    if PROLOGUE is not None:
+        h = tl.where(mask, PROLOGUE(v.to(tl.float32), p0, at0, p1, at1, p2, at2, p3, at3, columns, mask), 0.0)
+        if RESIDUAL:
+            h += r.to(tl.float32)
+    elif RESIDUAL:
+        h = v.to(tl.float32) + r.to(tl.float32)
+    else:
+        h = v
+    if RESIDUAL and HF:
+        return cast(h, r.dtype, EXACT)
+    else:
+        return h
 
 
 @triton.jit
@@ -18,15 +48,78 @@ def _load_h(
     PROLOGUE: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """``prologue(x, ...) + residual`` in float32, zero outside the mask."""
-    h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
-    if PROLOGUE is not None:
-        h = tl.where(mask, PROLOGUE(h, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask), 0.0)
+    v = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
+    r = None
     if residual is not None:
         r = tl.load(residual + r_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
-        h += r.to(tl.float32)
-        if HF:
-            h = convert(h, residual.dtype.element_ty, EXACT)
-    return h
+    h = _combine(
+        v, r, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, residual is not None, HF, EXACT
+    )  # fmt: skip
+    return h.to(tl.float32)
+
+
+@triton.jit
+def _load_chunks(
+    pointer, start, place, n, present, CHUNK: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr
+):
+    """The chunks of a tile of rows, as they lie."""
+    chunks = ()
+    for c in tl.static_range(COUNT):
+        columns = c * CHUNK + place
+        places = pointer + start[:, None] + columns[None, :]
+        if ROWS == 1 and (WHOLE or c < COUNT - 1):
+            chunks = chunks + (tl.load(places),)
+        else:
+            chunks = chunks + (tl.load(places, mask=chunk_mask(columns, n, present, c == COUNT - 1), other=0.0),)
+    return chunks
+
+
+@triton.jit
+def _load_weights(gamma, place, n, CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    chunks = ()
+    for c in tl.static_range(COUNT):
+        columns = c * CHUNK + place
+        if c == COUNT - 1 and not WHOLE:
+            chunks = chunks + (tl.load(gamma + columns[None, :], mask=(columns < n)[None, :], other=0.0),)
+        else:
+            chunks = chunks + (tl.load(gamma + columns[None, :]),)
+    return chunks
+
+
+@triton.jit
+def _sum_of_squares(chunks, COUNT: tl.constexpr):
+    """What each place of a chunk adds up to, in float32."""
+    h = chunks[0].to(tl.float32)
+    squares = h * h
+    for c in tl.static_range(1, COUNT):
+        h = chunks[c].to(tl.float32)
+        squares += h * h
+    return squares
+
+
+@triton.jit
+def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr):
+    """The largest ``|h * g|`` of each place of a chunk, as integers."""
+    peaks = magnitude(chunks[0].to(tl.float32) * (weights[0].to(tl.float32) + weight_offset))
+    for c in tl.static_range(1, COUNT):
+        peaks = tl.maximum(
+            peaks, magnitude(chunks[c].to(tl.float32) * (weights[c].to(tl.float32) + weight_offset))
+        )  # fmt: skip
+    return peaks
+
+
+@triton.jit
+def _normed_peaks(
+    chunks, weights, weight_offset, rs, DTYPE: tl.constexpr, COUNT: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr
+):
+    """The largest of each place after the norm."""
+    peaks = magnitude(
+        normalize(chunks[0].to(tl.float32), rs, weights[0].to(tl.float32) + weight_offset, DTYPE, HF, EXACT)
+    )
+    for c in tl.static_range(1, COUNT):
+        y = normalize(chunks[c].to(tl.float32), rs, weights[c].to(tl.float32) + weight_offset, DTYPE, HF, EXACT)
+        peaks = tl.maximum(peaks, magnitude(y))
+    return peaks
 
 
 @triton.jit
@@ -60,11 +153,16 @@ def _store_groups(
     """Quantize a tile (columns ``first`` onwards) by groups of GROUP columns; store codes and scales."""
     grouped = tl.reshape(column_order(values, ROWS, BLOCK, VEC, ALIGNED, THREADS), (ROWS, BLOCK // GROUP, GROUP))
     amax = tl.max(magnitude(grouped), axis=2).to(tl.float32, bitcast=True)  # [ROWS, BLOCK // GROUP]
-    if HF:
-        numerator = tl.where(rs == rs, 1.0, rs)[:, None] + tl.zeros_like(amax)
+    # the row's factor in the layout of amax, where a thread has one group at a time and divides once for it, not for all
+    if ROWS == 1:
+        factor = tl.zeros_like(amax) + tl.sum(rs, axis=0)
     else:
-        amax *= rs[:, None]
-        numerator = rs[:, None] + tl.zeros_like(amax)
+        factor = tl.max(tl.zeros_like(grouped) + rs[:, None, None], axis=2)
+    if HF:
+        numerator = tl.where(factor == factor, 1.0, factor)
+    else:
+        amax *= factor
+        numerator = factor
     s = make_scale(amax, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, EXACT)
     group = first // GROUP + tl.arange(0, BLOCK // GROUP)
     inside = present[:, None] & (group < n // GROUP)[None, :]
@@ -85,57 +183,84 @@ def _rms_norm_row_kernel(
     PROLOGUE: tl.constexpr, HF: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
-    EARLY_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows of up to BLOCK columns, each read once and held in registers; one tile of rows a program."""
+    """Rows of up to COUNT chunks, each read once and held in registers; one tile of rows a program."""
     if rows <= EARLY_ROWS:
         launch_dependents(PDL)
-    columns = tile_columns(BLOCK, VEC, ALIGNED, THREADS)
-    inside = (columns < n)[None, :]
+    place = tile_columns(CHUNK, VEC, ALIGNED, THREADS)
     row = (tl.zeros((ROWS,), tl.int64) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     present = row < rows
-    mask = inside & present[:, None]
+    at0 = row_start(row, n1, n2, p00, p01, p02, LEVELS)
+    at1 = row_start(row, n1, n2, p10, p11, p12, LEVELS)
+    at2 = row_start(row, n1, n2, p20, p21, p22, LEVELS)
+    at3 = row_start(row, n1, n2, p30, p31, p32, LEVELS)
     wait(PDL)
-    weight = tl.load(gamma + columns[None, :], mask=inside, other=0.0)
-    h = _load_h(
-        x, row_start(row, n1, n2, x0, x1, x2, LEVELS), residual, row_start(row, n1, n2, r0, r1, r2, LEVELS),
-        p0, row_start(row, n1, n2, p00, p01, p02, LEVELS), p1, row_start(row, n1, n2, p10, p11, p12, LEVELS),
-        p2, row_start(row, n1, n2, p20, p21, p22, LEVELS), p3, row_start(row, n1, n2, p30, p31, p32, LEVELS),
-        columns, mask, PROLOGUE, HF, EXACT, "",
-    )  # fmt: skip
+    weights = ()
+    if EARLY_GAMMA:
+        weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
+    held = _load_chunks(x, row_start(row, n1, n2, x0, x1, x2, LEVELS), place, n, present, CHUNK, COUNT, ROWS, WHOLE)
+    if residual is not None or PROLOGUE is not None:
+        added = held
+        if residual is not None:
+            added = _load_chunks(
+                residual, row_start(row, n1, n2, r0, r1, r2, LEVELS), place, n, present, CHUNK, COUNT, ROWS, WHOLE
+            )  # fmt: skip
+        sums = ()
+        for c in tl.static_range(COUNT):
+            columns = c * CHUNK + place
+            h = _combine(
+                held[c], added[c], p0, at0, p1, at1, p2, at2, p3, at3, columns,
+                chunk_mask(columns, n, present, c == COUNT - 1), PROLOGUE, residual is not None, HF, EXACT,
+            )  # fmt: skip
+            sums = sums + (h,)
+        held = sums
     launch_dependents(PDL)
-    g = weight.to(tl.float32) + weight_offset
+    squares = _sum_of_squares(held, COUNT)
+    if not EARLY_GAMMA:
+        weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
     if codes is not None and SCALE == "row" and not HF:
-        total, peak = sum_and_peak(h * h, magnitude(h * g), EXACT)
+        total, peak = sum_and_peak(squares, _peaks(held, weights, weight_offset, COUNT), EXACT)
     else:
-        total = tl.sum(h * h, axis=1)
+        total = tl.sum(squares, axis=1)
     rs = reciprocal_rms(total, n, eps)
-    if new_residual is not None:
-        store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)
-    if norm is not None:
-        y = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
-        store(norm, row_start(row, n1, n2, y0, y1, y2, LEVELS), columns, mask, y, EXACT)
-    if codes is not None:
-        if HF:
-            v = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
+    codes_at = row_start(row, n1, n2, c0, c1, c2, LEVELS)
+    scale_at = row_start(row, n1, n2, s0, s1, s2, LEVELS)
+    if codes is not None and SCALE != "group":
+        if SCALE == "row" and HF:
+            peak = tl.max(_normed_peaks(held, weights, weight_offset, rs, x.dtype.element_ty, COUNT, HF, EXACT), axis=1)
+        elif SCALE == "static":
+            peak = tl.zeros((ROWS,), tl.int32)
+        k = _row_factor(
+            peak, rs, bound, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, HF, EXACT
+        )  # fmt: skip
+    for c in tl.static_range(COUNT):
+        columns = c * CHUNK + place
+        if ROWS == 1 and (WHOLE or c < COUNT - 1):
+            mask = None
         else:
-            v = h * g
-        codes_at = row_start(row, n1, n2, c0, c1, c2, LEVELS)
-        scale_at = row_start(row, n1, n2, s0, s1, s2, LEVELS)
-        if SCALE == "group":
-            _store_groups(
-                v, rs, bound, codes, codes_at, scale, scale_at, sg, 0, n, present, ROWS, BLOCK, VEC, ALIGNED, THREADS,
-                GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, HF, EXACT,
-            )  # fmt: skip
-        else:
-            if SCALE == "static" or HF:
-                peak = tl.max(magnitude(v), axis=1)
-            k = _row_factor(
-                peak, rs, bound, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, HF, EXACT
-            )  # fmt: skip
-            q = encode_fp8(v * k[:, None], FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
-            tl.store(codes + codes_at[:, None] + columns[None, :], q, mask=mask)
+            mask = chunk_mask(columns, n, present, c == COUNT - 1)
+        h = held[c].to(tl.float32)
+        g = weights[c].to(tl.float32) + weight_offset
+        if new_residual is not None:
+            store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)
+        if norm is not None:
+            y = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
+            store(norm, row_start(row, n1, n2, y0, y1, y2, LEVELS), columns, mask, y, EXACT)
+        if codes is not None:
+            if HF:
+                v = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
+            else:
+                v = h * g
+            if SCALE == "group":
+                _store_groups(
+                    v, rs, bound, codes, codes_at, scale, scale_at, sg, c * CHUNK, n, present, ROWS, CHUNK, VEC, ALIGNED, THREADS,
+                    GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, HF, EXACT,
+                )  # fmt: skip
+            else:
+                q = encode_fp8(v * k[:, None], FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
+                tl.store(codes + codes_at[:, None] + columns[None, :], q, mask=mask)
 
 
 @triton.jit
@@ -146,13 +271,13 @@ def _rms_norm_long_kernel(
     PROLOGUE: tl.constexpr, HF: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
-    EARLY_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length, walked in blocks: once for the statistics, once more (from L2) to write."""
     if rows <= EARLY_ROWS:
         launch_dependents(PDL)
-    place = tile_columns(BLOCK, VEC, ALIGNED, THREADS)
+    place = tile_columns(CHUNK, VEC, ALIGNED, THREADS)
     wait(PDL)
     row = tl.zeros((1,), tl.int64) + tl.program_id(0)
     present = row < rows
@@ -164,9 +289,9 @@ def _rms_norm_long_kernel(
     at3 = row_start(row, n1, n2, p30, p31, p32, LEVELS)
     codes_at = row_start(row, n1, n2, c0, c1, c2, LEVELS)
     scale_at = row_start(row, n1, n2, s0, s1, s2, LEVELS)
-    squares = tl.zeros((1, BLOCK), tl.float32)
-    peaks = tl.zeros((1, BLOCK), tl.int32)
-    for first in range(0, n, BLOCK):
+    squares = tl.zeros((1, CHUNK), tl.float32)
+    peaks = tl.zeros((1, CHUNK), tl.int32)
+    for first in range(0, n, CHUNK):
         columns = first + place
         mask = (columns < n)[None, :]
         h = _load_h(
@@ -196,7 +321,7 @@ def _rms_norm_long_kernel(
     launch_dependents(PDL)
     rs = reciprocal_rms(tl.sum(squares, axis=1), n, eps)
     if codes is not None and SCALE == "row" and HF:
-        for first in range(0, n, BLOCK):
+        for first in range(0, n, CHUNK):
             columns = first + place
             mask = (columns < n)[None, :]
             h = _load_h(
@@ -227,7 +352,7 @@ def _rms_norm_long_kernel(
         k = _row_factor(
             tl.max(peaks, axis=1), rs, bound, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, HF, EXACT
         )  # fmt: skip
-    for first in range(0, n, BLOCK):
+    for first in range(0, n, CHUNK):
         columns = first + place
         mask = (columns < n)[None, :]
         h = _load_h(
@@ -263,7 +388,7 @@ def _rms_norm_long_kernel(
                 v = h * g
             if SCALE == "group":
                 _store_groups(
-                    v, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present, 1, BLOCK, VEC, ALIGNED, THREADS,
+                    v, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present, 1, CHUNK, VEC, ALIGNED, THREADS,
                     GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, HF, EXACT,
                 )  # fmt: skip
             else:

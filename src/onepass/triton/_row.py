@@ -38,6 +38,15 @@ def column_order(
 
 
 @triton.jit
+def chunk_mask(columns, n, present, LAST: tl.constexpr):
+    """Which places of a chunk of rows exist: all columns but those beyond the last chunk's end."""
+    if LAST:
+        return present[:, None] & (columns < n)[None, :]
+    else:
+        return present[:, None]
+
+
+@triton.jit
 def row_start(row, n1, n2, s0, s1, s2, LEVELS: tl.constexpr):
     """Where rows begin, in elements (int64): three-level strides, or one."""
     if LEVELS == 1:

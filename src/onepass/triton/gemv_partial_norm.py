@@ -1,11 +1,13 @@
 """Launches the GEMV kernel: chooses the configuration, names the machine code it needs, passes the arguments."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from .. import replay
 from ..errors import Unsupported
 from ..gemv import MAX_SEGMENTS, GemvSpec, tiles
 from . import _counters
@@ -191,6 +193,7 @@ def launch(
     key = None
     if counter is None and widths:
         counter, key = (torch.zeros(MAX_SEGMENTS, dtype=torch.int32), None) if device < 0 else _counters.take(device)
+        replay.mark(counter.data_ptr(), (partial(_counters.take, device), _counters.discard))
     m = act.shape[0]
     values: dict[str, Any] = {
         "act": act, "weight": weight, "weight_scale": weight_scale, "y": y, "unnormed": unnormed,

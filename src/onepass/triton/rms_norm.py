@@ -64,16 +64,19 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "EXACT": chip.backend != "interpreter",
         "LEVELS": levels,
         "ROWS": config.rows,
-        "BLOCK": config.block,
+        "CHUNK": config.chunk,
+        "COUNT": config.count,
+        "WHOLE": config.whole,
         "VEC": config.vec,
         "ALIGNED": aligned,
         "THREADS": config.warps * chip.warp_size,
         "PDL": chip.has_pdl,
         "EARLY_ROWS": EARLY_ROWS,
+        "EARLY_GAMMA": config.early_gamma,
     }
     signature: dict[str, str] = {}
     divisible: dict[str, int] = {}
-    vectors = aligned and config.vec > 1
+    vectors = aligned and config.unit > 1
     for name, dtype in dtypes.items():
         wide = name != "scale" and name != "static_scale" and (name not in operand or operand[name].kind != "row")
         if dtype is None:
@@ -88,7 +91,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
             else:
                 signature[stride] = "i64"
                 if vectors and wide:
-                    divisible[stride] = config.vec
+                    divisible[stride] = config.unit
     for name in _NAMES:
         if name in ("eps", "weight_offset", "bound"):
             signature[name] = "fp32"
@@ -99,7 +102,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         elif name not in signature and name not in constants:
             constants[name] = None
     if vectors:
-        divisible["n"] = config.vec
+        divisible["n"] = config.unit
     kernel = _rms_norm_long_kernel if config.long else _rms_norm_row_kernel
     full = {name: signature.get(name, "constexpr") for name in _NAMES}
     return Build(
@@ -133,7 +136,9 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool) -> s
         )
     if spec.rounding != "once":
         parts.append(spec.rounding)
-    parts.append(f"{config.rows}x{config.block}/{config.warps}w/v{config.vec}{'' if aligned else 'u'}")
+    tile = f"{config.rows}x{config.chunk}" if config.count < 2 else f"{config.count}*{config.chunk}"
+    tile += "" if config.whole or config.count < 2 else "-"
+    parts.append(f"{tile}/{config.warps}w/v{config.vec}{'' if aligned else 'u'}")
     if levels > 1:
         parts.append(f"levels={levels}")
     return " ".join(parts)
@@ -158,15 +163,15 @@ def select(
     """Tile, stride levels and alignment of a call; ``pointers`` and ``strides`` in the order of `ROW_TENSORS`."""
     config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec))
     levels = 1 if geom[1] * geom[2] == 1 else LEVELS
-    aligned = _aligned(spec, geom, strides, pointers, gamma, config.vec)
+    aligned = _aligned(spec, geom, strides, pointers, gamma, config.unit)
     return config if aligned else config.alone(), levels, aligned
 
 
 def _aligned(
-    spec: RowSpec, geom: Geometry, strides: Sequence[Strides], pointers: Sequence[int], gamma: int, vec: int
+    spec: RowSpec, geom: Geometry, strides: Sequence[Strides], pointers: Sequence[int], gamma: int, unit: int
 ) -> bool:
     """Whether every row of every tensor starts on 16 bytes, so that loads and stores can be vectors."""
-    if vec == 1:
+    if unit == 1:
         return True
     addresses, steps = gamma, 0
     for index, pointer in enumerate(pointers):
@@ -175,7 +180,7 @@ def _aligned(
         addresses |= pointer
         step = strides[index]
         steps |= step[0] | step[1] | step[2]
-    return addresses % 16 == 0 and (geom[0] == 1 or steps % vec == 0)
+    return addresses % 16 == 0 and (geom[0] == 1 or steps % unit == 0)
 
 
 def builds(
@@ -255,8 +260,8 @@ def launch(
         return
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     weight = gamma.data_ptr()
-    vec = row_config(n, spec.x.itemsize, 32, "more").vec
-    aligned = _aligned(spec, geom, strides, pointers, weight, vec)
+    unit = row_config(n, spec.x.itemsize, 32, "more").unit  # the same whatever the work and the chip
+    aligned = _aligned(spec, geom, strides, pointers, weight, unit)
     levels = 1 if n1 == 1 and n2 == 1 else LEVELS
     key = (spec, n, levels, aligned, device)
     plan = _plans.get(key) or _plan(key, spec, n, levels, aligned, device)

@@ -1,0 +1,122 @@
+"""A remembered launch without Triton's launcher, which parses every argument of every call: CUDA's own function on arguments that lie
+ready, of which only addresses change.
+
+Each thread has its own copy of the arguments: CUDA reads them before the call returns, but while it does, other Python threads run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from threading import get_ident
+from typing import Any, Final
+
+import torch
+
+SIZES: Final = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
+SCRATCH: Final = 2
+"""Triton gives every kernel two addresses of scratch memory after its own arguments."""
+_SERIALIZATION: Final = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+
+Prepared = Callable[[Sequence[int]], None]
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+@cache
+def _driver() -> Any:
+    """CUDA's driver, which torch has loaded; None where there is none, or one without this launch."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        _ = library.cuLaunchKernelEx
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+class Direct:
+    """A loaded CUDA kernel whose runtime arguments are of ``kinds``, in order."""
+
+    def __init__(self, function: int, kinds: Sequence[str], warps: int, shared: int, pdl: bool, device: int) -> None:
+        self._function = ctypes.c_void_p(function)
+        self._kinds = tuple(kinds)
+        self._shape = (32 * warps, shared, pdl)
+        self._device = device
+
+    def prepare(self, grid: int, values: Sequence[Any], changing: Sequence[int]) -> Prepared:
+        """``launch(addresses)``: the kernel on ``values``, those at the places ``changing`` replaced by ``addresses``."""
+        words = [_word(kind, value) for kind, value in zip(self._kinds, values, strict=True)] + [0] * SCRATCH
+        threads: dict[int, tuple[Any, ...]] = {}
+        launch = _driver().cuLaunchKernelEx
+        device, function = self._device, self._function
+        current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+
+        def run(addresses: Sequence[int]) -> None:
+            thread = get_ident()
+            mine = threads.get(thread)
+            if mine is None:
+                mine = threads[thread] = self._lay_out(grid, words)
+            slots, config, reference, pointers, _ = mine
+            for place, address in zip(changing, addresses, strict=True):
+                slots[place] = address
+            config.stream = current_stream(device)
+            if current_device() == device:
+                error = launch(reference, function, pointers, None)
+            else:
+                with torch.cuda.device(device):
+                    error = launch(reference, function, pointers, None)
+            if error:
+                raise RuntimeError(f"a kernel could not be launched: CUDA error {error}, {_message(error)}")
+
+        return run
+
+    def _lay_out(self, grid: int, words: Sequence[int]) -> tuple[Any, ...]:
+        slots = (ctypes.c_uint64 * len(words))(*words)
+        first = ctypes.addressof(slots)
+        pointers = (ctypes.c_void_p * len(words))(*(first + 8 * i for i in range(len(words))))
+        threads, shared, pdl = self._shape
+        attribute = _Attribute(id=_SERIALIZATION, value=1)
+        config = _Config(
+            grid, 1, 1, threads, 1, 1, shared, None, ctypes.pointer(attribute) if pdl else None, 1 if pdl else 0
+        )
+        return slots, config, ctypes.byref(config), pointers, attribute
+
+
+def _word(kind: str, value: Any) -> int:
+    """An argument as the eight bytes in which CUDA finds it."""
+    if kind == "fp32":
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return int(value or 0) & (0xFFFFFFFF if kind == "i32" else 0xFFFFFFFFFFFFFFFF)
+
+
+def _message(error: int) -> str:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(error, ctypes.byref(text))
+    return (text.value or b"unknown").decode()
+
+
+def direct(compiled: Any, kinds: Sequence[str], warps: int, pdl: bool, device: int) -> Direct | None:
+    """The kernel for direct launches, if its parameters are what they are taken for; else None."""
+    ptx = compiled.asm.get("ptx", "")
+    entry = re.search(r"\.entry\s+\w+\((.*?)\)", ptx, re.DOTALL)
+    expected = [".u64" if kind.startswith("*") else SIZES.get(kind, "?") for kind in kinds] + [".u64"] * SCRATCH
+    found = re.findall(r"\.param\s+(\.\w+)", entry[1]) if entry is not None else None
+    plain = compiled.metadata.num_ctas == 1 and not compiled.metadata.launch_cooperative_grid
+    if found != expected or not plain or torch.version.hip or _driver() is None:
+        return None
+    return Direct(compiled.function, kinds, warps, compiled.metadata.shared, pdl, device)
