@@ -53,7 +53,7 @@ class Launcher:
         self.launched.append(tuple(arguments))
 
     def prepare(self, grid: int, arguments: Any, places: Any) -> Any:
-        def launch(addresses: Any) -> None:
+        def launch(*addresses: int) -> None:
             changed = dict(zip(places, addresses, strict=True))
             self(grid, [changed.get(i, a) for i, a in enumerate(arguments)])
 

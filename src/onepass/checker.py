@@ -325,7 +325,8 @@ def _write_replay(write: _Writer, contract: Contract) -> None:
     indices = any(arg.sample == "index" for arg in contract.args.values())
     parts, grads = [], []
     for name in [*single, *outs]:
-        facts = f"{name}.dtype, {name}.shape, {name}.stride(), {name}.data_ptr() % 16, {name}.device"
+        strides = f"{name}.is_contiguous() or {name}.stride()"
+        facts = f"{name}.dtype, {name}.shape, {strides}, {name}.data_ptr() % 16, {name}.device"
         absent = name in optional or name in outs
         parts.append(f"None if {name} is None else ({facts})" if absent else facts)
         grads.append(f"({name} is not None and {name}.requires_grad)" if absent else f"{name}.requires_grad")

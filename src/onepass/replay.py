@@ -6,14 +6,16 @@ those after it check no more than that what they write lies apart from all else 
 and launch the same kernel on other addresses.
 
 Only what is sure to be the same is recorded: one launch, whose every address is that of one argument or output, or of
-memory whose owner says how to ask for it (`mark`).
+memory whose owner says how to ask for it (`mark`). What repeats a call is straight-line code, written once for all calls of
+that form.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from functools import cache
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,46 +97,28 @@ def record(
             return None
     given = [(i, t) for i, t in enumerate(before) if t is not None and t.numel()]
     apart, fixed = _relations(given, written)
-    makers = [(i, _maker(given, t)) for i, t in enumerate(after) if t is not None and before[i] is None]
-    owner = [index for _, index in moved]
-    launch = launcher.prepare(grid, arguments, [place for place, _ in moved] + [place for place, _ in asked])
-
-    def replay(*tensors: Any) -> tuple[Tensor | None, ...] | None:
-        for a, b, distance in fixed:
-            if tensors[b].data_ptr() - tensors[a].data_ptr() != distance:
-                return None
-        for a, b, size, other in apart:
-            if -other < tensors[b].data_ptr() - tensors[a].data_ptr() < size:
-                return None
-        every = list(tensors)
-        for place, make in makers:
-            every[place] = make(tensors)
-        addresses = [every[index].data_ptr() for index in owner]
-        if asked:
-            _launch_with(asked, launch, addresses)
-        else:
-            launch(addresses)
-        return tuple(every[-outputs:])
-
-    return replay
-
-
-def _launch_with(
-    asked: list[tuple[int, Source]], launch: Callable[[Sequence[int]], None], addresses: list[int]
-) -> None:
-    """Launch with memory taken for it, which is never used again if the launch fails."""
-    taken = [(*take(), discard) for _, (take, discard) in asked]
-    try:
-        launch(addresses + [memory.data_ptr() for memory, _, _ in taken])
-    except BaseException:
-        for _, key, discard in taken:
-            discard(key)
-        raise
+    made = [(i, *_like(given, t)) for i, t in enumerate(after) if t is not None and before[i] is None]
+    form = _Form(
+        len(before),
+        tuple(pair for pair, _ in fixed),
+        tuple(pair for pair, _ in apart),
+        tuple((place, model, same) for place, model, same, _ in made),
+        tuple(index for _, index in moved),
+        len(asked),
+        outputs,
+    )
+    return _writer(form)(
+        launcher.prepare(grid, arguments, [place for place, _ in moved] + [place for place, _ in asked]),
+        [distance for _, distance in fixed],
+        [size for _, sizes in apart for size in sizes],
+        [make for *_, make in made],
+        [source for _, source in asked],
+    )
 
 
 def _relations(
     given: Sequence[tuple[int, Tensor]], written: Sequence[int]
-) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int]]]:
+) -> tuple[list[tuple[tuple[int, int], tuple[int, int]]], list[tuple[tuple[int, int], int]]]:
     """How the caller's tensors must lie: pairs that lie apart (with their bytes), and pairs at a fixed distance.
 
     What was found right of the first call is right wherever these hold: tensors that meet one that is written, as slices of
@@ -146,18 +130,78 @@ def _relations(
             (start, end), (other_start, other_end) = extent(first), extent(second)
             meet = start < other_end and other_start < end
             if start == other_start or (meet and (a in written or b in written)):
-                fixed.append((a, b, other_start - start))
+                fixed.append(((a, b), other_start - start))
             elif a in written or b in written:
-                apart.append((a, b, end - start, other_end - other_start))
+                apart.append(((a, b), (end - start, other_end - other_start)))
     return apart, fixed
 
 
-def _maker(given: Sequence[tuple[int, Tensor]], out: Tensor) -> Callable[[Sequence[Any]], Tensor]:
-    """What allocates a tensor like ``out``: like an input where one has its shape and strides, which is cheapest."""
+def _like(given: Sequence[tuple[int, Tensor]], out: Tensor) -> tuple[int, bool, Any]:
+    """How to allocate a tensor like ``out``: like the tensor at a place, its dtype the same or given, or by a function (-1)."""
     shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
     for place, tensor in given:
         if tensor.shape == shape and tensor.stride() == strides and tensor.is_contiguous() and tensor.device == device:
-            if tensor.dtype == dtype:
-                return lambda tensors: torch.empty_like(tensors[place])
-            return lambda tensors: torch.empty_like(tensors[place], dtype=dtype)
-    return lambda tensors: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            return place, tensor.dtype == dtype, dtype
+    return -1, False, lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+class _Form(NamedTuple):
+    """What the code of a replay depends on: how many tensors, which relations, which outputs are made and like what."""
+
+    tensors: int
+    fixed: tuple[tuple[int, int], ...]
+    apart: tuple[tuple[int, int], ...]
+    made: tuple[tuple[int, int, bool], ...]
+    moved: tuple[int, ...]
+    asked: int
+    outputs: int
+
+
+@cache
+def _writer(form: _Form) -> Callable[..., Replay]:
+    """``make(launch, distances, sizes, makers, sources) -> replay`` for calls of this form."""
+    lines = ["def make(launch, distances, sizes, makers, sources):"]
+    for name, count in (
+        ("distance", len(form.fixed)),
+        ("size", 2 * len(form.apart)),
+        ("maker", len(form.made)),
+        ("source", form.asked),
+    ):
+        if count:
+            lines.append(f"    {', '.join(f'{name}{i}' for i in range(count))}, = {name}s")
+    lines.append(f"    def replay({', '.join(f't{i}' for i in range(form.tensors))}):")
+    made = {place for place, _, _ in form.made}
+    pairs = [i for pair in (*form.fixed, *form.apart) for i in pair]
+    body = [f"p{i} = t{i}.data_ptr()" for i in sorted({*pairs, *form.moved} - made)]
+    for i, (a, b) in enumerate(form.fixed):
+        body.append(f"if p{b} - p{a} != distance{i}: return None")
+    for i, (a, b) in enumerate(form.apart):
+        body.append(f"if -size{2 * i + 1} < p{b} - p{a} < size{2 * i}: return None")
+    for i, (place, model, same) in enumerate(form.made):
+        like = f"empty_like(t{model})" if same else f"empty_like(t{model}, dtype=maker{i})"
+        body.append(f"t{place} = {like if model >= 0 else f'maker{i}()'}")
+    body += [f"p{i} = t{i}.data_ptr()" for i in sorted(made & {*form.moved})]
+    addresses = [f"p{i}" for i in form.moved]
+    if form.asked:
+        body.append(
+            f"launch_with(launch, ({', '.join(addresses)},), ({', '.join(f'source{i}' for i in range(form.asked))},))"
+        )
+    else:
+        body.append(f"launch({', '.join(addresses)})")
+    body.append(f"return {', '.join(f't{i}' for i in range(form.tensors - form.outputs, form.tensors))},")
+    lines += [f"        {line}" for line in body] + ["    return replay"]
+    scope: dict[str, Any] = {"empty_like": torch.empty_like, "launch_with": _launch_with}
+    exec("\n".join(lines), scope)
+    make: Callable[..., Replay] = scope["make"]
+    return make
+
+
+def _launch_with(launch: Callable[..., None], addresses: Sequence[int], sources: Sequence[Source]) -> None:
+    """Launch with memory taken for it, which is never used again if the launch fails."""
+    taken = [(*take(), discard) for take, discard in sources]
+    try:
+        launch(*addresses, *[memory.data_ptr() for memory, _, _ in taken])
+    except BaseException:
+        for _, key, discard in taken:
+            discard(key)
+        raise

@@ -123,13 +123,13 @@ class Launcher:
         self._direct = None if scratch else direct(compiled, kinds, build.warps, build.pdl, device)
 
     def prepare(self, grid: int, arguments: Sequence[Any], places: Sequence[int]) -> Prepared:
-        """``launch(addresses)``: the same launch with the arguments at ``places`` replaced by ``addresses``."""
+        """``launch(*addresses)``: the same launch with the arguments at ``places`` replaced by ``addresses``."""
         if self._direct is not None:
             slots = [self._runtime.index(place) for place in places]
             return self._direct.prepare(grid, [arguments[i] for i in self._runtime], slots)
         template = list(arguments)
 
-        def launch(addresses: Sequence[int]) -> None:
+        def launch(*addresses: int) -> None:
             arguments = template.copy()
             for place, address in zip(places, addresses, strict=True):
                 arguments[place] = address

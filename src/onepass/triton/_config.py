@@ -60,6 +60,9 @@ class RowConfig:
     whole: bool = False
     """Whether a row is all of its tiles, and nothing is masked."""
 
+    reread: bool = False
+    """Whether a row is read a second time to be written, not held."""
+
     early_gamma: bool = True
     """Whether gamma is requested with the row, or once the row has come: then the two need not be held side by side."""
 
@@ -68,19 +71,27 @@ class RowConfig:
         return replace(self, rows=1, warps=self.row_warps or self.warps, registers=0)
 
 
-Work = Literal["norm", "fp8", "more", "prologue"]
-"""What a row kernel does: store the norm of a 16-bit row, quantize one to fp8 with one scale, more than that, or a user's
-function besides."""
+Work = Literal["norm", "wide gamma", "fp8", "group", "more", "prologue"]
+"""What a row kernel does: store the norm of a 16-bit row; the same with a float32 gamma; quantize one to fp8 with one scale; with one a
+group, whatever else is stored; more than that; or a user's function besides."""
 
-_MEASURED: Final[dict[Work, dict[int, int]]] = {
-    "norm": {4096: 8, 8192: 8, 16384: 8},
-    "fp8": {4096: 4, 8192: 8, 16384: 4},
+_MEASURED: Final[dict[Work, dict[int, tuple[int, int]]]] = {
+    "norm": {4096: (8, 0), 8192: (8, 0), 16384: (16, 40)},
+    "wide gamma": {4096: (4, 0), 8192: (4, 0), 16384: (4, 0)},
+    "fp8": {4096: (4, 0), 8192: (8, 0), 16384: (4, 0)},
+    "group": {4096: (4, 0), 8192: (8, 64), 16384: (16, 0)},
 }
-"""Warps by the power of two above the row's length; H200, bfloat16, us, from benchmarks/h200/tuning/26-rows-in-chunks.json.
-Norm: 16384 x 4096 64.9 (4 warps: LATER)."""
+"""(warps, registers) by the power of two above the row's length; H200, bfloat16, us, from benchmarks/h200/tuning, file in
+brackets. Norm: 1 x 7168 1.30 (4 warps: 1.35), 4096 x 7168 29.2 [26], 16384 x 4096 64.8 (4: 65.8) [28], 8192 x 16384 read twice
+128.3, held by 8 warps 129.8, by 16 131.0 [27]. Wide gamma: 4096 x 7168 29.0 (8: 30.9), 8192 x 16384 143 (8: 196) [28]. fp8:
+1 x 7168 1.30 (4: 1.35), 4096 x 7168 21.9 (4: 22.1), 16384 x 4096 47.8 (8: 47.8), 8192 x 16384 97.0 (16: 97.7) [26]. Groups of
+128: 4096 x 7168 30.8 with 64 registers (31.5 without, 4 warps 30.8), 1 x 7168 2.15 (4: 2.38), 16384 x 4096 57.5 (8: 64.2),
+8192 x 16384 125 (8: 137) [28]."""
+REREAD: Final = 8192
+"""Above so many columns a norm reads its row twice."""
 MOST_HELD: Final = 64
-"""Columns of a row in one thread up to which gamma is held beside them. 8192 x 16384 to fp8 with 128 columns a thread: gamma
-early LATER, late 97.0."""
+"""Columns of a row in one thread up to which gamma is held beside them: 8192 x 16384 to fp8 with 128 columns a thread took 97.0 with
+gamma late [26]."""
 
 
 def _whole_chunks(n: int, widest: int, vec: int) -> tuple[int, int]:
@@ -111,13 +122,16 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
         vec = 1 if n % vec else vec
         spread = min(2, max(1, block // (warp_size * vec)))
         return RowConfig(block, 1, SHARED_TILE // block, 2, vec, vec, False, 0, spread)
-    warps = _MEASURED.get(work, {}).get(block, max(4, block // 1024))
+    warps, registers = _MEASURED.get(work, {}).get(block, (max(4, block // 1024), 0))
     unit = 1 if n % full else full
     chunk, vec = _whole_chunks(n, warp_size * warps * full, unit)
     count = -(-n // chunk)
-    held = count * chunk // (warp_size * warps)
     whole = n % chunk == 0 and work != "prologue"
-    return RowConfig(chunk, count, 1, warps, unit, vec, False, 0, warps, whole, held <= MOST_HELD)
+    reread = work == "norm" and n > REREAD
+    held = 2 * MOST_HELD if reread else count * chunk // (warp_size * warps)
+    return RowConfig(
+        chunk, count, 1, warps, unit, vec, False, registers if unit > 1 else 0, warps, whole, reread, held <= MOST_HELD
+    )
 
 
 QK_TILE: Final = 4096

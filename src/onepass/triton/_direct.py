@@ -1,7 +1,8 @@
 """A remembered launch without Triton's launcher, which parses every argument of every call: CUDA's own function on arguments that lie
 ready, of which only addresses change.
 
-Each thread has its own copy of the arguments: CUDA reads them before the call returns, but while it does, other Python threads run.
+CUDA reads the arguments before the call returns, but while it does other Python threads run: so a launch takes a set of arguments
+that is not in use, and puts it back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
-from threading import get_ident
 from typing import Any, Final
 
 import torch
@@ -22,7 +22,8 @@ SCRATCH: Final = 2
 _SERIALIZATION: Final = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 
-Prepared = Callable[[Sequence[int]], None]
+Prepared = Callable[..., None]
+"""``launch(*addresses)``"""
 
 
 class _Attribute(ctypes.Structure):
@@ -59,33 +60,19 @@ class Direct:
         self._device = device
 
     def prepare(self, grid: int, values: Sequence[Any], changing: Sequence[int]) -> Prepared:
-        """``launch(addresses)``: the kernel on ``values``, those at the places ``changing`` replaced by ``addresses``."""
+        """``launch(*addresses)``: the kernel on ``values``, those at the places ``changing`` replaced by ``addresses``."""
         words = [_word(kind, value) for kind, value in zip(self._kinds, values, strict=True)] + [0] * SCRATCH
-        threads: dict[int, tuple[Any, ...]] = {}
         launch = _driver().cuLaunchKernelEx
-        device, function = self._device, self._function
-        current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+        device = self._device
 
-        def run(addresses: Sequence[int]) -> None:
-            thread = get_ident()
-            mine = threads.get(thread)
-            if mine is None:
-                mine = threads[thread] = self._lay_out(grid, words)
-            slots, config, reference, pointers, _ = mine
-            for place, address in zip(changing, addresses, strict=True):
-                slots[place] = address
-            config.stream = current_stream(device)
-            if current_device() == device:
-                error = launch(reference, function, pointers, None)
-            else:
-                with torch.cuda.device(device):
-                    error = launch(reference, function, pointers, None)
-            if error:
-                raise RuntimeError(f"a kernel could not be launched: CUDA error {error}, {_message(error)}")
+        def elsewhere(*arguments: Any) -> int:
+            with torch.cuda.device(device):
+                return int(launch(*arguments))
 
-        return run
+        return _writer(tuple(changing))(launch, elsewhere, self._function, device, lambda: self._lay_out(grid, words))
 
     def _lay_out(self, grid: int, words: Sequence[int]) -> tuple[Any, ...]:
+        """Arguments of one launch: words to write addresses into, the word of the stream, what CUDA is given, what must live on."""
         slots = (ctypes.c_uint64 * len(words))(*words)
         first = ctypes.addressof(slots)
         pointers = (ctypes.c_void_p * len(words))(*(first + 8 * i for i in range(len(words))))
@@ -94,7 +81,40 @@ class Direct:
         config = _Config(
             grid, 1, 1, threads, 1, 1, shared, None, ctypes.pointer(attribute) if pdl else None, 1 if pdl else 0
         )
-        return slots, config, ctypes.byref(config), pointers, attribute
+        stream = memoryview(config).cast("B")[_Config.stream.offset :][:8].cast("Q")
+        return memoryview(slots).cast("B").cast("Q"), stream, ctypes.byref(config), pointers, (slots, config, attribute)
+
+
+@cache
+def _writer(changing: tuple[int, ...]) -> Callable[..., Prepared]:
+    """Straight-line code of a launch in which the arguments at these places change."""
+    names = [f"a{i}" for i in range(len(changing))]
+    code = f"""
+def make(launch, elsewhere, function, device, lay_out):
+    free = []
+    def run({", ".join(names)}):
+        arguments = free.pop() if free else lay_out()
+        words, stream, config, pointers, _ = arguments
+        {"; ".join(f"words[{place}] = {name}" for place, name in zip(changing, names, strict=True)) or "pass"}
+        stream[0] = current_stream(device)
+        error = (launch if current_device() == device else elsewhere)(config, function, pointers, None)
+        free.append(arguments)
+        if error:
+            fail(error)
+    return run
+"""
+    scope: dict[str, Any] = {
+        "current_stream": torch._C._cuda_getCurrentRawStream,
+        "current_device": torch._C._cuda_getDevice,
+        "fail": _fail,
+    }
+    exec(code, scope)
+    make: Callable[..., Prepared] = scope["make"]
+    return make
+
+
+def _fail(error: int) -> None:
+    raise RuntimeError(f"a kernel could not be launched: CUDA error {error}, {_message(error)}")
 
 
 def _word(kind: str, value: Any) -> int:

@@ -60,17 +60,19 @@ def _load_h(
 
 @triton.jit
 def _load_chunks(
-    pointer, start, place, n, present, CHUNK: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr
-):
+    pointer, start, place, n, present, CHUNK: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
+    WHOLE: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
     """The chunks of a tile of rows, as they lie."""
     chunks = ()
     for c in tl.static_range(COUNT):
         columns = c * CHUNK + place
         places = pointer + start[:, None] + columns[None, :]
         if ROWS == 1 and (WHOLE or c < COUNT - 1):
-            chunks = chunks + (tl.load(places),)
+            chunks = chunks + (tl.load(places, eviction_policy=POLICY),)
         else:
-            chunks = chunks + (tl.load(places, mask=chunk_mask(columns, n, present, c == COUNT - 1), other=0.0),)
+            mask = chunk_mask(columns, n, present, c == COUNT - 1)
+            chunks = chunks + (tl.load(places, mask=mask, other=0.0, eviction_policy=POLICY),)
     return chunks
 
 
@@ -87,6 +89,15 @@ def _load_weights(gamma, place, n, CHUNK: tl.constexpr, COUNT: tl.constexpr, WHO
 
 
 @triton.jit
+def _factor(weight, weight_offset, OFFSET: tl.constexpr):
+    """``gamma + weight_offset`` in float32; nothing is added where the offset is zero."""
+    if OFFSET:
+        return weight.to(tl.float32) + weight_offset
+    else:
+        return weight.to(tl.float32)
+
+
+@triton.jit
 def _sum_of_squares(chunks, COUNT: tl.constexpr):
     """What each place of a chunk adds up to, in float32."""
     h = chunks[0].to(tl.float32)
@@ -98,27 +109,26 @@ def _sum_of_squares(chunks, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr):
+def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr, OFFSET: tl.constexpr):
     """The largest ``|h * g|`` of each place of a chunk, as integers."""
-    peaks = magnitude(chunks[0].to(tl.float32) * (weights[0].to(tl.float32) + weight_offset))
+    peaks = magnitude(chunks[0].to(tl.float32) * _factor(weights[0], weight_offset, OFFSET))
     for c in tl.static_range(1, COUNT):
-        peaks = tl.maximum(
-            peaks, magnitude(chunks[c].to(tl.float32) * (weights[c].to(tl.float32) + weight_offset))
-        )  # fmt: skip
+        sizes = magnitude(chunks[c].to(tl.float32) * _factor(weights[c], weight_offset, OFFSET))
+        peaks = tl.maximum(peaks, sizes)
     return peaks
 
 
 @triton.jit
 def _normed_peaks(
-    chunks, weights, weight_offset, rs, DTYPE: tl.constexpr, COUNT: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr
-):
+    chunks, weights, weight_offset, rs, DTYPE: tl.constexpr, COUNT: tl.constexpr, OFFSET: tl.constexpr, HF: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
     """The largest of each place after the norm."""
-    peaks = magnitude(
-        normalize(chunks[0].to(tl.float32), rs, weights[0].to(tl.float32) + weight_offset, DTYPE, HF, EXACT)
-    )
+    g = _factor(weights[0], weight_offset, OFFSET)
+    peaks = magnitude(normalize(chunks[0].to(tl.float32), rs, g, DTYPE, HF, EXACT))
     for c in tl.static_range(1, COUNT):
-        y = normalize(chunks[c].to(tl.float32), rs, weights[c].to(tl.float32) + weight_offset, DTYPE, HF, EXACT)
-        peaks = tl.maximum(peaks, magnitude(y))
+        g = _factor(weights[c], weight_offset, OFFSET)
+        peaks = tl.maximum(peaks, magnitude(normalize(chunks[c].to(tl.float32), rs, g, DTYPE, HF, EXACT)))
     return peaks
 
 
@@ -184,9 +194,12 @@ def _rms_norm_row_kernel(
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr,
+    PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Rows of up to COUNT chunks, each read once and held in registers; one tile of rows a program."""
+    """Rows of up to COUNT chunks, each read once and held in registers; one tile of rows a program.
+
+    REREAD: a row of so many chunks that fewer registers gain more than a second read, which finds it in the cache, costs.
+    """
     if rows <= EARLY_ROWS:
         launch_dependents(PDL)
     place = tile_columns(CHUNK, VEC, ALIGNED, THREADS)
@@ -200,12 +213,13 @@ def _rms_norm_row_kernel(
     weights = ()
     if EARLY_GAMMA:
         weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
-    held = _load_chunks(x, row_start(row, n1, n2, x0, x1, x2, LEVELS), place, n, present, CHUNK, COUNT, ROWS, WHOLE)
+    x_at = row_start(row, n1, n2, x0, x1, x2, LEVELS)
+    held = _load_chunks(x, x_at, place, n, present, CHUNK, COUNT, ROWS, WHOLE, "evict_last" if REREAD else "")
     if residual is not None or PROLOGUE is not None:
         added = held
         if residual is not None:
             added = _load_chunks(
-                residual, row_start(row, n1, n2, r0, r1, r2, LEVELS), place, n, present, CHUNK, COUNT, ROWS, WHOLE
+                residual, row_start(row, n1, n2, r0, r1, r2, LEVELS), place, n, present, CHUNK, COUNT, ROWS, WHOLE, ""
             )  # fmt: skip
         sums = ()
         for c in tl.static_range(COUNT):
@@ -221,7 +235,7 @@ def _rms_norm_row_kernel(
     if not EARLY_GAMMA:
         weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
     if codes is not None and SCALE == "row" and not HF:
-        total, peak = sum_and_peak(squares, _peaks(held, weights, weight_offset, COUNT), EXACT)
+        total, peak = sum_and_peak(squares, _peaks(held, weights, weight_offset, COUNT, OFFSET), EXACT)
     else:
         total = tl.sum(squares, axis=1)
     rs = reciprocal_rms(total, n, eps)
@@ -229,7 +243,8 @@ def _rms_norm_row_kernel(
     scale_at = row_start(row, n1, n2, s0, s1, s2, LEVELS)
     if codes is not None and SCALE != "group":
         if SCALE == "row" and HF:
-            peak = tl.max(_normed_peaks(held, weights, weight_offset, rs, x.dtype.element_ty, COUNT, HF, EXACT), axis=1)
+            peaks = _normed_peaks(held, weights, weight_offset, rs, x.dtype.element_ty, COUNT, OFFSET, HF, EXACT)
+            peak = tl.max(peaks, axis=1)
         elif SCALE == "static":
             peak = tl.zeros((ROWS,), tl.int32)
         k = _row_factor(
@@ -241,8 +256,15 @@ def _rms_norm_row_kernel(
             mask = None
         else:
             mask = chunk_mask(columns, n, present, c == COUNT - 1)
-        h = held[c].to(tl.float32)
-        g = weights[c].to(tl.float32) + weight_offset
+        if REREAD:
+            again = x + x_at[:, None] + columns[None, :]
+            if mask is None:
+                h = tl.load(again, eviction_policy="evict_first").to(tl.float32)
+            else:
+                h = tl.load(again, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        else:
+            h = held[c].to(tl.float32)
+        g = _factor(weights[c], weight_offset, OFFSET)
         if new_residual is not None:
             store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)
         if norm is not None:
@@ -272,7 +294,7 @@ def _rms_norm_long_kernel(
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr,
+    PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length, walked in blocks: once for the statistics, once more (from L2) to write."""
     if rows <= EARLY_ROWS:
@@ -316,7 +338,7 @@ def _rms_norm_long_kernel(
         )
         squares += h * h
         if codes is not None and SCALE == "row" and not HF:
-            g = tl.load(gamma + columns[None, :], mask=mask, other=0.0).to(tl.float32) + weight_offset
+            g = _factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
             peaks = tl.maximum(peaks, magnitude(h * g))
     launch_dependents(PDL)
     rs = reciprocal_rms(tl.sum(squares, axis=1), n, eps)
@@ -344,7 +366,7 @@ def _rms_norm_long_kernel(
                 EXACT,
                 "evict_last",
             )
-            g = tl.load(gamma + columns[None, :], mask=mask, other=0.0).to(tl.float32) + weight_offset
+            g = _factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
             peaks = tl.maximum(
                 peaks, magnitude(tl.where(mask, normalize(h, rs, g, x.dtype.element_ty, HF, EXACT), 0.0))
             )
@@ -375,7 +397,7 @@ def _rms_norm_long_kernel(
             EXACT,
             "evict_first",
         )
-        g = tl.load(gamma + columns[None, :], mask=mask, other=0.0).to(tl.float32) + weight_offset
+        g = _factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
         if new_residual is not None:
             store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)
         if norm is not None:

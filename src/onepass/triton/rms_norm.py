@@ -34,7 +34,7 @@ FIRST_OPERAND: Final = ROW_TENSORS.index("p0")
 _NAMES: Final[tuple[str, ...]] = tuple(_rms_norm_row_kernel.arg_names)
 
 
-def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip: Chip) -> Build:
+def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip: Chip, offset: bool = False) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
     operand = dict(zip((f"p{i}" for i in range(MAX_OPERANDS)), spec.operands, strict=False))
     dtypes: dict[str, torch.dtype | None] = {
@@ -73,6 +73,8 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "PDL": chip.has_pdl,
         "EARLY_ROWS": EARLY_ROWS,
         "EARLY_GAMMA": config.early_gamma,
+        "REREAD": config.reread,
+        "OFFSET": offset,
     }
     signature: dict[str, str] = {}
     divisible: dict[str, int] = {}
@@ -106,7 +108,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     kernel = _rms_norm_long_kernel if config.long else _rms_norm_row_kernel
     full = {name: signature.get(name, "constexpr") for name in _NAMES}
     return Build(
-        _describe(spec, config, levels, aligned),
+        _describe(spec, config, levels, aligned, offset),
         kernel,
         tuple(full.items()),
         tuple(constants.items()),
@@ -117,7 +119,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     )
 
 
-def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool) -> str:
+def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offset: bool) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
     short = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e8m0fnu: "e8m0"}
     parts = ["rms_norm_long" if config.long else "rms_norm_row", f"x={short[spec.x]}", f"gamma={short[spec.gamma]}"]
@@ -136,6 +138,8 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool) -> s
         )
     if spec.rounding != "once":
         parts.append(spec.rounding)
+    if offset:
+        parts.append("offset")
     tile = f"{config.rows}x{config.chunk}" if config.count < 2 else f"{config.count}*{config.chunk}"
     tile += "" if config.whole or config.count < 2 else "-"
     parts.append(f"{tile}/{config.warps}w/v{config.vec}{'' if aligned else 'u'}")
@@ -148,13 +152,16 @@ def work_of(spec: RowSpec) -> Work:
     """How much a row kernel holds in registers, in the words of `row_config`."""
     if spec.prologue:
         return "prologue"
-    extra = spec.residual or spec.rounding != "once"
-    if extra or spec.x.itemsize != 2 or spec.gamma.itemsize != 2:
+    if spec.x.itemsize != 2:
+        return "more"
+    if spec.scale and spec.scale.kind == "group":
+        return "group"
+    if spec.residual or spec.rounding != "once":
         return "more"
     if spec.fp8 is None:
-        return "norm"
+        return "norm" if spec.gamma.itemsize == 2 else "wide gamma"
     lean = spec.norm is None and spec.scale and spec.scale.kind == "row" and spec.fp8.name == "e4m3fn"
-    return "fp8" if lean else "more"
+    return "fp8" if lean and spec.gamma.itemsize == 2 else "more"
 
 
 def select(
@@ -186,12 +193,13 @@ def _aligned(
 def builds(
     chip: Chip, spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, x: Tensor, gamma: Tensor, residual: Tensor | None,
     operands: Sequence[Tensor], static_scale: Tensor | None, norm: Tensor | None, codes: Tensor | None, scale: Tensor | None,
-    new_residual: Tensor | None, *_: float,
+    new_residual: Tensor | None, eps: float, weight_offset: float, scale_ub: float,
 ) -> list[Build]:  # fmt: skip
     """What `launch` would run on ``chip``, given the same arguments."""
     tensors = (x, residual, norm, codes, scale, new_residual, *operands)
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
-    return [build_for(spec, *select(spec, geom, strides, n, pointers, gamma.data_ptr(), chip), chip)]
+    chosen = select(spec, geom, strides, n, pointers, gamma.data_ptr(), chip)
+    return [build_for(spec, *chosen, chip, weight_offset != 0)]
 
 
 class _Plan:
@@ -217,15 +225,16 @@ _plans: dict[tuple[Any, ...], _Plan] = {}
 _chips: dict[int, Chip] = {}
 _GAMMA, _STATIC, _SG = (_NAMES.index(name) for name in ("gamma", "static_scale", "sg"))
 _ROWS = _NAMES.index("rows")
+_OFFSET = _NAMES.index("weight_offset")
 
 
-def _plan(key: tuple[Any, ...], spec: RowSpec, n: int, levels: int, aligned: bool, device: int) -> _Plan:
+def _plan(key: tuple[Any, ...], spec: RowSpec, n: int, levels: int, aligned: bool, device: int, offset: bool) -> _Plan:
     if device not in _chips:
         _chips[device] = current_chip(device)
     chip = _chips[device]
     config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec))
     config = config if aligned else config.alone()
-    plan = _plans[key] = _Plan(build_for(spec, config, levels, aligned, chip), config, device)
+    plan = _plans[key] = _Plan(build_for(spec, config, levels, aligned, chip, offset), config, device)
     return plan
 
 
@@ -263,8 +272,8 @@ def launch(
     unit = row_config(n, spec.x.itemsize, 32, "more").unit  # the same whatever the work and the chip
     aligned = _aligned(spec, geom, strides, pointers, weight, unit)
     levels = 1 if n1 == 1 and n2 == 1 else LEVELS
-    key = (spec, n, levels, aligned, device)
-    plan = _plans.get(key) or _plan(key, spec, n, levels, aligned, device)
+    key = (spec, n, levels, aligned, device, weight_offset != 0)
+    plan = _plans.get(key) or _plan(key, *key)
     arguments = plan.template.copy()
     for place, index in plan.pointers:
         arguments[place] = pointers[index]
@@ -286,7 +295,7 @@ def _interpret(
     viewed = [t.view(torch.uint8) if t is not None and t.element_size() == 1 else t for t in tensors]
     pointers = [0 if t is None else t.data_ptr() for t in viewed]
     config, levels, aligned = select(spec, geom, strides, n, pointers, gamma.data_ptr(), INTERPRETER)
-    build = build_for(spec, config, levels, aligned, INTERPRETER)
+    build = build_for(spec, config, levels, aligned, INTERPRETER, scalars[_OFFSET - _ROWS] != 0)
     values: dict[str, Any] = {"gamma": gamma, "static_scale": static_scale, "sg": sg}
     values.update(zip(ROW_TENSORS, viewed, strict=False))
     values.update(zip(_NAMES[_ROWS : _ROWS + len(scalars)], scalars, strict=True))
