@@ -11,9 +11,9 @@ MAX_BLOCK: Final = 16384
 MAX_THREADS: Final = 1024
 SHARED_TILE: Final = 2048
 """Elements of a tile that several short rows share, with two warps: 262144 x 128 took 34 us so, 41 with 1024 and one (tuning/3)."""
-EARLY_ROWS: Final = 128
-"""Up to this many rows the next kernel may start at once, above it after the loads. Norm of 1 x 7168 with 8 warps: 1.40
-us at once, 1.63 after the loads (tuning/2); of 1024 x 7168: 9.43 at once (tuning/3), 9.07 after the loads (tuning/4)."""
+EARLY_ROWS: Final = 16
+"""Up to this many rows the next kernel may start at once, above it after the loads, us at once and after the loads: norm of 8 x 7168
+1.38 and 1.44, of 64 x 7168 2.45 and 2.15; fp8 of 8 x 7168 1.45 and 1.58, of 128 x 7168 3.36 and 2.61 (tuning/29)."""
 
 
 @dataclass(frozen=True)
