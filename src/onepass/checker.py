@@ -20,28 +20,22 @@ from .contract import Arg, Contract, Layout, Option, OptionType, Out, describe, 
 
 MAX_REMEMBERED: Final = 4096
 """Combinations of options whose check is remembered."""
-_PYTHON_TYPES: Final[dict[OptionType, str]] = {
-    "float": "(float, int)",
-    "int": "int",
-    "bool": "bool",
-    "str": "str",
-    "ScalarType": "torch.dtype",
+_TYPES: Final[dict[OptionType, tuple[str, str]]] = {
+    "float": ("(float, int)", "be a number"),
+    "int": ("int", "be an int"),
+    "bool": ("bool", "be a bool"),
+    "str": ("str", "be a string"),
+    "ScalarType": ("torch.dtype", "be a dtype"),
 }
-
-_KINDS: Final[dict[OptionType, str]] = {
-    "float": "be a number",
-    "int": "be an int",
-    "bool": "be a bool",
-    "str": "be a string",
-    "ScalarType": "be a dtype",
-}
+"""What a value must be an instance of, and how a message says it."""
 
 
 class _Writer:
     """Collects the lines of one generated function and the objects it refers to."""
 
-    def __init__(self, contract: Contract) -> None:
+    def __init__(self, contract: Contract, eager: bool = False) -> None:
         self.contract = contract
+        self.eager = eager  # what comes through the dispatcher is no such view, and a compiler cannot ask
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {
             "torch": torch,
@@ -57,13 +51,19 @@ class _Writer:
             "fail_shape": self._fail_shape,
             "fail_dtype": self._fail_dtype,
             "fail_grad": self._fail_grad,
+            "blame": contract.blame,
             **contract.scope,
         }
+        self.indent = 0
         self.symbols: set[str] = set()
+        first: dict[str, Arg] = {}
+        again = {d for a in contract.args.values() for d in a.dims.split() if first.setdefault(d, a) is not a}
+        self.absent = {d for d in again if d.isidentifier() and first[d].optional}
+        """Symbols that are None where the optional argument that comes first with them is: another binds them then."""
         self.shapes: dict[str, str] = {}
 
     def __call__(self, line: str, depth: int = 1) -> None:
-        self.lines.append("    " * depth + line)
+        self.lines.append("    " * (self.indent + depth) + line)
 
     def constant(self, value: object, hint: str) -> str:
         name = f"_{hint}"
@@ -117,7 +117,7 @@ def _bind_shape(write: _Writer, name: str, dims: str, depth: int) -> None:
         write(f"    fail('{name}', 'have one element', str(list({name}.shape)))", depth)
         return
     fresh = [("lead" if t == "..." else t) for t in tokens if not t.isdigit()]
-    if all(s in write.symbols for s in fresh):
+    if all(s in write.symbols and s not in write.absent for s in fresh):
         same = write.shapes.get(dims)
         write(f"if {name}.shape != {same or _shape(dims)}:", depth)
         write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
@@ -134,6 +134,8 @@ def _bind_shape(write: _Writer, name: str, dims: str, depth: int) -> None:
     parts += [(symbol, f"{shape}[{index - len(tail)}]") for index, symbol in enumerate(tail)]
     for symbol, part in parts:
         if symbol in write.symbols or symbol.isdigit():
+            if symbol in write.absent:
+                write(f"{symbol} = {part} if {symbol} is None else {symbol}", depth)
             known.append(f"{part} != {symbol}")
         else:
             write(f"{symbol} = {part}", depth)
@@ -159,6 +161,10 @@ def _check_tensor(write: _Writer, name: str, arg: Arg, depth: int) -> None:
     _bind_shape(write, name, arg.dims, depth)
     write.symbols.add("device")
     _check_layout(write, name, arg.layout, arg.dims, depth)
+    if write.eager and arg.layout == "any" and arg.sample != "index":
+        # a view that torch negates when it reads it; elsewhere it would not have a contiguous last dimension
+        write(f"if {name}.is_neg():", depth)
+        write(f"    fail('{name}', 'hold its values as they are (resolve_neg)', 'a negated view')", depth)
 
 
 def _check_layout(write: _Writer, name: str, layout: Layout, dims: str, depth: int) -> None:
@@ -170,10 +176,16 @@ def _check_layout(write: _Writer, name: str, layout: Layout, dims: str, depth: i
         write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{{name}.stride()}}')", depth)
 
 
+def _check_list(write: _Writer, name: str) -> None:
+    write(f"if not isinstance({name}, (list, tuple)):")
+    write(f"    fail('{name}', 'be a list of tensors', describe({name}))")
+
+
 def _check_many(write: _Writer, name: str, arg: Arg) -> None:
     """A list of tensors, each of one of several shapes."""
     allowed = write.constant(arg.dtypes, f"dtypes_{name}")
     shapes = ", ".join(_shape(d) for d in arg.dims.split("|"))
+    _check_list(write, name)
     write(f"if {name}:")
     write(f"    shapes = ({shapes})")
     write(f"    for item in {name}:")
@@ -193,18 +205,13 @@ def _check_many(write: _Writer, name: str, arg: Arg) -> None:
 
 def _check_option(write: _Writer, name: str, option: Option) -> None:
     guard = f"{name} is not None and " if option.optional else ""
-    conditions = [f"isinstance({name}, {_PYTHON_TYPES[option.type]})"]
-    expects = [
-        {
-            "float": "be a number",
-            "int": "be an int",
-            "bool": "be a bool",
-            "str": "be a string",
-            "ScalarType": "be a dtype",
-        }[option.type]
-    ]
+    kind, expected = _TYPES[option.type]
+    conditions, expects = [f"isinstance({name}, {kind})"], [expected]
     if option.type in ("float", "int"):
         conditions.append(f"not isinstance({name}, bool)")
+    if option.type == "float":
+        # an int beyond all floats compares with them as if it were one
+        conditions[1] += f" and (isinstance({name}, float) or -(2**1023) < {name} < 2**1023)"
     if option.choices:
         conditions = [conditions[0], f"{name} in {write.constant(option.choices, 'choices_' + name)}"]
         expects = ["be " + " or ".join(describe(c) for c in option.choices)]
@@ -311,6 +318,11 @@ def compile_prepare(
     return write.scope["prepare"], write.scope["present"]
 
 
+def _kinds(contract: Contract) -> list[str]:
+    """What remembered options are also known by: 1, 1.0 and True are equal, and not all of them are what a bool or float is."""
+    return [f"type({n})" for n, option in contract.options.items() if option.type in ("float", "int", "bool")]
+
+
 def _write_replay(write: _Writer, contract: Contract) -> None:
     """On a GPU, a call that allocates its outputs and is like an earlier one: launch what that one launched.
 
@@ -327,7 +339,7 @@ def _write_replay(write: _Writer, contract: Contract) -> None:
         facts = f"{name}.dtype, {name}.shape, {name}.stride(), {name}.data_ptr() % 16, {name}.device"
         parts.append(f"None if {name} is None else ({facts})" if arg.optional else facts)
         grads.append(f"({name} is not None and {name}.requires_grad)" if arg.optional else f"{name}.requires_grad")
-    write(f"    like = ({', '.join([*parts, *contract.options])},)")
+    write(f"    like = ({', '.join([*parts, *contract.options, *_kinds(contract)])},)")
     write("    try:")
     write("        found = replays.get(like)")
     write("    except TypeError:")
@@ -355,7 +367,7 @@ def compile_call(
     must see it: when it is ``watched`` or a tensor is ``special``, which only a tensor of another type or device than
     the commonest is asked. ``memory(inputs, outputs)`` judges the outputs that the caller gave.
     """
-    write = _Writer(contract)
+    write = _Writer(contract, eager=True)
     options = ", ".join(contract.options)
     inputs = ", ".join([*contract.args, *contract.options])
     outs = ", ".join(out.argument for out in contract.outs.values())
@@ -364,7 +376,12 @@ def compile_call(
         _check_option(write, name, option)
     write("return")
     write(f"def call({inputs}, {outs}):", 0)
+    write("try:")
+    write.indent += 1
     write(f"given = ({outs},)")
+    for name, arg in contract.args.items():
+        if arg.many:
+            _check_list(write, name)
     first, *others = contract.args
     usual = [f"type({first}) is Tensor", f"({first}.is_cpu or {first}.is_cuda)"]
     for name in others:
@@ -380,7 +397,8 @@ def compile_call(
     replayed = ", ".join(name for name, arg in contract.args.items() if not arg.many and arg.sample != "index")
     if replays:
         _write_replay(write, contract)
-    write(f"key = ({options}{',' if options else ''})")
+    remembered = [*contract.options, *_kinds(contract)]
+    write(f"key = ({', '.join(remembered)}{',' if remembered else ''})")
     write("try:")
     write("    notes = seen.get(key)")
     write("except TypeError:")
@@ -401,7 +419,20 @@ def compile_call(
         write(f"    return {outs},")
     write(f"kernel(notes, {inputs}, {outs})")
     write(f"return {outs},")
+    write.indent -= 1
+    # looked into only where something has failed: a value that is not what the lines above took it for
+    tensors = ", ".join(
+        f"{name}={name}" for name in (*contract.args, *(out.argument for out in contract.outs.values()))
+    )
+    write("except RuntimeError:")
+    write(f"    blame({tensors})")
+    write(f"    check_options({options})")
+    write("    raise")
+    write("except (AttributeError, TypeError):")
+    write(f"    prepare({inputs}, *given)")
+    write("    raise")
     write.scope.update(
+        prepare=contract.prepare,
         record=replay.record,
         replays={},
         on_gpu=on_gpu,
