@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -118,6 +118,29 @@ def test_there_are_thousands() -> None:
         if count > 3000:
             return
     pytest.fail(f"only {count}")
+
+
+def test_an_output_is_no_input_but_the_one_that_it_replaces() -> None:
+    """The very tensor of another input: of its shape, and read by other rows or blocks after it is written."""
+    q, k, gamma = torch.randn(3, 64), torch.randn(3, 64), torch.ones(64)
+    weight, y = torch.randn(128, 64), torch.randn(3, 64)
+    kept = [t.clone() for t in (q, k, gamma, weight)]
+    refused: dict[str, Callable[[], Any]] = {
+        "`q_out` must not overlap `k`": lambda: onepass.qk_rms_norm(q, k, gamma, gamma, out=(k, y)),
+        "`k_out` must not overlap `q`": lambda: onepass.qk_rms_norm(q, k, gamma, gamma, out=(y, q)),
+        "`normed_output` must not overlap `act`": lambda: onepass.gemv_and_partial_norm(q, weight, gamma, out=(q, y)),
+        "`unnormed_output` must not overlap `act`": lambda: onepass.gemv_and_partial_norm(q, weight, gamma, out=(y, q)),
+        "`y_scratch` must not overlap `act`": lambda: onepass.gemv_and_partial_norm_unfused_with_scratch(
+            y[:, :32], q, weight[:64], gamma[:32], 0.0, q
+        ),
+    }
+    for message, call in refused.items():
+        with pytest.raises(ContractError, match=message):
+            call()
+    assert all(torch.equal(a, b) for a, b in zip((q, k, gamma, weight), kept, strict=True))
+    expected = onepass.qk_rms_norm(q, k, gamma, gamma)
+    onepass.qk_rms_norm(q, k, gamma, gamma, out=(q, k))
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
 
 
 # --- what is remembered of good calls -------------------------------------------------------------------------------
