@@ -236,7 +236,7 @@ def test_in_place_in_a_packed_projection(heads: bool) -> None:
 
 def test_overlap_is_refused() -> None:
     q, k, gq, gk = qk(4, 96, 96)
-    with pytest.raises(ContractError, match="`k_out` must not overlap `q_out`"):
+    with pytest.raises(ContractError, match="`k_out` must not overlap `q`"):
         onepass.qk_rms_norm(q, k, gq, gk, out=(q, q))
     with pytest.raises(ContractError, match="`q_out` must not overlap `k`"):
         onepass.qk_rms_norm(q, k[:, :64], gq, gk[:64], out=(k, q[:, :64]))

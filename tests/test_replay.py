@@ -12,8 +12,8 @@ from torch import Tensor
 
 import onepass
 from onepass import replay
-from onepass.checker import compile_call
 from onepass.contract import Arg, Contract, Option, Out
+from onepass.eager import compile_call
 from onepass.formats import FLOATS
 
 CONTRACT = Contract(

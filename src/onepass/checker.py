@@ -9,40 +9,29 @@ from __future__ import annotations
 import linecache
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import replay
 from .contract import Arg, Contract, Layout, Option, OptionType, Out, describe, short
-from .debug import debugging
 
-MAX_REMEMBERED: Final = 4096
-"""Combinations of options whose check is remembered."""
-_PYTHON_TYPES: Final[dict[OptionType, str]] = {
-    "float": "(float, int)",
-    "int": "int",
-    "bool": "bool",
-    "str": "str",
-    "ScalarType": "torch.dtype",
+_TYPES: Final[dict[OptionType, tuple[str, str]]] = {
+    "float": ("(float, int)", "be a number"),
+    "int": ("int", "be an int"),
+    "bool": ("bool", "be a bool"),
+    "str": ("str", "be a string"),
+    "ScalarType": ("torch.dtype", "be a dtype"),
 }
-
-_KINDS: Final[dict[OptionType, str]] = {
-    "float": "be a number",
-    "int": "be an int",
-    "bool": "be a bool",
-    "str": "be a string",
-    "ScalarType": "be a dtype",
-}
+"""What a value must be an instance of, and how a message says it."""
 
 
-class _Writer:
+class Writer:
     """Collects the lines of one generated function and the objects it refers to."""
 
-    def __init__(self, contract: Contract) -> None:
+    def __init__(self, contract: Contract, eager: bool = False) -> None:
         self.contract = contract
+        self.eager = eager  # what comes through the dispatcher is no such view, and a compiler cannot ask
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {
             "torch": torch,
@@ -58,15 +47,23 @@ class _Writer:
             "fail_shape": self._fail_shape,
             "fail_dtype": self._fail_dtype,
             "fail_grad": self._fail_grad,
+            "blame": contract.blame,
             **contract.scope,
         }
+        self.indent = 0
         self.symbols: set[str] = set()
+        first: dict[str, Arg] = {}
+        again = {d for a in contract.args.values() for d in a.dims.split() if first.setdefault(d, a) is not a}
+        self.absent = {d for d in again if d.isidentifier() and first[d].optional}
+        """Symbols that are None where the optional argument that comes first with them is: another binds them then."""
         self.shapes: dict[str, str] = {}
 
     def __call__(self, line: str, depth: int = 1) -> None:
-        self.lines.append("    " * depth + line)
+        """Write a line."""
+        self.lines.append("    " * (self.indent + depth) + line)
 
     def constant(self, value: object, hint: str) -> str:
+        """The name under which generated code finds ``value``."""
         name = f"_{hint}"
         self.scope[name] = value
         return name
@@ -105,12 +102,12 @@ def _shape(dims: str) -> str:
     return "(" + "".join(("*lead" if d == "..." else d) + ", " for d in dims.split()) + ")"
 
 
-def _known(write: _Writer) -> str:
+def _known(write: Writer) -> str:
     pairs = ["'...': tuple(lead)" if s == "lead" else f"'{s}': {s}" for s in sorted(write.symbols)]
     return "{" + ", ".join(pairs) + "}"
 
 
-def _bind_shape(write: _Writer, name: str, dims: str, depth: int) -> None:
+def _bind_shape(write: Writer, name: str, dims: str, depth: int) -> None:
     """Check a shape, binding the symbols it is the first to mention; no symbols at all means one element."""
     tokens = dims.split()
     if not tokens:
@@ -118,7 +115,7 @@ def _bind_shape(write: _Writer, name: str, dims: str, depth: int) -> None:
         write(f"    fail('{name}', 'have one element', str(list({name}.shape)))", depth)
         return
     fresh = [("lead" if t == "..." else t) for t in tokens if not t.isdigit()]
-    if all(s in write.symbols for s in fresh):
+    if all(s in write.symbols and s not in write.absent for s in fresh):
         same = write.shapes.get(dims)
         write(f"if {name}.shape != {same or _shape(dims)}:", depth)
         write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
@@ -135,6 +132,8 @@ def _bind_shape(write: _Writer, name: str, dims: str, depth: int) -> None:
     parts += [(symbol, f"{shape}[{index - len(tail)}]") for index, symbol in enumerate(tail)]
     for symbol, part in parts:
         if symbol in write.symbols or symbol.isdigit():
+            if symbol in write.absent:
+                write(f"{symbol} = {part} if {symbol} is None else {symbol}", depth)
             known.append(f"{part} != {symbol}")
         else:
             write(f"{symbol} = {part}", depth)
@@ -144,7 +143,7 @@ def _bind_shape(write: _Writer, name: str, dims: str, depth: int) -> None:
         write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
 
 
-def _check_tensor(write: _Writer, name: str, arg: Arg, depth: int) -> None:
+def _check_tensor(write: Writer, name: str, arg: Arg, depth: int) -> None:
     write(f"if not isinstance({name}, Tensor):", depth)
     write(f"    fail('{name}', 'be a tensor', describe({name}))", depth)
     allowed = arg.dtypes if isinstance(arg.dtypes, str) else write.constant(arg.dtypes, f"dtypes_{name}")
@@ -160,9 +159,13 @@ def _check_tensor(write: _Writer, name: str, arg: Arg, depth: int) -> None:
     _bind_shape(write, name, arg.dims, depth)
     write.symbols.add("device")
     _check_layout(write, name, arg.layout, arg.dims, depth)
+    if write.eager and arg.layout == "any" and arg.sample != "index":
+        # a view that torch negates when it reads it; elsewhere it would not have a contiguous last dimension
+        write(f"if {name}.is_neg():", depth)
+        write(f"    fail('{name}', 'hold its values as they are (resolve_neg)', 'a negated view')", depth)
 
 
-def _check_layout(write: _Writer, name: str, layout: Layout, dims: str, depth: int) -> None:
+def _check_layout(write: Writer, name: str, layout: Layout, dims: str, depth: int) -> None:
     if layout == "dense":
         write(f"if not {name}.is_contiguous():", depth)
         write(f"    fail('{name}', 'be contiguous', f'strides {{{name}.stride()}}')", depth)
@@ -171,10 +174,17 @@ def _check_layout(write: _Writer, name: str, layout: Layout, dims: str, depth: i
         write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{{name}.stride()}}')", depth)
 
 
-def _check_many(write: _Writer, name: str, arg: Arg) -> None:
+def check_list_lines(write: Writer, name: str) -> None:
+    """That a list of tensors is one."""
+    write(f"if not isinstance({name}, (list, tuple)):")
+    write(f"    fail('{name}', 'be a list of tensors', describe({name}))")
+
+
+def _check_many(write: Writer, name: str, arg: Arg) -> None:
     """A list of tensors, each of one of several shapes."""
     allowed = write.constant(arg.dtypes, f"dtypes_{name}")
     shapes = ", ".join(_shape(d) for d in arg.dims.split("|"))
+    check_list_lines(write, name)
     write(f"if {name}:")
     write(f"    shapes = ({shapes})")
     write(f"    for item in {name}:")
@@ -192,20 +202,16 @@ def _check_many(write: _Writer, name: str, arg: Arg) -> None:
     write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{item.stride()}}')", 3)
 
 
-def _check_option(write: _Writer, name: str, option: Option) -> None:
+def check_option_lines(write: Writer, name: str, option: Option) -> None:
+    """An option's type, choices and range."""
     guard = f"{name} is not None and " if option.optional else ""
-    conditions = [f"isinstance({name}, {_PYTHON_TYPES[option.type]})"]
-    expects = [
-        {
-            "float": "be a number",
-            "int": "be an int",
-            "bool": "be a bool",
-            "str": "be a string",
-            "ScalarType": "be a dtype",
-        }[option.type]
-    ]
+    kind, expected = _TYPES[option.type]
+    conditions, expects = [f"isinstance({name}, {kind})"], [expected]
     if option.type in ("float", "int"):
         conditions.append(f"not isinstance({name}, bool)")
+    if option.type == "float":
+        # an int beyond all floats compares with them as if it were one
+        conditions[1] += f" and (isinstance({name}, float) or -(2**1023) < {name} < 2**1023)"
     if option.choices:
         conditions = [conditions[0], f"{name} in {write.constant(option.choices, 'choices_' + name)}"]
         expects = ["be " + " or ".join(describe(c) for c in option.choices)]
@@ -219,7 +225,7 @@ def _check_option(write: _Writer, name: str, option: Option) -> None:
     write(f"    fail('{name}', {' and '.join(expects)!r}, describe({name}))")
 
 
-def _allocate(write: _Writer, out: Out) -> None:
+def _allocate(write: Writer, out: Out) -> None:
     depth = 1
     if out.when != "True":
         write(f"if not ({out.when}):")
@@ -253,11 +259,11 @@ def _allocate(write: _Writer, out: Out) -> None:
     write(f"    fail_grad({out.argument}={out.argument})", depth + 1)
 
 
-def _write_body(write: _Writer, contract: Contract, options: bool) -> None:
+def write_body(write: Writer, contract: Contract, options: bool) -> None:
     """The checks in a straight line, then the outputs."""
     if options:
         for name, option in contract.options.items():
-            _check_option(write, name, option)
+            check_option_lines(write, name, option)
     for name, arg in contract.args.items():
         if arg.many:
             _check_many(write, name, arg)
@@ -289,7 +295,7 @@ def _write_body(write: _Writer, contract: Contract, options: bool) -> None:
         _allocate(write, out)
 
 
-def _run(source: str, label: str, scope: dict[str, Any]) -> None:
+def run_source(source: str, label: str, scope: dict[str, Any]) -> None:
     """Execute generated source under a name that tracebacks can show."""
     filename = f"<onepass {label}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -300,130 +306,13 @@ def compile_prepare(
     contract: Contract,
 ) -> tuple[Callable[..., tuple[Tensor | None, ...]], Callable[..., tuple[bool, ...]]]:
     """Write and compile ``prepare`` and ``present``."""
-    write = _Writer(contract)
+    write = Writer(contract)
     inputs = ", ".join([*contract.args, *contract.options])
     outs = [out.argument for out in contract.outs.values()]
     write(f"def prepare({inputs}, {', '.join(out + '=None' for out in outs)}):", 0)
-    _write_body(write, contract, options=True)
+    write_body(write, contract, options=True)
     write(f"return {', '.join(outs)},")
     write(f"def present({inputs}):", 0)
     write(f"return {', '.join(out.when for out in contract.outs.values())},")
-    _run("\n".join(write.lines) + "\n", f"contract {contract.name}", write.scope)
+    run_source("\n".join(write.lines) + "\n", f"contract {contract.name}", write.scope)
     return write.scope["prepare"], write.scope["present"]
-
-
-def _write_replay(write: _Writer, contract: Contract) -> None:
-    """On a GPU, a call like an earlier one: launch what that one launched.
-
-    ``like`` is what the launch depends on besides the options: dtype, shape, strides, alignment and device of every tensor.
-    Calls with lists of tensors are not replayed, nor while debugging, when indices are read.
-    """
-    single = [name for name, arg in contract.args.items() if not arg.many]
-    optional = {name for name in single if contract.args[name].optional}
-    outs = [out.argument for out in contract.outs.values()]
-    lists = [f" and not {name}" for name, arg in contract.args.items() if arg.many]
-    indices = any(arg.sample == "index" for arg in contract.args.values())
-    parts, grads = [], []
-    for name in [*single, *outs]:
-        strides = f"{name}.is_contiguous() or {name}.stride()"
-        facts = f"{name}.dtype, {name}.shape, {strides}, {name}.data_ptr() % 16, {name}.device"
-        absent = name in optional or name in outs
-        parts.append(f"None if {name} is None else ({facts})" if absent else facts)
-        grads.append(f"({name} is not None and {name}.requires_grad)" if absent else f"{name}.requires_grad")
-    condition = f"switch.on and on_gpu({single[0]}){''.join(lists)}{' and not debugging()' if indices else ''}"
-    write("like = found = None")
-    write("try:")
-    write(f"    if {condition}:")
-    write(f"        like = ({', '.join(parts)},)")
-    write("        found = replays.get(like)")
-    write("except AttributeError:  # not a tensor: the checks will say so")
-    write("    like = None")
-    write("if found is not None:")
-    write("    like = None")
-    write(f"    if found and not (is_grad_enabled() and ({' or '.join(grads)})):")
-    write(f"        done = found({', '.join([*single, *outs])})")
-    write("        if done is not None:")
-    write("            return done")
-
-
-def compile_call(
-    contract: Contract,
-    kernel: Callable[..., None],
-    *,
-    watched: Callable[[], bool],
-    special: Callable[..., bool],
-    dispatch: Callable[..., Any],
-    memory: Callable[..., None],
-    on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda"),
-) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Write and compile the eager entry: ``prepare`` and ``kernel`` in one function, with no argument passed twice.
-
-    A combination of options is checked once and remembered, with a dictionary in which the kernel may note what it
-    means (``kernel(notes, *inputs, *outputs)``). ``dispatch(inputs, outs)`` takes the call where torch's dispatcher
-    must see it: when it is ``watched`` or a tensor is ``special``, which only a tensor of another type or device than
-    the commonest is asked. ``memory(inputs, outputs)`` judges the outputs that the caller gave.
-    """
-    write = _Writer(contract)
-    options = ", ".join(contract.options)
-    inputs = ", ".join([*contract.args, *contract.options])
-    outs = ", ".join(out.argument for out in contract.outs.values())
-    write(f"def check_options({options}):", 0)
-    for name, option in contract.options.items():
-        _check_option(write, name, option)
-    write("return")
-    write(f"def call({inputs}, {outs}):", 0)
-    write(f"given = ({outs},)")
-    first, *others = contract.args
-    usual = [f"type({first}) is Tensor", f"({first}.is_cpu or {first}.is_cuda)"]
-    for name in others:
-        usual.append(f"not {name}" if contract.args[name].many else f"type({name}) in PLAIN")
-    usual += [f"type({out.argument}) in PLAIN" for out in contract.outs.values()]
-    unwritten = [f"{out.argument} is None" for out in contract.outs.values()]
-    if any(arg.mutable for arg in contract.args.values()):
-        unwritten = ["False"]
-    write(f"plain = {' and '.join(unwritten)}")
-    write(f"if watched() or not ({' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
-    write(f"    return dispatch(({inputs},), given)")
-    write(f"key = ({options}{',' if options else ''})")
-    write("try:")
-    write("    known = seen.get(key)")
-    write("except TypeError:")
-    write("    known = None")
-    write("if known is None:")
-    write(f"    check_options({options})")
-    write(f"    if len(seen) >= {MAX_REMEMBERED}:")
-    write("        seen.clear()")
-    write("    known = seen[key] = ({}, {})")
-    write("notes, replays = known")
-    _write_replay(write, contract)
-    _write_body(write, contract, options=False)
-    write("if not plain:")
-    write(f"    memory(({inputs},), ({outs},))")
-    single = [name for name, arg in contract.args.items() if not arg.many]
-    written = [i for i, name in enumerate(single) if contract.args[name].mutable]
-    written += range(len(single), len(single) + len(contract.outs))
-    write("if like is not None:")
-    write(f"    if len(replays) >= {MAX_REMEMBERED}:")
-    write("        replays.clear()")
-    before, after = f"({', '.join(single)}, *given)", f"({', '.join(single)}, {outs})"
-    run = f"lambda: kernel(notes, {inputs}, {outs})"
-    write(f"    replays[like] = record({run}, {before}, {after}, {written}, {len(contract.outs)}) or False")
-    write(f"    return {outs},")
-    write(f"kernel(notes, {inputs}, {outs})")
-    write(f"return {outs},")
-    write.scope.update(
-        record=replay.record,
-        switch=replay.switch,
-        debugging=debugging,
-        on_gpu=on_gpu,
-        kernel=kernel,
-        watched=watched,
-        special=special,
-        dispatch=dispatch,
-        memory=memory,
-        seen={},
-        PLAIN=frozenset({Tensor, torch.nn.Parameter, type(None)}),
-    )
-    _run("\n".join(write.lines) + "\n", f"call {contract.name}", write.scope)
-    call: Callable[..., tuple[Tensor | None, ...]] = write.scope["call"]
-    return call

@@ -47,7 +47,7 @@ class Arg:
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword that is no tensor. ``where`` is a condition on its own value, e.g. ``"0 <= eps < inf"``."""
+    """A keyword that is no tensor. ``where`` is a condition on its own value, e.g. ``"0 <= eps <= 3.4e38"``."""
 
     type: OptionType
     default: Any
@@ -98,6 +98,8 @@ class Contract:
     rules: tuple[Rule, ...] = ()
     scope: dict[str, Any] = field(default_factory=dict)
     """Functions that the expressions above call, by name."""
+    replaces: dict[str, tuple[str, ...]] | None = None
+    """Inputs that each output may be, by the outputs' argument names; None: any of its dtype, shape and strides."""
     in_place: bool = False
     """There is only the form that writes into the caller's tensors, under the contract's own name."""
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -139,6 +141,16 @@ class Contract:
     def fail(self, argument: str, expects: str, got: str) -> NoReturn:
         """Raise the error every refusal has the form of."""
         raise ContractError(f"{self.name}: `{argument}` must {expects}, got {got}")
+
+    def blame(self, **tensors: Any) -> None:
+        """Refuse what is no tensor, or one without strides or memory of its own: torch's errors name nothing."""
+        for name, value in tensors.items():
+            many = isinstance(value, (list, tuple)) and (name not in self.args or self.args[name].many)
+            for tensor in value if many else (value,):
+                if not isinstance(tensor, Tensor | None):
+                    self.fail(name, "be a tensor", describe(tensor))
+                if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):
+                    self.fail(name, "be strided", "a nested tensor" if tensor.is_nested else str(tensor.layout))
 
 
 def describe(value: object) -> str:

@@ -62,7 +62,7 @@ class PagedKVCache:
             _fail("blocks", "have at least one entry a page", str(list(blocks.shape)))
         if blocks.stride(2) != 1 and blocks.shape[2] != 1:
             _fail("blocks", "have a contiguous last dimension", f"strides {blocks.stride()}")
-        if page_size is not None and page_size != blocks.shape[1]:
+        if page_size is not None and (not isinstance(page_size, int) or page_size != blocks.shape[1]):
             _fail("page_size", f"be that of blocks, {blocks.shape[1]}", repr(page_size))
         self.blocks = blocks
         self.cache_lengths = cache_lengths
@@ -111,7 +111,7 @@ class PagedKVCache:
         _check_tensor("blocks", blocks, "[pages, page_size, columns]", 3, CACHE_DTYPES)
         _check_tensor("slots", slots, "[tokens]", 1, (torch.int32, torch.int64))
         _check_tensor("input_row_offsets", input_row_offsets, "[requests + 1]", 1, INDEX_DTYPES)
-        if dtype not in INDEX_DTYPES:
+        if not isinstance(dtype, torch.dtype) or dtype not in INDEX_DTYPES:
             _fail("dtype", "be uint32, int32 or int64", describe(dtype))
         size = blocks.shape[1]
         offsets, places = input_row_offsets.long().cpu(), slots.long().cpu()
@@ -132,8 +132,8 @@ class PagedKVCache:
             )
         needed = -(-int(counts.max()) // size) if counts.numel() else 0
         width = max(needed, 1) if table_width is None else table_width
-        if width < needed:
-            _fail("table_width", f"be at least {needed}", str(width))
+        if not _counts_something(width) or width < needed:
+            _fail("table_width", f"be an int of at least {needed}", describe(width))
         table = torch.full((counts.shape[0], width), -1)
         begins = within == 0
         table[request[begins], index[begins] // size] = places[begins] // size
@@ -150,6 +150,8 @@ class PagedKVCache:
         requests, width = table.shape
         if input_row_offsets.shape[0] != requests + 1:
             _fail("input_row_offsets", f"have {requests + 1} elements", str(input_row_offsets.shape[0]))
+        if tokens is not None and not _counts_something(tokens):
+            _fail("tokens", "be an int of at least 0", describe(tokens))
         offsets = input_row_offsets.long()
         count = int(offsets[-1]) if tokens is None else tokens
         token = torch.arange(count, device=offsets.device)
@@ -220,8 +222,14 @@ def gather_mla(
     if not isinstance(cache, PagedKVCache):
         _fail("cache", "be a PagedKVCache", describe(cache), "gather_mla")
     lengths, table = cache._tables("gather_mla")
-    if not isinstance(request, int) or not 0 <= request < lengths.shape[0]:
+    if not _counts_something(request) or request >= lengths.shape[0]:
         _fail("request", f"be an int from 0 to {lengths.shape[0] - 1}", describe(request), "gather_mla")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        _fail("dtype", "be a floating dtype", describe(dtype), "gather_mla")
+    for name, scale in (("kv_scale", kv_scale), ("per_token_scale", per_token_scale)):
+        plain = isinstance(scale, Tensor) and scale.layout is torch.strided and scale.dtype is torch.float32
+        if scale is not None and not plain:
+            _fail(name, "be a strided float32 tensor", describe(scale), "gather_mla")
     if kv_scale is not None and per_token_scale is not None:
         _fail("kv_scale", "be None with per_token_scale", describe(kv_scale), "gather_mla")
     if kv_scale is not None and kv_scale.numel() != 1:
@@ -286,9 +294,15 @@ def _counts(new_tokens: int | Tensor, requests: int) -> int | Tensor:
     return new_tokens
 
 
+def _counts_something(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
 def _check_tensor(name: str, value: object, shape: str, dims: int, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(value, Tensor):
         _fail(name, "be a tensor", describe(value))
+    if value.layout is not torch.strided:
+        _fail(name, "be strided", str(value.layout))
     if value.dim() != dims:
         _fail(name, f"have shape {shape}", str(list(value.shape)))
     if value.dtype not in dtypes:

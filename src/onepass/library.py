@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from .checker import compile_call, refuse_gradient
+from .checker import refuse_gradient
 from .contract import Contract
+from .eager import compile_call
 from .errors import Unsupported
 from .memory import check_outputs, lie_apart
 
@@ -101,7 +102,12 @@ def check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) 
             (written if arg.mutable else named).append((name, value))
         elif value:
             named += [(name, item) for item in value]
-    check_outputs(contract.name, named, written)
+    check_outputs(contract.name, named, written, contract.replaces)
+
+
+def plain(*values: object) -> bool:
+    """Whether a call with these tensors is an eager one on a device that has kernels: addresses can be looked at."""
+    return not _watched() and not _special(*values)
 
 
 def _watched() -> bool:

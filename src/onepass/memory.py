@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -27,7 +27,7 @@ def lie_apart(values: Sequence[object]) -> bool:
         start = value.data_ptr()
         if value.is_contiguous():
             spans.append((start, start + value.nbytes))
-        elif 0 in value.stride():
+        elif _overlaps_itself(value):
             return False
         else:
             spans.append(extent(value))
@@ -40,27 +40,44 @@ def lie_apart(values: Sequence[object]) -> bool:
     return True
 
 
-def check_outputs(op: str, inputs: Sequence[tuple[str, Tensor]], outputs: Sequence[tuple[str, Tensor]]) -> None:
+def check_outputs(
+    op: str,
+    inputs: Sequence[tuple[str, Tensor]],
+    outputs: Sequence[tuple[str, Tensor]],
+    replaces: Mapping[str, tuple[str, ...]] | None = None,
+) -> None:
     """Refuse outputs that overlap themselves, one another, or an input other than exactly.
 
-    An output may be an input itself (same memory, dtype, shape and strides): kernels read an element before they
-    write it.
+    An output may be an input itself (same memory, dtype, shape and strides) where kernels read an element before they
+    write it: any input, or those that ``replaces`` names for it.
     """
     taken = [(*extent(t), False, name, t) for name, t in inputs]
     for name, out in outputs:
         start, end = extent(out)
-        if not out.is_contiguous() and any(s == 0 and n > 1 for n, s in zip(out.shape, out.stride(), strict=True)):
+        if not out.is_contiguous() and _overlaps_itself(out):
             raise ContractError(f"{op}: `{name}` must not overlap itself, got strides {list(out.stride())}")
         for other_start, other_end, written, other_name, other in taken:
             meet = start < other_end and other_start < end and out.device == other.device
-            if meet and _overlap(out, other) and (written or not _same(out, other)):
-                unless = "" if written else " unless it is that very tensor"
+            may_be = not written and (replaces is None or other_name in replaces.get(name, ()))
+            if meet and _overlap(out, other) and not (may_be and _same(out, other)):
+                unless = " unless it is that very tensor" if may_be else ""
                 raise ContractError(f"{op}: `{name}` must not overlap `{other_name}`{unless}, got memory they share")
         taken.append((start, end, True, name, out))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements may lie at one address: unless each stride steps over all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def extent(t: Tensor) -> tuple[int, int]:

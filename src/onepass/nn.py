@@ -25,11 +25,13 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
+from .contract import describe
 from .errors import ContractError
 from .formats import FP8_FORMATS, Rounding
+from .judge import option_is_legal
 from .library import write_eager_entries
 from .ops.qk_norm import qk_rms_norm
-from .ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from .ops.rms_norm import RMS_NORM, rms_norm, rms_norm_fused_fp8
 from .rope import Rope
 
 __all__ = ["LinearFP8", "QKNorm", "RMSNorm", "RMSNormFP8", "quantize_rows"]
@@ -51,6 +53,30 @@ def eps_of(module: nn.Module, name: str = "") -> float | None:
             eps: float | None = getattr(module, candidate)
             return eps
     raise ContractError(f"{type(module).__name__}: has no epsilon called {name or ' or '.join(_EPS_NAMES)}")
+
+
+def _sizes(owner: type, name: str, value: object, many: bool = True) -> tuple[int, ...]:
+    """One size, or a list of them where there may be ``many``."""
+    sizes = tuple(value) if many and isinstance(value, (list, tuple)) else (value,)
+    if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and 0 < n < 2**31 for n in sizes):
+        raise ContractError(
+            f"{owner.__name__}: `{name}` must be a positive int{' or a list of them' * many}, got {describe(value)}"
+        )
+    return sizes
+
+
+def _check_options(owner: type, **values: object) -> None:
+    """What the op would refuse at every call is refused when the module is made."""
+    for name, value in values.items():
+        option = RMS_NORM.options[name]
+        if not option_is_legal(option, name, value):
+            allowed = " or ".join(map(repr, option.choices)) or f"a number, {option.where}"
+            raise ContractError(f"{owner.__name__}: `{name}` must be {allowed}, got {describe(value)}")
+
+
+def _check_bool(owner: type, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ContractError(f"{owner.__name__}: `{name}` must be a bool, got {describe(value)}")
 
 
 class RMSNorm(nn.Module):
@@ -86,7 +112,11 @@ class RMSNorm(nn.Module):
         rounding: Rounding = "once",
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = _sizes(type(self), "normalized_shape", normalized_shape)
+        _check_options(
+            type(self), weight_offset=weight_offset, rounding=rounding, **({} if eps is None else {"eps": eps})
+        )
+        _check_bool(type(self), "elementwise_affine", elementwise_affine)
         self.normalized_shape = shape
         self.eps = eps
         self.elementwise_affine = elementwise_affine
@@ -174,8 +204,12 @@ class QKNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_bool(type(self), "per_head", per_head)
         if k_dim is None and not per_head:
             raise ContractError("QKNorm: `k_dim` must be given unless per_head")
+        _sizes(type(self), "q_dim", q_dim, many=False)
+        _sizes(type(self), "k_dim", q_dim if k_dim is None else k_dim, many=False)
+        _check_options(type(self), eps=eps, weight_offset=weight_offset, rounding=rounding)
         self.per_head = per_head
         dims = (q_dim, q_dim if k_dim is None else k_dim)
         self.q_norm, self.k_norm = (
@@ -276,6 +310,11 @@ class LinearFP8(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
+        _sizes(type(self), "in_features", in_features, many=False)
+        _sizes(type(self), "out_features", out_features, many=False)
+        _check_bool(type(self), "bias", bias)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ContractError(f"{type(self).__name__}: `dtype` must be a floating dtype, got {describe(dtype)}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self.weight = nn.Parameter(
             torch.zeros(out_features, in_features, device=device).to(_FP8), requires_grad=False

@@ -14,6 +14,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .contract import describe
 from .errors import ContractError
 
 GEMV_TRACE_EVENTS_PER_BLOCK: Final = 16
@@ -110,6 +111,8 @@ class GmemTrace(TraceBuf):
     @classmethod
     def allocate(cls, blocks: int, device: torch.device | str) -> GmemTrace:
         """Zeroed buffers for a launch of ``blocks`` blocks, units included."""
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks < 2**31:
+            raise ContractError(f"GmemTrace: `blocks` must be an int of at least 0, got {blocks!r}")
         slots = blocks * GEMV_TRACE_EVENTS_PER_BLOCK
         return cls(
             torch.zeros(slots, dtype=torch.int64, device=device),
@@ -140,7 +143,9 @@ class GmemTrace(TraceBuf):
         return self.buffer.view(torch.int64).view(-1, GEMV_TRACE_EVENTS_PER_BLOCK).to("cpu", copy=True)
 
 
-def _check(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+def _check(name: str, tensor: object, *dtypes: torch.dtype) -> None:
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        raise ContractError(f"GmemTrace: `{name}` must be a strided tensor, got {describe(tensor)}")
     if tensor.dtype not in dtypes:
         known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ContractError(f"GmemTrace: `{name}` must be {known}, got {str(tensor.dtype).removeprefix('torch.')}")

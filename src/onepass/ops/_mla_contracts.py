@@ -40,10 +40,10 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         ),
     },
     options={
-        "epsilon": Option("float", 1e-6, "added to the mean of squares", where="0 <= epsilon < inf"),
+        "epsilon": Option("float", 1e-6, "added to the mean of squares", where="0 <= epsilon <= 3.4e38"),
         "rope_style": Option("str", "interleaved", "which columns are a pair", choices=STYLES),
         "rope_dim": Option("int", None, "columns that turn; None: freqs_cis' width", where="rope_dim >= 0", optional=True),
-        "weight_offset": Option("float", 0.0, "added to gamma in float32", where="-inf < weight_offset < inf"),
+        "weight_offset": Option("float", 0.0, "added to gamma in float32", where="-3.4e38 <= weight_offset <= 3.4e38"),
         "rounding": Option("str", "once", "where values are rounded", choices=("once", "reference")),
         "q_dtype": Option(
             "ScalarType", None, "dtype of the result; None: that of q_rope_output, or q_rope's", choices=Q_DTYPES, optional=True,
@@ -87,6 +87,7 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         "once: entry = round((concat((x*rs)*(gamma+offset), rope(k)))/scale), q = round(rope(q)); "
         "reference: entry = round(concat(round(round(x*rs)*(gamma+offset)), round(rope(k)))/scale), q = round(round(rope(q)))"
     ),
+    replaces={"q_rope_output": ("q_rope",)},
     in_place=True,
     carried={"k_cache": ("blocks", "cache_lengths", "lookup_table")},
 )  # fmt: skip

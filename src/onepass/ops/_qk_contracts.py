@@ -16,8 +16,8 @@ _GAMMA = "(q.dtype, torch.float32)"
 _FREQS = Arg("P R", "rope: cos and sin of each position, interleaved", (torch.float32,), optional=True)
 _INTEGERS = (torch.int32, torch.int64)
 _POSITIONS = Arg("...", "rope: the row of freqs of each token", _INTEGERS, optional=True, layout="any", sample="index")
-_EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps < inf")
-_OFFSET = Option("float", 0.0, "added to gamma in float32", where="-inf < weight_offset < inf")
+_EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps <= 3.4e38")
+_OFFSET = Option("float", 0.0, "added to gamma in float32", where="-3.4e38 <= weight_offset <= 3.4e38")
 _ROUNDING = Option("str", "once", "where values are rounded", choices=ROUNDINGS)
 _STYLE = Option("str", "half", "rope: which columns are a pair", choices=STYLES)
 _DIM = Option("int", None, "rope: columns of a head that turn; None: freqs' width", where="dim > 0", optional=True)
@@ -45,6 +45,7 @@ def _dtype_of(out: Tensor | None, q: Tensor) -> torch.dtype:
     return out.dtype if isinstance(out, Tensor) and out.dtype in FLOATS else q.dtype
 
 
+_IN_PLACE: dict[str, tuple[str, ...]] = {"q_out": ("q",), "k_out": ("k",)}
 _SCOPE = {"dtype_of": _dtype_of}
 _STATS = "float32, added in an order that depends on the number of columns alone (on a CPU: and on the dtype)"
 
@@ -53,6 +54,7 @@ ROW_SUM_OF_SQUARES_QK = Contract(
     args={"q": _Q, "k": _K},
     options={},
     outs={"sums": Out("... 2", "torch.float32", "sum of squares of q's row, and of k's", "out")},
+    replaces={},
     rules=_COLUMNS,
     rounding=_STATS,
 )
@@ -62,6 +64,7 @@ ROW_MEAN_OF_SQUARES_QK = Contract(
     args={"q": _Q, "k": _K},
     options={},
     outs={"qk_var": Out("... 2", "torch.float32", "mean of squares of q's row, and of k's", "out")},
+    replaces={},
     rules=_COLUMNS,
     rounding=f"{_STATS}; the mean is the sum divided by N, correctly rounded",
 )
@@ -77,7 +80,7 @@ APPLY_QK_RMS_NORM = Contract(
         **_ROPE,
     },
     options={
-        "epsilon": Option("float", 1e-6, "added to the mean of squares", where="0 <= epsilon < inf"),
+        "epsilon": Option("float", 1e-6, "added to the mean of squares", where="0 <= epsilon <= 3.4e38"),
         "weight_offset": _OFFSET,
         "rounding": _ROUNDING,
         "style": _STYLE,
@@ -90,6 +93,7 @@ APPLY_QK_RMS_NORM = Contract(
         "k_out": Out("... Nk", "q_out.dtype", "the norm of k; q_out's dtype", "k_out"),
     },
     rules=(*_COLUMNS, *_ROPE_RULES, _ROTATED),
+    replaces=_IN_PLACE,
     scope=_SCOPE,
     rounding=_ROUNDS,
     carried={"rope": ("freqs", "positions", "style", "dim", "head_dim")},
@@ -128,6 +132,7 @@ QK_RMS_NORM = Contract(
         *_ROPE_RULES,
         _ROTATED,
     ),
+    replaces=_IN_PLACE,
     scope=_SCOPE,
     rounding=_ROUNDS,
     carried={"rope": ("freqs", "positions", "style", "dim", "head_dim"), "out": ("q_out", "k_out"), "group": ()},
@@ -157,6 +162,7 @@ QK_RMS_NORM_HEADS = Contract(
         Rule("head_dim is None or head_dim == D", "head_dim", "be q's last dimension with per_head"),
         *_ROPE_RULES,
     ),
+    replaces=_IN_PLACE,
     scope=_SCOPE,
     rounding=_ROUNDS,
 )  # fmt: skip

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from .. import replay
-from ..contract import Arg, Contract, Option, Out, Rule
+from ..contract import Arg, Contract, Option, Out, Rule, describe, short
 from ..formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
 from ..gemv import MAX_ROWS, MAX_SEGMENTS, GemvSpec, WeightScale, gemv_spec, tiles
-from ..library import Op
+from ..library import Op, check_memory, plain
 from ..trace import GEMV_TRACE_EVENTS_PER_BLOCK, NullTrace, TraceBuf
 from ._launch import Launch
 from .rms_norm import rms_norm
@@ -55,7 +55,7 @@ _ARGS = {
     },
     "weight_scale": Arg("S", "factor of all weights, or of each row", (torch.float32,), optional=True, sample="positive"),
 }  # fmt: skip
-_EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps < inf")
+_EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps <= 3.4e38")
 _OPTIONS = {
     "eps": _EPS,
     "normed_dtype": Option(
@@ -106,6 +106,7 @@ GEMV = Contract(
     _ROUNDING,
     sizes=_SIZES,
     rules=_RULES,
+    replaces={},
     carried={**_CARRIED, "fused": (), "out": tuple(out.argument for out in _OUTS.values())},
 )
 
@@ -136,6 +137,7 @@ GEMV_WITH_SCRATCH = Contract(
         "blocks": lambda act, weight, *widths: _blocks(act, weight, tuple(w for w in widths if w is not None)),
     },
     rounding=_ROUNDING,
+    replaces={},
     in_place=True,
     carried={
         **_CARRIED,
@@ -152,6 +154,7 @@ _PLAIN_GEMV = Contract(
     outs={"y": Out("M N", "act.dtype", "act @ weight.T", "y_scratch")},
     rules=(_RULES[1], *_RULES[-2:]),
     rounding="once: y = round((act @ weight.T) * weight_scale)",
+    replaces={},
 )
 
 
@@ -168,6 +171,7 @@ def _two_launches_contract(name: str, given: bool) -> Contract:
         sizes={"T": "N - W0"},
         rules=tuple(rule for rule in _RULES if rule.argument in ("gamma", "weight_scale") or rule.condition == "K > 0"),
         rounding="y to act's dtype, then normed",
+        replaces={},
     )
     _ = contract.prepare  # made now: a compiler that traces a call must not meet the making
     return contract
@@ -280,6 +284,8 @@ def gemv_and_partial_norm(
         return _unfused(act, weight, gamma, eps, segments, weight_scale, normed_dtype, out)
     given: list[Tensor | None] = [None] * len(GEMV.outs)
     if out is not None:
+        if not any(normed_dtype is dtype for dtype in (None, *FP8_FORMATS)):  # how many there must be depends on it
+            GEMV.fail("normed_dtype", f"be {' or '.join(map(short, FP8_FORMATS))}", describe(normed_dtype))
         present = [True, normed_dtype is not None, *(g is not None for g in further), True]
         places = [i for i, here in enumerate(present) if here]
         if not isinstance(out, (list, tuple)) or len(out) != len(places):
@@ -380,6 +386,7 @@ def gemv_trace_blocks(act: Tensor, weight: Tensor, gamma: Tensor, segments: Sequ
     >>> trace = onepass.GmemTrace.allocate(onepass.gemv_trace_blocks(act, weight, torch.ones(64)), "cpu")
     """
     further = _further(GEMV, segments)
+    GEMV.blame(act=act, weight=weight, gamma=gamma, segments=segments)
     GEMV.prepare(act, weight, gamma, *further, None, 0.0, None)
     return _blocks(act, weight, tuple([g.shape[0] for g in (gamma, *segments)]))
 
@@ -398,7 +405,10 @@ def _two_launches(
     normed: Tensor | None, y: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The norm, and all of y rounded to act's dtype; everything is checked before the first launch."""
+    contract.blame(act=act, weight=weight, gamma=gamma, weight_scale=weight_scale, normed_output=normed, y_scratch=y)
     contract.prepare(act, weight, gamma, weight_scale, eps, normed, y)
+    if y is not None and plain(act, weight, gamma, weight_scale, normed, y):
+        check_memory(contract, (act, weight, gamma, weight_scale, eps), (normed, y))
     if weight.dtype in FLOATS and weight_scale is None:
         y = torch.matmul(act, weight.T, out=y)
     else:

@@ -46,8 +46,8 @@ from ._rows import run_rows
 _X = Arg("... N", "activations", FLOATS)
 _GAMMA = Arg("N", "weight; x's dtype or float32", "(x.dtype, torch.float32)", sample="gamma")
 _RESIDUAL = Arg("... N", "added to x in float32; x's dtype or float32", "(x.dtype, torch.float32)", optional=True)
-_EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps < inf")
-_OFFSET = Option("float", 0.0, "added to gamma in float32", where="-inf < weight_offset < inf")
+_EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps <= 3.4e38")
+_OFFSET = Option("float", 0.0, "added to gamma in float32", where="-3.4e38 <= weight_offset <= 3.4e38")
 _ROUNDING = Option("str", "once", "where values are rounded", choices=ROUNDINGS)
 _COLUMNS = Rule("0 < N <= 16777216", "x", "have 1 to 2**24 columns")
 
