@@ -20,25 +20,15 @@ Launch = tuple[Any, int, Sequence[Any]]
 """A launcher, its grid and its arguments."""
 
 
-class Tape:
-    """The launches of one call, on the thread that made it."""
-
-    __slots__ = ("launches", "thread")
-
-    def __init__(self) -> None:
-        self.thread = get_ident()
-        self.launches: list[Launch] = []
-
-
-recording: Tape | None = None
-"""Where launches are written down at the moment; most of the time nowhere."""
+tapes: dict[int, list[Launch]] = {}
+"""For each thread whose call is being recorded, what it launched; most of the time empty, which is quick to ask."""
 
 
 def note(launcher: Any, grid: int, arguments: Sequence[Any]) -> None:
-    """Write a launch down, if it is one of the call that is being recorded."""
-    tape = recording
-    if tape is not None and tape.thread == get_ident():
-        tape.launches.append((launcher, grid, arguments))
+    """Write a launch down, if it is one of a call that is being recorded."""
+    tape = tapes.get(get_ident())
+    if tape is not None:
+        tape.append((launcher, grid, arguments))
 
 
 Replay = Callable[..., tuple[Tensor | None, ...]]
@@ -47,18 +37,16 @@ Replay = Callable[..., tuple[Tensor | None, ...]]
 
 def record(run: Callable[[], None], inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> Replay | None:
     """Run a call and return what repeats it, or None where that cannot be told from what was launched."""
-    global recording
-    if recording is not None:  # another thread's
-        run()
-        return None
-    tape = recording = Tape()
+    thread = get_ident()
+    launches: list[Launch] = []
     try:
+        tapes[thread] = launches
         run()
     finally:
-        recording = None
-    if len(tape.launches) != 1:
+        tapes.pop(thread, None)
+    if len(launches) != 1:
         return None
-    launcher, grid, arguments = tape.launches[0]
+    launcher, grid, arguments = launches[0]
     return _replay(launcher, grid, arguments, inputs, outputs)
 
 

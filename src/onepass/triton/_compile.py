@@ -31,7 +31,8 @@ POINTERS = {
     torch.uint32: "*u32",
 }
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Held while a kernel is compiled or loaded, which one thread does for all."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Launcher:
 
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
         device = self._device
-        if replay.recording is not None:
+        if replay.tapes:
             replay.note(self, grid, arguments)
         stream = torch._C._cuda_getCurrentRawStream(device)
         if torch._C._cuda_getDevice() == device:
@@ -135,7 +136,8 @@ _loaded: dict[tuple[str, int], Launcher] = {}
 
 def load(build: Build, device: int) -> Launcher:
     """The launcher of a configuration on a device; rows of different lengths share one."""
-    found = _loaded.get((build.name, device))
-    if found is None:
-        found = _loaded[build.name, device] = Launcher(build, device)
+    with _lock:
+        found = _loaded.get((build.name, device))
+        if found is None:
+            found = _loaded[build.name, device] = Launcher(build, device)
     return found

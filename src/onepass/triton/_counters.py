@@ -21,9 +21,10 @@ _pools: dict[int, list[Tensor]] = {}
 def take(device: int) -> tuple[Tensor, tuple[int, int] | None]:
     """Zeroed counters for a launch on the current stream, and the key to `discard` them by should the launch fail."""
     if torch.cuda.is_current_stream_capturing():
-        pool = _pools.get(device)
-        # with nothing prepared the zeroing becomes part of the graph
-        return (pool.pop() if pool else torch.zeros(MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}")), None
+        try:
+            return _pools[device].pop(), None
+        except LookupError:  # with nothing prepared the zeroing becomes part of the graph
+            return torch.zeros(MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}"), None
     if not _pools.get(device):
         _pools[device] = list(torch.zeros(POOL, MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}").unbind())
     key = (device, torch._C._cuda_getCurrentRawStream(device))
