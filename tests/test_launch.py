@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ pytest.importorskip("triton")
 from onepass.formats import E4M3FN, ScaleRule
 from onepass.prologues import silu_and_mul
 from onepass.rows import Geometry, Operand, RowSpec, row_spec
-from onepass.triton import _compile, evidence
+from onepass.triton import _compile, _counters, evidence
 from onepass.triton import rms_norm as backend
 
 BF16 = torch.bfloat16
@@ -119,6 +121,45 @@ def test_a_kernel_is_loaded_once() -> None:
     assert len(Recorder.made) == 1
     plain(OnDevice(16), n=1024, step=1024)
     assert len(Recorder.made) == 2
+
+
+def test_threads_load_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First launches of one kernel from eight threads, each on its own tensor."""
+
+    class Slow(Recorder):
+        def __init__(self, build: _compile.Build, device: int) -> None:
+            time.sleep(0.05)
+            super().__init__(build, device)
+
+    monkeypatch.setattr(_compile, "Launcher", Slow)
+    start = threading.Barrier(8, timeout=10)
+
+    def work(me: int) -> None:
+        start.wait()
+        plain(OnDevice(16 * (me + 1)), rows=me + 1)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(Recorder.made) == 1
+    assert {(call["x"], call["rows"]) for _, call in Recorder.calls} == {(16 * (me + 1), me + 1) for me in range(8)}
+
+
+def test_a_pool_of_counters_that_another_thread_empties(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EmptiedMeanwhile(list[torch.Tensor]):
+        def __bool__(self) -> bool:
+            return True
+
+    made = torch.ones(1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: made)
+    prepared = torch.ones(2)
+    monkeypatch.setattr(_counters, "_pools", {0: EmptiedMeanwhile([prepared])})
+    assert _counters.take(0) == (prepared, None)
+    assert _counters.take(0)[0] is made
+    assert _counters.take(1)[0] is made, "nothing was prepared on that device"
 
 
 def test_static_scale_is_passed_by_address() -> None:
