@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from onepass.prologues import silu_and_mul
 from onepass.rows import Geometry, Operand, RowSpec, row_spec
 from onepass.triton import _compile, _counters, evidence
 from onepass.triton import rms_norm as backend
+from onepass.triton._config import row_config
 
 BF16 = torch.bfloat16
 NAMES = backend._NAMES
@@ -176,3 +177,14 @@ def test_too_many_rows_are_refused() -> None:
 
     with pytest.raises(Unsupported, match=r"at most 2\*\*31 - 1 rows"):
         plain(OnDevice(16), rows=2**31)
+
+
+@pytest.mark.parametrize("contracts", [True, False])
+def test_whether_operations_fuse_is_said_outright(contracts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's default changes with 3.10, and results with it."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("triton.compile", lambda source, target, options: asked.append(options))
+    config = row_config(512, 2, 32, "norm")
+    build = backend.build_for(row_spec(BF16, BF16, None, BF16, "once"), config, 1, True, evidence.H200)
+    _compile.compile_build(replace(build, contracts=contracts), evidence.H200)
+    assert [options["enable_fp_fusion"] for options in asked] == [contracts]

@@ -59,13 +59,11 @@ class Build:
 
 def compile_build(build: Build, chip: Chip) -> Any:
     """Compile for ``chip``; needs no GPU. Line information is off, so that the code does not depend on file paths."""
-    options: dict[str, Any] = {"num_warps": build.warps}
+    options: dict[str, Any] = {"num_warps": build.warps, "enable_fp_fusion": build.contracts}
     if build.registers and chip.backend == "cuda":
         options["maxnreg"] = build.registers
     if build.pdl:
         options["launch_pdl"] = True
-    if not build.contracts:
-        options["enable_fp_fusion"] = False
     target = GPUTarget(chip.backend, chip.arch, chip.warp_size)
     with _lock, triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True
