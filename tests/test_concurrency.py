@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("llvmlite")
 
 from onepass.checks import concurrency
+from onepass.checks.case import same_bytes
+from onepass.cpu import _parallel
 
 HERE = Path(__file__).parent
 
@@ -49,6 +52,27 @@ def test_the_comparison_sees_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(concurrency, "_compare", spoil)
     assert "thread 7, round 0 differs" in str(concurrency.at_once("cpu", rounds=1))
+
+
+def test_a_thread_that_cannot_be_started_leaves_its_share_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = "declare i32 @pthread_create(ptr, ptr, ptr, ptr)"
+    refusing = "define i32 @pthread_create(ptr %a, ptr %b, ptr %c, ptr %d) {\n  ret i32 11\n}"
+    assert declared in _parallel._THREADS
+    expected = [concurrency.results(job, "cpu") for job in concurrency.jobs()]
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", "off")
+    monkeypatch.setattr(_parallel, "_THREADS", _parallel._THREADS.replace(declared, refusing))
+    team = _parallel._own_team.__wrapped__()
+    entered: list[int] = []
+
+    def counted(function: int, block: int, threads: int) -> None:
+        entered.append(threads)
+        team(function, block, threads)
+
+    monkeypatch.setattr(_parallel, "_team", lambda: ("refusing", counted))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    for job, results in zip(concurrency.jobs(), expected, strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(concurrency.results(job, "cpu"), results, strict=True))
+    assert len(entered) == 5, "the calls that have enough work for a team"
 
 
 def test_first_calls_from_eight_threads(tmp_path: Path) -> None:
