@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs fuzz gpu clean
+.PHONY: help demo test lint docs fuzz dist bounds gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -33,6 +33,14 @@ docs: $(READY) ## write docs/ops.md from the contracts
 fuzz: $(READY) ## ten thousand random ragged batches of MLA's cache write against the oracle
 	@$(BIN)/python -m onepass.checks.mla_fuzz --cases 10000
 
+dist: export PYTHON := $(PYTHON)
+dist: ## build sdist and wheel, look into them, install the wheel into a clean environment and run it there
+	@.ci/dist
+
+bounds: export PYTHON := $(PYTHON)
+bounds: ## run some tests with the lowest and the newest versions of what onepass needs; downloads gigabytes
+	@.ci/bounds
+
 # Runs from src/ with the machine's own Python: nothing is installed. It leaves benchmarks/h200/ changed: commit it.
 EVIDENCE := benchmarks/h200/evidence.json
 CHECKS = $(PYTHON) -m onepass.checks --device cuda
@@ -50,7 +58,7 @@ gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, me
 	$(PYTHON) -m onepass.bench.report benchmarks/h200/bench.json --readme README.md
 
 clean: ## remove the virtual environment, caches and build output
-	@rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import ctypes
 import os
+import random
+import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +79,176 @@ def test_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     compiled = fresh(SPECS["norm_bf16"], monkeypatch)
     Case(SPECS["norm_bf16"], 2, 77).run().check()
     assert compiled == [SPECS["norm_bf16"]] and not list(tmp_path.iterdir())
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of one kernel, sound and alone in its directory."""
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    fresh(SPECS["norm_bf16"], monkeypatch)
+    rms_norm.precompile(SPECS["norm_bf16"])
+    (file,) = tmp_path.iterdir()
+    assert _compile._read(file)
+    return file
+
+
+def damaged(good: bytes) -> Iterator[bytes]:
+    """Every bit of the header flipped, and some of the code; every length up to the header's, and some beyond."""
+    head, draw = len(_compile._MAGIC) + 32, random.Random(0)
+    for bit in (*range(8 * head), *(draw.randrange(8 * head, 8 * len(good)) for _ in range(1000))):
+        yield good[: bit // 8] + bytes([good[bit // 8] ^ 1 << bit % 8]) + good[bit // 8 + 1 :]
+    for length in (*range(head + 1), *(draw.randrange(head, len(good)) for _ in range(200))):
+        yield good[:length]
+    yield good + b"\0"
+    yield good[:head] + bytes(len(good) - head)
+    yield good[:head]
+
+
+def test_damage_is_always_seen(kept: Path) -> None:
+    good = kept.read_bytes()
+    count = 0
+    for bad in damaged(good):
+        kept.write_bytes(bad)
+        assert _compile._read(kept) is None
+        count += 1
+    assert count > 1600
+    kept.write_bytes(good)
+    assert _compile._read(kept) is not None
+
+
+def test_a_sound_file_under_another_name_is_not_run(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest of the content alone would let one kernel's code run in place of another's."""
+    other = SPECS["fp8"]
+    name = _compile.cache_file(other)
+    assert name is not None and name != kept
+    shutil.copyfile(kept, name)
+    name.chmod(0o600)
+    compiled = fresh(other, monkeypatch)
+    Case(other, 2, 77).run().check()
+    assert compiled[:1] == [other] and _compile._read(name)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_write_is_not_run(kept: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.chmod(mode)
+    compiled = fresh(SPECS["norm_bf16"], monkeypatch)
+    rms_norm.precompile(SPECS["norm_bf16"])
+    assert compiled == [SPECS["norm_bf16"]]
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600, "replaced by one that is private"
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a directory", "a link to itself", "a link to nowhere"])
+def test_what_lies_in_the_files_place(kept: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither blocks the call nor ends it."""
+    kept.unlink()
+    match kind:
+        case "a pipe":
+            os.mkfifo(kept)
+        case "a directory":
+            kept.mkdir()
+        case "a link to itself":
+            kept.symlink_to(kept)
+        case _:
+            kept.symlink_to(kept.with_name("nothing"))
+    compiled = fresh(SPECS["norm_bf16"], monkeypatch)
+    Case(SPECS["norm_bf16"], 2, 77).run().check()
+    assert compiled[:1] == [SPECS["norm_bf16"]]
+    assert kept.is_dir() if kind == "a directory" else _compile._read(kept)
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write fails with ENOSPC, as the device /dev/full has it: no error, no file left, the right result."""
+    original = tempfile.mkstemp
+
+    def on_full_disk(**options: Any) -> tuple[int, str]:
+        handle, name = original(**options)
+        os.close(handle)
+        return os.open("/dev/full", os.O_WRONLY), name
+
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkstemp", on_full_disk)
+    compiled = fresh(SPECS["norm_bf16"], monkeypatch)
+    Case(SPECS["norm_bf16"], 2, 77).run().check()
+    assert compiled[:1] == [SPECS["norm_bf16"]] and not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removed, and then replaced by a file, between two kernels and while one is written."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(directory))
+    spec = SPECS["norm_bf16"]
+    for moment in ("before", "while"):
+        fresh(spec, monkeypatch)
+        rms_norm.precompile(spec)
+        assert len(list(directory.iterdir())) == 1
+        shutil.rmtree(directory)
+        if moment == "before":
+            directory.write_text("in the way")
+        else:
+            monkeypatch.setattr(_compile, "_remove_abandoned", shutil.rmtree)
+        fresh(spec, monkeypatch)
+        Case(spec, 2, 77).run().check()
+        assert not directory.is_dir()
+        directory.unlink(missing_ok=True)
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    compiled = fresh(SPECS["norm_bf16"], monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rms_norm.precompile(SPECS["norm_bf16"])
+    assert not list(tmp_path.iterdir())
+    Case(SPECS["norm_bf16"], 2, 77).run().check()
+    assert compiled == [SPECS["norm_bf16"]] * 2
+
+
+def test_interrupted_growth_of_scratch_memory_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old memory is gone, so its address must not be used again."""
+    scratch = rms_norm._Scratch()
+    scratch.grow(100)
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "addressof", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            scratch.grow(200)
+    assert scratch.size == 0
+    scratch.grow(50)
+    assert scratch.size == 50 and scratch.address % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "shared", "expected"),
+    [
+        ("/one", "/two", "/one"),
+        ("", "/two", "/two/onepass/cpu"),
+        ("", "", "/home/me/.cache/onepass/cpu"),
+        ("", "relative", "/home/me/.cache/onepass/cpu"),
+        ("OFF", "/two", "None"),
+    ],
+)
+def test_where_the_cache_is(chosen: str, shared: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ONEPASS_CACHE_DIR", chosen), ("XDG_CACHE_HOME", shared), ("HOME", "/home/me")):
+        monkeypatch.setenv(name, value)
+    assert str(_compile.cache_directory()) == expected
+
+
+def test_names_follow_every_source_that_shapes_code() -> None:
+    """Modules that the code generator imports, directly or through others, are in the digest of a file's name."""
+    package = Path(_compile.__file__).parent
+    generators = [p for p in package.glob("_*.py") if p.name not in ("__init__.py", "_compile.py", "_parallel.py")]
+    imported = {
+        node.module
+        for path in generators
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module
+    }
+    assert {"qk", "rows", "gemv"} <= imported <= set(_compile.SHARED)
 
 
 def test_names_tell_specs_apart() -> None:

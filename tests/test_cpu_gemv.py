@@ -183,7 +183,7 @@ def test_bytes_do_not_follow_threads(spec: GemvSpec, team: pytest.MonkeyPatch) -
 
     one = run(1)
     assert same(one, run(2)) and same(one, run(3))
-    team.setattr(_parallel, "_team", lambda: ("pool", _parallel._pool_team))
+    team.setattr(_parallel, "_team", lambda: ("own", _parallel._own_team()))
     assert same(one, run(2))
 
 

@@ -257,7 +257,7 @@ def test_result_is_independent_of_threads_and_batch(name: str, monkeypatch: pyte
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             results.append(Case(spec, m, n).run().bytes())
-        monkeypatch.setattr(_parallel, "_team", lambda: ("pool", _parallel._pool_team))
+        monkeypatch.setattr(_parallel, "_team", lambda: ("own", _parallel._own_team()))
         results.append(Case(spec, m, n).run().bytes())
     finally:
         torch.set_num_threads(before)

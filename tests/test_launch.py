@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ pytest.importorskip("triton")
 from onepass.formats import E4M3FN, ScaleRule
 from onepass.prologues import silu_and_mul
 from onepass.rows import Geometry, Operand, RowSpec, row_spec
-from onepass.triton import _compile, evidence
+from onepass.triton import _compile, _counters, evidence
 from onepass.triton import rms_norm as backend
+from onepass.triton._config import row_config
 
 BF16 = torch.bfloat16
 NAMES = backend._NAMES
@@ -121,6 +124,45 @@ def test_a_kernel_is_loaded_once() -> None:
     assert len(Recorder.made) == 2
 
 
+def test_threads_load_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First launches of one kernel from eight threads, each on its own tensor."""
+
+    class Slow(Recorder):
+        def __init__(self, build: _compile.Build, device: int) -> None:
+            time.sleep(0.05)
+            super().__init__(build, device)
+
+    monkeypatch.setattr(_compile, "Launcher", Slow)
+    start = threading.Barrier(8, timeout=10)
+
+    def work(me: int) -> None:
+        start.wait()
+        plain(OnDevice(16 * (me + 1)), rows=me + 1)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(Recorder.made) == 1
+    assert {(call["x"], call["rows"]) for _, call in Recorder.calls} == {(16 * (me + 1), me + 1) for me in range(8)}
+
+
+def test_a_pool_of_counters_that_another_thread_empties(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EmptiedMeanwhile(list[torch.Tensor]):
+        def __bool__(self) -> bool:
+            return True
+
+    made = torch.ones(1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: made)
+    prepared = torch.ones(2)
+    monkeypatch.setattr(_counters, "_pools", {0: EmptiedMeanwhile([prepared])})
+    assert _counters.take(0) == (prepared, None)
+    assert _counters.take(0)[0] is made
+    assert _counters.take(1)[0] is made, "nothing was prepared on that device"
+
+
 def test_static_scale_is_passed_by_address() -> None:
     spec = row_spec(
         BF16, BF16, None, None, "once", "", (), E4M3FN.dtype, E4M3FN.max, ScaleRule("static", torch.float32)
@@ -135,3 +177,14 @@ def test_too_many_rows_are_refused() -> None:
 
     with pytest.raises(Unsupported, match=r"at most 2\*\*31 - 1 rows"):
         plain(OnDevice(16), rows=2**31)
+
+
+@pytest.mark.parametrize("contracts", [True, False])
+def test_whether_operations_fuse_is_said_outright(contracts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's default changes with 3.10, and results with it."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("triton.compile", lambda source, target, options: asked.append(options))
+    config = row_config(512, 2, 32, "norm")
+    build = backend.build_for(row_spec(BF16, BF16, None, BF16, "once"), config, 1, True, evidence.H200)
+    _compile.compile_build(replace(build, contracts=contracts), evidence.H200)
+    assert [options["enable_fp_fusion"] for options in asked] == [contracts]

@@ -251,25 +251,94 @@ def test_a_failing_launch_is_not_remembered() -> None:
         assert not replay.tape.on
 
 
-def test_threads_record_for_themselves() -> None:
+def test_threads_do_not_record_each_other() -> None:
+    """A call that is recorded while another thread's is: both are remembered, each with its own launch alone."""
     op = Op()
     inside, done = threading.Event(), threading.Event()
+    x, out = torch.randn(3, 8), torch.randn(3, 8)
+    slow = Launcher()
+    replays: list[Any] = []
 
-    def slow() -> None:
+    def record_slowly() -> None:
         def run() -> None:
             inside.set()
-            done.wait(10)
+            assert done.wait(10)
+            slow(7, [x.data_ptr(), None, out.data_ptr(), None, 1.0])
 
-        assert replay.record(run, [torch.randn(1)], [torch.randn(1)], [0], 1) is None
+        replays.append(replay.record(run, [x, None], [x, out], [1], 1))
 
-    thread = threading.Thread(target=slow)
+    thread = threading.Thread(target=record_slowly)
     thread.start()
-    inside.wait(10)
+    assert inside.wait(10)
+    op(torch.randn(3, 8))  # while the other records
     op(torch.randn(3, 8))
+    assert op.asked == 1, "remembered although another thread was recording"
     done.set()
-    thread.join()
-    op(torch.randn(3, 8))
-    assert op.asked == 1
+    thread.join(10)
+    (remembered,) = replays
+    assert remembered is not None and not replay.tape.on
+    other = torch.randn(3, 8)
+    (made,) = remembered(other, None)
+    assert slow.grids == [7, 7] and op.launcher.grids == [3, 3]
+    assert slow.launched[1] == (other.data_ptr(), None, made.data_ptr(), None, 1.0)
+
+
+def test_a_launch_of_another_thread_is_not_part_of_the_call() -> None:
+    """Threads that record at the same time, in every order of beginning and ending, remember one launch each, or none of two."""
+    for launches in ((1, 1), (1, 2), (2, 1)):
+        tensors = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in launches]
+        launchers = [Launcher(), Launcher()]
+        steps = threading.Barrier(2, timeout=10)
+        found: list[Any] = [None, None]
+
+        def work(me: int, launches: Any = launches, tensors: Any = tensors, launchers: Any = launchers,
+                 steps: Any = steps, found: Any = found) -> None:  # fmt: skip
+            x, out = tensors[me]
+
+            def run() -> None:
+                for step in range(2):
+                    steps.wait()
+                    if step < launches[me]:
+                        launchers[me](me, [x.data_ptr(), None, out.data_ptr(), None, 1.0])
+                steps.wait()
+
+            found[me] = replay.record(run, [x, None], [x, out], [1], 1)
+
+        threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert [remembered is not None for remembered in found] == [count == 1 for count in launches]
+        assert not replay.tape.on
+
+
+def test_many_threads_record_and_replay() -> None:
+    """Eight threads with shapes of their own and shared ones: every launch has the addresses of its own call."""
+    op = Op()
+    wrong: list[Any] = []
+    start = threading.Barrier(8, timeout=10)
+
+    def work(me: int) -> None:
+        start.wait()
+        for turn in range(200):
+            x, y = torch.empty(1 + (me + turn) % 5, 8), torch.empty(1 + (me + turn) % 5, 8)
+            out, sums = op(x, y)
+            expected = (x.data_ptr(), y.data_ptr(), out.data_ptr(), sums.data_ptr(), 1.0)
+            if expected not in op.launcher.launched or out.shape != x.shape or len(sums) != len(x):
+                wrong.append((me, turn))
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not wrong and len(op.launcher.grids) == 1600
+    assert op.asked <= 5 * 8 and not replay.tape.on
+    asked = op.asked
+    for rows in range(1, 6):
+        op(torch.empty(rows, 8), torch.empty(rows, 8))
+    assert op.asked == asked, "all five are remembered"
 
 
 def test_the_oldest_are_forgotten() -> None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from . import process as process
 from . import prologues
 from .errors import ContractError, Unsupported
 from .kvcache import PagedKVCache, gather_mla

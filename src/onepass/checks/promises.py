@@ -11,6 +11,7 @@ from torch import Tensor
 from ..formats import FLOATS
 from ..ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .case import same_bytes
+from .concurrency import thread_promises
 from .gemv_promises import gemv_promises
 from .mla_promises import mla_promises
 from .qk_promises import qk_promises
@@ -35,6 +36,7 @@ def promises(device: str) -> Iterator[tuple[str, Promise]]:
     yield from gemv_promises(device)
     yield from qk_promises(device)
     yield from mla_promises(device)
+    yield from thread_promises(device)
 
 
 def _all(x: Tensor, gamma: Tensor) -> list[Tensor]:

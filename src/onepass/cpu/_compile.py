@@ -1,8 +1,8 @@
 """From a spec to callable machine code, kept in memory and on disk.
 
 A compiled kernel is one relocatable object file. On disk it lies under a name that hashes everything it was made
-from, behind a header with the digest of its content: a file that does not match is compiled again and replaced. The
-directory is ``$ONEPASS_CACHE_DIR`` (``off`` for none), else ``~/.cache/onepass/cpu``.
+from, behind a header with the digest of its name and content: a file that does not match is compiled again and replaced.
+The directory is ``$ONEPASS_CACHE_DIR`` (``off`` for none), else ``onepass/cpu`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -24,12 +27,19 @@ from ..rows import RowSpec
 from . import _args
 from ._args import Spec
 
-_MAGIC: Final = b"onepass object 1\n"
+_MAGIC: Final = b"onepass object 2\n"
+_UNFINISHED: Final = "unfinished-"
+"""How the name of a file begins that is being written."""
+_ABANDONED: Final = 3600.0
+"""Seconds after which such a file's writer is dead: writing takes milliseconds."""
 Block = bytes | ctypes.Array
 """An argument block; a kernel that counts in it wants memory of its own."""
 _ENTRY: Final = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
-_lock = threading.Lock()
+lock = threading.RLock()
+"""Held while code is made or linked: by one thread for all kernels, since they share one linker."""
+# A child must not inherit a lock that a thread which it does not inherit would have released.
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 _kernels: dict[Spec, Kernel] = {}
 
 
@@ -51,7 +61,7 @@ def kernel(spec: Spec) -> Kernel:
     """The kernel of ``spec``, from memory, from disk or from the compiler."""
     found = _kernels.get(spec)
     if found is None:
-        with _lock:
+        with lock:
             found = _kernels.get(spec)
             if found is None:
                 found = _kernels[spec] = _find(spec)
@@ -136,10 +146,11 @@ def _jit() -> Any:
 
 def link(image: bytes, *symbols: str) -> Any:
     """Make an object file executable; the result maps ``symbols`` to addresses and keeps the code alive."""
-    library = _llvm().JITLibraryBuilder().add_object_img(image).add_current_process()
-    for symbol in symbols:
-        library.export_symbol(symbol)
-    return library.link(_jit(), f"onepass{next(_numbers)}")
+    with lock:
+        library = _llvm().JITLibraryBuilder().add_object_img(image).add_current_process()
+        for symbol in symbols:
+            library.export_symbol(symbol)
+        return library.link(_jit(), f"onepass{next(_numbers)}")
 
 
 _numbers = iter(range(2**62))
@@ -155,8 +166,9 @@ def cache_directory() -> Path | None:
         return None
     if chosen:
         return Path(chosen)
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return Path.home() / ".cache" / "onepass" / "cpu"
+        return (shared if shared.is_absolute() else Path.home() / ".cache") / "onepass" / "cpu"
     except RuntimeError:  # no home directory
         return None
 
@@ -184,13 +196,16 @@ def describe_spec(spec: Any) -> str:
     return repr((type(spec).__name__, values))
 
 
+SHARED: Final = ("formats", "gemv", "mla", "prologues", "qk", "rows")
+"""The modules outside this package that code generation depends on."""
+
+
 @cache
 def _source_digest() -> str:
     """A digest of the source files that code generation depends on."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    shared = [here.parent / name for name in ("formats.py", "gemv.py", "mla.py", "prologues.py", "rows.py")]
-    for path in (*sorted(here.glob("*.py")), *shared):
+    for path in (*sorted(here.glob("*.py")), *(here.parent / f"{name}.py" for name in SHARED)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -200,14 +215,25 @@ def _read(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
-            return None
-        content = path.read_bytes()
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe may lie there
+        try:
+            found = os.fstat(handle)
+            mine = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not mine or not stat.S_ISREG(found.st_mode):
+                return None
+            with open(handle, "rb", closefd=False) as stream:
+                content = stream.read()
+        finally:
+            os.close(handle)
     except OSError:
         return None
-    head = len(_MAGIC) + 32
-    image = content[head:]
-    return image if content[:head] == _MAGIC + hashlib.sha256(image).digest() else None
+    image = content[len(_MAGIC) + 32 :]
+    return image if content == _sealed(path, image) else None
+
+
+def _sealed(path: Path, image: bytes) -> bytes:
+    """What a cache file holds. The digest is of its name too: the object of another kernel is no less wrong than damage."""
+    return _MAGIC + hashlib.sha256(path.name.encode() + image).digest() + image
 
 
 def _write(path: Path | None, image: bytes) -> None:
@@ -216,26 +242,41 @@ def _write(path: Path | None, image: bytes) -> None:
         return
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        _remove_abandoned(path.parent)
+        handle, temporary = tempfile.mkstemp(prefix=_UNFINISHED, dir=path.parent)
         try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(_MAGIC + hashlib.sha256(image).digest() + image)
+            with open(handle, "wb") as stream:
+                stream.write(_sealed(path, image))
             os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
     except OSError:
         return
 
 
+def _remove_abandoned(directory: Path) -> None:
+    """Remove what writers that were killed left behind."""
+    oldest = time.time() - _ABANDONED
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.startswith(_UNFINISHED):
+                with suppress(OSError):  # finished meanwhile, or another user's
+                    if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                        os.unlink(entry.path)
+
+
 def linked(spec: Any, text: Callable[[], str], *symbols: str) -> Any:
     """Linked code of ``spec``: the object file that was kept, or ``text()`` compiled, which is then kept."""
-    file = cache_file(spec)
-    image = _read(file)
-    if image is not None:
-        try:
-            return link(image, *symbols)
-        except RuntimeError:  # a sound file that this LLVM does not link
-            pass
-    image = compile_ir(text(), *host())
-    _write(file, image)
-    return link(image, *symbols)
+    with lock:
+        file = cache_file(spec)
+        image = _read(file)
+        if image is not None:
+            try:
+                return link(image, *symbols)
+            except RuntimeError:  # a sound file that this LLVM does not link
+                pass
+        image = compile_ir(text(), *host())
+        _write(file, image)
+        return link(image, *symbols)

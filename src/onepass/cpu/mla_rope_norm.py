@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -33,7 +32,6 @@ class _Kernel:
 
 
 _kernels: dict[MlaSpec, _Kernel] = {}
-_lock = threading.Lock()
 
 
 def _kernel(spec: MlaSpec) -> _Kernel:
@@ -42,7 +40,7 @@ def _kernel(spec: MlaSpec) -> _Kernel:
         spec.q, spec.q_out, spec.kv, spec.gamma, spec.cache, spec.freqs or torch.float32,
         style=spec.style if spec.freqs is not None else "interleaved", scale=spec.scale, rounding=spec.rounding,
     )  # fmt: skip
-    with _lock:
+    with _compile.lock:
         if plain not in _kernels:
             _kernels[plain] = _Kernel(plain)
         found = _kernels[spec] = _kernels[plain]

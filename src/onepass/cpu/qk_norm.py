@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from typing import Final
 
@@ -35,11 +34,10 @@ class _Kernel:
 
 
 _kernels: dict[QkSpec, _Kernel] = {}
-_lock = threading.Lock()
 
 
 def _kernel(spec: QkSpec) -> _Kernel:
-    with _lock:
+    with _compile.lock:
         found = _kernels.get(spec)
         if found is None:
             found = _kernels[spec] = _Kernel(spec)

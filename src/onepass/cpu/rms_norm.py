@@ -35,7 +35,8 @@ class _Scratch(threading.local):
     address = 0
 
     def grow(self, size: int) -> None:
-        """Make room for ``size`` numbers."""
+        """Make room for ``size`` numbers; an interrupt in between leaves room for none."""
+        self.size = 0
         self.memory = bytearray(4 * size + 64)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.address = (start + 63) & ~63

@@ -32,7 +32,8 @@ POINTERS = {
     torch.uint32: "*u32",
 }
 
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Held while a kernel is compiled or loaded, which one thread does for all."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,11 @@ class Build:
 
 def compile_build(build: Build, chip: Chip) -> Any:
     """Compile for ``chip``; needs no GPU. Line information is off, so that the code does not depend on file paths."""
-    options: dict[str, Any] = {"num_warps": build.warps}
+    options: dict[str, Any] = {"num_warps": build.warps, "enable_fp_fusion": build.contracts}
     if build.registers and chip.backend == "cuda":
         options["maxnreg"] = build.registers
     if build.pdl:
         options["launch_pdl"] = True
-    if not build.contracts:
-        options["enable_fp_fusion"] = False
     target = GPUTarget(chip.backend, chip.arch, chip.warp_size)
     with _lock, triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True
@@ -154,7 +153,8 @@ _loaded: dict[tuple[str, int], Launcher] = {}
 
 def load(build: Build, device: int) -> Launcher:
     """The launcher of a configuration on a device; rows of different lengths share one."""
-    found = _loaded.get((build.name, device))
-    if found is None:
-        found = _loaded[build.name, device] = Launcher(build, device)
+    with _lock:
+        found = _loaded.get((build.name, device))
+        if found is None:
+            found = _loaded[build.name, device] = Launcher(build, device)
     return found

@@ -23,9 +23,10 @@ _kept: list[Tensor] = []
 def take(device: int) -> tuple[Tensor, tuple[int, int] | None]:
     """Zeroed counters for a launch on the current stream, and the key to `discard` them by should the launch fail."""
     if torch.cuda.is_current_stream_capturing():
-        pool = _pools.get(device)
-        # with nothing prepared the zeroing becomes part of the graph
-        return (pool.pop() if pool else torch.zeros(MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}")), None
+        try:
+            return _pools[device].pop(), None
+        except LookupError:  # with nothing prepared the zeroing becomes part of the graph
+            return torch.zeros(MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}"), None
     if not _pools.get(device):
         _kept.append(torch.zeros(POOL, MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}"))
         _pools[device] = list(_kept[-1].unbind())

@@ -93,7 +93,10 @@ def _writer(changing: tuple[int, ...]) -> Callable[..., Prepared]:
 def make(launch, elsewhere, function, device, lay_out):
     free = []
     def run({", ".join(names)}):
-        arguments = free.pop() if free else lay_out()
+        try:
+            arguments = free.pop()
+        except IndexError:
+            arguments = lay_out()
         words, stream, config, pointers, _ = arguments
         {"; ".join(f"words[{place}] = {name}" for place, name in zip(changing, names, strict=True)) or "pass"}
         stream[0] = current_stream(device)

@@ -1,0 +1,62 @@
+"""What a wheel and an sdist hold: `python dist_contents.py DIRECTORY`."""
+
+import email
+import re
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+LARGEST = 1 << 20
+
+
+def check(directory: Path, root: Path) -> str:
+    """Raise for what is missing or should not be there; else say what there is."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    (wheel,) = directory.glob("*.whl")
+    (sdist,) = directory.glob("*.tar.gz")
+    info = f"onepass-{project['version']}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        sizes = {item.filename: item.file_size for item in archive.infolist()}
+        metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+        commands = archive.read(f"{info}/entry_points.txt").decode()
+        licence = archive.read(f"{info}/licenses/LICENSE")
+    sources = {str(path.relative_to(root / "src")) for path in (root / "src" / "onepass").rglob("*.py")}
+    code = {name for name in names if not name.startswith(f"{info}/")}
+    if code != sources | {"onepass/py.typed"}:
+        raise SystemExit(f"the wheel differs from src/onepass: {sorted(code ^ (sources | {'onepass/py.typed'}))}")
+    large = [name for name, size in sizes.items() if size > LARGEST]
+    if large:
+        raise SystemExit(f"larger than {LARGEST} bytes: {large}")
+    if licence != (root / "LICENSE").read_bytes():
+        raise SystemExit("the wheel's licence is not LICENSE")
+    if "onepass = onepass.cli:main" not in commands:
+        raise SystemExit("the wheel has no onepass command")
+    plain = {_normal(line) for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
+    if plain != {_normal(line) for line in project["dependencies"]}:
+        raise SystemExit(f"the wheel requires {sorted(plain)}")
+    for field, expected in (
+        ("Version", project["version"]),
+        ("Requires-Python", project["requires-python"]),
+        ("License-Expression", project["license"]),
+    ):
+        if metadata[field] != expected:
+            raise SystemExit(f"{field} is {metadata[field]!r}, not {expected!r}")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    for needed in ("LICENSE", "README.md", "pyproject.toml", "src/onepass/py.typed"):
+        if needed not in packed:
+            raise SystemExit(f"the sdist has no {needed}")
+    return f"{wheel.name}: {len(code)} files, {wheel.stat().st_size} bytes; {sdist.name}: {len(packed)} files"
+
+
+def _normal(requirement: str) -> str:
+    """A requirement with its versions in a fixed order."""
+    name, versions = re.match(r"([\w.-]+)\s*(.*)", requirement.replace(" ", "")).groups()  # type: ignore[union-attr]
+    return name + ",".join(sorted(versions.split(",")))
+
+
+if __name__ == "__main__":
+    print(check(Path(sys.argv[1]), Path(__file__).parents[1]))
