@@ -125,7 +125,8 @@ class Results:
 
 
 def shape_words(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The rows and the columns in words: ``16`` and ``7168``, ``(6144 + 1024)``, ``2112 x 7168, 1536 normed``, ``128 heads, fp8``."""
+    """The rows and the columns in words: ``16`` and ``7168``, ``7168, residual``, ``(6144 + 1024)``, ``2112 x 7168, 1536 normed``,
+    ``128 heads, fp8``."""
     rows, *columns = row["shape"]
     if "latent" in row:
         return str(rows), f"{columns[0]} heads{', ' + row['cache'] if 'cache' in row else ''}"
@@ -133,7 +134,8 @@ def shape_words(row: Mapping[str, Any]) -> tuple[str, str]:
         return str(rows), f"{columns[0]} x {columns[1]}, {row['normed']} normed"
     if not columns:
         return f"batch {rows}", ""
-    return str(rows), str(columns[0]) if len(columns) == 1 else f"({' + '.join(map(str, columns))})"
+    more = f", {row['with']}" if "with" in row else ""
+    return str(rows), f"{columns[0]}{more}" if len(columns) == 1 else f"({' + '.join(map(str, columns))})"
 
 
 def _times(us: Any) -> tuple[float, ...]:
