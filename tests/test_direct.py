@@ -57,8 +57,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     _direct._writer.cache_clear()
 
 
+def never(*addresses: int) -> None:
+    raise AssertionError("left to Triton's launcher")
+
+
 def test_every_argument_arrives_and_addresses_change(driver: Driver) -> None:
-    launch = Direct(1234, KINDS, 4, 1024, True, 3).prepare(9, VALUES, [4, 0])
+    launch = Direct(1234, KINDS, 4, 1024, True, 3).prepare(9, VALUES, [4, 0], never)
     launch(0xABCDEF0123, 0x7F0000000400)
     launch(16, 32)
     about = (1234, 9, 128, 1024, 73, [(6, 1)])
@@ -69,7 +73,7 @@ def test_every_argument_arrives_and_addresses_change(driver: Driver) -> None:
 
 
 def test_no_attribute_without_dependent_launch(driver: Driver) -> None:
-    Direct(1, KINDS, 1, 0, False, 3).prepare(1, VALUES, [])()
+    Direct(1, KINDS, 1, 0, False, 3).prepare(1, VALUES, [], never)()
     assert driver.launched == [(1, 1, 32, 0, 73, [], (*VALUES[:4], 0, 0, 0))]
 
 
@@ -82,18 +86,28 @@ def test_another_device_is_made_current(driver: Driver, monkeypatch: pytest.Monk
         yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    Direct(1, KINDS, 1, 0, True, 0).prepare(1, VALUES, [])()
+    Direct(1, KINDS, 1, 0, True, 0).prepare(1, VALUES, [], never)()
     assert entered == [0] and driver.launched[0][4] == 70
 
 
 def test_a_failed_launch_is_an_error(driver: Driver) -> None:
     driver.error = 2
     with pytest.raises(RuntimeError, match="CUDA error 2, out of memory"):
-        Direct(1, KINDS, 1, 0, True, 3).prepare(1, VALUES, [0])(64)
+        Direct(1, KINDS, 1, 0, True, 3).prepare(1, VALUES, [0], never)(64)
+
+
+def test_a_thread_without_a_context_is_given_one(driver: Driver) -> None:
+    left: list[tuple[int, ...]] = []
+    driver.error = 201
+    launch = Direct(1, KINDS, 1, 0, True, 3).prepare(1, VALUES, [0, 4], lambda *addresses: left.append(addresses))
+    launch(64, 128)
+    driver.error = 0
+    launch(256, 512)
+    assert left == [(64, 128)] and driver.launched[1][-1][0] == 256
 
 
 def test_threads_do_not_share_arguments(driver: Driver) -> None:
-    launch = Direct(1, KINDS, 1, 0, True, 3).prepare(1, VALUES, [0, 4])
+    launch = Direct(1, KINDS, 1, 0, True, 3).prepare(1, VALUES, [0, 4], never)
     start = threading.Barrier(4, timeout=10)
 
     def work(me: int) -> None:

@@ -126,7 +126,8 @@ class Results:
 
 def shape_words(row: Mapping[str, Any]) -> tuple[str, str]:
     """The rows and the columns in words: ``16`` and ``7168``, ``7168, residual``, ``(6144 + 1024)``, ``2112 x 7168, 1536 normed``,
-    ``128 heads, fp8``."""
+    ``128 heads, fp8``.
+    """
     rows, *columns = row["shape"]
     if "latent" in row:
         return str(rows), f"{columns[0]} heads{', ' + row['cache'] if 'cache' in row else ''}"

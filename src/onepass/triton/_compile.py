@@ -123,9 +123,6 @@ class Launcher:
 
     def prepare(self, grid: int, arguments: Sequence[Any], places: Sequence[int]) -> Prepared:
         """``launch(*addresses)``: the same launch with the arguments at ``places`` replaced by ``addresses``."""
-        if self._direct is not None:
-            slots = [self._runtime.index(place) for place in places]
-            return self._direct.prepare(grid, [arguments[i] for i in self._runtime], slots)
         template = list(arguments)
 
         def launch(*addresses: int) -> None:
@@ -134,7 +131,10 @@ class Launcher:
                 arguments[place] = address
             self(grid, arguments)
 
-        return launch
+        if self._direct is None:
+            return launch
+        slots = [self._runtime.index(place) for place in places]
+        return self._direct.prepare(grid, [arguments[i] for i in self._runtime], slots, launch)
 
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
         device = self._device

@@ -11,7 +11,7 @@ import ctypes
 import re
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,9 @@ SCRATCH: Final = 2
 """Triton gives every kernel two addresses of scratch memory after its own arguments."""
 _SERIALIZATION: Final = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+
+_NO_CONTEXT: Final = 201
+"""CUDA_ERROR_INVALID_CONTEXT"""
 
 Prepared = Callable[..., None]
 """``launch(*addresses)``"""
@@ -59,8 +62,12 @@ class Direct:
         self._shape = (32 * warps, shared, pdl)
         self._device = device
 
-    def prepare(self, grid: int, values: Sequence[Any], changing: Sequence[int]) -> Prepared:
-        """``launch(*addresses)``: the kernel on ``values``, those at the places ``changing`` replaced by ``addresses``."""
+    def prepare(self, grid: int, values: Sequence[Any], changing: Sequence[int], otherwise: Prepared) -> Prepared:
+        """``launch(*addresses)``: the kernel on ``values``, those at the places ``changing`` replaced by ``addresses``.
+
+        A thread that has done nothing with CUDA yet has no context, without which CUDA launches nothing: then ``otherwise``, Triton's
+        launcher, gives it one and does the launch.
+        """
         words = [_word(kind, value) for kind, value in zip(self._kinds, values, strict=True)] + [0] * SCRATCH
         launch = _driver().cuLaunchKernelEx
         device = self._device
@@ -69,7 +76,8 @@ class Direct:
             with torch.cuda.device(device):
                 return int(launch(*arguments))
 
-        return _writer(tuple(changing))(launch, elsewhere, self._function, device, lambda: self._lay_out(grid, words))
+        lay_out = partial(self._lay_out, grid, words)
+        return _writer(tuple(changing))(launch, elsewhere, otherwise, self._function, device, lay_out)
 
     def _lay_out(self, grid: int, words: Sequence[int]) -> tuple[Any, ...]:
         """Arguments of one launch: words to write addresses into, the word of the stream, what CUDA is given, what must live on."""
@@ -90,7 +98,7 @@ def _writer(changing: tuple[int, ...]) -> Callable[..., Prepared]:
     """Straight-line code of a launch in which the arguments at these places change."""
     names = [f"a{i}" for i in range(len(changing))]
     code = f"""
-def make(launch, elsewhere, function, device, lay_out):
+def make(launch, elsewhere, otherwise, function, device, lay_out):
     free = []
     def run({", ".join(names)}):
         try:
@@ -102,7 +110,9 @@ def make(launch, elsewhere, function, device, lay_out):
         stream[0] = current_stream(device)
         error = (launch if current_device() == device else elsewhere)(config, function, pointers, None)
         free.append(arguments)
-        if error:
+        if error == {_NO_CONTEXT}:
+            otherwise({", ".join(names)})
+        elif error:
             fail(error)
     return run
 """
