@@ -85,9 +85,7 @@ def _write(
 
 
 @triton.jit
-def _load_weights(
-    gamma, n, present, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr
-):
+def _load_weights(gamma, n, present, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr):
     """All of gamma in chunks: for every row of the tile, in the layout of the rows whatever its dtype; once where heads share it."""
     weights = ()
     for c in tl.static_range(COUNT):
