@@ -7,7 +7,6 @@ belongs to whoever compares (`onepass.checks.compare`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -134,7 +133,6 @@ def power_of_two_above(t: Tensor) -> Tensor:
     return torch.where(t.isnan(), torch.nan, torch.where(t == 0, 2.0**-127, power))
 
 
-@cache
 def decode_table(bias: int) -> Tensor:
     """The values of the codes 0 to 0x7E of an fp8 format with 4 exponent and 3 mantissa bits, then of 0x7F read as a number."""
     code = torch.arange(128, dtype=torch.float64)

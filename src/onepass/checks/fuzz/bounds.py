@@ -27,7 +27,7 @@ PRODUCT: Final = 2.0**-23
 
 
 class Bounds(NamedTuple):
-    """Float64 numbers that a value may lie between, before it is stored; both NaN where it must be."""
+    """Float64 numbers that a value may lie between, before it is stored; both NaN where it must be, one where it may."""
 
     low: Tensor
     high: Tensor
@@ -90,7 +90,10 @@ def normed(
         radius = radius + doubt * rs + a.abs() * spread(doubt, rs)
     if rounded is None:
         y = overflowed(a * g) if given else a * g
-        return around(y, torch.where(a == 0, 0.0, radius) * g.abs() + FLOOR)
+        low, high = around(y, torch.where(a == 0, 0.0, radius) * g.abs() + FLOOR)
+        if not g.isfinite().all():  # infinity times what may be zero
+            high = torch.where(g.isinf() & (a != 0) & (a.abs() <= radius), torch.nan, high)
+        return Bounds(low, high)
     first = around(a, radius).rounded(rounded)
     ends = first.low * g, first.high * g
     rising = ends[0] <= ends[1]  # and not minimum and maximum: of zeros they would lose a sign
@@ -111,7 +114,7 @@ def spread(doubt: Tensor, rs: Tensor) -> Tensor:
 
 
 def rotated(y: Bounds, turn: Callable[[Tensor], oracle.Rotated]) -> Bounds:
-    """What ``turn`` makes of y: errors are relative to the length of a pair."""
+    """What ``turn`` makes of y: errors are relative to the length of a pair, and a sum that is zero has either sign."""
     middle = torch.where(y.low == y.high, y.low, (y.low + y.high) / 2)
     doubt = (y.high - y.low) / 2 + torch.where(y.low.signbit() == y.high.signbit(), 0.0, FLOOR)
     doubt = torch.where(middle.isfinite(), doubt, 0.0)
@@ -119,7 +122,13 @@ def rotated(y: Bounds, turn: Callable[[Tensor], oracle.Rotated]) -> Bounds:
     radius = size * FLOAT32_ERROR + turn(doubt).size
     exact = (radius == 0) | ~value.isfinite()
     radius = radius + FLOOR
-    return Bounds(torch.where(exact, value, value - radius), torch.where(exact, value, value + radius))
+    low, high = torch.where(exact, value, value - radius), torch.where(exact, value, value + radius)
+    low, high = torch.where(low == 0, -0.0, low), torch.where(high == 0, 0.0, high)
+    either = y.low.isnan() != y.high.isnan()
+    if either.any():
+        pairs = turn(either.double()).size > 0
+        low, high = torch.where(pairs, -torch.inf, low), torch.where(pairs, torch.nan, high)
+    return Bounds(low, high)
 
 
 # --- fp8 ------------------------------------------------------------------------------------------------------------

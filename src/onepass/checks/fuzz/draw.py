@@ -182,8 +182,9 @@ class Values:
     start: int = 0
 
     def simpler(self) -> Iterator[Values]:
-        """Normal ones, equal ones, and these with one thing less."""
-        yield from (NORMAL, Values("equal"))
+        """Equal ones, normal ones, and these with one thing less."""
+        if self != EQUAL:
+            yield from (EQUAL, NORMAL)
         yield from (replace(self, other=None), replace(self, spoil=""), replace(self, exponent=0))
 
     def make(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -239,6 +240,7 @@ class Values:
 
 
 NORMAL: Final = Values()
+EQUAL: Final = Values("equal")
 Case = TypeVar("Case")
 
 
