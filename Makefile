@@ -11,7 +11,7 @@ JOBS ?= auto
 # e.g. make demo DEMO='--model deepseek-v3 --rounding once'
 DEMO ?=
 # e.g. make fuzz FUZZ='--cases 10000 --op rms_norm', or what a failure prints behind "again:"
-FUZZ ?= --cases 1000000 --seed 2026 --json benchmarks/cpu/fuzz.json
+FUZZ ?= --cases 1000000 --seed 2026 --configurations 40 --json benchmarks/cpu/fuzz.json
 BIN := .venv/bin
 READY := .venv/.ready
 

@@ -337,6 +337,7 @@ class TestAlgebra:
         x, gamma = tensor(seed, *shape, dtype=dtype), tensor(seed + 1, shape[1], dtype=dtype)
         y, h = onepass.rms_norm(x, gamma, residual=torch.zeros_like(x))
         assert all_same((y, h), (onepass.rms_norm(x, gamma), x))
+        assert same_bytes(y, onepass.rms_norm_fused_fp8(x, gamma, return_norm=True)[2])
         r = tensor(seed + 2, *shape)
         codes, scale, _ = onepass.rms_norm_fused_fp8(x, gamma, residual=r)
         assert all_same(

@@ -62,7 +62,8 @@ def configuration(op: str, r: Random, bounded: bool) -> QkConfiguration:
             positions=r.choice((None, torch.int32, torch.int64)) if style else None,
         )  # fmt: skip
     if bounded:
-        c = replace(c, widths=tuple(_widths(c, r, 2000) for _ in range(2)))
+        long = r.choice(((6144, 1024), (4096, 4096), (8193, 100), (20000, 1000)))
+        c = replace(c, widths=(_widths(c, r, 300), _widths(c, r, 3000) if c.head else long))
     return c
 
 

@@ -28,6 +28,8 @@ _PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
     "soft_cap_gate": (soft_cap_gate, ("full", "column", "row")),
 }
 _PROLOGUE_ERROR = 8 * compare.FLOAT32_ERROR
+_LONG = (4096, 4097, 7168, 12288, 16384, 16385, 20000)
+"""Lengths of which each has machine code of its own on a GPU."""
 _STATIC = (0.02, 1.0, 0.0, 2.0**-14, 3e4, float("nan"), float("inf"), 1e-40)
 
 
@@ -57,7 +59,7 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     x = r.choice(FLOATS)
     c = RowConfiguration(
         op, x, r.choice((x, torch.float32)), r.choice((None, None, x, torch.float32)), r.choice(ROUNDINGS),
-        lengths=tuple(draw.size(r, 3000) for _ in range(3)) if bounded else (),
+        lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
     )  # fmt: skip
     if op == "rms_norm":
         return c
