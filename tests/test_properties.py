@@ -68,6 +68,12 @@ def test_random_calls_of_the_gpu_kernels() -> None:
     )
 
 
+def test_the_long_run_is_recorded() -> None:
+    found = json.loads((ROOT / "benchmarks" / "cpu" / "fuzz.json").read_text())
+    assert set(found["cases"]) == set(OPS) and sum(found["cases"].values()) > 100_000
+    assert found["failed"] == 0 and found["device"] == "cpu" and not found["failures"]
+
+
 class TestFuzz:
     """The fuzz itself: it draws everything, repeats what it drew, and finds what is wrong."""
 
@@ -167,6 +173,14 @@ class TestFuzz:
         assert compare.between(zero.to(fmt.dtype), zero, zero, fmt) is None
         assert compare.between(zero.flip(0).to(fmt.dtype), zero, zero, fmt) is not None
 
+    @pytest.mark.parametrize("rounded", [None, torch.float32])
+    def test_infinity_times_what_may_be_zero_is_either(self, rounded: torch.dtype | None) -> None:
+        rs, g = torch.tensor([[1e-3]], dtype=torch.float64), torch.tensor([[float("inf")]], dtype=torch.float64)
+        results = [torch.tensor([[value]]) for value in (float("nan"), float("inf"))]
+        doubtful, sure = (bounds.normed(torch.full_like(g, h), rs, g, rounded) for h in (1e-45, 1.0))
+        assert [doubtful.stored(t) for t in results] == [None, None]
+        assert sure.stored(results[0]) is not None and sure.stored(results[1]) is None
+
     def test_a_failure_is_made_simpler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A norm that is wrong from 20 columns on, of several rows."""
         monkeypatch.setattr(
@@ -200,6 +214,10 @@ class TestFuzz:
         assert done.returncode == 0
         found = json.loads((tmp_path / "found").read_text())
         assert found["cases"] == {"rms_norm": 80} and found["failed"] == 0 and found["seed"] == 11
+        counted = subprocess.run(
+            [*command, "--first", "60", "--cases", "20"], env=environment, capture_output=True, text=True
+        )
+        assert counted.stdout.startswith("20 passed, 0 failed on cpu")
         alone = subprocess.run([*command, "--only", "7"], env=environment, capture_output=True, text=True)
         assert alone.returncode == 0 and repr(numbered(11, 7, ("rms_norm",), POOL, False)) in alone.stdout
 

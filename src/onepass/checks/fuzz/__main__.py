@@ -31,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m onepass.checks.fuzz", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda", "interpreter"), default="cpu")
     parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--op", action="append", choices=tuple(OPS), default=[])
     parser.add_argument("--only", type=int, help="run the case of this number alone")
@@ -86,7 +87,7 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
     start = shown = time.perf_counter()
     counts, failures, failed = Counter[str](), list[dict[str, Any]](), 0
     with running_on(options.device):
-        for index in range(options.cases):
+        for index in range(options.first, options.first + options.cases):
             case = _case(options, index, (mine, of))
             if case is None or (options.device == "interpreter" and "subnormal" in repr(case)):
                 continue  # Triton's interpreter misreads subnormal bfloat16 numbers
@@ -99,9 +100,8 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
             now = time.perf_counter()
             if now - shown > 30:
                 shown = now
-                print(
-                    f"{index + 1} of {options.cases}, {failed} failed, {now - start:.0f} s", file=sys.stderr, flush=True
-                )
+                done = index + 1 - options.first
+                print(f"{done} of {options.cases}, {failed} failed, {now - start:.0f} s", file=sys.stderr, flush=True)
             if options.minutes and now - start > 60 * options.minutes:
                 break
     return {
@@ -109,6 +109,7 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
         "machine": torch.cuda.get_device_name() if options.device == "cuda" else _cpu(),
         "torch": torch.__version__,
         "seed": options.seed,
+        "first": options.first,
         "configurations": options.configurations,
         "cases": dict(sorted(counts.items())),
         "failed": failed,
@@ -145,7 +146,14 @@ def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
             "--cases",
             str(options.cases),
         ]
-        common += ["--seed", str(options.seed), "--configurations", str(options.configurations)]
+        common += [
+            "--first",
+            str(options.first),
+            "--seed",
+            str(options.seed),
+            "--configurations",
+            str(options.configurations),
+        ]
         common += [f"--op={op}" for op in options.op] + (["--minutes", str(options.minutes)] if options.minutes else [])
         jobs = [
             subprocess.Popen([*common, "--share", f"{job}/{options.jobs}", "--json", str(file)], stdout=sys.stderr)

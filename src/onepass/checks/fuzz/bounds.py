@@ -98,9 +98,12 @@ def normed(
     ends = first.low * g, first.high * g
     rising = ends[0] <= ends[1]  # and not minimum and maximum: of zeros they would lose a sign
     low, high = torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0])
-    return Bounds(
-        around(low, low.abs() * PRODUCT + FLOOR).low, around(high, high.abs() * PRODUCT + FLOOR).high
-    ).rounded(rounded)
+    low = around(low, low.abs() * PRODUCT + FLOOR).low
+    high = around(high, high.abs() * PRODUCT + FLOOR).high
+    if not g.isfinite().all():  # infinity times what may be zero
+        doubtful = g.isinf() & (first.low <= 0) & (first.high >= 0) & (first.low != first.high)
+        low, high = torch.where(doubtful, -torch.inf, low), torch.where(doubtful, torch.nan, high)
+    return Bounds(low, high).rounded(rounded)
 
 
 def overflowed(t: Tensor) -> Tensor:
