@@ -32,7 +32,7 @@ lint: $(READY) ## ruff (rules and format) and mypy --strict
 docs: $(READY) ## write docs/ops.md from the contracts
 	@$(BIN)/onepass docs
 
-fuzz: $(READY) ## a million random calls of all ops on the CPU against the oracle (about an hour of one core; FUZZ= for less)
+fuzz: $(READY) ## a million random calls of all ops on the CPU against the oracle (half an hour of one core; FUZZ= for less)
 	@$(BIN)/python -m onepass.checks.fuzz $(FUZZ)
 
 # Runs from src/ with the machine's own Python: nothing is installed. It leaves benchmarks/h200/ changed: commit it.
