@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onepass import PagedKVCache, fused_rope_rmsnorm_quantization, gather_mla, oracle, oracle_mla
-from onepass.checks import compare, mla_fuzz, mla_rope_norm
+from onepass.checks import compare, mla_rope_norm
 from onepass.checks.case import same_bytes
 from onepass.checks.mla_cases import CASES, MlaCase
 from onepass.checks.mla_promises import mla_promises
@@ -190,20 +190,6 @@ def test_bad_tables_are_named_when_debugging(
 @pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in mla_promises("cpu")])
 def test_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
-
-
-@pytest.mark.parametrize("first", range(0, 200, 40))
-def test_random_batches(first: int) -> None:
-    wrong = [mla_fuzz.run_number(number, "cpu") for number in range(first, first + 40)]
-    assert not [w for w in wrong if w is not None]
-
-
-def test_random_batches_are_of_all_kinds() -> None:
-    cases = [mla_fuzz.random_case(number) for number in range(10_000)]
-    assert len({c.page for c in cases}) > 240 and {1, 256} <= {c.page for c in cases}
-    assert {c.index for c in cases} == {torch.uint32, torch.int32, torch.int64}
-    assert {c.layout for c in cases} == {"contiguous", "slices", "misaligned", "transposed"}
-    assert any(not c.batch for c in cases) and any(c.tokens > 30 for c in cases) and any(c.rope == 0 for c in cases)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,43 @@ def stored(
     return None
 
 
+def between(
+    actual: Tensor, low: Tensor, high: Tensor, fmt: Fp8Format | None = None, fp8_max: float | None = None
+) -> str | None:
+    """What is stored for some value from ``low`` to ``high``: floats, or with ``fmt`` its codes.
+
+    NaN where both bounds are, anything where one of them is. Where both bounds are stored as numbers of one sign, so is
+    the value: zeros have the sign they must have.
+    """
+    if actual.shape != low.shape:
+        return f"shape {list(actual.shape)}, expected {list(low.shape)}"
+    if actual.numel() == 0:
+        return None
+    if fmt is None:
+        nan, got_nan = low.isnan(), actual.isnan()
+        least, most = low.to(actual.dtype), high.to(actual.dtype)
+        right = (actual >= least) & (actual <= most)
+        sign = actual.signbit()
+        right &= (sign == least.signbit()) | (sign == most.signbit())
+    else:
+        got = actual.contiguous().view(torch.uint8)
+        ends = torch.stack((low, high)).contiguous()
+        codes = oracle.encode(ends, fmt.bias, fp8_max or fmt.max, fmt.nan_code, fmt.has_negative_zero)
+        nan, got_nan = low.isnan(), got == fmt.nan_code
+        rank, (least, most) = _rank(got), _rank(codes)
+        signs = (got ^ codes) < 0x80
+        right = (rank >= least) & (rank <= most) & (signs[0] | signs[1])
+    either = nan != high.isnan()
+    if ((nan != got_nan) & ~either).any():
+        return f"NaN in {int(got_nan.sum())} places, expected in {int(nan.sum())}"
+    bad = ~(right | nan | either)
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
+        bounds = f"{float(low[at]):.9g} to {float(high[at]):.9g}"
+        return f"{int(bad.sum())} of {bad.numel()} values out of bounds, first at {at}: {float(actual[at]):.9g}, expected {bounds}"
+    return None
+
+
 def _stored_as(dtype: torch.dtype, values: Tensor, fmt: Fp8Format | None) -> Tensor:
     if fmt is None:
         return values.to(dtype)
@@ -158,7 +195,7 @@ def scales(actual: Tensor, exact: Tensor, rule: ScaleRule, *, error: float = FLO
     value = actual.double() if actual.dtype != torch.float8_e8m0fnu else _e8m0(actual)
     if (value.isnan() != exact.isnan()).any():
         return f"scale is NaN in {int(value.isnan().sum())} places, expected in {int(exact.isnan().sum())}"
-    low, high = (_stored(exact * (1 + nudge), rule) for nudge in (-error, error))
+    low, high = (stored_scale(exact * (1 + nudge), rule) for nudge in (-error, error))
     bad = ~exact.isnan() & ((value < low) | (value > high))
     if bad.any():
         at = int(bad.flatten().nonzero()[0])
@@ -176,7 +213,8 @@ def scale_values(scale: Tensor) -> Tensor:
     return _e8m0(scale) if scale.dtype == torch.float8_e8m0fnu else scale.double()
 
 
-def _stored(step: Tensor, rule: ScaleRule) -> Tensor:
+def stored_scale(step: Tensor, rule: ScaleRule) -> Tensor:
+    """The scale that is stored for a quotient ``amax / fp8_max``, as float64."""
     if rule.ue8m0:
         return oracle.power_of_two_above(step)
     step = torch.where(step < 2.0**-126, 0.0, step.clamp(max=torch.finfo(rule.dtype).max))

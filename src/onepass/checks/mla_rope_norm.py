@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import torch
@@ -190,6 +191,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 # --- calls ----------------------------------------------------------------------------------------------------------
 
+Verify = Callable[[MlaCase, dict[str, Any], tuple[Tensor, ...]], str | None]
 Way = Literal["given", "allocated", "in place"]
 _WRITTEN: Final = ("q_rope_output", "blocks", "per_token_scale")
 
@@ -226,11 +228,7 @@ def verify(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]
     """None, or what is wrong with the results."""
     host = moved(arguments, "cpu")
     q, blocks, *scales = (t.cpu() for t in results)
-    pages, page = blocks.shape[:2]
-    place = oracle_mla.places(
-        case.tokens, pages, page, offsets=host["input_row_offsets"], lengths=host["cache_lengths"],
-        table=host["lookup_table"], slots=host.get("slot_mapping"), positions=host.get("positions"),
-    )  # fmt: skip
+    place = places(case, host, blocks)
     exact = oracle_mla.mla_rope_norm(
         host["q_rope"], host["kv"], host["gamma"], host.get("freqs_cis"), place.position, host.get("epsilon", 1e-6),
         style=case.style, dim=case.turned, weight_offset=host.get("weight_offset", 0.0), rounding=host.get("rounding", "once"),
@@ -238,13 +236,10 @@ def verify(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]
     wrong = _close(case, q, exact.q.y, exact.q.size, case.q)
     if wrong is not None:
         return f"q: {wrong}"
+    wrong = beside(case, host, place, blocks, scales)
+    if wrong is not None:
+        return wrong
     written = place.slot[place.slot >= 0]
-    for name, after in zip(_WRITTEN[1:], (blocks, *scales), strict=False):
-        untouched = torch.ones(pages * page, dtype=torch.bool)
-        untouched[written] = False
-        before, now = (t.contiguous().view(torch.uint8).view(pages * page, -1)[untouched] for t in (host[name], after))
-        if not same_bytes(before, now):
-            return f"{name}: {int((before != now).any(-1).sum())} entries of no token were written"
     got = blocks.view(torch.uint8).flatten(0, 1)[written].view(case.cache)
     here = place.slot >= 0
     entry, size = exact.entry.y[here], exact.entry.size[here]
@@ -265,6 +260,28 @@ def verify(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]
     return None if wrong is None else f"entries: {wrong}"
 
 
+def places(case: MlaCase, host: dict[str, Any], blocks: Tensor) -> oracle_mla.Places:
+    """Where the tokens' entries lie."""
+    return oracle_mla.places(
+        case.tokens, blocks.shape[0], blocks.shape[1], offsets=host["input_row_offsets"], lengths=host["cache_lengths"],
+        table=host["lookup_table"], slots=host.get("slot_mapping"), positions=host.get("positions"),
+    )  # fmt: skip
+
+
+def beside(
+    case: MlaCase, host: dict[str, Any], place: oracle_mla.Places, blocks: Tensor, scales: list[Tensor]
+) -> str | None:
+    """None, or which entries changed that are no token's."""
+    entries = blocks.shape[0] * blocks.shape[1]
+    untouched = torch.ones(entries, dtype=torch.bool)
+    untouched[place.slot[place.slot >= 0]] = False
+    for name, after in zip(_WRITTEN[1:], (blocks, *scales), strict=False):
+        before, now = (t.contiguous().view(torch.uint8).view(entries, -1)[untouched] for t in (host[name], after))
+        if not same_bytes(before, now):
+            return f"{name}: {int((before != now).any(-1).sum())} entries of no token were written"
+    return None
+
+
 def _rounding_error(case: MlaCase, dtype: torch.dtype | None = None) -> float:
     """What "reference" adds: it rounds twice before the store, and either may have fallen the other way."""
     return 2 * torch.finfo(dtype or case.kv).eps if case.options.get("rounding") == "reference" else 0.0
@@ -281,9 +298,11 @@ def _close(case: MlaCase, actual: Tensor, exact: Tensor, size: Tensor, source: t
     return compare.stored(actual, exact, error, FP8_FORMATS.get(actual.dtype), share=share, slack=slack)
 
 
-def run_once(case: MlaCase, arguments: dict[str, Any]) -> tuple[tuple[Tensor, ...], str | None]:
+def run_once(
+    case: MlaCase, arguments: dict[str, Any], check: Verify | None = None, guard: int = GUARD
+) -> tuple[tuple[Tensor, ...], str | None]:
     """The results of a call into given tensors, and None or what is wrong with them or with the memory around them."""
-    given = moved(arguments, guard=GUARD)
+    given = moved(arguments, guard=guard)
     memory = {t.untyped_storage().data_ptr(): _bytes(t) for t in given.values() if isinstance(t, Tensor)}
     before = {at: t.clone() for at, t in memory.items()}
     results = _call(case, given, "given")
@@ -294,10 +313,12 @@ def run_once(case: MlaCase, arguments: dict[str, Any]) -> tuple[tuple[Tensor, ..
         )
         mine.unsqueeze(-1).view(torch.uint8).fill_(1)
     for at, now in memory.items():
+        if torch.equal(now, before[at]):
+            continue
         spilt = (now != before[at]) & (ours[at] == 0)
         if spilt.any():
             return results, f"{int(spilt.sum())} bytes beside the outputs were written"
-    return results, verify(case, arguments, results)
+    return results, (check or verify)(case, arguments, results)
 
 
 def run(case: MlaCase, device: str, seed: int = 0) -> str | None:

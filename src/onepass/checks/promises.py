@@ -12,6 +12,7 @@ from ..formats import FLOATS
 from ..ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .case import same_bytes
 from .concurrency import thread_promises
+from .determinism import determinism_promises
 from .gemv_promises import gemv_promises
 from .mla_promises import mla_promises
 from .qk_promises import qk_promises
@@ -33,6 +34,7 @@ def promises(device: str) -> Iterator[tuple[str, Promise]]:
     if device == "cuda":
         yield "a captured graph replays on new inputs", _graph
         yield "more than 2**32 elements are addressed", _huge
+    yield from determinism_promises(device)
     yield from gemv_promises(device)
     yield from qk_promises(device)
     yield from mla_promises(device)

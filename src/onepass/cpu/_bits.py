@@ -213,4 +213,4 @@ def multiplier(numerator: Float | float, scale: Float) -> Float:
     top = numerator if isinstance(numerator, Float) else scale.number(numerator)
     quotient = top / scale
     quotient = (quotient > FLOAT32_MAX).where(scale.number(FLOAT32_MAX), quotient)
-    return scale.eq(0.0).where(scale.number(0.0), quotient)
+    return scale.eq(0.0).where(top.is_nan().where(top, scale.number(0.0)), quotient)

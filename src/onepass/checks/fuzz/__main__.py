@@ -1,0 +1,178 @@
+"""``python -m onepass.checks.fuzz``: random calls of every op against the oracle.
+
+A case is known by the seed and its number: ``--seed S --only INDEX`` runs one again, alone, and tries simpler ones like it.
+With torch and a backend installed, nothing else is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..runner import running_on
+from .cases import CONFIGURATIONS, OPS, numbered, run, shrink
+
+SHOWN = 20
+"""Failures that are made simpler and printed; more are only counted."""
+
+
+def main() -> int:
+    """Run the cases; the exit status is 1 if one fails."""
+    parser = argparse.ArgumentParser(prog="python -m onepass.checks.fuzz", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda", "interpreter"), default="cpu")
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--op", action="append", choices=tuple(OPS), default=[])
+    parser.add_argument("--only", type=int, help="run the case of this number alone")
+    parser.add_argument("--minutes", type=float, help="begin no case after this long")
+    parser.add_argument("--jobs", type=int, default=1, help="share the configurations out among this many processes")
+    parser.add_argument(
+        "--configurations", type=int, default=CONFIGURATIONS, help="kernels to draw from, of each op: each is compiled"
+    )
+    parser.add_argument("--json", type=Path, help="write what was run here")
+    parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is not yet
+    if options.only is not None:
+        return _run_alone(options)
+    found = _run_jobs(options) if options.jobs > 1 else _run_share(options)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(
+        f"{sum(found['cases'].values()) - found['failed']} passed, {found['failed']} failed on {options.device} "
+        f"in {found['seconds']:.0f} s: {', '.join(f'{op} {n}' for op, n in found['cases'].items())}"
+    )
+    return 1 if found["failed"] or not found["cases"] else 0
+
+
+def _case(options: argparse.Namespace, index: int, share: tuple[int, int] = (0, 1)) -> Any:
+    return numbered(options.seed, index, tuple(options.op or OPS), options.configurations, _bounded(options), share)
+
+
+def _bounded(options: argparse.Namespace) -> bool:
+    """Whether sizes shape machine code that must be compiled."""
+    return bool(options.device == "cuda")
+
+
+def _where(options: argparse.Namespace) -> str:
+    return "cuda" if options.device == "cuda" else "cpu"
+
+
+def _run_alone(options: argparse.Namespace) -> int:
+    with running_on(options.device):
+        case = _case(options, options.only)
+        print(f"{case}: {run(case, _where(options)) or 'passed'}")
+        simplest, message = shrink(case, _where(options))
+        if message is not None:
+            print(f"simplest found: {simplest}: {message}")
+    return 1 if message is not None else 0
+
+
+def _run_share(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the cases that are this process's; failures are printed as they come."""
+    mine, of = map(int, options.share.split("/"))
+    torch.set_num_threads(1)
+    start = shown = time.perf_counter()
+    counts, failures, failed = Counter[str](), list[dict[str, Any]](), 0
+    with running_on(options.device):
+        for index in range(options.first, options.first + options.cases):
+            case = _case(options, index, (mine, of))
+            if case is None or (options.device == "interpreter" and "subnormal" in repr(case)):
+                continue  # Triton's interpreter misreads subnormal bfloat16 numbers
+            wrong = run(case, _where(options))
+            counts[case.op] += 1
+            if wrong is not None:
+                failed += 1
+                if len(failures) < SHOWN:
+                    failures.append(_failure(options, index, case, wrong))
+            now = time.perf_counter()
+            if now - shown > 30:
+                shown = now
+                done = index + 1 - options.first
+                print(f"{done} of {options.cases}, {failed} failed, {now - start:.0f} s", file=sys.stderr, flush=True)
+            if options.minutes and now - start > 60 * options.minutes:
+                break
+    return {
+        "device": options.device,
+        "machine": torch.cuda.get_device_name() if options.device == "cuda" else _cpu(),
+        "torch": torch.__version__,
+        "seed": options.seed,
+        "first": options.first,
+        "configurations": options.configurations,
+        "cases": dict(sorted(counts.items())),
+        "failed": failed,
+        "failures": failures,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _cpu() -> str:
+    from ...cpu._compile import host
+
+    return host()[0]
+
+
+def _failure(options: argparse.Namespace, index: int, case: Any, wrong: str) -> dict[str, Any]:
+    simplest, message = shrink(case, _where(options))
+    again = f"--device {options.device} --seed {options.seed} --configurations {options.configurations}"
+    again += "".join(f" --op {op}" for op in options.op) + f" --only {index}"
+    print(f"FAILED {wrong}\n  {case}\n  simplest: {simplest}: {message}\n  again: {again}", flush=True)
+    return {"index": index, "op": case.op, "message": wrong, "simplest": f"{simplest}: {message}", "again": again}
+
+
+def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
+    """Each of several processes runs its share of the configurations."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{job}.json" for job in range(options.jobs)]
+        common = [
+            sys.executable,
+            "-m",
+            "onepass.checks.fuzz",
+            "--device",
+            options.device,
+            "--cases",
+            str(options.cases),
+        ]
+        common += [
+            "--first",
+            str(options.first),
+            "--seed",
+            str(options.seed),
+            "--configurations",
+            str(options.configurations),
+        ]
+        common += [f"--op={op}" for op in options.op] + (["--minutes", str(options.minutes)] if options.minutes else [])
+        jobs = [
+            subprocess.Popen([*common, "--share", f"{job}/{options.jobs}", "--json", str(file)], stdout=sys.stderr)
+            for job, file in enumerate(files)
+        ]
+        codes = [job.wait() for job in jobs]
+        parts = [json.loads(file.read_text()) for file in files if file.exists()]
+    if len(parts) < options.jobs:
+        raise SystemExit(f"a process ended without a result: exit statuses {codes}")
+    counts = sum((Counter[str](part["cases"]) for part in parts), Counter[str]())
+    return {
+        **parts[0],
+        "cases": dict(sorted(counts.items())),
+        "failed": sum(part["failed"] for part in parts),
+        "failures": [failure for part in parts for failure in part["failures"]],
+        "seconds": round(time.perf_counter() - start, 1),
+        "jobs": options.jobs,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
