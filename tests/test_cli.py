@@ -249,6 +249,7 @@ def test_demo_of_each_model(
     assert all(op["plain_us"] > 0 and op["onepass_us"] > 0 for op in report["ops"])
     assert set(report["milliseconds_a_token"]) == {"without onepass", "with onepass"}
     assert report["patch"]["replaced"] and report["patch"]["left"]
+    assert report["cache"] == ("MlaCache" if model == "deepseek-v3" else "the model's own")
     if rounding == "model":
         assert report["bfloat16_equal"] > 0.5
 

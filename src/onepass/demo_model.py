@@ -67,6 +67,7 @@ class Outcome:
     device: str
     rounding: str
     patch: dict[str, Any]
+    cache: str = "the model's own"
     same_tokens: bool = False
     tokens: list[int] = field(default_factory=list)
     max_difference: float = 0.0
@@ -119,10 +120,24 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def generate(model: Any, prompt: Tensor, count: int, step: Callable[[], None]) -> tuple[Tensor, Tensor, list[float]]:
+def latent_cache(model: Any, handle: Patched | None, length: int) -> Any:
+    """The cache whose entries a patched model with latent attention writes in one launch; None for any other."""
+    if handle is None:
+        return None
+    modules = map(model.get_submodule, dict.fromkeys(change.where for change in handle.replaced))
+    if not any(isinstance(module.__dict__["_onepass"], MlaCall) for module in modules):
+        return None
+    from .integrations import MlaCache
+
+    return MlaCache(model.config.get_text_config().num_hidden_layers, length)
+
+
+def generate(
+    model: Any, prompt: Tensor, count: int, step: Callable[[], None], cache: Any = None
+) -> tuple[Tensor, Tensor, list[float]]:
     """Greedy tokens, the logits each was chosen from, and the seconds that each took after the prompt."""
     device = prompt.device.type
-    ids, cache, chosen, logits, seconds = prompt, None, [], [], []
+    ids, chosen, logits, seconds = prompt, [], [], []
     for index in range(count):
         _wait(device)
         begin = time.perf_counter()
@@ -306,8 +321,11 @@ def _show_tokens(model: Any, rounding: Any, outcome: Outcome, console: Console) 
     with _live(console, speeds, progress):
         for _ in range(ROUNDS):
             for title, times in speeds.times.items():
-                with patch(model, rounding=rounding) if title == _WITH else nullcontext():
-                    chosen, logits, seconds = generate(model, prompt, NEW_TOKENS, lambda: progress.advance(task))
+                with patch(model, rounding=rounding) if title == _WITH else nullcontext() as handle:
+                    cache = latent_cache(model, handle, PROMPT + NEW_TOKENS)
+                    outcome.cache = type(cache).__name__ if cache is not None else outcome.cache
+                    step = partial(progress.advance, task)
+                    chosen, logits, seconds = generate(model, prompt, NEW_TOKENS, step, cache)
                 speeds.results[title] = (chosen, logits)
                 times.append(statistics.median(seconds))
     (tokens, expected), (ours, got) = (speeds.results[title] for title in (_WITHOUT, _WITH))

@@ -40,7 +40,9 @@ def _write_replay(write: Writer, contract: Contract) -> None:
     parts, grads = [], []
     for name in [*single, *outs]:
         strides = f"{name}.is_contiguous() or {name}.stride()"
-        facts = f"{name}.dtype, {name}.shape, {strides}, {name}.data_ptr() % 16, {name}.device"
+        facts = f"{name}.dtype, {name}.shape, {strides}, {name}.data_ptr() % 16, {name}.get_device()"
+        if name in contract.args and contract.args[name].layout == "any":
+            facts += f", {name}.is_neg()"
         absent = name in optional or name in outs
         parts.append(f"None if {name} is None else ({facts})" if absent else facts)
         grads.append(f"({name} is not None and {name}.requires_grad)" if absent else f"{name}.requires_grad")
@@ -100,7 +102,6 @@ def compile_call(
     unwritten = [f"{out.argument} is None" for out in contract.outs.values()]
     if any(arg.mutable for arg in contract.args.values()):
         unwritten = ["False"]
-    write(f"plain = {' and '.join(unwritten)}")
     write(f"if watched() or not ({' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
     write(f"    return dispatch(({inputs},), given)")
     remembered = [*contract.options, *_kinds(contract)]
@@ -116,6 +117,7 @@ def compile_call(
     write("    known = seen[key] = ({}, {})")
     write("notes, replays = known")
     _write_replay(write, contract)
+    write(f"plain = {' and '.join(unwritten)}")
     write_body(write, contract, options=False)
     write("if not plain:")
     write(f"    memory(({inputs},), ({outs},))")
