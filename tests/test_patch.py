@@ -177,6 +177,28 @@ def cache_entries(layer: Any) -> Tensor:
     return entries
 
 
+def test_a_static_mla_cache_counts_on_the_device() -> None:
+    """The same tokens as with the model's own cache; nothing but numbers on the device changes from step to step."""
+    from onepass.integrations import MlaCache
+
+    model = small("DeepSeek-V3", torch.float32)
+    ids, options = tokens(2, 5), {"max_new_tokens": 6, "do_sample": False}
+    with torch.inference_mode():
+        expected = model.generate(ids, **options)
+        plain: Any = MlaCache(2, 16, static=True)
+        assert torch.equal(model.generate(ids, past_key_values=plain, **options), expected)
+        with onepass.patch(model, rounding="once"):
+            cache: Any = MlaCache(2, 16, static=True)
+            assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    for layer in (*plain.layers, *cache.layers):
+        assert layer.length == 0 and layer.get_mask_sizes(1) == (16, 0)
+        assert int(layer.get_seq_length()) == 10 and layer.paged.cache_lengths.tolist() == [10, 10]
+        assert not layer.paged.blocks[:, 10:].any() and layer.paged.blocks[:, :10].any(-1).all()
+    with torch.inference_mode():
+        cache.reset()
+    assert int(cache.get_seq_length()) == 0
+
+
 def test_mla_cache_keeps_its_promises() -> None:
     from onepass.integrations import MlaCache
 

@@ -1,7 +1,8 @@
 """``python -m onepass.bench.models``: one decode step of patched transformers models, captured in a CUDA graph and replayed.
 
 Models have the layer sizes of well-known ones, few layers and random weights, in bfloat16 with a static cache. For each, the
-step is captured unpatched, patched (rounding="model") and patched with rounding="once"; replays are compared with the unpatched
+step is captured unpatched, patched (rounding="model") and patched with rounding="once", DeepSeek-V3 also over an `MlaCache`; replays
+are compared with the unpatched
 model's own eager step, then timed in turns. On a CPU (``--device cpu``) sizes are small, each way runs once, eagerly, and no
 time means anything: a rehearsal.
 """
@@ -26,6 +27,7 @@ import onepass
 PROMPT, LENGTH = 63, 128
 BATCHES = (1, 8)
 REPLAYS = 30
+LATENT = "patched, once, MlaCache"
 _COMMON: dict[str, Any] = {
     "vocab_size": 32000, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
 }  # fmt: skip
@@ -68,13 +70,10 @@ _TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_h
 class Step:
     """One decode step of a model over a static cache that can be set back."""
 
-    def __init__(self, model: Any, batch: int, device: str) -> None:
-        import transformers
-
+    def __init__(self, model: Any, batch: int, device: str, latent: bool = False) -> None:
         self.model = model
         self.device = device
-        make: Any = transformers.StaticCache
-        self.cache = make(config=model.config, max_cache_len=LENGTH)
+        self.cache = self._cache(latent)
         vocabulary = model.config.vocab_size
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(2, vocabulary, (batch, PROMPT), generator=generator).to(device)
@@ -83,14 +82,30 @@ class Step:
         # four dimensions: the model takes it as it is, and builds none on the host
         self.mask = (torch.arange(LENGTH, device=device) <= PROMPT).expand(batch, 1, 1, LENGTH).contiguous()
         model(prompt, past_key_values=self.cache, use_cache=True)
-        self.saved = [(x.keys.clone(), x.values.clone(), x.cumulative_length.clone()) for x in self.cache.layers]
+        self.saved = [[t.clone() for t in self._state(layer)] for layer in self.cache.layers]
+
+    def _cache(self, latent: bool) -> Any:
+        if latent:
+            from ..integrations import MlaCache
+
+            return MlaCache(self.model.config.num_hidden_layers, LENGTH, static=True)
+        import transformers
+
+        make: Any = transformers.StaticCache
+        return make(config=self.model.config, max_cache_len=LENGTH)
+
+    @staticmethod
+    def _state(layer: Any) -> tuple[Tensor, ...]:
+        """What a step changes."""
+        if hasattr(layer, "paged"):
+            return layer.paged.blocks, layer.paged.cache_lengths
+        return layer.keys, layer.values, layer.cumulative_length
 
     def set_back(self) -> None:
         """The cache as it was after the prompt."""
-        for layer, (keys, values, length) in zip(self.cache.layers, self.saved, strict=True):
-            layer.keys.copy_(keys)
-            layer.values.copy_(values)
-            layer.cumulative_length.copy_(length)
+        for layer, saved in zip(self.cache.layers, self.saved, strict=True):
+            for now, then in zip(self._state(layer), saved, strict=True):
+                now.copy_(then)
 
     def __call__(self) -> Tensor:
         """The logits of the next token."""
@@ -137,23 +152,27 @@ def build(config: str, sizes: dict[str, Any], device: str) -> Any:
 
 
 def measure(model: Any, batch: int, device: str, replays: int) -> dict[str, Any]:
-    """Agreement with the eager step, and microseconds a step, of the three ways to run it."""
-    step = Step(model, batch, device)
-    step.set_back()
-    eager = step().float()
+    """Agreement with the eager step, and microseconds a step, of the three or four ways to run it."""
+    plain = Step(model, batch, device)
+    plain.set_back()
+    eager = plain().float()
     ways: dict[str, tuple[Callable[[], None], Tensor]] = {}
+    steps: dict[str, Step] = {}
     reports: dict[str, Any] = {}
-    for way in ("unpatched", "patched", "patched, once"):
+    latent = (LATENT,) if hasattr(model.config, "kv_lora_rank") else ()
+    for way in ("unpatched", "patched", "patched, once", *latent):
         rounding: Any = "once" if "once" in way else "model"
         # a graph keeps the kernels it was captured with: the patch may be undone afterwards
         with nullcontext() if way == "unpatched" else onepass.patch(model, rounding=rounding) as handle:
+            # entries of a latent cache are the patched model's own, the prompt's too
+            step = steps[way] = Step(model, batch, device, latent=True) if way == LATENT else plain
             step.set_back()
             ways[way] = step.captured()
         if handle is not None:
             reports[way] = [f"{c.cls} {c.what}: {c.why}" for c in handle.replaced]
     row: dict[str, Any] = {"batch": batch, "agreement": {}, "us": {}}
     for way, (replay, logits) in ways.items():
-        step.set_back()
+        steps[way].set_back()
         replay()
         _wait(device)
         got = logits.float()
@@ -166,7 +185,7 @@ def measure(model: Any, batch: int, device: str, replays: int) -> dict[str, Any]
     samples: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(replays):
         for way, (replay, _) in ways.items():
-            step.set_back()
+            steps[way].set_back()
             samples[way].append(_timed(replay, device))
     row["us"] = {way: statistics.median(times) for way, times in samples.items()}
     row["replaced"] = {way: {line: lines.count(line) for line in lines} for way, lines in reports.items()}

@@ -18,13 +18,17 @@ from ..kvcache import PagedKVCache
 
 
 class MlaCacheLayer(CacheLayerMixin):
-    """One layer's entries, ``paged.blocks`` [batch, max_length, L + R]; ``keys`` and ``values`` are views of them."""
+    """One layer's entries, ``paged.blocks`` [batch, max_length, L + R]; ``keys`` and ``values`` are views of them.
+
+    Tokens are counted on the host, in ``length``; where the layer is ``static``, on the device alone.
+    """
 
     is_sliding = False
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, max_length: int, static: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.max_length = max_length
+        self.static = static
         self.length = 0
         self.paged: PagedKVCache | None = None
 
@@ -45,16 +49,18 @@ class MlaCacheLayer(CacheLayerMixin):
         return self.paged
 
     def require(self, tokens: int) -> None:
-        """Raise unless there is room for so many tokens more."""
-        if self.length + tokens > self.max_length:
+        """Raise unless there is room for so many tokens more; where the host does not count, what has no room is not written."""
+        if not self.static and self.length + tokens > self.max_length:
             raise ContractError(
                 f"MlaCache: `max_length` must be at least {self.length + tokens} for these tokens, got {self.max_length}"
             )
 
     def written(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Count tokens whose entries have been written; returns latents and rotated keys of all."""
+        """Count tokens whose entries have been written; returns latents and rotated keys of all, or of all there is room for."""
         assert self.paged is not None and self.keys is not None and self.values is not None
         self.paged.append(tokens)
+        if self.static:
+            return self.keys, self.values
         self.length += tokens
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
@@ -65,18 +71,26 @@ class MlaCacheLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         tokens = key_states.shape[-2]
         self.require(tokens)
-        places = slice(self.length, self.length + tokens)
-        self.keys[:, :, places] = key_states
-        self.values[:, :, places] = value_states
+        if self.static:
+            places = self._count() + torch.arange(tokens, device=self.keys.device)
+            self.keys.index_copy_(2, places, key_states)
+            self.values.index_copy_(2, places, value_states)
+        else:
+            self.keys[:, :, self.length : self.length + tokens] = key_states
+            self.values[:, :, self.length : self.length + tokens] = value_states
         return self.written(tokens)
+
+    def _count(self) -> Tensor:
+        assert self.paged is not None and self.paged.cache_lengths is not None
+        return self.paged.cache_lengths[0].long()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what attention will see."""
-        return self.length + query_length, 0
+        return self.max_length if self.static else self.length + query_length, 0
 
-    def get_seq_length(self) -> int:
-        """Tokens so far."""
-        return self.length
+    def get_seq_length(self) -> Any:
+        """Tokens so far: a number, or where the layer is static a tensor on its device."""
+        return self._count() if self.static and self.is_initialized else self.length
 
     def get_max_length(self) -> int:
         """Tokens there is room for."""
@@ -98,14 +112,15 @@ class MlaCacheLayer(CacheLayerMixin):
 class MlaCache(Cache):
     """A cache for `generate` or a decode loop: ``model(ids, past_key_values=MlaCache(layers, max_length))``.
 
-    Lengths are counted on the host, so a CUDA graph cannot capture a step over it: transformers' StaticCache can.
+    With ``static=True`` nothing depends on how many tokens there are but numbers on the device, as with transformers'
+    StaticCache: attention sees all of ``max_length`` and needs a mask, and a CUDA graph can capture a step.
     """
 
     onepass_mla = True
     layers: list[MlaCacheLayer]  # type: ignore[assignment]
 
-    def __init__(self, layers: int, max_length: int) -> None:
-        super().__init__(layers=[MlaCacheLayer(max_length) for _ in range(layers)])
+    def __init__(self, layers: int, max_length: int, static: bool = False) -> None:
+        super().__init__(layers=[MlaCacheLayer(max_length, static) for _ in range(layers)])
         self._turned: Tensor | None = None
         self._angles: tuple[Tensor, Tensor, Tensor] | None = None
 
