@@ -58,6 +58,7 @@ gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, me
 	  $(SANITIZE) --tool $$tool $(CHECKS) --match $$shape; done; done
 	$(PYTHON) -m onepass.bench --device cuda --json benchmarks/h200/bench.json
 	$(PYTHON) -m onepass.bench.report benchmarks/h200/bench.json --readme README.md
+	$(PYTHON) -m onepass.bench.models --device cuda --json benchmarks/h200/models.json
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf .venv .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

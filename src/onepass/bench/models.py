@@ -1,10 +1,9 @@
 """``python -m onepass.bench.models``: one decode step of patched transformers models, captured in a CUDA graph and replayed.
 
 Models have the layer sizes of well-known ones, few layers and random weights, in bfloat16 with a static cache. For each, the
-step is captured unpatched, patched (rounding="model") and patched with rounding="once", DeepSeek-V3 also over an `MlaCache`; replays
-are compared with the unpatched
-model's own eager step, then timed in turns. On a CPU (``--device cpu``) sizes are small, each way runs once, eagerly, and no
-time means anything: a rehearsal.
+step is captured unpatched, patched (rounding="model") and patched with rounding="once", DeepSeek-V3 also over an `MlaCache`;
+replays are compared with the unpatched model's own eager step, then timed in turns. On a CPU (``--device cpu``) sizes are small,
+each way runs once, eagerly, and no time means anything: a rehearsal.
 """
 
 from __future__ import annotations
