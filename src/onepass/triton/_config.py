@@ -15,6 +15,9 @@ EARLY_ROWS: Final = 16
 """Up to this many rows the next kernel may start at once, above it after the loads, us at once and after the loads: norm of 8 x 7168
 1.38 and 1.44, of 64 x 7168 2.45 and 2.15; fp8 of 8 x 7168 1.45 and 1.58, of 128 x 7168 3.36 and 2.61 (tuning/29)."""
 
+QK_EARLY_ROWS: Final = {"fused": EARLY_ROWS, "apply": 128, "stats": 128}
+"""The same for q and k, by stage."""
+
 
 @dataclass(frozen=True)
 class Chip:
