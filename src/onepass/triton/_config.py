@@ -16,7 +16,7 @@ EARLY_ROWS: Final = 16
 1.38 and 1.44, of 64 x 7168 2.45 and 2.15; fp8 of 8 x 7168 1.45 and 1.58, of 128 x 7168 3.36 and 2.61 (tuning/29)."""
 
 QK_EARLY_ROWS: Final = {"fused": EARLY_ROWS, "apply": 128, "stats": 128}
-"""The same for q and k, by stage."""
+"""The same for q and k, by stage: 128 is what statistics and application ran with on a GPU; 17 to 128 rows were not measured."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ _MEASURED: Final[dict[Work, dict[int, tuple[int, int]]]] = {
 """(warps, registers) by the power of two above the row's length; H200, bfloat16, us, from benchmarks/h200/tuning, file in
 brackets. Norm: 1 x 7168 1.30 (4 warps: 1.35), 4096 x 7168 29.2 [26], 16384 x 4096 64.8 (4: 65.8) [28], 8192 x 16384 read twice
 128.3, held by 8 warps 129.8, by 16 131.0 [27]. Wide gamma: 4096 x 7168 29.0 (8: 30.9), 8192 x 16384 143 (8: 196) [28]. fp8:
-1 x 7168 1.30 (4: 1.35), 4096 x 7168 21.9 (4: 22.1), 16384 x 4096 47.8 (8: 47.8), 8192 x 16384 97.0 (16: 97.7) [26]. Groups of
+1 x 7168 1.30 (4: 1.35), 4096 x 7168 21.9 (4: 22.1), 16384 x 4096 48.0 (8: 53.3) [28], 8192 x 16384 97.0 (16: 97.7) [26]. Groups of
 128: 4096 x 7168 30.8 with 64 registers (31.5 without, 4 warps 30.8), 1 x 7168 2.15 (4: 2.38), 16384 x 4096 57.5 (8: 64.2),
 8192 x 16384 125 (8: 137) [28]."""
 REREAD: Final = 8192
