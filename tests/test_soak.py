@@ -46,7 +46,7 @@ def rounds(count: int) -> Callable[[], float]:
     return lambda: next(done, count) / count
 
 
-def warmed(engine: soak.Engine, steps: int = 6) -> soak.Engine:
+def warmed(engine: soak.Engine, steps: int = 3) -> soak.Engine:
     """An engine that has found nothing wrong so far."""
     for _ in range(steps):
         assert engine.step(True) == []
@@ -60,13 +60,13 @@ def test_a_short_run() -> None:
     running = soak.engines(1, "cpu")
     run = soak.Soak(running, "cpu", 1, Watch("cpu", lambda device: QUIET))
     lines: list[str] = []
-    run.run(rounds(50), every=0, say=lines.append)
+    run.run(rounds(30), every=0, say=lines.append)
     report = run.report()
-    assert report["faults"] == [] and len(lines) == 50
+    assert report["faults"] == [] and len(lines) == 30
     assert set(report["steps"]) == {"ops", "Llama", "Qwen3", "OLMo-2", "DeepSeek-V3"}
-    assert all(steps == 50 for steps in report["steps"].values()) and min(report["checked"].values()) >= 2
-    assert report["requests"]["served"] > 40 and report["requests"]["cancelled"] > 0
-    assert report["steps_at_fixed_addresses"] > 0 and report["tokens"] > 1000
+    assert all(steps == 30 for steps in report["steps"].values()) and min(report["compared"].values()) > 2
+    assert report["requests"]["served"] > 20 and report["requests"]["cancelled"] > 0
+    assert report["steps_at_fixed_addresses"] > 0 and report["tokens"] > 800
     for name, worst in report["largest_difference_of_logits"].items():
         assert 0 < worst < CLOSE / 4, name
     assert all(len(medians) == 4 for medians in report["median_step_us_by_quarter"].values())
@@ -76,7 +76,7 @@ def test_a_short_run() -> None:
 def test_a_seed_is_a_run() -> None:
     first, second, other = (Layer(seed, "cpu") for seed in (3, 3, 4))
     for engine in (first, second, other):
-        warmed(engine, 25)
+        assert [engine.step(turn % 8 == 0) for turn in range(25)] == [[]] * 25
     for name, pool in first.pools.items():
         assert torch.equal(pool.memory, second.pools[name].memory)
         assert not torch.equal(pool.memory, other.pools[name].memory)
@@ -229,7 +229,8 @@ def watched(readings: list[Reading]) -> list[str]:
 def test_what_may_not_grow() -> None:
     assert watched([QUIET] * 4) == []
     assert watched([QUIET] * 3) == ["no readings in the first and the last quarter: the run was too short"]
-    for name, (what, most) in GROWTH.items():
+    for name, (what, bounds) in GROWTH.items():
+        most = bounds["cpu"]
         last = [QUIET._replace(**{name: getattr(QUIET, name) + most + more}) for more in (0, 1)]
         assert watched([QUIET, QUIET, QUIET, last[0]]) == []
         assert watched([QUIET, QUIET, QUIET, last[1]]) == [f"{what} grew by {most + 1}, at most {most} is allowed"]
@@ -266,7 +267,7 @@ def test_a_slow_down_and_an_error() -> None:
     assert run._slower() == ["slower: steps took 1.60 times as long in the last quarter"]
 
     class Failing:
-        name, churn, tokens = "failing", Churn("0", 1, 1), 0
+        name, churn, tokens, compared = "failing", Churn("0", 1, 1), 0, 0
 
         def step(self, check: bool) -> list[str]:
             raise ValueError("no")

@@ -27,7 +27,7 @@ from .watch import MIB, QUARTERS, Watch
 WARM: Final = 0.1
 """Share of a run after which readings and times count."""
 CHECKED: Final = 8
-"""One step in so many is checked, on average."""
+"""One step in so many is checked, on average, besides what is checked of all of them."""
 SLOWER: Final = 1.5
 """How much longer the median step of the last quarter may take than that of the first."""
 JUDGED: Final = 200
@@ -42,6 +42,8 @@ class Engine(Protocol):
     name: str
     churn: Churn
     tokens: int
+    compared: int
+    """Steps of ops, or logits of a model's tokens, that were compared with what they should be."""
 
     def step(self, check: bool) -> list[str]:
         """Run one step; what was found wrong."""
@@ -64,7 +66,6 @@ class Soak:
         self.engines, self.device = running, device
         self.watch = watch or Watch(device)
         self.steps = {e.name: 0 for e in running}
-        self.checked = {e.name: 0 for e in running}
         self.faults: list[str] = []
         self._random = torch.Generator().manual_seed(seed)
 
@@ -84,7 +85,7 @@ class Soak:
                     shown = now
                     reading = self.watch.look(quarter)
                     say(
-                        f"{now - begin:6.0f} s: {sum(self.steps.values())} steps, {sum(self.checked.values())} checked, "
+                        f"{now - begin:6.0f} s: {sum(self.steps.values())} steps, {sum(e.compared for e in self.engines)} compared, "
                         f"{len(self.faults)} faults, {reading.resident / MIB:.0f} MiB resident"
                         + (f", {reading.allocated / MIB:.1f} MiB on the GPU" if self.device == "cuda" else "")
                     )
@@ -106,7 +107,6 @@ class Soak:
         if not check:
             self.watch.time(engine.name, quarter, self._clock() - begin)
         self.steps[engine.name] += 1
-        self.checked[engine.name] += check
         for fault in wrong:
             self._note(f"{engine.name}, step {self.steps[engine.name] - 1}: {fault}", say)
         return True
@@ -135,7 +135,7 @@ class Soak:
         churns = [e.churn for e in self.engines]
         return {
             "steps": self.steps,
-            "checked": self.checked,
+            "compared": {e.name: e.compared for e in self.engines},
             "tokens": sum(e.tokens for e in self.engines),
             "requests": {
                 what: sum(getattr(c, what) for c in churns) for what in ("begun", "served", "cancelled", "evicted")
@@ -166,10 +166,10 @@ def _versions() -> dict[str, str]:
 
 
 def _table(report: dict[str, Any]) -> str:
-    lines = [f"{'':12} {'steps':>8} {'checked':>8}   median step by quarter, us"]
+    lines = [f"{'':12} {'steps':>8} {'compared':>8}   median step by quarter, us"]
     for name, steps in report["steps"].items():
         times = "  ".join(f"{us:8.0f}" for us in report["median_step_us_by_quarter"].get(name, []))
-        lines.append(f"{name:12} {steps:8} {report['checked'][name]:8}   {times}")
+        lines.append(f"{name:12} {steps:8} {report['compared'][name]:8}   {times}")
     lines.append(f"{'':12} {'start':>12} {'end':>12} {'growth after warm-up':>22}")
     for name, start in report["start"].items():
         grown = report["growth_after_warm_up"].get(name, float("nan"))

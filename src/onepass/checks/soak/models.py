@@ -22,8 +22,6 @@ from .batch import LONGEST, PAGE, Churn, Ledger, Request, tables
 VOCABULARY, LAYERS, CAPACITY, PAGES = 128, 2, 6, 32
 CLOSE: Final = 2e-5
 """How far logits may be from the unpatched model's, as a share of the largest: float32 sums in another order."""
-COMPARED: Final = 2
-"""Requests of a step whose logits are compared."""
 _COMMON: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -140,28 +138,33 @@ class Model:
         self.pool = torch.randn(LAYERS, PAGES, PAGE, columns, generator=self.generator).to(device)
         self.ledgers = [Ledger(f"{family}, layer {i}", blocks) for i, blocks in enumerate(self.pool)]
         self.cache = PagedCache(self.pool)
-        self.tokens = 0
+        self.logits: dict[Request, list[Tensor]] = {}
+        self.tokens = self.compared = 0
         self.worst = 0.0
 
     def step(self, check: bool) -> list[str]:
-        """Prompts one by one, then one token for all others together; what was found wrong."""
-        self.churn.release(self.churn.leaving())
-        planned = self.churn.plan()
-        for request, new in planned:
-            if not request.kept:
-                request.kept = torch.randint(2, VOCABULARY, (new,), generator=self.generator).tolist()
-        compared = self.churn.random.sample([r for r, _ in planned], min(COMPARED, len(planned))) if check else []
-        wrong: list[str] = []
-        arrived, decoding = ([r for r, _ in planned if (r.length > 0) == later] for later in (False, True))
+        """Prompts one by one, then one token for all others together; what was found wrong.
+
+        Of every request that ends all logits are compared, and if ``check`` those of one that does not.
+        """
+        ended = self.churn.leaving()
+        wrong = [fault for request in ended for fault in self._compare(request)]
+        self.compared += sum(len(self.logits[request]) for request in ended)
+        self.churn.release(ended)
+        planned = [request for request, _ in self.churn.plan()]
+        self.logits = {request: self.logits.get(request, []) for request in planned}
+        arrived, decoding = ([r for r in planned if (r.length > 0) == later] for later in (False, True))
         for request in arrived:
-            wrong += self._run([request], request.prompt, compared)
+            request.kept = torch.randint(2, VOCABULARY, (request.prompt,), generator=self.generator).tolist()
+            self._run([request], request.prompt)
         if decoding:
-            wrong += self._run(decoding, 1, compared)
-        if check:
-            wrong += [found for ledger in self.ledgers if (found := ledger.check())]
+            self._run(decoding, 1)
+        wrong += [found for ledger in self.ledgers if (found := ledger.check())]
+        if check and planned:
+            wrong += self._compare(self.churn.random.choice(planned))
         return wrong
 
-    def _run(self, requests: list[Request], new: int, compared: list[Request]) -> list[str]:
+    def _run(self, requests: list[Request], new: int) -> None:
         ids = torch.tensor([r.kept[r.length : r.length + new] for r in requests], device=self.device)
         starts = torch.tensor([r.length for r in requests])
         longest = int(starts.max())
@@ -173,23 +176,23 @@ class Model:
         ).logits[:, -1].cpu()  # fmt: skip
         chances = logits.softmax(-1).nan_to_num(1.0)
         chosen = torch.multinomial(chances, 1, generator=self.generator).flatten().tolist()
-        wrong = []
-        for index, request in enumerate(requests):
+        for request, row, token in zip(requests, logits, chosen, strict=True):
             for ledger in self.ledgers:
                 ledger.written.update(request.slots(request.length, request.length + new))
             request.length += new
-            if request in compared:
-                wrong += self._compare(request, logits[index])
-            request.kept.append(chosen[index])
+            self.logits[request].append(row)
+            request.kept.append(token)
         self.tokens += new * len(requests)
-        return wrong
 
-    def _compare(self, request: Request, got: Tensor) -> list[str]:
-        """The unpatched model's logits for all tokens of the request at once, without a cache."""
+    def _compare(self, request: Request) -> list[str]:
+        """All logits of a request against the unpatched model's for all its tokens at once, without a cache."""
         ids = torch.tensor([request.kept[: request.length]], device=self.device)
-        expected = self.plain(ids, use_cache=False).logits[0, -1].cpu()
-        apart = float((got - expected).abs().max() / expected.abs().max())
-        self.worst = max(self.worst, apart)
-        if apart <= CLOSE:
+        got = torch.stack(self.logits[request])
+        expected = self.plain(ids, use_cache=False).logits[0, -got.shape[0] :].cpu()
+        apart = (got - expected).abs().amax(-1) / expected.abs().amax(-1)
+        self.worst = max(self.worst, float(apart.max()))
+        far = ~(apart <= CLOSE)  # so that NaN is far
+        if not far.any():
             return []
-        return [f"{self.name}, request {request.number} of {request.length} tokens: logits {apart:.1e} apart"]
+        first = request.length - got.shape[0] + int(far.nonzero()[0])
+        return [f"request {request.number}: logits up to {float(apart.max()):.1e} apart, first after token {first}"]

@@ -35,14 +35,17 @@ class Reading(NamedTuple):
     entries: int
 
 
-GROWTH: Final = {
-    "resident": ("resident memory", 16 * MIB),
-    "blocks": ("Python's memory blocks", 60_000),
-    "allocated": ("allocated GPU memory", 2 * MIB),
-    "reserved": ("reserved GPU memory", 64 * MIB),
-    "entries": ("kernels, plans and other entries that onepass keeps", 32),
+GROWTH: Final[dict[str, tuple[str, dict[str, int]]]] = {
+    "resident": ("resident memory", {"cpu": 16 * MIB, "cuda": 64 * MIB}),
+    "blocks": ("Python's memory blocks", {"cpu": 60_000, "cuda": 600_000}),
+    "allocated": ("allocated GPU memory", {"cpu": 0, "cuda": 2 * MIB}),
+    "reserved": ("reserved GPU memory", {"cpu": 0, "cuda": 64 * MIB}),
+    "entries": ("kernels, plans and other entries that onepass keeps", {"cpu": 32, "cuda": 32}),
 }
-"""What may grow, and by how much, from the median of the first quarter after the warm-up to that of the last."""
+"""What may grow, and by how much, from the median of the first quarter after the warm-up to that of the last.
+
+Host memory goes up and down by what `MAX_REMEMBERED` combinations of options take, and on a GPU as many replays, which are larger.
+"""
 CONSTANT: Final = {"descriptors": "file descriptors", "threads": "threads"}
 BOUNDED: Final = {"options": "combinations of options", "replays": "calls with one combination of options"}
 
@@ -131,9 +134,9 @@ class Watch:
         if not grown:
             return ["no readings in the first and the last quarter: the run was too short"]
         found = [
-            f"{what} grew by {grown[name]:.0f}, at most {most} is allowed"
+            f"{what} grew by {grown[name]:.0f}, at most {most[self.device]} is allowed"
             for name, (what, most) in GROWTH.items()
-            if grown[name] > most
+            if grown[name] > most[self.device]
         ]
         after = [r for quarter in self.readings for r in quarter]
         for name, what in CONSTANT.items():
