@@ -46,6 +46,8 @@ class Churn:
         self.capacity = capacity
         self.free = list(range(pages))
         self.active: list[Request] = []
+        self.dropped: list[Request] = []
+        """Those that the last `plan` evicted."""
         self.begun = self.served = self.cancelled = self.evicted = 0
 
     def leaving(self) -> list[Request]:
@@ -70,12 +72,13 @@ class Churn:
             self.active.append(Request(self.begun, prompt, self.random.randint(prompt + 1, LONGEST)))
             self.begun += 1
         self.random.shuffle(self.active)
-        planned = []
+        planned, self.dropped = [], []
         for request in list(self.active):
             new = 1 if request.length else request.prompt
             needed = -(-(request.length + new) // PAGE) - len(request.pages)
             if needed > len(self.free):
                 self.evicted += 1
+                self.dropped.append(request)
                 self.release([request])
                 continue
             for _ in range(needed):

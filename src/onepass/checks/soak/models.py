@@ -145,13 +145,14 @@ class Model:
     def step(self, check: bool) -> list[str]:
         """Prompts one by one, then one token for all others together; what was found wrong.
 
-        Of every request that ends all logits are compared, and if ``check`` those of one that does not.
+        Of every request that ends or is evicted all logits are compared, and if ``check`` those of one that does not.
         """
         ended = self.churn.leaving()
-        wrong = [fault for request in ended for fault in self._compare(request)]
-        self.compared += sum(len(self.logits[request]) for request in ended)
         self.churn.release(ended)
         planned = [request for request, _ in self.churn.plan()]
+        ended += [request for request in self.churn.dropped if request in self.logits]
+        wrong = [fault for request in ended for fault in self._compare(request)]
+        self.compared += sum(len(self.logits[request]) for request in ended)
         self.logits = {request: self.logits.get(request, []) for request in planned}
         arrived, decoding = ([r for r in planned if (r.length > 0) == later] for later in (False, True))
         for request in arrived:
