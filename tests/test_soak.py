@@ -258,6 +258,17 @@ def test_readings_see_what_they_are_for(tmp_path: Path) -> None:
     assert after.options == before.options + 3 and after.entries == before.entries > 0
 
 
+def test_the_watch_itself_does_not_grow() -> None:
+    seen = Watch("cpu", lambda device: QUIET)
+    seen.time("step", 0, 0.5)
+    before = sys.getallocatedblocks()
+    for quarter in range(4):
+        for turn in range(2 * watch.KEPT):
+            seen.time("step", quarter, 1.0 / (turn + 1))
+    assert sys.getallocatedblocks() - before < 500
+    assert all(len(kept) == watch.KEPT for kept in seen.times["step"])
+
+
 def test_a_slow_down_and_an_error() -> None:
     run = soak.Soak([], "cpu", 0, Watch("cpu", lambda device: QUIET))
     for quarter in range(4):
