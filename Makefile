@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs fuzz dist bounds gpu clean
+.PHONY: help demo test lint docs fuzz soak dist bounds gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -12,6 +12,9 @@ JOBS ?= auto
 DEMO ?=
 # e.g. make fuzz FUZZ='--cases 10000 --op rms_norm', or what a failure prints behind "again:"
 FUZZ ?= --cases 1000000 --seed 2026 --configurations 40 --json benchmarks/cpu/fuzz.json
+# make soak MINUTES=8 DEVICE=cuda: with the machine's own Python, as `make gpu`
+MINUTES ?= 20
+DEVICE ?= cpu
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -34,6 +37,10 @@ docs: $(READY) ## write docs/ops.md from the contracts
 
 fuzz: $(READY) ## a million random calls of all ops on the CPU against the oracle (half an hour of one core; FUZZ= for less)
 	@$(BIN)/python -m onepass.checks.fuzz $(FUZZ)
+
+soak: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## decode for MINUTES= on DEVICE= while requests come and go: nothing may drift, leak or slow down
+	@$(if $(filter cuda,$(DEVICE)),PYTHONPATH=src $(PYTHON),$(BIN)/python) -m onepass.checks.soak --device $(DEVICE) \
+	  --minutes $(MINUTES) --json benchmarks/$(if $(filter cuda,$(DEVICE)),h200,cpu)/soak.json
 
 dist: export PYTHON := $(PYTHON)
 dist: ## build sdist and wheel, look into them, install the wheel into a clean environment and run it there
