@@ -282,6 +282,25 @@ def test_torch_brings_the_threads() -> None:
         assert "OpenMP" in described["threads"]
 
 
+@pytest.mark.parametrize(
+    ("features", "vector"),
+    [("+avx512f,+avx", "512 bit"), ("-avx512f,+avx,+sse2", "256 bit"), ("-avx512f,-avx,+sse2", "128 bit")],
+)
+def test_how_wide_a_vector_is(features: str, vector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compile, "host", lambda: ("some cpu", features))
+    assert rms_norm.describe()["vector"] == vector
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_of_our_own_are_as_many_as_asked_for(threads: int) -> None:
+    called: list[int] = []
+    work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(called.append)
+    address = ctypes.cast(work, ctypes.c_void_p).value
+    assert address is not None
+    _parallel._own_team()(address, 7, threads)
+    assert called == [7] * threads
+
+
 def shared_out(call: Callable[[], object], threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int] | None:
     """Among how many threads a call is shared out, and how many rows or tokens each takes at a time; None: it is not."""
     seen: list[tuple[int, int]] = []
