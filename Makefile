@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs fuzz dist bounds gpu clean
+.PHONY: help demo test lint docs fuzz mutate dist bounds gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -12,6 +12,9 @@ JOBS ?= auto
 DEMO ?=
 # e.g. make fuzz FUZZ='--cases 10000 --op rms_norm', or what a failure prints behind "again:"
 FUZZ ?= --cases 1000000 --seed 2026 --configurations 40 --json benchmarks/cpu/fuzz.json
+# mutants that `make mutate` draws, and from which seed; e.g. make mutate SAMPLE=40 SEED=7
+SAMPLE ?= 300
+SEED ?= 1
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -34,6 +37,9 @@ docs: $(READY) ## write docs/ops.md from the contracts
 
 fuzz: $(READY) ## a million random calls of all ops on the CPU against the oracle (half an hour of one core; FUZZ= for less)
 	@$(BIN)/python -m onepass.checks.fuzz $(FUZZ)
+
+mutate: $(READY) ## small mistakes put into a copy of the library, one at a time: does a test fail? (SAMPLE=, SEED=; an hour)
+	@$(BIN)/python tests/mutation --sample $(SAMPLE) --seed $(SEED)
 
 dist: export PYTHON := $(PYTHON)
 dist: ## build sdist and wheel, look into them, install the wheel into a clean environment and run it there
