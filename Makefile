@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs fuzz soak dist bounds gpu clean
+.PHONY: help demo test lint docs fuzz soak mutate dist bounds gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -15,6 +15,9 @@ FUZZ ?= --cases 1000000 --seed 2026 --configurations 40 --json benchmarks/cpu/fu
 # make soak MINUTES=8 DEVICE=cuda: with the machine's own Python, as `make gpu`
 MINUTES ?= 20
 DEVICE ?= cpu
+# mutants that `make mutate` draws, and from which seed; e.g. make mutate SAMPLE=40 SEED=7
+SAMPLE ?= 300
+SEED ?= 1
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -41,6 +44,9 @@ fuzz: $(READY) ## a million random calls of all ops on the CPU against the oracl
 soak: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## decode for MINUTES= on DEVICE= while requests come and go: nothing may drift, leak or slow down
 	@$(if $(filter cuda,$(DEVICE)),PYTHONPATH=src $(PYTHON),$(BIN)/python) -m onepass.checks.soak --device $(DEVICE) \
 	  --minutes $(MINUTES) --json benchmarks/$(if $(filter cuda,$(DEVICE)),h200,cpu)/soak.json
+
+mutate: $(READY) ## small mistakes put into a copy of the library, one at a time: does a test fail? (SAMPLE=, SEED=; an hour)
+	@$(BIN)/python tests/mutation --sample $(SAMPLE) --seed $(SEED)
 
 dist: export PYTHON := $(PYTHON)
 dist: ## build sdist and wheel, look into them, install the wheel into a clean environment and run it there

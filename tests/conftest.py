@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Path]:
     """The kernel cache of this run, the same for all of its workers."""
     base = tmp_path_factory.getbasetemp()
-    directory = (base if worker_id == "master" else base.parent) / "objects"
+    chosen = os.environ.get("ONEPASS_TEST_CACHE")  # tests/mutation keeps one from run to run
+    directory = Path(chosen) if chosen else (base if worker_id == "master" else base.parent) / "objects"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEPASS_CACHE_DIR", str(directory))
         yield directory

@@ -101,6 +101,32 @@ def test_fp8_rules(options: dict[str, Any], argument: str) -> None:
         onepass.rms_norm_fused_fp8(torch.ones(3, 192), torch.ones(192), **options)
 
 
+@pytest.mark.parametrize("argument", ["x", "gamma", "residual", "out", "residual_out", "prologue_args"])
+def test_a_negated_view_of_one_column(argument: str) -> None:
+    """Its elements lie two apart, which one column may; what lies in memory has the other sign."""
+    call: dict[str, Any] = {"x": torch.ones(3, 1), "gamma": torch.ones(1), "residual": torch.ones(3, 1)}
+    function: Callable[..., Any] = onepass.rms_norm
+    if argument == "prologue_args":
+        function, call = onepass.rms_norm_fused_fp8, {**call, "prologue": onepass.prologues.add}
+    shape = call.get(argument, call["x"]).shape
+    view = torch.complex(torch.zeros(shape), torch.ones(shape)).conj().imag
+    assert view.is_neg()
+    wrong, right = ([t] if argument == "prologue_args" else t for t in (view, view.resolve_neg()))
+    function(**{**call, argument: right})
+    with pytest.raises(ContractError, match=f"`{argument}` must hold its values as they are"):
+        function(**{**call, argument: wrong})
+
+
+@pytest.mark.parametrize("columns", [2**24, 2**24 + 1])
+def test_the_largest_number_of_columns(columns: int) -> None:
+    x, gamma = (torch.empty(shape, device="meta") for shape in ((1, columns), (columns,)))
+    if columns == 2**24:
+        assert onepass.rms_norm(x, gamma).shape == (1, columns)
+    else:
+        with pytest.raises(ContractError, match="rms_norm: `x` must have 1 to"):
+            onepass.rms_norm(x, gamma)
+
+
 def test_too_many_stride_levels_is_unsupported() -> None:
     x = torch.randn(3, 3, 3, 3, 5, 8)[::2, ::2, ::2, ::2, :3]
     with pytest.raises(onepass.Unsupported, match="more than 3 levels"):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import struct
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
+import onepass
 from cpu_reference import BF16, F16, F32, INF, NAN, ROW, SPECS, STATIC, Case, random_bits, spec_of
 from onepass.cpu import _compile, _parallel, _vec, rms_norm
 from onepass.formats import E4M3FN, E4M3FNUZ, ScaleRule
@@ -277,6 +280,60 @@ def test_torch_brings_the_threads() -> None:
     assert set(described) == {"cpu", "vector", "threads", "cache"}
     if sys.platform == "linux":
         assert "OpenMP" in described["threads"]
+
+
+@pytest.mark.parametrize(
+    ("features", "vector"),
+    [("+avx512f,+avx", "512 bit"), ("-avx512f,+avx,+sse2", "256 bit"), ("-avx512f,-avx,+sse2", "128 bit")],
+)
+def test_how_wide_a_vector_is(features: str, vector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compile, "host", lambda: ("some cpu", features))
+    assert rms_norm.describe()["vector"] == vector
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_of_our_own_are_as_many_as_asked_for(threads: int) -> None:
+    called: list[int] = []
+    work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(called.append)
+    address = ctypes.cast(work, ctypes.c_void_p).value
+    assert address is not None
+    _parallel._own_team()(address, 7, threads)
+    assert called == [7] * threads
+
+
+def shared_out(call: Callable[[], object], threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int] | None:
+    """Among how many threads a call is shared out, and how many rows or tokens each takes at a time; None: it is not."""
+    seen: list[tuple[int, int]] = []
+
+    def note(function: int, block: bytes, team: int) -> None:
+        seen.append((team, struct.unpack_from("=q", block, 16)[0]))
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(_parallel, "run", note)
+    call()
+    return seen[0] if seen else None
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "threads", "expected"),
+    [
+        (1, 131072, 4, None),
+        (2, 65535, 4, None),
+        (2, 65536, 4, (2, 1)),
+        (32, 4096, 4, (4, 4)),
+        (33, 4096, 64, (9, 4)),
+        (16384, 128, 4, (4, 256)),
+    ],
+)
+def test_how_rows_are_shared_out(
+    rows: int, n: int, threads: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.zeros(rows, n, dtype=BF16)
+    assert shared_out(lambda: onepass.rms_norm(x, x[0]), threads, monkeypatch) == expected
+    if n % 2 == 0:
+        halves = x[:, : n // 2], x[:, n // 2 :]
+        both = shared_out(lambda: onepass.qk_rms_norm(*halves, halves[0][0], halves[1][0]), threads, monkeypatch)
+        assert both == expected, "as many columns of q and k together"
 
 
 def test_many_callers_at_once() -> None:

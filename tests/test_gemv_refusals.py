@@ -51,6 +51,18 @@ SIZES = {"M": 3, "N": 40, "K": 64, "W0": 24, "W1": 8, "S": 40, "C": 2, "E": 48, 
 OPTIONAL = ["gamma1", "weight_scale", "trace", "units"]
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "fits"), [(2**24, 2, True), (2, 2**24, True), (2**24 + 1, 2, False), (2, 2**24 + 1, False)]
+)
+def test_the_largest_weight(n: int, k: int, fits: bool) -> None:
+    act, weight, gamma = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((1, k), (n, k), (2,)))
+    if fits:
+        assert onepass.gemv_and_partial_norm(act, weight, gamma)[0].shape == (1, 2)
+    else:
+        with pytest.raises(ContractError, match="`weight` must have at most 2"):
+            onepass.gemv_and_partial_norm(act, weight, gamma)
+
+
 def good_call(with_scratch: bool) -> dict[str, Any]:
     contract = GEMV_WITH_SCRATCH if with_scratch else GEMV
     tensors: dict[str, Any] = dict(sample(contract, SIZES, (), dtypes={"act": BF16}, optional=OPTIONAL))

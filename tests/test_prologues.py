@@ -67,6 +67,22 @@ def test_compiles_into_the_cpu_kernel(fused: onepass.Prologue) -> None:
     assert compare.floats(torch.zeros_like(norm), exact) is not None
 
 
+@prologue
+def edges(x, a):  # type: ignore[no-untyped-def]
+    """Every comparison, each with a digit of its own."""
+    low = where(x < a, 1.0, 2.0) + where(x <= a, 10.0, 20.0) + where(x > a, 100.0, 200.0)
+    return low + where(x >= a, 1000.0, 2000.0) + where(x == a, 4000.0, 0.0) + where(x != a, 8000.0, 0.0)
+
+
+def test_comparisons_where_both_sides_are_equal() -> None:
+    x = torch.tensor([[-1.0, 0.0, 1.0, 4.0, torch.inf]])
+    a = torch.tensor([[0.0, 0.0, 0.0, 4.0, torch.inf]])
+    expected = torch.tensor([[10211.0, 5212.0, 9122.0, 5212.0, 5212.0]])
+    assert torch.equal(edges(x.double(), a.double()).float(), expected)
+    _, _, norm = onepass.rms_norm_fused_fp8(x, torch.ones(5), prologue=edges, prologue_args=[a], return_norm=True)
+    assert compare.floats(norm, expected.double() / expected.double().square().mean().sqrt()) is None
+
+
 def test_equal_functions_have_equal_keys() -> None:
     def make(value: float) -> onepass.Prologue:
         @prologue

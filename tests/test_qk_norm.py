@@ -242,6 +242,13 @@ def test_overlap_is_refused() -> None:
         onepass.qk_rms_norm(q, k[:, :64], gq, gk[:64], out=(k, q[:, :64]))
 
 
+@pytest.mark.parametrize(("nq", "nk"), [(96, 64), (64, 96)])
+def test_heads_fill_both_rows(nq: int, nk: int) -> None:
+    q, k, gq, gk = qk(4, nq, nk)
+    with pytest.raises(ContractError, match="`head_dim` must divide the columns of q and of k"):
+        onepass.qk_rms_norm(q, k, gq, gk, rope=onepass.Rope(angles(4, 32), head_dim=64))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_out_dtype_is_free(dtype: torch.dtype) -> None:
     q, k, gq, gk = qk(4, 96, 32)

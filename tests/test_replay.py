@@ -156,6 +156,35 @@ def test_one_tensor_twice_is_replayed_as_one_and_not_as_two() -> None:
     assert op.asked == 2 and op.launcher.launched[-1][:2] == (same.data_ptr(), other.data_ptr())
 
 
+def test_inputs_that_meet_may_do_so_anywhere() -> None:
+    """Where nothing is written, no distance matters."""
+    op = Op()
+    for place in (4, 8, 12):
+        parent = torch.randn(3, 32)
+        x, y = parent[:, :8], parent[:, place : place + 8]
+        op(x, y)
+        assert op.asked == 1 and op.launcher.launched[-1][:2] == (x.data_ptr(), y.data_ptr())
+
+
+def negated(shape: tuple[int, ...]) -> Tensor:
+    """Ones that torch negates when it reads them: -1, one element apart from the next."""
+    return torch.complex(torch.zeros(shape), torch.ones(shape)).conj().imag
+
+
+def test_a_negated_view_is_not_replayed_as_what_lies_in_memory() -> None:
+    """With one column it has the shape and strides of a good call."""
+    op = Op()
+    for asked in (1, 1):
+        op(torch.randn(4, 2)[:, :1])
+        assert op.asked == asked
+    view = negated((4, 1))
+    assert view.is_neg() and view.stride() == (2, 2) and len(op.launcher.launched) == 2
+    for x in (view, view.flatten().unsqueeze(1)):
+        with pytest.raises(onepass.ContractError, match="`x` must hold its values as they are"):
+            op(x)
+    assert len(op.launcher.launched) == 2
+
+
 class TestTheCallersOutputs:
     def test_are_written_and_returned(self) -> None:
         op = Op()
@@ -186,6 +215,14 @@ class TestTheCallersOutputs:
         assert len(judged) == 1
         op.call(x, None, None, 1.0, parent[32 + shift : 56 + shift].view(3, 8), sums)
         assert len(judged) == 2
+
+    def test_a_negated_view_is_refused_after_a_good_one(self) -> None:
+        op = Op()
+        x, out = torch.randn(3, 8), torch.empty(3, 8)
+        op.call(x, None, None, 1.0, out, torch.empty(3, 2)[:, :1])
+        with pytest.raises(onepass.ContractError, match="`sums_out` must hold its values as they are"):
+            op.call(x, None, None, 1.0, out, negated((3, 1)))
+        assert len(op.launcher.launched) == 1
 
     def test_slices_of_one_parent_keep_their_distance(self) -> None:
         op = Op()

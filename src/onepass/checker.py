@@ -24,6 +24,8 @@ _TYPES: Final[dict[OptionType, tuple[str, str]]] = {
     "ScalarType": ("torch.dtype", "be a dtype"),
 }
 """What a value must be an instance of, and how a message says it."""
+NEGATED: Final = "'hold its values as they are (resolve_neg)', 'a negated view'"
+"""What is expected instead of such a view, and what came."""
 
 
 class Writer:
@@ -159,10 +161,12 @@ def _check_tensor(write: Writer, name: str, arg: Arg, depth: int) -> None:
     _bind_shape(write, name, arg.dims, depth)
     write.symbols.add("device")
     _check_layout(write, name, arg.layout, arg.dims, depth)
-    if write.eager and arg.layout == "any" and arg.sample != "index":
-        # a view that torch negates when it reads it; elsewhere it would not have a contiguous last dimension
-        write(f"if {name}.is_neg():", depth)
-        write(f"    fail('{name}', 'hold its values as they are (resolve_neg)', 'a negated view')", depth)
+    if write.eager and arg.layout != "dense" and arg.sample != "index":
+        # a view that torch negates when it reads it: its elements lie two apart, which only one column may
+        last = (arg.dims.split() or ["1"])[-1]
+        guard = "" if arg.layout == "any" or last == "1" else f"{last} == 1 and "
+        write(f"if {guard}{name}.is_neg():", depth)
+        write(f"    fail('{name}', {NEGATED})", depth)
 
 
 def _check_layout(write: Writer, name: str, layout: Layout, dims: str, depth: int) -> None:
@@ -200,6 +204,9 @@ def _check_many(write: Writer, name: str, arg: Arg) -> None:
     write.symbols.add("device")
     write("if item.stride(-1) != 1 and item.shape[-1] != 1:", 3)
     write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{item.stride()}}')", 3)
+    if write.eager:
+        write("if item.is_neg():", 3)
+        write(f"    fail('{name}', {NEGATED})", 3)
 
 
 def check_option_lines(write: Writer, name: str, option: Option) -> None:

@@ -171,9 +171,8 @@ class _Reading:
         steps = value.stride()
         if layout == "dense":
             return value.is_contiguous()
-        if layout == "rows":
-            return steps[-1] == 1 or value.shape[-1] == 1 or dims.split()[-1] == "1"
-        return not value.is_neg()
+        contiguous = layout != "rows" or steps[-1] == 1 or value.shape[-1] == 1
+        return contiguous and not value.is_neg()
 
     def _fits(self, shape: Sequence[int], tokens: list[str], bind: bool) -> bool:
         """Match a shape with symbols, binding those that are new."""

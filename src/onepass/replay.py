@@ -100,6 +100,7 @@ def record(
     made = [(i, *_like(given, t)) for i, t in enumerate(after) if t is not None and before[i] is None]
     form = _Form(
         len(before),
+        tuple(i for i, t in given if t.shape[-1:].numel() == 1 and t.is_floating_point()),
         tuple(pair for pair, _ in fixed),
         tuple(pair for pair, _ in apart),
         tuple((place, model, same) for place, model, same, _ in made),
@@ -146,9 +147,13 @@ def _like(given: Sequence[tuple[int, Tensor]], out: Tensor) -> tuple[int, bool, 
 
 
 class _Form(NamedTuple):
-    """What the code of a replay depends on: how many tensors, which relations, which outputs are made and like what."""
+    """What the code of a replay depends on: how many tensors, which relations, which outputs are made and like what.
+
+    The ``narrow`` have one column, so they might be views that torch negates when it reads them: those are not replayed.
+    """
 
     tensors: int
+    narrow: tuple[int, ...]
     fixed: tuple[tuple[int, int], ...]
     apart: tuple[tuple[int, int], ...]
     made: tuple[tuple[int, int, bool], ...]
@@ -173,6 +178,7 @@ def _writer(form: _Form) -> Callable[..., Replay]:
     made = {place for place, _, _ in form.made}
     pairs = [i for pair in (*form.fixed, *form.apart) for i in pair]
     body = [f"p{i} = t{i}.data_ptr()" for i in sorted({*pairs, *form.moved} - made)]
+    body += [f"if t{i}.is_neg(): return None" for i in form.narrow]
     for i, (a, b) in enumerate(form.fixed):
         body.append(f"if p{b} - p{a} != distance{i}: return None")
     for i, (a, b) in enumerate(form.apart):

@@ -1,0 +1,5 @@
+"""``python tests/mutation``: see `campaign`."""
+
+from campaign import main
+
+main()
