@@ -176,7 +176,15 @@ def _store_groups(
     s = make_scale(amax, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, EXACT)
     group = first // GROUP + tl.arange(0, BLOCK // GROUP)
     inside = present[:, None] & (group < n // GROUP)[None, :]
-    store_scale(scale, scale_at[:, None] + group.to(tl.int64)[None, :] * sg, inside, s, E8M0, EXACT)
+    places = scale + scale_at[:, None] + group.to(tl.int64)[None, :] * sg
+    if EXACT and scale.dtype.element_ty == tl.float32:
+        # every thread of a group stores its scale, in the layout it has: a tl.store would first exchange scales between threads
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0;}", "=r,l,r,r",
+            [places.to(tl.int64), s.to(tl.int32, bitcast=True), inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        store_scale(scale, scale_at[:, None] + group.to(tl.int64)[None, :] * sg, inside, s, E8M0, EXACT)
     k = quotient(numerator, s)
     scaled = tl.reshape(grouped * k[:, :, None], (ROWS, BLOCK))
     columns = first + tl.arange(0, BLOCK)
