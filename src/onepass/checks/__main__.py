@@ -7,10 +7,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import proof
-from .runner import DEVICES, Result, run_cases, run_promises, select
+from .runner import DEVICES, Result, run_cases, run_promises, run_promises_in_shares, select
 
 
 def main() -> int:
@@ -22,11 +23,18 @@ def main() -> int:
     parser.add_argument("--promises", action="store_true", help="test the promises instead of the cases")
     parser.add_argument("--json", type=Path, help="write results here")
     parser.add_argument("--evidence", type=Path, help="with --device cuda: record the machine code that passed")
-    parser.add_argument("--jobs", type=int, default=1, help="with --evidence: compile ahead in this many processes")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile ahead (--evidence) or share the promises"
+    )
     parser.add_argument("--compile-share", help=argparse.SUPPRESS)
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # promises, i/n of them, a line of JSON each
     options = parser.parse_args()
     if options.evidence and (options.device != "cuda" or options.promises):
         parser.error("--evidence needs --device cuda, and cases")
+    if options.share:
+        share, of = map(int, options.share.split("/"))
+        run_promises(options.device, _tell, options.match, share, of)
+        return 0
     cases = select(options.op, options.match)
     if options.compile_share:
         proof.compile_share(cases, *map(int, options.compile_share.split("/")))
@@ -38,17 +46,36 @@ def main() -> int:
         proof.compile_ahead(options.jobs, options.op, options.match)
     start = time.perf_counter()
     if options.promises:
-        results = run_promises(options.device, _print, options.match)
+        seen: list[Result] = []
+
+        def keep(result: Result) -> None:
+            _print(result)
+            seen.append(result)
+            if options.json:  # so far: a run that is cut off leaves what it saw
+                _write(options.json, seen)
+
+        if options.jobs > 1:
+            results = run_promises_in_shares(options.device, options.jobs, keep, options.match)
+        else:
+            results = run_promises(options.device, keep, options.match)
     else:
         results = run_cases(cases, options.device, _print)
     failed = [r for r in results if not r.passed]
     if options.json:
-        options.json.write_text(json.dumps([r.to_json() for r in results], indent=1) + "\n")
+        _write(options.json, results)
     if options.evidence:
         print(proof.record(options.evidence, cases, results))
     seconds = time.perf_counter() - start
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed on {options.device} in {seconds:.1f} s")
     return 1 if failed or not results else 0
+
+
+def _write(path: Path, results: Sequence[Result]) -> None:
+    path.write_text(json.dumps([r.to_json() for r in results], indent=1) + "\n")
+
+
+def _tell(result: Result) -> None:
+    print(json.dumps(result.to_json()), flush=True)
 
 
 def _print(result: Result) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import threading
 import time
 import traceback
 import warnings
@@ -9,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 import torch
@@ -88,17 +93,45 @@ def _run(op: str, name: str, device: str, test: Callable[[], str | None]) -> Res
     return Result(op, name, device, not message, message, time.perf_counter() - start)
 
 
-def run_promises(device: str, progress: Callable[[Result], None] | None = None, match: str = "") -> list[Result]:
-    """Put every promise whose name contains ``match`` to the test on a device."""
+def run_promises(
+    device: str, progress: Callable[[Result], None] | None = None, match: str = "", share: int = 0, of: int = 1
+) -> list[Result]:
+    """Put every ``of``-th promise whose name contains ``match`` to the test on a device, beginning with number ``share``."""
     results = []
     with running_on(device):
-        for name, test in promises(device):
-            if match not in name:
-                continue
+        chosen = ((name, test) for name, test in promises(device) if match in name)
+        for name, test in islice(chosen, share, None, of):
             result = _run("promises", name, device, test)
             results.append(result)
             if progress is not None:
                 progress(result)
+    return results
+
+
+def run_promises_in_shares(device: str, jobs: int, progress: Callable[[Result], None], match: str = "") -> list[Result]:
+    """`run_promises` by ``jobs`` processes, each with a share; a process that ends early is a failure of its own."""
+    command = [sys.executable, "-m", "onepass.checks", f"--device={device}", "--promises", f"--match={match}"]
+    results: list[Result] = []
+    lock = threading.Lock()
+
+    def follow(share: int) -> None:
+        with subprocess.Popen([*command, f"--share={share}/{jobs}"], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                with lock:
+                    results.append(Result(**json.loads(line)))
+                    progress(results[-1])
+        if process.returncode:
+            ended = Result("promises", f"share {share} of {jobs}", device, False, f"status {process.returncode}", 0.0)
+            with lock:
+                results.append(ended)
+                progress(ended)
+
+    followers = [threading.Thread(target=follow, args=(share,)) for share in range(jobs)]
+    for follower in followers:
+        follower.start()
+    for follower in followers:
+        follower.join()
     return results
 
 
