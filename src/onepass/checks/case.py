@@ -54,8 +54,8 @@ class Case:
 
     @property
     def interpretable(self) -> bool:
-        """Whether Triton's interpreter gets through it in seconds."""
-        return self.group != "large" and self.n <= INTERPRETED_COLUMNS
+        """Whether Triton's interpreter gets through it in seconds, and the kernel is not another one on a GPU."""
+        return self.group not in ("large", "lanes") and self.n <= INTERPRETED_COLUMNS
 
     @property
     def name(self) -> str:

@@ -73,6 +73,24 @@ def _rms_norm_cases() -> Iterator[Case]:
     yield Case(op, "large", (2048,), 4096, residual=BF16)
 
 
+def _lane_cases(op: str) -> Iterator[Case]:
+    """Groups of rows in whole chunks, where a GPU leaves each chunk's scales to lanes of their own: a case a layout of the tile."""
+    for n in (3072, 4096, 5120, 6144, 8192, 16384):
+        yield Case(op, "lanes", (3,), n, options={"group_size": 128})
+    for x in FLOATS:
+        yield Case(op, "lanes", (3,), 4096, x, options={"group_size": 64})
+        yield Case(op, "lanes", (3,), 7168, x, F32, options={"group_size": 128})
+        yield Case(op, "lanes", (3,), 4096, options={"group_size": 128, "scales_dtype": x})
+    yield Case(op, "lanes", (3,), 7168, residual=BF16, options={"group_size": 128, "return_norm": True})
+    yield Case(op, "lanes", (3,), 4096, options={"group_size": 128, "weight_offset": 1.0, "scale_ub": 1.5})
+    yield Case(op, "lanes", (3, 4), 4096, layout="transposed", options={"group_size": 128, "scale_layout": "column"})
+    for out in FP8_FORMATS:
+        for options in ({}, {"rounding": "hf"}, {"scale_format": "ue8m0"}):
+            yield Case(
+                op, "lanes", (9,), 4096, values="special", options={"group_size": 128, "out_dtype": out, **options}
+            )
+
+
 def _fp8_cases() -> Iterator[Case]:
     op = "rms_norm_fused_fp8"
     for group, lengths in LENGTHS.items():
@@ -92,6 +110,7 @@ def _fp8_cases() -> Iterator[Case]:
         yield Case(op, "groups", (6,), n, options={"group_size": 128, "scale_format": "ue8m0", "rounding": "hf"})
         yield Case(op, "groups", (6,), n, options={"group_size": 128}, layout="misaligned")
     yield Case(op, "groups", (2, 3), 256, options={"group_size": 64, "scale_layout": "column"})
+    yield from _lane_cases(op)
     for n in (512, 20000):
         yield Case(op, "scales", (4,), n, options={"scale_format": "ue8m0", "scales_dtype": E8M0})
         yield Case(op, "scales", (4,), n, options={"scale_format": "ue8m0"})

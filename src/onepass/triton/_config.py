@@ -13,10 +13,9 @@ SHARED_TILE: Final = 2048
 """Elements of a tile that several short rows share, with two warps: 262144 x 128 took 34 us so, 41 with 1024 and one (tuning/3)."""
 EARLY_ROWS: Final = 16
 """Up to this many rows the next kernel may start at once, above it after the loads, us at once and after the loads: norm of 8 x 7168
-1.38 and 1.44, of 64 x 7168 2.45 and 2.15; fp8 of 8 x 7168 1.45 and 1.58, of 128 x 7168 3.36 and 2.61 (tuning/29)."""
-
-QK_EARLY_ROWS: Final = {"fused": EARLY_ROWS, "apply": 128, "stats": 128}
-"""The same for q and k, by stage: 128 is what statistics and application ran with on a GPU; 17 to 128 rows were not measured."""
+1.38 and 1.44, of 64 x 7168 2.45 and 2.15 [29]; q and k of 128 x (6144 + 1024), statistics 2.24 and 2.06, application 2.81 and 2.67 [34]."""
+FP8_EARLY_ROWS: Final = 32
+"""The same for rows to fp8 with one scale: 32 x 7168 1.56 and 1.70, 64 x 7168 2.26 and 2.10 [33]."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,17 @@ group, whatever else is stored; more than that; or a user's function besides."""
 _MEASURED: Final[dict[Work, dict[int, tuple[int, int]]]] = {
     "norm": {4096: (8, 0), 8192: (8, 0), 16384: (16, 40)},
     "wide gamma": {4096: (4, 0), 8192: (4, 0), 16384: (4, 0)},
-    "fp8": {4096: (4, 0), 8192: (8, 0), 16384: (4, 0)},
-    "group": {4096: (4, 0), 8192: (8, 64), 16384: (16, 0)},
+    "fp8": {4096: (4, 0), 8192: (4, 96), 16384: (4, 0)},
+    "group": {4096: (4, 0), 8192: (4, 96), 16384: (8, 0)},
 }
 """(warps, registers) by the power of two above the row's length; H200, bfloat16, us, from benchmarks/h200/tuning, file in
 brackets. Norm: 1 x 7168 1.30 (4 warps: 1.35), 4096 x 7168 29.2 [26], 16384 x 4096 64.8 (4: 65.8) [28], 8192 x 16384 read twice
 128.3, held by 8 warps 129.8, by 16 131.0 [27]. Wide gamma: 4096 x 7168 29.0 (8: 30.9), 8192 x 16384 143 (8: 196) [28]. fp8:
-1 x 7168 1.30 (4: 1.35), 4096 x 7168 21.9 (4: 22.1), 16384 x 4096 48.0 (8: 53.3) [28], 8192 x 16384 97.0 (16: 97.7) [26]. Groups of
-128: 4096 x 7168 30.8 with 64 registers (31.5 without, 4 warps 30.8), 1 x 7168 2.15 (4: 2.38), 16384 x 4096 57.5 (8: 64.2),
-8192 x 16384 125 (8: 137) [28]."""
+1 x 7168 1.49 (8: 1.53), 4096 x 7168 22.3 (8: 22.6, without the cap 22.5) [32], 16384 x 4096 48.0 (8: 53.3) [28], 8192 x 16384 95.9
+(8: 102) [31]. Groups of 128: 4096 x 7168 24.5 (8: 26.6, without the cap 25.9), 4096 x 8192 26.3 (8: 26.5) [33], 16384 x 4096 49.1
+(8: 55.2), 8192 x 16384 107 (16: 109) [32]."""
+MOST_CAPPED: Final = 56
+"""Columns of a row in one thread up to which the cap holds: 4096 x 8192 by groups with it took 32.1 [33]."""
 REREAD: Final = 8192
 """Above so many columns a norm reads its row twice."""
 MOST_HELD: Final = 64
@@ -131,9 +132,11 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
     count = -(-n // chunk)
     whole = n % chunk == 0 and work != "prologue"
     reread = work == "norm" and n > REREAD
-    held = 2 * MOST_HELD if reread else count * chunk // (warp_size * warps)
+    columns = count * chunk // (warp_size * warps)
+    capped = unit > 1 and (reread or columns <= MOST_CAPPED)
+    early_gamma = not reread and columns <= MOST_HELD
     return RowConfig(
-        chunk, count, 1, warps, unit, vec, False, registers if unit > 1 else 0, warps, whole, reread, held <= MOST_HELD
+        chunk, count, 1, warps, unit, vec, False, registers if capped else 0, warps, whole, reread, early_gamma
     )
 
 

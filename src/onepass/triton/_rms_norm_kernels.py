@@ -7,11 +7,12 @@ element before its place is written, so outputs may be the inputs.
 import triton
 import triton.language as tl
 
+from ._groups import store_groups, store_groups_by_lane
 from ._numbers import cast, encode_fp8, make_scale, quotient, store_scale
 from ._pdl import launch_dependents, wait
 from ._row import (
     chunk_mask,
-    column_order,
+    factor,
     magnitude,
     normalize,
     reciprocal_rms,
@@ -89,15 +90,6 @@ def _load_weights(gamma, place, n, CHUNK: tl.constexpr, COUNT: tl.constexpr, WHO
 
 
 @triton.jit
-def _factor(weight, weight_offset, OFFSET: tl.constexpr):
-    """``gamma + weight_offset`` in float32; nothing is added where the offset is zero."""
-    if OFFSET:
-        return weight.to(tl.float32) + weight_offset
-    else:
-        return weight.to(tl.float32)
-
-
-@triton.jit
 def _sum_of_squares(chunks, COUNT: tl.constexpr):
     """What each place of a chunk adds up to, in float32."""
     h = chunks[0].to(tl.float32)
@@ -111,9 +103,9 @@ def _sum_of_squares(chunks, COUNT: tl.constexpr):
 @triton.jit
 def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr, OFFSET: tl.constexpr):
     """The largest ``|h * g|`` of each place of a chunk, as integers."""
-    peaks = magnitude(chunks[0].to(tl.float32) * _factor(weights[0], weight_offset, OFFSET))
+    peaks = magnitude(chunks[0].to(tl.float32) * factor(weights[0], weight_offset, OFFSET))
     for c in tl.static_range(1, COUNT):
-        sizes = magnitude(chunks[c].to(tl.float32) * _factor(weights[c], weight_offset, OFFSET))
+        sizes = magnitude(chunks[c].to(tl.float32) * factor(weights[c], weight_offset, OFFSET))
         peaks = tl.maximum(peaks, sizes)
     return peaks
 
@@ -124,10 +116,10 @@ def _normed_peaks(
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """The largest of each place after the norm."""
-    g = _factor(weights[0], weight_offset, OFFSET)
+    g = factor(weights[0], weight_offset, OFFSET)
     peaks = magnitude(normalize(chunks[0].to(tl.float32), rs, g, DTYPE, HF, EXACT))
     for c in tl.static_range(1, COUNT):
-        g = _factor(weights[c], weight_offset, OFFSET)
+        g = factor(weights[c], weight_offset, OFFSET)
         peaks = tl.maximum(peaks, magnitude(normalize(chunks[c].to(tl.float32), rs, g, DTYPE, HF, EXACT)))
     return peaks
 
@@ -154,46 +146,6 @@ def _row_factor(
 
 
 @triton.jit
-def _store_groups(
-    values, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr, GROUP: tl.constexpr,
-    FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, HARDWARE: tl.constexpr,
-    LARGEST: tl.constexpr, UE8M0: tl.constexpr, E8M0: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Quantize a tile (columns ``first`` onwards) by groups of GROUP columns; store codes and scales."""
-    grouped = tl.reshape(column_order(values, ROWS, BLOCK, VEC, ALIGNED, THREADS), (ROWS, BLOCK // GROUP, GROUP))
-    amax = tl.max(magnitude(grouped), axis=2).to(tl.float32, bitcast=True)  # [ROWS, BLOCK // GROUP]
-    # the row's factor in the layout of amax, where a thread has one group at a time and divides once for it, not for all
-    if ROWS == 1:
-        factor = tl.zeros_like(amax) + tl.sum(rs, axis=0)
-    else:
-        factor = tl.max(tl.zeros_like(grouped) + rs[:, None, None], axis=2)
-    if HF:
-        numerator = tl.where(factor == factor, 1.0, factor)
-    else:
-        amax *= factor
-        numerator = factor
-    s = make_scale(amax, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, EXACT)
-    group = first // GROUP + tl.arange(0, BLOCK // GROUP)
-    inside = present[:, None] & (group < n // GROUP)[None, :]
-    places = scale + scale_at[:, None] + group.to(tl.int64)[None, :] * sg
-    if EXACT and scale.dtype.element_ty == tl.float32:
-        # every thread of a group stores its scale, in the layout it has: a tl.store would first exchange scales between threads
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.b32 $0, 0;}", "=r,l,r,r",
-            [places.to(tl.int64), s.to(tl.int32, bitcast=True), inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        store_scale(scale, scale_at[:, None] + group.to(tl.int64)[None, :] * sg, inside, s, E8M0, EXACT)
-    k = quotient(numerator, s)
-    scaled = tl.reshape(grouped * k[:, :, None], (ROWS, BLOCK))
-    columns = first + tl.arange(0, BLOCK)
-    mask = present[:, None] & (columns < n)[None, :]
-    codes_ = encode_fp8(scaled, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
-    tl.store(codes + codes_at[:, None] + columns[None, :], codes_, mask=mask)
-
-
-@triton.jit
 def _rms_norm_row_kernel(
     x, x0, x1, x2, gamma, residual, r0, r1, r2, norm, y0, y1, y2, codes, c0, c1, c2, scale, s0, s1, s2, sg,
     new_residual, w0, w1, w2, static_scale, p0, p00, p01, p02, p1, p10, p11, p12, p2, p20, p21, p22, p3, p30, p31, p32,
@@ -203,6 +155,7 @@ def _rms_norm_row_kernel(
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
     PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
+    BY_LANE: tl.constexpr,
 ):  # fmt: skip
     """Rows of up to COUNT chunks, each read once and held in registers; one tile of rows a program.
 
@@ -258,6 +211,11 @@ def _rms_norm_row_kernel(
         k = _row_factor(
             peak, rs, bound, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, HF, EXACT
         )  # fmt: skip
+    if BY_LANE:
+        store_groups_by_lane(
+            held, weights, weight_offset, rs, bound, codes, codes_at, scale, scale_at, sg, place, x.dtype.element_ty, CHUNK, COUNT, VEC,
+            GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, OFFSET, HF, EXACT,
+        )  # fmt: skip
     for c in tl.static_range(COUNT):
         columns = c * CHUNK + place
         if ROWS == 1 and (WHOLE or c < COUNT - 1):
@@ -272,19 +230,19 @@ def _rms_norm_row_kernel(
                 h = tl.load(again, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         else:
             h = held[c].to(tl.float32)
-        g = _factor(weights[c], weight_offset, OFFSET)
+        g = factor(weights[c], weight_offset, OFFSET)
         if new_residual is not None:
             store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)
         if norm is not None:
             y = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
             store(norm, row_start(row, n1, n2, y0, y1, y2, LEVELS), columns, mask, y, EXACT)
-        if codes is not None:
+        if codes is not None and not BY_LANE:
             if HF:
                 v = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
             else:
                 v = h * g
             if SCALE == "group":
-                _store_groups(
+                store_groups(
                     v, rs, bound, codes, codes_at, scale, scale_at, sg, c * CHUNK, n, present, ROWS, CHUNK, VEC, ALIGNED, THREADS,
                     GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, HF, EXACT,
                 )  # fmt: skip
@@ -303,6 +261,7 @@ def _rms_norm_long_kernel(
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
     PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
+    BY_LANE: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length, walked in blocks: once for the statistics, once more (from L2) to write."""
     if rows <= EARLY_ROWS:
@@ -346,7 +305,7 @@ def _rms_norm_long_kernel(
         )
         squares += h * h
         if codes is not None and SCALE == "row" and not HF:
-            g = _factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
+            g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
             peaks = tl.maximum(peaks, magnitude(h * g))
     launch_dependents(PDL)
     rs = reciprocal_rms(tl.sum(squares, axis=1), n, eps)
@@ -374,7 +333,7 @@ def _rms_norm_long_kernel(
                 EXACT,
                 "evict_last",
             )
-            g = _factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
+            g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
             peaks = tl.maximum(
                 peaks, magnitude(tl.where(mask, normalize(h, rs, g, x.dtype.element_ty, HF, EXACT), 0.0))
             )
@@ -405,7 +364,7 @@ def _rms_norm_long_kernel(
             EXACT,
             "evict_first",
         )
-        g = _factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
+        g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
         if new_residual is not None:
             store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)
         if norm is not None:
@@ -417,7 +376,7 @@ def _rms_norm_long_kernel(
             else:
                 v = h * g
             if SCALE == "group":
-                _store_groups(
+                store_groups(
                     v, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present, 1, CHUNK, VEC, ALIGNED, THREADS,
                     GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, HF, EXACT,
                 )  # fmt: skip

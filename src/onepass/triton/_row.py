@@ -111,6 +111,15 @@ def normalize(h, rs, g, DTYPE: tl.constexpr, HF: tl.constexpr, EXACT: tl.constex
 
 
 @triton.jit
+def factor(weight, weight_offset, OFFSET: tl.constexpr):
+    """``gamma + weight_offset`` in float32; nothing is added where the offset is zero."""
+    if OFFSET:
+        return weight.to(tl.float32) + weight_offset
+    else:
+        return weight.to(tl.float32)
+
+
+@triton.jit
 def store(pointer, start, columns, mask, values, EXACT: tl.constexpr):
     """Round ``values`` to the pointer's dtype and store them."""
     tl.store(pointer + start[:, None] + columns[None, :], cast(values, pointer.dtype.element_ty, EXACT), mask=mask)

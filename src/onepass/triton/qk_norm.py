@@ -10,7 +10,7 @@ from ..errors import Unsupported
 from ..qk import TENSORS, QkRows, QkSpec
 from ..rows import LEVELS
 from ._compile import POINTERS, Build, current_chip, load
-from ._config import INTERPRETER, QK_EARLY_ROWS, Chip, QkConfig, Side, qk_config
+from ._config import EARLY_ROWS, INTERPRETER, Chip, QkConfig, Side, qk_config
 from ._qk_norm_kernels import _qk_norm_kernel
 
 _NAMES: Final[tuple[str, ...]] = tuple(_qk_norm_kernel.arg_names)
@@ -57,7 +57,7 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, chip: Chip) -> Build:
         **{f"COUNT_{side}": tile.count for side, tile in sized},
         **{f"LONG_{side}": tile.long for side, tile in sized},
         "PDL": chip.has_pdl,
-        "EARLY_ROWS": QK_EARLY_ROWS[_stage(spec)],
+        "EARLY_ROWS": EARLY_ROWS,
     }
     signature: dict[str, str] = dict.fromkeys(_SCALARS, "i32") | dict.fromkeys(_FLOATS, "fp32")
     divisible: dict[str, int] = {}

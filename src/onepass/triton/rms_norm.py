@@ -10,7 +10,7 @@ from ..errors import Unsupported
 from ..prologues import MAX_OPERANDS
 from ..rows import LEVELS, Geometry, RowSpec, Strides
 from ._compile import POINTERS, Build, current_chip, load
-from ._config import EARLY_ROWS, INTERPRETER, Chip, RowConfig, Work, row_config
+from ._config import EARLY_ROWS, FP8_EARLY_ROWS, INTERPRETER, Chip, RowConfig, Work, row_config
 from ._prologue import device_function
 from ._rms_norm_kernels import _rms_norm_long_kernel, _rms_norm_row_kernel
 
@@ -71,10 +71,11 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "ALIGNED": aligned,
         "THREADS": config.warps * chip.warp_size,
         "PDL": chip.has_pdl,
-        "EARLY_ROWS": EARLY_ROWS,
+        "EARLY_ROWS": FP8_EARLY_ROWS if work_of(spec) == "fp8" else EARLY_ROWS,
         "EARLY_GAMMA": config.early_gamma,
         "REREAD": config.reread,
         "OFFSET": offset,
+        "BY_LANE": aligned and _by_lane(spec, config, chip),
     }
     signature: dict[str, str] = {}
     divisible: dict[str, int] = {}
@@ -117,6 +118,16 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         chip.has_pdl,
         config.registers,
     )
+
+
+def _by_lane(spec: RowSpec, config: RowConfig, chip: Chip) -> bool:
+    """Whether `store_groups_by_lane` can do it: whole chunks, a group in the lanes of one warp, of which each chunk has one at least."""
+    rule = spec.scale
+    if rule is None or rule.kind != "group" or chip.backend != "cuda":
+        return False
+    lanes = rule.group // config.vec
+    slots = 1 << (config.count - 1).bit_length()
+    return config.whole and config.rows == 1 and not config.long and slots <= lanes <= chip.warp_size
 
 
 def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offset: bool) -> str:
