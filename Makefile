@@ -61,14 +61,13 @@ EVIDENCE := benchmarks/h200/evidence.json
 CHECKS = $(PYTHON) -m onepass.checks --device cuda
 # Sanitizers are slow, so they get the cases of a few shapes; torch must not pool memory under them.
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
-SANITIZED ?= 5x33 4x1536 3x3072 3x5000 6x384 5x20000 5x48x640 6x80x300 200+512 ragged: slots: tables scales:
+SANITIZED ?= lanes: 3x4096|5x33|4x1536|3x3072|6x384|5x20000|5x48x640|6x80x300|200+512|ragged:|slots:|tables|scales:
 
 gpu: export PYTHONPATH := src
 gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, measure
 	$(CHECKS) --jobs $$(nproc) --evidence $(EVIDENCE)
-	$(CHECKS) --promises --json benchmarks/h200/promises.json
-	for tool in memcheck racecheck; do for shape in $(SANITIZED); do \
-	  $(SANITIZE) --tool $$tool $(CHECKS) --match $$shape; done; done
+	$(CHECKS) --promises --jobs $$(nproc) --json benchmarks/h200/promises.json
+	for tool in memcheck racecheck initcheck synccheck; do $(SANITIZE) --tool $$tool $(CHECKS) --match "$(SANITIZED)"; done
 	$(PYTHON) -m onepass.bench --device cuda --json benchmarks/h200/bench.json
 	$(PYTHON) -m onepass.bench.report benchmarks/h200/bench.json --readme README.md
 	$(PYTHON) -m onepass.bench.models --device cuda --json benchmarks/h200/models.json

@@ -49,16 +49,17 @@ def peer(name: str, module: str | None = None, device: str | None = None) -> Cal
 
 
 def chosen(words: str) -> dict[str, Peer]:
-    """The peers whose name contains one of the comma-separated words; ``all`` and ``none`` are what they say.
+    """The peers whose name is, or else contains, one of the comma-separated words; ``all`` and ``none`` are what they say.
 
-    >>> list(chosen("compile,liger"))
-    ['torch.compile', 'torch.compile max', 'Liger-Kernel']
+    >>> list(chosen("compile,liger")), list(chosen("torch.compile"))
+    (['torch.compile', 'torch.compile max', 'Liger-Kernel'], ['torch.compile'])
     """
     if words in ("all", "none"):
         return dict(PEERS) if words == "all" else {}
     found: dict[str, Peer] = {}
     for word in (word.strip() for word in words.split(",")):
-        matching = {name: p for name, p in PEERS.items() if word and word.lower() in name.lower()}
+        named = [word] if word in PEERS else [name for name in PEERS if word and word.lower() in name.lower()]
+        matching = {name: PEERS[name] for name in named}
         if not matching:
             raise ValueError(f"no peer {word!r}; there are {', '.join(PEERS)}")
         found |= matching
@@ -103,6 +104,9 @@ def compiled(p: Problem) -> Call | None:
 @peer("torch.compile max", device="cuda")
 def compiled_max(p: Problem) -> Call | None:
     """With max-autotune, without CUDA graphs of its own: it is captured like everybody else."""
+    from torch._inductor import select_algorithm
+
+    select_algorithm.PRINT_AUTOTUNE = False
     return _compile(p, "max-autotune-no-cudagraphs")
 
 

@@ -19,9 +19,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m onepass.checks", description=__doc__)
     parser.add_argument("--device", choices=DEVICES, default="cpu")
     parser.add_argument("--op", action="append", default=[])
-    parser.add_argument("--match", default="", help="run only cases, or promises, whose name contains this")
+    parser.add_argument(
+        "--match", default="", help="run only cases, or promises, whose name contains this; a|b: this or that"
+    )
     parser.add_argument("--promises", action="store_true", help="test the promises instead of the cases")
     parser.add_argument("--json", type=Path, help="write results here")
+    parser.add_argument("--resume", type=Path, help="with --promises: leave out those that this file says were kept")
     parser.add_argument("--evidence", type=Path, help="with --device cuda: record the machine code that passed")
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes that compile ahead (--evidence) or share the promises"
@@ -31,9 +34,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.evidence and (options.device != "cuda" or options.promises):
         parser.error("--evidence needs --device cuda, and cases")
+    before = [Result(**told) for told in json.loads(options.resume.read_text())] if options.resume else []
+    before = [result for result in before if result.passed]
+    kept = {result.case for result in before}
     if options.share:
         share, of = map(int, options.share.split("/"))
-        run_promises(options.device, _tell, options.match, share, of)
+        run_promises(options.device, _tell, options.match, kept, share, of)
         return 0
     cases = select(options.op, options.match)
     if options.compile_share:
@@ -46,7 +52,7 @@ def main() -> int:
         proof.compile_ahead(options.jobs, options.op, options.match)
     start = time.perf_counter()
     if options.promises:
-        seen: list[Result] = []
+        seen = before.copy()
 
         def keep(result: Result) -> None:
             _print(result)
@@ -55,14 +61,14 @@ def main() -> int:
                 _write(options.json, seen)
 
         if options.jobs > 1:
-            results = run_promises_in_shares(options.device, options.jobs, keep, options.match)
+            results = run_promises_in_shares(options.device, options.jobs, keep, options.match, options.resume)
         else:
-            results = run_promises(options.device, keep, options.match)
+            results = run_promises(options.device, keep, options.match, kept)
     else:
         results = run_cases(cases, options.device, _print)
     failed = [r for r in results if not r.passed]
     if options.json:
-        _write(options.json, results)
+        _write(options.json, [*before, *results])
     if options.evidence:
         print(proof.record(options.evidence, cases, results))
     seconds = time.perf_counter() - start

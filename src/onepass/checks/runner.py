@@ -9,11 +9,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,8 +54,17 @@ class Result:
 
 
 def select(ops: Sequence[str] = (), match: str = "") -> list[Check]:
-    """The cases of these ops (all when empty) whose name contains ``match``."""
-    return [case for case in CASES if (not ops or case.op in ops) and match in case.name]
+    """The cases of these ops (all when empty) whose name contains ``match``, or one of the words between its bars."""
+    return [case for case in CASES if (not ops or case.op in ops) and matches(case.name, match)]
+
+
+def matches(name: str, match: str) -> bool:
+    """Whether one of the words that ``|`` separates is in a name.
+
+    >>> matches("lanes: 3x4096", "5x33|3x4096"), matches("lanes: 3x4096", "5x33|7168")
+    (True, False)
+    """
+    return any(word in name for word in match.split("|"))
 
 
 def _interpreted(family: str) -> Callable[..., None]:
@@ -94,12 +104,20 @@ def _run(op: str, name: str, device: str, test: Callable[[], str | None]) -> Res
 
 
 def run_promises(
-    device: str, progress: Callable[[Result], None] | None = None, match: str = "", share: int = 0, of: int = 1
+    device: str,
+    progress: Callable[[Result], None] | None = None,
+    match: str = "",
+    kept: Container[str] = (),
+    share: int = 0,
+    of: int = 1,
 ) -> list[Result]:
-    """Put every ``of``-th promise whose name contains ``match`` to the test on a device, beginning with number ``share``."""
+    """Put every ``of``-th promise whose name contains ``match`` to the test on a device, beginning with number ``share``.
+
+    Those ``kept`` before are left out.
+    """
     results = []
     with running_on(device):
-        chosen = ((name, test) for name, test in promises(device) if match in name)
+        chosen = ((name, test) for name, test in promises(device) if matches(name, match) and name not in kept)
         for name, test in islice(chosen, share, None, of):
             result = _run("promises", name, device, test)
             results.append(result)
@@ -108,9 +126,12 @@ def run_promises(
     return results
 
 
-def run_promises_in_shares(device: str, jobs: int, progress: Callable[[Result], None], match: str = "") -> list[Result]:
+def run_promises_in_shares(
+    device: str, jobs: int, progress: Callable[[Result], None], match: str = "", kept: Path | None = None
+) -> list[Result]:
     """`run_promises` by ``jobs`` processes, each with a share; a process that ends early is a failure of its own."""
     command = [sys.executable, "-m", "onepass.checks", f"--device={device}", "--promises", f"--match={match}"]
+    command += [f"--resume={kept}"] if kept else []
     results: list[Result] = []
     lock = threading.Lock()
 

@@ -87,7 +87,9 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         else:
             signature[name] = POINTERS[dtype]
             if vectors and wide:
-                divisible[name] = 16
+                # a tensor without rows must not tempt Triton to a layout with more columns a thread than the rows allow
+                single = name == "gamma" or (name in operand and operand[name].kind == "column")
+                divisible[name] = min(16, config.vec * dtype.itemsize) if single else 16
         for level, stride in enumerate(STRIDES.get(name, ())):
             if dtype is None or level >= levels or (name in operand and operand[name].kind == "column"):
                 constants[stride] = 0

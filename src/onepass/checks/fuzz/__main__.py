@@ -24,6 +24,8 @@ from .cases import CONFIGURATIONS, OPS, numbered, run, shrink
 
 SHOWN = 20
 """Failures that are made simpler and printed; more are only counted."""
+GRACE = 20.0
+"""Seconds that the last case of a process may take; what such a process did before its last report still counts."""
 
 
 def main() -> int:
@@ -49,7 +51,7 @@ def main() -> int:
         return _run_alone(options)
     found = _run_jobs(options) if options.jobs > 1 else _run_share(options)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        _write(options.json, found)
     print(
         f"{sum(found['cases'].values()) - found['failed']} passed, {found['failed']} failed on {options.device} "
         f"in {found['seconds']:.0f} s: {', '.join(f'{op} {n}' for op, n in found['cases'].items())}"
@@ -86,6 +88,21 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     start = shown = time.perf_counter()
     counts, failures, failed = Counter[str](), list[dict[str, Any]](), 0
+
+    def found() -> dict[str, Any]:
+        return {
+            "device": options.device,
+            "machine": torch.cuda.get_device_name() if options.device == "cuda" else _cpu(),
+            "torch": torch.__version__,
+            "seed": options.seed,
+            "first": options.first,
+            "configurations": options.configurations,
+            "cases": dict(sorted(counts.items())),
+            "failed": failed,
+            "failures": failures,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+
     with running_on(options.device):
         for index in range(options.first, options.first + options.cases):
             case = _case(options, index, (mine, of))
@@ -102,20 +119,18 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
                 shown = now
                 done = index + 1 - options.first
                 print(f"{done} of {options.cases}, {failed} failed, {now - start:.0f} s", file=sys.stderr, flush=True)
+                if options.json:  # so far: a run that is cut off leaves what it saw
+                    _write(options.json, found())
             if options.minutes and now - start > 60 * options.minutes:
                 break
-    return {
-        "device": options.device,
-        "machine": torch.cuda.get_device_name() if options.device == "cuda" else _cpu(),
-        "torch": torch.__version__,
-        "seed": options.seed,
-        "first": options.first,
-        "configurations": options.configurations,
-        "cases": dict(sorted(counts.items())),
-        "failed": failed,
-        "failures": failures,
-        "seconds": round(time.perf_counter() - start, 1),
-    }
+    return found()
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    half = path.with_name(path.name + ".half")
+    half.write_text(json.dumps(found, indent=1) + "\n")
+    half.replace(path)
 
 
 def _cpu() -> str:
@@ -132,36 +147,30 @@ def _failure(options: argparse.Namespace, index: int, case: Any, wrong: str) -> 
     return {"index": index, "op": case.op, "message": wrong, "simplest": f"{simplest}: {message}", "again": again}
 
 
+def _ended(job: subprocess.Popen[bytes], by: float | None) -> int:
+    """A process's exit status; one that is still compiling long after the last case was to begin is stopped."""
+    try:
+        return job.wait(None if by is None else max(0.0, by - time.perf_counter()))
+    except subprocess.TimeoutExpired:
+        job.kill()
+        return job.wait()
+
+
 def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
     """Each of several processes runs its share of the configurations."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{job}.json" for job in range(options.jobs)]
-        common = [
-            sys.executable,
-            "-m",
-            "onepass.checks.fuzz",
-            "--device",
-            options.device,
-            "--cases",
-            str(options.cases),
-        ]
-        common += [
-            "--first",
-            str(options.first),
-            "--seed",
-            str(options.seed),
-            "--configurations",
-            str(options.configurations),
-        ]
-        common += [f"--op={op}" for op in options.op] + (["--minutes", str(options.minutes)] if options.minutes else [])
+        common = [sys.executable, "-m", "onepass.checks.fuzz", f"--device={options.device}", f"--cases={options.cases}"]
+        common += [f"--first={options.first}", f"--seed={options.seed}", f"--configurations={options.configurations}"]
+        common += [f"--op={op}" for op in options.op] + ([f"--minutes={options.minutes}"] if options.minutes else [])
         jobs = [
             subprocess.Popen([*common, "--share", f"{job}/{options.jobs}", "--json", str(file)], stdout=sys.stderr)
             for job, file in enumerate(files)
         ]
-        codes = [job.wait() for job in jobs]
+        codes = [_ended(job, options.minutes and start + 60 * options.minutes + GRACE) for job in jobs]
         parts = [json.loads(file.read_text()) for file in files if file.exists()]
-    if len(parts) < options.jobs:
+    if len(parts) < options.jobs or any(code > 1 for code in codes):
         raise SystemExit(f"a process ended without a result: exit statuses {codes}")
     counts = sum((Counter[str](part["cases"]) for part in parts), Counter[str]())
     return {
