@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -112,6 +113,14 @@ class TestFuzz:
         shares = [[numbered(1, index, every, 9, False, (job, 3)) for index in range(300)] for job in range(3)]
         assert all(sum(case is not None for case in who) == 1 for who in zip(*shares, strict=True))
         assert {case.op for case in self.drawn("qk_rms_norm", 9)} == {"qk_rms_norm"}
+
+    @pytest.mark.parametrize("op", OPS)
+    def test_where_shapes_are_compiled_few_are_drawn(self, op: str) -> None:
+        """Of one configuration: as many shapes and places as frames, but values as many as cases."""
+        found: list[Any] = [numbered(3, index, (op,), 1, True) for index in range(200)]
+        told = [{name: repr(getattr(case, name)) for name in OPS[op].VALUES} for case in found]
+        frames = {repr(replace(case, **{name: getattr(found[0], name) for name in OPS[op].VALUES})) for case in found}
+        assert 1 < len(frames) <= cases.FRAMES and len({str(each) for each in told}) > 150
 
     @pytest.mark.parametrize("place", [Place(1, 2, 3), Place(reverse=True, every=True), Place(3, 0, 1, True, True)])
     @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 3, 2)])

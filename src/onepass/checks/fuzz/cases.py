@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
 from typing import Any, Final, Protocol
@@ -37,6 +38,8 @@ TURNS: Final = (
 """Whose turn it is: more of what has more options, less of what takes longer."""
 CONFIGURATIONS: Final = 120
 """Of an op: what a run compiles."""
+FRAMES: Final = 8
+"""Of a configuration: shapes and places that a bounded run draws from."""
 
 
 @lru_cache(4096)
@@ -52,17 +55,32 @@ def draw_case(op: str, r: Random, config: Any = None) -> Fuzzed:
     return case
 
 
+@lru_cache(1 << 16)
+def _frame(op: str, seed: int, number: int, which: int) -> Any:
+    """One of the FRAMES cases with a configuration whose shapes and places those of a bounded run have."""
+    return draw_case(op, Random(f"{seed} {op} {number} {which}"), configuration(op, seed, number, True))
+
+
 def numbered(
     seed: int, index: int, ops: tuple[str, ...], configurations: int, bounded: bool, share: tuple[int, int] = (0, 1)
 ) -> Fuzzed | None:
-    """The case of a number; None if its configuration is not of this ``share`` (mine, of how many)."""
+    """The case of a number; None if its op and configuration are not of this ``share`` (mine, of how many).
+
+    Where shapes and places choose machine code (``bounded``), they come from a few and only values are drawn anew.
+    """
     chosen = [op for op in TURNS if op in ops]
     r = Random(f"{seed}/{index}")
     op = chosen[index % len(chosen)]
     number = r.randrange(configurations)
-    if number % share[1] != share[0]:
+    if (list(OPS).index(op) * configurations + number) % share[1] != share[0]:
         return None
-    return draw_case(op, r, configuration(op, seed, number, bounded))
+    case = draw_case(op, r, configuration(op, seed, number, bounded))
+    if not bounded:
+        return case
+    frame: Fuzzed = replace(
+        _frame(op, seed, number, r.randrange(FRAMES)), **{name: getattr(case, name) for name in OPS[op].VALUES}
+    )
+    return frame
 
 
 def run(case: Fuzzed, device: str) -> str | None:

@@ -26,6 +26,8 @@ from .draw import NORMAL, PLAIN, Kind, Place, Values
 from .rows import copied
 
 OPS = ("gemv_and_partial_norm",)
+VALUES = ("act", "weight", "scale", "gamma", "eps")
+"""Fields of a case that choose no machine code."""
 _KINDS: tuple[Kind, ...] = ("normal", "normal", "ties", "small", "equal", "one hot", "zero", "-zero")
 """Of weights. Of act also larger ones: sums must not be beyond float32."""
 _SCALED = 256

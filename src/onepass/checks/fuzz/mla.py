@@ -24,6 +24,8 @@ from .bounds import Bounds
 from .draw import NORMAL, Values
 
 OPS = (mla_rope_norm.OP,)
+VALUES = ("q", "kv", "gamma", "seed")
+"""Fields of a case that choose no machine code."""
 _FP8 = tuple(FP8_FORMATS)
 
 

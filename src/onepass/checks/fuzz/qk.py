@@ -26,6 +26,8 @@ SUMS, MEANS, APPLY, FUSED = OPS = (
     "apply_qk_rms_norm",
     "qk_rms_norm",
 )
+VALUES = ("values", "gammas", "means", "eps")
+"""Fields of a case that choose no machine code."""
 _FREQS = 24
 """Rows of freqs."""
 

@@ -20,6 +20,8 @@ from . import bounds, draw
 from .draw import NORMAL, PLAIN, Place, Values
 
 OPS = ("rms_norm", "rms_norm_fused_fp8")
+VALUES = ("values", "second", "gamma", "eps", "scale_ub", "static")
+"""Fields of a case that choose no machine code."""
 E8M0 = torch.float8_e8m0fnu
 _PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
     "silu_and_mul": (silu_and_mul, ("full",)),
