@@ -1,4 +1,4 @@
-"""Shared by all tests: compiled CPU kernels go to a directory of the test run's own."""
+"""Shared by all tests: compiled CPU kernels go to a directory of the test run's own, and OpenMP's threads wait asleep."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Read when torch is imported, here and in the processes that tests start. There are as many workers as cores and each has a
+# team of as many threads: awake, those that wait for others take the cores from them, which is most of some tests' time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -26,6 +26,7 @@ from onepass.triton import gemv_partial_norm as backend
 from onepass.triton._compile import Build, compile_build
 from onepass.triton._config import Chip
 from onepass.triton._gemv_config import GemvConfig, gemv_config
+from onepass.triton.evidence import lowered
 from test_gemv_refusals import Gpu, pretend_gpu
 
 ROOT = Path(__file__).parent.parent
@@ -88,10 +89,10 @@ def test_an_untraced_kernel_is_one_that_cannot_trace(
     """To the byte of its PTX, and it reads no clock; a traced one does."""
     shipped = build(plain_spec(len(widths)), m, n, k, widths)
     bare = replace(shipped, kernel=untraceable)
-    texts = [compile_build(b, evidence.H200).asm["ptx"] for b in (shipped, bare)]
+    texts = [lowered(b, evidence.H200, "ptx") for b in (shipped, bare)]
     assert texts[0] == texts[1]
     assert "globaltimer" not in texts[0] and "smid" not in texts[0]
-    traced = compile_build(build(plain_spec(len(widths), True), m, n, k, widths), evidence.H200).asm["ptx"]
+    traced = lowered(build(plain_spec(len(widths), True), m, n, k, widths), evidence.H200, "ptx")
     # six of any block, four of the norm that follows in each segment's own branch
     assert traced.count("globaltimer") == 6 + 4 * len(widths) and "smid" in traced
 
@@ -212,7 +213,7 @@ def test_no_layout_decides_the_order_of_a_sum(m: int, aligned: bool, codes: torc
         gemv_spec(BF16, BF16, "none", (BF16,), codes, False), m, 96, 1024 if aligned else 1001, (64,), aligned=aligned
     )
     assert not made.contracts
-    text = compile_build(made, evidence.H200).asm["ttgir"]
+    text = lowered(made, evidence.H200, "ttgir")
     reductions = re.findall(
         r'"tt.reduce"\(%\w+\) <\{axis = (\d) : i32\}> .*?arith\.(\w+) .*?: \(tensor<([\dx]+)xf32', text, re.DOTALL
     )

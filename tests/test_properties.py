@@ -27,6 +27,7 @@ from onepass import oracle
 from onepass.checks import compare
 from onepass.checks.case import same_bytes
 from onepass.checks.fuzz import OPS, bounds, cases, configuration, draw, draw_case, gemv, numbered, qk, rows, shrink
+from onepass.checks.fuzz import __main__ as fuzz_driver
 from onepass.checks.fuzz.draw import EQUAL, KINDS, Place, Values
 from onepass.formats import FLOATS, FP8_FORMATS
 
@@ -201,34 +202,23 @@ class TestFuzz:
             simplest, message = shrink(case, "cpu")
         assert message == "wrong" and simplest.n == 20 and simplest.values == EQUAL and simplest.lead in ((), (2,))
 
-    def test_driver(self, tmp_path: Path) -> None:
-        """Two processes have the cases of one; a case is run again by its number."""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        command = [
-            sys.executable,
-            "-m",
-            "onepass.checks.fuzz",
-            "--seed",
-            "11",
-            "--configurations",
-            str(POOL),
-            "--op",
-            "rms_norm",
-        ]
-        done = subprocess.run(
-            [*command, "--cases", "80", "--jobs", "2", "--json", str(tmp_path / "found")],
-            env=environment,
-            capture_output=True,
-        )
-        assert done.returncode == 0
+    def test_driver(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        """Two processes have the cases of one; a case is run again by its number. Those two are ``python -m onepass.checks.fuzz``."""
+        monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+        monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # the driver takes one, and would keep it here
+
+        def driver(*words: str) -> tuple[int, str]:
+            common = ("fuzz", "--seed", "11", "--configurations", str(POOL), "--op", "rms_norm")
+            monkeypatch.setattr(sys, "argv", [*common, *words])
+            return fuzz_driver.main(), capfd.readouterr().out
+
+        assert driver("--cases", "80", "--jobs", "2", "--json", str(tmp_path / "found"))[0] == 0
         found = json.loads((tmp_path / "found").read_text())
         assert found["cases"] == {"rms_norm": 80} and found["failed"] == 0 and found["seed"] == 11
-        counted = subprocess.run(
-            [*command, "--first", "60", "--cases", "20"], env=environment, capture_output=True, text=True
-        )
-        assert counted.stdout.startswith("20 passed, 0 failed on cpu")
-        alone = subprocess.run([*command, "--only", "7"], env=environment, capture_output=True, text=True)
-        assert alone.returncode == 0 and repr(numbered(11, 7, ("rms_norm",), POOL, False)) in alone.stdout
+        status, told = driver("--first", "60", "--cases", "20")
+        assert status == 0 and told.startswith("20 passed, 0 failed on cpu")
+        status, told = driver("--only", "7")
+        assert status == 0 and repr(numbered(11, 7, ("rms_norm",), POOL, False)) in told
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -25,7 +25,8 @@ from onepass.triton import _compile, _tree, evidence
 from onepass.triton import qk_norm as backend
 from onepass.triton._compile import Build, compile_build
 from onepass.triton._config import QK_FOLD, Chip, qk_config
-from test_triton import OTHER_CHIPS, resources
+from onepass.triton.evidence import lowered
+from test_triton import OTHER_CHIPS
 
 ROOT = Path(__file__).parent.parent
 BF16, F32 = torch.bfloat16, torch.float32
@@ -81,7 +82,7 @@ def test_blocks_and_tree_agree_on_their_size() -> None:
 def test_sums_move_no_data_between_layouts(nq: int, nk: int, vec: int) -> None:
     """Each step of the tree takes the tile as it lies; only the result may change its layout."""
     build = stats_build(nq, nk, vec=vec)
-    text = compile_build(build, evidence.H200).asm["ttgir"]
+    text = lowered(build, evidence.H200, "ttgir")
     moved = re.findall(r"ttg.convert_layout %\w+ : tensor<([\dx]+)xf32", text)
     constants = dict(build.constants)
     folds = 0
@@ -96,9 +97,8 @@ def test_sums_move_no_data_between_layouts(nq: int, nk: int, vec: int) -> None:
 def test_products_are_rounded_before_they_are_added(nq: int, nk: int) -> None:
     """A contraction would depend on which columns lie in one thread."""
     build = stats_build(nq, nk, F32)
-    assert "fma" not in compile_build(build, evidence.H200).asm["ptx"]
-    fused = compile_build(replace(build, contracts=True, name="contracting"), evidence.H200).asm["ptx"]
-    assert "fma" in fused
+    assert "fma" not in lowered(build, evidence.H200, "ptx")
+    assert "fma" in lowered(replace(build, contracts=True), evidence.H200, "ptx")
 
 
 HOT: dict[str, tuple[Any, int]] = {
@@ -116,7 +116,7 @@ def test_hot_kernels(name: str, nq: int, nk: int) -> None:
     q, k = torch.randn(16, nq + nk).bfloat16().split([nq, nk], -1)
     (build,) = evidence.builds_of(lambda: call(q, k, torch.ones(nq), torch.ones(nk)), evidence.H200)
     compiled = compile_build(build, evidence.H200)
-    usage = resources(compiled)
+    usage = evidence.resources(compiled)
     assert usage["REG"] <= registers and usage["STACK"] == 0
     ptx = compiled.asm["ptx"]
     loads, stores = set(re.findall(r"ld\.global[.\w]*", ptx)), set(re.findall(r"st\.global[.\w]*", ptx))

@@ -6,9 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ import onepass
 pytest.importorskip("triton")
 
 from onepass.checks import proof, rms_norm, runner
+from onepass.checks.case import Check
 from onepass.formats import E4M3FN, ScaleRule
 from onepass.rows import RowSpec, row_spec
 from onepass.triton import _compile, evidence
@@ -33,46 +34,60 @@ SHARES = 8
 
 
 @cache
-def all_builds() -> list[Build]:
+def builds_of_cases() -> list[tuple[Check, list[Build]]]:
     """Every configuration of every case, found once a process: the cases' inputs must be made for it."""
-    return list(proof.distinct_builds(runner.CASES, evidence.H200).values())
+    return [(case, proof.builds(case, evidence.H200)) for case in runner.CASES]
 
 
-def share(index: int) -> list[Build]:
-    """An eighth of all configurations, so that workers share the compiling."""
-    return all_builds()[index::SHARES]
+@cache
+def all_builds() -> list[Build]:
+    return list({build.name: build for _, builds in builds_of_cases() for build in builds}.values())
 
 
 @pytest.mark.parametrize("index", range(SHARES))
 def test_every_kernel_ran_on_a_gpu_as_it_is(index: int) -> None:
-    """The machine code of each configuration is the one that passed its cases on the H200."""
-    assert not evidence.missing(share(index), evidence.read(EVIDENCE), evidence.H200)
+    """The machine code of each configuration is the one that passed its cases on the H200.
 
-
-SPILLING = {"gemv act=bf16 weight=e4m3fn scale=row norm=bf16:512/16 16x16/16w/dot/v16u/1+m d1a1p0": 312}
-"""Bytes of stack that a rare configuration was proven with: misaligned fp8 weights of 16 rows. A cure changes its machine code and
-so needs a GPU."""
+    Where the evidence names the IR that Triton's front end makes here, the machine code is made of that and need not be made again;
+    any other configuration is compiled to the end. An eighth each, so that workers share the work.
+    """
+    assert not evidence.missing(all_builds()[index::SHARES], evidence.read(EVIDENCE), evidence.H200)
 
 
 @pytest.mark.parametrize("index", range(SHARES))
-def test_no_kernel_spills(index: int) -> None:
-    for build in share(index):
-        usage = resources(compile_build(build, evidence.H200))
-        assert usage["STACK"] == SPILLING.get(build.name, 0) and usage["LOCAL"] == 0, f"{build.name}: {usage}"
+def test_the_compiler_makes_of_an_ir_what_the_evidence_says(index: int) -> None:
+    """A tenth of the configurations of each kernel is compiled to the end: the test above relies on it for the others."""
+    proofs = evidence.read(EVIDENCE)
+    known = sorted((build for build in all_builds() if build.name in proofs), key=lambda build: build.name)
+    for build in known[::10][index::SHARES]:
+        proven = proofs[build.name]
+        if proven.ir == evidence.ir_hash(build, evidence.H200):  # if not, it was compiled above
+            assert evidence.prove(build, evidence.H200, proven.cases) == proven, build.name
 
 
-def resources(compiled: Any) -> dict[str, int]:
-    """Registers, stack and local memory, as NVIDIA's own tool reads them from the binary."""
-    import tempfile
+_GROUPS = "rms_norm_row x={} e4m3fn:448/group{} 7*1024/4w/v8"
+SPILLING = {
+    "gemv act=bf16 weight=e4m3fn scale=row norm=bf16:512/16 16x16/16w/dot/v16u/1+m d1a1p0": 312,
+    _GROUPS.format("bf16 gamma=bf16", "128:f32"): 24,
+    _GROUPS.format("bf16 gamma=bf16", "64:f32"): 24,
+    _GROUPS.format("bf16 gamma=bf16", "128:ue8m0:e8m0"): 8,
+    _GROUPS.format("bf16 gamma=f32", "128:f32"): 152,
+    _GROUPS.format("f16 gamma=f32", "128:f32"): 144,
+    _GROUPS.format("bf16 gamma=bf16 residual=bf16 norm", "128:f32"): 496,
+}
+"""Bytes of stack that configurations were proven with. Groups of 7168 columns have a cap of 96 registers, which gains more than 24 bytes
+cost; where more is held (a residual, a float32 gamma) it should be lifted. That, and a cure for misaligned fp8 weights of 16 rows, is other
+machine code and so needs a GPU."""
 
-    import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+def test_no_kernel_spills() -> None:
+    """Of proven machine code the evidence says it (and the tests above that this is the machine code); the rest is compiled."""
+    proofs = evidence.read(EVIDENCE)
+    for build in all_builds():
+        proven = proofs.get(build.name)
+        if proven is None or proven.stack is None:
+            proven = evidence.prove(build, evidence.H200, ())
+        assert proven.stack == SPILLING.get(build.name, 0), build.name
 
 
 def covering_builds(chip: Chip) -> list[Build]:
@@ -122,7 +137,7 @@ def layout_of_sum(spec: RowSpec, n: int, aligned: bool) -> tuple[list[int], ...]
     """sizePerThread, threadsPerWarp and warpsPerCTA of the tile whose rows are summed."""
     config = row_config(n, 2, 32, work_of(spec))
     config = config if aligned else config.alone()
-    text = compile_build(build_for(spec, config, 1, aligned, evidence.H200), evidence.H200).asm["ttgir"]
+    text = evidence.lowered(build_for(spec, config, 1, aligned, evidence.H200), evidence.H200, "ttgir")
     reduced = re.search(rf"}}\) : \(tensor<{config.rows}x{config.chunk}xf32, #(\w+)>", text)
     assert reduced is not None
     layout = re.search(
@@ -161,7 +176,7 @@ def test_permutation_gives_each_thread_its_vector_columns(block: int, vec: int, 
 def test_wide_loads_and_stores(n: int, words: int) -> None:
     """Loads of 16 bytes, 8 where that makes whole chunks; the hot kernels touch memory in nothing narrower but the scale."""
     config = row_config(n, 2, 32, "fp8")
-    ptx = compile_build(build_for(fp8_spec(), config, 1, True, evidence.H200), evidence.H200).asm["ptx"]
+    ptx = evidence.lowered(build_for(fp8_spec(), config, 1, True, evidence.H200), evidence.H200, "ptx")
     accesses = set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx))
     assert accesses == {
         f"ld.global.v{words}.b32",
@@ -204,8 +219,47 @@ class TestEvidence:
             f"{build.name}: its machine code has changed since it ran on a GPU"
         ]
         assert evidence.missing([build], {}, evidence.H200) == [f"{build.name}: never run on a GPU"]
-        right = {build.name: evidence.Proof(evidence.compiled_hash(build, evidence.H200), ())}
-        assert not evidence.missing([build], right, evidence.H200)
+        proven = evidence.prove(build, evidence.H200, ())
+        assert proven.machine_code == evidence.compiled_hash(build, evidence.H200) and proven.stack == 0
+        for ir in (None, "0" * 24):  # unknown, or that of another source with the same machine code
+            assert not evidence.missing([build], {build.name: replace(proven, ir=ir)}, evidence.H200)
+
+    def test_an_ir_that_was_proven_is_not_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        build = build_for(norm_spec(), row_config(512, 2, 32, "norm"), 1, True, evidence.H200)
+        proofs = {build.name: evidence.Proof("0" * 24, (), evidence.ir_hash(build, evidence.H200))}
+        monkeypatch.setattr(evidence, "compile_build", None)
+        assert not evidence.missing([build], proofs, evidence.H200)
+
+    def test_all_that_machine_code_is_made_of_is_in_the_hash_of_an_ir(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = row_config(512, 2, 32, "norm")
+        build = build_for(norm_spec(), config, 1, True, evidence.H200)
+        others = [
+            build_for(norm_spec(residual=True), config, 1, True, evidence.H200),
+            build_for(norm_spec(), config.alone(), 1, False, evidence.H200),
+            replace(build, divisible=()),
+            replace(build, warps=2 * build.warps),
+            replace(build, pdl=not build.pdl),
+            replace(build, registers=128),
+            replace(build, contracts=not build.contracts),
+        ]
+        found = [evidence.ir_hash(b, evidence.H200) for b in (build, *others)]
+        found += [evidence.ir_hash(build, chip) for chip in OTHER_CHIPS]
+        assert evidence.ir_hash(replace(build, name="other"), evidence.H200) == found[0]
+        monkeypatch.setattr("triton.__version__", "0")
+        found.append(evidence.ir_hash(build, evidence.H200))
+        assert len(set(found)) == len(found) == 1 + len(others) + len(OTHER_CHIPS) + 1
+
+    def test_refresh_notes_the_ir_of_proven_code_alone(self, tmp_path: Path) -> None:
+        cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (1, 512)][:2]
+        builds = list(proof.distinct_builds(cases, evidence.H200).values())
+        right, wrong = (evidence.prove(build, evidence.H200, ("a case",)) for build in builds)
+        wrong = replace(wrong, machine_code="0" * 24, ir=None)
+        file = tmp_path / "evidence.json"
+        old = {builds[0].name: replace(right, ir="0", stack=None), builds[1].name: wrong, "gone": wrong}
+        evidence.write(file, {"gpu": "one"}, old)
+        assert proof.refresh(file, cases).startswith("1 configurations")
+        assert evidence.read(file) == {**old, builds[0].name: right}
+        assert '"gpu": "one"' in file.read_text()
 
     def test_unproven_kernels_do_not_run_unasked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         build = build_for(norm_spec(), row_config(512, 2, 32, "norm"), 1, True, evidence.H200)
@@ -216,16 +270,16 @@ class TestEvidence:
             _compile.Launcher(build, 0)
 
     def test_round_trip_and_format(self, tmp_path: Path) -> None:
-        proofs = {"b": evidence.Proof("1", ("y", "x")), "a": evidence.Proof("2", ())}
+        proofs = {"b": evidence.Proof("1", ("y", "x"), "i", 8), "a": evidence.Proof("2", ())}
         evidence.write(tmp_path / "e.json", {"gpu": "none"}, proofs)
         assert evidence.read(tmp_path / "e.json") == {
             "a": evidence.Proof("2", ()),
-            "b": evidence.Proof("1", ("x", "y")),
+            "b": evidence.Proof("1", ("x", "y"), "i", 8),
         }
         (tmp_path / "e.json").write_text('{"format": 0}')
         with pytest.raises(ValueError, match="evidence format 0"):
             evidence.read(tmp_path / "e.json")
 
     def test_every_case_has_a_configuration(self) -> None:
-        for case in runner.CASES:
-            assert bool(proof.builds(case, evidence.H200)) == (case.group != "empty"), case.name
+        for case, builds in builds_of_cases():
+            assert bool(builds) == (case.group != "empty"), case.name

@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write results here")
     parser.add_argument("--resume", type=Path, help="with --promises: leave out those that this file says were kept")
     parser.add_argument("--evidence", type=Path, help="with --device cuda: record the machine code that passed")
+    parser.add_argument("--refresh", type=Path, help="note in this evidence the IR that still gives the proven code")
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes that compile ahead (--evidence) or share the promises"
     )
@@ -44,6 +45,9 @@ def main() -> int:
     cases = select(options.op, options.match)
     if options.compile_share:
         proof.compile_share(cases, *map(int, options.compile_share.split("/")))
+        return 0
+    if options.refresh:
+        print(proof.refresh(options.refresh, cases))
         return 0
     if options.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is not yet

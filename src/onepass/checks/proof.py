@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -66,11 +67,29 @@ def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str
             ran.setdefault(build.name, []).append(f"{case.op} {case.name}")
             if not result.passed:
                 failed.add(build.name)
-    proofs = {
-        name: evidence.Proof(evidence.compiled_hash(build, chip), tuple(ran[name]))
-        for name, build in found.items()
-        if name not in failed
-    }
+    proofs = {name: evidence.prove(build, chip, ran[name]) for name, build in found.items() if name not in failed}
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     evidence.write(path, machine, proofs)
     return f"{len(proofs)} configurations proven, {len(failed)} not; written to {path}"
+
+
+def refresh(path: Path, cases: Iterable[Check]) -> str:
+    """Note in an evidence file the IR of configurations whose machine code is the proven one, though their source is not the same.
+
+    Needs no GPU; nothing is proven by it. Without it such configurations are compiled by every run of the tests.
+    """
+    from ..triton import evidence
+
+    machine = json.loads(path.read_text())["machine"]
+    proofs = evidence.read(path)
+    noted = 0
+    for name, build in distinct_builds(cases, evidence.H200).items():
+        proof = proofs.get(name)
+        if proof is None or (proof.stack is not None and proof.ir == evidence.ir_hash(build, evidence.H200)):
+            continue
+        found = evidence.prove(build, evidence.H200, proof.cases)
+        if found.machine_code == proof.machine_code:
+            proofs[name] = found
+            noted += 1
+    evidence.write(path, machine, proofs)
+    return f"{noted} configurations are compiled from another IR to the machine code that was proven; noted in {path}"

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,6 +74,26 @@ def _interpreted(family: str) -> Callable[..., None]:
 
 
 @contextmanager
+def _language_interpreted() -> Iterator[None]:
+    """Triton's language made that of its interpreter once, not anew at every call of a device function: a third of the time."""
+    import triton.language
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "_LangPatchScope"):
+        yield  # another version of Triton: as it does it
+        return
+    original, undo = interpreter._patch_lang, interpreter._LangPatchScope()
+    seen_by_kernels = SimpleNamespace(__globals__={"tl": triton.language, "core": triton.language.core})
+    scope = original(seen_by_kernels)
+    interpreter._patch_lang = lambda _: undo  # there is nothing to undo
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = original
+        scope.restore()
+
+
+@contextmanager
 def running_on(device: str) -> Iterator[None]:
     """Inference mode and, for ``interpreter``, the GPU kernels interpreted on the CPU (needs TRITON_INTERPRET=1)."""
     with torch.inference_mode():
@@ -81,7 +102,7 @@ def running_on(device: str) -> Iterator[None]:
             return
         from ..ops._launch import launching_with
 
-        with launching_with(_interpreted), warnings.catch_warnings():
+        with launching_with(_interpreted), _language_interpreted(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # 0/0 is meant
             yield
 

@@ -58,14 +58,19 @@ class Build:
         return ASTSource(self.kernel, dict(self.signature), dict(self.constants), attributes)
 
 
-def compile_build(build: Build, chip: Chip) -> Any:
-    """Compile for ``chip``; needs no GPU. Line information is off, so that the code does not depend on file paths."""
+def setting(build: Build, chip: Chip) -> tuple[GPUTarget, dict[str, Any]]:
+    """What Triton compiles a build for, and with which options."""
     options: dict[str, Any] = {"num_warps": build.warps, "enable_fp_fusion": build.contracts}
     if build.registers and chip.backend == "cuda":
         options["maxnreg"] = build.registers
     if build.pdl:
         options["launch_pdl"] = True
-    target = GPUTarget(chip.backend, chip.arch, chip.warp_size)
+    return GPUTarget(chip.backend, chip.arch, chip.warp_size), options
+
+
+def compile_build(build: Build, chip: Chip) -> Any:
+    """Compile for ``chip``; needs no GPU. Line information is off, so that the code does not depend on file paths."""
+    target, options = setting(build, chip)
     with _lock, triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True
         return triton.compile(build.source(), target=target, options=options)

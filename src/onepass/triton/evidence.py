@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars, ir
+from triton.compiler import make_backend
 
 from ..ops._launch import launching_with
-from ._compile import Build, compile_build, is_unproven, machine_hash
+from ._compile import Build, compile_build, is_unproven, machine_hash, setting
 from ._config import Chip
 
 H200 = Chip("cuda", 90, 32)
@@ -25,6 +32,10 @@ class Proof:
 
     machine_code: str
     cases: tuple[str, ...]
+    ir: str | None = None
+    """`ir_hash` of a build that had this machine code; another may have it too, and then it must be compiled to know."""
+    stack: int | None = None
+    """Bytes of memory that a thread of this machine code spills to; None where no tool told."""
 
 
 def builds_of(call: Callable[[], Any], chip: Chip) -> list[Build]:
@@ -45,13 +56,74 @@ def compiled_hash(build: Build, chip: Chip) -> str:
     return machine_hash(compile_build(build, chip))
 
 
+def lowered(build: Build, chip: Chip, stage: str) -> str:
+    """What one stage of the compiler ("ttir", "ttgir", "llir", "ptx") makes of the build for ``chip``; later ones do not run."""
+    target, options, backend = _compiler(build, chip)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True
+        source = build.source()
+        backend.add_stages(stages, options, source.language)
+        functions = backend.get_codegen_implementation(options)
+        module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+        metadata: dict[str, Any] = {}
+        for name, lower in stages.items():
+            module = lower(module, metadata)
+            if name == stage:
+                return str(module)
+    raise ValueError(f"no stage {stage} for {chip}")
+
+
+def _compiler(build: Build, chip: Chip) -> tuple[Any, Any, Any]:
+    """Target, options and back end, as in `triton.compile`."""
+    target, options = setting(build, chip)
+    backend = make_backend(target)
+    return target, backend.parse_options(options), backend
+
+
+def ir_hash(build: Build, chip: Chip, ttir: str | None = None) -> str:
+    """A hash of all that the machine code is made from: the IR of Triton's front end, the chip, the options, the compiler.
+
+    What follows is a function of these, as Triton's own cache takes it to be; the front end is a quarter of the work.
+    """
+    target, options, backend = _compiler(build, chip)
+    variables = sorted(get_cache_invalidating_env_vars().items())
+    whole = f"{triton.__version__} {backend.hash()} {target} {options.hash()} {variables}\n"
+    whole += lowered(build, chip, "ttir") if ttir is None else ttir
+    return hashlib.sha256(whole.encode()).hexdigest()[:24]
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers, stack, local and shared memory, as NVIDIA's own tool reads them from the binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+def prove(build: Build, chip: Chip, cases: Iterable[str]) -> Proof:
+    """The proof that ``cases`` give for a build which passed them."""
+    compiled = compile_build(build, chip)
+    stack = None
+    if chip.backend == "cuda":
+        usage = resources(compiled)
+        stack = usage["STACK"] + usage["LOCAL"]
+    return Proof(machine_hash(compiled), tuple(cases), ir_hash(build, chip, compiled.asm["ttir"]), stack)
+
+
 def write(path: Path, machine: dict[str, str], proofs: dict[str, Proof]) -> None:
     """Write the evidence file, sorted so that diffs read well."""
     body = {
         "format": FORMAT,
         "machine": machine,
         "builds": {
-            name: {"machine_code": p.machine_code, "cases": sorted(p.cases)} for name, p in sorted(proofs.items())
+            name: {"machine_code": p.machine_code, "ir": p.ir, "stack": p.stack, "cases": sorted(p.cases)}
+            for name, p in sorted(proofs.items())
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,11 +135,17 @@ def read(path: Path) -> dict[str, Proof]:
     body = json.loads(path.read_text())
     if body.get("format") != FORMAT:
         raise ValueError(f"{path}: evidence format {body.get('format')}, expected {FORMAT}")
-    return {name: Proof(p["machine_code"], tuple(p["cases"])) for name, p in body["builds"].items()}
+    return {
+        name: Proof(p["machine_code"], tuple(p["cases"]), p.get("ir"), p.get("stack"))
+        for name, p in body["builds"].items()
+    }
 
 
 def missing(builds: Iterable[Build], proofs: dict[str, Proof], chip: Chip) -> list[str]:
-    """Names of the builds whose machine code is not among the proofs, each with the reason; admitted gaps left out."""
+    """Names of the builds whose machine code is not among the proofs, each with the reason; admitted gaps left out.
+
+    A build with the IR that a proof's machine code was made from is not compiled once more.
+    """
     problems = []
     for build in builds:
         if is_unproven(build):
@@ -75,6 +153,6 @@ def missing(builds: Iterable[Build], proofs: dict[str, Proof], chip: Chip) -> li
         proof = proofs.get(build.name)
         if proof is None:
             problems.append(f"{build.name}: never run on a GPU")
-        elif proof.machine_code != compiled_hash(build, chip):
+        elif proof.ir != ir_hash(build, chip) and proof.machine_code != compiled_hash(build, chip):
             problems.append(f"{build.name}: its machine code has changed since it ran on a GPU")
     return problems
