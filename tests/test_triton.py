@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from onepass.checks import proof, rms_norm, runner
 from onepass.checks.case import Check
 from onepass.formats import E4M3FN, ScaleRule
-from onepass.rows import RowSpec, row_spec
+from onepass.rows import Operand, RowSpec, row_spec
 from onepass.triton import _compile, evidence
 from onepass.triton._compile import Build, compile_build
 from onepass.triton._config import Chip, Work, row_config
@@ -172,17 +172,31 @@ def test_permutation_gives_each_thread_its_vector_columns(block: int, vec: int, 
         assert column[thread == t].tolist() == vectors
 
 
-@pytest.mark.parametrize(("n", "words"), [(8192, 4), (7168, 2)])
-def test_wide_loads_and_stores(n: int, words: int) -> None:
-    """Loads of 16 bytes, 8 where that makes whole chunks; the hot kernels touch memory in nothing narrower but the scale."""
+@pytest.mark.parametrize("n", [7168, 8192])
+def test_wide_loads_and_stores(n: int) -> None:
+    """Loads of 16 bytes, and stores of as many codes; the hot kernel touches memory in nothing narrower but the scale."""
     config = row_config(n, 2, 32, "fp8")
     ptx = evidence.lowered(build_for(fp8_spec(), config, 1, True, evidence.H200), evidence.H200, "ptx")
-    accesses = set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx))
-    assert accesses == {
-        f"ld.global.v{words}.b32",
-        "st.global.v2.b32" if words == 4 else "st.global.b32",
-        "st.global.b32",
-    }
+    assert set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx)) == {"ld.global.v4.b32", "st.global.v2.b32", "st.global.b32"}
+
+
+def test_loads_are_half_as_wide_where_chunks_are_whole_then() -> None:
+    config = row_config(7168, 2, 32, "norm")
+    ptx = evidence.lowered(build_for(norm_spec(), config, 1, True, evidence.H200), evidence.H200, "ptx")
+    assert config.whole and set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx)) == {"ld.global.v2.b32", "st.global.v2.b32"}
+
+
+@pytest.mark.parametrize("prologue", ["", "soft_cap_gate"])
+@pytest.mark.parametrize("n", [34, 100, 640])
+def test_no_tensor_widens_the_layout_of_a_row(n: int, prologue: str) -> None:
+    """Gamma and a prologue's columns may lie on 16 bytes where rows do not: a thread has the columns that rows allow all the same."""
+    operands = (Operand("full", BF16), Operand("column", BF16), Operand("row", BF16)) if prologue else ()
+    spec = row_spec(
+        BF16, BF16, None, None, "once", rms_norm.soft_cap_gate.key if prologue else "", operands, E4M3FN.dtype, 448.0,
+        ScaleRule("row", torch.float32),
+    )  # fmt: skip
+    config = row_config(n, 2, 32, work_of(spec))
+    assert layout_of_sum(spec, n, True)[0][-1] == config.vec
 
 
 def test_config_depends_on_the_row_alone() -> None:
