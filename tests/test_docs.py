@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_write_tells_whether_it_changed(tmp_path: Path) -> None:
     assert not docs.write(target)
     target.write_text("stale")
     assert docs.write(target)
+
+
+def test_speed_of_models_is_what_was_measured() -> None:
+    """Each row of the table in models.md, from the file it cites."""
+    text = (ROOT / "docs/models.md").read_text()
+    rows = json.loads((ROOT / "benchmarks/h200/models.json").read_text())["rows"]
+    assert len(rows) == 10
+    for row in rows:
+        us = row["us"]
+        told = [f"{us['unpatched']:.0f}"]
+        told += [f"{t:.0f} ({us['unpatched'] / t:.2f}x)" for way, t in us.items() if way != "unpatched"]
+        assert f"| {row['model']} | {row['batch']} | {' | '.join(told)} |" in text
 
 
 def test_readme_example(tmp_path: Path) -> None:
