@@ -315,6 +315,15 @@ def test_a_run_goes_on_where_another_ended() -> None:
         run.run(plan, before={**kept, "machine": "Z80"})
 
 
+def test_rows_of_several_sittings_are_told_apart_and_put_in_order() -> None:
+    """A residual or groups make another row of the same shape."""
+    planned = [run._about(w) for w in run.Plan("cuda").workloads]
+    assert len({run._key(row) for row in planned}) == len(planned)
+    report: dict[str, Any] = {"device": "cuda", "rows": [{**row, "us": {}} for row in reversed(planned)]}
+    run.in_order(report)
+    assert [run._key(row) for row in report["rows"]] == [run._key(row) for row in planned]
+
+
 def test_checks_before_speed_cover_every_op_and_group() -> None:
     for op in runner.MODULES:
         cases = gate.cases(op)

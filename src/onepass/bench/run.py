@@ -116,7 +116,15 @@ def run(plan: Plan, watch: Watcher | None = None, before: dict[str, Any] | None 
             watch.refused(name, why)
     with torch.inference_mode():
         _measure(plan, usable, report, watch)
+    if before is not None:
+        in_order(report)
     return report
+
+
+def in_order(report: dict[str, Any]) -> None:
+    """Put rows that were measured in several sittings into the order of one."""
+    order = {_key(_about(w)): place for place, w in enumerate(Plan(report["device"]).workloads)}
+    report["rows"].sort(key=lambda row: order.get(_key(row), len(order)))
 
 
 def _measure(plan: Plan, usable: dict[str, Peer], report: dict[str, Any], watch: Watcher) -> None:
@@ -203,7 +211,7 @@ def _about(workload: Workload) -> dict[str, Any]:
 
 def _key(row: dict[str, Any]) -> str:
     """What makes two rows the same measurement."""
-    return repr([(key, row.get(key)) for key in ("op", "shape", "normed", "latent", "cache", "dtype")])
+    return repr([(key, row.get(key)) for key in ("op", "shape", "with", "normed", "latent", "cache", "dtype")])
 
 
 def _of_peer(name: str, peer: Peer, problems: list[Problem], where: str, notes: dict[str, str]) -> list[Call]:
