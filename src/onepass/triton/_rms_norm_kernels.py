@@ -284,25 +284,8 @@ def _rms_norm_long_kernel(
         columns = first + place
         mask = (columns < n)[None, :]
         h = _load_h(
-            x,
-            x_at,
-            residual,
-            r_at,
-            p0,
-            at0,
-            p1,
-            at1,
-            p2,
-            at2,
-            p3,
-            at3,
-            columns,
-            mask,
-            PROLOGUE,
-            HF,
-            EXACT,
-            "evict_last",
-        )
+            x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT, "evict_last"
+        )  # fmt: skip
         squares += h * h
         if codes is not None and SCALE == "row" and not HF:
             g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
@@ -314,25 +297,8 @@ def _rms_norm_long_kernel(
             columns = first + place
             mask = (columns < n)[None, :]
             h = _load_h(
-                x,
-                x_at,
-                residual,
-                r_at,
-                p0,
-                at0,
-                p1,
-                at1,
-                p2,
-                at2,
-                p3,
-                at3,
-                columns,
-                mask,
-                PROLOGUE,
-                HF,
-                EXACT,
-                "evict_last",
-            )
+                x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT, "evict_last"
+            )  # fmt: skip
             g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
             peaks = tl.maximum(
                 peaks, magnitude(tl.where(mask, normalize(h, rs, g, x.dtype.element_ty, HF, EXACT), 0.0))
@@ -345,25 +311,8 @@ def _rms_norm_long_kernel(
         columns = first + place
         mask = (columns < n)[None, :]
         h = _load_h(
-            x,
-            x_at,
-            residual,
-            r_at,
-            p0,
-            at0,
-            p1,
-            at1,
-            p2,
-            at2,
-            p3,
-            at3,
-            columns,
-            mask,
-            PROLOGUE,
-            HF,
-            EXACT,
-            "evict_first",
-        )
+            x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT, "evict_first"
+        )  # fmt: skip
         g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
         if new_residual is not None:
             store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)
