@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 import torch
 
 import onepass
-from onepass.contract import Contract, moved_bytes
+from onepass.contract import Arg, Contract, Option, Out, moved_bytes
 from onepass.errors import ContractError
+from onepass.formats import FLOATS
+from onepass.ops import _qk_contracts, gemv_partial_norm, mla_rope_norm, rms_norm
 from onepass.ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8
 from onepass.samples import Mistake, mistakes, sample
 
@@ -18,6 +22,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rms_norm": onepass.rms_norm,
     "rms_norm_fused_fp8": onepass.rms_norm_fused_fp8,
 }
+
+
+CONTRACTS = [
+    value for module in (rms_norm, _qk_contracts, gemv_partial_norm, mla_rope_norm) for value in vars(module).values()
+    if isinstance(value, Contract)
+]  # fmt: skip
 
 
 def good_call(contract: Contract) -> dict[str, Any]:
@@ -125,6 +135,38 @@ def test_the_largest_number_of_columns(columns: int) -> None:
     else:
         with pytest.raises(ContractError, match="rms_norm: `x` must have 1 to"):
             onepass.rms_norm(x, gamma)
+
+
+def small_contract(name: str, options: dict[str, Option], out: Out = Out("N", "x.dtype", "", "out")) -> Contract:  # noqa: B008
+    return Contract(name, {"x": Arg("N", "", FLOATS)}, options, {"y": out}, "")
+
+
+def test_limits_of_numbers_are_inclusive() -> None:
+    """Every option that has two limits: both are accepted, the next number beyond is not."""
+    seen = 0
+    for contract in CONTRACTS:
+        for name, option in contract.options.items():
+            limits = re.fullmatch(rf"(\S+) <=? {name} <=? (\S+)", option.where)
+            if limits is None:
+                continue
+            check = small_contract("limits", {name: option}).prepare
+            for limit, beyond in zip(map(float, limits.groups()), (-math.inf, math.inf), strict=True):
+                check(torch.ones(1), limit)
+                with pytest.raises(ContractError, match=f"limits: `{name}` must be a number and satisfy "):
+                    check(torch.ones(1), math.nextafter(limit, beyond))
+                seen += 1
+    assert seen > 20
+
+
+def test_a_condition_with_a_word_in_it_is_shown() -> None:
+    """Words of a condition are in quotes, as is the message it becomes part of."""
+    out = Out("N", "x.dtype", "", "out", when="mode == 'two'")
+    mode = Option("str", "one", "", choices=("one", "two"))
+    prepare = small_contract("words", {"mode": mode}, out).prepare
+    x = torch.ones(3)
+    assert [prepare(x, "one"), prepare(x, "two", x)] == [(None,), (x,)]
+    with pytest.raises(ContractError, match='words: `out` must be None unless mode == "two", got a tensor'):
+        prepare(x, "one", x)
 
 
 def test_too_many_stride_levels_is_unsupported() -> None:

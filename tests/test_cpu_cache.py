@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,24 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.iterdir())
     Case(SPECS["norm_bf16"], 2, 77).run().check()
     assert compiled == [SPECS["norm_bf16"]] * 2
+
+
+def test_only_what_a_dead_writer_left_is_removed(kept: Path) -> None:
+    """A kernel may be as old as it likes; a file that is being written may not."""
+    dead, alive, new = (kept.with_name(name) for name in ("unfinished-dead", "unfinished-alive", "0" * 40 + ".o"))
+    for file in (dead, alive):
+        file.write_bytes(b"half")
+    for file in (kept, dead):
+        os.utime(file, (time.time() - 7200,) * 2)
+    _compile._write(new, b"image")
+    assert set(kept.parent.iterdir()) == {kept, alive, new}
+
+
+def test_a_process_may_link_many_kernels(kept: Path) -> None:
+    image = _compile._read(kept)
+    assert image is not None
+    linked = [_compile.link(image, "serial") for _ in range(200)]
+    assert len({code["serial"] for code in linked}) == 200
 
 
 def test_interrupted_growth_of_scratch_memory_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 import struct
 import sys
 import threading
@@ -17,8 +18,10 @@ pytest.importorskip("llvmlite")
 
 import onepass
 from cpu_reference import BF16, F16, F32, INF, NAN, ROW, SPECS, STATIC, Case, random_bits, spec_of
-from onepass.cpu import _compile, _parallel, _vec, rms_norm
+from onepass.cpu import _compile, _mla, _parallel, _vec, rms_norm
 from onepass.formats import E4M3FN, E4M3FNUZ, ScaleRule
+from onepass.mla import MAX_LATENT, MAX_ROPE, mla_spec
+from onepass.rope import RopeStyle
 from onepass.rows import RowSpec, row_spec
 
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
@@ -291,6 +294,19 @@ def test_how_wide_a_vector_is(features: str, vector: str, monkeypatch: pytest.Mo
     assert rms_norm.describe()["vector"] == vector
 
 
+@pytest.mark.parametrize(("forked", "expected"), [(False, "torch's"), (True, "our own")])
+def test_a_forked_child_does_without_torchs_threads(
+    forked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not inherited them; entering their team would wait for ever."""
+    entered: list[str] = []
+    monkeypatch.setattr(_parallel, "forked", lambda: forked)
+    monkeypatch.setattr(_parallel, "_team", lambda: ("", lambda *_: entered.append("torch's")))
+    monkeypatch.setattr(_parallel, "_own_team", lambda: lambda *_: entered.append("our own"))
+    _parallel.run(0, b"", 2)
+    assert entered == [expected]
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_of_our_own_are_as_many_as_asked_for(threads: int) -> None:
     called: list[int] = []
@@ -301,12 +317,14 @@ def test_threads_of_our_own_are_as_many_as_asked_for(threads: int) -> None:
     assert called == [7] * threads
 
 
-def shared_out(call: Callable[[], object], threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int] | None:
+def shared_out(
+    call: Callable[[], object], threads: int, monkeypatch: pytest.MonkeyPatch, at: int = 16
+) -> tuple[int, int] | None:
     """Among how many threads a call is shared out, and how many rows or tokens each takes at a time; None: it is not."""
     seen: list[tuple[int, int]] = []
 
     def note(function: int, block: bytes, team: int) -> None:
-        seen.append((team, struct.unpack_from("=q", block, 16)[0]))
+        seen.append((team, struct.unpack_from("=q", block, at)[0]))
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(_parallel, "run", note)
@@ -334,6 +352,37 @@ def test_how_rows_are_shared_out(
         halves = x[:, : n // 2], x[:, n // 2 :]
         both = shared_out(lambda: onepass.qk_rms_norm(*halves, halves[0][0], halves[1][0]), threads, monkeypatch)
         assert both == expected, "as many columns of q and k together"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "threads", "expected"),
+    [(1, 4, None), (31, 4, None), (32, 4, (4, 4)), (33, 64, (9, 4)), (512, 4, (4, 8))],
+)
+def test_how_tokens_are_shared_out(
+    tokens: int, threads: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLA's: 31 heads and the entry of a token have 4096 columns."""
+    q, kv = torch.zeros(tokens, 31, 64, dtype=BF16), torch.zeros(tokens, 2048 + 64, dtype=BF16)
+    cache, slots = onepass.PagedKVCache(torch.zeros(tokens, 1, 2048 + 64, dtype=BF16)), torch.arange(tokens)
+
+    def call() -> Tensor:
+        return onepass.fused_rope_rmsnorm_quantization(
+            None, q, kv, None, None, kv[0, :2048], cache, rope_dim=0, slot_mapping=slots
+        )
+
+    assert shared_out(call, threads, monkeypatch, at=_mla._OFFSETS["chunk"]) == expected
+
+
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_rooms_hold_the_largest_token(style: RopeStyle) -> None:
+    """They lie on the stack, beside each other: one that is too short may go unnoticed. Cosines, sines and the entry, in float32."""
+    spec = mla_spec(BF16, BF16, BF16, BF16, BF16, F32, style=style)
+    rooms = [int(size) for size in re.findall(r"alloca \[(\d+) x i8\], align 64", _mla.build(spec))]
+    assert len(rooms) == 3
+    assert all(
+        room >= 4 * n
+        for room, n in zip(sorted(rooms), (MAX_ROPE // 2, MAX_ROPE // 2, MAX_LATENT + MAX_ROPE), strict=True)
+    )
 
 
 def test_many_callers_at_once() -> None:

@@ -21,6 +21,8 @@ from onepass.checks import compare
 from onepass.checks.case import poison, same_bytes
 from onepass.checks.gemv_promises import gemv_promises
 from onepass.errors import ContractError
+from onepass.ops import gemv_partial_norm
+from onepass.ops._launch import launching_with
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 F8 = torch.float8_e4m3fn
@@ -83,6 +85,23 @@ class TestResults:
         assert (normed.shape, scale.shape, unnormed.shape) == ((0, 30), (0, 1), (0, 20))
         normed, unnormed = onepass.gemv_and_partial_norm(weight[:0], weight, gamma, fused=False)
         assert (normed.shape, unnormed.shape) == ((0, 30), (0, 20))
+
+    def test_no_rows_launch_nothing(self) -> None:
+        _, weight, gamma = inputs()
+        launches: list[str] = []
+        with launching_with(lambda family: lambda *_: launches.append(family)):
+            onepass.gemv_and_partial_norm(weight[:0], weight, gamma)
+            onepass.gemv_and_partial_norm(weight[:0], weight.to(F8), gamma, fused=False)
+        assert not launches
+
+    @pytest.mark.parametrize(("device", "expected"), [("cpu", [16, 16, 8]), ("meta", [40])])
+    def test_a_plain_product_is_one_launch_unless_on_a_cpu(self, device: str, expected: list[int]) -> None:
+        """There the rows of a launch are limited; meta stands for a GPU."""
+        act, weight, y = (torch.empty(shape, device=device) for shape in ((40, 8), (5, 8), (40, 5)))
+        seen: list[int] = []
+        with launching_with(lambda family: lambda *given: seen.append(given[4].shape[0])):
+            gemv_partial_norm._plain_kernel({}, act, weight, None, y)
+        assert seen == expected
 
     def test_nothing_is_left_over(self) -> None:
         act, weight, gamma = inputs(width=50)

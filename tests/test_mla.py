@@ -123,6 +123,7 @@ SLOTS = torch.tensor([0, 1, 2, 3, 4])
         ({"out": torch.zeros(5, 64, 4).bfloat16().transpose(1, 2)}, "`q_rope_output` must have a contiguous last dimension"),
         ({"cache": torch.zeros(8, 4, 192)}, "`k_cache` must be a PagedKVCache, got 'Tensor'"),
         ({"cache": PagedKVCache(torch.zeros(8, 4, 192))}, "`cache_lengths` must be given unless slot_mapping"),
+        ({"cache": PagedKVCache(torch.zeros(8, 4, 192)), "slot_mapping": SLOTS}, "`cache_lengths` must be given unless slot_mapping"),
         ({"cache": PagedKVCache(torch.zeros(8, 4, 191))}, r"`blocks` must have shape \[P, S, C\] with .*C=192"),
     ],
 )  # fmt: skip

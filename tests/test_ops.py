@@ -12,6 +12,7 @@ from onepass import oracle
 from onepass.checks import compare, runner
 from onepass.checks.case import Case, same_bytes
 from onepass.formats import E4M3FN, FLOATS
+from onepass.ops import _rows
 from onepass.ops._launch import launching_with
 
 
@@ -226,8 +227,24 @@ class TestCallersTensors:
         with pytest.raises(onepass.ContractError, match="`out` must not overlap itself"):
             onepass.rms_norm(torch.randn(4, 96), torch.ones(96), out=torch.empty(1, 96).expand(4, 96))
 
+    @pytest.mark.parametrize("stride", [0, 1, 96, 5000])
+    def test_the_stride_of_a_single_row_leads_nowhere(self, stride: int) -> None:
+        """It is no sign of an overlap, whatever it is: 0 is what expand leaves."""
+        x = torch.randn(4, 1, 96)
+        out = torch.empty(4, 200).as_strided((4, 1, 96), (200, stride, 1))
+        assert not out.is_contiguous()
+        assert same_bytes(
+            onepass.rms_norm(x, torch.ones(96), out=out).contiguous(), onepass.rms_norm(x, torch.ones(96))
+        )
+
     def test_outs_that_overlap_are_refused(self) -> None:
         x = torch.randn(4, 96)
         out = torch.empty_like(x)
         with pytest.raises(onepass.ContractError, match="`residual_out` must not overlap `out`"):
             onepass.rms_norm(x, torch.ones(96), residual=x, out=out, residual_out=out)
+
+
+def test_each_device_has_a_backend_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rows._launch, "_found", {"cpu": "llvm", "cuda": "triton"})
+    on_another = torch.empty(1, device="meta")  # like a GPU's in not being on the CPU
+    assert [_rows._launch.on(t) for t in (torch.empty(1), on_another)] == ["llvm", "triton"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,6 +105,20 @@ def test_messages(change: dict[str, Any], message: str) -> None:
         onepass.qk_rms_norm(**{**good, **change})
 
 
+@pytest.mark.parametrize("columns", [2**24, 2**24 + 1])
+@pytest.mark.parametrize("long", ["q", "k", "heads"])
+def test_the_largest_number_of_columns(long: str, columns: int) -> None:
+    """Of q, of k, and of a head of both."""
+    nq, nk = (2 if long == "k" else columns), (2 if long == "q" else columns)
+    q, k = torch.empty(1, 3, nq, device="meta"), torch.empty(1, 3, nk, device="meta")
+    call = partial(onepass.qk_rms_norm, q, k, q[0, 0], k[0, 0], per_head=long == "heads")
+    if columns == 2**24:
+        assert [t.shape for t in call()] == [q.shape, k.shape]
+    else:
+        with pytest.raises(ContractError, match=f"`{'k' if long == 'k' else 'q'}` must have 1 to 2..24 columns"):
+            call()
+
+
 def test_apply_needs_its_outputs() -> None:
     q, k, gq, gk = qk(3, 64, 32)
     with pytest.raises(ContractError, match="apply_qk_rms_norm: `k_out` must be a tensor, got None"):
@@ -112,14 +127,14 @@ def test_apply_needs_its_outputs() -> None:
 
 def test_positions_outside_raise_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, gq, gk = qk(3, 64, 32)
-    rope = onepass.Rope(FREQS, torch.tensor([0, 8, 2]), head_dim=32)
+    rope = onepass.Rope(FREQS, torch.tensor([-3, 8, 2]), head_dim=32)
     nearest = onepass.Rope(FREQS, torch.tensor([0, 7, 2]), head_dim=32)
     for a, b in zip(
         onepass.qk_rms_norm(q, k, gq, gk, rope=rope), onepass.qk_rms_norm(q, k, gq, gk, rope=nearest), strict=True
     ):
         assert same_bytes(a, b)
     monkeypatch.setenv("ONEPASS_DEBUG", "1")
-    with pytest.raises(ContractError, match="`positions` must lie within the 8 rows of freqs, got 0 to 8"):
+    with pytest.raises(ContractError, match="`positions` must lie within the 8 rows of freqs, got -3 to 8"):
         onepass.qk_rms_norm(q, k, gq, gk, rope=rope)
     onepass.qk_rms_norm(q, k, gq, gk, rope=nearest)
 
