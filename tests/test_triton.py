@@ -23,7 +23,7 @@ from onepass.formats import E4M3FN, ScaleRule
 from onepass.rows import Operand, RowSpec, row_spec
 from onepass.triton import _compile, evidence
 from onepass.triton._compile import Build, compile_build
-from onepass.triton._config import Chip, Work, row_config
+from onepass.triton._config import INTERPRETER, Chip, Work, row_config
 from onepass.triton.rms_norm import build_for, work_of
 
 ROOT = Path(__file__).parent.parent
@@ -197,6 +197,42 @@ def test_no_tensor_widens_the_layout_of_a_row(n: int, prologue: str) -> None:
     )  # fmt: skip
     config = row_config(n, 2, 32, work_of(spec))
     assert layout_of_sum(spec, n, True)[0][-1] == config.vec
+
+
+@pytest.mark.parametrize(
+    "chip", [Chip("cuda", 80, 32), evidence.H200, Chip("cuda", 100, 32)], ids=lambda chip: str(chip.arch)
+)
+@pytest.mark.parametrize(
+    ("n", "group", "x"), [(4096, 64, BF16), (7168, 128, BF16), (16384, 128, BF16), (7168, 128, torch.float32)]
+)
+def test_a_group_lies_in_neighbouring_lanes(n: int, group: int, x: torch.dtype, chip: Chip) -> None:
+    """The premise of `store_groups_by_lane`: nothing moves a row from where its loads put it, VEC columns a lane, lane after lane."""
+    rule = ScaleRule("group", torch.float32, group)
+    spec = row_spec(x, x, None, None, "once", codes=E4M3FN.dtype, fp8_max=448.0, scale=rule)
+    config = row_config(n, x.itemsize, 32, work_of(spec))
+    build = build_for(spec, config, 1, True, chip)
+    text = evidence.lowered(build, chip, "ttgir")
+    assert dict(build.constants)["BY_LANE"] and "shfl.sync.bfly" in text and "convert_layout" not in text
+    (loaded,) = set(re.findall(rf"tt.load .* : tensor<1x{config.chunk}x!tt.ptr<\w+>, #(\w+)>", text))
+    lanes = rf"sizePerThread = \[1, {config.vec}\], threadsPerWarp = \[1, 32\], warpsPerCTA = \[1, {config.warps}\], order = \[1, 0\]"
+    assert re.search(rf"#{loaded} = #ttg.blocked<{{{lanes}", text)
+    assert config.vec * 32 % group == 0
+
+
+def test_groups_are_left_to_lanes_only_where_they_fit() -> None:
+    """Not on other backends, not for rows that share a tile, are walked or masked, nor with more chunks than a group has lanes."""
+    rule = ScaleRule("group", torch.float32, 64)
+    spec = row_spec(BF16, BF16, None, None, "once", codes=E4M3FN.dtype, fp8_max=448.0, scale=rule)
+
+    def by_lane(n: int, chip: Chip = evidence.H200, aligned: bool = True) -> object:
+        config = row_config(n, 2, chip.warp_size, work_of(spec))
+        return dict(build_for(spec, config if aligned else config.alone(), 1, aligned, chip).constants)["BY_LANE"]
+
+    assert by_lane(4096) and by_lane(16384) and not by_lane(4096, aligned=False)
+    assert not any(by_lane(n) for n in (512, 2048, 4160, 16384 + 4096))
+    assert not by_lane(4096, Chip("hip", "gfx942", 64)) and not by_lane(4096, INTERPRETER)
+    many = replace(row_config(16384, 2, 32, "group"), chunk=1024, count=16, warps=4)
+    assert not dict(build_for(spec, many, 1, True, evidence.H200).constants)["BY_LANE"]
 
 
 def test_config_depends_on_the_row_alone() -> None:

@@ -3,7 +3,8 @@
 Two ways, with the same bytes. `store_groups` takes one tile after another; all threads of a group then make its scale, each the same
 two divisions. `store_groups_by_lane` finds the largest values of all chunks of a row first and leaves each chunk's with a
 lane of its own: a thread divides for one chunk, not for all. It exchanges values between lanes itself, which Triton
-does not know of, and relies on a group's columns lying in neighbouring lanes: that they do was seen on the GPU, for each machine code.
+does not know of, and relies on a group's columns lying in neighbouring lanes, where their loads put them: a test reads from the compiler
+that nothing moves them.
 """
 
 import triton
