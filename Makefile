@@ -10,11 +10,14 @@ PYTHON ?= python3
 JOBS ?= auto
 # e.g. make demo DEMO='--model deepseek-v3 --rounding once'
 DEMO ?=
-# e.g. make fuzz FUZZ='--cases 10000 --op rms_norm', or what a failure prints behind "again:"
-FUZZ ?= --cases 1000000 --seed 2026 --configurations 40 --json benchmarks/cpu/fuzz.json
-# make soak MINUTES=8 DEVICE=cuda: with the machine's own Python, as `make gpu`
-MINUTES ?= 20
+# make fuzz DEVICE=cuda, make soak DEVICE=cuda MINUTES=10: with the machine's own Python, as `make gpu`
 DEVICE ?= cpu
+MINUTES ?= 20
+FUZZ_cpu = --cases 1000000 --seed 2026 --configurations 40 --json benchmarks/cpu/fuzz.json
+FUZZ_cuda = --device cuda --cases 1000000 --seed 2027 --configurations 12 --jobs $$(nproc) --json benchmarks/h200/fuzz.json
+# e.g. make fuzz FUZZ='--cases 10000 --op rms_norm', or what a failure prints behind "again:"
+FUZZ ?= $(FUZZ_$(DEVICE))
+ANYWHERE = $(if $(filter cuda,$(DEVICE)),PYTHONPATH=src $(PYTHON),$(BIN)/python)
 # mutants that `make mutate` draws, and from which seed; e.g. make mutate SAMPLE=40 SEED=7
 SAMPLE ?= 300
 SEED ?= 1
@@ -38,12 +41,12 @@ lint: $(READY) ## ruff (rules and format) and mypy --strict
 docs: $(READY) ## write docs/ops.md from the contracts
 	@$(BIN)/onepass docs
 
-fuzz: $(READY) ## a million random calls of all ops on the CPU against the oracle (half an hour of one core; FUZZ= for less)
-	@$(BIN)/python -m onepass.checks.fuzz $(FUZZ)
+fuzz: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## a million random calls of all ops on DEVICE= against the oracle (CPU: an hour of one core; FUZZ= for less)
+	@$(ANYWHERE) -m onepass.checks.fuzz $(FUZZ)
 
 soak: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## decode for MINUTES= on DEVICE= while requests come and go: nothing may drift, leak or slow down
-	@$(if $(filter cuda,$(DEVICE)),PYTHONPATH=src $(PYTHON),$(BIN)/python) -m onepass.checks.soak --device $(DEVICE) \
-	  --minutes $(MINUTES) --json benchmarks/$(if $(filter cuda,$(DEVICE)),h200,cpu)/soak.json
+	@$(ANYWHERE) -m onepass.checks.soak --device $(DEVICE) --minutes $(MINUTES) \
+	  --json benchmarks/$(if $(filter cuda,$(DEVICE)),h200,cpu)/soak.json
 
 mutate: $(READY) ## small mistakes put into a copy of the library, one at a time: does a test fail? (SAMPLE=, SEED=; an hour)
 	@$(BIN)/python tests/mutation --sample $(SAMPLE) --seed $(SEED)
