@@ -32,7 +32,7 @@ from onepass.checks.fuzz.draw import EQUAL, KINDS, Place, Values
 from onepass.formats import FLOATS, FP8_FORMATS
 
 ROOT = Path(__file__).parent.parent
-POOL = 5
+POOL = 16
 """Configurations of an op: each is compiled."""
 
 
@@ -48,7 +48,7 @@ def examples(number: int) -> settings:
 
 @pytest.mark.parametrize("op", OPS)
 @given(r=st.randoms(use_true_random=False))
-@examples(100)
+@examples(1000)
 def test_random_calls(op: str, r: Random) -> None:
     case = draw_case(op, r, configuration(op, 11, r.randrange(POOL), False))
     with torch.inference_mode():
@@ -60,19 +60,19 @@ def test_random_calls_of_the_gpu_kernels() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-W", "ignore", "-m", "onepass.checks.fuzz", "--device", "interpreter"]
     done = subprocess.run(
-        [*command, "--cases", "40", "--configurations", "6", "--seed", "5"],
+        [*command, "--cases", "240", "--configurations", "24", "--seed", "5"],
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and re.match("[34]. passed, 0 failed on interpreter", done.stdout), (
+    assert done.returncode == 0 and re.match("2.. passed, 0 failed on interpreter", done.stdout), (
         done.stdout + done.stderr
     )
 
 
 def test_the_long_run_is_recorded() -> None:
     found = json.loads((ROOT / "benchmarks" / "cpu" / "fuzz.json").read_text())
-    assert set(found["cases"]) == set(OPS) and sum(found["cases"].values()) > 100_000
+    assert set(found["cases"]) == set(OPS) and sum(found["cases"].values()) == 1_000_000
     assert found["failed"] == 0 and found["device"] == "cpu" and not found["failures"]
 
 
