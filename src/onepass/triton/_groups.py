@@ -15,6 +15,20 @@ from ._row import column_order, factor, magnitude, normalize
 
 
 @triton.jit
+def _scales(
+    amax, row_factor, bound, FP8_MAX: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HF: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """The scales of groups with these largest values, and what is divided by them: the row's factor, or 1 where values have it."""
+    if HF:
+        numerator = tl.where(row_factor == row_factor, 1.0, row_factor)
+    else:
+        amax *= row_factor
+        numerator = row_factor
+    return make_scale(amax, bound, FP8_MAX, DTYPE, LARGEST, UE8M0, EXACT), numerator
+
+
+@triton.jit
 def store_groups(
     values, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr, GROUP: tl.constexpr,
@@ -29,12 +43,7 @@ def store_groups(
         row_factor = tl.zeros_like(amax) + tl.sum(rs, axis=0)
     else:
         row_factor = tl.max(tl.zeros_like(grouped) + rs[:, None, None], axis=2)
-    if HF:
-        numerator = tl.where(row_factor == row_factor, 1.0, row_factor)
-    else:
-        amax *= row_factor
-        numerator = row_factor
-    s = make_scale(amax, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, EXACT)
+    s, numerator = _scales(amax, row_factor, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, HF, EXACT)
     group = first // GROUP + tl.arange(0, BLOCK // GROUP)
     inside = present[:, None] & (group < n // GROUP)[None, :]
     store_scale(scale, scale_at[:, None] + group.to(tl.int64)[None, :] * sg, inside, s, E8M0, EXACT)
@@ -137,12 +146,7 @@ def store_groups_by_lane(
     )
     amax = largest.to(tl.float32, bitcast=True)
     row_factor = tl.sum(rs, axis=0)
-    if HF:
-        numerator = tl.where(row_factor == row_factor, 1.0, row_factor)
-    else:
-        amax *= row_factor
-        numerator = row_factor
-    s = make_scale(amax, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, EXACT)
+    s, numerator = _scales(amax, row_factor, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, HF, EXACT)
     SHARE: tl.constexpr = LANES // _slots(COUNT)
     lane = tl.arange(0, LANES)[None, :]
     chunk = lane // SHARE
