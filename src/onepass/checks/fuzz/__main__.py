@@ -105,6 +105,8 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
 
     with running_on(options.device):
         for index in range(options.first, options.first + options.cases):
+            if options.minutes and time.perf_counter() - start > 60 * options.minutes:
+                break
             case = _case(options, index, (mine, of))
             if case is None or (options.device == "interpreter" and "subnormal" in repr(case)):
                 continue  # Triton's interpreter misreads subnormal bfloat16 numbers
@@ -121,8 +123,6 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
                 print(f"{done} of {options.cases}, {failed} failed, {now - start:.0f} s", file=sys.stderr, flush=True)
                 if options.json:  # so far: a run that is cut off leaves what it saw
                     _write(options.json, found())
-            if options.minutes and now - start > 60 * options.minutes:
-                break
     return found()
 
 
