@@ -56,7 +56,7 @@ def store_groups(
 
 
 @triton.constexpr_function
-def _slots(count):
+def slots(count):
     """The power of two that ``count`` chunks fill: a chunk's lanes are 1 in so many of a group's."""
     return 1 << (count - 1).bit_length()
 
@@ -69,17 +69,17 @@ def _maxima_to_lanes(count, lanes):
     Lanes half a group apart give each other the half of the chunks that the other will have, then lanes a quarter apart, and so on;
     lanes that are to have the same chunk give each other what they have.
     """
-    slots = 1 << (count - 1).bit_length()
-    code = [f".reg .b32 lane, sent, v<{slots}>;", ".reg .pred upper;", "mov.u32 lane, %laneid;"]
-    code += [f"mov.b32 v{i}, {f'${i + 1}' if i < count else 0};" for i in range(slots)]
+    left = slots(count)
+    code = [f".reg .b32 lane, sent, v<{left}>;", ".reg .pred upper;", "mov.u32 lane, %laneid;"]
+    code += [f"mov.b32 v{i}, {f'${i + 1}' if i < count else 0};" for i in range(left)]
     far = lanes // 2
     while far:
-        slots //= 2
-        if slots:
+        left //= 2
+        if left:
             code += [f"and.b32 sent, lane, {far};", "setp.ne.u32 upper, sent, 0;"]
-        for i in range(max(slots, 1)):
-            if slots:
-                code += [f"selp.b32 sent, v{i}, v{i + slots}, upper;", f"selp.b32 v{i}, v{i + slots}, v{i}, upper;"]
+        for i in range(max(left, 1)):
+            if left:
+                code += [f"selp.b32 sent, v{i}, v{i + left}, upper;", f"selp.b32 v{i}, v{i + left}, v{i}, upper;"]
             else:
                 code += [f"mov.b32 sent, v{i};"]
             code += [f"shfl.sync.bfly.b32 sent, sent, {far}, 31, -1;", f"max.s32 v{i}, v{i}, sent;"]
@@ -96,8 +96,7 @@ def _operands(count):
 @triton.constexpr_function
 def _from_lane(chunk, count, lanes):
     """PTX: $0 is what the lane of ``chunk`` has in $1."""
-    slots = 1 << (count - 1).bit_length()
-    source = f"and.b32 lane, lane, {-lanes}; or.b32 lane, lane, {chunk * (lanes // slots)};"
+    source = f"and.b32 lane, lane, {-lanes}; or.b32 lane, lane, {chunk * (lanes // slots(count))};"
     return "{.reg .b32 lane; mov.u32 lane, %laneid; " + source + " shfl.sync.idx.b32 $0, $1, lane, 31, -1;}"
 
 
@@ -147,7 +146,7 @@ def store_groups_by_lane(
     amax = largest.to(tl.float32, bitcast=True)
     row_factor = tl.sum(rs, axis=0)
     s, numerator = _scales(amax, row_factor, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, HF, EXACT)
-    SHARE: tl.constexpr = LANES // _slots(COUNT)
+    SHARE: tl.constexpr = LANES // slots(COUNT)
     lane = tl.arange(0, LANES)[None, :]
     chunk = lane // SHARE
     group = chunk * GROUPS + tl.arange(0, GROUPS)[:, None]

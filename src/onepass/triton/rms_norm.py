@@ -11,6 +11,7 @@ from ..prologues import MAX_OPERANDS
 from ..rows import LEVELS, Geometry, RowSpec, Strides
 from ._compile import POINTERS, Build, current_chip, load
 from ._config import EARLY_ROWS, FP8_EARLY_ROWS, INTERPRETER, Chip, RowConfig, Work, row_config
+from ._groups import slots
 from ._prologue import device_function
 from ._rms_norm_kernels import _rms_norm_long_kernel, _rms_norm_row_kernel
 
@@ -128,8 +129,7 @@ def _by_lane(spec: RowSpec, config: RowConfig, chip: Chip) -> bool:
     if rule is None or rule.kind != "group" or chip.backend != "cuda":
         return False
     lanes = rule.group // config.vec
-    slots = 1 << (config.count - 1).bit_length()
-    return config.whole and config.rows == 1 and not config.long and slots <= lanes <= chip.warp_size
+    return config.whole and config.rows == 1 and not config.long and slots(config.count) <= lanes <= chip.warp_size
 
 
 def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offset: bool) -> str:
