@@ -30,18 +30,18 @@ def about(results: Results) -> str:
     """Machine, date, versions and ceilings in a sentence or two."""
     run = results.runs[0]
     dates = " and ".join(sorted({str(run["date"]) for run in results.runs}))
+    note = f" {run['note']}" if run.get("note") else ""
     if results.device == "cpu":
         return (
             f"{results.machine}, {run['threads']} threads, {dates}, bfloat16, microseconds a call, contenders taking turns; torch "
-            f"{run['torch']}. The ceiling is a memory stream of the same size, in turn with the rest."
-            + (f" {run['note']}" if run.get("note") else "")
+            f"{run['torch']}. The ceiling is a memory stream of the same size, in turn with the rest.{note}"
         )
     copies = [found["ceilings"]["copy 2 GiB TB/s"] for found in results.runs]
     reads = [found["ceilings"]["read 1 GiB TB/s"] for found in results.runs]
     return (
         f"{results.machine}, {dates}, bfloat16, microseconds a call in a CUDA graph with rotating inputs; torch {run['torch']}, "
         f"Triton {run['triton']}. Ceiling, of the same run: a copy at {_range(copies)} TB/s, or a read at {_range(reads)} for ops "
-        "that write next to nothing."
+        f"that write next to nothing.{note}"
     )
 
 
