@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -338,13 +337,15 @@ class Timeline:
 
     def summary(self) -> Summary:
         """The rows of a table of phases, and the figures below it."""
+        from statistics import median  # here: it would be a tenth of the library's import
+
         lengths: dict[str, list[int]] = {phase.name: [] for phase in PHASES}
         for block in self.blocks:
             for span in block.spans:
                 lengths[span.phase].append(span.end - span.begin)
         everything = sum(map(sum, lengths.values())) or 1
         phases = (
-            PhaseRow(name, len(ns), statistics.median(ns) / 1e3, max(ns) / 1e3, sum(ns) / everything)
+            PhaseRow(name, len(ns), median(ns) / 1e3, max(ns) / 1e3, sum(ns) / everything)
             for name, ns in lengths.items()
             if ns
         )
