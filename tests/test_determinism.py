@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +21,18 @@ from onepass.cpu import _parallel
 from onepass.formats import FLOATS
 from onepass.library import _ops
 
+ROOT = Path(__file__).parent.parent
 BY_NAME = {subject.name: subject for subject in SUBJECTS}
 
 
 @pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in determinism_promises("cpu")])
 def test_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
+
+
+def test_promises_were_kept_on_the_gpu() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "h200" / "promises.json").read_text())
+    assert len(kept) >= 408 and all(result["passed"] and result["device"] == "cuda" for result in kept)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_fused_fp8", "row_sum_of_squares_qk"])

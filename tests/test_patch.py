@@ -199,6 +199,23 @@ def test_a_static_mla_cache_counts_on_the_device() -> None:
     assert int(cache.get_seq_length()) == 0
 
 
+def test_a_full_static_mla_cache_is_not_written_beyond() -> None:
+    from onepass.integrations import MlaCache
+
+    model = small("DeepSeek-V3", torch.float32)
+    cache: Any = MlaCache(2, 6, static=True)
+    with torch.inference_mode(), onepass.patch(model, rounding="once"):
+        model(tokens(2, 6), past_key_values=cache)
+        full = [layer.paged.blocks.clone() for layer in cache.layers]
+        model(tokens(2, 1), past_key_values=cache)
+    assert all(
+        torch.equal(layer.paged.blocks, then) and then.any() for layer, then in zip(cache.layers, full, strict=True)
+    )
+    layer = cache.layers[0]
+    with torch.inference_mode(), pytest.raises(IndexError):
+        layer.update(layer.keys[:, :, :1], layer.values[:, :, :1])
+
+
 def test_mla_cache_keeps_its_promises() -> None:
     from onepass.integrations import MlaCache
 

@@ -220,6 +220,27 @@ class TestFuzz:
         status, told = driver("--only", "7")
         assert status == 0 and repr(numbered(11, 7, ("rms_norm",), POOL, False)) in told
 
+    @pytest.mark.parametrize(
+        ("end", "status"), [("exit 0", 0), ("exit 1", 1), ("exit 3", None), ("kill -SEGV $$", None), ("sleep 60", 0)]
+    )
+    def test_a_process_that_breaks_down(
+        self, end: str, status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever it reported before; but one that the driver itself stops at the end of its minutes counts."""
+        report = {"device": "cpu", "cases": {"rms_norm": 3}, "failed": int(status == 1), "failures": [], "seconds": 1.0}
+        (tmp_path / "report").write_text(json.dumps(report))
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\nfor last; do :; done\ncp {tmp_path}/report $last\n{end}\n")
+        python.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(python))
+        monkeypatch.setattr(fuzz_driver, "GRACE", 0.5)
+        monkeypatch.setattr(sys, "argv", ["fuzz", "--jobs", "2", "--minutes", "0.01"])
+        if status is None:
+            with pytest.raises(SystemExit, match="a process broke down"):
+                fuzz_driver.main()
+        else:
+            assert fuzz_driver.main() == status
+
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("out", FP8_FORMATS)

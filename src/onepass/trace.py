@@ -337,7 +337,7 @@ class Timeline:
 
     def summary(self) -> Summary:
         """The rows of a table of phases, and the figures below it."""
-        from statistics import median  # here: it would be a tenth of the library's import
+        from statistics import median  # here: with it the library's import takes 3 ms longer
 
         lengths: dict[str, list[int]] = {phase.name: [] for phase in PHASES}
         for block in self.blocks:

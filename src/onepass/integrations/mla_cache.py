@@ -49,7 +49,10 @@ class MlaCacheLayer(CacheLayerMixin):
         return self.paged
 
     def require(self, tokens: int) -> None:
-        """Raise unless there is room for so many tokens more; where the host does not count, what has no room is not written."""
+        """Raise unless there is room for so many tokens more.
+
+        A static layer cannot tell: a patched model then writes none that has no room, and torch refuses them in `update`.
+        """
         if not self.static and self.length + tokens > self.max_length:
             raise ContractError(
                 f"MlaCache: `max_length` must be at least {self.length + tokens} for these tokens, got {self.max_length}"

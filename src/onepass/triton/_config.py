@@ -1,4 +1,4 @@
-"""Which tile a row gets: a pure function of the row's length, its dtype and the chip, never of the number of rows.
+"""Which tile a row gets: a pure function of its length, its dtype, what is stored and the chip, never of the number of rows.
 
 What may follow the number of rows (the grid, dependent launch) changes no bit of any result.
 """

@@ -148,12 +148,13 @@ def _failure(options: argparse.Namespace, index: int, case: Any, wrong: str) -> 
 
 
 def _ended(job: subprocess.Popen[bytes], by: float | None) -> int:
-    """A process's exit status; one that is still compiling long after the last case was to begin is stopped."""
+    """A process's exit status; one that is still compiling long after the last case was to begin is stopped, which is no fault of its."""
     try:
         return job.wait(None if by is None else max(0.0, by - time.perf_counter()))
     except subprocess.TimeoutExpired:
         job.kill()
-        return job.wait()
+        job.wait()
+        return 0
 
 
 def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
@@ -170,8 +171,8 @@ def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
         ]
         codes = [_ended(job, options.minutes and start + 60 * options.minutes + GRACE) for job in jobs]
         parts = [json.loads(file.read_text()) for file in files if file.exists()]
-    if len(parts) < options.jobs or any(code > 1 for code in codes):
-        raise SystemExit(f"a process ended without a result: exit statuses {codes}")
+    if len(parts) < options.jobs or any(code not in (0, 1) for code in codes):
+        raise SystemExit(f"a process broke down: exit statuses {codes}")
     counts = sum((Counter[str](part["cases"]) for part in parts), Counter[str]())
     return {
         **parts[0],
