@@ -1,13 +1,12 @@
-"""Which tile a row gets: a pure function of its length, its dtype, what is stored and the chip, never of the number of rows.
+"""Which tile a row gets. No choice made here changes a bit of any result: the order of sums is one of columns (`_places`, `_tree`)."""
 
-What may follow the number of rows (the grid, dependent launch) changes no bit of any result.
-"""
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal
 
 MAX_BLOCK: Final = 16384
+LONGEST_ROWS: Final = 65536
+"""Rows of more columns are walked in wider steps."""
 MAX_THREADS: Final = 1024
 SHARED_TILE: Final = 2048
 """Elements of a tile that several short rows share, with two warps: 262144 x 128 took 34 us so, 41 with 1024 and one (tuning/3)."""
@@ -56,8 +55,8 @@ class RowConfig:
     long: bool
     registers: int = 0
 
-    row_warps: int = 0
-    """Warps that a row of a shared tile spreads over; 0: all of them."""
+    places: int = 0
+    """Places of a row, whatever the tile (`row_places`)."""
 
     whole: bool = False
     """Whether a row is all of its tiles, and nothing is masked."""
@@ -68,9 +67,18 @@ class RowConfig:
     early_gamma: bool = True
     """Whether gamma is requested with the row, or once the row has come: then the two need not be held side by side."""
 
-    def alone(self) -> "RowConfig":
-        """The same row in a tile of its own, where loads are scalar: as many warps as it has in the shared tile."""
-        return replace(self, rows=1, warps=self.row_warps or self.warps, registers=0)
+    @property
+    def sets(self) -> int:
+        """Chunks that hold all places of a row."""
+        return max(1, self.places // self.chunk)
+
+    def pieces(self, vectors: bool, warp_size: int) -> int:
+        """Pieces of a chunk that are added up apart: what a warp loads at once, or one a warp where loads are scalar; not too many."""
+        if vectors:
+            most = max(1, self.chunk // (warp_size * self.vec))
+        else:
+            most = self.warps if self.rows == 1 else 1
+        return min(most, MOST_SUMS // self.sets)
 
 
 Work = Literal["norm", "wide gamma", "fp8", "group", "more", "prologue"]
@@ -91,6 +99,8 @@ brackets. Norm: 1 x 7168 1.30 (4 warps: 1.35), 4096 x 7168 29.2 [26], 16384 x 40
 (8: 55.2), 8192 x 16384 107 (16: 109) [32]."""
 MOST_CAPPED: Final = 56
 """Columns of a row in one thread up to which the cap holds: 4096 x 8192 by groups with it took 32.1 [33]."""
+MOST_SUMS: Final = 16
+"""Sums of a row that a thread gets at once, to add up the last of them."""
 REREAD: Final = 8192
 """Above so many columns a norm reads its row twice."""
 MOST_HELD: Final = 64
@@ -105,6 +115,11 @@ def _whole_chunks(n: int, widest: int, vec: int) -> tuple[int, int]:
     return widest, vec
 
 
+def row_places(n: int) -> int:
+    """Places in which a row of ``n`` columns is added up: more for longer rows, which more threads share."""
+    return 512 if n <= SHARED_TILE else 2048 if n <= 8192 else 4096 if n <= LONGEST_ROWS else 8192
+
+
 @cache
 def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
     """The tile for rows of ``n`` elements of ``itemsize`` bytes.
@@ -115,18 +130,21 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
     """
     full = 16 // itemsize
     block = max(warp_size, 1 << (n - 1).bit_length())
+    places = row_places(n)
     if n > MAX_BLOCK:
-        chunk, warps = (8192, 32) if work == "norm" or n > 65536 else (4096, 16)
+        chunk, warps = (8192, 32) if n > LONGEST_ROWS else (4096, 16)
         warps = min(warps, MAX_THREADS // warp_size)
         vec = 1 if n % full else full
         registers = 128 if work == "prologue" and warps <= 16 and vec > 1 else 0
-        return RowConfig(chunk, 0, 1, warps, vec, vec, True, registers, warps)
+        return RowConfig(chunk, 0, 1, warps, vec, vec, True, registers, places)
     if block <= SHARED_TILE:
         vec = max(1, min(full, block // warp_size))
         vec = 1 if n % vec else vec
-        spread = min(2, max(1, block // (warp_size * vec)))
-        return RowConfig(block, 1, SHARED_TILE // block, 2, vec, vec, False, 0, spread)
+        chunk, rows = min(block, places), SHARED_TILE // block
+        whole = rows == 1 and n % chunk == 0 and work != "prologue"
+        return RowConfig(chunk, -(-n // chunk), rows, 2, vec, vec, False, 0, chunk, whole)
     warps, registers = _MEASURED.get(work, {}).get(block, (max(4, block // 1024), 0))
+    warps = min(warps, places // (warp_size * full))
     unit = 1 if n % full else full
     chunk, vec = _whole_chunks(n, warp_size * warps * full, unit)
     count = -(-n // chunk)
@@ -136,7 +154,7 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
     capped = unit > 1 and (reread or columns <= MOST_CAPPED)
     early_gamma = not reread and columns <= MOST_HELD
     return RowConfig(
-        chunk, count, 1, warps, unit, vec, False, registers if capped else 0, warps, whole, reread, early_gamma
+        chunk, count, 1, warps, unit, vec, False, registers if capped else 0, places, whole, reread, early_gamma
     )
 
 

@@ -31,12 +31,12 @@ def _scales(
 @triton.jit
 def store_groups(
     values, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
     FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, HARDWARE: tl.constexpr,
     LARGEST: tl.constexpr, UE8M0: tl.constexpr, E8M0: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile (columns ``first`` onwards) by groups of GROUP columns; store codes and scales."""
-    grouped = tl.reshape(column_order(values, ROWS, BLOCK, VEC, ALIGNED, THREADS), (ROWS, BLOCK // GROUP, GROUP))
+    grouped = tl.reshape(column_order(values, ROWS, BLOCK, WARPS, LANES), (ROWS, BLOCK // GROUP, GROUP))
     amax = tl.max(magnitude(grouped), axis=2).to(tl.float32, bitcast=True)  # [ROWS, BLOCK // GROUP]
     # the row's factor in the layout of amax, where a thread has one group at a time and divides once for it, not for all
     if ROWS == 1:

@@ -10,17 +10,8 @@ import triton.language as tl
 from ._groups import store_groups, store_groups_by_lane
 from ._numbers import cast, encode_fp8, make_scale, quotient, store_scale
 from ._pdl import launch_dependents, wait
-from ._row import (
-    chunk_mask,
-    factor,
-    magnitude,
-    normalize,
-    reciprocal_rms,
-    row_start,
-    store,
-    sum_and_peak,
-    tile_columns,
-)
+from ._places import squares_of_places, sum_places, sum_places_and_peak
+from ._row import chunk_mask, factor, magnitude, normalize, reciprocal_rms, row_start, store, tile_columns
 
 
 @triton.jit
@@ -90,17 +81,6 @@ def _load_weights(gamma, place, n, CHUNK: tl.constexpr, COUNT: tl.constexpr, WHO
 
 
 @triton.jit
-def _sum_of_squares(chunks, COUNT: tl.constexpr):
-    """What each place of a chunk adds up to, in float32."""
-    h = chunks[0].to(tl.float32)
-    squares = h * h
-    for c in tl.static_range(1, COUNT):
-        h = chunks[c].to(tl.float32)
-        squares += h * h
-    return squares
-
-
-@triton.jit
 def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr, OFFSET: tl.constexpr):
     """The largest ``|h * g|`` of each place of a chunk, as integers."""
     peaks = magnitude(chunks[0].to(tl.float32) * factor(weights[0], weight_offset, OFFSET))
@@ -153,7 +133,8 @@ def _rms_norm_row_kernel(
     PROLOGUE: tl.constexpr, HF: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
+    CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr,
+    WARPS: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
     BY_LANE: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +144,7 @@ def _rms_norm_row_kernel(
     """
     if rows <= EARLY_ROWS:
         launch_dependents(PDL)
-    place = tile_columns(CHUNK, VEC, ALIGNED, THREADS)
+    place = tile_columns(CHUNK, WARPS, LANES)
     row = (tl.zeros((ROWS,), tl.int64) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     present = row < rows
     at0 = row_start(row, n1, n2, p00, p01, p02, LEVELS)
@@ -192,13 +173,14 @@ def _rms_norm_row_kernel(
             sums = sums + (h,)
         held = sums
     launch_dependents(PDL)
-    squares = _sum_of_squares(held, COUNT)
+    squares = squares_of_places(held, COUNT, SETS)
     if not EARLY_GAMMA:
         weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
     if codes is not None and SCALE == "row" and not HF:
-        total, peak = sum_and_peak(squares, _peaks(held, weights, weight_offset, COUNT, OFFSET), EXACT)
+        peaks = _peaks(held, weights, weight_offset, COUNT, OFFSET)
+        total, peak = sum_places_and_peak(squares, peaks, ROWS, CHUNK, SETS, PIECES, WARPS, LANES, EXACT)
     else:
-        total = tl.sum(squares, axis=1)
+        total = sum_places(squares, ROWS, CHUNK, SETS, PIECES, WARPS, LANES)
     rs = reciprocal_rms(total, n, eps)
     codes_at = row_start(row, n1, n2, c0, c1, c2, LEVELS)
     scale_at = row_start(row, n1, n2, s0, s1, s2, LEVELS)
@@ -243,7 +225,7 @@ def _rms_norm_row_kernel(
                 v = h * g
             if SCALE == "group":
                 store_groups(
-                    v, rs, bound, codes, codes_at, scale, scale_at, sg, c * CHUNK, n, present, ROWS, CHUNK, VEC, ALIGNED, THREADS,
+                    v, rs, bound, codes, codes_at, scale, scale_at, sg, c * CHUNK, n, present, ROWS, CHUNK, WARPS, LANES,
                     GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, HF, EXACT,
                 )  # fmt: skip
             else:
@@ -259,14 +241,15 @@ def _rms_norm_long_kernel(
     PROLOGUE: tl.constexpr, HF: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
+    CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr,
+    WARPS: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
     BY_LANE: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length, walked in blocks: once for the statistics, once more (from L2) to write."""
     if rows <= EARLY_ROWS:
         launch_dependents(PDL)
-    place = tile_columns(CHUNK, VEC, ALIGNED, THREADS)
+    place = tile_columns(CHUNK, WARPS, LANES)
     wait(PDL)
     row = tl.zeros((1,), tl.int64) + tl.program_id(0)
     present = row < rows
@@ -286,12 +269,17 @@ def _rms_norm_long_kernel(
         h = _load_h(
             x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT, "evict_last"
         )  # fmt: skip
-        squares += h * h
+        squares = tl.fma(h, h, squares)
         if codes is not None and SCALE == "row" and not HF:
             g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
             peaks = tl.maximum(peaks, magnitude(h * g))
     launch_dependents(PDL)
-    rs = reciprocal_rms(tl.sum(squares, axis=1), n, eps)
+    if codes is not None and SCALE == "row" and not HF:
+        total, peak = sum_places_and_peak((squares,), peaks, 1, CHUNK, 1, PIECES, WARPS, LANES, EXACT)
+    else:
+        total = sum_places((squares,), 1, CHUNK, 1, PIECES, WARPS, LANES)
+        peak = tl.zeros((1,), tl.int32)
+    rs = reciprocal_rms(total, n, eps)
     if codes is not None and SCALE == "row" and HF:
         for first in range(0, n, CHUNK):
             columns = first + place
@@ -303,9 +291,10 @@ def _rms_norm_long_kernel(
             peaks = tl.maximum(
                 peaks, magnitude(tl.where(mask, normalize(h, rs, g, x.dtype.element_ty, HF, EXACT), 0.0))
             )
+        peak = tl.max(peaks, axis=1)
     if codes is not None and SCALE != "group":
         k = _row_factor(
-            tl.max(peaks, axis=1), rs, bound, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, HF, EXACT
+            peak, rs, bound, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, HF, EXACT
         )  # fmt: skip
     for first in range(0, n, CHUNK):
         columns = first + place
@@ -326,7 +315,7 @@ def _rms_norm_long_kernel(
                 v = h * g
             if SCALE == "group":
                 store_groups(
-                    v, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present, 1, CHUNK, VEC, ALIGNED, THREADS,
+                    v, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present, 1, CHUNK, WARPS, LANES,
                     GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, HF, EXACT,
                 )  # fmt: skip
             else:

@@ -1,10 +1,8 @@
 """Device functions over a tile of rows, ``[ROWS, BLOCK]``; every row kernel is made of these.
 
-**Order of summation.** Triton sums a tile in the order of its layout, and picks the layout from what it knows of
-alignment: 16-byte loads put VEC neighbouring columns in one thread. The same row at a misaligned address would then be
-summed in another order and could differ in the last bit. So where loads cannot be vectors (ALIGNED false) the tile
-holds its columns *permuted* (`tile_columns`), such that each thread owns the very columns, in the very order, that
-it would own if they could.
+Where rows lie on 16 bytes a thread loads neighbouring columns at once. Where they do not, loads are of single columns, and a warp's would lie apart
+from one another by those of all other warps: so such a tile holds its columns *permuted* (`tile_columns`), such that each warp
+owns one piece of the row, which it can add up by itself.
 """
 
 import triton
@@ -14,27 +12,25 @@ from ._numbers import cast, convert
 
 
 @triton.jit
-def tile_columns(BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr):
-    """The column each tile position holds: natural order, or thread-major where loads are scalar."""
+def tile_columns(BLOCK: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr):
+    """The column each tile position holds: natural order, or warp by warp where loads are scalar (LANES is not 0)."""
     position = tl.arange(0, BLOCK)
-    if ALIGNED:
+    if LANES == 0:
         return position
     else:
-        thread = position % THREADS
-        register = position // THREADS
-        return (register // VEC) * (VEC * THREADS) + thread * VEC + register % VEC
+        warp = position // LANES % WARPS
+        register = position // (LANES * WARPS)
+        return warp * (BLOCK // WARPS) + register * LANES + position % LANES
 
 
 @triton.jit
-def column_order(
-    tile, ROWS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr
-):
-    """The tile with its columns back in natural order."""
-    if ALIGNED:
+def column_order(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr):
+    """The tile with its columns back in natural order: another view of it, nothing moves."""
+    if LANES == 0:
         return tile
     else:
-        split = tl.reshape(tile, (ROWS, BLOCK // (VEC * THREADS), VEC, THREADS))
-        return tl.reshape(tl.permute(split, (0, 1, 3, 2)), (ROWS, BLOCK))
+        split = tl.reshape(tile, (ROWS, BLOCK // (WARPS * LANES), WARPS, LANES))
+        return tl.reshape(tl.permute(split, (0, 2, 1, 3)), (ROWS, BLOCK))
 
 
 @triton.jit
@@ -85,20 +81,6 @@ def reciprocal_rms(sum_of_squares, n, eps):
 def magnitude(values):
     """|values| as integers: ordered as the floats are, with NaN above everything."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _sum_and_larger(a_sum, a_peak, b_sum, b_peak):
-    return a_sum + b_sum, tl.maximum(a_peak, b_peak)
-
-
-@triton.jit
-def sum_and_peak(squares, sizes, EXACT: tl.constexpr):
-    """Sum of one tile and maximum of another along rows, in one reduction: one exchange between warps, not two."""
-    if EXACT:
-        return tl.reduce((squares, sizes), 1, _sum_and_larger)
-    else:  # the interpreter walks a joint reduction element by element
-        return tl.sum(squares, axis=1), tl.max(sizes, axis=1)
 
 
 @triton.jit

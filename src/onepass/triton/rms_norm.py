@@ -49,6 +49,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "static_scale": torch.float32 if spec.scale and spec.scale.kind == "static" else None,
         **{f"p{i}": operand[f"p{i}"].dtype if f"p{i}" in operand else None for i in range(MAX_OPERANDS)},
     }
+    vectors = aligned and config.unit > 1
     constants: dict[str, Any] = {
         "PROLOGUE": device_function(spec.prologue, tuple(o.kind for o in spec.operands)) if spec.prologue else None,
         "HF": spec.rounding == "hf",
@@ -67,10 +68,12 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "ROWS": config.rows,
         "CHUNK": config.chunk,
         "COUNT": config.count,
+        "SETS": config.sets,
+        "PIECES": config.pieces(vectors, chip.warp_size),
         "WHOLE": config.whole,
         "VEC": config.vec,
-        "ALIGNED": aligned,
-        "THREADS": config.warps * chip.warp_size,
+        "WARPS": config.warps,
+        "LANES": 0 if vectors or config.rows > 1 else chip.warp_size,
         "PDL": chip.has_pdl,
         "EARLY_ROWS": FP8_EARLY_ROWS if work_of(spec) == "fp8" else EARLY_ROWS,
         "EARLY_GAMMA": config.early_gamma,
@@ -80,7 +83,6 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     }
     signature: dict[str, str] = {}
     divisible: dict[str, int] = {}
-    vectors = aligned and config.unit > 1
     for name, dtype in dtypes.items():
         wide = name != "scale" and name != "static_scale" and (name not in operand or operand[name].kind != "row")
         if dtype is None:
@@ -119,7 +121,8 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         tuple(divisible.items()),
         config.warps,
         chip.has_pdl,
-        config.registers,
+        config.registers if vectors else 0,
+        contracts=False,
     )
 
 
@@ -153,7 +156,8 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
         parts.append(spec.rounding)
     if offset:
         parts.append("offset")
-    tile = f"{config.rows}x{config.chunk}" if config.count < 2 else f"{config.count}*{config.chunk}"
+    chunks = str(config.chunk) if config.count < 2 else f"{config.count}*{config.chunk}"
+    tile = f"{config.rows}x{chunks}" if config.rows > 1 or config.count < 2 else chunks
     tile += "" if config.whole or config.count < 2 else "-"
     parts.append(f"{tile}/{config.warps}w/v{config.vec}{'' if aligned else 'u'}")
     if levels > 1:
@@ -184,7 +188,7 @@ def select(
     config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec))
     levels = 1 if geom[1] * geom[2] == 1 else LEVELS
     aligned = _aligned(spec, geom, strides, pointers, gamma, config.unit)
-    return config if aligned else config.alone(), levels, aligned
+    return config, levels, aligned
 
 
 def _aligned(
@@ -246,7 +250,6 @@ def _plan(key: tuple[Any, ...], spec: RowSpec, n: int, levels: int, aligned: boo
         _chips[device] = current_chip(device)
     chip = _chips[device]
     config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec))
-    config = config if aligned else config.alone()
     plan = _plans[key] = _Plan(build_for(spec, config, levels, aligned, chip, offset), config, device)
     return plan
 
