@@ -30,6 +30,7 @@ def promises(device: str) -> Iterator[tuple[str, Promise]]:
             label = f"{n} columns of {str(dtype).removeprefix('torch.')}"
             yield f"a row alone is the row in a batch: {label}", partial(_batch, device, n, dtype)
             yield f"alignment changes no bit: {label}", partial(_alignment, device, n, dtype)
+            yield f"what else is stored changes no bit: {label}", partial(_stored, device, n, dtype)
     yield "a thousand repeats change no bit", lambda: _repeats(device)
     if device == "cuda":
         yield "a captured graph replays on new inputs", _graph
@@ -74,6 +75,31 @@ def _alignment(device: str, n: int, dtype: torch.dtype) -> str | None:
             for index, (one, other) in enumerate(zip(_all(a, g), expected, strict=True)):
                 if not same_bytes(one, other):
                     return f"result {index} differs with {label} by {shift} elements"
+    return None
+
+
+def _stored(device: str, n: int, dtype: torch.dtype) -> str | None:
+    x, gamma = _inputs(device, 65, n, dtype)
+    nothing = torch.zeros_like(x)
+    norm, (_, scale) = rms_norm(x, gamma), rms_norm_fused_fp8(x, gamma)
+    row = rms_norm_fused_fp8(x, gamma, return_norm=True)
+    both = rms_norm_fused_fp8(x, gamma, residual=nothing, return_norm=True)
+    static = torch.ones(1, device=device)
+    norms = {
+        "with a residual": rms_norm(x, gamma, residual=nothing)[0],
+        "with codes": row[-1],
+        "with codes and a residual": both[-1],
+        "with given scales": rms_norm_fused_fp8(x, gamma, static_scale=static, return_norm=True)[-1],
+    }
+    if n % 64 == 0:
+        norms["with groups"] = rms_norm_fused_fp8(x, gamma, group_size=64, return_norm=True)[-1]
+    scales = {"with a norm": row[1], "with a norm and a residual": both[1]}
+    for label, other in norms.items():
+        if not same_bytes(norm, other):
+            return f"the norm {label} is another than alone"
+    for label, other in scales.items():
+        if not same_bytes(scale, other):
+            return f"the scales {label} are others than with codes alone"
     return None
 
 

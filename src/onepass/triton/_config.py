@@ -81,15 +81,16 @@ class RowConfig:
         return min(most, MOST_SUMS // self.sets)
 
 
-Work = Literal["norm", "wide gamma", "fp8", "group", "more", "prologue"]
+Work = Literal["norm", "wide gamma", "fp8", "group", "group and more", "more", "prologue"]
 """What a row kernel does: store the norm of a 16-bit row; the same with a float32 gamma; quantize one to fp8 with one scale; with one a
-group, whatever else is stored; more than that; or a user's function besides."""
+group; the same with a residual, the norm besides or a float32 gamma; more than that; or a user's function besides."""
 
 _MEASURED: Final[dict[Work, dict[int, tuple[int, int]]]] = {
     "norm": {4096: (8, 0), 8192: (8, 0), 16384: (16, 40)},
     "wide gamma": {4096: (4, 0), 8192: (4, 0), 16384: (4, 0)},
     "fp8": {4096: (4, 0), 8192: (4, 96), 16384: (4, 0)},
     "group": {4096: (4, 0), 8192: (4, 96), 16384: (8, 0)},
+    "group and more": {4096: (4, 0), 8192: (8, 0), 16384: (16, 0)},
 }
 """(warps, registers) by the power of two above the row's length; H200, bfloat16, us, from benchmarks/h200/tuning, file in
 brackets. Norm: 1 x 7168 1.30 (4 warps: 1.35), 4096 x 7168 29.2 [26], 16384 x 4096 64.8 (4: 65.8) [28], 8192 x 16384 read twice

@@ -1,13 +1,13 @@
 """The sum of a row's squares in an order that no layout can change.
 
-A row has PLACES places (`_config.row_places`: a matter of its length alone) and column c belongs to place ``c % PLACES``. Each place adds up
-its own squares, one fused multiply-add after the other; then neighbouring places are added, then neighbouring sums, until one is left. Every
-addition is of two given numbers, so neither the width of loads nor the number of warps, the tile's shape, the chip or the version of the
-compiler has a say. Beyond the row's end there are zeros, which change nothing. The build must not contract products into sums
-(``Build.contracts``): it would in one layout and not in another.
+A row has PLACES places (`_config.row_places`: a matter of its length alone) and column c belongs to place ``c % PLACES``. Each place
+adds up its own squares, one fused multiply-add after the other; then neighbouring places are added, then neighbouring sums, until one
+is left. Every addition is of two given numbers, so neither the width of loads nor the number of warps, the tile's shape, the chip or
+the version of the compiler has a say. Beyond the row's end there are zeros, which change nothing. The build must not contract
+products into sums (``Build.contracts``): it would in one layout and not in another.
 
-A row comes in chunks, of which SETS have all the places; a chunk's neighbours are added within a warp, and what is left, a value a warp and set,
-is brought together in one exchange, the row's largest value with it. `tl.sum` would take two.
+A row comes in chunks, of which SETS have all the places; a chunk's neighbours are added within a warp, and what is left, a value a
+warp and set, is brought together in one exchange, the row's largest value with it. `tl.sum` would take two.
 """
 
 import triton

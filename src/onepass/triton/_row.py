@@ -1,7 +1,7 @@
 """Device functions over a tile of rows, ``[ROWS, BLOCK]``; every row kernel is made of these.
 
-Where rows lie on 16 bytes a thread loads neighbouring columns at once. Where they do not, loads are of single columns, and a warp's would lie apart
-from one another by those of all other warps: so such a tile holds its columns *permuted* (`tile_columns`), such that each warp
+Where rows lie on 16 bytes a thread loads neighbouring columns at once. Where they do not, loads are of single columns, and what a
+warp loads would be scattered over the row: so such a tile holds its columns *permuted* (`tile_columns`), such that each warp
 owns one piece of the row, which it can add up by itself.
 """
 

@@ -172,7 +172,7 @@ def work_of(spec: RowSpec) -> Work:
     if spec.x.itemsize != 2:
         return "more"
     if spec.scale and spec.scale.kind == "group":
-        return "group"
+        return "group and more" if spec.residual or spec.norm or spec.gamma.itemsize != 2 else "group"
     if spec.residual or spec.rounding != "once":
         return "more"
     if spec.fp8 is None:
