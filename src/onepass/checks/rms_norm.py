@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..prologues import Prologue, add, dequantize, prologue, sigmoid, silu_and_m
 from ..samples import sample
 from . import compare
 from .case import Case, Layout, lay_out, on_device, poison, same_bytes, to_cpu
+from .crowds import assuming, others
 
 BF16, F16, F32 = FLOATS
 E8M0 = torch.float8_e8m0fnu
@@ -305,13 +307,20 @@ def _verify_codes(
 
 
 def run(case: Case, device: str, seed: int = 0) -> str | None:
-    """Run a case twice, allocating and into poisoned outputs; None, or what is wrong."""
+    """Run a case allocating, into poisoned outputs, and as if its rows were more or fewer; None, or what is wrong."""
     arguments = inputs(case, device, seed)
     results = call(case, arguments)
     wrong = verify(case, arguments, results)
-    if wrong is None:
-        again = call_out(case, arguments, results)
-        for index, (first, second) in enumerate(zip(results, again, strict=True)):
-            if not same_bytes(first, second):
-                return f"result {index} differs when written into the caller's tensor"
-    return wrong
+    if wrong is not None:
+        return wrong
+    if not _alike(results, call_out(case, arguments, results)):
+        return "results differ when written into the caller's tensors"
+    for crowd in others(math.prod(case.lead), case.n * case.x.itemsize):
+        with assuming(crowd):
+            if not _alike(results, call_out(case, arguments, results)):
+                return f"results differ with the tile of {crowd} rows"
+    return None
+
+
+def _alike(results: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    return all(same_bytes(a, b) for a, b in zip(results, others, strict=True))

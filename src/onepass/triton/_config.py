@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from typing import Final, Literal
 
 MAX_BLOCK: Final = 16384
@@ -9,7 +10,7 @@ LONGEST_ROWS: Final = 65536
 """Rows of more columns are walked in wider steps."""
 MAX_THREADS: Final = 1024
 SHARED_TILE: Final = 2048
-"""Elements of a tile that several short rows share, with two warps: 262144 x 128 took 34 us so, 41 with 1024 and one (tuning/3)."""
+"""Elements of a tile that several short rows share, with two warps."""
 EARLY_ROWS: Final = 16
 """Up to this many rows the next kernel may start at once, above it after the loads, us at once and after the loads: norm of 8 x 7168
 1.38 and 1.44, of 64 x 7168 2.45 and 2.15 [29]; q and k of 128 x (6144 + 1024), statistics 2.24 and 2.06, application 2.81 and 2.67 [34]."""
@@ -72,6 +73,10 @@ class RowConfig:
         """Chunks that hold all places of a row."""
         return max(1, self.places // self.chunk)
 
+    def size(self, vectors: bool) -> int:
+        """Sums of a chunk that are left when each thread has added up its neighbouring columns."""
+        return self.chunk // self.vec if vectors else self.chunk
+
     def pieces(self, vectors: bool, warp_size: int) -> int:
         """Pieces of a chunk that are added up apart: what a warp loads at once, or one a warp where loads are scalar; not too many."""
         if vectors:
@@ -81,25 +86,68 @@ class RowConfig:
         return min(most, MOST_SUMS // self.sets)
 
 
-Work = Literal["norm", "wide gamma", "fp8", "group", "group and more", "more", "prologue"]
-"""What a row kernel does: store the norm of a 16-bit row; the same with a float32 gamma; quantize one to fp8 with one scale; with one a
-group; the same with a residual, the norm besides or a float32 gamma; more than that; or a user's function besides."""
+Work = Literal[
+    "norm",
+    "wide gamma",
+    "residual",
+    "fp8",
+    "fp8, residual",
+    "group",
+    "group, residual",
+    "group, norm",
+    "more",
+    "prologue",
+]
+"""What a row kernel does: store the norm of a 16-bit row; the same with a float32 gamma; with a residual; quantize one to fp8 with one
+scale; the same with a residual; with a scale a group; the same with a residual or a float32 gamma; with the norm stored besides; more
+than that; or a user's function besides."""
 
-_MEASURED: Final[dict[Work, dict[int, tuple[int, int]]]] = {
-    "norm": {4096: (8, 0), 8192: (8, 0), 16384: (16, 40)},
-    "wide gamma": {4096: (4, 0), 8192: (4, 0), 16384: (4, 0)},
-    "fp8": {4096: (4, 0), 8192: (4, 96), 16384: (4, 0)},
-    "group": {4096: (4, 0), 8192: (4, 96), 16384: (8, 0)},
-    "group and more": {4096: (4, 0), 8192: (8, 0), 16384: (16, 0)},
+Crowd = Literal["few", "many", "flood"]
+"""How many rows there are: so few that the time of one counts; many; or more bytes than any cache could keep."""
+
+FEW_ROWS: Final = 256
+FLOOD_BYTES: Final = 160 << 20
+"""From so many bytes of x on, norms of 4097 to 8192 columns are read twice: 16384 x 7168 takes 110.5 us so, held 112.4, but 8192 x 7168
+56.8 and 56.2 [36]."""
+
+assumed: Final[list[Crowd]] = []
+"""What every call is taken for, whatever its rows: checks set it (`onepass.checks.crowds`). It changes no bit of any result."""
+
+
+def crowd_of(rows: int, row_bytes: int) -> Crowd:
+    """How many rows of so many bytes are."""
+    if assumed:
+        return assumed[-1]
+    return "few" if rows <= FEW_ROWS else "many" if rows * row_bytes < FLOOD_BYTES else "flood"
+
+
+Tile = tuple[int, int, int]
+"""Warps; columns that lie in one thread side by side (0: as many as 16 bytes have, or half if rows then are whole chunks); and the cap on
+registers (0: none)."""
+
+_TILES: Final[dict[Work, dict[int, Tile]]] = {
+    "norm": {8192: (8, 0, 0), 16384: (16, 0, 40)},
+    "wide gamma": {16384: (4, 0, 0)},
+    "residual": {4096: (4, 0, 0), 8192: (16, 4, 0)},
+    "fp8": {4096: (4, 0, 0), 7168: (4, 0, 96), 8192: (4, 0, 0), 16384: (4, 0, 168)},
+    "fp8, residual": {8192: (4, 0, 0)},
+    "group": {4096: (4, 0, 0), 7168: (4, 0, 96), 8192: (4, 0, 0), 16384: (8, 0, 0)},
+    "group, norm": {4096: (4, 0, 0), 8192: (8, 8, 80)},
 }
-"""(warps, registers) by the power of two above the row's length; H200, bfloat16, us, from benchmarks/h200/tuning, file in
-brackets. Norm: 1 x 7168 1.30 (4 warps: 1.35), 4096 x 7168 29.2 [26], 16384 x 4096 64.8 (4: 65.8) [28], 8192 x 16384 read twice
-128.3, held by 8 warps 129.8, by 16 131.0 [27]. Wide gamma: 4096 x 7168 29.0 (8: 30.9), 8192 x 16384 143 (8: 196) [28]. fp8:
-1 x 7168 1.49 (8: 1.53), 4096 x 7168 22.3 (8: 22.6, without the cap 22.5) [32], 16384 x 4096 48.0 (8: 53.3) [28], 8192 x 16384 95.9
-(8: 102) [31]. Groups of 128: 4096 x 7168 24.5 (8: 26.6, without the cap 25.9), 4096 x 8192 26.3 (8: 26.5) [33], 16384 x 4096 49.1
-(8: 55.2), 8192 x 16384 107 (16: 109) [32]."""
-MOST_CAPPED: Final = 56
-"""Columns of a row in one thread up to which the cap holds: 4096 x 8192 by groups with it took 32.1 [33]."""
+"""By the longest row that has it; H200, bfloat16, us, from benchmarks/h200/tuning, file in brackets. Norm: 16384 x 1536 25.0 (2 warps:
+25.2) [36], 4096 x 7168 28.8 (4: 28.9), 16384 x 4096 65.1 (4: 66.5), 8192 x 16384 read twice 128 (by 8: 144) [35]. Wide gamma: 4096 x
+7168 29.0 (8: 30.9), 8192 x 16384 143 (8: 196) [28]. Residual: 16384 x 7168 225.5 (8: 228.1) [36]. fp8: 16384 x 7168 82.4 (8: 91.1), 16384 x
+4096 48.0 (8: 53.4) [35], 8192 x 16384 96.4 (8: 101.4, without the cap 110.1); with a residual 4096 x 7168 50.5 (8: 52.1) [36]. Groups of
+128: 4096 x 7168 24.4 (8: 27.4, without the cap 26.0) [35], 4096 x 8192 26.3 (8: 26.5) [33], 16384 x 4096 49.1 (8: 55.2) [32], 8192 x 16384
+109 (16: 111) [35]; with the norm besides 4096 x 7168 44.9 (whole chunks, each chunk's scales in lanes of their own: 54.8) [36]."""
+_TILES_OF_FEW: Final[dict[Work, dict[int, Tile]]] = {
+    "fp8": {4096: (8, 0, 0), 8192: (4, 0, 0), 16384: (8, 0, 128)},
+    "group": {8192: (4, 0, 0), 16384: (8, 0, 0)},
+    "group, norm": {4096: (4, 0, 0), 8192: (8, 0, 0)},
+}
+"""The same for few rows, where they want another: to fp8 128 x 4096 2.05 (4: 2.15), 1 x 8192 1.43 (with a cap 1.53), 1 x 16384 2.03
+(4: 2.59); with groups and norm 1 x 7168 2.12 (in the other way 2.34) [35, 36]."""
+_TILE_OF_A_FLOOD: Final[Tile] = (8, 8, 56)
 MOST_SUMS: Final = 16
 """Sums of a row that a thread gets at once, to add up the last of them."""
 REREAD: Final = 8192
@@ -109,54 +157,87 @@ MOST_HELD: Final = 64
 gamma late [26]."""
 
 
-def _whole_chunks(n: int, widest: int, vec: int) -> tuple[int, int]:
-    """Columns of a chunk and of a thread in it: half as many where rows then are whole chunks, and none is masked."""
-    if vec > 1 and n % widest == widest // 2:
-        return widest // 2, vec // 2
-    return widest, vec
-
-
 def row_places(n: int) -> int:
     """Places in which a row of ``n`` columns is added up: more for longer rows, which more threads share."""
     return 512 if n <= SHARED_TILE else 2048 if n <= 8192 else 4096 if n <= LONGEST_ROWS else 8192
 
 
-@cache
-def row_config(n: int, itemsize: int, warp_size: int, work: Work) -> RowConfig:
-    """The tile for rows of ``n`` elements of ``itemsize`` bytes.
+def _tile(n: int, work: Work, crowd: Crowd) -> Tile:
+    """The measured tile of such rows, else a warp for 1024 columns: more work needs more registers a column.
 
-    Short rows share a tile of two warps; `_MEASURED` has what was best for long ones. More work needs more registers a
-    column, so there a warp takes 1024 columns. Rows walked in blocks want many warps and few columns a thread: 2048 x
-    40000 took 90 us to the norm (8 warps: 125) and 89 to fp8 (132), 64 x 131072 to fp8 20 (42) [6].
+    Up to 2048 columns, 4 warps, or 2 with twice the columns each: 1 x 1536 to fp8 1.04 and 1.11, 1 x 2048 1.08 and 1.19, but 16384 x 2048
+    26.1 and 25.0 [36].
     """
+    if n <= SHARED_TILE:
+        return (4, 4, 0) if crowd == "few" or work == "norm" else (2, 0, 0)
+    if crowd == "flood" and work == "norm" and 4096 < n <= 8192:
+        return _TILE_OF_A_FLOOD
+    tables = [_TILES_OF_FEW.get(work), _TILES.get(work)] if crowd == "few" else [_TILES.get(work)]
+    for table in tables:
+        for longest, tile in (table or {}).items():
+            if n <= longest:
+                return tile
+    return max(4, (1 << (n - 1).bit_length()) // 1024), 0, 0
+
+
+@cache
+def row_config(n: int, itemsize: int, warp_size: int, work: Work, crowd: Crowd) -> RowConfig:
+    """The tile for rows of ``n`` elements of ``itemsize`` bytes."""
     full = 16 // itemsize
-    block = max(warp_size, 1 << (n - 1).bit_length())
-    places = row_places(n)
-    if n > MAX_BLOCK:
-        chunk, warps = (8192, 32) if n > LONGEST_ROWS else (4096, 16)
-        warps = min(warps, MAX_THREADS // warp_size)
-        vec = 1 if n % full else full
-        registers = 128 if work == "prologue" and warps <= 16 and vec > 1 else 0
-        return RowConfig(chunk, 0, 1, warps, vec, vec, True, registers, places)
-    if block <= SHARED_TILE:
-        vec = max(1, min(full, block // warp_size))
-        vec = 1 if n % vec else vec
-        chunk, rows = min(block, places), SHARED_TILE // block
-        whole = rows == 1 and n % chunk == 0 and work != "prologue"
-        return RowConfig(chunk, -(-n // chunk), rows, 2, vec, vec, False, 0, chunk, whole)
-    warps, registers = _MEASURED.get(work, {}).get(block, (max(4, block // 1024), 0))
-    warps = min(warps, places // (warp_size * full))
+    if n <= SHARED_TILE // 2:
+        return _short_rows(n, warp_size, work, crowd, full)
     unit = 1 if n % full else full
-    chunk, vec = _whole_chunks(n, warp_size * warps * full, unit)
+    if n > MAX_BLOCK:
+        return _long_rows(n, warp_size, work, unit)
+    places = row_places(n)
+    warps, given, registers = _tile(n, work, crowd)
+    vec = min(given or full, full)
+    warps = min(warps, places // (warp_size * vec))
+    reread = work == "norm" and (n > REREAD or (crowd == "flood" and n > 4096))
+    chunk = warp_size * warps * vec
+    if unit > 1 and not given and not reread and n % chunk == chunk // 2:
+        chunk, vec = chunk // 2, vec // 2  # rows are whole chunks then, and none is masked
     count = -(-n // chunk)
     whole = n % chunk == 0 and work != "prologue"
-    reread = work == "norm" and n > REREAD
-    columns = count * chunk // (warp_size * warps)
-    capped = unit > 1 and (reread or columns <= MOST_CAPPED)
-    early_gamma = not reread and columns <= MOST_HELD
-    return RowConfig(
-        chunk, count, 1, warps, unit, vec, False, registers if capped else 0, places, whole, reread, early_gamma
-    )
+    early_gamma = not reread and count * chunk // (warp_size * warps) <= MOST_HELD
+    if unit == 1:
+        vec, registers = 1, 0
+    return RowConfig(chunk, count, 1, warps, unit, vec, False, registers, places, whole, reread, early_gamma)
+
+
+def _short_rows(n: int, warp_size: int, work: Work, crowd: Crowd, full: int) -> RowConfig:
+    """Many rows share a tile of two warps, and each lies in one of them, in lanes as few as loads of 16 bytes leave; few have a tile each.
+
+    H200, bfloat16, to fp8, us: 262144 x 128 29.5, in all lanes of a warp 43.5; 65536 x 512 26.7, each row in both warps 29.6; tiles half as
+    large 41; 64 x 512 1.14 with a tile each, 1.41 sharing [36].
+    """
+    block = max(warp_size, 1 << (n - 1).bit_length())
+    places = min(block, row_places(n))
+    if crowd == "few":
+        rows, warps, chunk = 1, 1 if block <= 8 * warp_size else 2, places
+        vec = max(1, min(full, chunk // (warps * warp_size)))
+    else:
+        rows, warps, chunk, vec = SHARED_TILE // block, 2, min(block, max(warp_size * full, block // 2)), full
+    unit = gcd(n, full)
+    whole = rows == 1 and n % chunk == 0 and work != "prologue"
+    return RowConfig(chunk, -(-n // chunk), rows, warps, unit, min(vec, unit), False, 0, places, whole)
+
+
+def _long_rows(n: int, warp_size: int, work: Work, unit: int) -> RowConfig:
+    """Walked, by many warps with few columns a thread: a row's second reading finds it in the cache if few rows are under way.
+
+    H200, bfloat16, us, with 16 and with 32 warps: 2048 x 20480 to the norm 45.7 and 56.3, 2048 x 40960 109 and 93.3, to fp8 88.9 and 107.5;
+    capped at 32 registers 2048 x 20480 to fp8 takes 44.4, not 46.9 [35, 36].
+    """
+    places = row_places(n)
+    warps = 32 if n > LONGEST_ROWS or (work == "norm" and n > 24576) else 16
+    warps = min(warps, MAX_THREADS // warp_size)
+    registers = 0
+    if unit > 1 and work == "fp8":
+        registers = 32
+    elif unit > 1 and work == "prologue" and warps <= 16:
+        registers = 128
+    return RowConfig(places, 0, 1, warps, unit, min(unit, places // (warps * warp_size)), True, registers, places)
 
 
 QK_TILE: Final = 4096

@@ -17,26 +17,49 @@ from ._row import column_order
 
 
 @triton.jit
-def squares_of_places(chunks, COUNT: tl.constexpr, SETS: tl.constexpr):
-    """What each place adds up to, in float32: SETS tiles like a chunk."""
-    sums = ()
-    for first in tl.static_range(SETS):
-        h = chunks[first].to(tl.float32)
-        squares = h * h
-        for c in tl.static_range(first + SETS, COUNT, SETS):
-            h = chunks[c].to(tl.float32)
-            squares = tl.fma(h, h, squares)
-        sums = sums + (squares,)
-    return sums
-
-
-@triton.jit
 def _add_neighbours(tile, ROWS: tl.constexpr, SIZE: tl.constexpr, LEFT: tl.constexpr):
     """[ROWS, SIZE] to [ROWS, LEFT]."""
     for i in tl.static_range(1, 15):
         if SIZE >> i >= LEFT:
             tile = tl.sum(tl.reshape(tile, (ROWS, SIZE >> i, 2)), axis=2)
     return tile
+
+
+@triton.jit
+def _larger_neighbours(tile, ROWS: tl.constexpr, SIZE: tl.constexpr, LEFT: tl.constexpr):
+    """The same for the larger of two."""
+    for i in tl.static_range(1, 15):
+        if SIZE >> i >= LEFT:
+            tile = tl.max(tl.reshape(tile, (ROWS, SIZE >> i, 2)), axis=2)
+    return tile
+
+
+@triton.jit
+def neighbours(
+    tile, ROWS: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr
+):
+    """A tile of sums, [ROWS, CHUNK] as `tile_columns` has them, to [ROWS, SIZE] in the order of columns: what a thread has side by side."""
+    return _add_neighbours(column_order(tile, ROWS, CHUNK, WARPS, LANES), ROWS, CHUNK, SIZE)
+
+
+@triton.jit
+def squares_of_places(
+    chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """What places add up to, in float32: SETS tiles of [ROWS, SIZE]."""
+    sums = ()
+    for first in tl.static_range(SETS):
+        if first < COUNT:
+            h = chunks[first].to(tl.float32)
+            squares = h * h
+            for c in tl.static_range(first + SETS, COUNT, SETS):
+                h = chunks[c].to(tl.float32)
+                squares = tl.fma(h, h, squares)
+            sums = sums + (neighbours(squares, ROWS, CHUNK, SIZE, WARPS, LANES),)
+        else:  # the row ends before
+            sums = sums + (tl.zeros((ROWS, SIZE), tl.float32),)
+    return sums
 
 
 @triton.jit
@@ -103,22 +126,31 @@ def _add_all(tensors, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _add_sets(tensors, COUNT: tl.constexpr):
+    """The same of tensors in their own order."""
+    for i in tl.static_range(1, 6):
+        if COUNT >> i > 0:
+            added = ()
+            for j in tl.static_range(COUNT >> i):
+                added = added + (tensors[2 * j] + tensors[2 * j + 1],)
+            tensors = added
+    return tensors[0]
+
+
+@triton.jit
 def _settle(tensor):
     """The [1] of one row as a number, whatever layout it is used in: for each, Triton would repeat the exchange."""
     return tl.zeros((1,), tensor.dtype) + tl.sum(tensor, axis=0)
 
 
 @triton.jit
-def sum_places(
-    sums, ROWS: tl.constexpr, CHUNK: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """SETS tiles of sums, [ROWS, CHUNK] as `tile_columns` has them, to [ROWS]; each of PIECES of a row is in one warp."""
+def sum_places(sums, ROWS: tl.constexpr, SIZE: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr):
+    """SETS tiles of sums, [ROWS, SIZE], to [ROWS]; each of PIECES of a row is in one warp."""
     left = ()
     for i in tl.static_range(SETS):
-        ordered = column_order(sums[i], ROWS, CHUNK, WARPS, LANES)
-        left = left + (_add_neighbours(ordered, ROWS, CHUNK, PIECES if ROWS == 1 else 1),)
+        left = left + (_add_neighbours(sums[i], ROWS, SIZE, PIECES if ROWS == 1 else 1),)
     if ROWS > 1:
-        return tl.reshape(left[0], (ROWS,))
+        return tl.reshape(_add_sets(left, SETS), (ROWS,))
     else:
         each = tl.reshape(_join(left, SETS), (PIECES, SETS))
         each = tl.reshape(tl.permute(each, (1, 0)), _by_twos(SETS * PIECES))
@@ -127,21 +159,22 @@ def sum_places(
 
 @triton.jit
 def sum_places_and_peak(
-    sums, peaks, ROWS: tl.constexpr, CHUNK: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr,
-    LANES: tl.constexpr, EXACT: tl.constexpr,
+    sums, peaks, ROWS: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr,
+    WARPS: tl.constexpr, LANES: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """`sum_places`, and the largest of the integers ``peaks``, [ROWS, CHUNK], along rows: in the same exchange."""
     LEFT: tl.constexpr = PIECES if ROWS == 1 else 1
-    first = column_order(sums[0], ROWS, CHUNK, WARPS, LANES)
-    sizes = column_order(peaks, ROWS, CHUNK, WARPS, LANES)
-    total, peak = _merge_neighbours(first, sizes, ROWS, CHUNK, LEFT, EXACT)
+    sizes = _larger_neighbours(column_order(peaks, ROWS, CHUNK, WARPS, LANES), ROWS, CHUNK, SIZE)
+    total, peak = _merge_neighbours(sums[0], sizes, ROWS, SIZE, LEFT, EXACT)
+    left = (total,)
+    for i in tl.static_range(1, SETS):
+        left = left + (_add_neighbours(sums[i], ROWS, SIZE, LEFT),)
     if ROWS > 1:
-        return tl.reshape(total, (ROWS,)), tl.reshape(peak, (ROWS,))
+        return tl.reshape(_add_sets(left, SETS), (ROWS,)), tl.reshape(peak, (ROWS,))
     else:
-        words = (total.to(tl.int32, bitcast=True),)
-        for i in tl.static_range(1, SETS):
-            ordered = column_order(sums[i], ROWS, CHUNK, WARPS, LANES)
-            words = words + (_add_neighbours(ordered, ROWS, CHUNK, PIECES).to(tl.int32, bitcast=True),)
+        words = ()
+        for i in tl.static_range(SETS):
+            words = words + (left[i].to(tl.int32, bitcast=True),)
         for _ in tl.static_range(SETS):
             words = words + (peak,)
         each = tl.reshape(_join(words, 2 * SETS), (PIECES, 2 * SETS))

@@ -10,7 +10,7 @@ import triton.language as tl
 from ._groups import store_groups, store_groups_by_lane
 from ._numbers import cast, encode_fp8, make_scale, quotient, store_scale
 from ._pdl import launch_dependents, wait
-from ._places import squares_of_places, sum_places, sum_places_and_peak
+from ._places import neighbours, squares_of_places, sum_places, sum_places_and_peak
 from ._row import chunk_mask, factor, magnitude, normalize, reciprocal_rms, row_start, store, tile_columns
 
 
@@ -133,8 +133,8 @@ def _rms_norm_row_kernel(
     PROLOGUE: tl.constexpr, HF: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr,
-    WARPS: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
+    VEC: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
     BY_LANE: tl.constexpr,
 ):  # fmt: skip
@@ -173,14 +173,14 @@ def _rms_norm_row_kernel(
             sums = sums + (h,)
         held = sums
     launch_dependents(PDL)
-    squares = squares_of_places(held, COUNT, SETS)
+    squares = squares_of_places(held, ROWS, CHUNK, COUNT, SETS, SIZE, WARPS, LANES)
     if not EARLY_GAMMA:
         weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
     if codes is not None and SCALE == "row" and not HF:
         peaks = _peaks(held, weights, weight_offset, COUNT, OFFSET)
-        total, peak = sum_places_and_peak(squares, peaks, ROWS, CHUNK, SETS, PIECES, WARPS, LANES, EXACT)
+        total, peak = sum_places_and_peak(squares, peaks, ROWS, CHUNK, SIZE, SETS, PIECES, WARPS, LANES, EXACT)
     else:
-        total = sum_places(squares, ROWS, CHUNK, SETS, PIECES, WARPS, LANES)
+        total = sum_places(squares, ROWS, SIZE, SETS, PIECES)
     rs = reciprocal_rms(total, n, eps)
     codes_at = row_start(row, n1, n2, c0, c1, c2, LEVELS)
     scale_at = row_start(row, n1, n2, s0, s1, s2, LEVELS)
@@ -241,8 +241,8 @@ def _rms_norm_long_kernel(
     PROLOGUE: tl.constexpr, HF: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, WHOLE: tl.constexpr, VEC: tl.constexpr,
-    WARPS: tl.constexpr, LANES: tl.constexpr,
+    CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
+    VEC: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
     BY_LANE: tl.constexpr,
 ):  # fmt: skip
@@ -274,10 +274,11 @@ def _rms_norm_long_kernel(
             g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
             peaks = tl.maximum(peaks, magnitude(h * g))
     launch_dependents(PDL)
+    sums = (neighbours(squares, 1, CHUNK, SIZE, WARPS, LANES),)
     if codes is not None and SCALE == "row" and not HF:
-        total, peak = sum_places_and_peak((squares,), peaks, 1, CHUNK, 1, PIECES, WARPS, LANES, EXACT)
+        total, peak = sum_places_and_peak(sums, peaks, 1, CHUNK, SIZE, 1, PIECES, WARPS, LANES, EXACT)
     else:
-        total = sum_places((squares,), 1, CHUNK, 1, PIECES, WARPS, LANES)
+        total = sum_places(sums, 1, SIZE, 1, PIECES)
         peak = tl.zeros((1,), tl.int32)
     rs = reciprocal_rms(total, n, eps)
     if codes is not None and SCALE == "row" and HF:

@@ -10,7 +10,7 @@ from ..errors import Unsupported
 from ..prologues import MAX_OPERANDS
 from ..rows import LEVELS, Geometry, RowSpec, Strides
 from ._compile import POINTERS, Build, current_chip, load
-from ._config import EARLY_ROWS, FP8_EARLY_ROWS, INTERPRETER, Chip, RowConfig, Work, row_config
+from ._config import EARLY_ROWS, FP8_EARLY_ROWS, INTERPRETER, Chip, Crowd, RowConfig, Work, crowd_of, row_config
 from ._groups import slots
 from ._prologue import device_function
 from ._rms_norm_kernels import _rms_norm_long_kernel, _rms_norm_row_kernel
@@ -70,6 +70,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "COUNT": config.count,
         "SETS": config.sets,
         "PIECES": config.pieces(vectors, chip.warp_size),
+        "SIZE": config.size(vectors),
         "WHOLE": config.whole,
         "VEC": config.vec,
         "WARPS": config.warps,
@@ -159,7 +160,9 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
     chunks = str(config.chunk) if config.count < 2 else f"{config.count}*{config.chunk}"
     tile = f"{config.rows}x{chunks}" if config.rows > 1 or config.count < 2 else chunks
     tile += "" if config.whole or config.count < 2 else "-"
-    parts.append(f"{tile}/{config.warps}w/v{config.vec}{'' if aligned else 'u'}")
+    tile += f"/{config.warps}w/v{config.vec}{'' if aligned else 'u'}"
+    tile += f"/r{config.registers}" if config.registers and aligned else ""
+    parts.append(tile + ("/twice" if config.reread else ""))
     if levels > 1:
         parts.append(f"levels={levels}")
     return " ".join(parts)
@@ -172,20 +175,31 @@ def work_of(spec: RowSpec) -> Work:
     if spec.x.itemsize != 2:
         return "more"
     if spec.scale and spec.scale.kind == "group":
-        return "group and more" if spec.residual or spec.norm or spec.gamma.itemsize != 2 else "group"
-    if spec.residual or spec.rounding != "once":
+        if spec.norm:
+            return "group, norm"
+        return "group, residual" if spec.residual or spec.gamma.itemsize != 2 else "group"
+    if spec.rounding != "once" or (spec.residual and spec.residual.itemsize != 2):
         return "more"
     if spec.fp8 is None:
+        if spec.residual:
+            return "residual" if spec.gamma.itemsize == 2 else "more"
         return "norm" if spec.gamma.itemsize == 2 else "wide gamma"
-    lean = spec.norm is None and spec.scale and spec.scale.kind == "row" and spec.fp8.name == "e4m3fn"
-    return "fp8" if lean and spec.gamma.itemsize == 2 else "more"
+    if (
+        spec.norm
+        or spec.gamma.itemsize != 2
+        or spec.scale is None
+        or spec.scale.kind != "row"
+        or spec.fp8.name != "e4m3fn"
+    ):
+        return "more"
+    return "fp8, residual" if spec.residual else "fp8"
 
 
 def select(
     spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, pointers: Sequence[int], gamma: int, chip: Chip
 ) -> tuple[RowConfig, int, bool]:
     """Tile, stride levels and alignment of a call; ``pointers`` and ``strides`` in the order of `ROW_TENSORS`."""
-    config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec))
+    config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec), crowd_of(geom[0], n * spec.x.itemsize))
     levels = 1 if geom[1] * geom[2] == 1 else LEVELS
     aligned = _aligned(spec, geom, strides, pointers, gamma, config.unit)
     return config, levels, aligned
@@ -245,11 +259,13 @@ _ROWS = _NAMES.index("rows")
 _OFFSET = _NAMES.index("weight_offset")
 
 
-def _plan(key: tuple[Any, ...], spec: RowSpec, n: int, levels: int, aligned: bool, device: int, offset: bool) -> _Plan:
+def _plan(
+    key: tuple[Any, ...], spec: RowSpec, n: int, levels: int, aligned: bool, device: int, offset: bool, crowd: Crowd
+) -> _Plan:
     if device not in _chips:
         _chips[device] = current_chip(device)
     chip = _chips[device]
-    config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec))
+    config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec), crowd)
     plan = _plans[key] = _Plan(build_for(spec, config, levels, aligned, chip, offset), config, device)
     return plan
 
@@ -285,10 +301,10 @@ def launch(
         return
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     weight = gamma.data_ptr()
-    unit = row_config(n, spec.x.itemsize, 32, "more").unit  # the same whatever the work and the chip
+    unit = row_config(n, spec.x.itemsize, 32, "more", "many").unit  # the same whatever else
     aligned = _aligned(spec, geom, strides, pointers, weight, unit)
     levels = 1 if n1 == 1 and n2 == 1 else LEVELS
-    key = (spec, n, levels, aligned, device, weight_offset != 0)
+    key = (spec, n, levels, aligned, device, weight_offset != 0, crowd_of(rows, n * spec.x.itemsize))
     plan = _plans.get(key) or _plan(key, *key)
     arguments = plan.template.copy()
     for place, index in plan.pointers:
