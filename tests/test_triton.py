@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -220,6 +222,24 @@ def test_groups_are_left_to_lanes_only_where_they_fit() -> None:
     assert not by_lane(4096, Chip("hip", "gfx942", 64)) and not by_lane(4096, INTERPRETER)
     many = replace(row_config(16384, 2, 32, "group", "many"), chunk=1024, count=16, warps=4)
     assert not dict(build_for(spec, many, 1, True, evidence.H200).constants)["BY_LANE"]
+
+
+def test_equal_names_are_equal_builds() -> None:
+    """Of all cases, and of rows of every length in every tile."""
+    found: dict[str, Build] = {}
+    for build in chain(*(builds for _, builds in builds_of_cases()), _tiles()):
+        assert found.setdefault(build.name, build) == build, build.name
+    assert len(found) > 700
+
+
+def _tiles() -> Iterator[Build]:
+    """Builds of two ops for rows of up to 300 columns, and of some more."""
+    for spec in (norm_spec(), fp8_spec()):
+        for n in (*range(1, 300), *range(300, 20000, 173), *range(512, 20000, 512)):
+            for crowd in get_args(Crowd):
+                config = row_config(n, 2, 32, work_of(spec), crowd)
+                for aligned in (True, False):
+                    yield build_for(spec, config, 1, aligned, evidence.H200)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 31, 32, 33, 100, 1000, 2049, 4097, 7168, 16384, 16385, 131072])

@@ -153,13 +153,13 @@ class Launcher:
             self._run(grid, 1, 1, stream, *self._fixed, *arguments)
 
 
-_loaded: dict[tuple[str, int], Launcher] = {}
+_loaded: dict[tuple[Build, int], Launcher] = {}
 
 
 def load(build: Build, device: int) -> Launcher:
     """The launcher of a configuration on a device; rows of different lengths share one."""
     with _lock:
-        found = _loaded.get((build.name, device))
+        found = _loaded.get((build, device))
         if found is None:
-            found = _loaded[build.name, device] = Launcher(build, device)
+            found = _loaded[build, device] = Launcher(build, device)
     return found

@@ -106,9 +106,14 @@ Crowd = Literal["few", "many", "flood"]
 """How many rows there are: so few that the time of one counts; many; or more bytes than any cache could keep."""
 
 FEW_ROWS: Final = 256
+"""512 x 128 to fp8 take 1.47 us as few, 1.6 as many, 1024 x 128 1.97 and 1.62; to the norm 256 x 128 1.1 and 1.1, 512 x 128 1.47 and 1.25
+[37]."""
+FEW_LONG_ROWS: Final = 1024
+"""The same for rows of more than `LONG_ROW` bytes: 1024 x 16384 to fp8 14.9 us and 17.0 [37]."""
+LONG_ROW: Final = 16384
 FLOOD_BYTES: Final = 160 << 20
-"""From so many bytes of x on, norms of 4097 to 8192 columns are read twice: 16384 x 7168 takes 110.5 us so, held 112.4, but 8192 x 7168
-56.8 and 56.2 [36]."""
+"""From so many bytes of x on, norms of 4097 to 8192 columns are read twice. Us so, and held: 8192 x 7168 56.8 and 56.2 [36], 12288 x 7168
+84.5 and 86.0, 16384 x 7168 111.7 and 113.5, 16384 x 8192 128.0 and 132.5, 20480 x 5120 99.6 and 100.8 [37]."""
 
 assumed: Final[list[Crowd]] = []
 """What every call is taken for, whatever its rows: checks set it (`onepass.checks.crowds`). It changes no bit of any result."""
@@ -118,7 +123,8 @@ def crowd_of(rows: int, row_bytes: int) -> Crowd:
     """How many rows of so many bytes are."""
     if assumed:
         return assumed[-1]
-    return "few" if rows <= FEW_ROWS else "many" if rows * row_bytes < FLOOD_BYTES else "flood"
+    few = FEW_ROWS if row_bytes <= LONG_ROW else FEW_LONG_ROWS
+    return "few" if rows <= few else "many" if rows * row_bytes < FLOOD_BYTES else "flood"
 
 
 Tile = tuple[int, int, int]

@@ -159,8 +159,10 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
         parts.append("offset")
     chunks = str(config.chunk) if config.count < 2 else f"{config.count}*{config.chunk}"
     tile = f"{config.rows}x{chunks}" if config.rows > 1 or config.count < 2 else chunks
-    tile += "" if config.whole or config.count < 2 else "-"
-    tile += f"/{config.warps}w/v{config.vec}{'' if aligned else 'u'}"
+    tile += "" if config.whole or config.long else "-"
+    tile += f"/{config.warps}w/v{config.vec}"
+    tile += "" if config.unit * spec.x.itemsize == 16 else f":{config.unit}"
+    tile += "" if aligned else "u"
     tile += f"/r{config.registers}" if config.registers and aligned else ""
     parts.append(tile + ("/twice" if config.reread else ""))
     if levels > 1:
