@@ -8,8 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+from onepass.checks import rms_norm
+from onepass.checks.case import Case
+from onepass.checks.crowds import CROWDS, assuming, others
+from onepass.triton import _config
 
 HERE = Path(__file__).parent
 
@@ -22,3 +28,29 @@ def test_every_tile_adds_a_row_up_as_defined() -> None:
     *wrong, tried = done.stdout.splitlines()
     assert not wrong
     assert int(tried.split()[0]) > 150
+
+
+def test_what_is_few_and_what_a_flood() -> None:
+    assert [_config.crowd_of(rows, 256) for rows in (1, 256, 257, 655360)] == ["few", "few", "many", "flood"]
+    assert [_config.crowd_of(rows, 32768) for rows in (257, 1024, 1025, 5120)] == ["few", "few", "many", "flood"]
+    assert others(5, 256) == ["many"] and others(300, 256) == ["few"]
+    assert others(5, 2 * 7168) == ["many", "flood"]
+    for crowd in CROWDS:
+        with assuming(crowd):
+            assert _config.crowd_of(1, 256) == _config.crowd_of(1 << 20, 32768) == crowd
+    assert _config.crowd_of(1, 256) == "few"
+
+
+def test_a_tile_that_changes_results_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("rms_norm", "short", (3,), 64)
+    assert rms_norm.run(case, "cpu") is None
+    honest = rms_norm.call
+
+    def call(case: Case, arguments: dict[str, object]) -> tuple[torch.Tensor, ...]:
+        (y,) = honest(case, arguments)
+        if _config.assumed == ["many"]:
+            y[1, 5] = torch.nextafter(y[1, 5], y.new_tensor(torch.inf))
+        return (y,)
+
+    monkeypatch.setattr(rms_norm, "call", call)
+    assert rms_norm.run(case, "cpu") == "results differ with the tile of many rows"

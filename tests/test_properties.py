@@ -161,6 +161,21 @@ class TestFuzz:
                     assert draw.but(case, **names).run("cpu") is None
         assert len(tried) > 60 and None not in tried
 
+    def test_tensor_cores_may_lose_more_of_subnormal_numbers(self) -> None:
+        """Products cut off 25 bits below the largest exponent, a subnormal number's taken for -14: one value differs, as on an H200."""
+        case: Any = cases.numbered(2027, 530330, tuple(OPS), 12, True)
+        host = gemv.inputs(case)
+        act, weight = host["act"].double()[:, None], host["weight"].double()
+        exponents = [t.abs().clamp_min(2.0**-14).log2().floor() for t in (act, weight)]
+        unit = 2.0 ** ((exponents[0] + exponents[1]).amax(-1, keepdim=True) - 25)
+        y = ((act * weight / unit).trunc() * unit).sum(-1) * host["weight_scale"].double()
+        normed, _ = gemv._normed(bounds.Bounds(y, y).part(slice(0, 35)), host["gamma"].double(), case.eps)
+        found = normed.low.half(), y[:, 35:].half()
+        assert found[0][4, 15].item() == pytest.approx(-0.0258331299)
+        assert gemv.verify(case, host, found, gemv.products(case, host, "cuda")) is None
+        on_cpu = gemv.verify(case, host, found, gemv.products(case, host, "cpu"))
+        assert on_cpu is not None and on_cpu.startswith("segment 0: 1 of 490 values out of bounds, first at (4, 15)")
+
     def test_one_unit_in_the_last_place_is_found(self) -> None:
         y = torch.randn(50, 40, dtype=torch.float64) + 3
         for dtype in (torch.bfloat16, torch.float16):
