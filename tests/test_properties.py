@@ -354,15 +354,15 @@ class TestAlgebra:
     )
     @examples(60)
     def test_one_launch_is_two_where_sums_are_exact(self, m: int, k: int, widths: tuple[int, int], seed: int) -> None:
-        """Small integers: no sum is rounded, so neither order nor launches can be seen."""
+        """Small integers: no sum is rounded, so neither order nor launches can be seen, but in the sign of a zero, which is not promised."""
         act, weight = (
             tensor(s, rows, k).mul(2).round().clamp(-3, 3) for s, rows in ((seed, m), (seed + 1, sum(widths)))
         )
         gamma = tensor(seed + 2, widths[0])
         one = onepass.gemv_and_partial_norm(act, weight, gamma)
-        assert same_bytes(one[1], (act @ weight.T)[:, widths[0] :].contiguous())
+        assert same_bytes(one[1] + 0.0, (act @ weight.T)[:, widths[0] :] + 0.0)
         two = onepass.gemv_and_partial_norm(act, weight, gamma, fused=False)
-        assert all_same(one, (two[0], two[1].contiguous()))
+        assert all_same(tuple(t + 0.0 for t in one), tuple(t + 0.0 for t in two))
 
     @given(
         m=st.integers(1, 16),
