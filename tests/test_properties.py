@@ -354,7 +354,7 @@ class TestAlgebra:
     )
     @examples(60)
     def test_one_launch_is_two_where_sums_are_exact(self, m: int, k: int, widths: tuple[int, int], seed: int) -> None:
-        """Small integers: no sum is rounded, so neither order nor launches can be seen, but in the sign of a zero, which is not promised."""
+        """Small integers: no sum is rounded, so neither order nor launches show, but for the sign of a zero, which is not promised."""
         act, weight = (
             tensor(s, rows, k).mul(2).round().clamp(-3, 3) for s, rows in ((seed, m), (seed + 1, sum(widths)))
         )
