@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import get_args
 
@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 from onepass.checks import proof, rms_norm, runner
 from onepass.checks.case import Check
+from onepass.checks.crowds import others
 from onepass.formats import E4M3FN, ScaleRule
 from onepass.rows import Operand, RowSpec, row_spec
 from onepass.triton import _compile, evidence
@@ -246,24 +247,33 @@ def _tiles() -> Iterator[Build]:
 @pytest.mark.parametrize("n", [1, 2, 3, 31, 32, 33, 100, 1000, 2049, 4097, 7168, 16384, 16385, 131072])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("warp_size", [32, 64])
-@pytest.mark.parametrize("work", get_args(Work))
-@pytest.mark.parametrize("crowd", get_args(Crowd))
-def test_configs_are_sound(n: int, itemsize: int, warp_size: int, work: Work, crowd: Crowd) -> None:
-    config = row_config(n, itemsize, warp_size, work, crowd)
-    assert config.long or config.chunk * (config.count - 1) < n <= config.chunk * config.count
-    assert (
-        config.chunk & (config.chunk - 1) == 0
-        and config.warps in (1, 2, 4, 8, 16, 32)
-        and config.warps * warp_size <= 1024
-    )
-    assert config.vec * itemsize <= 16 and n % config.vec == 0 and config.unit % config.vec == 0
-    assert config.unit == row_config(n, itemsize, warp_size, "more", "many").unit, (
-        "what alignment is asked for before the work is known"
-    )
-    assert config.places == min(config.chunk * config.sets, row_places(n))
-    for vectors in (True, False):
-        pieces = config.pieces(vectors, warp_size)
-        assert config.chunk % pieces == 0 and pieces * config.sets <= 16
+def test_configs_are_sound(n: int, itemsize: int, warp_size: int) -> None:
+    unit = row_config(
+        n, itemsize, warp_size, "more", "many"
+    ).unit  # what alignment is asked for before the work is known
+    for work, crowd in product(get_args(Work), get_args(Crowd)):
+        config = row_config(n, itemsize, warp_size, work, crowd)
+        assert config.long or config.chunk * (config.count - 1) < n <= config.chunk * config.count
+        assert (
+            config.chunk & (config.chunk - 1) == 0
+            and config.warps in (1, 2, 4, 8, 16, 32)
+            and config.warps * warp_size <= 1024
+        )
+        assert config.vec * itemsize <= 16 and n % config.vec == 0 and config.unit % config.vec == 0
+        assert config.unit == unit
+        assert config.places == min(config.chunk * config.sets, row_places(n))
+        for vectors in (True, False):
+            pieces = config.pieces(vectors, warp_size)
+            assert config.chunk % pieces == 0 and pieces * config.sets <= 16
+
+
+def test_checks_take_rows_for_all_that_has_another_tile() -> None:
+    for n, itemsize, work in product((128, 2048, 4096, 4097, 7168, 8192, 8193, 16384, 20480), (2, 4), get_args(Work)):
+        if itemsize == 4 and work not in ("more", "prologue"):
+            continue
+        flood, many = (row_config(n, itemsize, 32, work, crowd) for crowd in ("flood", "many"))
+        assert flood == many or "flood" in others(1, n * itemsize)
+    assert row_config(7168, 2, 32, "norm", "flood") != row_config(7168, 2, 32, "norm", "many")
 
 
 class TestEvidence:

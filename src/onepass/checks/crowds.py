@@ -29,7 +29,7 @@ def assuming(crowd: Crowd) -> Iterator[None]:
 
 
 def others(rows: int, row_bytes: int) -> list[Crowd]:
-    """What so many rows are not, but may be taken for; flood and many differ for some rows of 16-bit numbers alone."""
+    """What so many rows are not, but may be taken for, with another tile: a flood has that of many but for rows of these bytes."""
     from ..triton._config import crowd_of
 
     own = crowd_of(rows, row_bytes)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 MAX_BLOCK: Final = 16384
 LONGEST_ROWS: Final = 65536
@@ -127,37 +127,46 @@ def crowd_of(rows: int, row_bytes: int) -> Crowd:
     return "few" if rows <= few else "many" if rows * row_bytes < FLOOD_BYTES else "flood"
 
 
-Tile = tuple[int, int, int]
-"""Warps; columns that lie in one thread side by side (0: as many as 16 bytes have, or half if rows then are whole chunks); and the cap on
-registers (0: none)."""
+class Tile(NamedTuple):
+    """What `_TILES` says of rows of more than 2048 columns."""
 
-_TILES: Final[dict[Work, dict[int, Tile]]] = {
-    "norm": {8192: (8, 0, 0), 16384: (16, 0, 40)},
-    "wide gamma": {16384: (4, 0, 0)},
-    "residual": {4096: (4, 0, 0), 8192: (16, 4, 0)},
-    "fp8": {4096: (4, 0, 0), 7168: (4, 0, 96), 8192: (4, 0, 0), 16384: (4, 0, 168)},
-    "fp8, residual": {8192: (4, 0, 0)},
-    "group": {4096: (4, 0, 0), 7168: (4, 0, 96), 8192: (4, 0, 0), 16384: (8, 0, 0)},
-    "group, norm": {4096: (4, 0, 0), 8192: (8, 8, 80)},
+    warps: int
+    vec: int = 0
+    """Columns that lie in one thread side by side; 0: as many as 16 bytes have, or half if rows then are whole chunks."""
+    registers: int = 0
+    """The most a thread may use; 0: any."""
+    twice: bool = False
+    """Whether a row is read a second time to be written, not held."""
+
+
+_TILES: Final[dict[Crowd, dict[Work, dict[int, Tile]]]] = {
+    "many": {
+        "norm": {8192: Tile(8), 16384: Tile(16, 0, 40, twice=True)},
+        "wide gamma": {16384: Tile(4)},
+        "residual": {4096: Tile(4), 8192: Tile(16, 4)},
+        "fp8": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(4, 0, 168)},
+        "fp8, residual": {8192: Tile(4)},
+        "group": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(8)},
+        "group, norm": {4096: Tile(4), 8192: Tile(8, 8, 80)},
+    },
+    "few": {
+        "fp8": {4096: Tile(8), 8192: Tile(4), 16384: Tile(8, 0, 128)},
+        "group": {8192: Tile(4), 16384: Tile(8)},
+        "group, norm": {4096: Tile(4), 8192: Tile(8)},
+    },
+    "flood": {"norm": {4096: Tile(8), 8192: Tile(8, 8, 56, twice=True)}},
 }
-"""By the longest row that has it; H200, bfloat16, us, from benchmarks/h200/tuning, file in brackets. Norm: 16384 x 1536 25.0 (2 warps:
-25.2) [36], 4096 x 7168 28.8 (4: 28.9), 16384 x 4096 65.1 (4: 66.5), 8192 x 16384 read twice 128 (by 8: 144) [35]. Wide gamma: 4096 x
-7168 29.0 (8: 30.9), 8192 x 16384 143 (8: 196) [28]. Residual: 16384 x 7168 225.5 (8: 228.1) [36]. fp8: 16384 x 7168 82.4 (8: 91.1), 16384 x
-4096 48.0 (8: 53.4) [35], 8192 x 16384 96.4 (8: 101.4, without the cap 110.1); with a residual 4096 x 7168 50.5 (8: 52.1) [36]. Groups of
-128: 4096 x 7168 24.4 (8: 27.4, without the cap 26.0) [35], 4096 x 8192 26.3 (8: 26.5) [33], 16384 x 4096 49.1 (8: 55.2) [32], 8192 x 16384
-109 (16: 111) [35]; with the norm besides 4096 x 7168 44.9 (whole chunks, each chunk's scales in lanes of their own: 54.8) [36]."""
-_TILES_OF_FEW: Final[dict[Work, dict[int, Tile]]] = {
-    "fp8": {4096: (8, 0, 0), 8192: (4, 0, 0), 16384: (8, 0, 128)},
-    "group": {8192: (4, 0, 0), 16384: (8, 0, 0)},
-    "group, norm": {4096: (4, 0, 0), 8192: (8, 0, 0)},
-}
-"""The same for few rows, where they want another: to fp8 128 x 4096 2.05 (4: 2.15), 1 x 8192 1.43 (with a cap 1.53), 1 x 16384 2.03
-(4: 2.59); with groups and norm 1 x 7168 2.12 (in the other way 2.34) [35, 36]."""
-_TILE_OF_A_FLOOD: Final[Tile] = (8, 8, 56)
+"""By the longest row that has it; few rows and a flood, where they want another than many. H200, bfloat16, us, from
+benchmarks/h200/tuning, file in brackets. Norm: 16384 x 1536 25.0 (2 warps: 25.2) [36], 4096 x 7168 28.8 (4: 28.9), 16384 x 4096 65.1
+(4: 66.5), 8192 x 16384 read twice 128 (by 8: 144) [35]. Wide gamma: 4096 x 7168 29.0 (8: 30.9), 8192 x 16384 143 (8: 196) [28].
+Residual: 16384 x 7168 225.5 (8: 228.1) [36]. fp8: 16384 x 7168 82.4 (8: 91.1), 16384 x 4096 48.0 (8: 53.4) [35], 8192 x 16384 96.4 (8:
+101.4, without the cap 110.1); with a residual 4096 x 7168 50.5 (8: 52.1) [36]. Groups of 128: 4096 x 7168 24.4 (8: 27.4, without the
+cap 26.0) [35], 4096 x 8192 26.3 (8: 26.5) [33], 16384 x 4096 49.1 (8: 55.2) [32], 8192 x 16384 109 (16: 111) [35]; with the norm
+besides 4096 x 7168 44.9 (whole chunks, each chunk's scales in lanes of their own: 54.8) [36]. Few rows to fp8: 128 x 4096 2.05 (4:
+2.15), 1 x 8192 1.43 (with a cap 1.53), 1 x 16384 2.03 (4: 2.59); with groups and norm 1 x 7168 2.12 (in the other way 2.34) [35, 36]. A
+flood: `FLOOD_BYTES`."""
 MOST_SUMS: Final = 16
 """Sums of a row that a thread gets at once, to add up the last of them."""
-REREAD: Final = 8192
-"""Above so many columns a norm reads its row twice."""
 MOST_HELD: Final = 64
 """Columns of a row in one thread up to which gamma is held beside them: 8192 x 16384 to fp8 with 128 columns a thread took 97.0 with
 gamma late [26]."""
@@ -175,15 +184,12 @@ def _tile(n: int, work: Work, crowd: Crowd) -> Tile:
     26.1 and 25.0 [36].
     """
     if n <= SHARED_TILE:
-        return (4, 4, 0) if crowd == "few" or work == "norm" else (2, 0, 0)
-    if crowd == "flood" and work == "norm" and 4096 < n <= 8192:
-        return _TILE_OF_A_FLOOD
-    tables = [_TILES_OF_FEW.get(work), _TILES.get(work)] if crowd == "few" else [_TILES.get(work)]
-    for table in tables:
-        for longest, tile in (table or {}).items():
+        return Tile(4, 4) if crowd == "few" or work == "norm" else Tile(2)
+    for tiles in (_TILES[crowd], _TILES["many"]):
+        for longest, tile in tiles.get(work, {}).items():
             if n <= longest:
                 return tile
-    return max(4, (1 << (n - 1).bit_length()) // 1024), 0, 0
+    return Tile(max(4, (1 << (n - 1).bit_length()) // 1024))
 
 
 @cache
@@ -196,10 +202,9 @@ def row_config(n: int, itemsize: int, warp_size: int, work: Work, crowd: Crowd) 
     if n > MAX_BLOCK:
         return _long_rows(n, warp_size, work, unit)
     places = row_places(n)
-    warps, given, registers = _tile(n, work, crowd)
+    warps, given, registers, reread = _tile(n, work, crowd)
     vec = min(given or full, full)
     warps = min(warps, places // (warp_size * vec))
-    reread = work == "norm" and (n > REREAD or (crowd == "flood" and n > 4096))
     chunk = warp_size * warps * vec
     if unit > 1 and not given and not reread and n % chunk == chunk // 2:
         chunk, vec = chunk // 2, vec // 2  # rows are whole chunks then, and none is masked
