@@ -14,6 +14,7 @@ from ..formats import FLOATS, FP8_FORMATS, ScaleRule
 from ..ops.gemv_partial_norm import (
     GEMV,
     gemv_and_partial_norm,
+    gemv_and_partial_norm_unfused_with_scratch,
     gemv_and_partial_norm_with_scratch,
     gemv_trace_blocks,
 )
@@ -43,12 +44,14 @@ class Case:
     layout: Layout = "contiguous"
     values: Values = "normal"
     traced: bool = False
+    fused: bool = True
     op: str = "gemv_and_partial_norm"
 
     @property
     def interpretable(self) -> bool:
         """Whether Triton's interpreter gets through it in seconds."""
-        return self.group not in ("large", "traced") and self.m * self.n * self.k <= 1 << 20
+        most = 1 << 20 if self.fused else 1 << 17
+        return self.group not in ("large", "traced") and self.m * self.n * self.k <= most
 
     @property
     def name(self) -> str:
@@ -63,6 +66,8 @@ class Case:
         parts += [
             word for word in (self.scale, self.layout, self.values) if word not in ("none", "contiguous", "normal")
         ]
+        if not self.fused and self.group != "two launches":
+            parts.append("two launches")
         return f"{self.group}: {' '.join(parts)}"
 
 
@@ -117,12 +122,30 @@ def _cases() -> Iterator[Case]:
         yield Case("large", m, 2112, 7168, (1536,), weight=E4M3, scale="row")
         yield Case("large", m, 2112, 7168, (1536,), F32)
         yield Case("large", m, 300, 40000, (200,))
+    yield from _two_launches()
     yield Case("large", 1, 2112, 7168, (1536, 512))
     yield Case("large", 1, 2112, 5120, (1536,))
     yield Case("large", 1, 4096, 4096, (4096,))
     yield Case("large", 1, 2624, 6144, (2048,))
     yield Case("large", 16, 300, 16500, (200,), weight=E4M3, scale="row")
     yield Case("large", 16, 300, 9001, (200,), F32)
+
+
+def _two_launches() -> Iterator[Case]:
+    """Products of our own, which fp8 weights and scales ask for, with any number of rows."""
+    for m in (1, 4, 16, 17, 40, 70, 300):
+        yield Case("two launches", m, 40, 640, (24,), weight=E4M3, scale="row", fused=False)
+    yield Case("two launches", 40, 10, 100, (7,), weight=E4M3, scale="row", fused=False)
+    for act in FLOATS:
+        yield Case("two launches", 33, 40, 700, (24,), act, E4M3, fused=False)
+        yield Case("two launches", 65, 30, 320, (30,), act, scale="tensor", fused=False)
+    layouts: tuple[Layout, ...] = ("sliced", "misaligned")
+    for layout in layouts:
+        yield Case("two launches", 40, 40, 512, (24,), weight=E4M3, scale="row", layout=layout, fused=False)
+    yield Case("two launches", 20, 48, 256, (24,), weight=E4M3, values="special", fused=False)
+    for m in (32, 64, 1000):
+        yield Case("large", m, 2112, 7168, (1536,), weight=E4M3, scale="row", fused=False)
+    yield Case("large", 64, 2112, 7168, (1536,), scale="row", fused=False)
 
 
 CASES = tuple(_cases())
@@ -167,7 +190,10 @@ def _set_values(tensors: dict[str, Tensor]) -> None:
 
 
 def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The public function's results; of a traced case those of the traced launch."""
+    """The public function's results; of a traced case those of the traced launch, of two launches the norm and all of y."""
+    if not case.fused:
+        normed, unnormed = gemv_and_partial_norm(**arguments, fused=False)
+        return normed, unnormed.as_strided((case.m, case.n), unnormed.stride(), 0)
     results = gemv_and_partial_norm(**arguments)
     return call_scratch(case, arguments, results)[0] if case.traced else results
 
@@ -176,7 +202,9 @@ def zeroable(case: Case) -> list[tuple[int, str]]:
     """Position and name of each result that the kernel writes."""
     names = ["normed", *(["scale"] if case.codes is not None else [])]
     names += [f"normed{i}" for i in range(1, len(case.widths))]
-    if case.n > sum(case.widths):
+    if not case.fused:
+        names.append("y")
+    elif case.n > sum(case.widths):
         names.append("unnormed")
     return list(enumerate(names))
 
@@ -191,6 +219,9 @@ def call_scratch(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]
     normed, unnormed = rest.pop(0), rest.pop()
     scale = rest.pop(0) if case.codes is not None else None
     counter = torch.zeros(len(case.widths), dtype=torch.int32, device=like[0].device)
+    if not case.fused:
+        call_two_launches(arguments, normed, unnormed)
+        return tuple(given), counter
     trace: TraceBuf = NullTrace()
     if case.traced:
         named = (arguments["act"], arguments["weight"], arguments["gamma"], arguments.get("segments", ()))
@@ -203,6 +234,12 @@ def call_scratch(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]
     if isinstance(trace, GmemTrace):
         _check_trace(trace, len(case.widths))
     return tuple(given), counter
+
+
+def call_two_launches(arguments: dict[str, Any], normed: Tensor, y: Tensor) -> None:
+    """The form in two launches into the caller's tensors."""
+    named = (arguments["act"], arguments["weight"], arguments["gamma"], arguments.get("eps", 1e-6))
+    gemv_and_partial_norm_unfused_with_scratch(normed, *named, y, weight_scale=arguments.get("weight_scale"))
 
 
 def _check_trace(trace: GmemTrace, segments: int) -> None:
@@ -222,6 +259,8 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
     host = {k: to_cpu(v) for k, v in arguments.items()}
     left = [t.cpu() for t in results]
     y, slack = oracle.matmul(host["act"], host["weight"], host.get("weight_scale"))
+    if not case.fused:
+        return _verify_two_launches(host, left[0], left[1], compare.near(left[1], y, slack))
     gammas = [host["gamma"], *host.get("segments", ())]
     begin = 0
     for index, gamma in enumerate(gammas):
@@ -239,6 +278,15 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
             return f"segment {index}: {wrong}"
     wrong = compare.near(left.pop(0), y[:, begin:], slack[:, begin:])
     return wrong and f"unnormed: {wrong}"
+
+
+def _verify_two_launches(host: dict[str, Any], normed: Tensor, y: Tensor, wrong: str | None) -> str | None:
+    """The norm is that of y as it was stored."""
+    if wrong is not None:
+        return f"y: {wrong}"
+    exact = oracle.rms_norm(y[:, : normed.shape[1]], host["gamma"], host.get("eps", 1e-6)).y
+    wrong = compare.near(normed, exact, exact.abs() * compare.FLOAT32_ERROR)
+    return wrong and f"normed: {wrong}"
 
 
 def _verify_codes(out: Tensor, scale: Tensor, exact: Tensor, error: Tensor) -> str | None:

@@ -17,6 +17,8 @@ FEWEST_STEPS: Final = 5
 MOST_STEPS: Final = 28
 """With so many steps of k, and k whole steps, a kernel is made for just that number; otherwise one that loops fits all."""
 LOOPED_STEPS: Final = 4
+MOST_ROWS: Final = 32
+"""Rows of act that a program multiplies, at most: more of them are more programs."""
 CHUNK: Final = 512
 """Columns of a norm's tile: 4 for each thread of 4 warps, so that 4 warps lie along a row whatever the rows."""
 MOST_CHUNKS: Final = 8
@@ -78,7 +80,7 @@ def gemv_config(
     warps, columns, depth, ahead, pace = (
         _cut(m, n, weight.itemsize == 1) if dot else (4, 4, 7 if m == 1 else 4, 4 if m == 1 else 2, 2)
     )
-    rows = max(warps // 2, 1 << (m - 1).bit_length()) if dot else (1 if m == 1 else 4)
+    rows = min(MOST_ROWS, max(warps // 2, 1 << (m - 1).bit_length())) if dot else (1 if m == 1 else 4)
     steps = k // step
     long = not aligned or k % step != 0 or not FEWEST_STEPS <= steps <= MOST_STEPS
     if long:
