@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import gemv
-from ..gemv import GemvSpec
+from ..gemv import MAX_ROWS, GemvSpec
 from . import _args, _compile, _parallel
 from .rms_norm import scratch
 
@@ -63,8 +63,15 @@ def launch(
     """Run the kernel of ``spec`` on checked arguments.
 
     ``y`` is a float32 workspace for the normed columns, if there are any. ``counter`` has an int32 for each segment,
-    all zero, which they are again on return; without it the kernel counts in memory of this call.
+    all zero, which they are again on return; without it the kernel counts in memory of this call. A product without norms may have
+    more rows than a kernel holds: it runs for so many at a time.
     """
+    if act.shape[0] > MAX_ROWS and unnormed is not None:
+        for rows, out in zip(act.split(MAX_ROWS), unnormed.split(MAX_ROWS), strict=True):
+            launch(
+                spec, n, k, widths, rows, weight, weight_scale, gammas, y, normed, scale, out, counter, trace, units, eps
+            )  # fmt: skip
+        return
     kernel = _compile.kernel(spec)
     parts = _parts(n, widths)
     size, count = row_blocks = _args.row_blocks(act.shape[0])

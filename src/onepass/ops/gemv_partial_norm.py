@@ -236,9 +236,7 @@ def _scratch_kernel(
 
 def _plain_kernel(notes: dict[Any, Any], act: Tensor, weight: Tensor, weight_scale: Tensor | None, y: Tensor) -> None:
     spec = _spec(act, weight, weight_scale, (), None, False)
-    most = MAX_ROWS if act.is_cpu else act.shape[0] or 1
-    for rows, out in zip(act.split(most), y.split(most), strict=True):
-        _run(spec, rows, weight, weight_scale, [], [], None, out, None, None, None, 0.0)
+    _run(spec, act, weight, weight_scale, [], [], None, y, None, None, None, 0.0)
 
 
 _gemv = Op(GEMV, _kernel)

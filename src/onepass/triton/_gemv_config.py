@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from ..gemv import tiles
+from ..gemv import MAX_ROWS, tiles
 
 STEP: Final = 64
 """Elements of k that a step covers for each element a thread loads at a time: 16 pieces, 4 threads."""
@@ -18,7 +18,10 @@ MOST_STEPS: Final = 28
 """With so many steps of k, and k whole steps, a kernel is made for just that number; otherwise one that loops fits all."""
 LOOPED_STEPS: Final = 4
 MOST_ROWS: Final = 32
-"""Rows of act that a program multiplies, at most: more of them are more programs."""
+"""Rows of act that a program multiplies, at most; more are more programs. M = 128 with fp8 weights took 51 us (16 rows: 79, 64: 94)."""
+MOST_UNALIGNED_ROWS: Final = 16
+UNALIGNED_FP8_ROWS: Final = 8
+"""The same where elements are loaded one by one, each with a register of its own."""
 CHUNK: Final = 512
 """Columns of a norm's tile: 4 for each thread of 4 warps, so that 4 warps lie along a row whatever the rows."""
 MOST_CHUNKS: Final = 8
@@ -50,14 +53,19 @@ class GemvConfig:
     longs: tuple[bool, ...]
 
 
-def _cut(m: int, n: int, fp8: bool) -> tuple[int, int, int, int, int]:
+def _cut(m: int, n: int, fp8: bool, aligned: bool) -> tuple[int, int, int, int, int]:
     """Warps, columns, depth, ahead and pace for tensor cores: H200, bfloat16, us, from benchmarks/h200/tuning/20-gemv-wide.json.
 
     One block runs on a multiprocessor for every 4 columns that N has for it, as long as all fit at once: 2112 x 7168 took
     7.7 so (8 columns: 8.2), 2624 x 6144 8.4 with fewer registers (9.5 with as many), 4096 x 4096 9.0 with 8 columns (10.7).
     More rows of act are worth more columns and warps, which read act less often: M = 4 took 8.1 (4 warps: 9.2), M = 8 9.0
-    (4 warps: 12.9; 16: 9.7), M = 16 11.9 with 16 warps (8: 12.3). fp8 weights (21-gemv-fp8.json): 8.6, 9.1, 9.6 and 11.7.
+    (4 warps: 12.9; 16: 9.7), M = 16 11.9 with 16 warps (8: 12.3). fp8 weights (21-gemv-fp8.json): 8.6, 9.1, 9.6 and 11.7. More
+    than 16 rows (38-gemv-many-rows.json): M = 32 14.2 (2 deep: 17.8), 64 23.1 (3 deep: 26.7); fp8 12.4 and 23.7 (paced: 13.8, 26.4).
     """
+    if fp8 and not aligned and m > 4:
+        return 8, 8, 1, 1, 0
+    if m > MAX_ROWS:
+        return (16, 16, 3, 1, 2) if not fp8 and m <= MOST_ROWS else (16, 16, 2, 1, 0)
     if fp8:
         return (4, 4, 5, 1, 2) if m <= 2 else (8, 8, 5, 1, 2) if m <= 4 else (16, 16, 3, 1, 1)
     if m > 8:
@@ -78,9 +86,10 @@ def gemv_config(
     vec = 16 // weight.itemsize if dot else 4
     step = STEP * vec
     warps, columns, depth, ahead, pace = (
-        _cut(m, n, weight.itemsize == 1) if dot else (4, 4, 7 if m == 1 else 4, 4 if m == 1 else 2, 2)
+        _cut(m, n, weight.itemsize == 1, aligned) if dot else (4, 4, 7 if m == 1 else 4, 4 if m == 1 else 2, 2)
     )
-    rows = min(MOST_ROWS, max(warps // 2, 1 << (m - 1).bit_length())) if dot else (1 if m == 1 else 4)
+    most = MOST_ROWS if aligned else UNALIGNED_FP8_ROWS if weight.itemsize == 1 else MOST_UNALIGNED_ROWS
+    rows = min(most, max(warps // 2, 1 << (m - 1).bit_length())) if dot else (1 if m == 1 else 4)
     steps = k // step
     long = not aligned or k % step != 0 or not FEWEST_STEPS <= steps <= MOST_STEPS
     if long:

@@ -13,7 +13,7 @@ from ..gemv import MAX_SEGMENTS, GemvSpec, tiles
 from . import _counters
 from ._compile import POINTERS, Build, current_chip, load
 from ._config import INTERPRETER, Chip
-from ._gemv_config import CHUNK, GemvConfig, gemv_config
+from ._gemv_config import CHUNK, MOST_ROWS, GemvConfig, gemv_config
 from ._gemv_partial_norm_kernels import _gemv_partial_norm_kernel
 
 _NAMES: Final[tuple[str, ...]] = tuple(_gemv_partial_norm_kernel.arg_names)
@@ -111,9 +111,9 @@ def _registers(config: GemvConfig, aligned: bool) -> int:
     """The most a thread may have; 0 leaves it to the assembler."""
     if not aligned:
         return min(UNALIGNED_REGISTERS, 2048 // config.warps)
-    return (
-        128 if config.warps == 4 and config.columns == 8 else 0
-    )  # a 134th made 4096 x 4096 two waves: 11.8 us, not 9.0
+    # a 134th made 4096 x 4096 two waves, 11.8 us instead of 9.0; left alone, 32 rows have 64 to 92: 13.8 us instead of 12.5
+    few, many = config.warps == 4 and config.columns == 8, config.rows == MOST_ROWS and not config.long
+    return 128 if few or many else 0
 
 
 def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> str:
