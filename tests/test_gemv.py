@@ -20,6 +20,7 @@ from onepass import GmemTrace, oracle
 from onepass.checks import compare
 from onepass.checks.case import poison, same_bytes
 from onepass.checks.gemv_promises import gemv_promises
+from onepass.cpu import gemv_partial_norm as cpu_gemv
 from onepass.errors import ContractError
 from onepass.ops import gemv_partial_norm
 from onepass.ops._launch import launching_with
@@ -94,14 +95,21 @@ class TestResults:
             onepass.gemv_and_partial_norm(weight[:0], weight.to(F8), gamma, fused=False)
         assert not launches
 
-    @pytest.mark.parametrize(("device", "expected"), [("cpu", [16, 16, 8]), ("meta", [40])])
-    def test_a_plain_product_is_one_launch_unless_on_a_cpu(self, device: str, expected: list[int]) -> None:
-        """There the rows of a launch are limited; meta stands for a GPU."""
-        act, weight, y = (torch.empty(shape, device=device) for shape in ((40, 8), (5, 8), (40, 5)))
+    def test_a_plain_product_is_one_launch(self) -> None:
+        """Whatever the number of its rows."""
+        act, weight, y = (torch.empty(shape) for shape in ((40, 8), (5, 8), (40, 5)))
         seen: list[int] = []
         with launching_with(lambda family: lambda *given: seen.append(given[4].shape[0])):
             gemv_partial_norm._plain_kernel({}, act, weight, None, y)
-        assert seen == expected
+        assert seen == [40]
+
+    def test_a_cpu_runs_a_plain_product_for_as_many_rows_as_a_kernel_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[int] = []
+        counted = cpu_gemv._args.row_blocks
+        monkeypatch.setattr(cpu_gemv._args, "row_blocks", lambda m: (seen.append(m), counted(m))[1])
+        act, weight, gamma = inputs(40)
+        onepass.gemv_and_partial_norm(act, weight.to(F8), gamma, fused=False)
+        assert seen == [16, 16, 8]
 
     def test_nothing_is_left_over(self) -> None:
         act, weight, gamma = inputs(width=50)

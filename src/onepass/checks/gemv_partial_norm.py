@@ -143,7 +143,6 @@ def _two_launches() -> Iterator[Case]:
     for layout in layouts:
         yield Case("two launches", 40, 40, 512, (24,), weight=E4M3, scale="row", layout=layout, fused=False)
         yield Case("two launches", 40, 40, 512, (24,), scale="row", layout=layout, fused=False)
-        yield Case("layouts", 16, 40, 1024, (24,), weight=E4M3, layout=layout)
     yield Case("two launches", 20, 48, 256, (24,), weight=E4M3, values="special", fused=False)
     for m in (32, 64, 1000):
         yield Case("large", m, 2112, 7168, (1536,), weight=E4M3, scale="row", fused=False)

@@ -19,9 +19,10 @@ MOST_STEPS: Final = 28
 LOOPED_STEPS: Final = 4
 MOST_ROWS: Final = 32
 """Rows of act that a program multiplies, at most; more are more programs. M = 128 with fp8 weights took 51 us (16 rows: 79, 64: 94)."""
-MOST_UNALIGNED_ROWS: Final = 16
+UNALIGNED_ROWS: Final = 16
 UNALIGNED_FP8_ROWS: Final = 8
-"""The same where elements are loaded one by one, each with a register of its own."""
+"""The same where elements are loaded one by one, each into a register of its own. Up to `MAX_ROWS` alignment changes no number of programs,
+which is that of a trace's blocks."""
 CHUNK: Final = 512
 """Columns of a norm's tile: 4 for each thread of 4 warps, so that 4 warps lie along a row whatever the rows."""
 MOST_CHUNKS: Final = 8
@@ -62,9 +63,9 @@ def _cut(m: int, n: int, fp8: bool, aligned: bool) -> tuple[int, int, int, int, 
     (4 warps: 12.9; 16: 9.7), M = 16 11.9 with 16 warps (8: 12.3). fp8 weights (21-gemv-fp8.json): 8.6, 9.1, 9.6 and 11.7. More
     than 16 rows (38-gemv-many-rows.json): M = 32 14.2 (2 deep: 17.8), 64 23.1 (3 deep: 26.7); fp8 12.4 and 23.7 (paced: 13.8, 26.4).
     """
-    if fp8 and not aligned and m > 4:
-        return 8, 8, 1, 1, 0
     if m > MAX_ROWS:
+        if fp8 and not aligned:
+            return 8, 8, 1, 1, 0
         return (16, 16, 3, 1, 2) if not fp8 and m <= MOST_ROWS else (16, 16, 2, 1, 0)
     if fp8:
         return (4, 4, 5, 1, 2) if m <= 2 else (8, 8, 5, 1, 2) if m <= 4 else (16, 16, 3, 1, 1)
@@ -88,7 +89,7 @@ def gemv_config(
     warps, columns, depth, ahead, pace = (
         _cut(m, n, weight.itemsize == 1, aligned) if dot else (4, 4, 7 if m == 1 else 4, 4 if m == 1 else 2, 2)
     )
-    most = MOST_ROWS if aligned else UNALIGNED_FP8_ROWS if weight.itemsize == 1 else MOST_UNALIGNED_ROWS
+    most = MOST_ROWS if aligned or m <= MAX_ROWS else UNALIGNED_FP8_ROWS if weight.itemsize == 1 else UNALIGNED_ROWS
     rows = min(most, max(warps // 2, 1 << (m - 1).bit_length())) if dot else (1 if m == 1 else 4)
     steps = k // step
     long = not aligned or k % step != 0 or not FEWEST_STEPS <= steps <= MOST_STEPS
