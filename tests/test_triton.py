@@ -82,8 +82,8 @@ SPILLING = {
     _ROW.format("bf16") + "residual=bf16 norm e4m3fn:448/group128:f32 4*2048-/8w/v8/r80": 8,
     _ROW.format("f16") + "residual=f16 norm hf 4x2*256-/2w/v8": 8,
 }
-"""Bytes of stack that configurations were proven with. Caps on registers gain more than a few bytes cost (`_config._TILES`). A cure
-for misaligned fp8 weights of 16 rows is other machine code and so needs a GPU."""
+"""Bytes of stack that configurations were proven with. Caps on registers gain more than a few bytes cost (`_config._TILES`). Misaligned
+fp8 weights of 16 rows would not spill in programs of 8 rows, but a trace's number of blocks is not to depend on alignment."""
 
 
 def test_no_kernel_spills() -> None:

@@ -98,7 +98,7 @@ def gemv_config(
     mask = k % (steps * step) != 0
     chunks = tuple(min(MOST_CHUNKS, -(-w // CHUNK)) for w in widths)
     longs = tuple(w > MOST_CHUNKS * CHUNK for w in widths)
-    group = _group(m, warps, max(chunks, default=1))
+    group = _group(m, warps, max(chunks)) if chunks else 1
     depth, ahead = min(depth, steps), min(ahead, steps)
     pace = pace if aligned and not long else 0
     return GemvConfig(warps, vec, dot, columns, rows, steps, long, mask, depth, ahead, pace, group, chunks, longs)
