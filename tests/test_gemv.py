@@ -20,7 +20,7 @@ from onepass import GmemTrace, oracle
 from onepass.checks import compare
 from onepass.checks.case import poison, same_bytes
 from onepass.checks.gemv_promises import gemv_promises
-from onepass.cpu import gemv_partial_norm as cpu_gemv
+from onepass.cpu import _args as cpu_args
 from onepass.errors import ContractError
 from onepass.ops import gemv_partial_norm
 from onepass.ops._launch import launching_with
@@ -103,10 +103,17 @@ class TestResults:
             gemv_partial_norm._plain_kernel({}, act, weight, None, y)
         assert seen == [40]
 
-    def test_a_cpu_runs_a_plain_product_for_as_many_rows_as_a_kernel_holds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_cpu_runs_a_plain_product_for_as_many_rows_as_a_kernel_holds(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         seen: list[int] = []
-        counted = cpu_gemv._args.row_blocks
-        monkeypatch.setattr(cpu_gemv._args, "row_blocks", lambda m: (seen.append(m), counted(m))[1])
+        divide = cpu_args.row_blocks
+
+        def counted(m: int) -> tuple[int, int]:
+            seen.append(m)
+            return divide(m)
+
+        monkeypatch.setattr(cpu_args, "row_blocks", counted)
         act, weight, gamma = inputs(40)
         onepass.gemv_and_partial_norm(act, weight.to(F8), gamma, fused=False)
         assert seen == [16, 16, 8]

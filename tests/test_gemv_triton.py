@@ -144,7 +144,7 @@ def test_configurations_are_sound(act: torch.dtype, weight: torch.dtype) -> None
             assert config.rows & (config.rows - 1) == 0
             if config.dot:  # whole fragments
                 assert config.columns % (16 // parts) == 0 and config.rows % (8 // parts) == 0
-                assert m <= config.rows <= 32 if m <= MAX_ROWS else 8 <= config.rows <= 32, "all of a program is unrolled"
+                assert (8 if m > MAX_ROWS else m) <= config.rows <= 32, "all of a program is unrolled"
             else:
                 assert (config.warps, config.columns) == (4, 4)
             assert 1 <= config.depth <= config.steps and 1 <= config.ahead <= config.steps
@@ -159,7 +159,8 @@ def test_configurations_are_sound(act: torch.dtype, weight: torch.dtype) -> None
                 assert long == (chunks * _gemv_config.CHUNK < width) and chunks <= _gemv_config.MOST_CHUNKS
                 held = config.group // side * 4 * chunks
                 assert config.group == side or held <= _gemv_config.MOST_VALUES
-            assert config.group == 1 if not widths else config.group % side == 0 and config.group & (config.group - 1) == 0
+            assert config.group & (config.group - 1) == 0
+            assert config.group % side == 0 if widths else config.group == 1
             if m <= MAX_ROWS:
                 other = gemv_config(act, weight, m, n, k, widths, not aligned)
                 assert (other.columns, other.rows) == (config.columns, config.rows), "the blocks of a trace"
