@@ -70,6 +70,14 @@ def test_speed_of_models_is_what_was_measured() -> None:
         assert f"| {row['model']} | {row['batch']} | {' | '.join(told)} |" in text
 
 
+@pytest.mark.parametrize(("machine", "minutes"), [("cpu", 20), ("h200", 10)])
+def test_long_runs_that_reliability_cites(machine: str, minutes: int) -> None:
+    """A million random calls, all as promised; a soak without a fault."""
+    fuzz, soak = (json.loads((ROOT / "benchmarks" / machine / f"{name}.json").read_text()) for name in ("fuzz", "soak"))
+    assert sum(fuzz["cases"].values()) == 1_000_000 and not fuzz["failed"] and not fuzz["failures"]
+    assert soak["minutes"] >= minutes and not soak["faults"]
+
+
 def test_readme_example(tmp_path: Path) -> None:
     """In a file and a process of its own, as a reader would run it; its last comment is what it prints."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
