@@ -13,6 +13,11 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first: one that begins last would keep a worker busy when the others have ended."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Path]:
     """The kernel cache of this run, the same for all of its workers."""

@@ -94,6 +94,7 @@ def test_compiles_for_other_chips(chip: Chip) -> None:
         assert compile_build(build, chip).asm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["model", "slots", "reference", "layouts"])
 def test_interpreted_kernel_passes_its_cases(group: str) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "onepass.checks", "--device", "interpreter"]

@@ -20,6 +20,7 @@ from onepass.triton import _config
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_every_tile_adds_a_row_up_as_defined() -> None:
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src"), "TRITON_INTERPRET": "1"}
     command = [sys.executable, str(HERE / "places_worker.py")]

@@ -46,6 +46,7 @@ def examples(number: int) -> settings:
 # --- random calls ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @given(r=st.randoms(use_true_random=False))
 @examples(1000)
@@ -55,6 +56,7 @@ def test_random_calls(op: str, r: Random) -> None:
         assert case.run("cpu") is None
 
 
+@pytest.mark.slow
 def test_random_calls_of_the_gpu_kernels() -> None:
     """The Triton kernels, interpreted; a few of the cases have values that the interpreter misreads and are left out."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

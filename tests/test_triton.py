@@ -49,6 +49,7 @@ def all_builds() -> list[Build]:
     return list({build.name: build for _, builds in builds_of_cases() for build in builds}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(SHARES))
 def test_every_kernel_ran_on_a_gpu_as_it_is(index: int) -> None:
     """The machine code of each configuration is the one that passed its cases on the H200.
@@ -59,6 +60,7 @@ def test_every_kernel_ran_on_a_gpu_as_it_is(index: int) -> None:
     assert not evidence.missing(all_builds()[index::SHARES], evidence.read(EVIDENCE), evidence.H200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(SHARES))
 def test_the_compiler_makes_of_an_ir_what_the_evidence_says(index: int) -> None:
     """A tenth of the configurations of each kernel is compiled to the end: the test above relies on it for the others."""
@@ -122,6 +124,7 @@ INTERPRETED = {
 """How many cases there are at least, and among how many tests their groups are shared out."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "share"), [(op, share) for op, (_, parts) in INTERPRETED.items() for share in range(parts)]
 )
