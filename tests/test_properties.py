@@ -46,7 +46,6 @@ def examples(number: int) -> settings:
 # --- random calls ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @given(r=st.randoms(use_true_random=False))
 @examples(1000)
