@@ -162,6 +162,24 @@ class TestFuzz:
                     assert draw.but(case, **names).run("cpu") is None
         assert len(tried) > 60 and None not in tried
 
+    @pytest.mark.parametrize("result", [0, 1])
+    def test_a_row_that_differs_among_more_rows_is_found(self, result: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        honest = onepass.gemv_and_partial_norm
+
+        def faulty(act: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+            results = honest(act, *rest, **options)
+            if act.shape[0] > 16:
+                results[result].view(torch.int16)[-1, -1] ^= 1
+            return results
+
+        monkeypatch.setattr(gemv, "gemv_and_partial_norm", faulty)
+        act, weight = torch.randn(3, 32).bfloat16(), torch.randn(9, 32).to(torch.float8_e4m3fn)
+        given: dict[str, Any] = {"act": act, "weight": weight, "gamma": torch.ones(5).bfloat16(), "eps": 1e-6}
+        normed, unnormed = honest(**given, fused=False)
+        assert gemv._run_often(given, normed, unnormed, None) == "rows differ among more rows"
+        monkeypatch.undo()
+        assert gemv._run_often(given, normed, unnormed, None) is None
+
     def test_tensor_cores_may_lose_more_of_subnormal_numbers(self) -> None:
         """Products cut off 25 bits below the largest exponent, a subnormal number's taken for -14: one value differs, as on an H200."""
         case: Any = cases.numbered(2027, 530330, tuple(OPS), 12, True)

@@ -133,19 +133,8 @@ def test_interpreted_kernels_pass_their_cases(op: str, share: int) -> None:
     cases = [case for case in runner.select([op], "") if case.interpretable]
     assert len(cases) >= floor
     match = "|".join(f"{group}: " for group in sorted({case.group for case in cases})[share::parts])
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "onepass.checks",
-        "--device",
-        "interpreter",
-        "--op",
-        op,
-        "--match",
-        match,
-    ]
+    command = [sys.executable, "-W", "ignore", "-m", "onepass.checks", "--device", "interpreter"]
+    command += ["--op", op, "--match", match]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     found = re.search(r"(\d+) passed, (\d+) failed on interpreter", done.stdout)
