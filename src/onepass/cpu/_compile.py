@@ -24,7 +24,7 @@ from typing import Any, Final
 from ..errors import Unsupported
 from ..gemv import GemvSpec
 from ..rows import RowSpec
-from . import _args
+from . import _args, _half
 from ._args import Spec
 
 _MAGIC: Final = b"onepass object 2\n"
@@ -125,10 +125,22 @@ def build(spec: Spec, features: str) -> str:
     return _row.build(spec)
 
 
+@cache
+def _converts_half(cpu: str, features: str) -> bool:
+    """Whether LLVM has instructions for float16 on a CPU, or would call a library that the process need not have."""
+    machine = _machine(cpu, features)
+    module = _llvm().parse_assembly(_half.PROBE)
+    module.triple = machine.triple
+    assembly = machine.emit_assembly(module)
+    return not any(name in assembly for name in _half.LIBRARY)
+
+
 def compile_ir(text: str, cpu: str, features: str) -> bytes:
     """The object file of an LLVM module."""
     llvm = _llvm()
     machine = _machine(cpu, features)
+    if "half" in text and not _converts_half(cpu, features):
+        text = _half.in_software(text)
     module = llvm.parse_assembly(text)
     module.triple = machine.triple
     options = llvm.create_pipeline_tuning_options(speed_level=2)
