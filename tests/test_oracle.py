@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from onepass import oracle
-from onepass.checks import compare
+from onepass.checks import compare, mla_cases, rms_norm, runner
 from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, Fp8Format, ScaleRule
 
 
@@ -99,3 +100,55 @@ class TestNoToleranceAcceptsZero:
             compare.codes(torch.zeros_like(codes).view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is not None
         )
         assert compare.codes((codes ^ 1).view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is not None
+
+
+class TestRoundedOnTheWay:
+    """Roundings between the sum and the store: a result is right only if the rounding rules explain it."""
+
+    @staticmethod
+    def results(case: Any) -> tuple[Any, dict[str, Any], list[torch.Tensor]]:
+        module = runner.MODULES[case.op]
+        with runner.running_on("cpu"):
+            arguments = module.inputs(case, "cpu")
+            found = list(module.call(case, arguments))
+            assert module.verify(case, arguments, tuple(found)) is None
+        return module, arguments, found
+
+    @pytest.mark.parametrize("factor", [1.005, 0.995, 1 + 1e-5, 1 - 1e-5])
+    @pytest.mark.parametrize("group", [None, 128])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_a_scale_half_a_percent_off_is_wrong(self, dtype: torch.dtype, group: int | None, factor: float) -> None:
+        options: dict[str, Any] = {"rounding": "hf"} | ({"group_size": group} if group else {})
+        case = rms_norm.Case("rms_norm_fused_fp8", "test", (4,), 640, dtype, options=options)
+        module, arguments, results = self.results(case)
+        scale = results[1]
+        for at in range(scale.numel()):
+            changed = scale.clone()
+            changed.view(-1)[at] *= factor
+            wrong = module.verify(case, arguments, (results[0], changed))
+            assert wrong is not None and wrong.startswith("1 of")
+
+    @pytest.mark.parametrize("op", ["rms_norm", "rms_norm_fused_fp8"])
+    def test_one_value_of_a_rounded_norm_a_step_off_is_wrong(self, op: str) -> None:
+        case = rms_norm.Case(op, "test", (2,), 64, options={"rounding": "hf"})
+        self.every_step_is_noticed(case, 0, 128)
+
+    @pytest.mark.parametrize("case", [c for c in mla_cases.CASES if c.group == "reference"], ids=lambda c: c.name)
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_one_value_of_a_small_cache_write_a_step_off_is_wrong(self, case: Any, index: int) -> None:
+        self.every_step_is_noticed(case, index, 40)
+
+    def every_step_is_noticed(self, case: Any, index: int, most: int) -> None:
+        """Change one value that the op wrote, a few times a different one: by a unit in the last place, a float32 by 1 in 4096 or so."""
+        module, arguments, results = self.results(case)
+        whole = results[index]
+        before = arguments["blocks"] if case.op == mla_cases.OP and index == 1 else torch.zeros_like(whole)
+        integer, step = {1: (torch.uint8, 1), 2: (torch.int16, 1), 4: (torch.int32, 2**12)}[whole.element_size()]
+        written = (whole.view(integer) != before.view(integer)).nonzero()
+        assert len(written) >= most
+        for at in written[:: len(written) // most].tolist():
+            changed = whole.clone()
+            place = changed.view(integer)[tuple(at)]
+            place.copy_(place + (-step if int(place) & 0x7F == 0x7E else step))
+            several = [changed if i == index else t for i, t in enumerate(results)]
+            assert module.verify(case, arguments, tuple(several)) is not None, at

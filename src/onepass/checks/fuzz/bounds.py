@@ -95,11 +95,10 @@ def normed(
             high = torch.where(g.isinf() & (a != 0) & (a.abs() <= radius), torch.nan, high)
         return Bounds(low, high)
     first = around(a, radius).rounded(rounded)
-    ends = first.low * g, first.high * g
+    ends = [(end * g).float().double() for end in first]  # one product of float32: a tie of it is a tie
     rising = ends[0] <= ends[1]  # and not minimum and maximum: of zeros they would lose a sign
     low, high = torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0])
-    low = around(low, low.abs() * PRODUCT + FLOOR).low
-    high = around(high, high.abs() * PRODUCT + FLOOR).high
+    low, high = around(low, FLOOR).low, around(high, FLOOR).high
     if not g.isfinite().all():  # infinity times what may be zero
         doubtful = g.isinf() & (first.low <= 0) & (first.high >= 0) & (first.low != first.high)
         low, high = torch.where(doubtful, -torch.inf, low), torch.where(doubtful, torch.nan, high)
