@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -18,6 +20,9 @@ from .runner import MODULES, Result
 if TYPE_CHECKING:
     from ..triton._compile import Build
     from ..triton._config import Chip
+
+JOBS: Final = 8
+"""Threads that wait for NVIDIA's tool."""
 
 
 def builds(case: Check, chip: Chip, device: str = "cpu") -> list[Build]:
@@ -62,6 +67,7 @@ def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str
 
     from ..triton import evidence
     from ..triton._compile import current_chip
+    from ..triton._digest import SourceDigests
 
     chip = current_chip(torch.cuda.current_device())
     found: dict[str, Build] = {}
@@ -73,29 +79,49 @@ def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str
             ran.setdefault(build.name, []).append(f"{case.op} {case.name}")
             if not result.passed:
                 failed.add(build.name)
-    proofs = {name: evidence.prove(build, chip, ran[name]) for name, build in found.items() if name not in failed}
+    digests = SourceDigests()
+    with ThreadPoolExecutor(JOBS) as pool:  # NVIDIA's tool, a process per configuration, is most of the time
+        proven = {
+            name: pool.submit(evidence.prove, build, chip, ran[name], digests)
+            for name, build in found.items()
+            if name not in failed
+        }
+        proofs = {name: proof.result() for name, proof in proven.items()}
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     evidence.write(path, machine, proofs)
     return f"{len(proofs)} configurations proven, {len(failed)} not; written to {path}"
 
 
 def refresh(path: Path, cases: Iterable[Check]) -> str:
-    """Note in an evidence file the IR of configurations whose machine code is the proven one, though their source is not the same.
+    """Note in an evidence file the sources and the IR of configurations whose machine code is the proven one; a sentence for the user.
 
-    Needs no GPU; nothing is proven by it. Without it such configurations are compiled by every run of the tests.
+    Needs no GPU and proves nothing. Without it the tests make the IR of such configurations, or compile them, on every run.
     """
     from ..triton import evidence
+    from ..triton._digest import SourceDigests
 
     machine = json.loads(path.read_text())["machine"]
     proofs = evidence.read(path)
-    noted = 0
+    digests = SourceDigests()
+    noted = changed = 0
     for name, build in distinct_builds(cases, evidence.H200).items():
         proof = proofs.get(name)
-        if proof is None or (proof.stack is not None and proof.ir == evidence.ir_hash(build, evidence.H200)):
+        if proof is None:
             continue
-        found = evidence.prove(build, evidence.H200, proof.cases)
+        source = evidence.digest(build, evidence.H200, digests)
+        if proof.stack is not None and proof.source == source:
+            continue
+        if proof.stack is not None and proof.ir == evidence.ir_hash(build, evidence.H200):
+            found = replace(proof, source=source)
+        else:
+            found = evidence.prove(build, evidence.H200, proof.cases, digests)
         if found.machine_code == proof.machine_code:
             proofs[name] = found
             noted += 1
+        else:
+            changed += 1
     evidence.write(path, machine, proofs)
-    return f"{noted} configurations are compiled from another IR to the machine code that was proven; noted in {path}"
+    return (
+        f"{noted} configurations have another source and the machine code that was proven: noted in {path}. "
+        f"{changed} have another machine code and must run on a GPU."
+    )

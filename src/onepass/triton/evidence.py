@@ -21,9 +21,12 @@ from triton.compiler import make_backend
 from ..ops._launch import launching_with
 from ._compile import Build, compile_build, is_unproven, machine_hash, setting
 from ._config import Chip
+from ._digest import SourceDigests, source_digest
 
 H200 = Chip("cuda", 90, 32)
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)
+"""Formats that `read` knows. 1 has no source digests: what it proves is found by its IR until `--refresh` notes them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class Proof:
     """`ir_hash` of a build that had this machine code; another may have it too, and then it must be compiled to know."""
     stack: int | None = None
     """Bytes of memory that a thread of this machine code spills to; None where no tool told."""
+    source: str | None = None
+    """`digest` of a build that had this machine code. Another source may have it too: then the IR decides, then the compiler."""
 
 
 def builds_of(call: Callable[[], Any], chip: Chip) -> list[Build]:
@@ -89,11 +94,24 @@ def ir_hash(build: Build, chip: Chip, ttir: str | None = None) -> str:
 
     What follows is a function of these, as Triton's own cache takes it to be; the front end is a quarter of the work.
     """
-    target, options, backend = _compiler(build, chip)
-    variables = sorted(get_cache_invalidating_env_vars().items())
-    whole = f"{triton.__version__} {backend.hash()} {target} {options.hash()} {variables}\n"
+    whole = f"{_named_compiler(build, chip)}\n"
     whole += lowered(build, chip, "ttir") if ttir is None else ttir
     return hashlib.sha256(whole.encode()).hexdigest()[:24]
+
+
+def _named_compiler(build: Build, chip: Chip) -> str:
+    """Compiler, chip and options as text."""
+    target, options, backend = _compiler(build, chip)
+    variables = sorted(get_cache_invalidating_env_vars().items())
+    return f"{triton.__version__} {backend.hash()} {target} {options.hash()} {variables}"
+
+
+def digest(build: Build, chip: Chip, digests: SourceDigests | None = None) -> str:
+    """A digest of the sources and settings that the IR is made from; milliseconds, where the IR takes a quarter of a second.
+
+    ``digests`` remembers sources that were read: hand over one object for many builds.
+    """
+    return source_digest(build, _named_compiler(build, chip), digests or SourceDigests())
 
 
 def resources(compiled: Any) -> dict[str, int]:
@@ -106,14 +124,15 @@ def resources(compiled: Any) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
 
 
-def prove(build: Build, chip: Chip, cases: Iterable[str]) -> Proof:
+def prove(build: Build, chip: Chip, cases: Iterable[str], digests: SourceDigests | None = None) -> Proof:
     """The proof that ``cases`` give for a build which passed them."""
     compiled = compile_build(build, chip)
     stack = None
     if chip.backend == "cuda":
         usage = resources(compiled)
         stack = usage["STACK"] + usage["LOCAL"]
-    return Proof(machine_hash(compiled), tuple(cases), ir_hash(build, chip, compiled.asm["ttir"]), stack)
+    source = digest(build, chip, digests)
+    return Proof(machine_hash(compiled), tuple(cases), ir_hash(build, chip, compiled.asm["ttir"]), stack, source)
 
 
 def write(path: Path, machine: dict[str, str], proofs: dict[str, Proof]) -> None:
@@ -122,7 +141,13 @@ def write(path: Path, machine: dict[str, str], proofs: dict[str, Proof]) -> None
         "format": FORMAT,
         "machine": machine,
         "builds": {
-            name: {"machine_code": p.machine_code, "ir": p.ir, "stack": p.stack, "cases": sorted(p.cases)}
+            name: {
+                "machine_code": p.machine_code,
+                "ir": p.ir,
+                "source": p.source,
+                "stack": p.stack,
+                "cases": sorted(p.cases),
+            }
             for name, p in sorted(proofs.items())
         },
     }
@@ -133,10 +158,11 @@ def write(path: Path, machine: dict[str, str], proofs: dict[str, Proof]) -> None
 def read(path: Path) -> dict[str, Proof]:
     """The proofs of an evidence file by configuration name."""
     body = json.loads(path.read_text())
-    if body.get("format") != FORMAT:
-        raise ValueError(f"{path}: evidence format {body.get('format')}, expected {FORMAT}")
+    if body.get("format") not in READABLE:
+        known = " or ".join(map(str, READABLE))
+        raise ValueError(f"{path}: evidence format {body.get('format')}, expected {known}")
     return {
-        name: Proof(p["machine_code"], tuple(p["cases"]), p.get("ir"), p.get("stack"))
+        name: Proof(p["machine_code"], tuple(p["cases"]), p.get("ir"), p.get("stack"), p.get("source"))
         for name, p in body["builds"].items()
     }
 
@@ -144,8 +170,10 @@ def read(path: Path) -> dict[str, Proof]:
 def missing(builds: Iterable[Build], proofs: dict[str, Proof], chip: Chip) -> list[str]:
     """Names of the builds whose machine code is not among the proofs, each with the reason; admitted gaps left out.
 
-    A build with the IR that a proof's machine code was made from is not compiled once more.
+    A build with the source that a proof's machine code was made from has that machine code. With another source its IR is
+    compared, and with another IR it is compiled.
     """
+    digests = SourceDigests()
     problems = []
     for build in builds:
         if is_unproven(build):
@@ -153,6 +181,21 @@ def missing(builds: Iterable[Build], proofs: dict[str, Proof], chip: Chip) -> li
         proof = proofs.get(build.name)
         if proof is None:
             problems.append(f"{build.name}: never run on a GPU")
-        elif proof.ir != ir_hash(build, chip) and proof.machine_code != compiled_hash(build, chip):
+        elif not _has_machine_code(proof, build, chip, digests):
             problems.append(f"{build.name}: its machine code has changed since it ran on a GPU")
     return problems
+
+
+def _has_machine_code(proof: Proof, build: Build, chip: Chip, digests: SourceDigests) -> bool:
+    """Whether a build compiles to what was proven; the cheapest way to know comes first."""
+    if proof.source is not None and proof.source == digest(build, chip, digests):
+        return True
+    return proof.ir == ir_hash(build, chip) or proof.machine_code == compiled_hash(build, chip)
+
+
+def unproven(call: Callable[[], Any], path: Path, chip: Chip = H200) -> list[str]:
+    """Whether the machine code of a call ran on a GPU: empty, or what did not, with the reason. Nothing is launched.
+
+    ``path`` is the evidence file, which is in the repository and in no package: ``benchmarks/h200/evidence.json``.
+    """
+    return missing(builds_of(call, chip), read(path), chip)
