@@ -26,7 +26,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write results here")
     parser.add_argument("--resume", type=Path, help="with --promises: leave out those that this file says were kept")
     parser.add_argument("--evidence", type=Path, help="with --device cuda: record the machine code that passed")
-    parser.add_argument("--refresh", type=Path, help="note in this evidence the IR that still gives the proven code")
+    parser.add_argument(
+        "--refresh", type=Path, help="note in this evidence the sources that still give the proven code"
+    )
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes that compile ahead (--evidence) or share the promises"
     )
@@ -42,7 +44,8 @@ def main() -> int:
         share, of = map(int, options.share.split("/"))
         run_promises(options.device, _tell, options.match, kept, share, of)
         return 0
-    cases = select(options.op, options.match)
+    machine_code = options.device == "cuda" or options.compile_share or options.refresh
+    cases = select(options.op, options.match, published=bool(machine_code) and not options.promises)
     if options.compile_share:
         proof.compile_share(cases, *map(int, options.compile_share.split("/")))
         return 0

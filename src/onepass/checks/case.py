@@ -55,7 +55,7 @@ class Case:
     @property
     def interpretable(self) -> bool:
         """Whether Triton's interpreter gets through it in seconds, and the kernel is not another one on a GPU."""
-        return self.group not in ("large", "lanes") and self.n <= INTERPRETED_COLUMNS
+        return self.group not in ("large", "lanes", "families") and self.n <= INTERPRETED_COLUMNS
 
     @property
     def name(self) -> str:

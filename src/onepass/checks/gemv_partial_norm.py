@@ -51,7 +51,7 @@ class Case:
     def interpretable(self) -> bool:
         """Whether Triton's interpreter gets through it in seconds."""
         most = 1 << 20 if self.fused else 1 << 17
-        return self.group not in ("large", "traced") and self.m * self.n * self.k <= most
+        return self.group not in ("large", "traced", "families") and self.m * self.n * self.k <= most
 
     @property
     def name(self) -> str:

@@ -64,7 +64,7 @@ class MlaCase:
     @property
     def interpretable(self) -> bool:
         """Whether Triton's interpreter gets through it in seconds."""
-        return self.group != "large"
+        return self.group not in ("large", "families")
 
     @property
     def name(self) -> str:

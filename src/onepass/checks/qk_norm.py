@@ -60,7 +60,7 @@ class QkCase:
     @property
     def interpretable(self) -> bool:
         """Whether Triton's interpreter gets through it in seconds."""
-        return self.group != "large" and max(self.nq, self.nk) <= INTERPRETED_COLUMNS
+        return self.group not in ("large", "families") and max(self.nq, self.nk) <= INTERPRETED_COLUMNS
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import gemv_partial_norm, mla_rope_norm, qk_norm, rms_norm
+from . import families, gemv_partial_norm, mla_rope_norm, qk_norm, rms_norm
 from .case import Check
 from .promises import promises
 
@@ -54,9 +54,17 @@ class Result:
         return asdict(self)
 
 
-def select(ops: Sequence[str] = (), match: str = "") -> list[Check]:
-    """The cases of these ops (all when empty) whose name contains ``match``, or one of the words between its bars."""
-    return [case for case in CASES if (not ops or case.op in ops) and matches(case.name, match)]
+def select(ops: Sequence[str] = (), match: str = "", published: bool = False) -> list[Check]:
+    """The cases of these ops (all when empty) whose name contains ``match``, or one of the words between its bars.
+
+    ``published``: also those of published models, which are about machine code that an H200 must have run. Needs Triton.
+    """
+    cases = CASES
+    if published:
+        from ..triton.evidence import H200
+
+        cases += tuple(families.least_cases(H200))
+    return [case for case in cases if (not ops or case.op in ops) and matches(case.name, match)]
 
 
 def matches(name: str, match: str) -> bool:

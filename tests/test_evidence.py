@@ -1,0 +1,285 @@
+"""What the evidence from a GPU covers, and how CI knows without one that it still holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import onepass
+
+pytest.importorskip("triton")
+
+import triton
+
+from onepass.checks import families, proof, published, rms_norm, runner
+from onepass.checks.case import Check
+from onepass.integrations.families import FAMILIES
+from onepass.triton import _compile, evidence
+from onepass.triton import _rms_norm_kernels as kernels
+from onepass.triton._compile import Build
+from onepass.triton._config import Chip, row_config
+from onepass.triton._digest import SourceDigests
+from onepass.triton.rms_norm import build_for
+from test_triton import EVIDENCE, norm_spec
+
+BF16 = torch.bfloat16
+
+
+def norm_build(n: int = 512, residual: bool = False) -> Build:
+    return build_for(norm_spec(residual), row_config(n, 2, 32, "norm", "many"), 1, True, evidence.H200)
+
+
+class TestPublishedModels:
+    """The table of published sizes, the calls it stands for, and the cases made from it."""
+
+    def test_every_configuration_ran_on_a_gpu(self) -> None:
+        """Of every published size of every family: norms, fp8 forms, q and k, projections, the cache write; 1 to 4096 rows and a flood."""
+        needed = {name: b for builds in families.needed(evidence.H200).values() for name, b in builds.items()}
+        assert len(needed) > 500
+        proofs = evidence.read(EVIDENCE)
+        absent = [name for name, build in needed.items() if name not in proofs and not _compile.is_unproven(build)]
+        assert not absent, f"{len(absent)} of {len(needed)} configurations never ran on a GPU; make gpu records them"
+
+    def test_the_families_are_those_that_patch_supports(self) -> None:
+        rows = {family.name: family for family in FAMILIES if family.name != "torch.nn"}
+        assert {family.name for family in published.FAMILIES} == set(rows)
+        for family in published.FAMILIES:
+            row = rows[family.name]
+            assert (family.rounding, family.weight_offset) == (row.rounding, row.weight_offset), family.name
+            norms = "" if row.attention is None else "heads" if row.attention.per_head else "whole"
+            assert family.norms == norms, family.name
+            assert any(model.latent for model in family.models) == (row.mla is not None), family.name
+            for model in family.models:
+                assert bool(model.heads and model.kv_heads and model.head_dim) == bool(norms), model
+
+    def test_cases_need_what_calls_of_the_models_need(self) -> None:
+        """So that running the cases on a GPU proves all of it; and no case of a kind could be left out."""
+        needed = {name for builds in families.needed(evidence.H200).values() for name in builds}
+        light = [case for case in families.least_cases(evidence.H200) if not _heavy(case)]
+        found: dict[str, int] = {}
+        for case in light:
+            for build in proof.builds(case, evidence.H200):
+                found[build.name] = found.get(build.name, 0) + 1
+        by_case = families.needed(evidence.H200)
+        heavy = {n for case in families.WORK if _heavy(case) for n in by_case[f"{case.op} {case.name}"]}
+        assert set(found) <= needed and needed - set(found) <= heavy and len(heavy) < 20
+
+    def test_no_case_could_be_left_out(self) -> None:
+        found = families.needed(evidence.H200)
+        least = families.least_cases(evidence.H200)
+        assert len({case.name for case in least}) <= len(least) < len(families.WORK)
+        times: dict[str, int] = {}
+        for case in least:
+            for name in found[f"{case.op} {case.name}"]:
+                times[name] = times.get(name, 0) + 1
+        assert set(times) == {name for builds in found.values() for name in builds}
+        for case in least:
+            assert any(times[name] == 1 for name in found[f"{case.op} {case.name}"]), case.name
+
+    def test_runs_on_a_gpu_have_these_cases(self) -> None:
+        on_gpu, elsewhere = runner.select(published=True), runner.select()
+        assert {case.group for case in on_gpu} - {case.group for case in elsewhere} == {families.GROUP}
+        assert not any(case.interpretable for case in on_gpu if case.group == families.GROUP)
+
+    def test_one_case_of_every_form_passes_and_fails_with_zeros(self) -> None:
+        """On the CPU: these are cases like others, of which each could fail."""
+        seen = set()
+        for case in families.WORK:
+            form = (
+                case.op,
+                str(getattr(case, "options", "")),
+                getattr(case, "residual", None),
+                getattr(case, "turn", None),
+            )
+            if form in seen or _heavy(case) or (case.op.startswith("gemv") and case.m > 1):  # type: ignore[attr-defined]
+                continue
+            seen.add(form)
+            with runner.running_on("cpu"):
+                assert runner.run_case(case, "cpu").message == ""
+                module = runner.MODULES[case.op]
+                arguments = module.inputs(case, "cpu")
+                results = list(module.call(case, arguments))
+                index, _ = module.zeroable(case)[0]
+                results[index] = torch.zeros_like(results[index])
+                assert module.verify(case, arguments, tuple(results)) is not None, case.name
+        assert len(seen) > 30
+
+
+def _heavy(case: Check) -> bool:
+    """Prompts of thousands of tokens: seconds of a CPU each."""
+    return isinstance(case, families.MlaCase) and case.tokens > 1000
+
+
+def test_a_call_is_asked_whether_it_is_proven(tmp_path: Path) -> None:
+    x, gamma = torch.empty(4, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
+    assert evidence.unproven(lambda: onepass.rms_norm(x, gamma), EVIDENCE) == []
+    evidence.write(tmp_path / "evidence.json", {}, {})
+    (told,) = evidence.unproven(lambda: onepass.rms_norm(x, gamma), tmp_path / "evidence.json")
+    assert told.startswith("rms_norm_row x=bf16") and told.endswith(": never run on a GPU")
+
+
+# --- digests of sources ---------------------------------------------------------------------------------------------
+
+HELPERS = '''
+"""A docstring."""
+import triton
+import triton.language as tl
+
+WIDTH = tl.constexpr(4)
+
+
+@triton.constexpr_function
+def twice(n):
+    """Doubled."""
+    return 2 * n
+
+
+@triton.jit
+def inner(x):
+    """A docstring."""
+    # a comment
+    return x + WIDTH
+
+
+@triton.jit
+def outer(pointer, OPTION: tl.constexpr):
+    value = inner(tl.load(pointer)) * twice(OPTION)
+    tl.store(pointer, value)
+'''
+
+
+@pytest.fixture
+def module_of(tmp_path: Path) -> Iterator[Any]:
+    """Writes sources as a module and imports it, another one each time."""
+    made: list[str] = []
+
+    def make(source: str) -> ModuleType:
+        name = f"digested_{len(made)}"
+        (tmp_path / f"{name}.py").write_text(source)
+        made.append(name)
+        found = __import__(name)
+        for function in (found.outer, found.inner, found.twice):
+            function.__module__ = function.fn.__module__ = "digested"  # as if it were the same module, edited
+        return found
+
+    sys.path.insert(0, str(tmp_path))
+    yield make
+    sys.path.remove(str(tmp_path))
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+class TestSourceDigests:
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ("return x + WIDTH", "return x - WIDTH"),
+            ("constexpr(4)", "constexpr(8)"),
+            ("return 2 * n", "return 3 * n"),
+            ("tl.store(pointer, value)", "tl.store(pointer + 1, value)"),
+            ("@triton.jit\ndef inner", "@triton.jit(noinline=True)\ndef inner"),
+        ],
+        ids=["device function", "global constant", "constexpr function", "kernel", "decorator"],
+    )
+    def test_changes_with_whatever_the_kernel_reaches(self, module_of: Any, old: str, new: str) -> None:
+        assert old in HELPERS
+        before, after = (SourceDigests().of(module_of(text).outer) for text in (HELPERS, HELPERS.replace(old, new)))
+        assert before != after
+
+    def test_layout_comments_and_docstrings_do_not_count(self, module_of: Any) -> None:
+        other = HELPERS.replace("# a comment", "# another").replace('"""A docstring."""', '"""Other words."""')
+        other = "\n\n\n" + other.replace("inner(tl.load(pointer)) *", "inner(\n        tl.load(pointer)\n    ) *")
+        other += "\n\n@triton.jit\ndef unused(x):\n    return x\n"
+        assert SourceDigests().of(module_of(HELPERS).outer) == SourceDigests().of(module_of(other).outer)
+
+    def test_a_changed_device_function_of_a_kernel_changes_its_builds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In the kernels themselves: a device function, deep down, with another body."""
+        build = norm_build()
+        before = evidence.digest(build, evidence.H200)
+        assert evidence.digest(build, evidence.H200) == before
+        scope = kernels._rms_norm_row_kernel.fn.__globals__
+        name = next(
+            n for n in sorted(scope) if isinstance(scope[n], triton.runtime.jit.JITFunction) and "kernel" not in n
+        )
+
+        @triton.jit
+        def changed(x):  # type: ignore[no-untyped-def]
+            return x
+
+        monkeypatch.setitem(scope, name, changed)
+        after = evidence.digest(build, evidence.H200)
+        assert after != before
+        proof_of_before = evidence.Proof("0" * 24, (), "0" * 24, 0, before)
+        monkeypatch.setattr(evidence, "ir_hash", lambda *_: "1" * 24)
+        monkeypatch.setattr(evidence, "compiled_hash", lambda *_: "1" * 24)
+        assert evidence.missing([build], {build.name: proof_of_before}, evidence.H200)
+
+    def test_all_that_a_build_has_is_in_its_digest(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        build = norm_build(1536)
+        others = [
+            norm_build(1536, residual=True),
+            replace(build, divisible=()),
+            replace(build, warps=2 * build.warps),
+            replace(build, pdl=not build.pdl),
+            replace(build, registers=128),
+            replace(build, contracts=not build.contracts),
+            replace(build, constants=tuple((k, True if k == "HF" else v) for k, v in build.constants)),
+            replace(build, signature=tuple((k, "*fp32" if k == "gamma" else v) for k, v in build.signature)),
+        ]
+        found = [evidence.digest(b, evidence.H200) for b in (build, *others)]
+        found.append(evidence.digest(build, Chip("cuda", 100, 32)))
+        assert evidence.digest(replace(build, name="other"), evidence.H200) == found[0]
+        monkeypatch.setattr("triton.__version__", "0")
+        found.append(evidence.digest(build, evidence.H200))
+        assert len(set(found)) == len(found) == len(others) + 3
+
+    def test_a_prologue_is_part_of_it(self) -> None:
+        cases = [case for case in rms_norm.CASES if case.operands == ("full",) and case.n == 1536]
+        prologues = {case.options["prologue"].key for case in cases}
+        builds = [next(b for b in proof.builds(case, evidence.H200)) for case in cases]
+        assert len(prologues) > 1
+        assert len({evidence.digest(build, evidence.H200) for build in builds}) == len(builds)
+
+    def test_a_constant_of_an_unknown_kind_is_refused(self) -> None:
+        with pytest.raises(TypeError, match="no rule for a constant of type dict"):
+            SourceDigests().value({})
+
+    def test_a_proven_source_is_neither_lowered_nor_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        build = norm_build()
+        proofs = {build.name: evidence.Proof("0" * 24, (), "0" * 24, 0, evidence.digest(build, evidence.H200))}
+        monkeypatch.setattr(evidence, "lowered", None)
+        monkeypatch.setattr(evidence, "compile_build", None)
+        assert not evidence.missing([build], proofs, evidence.H200)
+
+
+class TestFile:
+    def test_a_file_without_digests_is_read(self, tmp_path: Path) -> None:
+        file = tmp_path / "evidence.json"
+        old = {"format": 1, "builds": {"a": {"machine_code": "m", "ir": "i", "stack": 0, "cases": ["c"]}}}
+        file.write_text(json.dumps(old))
+        assert evidence.read(file) == {"a": evidence.Proof("m", ("c",), "i", 0, None)}
+        file.write_text('{"format": 3}')
+        with pytest.raises(ValueError, match="evidence format 3, expected 1 or 2"):
+            evidence.read(file)
+
+    def test_refresh_notes_a_source_by_its_ir(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is compiled where the IR is the proven one; another IR that compiles to something else is reported."""
+        cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (1, 512)][:2]
+        first, second = list(proof.distinct_builds(cases, evidence.H200).values())[:2]
+        same = evidence.Proof("m", ("c",), evidence.ir_hash(first, evidence.H200), 0)
+        other = evidence.Proof("m", ("c",), "i", 0)
+        file = tmp_path / "evidence.json"
+        evidence.write(file, {"gpu": "one"}, {first.name: same, second.name: other})
+        monkeypatch.setattr(evidence, "prove", lambda build, *_: replace(other, machine_code="another"))
+        told = proof.refresh(file, cases)
+        assert told.startswith("1 configurations") and "1 have another machine code" in told
+        noted = replace(same, source=evidence.digest(first, evidence.H200))
+        assert evidence.read(file) == {first.name: noted, second.name: other}
