@@ -21,6 +21,7 @@ import triton
 
 from onepass.checks import families, proof, published, rms_norm, runner
 from onepass.checks.case import Check
+from onepass.checks.mla_cases import MlaCase
 from onepass.integrations.families import FAMILIES
 from onepass.triton import _compile, evidence
 from onepass.triton import _rms_norm_kernels as kernels
@@ -115,7 +116,7 @@ class TestPublishedModels:
 
 def _heavy(case: Check) -> bool:
     """Prompts of thousands of tokens: seconds of a CPU each."""
-    return isinstance(case, families.MlaCase) and case.tokens > 1000
+    return isinstance(case, MlaCase) and case.tokens > 1000
 
 
 def test_a_call_is_asked_whether_it_is_proven(tmp_path: Path) -> None:
@@ -261,6 +262,22 @@ class TestSourceDigests:
 
 
 class TestFile:
+    def test_what_passed_is_recorded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As on a GPU, of which there is none here: configurations of a case that failed are left out."""
+        cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (64, 512)][:2]
+        results = [runner.Result(case.op, case.name, "cuda", case.n == 512, "", 0.0) for case in cases]
+        monkeypatch.setattr(_compile, "current_chip", lambda _: evidence.H200)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "one")
+        where = proof.builds
+        monkeypatch.setattr(proof, "builds", lambda case, chip, _: where(case, chip, "cpu"))
+        file = tmp_path / "evidence.json"
+        passed, failed = (where(case, evidence.H200) for case in sorted(cases, key=lambda case: -case.n))
+        told = proof.record(file, cases, results)
+        assert told.startswith(f"{len(passed)} configurations proven, {len(failed)} not")
+        named = (f"rms_norm {max(cases, key=lambda case: case.n).name}",)
+        assert evidence.read(file) == {b.name: evidence.prove(b, evidence.H200, named) for b in passed}
+
     def test_a_file_without_digests_is_read(self, tmp_path: Path) -> None:
         file = tmp_path / "evidence.json"
         old = {"format": 1, "builds": {"a": {"machine_code": "m", "ir": "i", "stack": 0, "cases": ["c"]}}}

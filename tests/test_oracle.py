@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from onepass import oracle
-from onepass.checks import compare, mla_cases, rms_norm, runner
+from onepass.checks import compare, mla_cases, runner
+from onepass.checks.case import Case
 from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, Fp8Format, ScaleRule
 
 
@@ -119,7 +120,7 @@ class TestRoundedOnTheWay:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_a_scale_half_a_percent_off_is_wrong(self, dtype: torch.dtype, group: int | None, factor: float) -> None:
         options: dict[str, Any] = {"rounding": "hf"} | ({"group_size": group} if group else {})
-        case = rms_norm.Case("rms_norm_fused_fp8", "test", (4,), 640, dtype, options=options)
+        case = Case("rms_norm_fused_fp8", "test", (4,), 640, dtype, options=options)
         module, arguments, results = self.results(case)
         scale = results[1]
         for at in range(scale.numel()):
@@ -130,7 +131,7 @@ class TestRoundedOnTheWay:
 
     @pytest.mark.parametrize("op", ["rms_norm", "rms_norm_fused_fp8"])
     def test_one_value_of_a_rounded_norm_a_step_off_is_wrong(self, op: str) -> None:
-        case = rms_norm.Case(op, "test", (2,), 64, options={"rounding": "hf"})
+        case = Case(op, "test", (2,), 64, options={"rounding": "hf"})
         self.every_step_is_noticed(case, 0, 128)
 
     @pytest.mark.parametrize("case", [c for c in mla_cases.CASES if c.group == "reference"], ids=lambda c: c.name)

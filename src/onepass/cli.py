@@ -73,7 +73,7 @@ def check(
     unknown = sorted(set(op or ()) - set(runner.MODULES))
     if unknown:
         raise typer.BadParameter(f"no op {unknown[0]!r}; there are {', '.join(runner.MODULES)}", param_hint="--op")
-    chosen = runner.select(op or (), match)
+    chosen = runner.select(op or (), match, published=device is Device.cuda)
     cases = [case for case in chosen if device is not Device.interpreter or case.interpretable]
     left_out = len(chosen) - len(cases)
     if not cases:

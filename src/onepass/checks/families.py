@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 BF16, F16, F32 = FLOATS
 GROUP: Final = "families"
-ROWS: Final = 3
+ROWS: Final = 2
 TOKENS: Final = (1, 16, 300, 4096)
 """Rows of a call: a decode step of one sequence and of a batch, a short prompt, a long one. A flood is added to these."""
 _FLOOD: Final = 1 << 28
@@ -99,7 +100,7 @@ def _row_calls(case: Case) -> Iterator[Callable[[], Any]]:
         given: dict[str, Any] = {"residual": _rows_of(case, rows)} if case.residual is not None else {}
         if static:
             given["static_scale"] = torch.empty(1)
-        yield lambda x=x, given=given: function(x, torch.empty(case.n, dtype=case.x), **given, **options)
+        yield partial(function, x, torch.empty(case.n, dtype=case.x), **given, **options)
 
 
 def _rows_of(case: Case, rows: int) -> Tensor:
@@ -148,7 +149,7 @@ def _qk_calls(case: QkCase) -> Iterator[Callable[[], Any]]:
         if case.turn is not None:
             given["freqs"] = torch.empty(4096, case.turn.dim)
             given["positions"] = torch.empty(tokens, dtype=torch.int64)
-        yield lambda given=given: qk_norm.call(case, given)
+        yield partial(qk_norm.call, case, given)
 
 
 # --- projections and MLA --------------------------------------------------------------------------------------------
@@ -169,9 +170,7 @@ def _gemv_calls(case: gemv_partial_norm.Case) -> Iterator[Callable[[], Any]]:
     for m in range(case.m // 2 + 1, case.m + 1):
         act, weight = (torch.empty(rows, case.k, dtype=case.act) for rows in (m, case.n))
         gammas = [torch.empty(width, dtype=case.act) for width in case.widths]
-        yield lambda act=act, weight=weight, gammas=gammas: gemv_and_partial_norm(
-            act, weight, gammas[0], segments=gammas[1:]
-        )
+        yield partial(gemv_and_partial_norm, act, weight, gammas[0], segments=gammas[1:])
 
 
 def _mla_work(latent: Latent) -> Iterator[MlaCase]:

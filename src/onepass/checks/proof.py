@@ -6,10 +6,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,6 @@ from .runner import MODULES, Result
 if TYPE_CHECKING:
     from ..triton._compile import Build
     from ..triton._config import Chip
-
-JOBS: Final = 8
-"""Threads that wait for NVIDIA's tool."""
 
 
 def builds(case: Check, chip: Chip, device: str = "cpu") -> list[Build]:
@@ -67,7 +63,6 @@ def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str
 
     from ..triton import evidence
     from ..triton._compile import current_chip
-    from ..triton._digest import SourceDigests
 
     chip = current_chip(torch.cuda.current_device())
     found: dict[str, Build] = {}
@@ -79,14 +74,7 @@ def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str
             ran.setdefault(build.name, []).append(f"{case.op} {case.name}")
             if not result.passed:
                 failed.add(build.name)
-    digests = SourceDigests()
-    with ThreadPoolExecutor(JOBS) as pool:  # NVIDIA's tool, a process per configuration, is most of the time
-        proven = {
-            name: pool.submit(evidence.prove, build, chip, ran[name], digests)
-            for name, build in found.items()
-            if name not in failed
-        }
-        proofs = {name: proof.result() for name, proof in proven.items()}
+    proofs = evidence.prove_all(((build, ran[name]) for name, build in found.items() if name not in failed), chip)
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     evidence.write(path, machine, proofs)
     return f"{len(proofs)} configurations proven, {len(failed)} not; written to {path}"

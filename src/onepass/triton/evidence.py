@@ -8,6 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +26,8 @@ from ._digest import SourceDigests, source_digest
 
 H200 = Chip("cuda", 90, 32)
 FORMAT = 2
+TOOLS = 8
+"""Processes of NVIDIA's tool at a time."""
 READABLE = (1, FORMAT)
 """Formats that `read` knows. 1 has no source digests: what it proves is found by its IR until `--refresh` notes them."""
 
@@ -126,13 +129,29 @@ def resources(compiled: Any) -> dict[str, int]:
 
 def prove(build: Build, chip: Chip, cases: Iterable[str], digests: SourceDigests | None = None) -> Proof:
     """The proof that ``cases`` give for a build which passed them."""
-    compiled = compile_build(build, chip)
-    stack = None
-    if chip.backend == "cuda":
-        usage = resources(compiled)
-        stack = usage["STACK"] + usage["LOCAL"]
-    source = digest(build, chip, digests)
-    return Proof(machine_hash(compiled), tuple(cases), ir_hash(build, chip, compiled.asm["ttir"]), stack, source)
+    return prove_all([(build, cases)], chip, digests)[build.name]
+
+
+def prove_all(
+    passed: Iterable[tuple[Build, Iterable[str]]], chip: Chip, digests: SourceDigests | None = None
+) -> dict[str, Proof]:
+    """The proofs of many builds by name. Only NVIDIA's tool runs beside the rest: a setting of Triton's compiler is one of the process."""
+    digests = digests or SourceDigests()
+    with ThreadPoolExecutor(TOOLS) as pool:
+        found = {}
+        for build, cases in passed:
+            compiled = compile_build(build, chip)
+            usage = pool.submit(resources, compiled) if chip.backend == "cuda" else None
+            ir = ir_hash(build, chip, compiled.asm["ttir"])
+            found[build.name] = machine_hash(compiled), tuple(cases), ir, usage, digest(build, chip, digests)
+        return {
+            name: Proof(code, cases, ir, None if usage is None else _spilled(usage.result()), source)
+            for name, (code, cases, ir, usage, source) in found.items()
+        }
+
+
+def _spilled(usage: dict[str, int]) -> int:
+    return usage["STACK"] + usage["LOCAL"]
 
 
 def write(path: Path, machine: dict[str, str], proofs: dict[str, Proof]) -> None:
