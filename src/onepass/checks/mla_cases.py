@@ -109,6 +109,9 @@ def _cases() -> Iterator[MlaCase]:
     for q in FLOATS:
         for kv in FLOATS:
             yield c("dtypes", q=q, kv=kv, gamma=F32 if q != kv else kv, cache=FP8)
+    for kv, gamma in ((BF16, F16), (F16, BF16), (F32, BF16), (F32, F16)):
+        yield c("gammas", kv=kv, gamma=gamma)
+        yield c("gammas", kv=kv, gamma=gamma, latent=577, scale="token", options={"rounding": "reference"})
     for cache in (FP8, FNUZ, BF16, F16, F32):
         for kv in (BF16, F32):
             yield c("dtypes", kv=kv, gamma=F32, cache=cache, style="half")

@@ -38,6 +38,9 @@ LENGTHS = {
 """short: several rows a program; model: hidden sizes, many in several chunks; odd: no vector divides them; wide: more chunks, then
 rows that are walked."""
 
+OTHER_GAMMAS = ((BF16, F16), (F16, BF16), (F32, BF16), (F32, F16))
+"""Dtypes of x, and of a gamma that has neither x's dtype nor float32."""
+
 _LAYOUTS: tuple[Layout, ...] = ("sliced", "misaligned", "expanded", "transposed")
 
 
@@ -51,6 +54,13 @@ def _rms_norm_cases() -> Iterator[Case]:
             for rounding in ("once", "hf"):
                 for residual in dict.fromkeys((None, x, F32)):
                     yield Case(op, "dtypes", (3,), 640, x, gamma, residual, options={"rounding": rounding})
+    for x, gamma in OTHER_GAMMAS:
+        for rounding in ("once", "hf"):
+            yield Case(op, "gammas", (3,), 640, x, gamma, options={"rounding": rounding})
+        yield Case(op, "gammas", (5,), 4096, x, gamma, residual=x)
+        yield Case(op, "gammas", (3,), 20000, x, gamma, options={"weight_offset": 1.0})
+    yield Case(op, "gammas", (3, 4), 1536, F32, BF16, layout="misaligned")
+    yield Case(op, "gammas", (9,), 384, F16, BF16, values="special")
     for layout in _LAYOUTS:
         for n in (128, 1536, 20000):
             yield Case(op, "layouts", (3, 4), n, layout=layout)
@@ -104,6 +114,11 @@ def _fp8_cases() -> Iterator[Case]:
                 yield Case(op, "dtypes", (4,), 640, x, gamma, options={"rounding": rounding})
         for scales in FLOATS:
             yield Case(op, "dtypes", (4,), 640, x, options={"scales_dtype": scales, "out_dtype": torch.float8_e4m3fnuz})
+    for x, gamma in OTHER_GAMMAS:
+        for rounding in ("once", "hf"):
+            yield Case(op, "gammas", (4,), 640, x, gamma, options={"rounding": rounding})
+        yield Case(op, "gammas", (3,), 4096, x, gamma, options={"group_size": 128})
+        yield Case(op, "gammas", (3,), 20000, x, gamma, residual=x, options={"return_norm": True})
     for n in (384, 7168, 20480):
         for size in (64, 128):
             for order in ("row", "column"):

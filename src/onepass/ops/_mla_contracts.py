@@ -26,7 +26,7 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
     args={
         "q_rope": Arg("T H R", "the columns of each head of q that may turn", FLOATS),
         "kv": Arg("T C", "latent, then the columns of k that may turn", FLOATS),
-        "gamma": Arg("L", "weight of the latent's norm; kv's dtype or float32", "(kv.dtype, torch.float32)", sample="gamma"),
+        "gamma": Arg("L", "weight of the latent's norm; any float dtype", FLOATS, sample="gamma"),
         "freqs_cis": Arg("F W", "cos and sin of each position, interleaved", FLOATS, optional=True),
         "input_row_offsets": Arg("O", "first token of each request, then of none", INDEX_DTYPES, optional=True, sample="index"),
         "cache_lengths": Arg("B", "tokens of each request that are in the cache", INDEX_DTYPES, optional=True, sample="index"),

@@ -48,9 +48,9 @@ def _blocks(act: Tensor, weight: Tensor, widths: tuple[int, ...]) -> int:
 _ARGS = {
     "act": Arg("M K", "activations", FLOATS),
     "weight": Arg("N K", "one row a column of y; act's dtype or float8_e4m3fn", "(act.dtype, torch.float8_e4m3fn)"),
-    "gamma": Arg("W0", "weight of the first segment's norm; act's dtype or float32", "(act.dtype, torch.float32)", sample="gamma"),
+    "gamma": Arg("W0", "weight of the first segment's norm; any float dtype", FLOATS, sample="gamma"),
     **{
-        f"gamma{i}": Arg(f"W{i}", f"weight of segment {i}'s norm", "(act.dtype, torch.float32)", optional=True, sample="gamma")
+        f"gamma{i}": Arg(f"W{i}", f"weight of segment {i}'s norm; any float dtype", FLOATS, optional=True, sample="gamma")
         for i in _FURTHER
     },
     "weight_scale": Arg("S", "factor of all weights, or of each row", (torch.float32,), optional=True, sample="positive"),
@@ -259,7 +259,7 @@ def gemv_and_partial_norm(
     """``act @ weight.T`` with RMSNorm of its first columns, in one launch. Returns (normed, unnormed).
 
     ``act`` [M, K] and ``weight`` [N, K] are bfloat16, float16 or float32, rows strided as you like; weight may also be
-    float8_e4m3fn, with ``weight_scale`` float32 of one element or N. ``gamma`` [Nn] has act's dtype or float32.
+    float8_e4m3fn, with ``weight_scale`` float32 of one element or N. ``gamma`` [Nn] has any float dtype.
     M is 1 to 16; K, N and Nn <= N are any. ``normed`` is [M, Nn] and ``unnormed`` [M, N - Nn].
 
     ``segments`` are further gammas: each norms, by itself, the columns that follow. ``normed_dtype``, an fp8 dtype, stores

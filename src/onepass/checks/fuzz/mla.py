@@ -54,7 +54,7 @@ def configuration(op: str, r: Random, bounded: bool) -> MlaConfiguration:
     q, kv = r.choice(FLOATS), r.choice(FLOATS)
     cache = r.choice((*_FP8, *_FP8, *FLOATS))
     return MlaConfiguration(
-        op, q, kv, r.choice((kv, torch.float32)), cache, r.choice((None, None, *FLOATS, *_FP8)),
+        op, q, kv, r.choice((kv, *FLOATS)), cache, r.choice((None, None, *FLOATS, *_FP8)),
         r.choice((torch.float32, torch.float32, *FLOATS)), r.choice(STYLES),
         r.choice(("none", "tensor", "token")) if cache in _FP8 else "none", r.choice(("once", "reference")),
         r.choice((torch.uint32, torch.int32, torch.int64)), r.choice((None, None, None, torch.int32, torch.int64)),
