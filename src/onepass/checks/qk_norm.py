@@ -21,7 +21,7 @@ SUMS, MEANS, APPLY, FUSED = "row_sum_of_squares_qk", "row_mean_of_squares_qk", "
 POSITIONS = 40
 """Rows of freqs."""
 
-QkLayout = Literal["contiguous", "packed", "misaligned", "transposed", "expanded", "heads"]
+QkLayout = Literal["contiguous", "packed", "misaligned", "transposed", "reversed", "expanded", "heads"]
 """packed: slices of one qkv tensor; heads: [..., H, D] stored as [..., H, tokens, D]."""
 
 
@@ -100,6 +100,7 @@ def _common_cases(op: str) -> Iterator[QkCase]:
             yield QkCase(op, "layouts", (3, 4), nq, nk, layout=layout)
     yield QkCase(op, "layouts", (3, 4), 20000, 1000, layout="misaligned")
     yield QkCase(op, "layouts", (2, 3, 4), 200, 512, layout="transposed")
+    yield QkCase(op, "levels", (2, 3, 2, 3), 200, 512, layout="reversed")
     yield QkCase(op, "ranks", (), 200, 512)
     yield QkCase(op, "ranks", (2, 1, 3, 2), 200, 512)
     yield QkCase(op, "empty", (0,), 200, 512)
@@ -145,6 +146,9 @@ def _norm_cases(op: str) -> Iterator[QkCase]:
         yield QkCase(op, "rope", (3,), 256, 128, F32, turn=Turn(style, 2, 128, torch.int64), out=BF16)
         yield QkCase(op, "rope", (9,), 512, 128, turn=Turn(style, 64, 128), values="special")
     yield QkCase(op, "rope", (), 512, 128, turn=Turn("half", 64, 128))
+    for positions in (None, torch.int64):
+        turn = Turn("half", 64, 128, positions)
+        yield QkCase(op, "levels", (2, 3, 2, 2, 3), 512, 128, turn=turn, layout="reversed")
 
 
 def _head_cases() -> Iterator[QkCase]:
@@ -162,6 +166,7 @@ def _head_cases() -> Iterator[QkCase]:
     yield QkCase(op, "heads", (5,), 4096, 1024, gamma=BF16, head=128, layout="packed")
     yield QkCase(op, "heads", (2, 3), 4 * 64, 2 * 64, head=64, layout="heads")
     yield QkCase(op, "heads", (2, 3), 4 * 64, 2 * 64, head=64, layout="transposed")
+    yield QkCase(op, "levels", (2, 3, 2, 3), 4 * 64, 2 * 64, head=64, layout="reversed")
     yield QkCase(op, "heads", (4,), 4 * 64, 2 * 64, head=64, options={"weight_offset": 1.0, "eps": 1e-5}, out=F32)
     yield QkCase(op, "heads", (9,), 4 * 96, 96, head=96, values="special")
     yield QkCase(op, "heads", (2,), 2 * 20000, 20000, head=20000)

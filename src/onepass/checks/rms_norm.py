@@ -66,6 +66,8 @@ def _rms_norm_cases() -> Iterator[Case]:
             yield Case(op, "layouts", (3, 4), n, layout=layout)
             yield Case(op, "layouts", (3, 4), n, residual=BF16, layout=layout)
     yield Case(op, "layouts", (2, 3, 4), 96, layout="transposed")
+    yield Case(op, "levels", (2, 3, 2, 3), 128, layout="reversed")
+    yield Case(op, "levels", (2, 2, 3, 2, 2), 1536, residual=BF16, layout="reversed")
     yield Case(op, "ranks", (), 300)
     yield Case(op, "ranks", (2, 1, 3, 2), 300)
     yield Case(op, "empty", (0,), 64)
@@ -104,7 +106,7 @@ def _lane_cases(op: str) -> Iterator[Case]:
 
 
 def _fp8_cases() -> Iterator[Case]:
-    op = "rms_norm_fused_fp8"
+    op, gate = "rms_norm_fused_fp8", {"prologue": soft_cap_gate}
     for group, lengths in LENGTHS.items():
         for n in lengths:
             yield Case(op, group, (5,), n)
@@ -156,6 +158,8 @@ def _fp8_cases() -> Iterator[Case]:
     for layout in _LAYOUTS:
         for n in (128, 1536, 20000):
             yield Case(op, "layouts", (3, 4), n, layout=layout)
+    yield Case(op, "levels", (2, 3, 2, 3), 128, layout="reversed", options={"scale_layout": "column"})
+    yield Case(op, "levels", (2, 2, 3, 2, 2), 1536, operands=("full", "column", "row"), layout="reversed", options=gate)
     yield Case(op, "ranks", (), 300)
     yield Case(op, "ranks", (2, 1, 3, 2), 300)
     yield Case(op, "empty", (0,), 64)
@@ -179,8 +183,7 @@ def _fp8_cases() -> Iterator[Case]:
     yield Case(op, "chunks", (3, 4), 5000, layout="misaligned")
     yield Case(op, "chunks", (4,), 3072, options={"static_scale": True})
     yield Case(op, "chunks", (4,), 9216, options={"group_size": 128})
-    three, gate = ("full", "column", "row"), {"prologue": soft_cap_gate}
-    yield Case(op, "chunks", (4,), 5000, operands=three, residual=BF16, options=gate)
+    yield Case(op, "chunks", (4,), 5000, operands=("full", "column", "row"), residual=BF16, options=gate)
     yield Case(op, "large", (1024,), 8192)
     yield Case(op, "large", (2048,), 7168)
 

@@ -60,7 +60,8 @@ def configuration(op: str, r: Random, bounded: bool) -> QkConfiguration:
             0 if not (style or per_head) else 2 * draw.size(r, 48) if style or r.random() < 0.5 else draw.size(r, 130)
         )
         c = replace(
-            c, gamma=(one := r.choice((c.x, *FLOATS))), gamma_k=r.choice((one, one, *FLOATS)), out=r.choice((None, None, *FLOATS)), rounding=r.choice(ROUNDINGS),
+            c, gamma=(one := r.choice((c.x, *FLOATS))), gamma_k=r.choice((one, one, *FLOATS)),
+            out=r.choice((None, None, *FLOATS)), rounding=r.choice(ROUNDINGS),
             per_head=per_head, style=style, head=head, dim=2 * r.randint(1, head // 2) if style else 0,
             positions=r.choice((None, torch.int32, torch.int64)) if style else None,
         )  # fmt: skip
