@@ -48,6 +48,9 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         "q_dtype": Option(
             "ScalarType", None, "dtype of the result; None: that of q_rope_output, or q_rope's", choices=Q_DTYPES, optional=True,
         ),
+        "kv_norm_dim": Option(
+            "int", None, "columns of kv that are normed; None: all but q_rope's", where="kv_norm_dim > 0", optional=True,
+        ),
     },
     sizes={"E": "0 if freqs_cis is None or rope_dim == 0 else W if rope_dim is None else rope_dim"},
     outs={
@@ -57,7 +60,12 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         Rule(f"0 < H <= {MAX_HEADS}", "q_rope", f"have 1 to {MAX_HEADS} heads"),
         Rule(f"R <= {MAX_ROPE}", "q_rope", f"have at most {MAX_ROPE} columns"),
         Rule(f"0 < L <= {MAX_LATENT}", "gamma", f"have 1 to {MAX_LATENT} elements"),
-        Rule("C == L + R", "kv", "have gamma's and q_rope's columns"),
+        Rule("kv_norm_dim is None or kv_norm_dim == L", "kv_norm_dim", "be gamma's length"),
+        Rule(
+            "C == L + R or (kv_norm_dim is not None and C > L + R)", "kv",
+            "have gamma's and q_rope's columns (with kv_norm_dim: at least)",
+        ),
+        Rule(f"C - R <= {MAX_LATENT}", "kv", f"have at most {MAX_LATENT} columns before q_rope's"),
         Rule("freqs_cis is not None or rope_dim == 0 or (R == 0 and rope_dim is None)", "freqs_cis", "be given unless rope_dim is 0"),
         Rule("freqs_cis is None or F > 0", "freqs_cis", "have at least one row"),
         Rule(
