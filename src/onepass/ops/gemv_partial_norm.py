@@ -28,24 +28,16 @@ from ..formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
 from ..gemv import GemvSpec, WeightScale, gemv_spec
 from ..library import Op, check_memory, plain
 from ..trace import GmemTrace, NullTrace, TraceBuf
-from ._gemv_contracts import (
-    FURTHER,
-    GEMV,
-    GEMV_WITH_SCRATCH,
-    PLAIN_GEMV,
-    UNFUSED,
-    UNFUSED_WITH_SCRATCH,
-    blocks_of,
-)
+from ._gemv_contracts import FURTHER, GEMV, GEMV_WITH_SCRATCH, blocks_of
+from ._gemv_contracts import PLAIN_GEMV as _PLAIN_GEMV
+from ._gemv_contracts import UNFUSED as _UNFUSED
+from ._gemv_contracts import UNFUSED_WITH_SCRATCH as _UNFUSED_WITH_SCRATCH
 from ._launch import Launch
 from .rms_norm import rms_norm
 
 __all__ = [
     "GEMV",
     "GEMV_WITH_SCRATCH",
-    "PLAIN_GEMV",
-    "UNFUSED",
-    "UNFUSED_WITH_SCRATCH",
     "gemv_and_partial_norm",
     "gemv_and_partial_norm_unfused_with_scratch",
     "gemv_and_partial_norm_with_scratch",
@@ -123,7 +115,7 @@ def _plain_kernel(notes: dict[Any, Any], act: Tensor, weight: Tensor, weight_sca
 
 _gemv = Op(GEMV, _kernel)
 _with_scratch = Op(GEMV_WITH_SCRATCH, _scratch_kernel)
-_plain = Op(PLAIN_GEMV, _plain_kernel)
+_plain = Op(_PLAIN_GEMV, _plain_kernel)
 
 
 def gemv_and_partial_norm(
@@ -269,8 +261,8 @@ def gemv_and_partial_norm_unfused_with_scratch(
     """
     for name, value in (("normed_output", normed_output), ("y_scratch", y_scratch)):
         if not isinstance(value, Tensor):
-            UNFUSED_WITH_SCRATCH.fail(name, "be a tensor", repr(value))
-    _two_launches(UNFUSED_WITH_SCRATCH, act, weight, gamma, weight_scale, eps, normed_output, y_scratch)
+            _UNFUSED_WITH_SCRATCH.fail(name, "be a tensor", repr(value))
+    _two_launches(_UNFUSED_WITH_SCRATCH, act, weight, gamma, weight_scale, eps, normed_output, y_scratch)
 
 
 def gemv_trace_blocks(act: Tensor, weight: Tensor, gamma: Tensor, segments: Sequence[Tensor] = ()) -> int:
@@ -318,5 +310,5 @@ def _unfused(
     if segments or normed_dtype is not None or out is not None:
         which = "segments" if segments else "normed_dtype" if normed_dtype is not None else "out"
         GEMV.fail(which, "be left out with fused=False", "one")
-    normed, y = _two_launches(UNFUSED, act, weight, gamma, weight_scale, eps, None, None)
+    normed, y = _two_launches(_UNFUSED, act, weight, gamma, weight_scale, eps, None, None)
     return normed, y[:, gamma.shape[0] :]
