@@ -105,7 +105,9 @@ def test_bytes_are_those_of_the_same_gamma_in_float32(op: str, x: torch.dtype, g
 
 
 @pytest.mark.parametrize(
-    ("x", "gamma"), [(x, gamma) for x, gamma in PAIRS if x != torch.float32], ids=lambda d: str(d).removeprefix("torch.")
+    ("x", "gamma"),
+    [(x, gamma) for x, gamma in PAIRS if x != torch.float32],
+    ids=lambda d: str(d).removeprefix("torch."),
 )
 def test_hf_rounds_the_product_with_the_rounded_norm_to_the_inputs_dtype(x: torch.dtype, gamma: torch.dtype) -> None:
     h, g = rows(x), weight(gamma)

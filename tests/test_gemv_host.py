@@ -149,10 +149,11 @@ def test_without_debugging_the_counter_is_not_read(monkeypatch: pytest.MonkeyPat
 def test_a_remembered_call_is_checked_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call on a GPU that is like an earlier one skips the kernel function; not while debugging."""
     from onepass import eager
+    from onepass.checker import Writer
     from onepass.ops.gemv_partial_norm import GEMV, GEMV_WITH_SCRATCH
 
     def condition(contract: Any) -> str:
-        write = eager.Writer(contract, eager=True)
+        write = Writer(contract, eager=True)
         eager._write_replay(write, contract)
         return next(line for line in write.lines if "switch.on" in line)
 

@@ -101,8 +101,8 @@ def test_rms_norm_fused_fp8(options: dict[str, Any]) -> None:
 def test_groups_column_scales_and_a_static_scale() -> None:
     x, gamma = torch.randn(*LEAD, 128).bfloat16(), torch.randn(128)
     for options in ({"group_size": 64, "scale_layout": "column"}, {"static_scale": torch.tensor(0.01)}):
-        expected = onepass.rms_norm_fused_fp8(x, gamma, **options)  # type: ignore[arg-type]
-        found = onepass.rms_norm_fused_fp8(reversed_(x), gamma, **options)  # type: ignore[arg-type]
+        expected = onepass.rms_norm_fused_fp8(x, gamma, **options)
+        found = onepass.rms_norm_fused_fp8(reversed_(x), gamma, **options)
         assert all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -469,7 +469,7 @@ def apply_statistics() -> None:
 @check
 def apply_sizes() -> None:
     gamma_q, gamma_k, var, q, k = qk()
-    good = {"gamma_q": gamma_q, "gamma_k": gamma_k, "qk_var": var, "q": q, "k": k}
+    good: dict[str, Any] = {"gamma_q": gamma_q, "gamma_k": gamma_k, "qk_var": var, "q": q, "k": k}
     for name, bad in (("k", k[:5]), ("qk_var", var[:5]), ("gamma_q", gamma_q[:47]), ("gamma_k", gamma_k[:15])):
         with pytest.raises(onepass.ContractError, match=f"^apply_qk_rms_norm: `{name}` must have shape"):
             onepass.apply_qk_rms_norm(torch.zeros_like(q), torch.zeros_like(k), **{**good, name: bad}, epsilon=1e-6)

@@ -149,11 +149,11 @@ def equals_unsharded(place: Place) -> str | None:
             if not all(map(same_bytes, got, qk_rms_norm(*p.local, EPS, group=_world()))):
                 return f"{dtype} {lead}: onepass.qk_rms_norm with a group differs"
         for weight in (torch.bfloat16, torch.float16):
-            q, k, *gammas = p.local
-            rounded = [gamma.to(weight) for gamma in gammas]
-            exact = [gamma.float() for gamma in rounded]
-            found = (dist.qk_rms_norm(q, k, *given, EPS, group=_world()) for given in (rounded, exact))
-            alone = (dist.rms_norm(q, given[0], EPS, group=_world()) for given in (rounded, exact))
+            q, k, first, second = p.local
+            pairs = [(first.to(weight), second.to(weight))]
+            pairs.append((pairs[0][0].float(), pairs[0][1].float()))
+            found = [dist.qk_rms_norm(q, k, one, other, EPS, group=_world()) for one, other in pairs]
+            alone = [dist.rms_norm(q, one, EPS, group=_world()) for one, _ in pairs]
             if not all(map(same_bytes, *found)) or not same_bytes(*alone):
                 return f"{dtype} with gammas of {weight}: another result than with the same gammas in float32"
     return None

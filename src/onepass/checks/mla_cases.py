@@ -123,7 +123,8 @@ def _cases() -> Iterator[MlaCase]:
     # norms of fewer columns than lie before those that turn
     for latent, normed in ((128, 64), (129, 128), (577, 512), (512, 448), (2048, 1), (96, 95), (64, 64)):
         yield c("part", latent=latent, normed=normed)
-    for scale in ("tensor", "token"):
+    scales: tuple[ScaleKind, ...] = ("tensor", "token")
+    for scale in scales:
         yield c("part", latent=576, normed=512, scale=scale, page=5)
         yield c("part", latent=256, normed=200, scale=scale, cache=FNUZ, options={"rounding": "reference"})
     yield c("part", latent=600, normed=512, rope=0, freqs=None, cache=BF16)
@@ -183,7 +184,7 @@ def _cases() -> Iterator[MlaCase]:
     yield c("layouts", latent=512, layout="slices", cache=F16, slots=torch.int64)
     for scale in ("none", "tensor", "token"):
         for kv in (BF16, F32):
-            yield c("values", ((0, 16),), kv=kv, gamma=kv, q=kv, scale=scale, values="special")  # type: ignore[arg-type]
+            yield c("values", ((0, 16),), kv=kv, gamma=kv, q=kv, scale=scale, values="special")
     yield c("values", ((0, 16),), cache=FNUZ, out=FNUZ, scale="token", values="special")
     yield c("values", ((0, 16),), cache=BF16, out=FP8, style="half", values="special", options={"epsilon": 0.0})
     yield c("empty", ((3, 0), (5, 0)))

@@ -78,10 +78,10 @@ def run_qk(
         dim = smallest_dimension(first.shape[:-2])
         for i in range(first.shape[dim]):
             parts = [None if t is None else t.select(dim, i) for t in (q, k, q_out, k_out, stats, positions)]
-            one, other, *rest, at = parts
+            one, other, q_part, k_part, part, at = parts
             assert one is not None and other is not None
             run_qk(
-                contract, spec, head, one, other, gamma_q, gamma_k, *rest, freqs, at, eps, weight_offset
+                contract, spec, head, one, other, gamma_q, gamma_k, q_part, k_part, part, freqs, at, eps, weight_offset
             )  # fmt: skip
         return
     rows = QkRows(*folded, heads, widths, steps, sequence)
