@@ -14,6 +14,7 @@ from onepass import library
 from onepass.contract import Contract
 from onepass.formats import FP8_FORMATS
 from onepass.judge import faults
+from onepass.ops import _gemv_contracts as contracts
 from onepass.ops import gemv_partial_norm as gemv
 from onepass.ops import mla_rope_norm as mla
 from onepass.ops import qk_norm as qk
@@ -291,7 +292,7 @@ def public_subjects() -> list[Subject]:
                 rest["fixed"] = tuple(outs)
             found.append(Subject(f"{name}, allocating", op, contract, lambda: {**good(), **nothing}, call, **rest))
 
-    scratch, unfused = gemv.GEMV_WITH_SCRATCH, gemv._UNFUSED_WITH_SCRATCH
+    scratch, unfused = gemv.GEMV_WITH_SCRATCH, contracts.UNFUSED_WITH_SCRATCH
     add("rms_norm", rows.RMS_NORM, norm_arguments, call_norm)
     add("rms_norm_fused_fp8", rows.RMS_NORM_FUSED_FP8, fp8_arguments, call_fp8)
     add("rms_norm_fused_fp8, static", rows.RMS_NORM_FUSED_FP8, static_arguments, call_fp8, False)
@@ -305,8 +306,8 @@ def public_subjects() -> list[Subject]:
     )  # fmt: skip
     found.append(
         Subject(
-            "gemv, unfused", gemv.GEMV.name, gemv._UNFUSED,
-            lambda: {**gemv_arguments(gemv._UNFUSED), "normed_output": None, "y_scratch": None}, call_unfused,
+            "gemv, unfused", gemv.GEMV.name, contracts.UNFUSED,
+            lambda: {**gemv_arguments(contracts.UNFUSED), "normed_output": None, "y_scratch": None}, call_unfused,
             fixed=("normed_output", "y_scratch"),
         )
     )  # fmt: skip
@@ -346,7 +347,7 @@ def dispatched_subjects() -> list[Subject]:
     good: dict[str, Callable[[], Arguments]] = {
         "rms_norm": norm_arguments,
         "rms_norm_fused_fp8": fp8_arguments,
-        "gemv": lambda: gemv_arguments(gemv._PLAIN_GEMV, weight=FP8),
+        "gemv": lambda: gemv_arguments(contracts.PLAIN_GEMV, weight=FP8),
         mla.FUSED_ROPE_RMSNORM_QUANTIZATION.name: lambda: mla_arguments("kv_scale"),
     }
     return [_dispatched(op, good.get(op.contract.name)) for op in library._ops]

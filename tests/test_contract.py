@@ -169,12 +169,6 @@ def test_a_condition_with_a_word_in_it_is_shown() -> None:
         prepare(x, "one", x)
 
 
-def test_too_many_stride_levels_is_unsupported() -> None:
-    x = torch.randn(3, 3, 3, 3, 5, 8)[::2, ::2, ::2, ::2, :3]
-    with pytest.raises(onepass.Unsupported, match="more than 3 levels"):
-        onepass.rms_norm(x, torch.ones(8))
-
-
 @pytest.mark.parametrize("contract", [RMS_NORM, RMS_NORM_FUSED_FP8], ids=lambda c: c.name)
 def test_fake_outputs_are_the_real_ones(contract: Contract) -> None:
     call = good_call(contract)

@@ -142,7 +142,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("gamma", torch.ones(0).bfloat16(), r"have at least one element, got"),
     ("gamma", torch.ones(33).bfloat16(), r"have, with further segments, no more elements than weight has rows"),
     ("gamma1", torch.ones(0), r"have at least one element, got"),
-    ("gamma1", torch.ones(8).half(), r"have dtype bfloat16 or float32, got float16"),
+    ("gamma1", torch.ones(8).double(), r"have dtype bfloat16 or float16 or float32, got float64"),
     ("weight_scale", torch.ones(39), r"have one element, or one for each row of weight, got"),
     ("weight_scale", torch.ones(0), r"have one element, or one for each row of weight, got"),
     ("weight_scale", torch.ones(40).bfloat16(), r"have dtype float32, got bfloat16"),

@@ -100,7 +100,7 @@ SLOTS = torch.tensor([0, 1, 2, 3, 4])
         ({"q": torch.randn(5, 257, 64).bfloat16()}, "`q_rope` must have 1 to 256 heads"),
         ({"q": torch.randn(5, 4, 258).bfloat16()}, "`q_rope` must have at most 256 columns"),
         ({"gamma": torch.ones(2049).bfloat16()}, "`gamma` must have 1 to 2048 elements"),
-        ({"gamma": torch.ones(128).half()}, "`gamma` must have dtype bfloat16 or float32"),
+        ({"gamma": torch.ones(128).double()}, "`gamma` must have dtype bfloat16 or float16 or float32"),
         ({"freqs": None}, "`freqs_cis` must be given unless rope_dim is 0"),
         ({"freqs": angles(30, 64)[:0]}, "`freqs_cis` must have at least one row"),
         ({"freqs": angles(30, 66)}, "`rope_dim` must be even, at most q_rope's columns and freqs_cis' width"),

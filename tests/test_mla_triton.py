@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import onepass
 from onepass.bench import mla as bench
 from onepass.checks import mla_rope_norm, proof
-from onepass.errors import Unsupported
+from onepass.errors import ContractError, Unsupported
 from onepass.mla import MlaRows, mla_spec
 from onepass.ops._launch import launching_with
 from onepass.triton import _compile, evidence
@@ -220,8 +220,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(address: int = 0, tokens: int = 100, requests: int = 5, **changes: int) -> tuple[int, dict[str, Any]]:
     """Grid and arguments of one call, its tensors ``address`` bytes off 16."""
     spec = mla_spec(BF16, BF16, BF16, F32, FP8, F32, torch.uint32, torch.int32, torch.int64, scale="token")
-    strides = {name: 16 * (i + 2) for i, name in enumerate(MlaRows._fields[10:])}
-    rows = MlaRows(tokens, 128, 512, 64, 64, requests, 9, 50, 64, 4096, **strides)._replace(**changes)
+    strides = {name: 16 * (i + 2) for i, name in enumerate(MlaRows._fields[11:])}
+    rows = MlaRows(tokens, 128, 512, 64, 64, requests, 9, 50, 64, 4096, 512, **strides)._replace(**changes)
     tensors: list[Any] = [OnDevice(0x1000 * (i + 1) + address) for i in range(13)]
     for absent in ("slots", "positions", "kv_scale"):
         tensors[backend.TENSORS.index(absent)] = None
@@ -246,6 +246,7 @@ def test_every_argument_in_its_place() -> None:
         50,
         64,
         4096,
+        512,
         *range(32, 208, 16),
     )
     assert (got["page_shift"], got["eps"], got["weight_offset"]) == (6, 1e-5, 0.5)
@@ -255,7 +256,7 @@ def test_every_argument_in_its_place() -> None:
     constants = dict(build.constants)
     assert {name: got[name] for name in backend._CONSTANTS} == {name: constants[name] for name in backend._CONSTANTS}
     assert constants.keys() & {*backend.TENSORS, *MlaRows._fields} == {
-        "slots", "positions", "kv_scale", "latent", "rope", "turned", "page_size"
+        "slots", "positions", "kv_scale", "latent", "normed", "rope", "turned", "page_size"
     }  # fmt: skip
 
 
@@ -296,3 +297,56 @@ def test_every_sum_is_of_two_numbers(cut: MlaCut) -> None:
     text = lowered(build, evidence.H200, "ttir")
     summed = re.findall(r"\(tensor<([\dx]+)xf32>\) -> ", text)
     assert summed and all(re.fullmatch(r"(1x)?(2x\d+|\d+x2)", shape) for shape in summed), summed
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_norm_of_fewer_columns_is_a_kernel_of_its_own() -> None:
+    launched()
+    _, got = launched(normed=500)
+    whole, part = Recorder.made
+    assert (dict(whole.constants)["PART"], dict(part.constants)["PART"], got["normed"]) == (False, True, 500)
+    assert whole.name != part.name and dict(part.signature)["normed"] == "i32"
+
+
+# --- cuts of an experiment -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("recorded")
+def test_an_experiment_sets_threads_and_blocks() -> None:
+    usual, _ = launched()
+    with backend.cut_as(backend.MlaCut(128, 512, 1024)):
+        cut, got = launched()
+        assert (got["KV_TOKENS"], got["Q_TOKENS"] * got["HEADS"]) == (2, 8)
+        assert cut == 50 + 100 * 16
+    assert launched()[0] == usual != cut
+    assert [build.warps for build in Recorder.made] == [1, 4]
+
+
+@pytest.mark.parametrize("cut", [(33, 512, 512), (16, 512, 512), (32, 500, 512), (32, 512, 0), (2048, 512, 512)])
+def test_a_cut_that_no_kernel_can_have_is_refused(cut: tuple[int, int, int]) -> None:
+    refused = pytest.raises(ContractError, match=r"^cut_as: `(threads|q_columns|kv_columns)` must be a power of two")
+    with refused, backend.cut_as(backend.MlaCut(*cut)):
+        pytest.fail("it was taken")
+    assert backend._Forced.cut is None
+
+
+@pytest.mark.slow
+def test_no_cut_changes_a_bit() -> None:
+    """The promise that a GPU is held to, in the interpreter."""
+    code = (
+        "from onepass.checks.mla_promises import _cuts\n"
+        "from onepass.checks.runner import running_on\n"
+        "with running_on('interpreter'):\n"
+        "    print(_cuts('cpu'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("None\n", 0), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("cut", [(64, 4096, 4096), (256, 256, 512)])
+def test_other_cuts_compile(cut: tuple[int, int, int]) -> None:
+    case = next(c for c in mla_rope_norm.CASES if c.group == "model")
+    with backend.cut_as(backend.MlaCut(*cut)):
+        (build,) = proof.builds(case, evidence.H200)
+    assert build.warps == cut[0] // 32 and compile_build(build, evidence.H200).asm

@@ -38,6 +38,8 @@ class Arg:
     sample: Literal["normal", "gamma", "positive", "index"] = "normal"
     mutable: bool = False
     """Also written: only in an op that is `Contract.in_place`."""
+    debugged: bool = False
+    """Its values are read on the host when debugging, as those of an index are; such a call is not replayed then."""
 
     def schema(self, alias: str = "") -> str:
         """Its type in a torch schema."""

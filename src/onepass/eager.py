@@ -30,13 +30,13 @@ def _write_replay(write: Writer, contract: Contract) -> None:
     """On a GPU, a call like an earlier one: launch what that one launched.
 
     ``like`` is what the launch depends on besides the options: dtype, shape, strides, alignment and device of every tensor.
-    Calls with lists of tensors are not replayed, nor while debugging, when indices are read.
+    Calls with lists of tensors are not replayed, nor while debugging, when indices and counters are read.
     """
     single = [name for name, arg in contract.args.items() if not arg.many]
     optional = {name for name in single if contract.args[name].optional}
     outs = [out.argument for out in contract.outs.values()]
     lists = [f" and not {name}" for name, arg in contract.args.items() if arg.many]
-    indices = any(arg.sample == "index" for arg in contract.args.values())
+    indices = any(arg.sample == "index" or arg.debugged for arg in contract.args.values())
     parts, grads = [], []
     for name in [*single, *outs]:
         strides = f"{name}.is_contiguous() or {name}.stride()"

@@ -1,6 +1,7 @@
 """What one launch of MLA's cache write does (`MlaSpec`) and where its tensors lie (`MlaRows`).
 
-A *token* has H rows of q (``rope`` columns each) and one row of kv: a latent of ``latent`` columns, which is normed, and
+A *token* has H rows of q (``rope`` columns each) and one row of kv: a latent of ``latent`` columns, of which the first ``normed``
+are normed (all of them unless the caller says otherwise) and the others are converted, no more, and
 ``rope`` columns, of which the first ``turned`` are rotated, as they are in every head of q. Its *entry*, ``latent + rope``
 columns of one place in the cache, takes the row of kv.
 """
@@ -88,6 +89,7 @@ class MlaRows(NamedTuple):
     pages: int
     page_size: int
     limit: int
+    normed: int
     q_token: int
     q_head: int
     out_token: int

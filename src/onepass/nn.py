@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from .contract import describe
 from .errors import ContractError
-from .formats import FP8_FORMATS, Rounding
+from .formats import FLOATS, FP8_FORMATS, Rounding
 from .judge import option_is_legal
 from .library import write_eager_entries
 from .ops.qk_norm import qk_rms_norm
@@ -42,8 +42,8 @@ _FP8: Final = torch.float8_e4m3fn
 
 
 def gamma_of(weight: Tensor, x: Tensor) -> Tensor:
-    """The weight in a dtype that the ops take with x: its own where that is x's or float32, else float32."""
-    return weight if weight.dtype is x.dtype or weight.dtype is torch.float32 else weight.float()
+    """The weight in a dtype that the ops take beside x: its own where that is a float of 16 or 32 bits, else float32."""
+    return weight if weight.dtype in FLOATS else weight.float()
 
 
 def eps_of(module: nn.Module, name: str = "") -> float | None:

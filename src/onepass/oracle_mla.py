@@ -70,14 +70,16 @@ def mla_rope_norm(
     weight_offset: float = 0.0,
     rounding: str = "once",
 ) -> Write:
-    """What is written, before scale, store and their rounding."""
-    latent_width = gamma.shape[0]
-    latent, k = kv[:, :latent_width], kv[:, latent_width:]
+    """What is written, before scale, store and their rounding. The norm is of as many columns as gamma has, and the last
+    columns, as many as q has, turn; those between are themselves.
+    """
+    latent, between, k = kv.split((gamma.shape[0], kv.shape[1] - gamma.shape[0] - q.shape[2], q.shape[2]), -1)
     reference = rounding == "reference"
     y = apply_rms_norm(
         latent, gamma, mean_of_squares(latent), eps, weight_offset=weight_offset, rounding="hf" if reference else "once"
     )
     turned_q, turned_k = (_turned(t, freqs, position, style, dim, reference) for t in (q, k.unsqueeze(1)))
+    y = torch.cat((y, between.double()), -1)
     entry = Rotated(torch.cat((y, turned_k.y[:, 0]), -1), torch.cat((y.abs(), turned_k.size[:, 0]), -1))
     return Write(turned_q, entry)
 

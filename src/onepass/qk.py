@@ -37,11 +37,15 @@ class RopeRule(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class QkSpec:
-    """Everything but sizes that shapes the machine code; interned by `qk_spec`, so identity is equality."""
+    """Everything but sizes that shapes the machine code; interned by `qk_spec`, so identity is equality.
+
+    ``gamma`` and ``gamma_k`` are the dtypes of q's weight and of k's.
+    """
 
     stage: Stage
     x: torch.dtype
     gamma: torch.dtype | None
+    gamma_k: torch.dtype | None
     out: torch.dtype | None
     rounding: Rounding
     heads: bool
@@ -62,9 +66,12 @@ def qk_spec(
     rounding: Rounding = "once",
     heads: bool = False,
     rope: RopeRule | None = None,
+    gamma_k: torch.dtype | None = None,
 ) -> QkSpec:
-    """The interned `QkSpec` of these properties."""
-    return QkSpec(stage, x, gamma, out, rounding, heads, rope)
+    """The interned `QkSpec` of these properties; without ``gamma_k``, k's weight has the dtype of q's."""
+    if gamma_k is not None and gamma_k == gamma:
+        return qk_spec(stage, x, gamma, out, rounding, heads, rope)
+    return QkSpec(stage, x, gamma, gamma if gamma_k is None else gamma_k, out, rounding, heads, rope)
 
 
 class QkRows(NamedTuple):

@@ -84,11 +84,17 @@ LEVELS = 3
 _NONE: Strides = (0, 0, 0)
 
 
+def smallest_dimension(sizes: Sequence[int]) -> int:
+    """The dimension to take apart where `geometry` finds too many levels: the smallest that has more than one index."""
+    return min((d for d, size in enumerate(sizes) if size > 1), key=lambda d: sizes[d])
+
+
 def geometry(tensors: Sequence[Tensor | None]) -> tuple[Geometry, list[Strides]] | None:
     """Fold the leading dimensions of ``tensors`` (one common leading shape) into at most three levels.
 
     Two neighbouring dimensions fold when every tensor steps through them as through one. Returns None when more
-    than three levels remain. A tensor that is None gets zero strides.
+    than three levels remain: the caller then takes one dimension apart and launches once for each index of it. A tensor
+    that is None gets zero strides.
     """
     first = next(t for t in tensors if t is not None)
     if all(t is None or t.is_contiguous() for t in tensors):

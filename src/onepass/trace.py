@@ -56,15 +56,25 @@ class GemvEvent(IntEnum):
 
 
 class TraceBuf(ABC):
-    """Where the blocks of one launch leave their timestamps; slot ``e`` of block ``b`` is offset ``16 * b + e``."""
+    """Where the blocks of one launch leave their timestamps; slot ``e`` of block ``b`` is offset ``16 * b + e``.
+
+    A subclass needs `store` alone. The kernel cannot call it, so the op lets the kernel write to memory of its own, waits for
+    the launch to end, and then calls `store` from the host, once for each slot that was reached, in order of the offsets.
+    A subclass that also has `tensors` names memory that the kernel writes to directly, and its `store` is not called.
+    """
 
     @abstractmethod
     def store(self, offset: int, ts: int) -> None:
         """Put the timestamp ``ts`` at ``offset``."""
 
-    @abstractmethod
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
         """What a kernel writes: timestamps, and the SM or thread of each block. None: it does not write that."""
+        return None, None
+
+    @property
+    def stored_by_host(self) -> bool:
+        """Whether timestamps reach this buffer through `store`: a subclass that does not say where the kernel may write."""
+        return type(self).tensors is TraceBuf.tensors
 
 
 @dataclass(frozen=True)
@@ -136,6 +146,12 @@ class GmemTrace(TraceBuf):
         self.buffer.view(torch.int64).zero_()
         if self.units is not None:
             self.units.zero_()
+
+    def hand_over(self, to: TraceBuf) -> None:
+        """Wait for the launch and `store` its timestamps in ``to``, in order of their offsets; slots never reached are left out."""
+        for offset, ts in enumerate(self.buffer.view(torch.int64).tolist()):
+            if ts:
+                to.store(offset, ts)
 
     def events(self) -> Tensor:
         """The timestamps as int64 ``[blocks, 16]`` on the CPU: a copy, taken once the launch is over."""

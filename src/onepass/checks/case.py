@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed"]
+Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed", "reversed"]
 Values = Literal["normal", "pattern", "special"]
 
 
@@ -83,7 +83,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def lay_out(values: Tensor, layout: Layout) -> Tensor:
-    """The same values in memory that is strided, misaligned, expanded or transposed."""
+    """The same values in memory that is strided, misaligned, expanded, transposed, or reversed in all leading dimensions."""
     *lead, n = values.shape
     match layout:
         case "sliced":
@@ -98,6 +98,9 @@ def lay_out(values: Tensor, layout: Layout) -> Tensor:
             return values[:1].expand(values.shape)
         case "transposed":
             return values.transpose(0, 1).contiguous().transpose(0, 1) if len(lead) > 1 else values
+        case "reversed":
+            order = (*reversed(range(len(lead))), len(lead))
+            return values.permute(order).contiguous().permute(order)
     return values
 
 

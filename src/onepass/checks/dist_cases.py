@@ -148,6 +148,14 @@ def equals_unsharded(place: Place) -> str | None:
                 return f"{dtype} {lead}: a group of one rank differs from the unsharded op"
             if not all(map(same_bytes, got, qk_rms_norm(*p.local, EPS, group=_world()))):
                 return f"{dtype} {lead}: onepass.qk_rms_norm with a group differs"
+        for weight in (torch.bfloat16, torch.float16):
+            q, k, first, second = p.local
+            pairs = [(first.to(weight), second.to(weight))]
+            pairs.append((pairs[0][0].float(), pairs[0][1].float()))
+            found = [dist.qk_rms_norm(q, k, one, other, EPS, group=_world()) for one, other in pairs]
+            alone = [dist.rms_norm(q, one, EPS, group=_world()) for one, _ in pairs]
+            if not all(map(same_bytes, *found)) or not same_bytes(*alone):
+                return f"{dtype} with gammas of {weight}: another result than with the same gammas in float32"
     return None
 
 

@@ -83,6 +83,12 @@ def _cases() -> Iterator[Case]:
         for gamma in dict.fromkeys((act, F32)):
             for m in (1, 7):
                 yield Case("dtypes", m, 40, 520, (24,), act, gamma=gamma)
+        for gamma in FLOATS:
+            if gamma not in (act, F32):
+                for m in (1, 7):
+                    yield Case("gammas", m, 40, 520, (24,), act, gamma=gamma)
+                yield Case("gammas", 3, 70, 384, (32, 16), act, gamma=gamma, codes=E4M3)
+                yield Case("gammas", 33, 40, 640, (24,), act, gamma=gamma, scale="row", fused=False)
         for m in (1, 16):
             yield Case("fp8 weights", m, 40, 1040, (24,), act, E4M3, scale="row")
     for scale in ("none", "tensor"):

@@ -33,6 +33,7 @@ class MlaCase:
     latent: int = 128
     rope: int = 64
     turned: int | None = None
+    normed: int | None = None
     q: torch.dtype = BF16
     kv: torch.dtype = BF16
     gamma: torch.dtype = BF16
@@ -75,6 +76,7 @@ class MlaCase:
         if self.freqs != F32:
             parts.append("no freqs" if self.freqs is None else f"freqs={short_dtype(self.freqs)}")
         parts += [f"turned={self.turned}"] if self.turned is not None else []
+        parts += [f"normed={self.normed}"] if self.normed is not None else []
         for label, dtype in (("index", self.index), ("slots", self.slots), ("positions", self.positions)):
             if dtype not in (None, torch.int32):
                 parts.append(f"{label}={str(dtype).removeprefix('torch.')}")
@@ -109,12 +111,28 @@ def _cases() -> Iterator[MlaCase]:
     for q in FLOATS:
         for kv in FLOATS:
             yield c("dtypes", q=q, kv=kv, gamma=F32 if q != kv else kv, cache=FP8)
+    for kv, gamma in ((BF16, F16), (F16, BF16), (F32, BF16), (F32, F16)):
+        yield c("gammas", kv=kv, gamma=gamma)
+        yield c("gammas", kv=kv, gamma=gamma, latent=577, scale="token", options={"rounding": "reference"})
     for cache in (FP8, FNUZ, BF16, F16, F32):
         for kv in (BF16, F32):
             yield c("dtypes", kv=kv, gamma=F32, cache=cache, style="half")
         yield c("dtypes", q=F32, out=cache, gamma=F32, cache=BF16)
     for freqs in (BF16, F16):
         yield c("dtypes", freqs=freqs)
+    # norms of fewer columns than lie before those that turn
+    for latent, normed in ((128, 64), (129, 128), (577, 512), (512, 448), (2048, 1), (96, 95), (64, 64)):
+        yield c("part", latent=latent, normed=normed)
+    scales: tuple[ScaleKind, ...] = ("tensor", "token")
+    for scale in scales:
+        yield c("part", latent=576, normed=512, scale=scale, page=5)
+        yield c("part", latent=256, normed=200, scale=scale, cache=FNUZ, options={"rounding": "reference"})
+    yield c("part", latent=600, normed=512, rope=0, freqs=None, cache=BF16)
+    yield c("part", latent=512, normed=384, kv=F32, gamma=F32, cache=F32, style="half")
+    yield c("part", latent=160, normed=128, kv=F16, gamma=BF16, cache=F16, layout="slices", slots=torch.int64)
+    yield c("part", latent=160, normed=33, layout="misaligned", options={"weight_offset": 1.0})
+    yield c("part", ((0, 16),), latent=128, normed=100, values="special", scale="token")
+    yield c("part", ((0, 16),), latent=128, normed=100, values="special")
     # no rotation, and none to rotate
     yield c("nope", turned=0)
     yield c("nope", turned=0, freqs=None, cache=BF16, scale="none")
@@ -166,12 +184,13 @@ def _cases() -> Iterator[MlaCase]:
     yield c("layouts", latent=512, layout="slices", cache=F16, slots=torch.int64)
     for scale in ("none", "tensor", "token"):
         for kv in (BF16, F32):
-            yield c("values", ((0, 16),), kv=kv, gamma=kv, q=kv, scale=scale, values="special")  # type: ignore[arg-type]
+            yield c("values", ((0, 16),), kv=kv, gamma=kv, q=kv, scale=scale, values="special")
     yield c("values", ((0, 16),), cache=FNUZ, out=FNUZ, scale="token", values="special")
     yield c("values", ((0, 16),), cache=BF16, out=FP8, style="half", values="special", options={"epsilon": 0.0})
     yield c("empty", ((3, 0), (5, 0)))
     yield c("large", ((0, 150), (13, 0), (900, 37), (100, 1)), 128, 512, page=64)
     yield c("large", ((0, 2000),), 1, 512, page=64, scale="token", layout="slices")
+    yield c("large", ((0, 2000),), 2, 512, normed=384, page=64)
 
 
 CASES = tuple(_cases())

@@ -32,6 +32,8 @@ def mla_promises(device: str) -> Iterator[tuple[str, Promise]]:
     yield "MLA, a thousand repeats change no bit", partial(_repeats, device)
     if device == "cpu":
         yield "MLA, threads change no bit", _threads
+    else:
+        yield "MLA, sizes and numbers of blocks change no bit", partial(_cuts, device)
     if device == "cuda":
         yield "MLA, a captured decode step follows lengths and tables", _graph
         yield "MLA, more than 2**31 elements are addressed", _huge
@@ -172,6 +174,20 @@ def _threads() -> str | None:
         torch.set_num_threads(before)
     wrong = [_differs(some, seen[0]) for some in seen[1:]]
     return None if wrong == [None, None] else f"results {wrong} differ"
+
+
+def _cuts(device: str) -> str | None:
+    from ..triton.mla_rope_norm import MlaCut, cut_as
+
+    for latent, rope, heads, tokens in ((512, 64, 16, 24), (577, 18, 3, 5), (31, 6, 1, 1)):
+        x = _inputs(device, tokens, heads, latent, rope, torch.bfloat16)
+        expected = _written(x, scaled=True)
+        for cut in (MlaCut(32, 64, 512), MlaCut(64, 4096, 4096), MlaCut(128, 1024, 128), MlaCut(256, 256, 1 << 16)):
+            with cut_as(cut):
+                wrong = _differs(_written(x, scaled=True), expected)
+            if wrong is not None:
+                return f"result {wrong} of {tokens} x {heads} x {rope} differs with {cut}"
+    return None
 
 
 def _graph() -> str | None:

@@ -40,7 +40,8 @@ def inputs(case: MlaCase, device: str, seed: int = 0) -> dict[str, Any]:
     if case.values == "special":
         _set_special(q, kv, case.latent)
     found: dict[str, Any] = dict(zip(("q_rope", "kv", "q_rope_output"), _laid_out(case, q, kv, generator), strict=True))
-    found["gamma"] = (1 + 0.25 * torch.randn(case.latent, generator=generator)).to(case.gamma)
+    gamma = 1 + 0.25 * torch.randn(case.latent if case.normed is None else case.normed, generator=generator)
+    found["gamma"] = gamma.to(case.gamma)
     if case.freqs is not None:
         width = case.rope if case.turned is None else case.turned + 6
         angle = torch.rand(POSITIONS, (width + 1) // 2, generator=generator) * 6.3
@@ -60,7 +61,8 @@ def inputs(case: MlaCase, device: str, seed: int = 0) -> dict[str, Any]:
     if case.scale == "tensor":
         found["kv_scale"] = torch.tensor(KV_SCALE)
     turned = {} if case.turned is None else {"rope_dim": case.turned}
-    return moved(found, device) | turned | case.options | {"rope_style": case.style}
+    normed = {} if case.normed is None else {"kv_norm_dim": case.normed}
+    return moved(found, device) | turned | normed | case.options | {"rope_style": case.style}
 
 
 def _set_special(q: Tensor, kv: Tensor, latent: int) -> None:

@@ -21,7 +21,7 @@ SUMS, MEANS, APPLY, FUSED = "row_sum_of_squares_qk", "row_mean_of_squares_qk", "
 POSITIONS = 40
 """Rows of freqs."""
 
-QkLayout = Literal["contiguous", "packed", "misaligned", "transposed", "expanded", "heads"]
+QkLayout = Literal["contiguous", "packed", "misaligned", "transposed", "reversed", "expanded", "heads"]
 """packed: slices of one qkv tensor; heads: [..., H, D] stored as [..., H, tokens, D]."""
 
 
@@ -50,6 +50,7 @@ class QkCase:
     nk: int
     x: torch.dtype = BF16
     gamma: torch.dtype = F32
+    gamma_k: torch.dtype | None = None
     out: torch.dtype | None = None
     head: int = 0
     turn: Turn | None = None
@@ -68,7 +69,8 @@ class QkCase:
         lead = "x".join(map(str, self.lead)) or "one"
         parts = [f"{lead}x({self.nq}+{self.nk})", short_dtype(self.x)]
         if self.op in (APPLY, FUSED):
-            parts.append(f"gamma={short_dtype(self.gamma)}")
+            other = f",{short_dtype(self.gamma_k)}" if self.gamma_k is not None else ""
+            parts.append(f"gamma={short_dtype(self.gamma)}{other}")
         if self.out is not None:
             parts.append(f"out={short_dtype(self.out)}")
         if self.head:
@@ -98,6 +100,7 @@ def _common_cases(op: str) -> Iterator[QkCase]:
             yield QkCase(op, "layouts", (3, 4), nq, nk, layout=layout)
     yield QkCase(op, "layouts", (3, 4), 20000, 1000, layout="misaligned")
     yield QkCase(op, "layouts", (2, 3, 4), 200, 512, layout="transposed")
+    yield QkCase(op, "levels", (2, 3, 2, 3), 200, 512, layout="reversed")
     yield QkCase(op, "ranks", (), 200, 512)
     yield QkCase(op, "ranks", (2, 1, 3, 2), 200, 512)
     yield QkCase(op, "empty", (0,), 200, 512)
@@ -119,6 +122,13 @@ def _norm_cases(op: str) -> Iterator[QkCase]:
         for gamma in dict.fromkeys((x, F32)):
             for rounding in ("once", "hf"):
                 yield QkCase(op, "dtypes", (3,), 640, 128, x, gamma, options={"rounding": rounding})
+        for gamma in FLOATS:
+            if gamma not in (x, F32):
+                for rounding in ("once", "hf"):
+                    yield QkCase(op, "gammas", (3,), 640, 128, x, gamma, options={"rounding": rounding})
+                yield QkCase(op, "gammas", (5,), 6144, 1024, x, gamma, turn=Turn("half", 64, 128, torch.int64))
+        yield QkCase(op, "gammas", (3,), 640, 128, x, BF16, gamma_k=F16)
+        yield QkCase(op, "gammas", (3, 4), 20000, 200, x, x, gamma_k=F32 if x != F32 else BF16, layout="misaligned")
         for out in FLOATS:
             if out != x:
                 yield QkCase(op, "dtypes", (3,), 640, 128, x, out=out)
@@ -136,6 +146,9 @@ def _norm_cases(op: str) -> Iterator[QkCase]:
         yield QkCase(op, "rope", (3,), 256, 128, F32, turn=Turn(style, 2, 128, torch.int64), out=BF16)
         yield QkCase(op, "rope", (9,), 512, 128, turn=Turn(style, 64, 128), values="special")
     yield QkCase(op, "rope", (), 512, 128, turn=Turn("half", 64, 128))
+    for positions in (None, torch.int64):
+        turn = Turn("half", 64, 128, positions)
+        yield QkCase(op, "levels", (2, 3, 2, 2, 3), 512, 128, turn=turn, layout="reversed")
 
 
 def _head_cases() -> Iterator[QkCase]:
@@ -143,11 +156,17 @@ def _head_cases() -> Iterator[QkCase]:
     for x in FLOATS:
         for rounding in ("once", "hf"):
             yield QkCase(op, "heads", (7,), 4 * 128, 2 * 128, x, x, head=128, options={"rounding": rounding})
+        for gamma in FLOATS:
+            if gamma not in (x, F32):
+                turn = Turn("half", 128, 128, torch.int64)
+                yield QkCase(op, "heads", (7,), 4 * 128, 2 * 128, x, gamma, head=128, turn=turn)
+    yield QkCase(op, "heads", (7,), 4 * 128, 2 * 128, BF16, BF16, gamma_k=F32, head=128, layout="packed")
     for d in (1, 33, 64, 96, 1100):
         yield QkCase(op, "heads", (3,), 5 * d, d, head=d)
     yield QkCase(op, "heads", (5,), 4096, 1024, gamma=BF16, head=128, layout="packed")
     yield QkCase(op, "heads", (2, 3), 4 * 64, 2 * 64, head=64, layout="heads")
     yield QkCase(op, "heads", (2, 3), 4 * 64, 2 * 64, head=64, layout="transposed")
+    yield QkCase(op, "levels", (2, 3, 2, 3), 4 * 64, 2 * 64, head=64, layout="reversed")
     yield QkCase(op, "heads", (4,), 4 * 64, 2 * 64, head=64, options={"weight_offset": 1.0, "eps": 1e-5}, out=F32)
     yield QkCase(op, "heads", (9,), 4 * 96, 96, head=96, values="special")
     yield QkCase(op, "heads", (2,), 2 * 20000, 20000, head=20000)
@@ -182,8 +201,9 @@ def inputs(case: QkCase, device: str, seed: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"q": q, "k": k}
     if case.op in (APPLY, FUSED):
         widths = (case.head, case.head) if case.head else (case.nq, case.nk)
-        for name, n in zip(("gamma_q", "gamma_k"), widths, strict=True):
-            found[name] = (1 + 0.25 * torch.randn(n, generator=generator)).to(case.gamma)
+        dtypes = (case.gamma, case.gamma_k or case.gamma)
+        for name, n, dtype in zip(("gamma_q", "gamma_k"), widths, dtypes, strict=True):
+            found[name] = (1 + 0.25 * torch.randn(n, generator=generator)).to(dtype)
     if case.op == APPLY:
         found["qk_var"] = torch.cat([oracle.mean_of_squares(t) for t in (q, k)], -1).float()
     found["q"], found["k"] = _laid_out(case, q, k)

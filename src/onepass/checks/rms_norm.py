@@ -38,6 +38,9 @@ LENGTHS = {
 """short: several rows a program; model: hidden sizes, many in several chunks; odd: no vector divides them; wide: more chunks, then
 rows that are walked."""
 
+OTHER_GAMMAS = ((BF16, F16), (F16, BF16), (F32, BF16), (F32, F16))
+"""Dtypes of x, and of a gamma that has neither x's dtype nor float32."""
+
 _LAYOUTS: tuple[Layout, ...] = ("sliced", "misaligned", "expanded", "transposed")
 
 
@@ -51,11 +54,20 @@ def _rms_norm_cases() -> Iterator[Case]:
             for rounding in ("once", "hf"):
                 for residual in dict.fromkeys((None, x, F32)):
                     yield Case(op, "dtypes", (3,), 640, x, gamma, residual, options={"rounding": rounding})
+    for x, gamma in OTHER_GAMMAS:
+        for rounding in ("once", "hf"):
+            yield Case(op, "gammas", (3,), 640, x, gamma, options={"rounding": rounding})
+        yield Case(op, "gammas", (5,), 4096, x, gamma, residual=x)
+        yield Case(op, "gammas", (3,), 20000, x, gamma, options={"weight_offset": 1.0})
+    yield Case(op, "gammas", (3, 4), 1536, F32, BF16, layout="misaligned")
+    yield Case(op, "gammas", (9,), 384, F16, BF16, values="special")
     for layout in _LAYOUTS:
         for n in (128, 1536, 20000):
             yield Case(op, "layouts", (3, 4), n, layout=layout)
             yield Case(op, "layouts", (3, 4), n, residual=BF16, layout=layout)
     yield Case(op, "layouts", (2, 3, 4), 96, layout="transposed")
+    yield Case(op, "levels", (2, 3, 2, 3), 128, layout="reversed")
+    yield Case(op, "levels", (2, 2, 3, 2, 2), 1536, residual=BF16, layout="reversed")
     yield Case(op, "ranks", (), 300)
     yield Case(op, "ranks", (2, 1, 3, 2), 300)
     yield Case(op, "empty", (0,), 64)
@@ -94,7 +106,7 @@ def _lane_cases(op: str) -> Iterator[Case]:
 
 
 def _fp8_cases() -> Iterator[Case]:
-    op = "rms_norm_fused_fp8"
+    op, gate = "rms_norm_fused_fp8", {"prologue": soft_cap_gate}
     for group, lengths in LENGTHS.items():
         for n in lengths:
             yield Case(op, group, (5,), n)
@@ -104,6 +116,11 @@ def _fp8_cases() -> Iterator[Case]:
                 yield Case(op, "dtypes", (4,), 640, x, gamma, options={"rounding": rounding})
         for scales in FLOATS:
             yield Case(op, "dtypes", (4,), 640, x, options={"scales_dtype": scales, "out_dtype": torch.float8_e4m3fnuz})
+    for x, gamma in OTHER_GAMMAS:
+        for rounding in ("once", "hf"):
+            yield Case(op, "gammas", (4,), 640, x, gamma, options={"rounding": rounding})
+        yield Case(op, "gammas", (3,), 4096, x, gamma, options={"group_size": 128})
+        yield Case(op, "gammas", (3,), 20000, x, gamma, residual=x, options={"return_norm": True})
     for n in (384, 7168, 20480):
         for size in (64, 128):
             for order in ("row", "column"):
@@ -141,6 +158,8 @@ def _fp8_cases() -> Iterator[Case]:
     for layout in _LAYOUTS:
         for n in (128, 1536, 20000):
             yield Case(op, "layouts", (3, 4), n, layout=layout)
+    yield Case(op, "levels", (2, 3, 2, 3), 128, layout="reversed")
+    yield Case(op, "levels", (2, 2, 3, 2, 2), 1536, operands=("full", "column", "row"), layout="reversed", options=gate)
     yield Case(op, "ranks", (), 300)
     yield Case(op, "ranks", (2, 1, 3, 2), 300)
     yield Case(op, "empty", (0,), 64)
@@ -164,8 +183,7 @@ def _fp8_cases() -> Iterator[Case]:
     yield Case(op, "chunks", (3, 4), 5000, layout="misaligned")
     yield Case(op, "chunks", (4,), 3072, options={"static_scale": True})
     yield Case(op, "chunks", (4,), 9216, options={"group_size": 128})
-    three, gate = ("full", "column", "row"), {"prologue": soft_cap_gate}
-    yield Case(op, "chunks", (4,), 5000, operands=three, residual=BF16, options=gate)
+    yield Case(op, "chunks", (4,), 5000, operands=("full", "column", "row"), residual=BF16, options=gate)
     yield Case(op, "large", (1024,), 8192)
     yield Case(op, "large", (2048,), 7168)
 

@@ -292,7 +292,7 @@ class _Tokens:
         store_row(self.f, torch.float32, value, self.kept + at * 4, mask, paired)
 
     def keep_latent(self, x: Int) -> None:
-        """Norm the latent."""
+        """Norm the latent, or the first ``normed`` columns of it: those behind them stay as they are."""
         f, spec, n = self.f, self.spec, self.n
         paired = spec.kv == torch.bfloat16
         gamma, offset = self.fields.integer("gamma.at"), self.fields.number("weight_offset")
@@ -305,8 +305,8 @@ class _Tokens:
             h = load(spec.kv, x, at, mask)
             self.total.set(h.fma(h, self.total.get()))
 
-        each_block(f, f.index(0), n["latent"], add)
-        v = self.total.get().sum_lanes() / n["latent"].to_float() + self.fields.number("eps")
+        each_block(f, f.index(0), n["normed"], add)
+        v = self.total.get().sum_lanes() / n["normed"].to_float() + self.fields.number("eps")
         rs = is_finite(v).where((v > 0.0).where(v.number(1.0) / v.sqrt(), 0.0), v.number(float("nan")))
 
         def norm(at: Int, mask: Bool | None) -> None:
@@ -316,7 +316,10 @@ class _Tokens:
                 y = round_to(spec.kv, round_to(spec.kv, h * rs) * g)
             self.keep(at, y, mask, paired)
 
-        each_block(f, f.index(0), n["latent"], norm)
+        each_block(f, f.index(0), n["normed"], norm)
+        each_block(
+            f, n["normed"], n["latent"], lambda at, mask: self.keep(at, load(spec.kv, x, at, mask), mask, paired)
+        )
 
     def keep_rope(self, kv: Int) -> None:
         """Turn the columns after the latent."""

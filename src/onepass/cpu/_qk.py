@@ -170,9 +170,10 @@ class _Side:
     def normed(self, x: Int, at: Int, mask: Bool | None, rs: Float) -> Float:
         """A block of the norm, before it is rotated and stored."""
         spec = self.spec
-        assert spec.gamma is not None
+        gamma = spec.gamma if self.side == "q" else spec.gamma_k
+        assert gamma is not None
         h = self.load(spec.x, x, at, mask)
-        g = self.load(spec.gamma, self.fields.integer(f"gamma_{self.side}"), at, mask) + self.offset
+        g = self.load(gamma, self.fields.integer(f"gamma_{self.side}"), at, mask) + self.offset
         if spec.rounding == "once":
             return h * rs * g
         return round_to(spec.x, round_to(spec.x, h * rs) * g)

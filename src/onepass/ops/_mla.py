@@ -37,8 +37,8 @@ def run_mla(
     block_page, block_entry, _ = blocks.stride()
     scale_page, scale_entry = (0, 0) if token_scale is None else token_scale.stride()
     rows = MlaRows(
-        tokens, heads, gamma.shape[0], rope, turned, requests, width, pages, page_size, limit, q_token, q_head, out_token,
-        out_head, kv.stride(0), freqs_row, table_row, block_page, block_entry, scale_page, scale_entry,
+        tokens, heads, kv.shape[1] - rope, rope, turned, requests, width, pages, page_size, limit, gamma.shape[0], q_token,
+        q_head, out_token, out_head, kv.stride(0), freqs_row, table_row, block_page, block_entry, scale_page, scale_entry,
     )  # fmt: skip
     launch(
         spec, rows, q, kv, gamma, freqs, offsets, lengths, table, slots, positions, kv_scale, q_out, blocks, token_scale,

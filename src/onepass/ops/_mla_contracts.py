@@ -26,7 +26,7 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
     args={
         "q_rope": Arg("T H R", "the columns of each head of q that may turn", FLOATS),
         "kv": Arg("T C", "latent, then the columns of k that may turn", FLOATS),
-        "gamma": Arg("L", "weight of the latent's norm; kv's dtype or float32", "(kv.dtype, torch.float32)", sample="gamma"),
+        "gamma": Arg("L", "weight of the latent's norm; any float dtype", FLOATS, sample="gamma"),
         "freqs_cis": Arg("F W", "cos and sin of each position, interleaved", FLOATS, optional=True),
         "input_row_offsets": Arg("O", "first token of each request, then of none", INDEX_DTYPES, optional=True, sample="index"),
         "cache_lengths": Arg("B", "tokens of each request that are in the cache", INDEX_DTYPES, optional=True, sample="index"),
@@ -48,6 +48,9 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         "q_dtype": Option(
             "ScalarType", None, "dtype of the result; None: that of q_rope_output, or q_rope's", choices=Q_DTYPES, optional=True,
         ),
+        "kv_norm_dim": Option(
+            "int", None, "columns of kv that are normed; None: all but q_rope's", where="kv_norm_dim > 0", optional=True,
+        ),
     },
     sizes={"E": "0 if freqs_cis is None or rope_dim == 0 else W if rope_dim is None else rope_dim"},
     outs={
@@ -57,7 +60,12 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         Rule(f"0 < H <= {MAX_HEADS}", "q_rope", f"have 1 to {MAX_HEADS} heads"),
         Rule(f"R <= {MAX_ROPE}", "q_rope", f"have at most {MAX_ROPE} columns"),
         Rule(f"0 < L <= {MAX_LATENT}", "gamma", f"have 1 to {MAX_LATENT} elements"),
-        Rule("C == L + R", "kv", "have gamma's and q_rope's columns"),
+        Rule("kv_norm_dim is None or kv_norm_dim == L", "kv_norm_dim", "be gamma's length"),
+        Rule(
+            "C == L + R or (kv_norm_dim is not None and C > L + R)", "kv",
+            "have gamma's and q_rope's columns (with kv_norm_dim: at least)",
+        ),
+        Rule(f"C - R <= {MAX_LATENT}", "kv", f"have at most {MAX_LATENT} columns before q_rope's"),
         Rule("freqs_cis is not None or rope_dim == 0 or (R == 0 and rope_dim is None)", "freqs_cis", "be given unless rope_dim is 0"),
         Rule("freqs_cis is None or F > 0", "freqs_cis", "have at least one row"),
         Rule(

@@ -1,4 +1,7 @@
-"""From checked q and k to one backend launch: fold the leading dimensions, find the heads, pick the backend."""
+"""From checked q and k to a backend launch: fold the leading dimensions, find the heads, pick the backend.
+
+Leading dimensions that fold to more levels than a kernel has are several launches: one for each index of a dimension.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ from torch import Tensor
 
 from ..contract import Contract
 from ..debug import debugging
-from ..errors import Unsupported
 from ..formats import SMALLEST_EPS
 from ..qk import QkRows, QkSpec
-from ..rows import LEVELS, Geometry, geometry
+from ..rows import Geometry, geometry, smallest_dimension
 from ._launch import Launch
 
 _launch = Launch("qk_norm")
@@ -35,7 +37,7 @@ def run_qk(
     eps: float,
     weight_offset: float,
 ) -> None:
-    """One launch over q and k; nothing is launched when there are no tokens.
+    """Run a kernel over q and k, in one launch if their rows allow it; nothing is launched when there are no tokens.
 
     ``head`` 0: a row is [..., N]. Above 0: rows of that many columns lie side by side in [..., N]. -1: in [..., H, D].
     """
@@ -72,10 +74,16 @@ def run_qk(
         tensors = [None if t is None else t.unsqueeze(0) for t in tensors]
     folded = geometry(tensors)
     if folded is None:
-        raise Unsupported(
-            f"{contract.name}: leading dimensions whose strides fold to more than {LEVELS} levels are not supported; "
-            f"`q` has shape {list(q.shape)} and strides {list(q.stride())}"
-        )
+        # the last leading dimension stays: without positions its index is the token's position
+        dim = smallest_dimension(first.shape[:-2])
+        for i in range(first.shape[dim]):
+            parts = [None if t is None else t.select(dim, i) for t in (q, k, q_out, k_out, stats, positions)]
+            one, other, q_part, k_part, part, at = parts
+            assert one is not None and other is not None
+            run_qk(
+                contract, spec, head, one, other, gamma_q, gamma_k, q_part, k_part, part, freqs, at, eps, weight_offset
+            )  # fmt: skip
+        return
     rows = QkRows(*folded, heads, widths, steps, sequence)
     launch(
         spec, rows, q, k, gamma_q, gamma_k, q_out, k_out, stats, freqs, positions, max(eps, SMALLEST_EPS), weight_offset

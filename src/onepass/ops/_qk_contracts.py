@@ -12,7 +12,6 @@ from ..rope import STYLES
 
 _Q = Arg("... Nq", "queries", FLOATS)
 _K = Arg("... Nk", "keys; q's dtype and leading shape", "(q.dtype,)")
-_GAMMA = "(q.dtype, torch.float32)"
 _FREQS = Arg("P R", "rope: cos and sin of each position, interleaved", (torch.float32,), optional=True)
 _INTEGERS = (torch.int32, torch.int64)
 _POSITIONS = Arg("...", "rope: the row of freqs of each token", _INTEGERS, optional=True, layout="any", sample="index")
@@ -74,8 +73,8 @@ APPLY_QK_RMS_NORM = Contract(
     args={
         "q": _Q,
         "k": _K,
-        "gamma_q": Arg("Nq", "weight of q; q's dtype or float32", _GAMMA, sample="gamma"),
-        "gamma_k": Arg("Nk", "weight of k; gamma_q's dtype", "(gamma_q.dtype,)", sample="gamma"),
+        "gamma_q": Arg("Nq", "weight of q; any float dtype", FLOATS, sample="gamma"),
+        "gamma_k": Arg("Nk", "weight of k; any float dtype", FLOATS, sample="gamma"),
         "qk_var": Arg("... 2", "mean of squares of q's row, and of k's", (torch.float32,), sample="positive"),
         **_ROPE,
     },
@@ -104,8 +103,8 @@ QK_RMS_NORM = Contract(
     args={
         "q": _Q,
         "k": _K,
-        "gamma_q": Arg("Gq", "weight of q, or of each of its heads; q's dtype or float32", _GAMMA, sample="gamma"),
-        "gamma_k": Arg("Gk", "weight of k, or of each of its heads; gamma_q's dtype", "(gamma_q.dtype,)", sample="gamma"),
+        "gamma_q": Arg("Gq", "weight of q, or of each of its heads; any float dtype", FLOATS, sample="gamma"),
+        "gamma_k": Arg("Gk", "weight of k, or of each of its heads; any float dtype", FLOATS, sample="gamma"),
         **_ROPE,
     },
     options={
@@ -144,8 +143,8 @@ QK_RMS_NORM_HEADS = Contract(
     args={
         "q": Arg("... Hq D", "queries", FLOATS),
         "k": Arg("... Hk D", "keys", "(q.dtype,)"),
-        "gamma_q": Arg("D", "weight of q's heads", _GAMMA, sample="gamma"),
-        "gamma_k": Arg("D", "weight of k's heads", "(gamma_q.dtype,)", sample="gamma"),
+        "gamma_q": Arg("D", "weight of q's heads; any float dtype", FLOATS, sample="gamma"),
+        "gamma_k": Arg("D", "weight of k's heads; any float dtype", FLOATS, sample="gamma"),
         **_ROPE,
     },
     options={"eps": _EPS, "weight_offset": _OFFSET, "rounding": _ROUNDING, "out_dtype": _DTYPE, "style": _STYLE,

@@ -1,4 +1,7 @@
-"""From checked tensors to one backend launch: fold the leading dimensions, refuse overlaps, pick the backend."""
+"""From checked tensors to a backend launch: fold the leading dimensions, pick the backend.
+
+Leading dimensions that fold to more levels than a kernel has are several launches: one for each index of a dimension.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..errors import Unsupported
 from ..formats import SMALLEST_EPS
-from ..rows import LEVELS, RowSpec, geometry
+from ..rows import RowSpec, geometry, smallest_dimension
 from ._launch import Launch
 
 _launch = Launch("rms_norm")
@@ -31,7 +33,7 @@ def run_rows(
     weight_offset: float,
     scale_ub: float,
 ) -> None:
-    """One launch of a row kernel over ``x`` [..., N]; nothing is launched when there are no rows."""
+    """Run a row kernel over ``x`` [..., N], in one launch if its rows allow it; nothing is launched when there are no rows."""
     launch = _launch.on(x)
     if x.dim() == 1:
         x = x.unsqueeze(0)
@@ -63,10 +65,16 @@ def run_rows(
         rows.append(tensor if operand.kind != "column" else None)
     folded = geometry(rows)
     if folded is None:
-        raise Unsupported(
-            f"{op}: leading dimensions whose strides fold to more than {LEVELS} levels are not supported; "
-            f"`x` has shape {list(x.shape)} and strides {list(x.stride())}"
-        )
+        dim = smallest_dimension(x.shape[:-1])
+        for i in range(x.shape[dim]):
+            parts = [None if t is None else t.select(dim, i) for t in rows]
+            row, added, normed, coded, scaled, sums, *others = parts
+            given = [t if part is None else part for t, part in zip(operands, others, strict=True)]
+            assert row is not None
+            run_rows(
+                op, spec, row, gamma, added, given, static_scale, normed, coded, scaled, sums, eps, weight_offset, scale_ub
+            )  # fmt: skip
+        return
     launch(
         spec, *folded, n, x, gamma, residual, operands, static_scale,
         norm, codes, scale, new_residual, eps, weight_offset, scale_ub,

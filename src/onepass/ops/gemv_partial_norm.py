@@ -22,163 +22,29 @@ import torch
 from torch import Tensor
 
 from .. import replay
-from ..contract import Arg, Contract, Option, Out, Rule, describe, short
+from ..contract import Contract, describe, short
+from ..debug import debugging
 from ..formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
-from ..gemv import MAX_ROWS, MAX_SEGMENTS, GemvSpec, WeightScale, gemv_spec, tiles
+from ..gemv import GemvSpec, WeightScale, gemv_spec
 from ..library import Op, check_memory, plain
-from ..trace import GEMV_TRACE_EVENTS_PER_BLOCK, NullTrace, TraceBuf
+from ..trace import GmemTrace, NullTrace, TraceBuf
+from ._gemv_contracts import FURTHER, GEMV, GEMV_WITH_SCRATCH, blocks_of
+from ._gemv_contracts import PLAIN_GEMV as _PLAIN_GEMV
+from ._gemv_contracts import UNFUSED as _UNFUSED
+from ._gemv_contracts import UNFUSED_WITH_SCRATCH as _UNFUSED_WITH_SCRATCH
 from ._launch import Launch
 from .rms_norm import rms_norm
 
-_FURTHER = range(1, MAX_SEGMENTS)
-_launch = Launch("gemv_partial_norm")
-
-
-def _blocks(act: Tensor, weight: Tensor, widths: tuple[int, ...]) -> int:
-    m, k = act.shape
-    if act.device.type == "cpu":
-        from ..cpu._args import TILE as columns
-
-        return sum(tiles(weight.shape[0], widths, columns))
-    from ..triton._gemv_config import blocks
-
-    return blocks(act.dtype, weight.dtype, m, weight.shape[0], k, widths)
-
-
-_ARGS = {
-    "act": Arg("M K", "activations", FLOATS),
-    "weight": Arg("N K", "one row a column of y; act's dtype or float8_e4m3fn", "(act.dtype, torch.float8_e4m3fn)"),
-    "gamma": Arg("W0", "weight of the first segment's norm; act's dtype or float32", "(act.dtype, torch.float32)", sample="gamma"),
-    **{
-        f"gamma{i}": Arg(f"W{i}", f"weight of segment {i}'s norm", "(act.dtype, torch.float32)", optional=True, sample="gamma")
-        for i in _FURTHER
-    },
-    "weight_scale": Arg("S", "factor of all weights, or of each row", (torch.float32,), optional=True, sample="positive"),
-}  # fmt: skip
-_EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps <= 3.4e38")
-_OPTIONS = {
-    "eps": _EPS,
-    "normed_dtype": Option(
-        "ScalarType",
-        None,
-        "fp8 format of the first segment; None: act's dtype",
-        choices=tuple(FP8_FORMATS),
-        optional=True,
-    ),
-}
-_SIZES = {"T": "N - W0 - (W1 or 0) - (W2 or 0) - (W3 or 0)"}
-_RULES = (
-    Rule(f"M <= {MAX_ROWS}", "act", f"have at most {MAX_ROWS} rows (fused=False takes any number)"),
-    Rule("K > 0", "act", "have at least one column"),
-    Rule("W0 > 0", "gamma", "have at least one element"),
-    *(Rule(f"W{i} is None or W{i} > 0", f"gamma{i}", "have at least one element") for i in _FURTHER),
-    Rule("T >= 0", "gamma", "have, with further segments, no more elements than weight has rows"),
-    *(
-        Rule(f"gamma{i} is None or gamma{i - 1} is not None", f"gamma{i}", f"be None without gamma{i - 1}")
-        for i in _FURTHER
-        if i > 1
-    ),
-    Rule("weight_scale is None or S == 1 or S == N", "weight_scale", "have one element, or one for each row of weight"),
-    Rule("N <= 16777216 and K <= 16777216", "weight", "have at most 2**24 rows and columns"),
-)
-_OUTS = {
-    "normed": Out("M W0", "(normed_dtype or act.dtype)", "norm of the first segment", "normed_output"),
-    "scale": Out(
-        "M 1", "torch.float32", "scale of each row of normed", "scale_output", when="normed_dtype is not None"
-    ),
-    **{
-        f"normed{i}": Out(
-            f"M W{i}", "act.dtype", f"norm of segment {i}", f"normed_output{i}", when=f"gamma{i} is not None"
-        )
-        for i in _FURTHER
-    },
-    "unnormed": Out("M T", "act.dtype", "the other columns", "unnormed_output"),
-}
-_ROUNDING = "once: y in float32, normed = round((y*rs)*gamma), unnormed = round(y)"
-
-_CARRIED = {"segments": tuple(f"gamma{i}" for i in _FURTHER)}
-
-GEMV = Contract(
+__all__ = [
+    "GEMV",
+    "GEMV_WITH_SCRATCH",
     "gemv_and_partial_norm",
-    _ARGS,
-    _OPTIONS,
-    _OUTS,
-    _ROUNDING,
-    sizes=_SIZES,
-    rules=_RULES,
-    replaces={},
-    carried={**_CARRIED, "fused": (), "out": tuple(out.argument for out in _OUTS.values())},
-)
-
-GEMV_WITH_SCRATCH = Contract(
+    "gemv_and_partial_norm_unfused_with_scratch",
     "gemv_and_partial_norm_with_scratch",
-    args={
-        **_ARGS,
-        "finish_counter": Arg(
-            "C", "zero before the first call; zero again when a call is done", (torch.int32,), layout="dense", mutable=True
-        ),
-        "trace": Arg("E", "receives time stamps", (torch.int64, torch.uint64), optional=True, layout="dense", mutable=True),
-        "units": Arg("B", "receives each block's multiprocessor or thread", (torch.int32,), optional=True, layout="dense", mutable=True),
-    },
-    options=_OPTIONS,
-    outs=_OUTS,
-    sizes=_SIZES,
-    rules=(
-        *_RULES,
-        Rule("C >= segments(W1, W2, W3)", "finish_counter", "have an element for each segment"),
-        Rule(
-            f"trace is None or E >= {GEMV_TRACE_EVENTS_PER_BLOCK} * blocks(act, weight, W0, W1, W2, W3)",
-            "trace", f"have {GEMV_TRACE_EVENTS_PER_BLOCK} slots for every block (gemv_trace_blocks counts them)",
-        ),
-        Rule("units is None or B >= blocks(act, weight, W0, W1, W2, W3)", "units", "have an element for every block"),
-    ),
-    scope={
-        "segments": lambda *further: 1 + sum(w is not None for w in further),
-        "blocks": lambda act, weight, *widths: _blocks(act, weight, tuple(w for w in widths if w is not None)),
-    },
-    rounding=_ROUNDING,
-    replaces={},
-    in_place=True,
-    carried={
-        **_CARRIED,
-        "segment_outputs": tuple(f"normed_output{i}" for i in _FURTHER),
-        "normed_output": ("normed_output", "normed_dtype"),
-        "trace_buf": ("trace", "units"),
-    },
-)  # fmt: skip
+    "gemv_trace_blocks",
+]
 
-_PLAIN_GEMV = Contract(
-    "gemv",
-    args={name: _ARGS[name] for name in ("act", "weight", "weight_scale")},
-    options={},
-    outs={"y": Out("M N", "act.dtype", "act @ weight.T", "y_scratch")},
-    rules=(_RULES[1], *_RULES[-2:]),
-    rounding="once: y = round((act @ weight.T) * weight_scale)",
-    replaces={},
-)
-
-
-def _two_launches_contract(name: str, given: bool) -> Contract:
-    """What both launches together ask of their arguments; with outputs only if the caller has ``given`` them."""
-    contract = Contract(
-        name,
-        args={name: _ARGS[name] for name in ("act", "weight", "gamma", "weight_scale")},
-        options={"eps": _EPS},
-        outs={
-            "normed": Out("M W0", "act.dtype", "norm of the first columns", "normed_output", when=str(given)),
-            "y": Out("M N", "act.dtype", "act @ weight.T", "y_scratch", when=str(given)),
-        },
-        sizes={"T": "N - W0"},
-        rules=tuple(rule for rule in _RULES if rule.argument in ("gamma", "weight_scale") or rule.condition == "K > 0"),
-        rounding="y to act's dtype, then normed",
-        replaces={},
-    )
-    _ = contract.prepare  # made now: a compiler that traces a call must not meet the making
-    return contract
-
-
-_UNFUSED = _two_launches_contract("gemv_and_partial_norm", False)
-_UNFUSED_WITH_SCRATCH = _two_launches_contract("gemv_and_partial_norm_unfused_with_scratch", True)
+_launch = Launch("gemv_partial_norm")
 
 
 def _run(
@@ -230,8 +96,16 @@ def _scratch_kernel(
 ) -> None:  # fmt: skip
     gammas = [g for g in (gamma, gamma1, gamma2, gamma3) if g is not None]
     outs = [t for t in (normed, normed1, normed2, normed3) if t is not None]
+    if debugging():
+        _check_counter(finish_counter, len(gammas))
     spec = _spec(act, weight, weight_scale, gammas, normed_dtype, trace is not None)
     _run(spec, act, weight, weight_scale, gammas, outs, scale, unnormed, finish_counter, trace, units, eps)
+
+
+def _check_counter(counter: Tensor, segments: int) -> None:
+    """Read the counter on the host, which waits for the device: for debugging only. What is captured runs later."""
+    if not (counter.is_cuda and torch.cuda.is_current_stream_capturing()) and any(counter[:segments].tolist()):
+        GEMV_WITH_SCRATCH.fail("finish_counter", "be zero when a call begins", str(counter[:segments].tolist()))
 
 
 def _plain_kernel(notes: dict[Any, Any], act: Tensor, weight: Tensor, weight_scale: Tensor | None, y: Tensor) -> None:
@@ -259,7 +133,7 @@ def gemv_and_partial_norm(
     """``act @ weight.T`` with RMSNorm of its first columns, in one launch. Returns (normed, unnormed).
 
     ``act`` [M, K] and ``weight`` [N, K] are bfloat16, float16 or float32, rows strided as you like; weight may also be
-    float8_e4m3fn, with ``weight_scale`` float32 of one element or N. ``gamma`` [Nn] has act's dtype or float32.
+    float8_e4m3fn, with ``weight_scale`` float32 of one element or N. ``gamma`` [Nn] has any float dtype.
     M is 1 to 16; K, N and Nn <= N are any. ``normed`` is [M, Nn] and ``unnormed`` [M, N - Nn].
 
     ``segments`` are further gammas: each norms, by itself, the columns that follow. ``normed_dtype``, an fp8 dtype, stores
@@ -317,7 +191,9 @@ def gemv_and_partial_norm_with_scratch(
 
     ``finish_counter`` is int32 with an element for each segment. It must be zero before the first call and is zero again
     when a call is done, so nothing is cleared between calls; calls that may overlap in time need counters of their own.
-    ``trace_buf``: `NullTrace` leaves no trace in the machine code; `GmemTrace` receives the time of ten events of every block.
+    With ``ONEPASS_DEBUG=1`` in the environment a counter that is not zero raises. ``trace_buf``: `NullTrace` leaves no trace
+    in the machine code; `GmemTrace` receives the time of ten events of every block; a `TraceBuf` of yours that has `store`
+    alone is handed them by the host, which waits for the launch, so it cannot be used in a CUDA graph.
 
     >>> import torch, onepass
     >>> act, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
@@ -341,12 +217,25 @@ def gemv_and_partial_norm_with_scratch(
     codes = normed_output.dtype if normed_output.dtype in FP8_FORMATS else None
     if codes is not None and scale_output is None:
         GEMV_WITH_SCRATCH.fail("scale_output", "be given with an fp8 normed_output", "None")
-    trace, units = trace_buf.tensors()
-    outputs = [*segment_outputs, *[None] * (len(_FURTHER) - len(segment_outputs))]
+    outputs = [*segment_outputs, *[None] * (len(FURTHER) - len(segment_outputs))]
+    given = (normed_output, scale_output, *outputs, unnormed_output)
+    own = None
+    if trace_buf.stored_by_host:
+        GEMV_WITH_SCRATCH.blame(act=act, weight=weight, gamma=gamma, finish_counter=finish_counter)
+        GEMV_WITH_SCRATCH.prepare(
+            act, weight, gamma, *further, weight_scale, finish_counter, None, None, eps, codes, *given
+        )
+        if act.is_cuda and torch.cuda.is_current_stream_capturing():
+            GEMV_WITH_SCRATCH.fail(
+                "trace_buf", "be a NullTrace or GmemTrace while a CUDA graph is captured", repr(trace_buf)
+            )
+        own = GmemTrace.allocate(blocks_of(act, weight, tuple([g.shape[0] for g in (gamma, *segments)])), act.device)
+    trace, units = (trace_buf if own is None else own).tensors()
     _with_scratch.call(
-        act, weight, gamma, *further, weight_scale, finish_counter, trace, units, eps, codes,
-        normed_output, scale_output, *outputs, unnormed_output,
+        act, weight, gamma, *further, weight_scale, finish_counter, trace, units, eps, codes, *given
     )  # fmt: skip
+    if own is not None:
+        own.hand_over(trace_buf)
 
 
 def gemv_and_partial_norm_unfused_with_scratch(
@@ -386,16 +275,16 @@ def gemv_trace_blocks(act: Tensor, weight: Tensor, gamma: Tensor, segments: Sequ
     further = _further(GEMV, segments)
     GEMV.blame(act=act, weight=weight, gamma=gamma, segments=segments)
     GEMV.prepare(act, weight, gamma, *further, None, 0.0, None)
-    return _blocks(act, weight, tuple([g.shape[0] for g in (gamma, *segments)]))
+    return blocks_of(act, weight, tuple([g.shape[0] for g in (gamma, *segments)]))
 
 
 def _further(contract: Contract, segments: Sequence[Tensor]) -> list[Tensor | None]:
     """The gammas after the first, in the places the contract has for them."""
     if not isinstance(segments, (list, tuple)) or not all(isinstance(g, Tensor) for g in segments):
         contract.fail("segments", "be a list of tensors", repr(segments))
-    if len(segments) > len(_FURTHER):
-        contract.fail("segments", f"hold at most {len(_FURTHER)} tensors", str(len(segments)))
-    return [*segments, *[None] * (len(_FURTHER) - len(segments))]
+    if len(segments) > len(FURTHER):
+        contract.fail("segments", f"hold at most {len(FURTHER)} tensors", str(len(segments)))
+    return [*segments, *[None] * (len(FURTHER) - len(segments))]
 
 
 def _two_launches(

@@ -7,6 +7,8 @@ A token has H rows of q, ``q_rope`` [T, H, R], and one row of kv [T, L + R]: a l
     entry  = concat(latent, rope(k))                      L + R columns
     blocks[page, place] = saturate(entry / scale)         scale 1 unless given, or amax(|entry|) / fp8_max of the token
 
+With ``kv_norm_dim`` only the first columns of kv are x; the others before k go into the entry as they are.
+
 RoPE turns pairs of the first ``rope_dim`` columns by the angle of the token's position, ``a, b = a*cos - b*sin, b*cos +
 a*sin``; the others are copied. Where the token's entry lies: `onepass.kvcache`.
 
@@ -38,7 +40,7 @@ def _kernel(
     notes: Notes, q: Tensor, kv: Tensor, gamma: Tensor, freqs: Tensor | None, offsets: Tensor | None, lengths: Tensor | None,
     table: Tensor | None, slots: Tensor | None, positions: Tensor | None, kv_scale: Tensor | None, blocks: Tensor,
     token_scale: Tensor | None, epsilon: float, style: RopeStyle, rope_dim: int | None, weight_offset: float,
-    rounding: MlaRounding, q_dtype: torch.dtype | None, q_out: Tensor,
+    rounding: MlaRounding, q_dtype: torch.dtype | None, kv_norm_dim: int | None, q_out: Tensor,
 ) -> None:  # fmt: skip
     turned = 0 if freqs is None else freqs.shape[1] if rope_dim is None else rope_dim
     if not turned:
@@ -86,13 +88,15 @@ def fused_rope_rmsnorm_quantization(
     weight_offset: float = 0.0,
     rounding: MlaRounding = "once",
     q_dtype: torch.dtype | None = None,
+    kv_norm_dim: int | None = None,
 ) -> Tensor:
     """RoPE of MLA's queries, and RMSNorm and RoPE of its kv into a paged cache, in one launch. Returns q_rope_output.
 
     ``q_rope`` [T, H, R] and ``q_rope_output`` may be slices of wider tensors, and the output q_rope itself; with None
     it is allocated, contiguous, in ``q_dtype`` (by default q_rope's). An fp8 output is cast, saturating. ``kv`` [T, L + R]
     is a latent of gamma's length and R columns that turn as q's do; its rows may be slices too. H is at most 256, R
-    256 and L 2048; L may be odd, R 0.
+    256 and L 2048; L may be odd, R 0. With ``kv_norm_dim``, which then is gamma's length, kv may have more columns: those
+    between the normed ones and the last R are converted to the cache's dtype (and scaled) without being normed or turned.
 
     ``input_row_offsets`` [B + 1]: tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` follow those that
     request b has in ``k_cache`` (`PagedKVCache`), whose lengths stay as they are (`PagedKVCache.append`). Tokens
@@ -130,6 +134,6 @@ def fused_rope_rmsnorm_quantization(
     results = _write.call(
         q_rope, kv, gamma, freqs_cis, input_row_offsets, k_cache.cache_lengths, k_cache.lookup_table, slot_mapping, positions,
         kv_scale, k_cache.blocks, per_token_scale, epsilon, rope_style, rope_dim, weight_offset, rounding, q_dtype,
-        q_rope_output,
+        kv_norm_dim, q_rope_output,
     )  # fmt: skip
     return cast(Tensor, results[0])

@@ -71,10 +71,12 @@ def _apply_kernel(
     q_out: Tensor, k_out: Tensor,
 ) -> None:  # fmt: skip
     rope = _rule(freqs, positions, style, dim, head_dim or 0)
-    key = (q.dtype, gamma_q.dtype, q_out.dtype, rope)
+    key = (q.dtype, gamma_q.dtype, gamma_k.dtype, q_out.dtype, rope)
     spec = notes.get(key)
     if spec is None:
-        spec = notes[key] = qk_spec("apply", q.dtype, gamma_q.dtype, q_out.dtype, rounding, False, rope)
+        spec = notes[key] = qk_spec(
+            "apply", q.dtype, gamma_q.dtype, q_out.dtype, rounding, False, rope, gamma_k.dtype
+        )  # fmt: skip
     run_qk(
         APPLY_QK_RMS_NORM, spec, 0, q, k, gamma_q, gamma_k, q_out, k_out, qk_var, freqs, positions, epsilon, weight_offset
     )  # fmt: skip
@@ -87,10 +89,12 @@ def _flat_kernel(
 ) -> None:  # fmt: skip
     head = gamma_q.shape[0] if per_head else 0
     rope = _rule(freqs, positions, style, dim, head_dim or head)
-    key = (q.dtype, gamma_q.dtype, q_out.dtype, rope)
+    key = (q.dtype, gamma_q.dtype, gamma_k.dtype, q_out.dtype, rope)
     spec = notes.get(key)
     if spec is None:
-        spec = notes[key] = qk_spec("fused", q.dtype, gamma_q.dtype, q_out.dtype, rounding, per_head, rope)
+        spec = notes[key] = qk_spec(
+            "fused", q.dtype, gamma_q.dtype, q_out.dtype, rounding, per_head, rope, gamma_k.dtype
+        )  # fmt: skip
     run_qk(
         QK_RMS_NORM, spec, head, q, k, gamma_q, gamma_k, q_out, k_out, None, freqs, positions, eps, weight_offset
     )  # fmt: skip
@@ -102,7 +106,7 @@ def _heads_kernel(
     style: RopeStyle, dim: int | None, head_dim: int | None, q_out: Tensor, k_out: Tensor,
 ) -> None:  # fmt: skip
     rope = _rule(freqs, positions, style, dim, q.shape[-1])
-    spec = qk_spec("fused", q.dtype, gamma_q.dtype, q_out.dtype, rounding, True, rope)
+    spec = qk_spec("fused", q.dtype, gamma_q.dtype, q_out.dtype, rounding, True, rope, gamma_k.dtype)
     run_qk(
         _QK_RMS_NORM_HEADS, spec, -1, q, k, gamma_q, gamma_k, q_out, k_out, None, freqs, positions, eps, weight_offset
     )  # fmt: skip

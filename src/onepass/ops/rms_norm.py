@@ -44,7 +44,7 @@ from ..rows import Operand, RowSpec, row_spec
 from ._rows import run_rows
 
 _X = Arg("... N", "activations", FLOATS)
-_GAMMA = Arg("N", "weight; x's dtype or float32", "(x.dtype, torch.float32)", sample="gamma")
+_GAMMA = Arg("N", "weight; any float dtype", FLOATS, sample="gamma")
 _RESIDUAL = Arg("... N", "added to x in float32; x's dtype or float32", "(x.dtype, torch.float32)", optional=True)
 _EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps <= 3.4e38")
 _OFFSET = Option("float", 0.0, "added to gamma in float32", where="-3.4e38 <= weight_offset <= 3.4e38")
@@ -241,7 +241,7 @@ def rms_norm(
     """RMSNorm of the last dimension: ``y = (h * rs) * (gamma + weight_offset)``, ``h = x + residual``.
 
     ``x`` [..., N] is bfloat16, float16 or float32, its rows strided in any way that leaves the last dimension
-    contiguous; ``gamma`` [N] has x's dtype or float32. Returns ``y`` in x's dtype, or ``(y, new_residual)`` when a
+    contiguous; ``gamma`` [N] has any of these dtypes. Returns ``y`` in x's dtype, or ``(y, new_residual)`` when a
     ``residual`` is given, with ``new_residual = h`` in the residual's dtype. ``out`` and ``residual_out`` receive the
     results; they may be ``x`` and ``residual`` themselves.
 

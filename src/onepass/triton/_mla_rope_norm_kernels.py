@@ -151,13 +151,13 @@ def _scale_of(y, a, b, rest, ROPE: tl.constexpr, HALF: tl.constexpr, FP8: tl.con
 @triton.jit
 def _kv_tile(
     tile, kv, gamma, freqs, offsets, lengths, table, slots, positions, kv_scale, blocks, token_scale,
-    tokens, latent, requests, table_width, pages, page_size, page_shift, limit,
+    tokens, latent, normed, requests, table_width, pages, page_size, page_shift, limit,
     kv_token, freqs_row, table_row, block_page, block_entry, scale_page, scale_entry, eps, weight_offset,
-    N: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, PAGE_POWER: tl.constexpr,
-    ROPE: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, REFERENCE: tl.constexpr, SCALE: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr,
+    PAGE_POWER: tl.constexpr, ROPE: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, REFERENCE: tl.constexpr, SCALE: tl.constexpr,
     FP8: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The entries of N tokens."""
+    """The entries of N tokens. PART: the norm is of the first ``normed`` columns; those behind them are stored as they are."""
     SEARCHES: tl.constexpr = slots is None or (TURNED > 0 and positions is None)
     columns = tl.arange(0, BLOCK)[None, :]
     only = tl.zeros((1,), tl.int64)
@@ -186,7 +186,9 @@ def _kv_tile(
             n = latent
         if ROPE > 0:
             rows = rows + (read_rope(row, only, there, n, ROPE, TURNED, HALF, False),)
-    if FULL:
+    if PART:
+        weight = tl.load(gamma + columns, mask=columns < normed, other=0.0)
+    elif FULL:
         weight = tl.load(gamma + columns)
     else:
         weight = tl.load(gamma + columns, mask=columns < latent, other=0.0)
@@ -224,13 +226,19 @@ def _kv_tile(
                 a, b, rest, cosine, sine, kv.dtype.element_ty, 1, ROPE, TURNED, HALF, REFERENCE, EXACT
             )  # fmt: skip
         h = latents[i].to(tl.float32)
-        total = sum_columns(h * h, 1, BLOCK)
-        if FULL:
+        if PART:
+            total = sum_columns(tl.where(columns < normed, h * h, 0.0), 1, BLOCK)
+            rs = reciprocal_root(tl.div_rn(total, tl.full(total.shape, normed, tl.float32)) + eps)
+        elif FULL:
+            total = sum_columns(h * h, 1, BLOCK)
             rs = reciprocal_root(total * (1.0 / BLOCK) + eps)
         else:
+            total = sum_columns(h * h, 1, BLOCK)
             rs = reciprocal_root(tl.div_rn(total, tl.full(total.shape, latent, tl.float32)) + eps)
         g = weight.to(tl.float32) + weight_offset
         y = normalize(h, rs, g, kv.dtype.element_ty, REFERENCE, EXACT)
+        if PART:
+            y = tl.where(columns < normed, y, h)
         if SCALE == "token":
             if ROPE > 0:
                 given = _scale_of(y, a, b, rest, ROPE, HALF, FP8, EXACT)
@@ -256,12 +264,12 @@ def _kv_tile(
 @triton.jit
 def _mla_rope_norm_kernel(
     q, kv, gamma, freqs, offsets, lengths, table, slots, positions, kv_scale, q_out, blocks, token_scale,
-    tokens, heads, latent, rope, turned, requests, table_width, pages, page_size, limit,
+    tokens, heads, latent, rope, turned, requests, table_width, pages, page_size, limit, normed,
     q_token, q_head, out_token, out_head, kv_token, freqs_row, table_row, block_page, block_entry, scale_page, scale_entry,
     kv_programs, page_shift, early, eps, weight_offset,
     ROPE: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, REFERENCE: tl.constexpr, SCALE: tl.constexpr,
     FP8: tl.constexpr, FP8_Q: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, PAGE_POWER: tl.constexpr,
-    WIDTH: tl.constexpr, LEVELS: tl.constexpr, KV_TOKENS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    WIDTH: tl.constexpr, LEVELS: tl.constexpr, KV_TOKENS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, PART: tl.constexpr,
     Q_TOKENS: tl.constexpr, HEADS: tl.constexpr, PIECES: tl.constexpr, GUARD: tl.constexpr, PDL: tl.constexpr,
     PACKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -273,9 +281,10 @@ def _mla_rope_norm_kernel(
     if program < kv_programs:
         _kv_tile(
             program, kv, gamma, freqs, offsets, lengths, table, slots, positions, kv_scale, blocks, token_scale,
-            tokens, latent, requests, table_width, pages, page_size, page_shift, limit,
+            tokens, latent, normed, requests, table_width, pages, page_size, page_shift, limit,
             kv_token, freqs_row, table_row, block_page, block_entry, scale_page, scale_entry, eps, weight_offset,
-            KV_TOKENS, BLOCK, FULL, WIDTH, LEVELS, PAGE_POWER, ROPE, TURNED, HALF, REFERENCE, SCALE, FP8, HARDWARE, EXACT, PACKED, PDL,
+            KV_TOKENS, BLOCK, FULL, PART, WIDTH, LEVELS, PAGE_POWER, ROPE, TURNED, HALF, REFERENCE, SCALE, FP8, HARDWARE, EXACT, PACKED,
+            PDL,
         )  # fmt: skip
     elif ROPE > 0:
         _q_tile(

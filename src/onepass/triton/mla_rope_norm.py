@@ -1,12 +1,14 @@
 """Launches the kernel of MLA's cache write: chooses the tiles, names the machine code it needs, passes the arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import Unsupported
+from .. import replay
+from ..errors import ContractError, Unsupported
 from ..formats import FP8_FORMATS
 from ..mla import MlaRows, MlaSpec
 from ._compile import POINTERS, Build, current_chip, load
@@ -14,12 +16,14 @@ from ._config import INTERPRETER, Chip
 from ._mla_config import MlaConfig, MlaCut, mla_config, mla_cut, power_of_two
 from ._mla_rope_norm_kernels import _mla_rope_norm_kernel
 
+__all__ = ["MlaCut", "build_for", "builds", "config_of", "cut_as", "launch"]
+
 _NAMES: Final[tuple[str, ...]] = tuple(_mla_rope_norm_kernel.arg_names)
 TENSORS: Final = (
     "q", "kv", "gamma", "freqs", "offsets", "lengths", "table", "slots", "positions", "kv_scale", "q_out", "blocks", "token_scale"
 )  # fmt: skip
-_SIZES: Final = MlaRows._fields[:10]
-_STRIDES: Final = MlaRows._fields[10:]
+_SIZES: Final = MlaRows._fields[:11]
+_STRIDES: Final = MlaRows._fields[11:]
 _CONSTANTS: Final = _NAMES[len(TENSORS) + len(MlaRows._fields) + 5 :]
 """The kernel takes the tensors, `MlaRows`, three integers, two floats and then these."""
 MAX_PROGRAMS: Final = 2**31 - 2**13
@@ -39,7 +43,7 @@ _SHORT: Final = {
 class Known(NamedTuple):
     """What is known of addresses and sizes: rows of q, of kv and the cache, and of freqs lie on 16 bytes.
 
-    ``full``: the latent is a power of two; ``paged``: a page is.
+    ``full``: the latent is a power of two; ``paged``: a page is; ``part``: not all of the latent is normed.
     """
 
     q: bool
@@ -47,6 +51,7 @@ class Known(NamedTuple):
     freqs: bool
     full: bool
     paged: bool
+    part: bool = False
 
 
 def _dtypes(spec: MlaSpec) -> dict[str, torch.dtype | None]:
@@ -72,6 +77,8 @@ def _unused(spec: MlaSpec, config: MlaConfig, known: Known) -> set[str]:
     found = {"rope", "turned", "page_size" if known.paged else "page_shift"}
     if known.full:
         found.add("latent")
+    if not known.part:
+        found.add("normed")
     if spec.freqs is None:
         found |= {"limit", "freqs_row"}
     if spec.slots is not None:
@@ -107,6 +114,7 @@ def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: K
         "KV_TOKENS": config.kv_tokens,
         "BLOCK": config.block,
         "FULL": known.full,
+        "PART": known.part,
         "Q_TOKENS": config.q_tokens,
         "HEADS": config.heads,
         "PIECES": config.pieces,
@@ -170,7 +178,9 @@ def _describe(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: K
     parts.append("page=2^n" if known.paged else "page=n")
     masked = "m" if config.guard else ""
     parts.append(f"{config.q_tokens}x{config.heads}*{config.pieces}{masked}v{'nf'[known.freqs]}{'nq'[known.q]}")
-    parts.append(f"{config.kv_tokens}x{config.block}{'' if known.full else 'm'}v{'nk'[known.kv]}/{config.warps}w")
+    parts.append(
+        f"{config.kv_tokens}x{config.block}{'' if known.full else 'm'}{'p' * known.part}v{'nk'[known.kv]}/{config.warps}w"
+    )
     if config.registers:
         parts.append(f"registers={config.registers}")
     return " ".join(parts)
@@ -189,7 +199,36 @@ def _known(spec: MlaSpec, rows: MlaRows, q: int, q_out: int, kv: int, gamma: int
         spec.freqs is not None and (freqs | rows.freqs_row * spec.freqs.itemsize) % 16 == 0,
         rows.latent >= 8 and rows.latent & (rows.latent - 1) == 0,
         rows.page_size & (rows.page_size - 1) == 0,
+        rows.normed < rows.latent,
     )
+
+
+class _Forced:
+    """The cut of `cut_as`, while there is one."""
+
+    cut: MlaCut | None = None
+
+
+@contextmanager
+def cut_as(cut: MlaCut) -> Iterator[None]:
+    """For experiments: cut every launch of this process like ``cut`` while the context is open; no bit of a result changes.
+
+    ``threads`` is the size of a block, 32 to 1024; a block of RoPE has ``q_columns`` columns of q, and a block of the norm
+    ``kv_columns`` of latents. All are powers of two. Short calls and long latents bend a cut to what fits them.
+    """
+    for name, value, least, most in (
+        ("threads", cut.threads, 32, 1024),
+        ("q_columns", cut.q_columns, 1, 1 << 16),
+        ("kv_columns", cut.kv_columns, 1, 1 << 16),
+    ):
+        if not (isinstance(value, int) and least <= value <= most and value & (value - 1) == 0):
+            raise ContractError(f"cut_as: `{name}` must be a power of two from {least} to {most}, got {value!r}")
+    before, replays = _Forced.cut, replay.switch.on
+    _Forced.cut, replay.switch.on = cut, False
+    try:
+        yield
+    finally:
+        _Forced.cut, replay.switch.on = before, replays
 
 
 def config_of(spec: MlaSpec, rows: MlaRows, warp_size: int, cut: MlaCut | None = None) -> MlaConfig:
@@ -197,7 +236,7 @@ def config_of(spec: MlaSpec, rows: MlaRows, warp_size: int, cut: MlaCut | None =
     tokens, heads, latent, rope, turned, requests = rows[:6]
     searches = spec.slots is None or (turned > 0 and spec.positions is None)
     tokens = power_of_two(tokens)
-    cut = cut or mla_cut(tokens, heads, rope)
+    cut = cut or _Forced.cut or mla_cut(tokens, heads, rope)
     requests = (power_of_two(requests) if requests else 2) if searches else 0  # none: any width that is masked
     return mla_config(cut, tokens, heads, latent, rope, requests, warp_size)
 
@@ -278,7 +317,7 @@ def launch(
         _interpret(spec, rows, known, tensors, shift, eps, weight_offset)
         return
     sizes = ((rows.tokens - 1).bit_length(), rows[1:5], power_of_two(rows.requests or 2))
-    key = (spec, sizes, known, device)
+    key = (spec, sizes, known, device, _Forced.cut)
     plan = _plans.get(key) or _plan(key, spec, rows, known, device)
     kv_programs, programs = _grid(plan.config, rows)
     plan.launcher(

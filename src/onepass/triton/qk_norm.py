@@ -102,7 +102,7 @@ def _dtypes(spec: QkSpec) -> dict[str, torch.dtype | None]:
         "q": spec.x,
         "k": spec.x,
         "gamma_q": spec.gamma,
-        "gamma_k": spec.gamma,
+        "gamma_k": spec.gamma_k,
         "q_out": spec.out,
         "k_out": spec.out,
         "stats": None if spec.stage == "fused" else torch.float32,
@@ -115,7 +115,8 @@ def _describe(spec: QkSpec, config: QkConfig, levels: int) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
     parts = [f"qk_{_stage(spec)}", f"x={_SHORT[spec.x]}"]
     if spec.gamma is not None and spec.out is not None:
-        parts += [f"gamma={_SHORT[spec.gamma]}", f"out={_SHORT[spec.out]}"]
+        other = "" if spec.gamma_k in (None, spec.gamma) else f",{_SHORT[spec.gamma_k]}"
+        parts += [f"gamma={_SHORT[spec.gamma]}{other}", f"out={_SHORT[spec.out]}"]
     if spec.rounding != "once":
         parts.append(spec.rounding)
     if spec.heads:

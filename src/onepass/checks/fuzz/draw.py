@@ -37,7 +37,7 @@ def size(r: Random, most: int) -> int:
 
 
 def lead(r: Random, most: int) -> tuple[int, ...]:
-    """Leading dimensions: none to three, seldom without rows."""
+    """Leading dimensions: none to three, seldom four or without rows."""
     way = r.randrange(16)
     if way == 0:
         return ()
@@ -46,7 +46,7 @@ def lead(r: Random, most: int) -> tuple[int, ...]:
     if way < 12:
         return (r.randint(1, 4), r.randint(1, 5))
     if way < 15:
-        return (r.randint(1, 3), r.randint(1, 3), r.randint(1, 3))
+        return tuple(r.randint(1, 3) for _ in range(4 if way == 14 else 3))
     return (0,) if r.randrange(2) else (2, 0)
 
 

@@ -53,7 +53,7 @@ def configuration(op: str, r: Random, bounded: bool) -> GemvConfiguration:
     segments = r.choice((1, 1, 1, 2, MAX_SEGMENTS))
     c = GemvConfiguration(
         op, act, r.choice((act, act, torch.float8_e4m3fn)), r.choice(("none", "none", "row", "tensor")),
-        tuple(r.choice((act, torch.float32)) for _ in range(segments)), r.choice((None, None, None, *FP8_FORMATS)),
+        tuple(r.choice((act, *FLOATS)) for _ in range(segments)), r.choice((None, None, None, *FP8_FORMATS)),
     )  # fmt: skip
     return replace(c, shapes=tuple(_shape(c, r) for _ in range(2))) if bounded else c
 

@@ -54,7 +54,7 @@ def configuration(op: str, r: Random, bounded: bool) -> MlaConfiguration:
     q, kv = r.choice(FLOATS), r.choice(FLOATS)
     cache = r.choice((*_FP8, *_FP8, *FLOATS))
     return MlaConfiguration(
-        op, q, kv, r.choice((kv, torch.float32)), cache, r.choice((None, None, *FLOATS, *_FP8)),
+        op, q, kv, r.choice((kv, *FLOATS)), cache, r.choice((None, None, *FLOATS, *_FP8)),
         r.choice((torch.float32, torch.float32, *FLOATS)), r.choice(STYLES),
         r.choice(("none", "tensor", "token")) if cache in _FP8 else "none", r.choice(("once", "reference")),
         r.choice((torch.uint32, torch.int32, torch.int64)), r.choice((None, None, None, torch.int32, torch.int64)),
@@ -84,7 +84,8 @@ class MlaFuzzed:
         plain: dict[str, Any] = {"padding": (0, 0), "heads": 1, "layout": "contiguous", "fault": "", "page": 4}
         changes: list[dict[str, Any]] = [{name: value} for name, value in plain.items()]
         changes += [{"batch": c.batch[:count]} for count in range(len(c.batch))] + [{"batch": ((0, 1),)}]
-        changes += [{"latent": n} for n in (1, 2, c.latent // 2) if n] + [
+        changes += [{"normed": None}, {"normed": 1}] if c.normed is not None else []
+        changes += [{"latent": n} for n in (1, 2, c.latent // 2) if n and (c.normed is None or c.normed <= n)] + [
             {"rope": 2, "turned": None, "freqs": torch.float32}
         ]
         changes.append({"options": {"rounding": c.options["rounding"]}})
@@ -103,7 +104,7 @@ class MlaFuzzed:
         for name, (values, shape, dtype) in with_values.items():
             if arguments[name].numel():
                 arguments[name].copy_(values.make(shape, dtype))
-        arguments["gamma"].copy_(draw.gamma(self.gamma, c.latent, c.gamma))
+        arguments["gamma"].copy_(draw.gamma(self.gamma, arguments["gamma"].shape[0], c.gamma))
         given = arguments if device == "cpu" else mla_rope_norm.moved(arguments, device)
         return mla_rope_norm.run_once(c, given, verify, guard=64)[1]
 
@@ -122,9 +123,10 @@ def draw_case(c: MlaConfiguration, r: Random) -> MlaFuzzed:
     latent = r.choice((draw.size(r, 64), draw.size(r, 700 if long and page <= 64 else 64)))
     if c.widths:
         latent, rope = r.choice(c.widths)
+    normed = r.choice((None, None, None, r.randint(1, latent)))
     turned = None if rope and rope % 2 == 0 and r.random() < 0.6 else 2 * r.randint(0, rope // 2)
     case = MlaCase(
-        "fuzz", batch, r.choice((1, 2, 3, r.randint(4, 12))), latent, rope, turned, c.q, c.kv, c.gamma, c.cache,
+        "fuzz", batch, r.choice((1, 2, 3, r.randint(4, 12))), latent, rope, turned, normed, c.q, c.kv, c.gamma, c.cache,
         None if turned == 0 and r.random() < 0.5 else c.freqs, c.out, page, c.style, c.scale, c.index, c.slots,  # type: ignore[arg-type]
         c.positions, r.choice(((0, 0), (0, 0), (r.randint(0, 3), r.randint(0, 5)))),
         r.choice(("contiguous", "slices", "misaligned", "transposed")), "normal",
@@ -198,12 +200,13 @@ def _turned(case: MlaCase, host: dict[str, Any], heads: Tensor, position: Tensor
 
 def _entry(case: MlaCase, host: dict[str, Any], here: Tensor, position: Tensor, rounded: bool) -> Bounds:
     kv = host["kv"][here]
-    latent, k = kv[:, : case.latent].double(), kv[:, case.latent :]
+    normed = host["gamma"].shape[0]
+    latent, between, k = kv[:, :normed].double(), kv[:, normed : case.latent].double(), kv[:, case.latent :]
     rs = bounds.reciprocal_rms(latent, host.get("epsilon", 1e-6))
     g = bounds.weight(host["gamma"], host.get("weight_offset", 0.0))
     y = bounds.normed(latent, rs, g, case.kv if rounded else None)
     turned = _turned(case, host, k.unsqueeze(1), position[here], rounded)
-    return Bounds(*(torch.cat((a, b.squeeze(1)), -1) for a, b in zip(y, turned, strict=True)))
+    return Bounds(*(torch.cat((a, between, b.squeeze(1)), -1) for a, b in zip(y, turned, strict=True)))
 
 
 __all__ = ["OPS", "MlaConfiguration", "MlaFuzzed", "configuration", "draw_case", "verify"]

@@ -39,6 +39,7 @@ class QkConfiguration:
     op: str
     x: torch.dtype = torch.bfloat16
     gamma: torch.dtype = torch.float32
+    gamma_k: torch.dtype = torch.float32
     out: torch.dtype | None = None
     rounding: str = "once"
     per_head: bool = False
@@ -59,7 +60,8 @@ def configuration(op: str, r: Random, bounded: bool) -> QkConfiguration:
             0 if not (style or per_head) else 2 * draw.size(r, 48) if style or r.random() < 0.5 else draw.size(r, 130)
         )
         c = replace(
-            c, gamma=r.choice((c.x, torch.float32)), out=r.choice((None, None, *FLOATS)), rounding=r.choice(ROUNDINGS),
+            c, gamma=(one := r.choice((c.x, *FLOATS))), gamma_k=r.choice((one, one, *FLOATS)),
+            out=r.choice((None, None, *FLOATS)), rounding=r.choice(ROUNDINGS),
             per_head=per_head, style=style, head=head, dim=2 * r.randint(1, head // 2) if style else 0,
             positions=r.choice((None, torch.int32, torch.int64)) if style else None,
         )  # fmt: skip
@@ -141,8 +143,8 @@ def inputs(case: QkCase) -> dict[str, Any]:
         found["q"], found["k"] = (p.put(t) for p, t in zip(case.places, (q, k), strict=False))
     if c.op in (SUMS, MEANS):
         return found
-    for side, v, n in zip("qk", case.gammas, (case.nq, case.nk), strict=True):
-        found[f"gamma_{side}"] = draw.gamma(v, c.head if c.per_head else n, c.gamma)
+    for side, v, n, dtype in zip("qk", case.gammas, (case.nq, case.nk), (c.gamma, c.gamma_k), strict=True):
+        found[f"gamma_{side}"] = draw.gamma(v, c.head if c.per_head else n, dtype)
     if c.op == APPLY:
         found["qk_var"] = _means(case, found["q"], found["k"])
     if c.style:

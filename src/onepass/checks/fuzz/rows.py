@@ -65,7 +65,7 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     """Any that the contract allows."""
     x = r.choice(FLOATS)
     c = RowConfiguration(
-        op, x, r.choice((x, torch.float32)), r.choice((None, None, x, torch.float32)), r.choice(ROUNDINGS),
+        op, x, r.choice((x, *FLOATS)), r.choice((None, None, x, torch.float32)), r.choice(ROUNDINGS),
         lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
     )  # fmt: skip
     if op == "rms_norm":
