@@ -285,7 +285,7 @@ def unknown(name: str) -> Any:
     if name == "Cohere 2":
         return transformers.Cohere2Model(transformers.Cohere2Config(**sizes, **heads, pad_token_id=0))
     if name == "Llama 4":
-        special = {"intermediate_size_mlp": 96, "num_local_experts": 2, "pad_token_id": 0}
+        special: dict[str, Any] = {"intermediate_size_mlp": 96, "num_local_experts": 2, "pad_token_id": 0}
         return transformers.Llama4TextModel(transformers.Llama4TextConfig(**sizes, **heads, **special))
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8))
 
