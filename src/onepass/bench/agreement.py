@@ -117,7 +117,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m onepass.bench.agreement", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write results here")
-    parser.add_argument("--models", default="", help="models whose name contains one of these, separated by commas")
+    parser.add_argument(
+        "--models",
+        default="",
+        help="models whose name contains one of these, separated by commas; others in the file stay",
+    )
     parser.add_argument(
         "--layers", type=int, default=16, help="decoder layers (default 16; DeepSeek-V3 has 3 dense ones)"
     )
@@ -131,6 +135,10 @@ def main() -> None:
         "transformers": transformers.__version__,
         "models": [],
     }
+    if (
+        options.models and options.json and options.json.exists()
+    ):  # some models anew: the others stay as they were measured
+        report["models"] = json.loads(options.json.read_text())["models"]
     fine = True
     for name in MODELS:
         if not any(part in name for part in options.models.split(",")):
@@ -142,7 +150,7 @@ def main() -> None:
             lengths = [agreement(model, length, PROMPTS, options.device) for length in LENGTHS]
             norms = causes(model, LENGTHS[-1], PROMPTS, options.device)
         row = {"model": title, "hidden": model.config.hidden_size, "lengths": lengths, "norms": norms}
-        report["models"].append(row)
+        report["models"] = [other for other in report["models"] if other["model"] != title] + [row]
         for part in lengths:
             print(
                 f"{title:28} {part['tokens']:4} tokens: {part['equal_prompts']} of {part['prompts']} prompts equal, "
