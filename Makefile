@@ -73,7 +73,9 @@ gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, me
 	for tool in memcheck racecheck initcheck synccheck; do $(SANITIZE) --tool $$tool $(CHECKS) --match "$(SANITIZED)"; done
 	$(PYTHON) -m onepass.bench --device cuda --json benchmarks/h200/bench.json
 	$(PYTHON) -m onepass.bench.report benchmarks/h200/bench.json --readme README.md
-	$(PYTHON) -m onepass.bench.models --device cuda --json benchmarks/h200/models.json
+	$(PYTHON) -m onepass.bench.models --device cuda --generate --json benchmarks/h200/models.json
+	$(PYTHON) -m onepass.bench.agreement --device cuda --json benchmarks/h200/agreement.json
+	$(PYTHON) -m onepass.bench.model_tables
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf .venv .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

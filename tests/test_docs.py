@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import onepass
 from onepass import docs
+from onepass.bench import model_tables
 from onepass.checks import runner
 
 ROOT = Path(__file__).parents[1]
@@ -58,16 +60,53 @@ def test_write_tells_whether_it_changed(tmp_path: Path) -> None:
     assert docs.write(target)
 
 
-def test_speed_of_models_is_what_was_measured() -> None:
-    """Each row of the table in models.md, from the file it cites."""
+def test_what_is_said_of_models_is_what_was_measured() -> None:
+    """Tables and sentences of models.md and README.md are made from the files they cite."""
+    for path, text in model_tables.render(ROOT).items():
+        assert path.read_text() == text, f"{path.name} is stale: run `python -m onepass.bench.model_tables`"
     text = (ROOT / "docs/models.md").read_text()
     rows = json.loads((ROOT / "benchmarks/h200/models.json").read_text())["rows"]
     assert len(rows) == 10
     for row in rows:
         us = row["us"]
-        told = [f"{us['unpatched']:.0f}"]
-        told += [f"{t:.0f} ({us['unpatched'] / t:.2f}x)" for way, t in us.items() if way != "unpatched"]
+        told = [f"{us['unpatched']:.0f}", f"{us['patched']:.0f} ({us['unpatched'] / us['patched']:.2f}x)"]
         assert f"| {row['model']} | {row['batch']} | {' | '.join(told)} |" in text
+
+
+def test_models_beside_torch_compile() -> None:
+    """Columns, failures and verdicts appear when a run has them."""
+    fine = {"equal": 1.0, "same_token": True}
+    half = {"equal": 0.5, "same_token": False}
+    rows: list[dict[str, Any]] = [
+        {
+            "model": "One", "batch": 1, "agreement": {"patched": fine}, "failed": {},
+            "us": {"unpatched": 300.0, "patched": 200.0, "torch.compile": 150.0, "torch.compile, patched": 100.0},
+        },
+        {
+            "model": "Two", "batch": 1, "agreement": {"patched": half},
+            "us": {"unpatched": 300.0, "patched": 100.0, "torch.compile": 200.0},
+            "failed": {"torch.compile, patched": "RuntimeError: no"},
+        },
+    ]  # fmt: skip
+    report = {"machine": "NVIDIA H200", "date": "today", "torch": "2", "transformers": "5", "rows": rows}
+    text = model_tables.steps(report)
+    assert "| model | batch | unpatched | patched | torch.compile | torch.compile, patched |" in text
+    assert "| One | 1 | 300 | 200 (1.50x) | 150 (2.00x) | 100 (3.00x) |" in text
+    assert "| Two | 1 | 300 | 100 (3.00x) | 200 (1.50x) | failed |" in text
+    assert "faster than a patched model that is not compiled in 1 of 2 rows" in text
+    assert "faster than compiled alone in 1 of 1 rows" in text
+    assert "`torch.compile, patched` failed: `RuntimeError: no`." in text
+    assert "to the last one in 1 of 2 rows; in the others at least 50% of the logits were" in text
+    assert "same in 1 of 2 rows" in text and "generate()" not in text
+    assert model_tables.headline(report) == (
+        "In a CUDA graph on an H200, a decode step of 2 models is 1.50 to 3.00 times as fast as uncompiled transformers; "
+        "with `torch.compile` instead it is 1.50 to 2.00, with both 3.00 to 3.00."
+    )
+    told = {"model": "One", "batch": 1, "new_tokens": 32, "us_per_token": {"unpatched": 30.0, "patched": 20.0}}
+    report["generate"] = [{**told, "same_tokens": 1.0}]
+    assert "| One | 1 | 30 | 20 (1.50x) | 100% |" in model_tables.steps(report)
+    with pytest.raises(ValueError, match="must each stand in the text once"):
+        model_tables.replaced("no markers", "steps", "x")
 
 
 @pytest.mark.parametrize(("machine", "minutes"), [("cpu", 20), ("h200", 10)])

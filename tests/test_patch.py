@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass.integrations import FAMILIES
+from onepass.integrations import FAMILIES, NothingPatchedWarning
 from onepass.integrations.families import Layer, classes, fingerprint
 
 pytest.importorskip("transformers")
@@ -237,25 +238,6 @@ def test_mla_cache_keeps_its_promises() -> None:
         )
 
 
-def test_decode_step_over_a_static_cache() -> None:
-    """What `onepass.bench.models` captures in a CUDA graph, run as it is; its comparison sees a wrong step."""
-    from onepass.bench import models
-
-    config, sizes = models.MODELS["Qwen3 8B, 8 layers"]
-    with torch.inference_mode():
-        model = models.build(config, {**sizes, **models._TINY}, "cpu")
-        row = models.measure(model, 2, "cpu", replays=1)
-        step = models.Step(model, 2, "cpu")
-        one, moved = step(), int(step.cache.layers[0].cumulative_length)
-        step.set_back()
-        assert moved == int(step.cache.layers[0].cumulative_length) + 1
-        assert torch.equal(step(), one)
-    assert set(row["us"]) == {"unpatched", "patched", "patched, once"}
-    assert row["agreement"]["unpatched"]["equal"] == 1 and row["agreement"]["patched"]["equal"] > 0.5
-    assert all(a["same_token"] and a["largest_logit"] > 0.5 for a in row["agreement"].values())
-    assert "qk_rms_norm" in str(row["replaced"]["patched"])
-
-
 # --- the handle -----------------------------------------------------------------------------------------------------
 
 
@@ -272,12 +254,120 @@ def test_report() -> None:
             "model.layers.1.self_attn.q_norm",
         }
         assert json.loads(json.dumps(handle.to_json()))["model"] == "Qwen3ForCausalLM"
-        again = onepass.patch(model)
+        with pytest.warns(NothingPatchedWarning, match="9 x Qwen3RMSNorm norm: patched already"):
+            again = onepass.patch(model)
         assert not again.replaced and all(c.why == "patched already" for c in again.left if c.what == "norm")
         again.undo()
         assert "forward" in model.model.norm.__dict__
     handle.undo()  # a second time: nothing
     assert "forward" not in model.model.norm.__dict__ and "_onepass" not in model.model.norm.__dict__
+
+
+def test_the_report_is_the_repr() -> None:
+    model = small("Llama", torch.float32)
+    handle = onepass.patch(model)
+    assert repr(handle) == str(handle)
+    assert repr(handle).startswith("LlamaForCausalLM: 7 replaced, 2 left\n  replaced 5 x LlamaRMSNorm norm:")
+    handle.undo()
+    assert repr(handle).startswith("LlamaForCausalLM: 7 replaced, 2 left, undone\n")
+
+
+def unknown(name: str) -> Any:
+    """Models in which nothing, or not all, is an RMSNorm that some row has."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    if name == "T5":
+        return transformers.T5Model(
+            transformers.T5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4)
+        )
+    if name == "Cohere 2":
+        return transformers.Cohere2Model(transformers.Cohere2Config(**sizes, **heads, pad_token_id=0))
+    if name == "Llama 4":
+        special: dict[str, Any] = {"intermediate_size_mlp": 96, "num_local_experts": 2, "pad_token_id": 0}
+        return transformers.Llama4TextModel(transformers.Llama4TextConfig(**sizes, **heads, **special))
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("T5", {"T5LayerNorm": 7}),
+        ("Cohere 2", {"Cohere2LayerNorm": 3}),
+        ("Llama 4", {"Llama4TextL2Norm": 2, "Llama4TextRMSNorm": 5}),
+        ("LayerNorm", {}),
+    ],
+)
+def test_a_model_in_which_nothing_is_known(name: str, left: dict[str, int]) -> None:
+    """It warns and lists its norms as left; strict=True raises. Neither touches the model."""
+    model = unknown(name)
+    words = [f"{count} x {cls} norm: no family has a row for this class" for cls, count in left.items()]
+    told = words or ["it has no norm that could be replaced"]
+    with pytest.warns(NothingPatchedWarning) as caught:
+        handle = onepass.patch(model)
+    message = str(caught[0].message)
+    assert message.startswith(f"onepass.patch replaced nothing in {type(model).__name__}, which runs as before (")
+    assert all(word in message for word in told)
+    assert caught[0].filename == __file__ and issubclass(NothingPatchedWarning, UserWarning)
+    assert not handle.replaced
+    counts: dict[str, int] = {}
+    for change in handle.left_norms():
+        counts[change.cls] = counts.get(change.cls, 0) + 1
+    assert counts == left
+    assert all(f"left {word}" in repr(handle) for word in words)
+    if name == "LayerNorm":
+        assert "left 1 x LayerNorm norm: it is not an RMSNorm" in repr(handle)
+        assert "left 1 x BatchNorm1d norm: it is not an RMSNorm" in repr(handle)
+    with pytest.raises(onepass.ContractError, match=f"patch: `strict=True`, and .* {type(model).__name__}") as raised:
+        onepass.patch(model, strict=True)
+    assert all(word in str(raised.value) for word in told)
+    assert not any("forward" in module.__dict__ or "_onepass" in module.__dict__ for module in model.modules())
+
+
+def test_strict_takes_a_model_all_of_whose_rms_norms_are_replaced() -> None:
+    """A norm of another kind is no objection; an RMSNorm that is left is, and then nothing stays patched."""
+    model = nn.Sequential(nn.RMSNorm(8), nn.LayerNorm(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with onepass.patch(model, strict=True) as handle:
+            assert len(handle.replaced) == 1
+    for name in NAMES:
+        with onepass.patch(small(name, torch.float32), strict=True) as handle:
+            assert handle.replaced
+    model.append(nn.RMSNorm(8, elementwise_affine=False))
+    with pytest.raises(
+        onepass.ContractError,
+        match=r"patch: `strict=True`, and norms were left in Sequential, .*\(1 x RMSNorm norm: it has no weight",
+    ):
+        onepass.patch(model, strict=True)
+    assert "forward" not in model[0].__dict__
+
+
+def test_what_looks_like_a_norm() -> None:
+    """By the name of the class; neither blocks that contain norms nor words that only begin like one."""
+
+    class GatedRMSNormKernel(nn.Module):
+        pass
+
+    class rmsnorm(nn.Module):
+        pass
+
+    class Normalizer(nn.Module):
+        pass
+
+    class NormedLinear(nn.Linear):
+        pass
+
+    class PreNormBlock(nn.Sequential):
+        pass
+
+    model = nn.Sequential(
+        GatedRMSNormKernel(), rmsnorm(), Normalizer(), NormedLinear(8, 8), PreNormBlock(nn.RMSNorm(8))
+    )
+    with onepass.patch(model) as handle:
+        assert [change.where for change in handle.left] == ["0", "1"]
+        assert [change.where for change in handle.replaced] == ["4.0"]
 
 
 def test_sums_that_the_model_rounds_are_left() -> None:
@@ -303,7 +393,9 @@ def test_torch_norms_and_unknown_ones() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    model = nn.Sequential(nn.RMSNorm(64), OtherRMSNorm(), nn.RMSNorm(64, elementwise_affine=False), nn.LayerNorm(64))
+    model = nn.Sequential(
+        nn.RMSNorm(64), OtherRMSNorm(), nn.RMSNorm(64, elementwise_affine=False), nn.LayerNorm(64), nn.Linear(64, 64)
+    )
     x = torch.randn(3, 64)
     expected = model(x).detach()
     with onepass.patch(model) as handle, torch.inference_mode():
@@ -312,6 +404,7 @@ def test_torch_norms_and_unknown_ones() -> None:
     assert {change.where: change.why for change in handle.left} == {
         "1": "no family has a row for this class",
         "2": "it has no weight of one dimension",
+        "3": "it is not an RMSNorm",
     }
 
 
@@ -328,7 +421,7 @@ def test_code_of_another_release_is_left(monkeypatch: pytest.MonkeyPatch) -> Non
             "its forward is not the one this was written for (transformers 5.17)"
         ] * 2
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: x)
-    with onepass.patch(model) as handle:
+    with pytest.warns(NothingPatchedWarning, match="its forward is not the one"), onepass.patch(model) as handle:
         assert not handle.replaced
 
 
@@ -347,18 +440,14 @@ def test_somebody_elses_forward_stays() -> None:
     assert "forward" not in model.model.layers[1].input_layernorm.__dict__ and "forward" in first.__dict__
 
 
-def test_hooks_run_and_hidden_states_are_recorded() -> None:
+def test_hidden_states_are_recorded() -> None:
+    """transformers records them with hooks on layers and attentions: these cost no fusion."""
     model = copy.deepcopy(small("Qwen3", torch.float32))
-    seen: list[str] = []
-    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *_: seen.append("norm"))
-    model.model.layers[1].self_attn.q_norm.register_forward_hook(lambda *_: seen.append("q"))
     ids = tokens()
     expected = model(ids, output_hidden_states=True)
-    seen.clear()
     with onepass.patch(model) as handle, torch.inference_mode():
         got = model(ids, output_hidden_states=True)
-    assert seen == ["norm", "q"]
-    assert [c.where for c in handle.left if c.what == "norms of q and k"] == ["model.layers.1.self_attn"]
+        assert model.model.layers[0].self_attn._forward_hooks and "unfused" not in repr(handle)
     assert len(got.hidden_states) == len(expected.hidden_states) == 3
     for mine, theirs in zip(got.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-5)
@@ -390,8 +479,31 @@ def test_refusals() -> None:
         onepass.patch([])  # type: ignore[arg-type]
     with pytest.raises(onepass.ContractError, match="patch: `rounding` must be 'model' or 'once', got 'twice'"):
         onepass.patch(model, rounding="twice")  # type: ignore[arg-type]
-    with onepass.patch(model), pytest.raises(onepass.ContractError, match="rms_norm: `x` must need no gradient"):
-        model(tokens())
+    for name in ("fuse", "strict"):
+        options: dict[str, Any] = {name: "no"}
+        with pytest.raises(onepass.ContractError, match=f"patch: `{name}` must be a bool, got 'no'"):
+            onepass.patch(model, **options)
+    assert "forward" not in model.model.norm.__dict__
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "DeepSeek-V3"])
+def test_gradients_are_refused_by_name(name: str) -> None:
+    """Whichever patched module autograd reaches first says that it is patched, and what to do."""
+    model = small(name, torch.float32)
+    layer, h = model.model.layers[0], torch.randn(1, 4, 64)
+    angles = model.model.rotary_emb(h, torch.arange(4)[None])
+    ways = r"was patched by onepass\.patch.*torch\.inference_mode\(\) or torch\.no_grad\(\), or .* handle\.undo\(\)"
+    calls: list[tuple[str, Any]] = [(FAMILY[name].norm, lambda: model(tokens()))]
+    if name != "Llama":  # an attention with a launch of its own
+        attention = layer.self_attn
+        calls.append((type(attention).__name__, lambda: attention(h, position_embeddings=angles, attention_mask=None)))
+    with onepass.patch(model, rounding="once"):
+        for who, call in calls:
+            with pytest.raises(onepass.ContractError, match=f"{who}: this module {ways}"):
+                call()
+        with torch.no_grad():
+            model(tokens())
+    assert model(tokens()).logits.requires_grad
 
 
 def test_layer_rows_name_attributes_that_exist() -> None:

@@ -26,7 +26,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .integrations import Patched, patch
-from .integrations.forwards import AttentionCall, LayerCall, MlaCall, NormCall
+from .integrations.forwards import AttentionCall, LayerCall, MlaCall, NormCall, add_norm
 from .ops.gemv_partial_norm import gemv_and_partial_norm
 from .ops.qk_norm import qk_rms_norm
 
@@ -207,7 +207,7 @@ def _addition(norm: Any, calls: int, device: str) -> Pair:
         f"rms_norm with residual, {x.shape[-1]}",
         calls,
         lambda: _original(norm, residual + x),
-        lambda: norm.forward(x, residual=residual),
+        lambda: add_norm(norm, x, residual),
     )
 
 

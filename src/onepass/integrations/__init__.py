@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 from .families import FAMILIES, Family
-from .patching import Change, Patched, patch
+from .patching import Change, NothingPatchedWarning, Patched, patch
 
 if TYPE_CHECKING:
     from .mla_cache import MlaCache as MlaCache
 
-__all__ = ["FAMILIES", "Change", "Family", "MlaCache", "Patched", "patch"]
+__all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
 
 
 def __getattr__(name: str) -> object:

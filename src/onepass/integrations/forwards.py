@@ -1,8 +1,12 @@
 """The forwards that `onepass.patch` puts in place of a model's own: one a kind of module, none a model.
 
 Each is a function of the module it is bound to; what it must know besides is in the module's ``_onepass``. They take and
-return what the forwards they replace do, run the same projections, caches and attention functions in the same order, and
-call submodules as modules, so that hooks and later replacements of those still work.
+return what the forwards they replace do, and run the same projections, caches and attention functions in the same order.
+
+A fused launch does the work of several modules without calling them. Somebody may be waiting for such a call: a hook, or a
+forward or module that was put there after `patch`. So each fused forward first looks at the modules that it would not call
+(`runs_fused`). If one of them is not as `patch` left it, they are called one by one as the unpatched model calls them, in
+an attention by running the forward of its class. This is decided at every call: hooks can come and go.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
+from ..errors import ContractError
 from ..formats import Rounding
 from ..gemv import MAX_ROWS
 from ..nn import gamma_of
@@ -25,6 +31,39 @@ FUSED_ROWS: Final = MAX_ROWS
 """Tokens up to which projection and norm are one launch; up to as many as it takes that is faster (docs/performance.md)."""
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of the module would run hooks: its own, or those registered for all modules.
+
+    Backward hooks do not count. Without gradients torch does not run them, and with gradients a patched model raises.
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+    )
+
+
+def is_plain(norm: Any) -> bool:
+    """Whether a call of the norm would run `norm_forward` and nothing else."""
+    return getattr(norm.forward, "func", None) is norm_forward and not hooked(norm)
+
+
+def is_plain_linear(linear: Any) -> bool:
+    """Whether a call of the linear layer would multiply by its weight and do nothing else."""
+    return type(linear) is nn.Linear and linear.bias is None and "forward" not in linear.__dict__ and not hooked(linear)
+
+
+def refuse_gradient(module: nn.Module, *tensors: Tensor) -> None:
+    """Raise where autograd would record the call: the kernels have no backward."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ContractError(
+            f"{type(module).__name__}: this module was patched by onepass.patch, whose kernels have no backward, and it was "
+            "called with gradients enabled: call the model under torch.inference_mode() or torch.no_grad(), or give it its "
+            "own code back with handle.undo()"
+        )
+
+
 class NormCall(NamedTuple):
     """How a norm is computed."""
 
@@ -33,23 +72,35 @@ class NormCall(NamedTuple):
     rounding: Rounding
 
 
-def norm_forward(self: Any, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
-    """``y = norm(x)``; with a residual ``(norm(x + residual), x + residual)`` in one launch."""
+def norm_forward(self: Any, x: Tensor | None = None, /, **named: Tensor) -> Tensor:
+    """``y = norm(x)``. Families call the argument by different names, so any name will do."""
+    if x is None:
+        (x,) = named.values()
     how: NormCall = self._onepass
-    gamma = gamma_of(self.weight, hidden_states)
-    if residual is None:
-        return rms_norm(
-            hidden_states, gamma, how.eps, weight_offset=how.weight_offset, rounding=how.rounding
-        )  # fmt: skip
+    gamma = gamma_of(self.weight, x)
+    refuse_gradient(self, x, gamma)
+    return rms_norm(x, gamma, how.eps, weight_offset=how.weight_offset, rounding=how.rounding)
+
+
+def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """``(norm(x + residual), x + residual)`` in one launch."""
+    how: NormCall = norm._onepass
+    gamma = gamma_of(norm.weight, x)
+    refuse_gradient(norm, x, gamma, residual)
     return rms_norm(
-        hidden_states, gamma, how.eps, weight_offset=how.weight_offset, residual=residual, rounding=how.rounding
-    )
+        x, gamma, how.eps, weight_offset=how.weight_offset, residual=residual, rounding=how.rounding
+    )  # fmt: skip
 
 
 class LayerCall(NamedTuple):
-    """The attributes of a decoder layer; see `families.Layer`."""
+    """The attributes of a decoder layer; see `families.Layer`.
+
+    ``names`` are the parameters of its forward after the first, ``defaults`` the values of those that have one. The models'
+    layers hand all of them to the attention by name.
+    """
 
     names: tuple[str, ...]
+    defaults: tuple[tuple[str, Any], ...]
     norm: str
     after_attention: str
     after_mlp: str
@@ -58,16 +109,19 @@ class LayerCall(NamedTuple):
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A decoder layer, its first addition and the norm behind it as one launch::
 
-    x, residual = norm(after_attention(attention(input_layernorm(h))), residual=h)
-    return residual + after_mlp(mlp(x))
+    residual = h + after_attention(attention(input_layernorm(h)))
+    return residual + after_mlp(mlp(norm(residual)))
     """
     how: LayerCall = self._onepass
-    if args:
-        kwargs = {**dict(zip(how.names, args, strict=False)), **kwargs}
+    kwargs = {**dict(how.defaults), **dict(zip(how.names, args, strict=False)), **kwargs}
     x = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
     if how.after_attention:
         x = getattr(self, how.after_attention)(x)
-    x, residual = getattr(self, how.norm)(x, residual=hidden_states)
+    if runs_fused(self):
+        x, residual = add_norm(getattr(self, how.norm), x, hidden_states)
+    else:
+        residual = hidden_states + x
+        x = getattr(self, how.norm)(residual)
     x = self.mlp(x)
     if isinstance(x, tuple):  # a mixture of experts may return its scores too
         x = x[0]
@@ -96,16 +150,21 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """An attention whose norms of queries and keys are one launch."""
     how: AttentionCall = self._onepass
+    if not runs_fused(self):
+        own = type(self).forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return cast(tuple[Tensor, Tensor | None], own)
     lead = hidden_states.shape[:-1]
     heads = (*lead, -1, self.head_dim)
     q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
     if how.per_head:
         q, k = q.view(heads), k.view(heads)
+    q_gamma, k_gamma = gamma_of(self.q_norm.weight, q), gamma_of(self.k_norm.weight, k)
+    refuse_gradient(self, q, k, q_gamma, k_gamma)
     q, k = qk_rms_norm(
         q,
         k,
-        gamma_of(self.q_norm.weight, q),
-        gamma_of(self.k_norm.weight, k),
+        q_gamma,
+        k_gamma,
         how.eps,
         weight_offset=how.weight_offset,
         rounding=how.rounding,
@@ -153,6 +212,11 @@ def mla_forward(
 
     Over an `MlaCache` the norm of the latent, the rotations and the cache write are one launch for any number of tokens.
     """
+    if not runs_fused(self):
+        own = type(self).forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return cast(tuple[Tensor, Tensor | None], own)
+    skipped = (self.q_a_proj, self.q_a_layernorm, self.kv_a_proj_with_mqa, self.kv_a_layernorm)
+    refuse_gradient(self, hidden_states, *(module.weight for module in skipped))
     model = sys.modules[type(self).__module__]
     if getattr(past_key_values, "onepass_mla", False):
         q, latent, k_rot = _write_entries(self, hidden_states, position_embeddings, past_key_values)
@@ -176,6 +240,7 @@ def _write_entries(
     layer = cache.layers[self.layer_idx]
     layer.require(length)
     paged = layer.allocate(batch, rank, rope, kv.dtype, kv.device)
+    layer.arrange(pairs=self.config.rope_interleave)
     offsets, freqs, rows = cache.angles(*position_embeddings, batch)
     turning = q[..., self.qk_nope_head_dim :]
     fused_rope_rmsnorm_quantization(
@@ -234,6 +299,14 @@ FORWARDS: Final[dict[type, Any]] = {
 """Which forward a module gets, by what its ``_onepass`` is."""
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether a module's own hooks would have to run when it is called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def runs_fused(module: Any) -> bool:
+    """Whether the next call of a patched module will be fused: the modules it would skip are as `patch` left them."""
+    how = module._onepass
+    if type(how) is LayerCall:
+        return is_plain(getattr(module, how.norm))
+    if type(how) is AttentionCall:
+        return is_plain(module.q_norm) and is_plain(module.k_norm)
+    if type(how) is MlaCall:
+        norms, linears = (module.q_a_layernorm, module.kv_a_layernorm), (module.q_a_proj, module.kv_a_proj_with_mqa)
+        return all(is_plain(norm) for norm in norms) and all(is_plain_linear(linear) for linear in linears)
+    return True

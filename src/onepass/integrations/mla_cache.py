@@ -31,6 +31,7 @@ class MlaCacheLayer(CacheLayerMixin):
         self.static = static
         self.length = 0
         self.paged: PagedKVCache | None = None
+        self.pairs = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for states [batch, 1, tokens, L] and [batch, 1, tokens, R]."""
@@ -58,6 +59,18 @@ class MlaCacheLayer(CacheLayerMixin):
                 f"MlaCache: `max_length` must be at least {self.length + tokens} for these tokens, got {self.max_length}"
             )
 
+    def arrange(self, pairs: bool) -> None:
+        """Put the columns of all rotated keys into the order of those to come.
+
+        A rotation turns pairs of columns. An interleaved rotation by the cache write leaves the two columns of a pair side by
+        side; the models' own code puts the first ones of all pairs before the second ones. Both may write into one cache,
+        when hooks come or go between two steps or a model is patched between them, and queries must meet keys of their order.
+        """
+        if pairs != self.pairs and self.values is not None:
+            shape = (-1, 2) if self.pairs else (2, -1)
+            self.values.copy_(self.values.unflatten(-1, shape).transpose(-1, -2).flatten(-2))
+        self.pairs = pairs
+
     def written(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Count tokens whose entries have been written; returns latents and rotated keys of all, or of all there is room for."""
         assert self.paged is not None and self.keys is not None and self.values is not None
@@ -74,6 +87,7 @@ class MlaCacheLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         tokens = key_states.shape[-2]
         self.require(tokens)
+        self.arrange(pairs=False)
         if self.static:
             places = self._count() + torch.arange(tokens, device=self.keys.device)
             self.keys.index_copy_(2, places, key_states)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,7 +19,15 @@ from ..errors import ContractError
 from ..formats import FLOATS, Rounding
 from ..nn import eps_of
 from .families import Attention, Family, Layer, Mla, classes, fingerprint
-from .forwards import FORWARDS, FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, hooked
+from .forwards import (
+    FORWARDS,
+    FUSED_ROWS,
+    AttentionCall,
+    LayerCall,
+    MlaCall,
+    NormCall,
+    runs_fused,
+)
 
 PatchRounding = Literal["model", "once"]
 _MARK: Final = "_onepass"
@@ -40,7 +50,22 @@ OTHER_CODE: Final = "its forward is not the one this was written for (transforme
 REPLACED_BEFORE: Final = "its forward has been replaced by something else"
 PATCHED_BEFORE: Final = "patched already"
 NO_ROW: Final = "no family has a row for this class"
-HOOKS: Final = "a hook waits for calls that this would no longer make"
+OTHER_NORM: Final = "it is not an RMSNorm"
+NOT_AS_PATCHED: Final = "a hook, or a forward or module put there later, waits for the calls that this would save"
+
+_TORCH_NORMS: Final = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.CrossMapLRN2d,
+    nn.modules.batchnorm._NormBase,  # batch norms and instance norms
+)
+"""torch's norms that are no RMSNorm: nothing here could replace them."""
+_LOOKS_LIKE_A_NORM: Final = re.compile(r"norm(?!al|ed)", re.IGNORECASE)
+
+
+class NothingPatchedWarning(UserWarning):
+    """`patch` found nothing to replace in a model: it runs as before."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +81,9 @@ class Change:
 class Patched:
     """What `patch` did; `undo` it, or use it as a context manager.
 
-    ``replaced`` and ``left`` list every module and addition that was looked at; ``print(handle)`` shows them by kind.
+    ``replaced`` and ``left`` list every module and addition that was looked at. ``repr(handle)``, and so ``print(handle)``,
+    is the report: what was replaced, what was left and why, by kind. It also counts the fused modules that run unfused at the
+    moment because of hooks.
     """
 
     def __init__(self, model: nn.Module, rounding: PatchRounding) -> None:
@@ -108,10 +135,20 @@ class Patched:
         }
 
     def __str__(self) -> str:
-        lines = [f"{type(self.model).__name__}: {len(self.replaced)} replaced, {len(self.left)} left"]
-        for title, changes in (("replaced", self.replaced), ("left", self.left)):
+        return repr(self)
+
+    def __repr__(self) -> str:
+        undone = "" if self._bound or not self.replaced else ", undone"
+        lines = [f"{type(self.model).__name__}: {len(self.replaced)} replaced, {len(self.left)} left{undone}"]
+        waiting = {where for where, module, _ in self._bound if not runs_fused(module)}
+        unfused = [Change(c.where, c.cls, c.what, NOT_AS_PATCHED) for c in self.replaced if c.where in waiting]
+        for title, changes in (("replaced", self.replaced), ("unfused now", unfused), ("left", self.left)):
             lines += [f"  {title} {count} x {what}: {why}" for (what, why), count in _counted(changes)]
         return "\n".join(lines)
+
+    def left_norms(self) -> list[Change]:
+        """The norms that were left and may be RMSNorms: all but torch's own norms of other kinds."""
+        return [change for change in self.left if change.what == "norm" and change.why != OTHER_NORM]
 
 
 def _counted(changes: Iterable[Change]) -> Iterator[tuple[tuple[str, str], int]]:
@@ -122,12 +159,18 @@ def _counted(changes: Iterable[Change]) -> Iterator[tuple[tuple[str, str], int]]
     yield from counts.items()
 
 
-def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = True) -> Patched:
+def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = True, strict: bool = False) -> Patched:
     """Replace the norm-family work of a transformers model in place; returns a handle with ``.undo()``.
 
     Replaced are RMSNorms (`rms_norm`), the addition before a norm together with it, and norms of queries and keys
     (`qk_rms_norm`, one launch for both). ``print(handle)`` says what was replaced and what was left, and why: docs/models.md
-    has it as a table of families. Weights, buffers and state dict are untouched; hooks keep working.
+    has it as a table of families. Weights, buffers and state dict are untouched.
+
+    Hooks see what they see in the unpatched model, those added later too: where a fused launch would skip a module that has
+    a forward hook or pre-hook, the modules are called one by one. Without the hook the next call is fused again.
+
+    A model in which nothing was replaced gives a `NothingPatchedWarning`. ``strict=True`` raises a `ContractError` instead, also
+    when any norm was left that may be an RMSNorm, and leaves the model as it was.
 
     ``rounding="model"`` rounds where the model's own modules do: 16-bit results are its, but for sums that float32 adds in
     another order. "once" rounds each kernel's result once, which allows more to be fused: additions in families that norm
@@ -147,19 +190,47 @@ def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = T
         raise ContractError(f"patch: `model` must be a torch.nn.Module, got {type(model).__name__}")
     if rounding not in ("model", "once"):
         raise ContractError(f"patch: `rounding` must be 'model' or 'once', got {rounding!r}")
+    for name, value in (("fuse", fuse), ("strict", strict)):
+        if not isinstance(value, bool):
+            raise ContractError(f"patch: `{name}` must be a bool, got {value!r}")
     handle = Patched(model, rounding)
     steps: dict[type, Callable[..., None]] = {Layer: _layer, Attention: _attention, Mla: _mla}
     found = [(where, module, classes().get(_class(module))) for where, module in model.named_modules()]
     for where, module, row in found:  # norms first: what is fused relies on them
         if row is None:
-            if "RMSNorm" in type(module).__name__:
-                handle._leave(where, module, "norm", NO_ROW)
+            if _looks_like_a_norm(module):
+                handle._leave(where, module, "norm", OTHER_NORM if isinstance(module, _TORCH_NORMS) else NO_ROW)
         elif row[1] is None:
             _norm(handle, where, module, row[0])
     for where, module, row in found:
         if row is not None and row[1] is not None and fuse:
             steps[type(row[1])](handle, where, module, *row)
+    _judge(handle, strict)
     return handle
+
+
+def _judge(handle: Patched, strict: bool) -> None:
+    """Warn, or raise if ``strict``, about a model that was not patched as its owner may think."""
+    reasons = [f"{count} x {what}: {why}" for (what, why), count in _counted(handle.left_norms())]
+    norms = "; ".join(reasons) if reasons else "it has no norm that could be replaced"
+    name = type(handle.model).__name__
+    if strict and (reasons or not handle.replaced):
+        handle.undo()
+        what = "norms were left in" if reasons else "nothing was replaced in"
+        raise ContractError(f"patch: `strict=True`, and {what} {name}, which is as it was before ({norms})")
+    if not handle.replaced:
+        warnings.warn(
+            f"onepass.patch replaced nothing in {name}, which runs as before ({norms}). docs/models.md lists the model "
+            "families that it knows; strict=True makes this an error.",
+            NothingPatchedWarning,
+            stacklevel=3,
+        )
+
+
+def _looks_like_a_norm(module: nn.Module) -> bool:
+    """By its name; and it is not a block that only contains norms."""
+    named = _LOOKS_LIKE_A_NORM.search(type(module).__name__) is not None
+    return named and (bool(module._parameters) or not module._modules)
 
 
 def _class(module: nn.Module) -> tuple[str, str]:
@@ -216,9 +287,15 @@ def _layer(handle: Patched, where: str, module: nn.Module, family: Family, layer
     if objection:
         handle._leave(where, module, what, objection)
         return
-    names = tuple(inspect.signature(type(module).forward).parameters)[2:]
-    call = LayerCall(names, layer.norm, layer.after_attention, layer.after_mlp)
+    call = LayerCall(*_parameters(type(module)), layer.norm, layer.after_attention, layer.after_mlp)
     handle._bind(where, module, call, what, f"in the launch of {layer.norm}")
+
+
+def _parameters(cls: type[nn.Module]) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
+    """The parameters of a layer's forward after ``self`` and the hidden states; and those that have defaults, with them."""
+    every = list(inspect.signature(cls.forward).parameters.values())[2:]
+    named = [parameter for parameter in every if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    return tuple(p.name for p in named), tuple((p.name, p.default) for p in named if p.default is not p.empty)
 
 
 def _attention(handle: Patched, where: str, module: nn.Module, family: Family, attention: Attention) -> None:
@@ -227,8 +304,6 @@ def _attention(handle: Patched, where: str, module: nn.Module, family: Family, a
     objection = _objection(module, attention.fingerprint)
     if not objection and not all(map(_ours, norms)):
         objection = "one of them was left"
-    if not objection and any(hooked(norm) for norm in norms if norm is not None):
-        objection = HOOKS
     if not objection and norms[0]._onepass != norms[1]._onepass:  # type: ignore[union-attr]
         objection = "they have different epsilons"
     if objection:
@@ -256,10 +331,8 @@ def _mla(handle: Patched, where: str, module: nn.Module, family: Family, mla: Ml
         objection = "a norm of theirs was left"
     if not objection and not all(type(linear) is nn.Linear and linear.bias is None for linear in linears):
         objection = "they are no plain torch.nn.Linear without bias"
-    if not objection and any(hooked(m) or "forward" in m.__dict__ for m in linears if m is not None):
-        objection = HOOKS
-    if not objection and any(hooked(norm) for norm in norms if norm is not None):
-        objection = HOOKS
+    if not objection and any("forward" in linear.__dict__ for linear in linears if linear is not None):
+        objection = REPLACED_BEFORE
     if objection:
         handle._leave(where, module, what, objection)
         return
