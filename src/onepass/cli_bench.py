@@ -135,8 +135,8 @@ def _print_table(title: str, rows: list[Row], results: Results, console: Console
         columns[n] = [_versus(min(row.us[n]), row.ours, n, results.quiet) if n in row.us else Text() for row in rows]
     total = len(columns)
     widths = {name: max(len(name), *(cell.cell_len for cell in cells)) for name, cells in columns.items()}
-    expendable = [*reversed([n for n in others if n not in CEILINGS]), "bytes", *(n for n in others if n in CEILINGS)]
-    expendable.append("of the ceiling")
+    ceilings, peers = [n for n in others if n in CEILINGS], [n for n in others if n not in CEILINGS]
+    expendable = [*reversed(peers[1:]), *ceilings, "bytes", "of the ceiling", *peers[:1]]
     while expendable and sum(widths[name] + GAP for name in columns) - GAP > console.width:
         columns.pop(expendable.pop(0), None)
     table = Table(

@@ -204,7 +204,9 @@ def roofline(results: Results) -> str:
                 marks.append(
                     f'<path class="gap" d="M{a:.1f} {b:.1f}V{c:.1f}"/><circle class="them" cx="{a:.1f}" cy="{c:.1f}" r="3"/>'
                 )
-            about = f"{row.op} {row.words}: {number(row.ours)} µs, {_rate(row.bytes / row.ours / 1e6)}, {row.share:.0%} of the ceiling"
+            about = f"{row.op} {row.words}: {number(row.ours)} µs, {_rate(row.bytes / row.ours / 1e6)}"
+            if results.quiet:
+                about += f", {row.share:.0%} of the ceiling"
             if theirs:
                 about += f"; torch.compile {number(theirs)} µs"
             marks.append(f'<circle class="us" cx="{a:.1f}" cy="{b:.1f}" r="5"><title>{escape(about)}</title></circle>')

@@ -14,6 +14,7 @@ LARGEST = 64 << 20
 _NEST = 40
 _WORDS = ("machine", "date", "torch", "triton", "python", "onepass", "device", "note")
 _MAPS = ("packages", "ceilings", "clocks", "peers", "checks", "refused", "host_us", "overhead_us")
+_INSIDE = {"packages": str, "ceilings": float, "peers": str, "refused": str, "checks": float}
 _NAMES = ("op", "with", "cache", "stream", "dtype")
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Control, format and line-breaking characters: what can move a cursor, hide text or start an escape sequence."""
@@ -69,6 +70,15 @@ def complaint(found: Any) -> str:
     for key in _MAPS:
         if not isinstance(found.get(key, {}), dict):
             return f"`{key}` is {_kind(found[key])}, not an object"
+    for key, kind in _INSIDE.items():
+        for name, value in found.get(key, {}).items():
+            if not (isinstance(value, str) if kind is str else _number(value)):
+                return f"`{key}` has {_kind(value)} as {name}, not a {'string' if kind is str else 'number'}"
+    for when, clocks in found.get("clocks", {}).items():
+        if not isinstance(clocks, dict) or not all(_number(value) for value in clocks.values()):
+            return f"`clocks` {when} are not an object of numbers"
+    if "threads" in found and not _count(found["threads"]):
+        return "`threads` is not a positive whole number"
     for key in ("machine", "date", "torch"):
         if key not in found:
             return f"it has no `{key}`"

@@ -34,12 +34,12 @@ def about(results: Results) -> str:
     note = f" {run['note']}" if run.get("note") else ""
     if results.device == "cpu":
         return (
-            f"{results.machine}, {run['threads']} threads, {dates}, bfloat16, microseconds a call, contenders taking turns; torch "
-            f"{run['torch']}. The ceiling is a memory stream of the same size, in turn with the rest.{note}"
+            f"{results.machine}, {run.get('threads', 'unknown')} threads, {dates}, bfloat16, microseconds per call, contenders taking "
+            f"turns; torch {run['torch']}. The ceiling is a memory stream of the same size, in turn with the rest.{note}"
         )
     return (
         f"{results.machine}, {dates}, bfloat16, microseconds per call in a CUDA graph with rotating inputs; torch {run['torch']}, "
-        f"Triton {run['triton']}. {ceiling_words(results)}{note}"
+        f"Triton {run.get('triton', 'unknown')}. {ceiling_words(results)}{note}"
     )
 
 
@@ -87,11 +87,15 @@ def _peer(us: float | None, ours: float, quiet: bool = True) -> str:
     return "" if us is None else f"{us:.2f}{ratio}"
 
 
+def _brackets(results: Results) -> str:
+    return "In brackets how many times longer than onepass. " if results.quiet else ""
+
+
 def section(results: Results, folder: str) -> str:
     """What stands between the markers: the short table, the plot, and where the rest is."""
     return "\n".join(
         (
-            f"{about(results)} In brackets how many times longer; {compiled_words(results)}. {ahead_words(results)}",
+            f"{about(results)} {_brackets(results)}{compiled_words(results)}. {ahead_words(results)}",
             "",
             short_table(results),
             "",
@@ -139,18 +143,17 @@ def full(results: Results, sources: Sequence[str]) -> str:
     stream = "".join(
         f" `{name}` moves as many bytes and computes nothing." for name in (STREAM, BEST) if name in results.contenders
     )
-    small = "" if results.has_best else (
-        " Where a call is too small for its bytes to matter, its share of the ceiling is put down to latency."
-    )  # fmt: skip
+    small = "Where a call is too small for its bytes to matter, its share of the ceiling is put down to latency. "
+    small = "" if results.has_best or results.banner else small
     behind = ""
     if results.device == "cuda":
-        behind = f" {BEHIND_WORDS}" if results.behind_kernel.rows else f" {BEHIND}: not measured in this run."
+        behind = f"{BEHIND_WORDS} " if results.behind_kernel.rows else f"{BEHIND}: not measured in this run. "
     parts = [
         f"{SOURCE}{' '.join(sources)} -->",
         f"# onepass on {results.machine}",
         "",
         *([f"**{results.banner}**", ""] if results.banner else []),
-        f"{about(results)}{stream} In brackets how many times longer than onepass.{small}{behind} The same as a page to open in a "
+        f"{about(results)}{stream} {_brackets(results)}{small}{behind}The same as a page to open in a "
         "browser: `bench.html`.",
         "",
         "![time against the number of rows](time.svg)",

@@ -161,6 +161,24 @@ def others(before: tuple[float, float, float], after: tuple[float, float, float]
     return 0.0 if wall < 0.5 else max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
 
 
+class Load:
+    """Whether this machine is the process's own: asked again and again, it remembers the worst answer."""
+
+    def __init__(self, wait: float = 0.6) -> None:
+        self.before = _clocks()
+        self.worst = 0.0
+        if wait:
+            time.sleep(wait)
+
+    def quiet(self) -> bool:
+        """Whether others have had no more than `BUSY` of all cores. Readings closer than half a second tell nothing."""
+        now = _clocks()
+        if now[0] - self.before[0] >= 0.5:
+            self.worst = max(self.worst, others(self.before, now))
+            self.before = now
+        return self.worst <= BUSY
+
+
 def interleaved_times(calls: Mapping[str, Call], *, rounds: int = 30, inner: int = 1) -> dict[str, float]:
     """Microseconds a call: each contender ``inner`` times in turn, for ``rounds`` rounds; medians."""
     samples: dict[str, list[float]] = {name: [] for name in calls}

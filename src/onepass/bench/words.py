@@ -20,8 +20,12 @@ def ceiling_words(results: Results) -> str:
             "The ceiling of a row is the fastest of several copies of as many bytes, measured beside it with programmatic launch; "
             "for ops that write next to nothing it is a read."
         )
-    copies = [found["ceilings"]["copy 2 GiB TB/s"] for found in results.runs]
-    reads = [found["ceilings"]["read 1 GiB TB/s"] for found in results.runs]
+    measured = [run["ceilings"] for run in results.runs if run.get("ceilings")]
+    copies, reads = (
+        [found[name] for found in measured if name in found] for name in ("copy 2 GiB TB/s", "read 1 GiB TB/s")
+    )
+    if not copies or not reads:
+        return "No ceiling was measured."
     return (
         f"Ceiling, of the same run: a large copy at {_range(copies)} TB/s, or a large read at {_range(reads)} for ops that write next "
         "to nothing. The best copy of each row's own size was not measured, and small rows can pass this ceiling."
@@ -36,11 +40,11 @@ def _range(values: Sequence[float]) -> str:
 def compiled_words(results: Results) -> str:
     """Which of torch.compile's modes its column is the best of, and in how many rows."""
     if results.device == "cpu":
-        return "torch.compile is in its default mode"
+        return "`torch.compile` is in its default mode"
     best = sum(COMPILED[1] in row.us for row in results.rows)
     if best == len(results.rows):
-        return "torch.compile is the better of its default and max-autotune modes"
-    return f"torch.compile is in its default mode, or max-autotune where that is faster ({best} of {len(results.rows)} rows have it)"
+        return "`torch.compile` is the better of its default and max-autotune modes"
+    return f"`torch.compile` is in its default mode, or max-autotune where that is faster ({best} of {len(results.rows)} rows have it)"
 
 
 def ahead_words(results: Results) -> str:
