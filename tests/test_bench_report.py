@@ -301,7 +301,8 @@ def in_browser(html: str, tmp_path: Path) -> tuple[str, str]:
     file = tmp_path / "page.html"
     file.write_text(html)
     command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr", "--disable-quic",
+        "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -335,6 +336,8 @@ def test_the_page_in_a_browser(h200: Results, tmp_path: Path) -> None:
     probe = """<script>
       const say = (name, value) => { document.documentElement.dataset[name] = JSON.stringify(value); };
       const size = (svg) => { const box = svg.getBoundingClientRect(); return [box.width, box.height]; };
+      const heads = [...document.querySelectorAll("#rows thead th")];
+      say("edges", Object.fromEntries(heads.map((th) => [th.textContent, th.getBoundingClientRect().right])));
       say("sizes", [...document.querySelectorAll(".chart")].map(size));
       const rows = () => [...document.querySelectorAll("#rows tbody tr")];
       document.querySelectorAll("#rows thead th")[3].click();
@@ -359,6 +362,7 @@ def test_the_page_in_a_browser(h200: Results, tmp_path: Path) -> None:
         for key, value in Cells(dom).root.items()
         if key.startswith("data-") and key != "data-ready" and key != "data-theme"
     }
+    assert told["data-edges"]["torch.compile"] < 1280, "torch.compile is not visible in a window of 1280 pixels"
     assert len(told["data-sizes"]) == len(charts.panels(h200)) + 1
     assert all(width > 200 and height > 100 for width, height in told["data-sizes"])
     assert told["data-sorted"] == sorted(row.ours for row in h200.rows)

@@ -267,7 +267,7 @@ def page(timeline: Timeline) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(timeline.title)}</title>\n<style>{STYLE}</style></head>\n<body><main>"
         f"<header><h1>{escape(timeline.title)}</h1><p>{escape(timeline.machine)}</p><ul>{chips}</ul></header>\n"
-        f'<dl>{tiles}</dl>\n<figure><ul class="legend">{legend}</ul>\n<div>{svg(timeline)}</div>{about}</figure>\n'
+        f'<dl>{tiles}</dl>\n<figure><ul class="legend">{legend}</ul>{about}\n<div>{svg(timeline)}</div></figure>\n'
         "<table><thead><tr><th>phase</th><th>blocks</th><th>median, µs</th><th>max, µs</th><th>of all block time</th>"
         f"<th>what a block does</th></tr></thead><tbody>{table}</tbody></table>\n"
         f"</main><script>{SCRIPT}</script></body></html>\n"
