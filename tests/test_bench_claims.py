@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from onepass import cli, cli_bench, demo
-from onepass.bench import page, report, results, run, timing, words
+from onepass.bench import page, peers, report, results, run, timing, words
 
 H200 = Path(__file__).parents[1] / "benchmarks/h200/bench.json"
 CLAIM = re.compile(r"\d(\.\d+)?x\b|of the ceiling|faster than|is ahead")
@@ -66,8 +66,8 @@ def test_the_load_of_others_comes_from_the_run(monkeypatch: pytest.MonkeyPatch) 
     """A faked reading of the clocks, in which others have half of all cores, ends in the banner of the command."""
     seconds = itertools.count(0.0, 1.0)
     monkeypatch.setattr(timing, "_clocks", lambda: (t := next(seconds), t * 4, 0.0))
-    monkeypatch.setattr(timing.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(timing.time, "sleep", lambda s: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("time.sleep", lambda s: None)
     monkeypatch.setattr(run, "turns", lambda calls, **k: timing.turns(calls, **{**k, "seconds": 0.02}))
     monkeypatch.setenv("COLUMNS", "160")
     arguments = ["bench", "--device", "cpu", "--op", "rms_norm", "--shapes", "4x256", "--peers", "eager"]
@@ -82,7 +82,7 @@ def test_the_demo_claims_no_speedup_on_a_busy_machine(busy: bool, monkeypatch: p
     """Others have none or half of two cores, by a faked reading."""
     seconds = itertools.count(0.0, 1.0)
     monkeypatch.setattr(timing, "_clocks", lambda: (t := next(seconds), t * busy, 0.0))
-    monkeypatch.setattr(timing.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     speedup = demo.Speedup(timing.Load(wait=0.0))
     console = Console(width=200, file=io.StringIO(), color_system=None)
     speedup.warn(console)
@@ -94,7 +94,7 @@ def test_the_demo_claims_no_speedup_on_a_busy_machine(busy: bool, monkeypatch: p
 
 
 def test_load_remembers_the_worst_and_waits_for_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
     readings = iter([(0.0, 0.0, 0.0), (0.2, 0.2, 0.0), (1.0, 0.05, 0.0), (2.0, 1.0, 0.0), (3.0, 1.0, 0.0)])
     monkeypatch.setattr(timing, "_clocks", lambda: next(readings))
     load = timing.Load(wait=0.0)
@@ -139,7 +139,7 @@ def test_committed_headlines_name_the_peers() -> None:
     found = results.load([H200])
     for file in (H200.parents[2] / "README.md", H200.parent / "README.md", H200.parent / "bench.html"):
         assert found.peer_words in file.read_text(), file
-    assert set(found.measured) | set(found.absent) == set(run.chosen("all"))
+    assert set(found.measured) | set(found.absent) == set(peers.PEERS)
 
 
 def test_nothing_is_called_out_of_reach() -> None:

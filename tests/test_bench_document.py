@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from onepass import cli
-from onepass.bench import baseline, document, page, report, results, run
+from onepass.bench import baseline, document, gate, page, report, results, run
 
 ROW = {"op": "rms_norm", "shape": [4, 256], "bytes": 4224, "us": {"memory stream": [1.0, 1.1], "onepass": [9e5, 9.1e5]}}
 GOOD: dict[str, Any] = {
@@ -29,7 +29,7 @@ def bench(baseline: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
         row["us"] = {"onepass": [2.0, 2.0]}
 
     monkeypatch.setattr(run, "measure", measure)
-    monkeypatch.setattr(run.gate, "check", lambda ops, device: {op: [] for op in ops})
+    monkeypatch.setattr(gate, "check", lambda ops, device: {op: [] for op in ops})
     monkeypatch.setenv("COLUMNS", "200")
     arguments = ["bench", "--device", "cpu", "--op", "rms_norm", "--shapes", "4x256", "--peers", "none"]
     return CliRunner().invoke(cli.app, [*arguments, "--baseline", str(baseline)])

@@ -12,10 +12,26 @@ import pytest
 import torch
 import torch._functorch as functorch
 import torch._inductor.config
-import torch._inductor.fx_passes.post_grad as post_grad
+import torch._inductor.fx_passes.reinplace as reinplace
 from torch._inductor.utils import run_and_get_code
 
-from onepass.bench import gate, gpu, host, lines, machine, mla, peers, results, rows, run, timing, words, workload
+from onepass.bench import (
+    gate,
+    gemv,
+    gpu,
+    host,
+    lines,
+    machine,
+    mla,
+    peers,
+    qk,
+    results,
+    rows,
+    run,
+    timing,
+    words,
+    workload,
+)
 
 COUNT = {"chain": 0, "pairs": 0}
 
@@ -117,7 +133,7 @@ def test_a_run_that_is_cut_short_goes_on_where_it_ended(
 ) -> None:
     """The limit passes while the first slow peer is measured. What is in the file stays; what is missing is added."""
     now = [0.0]
-    monkeypatch.setattr(run.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("onepass.bench.run.time.perf_counter", lambda: now[0])
 
     def slow(p: workload.Problem) -> workload.Call:
         now[0] += 100.0
@@ -190,7 +206,7 @@ def whole_cache_moved(function: Callable[..., object], *arguments: torch.Tensor)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_the_compiled_peer_writes_the_cache_in_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Inductor does not see through views of its inputs, as torch 2.11 does not."""
-    names = post_grad.reinplace_inplaceable_ops.__globals__
+    names = vars(reinplace)
     if "_get_view_base" in names:
         monkeypatch.setitem(names, "_get_view_base", lambda node: node)
     blocks = torch.zeros(77, 64, 576, dtype=dtype)
@@ -243,8 +259,8 @@ def test_what_libraries_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         "rms_norm": rows.problem("rms_norm", 4, 64, "cpu"),
         "rms_norm, residual": rows.problem_with("rms_norm", 4, 64, "cpu"),
         "rms_norm_fused_fp8": rows.problem("rms_norm_fused_fp8", 4, 64, "cpu"),
-        "qk_rms_norm": run.qk.problem("qk_rms_norm", 4, 64, 32, "cpu"),
-        "gemv_and_partial_norm": run.gemv.problem(2, 48, 64, 32, "cpu"),
+        "qk_rms_norm": qk.problem("qk_rms_norm", 4, 64, 32, "cpu"),
+        "gemv_and_partial_norm": gemv.problem(2, 48, 64, 32, "cpu"),
     }
     done = {}
     for name in ("Liger-Kernel", "FlashInfer"):

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,11 +134,11 @@ def run(plan: Plan, watch: Watcher | None = None, before: dict[str, Any] | None 
         report |= {**before, "packages": {**before.get("packages", {}), **report["packages"]}}
     report["peers"] = report.get("peers", {}) | {n: peer.why_not(plan.device) for n, peer in plan.chosen.items()}
     report |= {"refused": {}} | {key: report.get(key, kind()) for key, kind in (("checks", dict), ("rows", list))}
-    sitting = {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    sitting: dict[str, Any] = {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     report["sittings"] = [*report.get("sittings", []), sitting]
     for op in checked:
         watch.step(f"checking {op}")
-        results = clock.spend("checks", lambda op=op: gate.check([op], plan.device))
+        results = clock.spend("checks", partial(gate.check, [op], plan.device))
         report["checks"][op] = sum(result.passed for result in results[op])
         for name, why in gate.refusals(results).items():
             report["refused"][name] = why
@@ -228,7 +229,7 @@ def measure(
     calls: dict[str, list[Call]] = {STREAM: _streams(workload, sets), **mine}
     for name, peer in usable.items():
         watch.step(f"{where}: {name}")
-        made = clock.spend(name, lambda name=name, peer=peer: _of_peer(name, peer, problems, where, notes))
+        made = clock.spend(name, partial(_of_peer, name, peer, problems, where, notes))
         if made:
             calls[name] = made
     for _ in (STREAM, "onepass"):  # a step each, as on a GPU
@@ -278,19 +279,19 @@ def _on_gpu(
 
     for name, members in mine.items():
         if missing(name):
-            clock.spend("onepass", lambda name=name, members=members: time_it(name, members))
+            clock.spend("onepass", partial(time_it, name, members))
     for name, (peer, problems) in peers.items():
         watch.step(f"{where}: {name}")
         if not missing(name):
             continue
         said = notes.get(name)
-        made = clock.spend(name, lambda name=name, peer=peer, p=problems: _of_peer(name, peer, p, where, notes))
+        made = clock.spend(name, partial(_of_peer, name, peer, problems, where, notes))
         if not made:
             if notes.get(name) == said:
                 row.setdefault("without", []).append(name)  # not its work
             continue
         try:
-            clock.spend(name, lambda name=name, made=made: time_it(name, made))
+            clock.spend(name, partial(time_it, name, made))
         except Exception as error:
             notes[name] = f"{where}: {_first_line(error)}"
 
