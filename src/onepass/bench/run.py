@@ -196,9 +196,9 @@ def _measure(plan: Plan, usable: dict[str, Peer], report: dict[str, Any], watch:
             measure(workload, plan, now, row, report["peers"], watch, clock, behind, ours=not slow)
             watch.row(row, report)
             gc.collect()
-    if plan.host and not clock.time_is_up():
-        watch.step("host time of a call")
-        report["host_us"] = clock.spend("host", lambda: host.times(plan.device, lambda op: op in report["refused"]))
+        if plan.host and not slow and not clock.time_is_up():
+            watch.step("host time of a call")
+            report["host_us"] = clock.spend("host", partial(host.times, plan.device, report["refused"].__contains__))
     if plan.device == "cuda":
         report["clocks"]["after"] = gpu.clocks()
 
