@@ -257,7 +257,9 @@ def test_shapes_that_do_not_fit_an_op_are_left_out() -> None:
 def test_peers_are_chosen_by_parts_of_their_names() -> None:
     assert list(peers.chosen("compile,LIGER")) == ["torch.compile", "torch.compile max", "Liger-Kernel"]
     assert peers.chosen("none") == {} and peers.chosen("all") == peers.PEERS
-    with pytest.raises(ValueError, match="no peer 'nonsense'; there are torch eager"):
+    with pytest.raises(
+        ValueError, match=r"no peer 'nonsense'; there are torch\.compile, torch\.compile max, Liger-Kernel"
+    ):
         peers.chosen("nonsense")
 
 
@@ -430,38 +432,6 @@ def test_bench_runs_without_the_command_lines_packages(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "2 x 64" in done.stdout and json.loads(file.read_text())["rows"][0]["shape"] == [2, 64]
-
-
-# --- a GPU's run, as far as it goes without one ---------------------------------------------------------------------
-
-
-def test_a_gpu_row_has_every_contender_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run on a GPU does around its timing: inputs rotate, everybody is timed by graphs, who fails is noted."""
-    seen: list[int] = []
-
-    def times(calls: Any, **_: Any) -> list[float]:
-        seen.append(len(calls))
-        for call in calls:
-            call()
-        return [2.0, 1.0]
-
-    def broken(p: workload.Problem) -> workload.Call:
-        def call() -> None:
-            if len(seen) > 3:
-                raise RuntimeError("not captured")
-
-        return call
-
-    (work,) = rows.workloads("rms_norm", (4, 64))
-    on_cpu = workload.Workload(work.op, work.shape, work.bytes, lambda device: work.make("cpu"), work.stream)
-    monkeypatch.setattr(run, "graph_times", times)
-    monkeypatch.setattr(gpu, "calls", lambda kind, size, sets: streams.calls(kind, size, sets))
-    usable = {"torch eager": peers.PEERS["torch eager"], "quack": peers.Peer("quack", broken)}
-    notes: dict[str, str] = {}
-    row = run.measure(on_cpu, run.Plan("cuda", ("rms_norm",)), usable, notes, run.Watcher())
-    assert row["us"] == {"memory stream": [2.0, 1.0], "onepass": [2.0, 1.0], "torch eager": [2.0, 1.0]}
-    assert row["sets"] == 32 and seen == [32, 32, 32, 32]
-    assert notes == {"quack": "rms_norm 4x64: RuntimeError: not captured"}
 
 
 # --- host time ------------------------------------------------------------------------------------------------------

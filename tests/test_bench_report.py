@@ -106,9 +106,6 @@ def test_speedups_and_who_is_ahead() -> None:
 def test_a_file_of_something_else_is_told(tmp_path: Path) -> None:
     for text in ("[]", "{}", '{"rows": [{}]}', "not json"):
         (tmp_path / "x.json").write_text(text)
-        if text == "{}":
-            assert load([tmp_path / "x.json"]).rows == ()
-            continue
         with pytest.raises(ValueError, match="is no file of results"):
             load([tmp_path / "x.json"])
 
@@ -164,9 +161,26 @@ def test_the_short_table() -> None:
     found = of_report(document(onepass=8.0, **{"torch eager": 32.0, "torch.compile": 6.0, "torch.compile max": 4.0}))
     lines = report.short_table(found).splitlines()
     assert lines[2:] == [
-        "| `rms_norm` | 1 x 7168 | **8.00** | latency | 4.00 (0.50x) | 32.00 (4.00x) |",
-        "| `rms_norm` | 1000 x 7168 | **8000.00** | 0% | 4000.00 (0.50x) | 32000.00 (4.00x) |",
+        "| `rms_norm` | 1 x 7168 | **8.00** | not measured | latency | 4.00 (0.50x) | 32.00 (4.00x) |",
+        "| `rms_norm` | 1000 x 7168 | **8000.00** | not measured | 0% | 4000.00 (0.50x) | 32000.00 (4.00x) |",
     ]
+
+
+def test_the_short_table_with_times_behind_a_kernel_and_the_best_copy() -> None:
+    given = document(
+        onepass=8.0, **{"torch eager": 32.0, "torch.compile": 6.0, "torch.compile max": 4.0, "best copy": 6.4}
+    )
+    given["rows"][0]["behind_us"] = {"onepass": [9.0, 9.5], "torch.compile": [7.5, 7.0]}
+    found = of_report(given)
+    assert report.short_table(found).splitlines()[2:] == [
+        "| `rms_norm` | 1 x 7168 | **8.00** | 9.00 / 7.00 | 80% | 4.00 (0.50x) | 32.00 (4.00x) |",
+        "| `rms_norm` | 1000 x 7168 | **8000.00** | not measured | 80% | 4000.00 (0.50x) | 32000.00 (4.00x) |",
+    ]
+    text = report.full(found, ["x.json"])
+    assert "The ceiling of a row is the fastest of several copies" in text and "Behind an ordinary kernel:" in text
+    assert "A peer is ahead in 2 of 2 shapes in a chain, in 1 of 1 behind a kernel." in text
+    html = page.html(found)
+    assert 'id="behind"' in html and "where a peer is ahead behind a kernel" in html and "was not measured" not in html
 
 
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: path.parent.name)
@@ -194,13 +208,13 @@ def test_the_section_replaces_only_what_is_between_the_markers(h200: Results) ->
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.parent.name)
 def test_committed_results_are_complete(path: Path) -> None:
-    """Every op beside eager and compiled torch; two medians each; nobody faster than memory."""
+    """Every op beside eager and compiled torch; two medians each; nobody faster than memory, but for the noise."""
     found = load(report.sources(path))
     assert set(report.HEADLINES) <= set(found.ops)
     for row in found.rows:
         assert {"onepass", "torch eager", "torch.compile"} <= set(row.us), row.key
         assert all(len(us) == 2 for us in row.us.values())
-        assert found.device == "cpu" or row.share < 1.1
+        assert found.device == "cpu" or row.share < (1.03 if "best copy" in row.us else 1.1)
 
 
 # --- plots ----------------------------------------------------------------------------------------------------------
@@ -287,7 +301,8 @@ def in_browser(html: str, tmp_path: Path) -> tuple[str, str]:
     file = tmp_path / "page.html"
     file.write_text(html)
     command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr", "--disable-quic",
+        "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -321,6 +336,8 @@ def test_the_page_in_a_browser(h200: Results, tmp_path: Path) -> None:
     probe = """<script>
       const say = (name, value) => { document.documentElement.dataset[name] = JSON.stringify(value); };
       const size = (svg) => { const box = svg.getBoundingClientRect(); return [box.width, box.height]; };
+      const heads = [...document.querySelectorAll("#rows thead th")];
+      say("edges", Object.fromEntries(heads.map((th) => [th.textContent, th.getBoundingClientRect().right])));
       say("sizes", [...document.querySelectorAll(".chart")].map(size));
       const rows = () => [...document.querySelectorAll("#rows tbody tr")];
       document.querySelectorAll("#rows thead th")[3].click();
@@ -345,6 +362,7 @@ def test_the_page_in_a_browser(h200: Results, tmp_path: Path) -> None:
         for key, value in Cells(dom).root.items()
         if key.startswith("data-") and key != "data-ready" and key != "data-theme"
     }
+    assert told["data-edges"]["torch.compile"] < 1280, "torch.compile is not visible in a window of 1280 pixels"
     assert len(told["data-sizes"]) == len(charts.panels(h200)) + 1
     assert all(width > 200 and height > 100 for width, height in told["data-sizes"])
     assert told["data-sorted"] == sorted(row.ours for row in h200.rows)

@@ -356,6 +356,16 @@ def test_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert not page.having("xlink:href")
 
 
+def test_page_explains_the_start_of_a_block_on_a_gpu(tmp_path: Path) -> None:
+    """Half of the picture: it is said above it, not left to the reader. A thread of a CPU has no such wait."""
+    for unit, said in (("SM", True), ("thread", False)):
+        text, _ = page_of(timeline_of(FOUR, unit=unit), tmp_path)
+        assert ("Start is not idle time." in text) == said
+        assert not said or text.index("Start is not idle time.") < text.index("<svg")
+    committed = (Path(__file__).parents[1] / "benchmarks/h200/trace-gemv.html").read_text()
+    assert timeline.START in committed
+
+
 def test_page_escapes_text(tmp_path: Path) -> None:
     nasty = "<b>&\"'</script>"
     text, page = page_of(timeline_of(FOUR, title=nasty, machine=nasty, parameters={nasty: nasty}), tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import platform
 import statistics
 import time
@@ -24,6 +23,7 @@ from rich.text import Text
 from torch import Tensor
 
 from . import demo_model, oracle
+from .bench.timing import Load
 from .checks.case import same_bytes
 from .checks.runner import CASES, run_case
 from .ops.rms_norm import rms_norm_fused_fp8
@@ -73,13 +73,15 @@ def run(device: str, console: Console, model: str, path: Path | None, rounding: 
     torch.manual_seed(0)
     with torch.inference_mode():
         console.print(Text(f"onepass on {_machine(device)}, torch {torch.__version__}", style="bold"))
-        _warn_if_busy(console)
+        speedup = Speedup()
+        speedup.warn(console)
         _heading(console, 1, "A transformers model generates without and with onepass.patch(model)")
-        fine = demo_model.show(model, path, device, rounding, report, console, median_seconds)
+        fine = demo_model.show(model, path, device, rounding, report, console, median_seconds, speedup)
         fine = _show_checks(device, console) and fine
-        _show_speed(device, console)
-        _show_prologue(device, console)
+        _show_speed(device, console, speedup)
+        _show_prologue(device, console, speedup)
         fine = _show_invariance(device, console) and fine
+        speedup.warn(console)
     _show_next(device, console, time.perf_counter() - start)
     return fine
 
@@ -94,13 +96,29 @@ def _machine(device: str) -> str:
     return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _warn_if_busy(console: Console) -> None:
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > 0.5 * cores:
+class Speedup:
+    """How many times faster, on a machine that is quiet. On one that is not, times are shown and no claim is made of them."""
+
+    def __init__(self, load: Load | None = None) -> None:
+        self.load = load or Load()
+        self.warned = False
+
+    def __call__(self, slow: float, fast: float) -> Text:
+        """A cell of a table."""
+        if not self.load.quiet():
+            return Text("not quiet", style="yellow")
+        return Text(f"{slow / fast:.1f}x", style="bold green" if slow > fast else "bold red")
+
+    def warn(self, console: Console) -> None:
+        """A banner, once, if others have the cores."""
+        if self.warned or self.load.quiet():
+            return
+        self.warned = True
         text = (
-            f"Load average {load:.1f} on {cores} cores: other work disturbs the times below, those of torch the most."
+            f"This machine is not quiet: other processes have had {self.load.worst:.0%} of its cores. "
+            "Times are disturbed, those of torch the most, and no speed-up is claimed."
         )
-        console.print(text, style="yellow")
+        console.print(Text(text, style="bold yellow"), soft_wrap=True)
 
 
 def median_seconds(calls: Sequence[Callable[[], object]], device: str) -> list[float]:
@@ -165,14 +183,16 @@ def _comparison(*first: str) -> Table:
     return table
 
 
-def _compare(ours: Callable[[], Any], theirs: Callable[[], Any], exact: Tensor, device: str) -> tuple[Text | str, ...]:
+def _compare(
+    ours: Callable[[], Any], theirs: Callable[[], Any], exact: Tensor, device: str, speedup: Speedup
+) -> tuple[Text | str, ...]:
     """The cells of one line of a comparison."""
     slow, fast = median_seconds((theirs, ours), device)
     errors = (f"{dequantization_error(call(), exact):.3%}" for call in (theirs, ours))
     return (
         _time(slow),
         _time(fast),
-        Text(f"{slow / fast:.1f}x", style="bold green" if slow > fast else "bold red"),
+        speedup(slow, fast),
         *errors,
     )
 
@@ -212,7 +232,7 @@ def _show_checks(device: str, console: Console) -> bool:
     return fine
 
 
-def _show_speed(device: str, console: Console) -> None:
+def _show_speed(device: str, console: Console, speedup: Speedup) -> None:
     _heading(console, 3, "rms_norm_fused_fp8 against the same thing written with torch operators")
     table = _comparison("bfloat16")
     with _live(table, console):
@@ -228,6 +248,7 @@ def _show_speed(device: str, console: Console) -> None:
                     lambda x=x, gamma=gamma: composed(x, gamma),  # type: ignore[misc]
                     exact,
                     device,
+                    speedup,
                 ),
             )
     where = "in a CUDA graph, " if device == "cuda" else ""
@@ -238,7 +259,7 @@ def _show_speed(device: str, console: Console) -> None:
     )
 
 
-def _show_prologue(device: str, console: Console) -> None:
+def _show_prologue(device: str, console: Console, speedup: Speedup) -> None:
     _heading(console, 4, "Your own function, compiled into the load")
     body = inspect.getsource(gated).replace("  # type: ignore[no-untyped-def]", "").splitlines()
     code = ["@onepass.prologue", *(line for line in body if '"""' not in line), ""]
@@ -259,6 +280,7 @@ def _show_prologue(device: str, console: Console) -> None:
                 lambda: composed(x, gamma, gate),
                 exact,
                 device,
+                speedup,
             ),
         )
 

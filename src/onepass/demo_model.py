@@ -30,6 +30,8 @@ from .integrations.forwards import AttentionCall, LayerCall, MlaCall, NormCall, 
 from .ops.gemv_partial_norm import gemv_and_partial_norm
 from .ops.qk_norm import qk_rms_norm
 
+Speedup = Callable[[float, float], Text]
+"""A cell of a table from the slower and the faster time."""
 PROMPT: Final = 16
 NEW_TOKENS: Final = 24
 ROUNDS: Final = 5
@@ -244,7 +246,8 @@ def _latent(linear: Any, norm: Any, calls: int, device: str) -> Pair:
 class _Speeds:
     """The table of times as it stands."""
 
-    def __init__(self) -> None:
+    def __init__(self, speedup: Speedup) -> None:
+        self.speedup = speedup
         self.times: dict[str, list[float]] = {_WITHOUT: [], _WITH: []}
         self.results: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -255,8 +258,7 @@ class _Speeds:
         table.add_column("first tokens")
         for title, times in self.times.items():
             if times:
-                gain = min(self.times[_WITHOUT]) / min(times)
-                shown = Text(f"{gain:.2f}x", style="bold green" if gain > 1 else "bold red")
+                shown = self.speedup(min(self.times[_WITHOUT]), min(times))
                 first = " ".join(map(str, self.results[title][0][0, :8].tolist()))
                 table.add_row(title, f"{min(times) * 1e3:.2f} ms", shown if title == _WITH else "", first)
         return table
@@ -275,11 +277,11 @@ def _live(console: Console, *parts: Any) -> Iterator[None]:
 
 def show(
     name: str, path: Path | None, device: str, rounding: Any, report: Path, console: Console,
-    timer: Callable[..., list[float]],
+    timer: Callable[..., list[float]], speedup: Speedup,
 ) -> bool:  # fmt: skip
     """Generate without and with onepass, compare, time, write the report; whether the results agree."""
     with one_thread():
-        outcome = _run(name, path, device, rounding, console, timer)
+        outcome = _run(name, path, device, rounding, console, timer, speedup)
     report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(json.dumps({"fine": outcome.fine, **vars(outcome)}, indent=1) + "\n")
     console.print(f"Report written to {report}", soft_wrap=True)
@@ -287,8 +289,8 @@ def show(
 
 
 def _run(
-    name: str, path: Path | None, device: str, rounding: Any, console: Console, timer: Callable[..., list[float]]
-) -> Outcome:
+    name: str, path: Path | None, device: str, rounding: Any, console: Console, timer: Callable[..., list[float]], speedup: Speedup
+) -> Outcome:  # fmt: skip
     model = load(name, path, device)
     label = str(path) if path is not None else f"{name}, random weights"
     handle = patch(model, rounding=rounding)
@@ -301,20 +303,20 @@ def _run(
         f"{type(model).__name__} ({label}): {layers} layers, {count / 1e6:.0f} M parameters, float32, {where}"
     )
     console.print(Text("\n".join(str(handle).splitlines()[1:]), style="dim"))
-    _show_tokens(model, rounding, outcome, console)
+    _show_tokens(model, rounding, outcome, console, speedup)
     _compare_bfloat16(model, rounding, outcome)
     _show_agreement(outcome, console)
     with patch(model, rounding=rounding) as handle:
-        _show_ops(model, handle, outcome, console, timer)
+        _show_ops(model, handle, outcome, console, timer, speedup)
     return outcome
 
 
-def _show_tokens(model: Any, rounding: Any, outcome: Outcome, console: Console) -> None:
+def _show_tokens(model: Any, rounding: Any, outcome: Outcome, console: Console, speedup: Speedup) -> None:
     """Rounds alternate, so that both see the same disturbances; each is judged by its quietest."""
     device = outcome.device
     vocabulary = model.config.get_text_config().vocab_size
     prompt = torch.randint(2, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
-    speeds = _Speeds()
+    speeds = _Speeds(speedup)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, console=console)
     task = progress.add_task("tokens", total=2 * ROUNDS * NEW_TOKENS)
@@ -364,21 +366,20 @@ def _show_agreement(outcome: Outcome, console: Console) -> None:
 
 
 def _show_ops(
-    model: Any, handle: Patched, outcome: Outcome, console: Console, timer: Callable[..., list[float]]
-) -> None:
+    model: Any, handle: Patched, outcome: Outcome, console: Console, timer: Callable[..., list[float]], speedup: Speedup
+) -> None:  # fmt: skip
     table = Table("op, one token, float32", box=None, pad_edge=False)
     for title in ("calls a token", "the model's code", "onepass", "speed-up"):
         table.add_column(title, justify="right")
     with _live(console, table):
         for pair in pairs(model, handle, outcome.device):
             slow, fast = timer((pair.plain, pair.ours), outcome.device)
-            style = "bold green" if slow > fast else "bold red"
             table.add_row(
                 pair.op,
                 str(pair.calls),
                 f"{slow * 1e6:.1f} us",
                 f"{fast * 1e6:.1f} us",
-                Text(f"{slow / fast:.1f}x", style=style),
+                speedup(slow, fast),
             )
             outcome.ops.append(
                 {"op": pair.op, "calls": pair.calls, "plain_us": slow * 1e6, "onepass_us": fast * 1e6}

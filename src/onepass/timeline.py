@@ -235,6 +235,13 @@ def svg(timeline: Timeline) -> str:
 # --- the page -------------------------------------------------------------------------------------------------------
 
 
+START: Final = (
+    "Start is not idle time. A block first asks memory for several steps of its weights, in portions, and waits for the first of "
+    "them; then it waits for the kernel before it, if that is still running. Nothing is computed until then, so memory is busy and the "
+    "block is not. Stream begins when the block may read its input."
+)
+
+
 def page(timeline: Timeline) -> str:
     """One HTML file: figures, picture, table of phases; light or dark as the reader has it."""
     summary = timeline.summary()
@@ -245,6 +252,7 @@ def page(timeline: Timeline) -> str:
     chips = "".join(f"<li><b>{escape(name)}</b> {escape(value)}</li>" for name, value in timeline.parameters.items())
     present = [NUMBERS[row.phase] for row in summary.phases]
     legend = "".join(f'<li><i class="p{i}"></i>{escape(PHASES[i].name)}</li>' for i in present)
+    about = f'<p class="about">{escape(START)}</p>' if timeline.unit == "SM" and NUMBERS["start"] in present else ""
     if any(block.kind == "tail" for block in timeline.blocks):
         legend += '<li class="tail"><i class="p1"></i>stream, block of the tail</li>'
     table = "".join(
@@ -259,7 +267,7 @@ def page(timeline: Timeline) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(timeline.title)}</title>\n<style>{STYLE}</style></head>\n<body><main>"
         f"<header><h1>{escape(timeline.title)}</h1><p>{escape(timeline.machine)}</p><ul>{chips}</ul></header>\n"
-        f'<dl>{tiles}</dl>\n<figure><ul class="legend">{legend}</ul>\n<div>{svg(timeline)}</div></figure>\n'
+        f'<dl>{tiles}</dl>\n<figure><ul class="legend">{legend}</ul>{about}\n<div>{svg(timeline)}</div></figure>\n'
         "<table><thead><tr><th>phase</th><th>blocks</th><th>median, µs</th><th>max, µs</th><th>of all block time</th>"
         f"<th>what a block does</th></tr></thead><tbody>{table}</tbody></table>\n"
         f"</main><script>{SCRIPT}</script></body></html>\n"
@@ -269,11 +277,11 @@ def page(timeline: Timeline) -> str:
 STYLE: Final = """
 :root { color-scheme: light dark; --bg: #f7f7f5; --card: #fff; --ink: #1b1f24; --soft: #666e78; --line: #e2e4e6;
   --band: #f4f5f5; }
-.p0 { color: #b4bcc6; } .p1 { color: #4479d4; } .p2 { color: #1fa890; } .p3 { color: #f0ab2e; } .p4 { color: #ea6a3c; }
+.p0 { color: #c3d4ee; } .p1 { color: #4479d4; } .p2 { color: #1fa890; } .p3 { color: #f0ab2e; } .p4 { color: #ea6a3c; }
 .p5 { color: #c93a86; } .p6 { color: #7b4bd1; } .p7, .whole { color: #cfd4da; } .tail .p1 { color: #86b4ea; }
 @media (prefers-color-scheme: dark) {
   :root { --bg: #0f1215; --card: #161a1f; --ink: #e8ebee; --soft: #98a1ab; --line: #2b3138; --band: #1b2026; }
-  .p0 { color: #6b7581; } .p1 { color: #4f86e0; } .p2 { color: #27b79d; } .p3 { color: #f4b544; } .p4 { color: #f1774a; }
+  .p0 { color: #33465f; } .p1 { color: #4f86e0; } .p2 { color: #27b79d; } .p3 { color: #f4b544; } .p4 { color: #f1774a; }
   .p5 { color: #dc5299; } .p6 { color: #9a70ea; } .p7, .whole { color: #464e58; } .tail .p1 { color: #31548c; }
 }
 * { box-sizing: border-box; margin: 0; padding: 0; }
@@ -294,7 +302,7 @@ dd { font-size: 23px; line-height: 1.3; font-weight: 600; letter-spacing: -0.01e
 small { display: block; font-size: 12px; line-height: 1.35; }
 figure { padding: 16px 18px 8px; }
 figure > div { overflow-x: auto; }
-.legend { font-size: 13px; margin-bottom: 6px; }
+.legend { font-size: 13px; margin-bottom: 6px; } .about { color: var(--soft); font-size: 13px; max-width: 100ch; margin: 4px 0 6px; }
 .hint { margin-left: auto; color: var(--soft); }
 i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 7px; vertical-align: -1px;
   background: currentColor; }

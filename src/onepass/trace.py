@@ -185,7 +185,7 @@ class Phase(NamedTuple):
 
 
 PHASES: Final = (
-    Phase("start", GemvEvent.ENTER, GemvEvent.K_LOOP_START, "sets up"),
+    Phase("start", GemvEvent.ENTER, GemvEvent.K_LOOP_START, "sets up; on a GPU its first weights are on their way"),
     Phase("stream", GemvEvent.K_LOOP_START, GemvEvent.K_LOOP_END, "reads its weights, reduces"),
     Phase("store", GemvEvent.K_LOOP_END, GemvEvent.BEFORE_ARRIVE, "stores its columns of y"),
     Phase("arrive", GemvEvent.BEFORE_ARRIVE, GemvEvent.AFTER_ARRIVE, "counts itself in: one fetch-add"),

@@ -9,9 +9,13 @@ from html import escape
 from typing import Final
 
 from .peers import PEERS
-from .results import COMPILED, OURS, STREAM, Results, Row
+from .results import BEST, CEILINGS, COMPILED, EAGER, OURS, STREAM, Results, Row
 
-COLOURS: Final = {name: f"k{i}" for i, name in enumerate((OURS, *PEERS))} | {STREAM: "ks"}
+_SHADES: Final = (
+    OURS, EAGER, "F.rms_norm", "torch.compile", "torch.compile max", "Liger-Kernel", "FlashInfer", "vLLM", "quack", "transformers",
+)  # fmt: skip
+"""Who has which colour; a peer's place among the columns does not change its colour."""
+COLOURS: Final = {name: f"k{i}" for i, name in enumerate(_SHADES)} | {STREAM: "ks", BEST: "ks"}
 SHEET: Final = (
     "rms_norm_fused_fp8", "rms_norm", "gemv_and_partial_norm", "qk_rms_norm", "fused_rope_rmsnorm_quantization",
     "decode step, DeepSeek-V3 layer",
@@ -65,7 +69,7 @@ def rows_short(m: int) -> str:
 def shown(rows: Iterable[Row]) -> list[str]:
     """Contenders of a time plot, onepass last so that it lies on top."""
     seen = {name for row in rows for name in row.us}
-    return [name for name in (STREAM, *reversed(PEERS), OURS) if name in seen]
+    return [name for name in (*CEILINGS, *reversed(PEERS), OURS) if name in seen]
 
 
 def legend(names: Iterable[str]) -> str:
@@ -77,11 +81,11 @@ def legend(names: Iterable[str]) -> str:
 
 
 def panel(rows: Sequence[Row], least_us: float, place: tuple[float, float] | None = None) -> str:
-    """Time against the number of rows on log axes; the shaded part is below what memory, or a launch, allows."""
+    """Time against the number of rows on log axes; the shaded part is below the ceiling: a copy of as many bytes."""
     width, height = PANEL
     names = shown(rows)
     times = [min(row.us[name]) for row in rows for name in names if name in row.us]
-    floors = [max(row.floor_us, least_us) for row in rows]
+    floors = [row.floor_us if BEST in row.us else max(row.floor_us, least_us) for row in rows]
     x = Log(rows[0].m / 1.35, rows[-1].m * 1.35, _MARGIN["left"], width - _MARGIN["right"])
     y = Log(min(*times, *floors) / 1.5, max(times) * 1.4, height - _MARGIN["bottom"], _MARGIN["top"])
     left, right, bottom, top = x.start, x.end, y.start, y.end
@@ -127,9 +131,18 @@ def panel(rows: Sequence[Row], least_us: float, place: tuple[float, float] | Non
 
 
 def least_us(results: Results) -> float:
-    """What an empty kernel, or the smallest stream, takes."""
+    """What the smallest copy, an empty kernel or the smallest stream takes."""
+    if results.has_best:
+        return min(row.floor_us for row in results.rows)
     empty = [run["ceilings"]["empty kernel us"] for run in results.runs if "ceilings" in run]
     return float(min(empty or [row.floor_us for row in results.rows]))
+
+
+def least_words(results: Results) -> str:
+    """What `least_us` is the time of."""
+    if results.has_best:
+        return "the smallest copy"
+    return "an empty kernel" if results.device == "cuda" else "the smallest stream"
 
 
 def panels(results: Results) -> list[list[Row]]:
@@ -172,7 +185,7 @@ def roofline(results: Results) -> str:
     )
     middle = math.sqrt(begin * knee * least * 1e6)
     slope = math.degrees(math.atan2(y(knee) - y(begin / least / 1e6), x(knee * least * 1e6) - x(begin)))
-    word = "an empty kernel" if results.device == "cuda" else "the smallest stream"
+    word = least_words(results)
     at = f"{x(middle):.1f} {y(middle / least / 1e6) - 7:.1f}"
     out.append(
         f'<text class="roofname" transform="translate({at}) rotate({slope:.1f})">{word}, {number(least)} µs</text>'
@@ -191,7 +204,9 @@ def roofline(results: Results) -> str:
                 marks.append(
                     f'<path class="gap" d="M{a:.1f} {b:.1f}V{c:.1f}"/><circle class="them" cx="{a:.1f}" cy="{c:.1f}" r="3"/>'
                 )
-            about = f"{row.op} {row.words}: {number(row.ours)} µs, {_rate(row.bytes / row.ours / 1e6)}, {row.share:.0%} of the ceiling"
+            about = f"{row.op} {row.words}: {number(row.ours)} µs, {_rate(row.bytes / row.ours / 1e6)}"
+            if results.quiet:
+                about += f", {row.share:.0%} of the ceiling"
             if theirs:
                 about += f"; torch.compile {number(theirs)} µs"
             marks.append(f'<circle class="us" cx="{a:.1f}" cy="{b:.1f}" r="5"><title>{escape(about)}</title></circle>')

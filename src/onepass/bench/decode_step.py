@@ -65,8 +65,8 @@ def deepseek(
     h = x.float() + residual.float()
     y = torch.nn.functional.linear(_norm(h, gamma).to(x.dtype), weight)
     q_a = _norm(y[:, :Q_RANK], gamma_q).to(x.dtype)
-    q, q_out, freqs, gamma_kv, blocks, positions, slots = write
-    mla.composed(q, q_out, y[:, Q_RANK:], freqs, gamma_kv, blocks, positions, slots)
+    q, q_out, freqs, gamma_kv, entries, positions, slots = write
+    mla.composed(q, q_out, y[:, Q_RANK:], freqs, gamma_kv, entries, positions, slots)
     return q_a, q_out, *_before_experts(o, h.to(x.dtype), gamma_o)
 
 
@@ -90,7 +90,7 @@ def deepseek_problem(batch: int, device: str) -> Problem:
         )
         return q_a, q_out, codes, scale, normed, more
 
-    write = (q, q_out, p.freqs, p.gamma, p.cache.blocks, p.positions, p.slots)
+    write = (q, q_out, p.freqs, p.gamma, mla.entries(p.cache.blocks), p.positions, p.slots)
     return Problem(
         DEEPSEEK, {"onepass": ours}, deepseek, (x, residual, gamma, weight, gamma_q, write, o, gamma_o)
     )  # fmt: skip

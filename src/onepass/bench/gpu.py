@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,14 +32,31 @@ def _read_kernel(source, target, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _early_read_kernel(source, target, n, BLOCK: tl.constexpr):
-    """A read that may begin before its predecessor has ended."""
-    cuda.gdc_launch_dependents()
+def _stream_kernel(
+    source, target, n, KIND: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):
+    """Move ``n`` elements: copy them, write half of their bytes, or only read them.
+
+    With programmatic launch it loads before its predecessor has ended, which no op may do with its inputs, and lets its
+    successor start at once (EARLY) or after the loads.
+    """
+    if PROGRAMMATIC and EARLY:
+        cuda.gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.sum(tl.load(source + place, mask=place < n, other=0, eviction_policy="evict_first"), 0)
-    cuda.gdc_wait()
-    if total == 123456789:
-        tl.store(target, total)
+    inside = place < n
+    found = tl.load(source + place, mask=inside, other=0, eviction_policy="evict_first")
+    if PROGRAMMATIC and not EARLY:
+        cuda.gdc_launch_dependents()
+    if KIND == "read":
+        total = tl.sum(found, 0)
+        if PROGRAMMATIC:
+            cuda.gdc_wait()
+        if total == 123456789:
+            tl.store(target, total)
+    else:
+        if PROGRAMMATIC:
+            cuda.gdc_wait()
+        tl.store(target + place, found.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -69,30 +85,61 @@ def ceilings() -> dict[str, float]:
     return results
 
 
-def calls(kind: Stream, size: int, sets: int) -> list[Call]:
-    """Streams that move ``size`` bytes in all, over ``sets`` pieces of memory: a copy, or a read that starts early."""
-    if kind != "read":
-        pairs = [torch.randint(0, 100, (2, max(1, size // 8)), dtype=torch.int32, device="cuda") for _ in range(sets)]
-        return [partial(_copied, pair) for pair in pairs]
-    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-    words = [torch.randint(0, 100, (max(1, size // 4),), dtype=torch.int32, device="cuda") for _ in range(sets)]
-    early = torch.cuda.get_device_capability() >= (9, 0)
-    return [partial(_read_early if early else _read, source, flag) for source in words]
+class Tile(NamedTuple):
+    """How a stream is cut up: bytes that one program loads, its warps, and when it lets the next kernel start."""
+
+    bytes: int
+    warps: int
+    early: bool
 
 
-def _copied(pair: Tensor) -> None:
-    n = pair.shape[1]
-    _copy_kernel[(triton.cdiv(n, 2048),)](pair[0], pair[1], n, 2048, num_warps=4)
+TILES = tuple(
+    Tile(size, warps, early)
+    for size, warps in ((4096, 2), (8192, 4), (16384, 8), (32768, 8))
+    for early in (True, False)
+)
+"""Of these the fastest at a size is its ceiling. A large copy wants other tiles than a small one."""
+_TRIAL: Any = {"chain_us": 500.0, "replays": 5}
 
 
-def _read(words: Tensor, flag: Tensor) -> None:
-    n = words.numel()
-    _read_kernel[(triton.cdiv(n, 2048),)](words, flag, n, 2048, num_warps=4)
+Pair = tuple[Tensor, Tensor]
 
 
-def _read_early(words: Tensor, flag: Tensor) -> None:
-    n = words.numel()
-    _early_read_kernel[(triton.cdiv(n, 8192),)](words, flag, n, 8192, num_warps=8, launch_pdl=True)
+def pairs(kind: Stream, size: int, sets: int) -> list[Pair]:
+    """What streams that move ``size`` bytes in all read and write, ``sets`` times.
+
+    A copy writes what it reads, "halve" writes half of it, a read writes nothing.
+    """
+    n = max(1, size // {"copy": 8, "halve": 3, "read": 4}[kind])
+    words = torch.int16 if kind == "halve" else torch.int32
+    written = torch.int8 if kind == "halve" else words
+    sources = [torch.randint(0, 100, (n,), dtype=words, device="cuda") for _ in range(sets)]
+    return [(s, torch.empty(1 if kind == "read" else n, dtype=written, device="cuda")) for s in sources]
+
+
+def calls(kind: Stream, tensors: Sequence[Pair], tile: Tile) -> list[Call]:
+    """A stream for each of these pairs."""
+    programmatic = torch.cuda.get_device_capability() >= (9, 0)
+    more = {"launch_pdl": True} if programmatic else {}
+
+    def one(source: Tensor, target: Tensor) -> Call:
+        n, block = source.numel(), tile.bytes // source.element_size()
+        grid = (triton.cdiv(n, block),)
+        return lambda: _stream_kernel[grid](
+            source, target, n, kind, block, tile.early, programmatic, num_warps=tile.warps, **more
+        )
+
+    return [one(*pair) for pair in tensors]
+
+
+def best_stream(kind: Stream, size: int, sets: int) -> tuple[list[float], Tile]:
+    """The fastest stream of this size in a chain of itself: its two medians, and its tile. The two best of a short trial compete."""
+    tensors = pairs(kind, size, sets)
+    trials = {tile: min(graph_times(calls(kind, tensors, tile), **_TRIAL)) for tile in TILES}
+    tiles = sorted(trials, key=lambda tile: trials[tile])[:2]
+    measured = {tile: graph_times(calls(kind, tensors, tile)) for tile in tiles}
+    best = min(measured, key=lambda tile: min(measured[tile]))
+    return measured[best], best
 
 
 _CLOCKS = {
@@ -107,7 +154,7 @@ def clocks() -> dict[str, float]:
     """What nvidia-smi says of the first visible GPU while it copies; nothing where there is no nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    copy = calls("copy", 1 << 30, 1)[0]
+    copy = calls("copy", pairs("copy", 1 << 30, 1), TILES[2])[0]
     for _ in range(4000):  # about a second of work, asked about meanwhile
         copy()
     uuid = str(torch.cuda.get_device_properties().uuid)

@@ -53,10 +53,11 @@ dl small { color: var(--soft); display: block; font-size: 12px; line-height: 1.4
 .scroll { overflow: auto; max-height: 82vh; } table { border-collapse: separate; border-spacing: 0; width: 100%; }
 th, td { padding: 5px 14px; text-align: right; font-weight: 400; white-space: nowrap; }
 tbody tr + tr > * { border-top: 1px solid var(--line); } tbody th, td.shape { text-align: left; }
-#rows thead th { position: sticky; top: 0; background: var(--card); color: var(--soft); font-size: 12px;
-  border-bottom: 1px solid var(--line); cursor: pointer; user-select: none; } #rows thead th:nth-child(-n+2) { text-align: left; }
-#rows thead th:hover { color: var(--ink); } #rows thead th.up::after { content: " ↑"; } #rows thead th.down::after { content: " ↓"; }
-#rows tbody tr:hover > * { background: var(--band); } .ours { font-weight: 680; } .soft { color: var(--soft); }
+.numbers thead th { position: sticky; top: 0; background: var(--card); color: var(--soft); font-size: 12px;
+  border-bottom: 1px solid var(--line); cursor: pointer; user-select: none; } .numbers thead th:nth-child(-n+2) { text-align: left; }
+.numbers thead th:hover { color: var(--ink); } .numbers thead th.up::after { content: " ↑"; }
+.numbers thead th.down::after { content: " ↓"; }
+.numbers tbody tr:hover > * { background: var(--band); } .ours { font-weight: 680; } .soft { color: var(--soft); }
 td small { display: inline-block; min-width: 52px; margin-left: 8px; font-size: 12px; } .won small { color: var(--won); }
 .lost small { color: var(--lost); font-weight: 680; } .soft small { color: inherit; }
 .share span { display: inline-block; width: 64px; height: 6px; margin-right: 10px; border-radius: 3px;
@@ -94,7 +95,7 @@ SCRIPT: Final = """
       cursor.setAttribute("d", `M${at} ${svg.dataset.top}V${svg.dataset.bottom}`);
       tip.replaceChildren(Object.assign(document.createElement("b"), { textContent: words }));
       for (const [name, us] of Object.entries(times).sort((a, b) => a[1] - b[1])) {
-        const line = document.createElement("div"), of = (us / times.onepass).toFixed(2) + "x";
+        const line = document.createElement("div"), of = root.dataset.quiet ? "" : (us / times.onepass).toFixed(2) + "x";
         line.className = name === "onepass" ? "ours" : "";
         for (const text of [name, us.toFixed(2) + " µs" + (name === "onepass" ? "" : "  " + of)])
           line.append(Object.assign(document.createElement("span"), { textContent: text }));
@@ -107,8 +108,12 @@ SCRIPT: Final = """
     svg.addEventListener("pointerleave", () => { tip.hidden = true; cursor.setAttribute("d", ""); });
   }
 
-  const table = document.getElementById("rows");
-  if (table) {
+  const shows = [];
+  for (const button of all(".ops button")) button.addEventListener("click", () => {
+    for (const show of shows) show(button.dataset.op);
+    for (const other of all(".ops button")) other.classList.toggle("on", other === button);
+  });
+  for (const table of all(".numbers")) {
     const body = table.tBodies[0], rows = [...body.rows], heads = [...table.tHead.rows[0].cells];
     const show = (op) => {
       for (const row of rows) row.hidden = Boolean(op) && row.dataset.op !== op;
@@ -116,9 +121,8 @@ SCRIPT: Final = """
         const empty = rows.every((row) => row.hidden || row.cells[i].textContent === "");
         for (const cell of [head, ...rows.map((row) => row.cells[i])]) cell.hidden = empty;
       });
-      for (const button of all(".ops button")) button.classList.toggle("on", button.dataset.op === op);
     };
-    for (const button of all(".ops button")) button.addEventListener("click", () => show(button.dataset.op));
+    shows.push(show);
     heads.forEach((head, i) => head.addEventListener("click", () => {
       const down = head.className === "up", value = (row) => row.cells[i].dataset.value ?? row.cells[i].textContent;
       for (const other of heads) other.className = "";

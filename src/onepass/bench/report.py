@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import charts, page
-from .results import COMPILED, EAGER, OURS, STREAM, Results, Row, load
+from .results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
+from .words import BEHIND, BEHIND_WORDS, ahead_words, ceiling_words, compiled_words
 
 BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
 SOURCE = "<!-- made by `python -m onepass.bench.report` from: "
@@ -33,21 +34,13 @@ def about(results: Results) -> str:
     note = f" {run['note']}" if run.get("note") else ""
     if results.device == "cpu":
         return (
-            f"{results.machine}, {run['threads']} threads, {dates}, bfloat16, microseconds a call, contenders taking turns; torch "
-            f"{run['torch']}. The ceiling is a memory stream of the same size, in turn with the rest.{note}"
+            f"{results.machine}, {run.get('threads', 'unknown')} threads, {dates}, bfloat16, microseconds per call, contenders taking "
+            f"turns; torch {run['torch']}. The ceiling is a memory stream of the same size, in turn with the rest.{note}"
         )
-    copies = [found["ceilings"]["copy 2 GiB TB/s"] for found in results.runs]
-    reads = [found["ceilings"]["read 1 GiB TB/s"] for found in results.runs]
     return (
-        f"{results.machine}, {dates}, bfloat16, microseconds a call in a CUDA graph with rotating inputs; torch {run['torch']}, "
-        f"Triton {run['triton']}. Ceiling, of the same run: a copy at {_range(copies)} TB/s, or a read at {_range(reads)} for ops "
-        f"that write next to nothing.{note}"
+        f"{results.machine}, {dates}, bfloat16, microseconds per call in a CUDA graph with rotating inputs; torch {run['torch']}, "
+        f"Triton {run.get('triton', 'unknown')}. {ceiling_words(results)}{note}"
     )
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return low if low == high else f"{low} to {high}"
 
 
 # --- the short table ------------------------------------------------------------------------------------------------
@@ -64,28 +57,45 @@ def headlines(results: Results) -> list[Row]:
 
 
 def short_table(results: Results) -> str:
-    """A line a headline: time, share of the ceiling, torch.compile at its best, eager."""
-    lines = [
-        "| op | shape | onepass, us | of the ceiling | torch.compile | torch eager |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
+    """A line per headline: time in a chain and behind a kernel, share of the ceiling, torch.compile at its best, eager."""
+    gpu = results.device == "cuda"
+    heads = ["op", "shape", "onepass, us"]
+    heads += ["behind a kernel: onepass / torch.compile"] if gpu else []
+    heads += ["of the ceiling", "torch.compile", "torch eager"]
+    lines = [f"| {' | '.join(heads)} |", f"|---|---|{'---:|' * (len(heads) - 2)}"]
     for row in headlines(results):
         name = row.op if row.op.startswith(DECODE_STEP) else f"`{row.op}`"
-        cells = [_peer(row.best(names), row.ours) for names in (COMPILED, (EAGER,))]
-        lines.append(f"| {name} | {row.words} | **{row.ours:.2f}** | {row.share_words} | {' | '.join(cells)} |")
+        cells = [name, row.words, f"**{row.ours:.2f}**", *([_behind(row)] if gpu else []), _share(row, results)]
+        cells += [_peer(row.best(names), row.ours, results.quiet) for names in (COMPILED, (EAGER,))]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _peer(us: float | None, ours: float) -> str:
-    return "" if us is None else f"{us:.2f} ({us / ours:.2f}x)"
+def _share(row: Row, results: Results) -> str:
+    return row.share_words if results.quiet else ""
+
+
+def _behind(row: Row) -> str:
+    if OURS not in row.behind_us:
+        return "not measured"
+    theirs = row.behind_kernel.best(COMPILED)
+    return f"{row.behind_kernel.ours:.2f} / {'not measured' if theirs is None else f'{theirs:.2f}'}"
+
+
+def _peer(us: float | None, ours: float, quiet: bool = True) -> str:
+    ratio = f" ({us / ours:.2f}x)" if us is not None and quiet else ""
+    return "" if us is None else f"{us:.2f}{ratio}"
+
+
+def _brackets(results: Results) -> str:
+    return "In brackets how many times longer than onepass. " if results.quiet else ""
 
 
 def section(results: Results, folder: str) -> str:
     """What stands between the markers: the short table, the plot, and where the rest is."""
-    modes = "the better of its default and max-autotune modes" if results.device == "cuda" else "in its default mode"
     return "\n".join(
         (
-            f"{about(results)} In brackets how many times longer; torch.compile is {modes}.",
+            f"{about(results)} {_brackets(results)}{compiled_words(results)}. {ahead_words(results)}",
             "",
             short_table(results),
             "",
@@ -100,18 +110,26 @@ def section(results: Results, folder: str) -> str:
 
 
 def tables(results: Results) -> str:
-    """One table an op with those who were measured on it."""
+    """One table per op with those who were measured on it; on a GPU a second one, behind an ordinary kernel."""
     parts = []
+    pairs = results.behind_kernel
     for op in results.ops:
-        rows = results.of(op)
-        others = [name for name in results.contenders if name != OURS and any(name in row.us for row in rows)]
-        parts += [f"## {op}", "", f"| shape | onepass | of the ceiling | {' | '.join(others)} |"]
-        parts.append(f"|---|---:|---:|{'---:|' * len(others)}")
-        for row in rows:
-            cells = [_peer(min(row.us[n]) if n in row.us else None, row.ours) for n in others]
-            parts.append(f"| {row.words} | **{row.ours:.2f}** | {row.share_words} | {' | '.join(cells)} |")
-        parts.append("")
+        parts += [f"## {op}", "", *_table(results, op), ""]
+        if op in pairs.ops:
+            parts += [f"{BEHIND}:", "", *_table(pairs, op, shares=False), ""]
     return "\n".join(parts)
+
+
+def _table(results: Results, op: str, shares: bool = True) -> list[str]:
+    rows = results.of(op)
+    others = [name for name in results.contenders if name != OURS and any(name in row.us for row in rows)]
+    heads = ["shape", "onepass", *(["of the ceiling"] if shares else []), *others]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
+    for row in rows:
+        cells = [_peer(min(row.us[n]) if n in row.us else None, row.ours, results.quiet) for n in others]
+        share = [_share(row, results)] if shares else []
+        lines.append(f"| {' | '.join([row.words, f'**{row.ours:.2f}**', *share, *cells])} |")
+    return lines
 
 
 def host_table(results: Results) -> str:
@@ -122,16 +140,21 @@ def host_table(results: Results) -> str:
 
 def full(results: Results, sources: Sequence[str]) -> str:
     """The page of tables."""
-    stream = f" `{STREAM}` moves as many bytes and computes nothing." if STREAM in results.contenders else ""
-    behind = [
-        f"- {row.op} {row.words}: {name} {us:.2f} us, {row.ours / us - 1:.1%} ahead" for row, name, us in results.behind
-    ]
+    stream = "".join(
+        f" `{name}` moves as many bytes and computes nothing." for name in (STREAM, BEST) if name in results.contenders
+    )
+    small = "Where a call is too small for its bytes to matter, its share of the ceiling is put down to latency. "
+    small = "" if results.has_best or results.banner else small
+    behind = ""
+    if results.device == "cuda":
+        behind = f"{BEHIND_WORDS} " if results.behind_kernel.rows else f"{BEHIND}: not measured in this run. "
     parts = [
         f"{SOURCE}{' '.join(sources)} -->",
         f"# onepass on {results.machine}",
         "",
-        f"{about(results)}{stream} In brackets how many times longer than onepass; where a call is too small for its bytes to "
-        "matter, its share of the ceiling is put down to latency. The same as a page to open in a browser: `bench.html`.",
+        *([f"**{results.banner}**", ""] if results.banner else []),
+        f"{about(results)}{stream} {_brackets(results)}{small}{behind}The same as a page to open in a "
+        "browser: `bench.html`.",
         "",
         "![time against the number of rows](time.svg)",
         "",
@@ -139,12 +162,23 @@ def full(results: Results, sources: Sequence[str]) -> str:
         "",
         tables(results),
         *([host_table(results)] if results.host else []),
-        "## Where a peer is ahead",
-        "",
-        *(behind or ["Nowhere."]),
-        "",
+        *_ahead(results),
     ]
     return "\n".join(parts)
+
+
+def _ahead(results: Results) -> list[str]:
+    if results.banner:
+        return []
+    parts = ["## Where a peer is ahead", "", ahead_words(results), ""]
+    for title, found in (("In a chain", results), (BEHIND, results.behind_kernel)):
+        if found.behind:
+            lines = [
+                f"- {row.op} {row.words}: {name} {us:.2f} us, {row.ours / us - 1:.1%} ahead"
+                for row, name, us in found.behind
+            ]
+            parts += [f"{title}:", "", *lines, ""]
+    return parts
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .document import document, plain
 from .peers import PEERS
+from .timing import BUSY
+
+__all__ = ["Results", "Row", "document", "load", "of_report", "of_reports", "plain", "row_of", "write"]
 
 OURS = "onepass"
 STREAM = "memory stream"
+"""The ceiling on a CPU: it moves as many bytes and takes turns with the rest."""
+BEST = "best copy"
+"""The ceiling on a GPU: the fastest of several copies (or reads) of as many bytes, with programmatic launch."""
 _OLD_STREAMS = ("copy of as many bytes", "read of the weights", "stream", "copy")
 """What the memory stream was called in older files."""
+CEILINGS = (STREAM, BEST)
 WAYS = ("norm, then onepass", "statistics, then application")
 """Other ways to use onepass; not peers."""
 COMPILED = ("torch.compile", "torch.compile max")
@@ -26,7 +34,7 @@ SMALL = 4_000_000
 
 @dataclass(frozen=True)
 class Row:
-    """An op at a shape. ``us`` has one or two medians a contender; the smaller one is its time."""
+    """An op at a shape. ``us`` has one or two medians per contender; the smaller one is its time."""
 
     op: str
     words: str
@@ -35,8 +43,12 @@ class Row:
     bytes: int
     us: Mapping[str, tuple[float, ...]]
     floor_us: float
-    """What the bytes take at the rate of the ceiling: a large copy or read on a GPU, a stream of the same size on a CPU."""
+    """The ceiling's time: the best copy or stream of as many bytes; in older files of a GPU, the bytes at a large copy's rate."""
     run: int = 0
+    behind_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """The same contenders behind an ordinary kernel, where that was measured."""
+    others: float = 0.0
+    """The share of all cores that other processes had meanwhile."""
 
     @property
     def ours(self) -> float:
@@ -50,13 +62,19 @@ class Row:
 
     @property
     def share_words(self) -> str:
-        """``93%``, or ``latency`` where a call is too small for its bytes to matter."""
-        return f"{self.share:.0%}" if self.share > 0.3 or self.bytes > SMALL else "latency"
+        """``93%``; ``latency`` where a call is too small for its bytes to matter and no copy of its size was measured."""
+        known = BEST in self.us or self.share > 0.3 or self.bytes > SMALL
+        return f"{self.share:.0%}" if known else "latency"
 
     @property
     def peers(self) -> dict[str, float]:
-        """Microseconds of everybody else but the stream and our other ways."""
-        return {name: min(us) for name, us in self.us.items() if name not in (OURS, STREAM, *WAYS)}
+        """Microseconds of everybody else but the ceiling and our other ways."""
+        return {name: min(us) for name, us in self.us.items() if name not in (OURS, *CEILINGS, *WAYS)}
+
+    @property
+    def behind_kernel(self) -> Row:
+        """The same row with the times behind an ordinary kernel in place of those in a chain. Only where they were measured."""
+        return replace(self, us=self.behind_us, behind_us={})
 
     def best(self, names: Sequence[str]) -> float | None:
         """The fastest of these, if one was measured."""
@@ -95,7 +113,38 @@ class Results:
     def contenders(self) -> list[str]:
         """Everybody who was measured: onepass, the peers in their order, our other ways, the stream."""
         seen = {name for row in self.rows for name in row.us}
-        return [name for name in (OURS, *PEERS, *WAYS, STREAM) if name in seen]
+        return [name for name in (OURS, *PEERS, *WAYS, *CEILINGS) if name in seen]
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the machine was the benchmark's own: if not, its times are no basis for a claim."""
+        return self.disturbance <= BUSY
+
+    @property
+    def disturbance(self) -> float:
+        """The largest share of all cores that other processes had during a row."""
+        return max((row.others for row in self.rows), default=0.0)
+
+    @property
+    def measured(self) -> list[str]:
+        """The peers with a time in some row."""
+        return [name for name in self.contenders if name in PEERS]
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """The peers without a time in any row, and why."""
+        said = {name: why for run in self.runs for name, why in (run.get("peers") or {}).items()}
+        return {n: said.get(n) or "not measured" for n in PEERS if n not in self.measured}
+
+    @property
+    def peer_words(self) -> str:
+        """Who a claim about peers is about: ``Peers: torch.compile, torch eager. Not measured: vLLM (not installed).``"""
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.absent.items():
+            reasons.setdefault(why, []).append(name)
+        absent = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
+        without = f" Not measured: {absent}." if absent else ""
+        return f"Peers: {', '.join(self.measured) or 'none'}.{without}"
 
     def of(self, op: str) -> list[Row]:
         """The rows of an op."""
@@ -123,6 +172,26 @@ class Results:
                 found.append((row, name, us))
         return found
 
+    @property
+    def behind_kernel(self) -> Results:
+        """The rows that were also measured behind an ordinary kernel, with those times."""
+        return replace(self, rows=tuple(row.behind_kernel for row in self.rows if OURS in row.behind_us))
+
+    @property
+    def has_best(self) -> bool:
+        """Whether every row has the best copy of its size as its ceiling."""
+        return bool(self.rows) and all(BEST in row.us for row in self.rows)
+
+    @property
+    def banner(self) -> str:
+        """What to say instead of claims when the machine was not quiet; empty when it was."""
+        if self.quiet:
+            return ""
+        return (
+            f"This machine was not quiet: other processes had up to {self.disturbance:.0%} of its cores. "
+            "Times are shown as measured; nothing is claimed from them."
+        )
+
 
 def shape_words(row: Mapping[str, Any]) -> tuple[str, str]:
     """The rows and the columns in words: ``16`` and ``7168``, ``7168, residual``, ``(6144 + 1024)``, ``2112 x 7168, 1536 normed``,
@@ -144,17 +213,21 @@ def _times(us: Any) -> tuple[float, ...]:
 
 
 def _floor(row: Mapping[str, Any], report: Mapping[str, Any], us: Mapping[str, tuple[float, ...]]) -> float:
+    if BEST in us:
+        return min(us[BEST])
     if report["device"] == "cpu":
         return min(us.get(STREAM, us[OURS]))
     reads = row["stream"] == "read" if "stream" in row else row["op"] in _READING
     return float(row["bytes"] / report["ceilings"]["read 1 GiB TB/s" if reads else "copy 2 GiB TB/s"] / 1e6)
 
 
-def _row(row: Mapping[str, Any], report: Mapping[str, Any], run: int) -> Row:
+def row_of(row: Mapping[str, Any], report: Mapping[str, Any], run: int = 0) -> Row:
+    """A row of a document."""
     m, columns = shape_words(row)
     us = {STREAM if name in _OLD_STREAMS else name: _times(times) for name, times in row["us"].items()}
-    words = f"{m} x {columns}" if columns else m
-    return Row(row["op"], words, row["shape"][0], columns, row["bytes"], us, _floor(row, report, us), run)
+    behind = {name: _times(times) for name, times in row.get("behind_us", {}).items()}
+    words, floor = f"{m} x {columns}" if columns else m, _floor(row, report, us)
+    return Row(row["op"], words, row["shape"][0], columns, row["bytes"], us, floor, run, behind, row.get("others", 0.0))
 
 
 def of_reports(reports: Iterable[dict[str, Any]]) -> Results:
@@ -164,7 +237,7 @@ def of_reports(reports: Iterable[dict[str, Any]]) -> Results:
     host: dict[str, tuple[float, ...]] = {}
     for number, given in enumerate(reports):
         report = {"device": "cpu" if "threads" in given else "cuda", **given}
-        rows += [_row(row, report, number) for row in report.get("rows", ())]
+        rows += [row_of(row, report, number) for row in report.get("rows", ())]
         host |= {
             name.removeprefix("onepass."): _times(us)
             for name, us in (report.get("host_us") or report.get("overhead_us") or {}).items()
@@ -179,16 +252,8 @@ def of_report(report: dict[str, Any]) -> Results:
 
 
 def load(paths: Iterable[Path]) -> Results:
-    """Files, in this order; ValueError where one is none of ours."""
-    reports = []
-    for path in paths:
-        try:
-            report = json.loads(path.read_text())
-            of_report(report)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no file of results: {error!r}") from error
-        reports.append(report)
-    return of_reports(reports)
+    """Files, in this order; ValueError, in one line, where one is none of ours."""
+    return of_reports([document(path) for path in paths])
 
 
 def write(report: Mapping[str, Any], path: Path) -> None:

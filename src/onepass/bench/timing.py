@@ -1,7 +1,9 @@
 """How times are taken.
 
 On a GPU: a CUDA graph chains many calls over rotating inputs, so that launch gaps count and large inputs are cold in
-L2; the median of repeated replays, taken twice. On a CPU: the contenders take turns, round after round, over rotating
+L2; the median of repeated replays, taken twice. In such a chain a kernel with programmatic launch overlaps the call before
+it. So every call is also timed behind an ordinary kernel: a graph of (kernel, call) pairs, less the same graph of the
+kernel alone. On a CPU: the contenders take turns, round after round, over rotating
 inputs, so that a slow moment of the machine hits them all; the median of each half of the rounds. A measurement during
 which others had the cores is taken again.
 """
@@ -20,8 +22,14 @@ import torch
 Call = Callable[[], object]
 
 
-def graph_times(calls: Sequence[Call], *, chain_us: float = 2000.0, replays: int = 15) -> list[float]:
-    """Microseconds a call in a graph that chains ``calls`` over and over: two medians, the second a fresh measurement."""
+CHAIN_US, REPLAYS = 2000.0, 15
+"""How long a graph of one contender's calls should take, and how often it is replayed for each of its two medians."""
+PAIRS_US, PAIR_REPLAYS = 800.0, 9
+"""The same for calls behind an ordinary kernel. Less, because every contender is measured this way too."""
+
+
+def graph_times(calls: Sequence[Call], *, chain_us: float = CHAIN_US, replays: int = REPLAYS) -> list[float]:
+    """Microseconds per call in a graph that chains ``calls`` over and over: two medians, the second a fresh measurement."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -54,6 +62,35 @@ def graph_times(calls: Sequence[Call], *, chain_us: float = 2000.0, replays: int
                 samples.append(begin.elapsed_time(end) * 1e3 / (rounds * len(calls)))
             medians.append(statistics.median(samples))
     return medians
+
+
+class Behind:
+    """Times calls behind an ordinary kernel: (kernel, call) pairs in a graph, less the kernel alone.
+
+    The kernel is one of torch's, launched without programmatic launch, on a tensor that nobody else uses. What is left after
+    the subtraction is what a call adds to a stream of other people's kernels: its work, its launch and whatever of its start
+    could not overlap.
+    """
+
+    def __init__(self, device: str = "cuda", columns: int = 7168) -> None:
+        self.row = torch.zeros(columns, dtype=torch.bfloat16, device=device)
+        self.alone_us = min(self._times([self.kernel]))
+
+    def kernel(self) -> object:
+        """The ordinary kernel: one row plus one, in place."""
+        return self.row.add_(1)
+
+    def times(self, calls: Sequence[Call]) -> list[float]:
+        """Microseconds that each call adds behind the kernel: two medians."""
+
+        def pair(call: Call) -> Call:
+            return lambda: (self.kernel(), call())
+
+        return [us - self.alone_us for us in self._times([pair(call) for call in calls])]
+
+    @staticmethod
+    def _times(calls: Sequence[Call]) -> list[float]:
+        return graph_times(calls, chain_us=PAIRS_US, replays=PAIR_REPLAYS)
 
 
 BUSY = 0.1
@@ -122,6 +159,24 @@ def others(before: tuple[float, float, float], after: tuple[float, float, float]
     """The share of all cores that other processes had between two readings; clocks tick too seldom for less than half a second."""
     wall, busy, own = (b - a for a, b in zip(before, after, strict=True))
     return 0.0 if wall < 0.5 else max(0.0, (busy - own) / (wall * (os.cpu_count() or 1)))
+
+
+class Load:
+    """Whether this machine is the process's own: asked again and again, it remembers the worst answer."""
+
+    def __init__(self, wait: float = 0.6) -> None:
+        self.before = _clocks()
+        self.worst = 0.0
+        if wait:
+            time.sleep(wait)
+
+    def quiet(self) -> bool:
+        """Whether others have had no more than `BUSY` of all cores. Readings closer than half a second tell nothing."""
+        now = _clocks()
+        if now[0] - self.before[0] >= 0.5:
+            self.worst = max(self.worst, others(self.before, now))
+            self.before = now
+        return self.worst <= BUSY
 
 
 def interleaved_times(calls: Mapping[str, Call], *, rounds: int = 30, inner: int = 1) -> dict[str, float]:

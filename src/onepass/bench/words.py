@@ -1,0 +1,61 @@
+"""What tables and pages say about how times were taken and whom they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .results import COMPILED, Results
+
+BEHIND = "Behind an ordinary kernel"
+BEHIND_WORDS = (
+    "In a chain of the same op, programmatic launch overlaps each call with the one before. In a model the kernel before is often "
+    "one without it. So each call was also timed behind a small torch kernel: the time of (kernel, call), less that of the kernel."
+)
+
+
+def ceiling_words(results: Results) -> str:
+    """What the times on a GPU are held against."""
+    if results.has_best:
+        return (
+            "The ceiling of a row is the fastest of several copies of as many bytes, measured beside it with programmatic launch; "
+            "for ops that write next to nothing it is a read."
+        )
+    measured = [run["ceilings"] for run in results.runs if run.get("ceilings")]
+    copies, reads = (
+        [found[name] for found in measured if name in found] for name in ("copy 2 GiB TB/s", "read 1 GiB TB/s")
+    )
+    if not copies or not reads:
+        return "No ceiling was measured."
+    return (
+        f"Ceiling, of the same run: a large copy at {_range(copies)} TB/s, or a large read at {_range(reads)} for ops that write next "
+        "to nothing. The best copy of each row's own size was not measured, and small rows can pass this ceiling."
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def compiled_words(results: Results) -> str:
+    """Which of torch.compile's modes its column is the best of, and in how many rows."""
+    if results.device == "cpu":
+        return "`torch.compile` is in its default mode"
+    best = sum(COMPILED[1] in row.us for row in results.rows)
+    if best == len(results.rows):
+        return "`torch.compile` is the better of its default and max-autotune modes"
+    return f"`torch.compile` is in its default mode, or max-autotune where that is faster ({best} of {len(results.rows)} rows have it)"
+
+
+def ahead_words(results: Results) -> str:
+    """In how many shapes a peer is ahead, in a chain and behind a kernel, and who the peers are."""
+    if results.banner:
+        return results.banner
+    ahead = f"A peer is ahead in {len(results.behind)} of {len(results.rows)} shapes"
+    if results.device == "cpu":
+        return f"{ahead}. {results.peer_words}"
+    pairs = results.behind_kernel
+    behind = (
+        f"in {len(pairs.behind)} of {len(pairs.rows)} behind a kernel" if pairs.rows else "not measured behind a kernel"
+    )
+    return f"{ahead} in a chain, {behind}. {results.peer_words}"
