@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -158,7 +159,7 @@ def _output_row(name: str, out: Out) -> Sequence[str]:
 
 def _conditions(contract: Contract) -> str:
     lines = [f"- `{symbol} = {expression}`" for symbol, expression in contract.sizes.items()]
-    lines += [f"- `{rule.argument}` must {rule.expects}" for rule in contract.rules]
+    lines += [f"- `{rule.argument}` must {re.sub(r'={.*?}', '', rule.expects)}" for rule in contract.rules]
     for parameter, names in contract.carried.items():
         if names:
             lines.append(f"- `{parameter}` carries {', '.join(f'`{name}`' for name in names)}")
