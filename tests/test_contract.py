@@ -242,9 +242,10 @@ def test_messages_describe_arrays() -> None:
 
 
 def test_messages_show_small_values() -> None:
-    for value in ([1.0, 2.0], "no", 3, None, {"a": 1}):
+    small: list[Any] = [[1.0, 2.0], "no", 3, None, {"a": 1}]
+    for value in small:
         with pytest.raises(ContractError, match=f"`gamma` must be a tensor, got {re.escape(repr(value))}$"):
-            onepass.rms_norm(torch.ones(2, 64), value)  # type: ignore[arg-type]
+            onepass.rms_norm(torch.ones(2, 64), value)
 
 
 def test_group_size_names_the_number_it_must_divide() -> None:
@@ -265,3 +266,29 @@ def test_other_shapes_get_no_hint(k: torch.Tensor) -> None:
     gamma = torch.ones(64)
     with pytest.raises(ContractError, match=r"`k` must have shape .*\]$"):
         onepass.qk_rms_norm(torch.ones(2, 8, 64), k, gamma, torch.ones(k.shape[-1]))
+
+
+@pytest.mark.parametrize("value", ["no", "", 0, 1, None, torch.tensor(True)], ids=repr)
+def test_bools_are_bools(value: Any) -> None:
+    """Every switch of the public functions refuses what merely has a truth: "no" is true."""
+    x, gamma, norm = torch.ones(2, 64), torch.ones(64), torch.nn.RMSNorm(64)
+    dist, nn = onepass.dist, onepass.nn
+    calls: dict[str, Callable[[], Any]] = {
+        "patch: `fuse`": lambda: onepass.patch(norm, fuse=value),
+        "qk_rms_norm: `per_head`": lambda: onepass.qk_rms_norm(x, x, gamma, gamma, per_head=value),
+        "rms_norm_fused_fp8: `return_norm`": lambda: onepass.rms_norm_fused_fp8(x, gamma, return_norm=value),
+        "gemv_and_partial_norm: `fused`": lambda: onepass.gemv_and_partial_norm(x, torch.ones(64, 64), gamma, fused=value),
+        "dist.qk_rms_norm: `per_head`": lambda: dist.qk_rms_norm(x, x, gamma, gamma, per_head=value),
+        "dist.qk_rms_norm: `reproducible`": lambda: dist.qk_rms_norm(x, x, gamma, gamma, reproducible=value),
+        "dist.rms_norm: `reproducible`": lambda: dist.rms_norm(x, gamma, reproducible=value),
+        "QKNormParallel: `reproducible`": lambda: dist.QKNormParallel(reproducible=value),
+        "RMSNorm: `elementwise_affine`": lambda: nn.RMSNorm(64, elementwise_affine=value),
+        "QKNorm: `per_head`": lambda: nn.QKNorm.from_modules(norm, norm, per_head=value),
+        "LinearFP8: `bias`": lambda: nn.LinearFP8(64, 64, bias=value),
+    }  # fmt: skip
+    for named, call in calls.items():
+        with pytest.raises(ContractError, match=f"^{re.escape(named)} must be a bool, got "):
+            call()
+    with pytest.raises(ContractError, match=r"`reproducible` must be a bool"):
+        dist.start_qk_stats(x, x, reproducible=value)
+    assert "forward" not in norm.__dict__, "a refused call has patched nothing"
