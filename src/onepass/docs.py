@@ -28,6 +28,10 @@ _HEAD: Final = """\
 Shapes are written with symbols: `N` columns, `...` any number of leading dimensions, the same in every tensor of a
 call. A call that breaks a line of these tables raises `onepass.ContractError` with a message that names the argument.
 What is rounded where, and the rules for NaN, zero and overflow, is in [numerics.md](numerics.md).
+
+The values of index tensors are not read on the host, which would have to wait for the GPU. A RoPE position outside the table takes the
+nearest row of it, and a token whose page or slot does not exist is not stored. With `ONEPASS_DEBUG=1` in the environment such a call
+raises `ContractError` instead.
 """
 
 
@@ -63,9 +67,9 @@ def render() -> str:
     return "\n".join([_HEAD, *contents, "", *(_section(op) for op in found)]).rstrip() + "\n"
 
 
-def write(path: Path) -> bool:
+def write(path: Path, text: str = "") -> bool:
     """Write the file where it differs; whether it did."""
-    text = render()
+    text = text or render()
     if path.exists() and path.read_text() == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
