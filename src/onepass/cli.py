@@ -333,7 +333,7 @@ def env(
     table.add_row("fp8 codes", f"{', '.join(formats['codes'])}, on every backend")
     table.add_row(
         "fp8 scales",
-        f"{' or '.join(formats['scales'])}; a row, {' or '.join(map(str, formats['groups']))} columns, or given",
+        f"{' or '.join(formats['scales'])}; per row, per {' or '.join(map(str, formats['groups']))} columns, or given",
     )
     Console().print(table)
 
