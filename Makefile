@@ -38,7 +38,7 @@ lint: $(READY) ## ruff (rules and format) and mypy --strict
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy --no-error-summary
 
-docs: $(READY) ## write docs/ops.md from the contracts
+docs: $(READY) ## write docs/ops.md from the contracts and docs/dist.md from docstrings
 	@$(BIN)/onepass docs
 
 fuzz: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## a million random calls of all ops on DEVICE= against the oracle (CPU: an hour of one core; FUZZ= for less)
@@ -56,7 +56,7 @@ dist: ## build sdist and wheel, look into them, install the wheel into a clean e
 	@.ci/dist
 
 bounds: export PYTHON := $(PYTHON)
-bounds: ## run some tests with the lowest and the newest versions of what onepass needs; downloads gigabytes
+bounds: ## run some tests with the lowest and the newest versions of what onepass needs, on Python 3.11 to 3.13; downloads gigabytes
 	@.ci/bounds
 
 # Runs from src/ with the machine's own Python: nothing is installed. It leaves benchmarks/h200/ changed: commit it.

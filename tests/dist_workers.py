@@ -6,12 +6,14 @@ import copy
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from onepass import dist
 from onepass.checks.case import same_bytes
@@ -34,7 +36,9 @@ def _error(call: Any) -> dict[str, Any]:
     return {"type": None, "seconds": time.monotonic() - begin}
 
 
-def _lost(place: Place, leave: Callable[[], object], gather: bool) -> dict[str, Any] | None:
+def _lost(
+    place: Place, leave: Callable[[], object], gather: bool, patience: float | None = None
+) -> dict[str, Any] | None:
     """Rank 1 goes after a first good call; what the others see, and whether anything of theirs was touched."""
     p = problem(place, (8,), [64] * place.size, [32] * place.size)
     q, k, gamma_q, gamma_k = (t.contiguous() for t in p.local)
@@ -42,6 +46,8 @@ def _lost(place: Place, leave: Callable[[], object], gather: bool) -> dict[str, 
     with torch.inference_mode():
         dist.qk_rms_norm(q, k, gamma_q, gamma_k, EPS, plan=made, reproducible=gather)
         before = q.clone(), k.clone()
+        if patience is not None:
+            _set_pg_timeout(timedelta(seconds=patience))
         if place.rank == 1:
             leave()
             return None
@@ -54,13 +60,13 @@ def killed(place: Place, gather: bool) -> dict[str, Any] | None:
 
 
 def late(place: Place, signal: str) -> dict[str, Any] | None:
-    """Rank 1 does nothing until the others have lost patience and say so by a file."""
+    """Rank 1 does nothing until rank 0, patient until the first call was done, has lost patience and says so by a file."""
 
     def wait() -> None:
         while not Path(signal).exists():
             time.sleep(0.02)
 
-    seen = _lost(place, wait, False)
+    seen = _lost(place, wait, False, 1.0)
     Path(signal).touch()
     return seen
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +90,8 @@ def test_streams_have_the_size_asked_for(kind: workload.Stream, parts: int) -> N
         call()
 
 
-def test_contenders_take_turns_over_their_inputs() -> None:
+def test_contenders_take_turns_over_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_clocks", lambda: (0.0, 0.0, 0.0))  # a busy machine is measured again
     order: list[str] = []
     calls: dict[str, list[workload.Call]] = {
         name: [lambda name=name, i=i: order.append(f"{name}{i}") for i in range(2)]  # type: ignore[misc]
@@ -122,14 +122,13 @@ def test_a_busy_machine_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_other_processes_are_seen() -> None:
-    """A second of somebody else's work on one core."""
-    busy = [sys.executable, "-c", "import time\nend = time.time() + 30\nwhile time.time() < end: pass"]
+    """A process that works until it has had a second of a core, however long it waits for it."""
+    busy = [sys.executable, "-c", "import time\nwhile time.process_time() < 1.0: pass"]
     before = timing._clocks()
-    with subprocess.Popen(busy) as process:
-        time.sleep(1.0)
-        after = timing._clocks()
-        process.kill()
-    assert timing.others(before, after) * (os.cpu_count() or 1) > 0.5
+    subprocess.run(busy, check=True)
+    after = timing._clocks()
+    wall = after[0] - before[0]
+    assert timing.others(before, after) * (os.cpu_count() or 1) * wall > 0.9
 
 
 def test_shapes_in_words_are_parsed() -> None:
@@ -353,9 +352,9 @@ def test_bench_command(tmp_path: Path) -> None:
 
 
 def test_bench_compares_with_a_baseline(tmp_path: Path) -> None:
-    """A baseline ten thousand times slower, and peers as they are: faster, beyond any noise."""
+    """A baseline of eleven days a call: faster on any machine."""
     report = run.run(run.Plan("cpu", ("rms_norm",), "4x256", "none", seconds=0.02))
-    report["rows"][0]["us"]["onepass"] = [1e6, 1.001e6]
+    report["rows"][0]["us"]["onepass"] = [1e12, 1.001e12]
     del report["rows"][0]["us"]["memory stream"]
     results.write(report, tmp_path / "old.json")
     result = bench("--op", "rms_norm", "--shapes", "4x256", "--peers", "none", "--baseline", str(tmp_path / "old.json"))

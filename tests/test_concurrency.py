@@ -24,7 +24,7 @@ from onepass.cpu import _parallel
 HERE = Path(__file__).parent
 
 
-def process(*command: str, cache: Path | None = None, seconds: float = 180) -> Any:
+def process(*command: str, cache: Path | None = None, seconds: float = 900) -> Any:
     """What a process of concurrency_workers.py tells."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
     if cache is not None:

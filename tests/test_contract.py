@@ -186,3 +186,103 @@ def test_meta_tensors() -> None:
 
 def test_moved_bytes() -> None:
     assert moved_bytes([torch.empty(3, 8, dtype=torch.bfloat16), None, torch.empty(8)]) == 48 + 32
+
+
+# --- what messages show of values ---------------------------------------------------------------------------------------
+
+LARGE: dict[str, Any] = {
+    "a list of 4096 floats": [1.0] * 4096,
+    "a list of 1 list": [[1.0] * 4096],
+    "a list of 2 Tensors": [torch.ones(3), torch.ones(3)],
+    "a tuple of 100 items": (*range(99), "x"),
+    "a dict of 4096 items": dict.fromkeys(range(4096)),
+    "an int of 16610 bits": 10**5000,
+    "a string of 5000 characters that begins with": "ab" * 2500,
+    "a torch.nn.modules.container.Sequential": torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(40)]),
+}
+
+
+@pytest.mark.parametrize("shown", LARGE)
+def test_messages_describe_large_values(shown: str) -> None:
+    """Every argument of an op, of a module and of `patch`: type and size, not thousands of numbers."""
+    value = LARGE[shown]
+    x, gamma = torch.ones(2, 64), torch.ones(64)
+    q = torch.ones(2, 64)
+    calls: list[Callable[[], Any]] = [
+        lambda: onepass.rms_norm(x, value),
+        lambda: onepass.rms_norm(value, gamma),
+        lambda: onepass.rms_norm(x, gamma, residual=value),
+        lambda: onepass.rms_norm(x, gamma, rounding=value),
+        lambda: onepass.rms_norm(x, gamma, out=value),
+        lambda: onepass.rms_norm_fused_fp8(x, gamma, group_size=value),
+        lambda: onepass.rms_norm_fused_fp8(x, gamma, prologue=value),
+        lambda: onepass.qk_rms_norm(q, q, gamma, value),
+        lambda: onepass.qk_rms_norm(q, q, gamma, gamma, rope=value),
+        lambda: onepass.gemv_and_partial_norm(q, torch.ones(64, 64), gamma, fused=value),
+        lambda: onepass.patch(torch.nn.RMSNorm(4), rounding=value),
+        lambda: onepass.patch(torch.nn.RMSNorm(4), fuse=value),
+        lambda: onepass.nn.RMSNorm(4, elementwise_affine=value),
+    ]
+    for call in calls:
+        with pytest.raises(ContractError) as caught:
+            call()
+        assert f"got {shown}" in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_messages_describe_arrays() -> None:
+    array = pytest.importorskip("numpy").ones((7, 500))
+    with pytest.raises(ContractError, match=r"got a numpy.ndarray \[7, 500\] of float64$"):
+        onepass.rms_norm(torch.ones(2, 64), array)
+
+
+def test_messages_show_small_values() -> None:
+    small: list[Any] = [[1.0, 2.0], "no", 3, None, {"a": 1}]
+    for value in small:
+        with pytest.raises(ContractError, match=f"`gamma` must be a tensor, got {re.escape(repr(value))}$"):
+            onepass.rms_norm(torch.ones(2, 64), value)
+
+
+def test_group_size_names_the_number_it_must_divide() -> None:
+    with pytest.raises(ContractError, match=r"`group_size` must divide the number of columns, N=100, got 64$"):
+        onepass.rms_norm_fused_fp8(torch.ones(2, 100), torch.ones(100), group_size=64)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
+def test_heads_without_per_head_get_a_hint(lead: tuple[int, ...]) -> None:
+    q, k, gamma = torch.ones(*lead, 8, 64), torch.ones(*lead, 4, 64), torch.ones(64)
+    with pytest.raises(ContractError, match=r"pass per_head=True and gammas of 64 elements$"):
+        onepass.qk_rms_norm(q, k, gamma, gamma)
+    assert onepass.qk_rms_norm(q, k, gamma, gamma, per_head=True)[1].shape == k.shape
+
+
+@pytest.mark.parametrize("k", [torch.ones(3, 8, 64), torch.ones(2, 4, 48), torch.ones(2, 64), torch.ones(64)])
+def test_other_shapes_get_no_hint(k: torch.Tensor) -> None:
+    gamma = torch.ones(64)
+    with pytest.raises(ContractError, match=r"`k` must have shape .*\]$"):
+        onepass.qk_rms_norm(torch.ones(2, 8, 64), k, gamma, torch.ones(k.shape[-1]))
+
+
+@pytest.mark.parametrize("value", ["no", "", 0, 1, None, torch.tensor(True)], ids=repr)
+def test_bools_are_bools(value: Any) -> None:
+    """Every switch of the public functions refuses what merely has a truth: "no" is true."""
+    x, gamma, norm = torch.ones(2, 64), torch.ones(64), torch.nn.RMSNorm(64)
+    dist, nn = onepass.dist, onepass.nn
+    calls: dict[str, Callable[[], Any]] = {
+        "patch: `fuse`": lambda: onepass.patch(norm, fuse=value),
+        "qk_rms_norm: `per_head`": lambda: onepass.qk_rms_norm(x, x, gamma, gamma, per_head=value),
+        "rms_norm_fused_fp8: `return_norm`": lambda: onepass.rms_norm_fused_fp8(x, gamma, return_norm=value),
+        "gemv_and_partial_norm: `fused`": lambda: onepass.gemv_and_partial_norm(x, torch.ones(64, 64), gamma, fused=value),
+        "dist.qk_rms_norm: `per_head`": lambda: dist.qk_rms_norm(x, x, gamma, gamma, per_head=value),
+        "dist.qk_rms_norm: `reproducible`": lambda: dist.qk_rms_norm(x, x, gamma, gamma, reproducible=value),
+        "dist.rms_norm: `reproducible`": lambda: dist.rms_norm(x, gamma, reproducible=value),
+        "QKNormParallel: `reproducible`": lambda: dist.QKNormParallel(reproducible=value),
+        "RMSNorm: `elementwise_affine`": lambda: nn.RMSNorm(64, elementwise_affine=value),
+        "QKNorm: `per_head`": lambda: nn.QKNorm.from_modules(norm, norm, per_head=value),
+        "LinearFP8: `bias`": lambda: nn.LinearFP8(64, 64, bias=value),
+    }  # fmt: skip
+    for named, call in calls.items():
+        with pytest.raises(ContractError, match=f"^{re.escape(named)} must be a bool, got "):
+            call()
+    with pytest.raises(ContractError, match=r"`reproducible` must be a bool"):
+        dist.start_qk_stats(x, x, reproducible=value)
+    assert "forward" not in norm.__dict__, "a refused call has patched nothing"

@@ -233,10 +233,8 @@ def test_many_small_calls(team: pytest.MonkeyPatch) -> None:
     first = Case(spec, 2, 7 * TILE, 40, 2 * TILE, 1, TILE + 1)
     first.run().check()
     again = Case(spec, 2, 7 * TILE, 40, 2 * TILE, 1, TILE + 1)
-    counter, deadline = again.counter, time.monotonic() + 4.0
-    for i in range(2000):
-        if i >= 200 and time.monotonic() > deadline:  # the machine is busy with other things
-            break
+    counter = again.counter
+    for i in range(400):
         again.counter = counter if i % 2 else None
         for out in (again.y, *again.normed, again.unnormed):
             out.fill_(NAN)

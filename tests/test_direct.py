@@ -108,7 +108,7 @@ def test_a_thread_without_a_context_is_given_one(driver: Driver) -> None:
 
 def test_threads_do_not_share_arguments(driver: Driver) -> None:
     launch = Direct(1, KINDS, 1, 0, True, 3).prepare(1, VALUES, [0, 4], never)
-    start = threading.Barrier(4, timeout=10)
+    start = threading.Barrier(4, timeout=600)
 
     def work(me: int) -> None:
         start.wait()
@@ -119,7 +119,7 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(600)
     found = sorted((values[0], values[4]) for *_, values in driver.launched)
     assert found == [(me * 100_000 + turn, me) for me in range(1, 5) for turn in range(2000)]
 

@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,10 @@ SIZES = (1, 2, 3, 4)
 Found = Callable[[int], list[dict[str, str]]]
 
 
+PATIENT: dict[str, Any] = {"seconds": 900, "collective_seconds": 300}
+"""Time limits that only a rank that hangs can reach, however busy the machine is."""
+
+
 @pytest.fixture(scope="session")
 def found(cache: Path) -> Found:
     """What all checks came to on so many ranks, by rank. The ranks are started once, also when tests run in parallel."""
@@ -39,7 +42,7 @@ def found(cache: Path) -> Found:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not known.exists():
                 names = [*CHECKS, *(COMPILED if size == 2 else ())]
-                reports = launch(checks.run_checks, size, names, seconds=240, collective_seconds=60)
+                reports = launch(checks.run_checks, size, names, **PATIENT)
                 # a rank that left nothing failed every check
                 told = [r.value or dict.fromkeys(names, r.error) for r in reports]
                 known.write_text(json.dumps(told))
@@ -62,7 +65,7 @@ def test_compiled(found: Found, name: str) -> None:
 
 def values(work: Callable[..., Any], size: int = 2, *args: Any, **options: Any) -> list[Any]:
     """What ``work`` returns on each rank."""
-    reports = launch(work, size, *args, **{"seconds": 120, "collective_seconds": 30, **options})
+    reports = launch(work, size, *args, **{**PATIENT, **options})
     assert [r.error for r in reports] == [""] * size
     return [r.value for r in reports]
 
@@ -108,25 +111,24 @@ def test_debug_names_the_rank_that_differs() -> None:
 
 @pytest.mark.parametrize("gather", [False, True])
 def test_killed_rank(gather: bool) -> None:
-    left, gone = launch(dist_workers.killed, 2, gather, seconds=60, collective_seconds=20)
+    left, gone = launch(dist_workers.killed, 2, gather, **PATIENT)
     assert gone.exit_code == -9 and gone.value is None
     assert left.value["type"] == "RuntimeError" and left.value["cause"] == "RuntimeError"
     assert "onepass.dist.qk_rms_norm: the collective over group '0' (gloo, ranks 0, 1) failed" in left.value["message"]
-    assert left.value["untouched"] and left.value["seconds"] < 10
+    assert left.value["untouched"] and "Timed out" not in left.value["message"]
 
 
 def test_time_out(tmp_path: Path) -> None:
-    waiting, _ = launch(dist_workers.late, 2, str(tmp_path / "signal"), seconds=60, collective_seconds=1)
+    waiting, _ = launch(dist_workers.late, 2, str(tmp_path / "signal"), **PATIENT)
     assert waiting.value["type"] == "RuntimeError" and waiting.value["untouched"]
     assert "onepass.dist.qk_rms_norm" in waiting.value["message"] and "Timed out" in waiting.value["message"]
     assert waiting.value["seconds"] > 0.9
 
 
 def test_deadline_ends_ranks_that_hang() -> None:
-    begin = time.monotonic()
+    """A rank that was not ended would have slept and returned: its exit code would be 0."""
     reports = launch(dist_workers.hung, 2, seconds=4)
     assert reports[1].exit_code is None and reports[1].error == "it left no report"
-    assert time.monotonic() - begin < 60
 
 
 def test_compiling_never_exchanges() -> None:
@@ -217,7 +219,7 @@ def test_two_hosts_under_torchrun() -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "onepass",
-        "--rdzv-conf", "timeout=40,join_timeout=40", "--local-addr", "127.0.0.1",
+        "--rdzv-conf", "timeout=600,join_timeout=600", "--local-addr", "127.0.0.1",
     ]  # fmt: skip
     work = ["-m", "onepass.checks.dist", "--no-times", "--match", "un"]  # equals_unsharded and unequal_shards
     hosts = [
@@ -228,11 +230,11 @@ def test_two_hosts_under_torchrun() -> None:
         for node in range(2)
     ]  # fmt: skip
     try:
-        outputs = [host.communicate(timeout=75)[0] for host in hosts]
+        outputs = [host.communicate(timeout=900)[0] for host in hosts]
     finally:
         for host in hosts:
             host.kill()
-            host.wait(10)
+            host.wait(600)
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert "PASS: 2 of 2 checks on 2 ranks (gloo, cpu)" in "".join(outputs)
 
@@ -241,7 +243,7 @@ def test_command(tmp_path: Path) -> None:
     result = tmp_path / "dist.json"
     command = [sys.executable, "-m", "onepass.checks.dist", "--ranks", "2", "--no-times", "--json", str(result)]
     done = subprocess.run(
-        [*command, "--match", "special"], capture_output=True, text=True, env=environment(), timeout=75, check=False
+        [*command, "--match", "special"], capture_output=True, text=True, env=environment(), timeout=900, check=False
     )
     assert done.returncode == 0 and "PASS: 1 of 1 checks on 2 ranks" in done.stdout, done.stdout + done.stderr
     assert '"passed": true' in result.read_text()
@@ -270,7 +272,7 @@ def test_importing_onepass_imports_nothing_distributed() -> None:
         "print('nothing' if not hasattr(onepass, 'nothing') and not hasattr(onepass.dist, 'nothing') else 'all')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=900, check=False
     )
     assert done.stdout.strip() == "nothing", done.stderr
 

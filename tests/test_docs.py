@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import onepass
-from onepass import docs
+from onepass import docs, docs_dist
 from onepass.bench import model_tables
 from onepass.checks import runner
 
@@ -29,6 +30,42 @@ def relative(path: Path) -> str:
 
 def test_ops_md_is_fresh() -> None:
     assert (ROOT / docs.PATH).read_text() == docs.render(), "docs/ops.md is stale: run `make docs`"
+
+
+def test_dist_md_is_fresh() -> None:
+    assert (ROOT / docs_dist.PATH).read_text() == docs_dist.render(), "docs/dist.md is stale: run `make docs`"
+
+
+def test_dist_md_has_every_public_name() -> None:
+    """Each with its signature: every parameter by name, type and default."""
+    text = docs_dist.render()
+    for name in onepass.dist.__all__:
+        section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        for parameter in inspect.signature(getattr(onepass.dist, name)).parameters.values():
+            assert f"{parameter.name}: " in section, (name, parameter.name)
+
+
+def test_scaling_md_has_the_signatures() -> None:
+    """Of the halves that it tells of, as they are."""
+    text = (ROOT / "docs/scaling.md").read_text()
+    for name in ("start_qk_stats", "finish"):
+        assert docs_dist.signature(f"onepass.dist.{name}", getattr(onepass.dist, name)) in text
+
+
+def test_docstrings_become_markdown() -> None:
+    """A literal block is fenced whole, with its empty lines, and nothing behind it is."""
+    made = docs_dist.markdown("Both::\n\n    a = ``b``\n\n    c\n\nThen ``d``.")
+    assert made == "Both:\n\n```\na = ``b``\n\nc\n```\n\nThen `d`."
+
+
+def test_what_is_not_refused_is_said() -> None:
+    """Where the README says that wrong arguments are refused, it names the exceptions and the switch; so do the references."""
+    for name in ("README.md", "CONTRIBUTING.md", "docs/ops.md", "docs/mla.md", "docs/numerics.md", "docs/scaling.md"):
+        assert "ONEPASS_DEBUG=1" in (ROOT / name).read_text(), name
+    readme = (ROOT / "README.md").read_text()
+    claim = readme[readme.index("Wrong arguments are refused") :].split("\n## ")[0]
+    assert "clamped" in claim and "is not stored" in claim and "ONEPASS_DEBUG=1" in claim
+    assert "Nothing is silent" not in readme
 
 
 def test_every_public_op_is_documented() -> None:
@@ -195,3 +232,54 @@ def test_numerics_states_the_tolerances() -> None:
     for fmt in FP8_FORMATS.values():
         assert all(f"{limit:g}" in text for limit in fmt.maxima)
         assert f"0x{fmt.nan_code:X}" in text
+
+
+CLOCKS = re.compile(r"\b(?:perf_counter|process_time|monotonic|time\.time)(?:_ns)?\(\)")
+LIMITS = re.compile(r"(?:timeout|seconds)=(\d+)\b(?!\.)|\.(?:join|wait)\((\d+)\)")
+MAY_ASK = {
+    "tests/concurrency_workers.py": "sets a file's age",
+    "tests/dist_workers.py": "a rank that waits for another waits at least as long as it was told to",
+    "tests/mutation/campaign.py": "shares out its time",
+    "tests/mutation/plugins.py": "shares out its time",
+    "tests/test_bench.py": "a process works until it has had a second of a core",
+    "tests/test_cpu_cache.py": "sets a file's age",
+    "tests/test_cpu_gemv.py": "time stamps are in order",
+}
+HANGS = {"tests/test_dist.py": "seconds=4"}
+"""Limits that a test means to reach."""
+
+
+def test_tests_do_not_depend_on_the_speed_of_the_machine() -> None:
+    """No test asks a clock, but for the reasons above, and no time limit is one that a busy machine could reach."""
+    found: dict[str, list[str]] = {"clocks": [], "limits": []}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name, text = relative(path), path.read_text()
+        if name == relative(Path(__file__)):
+            continue
+        if CLOCKS.search(text) and name not in MAY_ASK:
+            found["clocks"].append(name)
+        limits = [match for match in LIMITS.finditer(text) if int(match[1] or match[2]) < 300]
+        found["limits"] += [f"{name}: {match[0]}" for match in limits if match[0] != HANGS.get(name)]
+    assert found == {"clocks": [], "limits": []}
+
+
+def test_the_mutation_score_stands_beside_its_scope() -> None:
+    """Wherever it is quoted: which files it is of, and which not."""
+    outside = ("`triton/`", "prologues", "integrations", "`dist`", "`kvcache`", "`nn`", "`compat`")
+    quoted = 0
+    for path in MARKDOWN:
+        for block in re.split(r"\n(?=#|\*\*The result|\| a small mistake|\| no network)", path.read_text()):
+            if re.search(r"mut(ants|ation)", block) and re.search(r"\b(95\.6|86\.[28]) %", block):
+                quoted += 1
+                assert not [word for word in outside if word not in block], relative(path)
+    assert quoted == 2
+    (targets,) = re.findall(r"^TARGETS: Final = \((.*)\)$", (ROOT / "tests/mutation/campaign.py").read_text(), re.M)
+    told = (ROOT / "docs/reliability.md").read_text()
+    section = told[told.index("**The mistakes.**") : told.index("**Not covered**")]
+    assert all(f"`{name}`" in section for name in re.findall(r'"(.*?)"', targets))
+
+
+def test_the_cache_is_not_said_to_be_signed() -> None:
+    section = (ROOT / "docs/reliability.md").read_text().split("## Cache faults")[1].split("\n## ")[0]
+    assert "did not write" not in section
+    assert "None of this is a signature" in section and "as the same user" in section

@@ -11,9 +11,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,7 +257,7 @@ class TestFuzz:
         assert status == 0 and repr(numbered(11, 7, ("rms_norm",), POOL, False)) in told
 
     @pytest.mark.parametrize(
-        ("end", "status"), [("exit 0", 0), ("exit 1", 1), ("exit 3", None), ("kill -SEGV $$", None), ("sleep 60", 0)]
+        ("end", "status"), [("exit 0", 0), ("exit 1", 1), ("exit 3", None), ("kill -SEGV $$", None), ("sleep 600", 0)]
     )
     def test_a_process_that_breaks_down(
         self, end: str, status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -264,11 +266,23 @@ class TestFuzz:
         report = {"device": "cpu", "cases": {"rms_norm": 3}, "failed": int(status == 1), "failures": [], "seconds": 1.0}
         (tmp_path / "report").write_text(json.dumps(report))
         python = tmp_path / "python"
-        python.write_text(f"#!/bin/sh\nfor last; do :; done\ncp {tmp_path}/report $last\n{end}\n")
+        python.write_text(
+            f"#!/bin/sh\nfor last; do :; done\ncp {tmp_path}/report $last\ntouch {tmp_path}/reported.$$\n{end}\n"
+        )
         python.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(python))
-        monkeypatch.setattr(fuzz_driver, "GRACE", 0.5)
-        monkeypatch.setattr(sys, "argv", ["fuzz", "--jobs", "2", "--minutes", "0.01"])
+        monkeypatch.setattr(sys, "argv", ["fuzz", "--jobs", "2", "--minutes", "100"])
+        if end.startswith("sleep"):
+            asked = iter(range(99))
+
+            def clock() -> float:
+                """The time is up as soon as both processes have reported."""
+                begun = next(asked) > 0
+                while begun and len([*tmp_path.glob("reported.*")]) < 2:
+                    time.sleep(0.01)
+                return 1e9 if begun else 0.0
+
+            monkeypatch.setattr(fuzz_driver, "time", SimpleNamespace(perf_counter=clock))
         if status is None:
             with pytest.raises(SystemExit, match="a process broke down"):
                 fuzz_driver.main()

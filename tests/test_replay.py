@@ -299,19 +299,19 @@ def test_threads_do_not_record_each_other() -> None:
     def record_slowly() -> None:
         def run() -> None:
             inside.set()
-            assert done.wait(10)
+            assert done.wait(600)
             slow(7, [x.data_ptr(), None, out.data_ptr(), None, 1.0])
 
         replays.append(replay.record(run, [x, None], [x, out], [1], 1))
 
     thread = threading.Thread(target=record_slowly)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(600)
     op(torch.randn(3, 8))  # while the other records
     op(torch.randn(3, 8))
     assert op.asked == 1, "remembered although another thread was recording"
     done.set()
-    thread.join(10)
+    thread.join(600)
     (remembered,) = replays
     assert remembered is not None and not replay.tape.on
     other = torch.randn(3, 8)
@@ -325,7 +325,7 @@ def test_a_launch_of_another_thread_is_not_part_of_the_call() -> None:
     for launches in ((1, 1), (1, 2), (2, 1)):
         tensors = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in launches]
         launchers = [Launcher(), Launcher()]
-        steps = threading.Barrier(2, timeout=10)
+        steps = threading.Barrier(2, timeout=600)
         found: list[Any] = [None, None]
 
         def work(me: int, launches: Any = launches, tensors: Any = tensors, launchers: Any = launchers,
@@ -345,7 +345,7 @@ def test_a_launch_of_another_thread_is_not_part_of_the_call() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(600)
         assert [remembered is not None for remembered in found] == [count == 1 for count in launches]
         assert not replay.tape.on
 
@@ -354,7 +354,7 @@ def test_many_threads_record_and_replay() -> None:
     """Eight threads with shapes of their own and shared ones: every launch has the addresses of its own call."""
     op = Op()
     wrong: list[Any] = []
-    start = threading.Barrier(8, timeout=10)
+    start = threading.Barrier(8, timeout=600)
 
     def work(me: int) -> None:
         start.wait()
@@ -369,7 +369,7 @@ def test_many_threads_record_and_replay() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(600)
     assert not wrong and len(op.launcher.grids) == 1600
     assert op.asked <= 5 * 8 and not replay.tape.on
     asked = op.asked

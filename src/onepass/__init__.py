@@ -57,12 +57,20 @@ __all__ = [
     "row_sum_of_squares_qk",
 ]
 
+_AT_FIRST_USE = ("compat", "dist", "integrations", "nn", "patch")
+"""Modules that `import onepass` leaves alone, and `patch` of one of them. ``import *`` brings `patch` alone."""
+
 
 def __getattr__(name: str) -> object:
-    """What is imported at first use: `onepass.dist`, `nn`, `compat`, `integrations`, and `patch` of the last."""
-    if name in ("compat", "dist", "integrations", "nn", "patch"):
+    """Import what is imported at first use."""
+    if name in _AT_FIRST_USE:
         from importlib import import_module
 
         found = import_module(".integrations" if name == "patch" else f".{name}", __name__)
         return found.patch if name == "patch" else found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are imported at first use."""
+    return sorted({*__all__, *_AT_FIRST_USE})

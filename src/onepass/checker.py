@@ -75,10 +75,12 @@ class Writer:
         with_ = ", ".join(
             f"{d}={list(v) if isinstance(v, tuple) else v}" for d in mentioned if (v := known[d]) is not None
         )
+        arg = self.contract.args.get(argument)
+        hint = arg.hint(known, got) if arg is not None and arg.hint is not None else ""
         self.contract.fail(
             argument,
             f"have shape [{dims.replace(' ', ', ')}]" + (f" with {with_}" if with_ else ""),
-            str(list(got.shape)),
+            str(list(got.shape)) + (f"; {hint}" if hint else ""),
         )
 
     def _fail_grad(self, **tensors: Tensor | Sequence[Tensor] | None) -> NoReturn:
@@ -287,7 +289,7 @@ def write_body(write: Writer, contract: Contract, options: bool) -> None:
         write.symbols.add(symbol)
     for rule in contract.rules:
         write(f"if not ({rule.condition}):")
-        write(f"    fail('{rule.argument}', {rule.expects!r}, describe({rule.argument}))")
+        write(f"    fail('{rule.argument}', f{rule.expects!r}, describe({rule.argument}))")
     grads = [
         f"({name} and any([t.requires_grad for t in {name}]))"
         if arg.many

@@ -34,6 +34,23 @@ app = typer.Typer(
 app.add_typer(trace, name="trace")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        print(f"onepass {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that need no command."""
+
+
 DEMO_MODELS = ("deepseek-v3", "olmo2", "gemma3", "llama")
 
 
@@ -211,6 +228,16 @@ def bench(
 # --- env ------------------------------------------------------------------------------------------------------------
 
 
+PACKAGES = ("torch", "triton", "llvmlite", "numpy", "transformers")
+VARIABLES = {
+    "ONEPASS_DEBUG": "1: values that kernels cannot refuse are checked on the host, which waits for the device",
+    "ONEPASS_CACHE_DIR": "where compiled CPU kernels are kept; off: nowhere",
+    "ONEPASS_UNPROVEN": "1: run GPU kernels whose machine code is not in the evidence",
+    "TRITON_INTERPRET": "1: Triton interprets kernels instead of compiling them",
+}
+"""Environment variables that change what onepass does."""
+
+
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -222,7 +249,7 @@ def backend_status() -> dict[str, tuple[bool, str]]:
     """For each way to run: whether it works here, and why not."""
     import torch
 
-    no_triton = "" if util.find_spec("triton") else "Triton is not installed (pip install 'onepass[gpu]')"
+    no_triton = "" if util.find_spec("triton") else "Triton is not installed (a CUDA build of torch brings it along)"
     no_llvm = "" if util.find_spec("llvmlite") else "llvmlite is not installed (pip install llvmlite)"
     no_gpu = ""
     if not torch.cuda.is_available():
@@ -261,7 +288,8 @@ def _environment() -> dict[str, Any]:
         "onepass": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in ("torch", "triton", "llvmlite", "numpy")},
+        "packages": {name: _version(name) for name in PACKAGES},
+        "environment": {name: os.environ.get(name) for name in VARIABLES},
         "gpus": gpus,
         "backends": backends,
         "formats": {
@@ -287,6 +315,9 @@ def env(
     table.add_column(overflow="fold")
     table.add_row("onepass", f"{found['onepass']}, Python {found['python']}, {found['platform']}")
     table.add_row("packages", ", ".join(f"{name} {version or '-'}" for name, version in found["packages"].items()))
+    for name, value in found["environment"].items():
+        shown = "not set" if value is None else repr(value)
+        table.add_row(name, Text(f"{shown} ({VARIABLES[name]})"))
     for gpu in found["gpus"]:
         table.add_row("gpu", f"{gpu['name']} (architecture {gpu['arch']}, e4m3fn cast in {gpu['e4m3fn']})")
     for name, backend in found["backends"].items():
@@ -302,7 +333,7 @@ def env(
     table.add_row("fp8 codes", f"{', '.join(formats['codes'])}, on every backend")
     table.add_row(
         "fp8 scales",
-        f"{' or '.join(formats['scales'])}; a row, {' or '.join(map(str, formats['groups']))} columns, or given",
+        f"{' or '.join(formats['scales'])}; per row, per {' or '.join(map(str, formats['groups']))} columns, or given",
     )
     Console().print(table)
 
@@ -354,14 +385,16 @@ def demo(
 def docs(
     output: Annotated[Path, typer.Option(help="Where to write.", metavar="FILE")] = Path("docs/ops.md"),
 ) -> None:
-    """Write the reference of all ops, made from their contracts."""
+    """Write the reference of all ops, made from their contracts, and beside it that of onepass.dist."""
+    from . import docs_dist
     from .docs import write
 
-    try:
-        changed = write(output)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {output}: {error.strerror}", param_hint="--output") from error
-    print(f"{output} {'written' if changed else 'is up to date'}")
+    for file, text in ((output, ""), (output.with_name(docs_dist.PATH.name), docs_dist.render())):
+        try:
+            changed = write(file, text)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write {file}: {error.strerror}", param_hint="--output") from error
+        print(f"{file} {'written' if changed else 'is up to date'}")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class Arg:
     """Also written: only in an op that is `Contract.in_place`."""
     debugged: bool = False
     """Its values are read on the host when debugging, as those of an index are; such a call is not replayed then."""
+    hint: Callable[[dict[str, Any], Tensor], str] | None = None
+    """From the sizes known so far and a tensor of the wrong shape to advice that ends the message, or ""."""
 
     def schema(self, alias: str = "") -> str:
         """Its type in a torch schema."""
@@ -79,7 +81,10 @@ class Out:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition over several arguments; ``argument`` is the one to blame, ``expects`` what it must be."""
+    """A condition over several arguments; ``argument`` is the one to blame, ``expects`` what it must be.
+
+    ``={N}`` in ``expects`` is the value of N in messages and nothing in the docs.
+    """
 
     condition: str
     argument: str
@@ -155,13 +160,53 @@ class Contract:
                     self.fail(name, "be strided", "a nested tensor" if tensor.is_nested else str(tensor.layout))
 
 
+def require_bool(op: str, name: str, value: object) -> None:
+    """Refuse what is no bool: "no" and 0 have a truth that callers may not mean."""
+    if not isinstance(value, bool):
+        raise ContractError(f"{op}: `{name}` must be a bool, got {describe(value)}")
+
+
+LONGEST: Final = 80
+"""Characters of a value that a message shows as it is."""
+
+
 def describe(value: object) -> str:
-    """How a message shows a value it refuses."""
+    """How a message shows a value it refuses: as it is, or by its type and size where that would be long."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {short(value.dtype)} on {value.device}"
     if isinstance(value, torch.dtype):
         return short(value)
-    return repr(value)
+    if isinstance(value, int) and value.bit_length() > 4 * LONGEST:  # Python refuses to print the longest
+        return f"an int of {value.bit_length()} bits"
+    if isinstance(value, str) and len(value) > LONGEST:
+        return f"a string of {len(value)} characters that begins with {value[: LONGEST // 2]!r}"
+    if isinstance(value, (list, tuple)):
+        few = len(value) <= LONGEST and not any(isinstance(item, Tensor) for item in value)
+        return _brief(value) if few else _counted(value)
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape:  # an array of another library
+        return f"a {_type(value)} {list(shape)} of {getattr(value, 'dtype', 'unknown dtype')}"
+    if isinstance(value, (dict, set, frozenset, range, bytes)) and len(value) > LONGEST:
+        return f"a {_type(value)} of {len(value)} items"
+    return _brief(value)
+
+
+def _brief(value: object) -> str:
+    shown = repr(value)
+    if len(shown) <= 2 * LONGEST and "\n" not in shown:
+        return shown
+    return _counted(value) if isinstance(value, (list, tuple)) else f"a {_type(value)}"
+
+
+def _counted(values: Sequence[object]) -> str:
+    kinds = {type(item).__name__ for item in values}
+    kind = kinds.pop() if len(kinds) == 1 else "item"
+    return f"a {type(values).__name__} of {len(values)} {kind}{'' if len(values) == 1 else 's'}"
+
+
+def _type(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def short(dtype: torch.dtype) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,10 @@ _HEAD: Final = """\
 Shapes are written with symbols: `N` columns, `...` any number of leading dimensions, the same in every tensor of a
 call. A call that breaks a line of these tables raises `onepass.ContractError` with a message that names the argument.
 What is rounded where, and the rules for NaN, zero and overflow, is in [numerics.md](numerics.md).
+
+The values of index tensors are not read on the host, which would have to wait for the GPU. A RoPE position outside the table takes the
+nearest row of it, and a token whose page or slot does not exist is not stored. With `ONEPASS_DEBUG=1` in the environment such a call
+raises `ContractError` instead.
 """
 
 
@@ -62,9 +67,9 @@ def render() -> str:
     return "\n".join([_HEAD, *contents, "", *(_section(op) for op in found)]).rstrip() + "\n"
 
 
-def write(path: Path) -> bool:
+def write(path: Path, text: str = "") -> bool:
     """Write the file where it differs; whether it did."""
-    text = render()
+    text = text or render()
     if path.exists() and path.read_text() == text:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +163,7 @@ def _output_row(name: str, out: Out) -> Sequence[str]:
 
 def _conditions(contract: Contract) -> str:
     lines = [f"- `{symbol} = {expression}`" for symbol, expression in contract.sizes.items()]
-    lines += [f"- `{rule.argument}` must {rule.expects}" for rule in contract.rules]
+    lines += [f"- `{rule.argument}` must {re.sub(r'={.*?}', '', rule.expects)}" for rule in contract.rules]
     for parameter, names in contract.carried.items():
         if names:
             lines.append(f"- `{parameter}` carries {', '.join(f'`{name}`' for name in names)}")

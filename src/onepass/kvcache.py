@@ -63,7 +63,7 @@ class PagedKVCache:
         if blocks.stride(2) != 1 and blocks.shape[2] != 1:
             _fail("blocks", "have a contiguous last dimension", f"strides {blocks.stride()}")
         if page_size is not None and (not isinstance(page_size, int) or page_size != blocks.shape[1]):
-            _fail("page_size", f"be that of blocks, {blocks.shape[1]}", repr(page_size))
+            _fail("page_size", f"be that of blocks, {blocks.shape[1]}", describe(page_size))
         self.blocks = blocks
         self.cache_lengths = cache_lengths
         self.lookup_table = lookup_table

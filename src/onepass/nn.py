@@ -25,7 +25,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from .contract import describe
+from .contract import describe, require_bool
 from .errors import ContractError
 from .formats import FLOATS, FP8_FORMATS, Rounding
 from .judge import option_is_legal
@@ -74,11 +74,6 @@ def _check_options(owner: type, **values: object) -> None:
             raise ContractError(f"{owner.__name__}: `{name}` must be {allowed}, got {describe(value)}")
 
 
-def _check_bool(owner: type, name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ContractError(f"{owner.__name__}: `{name}` must be a bool, got {describe(value)}")
-
-
 class RMSNorm(nn.Module):
     """`rms_norm` as a module: ``y = (h * rs) * (weight + weight_offset)``, ``h = x + residual``.
 
@@ -116,7 +111,7 @@ class RMSNorm(nn.Module):
         _check_options(
             type(self), weight_offset=weight_offset, rounding=rounding, **({} if eps is None else {"eps": eps})
         )
-        _check_bool(type(self), "elementwise_affine", elementwise_affine)
+        require_bool(type(self).__name__, "elementwise_affine", elementwise_affine)
         self.normalized_shape = shape
         self.eps = eps
         self.elementwise_affine = elementwise_affine
@@ -132,7 +127,7 @@ class RMSNorm(nn.Module):
         """The same norm as another module's, with its very weight (not a copy)."""
         weight = getattr(norm, "weight", None)
         if not isinstance(weight, Tensor):
-            raise ContractError(f"{cls.__name__}: `norm` must have a weight, got {norm}")
+            raise ContractError(f"{cls.__name__}: `norm` must have a weight, got {describe(norm)}")
         made = cls(
             weight.shape,
             eps_of(norm),
@@ -204,7 +199,7 @@ class QKNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_bool(type(self), "per_head", per_head)
+        require_bool(type(self).__name__, "per_head", per_head)
         if k_dim is None and not per_head:
             raise ContractError("QKNorm: `k_dim` must be given unless per_head")
         _sizes(type(self), "q_dim", q_dim, many=False)
@@ -227,6 +222,7 @@ class QKNorm(nn.Module):
         rounding: Rounding = "once",
     ) -> Self:
         """The same norms as two other modules', with their very weights; both must have one epsilon."""
+        require_bool(cls.__name__, "per_head", per_head)
         if eps_of(q_norm) != eps_of(k_norm):
             raise ContractError(
                 f"QKNorm: `k_norm` must have q_norm's epsilon, {eps_of(q_norm)}, got {eps_of(k_norm)}"
@@ -312,7 +308,7 @@ class LinearFP8(nn.Module):
         super().__init__()
         _sizes(type(self), "in_features", in_features, many=False)
         _sizes(type(self), "out_features", out_features, many=False)
-        _check_bool(type(self), "bias", bias)
+        require_bool(type(self).__name__, "bias", bias)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ContractError(f"{type(self).__name__}: `dtype` must be a floating dtype, got {describe(dtype)}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype

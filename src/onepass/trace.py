@@ -121,7 +121,7 @@ class GmemTrace(TraceBuf):
     def allocate(cls, blocks: int, device: torch.device | str) -> GmemTrace:
         """Zeroed buffers for a launch of ``blocks`` blocks, units included."""
         if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks < 2**31:
-            raise ContractError(f"GmemTrace: `blocks` must be an int of at least 0, got {blocks!r}")
+            raise ContractError(f"GmemTrace: `blocks` must be an int of at least 0, got {describe(blocks)}")
         slots = blocks * GEMV_TRACE_EVENTS_PER_BLOCK
         return cls(
             torch.zeros(slots, dtype=torch.int64, device=device),

@@ -18,7 +18,7 @@ from .qk_norm import QkCase, Turn
 
 Promise = Callable[[], str | None]
 THREADS: Final = 8
-TIMEOUT: Final = 120.0
+TIMEOUT: Final = 600.0
 """Seconds after which threads have locked each other out."""
 BF16, _, F32 = FLOATS
 

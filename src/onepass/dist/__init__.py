@@ -1,10 +1,10 @@
 """RMSNorm over columns that are shared out over ranks: one small all-reduce of sums of squares, of any process group.
 
 Tensor parallelism gives rank r the columns q_r [..., Nq_r] and k_r [..., Nk_r] of a projection that the model norms as a
-whole (OLMo-2, MiniMax-M2). What is missing on a rank is one float32 a row and tensor::
+whole (OLMo-2, MiniMax-M2). What is missing on a rank is one float32 per row and tensor::
 
     s_r     = [sum(q_r^2), sum(k_r^2)]                       float32 [..., 2], in a fixed order
-    S       = s_0 + s_1 + ... + s_(W-1)                      one all-reduce: 8 bytes a row
+    S       = s_0 + s_1 + ... + s_(W-1)                      one all-reduce: 8 bytes per row
     mean    = S / [Nq, Nk]                                   Nq, Nk: columns of all ranks together
     q_out   = (q_r * (1 / sqrt(mean_q + eps))) * gamma_q_r   and k_out likewise
 
@@ -55,3 +55,8 @@ def __getattr__(name: str) -> object:
 
         return getattr(parallel, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are imported at first use."""
+    return sorted(__all__)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..contract import describe
 from ..errors import ContractError
 from ._norm import qk_rms_norm, rms_norm
 
@@ -72,7 +73,7 @@ def rms_norm_of_dtensor(x: Tensor, gamma: Tensor, eps: float, given: tuple[Any, 
 def _refuse(op: str, given: tuple[Any, ...]) -> None:
     for name, value in zip(_GIVEN, given, strict=False):
         if value is not None:
-            raise ContractError(f"{op}: `{name}` must be left out with DTensors, got {value!r}")
+            raise ContractError(f"{op}: `{name}` must be left out with DTensors, got {describe(value)}")
 
 
 def _sharded(op: str, name: str, x: DTensor, dimension: int | None = None) -> tuple[DeviceMesh, int]:

@@ -12,6 +12,7 @@ import torch.distributed as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+from ..contract import describe
 from ..errors import ContractError
 
 Group: TypeAlias = "c10d.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]"
@@ -29,7 +30,7 @@ def resolve(op: str, group: object) -> c10d.ProcessGroup:
         return mesh.get_group(dimension)
     if isinstance(group, c10d.ProcessGroup):
         return group
-    raise ContractError(f"{op}: `group` must {GROUP_KINDS}, got {group!r}")
+    raise ContractError(f"{op}: `group` must {GROUP_KINDS}, got {describe(group)}")
 
 
 def describe_group(group: c10d.ProcessGroup) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..contract import describe
+from ..contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import Rounding
 from ..ops.qk_norm import APPLY_QK_RMS_NORM, apply_qk_rms_norm, row_sum_of_squares_qk
@@ -82,6 +82,7 @@ def start_qk_stats(
     What the caller does between this and ``finish`` (the v projection, say) runs while the sums travel. On CUDA the waiting
     is done by the stream, not by the host.
     """
+    require_bool(_QK, "reproducible", reproducible)
     plan = _plan(_QK, (q, k), group, plan, kv_replicas, counts)
     _compare(_QK, plan, {"q": q, "k": k}, reproducible)
     sums = row_sum_of_squares_qk(q, k)
@@ -148,6 +149,8 @@ def qk_rms_norm(
     If the collective fails, its error is raised with this op's and the group's name, and no output was touched.
     ``ONEPASS_DEBUG=1`` compares every call across ranks first and names the rank that differs.
     """
+    require_bool(_QK, "per_head", per_head)
+    require_bool(_QK, "reproducible", reproducible)
     if not (_plain(q) and _plain(k)) and _distributed(q, k):
         from ._dtensor import qk_rms_norm_of_dtensors
 
@@ -189,6 +192,7 @@ def rms_norm(
     Two tensors that are normed side by side cost two collectives this way and one with `qk_rms_norm`. ``count`` is the
     number of columns in all, ``replicas`` how many consecutive ranks hold the same ones.
     """
+    require_bool(_ONE, "reproducible", reproducible)
     if not _plain(x) and _distributed(x):
         from ._dtensor import rms_norm_of_dtensor
 

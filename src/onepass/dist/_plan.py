@@ -11,6 +11,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from ..contract import describe
 from ..errors import ContractError
 from ._groups import Group, describe_group, exchange, resolve
 
@@ -154,7 +155,7 @@ def _make(
 ) -> QKNormPlan:
     size, rank = group.size(), group.rank()
     if isinstance(kv_replicas, bool) or not isinstance(kv_replicas, int) or kv_replicas < 1 or size % kv_replicas:
-        raise ContractError(f"{op}: `kv_replicas` must divide the group's {size} ranks, got {kv_replicas!r}")
+        raise ContractError(f"{op}: `kv_replicas` must divide the group's {size} ranks, got {describe(kv_replicas)}")
     if not all(isinstance(width, int) and width > 0 for width in widths):
         raise ContractError(f"{op}: widths must be positive, got {widths}")
     # the last tensor is the one of which there may be copies: k, or the only one

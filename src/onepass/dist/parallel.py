@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from ..contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import Rounding
 from ._norm import qk_rms_norm, rms_norm
@@ -53,6 +54,7 @@ class QKNormParallel(ParallelStyle):
         reproducible: bool = False,
     ) -> None:
         super().__init__()
+        require_bool(type(self).__name__, "reproducible", reproducible)
         self.eps = eps
         self.options = {"weight_offset": weight_offset, "rounding": rounding, "reproducible": reproducible}
 
@@ -60,13 +62,13 @@ class QKNormParallel(ParallelStyle):
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 1 or getattr(module, "bias", None) is not None:
             raise ContractError(
-                f"QKNormParallel: the module must be an RMSNorm with a weight [N] and no bias, got {module}"
+                f"QKNormParallel: the module must be an RMSNorm with a weight [N] and no bias, got {describe(module)}"
             )
         eps = self.eps
         if eps is None:
             eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
         if not isinstance(eps, float):
-            raise ContractError(f"QKNormParallel: `eps` must be given, as the module has none, got {eps!r}")
+            raise ContractError(f"QKNormParallel: `eps` must be given, as the module has none, got {describe(eps)}")
         sharded = distribute_tensor(weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
         module.register_parameter("weight", nn.Parameter(sharded, requires_grad=weight.requires_grad))
         made = plan(device_mesh, sharded.to_local().shape[0], counts=(weight.shape[0],))

@@ -18,3 +18,8 @@ def __getattr__(name: str) -> object:
 
         return mla_cache.MlaCache
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are imported at first use."""
+    return sorted(__all__)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from ..contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS, Rounding
 from ..nn import eps_of
@@ -189,10 +190,9 @@ def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = T
     if not isinstance(model, nn.Module):
         raise ContractError(f"patch: `model` must be a torch.nn.Module, got {type(model).__name__}")
     if rounding not in ("model", "once"):
-        raise ContractError(f"patch: `rounding` must be 'model' or 'once', got {rounding!r}")
-    for name, value in (("fuse", fuse), ("strict", strict)):
-        if not isinstance(value, bool):
-            raise ContractError(f"patch: `{name}` must be a bool, got {value!r}")
+        raise ContractError(f"patch: `rounding` must be 'model' or 'once', got {describe(rounding)}")
+    require_bool("patch", "fuse", fuse)
+    require_bool("patch", "strict", strict)
     handle = Patched(model, rounding)
     steps: dict[type, Callable[..., None]] = {Layer: _layer, Attention: _attention, Mla: _mla}
     found = [(where, module, classes().get(_class(module))) for where, module in model.named_modules()]

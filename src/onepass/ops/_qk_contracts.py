@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,18 @@ from ..qk import MAX_HEAD
 from ..rope import STYLES
 
 _Q = Arg("... Nq", "queries", FLOATS)
+
+
+def _heads_hint(known: dict[str, Any], k: Tensor) -> str:
+    """Advice where q and k differ in the second last dimension alone, as [B, H, D] of different numbers of heads do."""
+    lead, columns = list(known.get("...", ())), known.get("Nq")
+    if lead and [*lead[:-1], columns] == [*k.shape[:-2], *k.shape[-1:]] and k.dim() == len(lead) + 1:
+        return f"if the second last dimension counts heads, pass per_head=True and gammas of {columns} elements"
+    return ""
+
+
 _K = Arg("... Nk", "keys; q's dtype and leading shape", "(q.dtype,)")
+_K_OR_HEADS = Arg("... Nk", "keys; q's dtype and leading shape", "(q.dtype,)", hint=_heads_hint)
 _FREQS = Arg("P R", "rope: cos and sin of each position, interleaved", (torch.float32,), optional=True)
 _INTEGERS = (torch.int32, torch.int64)
 _POSITIONS = Arg("...", "rope: the row of freqs of each token", _INTEGERS, optional=True, layout="any", sample="index")
@@ -35,7 +48,11 @@ _ROPE_RULES = (
     Rule("E % 2 == 0 and (freqs is None or E <= R)", "dim", "be even and at most freqs' width"),
     Rule("E <= D or freqs is None", "dim", "be at most head_dim"),
 )  # fmt: skip
-_ROTATED = Rule("freqs is None or (Nq % D == 0 and Nk % D == 0)", "head_dim", "divide the columns of q and of k")
+_ROTATED = Rule(
+    "freqs is None or (Nq % D == 0 and Nk % D == 0)",
+    "head_dim",
+    "divide the columns of q and of k, Nq={Nq} and Nk={Nk}",
+)
 _ROUNDS = "once: y = round(rope((x*rs)*(gamma+offset))); hf: y = round(rope(round(round(x*rs)*(gamma+offset))))"
 
 
@@ -102,7 +119,7 @@ QK_RMS_NORM = Contract(
     "qk_rms_norm",
     args={
         "q": _Q,
-        "k": _K,
+        "k": _K_OR_HEADS,
         "gamma_q": Arg("Gq", "weight of q, or of each of its heads; any float dtype", FLOATS, sample="gamma"),
         "gamma_k": Arg("Gk", "weight of k, or of each of its heads; any float dtype", FLOATS, sample="gamma"),
         **_ROPE,
@@ -124,8 +141,8 @@ QK_RMS_NORM = Contract(
     },
     rules=(
         *_COLUMNS,
-        Rule("Gq > 0 and Nq % Gq == 0 if per_head else Gq == Nq", "gamma_q", "have q's number of columns (per_head: divide it)"),
-        Rule("Gk == Gq if per_head else Gk == Nk", "gamma_k", "have k's number of columns (per_head: gamma_q's)"),
+        Rule("Gq > 0 and Nq % Gq == 0 if per_head else Gq == Nq", "gamma_q", "have q's number of columns, Nq={Nq} (per_head: divide it)"),
+        Rule("Gk == Gq if per_head else Gk == Nk", "gamma_k", "have k's number of columns, Nk={Nk} (per_head: gamma_q's)"),
         Rule("not per_head or Nk % Gq == 0", "k", "have whole heads of gamma_q's length"),
         Rule("not per_head or D == Gq", "head_dim", "be gamma_q's length with per_head"),
         *_ROPE_RULES,

@@ -150,7 +150,7 @@ def gemv_and_partial_norm(
     (tensor([[0.8485, 1.1314]]), tensor([[3.]]))
     """
     if not isinstance(fused, bool):
-        GEMV.fail("fused", "be a bool", repr(fused))
+        GEMV.fail("fused", "be a bool", describe(fused))
     further = _further(GEMV, segments)
     if not fused:
         return _unfused(act, weight, gamma, eps, segments, weight_scale, normed_dtype, out)
@@ -205,11 +205,11 @@ def gemv_and_partial_norm_with_scratch(
     further = _further(GEMV_WITH_SCRATCH, segments)
     for name, value in (("normed_output", normed_output), ("unnormed_output", unnormed_output)):
         if not isinstance(value, Tensor):
-            GEMV_WITH_SCRATCH.fail(name, "be a tensor", repr(value))
+            GEMV_WITH_SCRATCH.fail(name, "be a tensor", describe(value))
     if not isinstance(trace_buf, TraceBuf):
-        GEMV_WITH_SCRATCH.fail("trace_buf", "be a TraceBuf (NullTrace(), GmemTrace(...))", repr(trace_buf))
+        GEMV_WITH_SCRATCH.fail("trace_buf", "be a TraceBuf (NullTrace(), GmemTrace(...))", describe(trace_buf))
     if not isinstance(segment_outputs, (list, tuple)) or not all(isinstance(t, Tensor) for t in segment_outputs):
-        GEMV_WITH_SCRATCH.fail("segment_outputs", "be a list of tensors", repr(segment_outputs))
+        GEMV_WITH_SCRATCH.fail("segment_outputs", "be a list of tensors", describe(segment_outputs))
     if len(segment_outputs) != len(segments):
         GEMV_WITH_SCRATCH.fail(
             "segment_outputs", f"hold {len(segments)} tensors, one a segment", str(len(segment_outputs))
@@ -261,7 +261,7 @@ def gemv_and_partial_norm_unfused_with_scratch(
     """
     for name, value in (("normed_output", normed_output), ("y_scratch", y_scratch)):
         if not isinstance(value, Tensor):
-            _UNFUSED_WITH_SCRATCH.fail(name, "be a tensor", repr(value))
+            _UNFUSED_WITH_SCRATCH.fail(name, "be a tensor", describe(value))
     _two_launches(_UNFUSED_WITH_SCRATCH, act, weight, gamma, weight_scale, eps, normed_output, y_scratch)
 
 
@@ -281,7 +281,7 @@ def gemv_trace_blocks(act: Tensor, weight: Tensor, gamma: Tensor, segments: Sequ
 def _further(contract: Contract, segments: Sequence[Tensor]) -> list[Tensor | None]:
     """The gammas after the first, in the places the contract has for them."""
     if not isinstance(segments, (list, tuple)) or not all(isinstance(g, Tensor) for g in segments):
-        contract.fail("segments", "be a list of tensors", repr(segments))
+        contract.fail("segments", "be a list of tensors", describe(segments))
     if len(segments) > len(FURTHER):
         contract.fail("segments", f"hold at most {len(FURTHER)} tensors", str(len(segments)))
     return [*segments, *[None] * (len(FURTHER) - len(segments))]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ..contract import Contract
+from ..contract import Contract, describe
 from ..formats import Rounding
 from ..library import Op
 from ..qk import QkSpec, RopeRule, qk_spec
@@ -154,7 +154,7 @@ def _unpacked(contract: Contract, rope: Rope | None) -> tuple[Any, ...]:
     if rope is None:
         return _NO_ROPE
     if not isinstance(rope, Rope):
-        contract.fail("rope", "be a Rope or None", repr(rope))
+        contract.fail("rope", "be a Rope or None", describe(rope))
     return rope.freqs, rope.positions, rope.style, rope.dim, rope.head_dim
 
 

@@ -24,7 +24,7 @@ from typing import cast, overload
 import torch
 from torch import Tensor
 
-from ..contract import Arg, Contract, Option, Out, Rule
+from ..contract import Arg, Contract, Option, Out, Rule, describe
 from ..formats import (
     FLOATS,
     FP8_FORMATS,
@@ -105,7 +105,7 @@ RMS_NORM_FUSED_FP8 = Contract(
     },
     rules=(
         _COLUMNS,
-        Rule("group_size is None or N % group_size == 0", "group_size", "divide the number of columns"),
+        Rule("group_size is None or N % group_size == 0", "group_size", "divide the number of columns, N={N}"),
         Rule("fp8_max is None or fp8_max in maxima(out_dtype)", "fp8_max", "be a limit of out_dtype (448; 240 or 224 for e4m3fnuz)"),
         Rule("(scales_dtype in FLOATS) if scale_format == 'float' else (scales_dtype in E8M0)", "scales_dtype",
              "be float32, float16 or bfloat16 (scale_format='ue8m0': float32 or float8_e8m0fnu)"),
@@ -302,7 +302,7 @@ def rms_norm_fused_fp8(
     tensor([[ 0.8081, -1.1314]])
     """
     if prologue is not None and not isinstance(prologue, Prologue):
-        RMS_NORM_FUSED_FP8.fail("prologue", "be a function decorated with onepass.prologue", repr(prologue))
+        RMS_NORM_FUSED_FP8.fail("prologue", "be a function decorated with onepass.prologue", describe(prologue))
     codes, scale, new_residual, norm = _rms_norm_fused_fp8.call(
         x, gamma, residual, static_scale, prologue_args, eps, weight_offset, rounding, scale_ub, out_dtype, fp8_max, scales_dtype,
         group_size, scale_format, scale_layout, prologue.key if prologue is not None else "", return_norm,

@@ -184,6 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m onepass.checks.soak", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--steps", type=int, help="steps of each loop, instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between readings")
@@ -195,12 +196,18 @@ def main() -> int:
         print("transformers is not installed: the ops alone are run")
     soak = Soak(engines(options.seed, options.device, models), options.device, options.seed)
     begin = time.perf_counter()
-    seconds = 60 * options.minutes
+    seconds: float = 60 * options.minutes
+    steps: int | None = options.steps
 
     def say(line: str) -> None:
         print(line, flush=True)
 
-    soak.run(lambda: (time.perf_counter() - begin) / seconds, options.every, say)
+    def progress() -> float:
+        if steps is not None:
+            return min(soak.steps.values()) / max(1, steps)
+        return (time.perf_counter() - begin) / seconds
+
+    soak.run(progress, options.every, say)
     report = {
         "device": options.device,
         "machine": _machine(options.device),
