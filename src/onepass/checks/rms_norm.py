@@ -17,6 +17,7 @@ from ..samples import sample
 from . import compare
 from .case import Case, Layout, lay_out, on_device, poison, same_bytes, to_cpu
 from .crowds import assuming, others
+from .rms_norm_options import sum_cases, verify_division, vllm_cases
 
 BF16, F16, F32 = FLOATS
 E8M0 = torch.float8_e8m0fnu
@@ -71,6 +72,8 @@ def _rms_norm_cases() -> Iterator[Case]:
     for layout in ("misaligned", "transposed"):
         yield Case(op, "chunks", (3, 4), 5000, layout=layout)
     yield Case(op, "chunks", (9,), 3072, values="special")
+    yield from sum_cases(op, ("once", True), (64, 640, 4096, 5000, 20000))
+    yield from sum_cases(op, ("hf", False), (640, 4096))
     yield Case(op, "large", (1024,), 8192)
     yield Case(op, "large", (2048,), 4096, residual=BF16)
 
@@ -166,6 +169,7 @@ def _fp8_cases() -> Iterator[Case]:
     yield Case(op, "chunks", (4,), 9216, options={"group_size": 128})
     three, gate = ("full", "column", "row"), {"prologue": soft_cap_gate}
     yield Case(op, "chunks", (4,), 5000, operands=three, residual=BF16, options=gate)
+    yield from vllm_cases(op)
     yield Case(op, "large", (1024,), 8192)
     yield Case(op, "large", (2048,), 7168)
 
@@ -177,7 +181,7 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     """Keyword arguments of the public function."""
     contract = RMS_NORM if case.op == "rms_norm" else RMS_NORM_FUSED_FP8
     options = dict(case.options)
-    static = options.pop("static_scale", False)
+    static, bound = options.pop("static_scale", False), options.pop("bounded", None)
     optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
     dtypes = {"x": case.x, "gamma": case.gamma or case.x, "residual": case.residual or case.x, "static_scale": F32}
     tensors = sample(contract, {"N": case.n}, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
@@ -185,6 +189,8 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     for name in ("x", "residual"):
         if name in tensors:
             tensors[name] = lay_out(tensors[name], case.layout)
+    if bound is not None:
+        tensors["scale_ub"] = torch.tensor(bound)
     arguments: dict[str, Any] = {**{k: on_device(v, device) for k, v in tensors.items()}, **options}
     if case.operands:
         shapes = {"full": (*case.lead, case.n), "column": (case.n,), "row": (*case.lead, 1)}
@@ -266,6 +272,7 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
         prologue=fused,
         prologue_args=host.get("prologue_args", ()),
         rounding=rounding,
+        round_sum=host.get("round_sum"),
     )
     ulps = 2 if rounding == "hf" else 1
     error = compare.FLOAT32_ERROR * (8 if fused is not None else 1)
@@ -275,6 +282,8 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
     else:
         ties = 0.01 if rounding == "hf" or case.values == "pattern" else 0.001
         wrong = _verify_codes(host, exact, expected.pop(0), expected.pop(0), rounding, error, ties)
+        if wrong is None and case.options.get("quantize") == "divide" and case.options.get("return_norm"):
+            wrong = verify_division(host, results[0], results[1], results[-1])
     if wrong is None and case.residual is not None:
         wrong = compare.floats(expected.pop(0), exact.h, error=error)
         wrong = wrong and f"new_residual: {wrong}"
@@ -295,7 +304,10 @@ def _verify_codes(
     if "static_scale" in host:
         stored = scale.double().reshape(()).expand(out.shape)
     else:
-        step = oracle.quantization_step(exact.y, fp8_max, group_size=group, scale_ub=host.get("scale_ub"))
+        bound = None if host.get("scale_ub") is None else float(host["scale_ub"])
+        step = oracle.quantization_step(
+            exact.y, fp8_max, group_size=group, scale_ub=bound, min_scale=host.get("min_scale", 0.0)
+        )
         rule = ScaleRule("group" if group else "row", scale.dtype, group or 0, host.get("scale_format") == "ue8m0")
         wrong = compare.scales(scale, step, rule, error=error + slack)
         if wrong is not None:

@@ -30,6 +30,8 @@ def run_rows(
     eps: float,
     weight_offset: float,
     scale_ub: float,
+    scale_ub_tensor: Tensor | None = None,
+    min_scale: float = 0.0,
 ) -> None:
     """One launch of a row kernel over ``x`` [..., N]; nothing is launched when there are no rows."""
     launch = _launch.on(x)
@@ -56,6 +58,7 @@ def run_rows(
         launch(
             spec, (total // n, 1, 1), (step, step, step, step, _ROW_SCALE if scale is None else (scale.shape[-1], 0, 0), step), n,
             x, gamma, residual, operands, static_scale, norm, codes, scale, new_residual, eps, weight_offset, scale_ub,
+            scale_ub_tensor, min_scale,
         )  # fmt: skip
         return
     rows: list[Tensor | None] = [x, residual, norm, codes, scale, new_residual]
@@ -69,5 +72,5 @@ def run_rows(
         )
     launch(
         spec, *folded, n, x, gamma, residual, operands, static_scale,
-        norm, codes, scale, new_residual, eps, weight_offset, scale_ub,
+        norm, codes, scale, new_residual, eps, weight_offset, scale_ub, scale_ub_tensor, min_scale,
     )  # fmt: skip
