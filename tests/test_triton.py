@@ -109,7 +109,19 @@ def test_no_kernel_spills() -> None:
 def covering_builds(chip: Chip) -> list[Build]:
     """One length of each kind with every option; further lengths would add nothing to a compile."""
     lengths = (33, 128, 384, 512, 640, 1536, 5000, 20000, 20480)
-    groups = ("short", "dtypes", "layouts", "groups", "scales", "outputs", "prologues", "chunks")
+    groups = (
+        "short",
+        "dtypes",
+        "layouts",
+        "groups",
+        "scales",
+        "outputs",
+        "prologues",
+        "chunks",
+        "sums",
+        "vllm",
+        "divide",
+    )
     cases = [case for case in rms_norm.CASES if case.n in lengths and case.group in groups]
     return list(proof.distinct_builds(cases, chip).values())
 
