@@ -131,6 +131,12 @@ def static_arguments() -> Arguments:
     return arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
 
 
+def vllm_arguments() -> Arguments:
+    optional = ("residual", "scale_ub_tensor")
+    given = arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
+    return given | {"rounding": "hf", "round_sum": False, "quantize": "divide", "min_scale": 0.25}
+
+
 def gemv_arguments(contract: Contract, **changes: Any) -> Arguments:
     sizes = {"M": 3, "N": 40, "K": 32, "W0": 24, "W1": 8, "S": 40, "C": 2, "E": 48, "B": 3}
     optional = ("gamma1", "weight_scale", "trace", "units")
@@ -184,7 +190,20 @@ def call_fp8(given: Arguments) -> Any:
     key = given["prologue"]
     if isinstance(key, str):
         key = onepass.prologues.find(key) if key else None
-    return onepass.rms_norm_fused_fp8(**{**given, "prologue": key})
+    bound, given = public_bound(given), {k: v for k, v in given.items() if k != "scale_ub_tensor"}
+    return onepass.rms_norm_fused_fp8(**{**given, "prologue": key, "scale_ub": bound})
+
+
+def public_bound(given: Arguments) -> Any:
+    """What the public function's ``scale_ub`` is, which is a number or a tensor."""
+    return given["scale_ub"] if given["scale_ub_tensor"] is None else given["scale_ub_tensor"]
+
+
+def told_apart(given: Arguments) -> Arguments:
+    """What the contract is given for it."""
+    bound = public_bound(given)
+    tensor = isinstance(bound, Tensor)
+    return given | {"scale_ub": None if tensor else bound, "scale_ub_tensor": bound if tensor else None}
 
 
 def _further(given: Arguments, name: str) -> list[Any]:
@@ -294,8 +313,10 @@ def public_subjects() -> list[Subject]:
 
     scratch, unfused = gemv.GEMV_WITH_SCRATCH, contracts.UNFUSED_WITH_SCRATCH
     add("rms_norm", rows.RMS_NORM, norm_arguments, call_norm)
-    add("rms_norm_fused_fp8", rows.RMS_NORM_FUSED_FP8, fp8_arguments, call_fp8)
-    add("rms_norm_fused_fp8, static", rows.RMS_NORM_FUSED_FP8, static_arguments, call_fp8, False)
+    fp8 = rows.RMS_NORM_FUSED_FP8
+    add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=told_apart)
+    add("rms_norm_fused_fp8, static", fp8, static_arguments, call_fp8, False, derived=told_apart)
+    add("rms_norm_fused_fp8, as vLLM", fp8, vllm_arguments, call_fp8, False, derived=told_apart)
     add("gemv", gemv.GEMV, lambda: gemv_arguments(gemv.GEMV), call_gemv, own_rules=lacks_outputs)
     codes = {"normed_dtype": FP8, "weight": FP8}
     add("gemv, codes", gemv.GEMV, lambda: gemv_arguments(gemv.GEMV, **codes), call_gemv, False, own_rules=lacks_outputs)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import onepass
+from onepass.checks import vllm_bytes
 from onepass.compat import flashinfer, vllm, vllm_0_19
+from onepass.ops._launch import launching_with
 
 EPS = 1e-5
+BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -82,50 +87,196 @@ def test_the_two_roundings_differ() -> None:
         assert_close(once, twice)
 
 
-def codes_of(y: Tensor, group: int, limit: float | None) -> tuple[Tensor, Tensor]:
-    """The fp8 kernels' last step: a scale for every ``group`` columns, then a division."""
-    grouped = y.float().view(*y.shape[:-1], -1, group)
-    amax = grouped.abs().amax(-1, keepdim=True)
-    scale = (amax if limit is None else amax.clamp(max=limit)) / 448
-    codes = (grouped / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(y.shape)
-    return codes, scale.squeeze(-1)
+def promises_about(*words: str) -> list[Any]:
+    """The comparisons with vLLM's formulas whose names have all of these words; a GPU run makes all of them."""
+    return [pytest.param(p, id=name) for name, p in vllm_bytes.vllm_promises("cpu") if all(w in name for w in words)]
 
 
-def assert_same_codes(got: Tensor, expected: Tensor, equal: float) -> None:
-    assert got.dtype is torch.float8_e4m3fn and got.shape == expected.shape
-    assert (got.view(torch.uint8) == expected.view(torch.uint8)).float().mean() >= equal
-    # a code beside the expected one, at most
-    assert ((got.float() - expected.float()).abs() <= 0.15 * expected.float().abs() + 2**-8).all()
-    assert expected.float().abs().max() > 100
+@pytest.mark.parametrize("promise", [*promises_about("640 columns"), *promises_about("e4m3fnuz")])
+def test_vllm_bytes(promise: vllm_bytes.Promise) -> None:
+    """Codes, scales and residuals are vLLM's to the byte: rows, groups, residuals, bounds, zeros, the least scale."""
+    assert promise() is None
 
 
-@pytest.mark.parametrize("limit", [None, 1.5])
-@pytest.mark.parametrize("group", [None, 64, 128])
-def test_vllm_quantized(group: int | None, limit: float | None) -> None:
-    x, _, weight = inputs(torch.bfloat16, 40, 512)
-    bound = None if limit is None else torch.tensor([limit])
-    if group is None:
-        codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.float8_e4m3fn, bound)
-    else:
-        codes, scales = vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, group], bound)
-    expected, expected_scales = codes_of(rounded_twice(x, weight, torch.bfloat16), group or 512, limit)
-    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
-    assert_same_codes(codes, expected, equal=0.995)
+@pytest.mark.parametrize("promise", promises_about("every quotient"))
+def test_vllm_ties(promise: vllm_bytes.Promise) -> None:
+    """Every bfloat16 value over every largest one: all quotients that lie halfway between two codes are among them."""
+    assert promise() is None
 
 
-def test_vllm_quantized_with_residual() -> None:
-    """The residual is vLLM's to the bit; y comes from the stored sum, so a few codes are a neighbour of vLLM's."""
-    x, residual, weight = inputs(torch.bfloat16, 40, 512)
-    expected_residual = x + residual
-    total = x.float() + residual.float()
-    y = (total * root(total)).bfloat16() * weight
-    codes, scales = vllm.rms_norm_dynamic_per_token_quant(
-        x, weight, EPS, torch.float8_e4m3fn, residual=residual
-    )  # fmt: skip
-    assert torch.equal(residual, expected_residual)
-    expected, expected_scales = codes_of(y, 512, None)
-    torch.testing.assert_close(scales, expected_scales, rtol=2**-7, atol=0)
-    assert_same_codes(codes, expected, equal=0.9)
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [100, 4096, 7168, 20480])
+def test_vllm_bytes_of_other_lengths(n: int) -> None:
+    found = [p() for name, p in vllm_bytes.vllm_promises("cpu") if f"{n} columns" in name]
+    assert len(found) >= 9 and found == [None] * len(found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"quantize": "reciprocal"}, {"round_sum": True}, {"rounding": "once"}, {"min_scale": 0.0}, {"min_scale": 4.3e-6}],
+    ids=str,
+)
+def test_the_comparison_with_vllm_can_fail(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One option other than vLLM's is seen."""
+    before = onepass.rms_norm_fused_fp8
+    monkeypatch.setattr(vllm, "rms_norm_fused_fp8", lambda *a, **k: before(*a, **{**k, **change}))
+    assert vllm_bytes.code_bytes("cpu", BF16, 4096, None, True, None, F8) is not None
+
+
+def test_the_comparison_of_norms_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm of the unrounded sum is seen."""
+    before: Callable[..., Any] = onepass.rms_norm
+    monkeypatch.setattr(vllm, "_rms_norm", lambda *a, **k: before(*a, **{**k, "round_sum": None}))
+    assert vllm_bytes.norm_bytes("cpu", BF16, 640) is not None
+
+
+def test_vllm_divides() -> None:
+    """-100 lies halfway between -96 and -104; the reciprocal of this scale, rounded, pushes it over."""
+    weight = torch.full((64,), 0.68359375, dtype=BF16)
+    weight[0] = 3.0625
+    x = -torch.ones(1, 64, dtype=BF16)
+    codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, 0.0, F8)
+    assert float(scales) == pytest.approx(0.0068359375, abs=0) and float(codes[0, 1].float()) == -96
+    reciprocal, _ = onepass.rms_norm_fused_fp8(x, weight, 0.0, rounding="hf")
+    assert float(reciprocal[0, 1].float()) == -104
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("-inf")])
+@pytest.mark.parametrize("out", [F8, torch.float8_e4m3fnuz])
+def test_vllm_least_scale(bound: float, out: torch.dtype) -> None:
+    x, _, weight = inputs(BF16, 5, 256)
+    x[0] = 0
+    least = {F8: 1 / (448 * 512), torch.float8_e4m3fnuz: 1 / (224 * 512)}[out]
+    for upper, rows in ((None, slice(0, 1)), (torch.tensor(bound), slice(0, 5))):
+        codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, out, upper)
+        assert scales[rows].unique().tolist() == [torch.tensor(least).item()]
+        assert (codes[0].float() == 0).all()
+    assert (codes[1:].float().abs() == vllm_bytes.QMAX[out]).float().mean() > 0.9  # y is far beyond 448 such scales
+
+
+def test_vllm_rows_that_are_not_finite_are_nan() -> None:
+    """The stated difference: vLLM stores codes of 448 and the least scale for them."""
+    x, _, weight = inputs(BF16, 4, 256)
+    x[1, 7], x[2, 9] = torch.nan, torch.inf
+    codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, F8, torch.tensor(2.0))
+    assert scales.isnan().flatten().tolist() == [False, True, True, False]
+    assert codes.float().isnan().all(-1).tolist() == [False, True, True, False]
+
+
+def test_vllm_residual_of_another_shape() -> None:
+    """vLLM counts rows: a residual [tokens, N] goes with an input [batch, tokens, N]."""
+    x, residual, weight = inputs(BF16, 2, 5, 256)
+    flat = residual.view(10, 256).clone()
+    for given in (flat, residual):
+        codes, scales = vllm.rms_norm_per_block_quant(x, weight, EPS, F8, [1, 64], None, given, True, 4)
+        assert codes.shape == x.shape and scales.shape == (10, 4) and scales.stride() == (1, 12)
+    assert torch.equal(flat, residual.view(10, 256)) and torch.equal(residual, x + inputs(BF16, 2, 5, 256)[1])
+
+
+@pytest.mark.parametrize("group", [None, 128])
+def test_vllm_in_a_compiled_graph(group: int | None) -> None:
+    """A bound in a tensor is no break of the graph, and the residual is updated."""
+
+    def layer(x: Tensor, weight: Tensor, residual: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+        if group is None:
+            return vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, F8, bound, residual)
+        return vllm.rms_norm_per_block_quant(x, weight, EPS, F8, [1, group], bound, residual)
+
+    x, residual, weight = inputs(BF16, 6, 256)
+    for value in (1.5, -1.0):
+        bound = torch.tensor([value])
+        expected_residual = residual.clone()
+        expected = layer(x, weight, expected_residual, bound)
+        given = residual.clone()
+        got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight, given, bound)
+        assert torch.equal(given, expected_residual) and torch.equal(got[1], expected[1])
+        assert torch.equal(got[0].view(torch.uint8), expected[0].view(torch.uint8))
+
+
+def test_fused_add_is_one_launch() -> None:
+    launched: list[str] = []
+    x, residual, weight = inputs(BF16, 4, 64)
+    version = residual._version
+    with launching_with(lambda family: lambda *_: launched.append(family)):
+        vllm.fused_add_rms_norm(x, residual, weight, EPS)
+    assert launched == ["rms_norm"] and residual._version == version  # no torch operation wrote to it either
+
+
+def wrong_arguments(x: Tensor, residual: Tensor, weight: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every argument of a call that updates a residual in place, wrong in every way."""
+    n = x.shape[-1]
+    for name, good in (("weight", weight), ("residual", residual), ("x", x)):
+        yield f"{name} is no tensor", {name: 3.0}
+        yield f"{name} is None", {name: None} if name == "x" else {name: "none"}
+        yield f"{name} of integers", {name: good.to(torch.int32)}
+        yield f"{name} of float64", {name: good.double()}
+        yield f"{name} elsewhere", {name: good.to("meta")}
+        yield f"{name} too long", {name: torch.cat([good, good], -1)}
+        yield f"{name} strided", {name: torch.stack([good, good], -1)[..., 0]}
+        yield f"{name} with a gradient", {name: good.clone().requires_grad_()}
+        yield f"{name} without columns", {name: good[..., :0]}
+        yield f"{name} of no dimensions", {name: good.flatten()[0].clone()}
+    yield "weight too short", {"weight": weight[:-1]}
+    yield "weight of two dimensions", {"weight": weight.expand(2, n).contiguous()}
+    yield "residual has a row less", {"residual": residual[:-1]}
+    yield "residual of another dtype", {"residual": residual.to(torch.float16)}
+    yield "residual with rows that overlap", {"residual": residual[:1].expand(x.shape)}
+    yield "residual is the input", {"residual": x}
+    for eps in (-1.0, float("nan"), "1e-5", None):
+        yield f"epsilon is {eps!r}", {"eps": eps}
+
+
+FUSED: dict[str, Callable[..., object]] = {
+    "vllm": lambda x, residual, weight, eps: vllm.fused_add_rms_norm(x, residual, weight, eps),
+    "vllm_0_19": lambda x, residual, weight, eps: vllm_0_19.fused_add_rms_norm(x, residual, weight, eps),
+    "flashinfer": lambda x, residual, weight, eps: flashinfer.fused_add_rmsnorm(x, residual, weight, eps),
+    "flashinfer, gemma": lambda x, residual, weight, eps: flashinfer.gemma_fused_add_rmsnorm(x, residual, weight, eps),
+    "vllm, fp8": lambda x, residual, weight, eps: vllm.rms_norm_dynamic_per_token_quant(
+        x, weight, eps, F8, residual=residual
+    ),
+    "vllm, fp8 groups": lambda x, residual, weight, eps: vllm.rms_norm_per_block_quant(
+        x, weight, eps, F8, [1, 64], residual=residual
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_nothing_is_written_before_everything_is_checked(name: str) -> None:
+    refused = 0
+    for label, _ in wrong_arguments(*inputs(BF16, 4, 64)):
+        x, residual, weight = inputs(BF16, 4, 64)
+        given: dict[str, Any] = {"x": x, "residual": residual, "weight": weight, "eps": EPS}
+        given |= dict(wrong_arguments(x, residual, weight))[label]
+        kept = {k: v.detach().clone() for k, v in given.items() if isinstance(v, Tensor) and not v.is_meta}
+        with torch.enable_grad():
+            try:
+                FUSED[name](**given)
+            except (onepass.ContractError, onepass.Unsupported):
+                refused += 1
+            else:  # what vLLM takes, too
+                assert name.startswith("vllm, fp8") and label == "residual is the input", label
+        if label != "residual is the input" or not name.startswith("vllm, fp8"):
+            for key, before in kept.items():
+                assert torch.equal(given[key].detach(), before), (label, key)
+    assert refused >= 39
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        torch.ones(2),
+        torch.ones(1, dtype=torch.float64),
+        torch.ones(1, device="meta"),
+        torch.ones(1, dtype=torch.int32),
+    ],
+    ids=lambda b: f"{list(b.shape)} {b.dtype} {b.device}",
+)
+def test_a_wrong_bound_changes_nothing(bound: Tensor) -> None:
+    x, residual, weight = inputs(BF16, 4, 64)
+    kept = residual.clone()
+    with pytest.raises(onepass.ContractError, match="rms_norm_fused_fp8: `scale_ub` must"):
+        vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, F8, bound, residual)
+    assert torch.equal(residual, kept)
 
 
 @pytest.mark.parametrize(("alignment", "stride"), [(0, 41), (4, 44)])

@@ -33,6 +33,14 @@ FP8_VARIANTS: dict[str, dict[str, Any]] = {
     "groups": {"group_size": 64, "scale_layout": "column"},
     "ue8m0": {"scale_format": "ue8m0", "scales_dtype": torch.float8_e8m0fnu, "group_size": 128},
     "static": {"static_scale": torch.tensor(0.02)},
+    "as vLLM": {
+        "residual": torch.randn(3, 4, 128).bfloat16(),
+        "rounding": "hf",
+        "round_sum": False,
+        "quantize": "divide",
+        "min_scale": 1 / (448 * 512),
+        "scale_ub_tensor": torch.tensor([1.5]),
+    },
     "prologue": {"prologue": silu_and_mul.key, "prologue_args": [torch.randn(3, 4, 128).bfloat16()]},
 }
 
@@ -50,7 +58,7 @@ def test_opcheck_fp8(variant: str) -> None:
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3)])
 def test_opcheck_rms_norm(lead: tuple[int, ...], residual: bool) -> None:
     tensors = sample(RMS_NORM, {"N": 96}, lead, dtypes={"x": torch.float32}, optional=["residual"] if residual else [])
-    arguments = (tensors["x"], tensors["gamma"], tensors.get("residual"), 1e-6, 0.0, "once")
+    arguments = (tensors["x"], tensors["gamma"], tensors.get("residual"), 1e-6, 0.0, "once", None)
     torch.library.opcheck(torch.ops.onepass.rms_norm.default, arguments)
     outs = (torch.empty_like(tensors["x"]), torch.empty_like(tensors["x"]) if residual else None)
     torch.library.opcheck(torch.ops.onepass.rms_norm_out.default, (*arguments, *outs))

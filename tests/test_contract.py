@@ -104,6 +104,15 @@ def test_messages(change: dict[str, Any], message: str) -> None:
         ({"prologue": onepass.prologues.add, "prologue_args": [1.0]}, "prologue_args"),
         ({"prologue": lambda x: x}, "prologue"),
         ({"scale_ub": 0.0}, "scale_ub"),
+        ({"static_scale": torch.ones(()), "scale_ub": torch.ones(())}, "scale_ub"),
+        ({"scale_ub": torch.ones(2)}, "scale_ub"),
+        ({"scale_ub": torch.ones(1).half()}, "scale_ub"),
+        ({"scale_ub": torch.ones(1, device="meta")}, "scale_ub"),
+        ({"static_scale": torch.ones(()), "min_scale": 1e-6}, "min_scale"),
+        ({"min_scale": -1e-9}, "min_scale"),
+        ({"min_scale": float("nan")}, "min_scale"),
+        ({"quantize": "division"}, "quantize"),
+        ({"round_sum": 1}, "round_sum"),
     ],
 )
 def test_fp8_rules(options: dict[str, Any], argument: str) -> None:

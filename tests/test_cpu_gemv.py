@@ -109,7 +109,7 @@ def test_norm_has_the_bytes_of_the_row_kernel(spec: GemvSpec) -> None:
             fp8 = spec.fp8 if i == 0 else None
             norm = torch.empty(5, width, dtype=fp8.dtype if fp8 else spec.act)
             scale = torch.empty(5, 1) if fp8 else None
-            row = row_spec(F32, gamma.dtype, None, None if fp8 else spec.act, "once", codes=fp8 and fp8.dtype,
+            row = row_spec(F32, gamma.dtype, None, None if fp8 else spec.act, "once", codes=fp8.dtype if fp8 else None,
                            fp8_max=fp8.max if fp8 else 0.0, scale=ScaleRule("row", F32) if fp8 else None)  # fmt: skip
             strides = [(t.stride(0), 0, 0) for t in (y, y, norm, norm, scale if fp8 and scale is not None else y)]
             rms_norm.launch(row, Geometry(5, 1, 1), strides, width, y, gamma, None, (), None, None if fp8 else norm,

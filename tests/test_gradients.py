@@ -38,7 +38,7 @@ def norm(x: Tensor) -> Tensor:
         ("residual", lambda: onepass.rms_norm(X, GAMMA, residual=needing_grad(3, 64))),
         ("out", lambda: onepass.rms_norm(X, GAMMA, out=needing_grad(3, 64))),
         ("out", lambda: onepass.rms_norm(X, GAMMA, out=needing_grad(3, 64) * 2)),
-        ("gamma", lambda: torch.ops.onepass.rms_norm(X, torch.nn.Parameter(GAMMA), None, 1e-6, 0.0, "once")),
+        ("gamma", lambda: torch.ops.onepass.rms_norm(X, torch.nn.Parameter(GAMMA), None, 1e-6, 0.0, "once", None)),
         ("x", lambda: torch.func.grad(lambda x: norm(x).sum())(X)),
         ("x", lambda: torch.func.vjp(norm, X)),
     ],
@@ -69,7 +69,7 @@ def test_it_runs_where_no_gradient_is_asked_for(guard: Callable[[], torch.no_gra
     x, gamma = needing_grad(3, 64), torch.nn.Parameter(GAMMA.clone())
     expected = norm(x.detach())
     with guard():
-        for y in (onepass.rms_norm(x, gamma), torch.ops.onepass.rms_norm(x, gamma, None, 1e-6, 0.0, "once")[0]):
+        for y in (onepass.rms_norm(x, gamma), torch.ops.onepass.rms_norm(x, gamma, None, 1e-6, 0.0, "once", None)[0]):
             assert not y.requires_grad and torch.equal(y, expected)
     assert torch.equal(norm(x.detach()), expected)
 
@@ -89,5 +89,5 @@ def test_autocast_leaves_the_ops_alone() -> None:
         assert torch.equal(onepass.rms_norm(X, GAMMA), norm(X))
         low = onepass.rms_norm(X.bfloat16(), GAMMA)
         assert low.dtype is torch.bfloat16
-        through_dispatcher = torch.ops.onepass.rms_norm(X.bfloat16(), GAMMA, None, 1e-6, 0.0, "once")[0]
+        through_dispatcher = torch.ops.onepass.rms_norm(X.bfloat16(), GAMMA, None, 1e-6, 0.0, "once", None)[0]
     assert torch.equal(low, onepass.rms_norm(X.bfloat16(), GAMMA)) and torch.equal(low, through_dispatcher)

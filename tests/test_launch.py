@@ -171,6 +171,18 @@ def test_static_scale_is_passed_by_address() -> None:
     assert got["static_scale"] == 77 and got["scale"] is None
 
 
+def test_a_bound_in_memory_and_a_least_scale_are_passed() -> None:
+    rule = ScaleRule("row", torch.float32, has_least=True, bound_in_memory=True)
+    spec = row_spec(BF16, BF16, None, None, "once", "", (), E4M3FN.dtype, E4M3FN.max, rule)
+    tensors = (OnDevice(16), OnDevice(32), None, (), None, None, OnDevice(48), OnDevice(64), None)
+    launcher: Callable[..., None] = backend.launch
+    launcher(spec, Geometry(3, 1, 1), [(512, 0, 0)] * 6, 512, *tensors, 1e-5, 0.5, 3.0, OnDevice(77), 0.25)
+    got = Recorder.calls[-1][1]
+    assert got["scale_ub"] == 77 and got["least"] == 0.25
+    _, got = launch(full_spec(), Geometry(3, 1, 1), [(64, 0, 0)] * 7, 64, *tensors[:3], [OnDevice(80)], *tensors[4:])
+    assert got["scale_ub"] is None and got["least"] is None
+
+
 def test_too_many_rows_are_refused() -> None:
     from onepass.errors import Unsupported
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import onepass
 from onepass import oracle
 from onepass.checks import compare, runner
 from onepass.checks.case import Case, same_bytes
-from onepass.formats import E4M3FN, FLOATS
+from onepass.formats import E4M3FN, FLOATS, Quantize, Rounding
 from onepass.ops import _rows
 from onepass.ops._launch import launching_with
 
@@ -114,6 +117,57 @@ class TestMeaning:
         assert same_bytes(y, exact.bfloat16())
         assert not torch.equal(exact, oracle.rms_norm(x, torch.ones(64), 0.0, residual=residual, rounding="hf").y)
 
+    @pytest.mark.parametrize("rounding", ["once", "hf"])
+    def test_whether_the_sum_is_rounded_is_a_question_of_its_own(self, rounding: Rounding) -> None:
+        """A rounded sum gives the bytes of a norm of the stored sum, another those of a norm of the sum in float32."""
+        x, r, gamma = torch.randn(16, 512).bfloat16(), torch.randn(16, 512).bfloat16(), torch.randn(512).bfloat16()
+        rounded, stored = onepass.rms_norm(x, gamma, residual=r, rounding=rounding, round_sum=True)
+        assert same_bytes(stored, x + r)
+        assert same_bytes(rounded, onepass.rms_norm(stored, gamma, rounding=rounding))
+        plain, stored = onepass.rms_norm(x, gamma, residual=r, rounding=rounding, round_sum=False)
+        assert same_bytes(stored, x + r) and (plain != rounded).float().mean() > 0.05
+        exact = oracle.rms_norm(x, gamma, 1e-6, residual=r, rounding=rounding, round_sum=False).y
+        assert (plain == exact.bfloat16()).float().mean() > 0.999
+        for given, expected in ((True, rounded), (False, plain), (None, rounded if rounding == "hf" else plain)):
+            codes = onepass.rms_norm_fused_fp8(
+                x, gamma, residual=r, rounding=rounding, round_sum=given, return_norm=True
+            )
+            assert same_bytes(codes[-1], expected)
+
+    def test_a_rounded_sum_without_anything_to_round(self) -> None:
+        x, gamma = torch.randn(3, 64).bfloat16(), torch.randn(64)
+        for residual in (None, torch.randn(3, 64)):
+            call: Callable[..., Any] = partial(onepass.rms_norm, x, gamma, residual=residual)
+            results = [call(round_sum=given) for given in (None, True, False)]
+            first, *others = [r if residual is None else r[0] for r in results]
+            assert all(same_bytes(first, other) for other in others)
+
+    @pytest.mark.parametrize("group", [None, 64])
+    @pytest.mark.parametrize("rounding", ["once", "hf"])
+    def test_division_is_that_of_the_norm(self, rounding: Rounding, group: int | None) -> None:
+        x, gamma = torch.randn(64, 256), torch.randn(256)
+        q, scale, norm = onepass.rms_norm_fused_fp8(
+            x, gamma, rounding=rounding, quantize="divide", group_size=group, return_norm=True
+        )
+        values = norm.unflatten(-1, (-1, group or 256))
+        assert same_bytes(scale, values.abs().amax(-1) / 448)
+        expected = (values / scale.unsqueeze(-1)).flatten(-2).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert same_bytes(q, expected)
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"group_size": 64}, {"quantize": "divide"}, {"scale_format": "ue8m0"}], ids=str
+    )
+    def test_a_bound_in_memory_is_the_same_bound(self, options: dict[str, Any]) -> None:
+        x, gamma = torch.randn(16, 256).bfloat16(), torch.randn(256).bfloat16()
+        for bound in (0.7, 5.0):
+            number = onepass.rms_norm_fused_fp8(x, gamma, scale_ub=bound, **options)
+            tensor = onepass.rms_norm_fused_fp8(x, gamma, scale_ub=torch.tensor([bound]), **options)
+            assert all(same_bytes(a, b) for a, b in zip(number, tensor, strict=True))
+        nothing = onepass.rms_norm_fused_fp8(x, gamma, scale_ub=torch.tensor(torch.nan), **options)
+        assert all(
+            same_bytes(a, b) for a, b in zip(nothing, onepass.rms_norm_fused_fp8(x, gamma, **options), strict=True)
+        )
+
     def test_weight_offset_is_added_in_float32(self) -> None:
         gamma = torch.full((64,), 0.0039).bfloat16()
         y = onepass.rms_norm(torch.ones(1, 64), gamma.float(), 0.0, weight_offset=1.0)
@@ -130,6 +184,37 @@ class TestMeaning:
 class TestEdges:
     gamma = torch.ones(128)
 
+    @pytest.mark.parametrize("quantize", ["reciprocal", "divide"])
+    def test_least_scale(self, quantize: Quantize) -> None:
+        """Of a row of zeros, of one with a smaller scale, of a bound at or below zero; a row that is NaN stays NaN."""
+        x = torch.zeros(4, 128)
+        x[1], x[2], x[3, 5] = 1e-6, 1.0, torch.nan
+        q, scale = onepass.rms_norm_fused_fp8(x, self.gamma, 1.0, min_scale=1e-5, quantize=quantize)
+        assert scale[:3].flatten().tolist() == pytest.approx([1e-5, 1e-5, 0.5**0.5 / 448], rel=1e-6)
+        assert q[0].view(torch.uint8).eq(0).all() and q[1].float().tolist() == [pytest.approx(0.1, rel=0.05)] * 128
+        assert scale[3].isnan() and q[3].view(torch.uint8).eq(0x7F).all()
+        for bound in (0.0, -1.0, float("-inf")):
+            upper = torch.tensor(bound)
+            _, scale = onepass.rms_norm_fused_fp8(x, self.gamma, scale_ub=upper, min_scale=1e-5, quantize=quantize)
+            assert same_bytes(scale[:3], torch.full((3, 1), 1e-5)) and scale[3].isnan()
+            q, scale = onepass.rms_norm_fused_fp8(x, self.gamma, scale_ub=upper, quantize=quantize)
+            assert scale[:3].eq(0).all() and q[:3].view(torch.uint8).eq(0).all() and scale[3].isnan()
+        powers = {"scale_format": "ue8m0", "quantize": quantize}
+        _, scale = onepass.rms_norm_fused_fp8(x[:3], self.gamma, 1.0, min_scale=1e-5, **powers)  # type: ignore[arg-type]
+        assert scale.flatten().tolist() == [2.0**-16, 2.0**-16, 2.0**-9]
+        _, scale = onepass.rms_norm_fused_fp8(x[:3], self.gamma, scale_ub=torch.tensor(-3.0), **powers)  # type: ignore[arg-type]
+        assert scale.flatten().tolist() == [2.0**-127] * 3
+
+    @pytest.mark.parametrize("static", [0.0, -0.0, 1e-40, float("inf"), float("nan")])
+    def test_division_by_any_scale(self, static: float) -> None:
+        x = torch.tensor([[3.0, -4.0], [torch.nan, 1.0], [0.0, -0.0]])
+        given = torch.tensor(static)
+        q, _ = onepass.rms_norm_fused_fp8(x, torch.ones(2), 0.0, static_scale=given, quantize="divide")
+        codes = q.view(torch.uint8).tolist()
+        expected = {0.0: [0, 0x80], 1e-40: [0x7E, 0xFE], float("inf"): [0, 0x80]}.get(static, [0x7F, 0x7F])
+        assert codes[:2] == [expected, [0x7F, 0x7F]]
+        assert codes[2] == ([0x7F, 0x7F] if static != static else [0, 0x80])
+
     def test_zero_row(self) -> None:
         q, scale = onepass.rms_norm_fused_fp8(torch.zeros(2, 128), self.gamma, 0.0)
         assert q.view(torch.uint8).eq(0).all() and scale.eq(0).all()
@@ -142,7 +227,7 @@ class TestEdges:
         expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 2.0**-126).sqrt()
         assert compare.floats(onepass.rms_norm(x, self.gamma, 0.0), expected) is None
         passed: list[float] = []
-        with launching_with(lambda family: lambda *arguments: passed.append(arguments[-3])):
+        with launching_with(lambda family: lambda *arguments: passed.append(arguments[-5])):
             onepass.rms_norm(x, self.gamma, 0.0)
             onepass.rms_norm(x, self.gamma, 1e-6)
         assert passed == [2.0**-126, 1e-6]

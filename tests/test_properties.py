@@ -31,7 +31,7 @@ from onepass.checks.case import same_bytes
 from onepass.checks.fuzz import OPS, bounds, cases, configuration, draw, draw_case, gemv, numbered, qk, rows, shrink
 from onepass.checks.fuzz import __main__ as fuzz_driver
 from onepass.checks.fuzz.draw import EQUAL, KINDS, Place, Values
-from onepass.formats import FLOATS, FP8_FORMATS
+from onepass.formats import FLOATS, FP8_FORMATS, QUANTIZE
 
 ROOT = Path(__file__).parent.parent
 POOL = 16
@@ -90,7 +90,8 @@ class TestFuzz:
         configs = {case.config for case in found}
         for name, values in (
             ("x", FLOATS), ("out", FP8_FORMATS), ("group", (None, 64, 128)), ("rounding", ("once", "hf")), ("static", (True, False)),
-            ("ue8m0", (True, False)), ("norm", (True, False)), ("prologue", ("", *rows._PROLOGUES)),
+            ("ue8m0", (True, False)), ("norm", (True, False)), ("prologue", ("", *rows._PROLOGUES)), ("quantize", QUANTIZE),
+            ("round_sum", (None, True, False)), ("least", (True, False)), ("bounded", (True, False)),
         ):  # fmt: skip
             assert {getattr(c, name) for c in configs} == set(values), name
         assert {case.values.kind for case in found} == set(KINDS[:-2])
@@ -100,6 +101,22 @@ class TestFuzz:
         for name in ("reverse", "every", "expanded"):
             assert {getattr(case.places[0], name) for case in found} == {True, False}, name
         assert {1, 2, 31, 32, 33, 127, 129, 255, 257} <= {case.n for case in self.drawn("rms_norm", 4000)}
+
+    @pytest.mark.parametrize(
+        ("option", "other"),
+        [
+            ("quantize", {"divide": "reciprocal"}),
+            ("round_sum", {True: False, False: True}),
+            ("min_scale", dict.fromkeys(rows._LEAST, 0.0)),
+        ],
+    )
+    def test_another_option_is_found(self, option: str, other: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        """What a call with another value of one option stores is not taken for what was asked for."""
+        before = onepass.rms_norm_fused_fp8
+        monkeypatch.setattr(rows, "rms_norm_fused_fp8", lambda **a: before(**{**a, option: other[a[option]]}))
+        drawn: list[Any] = [numbered(3, index, ("rms_norm_fused_fp8",), 40, False) for index in range(400)]
+        with torch.inference_mode():
+            assert any(rows.inputs(c).get(option) in other and c.run("cpu") is not None for c in drawn)
 
     def test_batches_of_mla_are_of_all_kinds(self) -> None:
         found = [case.case for case in self.drawn("fused_rope_rmsnorm_quantization", 8000)]

@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 from onepass.checks import families, proof, rms_norm, runner
 from onepass.checks.case import Check
 from onepass.checks.crowds import others
-from onepass.formats import E4M3FN, ScaleRule
+from onepass.formats import E4M3FN, ROUNDINGS, ScaleRule
 from onepass.rows import Operand, RowSpec, row_spec
 from onepass.triton import _compile, evidence
 from onepass.triton._compile import Build, compile_build
@@ -85,9 +85,16 @@ def test_the_compiler_makes_of_sources_what_the_evidence_says(index: int) -> Non
             assert found.ir == proven.ir, build.name
 
 
+_DIVIDE = "rms_norm_row x=bf16 gamma=bf16 "
+_LONG = "rms_norm_long x=bf16 gamma=bf16 e4m3fn:448/row:{} bound 1x4096/16w/v8/r32"
 SPILLING = {
     "gemv act=bf16 weight=e4m3fn scale=row norm=bf16:512/16 16x16/16w/dot/v16u/1+m d1a1p0": 312,
     "rms_norm_row x=f16 gamma=f16 residual=f16 norm hf 4x2*256-/2w/v8": 8,
+    _DIVIDE + "e4m3fn:448/row:f32 divide least hf 4*1024/4w/v8": 8,
+    _DIVIDE + "e4m3fn:448/row:f32 divide least hf 4*2048/8w/v8": 8,
+    _DIVIDE + "e4m3fn:448/row:f32 divide least bound hf 4*1024/4w/v8": 16,
+    _DIVIDE + "norm e4m3fn:448/static:f32 divide 4*1024/4w/v8": 8,
+    **{_LONG.format(scale): 8 for scale in ("ue8m0:f32", "f16", "f32")},
 }
 """Bytes of stack that configurations were proven with. Misaligned fp8 weights of 16 rows would not spill in programs of 8 rows, but a
 trace's number of blocks is not to depend on alignment."""
@@ -111,7 +118,19 @@ def test_no_kernel_spills() -> None:
 def covering_builds(chip: Chip) -> list[Build]:
     """One length of each kind with every option; further lengths would add nothing to a compile."""
     lengths = (33, 128, 384, 512, 640, 1536, 5000, 20000, 20480)
-    groups = ("short", "dtypes", "layouts", "groups", "scales", "outputs", "prologues", "chunks")
+    groups = (
+        "short",
+        "dtypes",
+        "layouts",
+        "groups",
+        "scales",
+        "outputs",
+        "prologues",
+        "chunks",
+        "sums",
+        "vllm",
+        "divide",
+    )
     cases = [case for case in rms_norm.CASES if case.n in lengths and case.group in groups]
     return list(proof.distinct_builds(cases, chip).values())
 
@@ -167,6 +186,34 @@ def columns_a_thread(spec: RowSpec, config: RowConfig) -> int:
     layout = re.search(rf"#{added} = #ttg.blocked<{{sizePerThread = \[1, (\d+)\]", text)
     assert layout is not None
     return int(layout[1])
+
+
+def test_configurations_that_differ_have_different_names() -> None:
+    """Of all that shapes a row kernel's quantization and its sum."""
+    config = row_config(4096, 2, 32, "more", "many")
+    builds: dict[str, Build] = {}
+    flags = tuple(product((False, True), repeat=3))
+    for flag, rounding, residual, round_sum in product(flags, ROUNDINGS, (None, BF16), (None, True, False)):
+        rule = ScaleRule("row", torch.float32, 0, False, *flag)
+        spec = row_spec(BF16, BF16, residual, None, rounding, "", (), E4M3FN.dtype, 448.0, rule, round_sum)
+        build = build_for(spec, config, 1, True, evidence.H200)
+        assert builds.setdefault(build.name, build) == build
+    assert len(builds) == 8 * (2 + 4)
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_division_is_correctly_rounded(group: int) -> None:
+    """Every value is divided, by an instruction that rounds as IEEE 754 says; a reciprocal would be one division per scale."""
+    config = row_config(4096, 2, 32, "group" if group else "more", "many")
+    counts = []
+    for divides in (False, True):
+        rule = ScaleRule("group" if group else "row", torch.float32, group, divides=divides)
+        spec = row_spec(BF16, BF16, None, None, "hf", "", (), E4M3FN.dtype, 448.0, rule)
+        ptx = evidence.lowered(build_for(spec, config, 1, True, evidence.H200), evidence.H200, "ptx")
+        assert not re.findall(r"div\.(?:full|approx)|rcp", ptx)
+        counts.append(len(re.findall(r"div\.rn\.f32", ptx)))
+    values = config.chunk * config.count // (32 * config.warps)
+    assert counts[1] == counts[0] - 1 + values
 
 
 @pytest.mark.parametrize("n", [7168, 8192])

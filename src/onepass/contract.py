@@ -111,6 +111,8 @@ class Contract:
     """There is only the form that writes into the caller's tensors, under the contract's own name."""
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Parameters of the public function that are not named here, and the names that each carries."""
+    known_as: dict[str, str] = field(default_factory=dict)
+    """The public function's names of arguments that have another name here: messages use them."""
 
     @cached_property
     def _generated(self) -> tuple[Callable[..., tuple[Tensor | None, ...]], Callable[..., tuple[bool, ...]]]:
@@ -147,7 +149,7 @@ class Contract:
 
     def fail(self, argument: str, expects: str, got: str) -> NoReturn:
         """Raise the error every refusal has the form of."""
-        raise ContractError(f"{self.name}: `{argument}` must {expects}, got {got}")
+        raise ContractError(f"{self.name}: `{self.known_as.get(argument, argument)}` must {expects}, got {got}")
 
     def blame(self, **tensors: Any) -> None:
         """Refuse what is no tensor, or one without strides or memory of its own: torch's errors name nothing."""

@@ -11,12 +11,14 @@ from typing import Final, Literal
 import torch
 
 Rounding = Literal["once", "hf"]
+Quantize = Literal["reciprocal", "divide"]
 ScaleFormat = Literal["float", "ue8m0"]
 ScaleLayout = Literal["row", "column"]
 ScaleKind = Literal["row", "group", "static"]
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 ROUNDINGS: Final[tuple[Rounding, ...]] = ("once", "hf")
+QUANTIZE: Final[tuple[Quantize, ...]] = ("reciprocal", "divide")
 SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = ("float", "ue8m0")
 SCALE_LAYOUTS: Final[tuple[ScaleLayout, ...]] = ("row", "column")
 GROUP_SIZES: Final = (64, 128)
@@ -56,9 +58,16 @@ FP8_FORMATS: Final = {f.dtype: f for f in (E4M3FN, E4M3FNUZ)}
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How the scale of a row, a group of columns, or a whole tensor is made and stored."""
+    """How the scale of a row, a group of columns, or a whole tensor is made, stored and applied.
+
+    ``divides``: the norm is divided by the scale; otherwise it is multiplied by the reciprocal. ``has_least``: the call
+    gives a least scale. ``bound_in_memory``: the upper bound of amax is read from a tensor.
+    """
 
     kind: ScaleKind
     dtype: torch.dtype
     group: int = 0
     ue8m0: bool = False
+    divides: bool = False
+    has_least: bool = False
+    bound_in_memory: bool = False

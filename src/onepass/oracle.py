@@ -1,6 +1,6 @@
 """The maths in float64, unrounded, importing torch alone and knowing nothing of any implementation.
 
-Only ``rounding="hf"``, which *is* a choice of rounding points, rounds here. Rounding to the output format otherwise
+Only ``rounding="hf"`` and ``round_sum=True``, which *are* a choice of rounding points, round here. Rounding to the output format otherwise
 belongs to whoever compares (`onepass.checks.compare`).
 """
 
@@ -30,14 +30,18 @@ def rms_norm(
     prologue: Callable[..., Tensor] | None = None,
     prologue_args: Sequence[Tensor] = (),
     rounding: str = "once",
+    round_sum: bool | None = None,
 ) -> Norm:
-    """RMSNorm of the last dimension. A row with a non-finite value is all NaN; a row of zeros is all zero."""
+    """RMSNorm of the last dimension. A row with a non-finite value is all NaN; a row of zeros is all zero.
+
+    ``round_sum``: whether ``x + residual`` is rounded to the residual's dtype; None: with "hf".
+    """
     h = x.double()
     if prologue is not None:
         h = prologue(h, *(a.double() for a in prologue_args))
     if residual is not None:
         h = h + residual.double()
-        if rounding == "hf":
+        if rounding == "hf" if round_sum is None else round_sum:
             h = h.to(residual.dtype).double()
     g = gamma.double() + float(torch.tensor(weight_offset, dtype=torch.float32))
     v = h.square().mean(-1, keepdim=True) + float(torch.tensor(eps, dtype=torch.float32))
@@ -116,13 +120,23 @@ def rotate(
 
 
 def quantization_step(
-    y: Tensor, fp8_max: float, *, group_size: int | None = None, scale_ub: float | None = None
+    y: Tensor,
+    fp8_max: float,
+    *,
+    group_size: int | None = None,
+    scale_ub: float | None = None,
+    min_scale: float = 0.0,
 ) -> Tensor:
-    """``min(amax, scale_ub) / fp8_max`` of each row or group, unrounded: [..., groups]; NaN where a value is not finite."""
+    """``max(min(amax, scale_ub) / fp8_max, min_scale)`` of each row or group, unrounded: [..., groups].
+
+    NaN where a value is not finite; a bound that is NaN is none.
+    """
     groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
     amax = groups.abs().amax(-1)
     amax = torch.where(amax.isfinite(), amax, torch.nan)
-    return amax.clamp(max=scale_ub) / fp8_max if scale_ub is not None else amax / fp8_max
+    if scale_ub is not None and scale_ub == scale_ub:
+        amax = amax.clamp(max=scale_ub)
+    return (amax / fp8_max).clamp(min=float(torch.tensor(min_scale, dtype=torch.float32)))
 
 
 def power_of_two_above(t: Tensor) -> Tensor:

@@ -45,9 +45,15 @@ class RowSpec:
     prologue: Prologue | None
     operands: tuple[Operand, ...]
     rounding: Rounding
+    round_sum: bool
+    """Whether ``h`` is rounded to the residual's dtype before it is normed."""
+
+    @property
+    def quantizes_norm(self) -> bool:
+        """Whether amax and codes are made of the norm itself, and not of ``h * g`` with the row's factor applied later."""
+        return self.rounding == "hf" or (self.scale is not None and self.scale.divides)
 
 
-@cache
 def row_spec(
     x: torch.dtype,
     gamma: torch.dtype,
@@ -59,11 +65,31 @@ def row_spec(
     codes: torch.dtype | None = None,
     fp8_max: float = 0.0,
     scale: ScaleRule | None = None,
+    round_sum: bool | None = None,
 ) -> RowSpec:
-    """The interned `RowSpec` of these properties."""
+    """The interned `RowSpec` of these properties; ``round_sum=None`` means what ``rounding`` implies."""
+    if round_sum is None or round_sum == (rounding == "hf") or residual in (None, torch.float32):
+        round_sum = rounding == "hf"  # a float32 sum is as it was: one kernel for both
+    return _row_spec(x, gamma, residual, norm, rounding, prologue, operands, codes, fp8_max, scale, round_sum)
+
+
+@cache
+def _row_spec(
+    x: torch.dtype,
+    gamma: torch.dtype,
+    residual: torch.dtype | None,
+    norm: torch.dtype | None,
+    rounding: Rounding,
+    prologue: str,
+    operands: tuple[Operand, ...],
+    codes: torch.dtype | None,
+    fp8_max: float,
+    scale: ScaleRule | None,
+    round_sum: bool,
+) -> RowSpec:
     fp8 = FP8_FORMATS[codes] if codes is not None else None
     found = find(prologue) if prologue else None
-    return RowSpec(x, gamma, residual, norm, fp8, fp8_max, scale, found, operands, rounding)
+    return RowSpec(x, gamma, residual, norm, fp8, fp8_max, scale, found, operands, rounding, round_sum)
 
 
 class Geometry(NamedTuple):

@@ -67,6 +67,17 @@ def _fp8(t: Tensors, **options: Any) -> list[Tensor]:
     return list(rms_norm_fused_fp8(t["x"], t["gamma"], residual=t["r"], return_norm=True, **options))
 
 
+def _as_vllm(t: Tensors, group: int | None) -> list[Tensor]:
+    """The norm of the unrounded sum, divided by a scale that has a least value and a bound in memory."""
+    bound = torch.full((1,), 1.5, device=t["x"].device)
+    return list(
+        rms_norm_fused_fp8(
+            t["x"], t["gamma"], residual=t["r"], scale_ub=bound, group_size=group, rounding="hf", round_sum=False,
+            quantize="divide", min_scale=1 / (448 * 512),
+        )
+    )  # fmt: skip
+
+
 def _groups(t: Tensors) -> list[Tensor]:
     return list(rms_norm_fused_fp8(t["x"], t["gamma"], group_size=64, out_dtype=E4M3FNUZ.dtype))
 
@@ -129,6 +140,16 @@ SUBJECTS: Final = (
     Subject("rms_norm, hf", _ROW, _GAMMA, lambda t: [rms_norm(t["x"], t["gamma"], rounding="hf")]),
     Subject("rms_norm_fused_fp8", _ROW, _GAMMA, _fp8),
     Subject("rms_norm_fused_fp8, hf, UE8M0", _ROW, _GAMMA, partial(_fp8, rounding="hf", scale_format="ue8m0")),
+    Subject(
+        "rms_norm, rounded sum",
+        _ROW,
+        _GAMMA,
+        lambda t: list(rms_norm(t["x"], t["gamma"], residual=t["r"], round_sum=True)),
+    ),
+    Subject("rms_norm_fused_fp8, as vLLM", _ROW, _GAMMA, partial(_as_vllm, group=None)),
+    Subject(
+        "rms_norm_fused_fp8, as vLLM, groups", {"x": 320, "r": 320}, {"gamma": (320,)}, partial(_as_vllm, group=64)
+    ),
     Subject("rms_norm_fused_fp8, groups", {"x": 320}, {"gamma": (320,)}, _groups),
     Subject("rms_norm_fused_fp8, static scale", {"x": 0}, _GAMMA, _static),
     Subject("rms_norm_fused_fp8, prologue", {**_ROW, "s": 1}, {**_GAMMA, "bias": (0,)}, _prologue),

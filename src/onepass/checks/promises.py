@@ -16,6 +16,7 @@ from .determinism import determinism_promises
 from .gemv_promises import gemv_promises
 from .mla_promises import mla_promises
 from .qk_promises import qk_promises
+from .vllm_bytes import vllm_promises
 
 Promise = Callable[[], str | None]
 """Keeps it (None) or says how it is broken."""
@@ -39,6 +40,7 @@ def promises(device: str) -> Iterator[tuple[str, Promise]]:
     yield from gemv_promises(device)
     yield from qk_promises(device)
     yield from mla_promises(device)
+    yield from vllm_promises(device)
     yield from thread_promises(device)
 
 

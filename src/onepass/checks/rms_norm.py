@@ -17,6 +17,7 @@ from ..samples import sample
 from . import compare
 from .case import Case, Layout, lay_out, on_device, poison, same_bytes, to_cpu
 from .crowds import assuming, others
+from .rms_norm_options import sum_cases, verify_division, vllm_cases
 
 BF16, F16, F32 = FLOATS
 E8M0 = torch.float8_e8m0fnu
@@ -83,6 +84,8 @@ def _rms_norm_cases() -> Iterator[Case]:
     for layout in ("misaligned", "transposed"):
         yield Case(op, "chunks", (3, 4), 5000, layout=layout)
     yield Case(op, "chunks", (9,), 3072, values="special")
+    yield from sum_cases(op, ("once", True), (64, 640, 4096, 5000, 20000))
+    yield from sum_cases(op, ("hf", False), (640, 4096))
     yield Case(op, "large", (1024,), 8192)
     yield Case(op, "large", (2048,), 4096, residual=BF16)
 
@@ -184,6 +187,7 @@ def _fp8_cases() -> Iterator[Case]:
     yield Case(op, "chunks", (4,), 3072, options={"static_scale": True})
     yield Case(op, "chunks", (4,), 9216, options={"group_size": 128})
     yield Case(op, "chunks", (4,), 5000, operands=("full", "column", "row"), residual=BF16, options=gate)
+    yield from vllm_cases(op)
     yield Case(op, "large", (1024,), 8192)
     yield Case(op, "large", (2048,), 7168)
 
@@ -195,7 +199,7 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     """Keyword arguments of the public function."""
     contract = RMS_NORM if case.op == "rms_norm" else RMS_NORM_FUSED_FP8
     options = dict(case.options)
-    static = options.pop("static_scale", False)
+    static, bound = options.pop("static_scale", False), options.pop("bounded", None)
     optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
     dtypes = {"x": case.x, "gamma": case.gamma or case.x, "residual": case.residual or case.x, "static_scale": F32}
     tensors = sample(contract, {"N": case.n}, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
@@ -203,6 +207,8 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     for name in ("x", "residual"):
         if name in tensors:
             tensors[name] = lay_out(tensors[name], case.layout)
+    if bound is not None:
+        tensors["scale_ub"] = torch.tensor(bound)
     arguments: dict[str, Any] = {**{k: on_device(v, device) for k, v in tensors.items()}, **options}
     if case.operands:
         shapes = {"full": (*case.lead, case.n), "column": (case.n,), "row": (*case.lead, 1)}
@@ -274,6 +280,10 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
     host = {k: to_cpu(v) for k, v in arguments.items()}
     results = tuple(t.cpu() for t in results)
     fused: Prologue | None = host.get("prologue")
+    if case.options.get("quantize") == "divide" and case.options.get("return_norm"):
+        wrong = verify_division(host, results[0], results[1], results[-1])
+        if wrong is not None:
+            return wrong
     if host.get("rounding") == "hf":
         return _verify_rounded(case, host, dict(zip(result_names(case), results, strict=True)))
     exact = oracle.rms_norm(
@@ -284,6 +294,7 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
         residual=host.get("residual"),
         prologue=fused,
         prologue_args=host.get("prologue_args", ()),
+        round_sum=host.get("round_sum"),
     )
     error = compare.FLOAT32_ERROR * (8 if fused is not None else 1)
     expected = list(results)
@@ -310,7 +321,10 @@ def _verify_codes(
     if "static_scale" in host:
         stored = scale.double().reshape(()).expand(out.shape)
     else:
-        step = oracle.quantization_step(exact.y, fp8_max, group_size=group, scale_ub=host.get("scale_ub"))
+        bound = None if host.get("scale_ub") is None else float(host["scale_ub"])
+        step = oracle.quantization_step(
+            exact.y, fp8_max, group_size=group, scale_ub=bound, min_scale=host.get("min_scale", 0.0)
+        )
         rule = ScaleRule("group" if group else "row", scale.dtype, group or 0, host.get("scale_format") == "ue8m0")
         wrong = compare.scales(scale, step, rule, error=error)
         if wrong is not None:
@@ -338,9 +352,10 @@ def _verify_rounded(case: Case, host: dict[str, Any], results: dict[str, Tensor]
         wrong = summed.stored(results["residual_out"])
         if wrong is not None:
             return f"new_residual: {wrong}"
-        low, high = summed.rounded(case.residual)
-        doubt = None if doubt is None else torch.where(low.isfinite() & high.isfinite(), high - low, 0.0)
-        h = h.to(case.residual)
+        if host.get("round_sum") is not False:
+            low, high = summed.rounded(case.residual)
+            doubt = None if doubt is None else torch.where(low.isfinite() & high.isfinite(), high - low, 0.0)
+            h = h.to(case.residual)
     h = h.double()
     rs = bounds.reciprocal_rms(h, host.get("eps", 1e-6))
     weight = bounds.weight(host["gamma"], host.get("weight_offset", 0.0))
@@ -358,11 +373,13 @@ def _verify_rounded(case: Case, host: dict[str, Any], results: dict[str, Tensor]
     if stored is None:
         low, high = (bounds.largest(size, group) for size in bounds.sizes(y))
         rule = ScaleRule("group" if group else "row", scale.dtype, group or 0, host.get("scale_format") == "ue8m0")
-        wrong = bounds.scales(scale, low, high, host.get("scale_ub"), fp8_max, rule)
+        bound = None if host.get("scale_ub") is None else float(host["scale_ub"])
+        wrong = bounds.scales(scale, low, high, bound, fp8_max, rule, host.get("min_scale", 0.0))
         if wrong is not None:
             return wrong
         stored = compare.scale_values(scale).repeat_interleave(group or out.shape[-1], -1)
-    return bounds.codes_rounded(out, y, torch.where(rs.isnan(), torch.nan, stored), fmt, fp8_max)
+    within = bounds.codes_divided if host.get("quantize") == "divide" else bounds.codes_rounded
+    return within(out, y, torch.where(rs.isnan(), torch.nan, stored), fmt, fp8_max)
 
 
 def run(case: Case, device: str, seed: int = 0) -> str | None:

@@ -4,8 +4,8 @@
 - `onepass.compat.flashinfer`: ``flashinfer.norm``.
 
 Sums are added in onepass's order (a row gives the same bytes in any batch), so results can differ from the originals' in the
-last bit where a float32 sum does. Everything else that differs is said in the function's docstring. None of these modules
-needs the library it is named after.
+last bit where a float32 sum does. Everything else that differs is said in the module's or the function's docstring. None of these
+modules needs the library it is named after.
 """
 
 from typing import TYPE_CHECKING

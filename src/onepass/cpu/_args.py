@@ -32,7 +32,7 @@ _ROW_TENSORS: Final = ("x", "residual", "norm", "codes", "scale", "new_residual"
 """In the order of `launch`'s strides; the operands follow."""
 _PARAMETERS: Final = (
     "scratch, chunk, geom, strides, n, x, gamma, residual, operands, static_scale, norm, codes, scale, new_residual, "
-    "eps, weight_offset, scale_ub"
+    "eps, weight_offset, scale_ub, scale_ub_tensor=None, min_scale=0.0"
 )
 _GEMV_PARAMETERS: Final = (
     "scratch, team, parts, blocks, k, act, weight, weight_scale, gammas, y, normed, scale, unnormed, counter, trace, "
@@ -49,7 +49,10 @@ def _expressions(spec: Spec) -> dict[str, str]:
 
 def floats(spec: Spec) -> tuple[str, ...]:
     """The float64 fields."""
-    return ("eps",) if isinstance(spec, GemvSpec) else ("eps", "weight_offset", "scale_ub")
+    if isinstance(spec, GemvSpec):
+        return ("eps",)
+    least = spec.scale is not None and spec.scale.has_least
+    return ("eps", "weight_offset", "scale_ub", *(("min_scale",) if least else ()))
 
 
 def _row_expressions(spec: RowSpec) -> dict[str, str]:
@@ -82,6 +85,8 @@ def _row_expressions(spec: RowSpec) -> dict[str, str]:
         fields["scale.group"] = "scale.stride(-1)"
     if spec.scale is not None and not scaled:
         fields["static_scale"] = "static_scale.data_ptr()"
+    if spec.scale is not None and spec.scale.bound_in_memory:
+        fields["scale_ub_tensor"] = "scale_ub_tensor.data_ptr()"
     return fields | {name: name for name in floats(spec)}
 
 

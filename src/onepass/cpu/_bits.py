@@ -188,9 +188,13 @@ def _bits_of(value: float) -> int:
 # --- scales --------------------------------------------------------------------------------------------------------
 
 
-def make_scale(rule: ScaleRule, fp8_max: float, amax: Float, bound: Float) -> Float:
-    """The stored scale ``min(amax, bound) / fp8_max`` as float32; NaN if ``amax`` is infinite or NaN."""
+def make_scale(rule: ScaleRule, fp8_max: float, amax: Float, bound: Float, least: Float | None = None) -> Float:
+    """The stored scale ``max(min(amax, bound) / fp8_max, least)`` as float32; NaN if ``amax`` is infinite or NaN."""
     wanted = (amax < bound).where(amax, bound) / fp8_max
+    if least is None and rule.bound_in_memory:  # which may be negative
+        least = wanted.number(0.0)
+    if least is not None:
+        wanted = (wanted > least).where(wanted, least)
     if rule.ue8m0:
         scale = _power_of_two_above(wanted)
     else:
@@ -206,6 +210,11 @@ def _power_of_two_above(value: Float) -> Float:
     exponent = (bits + 0x7FFFFF) >> 23
     # Subnormals: up to 2**-127 the answer is that subnormal, above it is 2**-126, which the sum above gives too.
     return (bits < 0x400001).where(bits.number(0x400000), exponent << 23).float()
+
+
+def divisor(scale: Float) -> Float:
+    """What values are divided by: the scale, or infinity for a scale of 0, which makes every number a zero of its sign."""
+    return scale.eq(0.0).where(scale.number(float("inf")), scale)
 
 
 def multiplier(numerator: Float | float, scale: Float) -> Float:

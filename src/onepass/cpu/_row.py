@@ -1,7 +1,7 @@
 """The row routine: load, prologue, residual, statistics, scale, store, assembled for one `RowSpec`.
 
 A row is read once to find its statistics and again, out of the cache, to write its outputs; a group of columns, or a
-row whose quantized value is rounded on the way (``rounding="hf"``), is read once more for its largest value. All
+row whose norm itself is quantized (``rounding="hf"``, or division by the scale), is read once more for its largest value. All
 writes of an element follow all reads of it, so an output may be its own input. One row is the work of one thread and
 no step depends on the other rows: the result is a function of the row alone.
 """
@@ -17,6 +17,7 @@ from llvmlite import ir
 from ..rows import RowSpec
 from . import _args, _prologue
 from ._bits import (
+    divisor,
     encode,
     fill_codes,
     is_finite,
@@ -78,6 +79,10 @@ class Row:
         self.count = self.n.to_float()
         self.weights = fields.integer("scratch")
         self.eps, self.bound = fields.number("eps"), fields.number("scale_ub")
+        if "scale_ub_tensor" in fields:
+            bound = load_scalar(f, torch.float32, fields.integer("scale_ub_tensor"))
+            self.bound = bound.is_nan().where(bound.number(float("inf")), bound)
+        self.least = fields.number("min_scale") if "min_scale" in fields else None
         self.static = (
             load_scalar(f, torch.float32, fields.integer("static_scale")) if "static_scale" in fields else None
         )
@@ -85,7 +90,7 @@ class Row:
         self.paired = is_paired(spec)
         self.total, self.top = (Cell(f, zero) for zero in f.zeros())
         self.settled = Cell(f, f.zeros()[0])
-        self.collects_top = spec.scale is not None and spec.scale.kind == "row" and spec.rounding == "once"
+        self.collects_top = spec.scale is not None and spec.scale.kind == "row" and not spec.quantizes_norm
 
     def place(self, rows: Rows) -> Place:
         """The row that ``rows`` is at."""
@@ -116,7 +121,7 @@ class Row:
                 value = lane_mask(mask, self.paired).where(value, 0.0)
         if spec.residual is not None:
             value = value + self._load(spec.residual, row.at["residual"], at, mask)
-            if spec.rounding == "hf":
+            if spec.round_sum:
                 value = round_to(spec.residual, value)
         return value
 
@@ -134,7 +139,7 @@ class Row:
 
     def quantized(self, h: Float, g: Float, rs: Float) -> Float:
         """What the codes are made of, before the scale: ``h * g``, or the norm with its roundings."""
-        return h * g if self.spec.rounding == "once" else self.normed(h, g, rs)
+        return self.normed(h, g, rs) if self.spec.quantizes_norm else h * g
 
     # --- passes ---
 
@@ -184,8 +189,8 @@ class Row:
         """Make and store the scale of the row or of one group; returns the stored value."""
         rule = self.spec.scale
         assert rule is not None
-        amax = top.float() * rs if self.spec.rounding == "once" else top.float()
-        scale = make_scale(rule, self.spec.fp8_max, amax, self.bound)
+        amax = top.float() if self.spec.quantizes_norm else top.float() * rs
+        scale = make_scale(rule, self.spec.fp8_max, amax, self.bound, self.least)
         address = row.at["scale"]
         if group is not None and self.group_stride is not None:
             address = address + group * self.group_stride * rule.dtype.itemsize
@@ -195,7 +200,10 @@ class Row:
     def write(self, row: Place, following: Place | None, begin: Int, end: Int, rs: Float, scale: Float | None) -> None:
         """Store every output of a range of columns, and collect the same columns of the following row."""
         spec = self.spec
-        k = multiplier(rs if spec.rounding == "once" else 1.0, scale) if scale is not None else rs
+        divides = spec.scale is not None and spec.scale.divides
+        k = rs
+        if scale is not None:
+            k = divisor(scale) if divides else multiplier(1.0 if spec.rounding == "hf" else rs, scale)
 
         def body(at: Int, mask: Bool | None) -> None:
             h, g = self.h_again(row, at, mask), self.g(at)
@@ -217,7 +225,8 @@ class Row:
                     self.paired,
                 )
             if spec.fp8 is not None:
-                value = self.quantized(h, g, rs) * k
+                value = self.quantized(h, g, rs)
+                value = value / k if divides else value * k
                 codes = encode(spec.fp8, spec.fp8_max, value)
                 if self.static is not None:
                     codes = with_nan(spec.fp8, codes, value)
@@ -239,7 +248,7 @@ class Row:
         if rule is None or rule.kind == "static":
             self.write(row, following, zero, self.n, rs, self.static)
         elif rule.kind == "row":
-            if self.spec.rounding == "hf":
+            if self.spec.quantizes_norm:
                 top = self.largest(row, zero, self.n, rs)
             self.write(row, following, zero, self.n, rs, self.scale(row, top, rs))
         else:

@@ -63,6 +63,8 @@ def launch(
     eps: float,
     weight_offset: float,
     scale_ub: float,
+    scale_ub_tensor: Tensor | None = None,
+    min_scale: float = 0.0,
 ) -> None:
     """Run the kernel of ``spec`` on checked arguments, writing the outputs that are given.
 
@@ -81,7 +83,7 @@ def launch(
         scratch.grow(needed)
     block = kernel.pack(
         scratch.address, chunk, geom, strides, n, x, gamma, residual, operands, static_scale, norm, codes, scale,
-        new_residual, eps, weight_offset, scale_ub,
+        new_residual, eps, weight_offset, scale_ub, scale_ub_tensor, min_scale,
     )  # fmt: skip
     if threads == 1:
         kernel.serial(block)

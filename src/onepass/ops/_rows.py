@@ -32,6 +32,8 @@ def run_rows(
     eps: float,
     weight_offset: float,
     scale_ub: float,
+    scale_ub_tensor: Tensor | None = None,
+    min_scale: float = 0.0,
 ) -> None:
     """Run a row kernel over ``x`` [..., N], in one launch if its rows allow it; nothing is launched when there are no rows."""
     launch = _launch.on(x)
@@ -58,6 +60,7 @@ def run_rows(
         launch(
             spec, (total // n, 1, 1), (step, step, step, step, _ROW_SCALE if scale is None else (scale.shape[-1], 0, 0), step), n,
             x, gamma, residual, operands, static_scale, norm, codes, scale, new_residual, eps, weight_offset, scale_ub,
+            scale_ub_tensor, min_scale,
         )  # fmt: skip
         return
     rows: list[Tensor | None] = [x, residual, norm, codes, scale, new_residual]
@@ -77,5 +80,5 @@ def run_rows(
         return
     launch(
         spec, *folded, n, x, gamma, residual, operands, static_scale,
-        norm, codes, scale, new_residual, eps, weight_offset, scale_ub,
+        norm, codes, scale, new_residual, eps, weight_offset, scale_ub, scale_ub_tensor, min_scale,
     )  # fmt: skip

@@ -13,6 +13,13 @@ With ``h = prologue(x, *prologue_args) + residual`` in float32 (either may be ab
 
 Everything is float32 until the one rounding at the store. ``rounding="hf"`` rounds where Hugging Face's modules do:
 h to the residual's dtype, ``h * rs`` to x's dtype, and y to x's dtype before amax and quantization.
+
+Three options change one step each, for callers who must match other code:
+
+- ``round_sum`` says whether h is rounded to the residual's dtype before it is normed, whatever ``rounding`` implies.
+- ``quantize="divide"`` makes scale and codes from y itself: ``amax = max |y|``, ``code = saturate(y / scale)``, with a
+  correctly rounded division. "hf" then differs from its default only in the division.
+- ``min_scale`` is the least scale: ``scale = max(min(amax, scale_ub) / fp8_max, min_scale)``.
 """
 
 from __future__ import annotations
@@ -29,9 +36,11 @@ from ..formats import (
     FLOATS,
     FP8_FORMATS,
     GROUP_SIZES,
+    QUANTIZE,
     ROUNDINGS,
     SCALE_FORMATS,
     SCALE_LAYOUTS,
+    Quantize,
     Rounding,
     ScaleFormat,
     ScaleKind,
@@ -49,18 +58,22 @@ _RESIDUAL = Arg("... N", "added to x in float32; x's dtype or float32", "(x.dtyp
 _EPS = Option("float", 1e-6, "added to the mean of squares", where="0 <= eps <= 3.4e38")
 _OFFSET = Option("float", 0.0, "added to gamma in float32", where="-3.4e38 <= weight_offset <= 3.4e38")
 _ROUNDING = Option("str", "once", "where values are rounded", choices=ROUNDINGS)
+_ROUND_SUM = Option(
+    "bool", None, "whether x + residual is rounded before it is normed; None: as rounding says", optional=True
+)
 _COLUMNS = Rule("0 < N <= 16777216", "x", "have 1 to 2**24 columns")
 
 RMS_NORM = Contract(
     "rms_norm",
     args={"x": _X, "gamma": _GAMMA, "residual": _RESIDUAL},
-    options={"eps": _EPS, "weight_offset": _OFFSET, "rounding": _ROUNDING},
+    options={"eps": _EPS, "weight_offset": _OFFSET, "rounding": _ROUNDING, "round_sum": _ROUND_SUM},
     outs={
         "y": Out("... N", "x.dtype", "the norm", "out"),
         "new_residual": Out("... N", "residual.dtype", "x + residual", "residual_out", when="residual is not None"),
     },
     rules=(_COLUMNS,),
-    rounding="once: y = round((h*rs)*(gamma+offset)); hf: h = round(x+residual), y = round(round(h*rs)*(gamma+offset))",
+    rounding="once: y = round((h*rs)*(gamma+offset)); hf: h = round(x+residual), y = round(round(h*rs)*(gamma+offset)); "
+    "round_sum=True: h = round(x+residual) with either; round_sum=False: h = x+residual",
 )
 
 
@@ -75,6 +88,9 @@ RMS_NORM_FUSED_FP8 = Contract(
         "gamma": _GAMMA,
         "residual": _RESIDUAL,
         "static_scale": Arg("", "one float32: the scale of the whole tensor", (torch.float32,), True, layout="any", sample="positive"),
+        "scale_ub_tensor": Arg(
+            "", "one float32: upper bound of amax, read by the kernel", (torch.float32,), True, layout="any", sample="positive"
+        ),
         "prologue_args": Arg("... N | N | ... 1", "the prologue's further tensors", FLOATS, many=True),
     },
     options={
@@ -92,6 +108,9 @@ RMS_NORM_FUSED_FP8 = Contract(
         "scale_layout": Option("str", "row", "which dimension of scale is contiguous", choices=SCALE_LAYOUTS),
         "prologue": Option("str", "", "key of a registered prologue"),
         "return_norm": Option("bool", False, "also return the unquantized norm"),
+        "round_sum": _ROUND_SUM,
+        "quantize": Option("str", "reciprocal", "multiply by 1 / scale, or divide by scale", choices=QUANTIZE),
+        "min_scale": Option("float", 0.0, "least scale, before its rounding to scales_dtype", where="0 <= min_scale <= 3.4e38"),
     },
     sizes={"G": "N // group_size if group_size else 1"},
     outs={
@@ -110,6 +129,9 @@ RMS_NORM_FUSED_FP8 = Contract(
         Rule("(scales_dtype in FLOATS) if scale_format == 'float' else (scales_dtype in E8M0)", "scales_dtype",
              "be float32, float16 or bfloat16 (scale_format='ue8m0': float32 or float8_e8m0fnu)"),
         Rule("static_scale is None or scale_ub is None", "scale_ub", "be None with static_scale"),
+        Rule("static_scale is None or scale_ub_tensor is None", "scale_ub_tensor", "be None with static_scale"),
+        Rule("scale_ub is None or scale_ub_tensor is None", "scale_ub_tensor", "be either a number or a tensor"),
+        Rule("static_scale is None or min_scale == 0", "min_scale", "be 0 with static_scale"),
         Rule("static_scale is None or group_size is None", "group_size", "be None with static_scale"),
         Rule("static_scale is None or scale_format == 'float'", "scale_format", "be 'float' with static_scale"),
         Rule("arity(prologue) == len(prologue_args)", "prologue_args", "hold one tensor for each parameter of the prologue after x"),
@@ -120,7 +142,10 @@ RMS_NORM_FUSED_FP8 = Contract(
         "maxima": lambda dtype: FP8_FORMATS[dtype].maxima,
         "arity": _arity,
     },
-    rounding="once: code = round((h*(gamma+offset))*(rs/scale)); hf: y as in rms_norm, code = round(y*(1/scale))",
+    rounding="once: code = round((h*(gamma+offset))*(rs/scale)); hf: y as in rms_norm, code = round(y*(1/scale)); "
+    "divide: y as in rms_norm (once: before its rounding), code = round(y/scale)",
+    carried={"scale_ub": ("scale_ub", "scale_ub_tensor")},
+    known_as={"scale_ub_tensor": "scale_ub"},
 )  # fmt: skip
 
 
@@ -136,13 +161,14 @@ def _rms_norm_kernel(
     eps: float,
     weight_offset: float,
     rounding: Rounding,
+    round_sum: bool | None,
     y: Tensor,
     new_residual: Tensor | None,
 ) -> None:
     key = (x.dtype, gamma.dtype, None if residual is None else residual.dtype)
     spec = notes.get(key)
     if spec is None:
-        spec = notes[key] = row_spec(*key, x.dtype, rounding)
+        spec = notes[key] = row_spec(*key, x.dtype, rounding, round_sum=round_sum)
     run_rows("rms_norm", spec, x, gamma, residual, (), None, y, None, None, new_residual, eps, weight_offset, math.inf)
 
 
@@ -152,6 +178,7 @@ def _fp8_kernel(
     gamma: Tensor,
     residual: Tensor | None,
     static_scale: Tensor | None,
+    scale_ub_tensor: Tensor | None,
     prologue_args: Sequence[Tensor],
     eps: float,
     weight_offset: float,
@@ -165,27 +192,32 @@ def _fp8_kernel(
     scale_layout: ScaleLayout,
     prologue: str,
     return_norm: bool,
+    round_sum: bool | None,
+    quantize: Quantize,
+    min_scale: float,
     out: Tensor,
     scale: Tensor | None,
     new_residual: Tensor | None,
     norm: Tensor | None,
 ) -> None:
     operands = tuple([_operand(t, x) for t in prologue_args]) if prologue_args else ()
-    key = (x.dtype, gamma.dtype, None if residual is None else residual.dtype, static_scale is None, operands)
+    residual_dtype = None if residual is None else residual.dtype
+    key = (x.dtype, gamma.dtype, residual_dtype, static_scale is None, scale_ub_tensor is None, operands)
     spec = notes.get(key)
     if spec is None:
         kind: ScaleKind = "static" if static_scale is not None else "group" if group_size else "row"
         rule = ScaleRule(
-            kind, scales_dtype if static_scale is None else torch.float32, group_size or 0, scale_format == "ue8m0"
-        )
+            kind, scales_dtype if static_scale is None else torch.float32, group_size or 0, scale_format == "ue8m0",
+            quantize == "divide", min_scale > 0, scale_ub_tensor is not None,
+        )  # fmt: skip
         spec = notes[key] = row_spec(
-            *key[:3], x.dtype if return_norm else None, rounding, prologue, operands, out_dtype,
-            fp8_max or FP8_FORMATS[out_dtype].max, rule,
+            x.dtype, gamma.dtype, residual_dtype, x.dtype if return_norm else None, rounding, prologue, operands, out_dtype,
+            fp8_max or FP8_FORMATS[out_dtype].max, rule, round_sum,
         )  # fmt: skip
     limit = math.inf if scale_ub is None else scale_ub
     run_rows(
         "rms_norm_fused_fp8", spec, x, gamma, residual, prologue_args, static_scale,
-        norm, out, scale, new_residual, eps, weight_offset, limit,
+        norm, out, scale, new_residual, eps, weight_offset, limit, scale_ub_tensor, min_scale,
     )  # fmt: skip
 
 
@@ -208,6 +240,7 @@ def rms_norm(
     weight_offset: float = ...,
     residual: None = ...,
     rounding: Rounding = ...,
+    round_sum: bool | None = ...,
     out: Tensor | None = ...,
     residual_out: None = ...,
 ) -> Tensor: ...
@@ -222,6 +255,7 @@ def rms_norm(
     weight_offset: float = ...,
     residual: Tensor,
     rounding: Rounding = ...,
+    round_sum: bool | None = ...,
     out: Tensor | None = ...,
     residual_out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -235,6 +269,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     residual: Tensor | None = None,
     rounding: Rounding = "once",
+    round_sum: bool | None = None,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -246,8 +281,10 @@ def rms_norm(
     results; they may be ``x`` and ``residual`` themselves.
 
     Rounding: "once" rounds y (and, apart from it, h for new_residual) at the store and nowhere else; "hf" rounds h to
-    the residual's dtype, ``h * rs`` to x's dtype, then the product with gamma. The sum of squares is float32 in an
-    order that depends on N and the dtypes only, so a row gives the same bytes alone and in any batch.
+    the residual's dtype, ``h * rs`` to x's dtype, then the product with gamma. ``round_sum`` decides about h alone: with
+    True "once" norms the sum as it is stored in new_residual, with False "hf" norms the unrounded sum. It has no effect
+    without a residual. The sum of squares is float32 in an order that depends on N and the dtypes only, so a row gives
+    the same bytes alone and in any batch.
 
     >>> import torch, onepass
     >>> x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
@@ -255,7 +292,7 @@ def rms_norm(
     tensor([[0.8485, 1.1314],
             [0.0000, 0.0000]])
     """
-    y, h = _rms_norm.call(x, gamma, residual, eps, weight_offset, rounding, out, residual_out)
+    y, h = _rms_norm.call(x, gamma, residual, eps, weight_offset, rounding, round_sum, out, residual_out)
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))
 
 
@@ -265,7 +302,7 @@ def rms_norm_fused_fp8(
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
-    scale_ub: float | None = None,
+    scale_ub: float | Tensor | None = None,
     out_dtype: torch.dtype = torch.float8_e4m3fn,
     scales_dtype: torch.dtype = torch.float32,
     residual: Tensor | None = None,
@@ -277,6 +314,9 @@ def rms_norm_fused_fp8(
     static_scale: Tensor | None = None,
     return_norm: bool = False,
     rounding: Rounding = "once",
+    round_sum: bool | None = None,
+    quantize: Quantize = "reciprocal",
+    min_scale: float = 0.0,
     fp8_max: float | None = None,
     out: Tensor | None = None,
     scale_output: Tensor | None = None,
@@ -288,13 +328,20 @@ def rms_norm_fused_fp8(
     ``scale`` is [..., 1], one a row; with ``group_size`` 64 or 128 it is [..., N / group_size], contiguous along the
     row or, with ``scale_layout="column"``, along the rows (strides (1, M), as block-scaled GEMMs read it).
     ``scale_format="ue8m0"`` rounds scales up to powers of two, stored as float32 or float8_e8m0fnu. ``static_scale``,
-    one float32 on the same device, replaces the computed scale and is returned as it is. ``scale_ub`` bounds amax.
+    one float32 on the same device, replaces the computed scale and is returned as it is. ``scale_ub`` bounds amax: a
+    positive number, or one float32 on the same device, which the kernel reads. So a tensor needs no synchronization with
+    the host, and it may hold any value: at or below zero the scale is ``min_scale``, and NaN bounds nothing.
+
+    ``quantize="divide"`` computes codes as ``y / scale``, as unfused code does, where the default multiplies by the
+    reciprocal. A quotient that lies halfway between two codes is then rounded to even, whatever the scale. ``min_scale`` is
+    the least scale: smaller ones, and that of a row of zeros, are raised to it.
 
     ``h = prologue(x, *prologue_args) + residual``: a function decorated with `onepass.prologue` is compiled into the
     load; each of its tensors is [..., N], [N] or [..., 1]. ``return_norm`` also stores what `rms_norm` would return.
 
-    Rounding: see the module; codes are round-to-nearest-even and saturate, and are computed from the scale as stored.
-    A row of zeros has codes 0 and scale 0 (ue8m0: 2**-127). A row with NaN or inf has NaN codes and a NaN scale.
+    Rounding: see the module, also for ``round_sum``; codes are round-to-nearest-even and saturate, and are computed from
+    the scale as stored. A row of zeros has codes 0 and scale ``min_scale`` (ue8m0: at least 2**-127). A row with NaN or
+    inf has NaN codes and a NaN scale.
 
     >>> import torch, onepass
     >>> q, scale = onepass.rms_norm_fused_fp8(torch.tensor([[3.0, -4.0]]), torch.ones(2), eps=0.0)
@@ -303,10 +350,11 @@ def rms_norm_fused_fp8(
     """
     if prologue is not None and not isinstance(prologue, Prologue):
         RMS_NORM_FUSED_FP8.fail("prologue", "be a function decorated with onepass.prologue", describe(prologue))
+    bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
     codes, scale, new_residual, norm = _rms_norm_fused_fp8.call(
-        x, gamma, residual, static_scale, prologue_args, eps, weight_offset, rounding, scale_ub, out_dtype, fp8_max, scales_dtype,
-        group_size, scale_format, scale_layout, prologue.key if prologue is not None else "", return_norm,
-        out, scale_output, residual_out, norm_out,
+        x, gamma, residual, static_scale, bound, prologue_args, eps, weight_offset, rounding, number, out_dtype, fp8_max, scales_dtype,
+        group_size, scale_format, scale_layout, prologue.key if prologue is not None else "", return_norm, round_sum, quantize,
+        min_scale, out, scale_output, residual_out, norm_out,
     )  # fmt: skip
     stored = scale if static_scale is None else static_scale
     return tuple([t for t in (codes, stored, new_residual, norm) if t is not None])

@@ -10,30 +10,39 @@ that nothing moves them.
 import triton
 import triton.language as tl
 
-from ._numbers import cast, encode_fp8, make_scale, quotient, store_scale
+from ._numbers import cast, divisor, encode_fp8, make_scale, quotient, scaled, store_scale
 from ._row import column_order, factor, magnitude, normalize
 
 
 @triton.jit
 def _scales(
-    amax, row_factor, bound, FP8_MAX: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HF: tl.constexpr,
-    EXACT: tl.constexpr,
+    amax, row_factor, bound, least, FP8_MAX: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
+    NORMED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The scales of groups with these largest values, and what is divided by them: the row's factor, or 1 where values have it."""
-    if HF:
+    if NORMED:
         numerator = tl.where(row_factor == row_factor, 1.0, row_factor)
     else:
         amax *= row_factor
         numerator = row_factor
-    return make_scale(amax, bound, FP8_MAX, DTYPE, LARGEST, UE8M0, EXACT), numerator
+    return make_scale(amax, bound, FP8_MAX, DTYPE, LARGEST, UE8M0, EXACT, least), numerator
+
+
+@triton.jit
+def _group_factor(numerator, s, DIVIDE: tl.constexpr):
+    """What the values of a group are multiplied by, or with DIVIDE divided by."""
+    if DIVIDE:
+        return divisor(s)
+    else:
+        return quotient(numerator, s)
 
 
 @triton.jit
 def store_groups(
-    values, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present,
+    values, rs, bound, least, codes, codes_at, scale, scale_at, sg, first, n, present,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
     FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, HARDWARE: tl.constexpr,
-    LARGEST: tl.constexpr, UE8M0: tl.constexpr, E8M0: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr,
+    LARGEST: tl.constexpr, UE8M0: tl.constexpr, E8M0: tl.constexpr, NORMED: tl.constexpr, DIVIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile (columns ``first`` onwards) by groups of GROUP columns; store codes and scales."""
     grouped = tl.reshape(column_order(values, ROWS, BLOCK, WARPS, LANES), (ROWS, BLOCK // GROUP, GROUP))
@@ -43,15 +52,17 @@ def store_groups(
         row_factor = tl.zeros_like(amax) + tl.sum(rs, axis=0)
     else:
         row_factor = tl.max(tl.zeros_like(grouped) + rs[:, None, None], axis=2)
-    s, numerator = _scales(amax, row_factor, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, HF, EXACT)
+    s, numerator = _scales(
+        amax, row_factor, bound, least, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, NORMED, EXACT
+    )
     group = first // GROUP + tl.arange(0, BLOCK // GROUP)
     inside = present[:, None] & (group < n // GROUP)[None, :]
     store_scale(scale, scale_at[:, None] + group.to(tl.int64)[None, :] * sg, inside, s, E8M0, EXACT)
-    k = quotient(numerator, s)
-    scaled = tl.reshape(grouped * k[:, :, None], (ROWS, BLOCK))
+    k = _group_factor(numerator, s, DIVIDE)
+    quantized = tl.reshape(scaled(grouped, k[:, :, None], DIVIDE), (ROWS, BLOCK))
     columns = first + tl.arange(0, BLOCK)
     mask = present[:, None] & (columns < n)[None, :]
-    codes_ = encode_fp8(scaled, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
+    codes_ = encode_fp8(quantized, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
     tl.store(codes + codes_at[:, None] + columns[None, :], codes_, mask=mask)
 
 
@@ -120,10 +131,10 @@ def _store_word(dtype):
 
 @triton.jit
 def store_groups_by_lane(
-    held, weights, weight_offset, rs, bound, codes, codes_at, scale, scale_at, sg, place, DTYPE: tl.constexpr,
+    held, weights, weight_offset, rs, bound, least, codes, codes_at, scale, scale_at, sg, place, DTYPE: tl.constexpr,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr,
     NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, HARDWARE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    E8M0: tl.constexpr, OFFSET: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr,
+    E8M0: tl.constexpr, OFFSET: tl.constexpr, HF: tl.constexpr, NORMED: tl.constexpr, DIVIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Quantize a row of whole chunks, held in registers, by groups of ``GROUP = VEC * LANES`` columns; store codes and scales."""
     LANES: tl.constexpr = GROUP // VEC
@@ -133,7 +144,7 @@ def store_groups_by_lane(
     for c in tl.static_range(COUNT):
         h = held[c].to(tl.float32)
         g = factor(weights[c], weight_offset, OFFSET)
-        if HF:
+        if NORMED:
             v = normalize(h, rs, g, DTYPE, HF, EXACT)
         else:
             v = h * g
@@ -145,7 +156,9 @@ def store_groups_by_lane(
     )
     amax = largest.to(tl.float32, bitcast=True)
     row_factor = tl.sum(rs, axis=0)
-    s, numerator = _scales(amax, row_factor, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, HF, EXACT)
+    s, numerator = _scales(
+        amax, row_factor, bound, least, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, NORMED, EXACT
+    )
     SHARE: tl.constexpr = LANES // slots(COUNT)
     lane = tl.arange(0, LANES)[None, :]
     chunk = lane // SHARE
@@ -157,11 +170,11 @@ def store_groups_by_lane(
         [places.to(tl.int64), _scale_word(s, scale.dtype.element_ty, E8M0, EXACT), stores.to(tl.int32)],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    k = quotient(numerator + tl.zeros_like(s), s)
+    k = _group_factor(numerator + tl.zeros_like(s), s, DIVIDE)
     for c in tl.static_range(COUNT):
         own = tl.inline_asm_elementwise(
             _from_lane(c, COUNT, LANES), "=r,r", [k.to(tl.int32, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
         )
-        scaled = tl.reshape(values[c] * own.to(tl.float32, bitcast=True)[:, :, None], (1, CHUNK))
-        q = encode_fp8(scaled, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
+        quantized = tl.reshape(scaled(values[c], own.to(tl.float32, bitcast=True)[:, :, None], DIVIDE), (1, CHUNK))
+        q = encode_fp8(quantized, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
         tl.store(codes + codes_at[:, None] + (c * CHUNK + place)[None, :], q)

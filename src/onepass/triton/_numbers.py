@@ -69,13 +69,16 @@ def _encode_in_software(values, MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.c
 
 @triton.jit
 def make_scale(
-    amax, bound, MAX: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, EXACT: tl.constexpr
-):
-    """The scale to store, as float32: ``min(amax, bound) / MAX`` rounded to DTYPE, or up to a power of two.
+    amax, bound, MAX: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, EXACT: tl.constexpr,
+    least=None,
+):  # fmt: skip
+    """The scale to store, as float32: ``min(amax, bound) / MAX``, but at least ``least``, rounded to DTYPE or up to a power of two.
 
     A float scale below 2**-126 is 0; a finite amax never gives an infinite scale; a NaN or infinite amax gives NaN.
     """
     t = tl.div_rn(tl.minimum(amax, bound), tl.full(amax.shape, MAX, tl.float32))
+    if least is not None:
+        t = tl.maximum(t, least)
     if UE8M0:
         bits = t.to(tl.int32, bitcast=True)
         exponent = tl.minimum(tl.where(bits <= 0x400000, 0, (bits + 0x7FFFFF) >> 23), 254)
@@ -93,6 +96,21 @@ def store_scale(pointer, offset, mask, scale, E8M0: tl.constexpr, EXACT: tl.cons
         tl.store(pointer + offset, tl.where(scale == scale, bits >> 23, 255).to(tl.uint8), mask=mask)
     else:
         tl.store(pointer + offset, cast(scale, pointer.dtype.element_ty, EXACT), mask=mask)
+
+
+@triton.jit
+def divisor(scale):
+    """What values are divided by: the scale, or infinity for a scale of 0, which makes every number a zero of its sign."""
+    return tl.where(scale == 0.0, float("inf"), scale)
+
+
+@triton.jit
+def scaled(values, k, DIVIDE: tl.constexpr):
+    """``values`` as they are encoded: divided by ``k``, correctly rounded, or multiplied by it."""
+    if DIVIDE:
+        return tl.div_rn(values, k)
+    else:
+        return values * k
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ._groups import store_groups, store_groups_by_lane
-from ._numbers import cast, encode_fp8, make_scale, quotient, store_scale
+from ._numbers import cast, divisor, encode_fp8, make_scale, quotient, scaled, store_scale
 from ._pdl import launch_dependents, wait
 from ._places import neighbours, squares_of_places, sum_places, sum_places_and_peak
 from ._row import chunk_mask, factor, magnitude, normalize, reciprocal_rms, row_start, store, tile_columns
@@ -17,7 +17,7 @@ from ._row import chunk_mask, factor, magnitude, normalize, reciprocal_rms, row_
 @triton.jit
 def _combine(
     v, r, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask,
-    PROLOGUE: tl.constexpr, RESIDUAL: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr,
+    PROLOGUE: tl.constexpr, RESIDUAL: tl.constexpr, ROUND_SUM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """``prologue(v, ...) + r``, zero outside the mask: in float32, or as it was loaded or rounded."""
     if PROLOGUE is not None:
@@ -28,7 +28,7 @@ def _combine(
         h = v.to(tl.float32) + r.to(tl.float32)
     else:
         h = v
-    if RESIDUAL and HF:
+    if RESIDUAL and ROUND_SUM:
         return cast(h, r.dtype, EXACT)
     else:
         return h
@@ -37,7 +37,7 @@ def _combine(
 @triton.jit
 def _load_h(
     x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask,
-    PROLOGUE: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr, POLICY: tl.constexpr,
+    PROLOGUE: tl.constexpr, ROUND_SUM: tl.constexpr, EXACT: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """``prologue(x, ...) + residual`` in float32, zero outside the mask."""
     v = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
@@ -45,7 +45,7 @@ def _load_h(
     if residual is not None:
         r = tl.load(residual + r_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
     h = _combine(
-        v, r, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, residual is not None, HF, EXACT
+        v, r, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, residual is not None, ROUND_SUM, EXACT
     )  # fmt: skip
     return h.to(tl.float32)
 
@@ -105,21 +105,30 @@ def _normed_peaks(
 
 
 @triton.jit
+def _bound(scale_ub):
+    """The upper bound of amax that the caller keeps in memory; NaN is none."""
+    bound = tl.load(scale_ub)
+    return tl.where(bound == bound, bound, float("inf"))
+
+
+@triton.jit
 def _row_factor(
-    peak, rs, bound, static_scale, scale, scale_at, present,
+    peak, rs, bound, least, static_scale, scale, scale_at, present,
     FP8_MAX: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, E8M0: tl.constexpr,
-    HF: tl.constexpr, EXACT: tl.constexpr,
+    NORMED: tl.constexpr, DIVIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What a row is multiplied by to become codes; stores the row's scale unless it is the caller's."""
+    """What a row is multiplied by, or with DIVIDE divided by, to become codes; stores the row's scale unless it is the caller's."""
     if SCALE == "static":
         s = tl.load(static_scale) + tl.zeros_like(rs)
     else:
         amax = peak.to(tl.float32, bitcast=True)
-        if not HF:
+        if not NORMED:
             amax *= rs
-        s = make_scale(amax, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, EXACT)
+        s = make_scale(amax, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, EXACT, least)
         store_scale(scale, scale_at, present, s, E8M0, EXACT)
-    if HF:
+    if DIVIDE:
+        return divisor(s)
+    elif NORMED:
         return quotient(tl.where(rs == rs, 1.0, rs), s)
     else:
         return quotient(rs, s)
@@ -129,8 +138,9 @@ def _row_factor(
 def _rms_norm_row_kernel(
     x, x0, x1, x2, gamma, residual, r0, r1, r2, norm, y0, y1, y2, codes, c0, c1, c2, scale, s0, s1, s2, sg,
     new_residual, w0, w1, w2, static_scale, p0, p00, p01, p02, p1, p10, p11, p12, p2, p20, p21, p22, p3, p30, p31, p32,
-    rows, n, n1, n2, eps, weight_offset, bound,
-    PROLOGUE: tl.constexpr, HF: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
+    rows, n, n1, n2, eps, weight_offset, bound, least, scale_ub,
+    PROLOGUE: tl.constexpr, HF: tl.constexpr, ROUND_SUM: tl.constexpr, NORMED: tl.constexpr, DIVIDE: tl.constexpr,
+    FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
@@ -152,6 +162,8 @@ def _rms_norm_row_kernel(
     at2 = row_start(row, n1, n2, p20, p21, p22, LEVELS)
     at3 = row_start(row, n1, n2, p30, p31, p32, LEVELS)
     wait(PDL)
+    if scale_ub is not None:
+        bound = _bound(scale_ub)
     weights = ()
     if EARLY_GAMMA:
         weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
@@ -168,7 +180,7 @@ def _rms_norm_row_kernel(
             columns = c * CHUNK + place
             h = _combine(
                 held[c], added[c], p0, at0, p1, at1, p2, at2, p3, at3, columns,
-                chunk_mask(columns, n, present, c == COUNT - 1), PROLOGUE, residual is not None, HF, EXACT,
+                chunk_mask(columns, n, present, c == COUNT - 1), PROLOGUE, residual is not None, ROUND_SUM, EXACT,
             )  # fmt: skip
             sums = sums + (h,)
         held = sums
@@ -176,7 +188,7 @@ def _rms_norm_row_kernel(
     squares = squares_of_places(held, ROWS, CHUNK, COUNT, SETS, SIZE, WARPS, LANES)
     if not EARLY_GAMMA:
         weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
-    if codes is not None and SCALE == "row" and not HF:
+    if codes is not None and SCALE == "row" and not NORMED:
         peaks = _peaks(held, weights, weight_offset, COUNT, OFFSET)
         total, peak = sum_places_and_peak(squares, peaks, ROWS, CHUNK, SIZE, SETS, PIECES, WARPS, LANES, EXACT)
     else:
@@ -185,18 +197,19 @@ def _rms_norm_row_kernel(
     codes_at = row_start(row, n1, n2, c0, c1, c2, LEVELS)
     scale_at = row_start(row, n1, n2, s0, s1, s2, LEVELS)
     if codes is not None and SCALE != "group":
-        if SCALE == "row" and HF:
+        if SCALE == "row" and NORMED:
             peaks = _normed_peaks(held, weights, weight_offset, rs, x.dtype.element_ty, COUNT, OFFSET, HF, EXACT)
             peak = tl.max(peaks, axis=1)
         elif SCALE == "static":
             peak = tl.zeros((ROWS,), tl.int32)
         k = _row_factor(
-            peak, rs, bound, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, HF, EXACT
+            peak, rs, bound, least, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, NORMED, DIVIDE,
+            EXACT,
         )  # fmt: skip
     if BY_LANE:
         store_groups_by_lane(
-            held, weights, weight_offset, rs, bound, codes, codes_at, scale, scale_at, sg, place, x.dtype.element_ty, CHUNK, COUNT, VEC,
-            GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, OFFSET, HF, EXACT,
+            held, weights, weight_offset, rs, bound, least, codes, codes_at, scale, scale_at, sg, place, x.dtype.element_ty, CHUNK,
+            COUNT, VEC, GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, OFFSET, HF, NORMED, DIVIDE, EXACT,
         )  # fmt: skip
     for c in tl.static_range(COUNT):
         columns = c * CHUNK + place
@@ -219,17 +232,17 @@ def _rms_norm_row_kernel(
             y = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
             store(norm, row_start(row, n1, n2, y0, y1, y2, LEVELS), columns, mask, y, EXACT)
         if codes is not None and not BY_LANE:
-            if HF:
+            if NORMED:
                 v = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
             else:
                 v = h * g
             if SCALE == "group":
                 store_groups(
-                    v, rs, bound, codes, codes_at, scale, scale_at, sg, c * CHUNK, n, present, ROWS, CHUNK, WARPS, LANES,
-                    GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, HF, EXACT,
+                    v, rs, bound, least, codes, codes_at, scale, scale_at, sg, c * CHUNK, n, present, ROWS, CHUNK, WARPS, LANES,
+                    GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, NORMED, DIVIDE, EXACT,
                 )  # fmt: skip
             else:
-                q = encode_fp8(v * k[:, None], FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
+                q = encode_fp8(scaled(v, k[:, None], DIVIDE), FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
                 tl.store(codes + codes_at[:, None] + columns[None, :], q, mask=mask)
 
 
@@ -237,8 +250,9 @@ def _rms_norm_row_kernel(
 def _rms_norm_long_kernel(
     x, x0, x1, x2, gamma, residual, r0, r1, r2, norm, y0, y1, y2, codes, c0, c1, c2, scale, s0, s1, s2, sg,
     new_residual, w0, w1, w2, static_scale, p0, p00, p01, p02, p1, p10, p11, p12, p2, p20, p21, p22, p3, p30, p31, p32,
-    rows, n, n1, n2, eps, weight_offset, bound,
-    PROLOGUE: tl.constexpr, HF: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
+    rows, n, n1, n2, eps, weight_offset, bound, least, scale_ub,
+    PROLOGUE: tl.constexpr, HF: tl.constexpr, ROUND_SUM: tl.constexpr, NORMED: tl.constexpr, DIVIDE: tl.constexpr,
+    FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
     NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
@@ -251,6 +265,8 @@ def _rms_norm_long_kernel(
         launch_dependents(PDL)
     place = tile_columns(CHUNK, WARPS, LANES)
     wait(PDL)
+    if scale_ub is not None:
+        bound = _bound(scale_ub)
     row = tl.zeros((1,), tl.int64) + tl.program_id(0)
     present = row < rows
     x_at = row_start(row, n1, n2, x0, x1, x2, LEVELS)
@@ -267,26 +283,26 @@ def _rms_norm_long_kernel(
         columns = first + place
         mask = (columns < n)[None, :]
         h = _load_h(
-            x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT, "evict_last"
+            x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, ROUND_SUM, EXACT, "evict_last"
         )  # fmt: skip
         squares = tl.fma(h, h, squares)
-        if codes is not None and SCALE == "row" and not HF:
+        if codes is not None and SCALE == "row" and not NORMED:
             g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
             peaks = tl.maximum(peaks, magnitude(h * g))
     launch_dependents(PDL)
     sums = (neighbours(squares, 1, CHUNK, SIZE, WARPS, LANES),)
-    if codes is not None and SCALE == "row" and not HF:
+    if codes is not None and SCALE == "row" and not NORMED:
         total, peak = sum_places_and_peak(sums, peaks, 1, CHUNK, SIZE, 1, PIECES, WARPS, LANES, EXACT)
     else:
         total = sum_places(sums, 1, SIZE, 1, PIECES)
         peak = tl.zeros((1,), tl.int32)
     rs = reciprocal_rms(total, n, eps)
-    if codes is not None and SCALE == "row" and HF:
+    if codes is not None and SCALE == "row" and NORMED:
         for first in range(0, n, CHUNK):
             columns = first + place
             mask = (columns < n)[None, :]
             h = _load_h(
-                x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT, "evict_last"
+                x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, ROUND_SUM, EXACT, "evict_last"
             )  # fmt: skip
             g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
             peaks = tl.maximum(
@@ -295,13 +311,14 @@ def _rms_norm_long_kernel(
         peak = tl.max(peaks, axis=1)
     if codes is not None and SCALE != "group":
         k = _row_factor(
-            peak, rs, bound, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, HF, EXACT
+            peak, rs, bound, least, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, NORMED, DIVIDE,
+            EXACT,
         )  # fmt: skip
     for first in range(0, n, CHUNK):
         columns = first + place
         mask = (columns < n)[None, :]
         h = _load_h(
-            x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, HF, EXACT, "evict_first"
+            x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, ROUND_SUM, EXACT, "evict_first"
         )  # fmt: skip
         g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
         if new_residual is not None:
@@ -310,15 +327,15 @@ def _rms_norm_long_kernel(
             y = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
             store(norm, row_start(row, n1, n2, y0, y1, y2, LEVELS), columns, mask, y, EXACT)
         if codes is not None:
-            if HF:
+            if NORMED:
                 v = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
             else:
                 v = h * g
             if SCALE == "group":
                 store_groups(
-                    v, rs, bound, codes, codes_at, scale, scale_at, sg, first, n, present, 1, CHUNK, WARPS, LANES,
-                    GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, HF, EXACT,
+                    v, rs, bound, least, codes, codes_at, scale, scale_at, sg, first, n, present, 1, CHUNK, WARPS, LANES,
+                    GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, NORMED, DIVIDE, EXACT,
                 )  # fmt: skip
             else:
-                q = encode_fp8(v * k[:, None], FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
+                q = encode_fp8(scaled(v, k[:, None], DIVIDE), FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
                 tl.store(codes + codes_at[:, None] + columns[None, :], q, mask=mask)

@@ -47,12 +47,16 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "scale": spec.scale.dtype if spec.scale and spec.scale.kind != "static" else None,
         "new_residual": spec.residual,
         "static_scale": torch.float32 if spec.scale and spec.scale.kind == "static" else None,
+        "scale_ub": torch.float32 if spec.scale and spec.scale.bound_in_memory else None,
         **{f"p{i}": operand[f"p{i}"].dtype if f"p{i}" in operand else None for i in range(MAX_OPERANDS)},
     }
     vectors = aligned and config.unit > 1
     constants: dict[str, Any] = {
         "PROLOGUE": device_function(spec.prologue, tuple(o.kind for o in spec.operands)) if spec.prologue else None,
         "HF": spec.rounding == "hf",
+        "ROUND_SUM": spec.round_sum,
+        "NORMED": spec.quantizes_norm,
+        "DIVIDE": bool(spec.scale and spec.scale.divides),
         "FP8_MAX": spec.fp8_max,
         "BIAS": spec.fp8.bias if spec.fp8 else 0,
         "NAN": spec.fp8.nan_code if spec.fp8 else 0,
@@ -85,7 +89,9 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     signature: dict[str, str] = {}
     divisible: dict[str, int] = {}
     for name, dtype in dtypes.items():
-        wide = name != "scale" and name != "static_scale" and (name not in operand or operand[name].kind != "row")
+        wide = name not in ("scale", "static_scale", "scale_ub") and (
+            name not in operand or operand[name].kind != "row"
+        )
         if dtype is None:
             constants[name] = None
         else:
@@ -102,7 +108,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
                 if vectors and wide:
                     divisible[stride] = config.unit
     for name in _NAMES:
-        if name in ("eps", "weight_offset", "bound"):
+        if name in ("eps", "weight_offset", "bound") or (name == "least" and spec.scale and spec.scale.has_least):
             signature[name] = "fp32"
         elif name in ("rows", "n", "n1", "n2"):
             signature[name] = "i32"
@@ -153,8 +159,15 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
         parts.append(
             f"{spec.fp8.name}:{spec.fp8_max:g}/{rule.kind}{size}:{'ue8m0:' if rule.ue8m0 else ''}{short[rule.dtype]}"
         )
+        parts += [
+            word
+            for word, said in (("divide", rule.divides), ("least", rule.has_least), ("bound", rule.bound_in_memory))
+            if said
+        ]
     if spec.rounding != "once":
         parts.append(spec.rounding)
+    if spec.residual and spec.round_sum != (spec.rounding == "hf"):
+        parts.append("rounded sum" if spec.round_sum else "unrounded sum")
     if offset:
         parts.append("offset")
     chunks = str(config.chunk) if config.count < 2 else f"{config.count}*{config.chunk}"
@@ -180,7 +193,7 @@ def work_of(spec: RowSpec) -> Work:
         if spec.norm:
             return "group, norm"
         return "group, residual" if spec.residual or spec.gamma.itemsize != 2 else "group"
-    if spec.rounding != "once" or (spec.residual and spec.residual.itemsize != 2):
+    if spec.quantizes_norm or (spec.residual and spec.residual.itemsize != 2):
         return "more"
     if spec.fp8 is None:
         if spec.residual:
@@ -226,7 +239,8 @@ def _aligned(
 def builds(
     chip: Chip, spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, x: Tensor, gamma: Tensor, residual: Tensor | None,
     operands: Sequence[Tensor], static_scale: Tensor | None, norm: Tensor | None, codes: Tensor | None, scale: Tensor | None,
-    new_residual: Tensor | None, eps: float, weight_offset: float, scale_ub: float,
+    new_residual: Tensor | None, eps: float, weight_offset: float, scale_ub: float, scale_ub_tensor: Tensor | None = None,
+    min_scale: float = 0.0,
 ) -> list[Build]:  # fmt: skip
     """What `launch` would run on ``chip``, given the same arguments."""
     tensors = (x, residual, norm, codes, scale, new_residual, *operands)
@@ -256,7 +270,7 @@ class _Plan:
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
 _chips: dict[int, Chip] = {}
-_GAMMA, _STATIC, _SG = (_NAMES.index(name) for name in ("gamma", "static_scale", "sg"))
+_GAMMA, _STATIC, _SG, _BOUND = (_NAMES.index(name) for name in ("gamma", "static_scale", "sg", "scale_ub"))
 _ROWS = _NAMES.index("rows")
 _OFFSET = _NAMES.index("weight_offset")
 
@@ -289,17 +303,19 @@ def launch(
     eps: float,
     weight_offset: float,
     scale_ub: float,
+    scale_ub_tensor: Tensor | None = None,
+    min_scale: float = 0.0,
 ) -> None:
     """Run one row kernel on the current stream; every argument has been checked."""
     rows, n1, n2 = geom
     if rows >= 1 << 31:
         raise Unsupported(f"rms_norm: at most 2**31 - 1 rows in one call on a GPU, got {rows}")
     sg = 0 if scale is None else scale.stride(-1)
-    scalars = (rows, n, n1, n2, eps, weight_offset, scale_ub)
+    scalars = (rows, n, n1, n2, eps, weight_offset, scale_ub, min_scale if min_scale else None)
     tensors = (x, residual, norm, codes, scale, new_residual, *operands)
     device = x.get_device()
     if device < 0:
-        _interpret(spec, geom, strides, n, tensors, gamma, static_scale, sg, scalars)
+        _interpret(spec, geom, strides, n, tensors, gamma, static_scale, scale_ub_tensor, sg, scalars)
         return
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     weight = gamma.data_ptr()
@@ -317,20 +333,22 @@ def launch(
     arguments[_SG] = sg
     if static_scale is not None:
         arguments[_STATIC] = static_scale.data_ptr()
+    if scale_ub_tensor is not None:
+        arguments[_BOUND] = scale_ub_tensor.data_ptr()
     arguments[_ROWS : _ROWS + len(scalars)] = scalars
     plan.launcher(-(-rows // plan.rows), arguments)
 
 
 def _interpret(
     spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, tensors: Sequence[Tensor | None], gamma: Tensor,
-    static_scale: Tensor | None, sg: int, scalars: tuple[float, ...],
+    static_scale: Tensor | None, scale_ub_tensor: Tensor | None, sg: int, scalars: tuple[float | None, ...],
 ) -> None:  # fmt: skip
     """The same call in Triton's interpreter, on CPU tensors."""
     viewed = [t.view(torch.uint8) if t is not None and t.element_size() == 1 else t for t in tensors]
     pointers = [0 if t is None else t.data_ptr() for t in viewed]
     config, levels, aligned = select(spec, geom, strides, n, pointers, gamma.data_ptr(), INTERPRETER)
     build = build_for(spec, config, levels, aligned, INTERPRETER, scalars[_OFFSET - _ROWS] != 0)
-    values: dict[str, Any] = {"gamma": gamma, "static_scale": static_scale, "sg": sg}
+    values: dict[str, Any] = {"gamma": gamma, "static_scale": static_scale, "scale_ub": scale_ub_tensor, "sg": sg}
     values.update(zip(ROW_TENSORS, viewed, strict=False))
     values.update(zip(_NAMES[_ROWS : _ROWS + len(scalars)], scalars, strict=True))
     for name, triple in zip(ROW_TENSORS, strides, strict=False):

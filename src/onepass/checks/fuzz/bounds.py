@@ -8,6 +8,7 @@ as the same number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Final, NamedTuple
@@ -144,23 +145,23 @@ def largest(sizes: Tensor, group: int | None) -> Tensor:
 
 
 def scales(
-    actual: Tensor, low: Tensor, high: Tensor, bound: float | None, fp8_max: float, rule: ScaleRule
+    actual: Tensor, low: Tensor, high: Tensor, bound: float | None, fp8_max: float, rule: ScaleRule, least: float = 0.0
 ) -> str | None:
-    """Stored scales against bounds of amax."""
-    ends = [amax.clamp(min=0.0, max=bound) / fp8_max for amax in (low, high)]
+    """Stored scales against bounds of amax; ``least`` is the least scale, and a bound that is NaN is none."""
+    bound = None if bound is None or math.isnan(bound) else float(torch.tensor(bound, dtype=torch.float32))
+    ends = [(amax if bound is None else amax.clamp(max=bound)).clamp(min=0.0) / fp8_max for amax in (low, high)]
     value = compare.scale_values(actual)
     if actual.shape != low.shape:
         return f"scale shape {list(actual.shape)}, expected {list(low.shape)}"
     if not torch.equal(value.isnan(), low.isnan()):
         return f"scale is NaN in {int(value.isnan().sum())} places, expected in {int(low.isnan().sum())}"
-    least, most = (
-        compare.stored_scale(ends[0] * (1 - PRODUCT), rule),
-        compare.stored_scale(ends[1] * (1 + PRODUCT), rule),
-    )
-    bad = (value < least) | (value > most)
+    floor = float(torch.tensor(least, dtype=torch.float32))
+    lowest = compare.stored_scale((ends[0] * (1 - PRODUCT)).clamp(min=floor), rule)
+    highest = compare.stored_scale((ends[1] * (1 + PRODUCT)).clamp(min=floor), rule)
+    bad = (value < lowest) | (value > highest)
     if bad.any():
         at = int(bad.flatten().nonzero()[0])
-        ends_at = f"{least.flatten()[at]:.9g} to {most.flatten()[at]:.9g}"
+        ends_at = f"{lowest.flatten()[at]:.9g} to {highest.flatten()[at]:.9g}"
         return f"{int(bad.sum())} of {bad.numel()} scales off, first {value.flatten()[at]:.9g}, expected {ends_at}"
     return None
 
@@ -192,6 +193,16 @@ def codes_rounded(actual: Tensor, y: Bounds, stored: Tensor, fmt: Fp8Format, fp8
     low = around(ends[0], ends[0].abs() * PRODUCT + FLOOR).low
     high = around(ends[1], ends[1].abs() * PRODUCT + FLOOR).high
     return compare.between(actual, low, high, fmt, fp8_max)
+
+
+def codes_divided(actual: Tensor, y: Bounds, stored: Tensor, fmt: Fp8Format, fp8_max: float) -> str | None:
+    """``y / scale``, divided in float32: where y is known exactly, so is the code."""
+    divisor = torch.where(stored == 0, torch.inf, stored).float()
+    ends = [(end.float() / divisor).double() for end in y]
+    rising = ~(ends[0] > ends[1])  # a negative scale turns them round
+    return compare.between(
+        actual, torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0]), fmt, fp8_max
+    )
 
 
 def sizes(y: Bounds) -> tuple[Tensor, Tensor]:

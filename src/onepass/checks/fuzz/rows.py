@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...formats import FLOATS, FP8_FORMATS, GROUP_SIZES, ROUNDINGS, ScaleRule
+from ...formats import FLOATS, FP8_FORMATS, GROUP_SIZES, QUANTIZE, ROUNDINGS, ScaleRule
 from ...ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from ...prologues import Prologue, add, dequantize, silu_and_mul
 from .. import compare
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...triton._config import Crowd
 
 OPS = ("rms_norm", "rms_norm_fused_fp8")
-VALUES = ("values", "second", "gamma", "eps", "scale_ub", "static")
+VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static")
 """Fields of a case that choose no machine code."""
 E8M0 = torch.float8_e8m0fnu
 _PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
@@ -37,6 +37,9 @@ _PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
 _PROLOGUE_ERROR = 8 * compare.FLOAT32_ERROR
 _LONG = (4096, 4097, 7168, 12288, 16384, 16385, 20000)
 """Lengths of which each has machine code of its own on a GPU."""
+_BOUNDS = (1.5, 448.0, 1e-3, 0.0, -0.0, -2.0, float("inf"), float("-inf"), float("nan"), 1e-42)
+"""What a bound in memory may be: anything."""
+_LEAST = (1 / (448 * 512), 0.01, 1e-30, 1e-40, 7e4)
 _STATIC = (0.02, 1.0, 0.0, 2.0**-14, 3e4, float("nan"), float("inf"), 1e-40)
 
 
@@ -59,6 +62,11 @@ class RowConfiguration:
     prologue: str = ""
     operand: torch.dtype = torch.bfloat16
     lengths: tuple[int, ...] = ()
+    round_sum: bool | None = None
+    quantize: str = "reciprocal"
+    least: bool = False
+    bounded: bool = False
+    """Whether the upper bound of amax is a tensor."""
 
 
 def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
@@ -67,6 +75,7 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     c = RowConfiguration(
         op, x, r.choice((x, *FLOATS)), r.choice((None, None, x, torch.float32)), r.choice(ROUNDINGS),
         lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
+        round_sum=r.choice((None, None, True, False)),
     )  # fmt: skip
     if op == "rms_norm":
         return c
@@ -78,6 +87,7 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     return replace(
         c, out=out, fp8_max=r.choice((None, *FP8_FORMATS[out].maxima)), static=static, group=group, ue8m0=ue8m0,
         scales=r.choice((torch.float32, E8M0)) if ue8m0 else r.choice(FLOATS), norm=r.random() < 0.3, prologue=prologue,
+        quantize=r.choice(QUANTIZE), least=not static and r.random() < 0.3, bounded=not static and r.random() < 0.3,
         operand=r.choice(FLOATS), lengths=tuple(-(-n // group) * group for n in c.lengths) if group else c.lengths,
     )  # fmt: skip
 
@@ -92,6 +102,8 @@ class RowCase:
     eps: float = 1e-6
     offset: float = 0.0
     scale_ub: float | None = None
+    min_scale: float = 0.01
+    """Where the configuration has one."""
     static: float = 0.02
     column: bool = False
     values: Values = NORMAL
@@ -117,7 +129,15 @@ class RowCase:
         for n in (1, 2, self.n // unit // 2, self.n // unit - 1):
             yield replace(self, n=max(1, n) * unit)
         yield from draw.simpler(
-            self, eps=1e-6, offset=0.0, scale_ub=None, static=0.02, column=False, shift=0, crowd=None
+            self,
+            eps=1e-6,
+            offset=0.0,
+            scale_ub=1.5 if self.config.bounded else None,
+            min_scale=0.01,
+            static=0.02,
+            column=False,
+            shift=0,
+            crowd=None,
         )
 
     def run(self, device: str) -> str | None:
@@ -138,9 +158,10 @@ def draw_case(c: RowConfiguration, r: Random) -> RowCase:
     if c.group and not c.lengths:
         n = c.group * max(1, n // c.group)
     tame = bool(c.prologue)
+    bounds_ = _BOUNDS if c.bounded else (None,) if c.static else (None, None, 1.5, 448.0, 1e-3)
     return RowCase(
-        c, lead, n, draw.epsilon(r), draw.offset(r), r.choice((None, None, 1.5, 448.0, 1e-3)) if not c.static else None,
-        r.choice(_STATIC), r.random() < 0.3, draw.values(r, tame=tame), draw.values(r, tame=tame), draw.weights(r),
+        c, lead, n, draw.epsilon(r), draw.offset(r), r.choice(bounds_), r.choice(_LEAST), r.choice(_STATIC), r.random() < 0.3,
+        draw.values(r, tame=tame), draw.values(r, tame=tame), draw.weights(r),
         (draw.place(r), draw.place(r), draw.place(r, inputs=False), draw.place(r, inputs=False)), r.choice((0, 0, 1, 3)),
         r.choice((None, None, "many", "flood")),
     )  # fmt: skip
@@ -156,16 +177,20 @@ def inputs(case: RowCase) -> dict[str, Any]:
         "eps": case.eps,
         "weight_offset": case.offset,
         "rounding": c.rounding,
+        "round_sum": c.round_sum,
     }
     if c.residual is not None:
         found["residual"] = other_place.put(case.second.make(shape, c.residual))
     if c.op == "rms_norm":
         return found
-    found |= {"out_dtype": c.out, "fp8_max": c.fp8_max, "return_norm": c.norm}
+    found |= {"out_dtype": c.out, "fp8_max": c.fp8_max, "return_norm": c.norm, "quantize": c.quantize}
     if c.static:
         found["static_scale"] = torch.tensor(case.static)
     else:
         found |= {"scales_dtype": c.scales, "group_size": c.group, "scale_ub": case.scale_ub}
+        found["min_scale"] = case.min_scale if c.least else 0.0
+        if c.bounded:
+            found["scale_ub"] = torch.tensor(case.scale_ub)
         found |= {"scale_format": "ue8m0" if c.ue8m0 else "float", "scale_layout": "column" if case.column else "row"}
     if c.prologue:
         found["prologue"], kinds = _PROLOGUES[c.prologue]
@@ -251,13 +276,14 @@ def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> 
         wrong = (bounds.Bounds(h, h) if doubt is None else bounds.around(h, doubt)).stored(named["residual_out"])
         if wrong is not None:
             return f"new_residual: {wrong}"
-        if c.rounding == "hf":
+        if c.rounding == "hf" if c.round_sum is None else c.round_sum:
             if doubt is not None:
                 low, high = bounds.around(h, doubt).rounded(c.residual)
                 doubt = torch.where(low.isfinite() & high.isfinite(), high - low, 0.0)
             h = h.to(c.residual).double()
     rs, g = bounds.reciprocal_rms(h, case.eps), bounds.weight(host["gamma"], case.offset)
     rounded = c.x if c.rounding == "hf" else None
+    divides = c.quantize == "divide"
     y = None
     for name in ("out",) if c.op == "rms_norm" else ("norm_out",) if c.norm else ():
         y = bounds.normed(h, rs, g, rounded, error, doubt)
@@ -268,11 +294,11 @@ def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> 
         return None
     fmt = FP8_FORMATS[c.out]
     fp8_max = c.fp8_max or fmt.max
-    if rounded is not None and y is None:
+    if (rounded is not None or divides) and y is None:
         y = bounds.normed(h, rs, g, rounded, error, doubt)
     stored = host.get("static_scale")
     if stored is None:
-        if rounded is None:
+        if rounded is None and not divides:
             size = (h * g).abs()
             off = (size if doubt is None else (h.abs() + doubt) * g.abs()) * rs
             off = off * error + bounds.FLOOR * rs
@@ -284,15 +310,17 @@ def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> 
             assert y is not None
             ends = [bounds.largest(t, c.group) for t in bounds.sizes(y)]
         rule = ScaleRule("group" if c.group else "row", c.scales, c.group or 0, c.ue8m0)
-        wrong = bounds.scales(named["scale_output"], ends[0], ends[1], case.scale_ub, fp8_max, rule)
+        least = case.min_scale if c.least else 0.0
+        wrong = bounds.scales(named["scale_output"], ends[0], ends[1], case.scale_ub, fp8_max, rule, least)
         if wrong is not None:
             return wrong
         stored = compare.scale_values(named["scale_output"])
         if c.group:
             stored = stored.repeat_interleave(c.group, -1)
     stored = stored.double()
-    if y is not None and rounded is not None:
-        return bounds.codes_rounded(named["out"], y, torch.where(rs.isnan(), torch.nan, stored), fmt, fp8_max)
+    if y is not None and (rounded is not None or divides):
+        stored = torch.where(rs.isnan(), torch.nan, stored)
+        return (bounds.codes_divided if divides else bounds.codes_rounded)(named["out"], y, stored, fmt, fp8_max)
     return bounds.codes_once(named["out"], h, rs, g, stored, fmt, fp8_max, error, doubt)
 
 
