@@ -37,7 +37,7 @@ def smaller(a, b):
 
 DIALECT: Final[Dialect] = {
     "const": "tl.full([], {0}, tl.float32)",
-    "neg": "-{0}",
+    "neg": "{0} * -1.0",  # Triton takes -x for 0 - x, which is 0 where x is 0, not -0
     "not": "~{0}",
     "where": "tl.where({0}, {1}, {2})",
     "exp": "tl.exp({0})",
