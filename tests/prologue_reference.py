@@ -24,16 +24,16 @@ _count = itertools.count()
 class _Number(Tensor):
     """An element. ``a += b`` gives the name ``a`` another number; of tensors it would change all that share memory with a."""
 
-    def __iadd__(self, other: Any) -> Any:  # type: ignore[override,misc]
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
         return self + other
 
-    def __isub__(self, other: Any) -> Any:  # type: ignore[override,misc]
+    def __isub__(self, other: Any) -> Any:  # type: ignore[misc]
         return self - other
 
-    def __imul__(self, other: Any) -> Any:  # type: ignore[override,misc]
+    def __imul__(self, other: Any) -> Any:  # type: ignore[misc]
         return self * other
 
-    def __itruediv__(self, other: Any) -> Any:  # type: ignore[override,misc]
+    def __itruediv__(self, other: Any) -> Any:  # type: ignore[misc]
         return self / other
 
     def __rtruediv__(self, other: Any) -> Any:

@@ -4,8 +4,8 @@ import torch
 
 from onepass.checks.runner import running_on
 from onepass.prologues import prologue
-from prologue_reference import define, direct, random_source, same_numbers
-from test_prologue_meaning import EXACT, HALF, arguments, elements, kernel
+from prologue_reference import define, direct, elements, random_source, same_numbers
+from test_prologue_meaning import EXACT, HALF, arguments, kernel
 
 INTERPRETED = 8
 

@@ -102,7 +102,7 @@ def result_is_a_parameter(x, y):  # type: ignore[no-untyped-def]
     return x
 
 
-FUNCTIONS = [
+FUNCTIONS: list[Callable[..., Any]] = [
     swap, swap_at_once, assigned, augmented, annotated, operand_only, rotated, in_a_row, flags, signs, generated_names,
     helpers_hidden, unused, result_is_a_parameter,
 ]  # fmt: skip
@@ -153,6 +153,7 @@ def test_random_functions_in_the_cpu_kernel(seed: int) -> None:
     assert same_numbers(kernel(prologue(function), *given), direct(function, *given)), source
 
 
+@pytest.mark.slow
 def test_the_triton_source_computes_what_the_function_does() -> None:
     pytest.importorskip("triton")
     here = Path(__file__).parent

@@ -29,7 +29,7 @@ from onepass.checks.case import same_bytes
 from onepass.checks.fuzz import OPS, bounds, cases, configuration, draw, draw_case, gemv, numbered, qk, rows, shrink
 from onepass.checks.fuzz import __main__ as fuzz_driver
 from onepass.checks.fuzz.draw import EQUAL, KINDS, Place, Values
-from onepass.formats import FLOATS, FP8_FORMATS
+from onepass.formats import FLOATS, FP8_FORMATS, OPERAND_GROUPS, QUANTIZED
 
 ROOT = Path(__file__).parent.parent
 POOL = 16
@@ -87,8 +87,9 @@ class TestFuzz:
         found = self.drawn("rms_norm_fused_fp8", 4000)
         configs = {case.config for case in found}
         for name, values in (
-            ("x", FLOATS), ("out", FP8_FORMATS), ("group", (None, 64, 128)), ("rounding", ("once", "hf")), ("static", (True, False)),
-            ("ue8m0", (True, False)), ("norm", (True, False)), ("prologue", ("", *rows._PROLOGUES)),
+            ("x", (*FLOATS, *QUANTIZED)), ("out", FP8_FORMATS), ("group", (None, 64, 128)), ("rounding", ("once", "hf")),
+            ("static", (True, False)), ("ue8m0", (True, False)), ("norm", (True, False)), ("prologue", ("", *rows._PROLOGUES)),
+            ("operand_group", (0, *OPERAND_GROUPS)),
         ):  # fmt: skip
             assert {getattr(c, name) for c in configs} == set(values), name
         assert {case.values.kind for case in found} == set(KINDS[:-2])

@@ -13,7 +13,8 @@ and IEEE (``maximum`` and ``minimum`` propagate NaN, as torch's do).
 
 A body is assignments to local names (``=``, ``+=``, ``a, b = b, a``; parameters may be assigned too) and one final
 ``return``. It may use its parameters, numbers, ``+ - * /``, comparisons, ``and or not``, ``a if c else b`` and the helper
-functions below. Anything else is a `ContractError` at decoration that names the line.
+functions below. Anything else is a `ContractError` at decoration that names the line. Names stand for numbers, one per
+element: ``x += y`` gives ``x`` another number and changes no other name.
 
 **Globals and closure variables are frozen at decoration.** A number of the module or of an enclosing function may be used;
 its value at that moment becomes a constant of the program. Assigning another value later changes nothing: decorate the
@@ -219,5 +220,17 @@ def silu_and_mul(x, gate):  # type: ignore[no-untyped-def]
 
 @prologue
 def dequantize(x, scale):  # type: ignore[no-untyped-def]
-    """``x * scale``, with ``scale`` [..., 1] per row."""
+    """``x * scale``, with ``scale`` [..., 1] per row or [..., N / group] per group of 32, 64, 128 or 256 columns.
+
+    ``x`` may be fp8 or int8, so that a quantized activation is dequantized, normed and quantized again in one read:
+
+    >>> import torch, onepass
+    >>> x = torch.arange(-64, 64, dtype=torch.int8).view(1, 128)
+    >>> scale = torch.tensor([[0.5, 0.25]])
+    >>> codes, s = onepass.rms_norm_fused_fp8(
+    ...     x, torch.ones(128), prologue=onepass.prologues.dequantize, prologue_args=[scale]
+    ... )
+    >>> (codes.float() * s)[0, :2]
+    tensor([-2.1786, -2.1786])
+    """
     return x * scale

@@ -38,7 +38,10 @@ def sample(
             values = 0.02 + 0.01 * values.abs()
         elif arg.sample == "index":
             values = values > 0
-        default = arg.dtypes[0] if not isinstance(arg.dtypes, str) else chosen.get(first, torch.bfloat16)
+        follows = (
+            isinstance(arg.dtypes, str) or arg.sample == "gamma"
+        )  # gammas may have any dtype; most have the first's
+        default = chosen.get(first, torch.bfloat16) if follows else arg.dtypes[0]
         tensors[name] = values.to(chosen.get(name, default)).to(device)
     return tensors
 
