@@ -166,7 +166,7 @@ def boolean(x):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (loops, "only `name = expression`"),
+        (loops, "only assignments to local names and a final return are allowed, got For"),
         (power, "operator Pow"),
         (unknown_function, "`math.erf` is not one of onepass's helper functions"),
         (unknown_name, "`undefined` is neither"),

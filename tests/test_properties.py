@@ -31,7 +31,7 @@ from onepass.checks.case import same_bytes
 from onepass.checks.fuzz import OPS, bounds, cases, configuration, draw, draw_case, gemv, numbered, qk, rows, shrink
 from onepass.checks.fuzz import __main__ as fuzz_driver
 from onepass.checks.fuzz.draw import EQUAL, KINDS, Place, Values
-from onepass.formats import FLOATS, FP8_FORMATS, QUANTIZE
+from onepass.formats import FLOATS, FP8_FORMATS, OPERAND_GROUPS, QUANTIZE, QUANTIZED
 
 ROOT = Path(__file__).parent.parent
 POOL = 16
@@ -89,9 +89,10 @@ class TestFuzz:
         found = self.drawn("rms_norm_fused_fp8", 4000)
         configs = {case.config for case in found}
         for name, values in (
-            ("x", FLOATS), ("out", FP8_FORMATS), ("group", (None, 64, 128)), ("rounding", ("once", "hf")), ("static", (True, False)),
-            ("ue8m0", (True, False)), ("norm", (True, False)), ("prologue", ("", *rows._PROLOGUES)), ("quantize", QUANTIZE),
-            ("round_sum", (None, True, False)), ("least", (True, False)), ("bounded", (True, False)),
+            ("x", (*FLOATS, *QUANTIZED)), ("out", FP8_FORMATS), ("group", (None, 64, 128)), ("rounding", ("once", "hf")),
+            ("static", (True, False)), ("ue8m0", (True, False)), ("norm", (True, False)), ("prologue", ("", *rows._PROLOGUES)),
+            ("operand_group", (0, *OPERAND_GROUPS)),
+            ("quantize", QUANTIZE), ("round_sum", (None, True, False)), ("least", (True, False)), ("bounded", (True, False)),
         ):  # fmt: skip
             assert {getattr(c, name) for c in configs} == set(values), name
         assert {case.values.kind for case in found} == set(KINDS[:-2])

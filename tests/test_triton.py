@@ -25,7 +25,8 @@ pytest.importorskip("triton")
 from onepass.checks import families, proof, rms_norm, runner
 from onepass.checks.case import Check
 from onepass.checks.crowds import others
-from onepass.formats import E4M3FN, ROUNDINGS, ScaleRule
+from onepass.formats import E4M3FN, QUANTIZED, ROUNDINGS, ScaleRule
+from onepass.prologues import dequantize
 from onepass.rows import Operand, RowSpec, row_spec
 from onepass.triton import _compile, evidence
 from onepass.triton._compile import Build, compile_build
@@ -126,6 +127,7 @@ def covering_builds(chip: Chip) -> list[Build]:
         "scales",
         "outputs",
         "prologues",
+        "dequantize",
         "chunks",
         "sums",
         "vllm",
@@ -242,6 +244,19 @@ def test_no_tensor_widens_the_layout_of_a_row(n: int, columns: int, crowd: Crowd
     )  # fmt: skip
     config = row_config(n, 2, 32, work_of(spec), crowd)
     assert columns_a_thread(spec, config) == config.vec == columns
+
+
+@pytest.mark.parametrize("crowd", ["few", "many"])
+@pytest.mark.parametrize("x", [BF16, *QUANTIZED])
+@pytest.mark.parametrize("n", [96, 640, 1536])
+def test_values_of_groups_leave_a_row_its_layout(n: int, x: torch.dtype, crowd: Crowd) -> None:
+    """Loaded for every column they had a thread hold single columns, and each column was loaded and stored by itself."""
+    spec = row_spec(
+        x, BF16, BF16, None, "once", dequantize.key, (Operand("group", torch.float32, 32),), E4M3FN.dtype, 448.0,
+        ScaleRule("row", torch.float32),
+    )  # fmt: skip
+    config = row_config(n, spec.itemsize, 32, work_of(spec), crowd)
+    assert columns_a_thread(spec, config) == config.vec > 1
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,11 @@ class Writer:
         self.scope[name] = value
         return name
 
-    def _fail_shape(self, argument: str, dims: str, known: dict[str, object], got: Tensor) -> NoReturn:
-        mentioned = [d for d in dims.replace("|", " ").split() if d in known]
+    def _fail_shape(self, argument: str, dims: str, known: dict[str, object], got: Tensor, index: str = "") -> NoReturn:
+        """``index`` says which tensor of a list it is. ``N/32`` is a size, of which N is known."""
+        shapes = " or ".join(f"[{', '.join(shape.split())}]" for shape in dims.split("|"))
+        tokens = (d.split("/")[0] for d in dims.replace("|", " ").split())
+        mentioned = dict.fromkeys(d for d in tokens if d in known)
         with_ = ", ".join(
             f"{d}={list(v) if isinstance(v, tuple) else v}" for d in mentioned if (v := known[d]) is not None
         )
@@ -79,8 +82,8 @@ class Writer:
         hint = arg.hint(known, got) if arg is not None and arg.hint is not None else ""
         self.contract.fail(
             argument,
-            f"have shape [{dims.replace(' ', ', ')}]" + (f" with {with_}" if with_ else ""),
-            str(list(got.shape)) + (f"; {hint}" if hint else ""),
+            f"have shape {shapes}" + (f" with {with_}" if with_ else ""),
+            str(list(got.shape)) + index + (f"; {hint}" if hint else ""),
         )
 
     def _fail_grad(self, **tensors: Tensor | Sequence[Tensor] | None) -> NoReturn:
@@ -103,7 +106,14 @@ def _needs_grad(value: object) -> bool:
 
 
 def _shape(dims: str) -> str:
-    return "(" + "".join(("*lead" if d == "..." else d) + ", " for d in dims.split()) + ")"
+    """As an expression; ``N/32`` is a size that no tensor has where 32 does not divide N."""
+    sizes = []
+    for token in dims.split():
+        whole, _, by = token.partition("/")
+        sizes.append(
+            "*lead" if token == "..." else f"({whole} // {by} if {whole} % {by} == 0 else -1)" if by else token
+        )
+    return "(" + "".join(f"{size}, " for size in sizes) + ")"
 
 
 def _known(write: Writer) -> str:
@@ -193,7 +203,7 @@ def _check_many(write: Writer, name: str, arg: Arg) -> None:
     check_list_lines(write, name)
     write(f"if {name}:")
     write(f"    shapes = ({shapes})")
-    write(f"    for item in {name}:")
+    write(f"    for index, item in enumerate({name}):")
     write("if not isinstance(item, Tensor):", 3)
     write(f"    fail('{name}', 'hold tensors', describe(item))", 3)
     write(f"if item.dtype not in {allowed}:", 3)
@@ -202,7 +212,7 @@ def _check_many(write: Writer, name: str, arg: Arg) -> None:
     write(f"    fail('{name}', f'be on {{device}}', str(item.device))", 3)
     write("if tuple(item.shape) not in [tuple(s) for s in shapes]:", 3)
     write.symbols.discard("device")
-    write(f"    fail_shape('{name}', '{arg.dims}', {_known(write)}, item)", 3)
+    write(f"    fail_shape('{name}', '{arg.dims}', {_known(write)}, item, f' at index {{index}}')", 3)
     write.symbols.add("device")
     write("if item.stride(-1) != 1 and item.shape[-1] != 1:", 3)
     write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{item.stride()}}')", 3)

@@ -27,7 +27,7 @@ OptionType = Literal["float", "int", "bool", "str", "ScalarType"]
 
 @dataclass(frozen=True)
 class Arg:
-    """A tensor argument. ``dims`` is one shape, or several for a list of tensors (``"... N | N | ... 1"``)."""
+    """A tensor argument. ``dims`` is one shape, or several for a list of tensors (``"... N | N | ... 1 | ... N/32"``)."""
 
     dims: str
     doc: str

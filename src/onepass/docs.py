@@ -176,6 +176,8 @@ def _shape(dims: str) -> str:
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...] | str) -> str:
+    if isinstance(dtypes, str) and " if " in dtypes:
+        return f"`{dtypes.removeprefix('(').removesuffix(')').replace('torch.', '')}`"
     names = [short(dtype) for dtype in dtypes] if not isinstance(dtypes, str) else dtypes.strip("(),").split(", ")
     return ", ".join(f"`{name.removeprefix('torch.')}`" for name in names)
 

@@ -22,6 +22,10 @@ QUANTIZE: Final[tuple[Quantize, ...]] = ("reciprocal", "divide")
 SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = ("float", "ue8m0")
 SCALE_LAYOUTS: Final[tuple[ScaleLayout, ...]] = ("row", "column")
 GROUP_SIZES: Final = (64, 128)
+OPERAND_GROUPS: Final = (32, 64, 128, 256)
+"""Columns that may share one number of a prologue's tensor."""
+QUANTIZED: Final = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8)
+"""Dtypes of an x that only a prologue can give its meaning."""
 
 FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 SMALLEST_SCALE: Final = 2.0**-126

@@ -190,7 +190,11 @@ class _Reading:
         else:
             parts = list(zip(tokens, shape, strict=True))
         for symbol, size in parts:
-            known = int(symbol) if symbol.isdigit() else self.names.get(symbol)
+            whole, _, by = symbol.partition("/")
+            known = int(symbol) if symbol.isdigit() else self.names.get(whole)
+            if by and known is not None:
+                known = divmod(known, int(by))
+                size = (size, 0)
             if known is not None and known != size:
                 return False
         if bind:

@@ -38,7 +38,7 @@ def rms_norm(
     """
     h = x.double()
     if prologue is not None:
-        h = prologue(h, *(a.double() for a in prologue_args))
+        h = prologue(h, *(per_column(a.double(), x.shape[-1]) for a in prologue_args))
     if residual is not None:
         h = h + residual.double()
         if rounding == "hf" if round_sum is None else round_sum:
@@ -50,6 +50,12 @@ def rms_norm(
     if rounding == "hf":
         return Norm(((h * rs).to(x.dtype).double() * g).to(x.dtype).double(), h)
     return Norm(h * rs * g, h)
+
+
+def per_column(operand: Tensor, n: int) -> Tensor:
+    """A prologue's tensor so that it broadcasts with [..., n]: one value per group of columns becomes one per column."""
+    groups = operand.shape[-1]
+    return operand if groups in (1, n) else operand.repeat_interleave(n // groups, -1)
 
 
 def matmul(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -11,104 +11,116 @@ float32 values (`Prologue.program`). Each backend prints that program in its own
 compiled into the Triton kernel, into the CPU kernel, and evaluated by the float64 oracle. All arithmetic is float32
 and IEEE (``maximum`` and ``minimum`` propagate NaN, as torch's do).
 
-A body is assignments to local names and one final ``return``. It may use its parameters, numbers (also global or
-closure numbers, frozen at decoration), ``+ - * /``, comparisons, ``and or not``, ``a if c else b`` and the helper
-functions below. Anything else is a `ContractError` at decoration that names the line.
+A body is assignments to local names (``=``, ``+=``, ``a, b = b, a``; parameters may be assigned too) and one final
+``return``. It may use its parameters, numbers, ``+ - * /``, comparisons, ``and or not``, ``a if c else b`` and the helper
+functions below. Anything else is a `ContractError` at decoration that names the line. Names stand for numbers, one per
+element: ``x += y`` gives ``x`` another number and changes no other name.
+
+**Globals and closure variables are frozen at decoration.** A number of the module or of an enclosing function may be used;
+its value at that moment becomes a constant of the program. Assigning another value later changes nothing: decorate the
+function again, or pass what varies as an operand. Numbers are rounded to float32; one that float32 cannot hold
+(``1e39``, ``1e-50``) is refused, while ``math.inf`` and ``math.nan`` are allowed.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
-import math
-import textwrap
+import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from functools import cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from .errors import ContractError
+from .lowering import BINARY, BOOLEAN, COMPARE, MAX_OPERANDS, Helper, Instruction, label, lower
 
-MAX_OPERANDS: Final = 4
+__all__ = [
+    "MAX_OPERANDS", "OPCODES", "Dialect", "Instruction", "Prologue", "add", "dequantize", "exp", "find", "log", "maximum",
+    "minimum", "prologue", "rsqrt", "sigmoid", "silu", "silu_and_mul", "sqrt", "tanh", "where",
+]  # fmt: skip
+
+Number = Tensor | float
+"""What helpers take where a function is called directly, without a kernel: tensors, or numbers of the body."""
 
 
-def exp(x: Tensor) -> Tensor:
+def _tensor(value: Number, like: Number = 0.0) -> Tensor:
+    """A tensor as it is; a number in the dtype of the other argument if that is a tensor, else in float32."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(like, Tensor):
+        return torch.tensor(value, dtype=like.dtype, device=like.device)
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def exp(x: Number) -> Tensor:
     """``e**x``."""
-    return torch.exp(x)
+    return torch.exp(_tensor(x))
 
 
-def log(x: Tensor) -> Tensor:
+def log(x: Number) -> Tensor:
     """Natural logarithm."""
-    return torch.log(x)
+    return torch.log(_tensor(x))
 
 
-def sqrt(x: Tensor) -> Tensor:
+def sqrt(x: Number) -> Tensor:
     """Square root."""
-    return torch.sqrt(x)
+    return torch.sqrt(_tensor(x))
 
 
-def rsqrt(x: Tensor) -> Tensor:
+def rsqrt(x: Number) -> Tensor:
     """``1 / sqrt(x)``."""
-    return torch.rsqrt(x)
+    return torch.rsqrt(_tensor(x))
 
 
-def tanh(x: Tensor) -> Tensor:
+def tanh(x: Number) -> Tensor:
     """Hyperbolic tangent."""
-    return torch.tanh(x)
+    return torch.tanh(_tensor(x))
 
 
-def sigmoid(x: Tensor) -> Tensor:
+def sigmoid(x: Number) -> Tensor:
     """``1 / (1 + exp(-x))``."""
-    return torch.sigmoid(x)
+    return torch.sigmoid(_tensor(x))
 
 
-def silu(x: Tensor) -> Tensor:
+def silu(x: Number) -> Tensor:
     """``x * sigmoid(x)``."""
-    return x * torch.sigmoid(x)
+    return x * torch.sigmoid(_tensor(x))
 
 
-def maximum(a: Tensor, b: Tensor | float) -> Tensor:
+def maximum(a: Number, b: Number) -> Tensor:
     """The larger; NaN if either is."""
-    return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+    return torch.maximum(_tensor(a, b), _tensor(b, a))
 
 
-def minimum(a: Tensor, b: Tensor | float) -> Tensor:
+def minimum(a: Number, b: Number) -> Tensor:
     """The smaller; NaN if either is."""
-    return torch.minimum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+    return torch.minimum(_tensor(a, b), _tensor(b, a))
 
 
-def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
+def where(condition: Tensor | bool, a: Number, b: Number) -> Tensor:
     """``a`` where the condition holds, else ``b``."""
-    return torch.where(condition, a, b)
+    return torch.where(torch.as_tensor(condition), _tensor(a, b), _tensor(b, a))
 
 
-_UNARY: Final = {exp: "exp", log: "log", sqrt: "sqrt", rsqrt: "rsqrt", tanh: "tanh", sigmoid: "sigmoid", abs: "abs"}
-_BINARY: Final = {maximum: "maximum", minimum: "minimum"}
-_AST_BINARY: Final = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
-_AST_COMPARE: Final = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
-_AST_BOOL: Final = {ast.And: "and", ast.Or: "or"}
-_BOOLEAN: Final = frozenset({*_AST_COMPARE.values(), "and", "or", "not"})
+_HELPERS: Final = (
+    *(Helper(f, f.__name__, f.__name__, 1) for f in (abs, exp, log, sqrt, rsqrt, tanh, sigmoid, silu)),
+    *(Helper(f, f.__name__, f.__name__, 2) for f in (maximum, minimum)),
+    Helper(where, "where", "where", 3),
+)
+_UNARY: Final = tuple(h.op for h in _HELPERS if h.arity == 1 and h.op != "silu")
+_BINARY: Final = tuple(h.op for h in _HELPERS if h.arity == 2)
 
 OPCODES: Final = frozenset(
-    {"const", "neg", "not", "where", *_UNARY.values(), *_BINARY.values(), *_AST_BINARY.values()}
-    | {*_AST_COMPARE.values(), *_AST_BOOL.values()}
+    {"const", "neg", "not", "where", *_UNARY, *_BINARY, *BINARY.values(), *COMPARE.values(), *BOOLEAN.values()}
 )
 """Every operation a dialect must print."""
 
 Dialect = Mapping[str, str]
 """Operation -> format string over its argument names, e.g. ``{"add": "({0} + {1})"}``."""
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """``name = op(args)``: SSA over float32 values; ``const`` has one argument, the number's repr."""
-
-    name: str
-    op: str
-    args: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -135,9 +147,7 @@ class Prologue:
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Evaluate with torch, as the oracle does."""
-        scope: dict[str, Any] = {"torch": torch}
-        exec(self.source("evaluate", _TORCH), scope)
-        result: Tensor = scope["evaluate"](*tensors)
+        result: Tensor = _evaluator(self)(*tensors)
         return result
 
 
@@ -146,8 +156,8 @@ _TORCH: Final[Dialect] = {
     "neg": "-{0}",
     "not": "~{0}",
     "where": "torch.where({0}, {1}, {2})",
-    **{op: "torch." + op + "({0})" for op in _UNARY.values()},
-    **{op: "torch." + op + "({0}, {1})" for op in _BINARY.values()},
+    **{op: "torch." + op + "({0})" for op in _UNARY},
+    **{op: "torch." + op + "({0}, {1})" for op in _BINARY},
     "add": "{0} + {1}",
     "sub": "{0} - {1}",
     "mul": "{0} * {1}",
@@ -172,198 +182,28 @@ def find(key: str) -> Prologue:
     return _registry[key]
 
 
+@cache
+def _evaluator(prologue: Prologue) -> Callable[..., Tensor]:
+    """The program as a Python function over tensors; its text is kept for tracebacks."""
+    source = prologue.source("evaluate", _TORCH)
+    filename = f"<onepass prologue {prologue.key}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    scope: dict[str, Any] = {"torch": torch}
+    exec(compile(source, filename, "exec"), scope)
+    evaluate: Callable[..., Tensor] = scope["evaluate"]
+    return evaluate
+
+
 def prologue(function: Callable[..., Any]) -> Prologue:
-    """Decorate an elementwise function of ``x`` and up to four more tensors so that kernels can fuse it."""
-    lowered = _Lowering(function).run()
+    """Decorate an elementwise function of ``x`` and up to four more tensors so that kernels can fuse it.
+
+    The source is read now, once. Globals and closure variables that it uses are frozen at their present values.
+    """
+    parameters, program, result = lower(function, _HELPERS)
+    name = f"{function.__module__}.{label(function)}"
+    lowered = Prologue(name, parameters, program, result, inspect.getdoc(function) or "")
     _registry[lowered.key] = lowered
     return lowered
-
-
-class _Lowering:
-    """Walks the function's syntax tree once, emitting instructions."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.label = getattr(function, "__qualname__", repr(function))
-        self.program: list[Instruction] = []
-        self.names: dict[str, str] = {}
-        self.booleans: set[str] = set()
-        self.constants: dict[str, str] = {}
-
-    def fail(self, why: str, node: ast.AST | None = None) -> NoReturn:
-        where_ = f" (line {node.lineno})" if isinstance(node, (ast.expr, ast.stmt)) else ""
-        raise ContractError(f"prologue `{self.label}`{where_}: {why}")
-
-    def run(self) -> Prologue:
-        definition = self._definition()
-        arguments = definition.args
-        if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults:
-            self.fail("takes plain positional parameters only", definition)
-        parameters = tuple(a.arg for a in (*arguments.posonlyargs, *arguments.args))
-        if not 1 <= len(parameters) <= 1 + MAX_OPERANDS:
-            self.fail(f"takes x and at most {MAX_OPERANDS} more tensors, got {len(parameters)} parameters", definition)
-        self.names = {p: f"p{i}" for i, p in enumerate(parameters)}
-        body = definition.body
-        if ast.get_docstring(definition) is not None:
-            body = body[1:]
-        if not body or not isinstance(body[-1], ast.Return) or body[-1].value is None:
-            self.fail("must end with `return <expression>`", definition)
-        for statement in body[:-1]:
-            self._assign(statement)
-        result = self._float(body[-1].value)
-        name = f"{self.function.__module__}.{self.label}"
-        return Prologue(
-            name,
-            tuple(self.names[p] for p in parameters),
-            tuple(self.program),
-            result,
-            inspect.getdoc(self.function) or "",
-        )
-
-    def _definition(self) -> ast.FunctionDef:
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(self.function)))
-        except (OSError, TypeError, SyntaxError) as error:
-            self.fail(f"its source cannot be read ({error}); define it with `def` in a file or notebook cell")
-        definition = tree.body[0]
-        if not isinstance(definition, ast.FunctionDef):
-            self.fail("must be a plain `def` function")
-        return definition
-
-    def _assign(self, statement: ast.stmt) -> None:
-        match statement:
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ):
-                result = self._expression(value)
-            case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
-                operation = _AST_BINARY.get(type(op)) or self.fail(
-                    f"operator {type(op).__name__} is not elementwise", statement
-                )
-                result = self._emit(operation, self._name(name, statement), self._float(value))
-            case _:
-                self.fail(
-                    f"only `name = expression` and a final return are allowed, got {type(statement).__name__}",
-                    statement,
-                )
-        self.names[name] = result
-
-    def _emit(self, op: str, *args: str) -> str:
-        name = f"v{len(self.program)}"
-        self.program.append(Instruction(name, op, args))
-        if op in _BOOLEAN:
-            self.booleans.add(name)
-        return name
-
-    def _constant(self, value: float) -> str:
-        if not math.isfinite(value):
-            text = f"float('{value}')"
-        else:
-            text = repr(float(torch.tensor(value, dtype=torch.float32)))
-        if text not in self.constants:
-            self.constants[text] = self._emit("const", text)
-        return self.constants[text]
-
-    def _resolve(self, node: ast.expr) -> Any:
-        """The Python object that a name or dotted name means where the function was defined."""
-        if isinstance(node, ast.Attribute):
-            owner = self._resolve(node.value)
-            return getattr(owner, node.attr, None)
-        if isinstance(node, ast.Name):
-            closure = inspect.getclosurevars(self.function)
-            for scope in (closure.nonlocals, closure.globals, closure.builtins):
-                if node.id in scope:
-                    return scope[node.id]
-        return None
-
-    def _name(self, name: str, node: ast.AST) -> str:
-        if name not in self.names:
-            self.fail(f"`{name}` is used before it is assigned", node)
-        return self.names[name]
-
-    def _float(self, node: ast.expr) -> str:
-        value = self._expression(node)
-        if value in self.booleans:
-            self.fail("a comparison is not a number; use where(c, a, b) or `a if c else b`", node)
-        return value
-
-    def _boolean(self, node: ast.expr) -> str:
-        value = self._expression(node)
-        if value not in self.booleans:
-            self.fail("a condition must be a comparison", node)
-        return value
-
-    def _expression(self, node: ast.expr) -> str:
-        match node:
-            case ast.Name(id=name) if name in self.names:
-                return self.names[name]
-            case ast.Constant(value=bool()):
-                self.fail("True and False are not numbers here", node)
-            case ast.Constant(value=int() | float() as number):
-                return self._constant(float(number))
-            case ast.Name() | ast.Attribute():
-                found = self._resolve(node)
-                if isinstance(found, (int, float)) and not isinstance(found, bool):
-                    return self._constant(float(found))
-                self.fail(f"`{ast.unparse(node)}` is neither a parameter, a local, nor a number", node)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return self._emit("neg", self._float(operand))
-            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-                return self._float(operand)
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return self._emit("not", self._boolean(operand))
-            case ast.BinOp(left=left, op=op, right=right):
-                operation = _AST_BINARY.get(type(op)) or self.fail(
-                    f"operator {type(op).__name__} is not supported; use + - * /", node
-                )
-                return self._emit(operation, self._float(left), self._float(right))
-            case ast.BoolOp(op=op, values=values):
-                result = self._boolean(values[0])
-                for value in values[1:]:
-                    result = self._emit(_AST_BOOL[type(op)], result, self._boolean(value))
-                return result
-            case ast.Compare():
-                return self._comparison(node)
-            case ast.IfExp(test=test, body=body, orelse=orelse):
-                return self._emit("where", self._boolean(test), self._float(body), self._float(orelse))
-            case ast.Call():
-                return self._call(node)
-        self.fail(f"{type(node).__name__} is not an elementwise expression", node)
-
-    def _comparison(self, node: ast.Compare) -> str:
-        terms = [self._float(term) for term in (node.left, *node.comparators)]
-        result = ""
-        for op, left, right in zip(node.ops, terms, terms[1:], strict=False):
-            operation = _AST_COMPARE.get(type(op)) or self.fail(
-                f"comparison {type(op).__name__} is not supported", node
-            )
-            part = self._emit(operation, left, right)
-            result = self._emit("and", result, part) if result else part
-        return result
-
-    def _call(self, node: ast.Call) -> str:
-        target = self._resolve(node.func)
-        if node.keywords:
-            self.fail("helper functions take positional arguments only", node)
-        arity = 1 if target in _UNARY or target is silu else 2 if target in _BINARY else 3 if target is where else 0
-        if not arity:
-            self.fail(
-                f"`{ast.unparse(node.func)}` is not one of onepass's helper functions ({', '.join(_HELPERS)})", node
-            )
-        if len(node.args) != arity:
-            self.fail(f"`{ast.unparse(node.func)}` takes {arity} arguments, got {len(node.args)}", node)
-        if target is where:
-            return self._emit(
-                "where", self._boolean(node.args[0]), self._float(node.args[1]), self._float(node.args[2])
-            )
-        values = [self._float(a) for a in node.args]
-        if target is silu:
-            return self._emit("mul", values[0], self._emit("sigmoid", values[0]))
-        return self._emit(_UNARY.get(target) or _BINARY[target], *values)
-
-
-_HELPERS: Final = ("abs", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "silu", "maximum", "minimum", "where")
 
 
 @prologue
@@ -380,5 +220,17 @@ def silu_and_mul(x, gate):  # type: ignore[no-untyped-def]
 
 @prologue
 def dequantize(x, scale):  # type: ignore[no-untyped-def]
-    """``x * scale``, with ``scale`` [..., 1] per row."""
+    """``x * scale``, with ``scale`` [..., 1] per row or [..., N / group] per group of 32, 64, 128 or 256 columns.
+
+    ``x`` may be fp8 or int8, so that a quantized activation is dequantized, normed and quantized again in one read:
+
+    >>> import torch, onepass
+    >>> x = torch.arange(-64, 64, dtype=torch.int8).view(1, 128)
+    >>> scale = torch.tensor([[0.5, 0.25]])
+    >>> codes, s = onepass.rms_norm_fused_fp8(
+    ...     x, torch.ones(128), prologue=onepass.prologues.dequantize, prologue_args=[scale]
+    ... )
+    >>> (codes.float() * s)[0, :2]
+    tensor([-2.1786, -2.1786])
+    """
     return x * scale

@@ -17,14 +17,15 @@ from torch import Tensor
 from .formats import FP8_FORMATS, Fp8Format, Rounding, ScaleRule
 from .prologues import Prologue, find
 
-OperandKind = Literal["full", "column", "row"]
+OperandKind = Literal["full", "column", "row", "group"]
 
 
 class Operand(NamedTuple):
-    """One extra tensor of a prologue: ``full`` [..., N], ``column`` [N] or ``row`` [..., 1]."""
+    """One extra tensor of a prologue: ``full`` [..., N], ``column`` [N], ``row`` [..., 1] or ``group`` [..., N / group]."""
 
     kind: OperandKind
     dtype: torch.dtype
+    group: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,11 @@ class RowSpec:
     def quantizes_norm(self) -> bool:
         """Whether amax and codes are made of the norm itself, and not of ``h * g`` with the row's factor applied later."""
         return self.rounding == "hf" or (self.scale is not None and self.scale.divides)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element by which tiles are chosen: 8-bit rows have the tiles of 16-bit ones."""
+        return max(2, self.x.itemsize)
 
 
 def row_spec(

@@ -22,6 +22,7 @@ from ..ops.gemv_partial_norm import gemv_and_partial_norm
 from ..ops.mla_rope_norm import fused_rope_rmsnorm_quantization
 from ..ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from ..ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from ..prologues import dequantize
 from ..rope import Rope
 from .case import same_bytes
 from .rms_norm import soft_cap_gate
@@ -92,6 +93,10 @@ def _prologue(t: Tensors) -> list[Tensor]:
     )
 
 
+def _dequantized(t: Tensors) -> list[Tensor]:
+    return list(rms_norm_fused_fp8(t["x"], t["gamma"], residual=t["r"], prologue=dequantize, prologue_args=[t["s"]]))
+
+
 def _angles(like: Tensor) -> Tensor:
     return torch.arange(16.0, device=like.device).unsqueeze(1).expand(16, 32).cos().contiguous()
 
@@ -153,6 +158,13 @@ SUBJECTS: Final = (
     Subject("rms_norm_fused_fp8, groups", {"x": 320}, {"gamma": (320,)}, _groups),
     Subject("rms_norm_fused_fp8, static scale", {"x": 0}, _GAMMA, _static),
     Subject("rms_norm_fused_fp8, prologue", {**_ROW, "s": 1}, {**_GAMMA, "bias": (0,)}, _prologue),
+    Subject(
+        "rms_norm_fused_fp8, dequantize",
+        {"x": 320, "r": 320, "s": 5},
+        {"gamma": (320,)},
+        _dequantized,
+        own={"x": E4M3FN.dtype, "s": torch.float32},
+    ),
     Subject("row_sum_of_squares_qk", _QK, {}, lambda t: [row_sum_of_squares_qk(t["q"], t["k"])]),
     Subject("row_mean_of_squares_qk", _QK, {}, lambda t: [row_mean_of_squares_qk(t["q"], t["k"])]),
     Subject("apply_qk_rms_norm", {**_QK, "var": 2}, _GAMMAS, _apply, own={"var": torch.float32}),

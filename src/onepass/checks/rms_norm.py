@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import oracle
-from ..formats import FLOATS, FP8_FORMATS, ScaleRule
+from ..formats import E4M3FN, FLOATS, FP8_FORMATS, QUANTIZED, ScaleRule
 from ..ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8, rms_norm, rms_norm_fused_fp8
 from ..prologues import Prologue, add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
 from ..samples import sample
@@ -108,6 +108,26 @@ def _lane_cases(op: str) -> Iterator[Case]:
             )
 
 
+def _dequantize_cases(op: str) -> Iterator[Case]:
+    """8-bit rows, and operands with a value per group of columns."""
+    fp8, options = E4M3FN.dtype, {"prologue": dequantize}
+    for x in QUANTIZED:
+        yield Case(op, "dequantize", (4,), 1536, x, BF16, operands=("group128",), options=options)
+        yield Case(op, "dequantize", (3,), 20480, x, BF16, residual=BF16, operands=("group128",), options=options)
+        yield Case(op, "dequantize", (5,), 200, x, F32, operands=("row",), options={**options, "return_norm": True})
+    for group in (32, 64, 256):
+        yield Case(op, "dequantize", (4,), 768, fp8, BF16, operands=(f"group{group}",), options=options)
+    shown = {**options, "group_size": 128, "return_norm": True}
+    yield Case(op, "dequantize", (3,), 7168, fp8, BF16, BF16, operands=("group128",), options=shown)
+    yield Case(op, "dequantize", (3,), 4096, torch.int8, F16, F32, operands=("row",), options=shown)
+    for layout in ("sliced", "misaligned", "transposed"):
+        yield Case(op, "dequantize", (3, 4), 640, fp8, BF16, BF16, ("group64",), layout, options=options)
+    yield Case(op, "dequantize", (), 512, torch.int8, BF16, operands=("group64",), options=options)
+    yield Case(op, "dequantize", (4,), 1536, BF16, operands=("group128",), options=options)
+    three = ("full", "column", "group32")
+    yield Case(op, "dequantize", (4,), 1536, fp8, BF16, BF16, three, options={"prologue": soft_cap_gate})
+
+
 def _fp8_cases() -> Iterator[Case]:
     op, gate = "rms_norm_fused_fp8", {"prologue": soft_cap_gate}
     for group, lengths in LENGTHS.items():
@@ -158,6 +178,7 @@ def _fp8_cases() -> Iterator[Case]:
             residual=BF16,
             options={"prologue": soft_cap_gate},
         )
+    yield from _dequantize_cases(op)
     for layout in _LAYOUTS:
         for n in (128, 1536, 20000):
             yield Case(op, "layouts", (3, 4), n, layout=layout)
@@ -201,9 +222,12 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     options = dict(case.options)
     static, bound = options.pop("static_scale", False), options.pop("bounded", None)
     optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
-    dtypes = {"x": case.x, "gamma": case.gamma or case.x, "residual": case.residual or case.x, "static_scale": F32}
+    own = case.x if case.x in FLOATS else F32
+    dtypes = {"x": own, "gamma": case.gamma or case.x, "residual": case.residual or own, "static_scale": F32}
     tensors = sample(contract, {"N": case.n}, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
     _set_values(tensors, case)
+    if case.x not in FLOATS:
+        tensors["x"] = (40 * tensors["x"]).clamp(-127, 127).to(case.x)
     for name in ("x", "residual"):
         if name in tensors:
             tensors[name] = lay_out(tensors[name], case.layout)
@@ -211,13 +235,18 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
         tensors["scale_ub"] = torch.tensor(bound)
     arguments: dict[str, Any] = {**{k: on_device(v, device) for k, v in tensors.items()}, **options}
     if case.operands:
-        shapes = {"full": (*case.lead, case.n), "column": (case.n,), "row": (*case.lead, 1)}
         generator = torch.Generator().manual_seed(seed)
-        made = [torch.randn(shapes[kind], generator=generator).to(case.x) for kind in case.operands]
+        made = [torch.randn(_operand_shape(case, kind), generator=generator).to(own) for kind in case.operands]
         arguments["prologue_args"] = [
             on_device(lay_out(t, case.layout) if t.dim() > 1 and t.shape[-1] > 1 else t, device) for t in made
         ]
     return arguments
+
+
+def _operand_shape(case: Case, kind: str) -> tuple[int, ...]:
+    if kind.startswith("group"):
+        return (*case.lead, case.n // int(kind.removeprefix("group")))
+    return {"full": (*case.lead, case.n), "column": (case.n,), "row": (*case.lead, 1)}[kind]
 
 
 def _set_values(tensors: dict[str, Tensor], case: Case) -> None:
@@ -391,7 +420,7 @@ def run(case: Case, device: str, seed: int = 0) -> str | None:
         return wrong
     if not _alike(results, call_out(case, arguments, results)):
         return "results differ when written into the caller's tensors"
-    for crowd in others(math.prod(case.lead), case.n * case.x.itemsize):
+    for crowd in others(math.prod(case.lead), case.n * max(2, case.x.itemsize)):
         with assuming(crowd):
             if not _alike(results, call_out(case, arguments, results)):
                 return f"results differ with the tile of {crowd} rows"

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from llvmlite import ir
 
-from ..formats import FLOAT32_MAX, SMALLEST_SCALE, Fp8Format, ScaleRule
+from ..formats import FLOAT32_MAX, FP8_FORMATS, QUANTIZED, SMALLEST_SCALE, Fp8Format, ScaleRule
 from ._function import Function
 from ._vec import F16, F32, I8, I16, I32, LANES, Bool, Float, Int
 
@@ -22,6 +22,7 @@ _INTERLEAVE: Final = [lane // 2 + _HALF * (lane % 2) for lane in range(LANES)]
 _INFINITY: Final = 0x7F800000
 _ABS: Final = 0x7FFFFFFF
 _ELEMENT: Final = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16, torch.float8_e8m0fnu: I8}
+_ELEMENT.update(dict.fromkeys(QUANTIZED, I8))
 
 
 def magnitude(value: Float) -> Int:
@@ -85,6 +86,10 @@ def load_scalar(f: Function, dtype: torch.dtype, address: Int) -> Float:
 def _widen(f: Function, dtype: torch.dtype, raw: Any, words: Any) -> Float:
     if dtype == torch.bfloat16:
         return (Int(f.builder, f.builder.zext(raw, words)) << 16).float()
+    if dtype in FP8_FORMATS:
+        return decode(FP8_FORMATS[dtype], Int(f.builder, f.builder.zext(raw, words)))
+    if dtype == torch.int8:
+        return Int(f.builder, f.builder.sext(raw, words)).to_float()
     value = Float(f.builder, raw)
     return value if dtype == torch.float32 else Float(f.builder, _cast(value, F32, "fpext"))
 
@@ -133,6 +138,17 @@ class Codes(NamedTuple):
     def bytes(self) -> Int:
         """The codes as numbers."""
         return (self.magnitude & 0x7F) | ((self.sign >> 24) & 0x80)
+
+
+def decode(fmt: Fp8Format, codes: Int) -> Float:
+    """The numbers of FP8 codes, exactly; a subnormal code is the difference of two normal float32 numbers."""
+    size = codes & 0x7F
+    least = (128 - fmt.bias) << 23
+    small = ((size << 20) + least).float() - codes.number(least).float()
+    large = ((size << 20) + ((127 - fmt.bias) << 23)).float()
+    value = ((size < 8).where(small, large).bits() | ((codes & 0x80) << 24)).float()
+    nan = size.eq(fmt.nan_code) if fmt.has_negative_zero else codes.eq(fmt.nan_code)
+    return nan.where(value.number(float("nan")), value)
 
 
 def encode(fmt: Fp8Format, limit: float, value: Float) -> Codes:

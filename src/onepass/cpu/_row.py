@@ -107,15 +107,24 @@ class Row:
         """``gamma + weight_offset``, as `_prepare` left it."""
         return Float(self.f.builder, self.f.load(self.weights + at * 4, F32))
 
+    def _operand(self, row: Place, index: int, at: Int, mask: Bool | None) -> Float:
+        """A prologue's tensor at a block; a group of columns is one block or several."""
+        _, dtype, group = operand = self.spec.operands[index]
+        if operand.kind == "row":
+            return row.scalars[index]
+        base = row.at[f"operand{index}"]
+        return (
+            load_scalar(self.f, dtype, base + at // group * dtype.itemsize)
+            if group
+            else self._load(dtype, base, at, mask)
+        )
+
     def h(self, row: Place, at: Int, mask: Bool | None) -> Float:
         """``prologue(x, *operands) + residual``; 0 beyond the row's end."""
         spec = self.spec
         value = self._load(spec.x, row.at["x"], at, mask)
         if spec.prologue is not None:
-            operands = [
-                row.scalars[i] if o.kind == "row" else self._load(o.dtype, row.at[f"operand{i}"], at, mask)
-                for i, o in enumerate(spec.operands)
-            ]
+            operands = [self._operand(row, i, at, mask) for i in range(len(spec.operands))]
             value = _prologue.apply(spec.prologue, value, operands)
             if mask is not None:  # f(0) need not be 0
                 value = lane_mask(mask, self.paired).where(value, 0.0)

@@ -36,7 +36,9 @@ from ..formats import (
     FLOATS,
     FP8_FORMATS,
     GROUP_SIZES,
+    OPERAND_GROUPS,
     QUANTIZE,
+    QUANTIZED,
     ROUNDINGS,
     SCALE_FORMATS,
     SCALE_LAYOUTS,
@@ -84,14 +86,20 @@ def _arity(prologue: str) -> int:
 RMS_NORM_FUSED_FP8 = Contract(
     "rms_norm_fused_fp8",
     args={
-        "x": _X,
+        "x": Arg("... N", "activations; 8 bits where a prologue dequantizes them", (*FLOATS, *QUANTIZED)),
         "gamma": _GAMMA,
-        "residual": _RESIDUAL,
+        "residual": Arg(
+            "... N", "added to x in float32; x's dtype or float32, any float dtype beside an 8-bit x",
+            "((x.dtype, torch.float32) if x.dtype in FLOATS else FLOATS)", optional=True,
+        ),
         "static_scale": Arg("", "one float32: the scale of the whole tensor", (torch.float32,), True, layout="any", sample="positive"),
         "scale_ub_tensor": Arg(
             "", "one float32: upper bound of amax, read by the kernel", (torch.float32,), True, layout="any", sample="positive"
         ),
-        "prologue_args": Arg("... N | N | ... 1", "the prologue's further tensors", FLOATS, many=True),
+        "prologue_args": Arg(
+            " | ".join(("... N", "N", "... 1", *(f"... N/{group}" for group in OPERAND_GROUPS))),
+            "the prologue's further tensors: a value per element, per column, per row, or per group of columns", FLOATS, many=True,
+        ),
     },
     options={
         "eps": _EPS,
@@ -106,7 +114,7 @@ RMS_NORM_FUSED_FP8 = Contract(
         "group_size": Option("int", None, "columns that share a scale; None: the row", choices=GROUP_SIZES, optional=True),
         "scale_format": Option("str", "float", "any value, or powers of two", choices=SCALE_FORMATS),
         "scale_layout": Option("str", "row", "which dimension of scale is contiguous", choices=SCALE_LAYOUTS),
-        "prologue": Option("str", "", "key of a registered prologue"),
+        "prologue": Option("str", "", "elementwise function fused into the load; its globals are frozen at decoration"),
         "return_norm": Option("bool", False, "also return the unquantized norm"),
         "round_sum": _ROUND_SUM,
         "quantize": Option("str", "reciprocal", "multiply by 1 / scale, or divide by scale", choices=QUANTIZE),
@@ -120,7 +128,9 @@ RMS_NORM_FUSED_FP8 = Contract(
             when="static_scale is None", column="scale_layout == 'column'",
         ),
         "new_residual": Out("... N", "residual.dtype", "x + residual", "residual_out", when="residual is not None"),
-        "norm": Out("... N", "x.dtype", "the norm, as rms_norm gives it", "norm_out", when="return_norm"),
+        "norm": Out(
+            "... N", "x.dtype if x.dtype in FLOATS else gamma.dtype", "the norm, as rms_norm gives it", "norm_out", when="return_norm"
+        ),
     },
     rules=(
         _COLUMNS,
@@ -134,6 +144,8 @@ RMS_NORM_FUSED_FP8 = Contract(
         Rule("static_scale is None or min_scale == 0", "min_scale", "be 0 with static_scale"),
         Rule("static_scale is None or group_size is None", "group_size", "be None with static_scale"),
         Rule("static_scale is None or scale_format == 'float'", "scale_format", "be 'float' with static_scale"),
+        Rule("x.dtype in FLOATS or prologue", "x", "be bfloat16, float16 or float32 without a prologue"),
+        Rule("x.dtype in FLOATS or rounding == 'once'", "rounding", "be 'once' where x has 8 bits ('hf' rounds to x's dtype)"),
         Rule("arity(prologue) == len(prologue_args)", "prologue_args", "hold one tensor for each parameter of the prologue after x"),
     ),
     scope={
@@ -211,7 +223,7 @@ def _fp8_kernel(
             quantize == "divide", min_scale > 0, scale_ub_tensor is not None,
         )  # fmt: skip
         spec = notes[key] = row_spec(
-            x.dtype, gamma.dtype, residual_dtype, x.dtype if return_norm else None, rounding, prologue, operands, out_dtype,
+            x.dtype, gamma.dtype, residual_dtype, None if norm is None else norm.dtype, rounding, prologue, operands, out_dtype,
             fp8_max or FP8_FORMATS[out_dtype].max, rule, round_sum,
         )  # fmt: skip
     limit = math.inf if scale_ub is None else scale_ub
@@ -224,7 +236,10 @@ def _fp8_kernel(
 def _operand(tensor: Tensor, x: Tensor) -> Operand:
     if tensor.shape == x.shape:
         return Operand("full", tensor.dtype)
-    return Operand("column" if tensor.dim() == 1 and tensor.shape[0] == x.shape[-1] else "row", tensor.dtype)
+    n, last = x.shape[-1], tensor.shape[-1]
+    if tensor.dim() == 1 and last == n:
+        return Operand("column", tensor.dtype)
+    return Operand("row", tensor.dtype) if last == 1 else Operand("group", tensor.dtype, n // last)
 
 
 _rms_norm = Op(RMS_NORM, _rms_norm_kernel)
@@ -337,7 +352,10 @@ def rms_norm_fused_fp8(
     the least scale: smaller ones, and that of a row of zeros, are raised to it.
 
     ``h = prologue(x, *prologue_args) + residual``: a function decorated with `onepass.prologue` is compiled into the
-    load; each of its tensors is [..., N], [N] or [..., 1]. ``return_norm`` also stores what `rms_norm` would return.
+    load; each of its tensors is [..., N], [N], [..., 1] or, with a value per group of 32, 64, 128 or 256 columns,
+    [..., N / group]. With a prologue ``x`` may be float8_e4m3fn, float8_e4m3fnuz or int8, which the prologue sees as
+    numbers (`onepass.prologues.dequantize`). ``return_norm`` also stores what `rms_norm` would return, in x's dtype, or
+    in gamma's where x has 8 bits; ``rounding="hf"`` is refused there, as it rounds to x's dtype.
 
     Rounding: see the module, also for ``round_sum``; codes are round-to-nearest-even and saturate, and are computed from
     the scale as stored. A row of zeros has codes 0 and scale ``min_scale`` (ue8m0: at least 2**-127). A row with NaN or

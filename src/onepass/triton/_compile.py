@@ -27,6 +27,7 @@ POINTERS = {
     torch.float8_e4m3fn: "*u8",
     torch.float8_e4m3fnuz: "*u8",
     torch.float8_e8m0fnu: "*u8",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint32: "*u32",

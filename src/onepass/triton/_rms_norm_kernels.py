@@ -19,9 +19,13 @@ def _combine(
     v, r, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask,
     PROLOGUE: tl.constexpr, RESIDUAL: tl.constexpr, ROUND_SUM: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """``prologue(v, ...) + r``, zero outside the mask: in float32, or as it was loaded or rounded."""
+    """``prologue(v, ...) + r``, zero outside the mask: in float32, or as it was loaded or rounded. The prologue decodes fp8."""
     if PROLOGUE is not None:
-        h = tl.where(mask, PROLOGUE(v.to(tl.float32), p0, at0, p1, at1, p2, at2, p3, at3, columns, mask), 0.0)
+        if v.dtype == tl.uint8:
+            value = v
+        else:
+            value = v.to(tl.float32)
+        h = tl.where(mask, PROLOGUE(value, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask), 0.0)
         if RESIDUAL:
             h += r.to(tl.float32)
     elif RESIDUAL:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
+from ..formats import FP8_FORMATS
 from ..prologues import MAX_OPERANDS
 from ..rows import LEVELS, Geometry, RowSpec, Strides
 from ._compile import POINTERS, Build, current_chip, load
@@ -30,6 +31,8 @@ STRIDES: Final = {
         ROW_TENSORS, ("x", "r", "y", "c", "s", "w", *(f"p{i}" for i in range(MAX_OPERANDS))), strict=True
     )
 }
+_NARROW: Final = ("row", "group")
+"""Kinds of operands with fewer values than columns: where these lie decides no layout."""
 SCALE_INDEX: Final = ROW_TENSORS.index("scale")
 FIRST_OPERAND: Final = ROW_TENSORS.index("p0")
 _NAMES: Final[tuple[str, ...]] = tuple(_rms_norm_row_kernel.arg_names)
@@ -52,7 +55,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     }
     vectors = aligned and config.unit > 1
     constants: dict[str, Any] = {
-        "PROLOGUE": device_function(spec.prologue, tuple(o.kind for o in spec.operands)) if spec.prologue else None,
+        "PROLOGUE": _prologue(spec, chip, config.chunk if vectors or config.rows > 1 else 0),
         "HF": spec.rounding == "hf",
         "ROUND_SUM": spec.round_sum,
         "NORMED": spec.quantizes_norm,
@@ -90,7 +93,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     divisible: dict[str, int] = {}
     for name, dtype in dtypes.items():
         wide = name not in ("scale", "static_scale", "scale_ub") and (
-            name not in operand or operand[name].kind != "row"
+            name not in operand or operand[name].kind not in _NARROW
         )
         if dtype is None:
             constants[name] = None
@@ -133,6 +136,16 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     )
 
 
+def _prologue(spec: RowSpec, chip: Chip, width: int) -> Any:
+    """The device function of a spec's prologue, which reads 8-bit floats as codes; ``width`` as `device_function` has it."""
+    if spec.prologue is None:
+        return None
+    width = width if any(operand.group for operand in spec.operands) else 0
+    x = FP8_FORMATS.get(spec.x)
+    hardware = x is not None and x.name == "e4m3fn" and chip.casts_e4m3fn
+    return device_function(spec.prologue, spec.operands, width, x, hardware)
+
+
 def _by_lane(spec: RowSpec, config: RowConfig, chip: Chip) -> bool:
     """Whether `store_groups_by_lane` can do it: whole chunks, a group in the lanes of one warp, of which each chunk has one at least."""
     rule = spec.scale
@@ -145,11 +158,12 @@ def _by_lane(spec: RowSpec, config: RowConfig, chip: Chip) -> bool:
 def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offset: bool) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
     short = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e8m0fnu: "e8m0"}
+    short |= {torch.int8: "int8", **{dtype: fmt.name for dtype, fmt in FP8_FORMATS.items()}}
     parts = ["rms_norm_long" if config.long else "rms_norm_row", f"x={short[spec.x]}", f"gamma={short[spec.gamma]}"]
     if spec.residual:
         parts.append(f"residual={short[spec.residual]}")
     if spec.prologue:
-        kinds = ",".join(f"{o.kind}:{short[o.dtype]}" for o in spec.operands)
+        kinds = ",".join(f"{o.kind}{o.group or ''}:{short[o.dtype]}" for o in spec.operands)
         parts.append(f"prologue={spec.prologue.key}({kinds})")
     if spec.norm:
         parts.append("norm")
@@ -174,7 +188,7 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
     tile = f"{config.rows}x{chunks}" if config.rows > 1 or config.count < 2 else chunks
     tile += "" if config.whole or config.long else "-"
     tile += f"/{config.warps}w/v{config.vec}"
-    tile += "" if config.unit * spec.x.itemsize == 16 else f":{config.unit}"
+    tile += "" if config.unit * spec.itemsize == 16 else f":{config.unit}"
     tile += "" if aligned else "u"
     tile += f"/r{config.registers}" if config.registers and aligned else ""
     parts.append(tile + ("/twice" if config.reread else ""))
@@ -214,7 +228,7 @@ def select(
     spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, pointers: Sequence[int], gamma: int, chip: Chip
 ) -> tuple[RowConfig, int, bool]:
     """Tile, stride levels and alignment of a call; ``pointers`` and ``strides`` in the order of `ROW_TENSORS`."""
-    config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec), crowd_of(geom[0], n * spec.x.itemsize))
+    config = row_config(n, spec.itemsize, chip.warp_size, work_of(spec), crowd_of(geom[0], n * spec.itemsize))
     levels = 1 if geom[1] * geom[2] == 1 else LEVELS
     aligned = _aligned(spec, geom, strides, pointers, gamma, config.unit)
     return config, levels, aligned
@@ -228,7 +242,7 @@ def _aligned(
         return True
     addresses, steps = gamma, 0
     for index, pointer in enumerate(pointers):
-        if index == SCALE_INDEX or (index >= FIRST_OPERAND and spec.operands[index - FIRST_OPERAND].kind == "row"):
+        if index == SCALE_INDEX or (index >= FIRST_OPERAND and spec.operands[index - FIRST_OPERAND].kind in _NARROW):
             continue
         addresses |= pointer
         step = strides[index]
@@ -281,7 +295,7 @@ def _plan(
     if device not in _chips:
         _chips[device] = current_chip(device)
     chip = _chips[device]
-    config = row_config(n, spec.x.itemsize, chip.warp_size, work_of(spec), crowd)
+    config = row_config(n, spec.itemsize, chip.warp_size, work_of(spec), crowd)
     plan = _plans[key] = _Plan(build_for(spec, config, levels, aligned, chip, offset), config, device)
     return plan
 
@@ -319,10 +333,10 @@ def launch(
         return
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     weight = gamma.data_ptr()
-    unit = row_config(n, spec.x.itemsize, 32, "more", "many").unit  # the same whatever else
+    unit = row_config(n, spec.itemsize, 32, "more", "many").unit  # the same whatever else
     aligned = _aligned(spec, geom, strides, pointers, weight, unit)
     levels = 1 if n1 == 1 and n2 == 1 else LEVELS
-    key = (spec, n, levels, aligned, device, weight_offset != 0, crowd_of(rows, n * spec.x.itemsize))
+    key = (spec, n, levels, aligned, device, weight_offset != 0, crowd_of(rows, n * spec.itemsize))
     plan = _plans.get(key) or _plan(key, *key)
     arguments = plan.template.copy()
     for place, index in plan.pointers:
@@ -344,7 +358,8 @@ def _interpret(
     static_scale: Tensor | None, scale_ub_tensor: Tensor | None, sg: int, scalars: tuple[float | None, ...],
 ) -> None:  # fmt: skip
     """The same call in Triton's interpreter, on CPU tensors."""
-    viewed = [t.view(torch.uint8) if t is not None and t.element_size() == 1 else t for t in tensors]
+    codes = (*FP8_FORMATS, torch.float8_e8m0fnu)
+    viewed = [t.view(torch.uint8) if t is not None and t.dtype in codes else t for t in tensors]
     pointers = [0 if t is None else t.data_ptr() for t in viewed]
     config, levels, aligned = select(spec, geom, strides, n, pointers, gamma.data_ptr(), INTERPRETER)
     build = build_for(spec, config, levels, aligned, INTERPRETER, scalars[_OFFSET - _ROWS] != 0)

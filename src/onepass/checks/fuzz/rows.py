@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...formats import FLOATS, FP8_FORMATS, GROUP_SIZES, QUANTIZE, ROUNDINGS, ScaleRule
+from ... import oracle
+from ...formats import FLOATS, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED, ROUNDINGS, ScaleRule
 from ...ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from ...prologues import Prologue, add, dequantize, silu_and_mul
 from .. import compare
@@ -32,6 +33,7 @@ _PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
     "silu_and_mul": (silu_and_mul, ("full",)),
     "add": (add, ("full",)),
     "dequantize": (dequantize, ("row",)),
+    "dequantize groups": (dequantize, ("group",)),
     "soft_cap_gate": (soft_cap_gate, ("full", "column", "row")),
 }
 _PROLOGUE_ERROR = 8 * compare.FLOAT32_ERROR
@@ -61,12 +63,18 @@ class RowConfiguration:
     norm: bool = False
     prologue: str = ""
     operand: torch.dtype = torch.bfloat16
+    operand_group: int = 0
     lengths: tuple[int, ...] = ()
     round_sum: bool | None = None
     quantize: str = "reciprocal"
     least: bool = False
     bounded: bool = False
     """Whether the upper bound of amax is a tensor."""
+
+    @property
+    def unit(self) -> int:
+        """What divides the length of a row."""
+        return max(1, self.group or 1, self.operand_group)
 
 
 def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
@@ -84,11 +92,16 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     group = None if static or r.random() < 0.6 else r.choice(GROUP_SIZES)
     ue8m0 = not static and r.random() < 0.25
     prologue = r.choice(("", "", "", *_PROLOGUES))
+    c = replace(c, operand_group=r.choice(OPERAND_GROUPS) if prologue == "dequantize groups" else 0, group=group)
+    if prologue and r.random() < 0.4:
+        c = replace(
+            c, x=r.choice(QUANTIZED), gamma=r.choice(FLOATS), residual=r.choice((None, *FLOATS)), rounding="once"
+        )
     return replace(
-        c, out=out, fp8_max=r.choice((None, *FP8_FORMATS[out].maxima)), static=static, group=group, ue8m0=ue8m0,
+        c, out=out, fp8_max=r.choice((None, *FP8_FORMATS[out].maxima)), static=static, ue8m0=ue8m0,
         scales=r.choice((torch.float32, E8M0)) if ue8m0 else r.choice(FLOATS), norm=r.random() < 0.3, prologue=prologue,
         quantize=r.choice(QUANTIZE), least=not static and r.random() < 0.3, bounded=not static and r.random() < 0.3,
-        operand=r.choice(FLOATS), lengths=tuple(-(-n // group) * group for n in c.lengths) if group else c.lengths,
+        operand=r.choice(FLOATS), lengths=tuple(-(-n // c.unit) * c.unit for n in c.lengths),
     )  # fmt: skip
 
 
@@ -123,7 +136,7 @@ class RowCase:
 
     def simpler(self) -> Iterator[RowCase]:
         """Cases that differ in one thing, which is simpler."""
-        unit = self.config.group or 1
+        unit = self.config.unit
         for lead in ((1,), (2,), self.lead[:-1]):
             yield replace(self, lead=lead)
         for n in (1, 2, self.n // unit // 2, self.n // unit - 1):
@@ -155,8 +168,8 @@ def draw_case(c: RowConfiguration, r: Random) -> RowCase:
         n, lead = draw.size(r, 5000), lead[-1:]
     else:
         n = draw.size(r, 300)
-    if c.group and not c.lengths:
-        n = c.group * max(1, n // c.group)
+    if not c.lengths:
+        n = c.unit * max(1, n // c.unit)
     tame = bool(c.prologue)
     bounds_ = _BOUNDS if c.bounded else (None,) if c.static else (None, None, 1.5, 448.0, 1e-3)
     return RowCase(
@@ -172,7 +185,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
     c, shape = case.config, (*case.lead, case.n)
     x_place, other_place = case.places[:2]
     found: dict[str, Any] = {
-        "x": x_place.put(case.values.make(shape, c.x)),
+        "x": x_place.put(_x(case.values, shape, c.x)),
         "gamma": Place(start=case.shift).put(draw.gamma(case.gamma, case.n, c.gamma)),
         "eps": case.eps,
         "weight_offset": case.offset,
@@ -195,11 +208,23 @@ def inputs(case: RowCase) -> dict[str, Any]:
     if c.prologue:
         found["prologue"], kinds = _PROLOGUES[c.prologue]
         shapes = {"full": shape, "column": (case.n,), "row": (*case.lead, 1)}
+        shapes["group"] = (*case.lead, case.n // (c.operand_group or 1))
         made = (
             replace(case.second, start=case.second.start + i).make(shapes[k], c.operand) for i, k in enumerate(kinds)
         )
         found["prologue_args"] = [t if k == "column" else other_place.put(t) for t, k in zip(made, kinds, strict=True)]
     return found
+
+
+def _x(values: Values, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The values, in 8 bits as near as they come: an integer has no NaN, and neither format an infinity."""
+    if dtype in FLOATS:
+        return values.make(shape, dtype)
+    t = values.make(shape, torch.float32)
+    if dtype == torch.int8:
+        return (16 * t.nan_to_num()).clamp(-128, 127).to(dtype)
+    limit = FP8_FORMATS[dtype].max
+    return t.clamp(-limit, limit).to(dtype)
 
 
 def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -267,7 +292,7 @@ def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> 
     h = host["x"].float()
     if c.prologue:
         error = _PROLOGUE_ERROR
-        h = host["prologue"](h.double(), *(t.double() for t in host["prologue_args"]))
+        h = host["prologue"](h.double(), *(oracle.per_column(t.double(), case.n) for t in host["prologue_args"]))
         doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
     if c.residual is not None:
         h = h + host["residual"].to(h.dtype)
