@@ -98,7 +98,7 @@ class TestFuzz:
         assert {case.values.kind for case in found} == set(KINDS[:-2])
         assert {case.values.spoil for case in found} == {"", "nan", "inf", "-inf"}
         assert {case.values.other for case in found} == {None, *KINDS}
-        assert {len(case.lead) for case in found} == {0, 1, 2, 3} and any(0 in case.lead for case in found)
+        assert {len(case.lead) for case in found} == {0, 1, 2, 3, 4} and any(0 in case.lead for case in found)
         for name in ("reverse", "every", "expanded"):
             assert {getattr(case.places[0], name) for case in found} == {True, False}, name
         assert {1, 2, 31, 32, 33, 127, 129, 255, 257} <= {case.n for case in self.drawn("rms_norm", 4000)}
@@ -203,6 +203,7 @@ class TestFuzz:
     def test_tensor_cores_may_lose_more_of_subnormal_numbers(self) -> None:
         """Products cut off 25 bits below the largest exponent, a subnormal number's taken for -14: one value differs, as on an H200."""
         case: Any = cases.numbered(2027, 530330, tuple(OPS), 12, True)
+        case = replace(case, config=replace(case.config, gammas=(torch.float16,)))
         host = gemv.inputs(case)
         act, weight = host["act"].double()[:, None], host["weight"].double()
         exponents = [t.abs().clamp_min(2.0**-14).log2().floor() for t in (act, weight)]
