@@ -60,6 +60,8 @@ bounds: ## run some tests with the lowest and the newest versions of what onepas
 	@.ci/bounds
 
 # Runs from src/ with the machine's own Python: nothing is installed. It leaves benchmarks/h200/ changed: commit it.
+# make gpu EXTEND=--extend: run only the cases that the evidence lacks.
+EXTEND ?=
 EVIDENCE := benchmarks/h200/evidence.json
 CHECKS = $(PYTHON) -m onepass.checks --device cuda
 # Sanitizers are slow, so they get the cases of a few shapes; torch must not pool memory under them.
@@ -68,7 +70,7 @@ SANITIZED ?= lanes: 3x4096|short:|5x2048|5x7168|5x16384|4x1536|3x3072|6x384|5x20
 
 gpu: export PYTHONPATH := src
 gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, measure
-	$(CHECKS) --jobs $$(nproc) --evidence $(EVIDENCE)
+	$(CHECKS) --jobs $$(nproc) --evidence $(EVIDENCE) $(EXTEND)
 	$(CHECKS) --promises --jobs $$(nproc) --json benchmarks/h200/promises.json
 	for tool in memcheck racecheck initcheck synccheck; do $(SANITIZE) --tool $$tool $(CHECKS) --match "$(SANITIZED)"; done
 	$(PYTHON) -m onepass.bench --device cuda --json benchmarks/h200/bench.json

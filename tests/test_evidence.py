@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -277,6 +277,35 @@ class TestFile:
         assert told.startswith(f"{len(passed)} configurations proven, {len(failed)} not")
         named = (f"rms_norm {max(cases, key=lambda case: case.n).name}",)
         assert evidence.read(file) == {b.name: evidence.prove(b, evidence.H200, named) for b in passed}
+
+    def test_shares_are_joined(self) -> None:
+        """A configuration that failed in one share is not proven by another, nor by what was kept."""
+
+        def proof_of(*cases: str) -> evidence.Proof:
+            return evidence.Proof("m", cases, "i", 0, "s")
+
+        kept = {"old": proof_of("c0"), "old, failed": proof_of("c0"), "both": proof_of("c0")}
+        shares: list[dict[str, object]] = [
+            {"failed": [], "proofs": {"both": asdict(proof_of("c1")), "half": asdict(proof_of("c2"))}},
+            {"failed": ["half", "old, failed"], "proofs": {"new": asdict(proof_of("c3"))}},
+        ]
+        proofs, failed = proof.joined(kept, shares)
+        assert proofs == {"old": proof_of("c0"), "both": proof_of("c0", "c1"), "new": proof_of("c3")}
+        assert failed == {"half", "old, failed"}
+
+    def test_only_what_is_not_proven_runs_again(self, tmp_path: Path) -> None:
+        cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (64, 512)][:2]
+        builds = {case.name: proof.builds(case, evidence.H200) for case in cases}
+        known = {b.name: b for b in builds[cases[0].name]}
+        digest = evidence.digest(next(iter(known.values())), evidence.H200)
+        told = {name: evidence.Proof("m", (), "i", 0, evidence.digest(b, evidence.H200)) for name, b in known.items()}
+        file = tmp_path / "evidence.json"
+        evidence.write(file, {}, told)
+        kept = proof.still_proven(file, cases, evidence.H200)
+        assert set(kept) == set(known)
+        assert proof.without_proof(cases, kept, evidence.H200) == cases[1:]
+        evidence.write(file, {}, {name: replace(one, source=digest[::-1]) for name, one in told.items()})
+        assert proof.still_proven(file, cases, evidence.H200) == {}
 
     def test_a_file_without_digests_is_read(self, tmp_path: Path) -> None:
         file = tmp_path / "evidence.json"

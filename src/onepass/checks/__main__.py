@@ -10,7 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from . import proof
+from .case import Check
 from .runner import DEVICES, Result, run_cases, run_promises, run_promises_in_shares, select
 
 
@@ -27,36 +30,41 @@ def main() -> int:
     parser.add_argument("--resume", type=Path, help="with --promises: leave out those that this file says were kept")
     parser.add_argument("--evidence", type=Path, help="with --device cuda: record the machine code that passed")
     parser.add_argument(
+        "--extend",
+        action="store_true",
+        help="with --evidence: keep what the file proves of the current sources and run only the cases that prove more",
+    )
+    parser.add_argument(
         "--refresh", type=Path, help="note in this evidence the sources that still give the proven code"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, help="processes that compile ahead (--evidence) or share the promises"
+        "--jobs", type=int, default=1, help="processes that share the cases of --evidence, or the promises"
     )
     parser.add_argument("--compile-share", help=argparse.SUPPRESS)
-    parser.add_argument("--share", help=argparse.SUPPRESS)  # promises, i/n of them, a line of JSON each
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # i/n of the promises, a line of JSON each, or of the cases
+    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where a share of the cases leaves what it proves
     options = parser.parse_args()
     if options.evidence and (options.device != "cuda" or options.promises):
         parser.error("--evidence needs --device cuda, and cases")
+    if options.extend and not options.evidence:
+        parser.error("--extend needs --evidence")
     before = [Result(**told) for told in json.loads(options.resume.read_text())] if options.resume else []
     before = [result for result in before if result.passed]
     kept = {result.case for result in before}
-    if options.share:
+    if options.share and options.promises:
         share, of = map(int, options.share.split("/"))
         run_promises(options.device, _tell, options.match, kept, share, of)
         return 0
-    machine_code = options.device == "cuda" or options.compile_share or options.refresh
+    machine_code = options.device == "cuda" or options.refresh
     cases = select(options.op, options.match, published=bool(machine_code) and not options.promises)
-    if options.compile_share:
-        proof.compile_share(cases, *map(int, options.compile_share.split("/")))
-        return 0
     if options.refresh:
         print(proof.refresh(options.refresh, cases))
         return 0
+    if options.evidence:
+        return _record(options, cases)
     if options.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is not yet
         cases = [case for case in cases if case.interpretable]
-    if options.evidence and options.jobs > 1:
-        proof.compile_ahead(options.jobs, options.op, options.match)
     start = time.perf_counter()
     if options.promises:
         seen = before.copy()
@@ -73,13 +81,37 @@ def main() -> int:
             results = run_promises(options.device, keep, options.match, kept)
     else:
         results = run_cases(cases, options.device, _print)
-    failed = [r for r in results if not r.passed]
     if options.json:
         _write(options.json, [*before, *results])
-    if options.evidence:
-        print(proof.record(options.evidence, cases, results))
-    seconds = time.perf_counter() - start
-    print(f"{len(results) - len(failed)} passed, {len(failed)} failed on {options.device} in {seconds:.1f} s")
+    return _summary(results, options.device, time.perf_counter() - start)
+
+
+def _record(options: argparse.Namespace, cases: list[Check]) -> int:
+    """What ``--evidence`` does: all of it, or one share of the compiling or of the cases."""
+    from ..triton.evidence import H200
+
+    start = time.perf_counter()
+    kept = proof.still_proven(options.evidence, cases, H200) if options.extend else {}
+    if options.compile_share:
+        proof.compile_share(cases, kept, *map(int, options.compile_share.split("/")))
+        return 0
+    if options.share:
+        share, of = map(int, options.share.split("/"))
+        torch.set_num_threads(max(1, (os.cpu_count() or of) // of))
+        proof.run_share(proof.without_proof(cases, kept, H200)[share::of], options.part)
+        return 0
+    command = ["--device=cuda", f"--match={options.match}", *(f"--op={op}" for op in options.op)]
+    command += [f"--evidence={options.evidence}", *(["--extend"] if options.extend else [])]
+    results, told = proof.record_in_shares(options.evidence, options.jobs, command, kept, _print)
+    if options.json:
+        _write(options.json, results)
+    print(told)
+    return _summary(results, "cuda", time.perf_counter() - start)
+
+
+def _summary(results: Sequence[Result], device: str, seconds: float) -> int:
+    failed = sum(not result.passed for result in results)
+    print(f"{len(results) - failed} passed, {failed} failed on {device} in {seconds:.1f} s")
     return 1 if failed or not results else 0
 
 

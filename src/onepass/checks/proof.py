@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .case import Check
 from .crowds import CROWDS, assuming
-from .runner import MODULES, Result
+from .runner import MODULES, Result, run_cases
 
 if TYPE_CHECKING:
     from ..triton._compile import Build
     from ..triton._config import Chip
+    from ..triton.evidence import Proof
 
 
 def builds(case: Check, chip: Chip, device: str = "cpu") -> list[Build]:
@@ -40,27 +42,26 @@ def distinct_builds(cases: Iterable[Check], chip: Chip) -> dict[str, Build]:
     return {build.name: build for case in cases for build in builds(case, chip)}
 
 
-def compile_ahead(jobs: int, ops: Sequence[str], match: str) -> None:
-    """Fill Triton's cache from several processes, so that the checks do not wait for the compiler."""
-    command = [sys.executable, "-m", "onepass.checks", "--match", match, *(f"--op={op}" for op in ops)]
-    running = [subprocess.Popen([*command, "--compile-share", f"{i}/{jobs}"]) for i in range(jobs)]
-    for process in running:
-        process.wait()
-
-
-def compile_share(cases: Iterable[Check], share: int, of: int) -> None:
-    """Compile every ``of``-th configuration, beginning with number ``share``."""
+def still_proven(path: Path, cases: Iterable[Check], chip: Chip) -> dict[str, Proof]:
+    """The proofs of an evidence file that hold for the current sources: those of the builds of these cases with the same digest."""
     from ..triton import evidence
+    from ..triton._digest import SourceDigests
 
-    for index, build in enumerate(distinct_builds(cases, evidence.H200).values()):
-        if index % of == share:
-            evidence.compiled_hash(build, evidence.H200)
+    proofs, digests = evidence.read(path), SourceDigests()
+    return {
+        name: proofs[name]
+        for name, build in distinct_builds(cases, chip).items()
+        if name in proofs and proofs[name].source == evidence.digest(build, chip, digests)
+    }
 
 
-def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str:
-    """Write the configurations all of whose cases passed on this GPU; returns a sentence for the user."""
-    import triton
+def without_proof(cases: Iterable[Check], proofs: Container[str], chip: Chip) -> list[Check]:
+    """The cases that launch a configuration which is not among the proofs."""
+    return [case for case in cases if any(build.name not in proofs for build in builds(case, chip))]
 
+
+def proofs_of(cases: Sequence[Check], results: Sequence[Result]) -> tuple[dict[str, Proof], set[str]]:
+    """What cases that ran on this GPU prove, and the names of the configurations that a failed one launched."""
     from ..triton import evidence
     from ..triton._compile import current_chip
 
@@ -74,10 +75,89 @@ def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str
             ran.setdefault(build.name, []).append(f"{case.op} {case.name}")
             if not result.passed:
                 failed.add(build.name)
-    proofs = evidence.prove_all(((build, ran[name]) for name, build in found.items() if name not in failed), chip)
+    passed = ((build, ran[name]) for name, build in found.items() if name not in failed)
+    return evidence.prove_all(passed, chip), failed
+
+
+def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str:
+    """Write the configurations all of whose cases passed on this GPU; returns a sentence for the user."""
+    proofs, failed = proofs_of(cases, results)
+    return _write(path, proofs, failed)
+
+
+def _write(path: Path, proofs: dict[str, Proof], failed: set[str]) -> str:
+    import triton
+
+    from ..triton import evidence
+
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     evidence.write(path, machine, proofs)
     return f"{len(proofs)} configurations proven, {len(failed)} not; written to {path}"
+
+
+def run_share(cases: Sequence[Check], to: Path) -> None:
+    """Run cases on this GPU and write their results, and what they prove, for `record_in_shares` to join."""
+    results = run_cases(cases, "cuda")
+    proofs, failed = proofs_of(cases, results)
+    told = {
+        "results": [result.to_json() for result in results],
+        "failed": sorted(failed),
+        "proofs": {name: asdict(proof) for name, proof in proofs.items()},
+    }
+    to.write_text(json.dumps(told))
+
+
+def record_in_shares(
+    path: Path, jobs: int, command: Sequence[str], kept: dict[str, Proof], progress: Callable[[Result], None]
+) -> tuple[list[Result], str]:
+    """Run ``command`` in several processes, each with a share of the cases, and write what they prove beside what is ``kept``.
+
+    Returns the results and a sentence for the user. A configuration is proven if every case that launches it passed. Kernels are
+    compiled first, each by one process. A process that ends early is a failure of its own.
+    """
+    start = [sys.executable, "-m", "onepass.checks", *command]
+    for process in [subprocess.Popen([*start, f"--compile-share={share}/{jobs}"]) for share in range(jobs)]:
+        process.wait()
+    results: list[Result] = []
+    shares: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Path(folder, str(share)) for share in range(jobs)]
+        running = [
+            subprocess.Popen([*start, f"--share={share}/{jobs}", f"--part={part}"]) for share, part in enumerate(parts)
+        ]
+        for share, (process, part) in enumerate(zip(running, parts, strict=True)):
+            if process.wait():
+                ended = f"status {process.returncode}"
+                results.append(Result("evidence", f"share {share} of {jobs}", "cuda", False, ended, 0.0))
+            else:
+                shares.append(json.loads(part.read_text()))
+                results += [Result(**told) for told in shares[-1]["results"]]
+    for result in results:
+        progress(result)
+    proofs, failed = joined(kept, shares)
+    return results, _write(path, proofs, failed)
+
+
+def joined(kept: dict[str, Proof], shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Proof], set[str]]:
+    """The proofs of all shares beside those kept, less what failed in any share."""
+    from ..triton.evidence import Proof
+
+    failed = {name for share in shares for name in share["failed"]}
+    proofs = dict(kept)
+    for share in shares:
+        for name, told in share["proofs"].items():
+            before = proofs[name].cases if name in proofs else ()
+            proofs[name] = Proof(**{**told, "cases": tuple(sorted({*before, *told["cases"]}))})
+    return {name: proof for name, proof in proofs.items() if name not in failed}, failed
+
+
+def compile_share(cases: Iterable[Check], proven: Container[str], share: int, of: int) -> None:
+    """Compile every ``of``-th configuration that is not proven, beginning with number ``share``."""
+    from ..triton import evidence
+
+    needed = [build for name, build in distinct_builds(cases, evidence.H200).items() if name not in proven]
+    for build in needed[share::of]:
+        evidence.compiled_hash(build, evidence.H200)
 
 
 def refresh(path: Path, cases: Iterable[Check]) -> str:
