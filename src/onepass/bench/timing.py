@@ -26,6 +26,8 @@ CHAIN_US, REPLAYS = 2000.0, 15
 """How long a graph of one contender's calls should take, and how often it is replayed for each of its two medians."""
 PAIRS_US, PAIR_REPLAYS = 800.0, 9
 """The same for calls behind an ordinary kernel. Less, because every contender is measured this way too."""
+ALONE = 100
+"""Ordinary kernels in the graph that times them alone."""
 
 
 def graph_times(calls: Sequence[Call], *, chain_us: float = CHAIN_US, replays: int = REPLAYS) -> list[float]:
@@ -69,8 +71,8 @@ class Behind:
 
     The kernel is one of torch's, launched without programmatic launch, on a tensor that nobody else uses. What is left after
     the subtraction is what a call adds to a stream of other people's kernels: its work, its launch and whatever of its start
-    could not overlap. The kernel alone is timed right after the pairs, when the clocks are still up: timed once on an idle GPU it
-    took 3 us more.
+    could not overlap. The kernel alone is timed right after the pairs, in a chain of at least `ALONE`: a graph of few kernels
+    measures its own launch.
     """
 
     def __init__(self, device: str = "cuda", columns: int = 7168) -> None:
@@ -87,7 +89,7 @@ class Behind:
             return lambda: (self.kernel(), call())
 
         pairs = self._times([pair(call) for call in calls])
-        alone = min(self._times([self.kernel]))
+        alone = min(self._times([self.kernel] * ALONE))
         return [us - alone for us in pairs]
 
     @staticmethod

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from . import proof
 from .case import Check
@@ -40,7 +39,9 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes that share the cases of --evidence, or the promises"
     )
-    parser.add_argument("--compile-share", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="with --evidence: begin no case after this many seconds"
+    )
     parser.add_argument("--share", help=argparse.SUPPRESS)  # i/n of the promises, a line of JSON each, or of the cases
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where a share of the cases leaves what it proves
     options = parser.parse_args()
@@ -87,22 +88,24 @@ def main() -> int:
 
 
 def _record(options: argparse.Namespace, cases: list[Check]) -> int:
-    """What ``--evidence`` does: all of it, or one share of the compiling or of the cases."""
+    """What ``--evidence`` does: all of it, or one share of the cases."""
     from ..triton.evidence import H200
 
     start = time.perf_counter()
-    kept = proof.still_proven(options.evidence, cases, H200) if options.extend else {}
-    if options.compile_share:
-        proof.compile_share(cases, kept, *map(int, options.compile_share.split("/")))
-        return 0
     if options.share:
         share, of = map(int, options.share.split("/"))
-        torch.set_num_threads(max(1, (os.cpu_count() or of) // of))
-        proof.run_share(proof.without_proof(cases, kept, H200)[share::of], options.part)
+        needed = proof.unproven(options.evidence, cases, H200)[1] if options.extend else cases
+        proof.run_share(needed[share::of], options.limit, options.part)
         return 0
     command = ["--device=cuda", f"--match={options.match}", *(f"--op={op}" for op in options.op)]
-    command += [f"--evidence={options.evidence}", *(["--extend"] if options.extend else [])]
-    results, told = proof.record_in_shares(options.evidence, options.jobs, command, kept, _print)
+    command += [f"--evidence={options.evidence}", f"--limit={options.limit}", *(["--extend"] if options.extend else [])]
+    results, told = proof.record_in_shares(
+        options.evidence,
+        options.jobs,
+        command,
+        lambda: proof.unproven(options.evidence, cases, H200)[0] if options.extend else {},
+        _print,
+    )
     if options.json:
         _write(options.json, results)
     print(told)

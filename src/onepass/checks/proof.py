@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Container, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,22 +44,21 @@ def distinct_builds(cases: Iterable[Check], chip: Chip) -> dict[str, Build]:
     return {build.name: build for case in cases for build in builds(case, chip)}
 
 
-def still_proven(path: Path, cases: Iterable[Check], chip: Chip) -> dict[str, Proof]:
-    """The proofs of an evidence file that hold for the current sources: those of the builds of these cases with the same digest."""
+def unproven(path: Path, cases: Iterable[Check], chip: Chip) -> tuple[dict[str, Proof], list[Check]]:
+    """The proofs of an evidence file without those that a change of these cases' sources undid, and the cases that prove more."""
     from ..triton import evidence
     from ..triton._digest import SourceDigests
 
-    proofs, digests = evidence.read(path), SourceDigests()
-    return {
-        name: proofs[name]
-        for name, build in distinct_builds(cases, chip).items()
-        if name in proofs and proofs[name].source == evidence.digest(build, chip, digests)
-    }
-
-
-def without_proof(cases: Iterable[Check], proofs: Container[str], chip: Chip) -> list[Check]:
-    """The cases that launch a configuration which is not among the proofs."""
-    return [case for case in cases if any(build.name not in proofs for build in builds(case, chip))]
+    kept, digests = evidence.read(path), SourceDigests()
+    needed = []
+    for case in cases:
+        found = builds(case, chip)
+        for build in found:
+            if build.name in kept and kept[build.name].source != evidence.digest(build, chip, digests):
+                del kept[build.name]
+        if any(build.name not in kept for build in found):
+            needed.append(case)
+    return kept, needed
 
 
 def proofs_of(cases: Sequence[Check], results: Sequence[Result]) -> tuple[dict[str, Proof], set[str]]:
@@ -95,12 +96,18 @@ def _write(path: Path, proofs: dict[str, Proof], failed: set[str]) -> str:
     return f"{len(proofs)} configurations proven, {len(failed)} not; written to {path}"
 
 
-def run_share(cases: Sequence[Check], to: Path) -> None:
-    """Run cases on this GPU and write their results, and what they prove, for `record_in_shares` to join."""
-    results = run_cases(cases, "cuda")
-    proofs, failed = proofs_of(cases, results)
+def run_share(cases: Sequence[Check], limit: float, to: Path) -> None:
+    """Run cases on this GPU for ``limit`` seconds and write their results, and what they prove, for `record_in_shares` to join."""
+    results: list[Result] = []
+    end = time.monotonic() + limit
+    for case in cases:
+        if time.monotonic() > end:
+            break
+        results += run_cases([case], "cuda")
+    proofs, failed = proofs_of(cases[: len(results)], results)
     told = {
         "results": [result.to_json() for result in results],
+        "left_out": len(cases) - len(results),
         "failed": sorted(failed),
         "proofs": {name: asdict(proof) for name, proof in proofs.items()},
     }
@@ -108,23 +115,28 @@ def run_share(cases: Sequence[Check], to: Path) -> None:
 
 
 def record_in_shares(
-    path: Path, jobs: int, command: Sequence[str], kept: dict[str, Proof], progress: Callable[[Result], None]
+    path: Path,
+    jobs: int,
+    command: Sequence[str],
+    kept: Callable[[], dict[str, Proof]],
+    progress: Callable[[Result], None],
 ) -> tuple[list[Result], str]:
     """Run ``command`` in several processes, each with a share of the cases, and write what they prove beside what is ``kept``.
 
-    Returns the results and a sentence for the user. A configuration is proven if every case that launches it passed. Kernels are
-    compiled first, each by one process. A process that ends early is a failure of its own.
+    Returns the results and a sentence for the user. A configuration is proven if every case that launches it passed. A process
+    that ends early is a failure of its own. Each process gets one thread: many processes of many threads wait for each other.
     """
-    start = [sys.executable, "-m", "onepass.checks", *command]
-    for process in [subprocess.Popen([*start, f"--compile-share={share}/{jobs}"]) for share in range(jobs)]:
-        process.wait()
     results: list[Result] = []
     shares: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         parts = [Path(folder, str(share)) for share in range(jobs)]
+        start = [sys.executable, "-m", "onepass.checks", *command]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         running = [
-            subprocess.Popen([*start, f"--share={share}/{jobs}", f"--part={part}"]) for share, part in enumerate(parts)
+            subprocess.Popen([*start, f"--share={share}/{jobs}", f"--part={part}"], env=environment)
+            for share, part in enumerate(parts)
         ]
+        before = kept()
         for share, (process, part) in enumerate(zip(running, parts, strict=True)):
             if process.wait():
                 ended = f"status {process.returncode}"
@@ -134,8 +146,9 @@ def record_in_shares(
                 results += [Result(**told) for told in shares[-1]["results"]]
     for result in results:
         progress(result)
-    proofs, failed = joined(kept, shares)
-    return results, _write(path, proofs, failed)
+    proofs, failed = joined(before, shares)
+    left_out = sum(share["left_out"] for share in shares)
+    return results, _write(path, proofs, failed) + (f"; {left_out} cases left out" if left_out else "")
 
 
 def joined(kept: dict[str, Proof], shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Proof], set[str]]:
@@ -149,15 +162,6 @@ def joined(kept: dict[str, Proof], shares: Sequence[dict[str, Any]]) -> tuple[di
             before = proofs[name].cases if name in proofs else ()
             proofs[name] = Proof(**{**told, "cases": tuple(sorted({*before, *told["cases"]}))})
     return {name: proof for name, proof in proofs.items() if name not in failed}, failed
-
-
-def compile_share(cases: Iterable[Check], proven: Container[str], share: int, of: int) -> None:
-    """Compile every ``of``-th configuration that is not proven, beginning with number ``share``."""
-    from ..triton import evidence
-
-    needed = [build for name, build in distinct_builds(cases, evidence.H200).items() if name not in proven]
-    for build in needed[share::of]:
-        evidence.compiled_hash(build, evidence.H200)
 
 
 def refresh(path: Path, cases: Iterable[Check]) -> str:

@@ -124,7 +124,7 @@ def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: K
         "SPLIT": turned > 2 and pairs >= config.warps * chip.warp_size,
     }
     constants: dict[str, Any] = {name: None for name, dtype in dtypes.items() if dtype is None}
-    constants |= dict.fromkeys(_unused(spec, config, known), 0)
+    constants |= dict.fromkeys(sorted(_unused(spec, config, known)), 0)
     constants |= {name: values[name] for name in _CONSTANTS}
     signature = {name: POINTERS[dtype] for name, dtype in dtypes.items() if dtype is not None}
     signature |= dict.fromkeys((*_SIZES, "kv_programs", "page_shift", "early"), "i32") | dict.fromkeys(_STRIDES, "i64")
