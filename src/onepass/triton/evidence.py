@@ -123,7 +123,10 @@ def resources(compiled: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        # Triton changes the environment while it compiles in another thread: the tool gets one of its own, which is empty
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True, env={}
+        ).stdout
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
 
 
