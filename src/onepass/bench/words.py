@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .results import COMPILED, Results
+from .results import BEST, COMPILED, Results
 
 BEHIND = "Behind an ordinary kernel"
 BEHIND_WORDS = (
@@ -16,9 +16,12 @@ BEHIND_WORDS = (
 def ceiling_words(results: Results) -> str:
     """What the times on a GPU are held against."""
     if results.has_best:
+        without = sum(BEST not in row.us for row in results.rows)
+        alone = f" {without} rows have no such copy and are held against that rate alone." if without else ""
         return (
             "The ceiling of a row is the fastest of several copies of as many bytes, measured beside it with programmatic launch; "
-            "for ops that write next to nothing it is a read."
+            "for ops that write next to nothing it is a read. Rows over 128 MiB are also held against the rate of a 2 GiB copy, or "
+            f"of a 1 GiB read.{alone}"
         )
     measured = [run["ceilings"] for run in results.runs if run.get("ceilings")]
     copies, reads = (
