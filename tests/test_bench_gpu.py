@@ -47,7 +47,7 @@ def machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
         if chain_us == timing.CHAIN_US:
             return [2.0, 1.0]
-        return [1.0, 1.1] if len(calls) == 1 else [3.0, 3.5]
+        return [1.0, 1.1] if len(calls) == timing.ALONE else [3.0, 3.5]
 
     for module in (run, timing):
         monkeypatch.setattr(module, "graph_times", times)
@@ -101,6 +101,30 @@ def test_every_contender_is_timed_in_a_chain_and_behind_a_kernel(monkeypatch: py
     assert found.rows[0].behind_kernel.ours == 2.0 and found.behind_kernel.rows[0].peers == {"fair": 2.0}
     assert "not measured behind" not in words.ahead_words(found)
     assert set(report["sittings"][0]["seconds"]) >= {"checks", "best copy", "onepass", "fair"}
+
+
+@pytest.mark.parametrize("kind", ["copy", "halve", "read"])
+def test_a_ceiling_moves_whole_vectors(kind: workload.Stream) -> None:
+    """Other lengths would be loaded element by element. What is lost is less than a vector of each tensor."""
+    moved = {"copy": 8, "halve": 3, "read": 4}[kind]
+    for size in (1, 35844, 702592, 89012224):
+        elements = gpu.length(kind, size)
+        assert elements % 16 == 0 and elements > 0
+        assert size - 16 * moved < elements * moved <= max(size, 16 * moved)
+
+
+def test_huge_rows_are_held_to_a_large_copy_too() -> None:
+    report = {"device": "cuda", "ceilings": {"copy 2 GiB TB/s": 4.0, "read 1 GiB TB/s": 5.0}}
+    row = {
+        "op": "rms_norm",
+        "stream": "copy",
+        "shape": [1, 8],
+        "bytes": 400_000_000,
+        "us": {"onepass": [101.0], "best copy": [104.0]},
+    }
+    assert results.row_of(row, report).floor_us == 100.0
+    assert results.row_of({**row, "bytes": 4_000_000}, report).floor_us == 104.0
+    assert results.row_of({**row, "us": {"onepass": [101.0]}}, report).floor_us == 100.0
 
 
 @pytest.mark.usefixtures("machine_with_a_gpu")

@@ -105,13 +105,20 @@ _TRIAL: Any = {"chain_us": 500.0, "replays": 5}
 Pair = tuple[Tensor, Tensor]
 
 
+def length(kind: Stream, size: int) -> int:
+    """Elements of a stream that moves ``size`` bytes: a multiple of 16.
+
+    Other lengths are loaded one by one. Such a copy took three times as long.
+    """
+    return max(16, size // {"copy": 8, "halve": 3, "read": 4}[kind] // 16 * 16)
+
+
 def pairs(kind: Stream, size: int, sets: int) -> list[Pair]:
     """What streams that move ``size`` bytes in all read and write, ``sets`` times.
 
-    A copy writes what it reads, "halve" writes half of it, a read writes nothing. Lengths are multiples of 16 elements: others are
-    loaded one by one, and such a copy took three times as long.
+    A copy writes what it reads, "halve" writes half of it, a read writes nothing.
     """
-    n = max(16, size // {"copy": 8, "halve": 3, "read": 4}[kind] // 16 * 16)
+    n = length(kind, size)
     words = torch.int16 if kind == "halve" else torch.int32
     written = torch.int8 if kind == "halve" else words
     sources = [torch.randint(0, 100, (n,), dtype=words, device="cuda") for _ in range(sets)]
