@@ -41,8 +41,8 @@ _EPS_NAMES: Final = ("eps", "variance_epsilon")
 _FP8: Final = torch.float8_e4m3fn
 
 
-def gamma_of(weight: Tensor, x: Tensor) -> Tensor:
-    """The weight in a dtype that the ops take beside x: its own where that is a float of 16 or 32 bits, else float32."""
+def gamma_of(weight: Tensor) -> Tensor:
+    """The weight in a dtype that the ops take: its own where that is a float of 16 or 32 bits, else float32."""
     return weight if weight.dtype in FLOATS else weight.float()
 
 
@@ -164,7 +164,7 @@ class RMSNorm(nn.Module):
     def _gamma(self, x: Tensor) -> Tensor:
         if self.weight is None:
             return torch.full((x.shape[-1],), 1.0 - self.weight_offset, dtype=x.dtype, device=x.device)
-        return gamma_of(self.weight.view(-1), x)
+        return gamma_of(self.weight.view(-1))
 
     def extra_repr(self) -> str:
         """Everything but the weight's values."""

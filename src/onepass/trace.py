@@ -27,7 +27,7 @@ class GemvEvent(IntEnum):
     slot      name           when
     ========  =============  ==============================================================
     0         ENTER          the block begins
-    1         K_LOOP_START   before it reads its first weight
+    1         K_LOOP_START   before its K loop; on a GPU its first weights are on their way by then
     2         K_LOOP_END     after the K loop and the reduction over the block
     3         BEFORE_ARRIVE  y is stored, the fetch-add comes next (normed blocks only)
     4         AFTER_ARRIVE   the fetch-add has returned (normed blocks only)

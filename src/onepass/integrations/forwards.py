@@ -77,7 +77,7 @@ def norm_forward(self: Any, x: Tensor | None = None, /, **named: Tensor) -> Tens
     if x is None:
         (x,) = named.values()
     how: NormCall = self._onepass
-    gamma = gamma_of(self.weight, x)
+    gamma = gamma_of(self.weight)
     refuse_gradient(self, x, gamma)
     return rms_norm(x, gamma, how.eps, weight_offset=how.weight_offset, rounding=how.rounding)
 
@@ -85,7 +85,7 @@ def norm_forward(self: Any, x: Tensor | None = None, /, **named: Tensor) -> Tens
 def add_norm(norm: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """``(norm(x + residual), x + residual)`` in one launch."""
     how: NormCall = norm._onepass
-    gamma = gamma_of(norm.weight, x)
+    gamma = gamma_of(norm.weight)
     refuse_gradient(norm, x, gamma, residual)
     return rms_norm(
         x, gamma, how.eps, weight_offset=how.weight_offset, residual=residual, rounding=how.rounding
@@ -158,7 +158,7 @@ def attention_forward(
     q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
     if how.per_head:
         q, k = q.view(heads), k.view(heads)
-    q_gamma, k_gamma = gamma_of(self.q_norm.weight, q), gamma_of(self.k_norm.weight, k)
+    q_gamma, k_gamma = gamma_of(self.q_norm.weight), gamma_of(self.k_norm.weight)
     refuse_gradient(self, q, k, q_gamma, k_gamma)
     q, k = qk_rms_norm(
         q,
@@ -249,7 +249,7 @@ def _write_entries(
         kv,
         offsets,
         freqs,
-        gamma_of(self.kv_a_layernorm.weight, kv),
+        gamma_of(self.kv_a_layernorm.weight),
         paged,
         how.kv_eps,
         rope_style="interleaved" if self.config.rope_interleave else "half",
@@ -270,7 +270,7 @@ def _rotate(
         latent, k_rot = self.kv_a_proj_with_mqa(hidden_states).split(sizes, dim=-1)
         latent = self.kv_a_layernorm(latent)
     else:
-        gamma = gamma_of(self.kv_a_layernorm.weight, rows)
+        gamma = gamma_of(self.kv_a_layernorm.weight)
         latent, k_rot = gemv_and_partial_norm(rows, self.kv_a_proj_with_mqa.weight, gamma, how.kv_eps)
     latent, k_rot = (t.view(batch, 1, length, n) for t, n in zip((latent, k_rot), sizes, strict=True))
     q = self.q_b_proj(_q_latent(self, hidden_states)).view(batch, length, -1, self.qk_head_dim).transpose(1, 2)
@@ -285,7 +285,7 @@ def _q_latent(self: Any, hidden_states: Tensor) -> Tensor:
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     if rows.shape[0] > FUSED_ROWS:
         return cast(Tensor, self.q_a_layernorm(self.q_a_proj(hidden_states)))
-    gamma = gamma_of(self.q_a_layernorm.weight, rows)
+    gamma = gamma_of(self.q_a_layernorm.weight)
     q, _ = gemv_and_partial_norm(rows, self.q_a_proj.weight, gamma, self._onepass.q_eps)
     return q.view(*hidden_states.shape[:-1], -1)
 
