@@ -181,3 +181,22 @@ def test_interpreted_kernels() -> None:
     found = re.search(r"(\d+) passed, 0 failed on interpreter", done.stdout)
     assert done.returncode == 0 and found is not None, done.stdout + done.stderr
     assert int(found[1]) == len(runner.select([], "levels: ")) >= 13
+
+
+def test_every_option_reaches_each_launch() -> None:
+    """A bound in memory and a least scale, which both change every scale here."""
+    x, gamma, residual = inputs()
+    bound = torch.tensor(0.5)
+    options: dict[str, Any] = {
+        "scale_ub": bound,
+        "min_scale": 0.001,
+        "residual": residual,
+        "round_sum": True,
+        "quantize": "divide",
+    }
+    plain = onepass.rms_norm_fused_fp8(x, gamma, **options)
+    apart = onepass.rms_norm_fused_fp8(reversed_(x), gamma, **{**options, "residual": reversed_(residual)})
+    assert all(same_bytes(a.contiguous(), b.contiguous()) for a, b in zip(plain, apart, strict=True))
+    for name, value in (("scale_ub", None), ("min_scale", 0.0)):
+        changed = {**options, "scale_ub": torch.tensor(-1.0), name: value}
+        assert not torch.equal(onepass.rms_norm_fused_fp8(x, gamma, **changed)[1], plain[1])

@@ -24,6 +24,10 @@ def ordered(values: Tensor) -> Tensor:
     return torch.where(bits < 0, -(bits & (2 ** (8 * values.element_size() - 1) - 1)), bits)
 
 
+FEW = 8
+"""Values that may be near the middle between two numbers in any case: of a single row of a few hundred, a share says little."""
+
+
 def floats(
     actual: Tensor,
     exact: Tensor,
@@ -35,6 +39,7 @@ def floats(
 ) -> str | None:
     """bf16/f16: within ``ulps`` of the rounded oracle and ``share`` of them equal; float32: within ``error``, relatively.
 
+    Of a few values `FEW` may differ, if the error reaches beyond the middle between two numbers there.
     ``size`` is what the error is relative to where a difference of larger numbers was taken. Then a small bf16/f16
     result may be as far from the exact one as a float32 one may, and a step of its own.
     """
@@ -61,9 +66,13 @@ def floats(
         apart = torch.where(near & (apart > ulps), ulps, apart)
     if int(apart.max()) > ulps:
         return f"{int((apart > ulps).sum())} of {apart.numel()} values more than {ulps} ulp off, by up to {int(apart.max())} ulp"
-    different = int((apart > 0).sum())
-    if different > max(1, (1 - share) * apart.numel()):
-        return f"{different} of {apart.numel()} values not equal to the rounded oracle (at most {1 - share:.1%} may differ)"
+    doubt = torch.where(exact.isinf() | nan, 0.0, error * (exact.abs() if size is None else size))
+    low, high = ((exact + e).to(actual.dtype) for e in (-doubt, doubt))
+    between = (actual >= low) & (actual <= high)
+    for different, few in ((apart > 0, FEW), ((apart > 0) & ~between, 1)):
+        count = int(different.sum())
+        if count > max(few, (1 - share) * apart.numel()):
+            return f"{count} of {apart.numel()} values not equal to the rounded oracle (at most {1 - share:.1%} may differ)"
     return None
 
 
@@ -86,10 +95,6 @@ def near(actual: Tensor, exact: Tensor, error: Tensor) -> str | None:
         if different > max(2, 0.01 * actual.numel()):
             return f"{different} of {actual.numel()} values not equal to the rounded oracle"
     return None
-
-
-FEW = 8
-"""Values that may be near the middle between two numbers in any case: of a single row of a few hundred, a share says little."""
 
 
 def stored(actual: Tensor, exact: Tensor, error: Tensor, fmt: Fp8Format | None, *, share: float | None) -> str | None:

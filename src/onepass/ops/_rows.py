@@ -32,8 +32,8 @@ def run_rows(
     eps: float,
     weight_offset: float,
     scale_ub: float,
-    scale_ub_tensor: Tensor | None = None,
-    min_scale: float = 0.0,
+    scale_ub_tensor: Tensor | None,
+    min_scale: float,
 ) -> None:
     """Run a row kernel over ``x`` [..., N], in one launch if its rows allow it; nothing is launched when there are no rows."""
     launch = _launch.on(x)
@@ -75,7 +75,8 @@ def run_rows(
             given = [t if part is None else part for t, part in zip(operands, others, strict=True)]
             assert row is not None
             run_rows(
-                op, spec, row, gamma, added, given, static_scale, normed, coded, scaled, sums, eps, weight_offset, scale_ub
+                op, spec, row, gamma, added, given, static_scale, normed, coded, scaled, sums, eps, weight_offset, scale_ub,
+                scale_ub_tensor, min_scale,
             )  # fmt: skip
         return
     launch(

@@ -181,7 +181,24 @@ def _rms_norm_kernel(
     spec = notes.get(key)
     if spec is None:
         spec = notes[key] = row_spec(*key, x.dtype, rounding, round_sum=round_sum)
-    run_rows("rms_norm", spec, x, gamma, residual, (), None, y, None, None, new_residual, eps, weight_offset, math.inf)
+    run_rows(
+        "rms_norm",
+        spec,
+        x,
+        gamma,
+        residual,
+        (),
+        None,
+        y,
+        None,
+        None,
+        new_residual,
+        eps,
+        weight_offset,
+        math.inf,
+        None,
+        0.0,
+    )
 
 
 def _fp8_kernel(

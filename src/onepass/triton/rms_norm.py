@@ -369,4 +369,15 @@ def _interpret(
     for name, triple in zip(ROW_TENSORS, strides, strict=False):
         values.update(zip(STRIDES[name], triple, strict=True))
     values.update(build.constants)
+    if values["least"] is not None:
+        values["least"] = _interpreted_number(values["least"])
     build.kernel[(-(-geom[0] // config.rows),)](**{name: values.get(name) for name in _NAMES})
+
+
+def _interpreted_number(value: float) -> Any:
+    """A number as float32, as compiled kernels get it. The interpreter takes a subnormal Python number for a float64."""
+    import numpy
+    from triton import language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return tl.tensor(TensorHandle(numpy.array([value], numpy.float32), tl.float32), tl.float32)

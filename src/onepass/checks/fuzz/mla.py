@@ -147,7 +147,7 @@ def verify(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]
     host = arguments if arguments["kv"].is_cpu else mla_rope_norm.moved(arguments, "cpu")
     q, blocks, *scales = (t.cpu() for t in results)
     place = mla_rope_norm.places(case, host, blocks)
-    rounded = case.options["rounding"] == "reference"
+    rounded = arguments["rounding"] == "reference"
     turned = _turned(case, host, host["q_rope"], place.position, rounded)
     message = compare.between(q, *turned, FP8_FORMATS.get(q.dtype))
     if message is not None:
