@@ -113,6 +113,13 @@ def test_a_ceiling_moves_whole_vectors(kind: workload.Stream) -> None:
         assert size - 16 * moved < elements * moved <= max(size, 16 * moved)
 
 
+def test_a_difference_that_is_not_positive_is_no_time() -> None:
+    report = {"device": "cuda", "ceilings": {"copy 2 GiB TB/s": 4.0, "read 1 GiB TB/s": 5.0}}
+    row: dict[str, Any] = {"op": "rms_norm", "stream": "copy", "shape": [1, 8], "bytes": 40, "us": {"onepass": [1.0]}}
+    pairs = {"onepass": [0.5, 0.4], "torch.compile": [0.1, -0.1], "Liger-Kernel": [0.0]}
+    assert results.row_of({**row, "behind_us": pairs}, report).behind_us == {"onepass": (0.5, 0.4)}
+
+
 def test_huge_rows_are_held_to_a_large_copy_too() -> None:
     report = {"device": "cuda", "ceilings": {"copy 2 GiB TB/s": 4.0, "read 1 GiB TB/s": 5.0}}
     row = {

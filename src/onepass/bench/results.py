@@ -228,7 +228,8 @@ def row_of(row: Mapping[str, Any], report: Mapping[str, Any], run: int = 0) -> R
     """A row of a document."""
     m, columns = shape_words(row)
     us = {STREAM if name in _OLD_STREAMS else name: _times(times) for name, times in row["us"].items()}
-    behind = {name: _times(times) for name, times in row.get("behind_us", {}).items()}
+    # a difference of two times: one that is not positive is noise and says nothing
+    behind = {name: found for name, times in row.get("behind_us", {}).items() if min(found := _times(times)) > 0}
     words, floor = f"{m} x {columns}" if columns else m, _floor(row, report, us)
     return Row(row["op"], words, row["shape"][0], columns, row["bytes"], us, floor, run, behind, row.get("others", 0.0))
 
