@@ -108,7 +108,8 @@ Pair = tuple[Tensor, Tensor]
 def length(kind: Stream, size: int) -> int:
     """Elements of a stream that moves ``size`` bytes: a multiple of 16.
 
-    Other lengths are loaded one by one. Such a copy took three times as long.
+    Triton loads vectors only where it knows that a length is one. A copy of 5 elements more took three times as long (65 us
+    instead of 22 for 88 MB).
     """
     return max(16, size // {"copy": 8, "halve": 3, "read": 4}[kind] // 16 * 16)
 

@@ -124,7 +124,7 @@ def record_in_shares(
     """Run ``command`` in several processes, each with a share of the cases, and write what they prove beside what is ``kept``.
 
     Returns the results and a sentence for the user. A configuration is proven if every case that launches it passed. A process
-    that ends early is a failure of its own. Each process gets one thread: many processes of many threads wait for each other.
+    that ends early is a failure of its own. Each process gets one thread, as there are as many as cores.
     """
     results: list[Result] = []
     shares: list[dict[str, Any]] = []
