@@ -42,10 +42,10 @@ docs: $(READY) ## write docs/ops.md from the contracts and docs/dist.md from doc
 	@$(BIN)/onepass docs
 
 fuzz: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## a million random calls of all ops on DEVICE= against the oracle (CPU: an hour of one core; FUZZ= for less)
-	@$(ANYWHERE) -m onepass.checks.fuzz $(FUZZ)
+	@$(ANYWHERE) -m tools.fuzz $(FUZZ)
 
 soak: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## decode for MINUTES= on DEVICE= while requests come and go: nothing may drift, leak or slow down
-	@$(ANYWHERE) -m onepass.checks.soak --device $(DEVICE) --minutes $(MINUTES) \
+	@$(ANYWHERE) -m tools.soak --device $(DEVICE) --minutes $(MINUTES) \
 	  --json benchmarks/$(if $(filter cuda,$(DEVICE)),h200,cpu)/soak.json
 
 mutate: $(READY) ## small mistakes put into a copy of the library, one at a time: does a test fail? (SAMPLE=, SEED=; an hour)
@@ -63,7 +63,7 @@ bounds: ## run some tests with the lowest and the newest versions of what onepas
 # make gpu EXTEND=--extend: run only the cases that the evidence lacks.
 EXTEND ?=
 EVIDENCE := benchmarks/h200/evidence.json
-CHECKS = $(PYTHON) -m onepass.checks --device cuda
+CHECKS = $(PYTHON) -m tools.checks --device cuda
 # Sanitizers are slow, so they get the cases of a few shapes; torch must not pool memory under them.
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
 SANITIZED ?= lanes: 3x4096|short:|5x2048|5x7168|5x16384|4x1536|3x3072|6x384|5x20000|5x48x640|6x80x300|200+512|ragged:|slots:|tables|scales:|two launches:
@@ -74,10 +74,10 @@ gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, me
 	$(CHECKS) --promises --jobs $$(nproc) --json benchmarks/h200/promises.json
 	for tool in memcheck racecheck initcheck synccheck; do $(SANITIZE) --tool $$tool $(CHECKS) --match "$(SANITIZED)"; done
 	$(PYTHON) -m onepass.bench --device cuda --json benchmarks/h200/bench.json
-	$(PYTHON) -m onepass.bench.report benchmarks/h200/bench.json --readme README.md
-	$(PYTHON) -m onepass.bench.models --device cuda --generate --json benchmarks/h200/models.json
-	$(PYTHON) -m onepass.bench.agreement --device cuda --json benchmarks/h200/agreement.json
-	$(PYTHON) -m onepass.bench.model_tables
+	$(PYTHON) -m tools.bench.report benchmarks/h200/bench.json --readme README.md
+	$(PYTHON) -m tools.bench.models --device cuda --generate --json benchmarks/h200/models.json
+	$(PYTHON) -m tools.bench.agreement --device cuda --json benchmarks/h200/agreement.json
+	$(PYTHON) -m tools.bench.model_tables
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf .venv .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,7 +32,7 @@ def check(directory: Path, root: Path) -> str:
         raise SystemExit(f"larger than {LARGEST} bytes: {large}")
     if licence != (root / "LICENSE").read_bytes():
         raise SystemExit("the wheel's licence is not LICENSE")
-    if "onepass = onepass.cli:main" not in commands:
+    if "onepass = onepass.cli.main:main" not in commands:
         raise SystemExit("the wheel has no onepass command")
     plain = {_normal(line) for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     if plain != {_normal(line) for line in project["dependencies"]}:

@@ -2,17 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from . import process as process
 from . import prologues
 from .errors import ContractError, Unsupported
+from .fastpath import process as process
 from .kvcache import PagedKVCache, gather_mla
-from .ops.gemv_partial_norm import (
+from .ops.gemv_norm import (
     gemv_and_partial_norm,
     gemv_and_partial_norm_unfused_with_scratch,
     gemv_and_partial_norm_with_scratch,
     gemv_trace_blocks,
 )
-from .ops.mla_rope_norm import fused_rope_rmsnorm_quantization
+from .ops.mla_cache import fused_rope_rmsnorm_quantization
 from .ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from .ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .prologues import Prologue, prologue

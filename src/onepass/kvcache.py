@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .contract import describe, short
+from .contract.declaration import describe, short
 from .errors import ContractError
 from .formats import FLOATS, FP8_FORMATS
 

@@ -25,12 +25,13 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from .contract import describe, require_bool
+from tools.contract_oracle import option_is_legal
+
+from .contract.declaration import describe, require_bool
 from .errors import ContractError
 from .formats import FLOATS, FP8_FORMATS, Rounding
-from .judge import option_is_legal
-from .library import write_eager_entries
 from .ops.qk_norm import qk_rms_norm
+from .ops.registration import write_eager_entries
 from .ops.rms_norm import RMS_NORM, rms_norm, rms_norm_fused_fp8
 from .rope import Rope
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import onepass
 
 from ..formats import E4M3FN
-from . import mla
+from . import mla_cache
 from .workload import Family, Problem, Workload
 
 EPS, GROUP = 1e-6, 128
@@ -28,10 +28,10 @@ FUSED_ROWS = 16
 DEEPSEEK, MINIMAX = "decode step, DeepSeek-V3 layer", "decode step, MiniMax-M2 layer"
 SHAPES = {(op, device): tuple((b,) for b in BATCHES) for op in (DEEPSEEK, MINIMAX) for device in ("cuda", "cpu")}
 HIDDEN, Q_RANK, HEADS, NOPE = 7168, 1536, 128, 128
-KV = mla.LATENT + mla.ROPE
+KV = mla_cache.LATENT + mla_cache.ROPE
 SMALL_HIDDEN, HEAD, Q_HEADS, K_HEADS, TURNED = 3072, 128, 48, 8, 64
 NEEDS = {
-    DEEPSEEK: ("rms_norm", "rms_norm_fused_fp8", "gemv_and_partial_norm", mla.OP),
+    DEEPSEEK: ("rms_norm", "rms_norm_fused_fp8", "gemv_and_partial_norm", mla_cache.OP),
     MINIMAX: ("rms_norm_fused_fp8", "qk_rms_norm"),
 }
 
@@ -66,7 +66,7 @@ def deepseek(
     y = torch.nn.functional.linear(_norm(h, gamma).to(x.dtype), weight)
     q_a = _norm(y[:, :Q_RANK], gamma_q).to(x.dtype)
     q, q_out, freqs, gamma_kv, entries, positions, slots = write
-    mla.composed(q, q_out, y[:, Q_RANK:], freqs, gamma_kv, entries, positions, slots)
+    mla_cache.composed(q, q_out, y[:, Q_RANK:], freqs, gamma_kv, entries, positions, slots)
     return q_a, q_out, *_before_experts(o, h.to(x.dtype), gamma_o)
 
 
@@ -77,8 +77,8 @@ def deepseek_problem(batch: int, device: str) -> Problem:
         torch.randn(*size, device=device, dtype=torch.bfloat16) for size in sizes
     )
     weight /= HIDDEN**0.5
-    p = mla.problem(batch, HEADS, mla.CACHES["fp8"], mla.angles(device), device)
-    wide = torch.randn(batch, HEADS, NOPE + mla.ROPE, device=device, dtype=torch.bfloat16)
+    p = mla_cache.problem(batch, HEADS, mla_cache.CACHES["fp8"], mla_cache.angles(device), device)
+    wide = torch.randn(batch, HEADS, NOPE + mla_cache.ROPE, device=device, dtype=torch.bfloat16)
     q, q_out = wide[..., NOPE:], p.out
 
     def ours() -> tuple[Tensor, ...]:
@@ -90,7 +90,7 @@ def deepseek_problem(batch: int, device: str) -> Problem:
         )
         return q_a, q_out, codes, scale, normed, more
 
-    write = (q, q_out, p.freqs, p.gamma, mla.entries(p.cache.blocks), p.positions, p.slots)
+    write = (q, q_out, p.freqs, p.gamma, mla_cache.entries(p.cache.blocks), p.positions, p.slots)
     return Problem(
         DEEPSEEK, {"onepass": ours}, deepseek, (x, residual, gamma, weight, gamma_q, write, o, gamma_o)
     )  # fmt: skip
@@ -99,9 +99,9 @@ def deepseek_problem(batch: int, device: str) -> Problem:
 def deepseek_bytes(batch: int) -> int:
     """Read: x, residual, o, q, weights and gammas; written: two sums, a norm, codes, scales, q_a, q, the entry."""
     row = HIDDEN * 2
-    read = 3 * row + HEADS * mla.ROPE * 2
-    written = 3 * row + HIDDEN + HIDDEN // GROUP * 4 + Q_RANK * 2 + HEADS * mla.ROPE * 2 + KV
-    return batch * (read + written) + (Q_RANK + KV) * HIDDEN * 2 + (2 * HIDDEN + Q_RANK + mla.LATENT) * 2
+    read = 3 * row + HEADS * mla_cache.ROPE * 2
+    written = 3 * row + HIDDEN + HIDDEN // GROUP * 4 + Q_RANK * 2 + HEADS * mla_cache.ROPE * 2 + KV
+    return batch * (read + written) + (Q_RANK + KV) * HIDDEN * 2 + (2 * HIDDEN + Q_RANK + mla_cache.LATENT) * 2
 
 
 # --- MiniMax-M2 -----------------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def minimax_problem(batch: int, device: str) -> Problem:
     )
     o, gamma_o = torch.randn_like(x), torch.randn_like(gamma)
     q, k = packed[:, :nq], packed[:, nq : nq + nk]
-    freqs = mla.angles(device)[:, :TURNED]
-    positions = torch.randint(0, mla.CACHED, (batch,), device=device)
+    freqs = mla_cache.angles(device)[:, :TURNED]
+    positions = torch.randint(0, mla_cache.CACHED, (batch,), device=device)
     rope = onepass.Rope(freqs, positions, "half", TURNED, HEAD)
 
     def ours() -> tuple[Tensor, ...]:

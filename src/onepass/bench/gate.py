@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..checks.case import Check
-from ..checks.runner import Result, run_cases, select
+from ..testing.case import Check
+from ..testing.runner import Result, run_cases, select
 
 MOST = 10
 """Cases an op, one a group; a full check is `onepass check`."""

@@ -9,8 +9,10 @@ import torch
 
 import onepass
 
-from ..ops import _launch
-from . import gemv, mla, qk, rows
+from ..ops import dispatch
+from . import gemv_norm, mla_cache
+from . import qk_norm as qk
+from . import rms_norm as rows
 from .workload import Call
 
 TORCH = ("torch.empty_like", "x.add(1)", "F.rms_norm")
@@ -23,8 +25,8 @@ def contenders(device: str) -> dict[str, Call]:
     """Torch's own ops first. Sizes are small: on a CPU the kernel is part of the call."""
     x, gamma, eps = rows.problem("rms_norm", 1, 4096, device).arguments
     q, k, gamma_q, gamma_k, var = qk.problem(qk.APPLY, 1, 1024, 256, device).arguments
-    act, weight, width, _ = gemv.problem(1, 64, 256, 64, device).arguments
-    p = mla.problem(1, 16, mla.CACHES["fp8"], mla.angles(device), device)
+    act, weight, width, _ = gemv_norm.problem(1, 64, 256, 64, device).arguments
+    p = mla_cache.problem(1, 16, mla_cache.CACHES["fp8"], mla_cache.angles(device), device)
     outs = torch.empty_like(q), torch.empty_like(k)
     return {
         "torch.empty_like": lambda: torch.empty_like(x),
@@ -52,7 +54,7 @@ def times(device: str, skip: Callable[[str], bool] = lambda op: False) -> dict[s
     if device == "cuda":
         return found
     ours = {name: call for name, call in calls.items() if name not in TORCH}
-    with _launch.launching_with(lambda family: _nothing):
+    with dispatch.launching_with(lambda family: _nothing):
         bare = _turns(ours, device)
     return found | {f"{name}, no kernel": us for name, us in bare.items()}
 

@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
-from . import decode_step, gate, gemv, host, mla, qk, rows
+from . import decode_step, gate, gemv_norm, host, mla_cache
+from . import qk_norm as qk
+from . import rms_norm as rows
 from .machine import describe
 from .peers import Peer, chosen, contenders, disagreement
 from .results import BEST, STREAM
 from .timing import Behind, graph_times, turns
 from .workload import Call, Family, Problem, Workload, parse_shapes, wanted
 
-FAMILIES: tuple[Family, ...] = (rows.FAMILY, gemv.FAMILY, qk.FAMILY, mla.FAMILY, decode_step.FAMILY)
+FAMILIES: tuple[Family, ...] = (rows.FAMILY, gemv_norm.FAMILY, qk.FAMILY, mla_cache.FAMILY, decode_step.FAMILY)
 HOST = "host"
 COLD = {"cuda": 300_000_000, "cpu": 200_000_000}
 """Inputs rotate through this many bytes where few sets suffice; an H200's L2 holds 60 MB, a server's last level about as much."""

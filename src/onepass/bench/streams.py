@@ -11,11 +11,12 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from ..cpu import _compile, _function, _parallel, _vec
+from ..cpu import compiler, threads
+from ..cpu.emit import function, vec
 from .workload import Call, Stream
 
 _CHUNK = 65536
-_VECTOR = 4 * _vec.LANES
+_VECTOR = 4 * vec.LANES
 """Bytes in a vector of the copy and of the read."""
 _STREAMS = 16
 """Rows that one thread of the reading kernel walks at a time: of 1 to 16 the fastest."""
@@ -24,46 +25,46 @@ _WORTH_THREADS = 1 << 18
 _WIDTHS = (14336, 4096, 1024, _VECTOR)
 """Bytes in a row of what is read, the widest that leaves enough rows."""
 
-Body = Callable[[_function.Function, Any, Any, Any, Any, Any], None]
+Body = Callable[[function.Function, Any, Any, Any, Any, Any], None]
 
 
 def _kernel(name: str, body: Body) -> Any:
     """A kernel whose threads take chunks of ``total`` until none is left; ``body`` moves one."""
     module = ir.Module(name=name)
-    f = _function.Function(module, name, 1)
+    f = function.Function(module, name, 1)
     builder = f.builder
     block = f.parameters[0]
-    chunk, total, source, target = (_vec.Int(builder, f.load(block + 8 * i, _vec.I64, lanes=0)) for i in range(1, 5))
+    chunk, total, source, target = (vec.Int(builder, f.load(block + 8 * i, vec.I64, lanes=0)) for i in range(1, 5))
     take, work, done = (builder.append_basic_block() for _ in range(3))
     builder.branch(take)
     builder.position_at_end(take)
-    first = _vec.Int(builder, builder.atomic_rmw("add", f.pointer(block), chunk.ir, "monotonic"))
+    first = vec.Int(builder, builder.atomic_rmw("add", f.pointer(block), chunk.ir, "monotonic"))
     builder.cbranch((first < total).ir, work, done)
     builder.position_at_end(work)
     body(f, first, chunk, total, source, target)
     builder.branch(take)
     builder.position_at_end(done)
     builder.ret_void()
-    return _compile.link(_compile.compile_ir(str(module), *_compile.host()), name)
+    return compiler.link(compiler.compile_ir(str(module), *compiler.host()), name)
 
 
 @cache
 def _halver() -> Any:
-    def body(f: _function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
-        with f.loop(first, (first + chunk).min(total), 2 * _vec.LANES) as at:
-            for half in (0, _vec.LANES):
-                words = f.load(source + (at + half) * 2, _vec.I16)
-                f.store(f.builder.trunc(words, ir.VectorType(_vec.I8, _vec.LANES)), target + at + half)
+    def body(f: function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
+        with f.loop(first, (first + chunk).min(total), 2 * vec.LANES) as at:
+            for half in (0, vec.LANES):
+                words = f.load(source + (at + half) * 2, vec.I16)
+                f.store(f.builder.trunc(words, ir.VectorType(vec.I8, vec.LANES)), target + at + half)
 
     return _kernel("halve", body)
 
 
 @cache
 def _copier() -> Any:
-    def body(f: _function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
+    def body(f: function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
         with f.loop(first, (first + chunk).min(total), 2 * _VECTOR) as at:
             for half in (0, _VECTOR):
-                f.store(f.load(source + at + half, _vec.I32), target + at + half)
+                f.store(f.load(source + at + half, vec.I32), target + at + half)
 
     return _kernel("copy", body)
 
@@ -72,13 +73,13 @@ def _copier() -> Any:
 def _reader(width: int) -> Any:
     """Reads rows of ``width`` bytes, `_STREAMS` at a time, and keeps nothing but the bits they have in common."""
 
-    def body(f: _function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
-        seen = _function.Cell(f, f.zeros()[1])
+    def body(f: function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
+        seen = function.Cell(f, f.zeros()[1])
         base = source + first * width
         with f.loop(f.index(0), f.index(width), _VECTOR) as at:
             value = seen.get()
             for row in range(_STREAMS):
-                value = value | _vec.Int(f.builder, f.load(base + f.index(width * row) + at, _vec.I32))
+                value = value | vec.Int(f.builder, f.load(base + f.index(width * row) + at, vec.I32))
             seen.set(value)
         f.store(seen.get().ir, target)
 
@@ -88,7 +89,7 @@ def _reader(width: int) -> Any:
 def _run(linked: Any, name: str, chunk: int, total: int, source: Tensor, target: Tensor) -> None:
     block = struct.pack("=5q", 0, chunk, total, source.data_ptr(), target.data_ptr())
     several = source.nbytes >= _WORTH_THREADS
-    _parallel.run(linked[name], block, torch.get_num_threads() if several else 1)
+    threads.run(linked[name], block, torch.get_num_threads() if several else 1)
 
 
 def halve(source: Tensor, target: Tensor) -> None:
@@ -114,7 +115,7 @@ def calls(kind: Stream, size: int, sets: int) -> list[Call]:
         if kind == "read":
             width = next((w for w in _WIDTHS if size >= 8 * _STREAMS * w), _WIDTHS[-1])
             rows = max(1, size // width // _STREAMS) * _STREAMS
-            sink = torch.zeros(_vec.LANES, dtype=torch.int32)
+            sink = torch.zeros(vec.LANES, dtype=torch.int32)
             made.append(partial(read, torch.ones(rows, width, dtype=torch.uint8), sink))
         elif kind == "halve":
             words = torch.ones(max(64, size // 3 & -64), dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..contract import describe
+from ..contract.declaration import describe
 from ..errors import ContractError, Unsupported
 from ..ops.rms_norm import rms_norm as _rms_norm
 from ..ops.rms_norm import rms_norm_fused_fp8

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from ..qk import QkRows, QkSpec
-from . import _compile, _parallel
-from ._args import BLOCK
+from ..specs.qk_norm import QkCall, QkSpec
+from . import compiler
+from . import threads as _parallel
+from .arguments import BLOCK
 from .rms_norm import SERIAL_BELOW, scratch
 
 _CHUNK: Final = 16384
@@ -25,10 +25,10 @@ class _Kernel:
     """Machine code of one spec and the packer of its argument block."""
 
     def __init__(self, spec: QkSpec) -> None:
-        from . import _qk
+        from . import qk_norm_kernels
 
-        self._code = _compile.linked(spec, lambda: _qk.build(spec), *_SYMBOLS)
-        self.pack = _qk.packer(spec)
+        self._code = compiler.linked(spec, lambda: qk_norm_kernels.build(spec), *_SYMBOLS)
+        self.pack = qk_norm_kernels.packer(spec)
         self.serial: Callable[[bytes], None] = _ENTRY(self._code["serial"])
         self.parallel: int = self._code["parallel"]
 
@@ -37,29 +37,16 @@ _kernels: dict[QkSpec, _Kernel] = {}
 
 
 def _kernel(spec: QkSpec) -> _Kernel:
-    with _compile.lock:
+    with compiler.lock:
         found = _kernels.get(spec)
         if found is None:
             found = _kernels[spec] = _Kernel(spec)
     return found
 
 
-def launch(
-    spec: QkSpec,
-    rows: QkRows,
-    q: Tensor,
-    k: Tensor,
-    gamma_q: Tensor | None,
-    gamma_k: Tensor | None,
-    q_out: Tensor | None,
-    k_out: Tensor | None,
-    stats: Tensor | None,
-    freqs: Tensor | None,
-    positions: Tensor | None,
-    eps: float,
-    weight_offset: float,
-) -> None:
+def launch(call: QkCall) -> None:
     """Run the kernel of ``spec`` on checked arguments, writing the outputs that are given."""
+    spec, rows = call.spec, call.rows
     kernel = _kernels.get(spec) or _kernel(spec)
     tokens = rows.geom[0]
     columns = rows.heads[0] * rows.widths[0] + rows.heads[1] * rows.widths[1]
@@ -73,9 +60,7 @@ def launch(
         room = spec.rope.head_dim + BLOCK
         if scratch.size < room * threads:
             scratch.grow(room * threads)
-    block = kernel.pack(
-        scratch.address, room, chunk, rows, q, k, gamma_q, gamma_k, q_out, k_out, stats, freqs, positions, eps, weight_offset
-    )  # fmt: skip
+    block = kernel.pack(scratch.address, room, chunk, call)
     if threads == 1:
         kernel.serial(block)
     else:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from ..rows import Geometry, RowSpec, Strides
-from . import _compile, _parallel
-from ._args import BLOCK
+from ..specs.rms_norm import RowCall, RowSpec
+from . import compiler
+from . import threads as _parallel
+from .arguments import BLOCK
 
 SERIAL_BELOW: Final = 131072
 """Elements under which waking other threads costs more than it saves: with two threads 64 rows of 4096 gain a little,
@@ -46,32 +45,14 @@ class _Scratch(threading.local):
 scratch = _Scratch()
 
 
-def launch(
-    spec: RowSpec,
-    geom: Geometry,
-    strides: Sequence[Strides],
-    n: int,
-    x: Tensor,
-    gamma: Tensor,
-    residual: Tensor | None,
-    operands: Sequence[Tensor],
-    static_scale: Tensor | None,
-    norm: Tensor | None,
-    codes: Tensor | None,
-    scale: Tensor | None,
-    new_residual: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    scale_ub: float,
-    scale_ub_tensor: Tensor | None = None,
-    min_scale: float = 0.0,
-) -> None:
+def launch(call: RowCall) -> None:
     """Run the kernel of ``spec`` on checked arguments, writing the outputs that are given.
 
     ``strides`` belong to x, residual, norm, codes, scale, new_residual and the operands, in this order. Rows are
     contiguous; an output may be the input it replaces.
     """
-    kernel = _compile.kernel(spec)
+    spec, geom, n = call.spec, call.geom, call.n
+    kernel = compiler.kernel(spec)
     rows = geom[0]
     threads = chunk = 1
     if rows > 1 and rows * n >= SERIAL_BELOW:
@@ -81,10 +62,7 @@ def launch(
     needed = (n + BLOCK) * (threads + 1) if kernel.keeps_h else n + BLOCK
     if scratch.size < needed:
         scratch.grow(needed)
-    block = kernel.pack(
-        scratch.address, chunk, geom, strides, n, x, gamma, residual, operands, static_scale, norm, codes, scale,
-        new_residual, eps, weight_offset, scale_ub, scale_ub_tensor, min_scale,
-    )  # fmt: skip
+    block = kernel.pack(scratch.address, chunk, call)
     if threads == 1:
         kernel.serial(block)
     else:
@@ -94,15 +72,15 @@ def launch(
 
 def precompile(spec: RowSpec) -> None:
     """Have the kernel of ``spec`` ready, in memory and in the cache directory."""
-    _compile.kernel(spec)
+    compiler.kernel(spec)
 
 
 def describe() -> dict[str, str]:
     """What the backend runs on."""
-    cpu, features = _compile.host()
+    cpu, features = compiler.host()
     enabled = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
     width = 512 if "avx512f" in enabled else 256 if "avx" in enabled else 128
-    directory = _compile.cache_directory()
+    directory = compiler.cache_directory()
     return {
         "cpu": cpu,
         "vector": f"{width} bit",

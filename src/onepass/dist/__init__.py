@@ -29,11 +29,11 @@ from ..errors import Unsupported
 if not torch.distributed.is_available():
     raise Unsupported("onepass.dist needs a torch that was built with torch.distributed")
 
-from ._norm import PendingStats, finish, qk_rms_norm, rms_norm, start_qk_stats
-from ._plan import QKNormPlan, plan
+from ._norm import (PendingStats, finish, qk_rms_norm, rms_norm, start_qk_stats)
+from ._plan import (QKNormPlan, plan)
 
 if TYPE_CHECKING:
-    from .parallel import QKAttentionParallel, QKNormParallel
+    from .parallel import (QKAttentionParallel, QKNormParallel)
 
 __all__ = [
     "PendingStats",

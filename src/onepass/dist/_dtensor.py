@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..contract import describe
+from ..contract.declaration import describe
 from ..errors import ContractError
-from ._norm import qk_rms_norm, rms_norm
+from ._norm import (qk_rms_norm, rms_norm)
 
 _GIVEN = ("group", "plan", "counts", "kv_replicas", "out", "per_head")
 

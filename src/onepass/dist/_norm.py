@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..contract import describe, require_bool
+from ..contract.declaration import (describe, require_bool)
 from ..errors import ContractError
 from ..formats import Rounding
-from ..ops.qk_norm import APPLY_QK_RMS_NORM, apply_qk_rms_norm, row_sum_of_squares_qk
+from ..ops.qk_norm import (APPLY_QK_RMS_NORM, apply_qk_rms_norm, row_sum_of_squares_qk)
 from ..ops.qk_norm import qk_rms_norm as local_qk_rms_norm
 from ..rope import Rope
-from ._groups import GROUP_KINDS, Group, compare_ranks, debugging, group_named, named_errors, resolve, rows_of
-from ._plan import QKNormPlan, find_plan, traced_plan
+from ._groups import (GROUP_KINDS, Group, compare_ranks, debugging, group_named, named_errors, resolve, rows_of)
+from ._plan import (QKNormPlan, find_plan, traced_plan)
 
 _QK = "dist.qk_rms_norm"
 _ONE = "dist.rms_norm"

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ..contract import describe
+from ..contract.declaration import describe
 from ..errors import ContractError
-from ._groups import Group, describe_group, exchange, resolve
+from ._groups import (Group, describe_group, exchange, resolve)
 
 F = TypeVar("F", bound=Callable[..., object])
 

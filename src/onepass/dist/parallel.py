@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ..contract import describe, require_bool
+from ..contract.declaration import (describe, require_bool)
 from ..errors import ContractError
 from ..formats import Rounding
-from ._norm import qk_rms_norm, rms_norm
-from ._plan import QKNormPlan, plan
+from ._norm import (qk_rms_norm, rms_norm)
+from ._plan import (QKNormPlan, plan)
 
 _ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 

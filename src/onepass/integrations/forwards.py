@@ -20,12 +20,12 @@ from torch.nn.modules import module as torch_module
 
 from ..errors import ContractError
 from ..formats import Rounding
-from ..gemv import MAX_ROWS
 from ..nn import gamma_of
-from ..ops.gemv_partial_norm import gemv_and_partial_norm
-from ..ops.mla_rope_norm import fused_rope_rmsnorm_quantization
+from ..ops.gemv_norm import gemv_and_partial_norm
+from ..ops.mla_cache import fused_rope_rmsnorm_quantization
 from ..ops.qk_norm import qk_rms_norm
 from ..ops.rms_norm import rms_norm
+from ..specs.gemv_norm import MAX_ROWS
 
 FUSED_ROWS: Final = MAX_ROWS
 """Tokens up to which projection and norm are one launch; up to as many as it takes that is faster (docs/performance.md)."""

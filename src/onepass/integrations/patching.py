@@ -15,20 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..contract import describe, require_bool
+from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS, Rounding
 from ..nn import eps_of
 from .families import Attention, Family, Layer, Mla, classes, fingerprint
-from .forwards import (
-    FORWARDS,
-    FUSED_ROWS,
-    AttentionCall,
-    LayerCall,
-    MlaCall,
-    NormCall,
-    runs_fused,
-)
+from .forwards import FORWARDS, FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, runs_fused
 
 PatchRounding = Literal["model", "once"]
 _MARK: Final = "_onepass"

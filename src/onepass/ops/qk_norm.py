@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ..contract import Contract, describe
+from ..contract.declaration import Contract, describe
 from ..formats import Rounding
-from ..library import Op
-from ..qk import QkSpec, RopeRule, qk_spec
 from ..rope import Rope, RopeStyle
-from ._qk import run_qk
-from ._qk_contracts import APPLY_QK_RMS_NORM, QK_RMS_NORM, ROW_MEAN_OF_SQUARES_QK, ROW_SUM_OF_SQUARES_QK
-from ._qk_contracts import QK_RMS_NORM_HEADS as _QK_RMS_NORM_HEADS
+from ..specs.qk_norm import QkCall, QkSpec, RopeRule, qk_spec
+from .qk_norm_call import run_qk
+from .qk_norm_contract import APPLY_QK_RMS_NORM, QK_RMS_NORM, ROW_MEAN_OF_SQUARES_QK, ROW_SUM_OF_SQUARES_QK
+from .qk_norm_contract import QK_RMS_NORM_HEADS as _QK_RMS_NORM_HEADS
+from .registration import Op
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,12 +49,12 @@ Notes = dict[object, QkSpec]
 
 def _sums_kernel(notes: Notes, q: Tensor, k: Tensor, sums: Tensor) -> None:
     spec = qk_spec("sums", q.dtype)
-    run_qk(ROW_SUM_OF_SQUARES_QK, spec, 0, q, k, None, None, None, None, sums, None, None, 0.0, 0.0)
+    run_qk(ROW_SUM_OF_SQUARES_QK, QkCall(spec, q, k, stats=sums), 0)
 
 
 def _means_kernel(notes: Notes, q: Tensor, k: Tensor, means: Tensor) -> None:
     spec = qk_spec("means", q.dtype)
-    run_qk(ROW_MEAN_OF_SQUARES_QK, spec, 0, q, k, None, None, None, None, means, None, None, 0.0, 0.0)
+    run_qk(ROW_MEAN_OF_SQUARES_QK, QkCall(spec, q, k, stats=means), 0)
 
 
 def _rule(
@@ -77,9 +77,10 @@ def _apply_kernel(
         spec = notes[key] = qk_spec(
             "apply", q.dtype, gamma_q.dtype, q_out.dtype, rounding, False, rope, gamma_k.dtype
         )  # fmt: skip
-    run_qk(
-        APPLY_QK_RMS_NORM, spec, 0, q, k, gamma_q, gamma_k, q_out, k_out, qk_var, freqs, positions, epsilon, weight_offset
+    call = QkCall(
+        spec, q, k, gamma_q, gamma_k, q_out, k_out, qk_var, freqs, positions, epsilon, weight_offset
     )  # fmt: skip
+    run_qk(APPLY_QK_RMS_NORM, call, 0)
 
 
 def _flat_kernel(
@@ -95,9 +96,8 @@ def _flat_kernel(
         spec = notes[key] = qk_spec(
             "fused", q.dtype, gamma_q.dtype, q_out.dtype, rounding, per_head, rope, gamma_k.dtype
         )  # fmt: skip
-    run_qk(
-        QK_RMS_NORM, spec, head, q, k, gamma_q, gamma_k, q_out, k_out, None, freqs, positions, eps, weight_offset
-    )  # fmt: skip
+    call = QkCall(spec, q, k, gamma_q, gamma_k, q_out, k_out, None, freqs, positions, eps, weight_offset)
+    run_qk(QK_RMS_NORM, call, head)
 
 
 def _heads_kernel(
@@ -107,9 +107,8 @@ def _heads_kernel(
 ) -> None:  # fmt: skip
     rope = _rule(freqs, positions, style, dim, q.shape[-1])
     spec = qk_spec("fused", q.dtype, gamma_q.dtype, q_out.dtype, rounding, True, rope, gamma_k.dtype)
-    run_qk(
-        _QK_RMS_NORM_HEADS, spec, -1, q, k, gamma_q, gamma_k, q_out, k_out, None, freqs, positions, eps, weight_offset
-    )  # fmt: skip
+    call = QkCall(spec, q, k, gamma_q, gamma_k, q_out, k_out, None, freqs, positions, eps, weight_offset)
+    run_qk(_QK_RMS_NORM_HEADS, call, -1)
 
 
 _sums = Op(ROW_SUM_OF_SQUARES_QK, _sums_kernel)

@@ -31,7 +31,7 @@ from typing import cast, overload
 import torch
 from torch import Tensor
 
-from ..contract import Arg, Contract, Option, Out, Rule, describe
+from ..contract.declaration import Arg, Contract, Option, Out, Rule, describe
 from ..formats import (
     FLOATS,
     FP8_FORMATS,
@@ -49,10 +49,10 @@ from ..formats import (
     ScaleLayout,
     ScaleRule,
 )
-from ..library import Op
 from ..prologues import Prologue, find
-from ..rows import Operand, RowSpec, row_spec
-from ._rows import run_rows
+from ..specs.rms_norm import Operand, RowCall, RowSpec, row_spec
+from .registration import Op
+from .rms_norm_call import run_rows
 
 _X = Arg("... N", "activations", FLOATS)
 _GAMMA = Arg("N", "weight; any float dtype", FLOATS, sample="gamma")
@@ -181,24 +181,7 @@ def _rms_norm_kernel(
     spec = notes.get(key)
     if spec is None:
         spec = notes[key] = row_spec(*key, x.dtype, rounding, round_sum=round_sum)
-    run_rows(
-        "rms_norm",
-        spec,
-        x,
-        gamma,
-        residual,
-        (),
-        None,
-        y,
-        None,
-        None,
-        new_residual,
-        eps,
-        weight_offset,
-        math.inf,
-        None,
-        0.0,
-    )
+    run_rows(RowCall(spec, x, gamma, eps, weight_offset, residual, norm=y, new_residual=new_residual))
 
 
 def _fp8_kernel(
@@ -245,8 +228,10 @@ def _fp8_kernel(
         )  # fmt: skip
     limit = math.inf if scale_ub is None else scale_ub
     run_rows(
-        "rms_norm_fused_fp8", spec, x, gamma, residual, prologue_args, static_scale,
-        norm, out, scale, new_residual, eps, weight_offset, limit, scale_ub_tensor, min_scale,
+        RowCall(
+            spec, x, gamma, eps, weight_offset, residual, prologue_args, static_scale, norm, out, scale, new_residual, limit,
+            scale_ub_tensor, min_scale,
+        )
     )  # fmt: skip
 
 

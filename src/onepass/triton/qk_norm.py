@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..qk import TENSORS, QkRows, QkSpec
-from ..rows import LEVELS
-from ._compile import POINTERS, Build, current_chip, load
-from ._config import EARLY_ROWS, INTERPRETER, Chip, QkConfig, Side, qk_config
-from ._qk_norm_kernels import _qk_norm_kernel
+from ..specs.layout import LEVELS
+from ..specs.qk_norm import TENSORS, QkCall, QkRows, QkSpec
+from .compiler import POINTERS, Build, current_chip, load
+from .config import EARLY_ROWS, INTERPRETER, Chip, QkConfig, Side, qk_config
+from .qk_norm_kernels import _qk_norm_kernel
 
 _NAMES: Final[tuple[str, ...]] = tuple(_qk_norm_kernel.arg_names)
 STRIDES: Final = {name: tuple(f"{p}{i}" for i in range(3)) for name, p in zip(TENSORS, "qkyzsp", strict=True)}
@@ -163,11 +163,9 @@ def _programs(side: Side, rows: int, n: int, given: bool) -> int:
     return tiles * -(-n // side.step) if given else tiles
 
 
-def builds(
-    chip: Chip, spec: QkSpec, rows: QkRows, q: Tensor, k: Tensor, gamma_q: Tensor | None, gamma_k: Tensor | None,
-    q_out: Tensor | None, k_out: Tensor | None, stats: Tensor | None, freqs: Tensor | None, positions: Tensor | None, *_: float,
-) -> list[Build]:  # fmt: skip
+def builds(chip: Chip, call: QkCall) -> list[Build]:
     """What `launch` would run on ``chip``, given the same arguments."""
+    spec, q, k, gamma_q, gamma_k, q_out, k_out, stats, freqs, positions, _, _, rows = call
     tensors = (q, k, q_out, k_out, stats, positions, gamma_q, gamma_k, freqs)
     vecs = _vecs(spec, rows, [0 if t is None else t.data_ptr() for t in tensors])
     return [build_for(spec, config_of(spec, rows, vecs, chip.warp_size), _levels(rows), chip)]
@@ -230,22 +228,9 @@ def _scalars(
     return [*counts, *divisors, eps, weight_offset], grid
 
 
-def launch(
-    spec: QkSpec,
-    rows: QkRows,
-    q: Tensor,
-    k: Tensor,
-    gamma_q: Tensor | None,
-    gamma_k: Tensor | None,
-    q_out: Tensor | None,
-    k_out: Tensor | None,
-    stats: Tensor | None,
-    freqs: Tensor | None,
-    positions: Tensor | None,
-    eps: float,
-    weight_offset: float,
-) -> None:
+def launch(call: QkCall) -> None:
     """Run the kernel of ``spec`` on the current stream; every argument has been checked."""
+    spec, q, k, gamma_q, gamma_k, q_out, k_out, stats, freqs, positions, eps, weight_offset, rows = call
     tensors = (q, k, q_out, k_out, stats, positions, gamma_q, gamma_k, freqs)
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     device = q.get_device()

@@ -9,12 +9,13 @@ from torch import Tensor
 from ..errors import Unsupported
 from ..formats import FP8_FORMATS
 from ..prologues import MAX_OPERANDS
-from ..rows import LEVELS, Geometry, RowSpec, Strides
-from ._compile import POINTERS, Build, current_chip, load
-from ._config import EARLY_ROWS, FP8_EARLY_ROWS, INTERPRETER, Chip, Crowd, RowConfig, Work, crowd_of, row_config
-from ._groups import slots
-from ._prologue import device_function
-from ._rms_norm_kernels import _rms_norm_long_kernel, _rms_norm_row_kernel
+from ..specs.layout import LEVELS, Geometry, Strides
+from ..specs.rms_norm import RowCall, RowSpec
+from .compiler import POINTERS, Build, current_chip, load
+from .config import EARLY_ROWS, FP8_EARLY_ROWS, INTERPRETER, Chip, Crowd, RowConfig, Work, crowd_of, row_config
+from .device.groups import slots
+from .prologue import device_function
+from .rms_norm_kernels import _rms_norm_long_kernel, _rms_norm_row_kernel
 
 ROW_TENSORS: Final = (
     "x",
@@ -250,14 +251,17 @@ def _aligned(
     return addresses % 16 == 0 and (geom[0] == 1 or steps % unit == 0)
 
 
-def builds(
-    chip: Chip, spec: RowSpec, geom: Geometry, strides: Sequence[Strides], n: int, x: Tensor, gamma: Tensor, residual: Tensor | None,
-    operands: Sequence[Tensor], static_scale: Tensor | None, norm: Tensor | None, codes: Tensor | None, scale: Tensor | None,
-    new_residual: Tensor | None, eps: float, weight_offset: float, scale_ub: float, scale_ub_tensor: Tensor | None = None,
-    min_scale: float = 0.0,
-) -> list[Build]:  # fmt: skip
+def builds(chip: Chip, call: RowCall) -> list[Build]:
     """What `launch` would run on ``chip``, given the same arguments."""
-    tensors = (x, residual, norm, codes, scale, new_residual, *operands)
+    spec, gamma, geom, strides, n, weight_offset = (
+        call.spec,
+        call.gamma,
+        call.geom,
+        call.strides,
+        call.n,
+        call.weight_offset,
+    )
+    tensors = call.rows
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     chosen = select(spec, geom, strides, n, pointers, gamma.data_ptr(), chip)
     return [build_for(spec, *chosen, chip, weight_offset != 0)]
@@ -300,27 +304,10 @@ def _plan(
     return plan
 
 
-def launch(
-    spec: RowSpec,
-    geom: Geometry,
-    strides: Sequence[Strides],
-    n: int,
-    x: Tensor,
-    gamma: Tensor,
-    residual: Tensor | None,
-    operands: Sequence[Tensor],
-    static_scale: Tensor | None,
-    norm: Tensor | None,
-    codes: Tensor | None,
-    scale: Tensor | None,
-    new_residual: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    scale_ub: float,
-    scale_ub_tensor: Tensor | None = None,
-    min_scale: float = 0.0,
-) -> None:
+def launch(call: RowCall) -> None:
     """Run one row kernel on the current stream; every argument has been checked."""
+    spec, x, gamma, eps, weight_offset, residual, operands, static_scale, norm, codes, scale, new_residual = call[:12]
+    scale_ub, scale_ub_tensor, min_scale, n, geom, strides = call[12:]
     rows, n1, n2 = geom
     if rows >= 1 << 31:
         raise Unsupported(f"rms_norm: at most 2**31 - 1 rows in one call on a GPU, got {rows}")

@@ -1,0 +1,1 @@
+"""One declaration per op, and the validation code generated from it."""

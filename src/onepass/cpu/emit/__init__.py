@@ -1,0 +1,1 @@
+"""Builders of LLVM IR that several kernels share."""

@@ -1,0 +1,241 @@
+"""Number formats as bits: loads and stores of rows, bf16/f16 rounding, FP8 codes and scales.
+
+Everything works on vectors and on scalars. Two orders of the columns of a block in the lanes exist, chosen once for
+a kernel: in order, or *paired* (even columns in the first half of the lanes, odd columns in the second). Paired is
+how bf16 is cheapest to take apart: one 32-bit word holds an even column in its low and an odd one in its high half.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from llvmlite import ir
+
+from ...formats import FLOAT32_MAX, FP8_FORMATS, QUANTIZED, SMALLEST_SCALE, Fp8Format, ScaleRule
+from .function import Function
+from .vec import F16, F32, I8, I16, I32, LANES, Bool, Float, Int
+
+_HALF: Final = LANES // 2
+_EVEN_ODD: Final = [*range(0, LANES, 2), *range(1, LANES, 2)]
+_INTERLEAVE: Final = [lane // 2 + _HALF * (lane % 2) for lane in range(LANES)]
+_INFINITY: Final = 0x7F800000
+_ABS: Final = 0x7FFFFFFF
+_ELEMENT: Final = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16, torch.float8_e8m0fnu: I8}
+_ELEMENT.update(dict.fromkeys(QUANTIZED, I8))
+
+
+def magnitude(value: Float) -> Int:
+    """The bits of ``|value|``: ordered as integers like the numbers themselves, with NaN above everything."""
+    return value.bits() & _ABS
+
+
+def is_finite(value: Float) -> Bool:
+    """Neither infinite nor NaN."""
+    return magnitude(value) < _INFINITY
+
+
+def lane_mask(mask: Bool, paired: bool) -> Bool:
+    """A mask over columns as a mask over lanes."""
+    return mask.shuffle(mask, _EVEN_ODD) if paired else mask
+
+
+# --- bf16, f16 and f32 ---------------------------------------------------------------------------------------------
+
+
+def _bf16_word(value: Float) -> Int:
+    """Words whose upper halves are ``value`` in bf16, rounded to nearest even; lower halves are arbitrary."""
+    bits = value.bits()
+    rounded = bits + ((bits >> 16) & 1) + 0x7FFF
+    return value.is_nan().where(bits | 0x400000, rounded)
+
+
+def _cast(value: Float, element: Any, how: str) -> Any:
+    type_ = ir.VectorType(element, value.lanes) if value.lanes else element
+    return getattr(value.builder, how)(value.ir, type_)
+
+
+def round_to(dtype: torch.dtype, value: Float) -> Float:
+    """``value`` rounded to ``dtype`` (to nearest even), as float32."""
+    if dtype == torch.bfloat16:
+        return (_bf16_word(value) & 0xFFFF0000).float()
+    if dtype == torch.float16:
+        half = Float(value.builder, _cast(value, F16, "fptrunc"))
+        return Float(value.builder, _cast(half, F32, "fpext"))
+    return value
+
+
+def load_row(
+    f: Function, dtype: torch.dtype, address: Int, mask: Bool | None, paired: bool, lanes: int = LANES
+) -> Float:
+    """A block of columns as float32; columns outside ``mask`` are 0. Only whole blocks come paired."""
+    raw = f.load(address, _ELEMENT[dtype], mask, lanes)
+    if dtype == torch.bfloat16 and paired:
+        words = Int(f.builder, f.builder.bitcast(raw, ir.VectorType(I32, _HALF)))
+        even, odd = _in_words(words, "shl"), _in_words(words, "and")
+        return even.shuffle(odd, range(LANES)).float()
+    value = _widen(f, dtype, raw, ir.VectorType(I32, lanes))
+    return value.shuffle(value, _EVEN_ODD) if paired else value
+
+
+def load_scalar(f: Function, dtype: torch.dtype, address: Int) -> Float:
+    """One number as float32."""
+    return _widen(f, dtype, f.load(address, _ELEMENT[dtype], lanes=0), I32)
+
+
+def _widen(f: Function, dtype: torch.dtype, raw: Any, words: Any) -> Float:
+    if dtype == torch.bfloat16:
+        return (Int(f.builder, f.builder.zext(raw, words)) << 16).float()
+    if dtype in FP8_FORMATS:
+        return decode(FP8_FORMATS[dtype], Int(f.builder, f.builder.zext(raw, words)))
+    if dtype == torch.int8:
+        return Int(f.builder, f.builder.sext(raw, words)).to_float()
+    value = Float(f.builder, raw)
+    return value if dtype == torch.float32 else Float(f.builder, _cast(value, F32, "fpext"))
+
+
+def _in_words(words: Int, how: str) -> Int:
+    """The even (``shl``) or odd (``and``) bf16 of each word, in place as a float32."""
+    return words << words.number(16) if how == "shl" else words & words.number(0xFFFF0000)
+
+
+def store_row(f: Function, dtype: torch.dtype, value: Float, address: Int, mask: Bool | None, paired: bool) -> None:
+    """Write a block of columns, rounded to ``dtype``."""
+    if dtype == torch.bfloat16 and paired:
+        even, odd = _bf16_word(value).halves()
+        words = (even >> even.number(16)) | (odd & odd.number(0xFFFF0000))
+        f.store(f.builder.bitcast(words.ir, ir.VectorType(I16, LANES)), address, mask)
+        return
+    if paired:
+        value = value.shuffle(value, _INTERLEAVE)
+    f.store(_narrow(dtype, value), address, mask)
+
+
+def store_scalar(f: Function, dtype: torch.dtype, value: Float, address: Int) -> None:
+    """Write one number; a float8_e8m0fnu one must be a power of two or NaN."""
+    f.store(_narrow(dtype, value), address)
+
+
+def _narrow(dtype: torch.dtype, value: Float) -> Any:
+    if dtype == torch.bfloat16:
+        word = _bf16_word(value) >> 16
+        return value.builder.trunc(word.ir, ir.VectorType(I16, value.lanes) if value.lanes else I16)
+    if dtype == torch.float8_e8m0fnu:  # 2**-127 is a float32 subnormal, whose exponent field is its byte, 0
+        byte = magnitude(value) >> 23
+        return value.builder.trunc(byte.ir, I8)
+    return value.ir if dtype == torch.float32 else _cast(value, F16, "fptrunc")
+
+
+# --- FP8 codes -----------------------------------------------------------------------------------------------------
+
+
+class Codes(NamedTuple):
+    """FP8 codes in two words a lane: the low 7 bits of ``magnitude`` and the top bit of ``sign``; the rest is noise."""
+
+    magnitude: Int
+    sign: Int
+
+    def bytes(self) -> Int:
+        """The codes as numbers."""
+        return (self.magnitude & 0x7F) | ((self.sign >> 24) & 0x80)
+
+
+def decode(fmt: Fp8Format, codes: Int) -> Float:
+    """The numbers of FP8 codes, exactly; a subnormal code is the difference of two normal float32 numbers."""
+    size = codes & 0x7F
+    least = (128 - fmt.bias) << 23
+    small = ((size << 20) + least).float() - codes.number(least).float()
+    large = ((size << 20) + ((127 - fmt.bias) << 23)).float()
+    value = ((size < 8).where(small, large).bits() | ((codes & 0x80) << 24)).float()
+    nan = size.eq(fmt.nan_code) if fmt.has_negative_zero else codes.eq(fmt.nan_code)
+    return nan.where(value.number(float("nan")), value)
+
+
+def encode(fmt: Fp8Format, limit: float, value: Float) -> Codes:
+    """FP8 codes of ``value`` clamped to ``+-limit``, rounded to nearest even; ``value`` must not be NaN.
+
+    With ``t`` the power of two at or below ``|value|`` (at least the smallest normal), the sum
+    ``t * (2**20 + bias) + |value|`` has its last bit at ``t * 2**-3``, one step of the format: the float32 adder
+    rounds, its low bits are the code's mantissa, and ``bias`` makes the exponents below bit 7 come out right.
+    """
+    clamped = magnitude(value).min(_bits_of(limit))
+    power = (clamped & _INFINITY).max((128 - fmt.bias) << 23)
+    rounded = power.float().fma(float(2**20 + fmt.bias), clamped.float()).bits() + (power >> 20)
+    sign = value.bits()
+    if not fmt.has_negative_zero:
+        sign = (rounded & 0x7F).eq(0).where(sign.number(0), sign)
+    return Codes(rounded, sign)
+
+
+def with_nan(fmt: Fp8Format, codes: Codes, value: Float) -> Codes:
+    """``codes``, with the NaN code where ``value`` is NaN."""
+    nan = value.is_nan()
+    sign = codes.sign.number((fmt.nan_code & 0x80) << 24)
+    return Codes(nan.where(codes.magnitude.number(fmt.nan_code), codes.magnitude), nan.where(sign, codes.sign))
+
+
+def store_codes(f: Function, codes: Codes, address: Int, mask: Bool | None, paired: bool) -> None:
+    """Write a block of codes."""
+    if paired:
+        low, high = codes.magnitude.halves()
+        low_sign, high_sign = codes.sign.halves()
+        magnitudes = _select(0x7F00, high << high.number(8), low)
+        signs = _select(0x8000, high_sign >> high_sign.number(16), low_sign >> low_sign.number(24))
+        words = f.builder.trunc(_select(0x8080, signs, magnitudes).ir, ir.VectorType(I16, _HALF))
+        f.store(f.builder.bitcast(words, ir.VectorType(I8, LANES)), address, mask)
+    else:
+        f.store(f.builder.trunc(codes.bytes().ir, ir.VectorType(I8, LANES)), address, mask)
+
+
+def _select(bits: int, yes: Int, no: Int) -> Int:
+    """The given bits from ``yes`` and the others from ``no``: one instruction where the CPU has three-operand logic."""
+    return (yes & yes.number(bits)) | (no & no.number(~bits & 0xFFFFFFFF))
+
+
+def fill_codes(f: Function, code: int, address: Int, mask: Bool | None) -> None:
+    """Write one code to a whole block."""
+    f.store(ir.Constant(ir.VectorType(I8, LANES), [code] * LANES), address, mask)
+
+
+def _bits_of(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+
+
+# --- scales --------------------------------------------------------------------------------------------------------
+
+
+def make_scale(rule: ScaleRule, fp8_max: float, amax: Float, bound: Float, least: Float | None = None) -> Float:
+    """The stored scale ``max(min(amax, bound) / fp8_max, least)`` as float32; NaN if ``amax`` is infinite or NaN."""
+    wanted = (amax < bound).where(amax, bound) / fp8_max
+    if least is None and rule.bound_in_memory:  # which may be negative
+        least = wanted.number(0.0)
+    if least is not None:
+        wanted = (wanted > least).where(wanted, least)
+    if rule.ue8m0:
+        scale = _power_of_two_above(wanted)
+    else:
+        scale = (wanted < SMALLEST_SCALE).where(wanted.number(0.0), wanted)
+        largest = torch.finfo(rule.dtype).max
+        scale = round_to(rule.dtype, (scale > largest).where(scale.number(largest), scale))
+    return is_finite(amax).where(scale, amax.number(float("nan")))
+
+
+def _power_of_two_above(value: Float) -> Float:
+    """The smallest power of two that is at least ``value`` and at least ``2**-127``."""
+    bits = value.bits()
+    exponent = (bits + 0x7FFFFF) >> 23
+    # Subnormals: up to 2**-127 the answer is that subnormal, above it is 2**-126, which the sum above gives too.
+    return (bits < 0x400001).where(bits.number(0x400000), exponent << 23).float()
+
+
+def divisor(scale: Float) -> Float:
+    """What values are divided by: the scale, or infinity for a scale of 0, which makes every number a zero of its sign."""
+    return scale.eq(0.0).where(scale.number(float("inf")), scale)
+
+
+def multiplier(numerator: Float | float, scale: Float) -> Float:
+    """``numerator / scale``: at most the largest float32, 0 where the scale is 0, NaN where either is NaN."""
+    top = numerator if isinstance(numerator, Float) else scale.number(numerator)
+    quotient = top / scale
+    quotient = (quotient > FLOAT32_MAX).where(scale.number(FLOAT32_MAX), quotient)
+    return scale.eq(0.0).where(top.is_nan().where(top, scale.number(0.0)), quotient)

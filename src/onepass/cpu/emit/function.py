@@ -1,0 +1,133 @@
+"""A function under construction: its control flow, local variables and memory accesses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from llvmlite import ir
+
+from .vec import F16, F32, I1, I8, I32, I64, LANES, Bool, Float, Int, Value, constant, declare, type_of
+
+_POINTER: Final = ir.PointerType()
+_UNALIGNED: Final = ir.Constant(I32, 1)
+
+
+class Cell:
+    """A local variable: set and read anywhere in the function; LLVM turns it into a register."""
+
+    def __init__(self, function: Function, value: Value) -> None:
+        self.function = function
+        self.kind = type(value)
+        with function.builder.goto_entry_block():
+            self.slot = function.builder.alloca(value.ir.type)
+        self.set(value)
+
+    def set(self, value: Value) -> None:
+        """Assign."""
+        self.function.builder.store(value.ir, self.slot)
+
+    def get(self) -> Any:
+        """The current value."""
+        return self.kind(self.function.builder, self.function.builder.load(self.slot, typ=self.slot.allocated_type))
+
+
+class Function:
+    """One function under construction: control flow, constants and memory."""
+
+    def __init__(self, module: Any, name: str, parameters: int, private: bool = False) -> None:
+        """A void function of ``parameters`` 64-bit integers or addresses."""
+        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * parameters), name)
+        self.function.attributes.add("nounwind")
+        if private:
+            self.function.linkage = "internal"
+            self.function.attributes.add("noinline")
+        self.builder = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.parameters = [Int(self.builder, a) for a in self.function.args]
+
+    def index(self, value: int) -> Int:
+        """A 64-bit constant."""
+        return Int(self.builder, ir.Constant(I64, value))
+
+    def zeros(self) -> tuple[Float, Int]:
+        """A float and an integer vector of zeros."""
+        return Float(self.builder, constant(type_of(F32, LANES), 0.0)), Int(
+            self.builder, constant(type_of(I32, LANES), 0)
+        )
+
+    @contextmanager
+    def loop(self, begin: Int, end: Int, step: int = 1) -> Iterator[Int]:
+        """``for i in range(begin, end, step)``, signed."""
+        builder = self.builder
+        counter = Cell(self, begin)
+        test, body, after = (builder.append_basic_block(n) for n in ("test", "body", "after"))
+        builder.branch(test)
+        builder.position_at_end(test)
+        i: Int = counter.get()
+        builder.cbranch(builder.icmp_signed("<", i.ir, end.ir), body, after)
+        builder.position_at_end(body)
+        yield i
+        counter.set(i + step)
+        builder.branch(test)
+        builder.position_at_end(after)
+
+    @contextmanager
+    def when(self, condition: Bool) -> Iterator[None]:
+        """``if condition:``."""
+        with self.builder.if_then(condition.ir):
+            yield
+
+    def choice(self, condition: Bool) -> Any:
+        """``with f.choice(c) as (yes, no): with yes: ...; with no: ...``."""
+        return self.builder.if_else(condition.ir)
+
+    def first_lanes(self, count: Int, lanes: int = LANES) -> Bool:
+        """A mask of the first ``count`` of ``lanes`` lanes, at most all of them."""
+        ones = self.builder.not_(self.builder.shl(ir.Constant(I64, -1), count.ir))
+        bits = self.builder.trunc(ones, ir.IntType(lanes))
+        return Bool(self.builder, self.builder.bitcast(bits, ir.VectorType(I1, lanes)))
+
+    def room(self, size: int) -> Int:
+        """Memory for ``size`` bytes that lasts as long as the call, from a cache line's beginning on."""
+        with self.builder.goto_entry_block():
+            memory = self.builder.alloca(ir.ArrayType(I8, size))
+            memory.align = 64
+            return Int(self.builder, self.builder.ptrtoint(memory, I64))
+
+    def call(self, function: Function, *arguments: Int) -> None:
+        """Call another function of the module."""
+        self.builder.call(function.function, [a.ir for a in arguments])
+
+    def pointer(self, address: Int) -> Any:
+        """An address as an LLVM pointer."""
+        return self.builder.inttoptr(address.ir, _POINTER)
+
+    def load(self, address: Int, element: Any, mask: Bool | None = None, lanes: int = LANES) -> Any:
+        """``lanes`` elements from an address of any alignment; lanes outside ``mask`` are zero and not touched."""
+        type_ = type_of(element, lanes)
+        if mask is None:
+            return self.builder.load(self.pointer(address), align=1, typ=type_)
+        name = f"llvm.masked.load.v{lanes}{_short(element)}.p0"
+        function = declare(self.builder, name, type_, [_POINTER, I32, mask.ir.type, type_])
+        return self.builder.call(function, [self.pointer(address), _UNALIGNED, mask.ir, constant(type_, 0)])
+
+    def store(self, value: Any, address: Int, mask: Bool | None = None) -> None:
+        """Write an LLVM value to an address of any alignment; lanes outside ``mask`` stay untouched."""
+        if mask is None:
+            self.builder.store(value, self.pointer(address), align=1)
+            return
+        name = f"llvm.masked.store.v{value.type.count}{_short(value.type.element)}.p0"
+        function = declare(self.builder, name, ir.VoidType(), [value.type, _POINTER, I32, mask.ir.type])
+        self.builder.call(function, [value, self.pointer(address), _UNALIGNED, mask.ir])
+
+    def prefetch(self, address: Int) -> None:
+        """Ask for the cache line at an address, which need not be valid."""
+        function = declare(self.builder, "llvm.prefetch.p0", ir.VoidType(), [_POINTER, I32, I32, I32])
+        hint = [ir.Constant(I32, v) for v in (0, 3, 1)]  # to read, into every cache level, data
+        self.builder.call(function, [self.pointer(address), *hint])
+
+
+def _short(element: Any) -> str:
+    """An element type as it is spelt in the name of an intrinsic."""
+    return f"i{element.width}" if isinstance(element, ir.IntType) else "f16" if element == F16 else "f32"

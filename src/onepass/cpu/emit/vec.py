@@ -1,0 +1,298 @@
+"""Python operators that emit LLVM instructions: the language the kernels of this package are written in.
+
+A kernel is ordinary Python that runs once, when the kernel is built. `Float`, `Int` and `Bool` stand for values the
+kernel will compute: a scalar, or a vector of `LANES` lanes. Arithmetic on them appends one IEEE instruction each to
+the function being built, with no fast-math flags, so a result depends on the expression as written and on nothing
+else. LLVM splits the wide vectors into whatever registers the CPU has.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, Self, TypeVar
+
+from llvmlite import ir
+
+from ..arguments import BLOCK
+
+LANES: Final = BLOCK
+"""Lanes of a vector: two 512-bit or four 256-bit registers of float32."""
+
+F32: Final = ir.FloatType()
+F16: Final = ir.HalfType()
+I1: Final = ir.IntType(1)
+I8: Final = ir.IntType(8)
+I16: Final = ir.IntType(16)
+I32: Final = ir.IntType(32)
+I64: Final = ir.IntType(64)
+
+V = TypeVar("V", bound="Value")
+Number = int | float
+
+
+def type_of(element: Any, lanes: int) -> Any:
+    """A vector of ``lanes`` elements; the element itself for 0."""
+    return ir.VectorType(element, lanes) if lanes else element
+
+
+def constant(type_: Any, value: Number) -> Any:
+    """``value`` in ``type_``; a vector has it in every lane."""
+    element = type_.element if isinstance(type_, ir.VectorType) else type_
+    if isinstance(element, ir.IntType):
+        text = str(int(value))
+    else:  # LLVM spells a float32 constant as the float64 bits of the same number
+        single = struct.unpack("<f", struct.pack("<f", value))[0]
+        text = f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016x}"
+    constant = ir.FormattedConstant(element, f"splat ({element} {text})" if element is not type_ else text)
+    constant.type = type_
+    return constant
+
+
+class Value:
+    """A value of the kernel: the builder it grows in and its LLVM value."""
+
+    __slots__ = ("builder", "ir")
+
+    def __init__(self, builder: Any, value: Any) -> None:
+        self.builder = builder
+        self.ir = value
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a vector; 0 for a scalar."""
+        return int(self.ir.type.count) if isinstance(self.ir.type, ir.VectorType) else 0
+
+    @property
+    def element(self) -> Any:
+        """LLVM type of one lane."""
+        return self.ir.type.element if self.lanes else self.ir.type
+
+    def _new(self, value: Any) -> Self:
+        return type(self)(self.builder, value)
+
+    def number(self, value: Number) -> Self:
+        """The constant ``value`` in this value's type."""
+        return self._new(constant(self.ir.type, value))
+
+    def splat(self, lanes: int = LANES) -> Self:
+        """This scalar in every lane of a vector."""
+        if self.lanes:
+            return self
+        one = ir.Constant(type_of(self.element, lanes), ir.Undefined)
+        one = self.builder.insert_element(one, self.ir, ir.Constant(I32, 0))
+        return self._new(self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)))
+
+    def shuffle(self, other: Self, lanes: Sequence[int]) -> Self:
+        """The listed lanes of this vector followed by ``other``."""
+        return self._new(
+            self.builder.shuffle_vector(self.ir, other.ir, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
+        )
+
+    def halves(self) -> tuple[Self, Self]:
+        """The first and the second half of the lanes."""
+        half = self.lanes // 2
+        return self.shuffle(self, range(half)), self.shuffle(self, range(half, 2 * half))
+
+    def lane(self, index: int) -> Self:
+        """One lane as a scalar."""
+        return self._new(self.builder.extract_element(self.ir, ir.Constant(I32, index)))
+
+    def _match(self, other: Self | Number) -> tuple[Self, Self]:
+        """Both operands in one shape: numbers become constants and scalars fill vectors."""
+        right = other if isinstance(other, Value) else self.number(other)
+        return (self, right) if self.lanes == right.lanes else (self.splat(), right.splat())
+
+    def _call(self, intrinsic: str, *others: Self | Number) -> Self:
+        """``llvm.<intrinsic>`` of values of this one type."""
+        values = [self.ir, *(self._match(o)[1].ir for o in others)]
+        suffix = f"v{self.lanes}" if self.lanes else ""
+        kind = f"i{self.element.width}" if isinstance(self.element, ir.IntType) else "f32"
+        function = declare(self.builder, f"llvm.{intrinsic}.{suffix}{kind}", self.ir.type, [v.type for v in values])
+        return self._new(self.builder.call(function, values))
+
+
+class Bool(Value):
+    """A truth value or a mask."""
+
+    __slots__ = ()
+
+    def __and__(self, other: Bool) -> Bool:
+        left, right = self._match(other)
+        return self._new(self.builder.and_(left.ir, right.ir))
+
+    def __or__(self, other: Bool) -> Bool:
+        left, right = self._match(other)
+        return self._new(self.builder.or_(left.ir, right.ir))
+
+    def __invert__(self) -> Bool:
+        return self._new(self.builder.not_(self.ir))
+
+    def where(self, yes: V, no: V | Number) -> V:
+        """``yes`` where true, else ``no``."""
+        left, right = yes._match(no)
+        mask = self.splat() if left.lanes and not self.lanes else self
+        if mask.lanes and not left.lanes:
+            left, right = left.splat(), right.splat()
+        return left._new(self.builder.select(mask.ir, left.ir, right.ir))
+
+
+class Int(Value):
+    """Integers: 32-bit lanes, or a 64-bit scalar that is an index or an address. Comparisons are unsigned."""
+
+    __slots__ = ()
+
+    def _binary(self, name: str, other: Int | int) -> Int:
+        left, right = self._match(other)
+        return self._new(getattr(self.builder, name)(left.ir, right.ir))
+
+    def __add__(self, other: Int | int) -> Int:
+        return self._binary("add", other)
+
+    def __sub__(self, other: Int | int) -> Int:
+        return self._binary("sub", other)
+
+    def __mul__(self, other: Int | int) -> Int:
+        return self._binary("mul", other)
+
+    def __floordiv__(self, other: Int | int) -> Int:
+        return self._binary("udiv", other)
+
+    def __and__(self, other: Int | int) -> Int:
+        return self._binary("and_", other)
+
+    def __or__(self, other: Int | int) -> Int:
+        return self._binary("or_", other)
+
+    def __lshift__(self, other: Int | int) -> Int:
+        return self._binary("shl", other)
+
+    def __rshift__(self, other: Int | int) -> Int:
+        return self._binary("lshr", other)
+
+    def shift_signed(self, count: int) -> Int:
+        """Shift right, copies of the sign coming in."""
+        return self._binary("ashr", count)
+
+    def max(self, other: Int | int) -> Int:
+        """The larger, unsigned."""
+        return self._call("umax", other)
+
+    def min(self, other: Int | int) -> Int:
+        """The smaller, unsigned."""
+        return self._call("umin", other)
+
+    def _compare(self, how: str, other: Int | int) -> Bool:
+        left, right = self._match(other)
+        return Bool(self.builder, self.builder.icmp_unsigned(how, left.ir, right.ir))
+
+    def __lt__(self, other: Int | int) -> Bool:
+        return self._compare("<", other)
+
+    def __gt__(self, other: Int | int) -> Bool:
+        return self._compare(">", other)
+
+    def eq(self, other: Int | int) -> Bool:
+        """Equality."""
+        return self._compare("==", other)
+
+    def float(self) -> Float:
+        """The float32 with these bits."""
+        return Float(self.builder, self.builder.bitcast(self.ir, type_of(F32, self.lanes)))
+
+    def to_float(self) -> Float:
+        """The nearest float32 of a signed integer."""
+        return Float(self.builder, self.builder.sitofp(self.ir, type_of(F32, self.lanes)))
+
+    def max_lane(self) -> Int:
+        """The largest lane."""
+        value = self
+        while value.lanes > 1:
+            low, high = value.halves()
+            value = low.max(high)
+        return value.lane(0)
+
+
+class Float(Value):
+    """float32. Comparisons are false for NaN, except `ne`."""
+
+    __slots__ = ()
+
+    def _binary(self, name: str, other: Float | Number) -> Float:
+        left, right = self._match(other)
+        return self._new(getattr(self.builder, name)(left.ir, right.ir))
+
+    def __add__(self, other: Float | Number) -> Float:
+        return self._binary("fadd", other)
+
+    def __sub__(self, other: Float | Number) -> Float:
+        return self._binary("fsub", other)
+
+    def __mul__(self, other: Float | Number) -> Float:
+        return self._binary("fmul", other)
+
+    def __truediv__(self, other: Float | Number) -> Float:
+        return self._binary("fdiv", other)
+
+    def __neg__(self) -> Float:
+        return self._new(self.builder.fneg(self.ir))
+
+    def __abs__(self) -> Float:
+        return self._call("fabs")
+
+    def fma(self, factor: Float | Number, addend: Float | Number) -> Float:
+        """``self * factor + addend``, rounded once."""
+        return self._call("fma", factor, addend)
+
+    def sqrt(self) -> Float:
+        """The correctly rounded square root."""
+        return self._call("sqrt")
+
+    def _compare(self, how: str, other: Float | Number) -> Bool:
+        left, right = self._match(other)
+        return Bool(self.builder, self.builder.fcmp_ordered(how, left.ir, right.ir))
+
+    def __lt__(self, other: Float | Number) -> Bool:
+        return self._compare("<", other)
+
+    def __le__(self, other: Float | Number) -> Bool:
+        return self._compare("<=", other)
+
+    def __gt__(self, other: Float | Number) -> Bool:
+        return self._compare(">", other)
+
+    def __ge__(self, other: Float | Number) -> Bool:
+        return self._compare(">=", other)
+
+    def eq(self, other: Float | Number) -> Bool:
+        """Equality; false for NaN."""
+        return self._compare("==", other)
+
+    def ne(self, other: Float | Number) -> Bool:
+        """Inequality; true for NaN."""
+        left, right = self._match(other)
+        return Bool(self.builder, self.builder.fcmp_unordered("!=", left.ir, right.ir))
+
+    def is_nan(self) -> Bool:
+        """Whether it is NaN."""
+        return self.ne(self)
+
+    def bits(self) -> Int:
+        """The 32 bits."""
+        return Int(self.builder, self.builder.bitcast(self.ir, type_of(I32, self.lanes)))
+
+    def sum_lanes(self) -> Float:
+        """The sum of all lanes, always in the same order: second half onto first, until one is left."""
+        value = self
+        while value.lanes > 1:
+            low, high = value.halves()
+            value = low + high
+        return value.lane(0)
+
+
+def declare(builder: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    """The declaration of an intrinsic or function, once a module."""
+    module = builder.module
+    if name not in module.globals:
+        ir.Function(module, ir.FunctionType(result, list(arguments)), name)
+    return module.globals[name]

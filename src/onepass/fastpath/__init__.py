@@ -1,0 +1,1 @@
+"""What a plain eager call goes through."""

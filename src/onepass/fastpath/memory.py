@@ -1,0 +1,112 @@
+"""Which tensors share memory: outputs may be an input itself, and otherwise must lie apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..errors import ContractError
+
+_NO_MEMORY: Final = frozenset({type(None), bool, int, float, str, torch.dtype})
+
+
+def lie_apart(values: Sequence[object]) -> bool:
+    """Whether no element of these tensors is one of another or of the same: the common case, found quickly.
+
+    False where that takes more than a look at first and last addresses, or there are lists.
+    """
+    spans: list[tuple[int, int]] = []
+    for value in values:
+        if type(value) in _NO_MEMORY:
+            continue
+        if not isinstance(value, Tensor):
+            return False
+        start = value.data_ptr()
+        if value.is_contiguous():
+            spans.append((start, start + value.nbytes))
+        elif _overlaps_itself(value):
+            return False
+        else:
+            spans.append(extent(value))
+    spans.sort()
+    end = 0
+    for start, stop in spans:
+        if start < end:
+            return False
+        end = stop
+    return True
+
+
+def check_outputs(
+    op: str,
+    inputs: Sequence[tuple[str, Tensor]],
+    outputs: Sequence[tuple[str, Tensor]],
+    replaces: Mapping[str, tuple[str, ...]] | None = None,
+) -> None:
+    """Refuse outputs that overlap themselves, one another, or an input other than exactly.
+
+    An output may be an input itself (same memory, dtype, shape and strides) where kernels read an element before they
+    write it: any input, or those that ``replaces`` names for it.
+    """
+    taken = [(*extent(t), False, name, t) for name, t in inputs]
+    for name, out in outputs:
+        start, end = extent(out)
+        if not out.is_contiguous() and _overlaps_itself(out):
+            raise ContractError(f"{op}: `{name}` must not overlap itself, got strides {list(out.stride())}")
+        for other_start, other_end, written, other_name, other in taken:
+            meet = start < other_end and other_start < end and out.device == other.device
+            may_be = not written and (replaces is None or other_name in replaces.get(name, ()))
+            if meet and _overlap(out, other) and not (may_be and _same(out, other)):
+                unless = " unless it is that very tensor" if may_be else ""
+                raise ContractError(f"{op}: `{name}` must not overlap `{other_name}`{unless}, got memory they share")
+        taken.append((start, end, True, name, out))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements may lie at one address: unless each stride steps over all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
+def extent(t: Tensor) -> tuple[int, int]:
+    """First address and the one after the last; equal when there are no elements."""
+    start = t.data_ptr()
+    if t.is_contiguous() or not t.numel():
+        return start, start + t.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return start, start + (last + 1) * t.element_size()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose extents meet share a byte; slices of one parent that lie beside each other do not."""
+    (wide, *far), (width, *others) = _run_and_steps(a), _run_and_steps(b)
+    steps = {*far, *others}
+    period = min(steps, default=0)
+    if period and all(s % period == 0 for s in steps):
+        offset = (b.data_ptr() - a.data_ptr()) % period
+        return not (offset >= wide and offset + width <= period)
+    return True
+
+
+def _run_and_steps(t: Tensor) -> list[int]:
+    """Bytes that lie in one run at each place, and the steps between places."""
+    run = 1
+    steps: list[int] = []
+    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        if size > 1 and stride == run and not steps:
+            run *= size
+        elif size > 1:
+            steps.append(stride * t.element_size())
+    return [run * t.element_size(), *steps]

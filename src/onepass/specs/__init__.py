@@ -1,0 +1,1 @@
+"""What each kernel family computes, as plain data."""

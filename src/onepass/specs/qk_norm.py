@@ -1,0 +1,111 @@
+"""What one kernel over the rows of q and k does (`QkSpec`) and where those rows lie (`QkRows`).
+
+A *token* is one index of the leading dimensions that q and k share. It has one row of q and one of k or, where every
+head is normalized by itself, a row for each head. Both tensors are the work of one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import Rounding
+from ..rope import RopeStyle
+from .layout import Geometry, Strides
+
+Stage = Literal["sums", "means", "apply", "fused"]
+"""Store the sums or the means of squares; normalize with given means; or both in one go, storing no statistics."""
+
+TENSORS: Final = ("q", "k", "q_out", "k_out", "stats", "positions")
+"""In the order of `QkRows.strides`; the first four, in the order of `QkRows.steps`, have heads."""
+MAX_HEAD: Final = 4096
+"""Columns of a head that can be rotated."""
+
+
+class RopeRule(NamedTuple):
+    """How heads are rotated: the first ``dim`` columns of every ``head_dim``; ``positions`` is a dtype, or None."""
+
+    style: RopeStyle
+    head_dim: int
+    dim: int
+    positions: torch.dtype | None
+
+
+@dataclass(frozen=True, eq=False)
+class QkSpec:
+    """Everything but sizes that shapes the machine code; interned by `qk_spec`, so identity is equality.
+
+    ``gamma`` and ``gamma_k`` are the dtypes of q's weight and of k's.
+    """
+
+    stage: Stage
+    x: torch.dtype
+    gamma: torch.dtype | None
+    gamma_k: torch.dtype | None
+    out: torch.dtype | None
+    rounding: Rounding
+    heads: bool
+    rope: RopeRule | None
+
+    @property
+    def applies(self) -> bool:
+        """Whether the norm is stored."""
+        return self.out is not None
+
+
+@cache
+def qk_spec(
+    stage: Stage,
+    x: torch.dtype,
+    gamma: torch.dtype | None = None,
+    out: torch.dtype | None = None,
+    rounding: Rounding = "once",
+    heads: bool = False,
+    rope: RopeRule | None = None,
+    gamma_k: torch.dtype | None = None,
+) -> QkSpec:
+    """The interned `QkSpec` of these properties; without ``gamma_k``, k's weight has the dtype of q's."""
+    if gamma_k is not None and gamma_k == gamma:
+        return qk_spec(stage, x, gamma, out, rounding, heads, rope)
+    return QkSpec(stage, x, gamma, gamma if gamma_k is None else gamma_k, out, rounding, heads, rope)
+
+
+class QkRows(NamedTuple):
+    """``geom`` counts tokens; ``heads``, ``widths`` (columns of a row) are of q and of k; ``steps`` lead to the next head.
+
+    Token i stands at position ``i % sequence`` where the caller gives none.
+    """
+
+    geom: Geometry
+    strides: Sequence[Strides]
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+    steps: tuple[int, int, int, int]
+    sequence: int
+
+
+NO_ROWS: Final = QkRows(Geometry(0, 1, 1), (), (1, 1), (0, 0), (0, 0, 0, 0), 1)
+"""The rows of a call that is not laid out yet."""
+
+
+class QkCall(NamedTuple):
+    """One call of a kernel over q and k: its spec, tensors and numbers, every one of them validated."""
+
+    spec: QkSpec
+    q: Tensor
+    k: Tensor
+    gamma_q: Tensor | None = None
+    gamma_k: Tensor | None = None
+    q_out: Tensor | None = None
+    k_out: Tensor | None = None
+    stats: Tensor | None = None
+    freqs: Tensor | None = None
+    positions: Tensor | None = None
+    eps: float = 0.0
+    weight_offset: float = 0.0
+    rows: QkRows = NO_ROWS

@@ -1,0 +1,132 @@
+"""What one row kernel does (`RowSpec`) and where its rows lie (`Geometry`).
+
+Every op of the RMSNorm family is a pass over rows; these two small types are the whole interface between the
+checked public call and a backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import FP8_FORMATS, Fp8Format, Rounding, ScaleRule
+from ..prologues import Prologue, find
+from .layout import Geometry, Strides
+
+OperandKind = Literal["full", "column", "row", "group"]
+
+
+class Operand(NamedTuple):
+    """One extra tensor of a prologue: ``full`` [..., N], ``column`` [N], ``row`` [..., 1] or ``group`` [..., N / group]."""
+
+    kind: OperandKind
+    dtype: torch.dtype
+    group: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class RowSpec:
+    """Everything that shapes the machine code of one row kernel; nothing that varies from call to call.
+
+    With ``h = prologue(x, *operands) + residual`` the kernel writes any of: ``h`` (``residual`` set), the norm
+    (``norm`` set), fp8 codes and scales (``fp8`` set). Instances are interned by `row_spec`: identity is equality.
+    """
+
+    x: torch.dtype
+    gamma: torch.dtype
+    residual: torch.dtype | None
+    norm: torch.dtype | None
+    fp8: Fp8Format | None
+    fp8_max: float
+    scale: ScaleRule | None
+    prologue: Prologue | None
+    operands: tuple[Operand, ...]
+    rounding: Rounding
+    round_sum: bool
+    """Whether ``h`` is rounded to the residual's dtype before it is normed."""
+
+    @property
+    def quantizes_norm(self) -> bool:
+        """Whether amax and codes are made of the norm itself, and not of ``h * g`` with the row's factor applied later."""
+        return self.rounding == "hf" or (self.scale is not None and self.scale.divides)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element by which tiles are chosen: 8-bit rows have the tiles of 16-bit ones."""
+        return max(2, self.x.itemsize)
+
+
+def row_spec(
+    x: torch.dtype,
+    gamma: torch.dtype,
+    residual: torch.dtype | None,
+    norm: torch.dtype | None,
+    rounding: Rounding,
+    prologue: str = "",
+    operands: tuple[Operand, ...] = (),
+    codes: torch.dtype | None = None,
+    fp8_max: float = 0.0,
+    scale: ScaleRule | None = None,
+    round_sum: bool | None = None,
+) -> RowSpec:
+    """The interned `RowSpec` of these properties; ``round_sum=None`` means what ``rounding`` implies."""
+    if round_sum is None or round_sum == (rounding == "hf") or residual in (None, torch.float32):
+        round_sum = rounding == "hf"  # a float32 sum is as it was: one kernel for both
+    return _row_spec(x, gamma, residual, norm, rounding, prologue, operands, codes, fp8_max, scale, round_sum)
+
+
+@cache
+def _row_spec(
+    x: torch.dtype,
+    gamma: torch.dtype,
+    residual: torch.dtype | None,
+    norm: torch.dtype | None,
+    rounding: Rounding,
+    prologue: str,
+    operands: tuple[Operand, ...],
+    codes: torch.dtype | None,
+    fp8_max: float,
+    scale: ScaleRule | None,
+    round_sum: bool,
+) -> RowSpec:
+    fp8 = FP8_FORMATS[codes] if codes is not None else None
+    found = find(prologue) if prologue else None
+    return RowSpec(x, gamma, residual, norm, fp8, fp8_max, scale, found, operands, rounding, round_sum)
+
+
+class RowCall(NamedTuple):
+    """One call of a row kernel: its spec, tensors and numbers, every one of them validated.
+
+    ``n`` is the number of columns; ``geom`` and ``strides`` say where rows lie. ``strides`` has one triple for each of
+    x, residual, norm, codes, scale, new_residual and the operands, in this order. An output may be the input that it replaces.
+    """
+
+    spec: RowSpec
+    x: Tensor
+    gamma: Tensor
+    eps: float
+    weight_offset: float
+    residual: Tensor | None = None
+    operands: Sequence[Tensor] = ()
+    static_scale: Tensor | None = None
+    norm: Tensor | None = None
+    codes: Tensor | None = None
+    scale: Tensor | None = None
+    new_residual: Tensor | None = None
+    scale_ub: float = math.inf
+    scale_ub_tensor: Tensor | None = None
+    min_scale: float = 0.0
+    n: int = 0
+    geom: Geometry = Geometry(0, 1, 1)
+    strides: Sequence[Strides] = ()
+
+    @property
+    def rows(self) -> tuple[Tensor | None, ...]:
+        """The tensors that ``strides`` belong to."""
+        return (self.x, self.residual, self.norm, self.codes, self.scale, self.new_residual, *self.operands)

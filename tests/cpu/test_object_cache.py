@@ -1,0 +1,303 @@
+"""The CPU backend's kernels on disk: kept, found again, and never trusted blindly."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from onepass.cpu import arguments, compiler, rms_norm
+from onepass.specs.rms_norm import RowSpec
+from tests.helpers.cpu_reference import SPECS, Case
+
+
+def fresh(spec: RowSpec, monkeypatch: pytest.MonkeyPatch) -> list[RowSpec]:
+    """Forget the kernel in memory; returns the list of specs that the compiler is then asked for."""
+    compiled: list[RowSpec] = []
+    original = compiler.compile_object
+
+    def counting(wanted: RowSpec) -> bytes:
+        compiled.append(wanted)
+        return original(wanted)
+
+    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.setattr(compiler, "compile_object", counting)
+    return compiled
+
+
+def test_cache_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS["norm_bf16"]
+    directory = tmp_path / "deep" / "cache"
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(directory))
+    compiled = fresh(spec, monkeypatch)
+    rms_norm.precompile(spec)
+    assert compiled == [spec]
+    (file,) = directory.iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    fresh(spec, monkeypatch)
+    Case(spec, 2, 77).run().check()
+    assert compiled == [spec]
+
+    good = file.read_bytes()
+    for bad in (good[:-1], good[:200] + b"?" + good[201:], b"", b"junk" * 100):
+        file.write_bytes(bad)
+        compiled = fresh(spec, monkeypatch)
+        Case(spec, 2, 77).run().check()
+        assert compiled[:1] == [spec] and file.read_bytes() == good
+    assert [file] == list(directory.iterdir())
+
+
+def test_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS["norm_bf16"]
+    (tmp_path / "file").write_text("in the way")
+    for place in ("off", "/proc/nowhere", str(tmp_path / "file")):
+        monkeypatch.setenv("ONEPASS_CACHE_DIR", place)
+        compiled = fresh(spec, monkeypatch)
+        Case(spec, 2, 77).run().check()
+        assert compiled[:1] == [spec]
+
+
+def test_read_only_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> Any:  # what mkstemp does in a read-only directory; root may write to any real one
+        raise PermissionError("read-only")
+
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    compiled = fresh(SPECS["norm_bf16"], monkeypatch)
+    Case(SPECS["norm_bf16"], 2, 77).run().check()
+    assert compiled == [SPECS["norm_bf16"]] and not list(tmp_path.iterdir())
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of one kernel, sound and alone in its directory."""
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    fresh(SPECS["norm_bf16"], monkeypatch)
+    rms_norm.precompile(SPECS["norm_bf16"])
+    (file,) = tmp_path.iterdir()
+    assert compiler._read(file)
+    return file
+
+
+def damaged(good: bytes) -> Iterator[bytes]:
+    """Every bit of the header flipped, and some of the code; every length up to the header's, and some beyond."""
+    head, draw = len(compiler._MAGIC) + 32, random.Random(0)
+    for bit in (*range(8 * head), *(draw.randrange(8 * head, 8 * len(good)) for _ in range(1000))):
+        yield good[: bit // 8] + bytes([good[bit // 8] ^ 1 << bit % 8]) + good[bit // 8 + 1 :]
+    for length in (*range(head + 1), *(draw.randrange(head, len(good)) for _ in range(200))):
+        yield good[:length]
+    yield good + b"\0"
+    yield good[:head] + bytes(len(good) - head)
+    yield good[:head]
+
+
+def test_damage_is_always_seen(kept: Path) -> None:
+    good = kept.read_bytes()
+    count = 0
+    for bad in damaged(good):
+        kept.write_bytes(bad)
+        assert compiler._read(kept) is None
+        count += 1
+    assert count > 1600
+    kept.write_bytes(good)
+    assert compiler._read(kept) is not None
+
+
+def test_a_sound_file_under_another_name_is_not_run(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest of the content alone would let one kernel's code run in place of another's."""
+    other = SPECS["fp8"]
+    name = compiler.cache_file(other)
+    assert name is not None and name != kept
+    shutil.copyfile(kept, name)
+    name.chmod(0o600)
+    compiled = fresh(other, monkeypatch)
+    Case(other, 2, 77).run().check()
+    assert compiled[:1] == [other] and compiler._read(name)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_write_is_not_run(kept: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.chmod(mode)
+    compiled = fresh(SPECS["norm_bf16"], monkeypatch)
+    rms_norm.precompile(SPECS["norm_bf16"])
+    assert compiled == [SPECS["norm_bf16"]]
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600, "replaced by one that is private"
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a directory", "a link to itself", "a link to nowhere"])
+def test_what_lies_in_the_files_place(kept: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither blocks the call nor ends it."""
+    kept.unlink()
+    match kind:
+        case "a pipe":
+            os.mkfifo(kept)
+        case "a directory":
+            kept.mkdir()
+        case "a link to itself":
+            kept.symlink_to(kept)
+        case _:
+            kept.symlink_to(kept.with_name("nothing"))
+    compiled = fresh(SPECS["norm_bf16"], monkeypatch)
+    Case(SPECS["norm_bf16"], 2, 77).run().check()
+    assert compiled[:1] == [SPECS["norm_bf16"]]
+    assert kept.is_dir() if kind == "a directory" else compiler._read(kept)
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write fails with ENOSPC, as the device /dev/full has it: no error, no file left, the right result."""
+    original = tempfile.mkstemp
+
+    def on_full_disk(**options: Any) -> tuple[int, str]:
+        handle, name = original(**options)
+        os.close(handle)
+        return os.open("/dev/full", os.O_WRONLY), name
+
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkstemp", on_full_disk)
+    compiled = fresh(SPECS["norm_bf16"], monkeypatch)
+    Case(SPECS["norm_bf16"], 2, 77).run().check()
+    assert compiled[:1] == [SPECS["norm_bf16"]] and not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removed, and then replaced by a file, between two kernels and while one is written."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(directory))
+    spec = SPECS["norm_bf16"]
+    for moment in ("before", "while"):
+        fresh(spec, monkeypatch)
+        rms_norm.precompile(spec)
+        assert len(list(directory.iterdir())) == 1
+        shutil.rmtree(directory)
+        if moment == "before":
+            directory.write_text("in the way")
+        else:
+            monkeypatch.setattr(compiler, "_remove_abandoned", shutil.rmtree)
+        fresh(spec, monkeypatch)
+        Case(spec, 2, 77).run().check()
+        assert not directory.is_dir()
+        directory.unlink(missing_ok=True)
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    compiled = fresh(SPECS["norm_bf16"], monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rms_norm.precompile(SPECS["norm_bf16"])
+    assert not list(tmp_path.iterdir())
+    Case(SPECS["norm_bf16"], 2, 77).run().check()
+    assert compiled == [SPECS["norm_bf16"]] * 2
+
+
+def test_only_what_a_dead_writer_left_is_removed(kept: Path) -> None:
+    """A kernel may be as old as it likes; a file that is being written may not."""
+    dead, alive, new = (kept.with_name(name) for name in ("unfinished-dead", "unfinished-alive", "0" * 40 + ".o"))
+    for file in (dead, alive):
+        file.write_bytes(b"half")
+    for file in (kept, dead):
+        os.utime(file, (time.time() - 7200,) * 2)
+    compiler._write(new, b"image")
+    assert set(kept.parent.iterdir()) == {kept, alive, new}
+
+
+def test_a_process_may_link_many_kernels(kept: Path) -> None:
+    image = compiler._read(kept)
+    assert image is not None
+    linked = [compiler.link(image, "serial") for _ in range(200)]
+    assert len({code["serial"] for code in linked}) == 200
+
+
+def test_interrupted_growth_of_scratch_memory_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old memory is gone, so its address must not be used again."""
+    scratch = rms_norm._Scratch()
+    scratch.grow(100)
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "addressof", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            scratch.grow(200)
+    assert scratch.size == 0
+    scratch.grow(50)
+    assert scratch.size == 50 and scratch.address % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "shared", "expected"),
+    [
+        ("/one", "/two", "/one"),
+        ("", "/two", "/two/onepass/cpu"),
+        ("", "", "/home/me/.cache/onepass/cpu"),
+        ("", "relative", "/home/me/.cache/onepass/cpu"),
+        ("OFF", "/two", "None"),
+    ],
+)
+def test_where_the_cache_is(chosen: str, shared: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ONEPASS_CACHE_DIR", chosen), ("XDG_CACHE_HOME", shared), ("HOME", "/home/me")):
+        monkeypatch.setenv(name, value)
+    assert str(compiler.cache_directory()) == expected
+
+
+def test_names_follow_every_source_that_shapes_code() -> None:
+    """Modules that the code generator imports, directly or through others, are in the digest of a file's name."""
+    package = Path(compiler.__file__).parent
+    generators = [p for p in package.glob("_*.py") if p.name not in ("__init__.py", "_compile.py", "_parallel.py")]
+    imported = {
+        node.module
+        for path in generators
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module
+    }
+    assert {"qk", "rows", "gemv"} <= imported <= set(compiler.SHARED)
+
+
+def test_names_tell_specs_apart() -> None:
+    names = [compiler.cache_file(spec) for spec in SPECS.values()]
+    assert len(set(names)) == len(names) and None not in names
+    assert all(arguments.offsets(spec)["next"] == 0 for spec in SPECS.values())
+
+
+def test_warm_start_needs_no_compiler(cache: Path) -> None:
+    """A process that finds its kernel on disk does not import the code generator."""
+    program = (
+        "import sys, torch, onepass.cpu.rms_norm as r; from onepass.specs.rms_norm import row_spec;"
+        "assert 'llvmlite' not in sys.modules;"
+        "r.precompile(row_spec(torch.bfloat16, torch.bfloat16, None, torch.bfloat16, 'once'));"
+        "print(sorted({'onepass.cpu.rms_norm_kernels', 'onepass.cpu.emit.vec'} & set(sys.modules)))"
+    )
+    source = str(Path(rms_norm.__file__).parents[2])
+    environment = {**os.environ, "ONEPASS_CACHE_DIR": str(cache), "PYTHONPATH": source}
+    outputs = [
+        subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert outputs[1].stdout.strip() == "[]"
+
+
+def test_files_of_another_user_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS["norm_bf16"]
+    monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
+    rms_norm.precompile(spec)
+    compiled = fresh(spec, monkeypatch)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    rms_norm.precompile(spec)
+    assert compiled == [spec]

@@ -1,0 +1,415 @@
+"""CPU row kernels against the float64 reference: values, memory, threads, instruction sets."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+import struct
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("llvmlite")
+
+import onepass
+from onepass.cpu import compiler, mla_cache_kernels, rms_norm
+from onepass.cpu import threads as _parallel
+from onepass.cpu.emit import vec
+from onepass.formats import E4M3FN, E4M3FNUZ, ScaleRule
+from onepass.rope import RopeStyle
+from onepass.specs.mla_cache import MAX_LATENT, MAX_ROPE, mla_spec
+from onepass.specs.rms_norm import RowSpec, row_spec
+from tests.helpers.cpu_reference import BF16, F16, F32, INF, NAN, ROW, SPECS, STATIC, Case, random_bits, spec_of
+
+each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+
+
+@each_spec
+def test_kernel_agrees_with_float64(spec: RowSpec) -> None:
+    for n in (*range(1, 68), 127, 128, 129, 1000, 4096):
+        Case(spec, 3, n, seed=n).run().check()
+    Case(spec, 5, 96, weight_offset=1.0, scale_ub=1.5, eps=1e-2).run().check()
+
+
+def test_reference_rejects_wrong_output() -> None:
+    for spec in SPECS.values():
+        case = Case(spec, 3, 100).run()
+        for tensor in (case.norm, case.codes, case.scale, case.new_residual):
+            if tensor is not None:
+                kept = tensor.clone()
+                tensor.view(torch.uint8).zero_()
+                with pytest.raises(AssertionError):
+                    case.check()
+                tensor.copy_(kept)
+
+
+@each_spec
+def test_special_rows(spec: RowSpec) -> None:
+    """NaN, infinity, overflow, zeros and subnormals stay in their row and make the documented outputs."""
+    case = Case(spec, 8, 200, eps=0.0)
+    largest = float(torch.finfo(spec.x).max)
+    tiny = torch.finfo(spec.x).smallest_normal
+    case.x[1, 7], case.x[2, 150], case.x[3, 199] = NAN, INF, largest
+    case.x[4], case.x[5] = 0.0, tiny
+    case.x[6, ::2] = -0.0
+    if case.residual is not None:
+        case.residual[4:6] = 0.0
+    case.run().check()
+    plain = spec.prologue is None
+    for tensor in (case.norm, case.scale) if plain else ():
+        if tensor is not None:
+            assert tensor[1:3].float().isnan().all()
+            assert not tensor[4].float().isnan().any() and not tensor[0].float().isnan().any()
+    if case.codes is not None and plain and spec.fp8 is not None:
+        raw = case.codes.view(torch.uint8)
+        assert (raw[1:3] == spec.fp8.nan_code).all()
+        assert (raw[4] & 0x7F == 0).all() and not (raw[0] == spec.fp8.nan_code).any()
+
+
+SINGLE = {
+    "norm_f32": spec_of(F32, F32, norm=F32),
+    "norm_f16": spec_of(F32, F32, norm=F16),
+    "norm_hf": spec_of(F16, F32, norm=F32, rounding="hf"),
+    "fp8": spec_of(F32, F32, fmt=E4M3FN, scale=ROW),
+    "fp8_f16_scale": spec_of(F32, F32, fmt=E4M3FNUZ, scale=ScaleRule("row", F16)),
+    "fp8_bf16_scale": spec_of(F32, F32, fmt=E4M3FN, scale=ScaleRule("row", BF16)),
+    "fp8_ue8m0": spec_of(F32, F32, fmt=E4M3FN, scale=ScaleRule("row", torch.float8_e8m0fnu, ue8m0=True)),
+    "fp8_group": spec_of(F32, F32, fmt=E4M3FN, scale=ScaleRule("group", F32, 64)),
+    "fp8_hf": spec_of(BF16, F32, fmt=E4M3FNUZ, scale=ROW, rounding="hf"),
+    "fp8_static": spec_of(F32, F32, fmt=E4M3FN, scale=STATIC),
+    "fp8_static_hf": spec_of(BF16, F32, fmt=E4M3FNUZ, scale=STATIC, rounding="hf"),
+}
+
+
+@pytest.mark.parametrize("spec", SINGLE.values(), ids=SINGLE.keys())
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_single_column_bit_for_bit(spec: RowSpec, eps: float) -> None:
+    """With one column every float32 step is determined: random bits in, torch's float32 arithmetic step by step."""
+    for gamma in (1.0, -0.3, 0.0, 1e-38, 3e-42, -2e38, INF, NAN):
+        for bound in (INF, 0.75):
+            case = Case(spec, 4096, 1, eps=eps, scale_ub=bound)
+            bits = torch.cat([random_bits(2048), torch.randn(2048, generator=torch.Generator().manual_seed(1))])
+            case.x = bits.to(spec.x).view(-1, 1)
+            case.gamma.fill_(gamma)
+            case.run()
+            norm, codes, scale = single_column(case)
+            for got, want in ((case.norm, norm), (case.scale, scale)):
+                if got is not None and want is not None:
+                    a, b = got.float(), want.float()
+                    assert torch.equal(a.isnan(), b.isnan())
+                    assert torch.equal(a[~a.isnan()].view(torch.int32), b[~b.isnan()].view(torch.int32))
+            if case.codes is not None:
+                assert torch.equal(case.codes.view(torch.uint8), codes)
+
+
+def single_column(case: Case) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Norm, codes and scale of rows of one column, each operation one float32 operation of torch."""
+    spec, hf = case.spec, case.spec.rounding == "hf"
+    h, g = case.x.float(), case.gamma.float() + 0.0
+    v = h * h + torch.tensor(case.numbers["eps"], dtype=F32)
+    root = v.double().sqrt().float()  # torch's float32 square root is not always the nearest
+    rs = torch.where(v.isfinite(), torch.where(v == 0, 0.0, 1 / root), NAN)
+    y = ((h * rs).to(spec.x).float() * g).to(spec.x).float() if hf else h * rs * g
+    norm = y.to(spec.norm) if spec.norm else None
+    if spec.fp8 is None or spec.scale is None:
+        return norm, torch.empty(0), None
+    if case.static is not None:
+        scale = case.static.expand_as(h)
+    else:
+        amax = y.abs() if hf else (h * g).abs() * rs
+        t = torch.where(amax.isfinite(), amax.clamp(max=case.numbers["scale_ub"]), NAN) / spec.fp8_max
+        if spec.scale.ue8m0:
+            mantissa, exponent = t.double().frexp()
+            power = (2.0 ** (exponent - (mantissa == 0.5).int()).double()).clamp(min=2.0**-127)
+            scale = torch.where(t.isnan(), NAN, torch.where(t == 0, 2.0**-127, power)).float()
+        else:
+            t = torch.where(t < 2.0**-126, 0.0, t)
+            scale = t.clamp(max=torch.finfo(spec.scale.dtype).max).to(spec.scale.dtype).float()
+    top = torch.ones_like(rs) if hf else rs
+    k = torch.where(scale == 0, 0.0, (top / scale).clamp(max=torch.finfo(F32).max))
+    value = (y if hf else h * g) * k
+    nan = value.isnan() if case.static is not None else scale.isnan()
+    codes = value.clamp(-spec.fp8_max, spec.fp8_max).nan_to_num(0.0).to(spec.fp8.dtype).view(torch.uint8)
+    stored = scale.to(spec.scale.dtype) if case.scale is not None else None
+    return norm, torch.where(nan, spec.fp8.nan_code, codes).to(torch.uint8), stored
+
+
+def test_zero_row_scales() -> None:
+    for name, value in (("fp8", 0.0), ("fp8_ue8m0", 2.0**-127), ("fp8_ue8m0_hf", 2.0**-127)):
+        case = Case(SPECS[name], 2, 64)
+        case.x.zero_()
+        case.x[:, ::2] = -0.0
+        case.gamma.fill_(1.0)
+        case.run()
+        assert case.scale is not None and case.codes is not None
+        assert (case.scale.double() == value).all()
+        assert torch.equal(case.codes.view(torch.uint8), torch.tensor([0x80, 0x00], dtype=torch.uint8).repeat(2, 32))
+
+
+def test_group_of_infinite_gamma_is_nan_alone() -> None:
+    case = Case(SPECS["fp8_group"], 2, 384)
+    case.gamma[200] = INF
+    case.run()
+    assert case.scale is not None and case.codes is not None
+    assert case.scale.isnan().tolist() == [[False, True, False]] * 2
+    assert ((case.codes.view(torch.uint8) == 0x7F).view(2, 3, 128).all(-1)).tolist() == [[False, True, False]] * 2
+
+
+def test_static_scale_of_zero_infinity_nan() -> None:
+    for value, code in ((0.0, 0), (INF, 0), (NAN, 0x7F)):
+        case = Case(SPECS["fp8_static"], 2, 100)
+        case.static = torch.tensor([value])
+        case.run()
+        assert case.codes is not None
+        assert ((case.codes.view(torch.uint8) & 0x7F) == code).all()
+
+
+@pytest.mark.parametrize("name", ["norm_bf16", "norm_f16", "add_norm", "add_norm_hf", "add_norm_prologue", "norm_hf"])
+def test_outputs_may_replace_inputs(name: str) -> None:
+    for n in (31, 100, 1000):
+        apart, same = Case(SPECS[name], 4, n).run(), Case(SPECS[name], 4, n)
+        same.norm, same.new_residual = same.x, same.residual
+        same.run()
+        assert all(torch.equal(a, b) for a, b in zip(apart.bytes(), same.bytes(), strict=True))
+
+
+@each_spec
+def test_bytes_around_rows_stay(spec: RowSpec) -> None:
+    for n in (1, 15, 33, 67, 200):
+        case = Case(spec, 3, n)
+        frames = []
+        for name in ("norm", "codes", "scale", "new_residual"):
+            tensor = getattr(case, name)
+            if tensor is not None:
+                rows, width = tensor.shape
+                frame = torch.full((rows + 2, (width + 70) * tensor.element_size()), 0xA5, dtype=torch.uint8).view(
+                    tensor.dtype
+                )
+                setattr(case, name, frame[1:-1, 35:-35])
+                frames.append(frame)
+        case.run().check()
+        for frame in frames:
+            clean = torch.full_like(frame.view(torch.uint8), 0xA5).view(frame.dtype)
+            frame[1:-1, 35:-35] = clean[1:-1, 35:-35]
+            assert torch.equal(frame.view(torch.uint8), clean.view(torch.uint8))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("name", ["norm_bf16", "norm_f16", "fp8", "fp8_f32", "fp8_group_64_hf", "everything"])
+def test_reads_and_writes_end_with_the_row(name: str) -> None:
+    """Every tensor ends where an inaccessible page begins: one byte too far would be a crash."""
+    pages: list[mmap.mmap] = []
+
+    def against_the_edge(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        page = mmap.PAGESIZE
+        memory = mmap.mmap(-1, 2 * page)
+        pages.append(memory)
+        raw = torch.frombuffer(memory, dtype=torch.uint8)
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(raw.data_ptr() + page), page, 0) == 0
+        size = tensor.numel() * tensor.element_size()
+        moved = raw[page - size : page].view(tensor.dtype).view(tensor.shape)
+        return moved.copy_(tensor)
+
+    for n in (1, 31, 45, 96):
+        case = Case(SPECS[name], 2, n)
+        for attribute in ("x", "gamma", "residual", "norm", "codes", "scale", "new_residual"):
+            setattr(case, attribute, against_the_edge(getattr(case, attribute)))
+        case.operands = [o for o in map(against_the_edge, case.operands) if o is not None]
+        case.run().check()
+
+
+def test_strided_rows() -> None:
+    spec = SPECS["everything"]
+    flat = Case(spec, 2 * 3 * 4, 50).run()
+    case = Case(spec, 24, 50)
+    for attribute in ("x", "residual", "norm", "codes", "scale", "new_residual"):
+        tensor = getattr(case, attribute)
+        spaced = torch.zeros(4, 2, 3, tensor.shape[-1] + 7, dtype=tensor.dtype)
+        view = spaced.permute(1, 2, 0, 3)[..., : tensor.shape[-1]]
+        setattr(case, attribute, view.copy_(tensor.view(2, 3, 4, -1)))
+    case.operands = [
+        o.view(2, 3, 4, -1) if k.kind != "column" else o for o, k in zip(case.operands, spec.operands, strict=True)
+    ]
+    case.run()
+    for attribute in ("norm", "codes", "scale", "new_residual"):
+        got, want = getattr(case, attribute).reshape(24, -1), getattr(flat, attribute)
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_scales_in_column_layout() -> None:
+    spec = SPECS["fp8_group"]
+    flat, case = Case(spec, 6, 512).run(), Case(spec, 6, 512)
+    case.scale = torch.full((4, 6), NAN).t()
+    case.run()
+    assert flat.scale is not None
+    assert torch.equal(case.scale, flat.scale)
+
+
+# --- threads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["norm_bf16", "fp8", "everything_hf"])
+def test_result_is_independent_of_threads_and_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS[name]
+    m, n = 301, 1000
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(Case(spec, m, n).run().bytes())
+        monkeypatch.setattr(_parallel, "_team", lambda: ("own", _parallel._own_team()))
+        results.append(Case(spec, m, n).run().bytes())
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    if spec.prologue is None:
+        whole, alone = Case(spec, m, n), Case(spec, 1, n)
+        alone.gamma = whole.gamma
+        for row in (0, 157, 300):
+            alone.x.copy_(whole.x[row : row + 1])
+            alone.run()
+            assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone.bytes(), results[0], strict=True))
+
+
+def test_torch_brings_the_threads() -> None:
+    described = rms_norm.describe()
+    assert set(described) == {"cpu", "vector", "threads", "cache"}
+    if sys.platform == "linux":
+        assert "OpenMP" in described["threads"]
+
+
+@pytest.mark.parametrize(
+    ("features", "vector"),
+    [("+avx512f,+avx", "512 bit"), ("-avx512f,+avx,+sse2", "256 bit"), ("-avx512f,-avx,+sse2", "128 bit")],
+)
+def test_how_wide_a_vector_is(features: str, vector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "host", lambda: ("some cpu", features))
+    assert rms_norm.describe()["vector"] == vector
+
+
+@pytest.mark.parametrize(("forked", "expected"), [(False, "torch's"), (True, "our own")])
+def test_a_forked_child_does_without_torchs_threads(
+    forked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not inherited them; entering their team would wait for ever."""
+    entered: list[str] = []
+    monkeypatch.setattr(_parallel, "forked", lambda: forked)
+    monkeypatch.setattr(_parallel, "_team", lambda: ("", lambda *_: entered.append("torch's")))
+    monkeypatch.setattr(_parallel, "_own_team", lambda: lambda *_: entered.append("our own"))
+    _parallel.run(0, b"", 2)
+    assert entered == [expected]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_of_our_own_are_as_many_as_asked_for(threads: int) -> None:
+    called: list[int] = []
+    work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(called.append)
+    address = ctypes.cast(work, ctypes.c_void_p).value
+    assert address is not None
+    _parallel._own_team()(address, 7, threads)
+    assert called == [7] * threads
+
+
+def shared_out(
+    call: Callable[[], object], threads: int, monkeypatch: pytest.MonkeyPatch, at: int = 16
+) -> tuple[int, int] | None:
+    """Among how many threads a call is shared out, and how many rows or tokens each takes at a time; None: it is not."""
+    seen: list[tuple[int, int]] = []
+
+    def note(function: int, block: bytes, team: int) -> None:
+        seen.append((team, struct.unpack_from("=q", block, at)[0]))
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(_parallel, "run", note)
+    call()
+    return seen[0] if seen else None
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "threads", "expected"),
+    [
+        (1, 131072, 4, None),
+        (2, 65535, 4, None),
+        (2, 65536, 4, (2, 1)),
+        (32, 4096, 4, (4, 4)),
+        (33, 4096, 64, (9, 4)),
+        (16384, 128, 4, (4, 256)),
+    ],
+)
+def test_how_rows_are_shared_out(
+    rows: int, n: int, threads: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.zeros(rows, n, dtype=BF16)
+    assert shared_out(lambda: onepass.rms_norm(x, x[0]), threads, monkeypatch) == expected
+    if n % 2 == 0:
+        halves = x[:, : n // 2], x[:, n // 2 :]
+        both = shared_out(lambda: onepass.qk_rms_norm(*halves, halves[0][0], halves[1][0]), threads, monkeypatch)
+        assert both == expected, "as many columns of q and k together"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "threads", "expected"),
+    [(1, 4, None), (31, 4, None), (32, 4, (4, 4)), (33, 64, (9, 4)), (512, 4, (4, 8))],
+)
+def test_how_tokens_are_shared_out(
+    tokens: int, threads: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLA's: 31 heads and the entry of a token have 4096 columns."""
+    q, kv = torch.zeros(tokens, 31, 64, dtype=BF16), torch.zeros(tokens, 2048 + 64, dtype=BF16)
+    cache, slots = onepass.PagedKVCache(torch.zeros(tokens, 1, 2048 + 64, dtype=BF16)), torch.arange(tokens)
+
+    def call() -> Tensor:
+        return onepass.fused_rope_rmsnorm_quantization(
+            None, q, kv, None, None, kv[0, :2048], cache, rope_dim=0, slot_mapping=slots
+        )
+
+    assert shared_out(call, threads, monkeypatch, at=mla_cache_kernels._OFFSETS["chunk"]) == expected
+
+
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_rooms_hold_the_largest_token(style: RopeStyle) -> None:
+    """They lie on the stack, beside each other: one that is too short may go unnoticed. Cosines, sines and the entry, in float32."""
+    spec = mla_spec(BF16, BF16, BF16, BF16, BF16, F32, style=style)
+    rooms = [int(size) for size in re.findall(r"alloca \[(\d+) x i8\], align 64", mla_cache_kernels.build(spec))]
+    assert len(rooms) == 3
+    assert all(
+        room >= 4 * n
+        for room, n in zip(sorted(rooms), (MAX_ROPE // 2, MAX_ROPE // 2, MAX_LATENT + MAX_ROPE), strict=True)
+    )
+
+
+def test_many_callers_at_once() -> None:
+    spec = row_spec(BF16, F32, None, F32, "once")
+    cases = [Case(spec, 3, 300, seed) for seed in range(8)]
+    callers = [threading.Thread(target=case.run) for case in cases]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    for case in cases:
+        case.check()
+
+
+# --- the same bytes on other CPUs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("+avx2" not in compiler.host()[1], reason="runs code for an x86 CPU with AVX2")
+@pytest.mark.parametrize("name", ["norm_f16", "fp8", "fp8_group_ue8m0", "everything_hf", "silu"])
+def test_other_instruction_sets_give_the_same_bytes(name: str) -> None:
+    spec = SPECS[name]
+    other = compiler.Kernel(spec, compiler.compile_object(spec, "haswell"))
+    for n in (1, 37, 64, 1000):
+        here = Case(spec, 3, n).run()
+        there = Case(spec, 3, n)
+        rms_norm.scratch.grow(2 * (n + vec.LANES))
+        there.run(lambda spec_, *a, **k: other.serial(other.pack(rms_norm.scratch.address, 1, *a, **k)))
+        assert all(torch.equal(a, b) for a, b in zip(here.bytes(), there.bytes(), strict=True))

@@ -1,0 +1,417 @@
+"""One good call of every op in each of its forms, and what became of a call: for tests of what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.contract.declaration import Contract
+from onepass.formats import FP8_FORMATS
+from onepass.ops import gemv_norm, gemv_norm_contract, mla_cache, registration
+from onepass.ops import qk_norm as qk
+from onepass.ops import rms_norm as rows
+from onepass.ops.qk_norm_contract import QK_RMS_NORM_HEADS
+from onepass.testing.samples import sample
+from onepass.trace import TraceBuf
+from tools.contract_oracle import faults
+
+BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+FP8 = torch.float8_e4m3fn
+Arguments = dict[str, Any]
+Call = Callable[[Arguments], Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A form of an op: its contract, arguments of a good call by the contract's names, and how to call it with such."""
+
+    name: str
+    op: str
+    contract: Contract
+    good: Callable[[], Arguments]
+    call: Call
+    required: tuple[str, ...] = ()
+    """Outputs that this form does not allocate."""
+    fixed: tuple[str, ...] = ()
+    """Names of the contract that this form has no argument for."""
+    volatile: tuple[str, ...] = ()
+    """What two good calls leave different."""
+    tensors_only: bool = False
+    contract_of: Callable[[Arguments], Contract] | None = None
+    own_rules: Callable[[Arguments], list[str]] = field(default=lambda arguments: [])
+    """What the public function refuses where the contract says nothing."""
+    derived: Callable[[Arguments], Arguments] = field(default=lambda arguments: arguments)
+
+    def wrong(self, changes: Mapping[str, Any]) -> set[str]:
+        """What a refusal of the changed call may blame, by any name that the argument has; nothing of a legal call."""
+        arguments = self.derived({**self.good_values, **changes})
+        contract = self.contract if self.contract_of is None else self.contract_of(arguments)
+        found = faults(contract, {name: arguments[name] for name in names(contract)})
+        found += [name for name in self.required if arguments[name] is None]
+        found += self.own_rules(arguments)
+        carriers = [p for p, carried in self.contract.carried.items() if set(carried) & set(found)]
+        return {*found, *carriers}
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "good_values", self.good())
+
+    good_values: Arguments = field(init=False, repr=False)
+
+    def takes(self, changes: Mapping[str, Any]) -> bool:
+        """Whether a call of this form can have such changes at all."""
+        if any(name in self.fixed for name in changes):
+            return False
+        if self.tensors_only:
+            many = [name for name, arg in self.contract.args.items() if arg.many]
+            return all(_dispatchable(value, name in many) for name, value in changes.items())
+        # the public function takes an object for a key
+        return "prologue" not in changes or not isinstance(changes["prologue"], (str, type(None)))
+
+
+def _dispatchable(value: object, many: bool) -> bool:
+    """Whether torch hands a value to our implementation as it is."""
+    if many:
+        return isinstance(value, (list, tuple)) and all(_dispatchable(item, False) for item in value)
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_neg()
+
+
+def names(contract: Contract) -> list[str]:
+    return [*contract.args, *contract.options, *(out.argument for out in contract.outs.values())]
+
+
+# --- good calls -----------------------------------------------------------------------------------------------------
+
+
+def arguments(
+    contract: Contract, sizes: dict[str, int], lead: tuple[int, ...], first: str, optional: tuple[str, ...] = (), **changes: Any
+) -> Arguments:  # fmt: skip
+    dtypes = {first: BF16, **{n: v for n, v in changes.items() if n in contract.args and isinstance(v, torch.dtype)}}
+    tensors = sample(contract, sizes, lead, dtypes=dtypes, optional=optional)
+    found: Arguments = {n: () if a.many else tensors.get(n) for n, a in contract.args.items()}
+    found |= {n: option.default for n, option in contract.options.items()}
+    found |= {n: v for n, v in changes.items() if n not in dtypes}
+    return found
+
+
+def with_outputs(contract: Contract, given: Arguments) -> Arguments:
+    """And outputs of the caller's, full of a pattern."""
+    given = {**given, **{out.argument: None for out in contract.outs.values()}}
+    made = contract.prepare(*[given[name] for name in names(contract)])
+    for out, tensor in zip(contract.outs.values(), made, strict=True):
+        given[out.argument] = None if tensor is None else poisoned(tensor)
+    return given
+
+
+def poisoned(tensor: Tensor) -> Tensor:
+    whole(tensor).fill_(0x5A)
+    return tensor
+
+
+def norm_arguments(contract: Contract = rows.RMS_NORM) -> Arguments:
+    return arguments(contract, {"N": 64}, (3, 2), "x", ("residual",), eps=1.0, weight_offset=0.0)
+
+
+def fp8_arguments() -> Arguments:
+    given = norm_arguments(rows.RMS_NORM_FUSED_FP8)
+    given |= {"group_size": 64, "return_norm": True, "scale_ub": 1.0, "fp8_max": 448.0, "weight_offset": 1.0}
+    given["prologue_args"] = [torch.randn(3, 2, 64).bfloat16()]
+    return given | {"prologue": onepass.prologues.silu_and_mul.key}
+
+
+def static_arguments() -> Arguments:
+    optional = ("residual", "static_scale")
+    return arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
+
+
+def vllm_arguments() -> Arguments:
+    optional = ("residual", "scale_ub_tensor")
+    given = arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
+    return given | {"rounding": "hf", "round_sum": False, "quantize": "divide", "min_scale": 0.25}
+
+
+def gemv_arguments(contract: Contract, **changes: Any) -> Arguments:
+    sizes = {"M": 3, "N": 40, "K": 32, "W0": 24, "W1": 8, "S": 40, "C": 2, "E": 48, "B": 3}
+    optional = ("gamma1", "weight_scale", "trace", "units")
+    given = arguments(contract, sizes, (), "act", optional, eps=1.0, **changes)
+    for name in ("finish_counter", "trace", "units"):
+        if name in given:
+            given[name].zero_()
+    return given
+
+
+def qk_arguments(contract: Contract, lead: tuple[int, ...] = (2, 3), **changes: Any) -> Arguments:
+    sizes = {"Nq": 48, "Nk": 16, "Gq": 48, "Gk": 16, "Hq": 3, "Hk": 2, "D": 16, "P": 4, "R": 16}
+    optional = ("freqs", "positions") if "freqs" in contract.args else ()
+    options = {"weight_offset": 1.0, "dim": 8, "head_dim": 16} if optional else {}
+    return arguments(contract, sizes, lead, "q", optional, **(options | changes))
+
+
+def mla_arguments(scale: str) -> Arguments:
+    contract = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION
+    sizes = {"T": 5, "H": 3, "R": 8, "C": 40, "L": 32, "F": 6, "W": 8, "O": 3, "B": 2, "X": 4, "P": 8, "S": 4}
+    optional = ["freqs_cis", "input_row_offsets", "cache_lengths", "lookup_table", "positions", scale]
+    index = dict.fromkeys(("input_row_offsets", "cache_lengths", "lookup_table"), I32)
+    given = arguments(contract, sizes, (), "q_rope", tuple(optional), epsilon=1.0, rope_dim=8, **index)
+    given["input_row_offsets"] = torch.tensor([0, 2, 5], dtype=I32)
+    given["cache_lengths"] = torch.tensor([3, 1], dtype=I32)
+    given["lookup_table"] = torch.tensor([[5, 1, 0, 3], [2, 7, 6, 4]], dtype=I32)
+    return given
+
+
+# --- calls by the contract's names ----------------------------------------------------------------------------------
+
+
+class RawTrace(TraceBuf):
+    """Hands on whatever it was given."""
+
+    def __init__(self, trace: Any, units: Any) -> None:
+        self.pair = trace, units
+
+    def store(self, offset: int, ts: int) -> None:
+        raise AssertionError("only kernels write here")
+
+    def tensors(self) -> tuple[Any, Any]:
+        return self.pair
+
+
+def call_norm(given: Arguments) -> Any:
+    return onepass.rms_norm(**given)
+
+
+def call_fp8(given: Arguments) -> Any:
+    key = given["prologue"]
+    if isinstance(key, str):
+        key = onepass.prologues.find(key) if key else None
+    bound, given = public_bound(given), {k: v for k, v in given.items() if k != "scale_ub_tensor"}
+    return onepass.rms_norm_fused_fp8(**{**given, "prologue": key, "scale_ub": bound})
+
+
+def public_bound(given: Arguments) -> Any:
+    """What the public function's ``scale_ub`` is, which is a number or a tensor."""
+    return given["scale_ub"] if given["scale_ub_tensor"] is None else given["scale_ub_tensor"]
+
+
+def told_apart(given: Arguments) -> Arguments:
+    """What the contract is given for it."""
+    bound = public_bound(given)
+    tensor = isinstance(bound, Tensor)
+    return given | {"scale_ub": None if tensor else bound, "scale_ub_tensor": bound if tensor else None}
+
+
+def _further(given: Arguments, name: str) -> list[Any]:
+    """A list of what goes into several places, up to the last that has something."""
+    found = [given.pop(f"{name}{i}") for i in (1, 2, 3)]
+    while found and found[-1] is None:
+        found.pop()
+    return found
+
+
+def call_gemv(given: Arguments) -> Any:
+    given = dict(given)
+    segments = _further(given, "gamma")
+    out = _out(given)
+    inputs = {name: given[name] for name in ("act", "weight", "gamma", "weight_scale", "eps", "normed_dtype")}
+    return onepass.gemv_and_partial_norm(
+        **inputs, segments=segments, out=None if all(t is None for t in out) else out
+    )  # fmt: skip
+
+
+def _out(given: Arguments) -> list[Any]:
+    """The outputs in order, without those that are not there; None may stand for one to allocate."""
+    given = dict(given)
+    scale = [] if given["scale_output"] is None else [given["scale_output"]]
+    return [given["normed_output"], *scale, *_further(given, "normed_output"), given["unnormed_output"]]
+
+
+def call_scratch(given: Arguments) -> Any:
+    given = dict(given)
+    del given["normed_dtype"]
+    trace = RawTrace(given.pop("trace"), given.pop("units"))
+    further, outputs = _further(given, "gamma"), _further(given, "normed_output")
+    return onepass.gemv_and_partial_norm_with_scratch(
+        **given, trace_buf=trace, segments=further, segment_outputs=outputs
+    )  # fmt: skip
+
+
+def codes_of(given: Arguments) -> Arguments:
+    """With the caller's scratch, the dtype of the codes is that of the output."""
+    out = given["normed_output"]
+    dtype = out.dtype if isinstance(out, Tensor) and out.dtype in FP8_FORMATS else None
+    return {**given, "normed_dtype": dtype}
+
+
+def lacks_scratch(given: Arguments) -> list[str]:
+    """Codes come with a scale, and every segment with an output."""
+    segments, outputs = (len(_further(dict(given), name)) for name in ("gamma", "normed_output"))
+    scale = codes_of(given)["normed_dtype"] is None or given["scale_output"] is not None
+    return [] if scale and segments == outputs else ["scale_output", "segment_outputs"]
+
+
+def lacks_outputs(given: Arguments) -> list[str]:
+    """``out`` has a place for every output, or is not given."""
+    out = _out(given)
+    needed = 2 + len(_further(dict(given), "gamma")) + (given["normed_dtype"] is not None)
+    return [] if all(t is None for t in out) or len(out) == needed else ["out"]
+
+
+def call_unfused(given: Arguments) -> Any:
+    inputs = {name: given[name] for name in ("act", "weight", "gamma", "weight_scale", "eps")}
+    return onepass.gemv_and_partial_norm(**inputs, fused=False)
+
+
+def _rope(given: Arguments) -> Arguments:
+    parts = [given.pop(name) for name in ("freqs", "positions", "style", "dim", "head_dim")]
+    absent = all(part is None for part in (*parts[:2], *parts[3:])) and isinstance(parts[2], str) and parts[2] == "half"
+    return given | {"rope": None if absent else onepass.Rope(*parts)}
+
+
+def call_apply(given: Arguments) -> Any:
+    return onepass.apply_qk_rms_norm(**_rope(dict(given)))
+
+
+def call_qk(given: Arguments) -> Any:
+    given = _rope(dict(given))
+    out = given.pop("q_out"), given.pop("k_out")
+    return onepass.qk_rms_norm(**given, out=None if out[0] is out[1] is None else out)
+
+
+def qk_contract(given: Arguments) -> Contract:
+    heads = given["per_head"] is True and qk._has_heads(*(given[n] for n in ("q", "k", "gamma_q", "positions")))
+    return QK_RMS_NORM_HEADS if heads else qk.QK_RMS_NORM
+
+
+def call_mla(given: Arguments) -> Any:
+    given = dict(given)
+    cache = onepass.PagedKVCache(torch.zeros(1, 1, 1))
+    for name in ("blocks", "cache_lengths", "lookup_table"):
+        setattr(cache, name, given.pop(name))  # unchecked
+    return onepass.fused_rope_rmsnorm_quantization(**given, k_cache=cache)
+
+
+def public_subjects() -> list[Subject]:
+    found: list[Subject] = []
+
+    def add(
+        name: str, contract: Contract, good: Callable[[], Arguments], call: Call, allocating: bool = True, **rest: Any
+    ) -> None:
+        op = contract.name
+        outs = [out.argument for out in contract.outs.values()]
+        found.append(Subject(name, op, contract, lambda: with_outputs(contract, good()), call, **rest))
+        if allocating and "required" not in rest:
+            nothing = dict.fromkeys(outs)
+            if "out" in contract.carried:  # one argument for all
+                rest["fixed"] = tuple(outs)
+            found.append(Subject(f"{name}, allocating", op, contract, lambda: {**good(), **nothing}, call, **rest))
+
+    scratch, unfused = gemv_norm.GEMV_WITH_SCRATCH, gemv_norm_contract.UNFUSED_WITH_SCRATCH
+    add("rms_norm", rows.RMS_NORM, norm_arguments, call_norm)
+    fp8 = rows.RMS_NORM_FUSED_FP8
+    add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=told_apart)
+    add("rms_norm_fused_fp8, static", fp8, static_arguments, call_fp8, False, derived=told_apart)
+    add("rms_norm_fused_fp8, as vLLM", fp8, vllm_arguments, call_fp8, False, derived=told_apart)
+    add("gemv", gemv_norm.GEMV, lambda: gemv_arguments(gemv_norm.GEMV), call_gemv, own_rules=lacks_outputs)
+    codes = {"normed_dtype": FP8, "weight": FP8}
+    add(
+        "gemv, codes",
+        gemv_norm.GEMV,
+        lambda: gemv_arguments(gemv_norm.GEMV, **codes),
+        call_gemv,
+        False,
+        own_rules=lacks_outputs,
+    )
+    add(
+        "gemv, scratch", scratch, lambda: gemv_arguments(scratch), call_scratch, derived=codes_of, fixed=("normed_dtype",),
+        required=("normed_output", "unnormed_output", "normed_output1"), volatile=("trace", "units"),
+        own_rules=lacks_scratch,
+    )  # fmt: skip
+    found.append(
+        Subject(
+            "gemv, unfused", gemv_norm.GEMV.name, gemv_norm_contract.UNFUSED,
+            lambda: {**gemv_arguments(gemv_norm_contract.UNFUSED), "normed_output": None, "y_scratch": None}, call_unfused,
+            fixed=("normed_output", "y_scratch"),
+        )
+    )  # fmt: skip
+    add(
+        "gemv, unfused with scratch", unfused, lambda: gemv_arguments(unfused, weight=FP8),
+        lambda given: onepass.gemv_and_partial_norm_unfused_with_scratch(**given),
+        required=("normed_output", "y_scratch"),
+    )  # fmt: skip
+    add(
+        "sums", qk.ROW_SUM_OF_SQUARES_QK, lambda: qk_arguments(qk.ROW_SUM_OF_SQUARES_QK),
+        lambda given: onepass.row_sum_of_squares_qk(**given),
+    )  # fmt: skip
+    add(
+        "means", qk.ROW_MEAN_OF_SQUARES_QK, lambda: qk_arguments(qk.ROW_MEAN_OF_SQUARES_QK),
+        lambda given: onepass.row_mean_of_squares_qk(**given),
+    )  # fmt: skip
+    apply = qk.APPLY_QK_RMS_NORM
+    add("apply", apply, lambda: qk_arguments(apply, epsilon=1.0), call_apply, required=("q_out", "k_out"))
+    flat = qk.QK_RMS_NORM
+    add("qk", flat, lambda: qk_arguments(flat, eps=1.0), call_qk, contract_of=qk_contract)
+    heads = qk_arguments(QK_RMS_NORM_HEADS, eps=0.0, weight_offset=0.0) | {"per_head": True}
+    in_order = {name: heads.get(name) for name in (*flat.args, *flat.options)}
+    found.append(
+        Subject(
+            "qk, heads", flat.name, flat,
+            lambda: copied({**in_order, "q_out": torch.zeros(2, 3, 3, 16, dtype=BF16), "k_out": torch.zeros(2, 3, 2, 16, dtype=BF16)}),
+            call_qk, contract_of=qk_contract,
+        )
+    )  # fmt: skip
+    written = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION
+    add("mla, scale", written, lambda: mla_arguments("kv_scale"), call_mla)
+    add("mla, scales of tokens", written, lambda: mla_arguments("per_token_scale"), call_mla, False)
+    return found
+
+
+def dispatched_subjects() -> list[Subject]:
+    good: dict[str, Callable[[], Arguments]] = {
+        "rms_norm": norm_arguments,
+        "rms_norm_fused_fp8": fp8_arguments,
+        "gemv": lambda: gemv_arguments(gemv_norm_contract.PLAIN_GEMV, weight=FP8),
+        mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION.name: lambda: mla_arguments("kv_scale"),
+    }
+    return [_dispatched(op, good.get(op.contract.name)) for op in registration._ops]
+
+
+def _dispatched(op: registration.Op, good: Callable[[], Arguments] | None) -> Subject:
+    contract = op.contract
+    make = good or (lambda: (gemv_arguments if "act" in contract.args else qk_arguments)(contract))
+    return Subject(
+        f"torch.ops.{contract.name}", contract.name, contract, lambda: with_outputs(contract, make()),
+        lambda given: op.out(*[given[name] for name in names(contract)]), fixed=tuple(contract.options), tensors_only=True,
+        volatile=("trace", "units"),
+    )  # fmt: skip
+
+
+# --- what a call did ------------------------------------------------------------------------------------------------
+
+
+def tensors_of(given: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor that has memory of its own."""
+    found: list[Tensor] = []
+    for value in given.values():
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if type(item) in (Tensor, torch.nn.Parameter) and item.layout is torch.strided and not item.is_meta:
+                found.append(item.detach())
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All bytes of the memory that a tensor is in."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def memory(given: Mapping[str, Any]) -> dict[int, Tensor]:
+    return {t.untyped_storage().data_ptr(): whole(t) for t in tensors_of(given)}
+
+
+def copied(given: Arguments) -> Arguments:
+    return {
+        n: [t.clone() for t in v] if isinstance(v, list) else v.clone() if isinstance(v, Tensor) else v
+        for n, v in given.items()
+    }

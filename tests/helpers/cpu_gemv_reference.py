@@ -1,0 +1,138 @@
+"""One call of the CPU kernel of ``gemv_and_partial_norm``, its float64 reference, and the specs to try it on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("llvmlite")
+
+from onepass.cpu import gemv_norm
+from onepass.formats import E4M3FN, E4M3FNUZ
+from onepass.specs.gemv_norm import GemvCall, GemvSpec, gemv_spec
+from tests.helpers.cpu_reference import BF16, F16, F32, between, encode64, one_of, rounder, spread
+
+FP8 = E4M3FN.dtype
+GUARD = 0xA5
+POISON = 0x5A5A5A5A
+SPECS = {
+    "bf16": gemv_spec(BF16, BF16, "none", (BF16, F32), None, False),
+    "f16": gemv_spec(F16, F16, "none", (F16,), None, False),
+    "f32": gemv_spec(F32, F32, "none", (F32,), None, False),
+    "bf16_fp8_rows": gemv_spec(BF16, FP8, "row", (BF16,), None, False),
+    "f16_fp8_tensor": gemv_spec(F16, FP8, "tensor", (F32,), E4M3FNUZ.dtype, False),
+    "codes": gemv_spec(BF16, BF16, "row", (BF16, BF16), FP8, False),
+    "traced": gemv_spec(BF16, BF16, "none", (BF16, F32), None, True),
+}
+
+
+def framed(rows: int, columns: int, dtype: torch.dtype, step: int = 0) -> tuple[Tensor, Tensor]:
+    """A tensor full of guard bytes, and the part of it that is the output; its rows are ``step`` elements apart."""
+    step = step or columns + 38
+    frame = torch.full((rows + 2, step * dtype.itemsize), GUARD, dtype=torch.uint8).view(dtype)
+    return frame, frame[1:-1, step - columns - 1 : step - 1]
+
+
+class Case:
+    """One call on random inputs. Outputs lie in the middle of guard bytes, their rows apart from one another."""
+
+    def __init__(self, spec: GemvSpec, m: int, n: int, k: int, *widths: int, seed: int = 0, eps: float = 1e-6) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.spec, self.n, self.k, self.widths, self.eps = spec, n, k, widths, eps
+        self.act = (normal(m, k) * normal(m, 1).exp()).to(spec.act)
+        self.weight = (normal(n, k) * (8.0 if spec.weight == FP8 else 1.0)).to(spec.weight)
+        self.weight_scale = None
+        if spec.weight_scale != "none":
+            self.weight_scale = normal(n if spec.weight_scale == "row" else 1).exp()
+        self.gammas = [normal(width).to(dtype) for width, dtype in zip(widths, spec.gammas, strict=True)]
+        self.counter: Tensor | None = torch.zeros(len(widths), dtype=torch.int32)
+        self.trace = self.units = None
+        if spec.traced:
+            count = gemv_norm.blocks(spec, n, k, widths)
+            self.trace, self.units = torch.full((16 * count + 8,), -1), torch.full((count + 1,), -1, dtype=torch.int32)
+        self.outputs(m)
+
+    def outputs(self, m: int) -> None:
+        """Fresh outputs, nothing but guard bytes."""
+        spec, total = self.spec, sum(self.widths)
+        workspace = torch.full((m * total + 64,), POISON, dtype=torch.int32).view(F32)
+        self.y = workspace[32:-32].view(m, total)
+        dtypes = [spec.fp8.dtype if spec.fp8 is not None and not i else spec.act for i in range(len(self.widths))]
+        frames = [framed(m, width, dtype) for width, dtype in zip(self.widths, dtypes, strict=True)]
+        self.normed = [out for _, out in frames]
+        tail, self.unnormed = framed(m, self.n - total, spec.act)
+        scales, self.scale = framed(m, 1, F32, 5)
+        self.frames = [*frames, (tail, self.unnormed), (scales, self.scale)]
+        self.margins = [workspace[:32], workspace[-32:]]
+
+    def run(self) -> Case:
+        y = self.y if self.widths else None
+        scale = self.scale if self.spec.fp8 else None
+        unnormed = self.unnormed if self.unnormed.numel() else None
+        gemv_norm.launch(
+            GemvCall(
+                self.spec, self.widths, self.act, self.weight, self.weight_scale, self.gammas, y, self.normed, scale,
+                unnormed, self.counter, self.trace, self.units, self.eps,
+            )
+        )  # fmt: skip
+        assert self.counter is None or not self.counter.any()
+        return self
+
+    def bytes(self) -> list[Tensor]:
+        """Everything the call has written, row by row."""
+        outs = [self.y, *self.normed, self.unnormed, *([self.scale] if self.spec.fp8 else [])]
+        return [out.contiguous().view(torch.uint8) for out in outs]
+
+    def check(self) -> None:
+        """Compare with float64, and look at the guard bytes."""
+        scale = self.weight_scale.double() if self.weight_scale is not None else torch.ones(1).double()
+        exact = self.act.double() @ self.weight.double().T * scale
+        error = 4 * 2.0**-24 * (self.act.double().abs() @ self.weight.double().abs().T * scale)
+        total = sum(self.widths)
+        assert ((self.y.double() - exact[:, :total]).abs() <= error[:, :total]).all()
+        tail = exact[:, total:]
+        candidates = [rounder(self.spec.act)(tail + e) for e in (-error[:, total:], error[:, total:])]
+        assert between(self.unnormed.double(), candidates)
+        begin = 0
+        for i, (width, out) in enumerate(zip(self.widths, self.normed, strict=True)):
+            values, errors = exact[:, begin : begin + width], error[:, begin : begin + width]
+            rs = (values.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+            self._check_norm(i, out, values * rs * self.gammas[i], errors * rs * self.gammas[i].abs())
+            begin += width
+        self._check_guards()
+
+    def _check_norm(self, i: int, out: Tensor, value: Tensor, error: Tensor) -> None:
+        error = error + error.amax(-1, keepdim=True) / 4  # of the element, and through the mean square
+        fp8 = self.spec.fp8
+        if i or fp8 is None:
+            assert between(out.double(), spread(value, rounder(self.spec.act), error))
+            return
+        amax, slack = value.abs().amax(-1, keepdim=True), error.amax(-1, keepdim=True)
+        assert between(self.scale.double(), spread(amax / fp8.max, rounder(F32), slack / fp8.max))
+        k = 1 / self.scale.double()
+        codes = spread(value * k, lambda v: encode64(fp8, fp8.max, v), error * k)
+        assert one_of(out.view(torch.uint8), codes)
+
+    def _check_guards(self) -> None:
+        for frame, out in self.frames:
+            kept = out.clone()
+            out.view(torch.uint8).fill_(GUARD)
+            assert (frame.view(torch.uint8) == GUARD).all()
+            out.copy_(kept)
+        assert all((margin.view(torch.int32) == POISON).all() for margin in self.margins)
+
+
+def same(left: Case, right: Case) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.bytes(), right.bytes(), strict=True))
+
+
+def case(name: str, m: int, n: int, k: int, *widths: int, **options: Any) -> Case:
+    """A case with as many of ``widths`` as the spec has segments."""
+    return Case(SPECS[name], m, n, k, *widths[: len(SPECS[name].gammas)], **options)

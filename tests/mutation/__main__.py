@@ -1,5 +1,0 @@
-"""``python tests/mutation``: see `campaign`."""
-
-from campaign import main
-
-main()

@@ -1,0 +1,359 @@
+"""Compatibility functions against plain-torch statements of what vLLM's and FlashInfer's kernels compute."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.compat import flashinfer, vllm, vllm_0_19
+from onepass.ops.dispatch import launching_with
+from tools import vllm_bytes
+
+EPS = 1e-5
+BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def inputs(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x, residual = (torch.randn(*shape, generator=generator).to(dtype) for _ in range(2))
+    return x, residual, (1 + 0.2 * torch.randn(shape[-1], generator=generator)).to(dtype)
+
+
+def root(h: Tensor) -> Tensor:
+    return torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + EPS)
+
+
+def rounded_once(h: Tensor, weight: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
+    return (h.float() * root(h) * (offset + weight.float())).to(dtype)
+
+
+def rounded_twice(h: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return (h.float() * root(h)).to(dtype) * weight
+
+
+def assert_close(got: Tensor, expected: Tensor, equal: float = 0.999) -> None:
+    """Equal but for what the order of a float32 sum can do: one unit in the last place of at most one value in a thousand."""
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    if got.dtype is torch.float32:
+        torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
+        return
+    assert (got == expected).float().mean() >= equal
+    spacing = expected.float().abs().clamp(min=2.0**-14) * torch.finfo(got.dtype).eps
+    assert ((got.float() - expected.float()).abs() <= spacing).all()
+    assert expected.abs().max() > 0.5  # zeros would not pass
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vllm_norms(dtype: torch.dtype) -> None:
+    x, residual, weight = inputs(dtype, 40, 512)
+    out = torch.empty_like(x)
+    assert vllm.rms_norm(out, x, weight, EPS) is None  # type: ignore[func-returns-value]
+    assert_close(out, rounded_once(x, weight, dtype))
+    vllm.rms_norm(out, x, None, EPS)
+    assert_close(out, rounded_once(x, torch.ones_like(weight), dtype))
+
+    a, b, total = x.clone(), residual.clone(), x + residual
+    assert vllm.fused_add_rms_norm(a, b, weight, EPS) is None  # type: ignore[func-returns-value]
+    assert torch.equal(b, total)
+    assert_close(a, rounded_once(total, weight, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vllm_0_19_norms(dtype: torch.dtype) -> None:
+    x, residual, weight = inputs(dtype, 40, 512)
+    out = torch.empty_like(x)
+    vllm_0_19.rms_norm(out, x, weight, EPS)
+    assert_close(out, rounded_twice(x, weight, dtype))
+    a, b, total = x.clone(), residual.clone(), x + residual
+    vllm_0_19.fused_add_rms_norm(a, b, weight, EPS)
+    assert torch.equal(b, total)
+    assert_close(a, rounded_twice(total, weight, dtype))
+
+
+def test_the_two_roundings_differ() -> None:
+    """What the comparison above can tell apart."""
+    x, _, weight = inputs(torch.bfloat16, 40, 512)
+    once, twice = rounded_once(x, weight, torch.bfloat16), rounded_twice(x, weight, torch.bfloat16)
+    assert (once != twice).float().mean() > 0.1
+    with pytest.raises(AssertionError):
+        assert_close(once, twice)
+
+
+def promises_about(*words: str) -> list[Any]:
+    """The comparisons with vLLM's formulas whose names have all of these words; a GPU run makes all of them."""
+    return [pytest.param(p, id=name) for name, p in vllm_bytes.vllm_promises("cpu") if all(w in name for w in words)]
+
+
+@pytest.mark.parametrize("promise", [*promises_about("640 columns"), *promises_about("e4m3fnuz")])
+def test_vllm_bytes(promise: vllm_bytes.Promise) -> None:
+    """Codes, scales and residuals are vLLM's to the byte: rows, groups, residuals, bounds, zeros, the least scale."""
+    assert promise() is None
+
+
+@pytest.mark.parametrize("promise", promises_about("every quotient"))
+def test_vllm_ties(promise: vllm_bytes.Promise) -> None:
+    """Every bfloat16 value over every largest one: all quotients that lie halfway between two codes are among them."""
+    assert promise() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [100, 4096, 7168, 20480])
+def test_vllm_bytes_of_other_lengths(n: int) -> None:
+    found = [p() for name, p in vllm_bytes.vllm_promises("cpu") if f"{n} columns" in name]
+    assert len(found) >= 9 and found == [None] * len(found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"quantize": "reciprocal"}, {"round_sum": True}, {"rounding": "once"}, {"min_scale": 0.0}, {"min_scale": 4.3e-6}],
+    ids=str,
+)
+def test_the_comparison_with_vllm_can_fail(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One option other than vLLM's is seen."""
+    before = onepass.rms_norm_fused_fp8
+    monkeypatch.setattr(vllm, "rms_norm_fused_fp8", lambda *a, **k: before(*a, **{**k, **change}))
+    assert vllm_bytes.code_bytes("cpu", BF16, 4096, None, True, None, F8) is not None
+
+
+def test_the_comparison_of_norms_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm of the unrounded sum is seen."""
+    before: Callable[..., Any] = onepass.rms_norm
+    monkeypatch.setattr(vllm, "_rms_norm", lambda *a, **k: before(*a, **{**k, "round_sum": None}))
+    assert vllm_bytes.norm_bytes("cpu", BF16, 640) is not None
+
+
+def test_vllm_divides() -> None:
+    """-100 lies halfway between -96 and -104; the reciprocal of this scale, rounded, pushes it over."""
+    weight = torch.full((64,), 0.68359375, dtype=BF16)
+    weight[0] = 3.0625
+    x = -torch.ones(1, 64, dtype=BF16)
+    codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, 0.0, F8)
+    assert float(scales) == pytest.approx(0.0068359375, abs=0) and float(codes[0, 1].float()) == -96
+    reciprocal, _ = onepass.rms_norm_fused_fp8(x, weight, 0.0, rounding="hf")
+    assert float(reciprocal[0, 1].float()) == -104
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("-inf")])
+@pytest.mark.parametrize("out", [F8, torch.float8_e4m3fnuz])
+def test_vllm_least_scale(bound: float, out: torch.dtype) -> None:
+    x, _, weight = inputs(BF16, 5, 256)
+    x[0] = 0
+    least = {F8: 1 / (448 * 512), torch.float8_e4m3fnuz: 1 / (224 * 512)}[out]
+    for upper, rows in ((None, slice(0, 1)), (torch.tensor(bound), slice(0, 5))):
+        codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, out, upper)
+        assert scales[rows].unique().tolist() == [torch.tensor(least).item()]
+        assert (codes[0].float() == 0).all()
+    assert (codes[1:].float().abs() == vllm_bytes.QMAX[out]).float().mean() > 0.9  # y is far beyond 448 such scales
+
+
+def test_vllm_rows_that_are_not_finite_are_nan() -> None:
+    """The stated difference: vLLM stores codes of 448 and the least scale for them."""
+    x, _, weight = inputs(BF16, 4, 256)
+    x[1, 7], x[2, 9] = torch.nan, torch.inf
+    codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, F8, torch.tensor(2.0))
+    assert scales.isnan().flatten().tolist() == [False, True, True, False]
+    assert codes.float().isnan().all(-1).tolist() == [False, True, True, False]
+
+
+def test_vllm_residual_of_another_shape() -> None:
+    """vLLM counts rows: a residual [tokens, N] goes with an input [batch, tokens, N]."""
+    x, residual, weight = inputs(BF16, 2, 5, 256)
+    flat = residual.view(10, 256).clone()
+    for given in (flat, residual):
+        codes, scales = vllm.rms_norm_per_block_quant(x, weight, EPS, F8, [1, 64], None, given, True, 4)
+        assert codes.shape == x.shape and scales.shape == (10, 4) and scales.stride() == (1, 12)
+    assert torch.equal(flat, residual.view(10, 256)) and torch.equal(residual, x + inputs(BF16, 2, 5, 256)[1])
+
+
+@pytest.mark.parametrize("group", [None, 128])
+def test_vllm_in_a_compiled_graph(group: int | None) -> None:
+    """A bound in a tensor is no break of the graph, and the residual is updated."""
+
+    def layer(x: Tensor, weight: Tensor, residual: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+        if group is None:
+            return vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, F8, bound, residual)
+        return vllm.rms_norm_per_block_quant(x, weight, EPS, F8, [1, group], bound, residual)
+
+    x, residual, weight = inputs(BF16, 6, 256)
+    for value in (1.5, -1.0):
+        bound = torch.tensor([value])
+        expected_residual = residual.clone()
+        expected = layer(x, weight, expected_residual, bound)
+        given = residual.clone()
+        got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight, given, bound)
+        assert torch.equal(given, expected_residual) and torch.equal(got[1], expected[1])
+        assert torch.equal(got[0].view(torch.uint8), expected[0].view(torch.uint8))
+
+
+def test_fused_add_is_one_launch() -> None:
+    launched: list[str] = []
+    x, residual, weight = inputs(BF16, 4, 64)
+    version = residual._version
+    with launching_with(lambda family: lambda *_: launched.append(family)):
+        vllm.fused_add_rms_norm(x, residual, weight, EPS)
+    assert launched == ["rms_norm"] and residual._version == version  # no torch operation wrote to it either
+
+
+def wrong_arguments(x: Tensor, residual: Tensor, weight: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every argument of a call that updates a residual in place, wrong in every way."""
+    n = x.shape[-1]
+    for name, good in (("weight", weight), ("residual", residual), ("x", x)):
+        yield f"{name} is no tensor", {name: 3.0}
+        yield f"{name} is None", {name: None} if name == "x" else {name: "none"}
+        yield f"{name} of integers", {name: good.to(torch.int32)}
+        yield f"{name} of float64", {name: good.double()}
+        yield f"{name} elsewhere", {name: good.to("meta")}
+        yield f"{name} too long", {name: torch.cat([good, good], -1)}
+        yield f"{name} strided", {name: torch.stack([good, good], -1)[..., 0]}
+        yield f"{name} with a gradient", {name: good.clone().requires_grad_()}
+        yield f"{name} without columns", {name: good[..., :0]}
+        yield f"{name} of no dimensions", {name: good.flatten()[0].clone()}
+    yield "weight too short", {"weight": weight[:-1]}
+    yield "weight of two dimensions", {"weight": weight.expand(2, n).contiguous()}
+    yield "residual has a row less", {"residual": residual[:-1]}
+    yield "residual of another dtype", {"residual": residual.to(torch.float16)}
+    yield "residual with rows that overlap", {"residual": residual[:1].expand(x.shape)}
+    yield "residual is the input", {"residual": x}
+    for eps in (-1.0, float("nan"), "1e-5", None):
+        yield f"epsilon is {eps!r}", {"eps": eps}
+
+
+FUSED: dict[str, Callable[..., object]] = {
+    "vllm": lambda x, residual, weight, eps: vllm.fused_add_rms_norm(x, residual, weight, eps),
+    "vllm_0_19": lambda x, residual, weight, eps: vllm_0_19.fused_add_rms_norm(x, residual, weight, eps),
+    "flashinfer": lambda x, residual, weight, eps: flashinfer.fused_add_rmsnorm(x, residual, weight, eps),
+    "flashinfer, gemma": lambda x, residual, weight, eps: flashinfer.gemma_fused_add_rmsnorm(x, residual, weight, eps),
+    "vllm, fp8": lambda x, residual, weight, eps: vllm.rms_norm_dynamic_per_token_quant(
+        x, weight, eps, F8, residual=residual
+    ),
+    "vllm, fp8 groups": lambda x, residual, weight, eps: vllm.rms_norm_per_block_quant(
+        x, weight, eps, F8, [1, 64], residual=residual
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_nothing_is_written_before_everything_is_checked(name: str) -> None:
+    refused = 0
+    for label, _ in wrong_arguments(*inputs(BF16, 4, 64)):
+        x, residual, weight = inputs(BF16, 4, 64)
+        given: dict[str, Any] = {"x": x, "residual": residual, "weight": weight, "eps": EPS}
+        given |= dict(wrong_arguments(x, residual, weight))[label]
+        kept = {k: v.detach().clone() for k, v in given.items() if isinstance(v, Tensor) and not v.is_meta}
+        with torch.enable_grad():
+            try:
+                FUSED[name](**given)
+            except (onepass.ContractError, onepass.Unsupported):
+                refused += 1
+            else:  # what vLLM takes, too
+                assert name.startswith("vllm, fp8") and label == "residual is the input", label
+        if label != "residual is the input" or not name.startswith("vllm, fp8"):
+            for key, before in kept.items():
+                assert torch.equal(given[key].detach(), before), (label, key)
+    assert refused >= 39
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        torch.ones(2),
+        torch.ones(1, dtype=torch.float64),
+        torch.ones(1, device="meta"),
+        torch.ones(1, dtype=torch.int32),
+    ],
+    ids=lambda b: f"{list(b.shape)} {b.dtype} {b.device}",
+)
+def test_a_wrong_bound_changes_nothing(bound: Tensor) -> None:
+    x, residual, weight = inputs(BF16, 4, 64)
+    kept = residual.clone()
+    with pytest.raises(onepass.ContractError, match="rms_norm_fused_fp8: `scale_ub` must"):
+        vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, F8, bound, residual)
+    assert torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize(("alignment", "stride"), [(0, 41), (4, 44)])
+def test_vllm_transposed_scales(alignment: int, stride: int) -> None:
+    x, _, weight = inputs(torch.bfloat16, 41, 512)
+    plain = vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 128])
+    turned = vllm.rms_norm_per_block_quant(
+        x, weight, EPS, torch.float8_e4m3fn, [1, 128], None, None, True, alignment
+    )  # fmt: skip
+    assert turned[1].stride() == (1, stride) and turned[1].shape == (41, 4)
+    assert torch.equal(plain[1], turned[1])
+    assert torch.equal(plain[0].view(torch.uint8), turned[0].view(torch.uint8))
+
+
+def test_vllm_shapes_and_dtypes() -> None:
+    x, residual, weight = inputs(torch.bfloat16, 2, 5, 256)
+    codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.float8_e4m3fnuz, residual=residual)
+    assert codes.shape == x.shape and scales.shape == (10, 1) and codes.dtype is torch.float8_e4m3fnuz
+    assert codes.float().abs().max() == 224  # what vLLM takes for the largest value of this format
+    with pytest.raises(
+        onepass.Unsupported, match="rms_norm_dynamic_per_token_quant: `quant_dtype` must be an fp8 dtype"
+    ):
+        vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.int8)
+    with pytest.raises(onepass.ContractError, match="`group_size` must be"):
+        vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 32])
+    with pytest.raises(onepass.ContractError, match="`tma_alignment` must be 0 or 4"):
+        vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 128], tma_alignment=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flashinfer(dtype: torch.dtype) -> None:
+    x, residual, weight = inputs(dtype, 40, 512)
+    total = x.float() + residual.float()
+    for offset, norm, fused in (
+        (0.0, flashinfer.rmsnorm, flashinfer.fused_add_rmsnorm),
+        (1.0, flashinfer.gemma_rmsnorm, flashinfer.gemma_fused_add_rmsnorm),
+    ):
+        expected = rounded_once(x, weight, dtype, offset)
+        assert_close(norm(x, weight, EPS), expected)
+        out = torch.empty_like(x)
+        assert norm(x, weight, EPS, out, enable_pdl=True) is out
+        assert_close(out, expected)
+        a, b = x.clone(), residual.clone()
+        fused(a, b, weight, EPS)
+        assert torch.equal(b, total.to(dtype))
+        assert_close(a, rounded_once(total, weight, dtype, offset))
+
+
+def test_flashinfer_heads() -> None:
+    qkv = torch.randn(9, 12, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight = (1 + 0.2 * torch.randn(64)).bfloat16()
+    q = qkv[:, :8]  # strided, as a packed projection is
+    out = torch.empty(9, 8, 64, dtype=torch.bfloat16)
+    flashinfer.qk_rmsnorm(q, weight, out, EPS)
+    assert_close(out, rounded_once(q, weight, torch.bfloat16))
+    assert torch.equal(out, flashinfer.rmsnorm(q, weight, EPS))
+    flashinfer.qk_rmsnorm(q, weight, out, EPS, 1.0)
+    assert_close(out, rounded_once(q, weight, torch.bfloat16, 1.0))
+
+
+SIGNATURES = {
+    "rms_norm": "out, input, weight, epsilon",
+    "fused_add_rms_norm": "input, residual, weight, epsilon",
+    "rms_norm_dynamic_per_token_quant": "input, weight, epsilon, quant_dtype, scale_ub=None, residual=None",
+    "rms_norm_per_block_quant": "input, weight, epsilon, quant_dtype, group_size, scale_ub=None, residual=None, "
+    "is_scale_transposed=False, tma_alignment=0",
+    "rmsnorm": "input, weight, eps=1e-06, out=None, enable_pdl=None",
+    "fused_add_rmsnorm": "input, residual, weight, eps=1e-06, enable_pdl=None",
+    "gemma_rmsnorm": "input, weight, eps=1e-06, out=None, enable_pdl=None",
+    "gemma_fused_add_rmsnorm": "input, residual, weight, eps=1e-06, enable_pdl=None",
+    "qk_rmsnorm": "input, weight, output, eps=1e-06, weight_bias=0.0, enable_pdl=False",
+}
+
+
+@pytest.mark.parametrize("module", [vllm, vllm_0_19, flashinfer], ids=lambda m: m.__name__.split(".")[-1])
+def test_signatures(module: ModuleType) -> None:
+    for name in module.__all__:
+        parameters = inspect.signature(getattr(module, name)).parameters.values()
+        shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+        assert ", ".join(shown) == SIGNATURES[name]

@@ -1,0 +1,189 @@
+"""The ops as torch sees them: opcheck, torch.compile, export, modes, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onepass
+from onepass.ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8
+from onepass.prologues import silu_and_mul
+from onepass.testing.case import same_bytes
+from onepass.testing.samples import sample
+
+F8 = torch.float8_e4m3fn
+
+
+def fp8_arguments(**changes: Any) -> tuple[Any, ...]:
+    """Positional arguments of ``torch.ops.onepass.rms_norm_fused_fp8``."""
+    tensors = sample(RMS_NORM_FUSED_FP8, {"N": 128}, (3, 4), dtypes={"x": torch.bfloat16})
+    values = dict.fromkeys(RMS_NORM_FUSED_FP8.args)
+    values.update(prologue_args=[], **tensors, **{n: o.default for n, o in RMS_NORM_FUSED_FP8.options.items()})
+    return tuple({**values, **changes}.values())
+
+
+FP8_VARIANTS: dict[str, dict[str, Any]] = {
+    "row": {},
+    "residual and norm": {"residual": torch.randn(3, 4, 128).bfloat16(), "return_norm": True},
+    "groups": {"group_size": 64, "scale_layout": "column"},
+    "ue8m0": {"scale_format": "ue8m0", "scales_dtype": torch.float8_e8m0fnu, "group_size": 128},
+    "static": {"static_scale": torch.tensor(0.02)},
+    "as vLLM": {
+        "residual": torch.randn(3, 4, 128).bfloat16(),
+        "rounding": "hf",
+        "round_sum": False,
+        "quantize": "divide",
+        "min_scale": 1 / (448 * 512),
+        "scale_ub_tensor": torch.tensor([1.5]),
+    },
+    "prologue": {"prologue": silu_and_mul.key, "prologue_args": [torch.randn(3, 4, 128).bfloat16()]},
+}
+
+
+@pytest.mark.parametrize("variant", FP8_VARIANTS)
+def test_opcheck_fp8(variant: str) -> None:
+    # opcheck compares with allclose, which has no float8; the fake, schema and autograd checks are what we are after
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        torch.ops.onepass.rms_norm_fused_fp8.default, fp8_arguments(**FP8_VARIANTS[variant]), test_utils=tests
+    )
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3)])
+def test_opcheck_rms_norm(lead: tuple[int, ...], residual: bool) -> None:
+    tensors = sample(RMS_NORM, {"N": 96}, lead, dtypes={"x": torch.float32}, optional=["residual"] if residual else [])
+    arguments = (tensors["x"], tensors["gamma"], tensors.get("residual"), 1e-6, 0.0, "once", None)
+    torch.library.opcheck(torch.ops.onepass.rms_norm.default, arguments)
+    outs = (torch.empty_like(tensors["x"]), torch.empty_like(tensors["x"]) if residual else None)
+    torch.library.opcheck(torch.ops.onepass.rms_norm_out.default, (*arguments, *outs))
+
+
+def everything(x: Tensor, gamma: Tensor, residual: Tensor, gate: Tensor) -> tuple[Tensor, ...]:
+    y, h = onepass.rms_norm(x, gamma, residual=residual)
+    out = torch.empty_like(x)
+    onepass.rms_norm(y, gamma, out=out)
+    q, s = onepass.rms_norm_fused_fp8(h, gamma, prologue=silu_and_mul, prologue_args=[gate])
+    q2, s2 = onepass.rms_norm_fused_fp8(out * 2, gamma, group_size=64)
+    return y, h, out, q.float(), s, q2.float(), s2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_whole_graph_dynamic(backend: str) -> None:
+    torch._dynamo.reset()
+    compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(
+        everything, fullgraph=True, dynamic=True, backend=backend
+    )
+    with torch.no_grad():
+        for rows in (3, 7, 1):
+            arguments = [torch.randn(rows, 128).bfloat16() if i != 1 else torch.randn(128).bfloat16() for i in range(4)]
+            for got, expected in zip(compiled(*arguments), everything(*arguments), strict=True):
+                assert same_bytes(got, expected)
+
+
+def test_compiled_bad_call_names_op_and_argument() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, g: onepass.rms_norm(x, g), fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), pytest.raises(Exception, match="rms_norm: `gamma` must have shape"):
+        compiled(torch.randn(3, 64), torch.ones(63))
+
+
+def test_in_place_under_compile() -> None:
+    torch._dynamo.reset()
+
+    def step(x: Tensor, residual: Tensor, gamma: Tensor) -> Tensor:
+        onepass.rms_norm(x, gamma, residual=residual, out=x, residual_out=residual)
+        return x + residual
+
+    x, r, gamma = torch.randn(4, 64), torch.randn(4, 64), torch.randn(64)
+    x2, r2 = x.clone(), r.clone()
+    with torch.no_grad():
+        expected = step(x, r, gamma)
+        got = torch.compile(step, fullgraph=True, backend="aot_eager")(x2, r2, gamma)
+    assert same_bytes(got, expected) and same_bytes(x, x2) and same_bytes(r, r2)
+
+
+def test_export() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gamma = torch.nn.Buffer(torch.randn(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = onepass.rms_norm(x, self.gamma)
+            return y
+
+    model, x = Model(), torch.randn(5, 64)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("rows")}})
+    longer = torch.randn(9, 64)
+    assert same_bytes(program.module()(longer), model(longer))
+    assert any("onepass.rms_norm" in str(node.target) for node in program.graph.nodes)
+
+
+def test_dispatch_modes_see_the_op() -> None:
+    class Log(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    log = Log()
+    x, gamma = torch.randn(3, 64), torch.ones(64)
+    with log:
+        y = onepass.rms_norm(x, gamma)
+    assert "onepass.rms_norm.default" in log.names
+    assert same_bytes(y, onepass.rms_norm(x, gamma))
+
+
+def test_gradients_are_refused_not_lost() -> None:
+    gamma = torch.nn.Parameter(torch.ones(64))
+    x = torch.randn(3, 64)
+    with pytest.raises(
+        onepass.ContractError, match=r"rms_norm: `gamma` must need no gradient .* got requires_grad=True"
+    ):
+        onepass.rms_norm(x, gamma)
+    with torch.no_grad():
+        assert not onepass.rms_norm(x, gamma).requires_grad
+    with torch.inference_mode():
+        assert onepass.rms_norm(x, gamma).is_inference()
+
+
+def test_tensor_subclass_goes_through_the_dispatcher() -> None:
+    class Tagged(Tensor):
+        pass
+
+    x = torch.randn(3, 64)
+    y = onepass.rms_norm(x.as_subclass(Tagged), torch.ones(64))
+    assert same_bytes(y.as_subclass(Tensor), onepass.rms_norm(x, torch.ones(64)))
+
+
+def test_unsupported_device_says_what_is() -> None:
+    class Elsewhere(Tensor):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("mps")
+
+    with pytest.raises(onepass.Unsupported, match=r"rms_norm: `x` is on mps; there are kernels for cpu and cuda"):
+        onepass.rms_norm(torch.randn(3, 64).as_subclass(Elsewhere), torch.ones(64))
+
+
+def test_python_threads() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    x, gamma = torch.randn(300, 512).bfloat16(), torch.randn(512).bfloat16()
+    expected = onepass.rms_norm_fused_fp8(x, gamma)
+
+    def work(_: int) -> bool:
+        with torch.inference_mode():
+            return all(same_bytes(a, b) for a, b in zip(onepass.rms_norm_fused_fp8(x, gamma), expected, strict=True))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(200)))

@@ -1,0 +1,368 @@
+"""The command line: what it prints, its JSON, its exit status, and what importing the library brings in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import onepass
+from onepass.cli import demo, demo_model
+from onepass.cli import main as cli
+from onepass.ops.dispatch import launching_with
+from onepass.testing import runner
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "120", "NO_COLOR": "1"}
+
+
+@pytest.fixture(autouse=True)
+def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.fixture
+def wrong_kernel() -> Iterator[None]:
+    """A kernel that writes zeros."""
+
+    def zeros(call: Any) -> None:
+        for tensor in (call.norm, call.codes, call.scale, call.new_residual):
+            if tensor is not None:
+                tensor.view(torch.uint8).zero_()
+
+    with launching_with(lambda family: zeros):
+        yield
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments)
+
+
+def onepass_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onepass.cli.main", *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+# --- check ----------------------------------------------------------------------------------------------------------
+
+
+def test_check_passes() -> None:
+    result = invoke("check", "--op", "rms_norm", "--match", "short: 5x3")
+    assert result.exit_code == 0, result.output
+    assert "2/2" in result.output
+    assert "2 of 2 passed on cpu" in result.output
+
+
+def test_check_fails_loudly(wrong_kernel: None) -> None:
+    result = invoke("check", "--match", "short: 5x33")
+    assert result.exit_code == 1
+    assert "0/1" in result.output
+    assert "0 of 2 passed" in result.output
+    assert "FAILED rms_norm short: 5x33 bf16" in result.output
+    assert "ulp off" in result.output
+
+
+def test_check_json(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    assert invoke("check", "--match", "short: 5x33", "--json", str(file)).exit_code == 0
+    report = json.loads(file.read_text())
+    assert set(report) == {"device", "passed", "failed", "left_out", "seconds", "results"}
+    assert (report["device"], report["passed"], report["failed"], report["left_out"]) == ("cpu", 2, 0, 0)
+    assert {r["op"] for r in report["results"]} == {"rms_norm", "rms_norm_fused_fp8"}
+    assert set(report["results"][0]) == {"op", "case", "device", "passed", "message", "seconds"}
+
+
+def test_check_json_with_failures(wrong_kernel: None) -> None:
+    result = invoke("check", "--match", "short: 5x33", "--json", "-")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["failed"] == 2
+    assert all(r["message"] for r in report["results"])
+
+
+def test_check_process() -> None:
+    """Status and stdout as a script sees them: the table goes to stderr when JSON goes to stdout."""
+    good = onepass_process("check", "--match", "short: 5x33", "--json", "-")
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["passed"] == 2
+    assert "2 of 2 passed" in good.stderr
+
+
+def test_check_process_fails() -> None:
+    program = (
+        "import sys, onepass.cli.main, onepass.ops.dispatch\n"
+        "sys.argv[1:] = ['check', '--match', 'short: 5x33']\n"
+        "with launch.launching_with(lambda family: lambda *_: None): onepass.cli.main.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "0 of 2 passed" in done.stdout
+
+
+@pytest.mark.skipif(not cli.backend_status()["interpreter"][0], reason="needs Triton's interpreter")
+def test_check_interprets_the_gpu_kernels() -> None:
+    """5x2, 5x200 and 5x2048 run; 5x20000 is left out, and said to be."""
+    done = onepass_process("check", "--device", "interpreter", "--op", "rms_norm", "--match", "5x2", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["device"], report["failed"], report["left_out"]) == ("interpreter", 0, 1)
+    assert "1 case left out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "--op", "nonsense"), "no op 'nonsense'; there are rms_norm"),
+        (("check", "--match", "nonsense"), "no case has 'nonsense' in its name"),
+        (("check", "--device", "tpu"), "tpu"),
+        (("check", "--match", "short: 5x33", "--json", "/nonexistent/file"), "cannot write"),
+        (("demo", "--device", "tpu"), "neither cpu nor cuda"),
+        (("demo", "--model", "gpt5"), "'gpt5' is none of deepseek-v3, olmo2, gemma3, llama"),
+        (("demo", "--rounding", "twice"), "'twice' is none of model, once"),
+        (("demo", "--path", "/nonexistent"), "/nonexistent has no config.json"),
+        (("docs", "--output", "/proc/nonexistent/ops.md"), "cannot write"),
+        (("nonsense",), "No such command"),
+    ],
+)
+def test_usage_errors_are_friendly(arguments: tuple[str, ...], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_said() -> None:
+    result = invoke("check", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "cuda cannot run here" in result.output
+
+
+# --- env and docs ---------------------------------------------------------------------------------------------------
+
+
+def test_env() -> None:
+    result = invoke("env")
+    assert result.exit_code == 0, result.output
+    for word in (onepass.__version__, metadata.version("torch"), "cpu backend", "triton backend", "float8_e4m3fnuz"):
+        assert word in result.output
+
+
+def test_env_json() -> None:
+    result = invoke("env", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["onepass"] == onepass.__version__
+    assert set(found["packages"]) == {"torch", "triton", "llvmlite", "numpy", "transformers"}
+    assert set(found["backends"]) == {"cpu", "triton", "interpreter"}
+    for backend in found["backends"].values():
+        assert backend["usable"] == (not backend["why_not"])
+    assert found["backends"]["cpu"]["vector"].endswith("bit")
+
+
+def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = invoke("demo")
+    assert result.exit_code == 2
+    assert "pip install 'onepass[models]'" in result.output
+
+
+def test_env_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status = cli.backend_status()
+    assert "llvmlite is not installed" in status["cpu"][1]
+    assert "Triton is not installed" in status["interpreter"][1]
+    assert "llvmlite is not installed" in invoke("check").output
+
+
+@pytest.mark.parametrize("value", [None, "1"])
+def test_env_shows_the_variables(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEPASS_DEBUG", raising=False)
+    if value is not None:
+        monkeypatch.setenv("ONEPASS_DEBUG", value)
+    assert f"ONEPASS_DEBUG {'not set' if value is None else repr(value)} " in " ".join(invoke("env").output.split())
+    assert json.loads(invoke("env", "--json").stdout)["environment"]["ONEPASS_DEBUG"] == value
+
+
+def test_env_knows_every_variable() -> None:
+    """Those that the sources read, and no others of ours."""
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "cli.py")
+    assert set(re.findall(r"ONEPASS_[A-Z_]+", sources)) == {v for v in cli.VARIABLES if v.startswith("ONEPASS_")}
+
+
+def test_docs(tmp_path: Path) -> None:
+    file = tmp_path / "ops.md"
+    assert "written" in invoke("docs", "--output", str(file)).output
+    assert file.read_text() == (ROOT / "docs/ops.md").read_text()
+    assert "up to date" in invoke("docs", "--output", str(file)).output
+
+
+# --- demo -----------------------------------------------------------------------------------------------------------
+
+
+def test_demo_cases_exist() -> None:
+    names = {(case.op, case.name) for case in runner.CASES}
+    assert set(demo.SHOWN_CASES) <= names
+    assert len(set(demo.SHOWN_CASES)) == 12
+
+
+@pytest.fixture
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes and repetitions that take no time."""
+    pytest.importorskip("transformers")
+    sizes = {
+        **demo_model._SIZES,
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+    }
+    monkeypatch.setattr(demo_model, "_SIZES", sizes)
+    monkeypatch.setattr(demo_model, "ROUNDS", 1)
+    monkeypatch.setattr(demo_model, "NEW_TOKENS", 6)
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "SHAPES", ((1, 256),))
+
+
+def test_demo_models_are_those_of_the_command() -> None:
+    assert set(cli.DEMO_MODELS) == set(demo_model.MODELS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "rounding", "ops"),
+    [
+        ("llama", "model", {"rms_norm, 128": 3, "rms_norm with residual, 128": 2}),
+        ("olmo2", "model", {"rms_norm, 128": 5, "qk_rms_norm, 128 + 64": 2}),
+        ("gemma3", "once", {"rms_norm, 128": 7, "rms_norm with residual, 128": 2, "qk_rms_norm, 512 + 256": 2}),
+        ("deepseek-v3", "once", {"rms_norm, 128": 3, "rms_norm with residual, 128": 2,
+                                 "gemv_and_partial_norm, 256 x 128": 2, "gemv_and_partial_norm, 160 x 128": 2}),
+    ],
+)  # fmt: skip
+def test_demo_of_each_model(
+    model: str, rounding: str, ops: dict[str, int], small_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report says what the table shows: same tokens, close logits, a time for each op at its number of calls."""
+    monkeypatch.setattr(demo, "SHOWN_CASES", demo.SHOWN_CASES[:1])
+    file = tmp_path / "report.json"
+    result = invoke("demo", "--model", model, "--rounding", rounding, "--device", "cpu", "--report", str(file))
+    assert result.exit_code == 0, result.output
+    assert "same tokens, float32" in result.output and "WRONG" not in result.output
+    report = json.loads(file.read_text())
+    assert report["fine"] and report["same_tokens"] and len(report["tokens"]) == 6
+    assert 0 < report["max_difference"] < 1e-4 * report["largest_logit"]
+    assert {op["op"]: op["calls"] for op in report["ops"]} == ops
+    assert all(op["plain_us"] > 0 and op["onepass_us"] > 0 for op in report["ops"])
+    assert set(report["milliseconds_a_token"]) == {"without onepass", "with onepass"}
+    assert report["patch"]["replaced"] and report["patch"]["left"]
+    assert report["cache"] == ("MlaCache" if model == "deepseek-v3" else "the model's own")
+    if rounding == "model":
+        assert report["bfloat16_equal"] > 0.5
+
+
+@pytest.mark.slow
+def test_demo_of_local_weights(small_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "SHOWN_CASES", ())
+    demo_model.load("llama", None, "cpu").save_pretrained(tmp_path / "weights")
+    file = tmp_path / "deep" / "report.json"
+    result = invoke("demo", "--path", str(tmp_path / "weights"), "--device", "cpu", "--report", str(file))
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_text())["model"] == str(tmp_path / "weights")
+
+
+@pytest.mark.slow
+def test_demo(small_model: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = invoke("demo", "--device", "cpu", "--report", str(tmp_path / "report.json"))
+    assert result.exit_code == 0, result.output
+    checks = result.output[result.output.index("A dozen checks") :]
+    assert sum(line.startswith("ok ") for line in checks.splitlines()) == len(demo.SHOWN_CASES)
+    assert "WRONG" not in result.output
+    for rows, columns in demo.SHAPES:
+        assert f"{rows} x {columns}" in result.output
+    assert "16 of 16" in result.output
+    assert "What to try next" in result.output
+
+
+def test_demo_reports_a_wrong_kernel(
+    wrong_kernel: None, small_model: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "SHOWN_CASES", demo.SHOWN_CASES[-1:])
+    result = invoke("demo", "--device", "cpu", "--report", str(tmp_path / "report.json"))
+    assert result.exit_code == 1
+    model, checks = result.output.split("A dozen checks")
+    assert "WRONG  same tokens" in model and "WRONG  largest difference" in model
+    assert "WRONG" in checks
+    assert not json.loads((tmp_path / "report.json").read_text())["fine"]
+
+
+# --- importing ------------------------------------------------------------------------------------------------------
+
+IMPORT = """
+import json, sys, torch
+before = set(sys.modules)
+import onepass
+dir(onepass)
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+HEAVY = ("bench", "checks", "cli", "compat", "cpu", "dist", "docs", "integrations", "nn", "oracle", "samples", "triton")
+
+
+def modules_of(program: str) -> list[str]:
+    """What a program in a process of its own prints: names of modules."""
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def test_import_is_light() -> None:
+    """Beyond torch: about thirty modules of our own, no other package, and none of ours that has a backend or tools."""
+    found = modules_of(IMPORT)
+    assert [name for name in found if name.split(".")[0] != "onepass"] == []
+    assert [name for name in found if name.startswith(tuple(f"onepass.{part}" for part in HEAVY))] == []
+    assert 20 < len(found) < 40
+
+
+def test_the_import_test_sees_heavy_modules() -> None:
+    found = modules_of(IMPORT.replace("dir(onepass)", "onepass.compat.vllm, onepass.nn, __import__('rich')"))
+    assert {"onepass.compat.vllm", "onepass.nn", "rich"} <= set(found)
+
+
+def test_dir_shows_what_is_public() -> None:
+    shown = dir(onepass)
+    assert {"compat", "dist", "integrations", "nn", "patch", "prologues", "rms_norm"} <= set(shown)
+    assert not {"checker", "contract", "eager", "library", "ops", "process", "TYPE_CHECKING"} & set(shown)
+    assert [name for name in shown if name.startswith("_")] == ["__version__"]
+    for name in shown:
+        getattr(onepass, name)
+    for module in (onepass.compat, onepass.dist, onepass.integrations):
+        assert dir(module) == sorted(module.__all__)
+        for name in module.__all__:
+            if name != "MlaCache":  # needs transformers
+                getattr(module, name)
+
+
+def test_modules_are_found_without_importing_them_by_hand() -> None:
+    """`import onepass` alone: every module that the README names is an attribute."""
+    program = "import json, onepass as o; print(json.dumps([m.__name__ for m in (%s)]))"
+    names = ["compat.vllm", "compat.vllm_0_19", "compat.flashinfer", "dist", "integrations", "nn"]
+    assert modules_of(program % ", ".join(f"o.{name}" for name in names)) == [f"onepass.{name}" for name in names]
+    with pytest.raises(AttributeError, match="has no attribute 'sglang'"):
+        onepass.compat.sglang  # noqa: B018
+
+
+def test_python_m_onepass() -> None:
+    for arguments in (("-m", "onepass", "--version"), ("-m", "onepass.cli.main", "--version")):
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, f"onepass {onepass.__version__}\n"), done.stderr

@@ -1,0 +1,286 @@
+"""The documents say what the code does: ops.md is fresh, the README's example runs, links lead somewhere."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onepass
+from onepass.testing import runner
+from tools.bench import model_tables
+from tools.docs import dist_page
+from tools.docs import ops_page as docs
+
+ROOT = Path(__file__).parents[2]
+MARKDOWN = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")))
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+MAX_LINES = 450
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_ops_md_is_fresh() -> None:
+    assert (ROOT / docs.PATH).read_text() == docs.render(), "docs/ops.md is stale: run `make docs`"
+
+
+def test_dist_md_is_fresh() -> None:
+    assert (ROOT / dist_page.PATH).read_text() == dist_page.render(), "docs/dist.md is stale: run `make docs`"
+
+
+def test_dist_md_has_every_public_name() -> None:
+    """Each with its signature: every parameter by name, type and default."""
+    text = dist_page.render()
+    for name in onepass.dist.__all__:
+        section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        for parameter in inspect.signature(getattr(onepass.dist, name)).parameters.values():
+            assert f"{parameter.name}: " in section, (name, parameter.name)
+
+
+def test_scaling_md_has_the_signatures() -> None:
+    """Of the halves that it tells of, as they are."""
+    text = (ROOT / "docs/scaling.md").read_text()
+    for name in ("start_qk_stats", "finish"):
+        assert dist_page.signature(f"onepass.dist.{name}", getattr(onepass.dist, name)) in text
+
+
+def test_docstrings_become_markdown() -> None:
+    """A literal block is fenced whole, with its empty lines, and nothing behind it is."""
+    made = dist_page.markdown("Both::\n\n    a = ``b``\n\n    c\n\nThen ``d``.")
+    assert made == "Both:\n\n```\na = ``b``\n\nc\n```\n\nThen `d`."
+
+
+def test_what_is_not_refused_is_said() -> None:
+    """Where the README says that wrong arguments are refused, it names the exceptions and the switch; so do the references."""
+    for name in ("README.md", "CONTRIBUTING.md", "docs/ops.md", "docs/mla.md", "docs/numerics.md", "docs/scaling.md"):
+        assert "ONEPASS_DEBUG=1" in (ROOT / name).read_text(), name
+    readme = (ROOT / "README.md").read_text()
+    claim = readme[readme.index("Wrong arguments are refused") :].split("\n## ")[0]
+    assert "clamped" in claim and "is not stored" in claim and "ONEPASS_DEBUG=1" in claim
+    assert "Nothing is silent" not in readme
+
+
+def test_every_public_op_is_documented() -> None:
+    documented = {op.contract.name for op in docs.public_ops()}
+    assert documented <= set(onepass.__all__)
+    for op in docs.public_ops():
+        base = op.contract.name.removesuffix("_with_scratch")
+        assert any(case.op == base for case in runner.CASES), f"{op.contract.name} has no check cases"
+        contract = {*op.contract.args, *op.contract.options, *(out.argument for out in op.contract.outs.values())}
+        parameters = set(op.function.__annotations__) - {"return"}
+        carried = op.contract.carried
+        assert set(carried) <= parameters and {name for names in carried.values() for name in names} <= contract
+        assert contract == {name for parameter in parameters for name in carried.get(parameter, (parameter,))}
+
+
+def test_ops_md_names_every_argument() -> None:
+    for section, op in zip(docs.render().split("\n## ")[1:], docs.public_ops(), strict=True):
+        head, _, body = section.partition("\n")
+        assert head == op.contract.name
+        for name in (*op.contract.args, *op.contract.options, *op.contract.outs):
+            assert f"| `{name}`" in body
+
+
+def test_write_tells_whether_it_changed(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "ops.md"
+    assert docs.write(target)
+    assert not docs.write(target)
+    target.write_text("stale")
+    assert docs.write(target)
+
+
+def test_what_is_said_of_models_is_what_was_measured() -> None:
+    """Tables and sentences of models.md and README.md are made from the files they cite."""
+    for path, text in model_tables.render(ROOT).items():
+        assert path.read_text() == text, f"{path.name} is stale: run `python -m tools.bench.model_tables`"
+    text = (ROOT / "docs/models.md").read_text()
+    rows = json.loads((ROOT / "benchmarks/h200/models.json").read_text())["rows"]
+    assert len(rows) == 10
+    for row in rows:
+        us = row["us"]
+        told = [f"{us['unpatched']:.0f}", f"{us['patched']:.0f} ({us['unpatched'] / us['patched']:.2f}x)"]
+        assert f"| {row['model']} | {row['batch']} | {' | '.join(told)} |" in text
+
+
+def test_models_beside_torch_compile() -> None:
+    """Columns, failures and verdicts appear when a run has them."""
+    fine = {"equal": 1.0, "same_token": True}
+    half = {"equal": 0.5, "same_token": False}
+    rows: list[dict[str, Any]] = [
+        {
+            "model": "One", "batch": 1, "agreement": {"patched": fine}, "failed": {},
+            "us": {"unpatched": 300.0, "patched": 200.0, "torch.compile": 150.0, "torch.compile, patched": 100.0},
+        },
+        {
+            "model": "Two", "batch": 1, "agreement": {"patched": half},
+            "us": {"unpatched": 300.0, "patched": 100.0, "torch.compile": 200.0},
+            "failed": {"torch.compile, patched": "RuntimeError: no"},
+        },
+    ]  # fmt: skip
+    report = {"machine": "NVIDIA H200", "date": "today", "torch": "2", "transformers": "5", "rows": rows}
+    text = model_tables.steps(report)
+    assert "| model | batch | unpatched | patched | torch.compile | torch.compile, patched |" in text
+    assert "| One | 1 | 300 | 200 (1.50x) | 150 (2.00x) | 100 (3.00x) |" in text
+    assert "| Two | 1 | 300 | 100 (3.00x) | 200 (1.50x) | failed |" in text
+    assert "faster than a patched model that is not compiled in 1 of 2 rows" in text
+    assert "faster than compiled alone in 1 of 1 rows" in text
+    assert "`torch.compile, patched` failed: `RuntimeError: no`." in text
+    assert "to the last one in 1 of 2 rows; in the others at least 50% of the logits were" in text
+    assert "same in 1 of 2 rows" in text and "generate()" not in text
+    assert model_tables.headline(report) == (
+        "In a CUDA graph on an H200, a decode step of 2 models is 1.50 to 3.00 times as fast as uncompiled transformers; "
+        "with `torch.compile` instead it is 1.50 to 2.00, with both 3.00 to 3.00."
+    )
+    told = {"model": "One", "batch": 1, "new_tokens": 32, "us_per_token": {"unpatched": 30.0, "patched": 20.0}}
+    report["generate"] = [{**told, "same_tokens": 1.0}]
+    assert "| One | 1 | 30 | 20 (1.50x) | 100% |" in model_tables.steps(report)
+    with pytest.raises(ValueError, match="must each stand in the text once"):
+        model_tables.replaced("no markers", "steps", "x")
+
+
+@pytest.mark.parametrize(("machine", "minutes"), [("cpu", 20), ("h200", 10)])
+def test_long_runs_that_reliability_cites(machine: str, minutes: int) -> None:
+    """A million random calls, all as promised; a soak without a fault."""
+    fuzz, soak = (json.loads((ROOT / "benchmarks" / machine / f"{name}.json").read_text()) for name in ("fuzz", "soak"))
+    assert sum(fuzz["cases"].values()) == 1_000_000 and not fuzz["failed"] and not fuzz["failures"]
+    assert soak["minutes"] >= minutes and not soak["faults"]
+
+
+def test_readme_example(tmp_path: Path) -> None:
+    """In a file and a process of its own, as a reader would run it; its last comment is what it prints."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    file = tmp_path / "example.py"
+    file.write_text(example)
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); import runpy; runpy.run_path({str(file)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == example.strip().rsplit("# ", 1)[1]
+
+
+def test_readme_has_room_for_measurements() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.index("<!-- speed:begin -->") < text.index("<!-- speed:end -->")
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=relative)
+def test_links_resolve(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        found = path.parent / file if file else path
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            broken.append(target)
+    assert not broken
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a markdown file's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_files_stay_readable() -> None:
+    assert SOURCES
+    long = {relative(path): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > MAX_LINES}
+    assert not long
+
+
+def test_models_md_has_every_row() -> None:
+    """The table of docs/models.md says what integrations/families.py has."""
+    from onepass.integrations import FAMILIES
+
+    text = (ROOT / "docs/models.md").read_text()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    rows = {cells[0]: cells for cells in table}
+    for family in FAMILIES:
+        if family.name == "torch.nn":
+            continue
+        _, rounds, offset, addition, heads, more = rows[family.name]
+        assert rounds == {"hf": "twice", "once": "once"}[family.rounding]
+        assert float(offset) == family.weight_offset
+        assert family.layer is not None
+        fused = "yes" if family.rounding == "hf" else 'with `rounding="once"`'
+        assert addition == (fused if family.layer.norm else "none follows an addition")
+        kinds = {None: "", True: "per head", False: "whole projections"}
+        assert heads == kinds[family.attention.per_head if family.attention else None]
+        assert ("MLA" in more) == (family.mla is not None)
+
+
+def test_numerics_states_the_tolerances() -> None:
+    """The numbers in docs/numerics.md are those of the code."""
+    from onepass.formats import FP8_FORMATS, SMALLEST_EPS, SMALLEST_SCALE
+    from onepass.testing import compare
+
+    text = (ROOT / "docs/numerics.md").read_text()
+    assert compare.FLOAT32_ERROR == 1e-6
+    assert "within 1e-6 of the oracle" in text
+    assert SMALLEST_SCALE == 2.0**-126 == torch.finfo(torch.float32).smallest_normal
+    assert SMALLEST_EPS == 2.0**-126 and "below 2^-126 it counts as 2^-126" in text
+    _, scale = onepass.rms_norm_fused_fp8(torch.zeros(1, 64), torch.ones(64), scale_format="ue8m0")
+    assert scale.item() == 2.0**-127 and "(UE8M0: 2^-127)" in text
+    for fmt in FP8_FORMATS.values():
+        assert all(f"{limit:g}" in text for limit in fmt.maxima)
+        assert f"0x{fmt.nan_code:X}" in text
+
+
+CLOCKS = re.compile(r"\b(?:perf_counter|process_time|monotonic|time\.time)(?:_ns)?\(\)")
+LIMITS = re.compile(r"(?:timeout|seconds)=(\d+)\b(?!\.)|\.(?:join|wait)\((\d+)\)")
+MAY_ASK = {
+    "tests/helpers/concurrency_workers.py": "sets a file's age",
+    "tests/helpers/dist_workers.py": "a rank that waits for another waits at least as long as it was told to",
+    "tools/mutation/campaign.py": "shares out its time",
+    "tools/mutation/plugins.py": "shares out its time",
+    "tests/system/test_bench.py": "a process works until it has had a second of a core",
+    "tests/cpu/test_object_cache.py": "sets a file's age",
+    "tests/cpu/test_gemv_norm.py": "time stamps are in order",
+}
+HANGS = {"tests/dist/test_dist.py": "seconds=4"}
+"""Limits that a test means to reach."""
+
+
+def test_tests_do_not_depend_on_the_speed_of_the_machine() -> None:
+    """No test asks a clock, but for the reasons above, and no time limit is one that a busy machine could reach."""
+    found: dict[str, list[str]] = {"clocks": [], "limits": []}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name, text = relative(path), path.read_text()
+        if name == relative(Path(__file__)):
+            continue
+        if CLOCKS.search(text) and name not in MAY_ASK:
+            found["clocks"].append(name)
+        limits = [match for match in LIMITS.finditer(text) if int(match[1] or match[2]) < 300]
+        found["limits"] += [f"{name}: {match[0]}" for match in limits if match[0] != HANGS.get(name)]
+    assert found == {"clocks": [], "limits": []}
+
+
+def test_the_mutation_score_stands_beside_its_scope() -> None:
+    """Wherever it is quoted: which files it is of, and which not."""
+    outside = ("`triton/`", "prologues", "integrations", "`dist`", "`kvcache`", "`nn`", "`compat`")
+    quoted = 0
+    for path in MARKDOWN:
+        for block in re.split(r"\n(?=#|\*\*The result|\| a small mistake|\| no network)", path.read_text()):
+            if re.search(r"mut(ants|ation)", block) and re.search(r"\b(95\.6|86\.[28]) %", block):
+                quoted += 1
+                assert not [word for word in outside if word not in block], relative(path)
+    assert quoted == 2
+    (targets,) = re.findall(r"^TARGETS: Final = \((.*)\)$", (ROOT / "tools/mutation/campaign.py").read_text(), re.M)
+    told = (ROOT / "docs/reliability.md").read_text()
+    section = told[told.index("**The mistakes.**") : told.index("**Not covered**")]
+    assert all(f"`{name}`" in section for name in re.findall(r'"(.*?)"', targets))
+
+
+def test_the_cache_is_not_said_to_be_signed() -> None:
+    section = (ROOT / "docs/reliability.md").read_text().split("## Cache faults")[1].split("\n## ")[0]
+    assert "did not write" not in section
+    assert "None of this is a signature" in section and "as the same user" in section

@@ -1,0 +1,156 @@
+"""The oracle against independent sources, and its own independence."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, Fp8Format, ScaleRule
+from onepass.testing import compare, mla_cache_inputs, oracle, runner
+from onepass.testing.case import Case
+
+
+def test_imports_torch_alone() -> None:
+    tree = ast.parse(Path(oracle.__file__).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names == {"torch"}
+    assert modules <= {"__future__", "collections.abc", "typing", "torch"}
+
+
+def test_equals_torch_in_float64() -> None:
+    x, gamma = torch.randn(7, 96, dtype=torch.float64), torch.randn(96, dtype=torch.float64)
+    eps = float(torch.tensor(1e-5, dtype=torch.float32))
+    expected = torch.nn.functional.rms_norm(x, (96,), gamma, eps)
+    torch.testing.assert_close(oracle.rms_norm(x, gamma, 1e-5).y, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_hf_mode_is_hugging_faces_order(dtype: torch.dtype) -> None:
+    """As LlamaRMSNorm writes it: statistics in float32, round, then multiply by the weight in its dtype."""
+    x, gamma = torch.randn(9, 200).to(dtype), torch.randn(200).to(dtype)
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    expected = gamma * h.to(dtype)
+    exact = oracle.rms_norm(x, gamma, 1e-6, rounding="hf").y
+    assert compare.floats(expected, exact, ulps=2) is None
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ], ids=lambda f: f.name)
+def test_encode_equals_torch_in_range(fmt: Fp8Format) -> None:
+    """Every bfloat16 value within the format's range, both signs: torch's cast is right there (it does not saturate)."""
+    values = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = values[values.abs() <= fmt.max]
+    expected = values.to(fmt.dtype).view(torch.uint8)
+    got = oracle.encode(values.double(), fmt.bias, fmt.max, fmt.nan_code, fmt.has_negative_zero)
+    assert torch.equal(got, expected)
+
+
+def test_encode_ties_saturation_and_nan() -> None:
+    values = torch.tensor(
+        [17.0, 19.0, 460.0, 1e30, -1e30, torch.nan, -0.0, 2.0**-10, 3 * 2.0**-10], dtype=torch.float64
+    )
+    got = oracle.encode(values, 7, 448.0, 0x7F, True)
+    assert got.tolist() == [0x58, 0x5A, 0x7E, 0x7E, 0xFE, 0x7F, 0x80, 0x00, 0x02]
+    assert oracle.encode(torch.tensor([-0.0, -1e-9]).double(), 8, 240.0, 0x80, False).tolist() == [0, 0]
+
+
+def test_powers_of_two() -> None:
+    t = torch.tensor([0.0, 1.0, 1.0000001, 0.75, 2.0**-130, 3e38, torch.nan], dtype=torch.float64)
+    got = oracle.power_of_two_above(t)
+    assert got[:6].tolist() == [2.0**-127, 1.0, 2.0, 1.0, 2.0**-127, 2.0**127]
+    assert got[6].isnan()
+
+
+class TestNoToleranceAcceptsZero:
+    """A comparer that an all-zero output passes would prove nothing."""
+
+    y = torch.randn(8, 64, dtype=torch.float64)
+
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_floats(self, dtype: torch.dtype) -> None:
+        assert compare.floats(self.y.to(dtype), self.y) is None
+        assert compare.floats(torch.zeros_like(self.y, dtype=dtype), self.y) is not None
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_floats_two_ulps_off(self, dtype: torch.dtype) -> None:
+        off = (self.y.to(dtype).view(torch.int16) + 2).view(dtype)
+        assert compare.floats(off, self.y) is not None
+
+    def test_one_ulp_everywhere_is_too_much(self) -> None:
+        off = (self.y.to(torch.bfloat16).view(torch.int16) + 1).view(torch.bfloat16)
+        assert compare.floats(off, self.y) is not None
+
+    def test_scales(self) -> None:
+        step = oracle.quantization_step(self.y, 448.0)
+        rule = ScaleRule("row", torch.float32)
+        assert compare.scales(step.float(), step, rule) is None
+        assert compare.scales(torch.zeros_like(step).float(), step, rule) is not None
+        assert compare.scales(step.float() * (1 + 1e-5), step, rule) is not None
+
+    def test_codes(self) -> None:
+        scale = oracle.quantization_step(self.y, 448.0)
+        codes = oracle.encode(self.y / scale, 7, 448.0, 0x7F, True)
+        assert compare.codes(codes.view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is None
+        assert (
+            compare.codes(torch.zeros_like(codes).view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is not None
+        )
+        assert compare.codes((codes ^ 1).view(torch.float8_e4m3fn), self.y, scale, E4M3FN, 448.0) is not None
+
+
+class TestRoundedOnTheWay:
+    """Roundings between the sum and the store: a result is right only if the rounding rules explain it."""
+
+    @staticmethod
+    def results(case: Any) -> tuple[Any, dict[str, Any], list[torch.Tensor]]:
+        module = runner.MODULES[case.op]
+        with runner.running_on("cpu"):
+            arguments = module.inputs(case, "cpu")
+            found = list(module.call(case, arguments))
+            assert module.verify(case, arguments, tuple(found)) is None
+        return module, arguments, found
+
+    @pytest.mark.parametrize("factor", [1.005, 0.995, 1 + 1e-5, 1 - 1e-5])
+    @pytest.mark.parametrize("group", [None, 128])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_a_scale_half_a_percent_off_is_wrong(self, dtype: torch.dtype, group: int | None, factor: float) -> None:
+        options: dict[str, Any] = {"rounding": "hf"} | ({"group_size": group} if group else {})
+        case = Case("rms_norm_fused_fp8", "test", (4,), 640, dtype, options=options)
+        module, arguments, results = self.results(case)
+        scale = results[1]
+        for at in range(scale.numel()):
+            changed = scale.clone()
+            changed.view(-1)[at] *= factor
+            wrong = module.verify(case, arguments, (results[0], changed))
+            assert wrong is not None and wrong.startswith("1 of")
+
+    @pytest.mark.parametrize("op", ["rms_norm", "rms_norm_fused_fp8"])
+    def test_one_value_of_a_rounded_norm_a_step_off_is_wrong(self, op: str) -> None:
+        case = Case(op, "test", (2,), 64, options={"rounding": "hf"})
+        self.every_step_is_noticed(case, 0, 128)
+
+    @pytest.mark.parametrize(
+        "case", [c for c in mla_cache_inputs.CASES if c.group == "reference"], ids=lambda c: c.name
+    )
+    @pytest.mark.parametrize("index", [0, 1])
+    def test_one_value_of_a_small_cache_write_a_step_off_is_wrong(self, case: Any, index: int) -> None:
+        self.every_step_is_noticed(case, index, 40)
+
+    def every_step_is_noticed(self, case: Any, index: int, most: int) -> None:
+        """Change one value that the op wrote, a few times a different one: by a unit in the last place, a float32 by 1 in 4096 or so."""
+        module, arguments, results = self.results(case)
+        whole = results[index]
+        before = arguments["blocks"] if case.op == mla_cache_inputs.OP and index == 1 else torch.zeros_like(whole)
+        integer, step = {1: (torch.uint8, 1), 2: (torch.int16, 1), 4: (torch.int32, 2**12)}[whole.element_size()]
+        written = (whole.view(integer) != before.view(integer)).nonzero()
+        assert len(written) >= most
+        for at in written[:: len(written) // most].tolist():
+            changed = whole.clone()
+            place = changed.view(integer)[tuple(at)]
+            place.copy_(place + (-step if int(place) & 0x7F == 0x7E else step))
+            several = [changed if i == index else t for i, t in enumerate(results)]
+            assert module.verify(case, arguments, tuple(several)) is not None, at

@@ -1,0 +1,1 @@
+"""Model benchmarks and generated benchmark pages."""

@@ -1,0 +1,228 @@
+"""``python -m tools.bench.report FILE...``: everything that is made from result files, beside the first of them.
+
+README.md with every number, bench.html, time.svg and roofline.svg; with ``--readme PAGE`` also the short table between that
+page's markers. What it wrote names the files it was made from, so a test can make it again and compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from onepass.bench import charts, page
+from onepass.bench.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
+from onepass.bench.words import BEHIND, BEHIND_WORDS, ahead_words, ceiling_words, compiled_words
+
+BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+SOURCE = "<!-- made by `python -m tools.bench.report` from: "
+HEADLINES = (
+    "rms_norm_fused_fp8",
+    "rms_norm",
+    "gemv_and_partial_norm",
+    "qk_rms_norm",
+    "fused_rope_rmsnorm_quantization",
+)
+DECODE_STEP = "decode step"
+
+
+def about(results: Results) -> str:
+    """Machine, date, versions and ceilings in a sentence or two."""
+    run = results.runs[0]
+    dates = " and ".join(sorted({str(run["date"]) for run in results.runs}))
+    note = f" {run['note']}" if run.get("note") else ""
+    if results.device == "cpu":
+        return (
+            f"{results.machine}, {run.get('threads', 'unknown')} threads, {dates}, bfloat16, microseconds per call, contenders taking "
+            f"turns; torch {run['torch']}. The ceiling is a memory stream of the same size, in turn with the rest.{note}"
+        )
+    return (
+        f"{results.machine}, {dates}, bfloat16, microseconds per call in a CUDA graph with rotating inputs; torch {run['torch']}, "
+        f"Triton {run.get('triton', 'unknown')}. {ceiling_words(results)}{note}"
+    )
+
+
+# --- the short table ------------------------------------------------------------------------------------------------
+
+
+def headlines(results: Results) -> list[Row]:
+    """Of each op the fewest rows and the most bytes, with its main columns; of a decode step the fewest."""
+    found: list[Row] = []
+    for op in HEADLINES:
+        rows = results.main(op) if op in results.ops else []
+        if rows:
+            found += [rows[0], *(row for row in rows[1:] if row is max(rows, key=lambda row: row.bytes))]
+    return [*found, *(results.main(op)[0] for op in results.ops if op.startswith(DECODE_STEP))]
+
+
+def short_table(results: Results) -> str:
+    """A line per headline: time in a chain and behind a kernel, share of the ceiling, torch.compile at its best, eager."""
+    gpu = results.device == "cuda"
+    heads = ["op", "shape", "onepass, us"]
+    heads += ["behind a kernel: onepass / torch.compile"] if gpu else []
+    heads += ["of the ceiling", "torch.compile", "torch eager"]
+    lines = [f"| {' | '.join(heads)} |", f"|---|---|{'---:|' * (len(heads) - 2)}"]
+    for row in headlines(results):
+        name = row.op if row.op.startswith(DECODE_STEP) else f"`{row.op}`"
+        cells = [name, row.words, f"**{row.ours:.2f}**", *([_behind(row)] if gpu else []), _share(row, results)]
+        cells += [_peer(row.best(names), row.ours, results.quiet) for names in (COMPILED, (EAGER,))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _share(row: Row, results: Results) -> str:
+    return row.share_words if results.quiet else ""
+
+
+def _behind(row: Row) -> str:
+    if OURS not in row.behind_us:
+        return "not measured"
+    theirs = row.behind_kernel.best(COMPILED)
+    return f"{row.behind_kernel.ours:.2f} / {'not measured' if theirs is None else f'{theirs:.2f}'}"
+
+
+def _peer(us: float | None, ours: float, quiet: bool = True) -> str:
+    ratio = f" ({us / ours:.2f}x)" if us is not None and quiet else ""
+    return "" if us is None else f"{us:.2f}{ratio}"
+
+
+def _brackets(results: Results) -> str:
+    return "In brackets how many times longer than onepass. " if results.quiet else ""
+
+
+def section(results: Results, folder: str) -> str:
+    """What stands between the markers: the short table, the plot, and where the rest is."""
+    return "\n".join(
+        (
+            f"{about(results)} {_brackets(results)}{compiled_words(results)}. {ahead_words(results)}",
+            "",
+            short_table(results),
+            "",
+            f"![time against the number of rows]({folder}/time.svg)",
+            "",
+            f"Every shape and peer: [{folder}/README.md]({folder}/README.md); as a page to open: `{folder}/bench.html`.",
+        )
+    )
+
+
+# --- every number ---------------------------------------------------------------------------------------------------
+
+
+def tables(results: Results) -> str:
+    """One table per op with those who were measured on it; on a GPU a second one, behind an ordinary kernel."""
+    parts = []
+    pairs = results.behind_kernel
+    for op in results.ops:
+        parts += [f"## {op}", "", *_table(results, op), ""]
+        if op in pairs.ops:
+            parts += [f"{BEHIND}:", "", *_table(pairs, op, shares=False), ""]
+    return "\n".join(parts)
+
+
+def _table(results: Results, op: str, shares: bool = True) -> list[str]:
+    rows = results.of(op)
+    others = [name for name in results.contenders if name != OURS and any(name in row.us for row in rows)]
+    heads = ["shape", "onepass", *(["of the ceiling"] if shares else []), *others]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
+    for row in rows:
+        cells = [_peer(min(row.us[n]) if n in row.us else None, row.ours, results.quiet) for n in others]
+        share = [_share(row, results)] if shares else []
+        lines.append(f"| {' | '.join([row.words, f'**{row.ours:.2f}**', *share, *cells])} |")
+    return lines
+
+
+def host_table(results: Results) -> str:
+    """The host's time of a call."""
+    lines = ["## Host time of an eager call at M = 1", "", "| | us |", "|---|---:|"]
+    return "\n".join((*lines, *(f"| {name} | {min(us):.2f} |" for name, us in results.host.items()), ""))
+
+
+def full(results: Results, sources: Sequence[str]) -> str:
+    """The page of tables."""
+    stream = "".join(
+        f" `{name}` moves as many bytes and computes nothing." for name in (STREAM, BEST) if name in results.contenders
+    )
+    small = "Where a call is too small for its bytes to matter, its share of the ceiling is put down to latency. "
+    small = "" if results.has_best or results.banner else small
+    behind = ""
+    if results.device == "cuda":
+        behind = f"{BEHIND_WORDS} " if results.behind_kernel.rows else f"{BEHIND}: not measured in this run. "
+    parts = [
+        f"{SOURCE}{' '.join(sources)} -->",
+        f"# onepass on {results.machine}",
+        "",
+        *([f"**{results.banner}**", ""] if results.banner else []),
+        f"{about(results)}{stream} {_brackets(results)}{small}{behind}The same as a page to open in a "
+        "browser: `bench.html`.",
+        "",
+        "![time against the number of rows](time.svg)",
+        "",
+        "![bytes a second against bytes moved](roofline.svg)",
+        "",
+        tables(results),
+        *([host_table(results)] if results.host else []),
+        *_ahead(results),
+    ]
+    return "\n".join(parts)
+
+
+def _ahead(results: Results) -> list[str]:
+    if results.banner:
+        return []
+    parts = ["## Where a peer is ahead", "", ahead_words(results), ""]
+    for title, found in (("In a chain", results), (BEHIND, results.behind_kernel)):
+        if found.behind:
+            lines = [
+                f"- {row.op} {row.words}: {name} {us:.2f} us, {row.ours / us - 1:.1%} ahead"
+                for row, name, us in found.behind
+            ]
+            parts += [f"{title}:", "", *lines, ""]
+    return parts
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def files(paths: Sequence[Path]) -> dict[str, str]:
+    """What belongs beside the first of these files, by name."""
+    results = load(paths)
+    folder = paths[0].parent
+    names = [Path(os.path.relpath(path, folder)).as_posix() for path in paths]
+    return {
+        "README.md": full(results, names),
+        "bench.html": page.html(results),
+        "time.svg": charts.time_svg(results),
+        "roofline.svg": charts.roofline_svg(results),
+    }
+
+
+def sources(readme: Path) -> list[Path]:
+    """The result files a page of tables says it was made from."""
+    first = readme.read_text().splitlines()[0]
+    if not first.startswith(SOURCE):
+        raise ValueError(f"{readme} does not say what it was made from")
+    return [readme.parent / name for name in first.removeprefix(SOURCE).removesuffix(" -->").split()]
+
+
+def with_section(text: str, results: Results, folder: str) -> str:
+    """A page with the short table between its markers."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{section(results, folder)}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    """Write what the files give."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.report", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--readme", type=Path, help="also write the short table into this page")
+    options = parser.parse_args()
+    for name, text in files(options.files).items():
+        (options.files[0].parent / name).write_text(text)
+    if options.readme:
+        folder = Path(os.path.relpath(options.files[0].parent, options.readme.parent)).as_posix()
+        options.readme.write_text(with_section(options.readme.read_text(), load(options.files), folder))
+
+
+if __name__ == "__main__":
+    main()

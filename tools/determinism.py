@@ -1,0 +1,289 @@
+"""One promise of every op: a row's bytes depend on the row alone.
+
+Not on when it is computed (repeats), how many rows come with it (M, a split batch), which row it is (place, order), where
+it lies (alignment, strides) or, on a CPU, how many threads there are. A `Subject` is an op in one of its forms; the same
+five tests are put to each, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS
+from onepass.kvcache import PagedKVCache
+from onepass.ops.gemv_norm import gemv_and_partial_norm
+from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
+from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
+from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from onepass.prologues import dequantize
+from onepass.rope import Rope
+from onepass.specs.gemv_norm import MAX_ROWS
+from onepass.testing.case import same_bytes
+from onepass.testing.rms_norm import soft_cap_gate
+
+REPEATS: Final = 1000
+Promise = Callable[[], str | None]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An op in one form. Results have a row for each of ``rows``' tensors; the others are shared by all rows."""
+
+    name: str
+    rows: Mapping[str, int]
+    """Columns of each tensor that has rows; 0: as many as the row is long."""
+    shared: Mapping[str, tuple[int, ...]]
+    """Shapes of the others, in the same way."""
+    call: Callable[[Tensors], list[Tensor]]
+    most: int = 1 << 20
+    """Rows of a call."""
+    own: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Dtypes that do not follow x's."""
+    shared_out: int = 640
+    """Columns of a row with which a CPU shares 280,000 elements of x out."""
+
+    def inputs(self, device: str, count: int, n: int, dtype: torch.dtype, seed: int = 0) -> Tensors:
+        """Random tensors."""
+        generator = torch.Generator().manual_seed(seed + n)
+        found = {}
+        shapes = {**{name: (count, columns) for name, columns in self.rows.items()}, **self.shared}
+        for name, (*lead, columns) in shapes.items():
+            t = torch.randn(*lead, columns or n, generator=generator)
+            found[name] = t.to(self.own.get(name, dtype)).to(device)
+        return found
+
+    def part(self, tensors: Tensors, rows: Any) -> Tensors:
+        """The same of some rows."""
+        return {name: t[rows] if name in self.rows else t for name, t in tensors.items()}
+
+
+def _fp8(t: Tensors, **options: Any) -> list[Tensor]:
+    return list(rms_norm_fused_fp8(t["x"], t["gamma"], residual=t["r"], return_norm=True, **options))
+
+
+def _as_vllm(t: Tensors, group: int | None) -> list[Tensor]:
+    """The norm of the unrounded sum, divided by a scale that has a least value and a bound in memory."""
+    bound = torch.full((1,), 1.5, device=t["x"].device)
+    return list(
+        rms_norm_fused_fp8(
+            t["x"], t["gamma"], residual=t["r"], scale_ub=bound, group_size=group, rounding="hf", round_sum=False,
+            quantize="divide", min_scale=1 / (448 * 512),
+        )
+    )  # fmt: skip
+
+
+def _groups(t: Tensors) -> list[Tensor]:
+    return list(rms_norm_fused_fp8(t["x"], t["gamma"], group_size=64, out_dtype=E4M3FNUZ.dtype))
+
+
+def _static(t: Tensors) -> list[Tensor]:
+    return list(rms_norm_fused_fp8(t["x"], t["gamma"], static_scale=torch.full((), 0.02, device=t["x"].device))[:1])
+
+
+def _prologue(t: Tensors) -> list[Tensor]:
+    return list(
+        rms_norm_fused_fp8(t["x"], t["gamma"], prologue=soft_cap_gate, prologue_args=[t["r"], t["bias"], t["s"]])
+    )
+
+
+def _dequantized(t: Tensors) -> list[Tensor]:
+    return list(rms_norm_fused_fp8(t["x"], t["gamma"], residual=t["r"], prologue=dequantize, prologue_args=[t["s"]]))
+
+
+def _angles(like: Tensor) -> Tensor:
+    return torch.arange(16.0, device=like.device).unsqueeze(1).expand(16, 32).cos().contiguous()
+
+
+def _positions(t: Tensors) -> Tensor:
+    """Of a row: a number made from the row itself, so that it moves with it."""
+    return (t["q"][:, 0].float().abs() * 8).long()
+
+
+def _apply(t: Tensors) -> list[Tensor]:
+    outs = torch.empty_like(t["q"].contiguous()), torch.empty_like(t["k"].contiguous())
+    apply_qk_rms_norm(*outs, t["gamma"], t["gamma_k"], t["var"].abs(), t["q"], t["k"], 1e-6)
+    return list(outs)
+
+
+def _per_head(t: Tensors) -> list[Tensor]:
+    rope = Rope(_angles(t["q"]), _positions(t), "half", 32)
+    gamma = t["gamma_k"]
+    return list(qk_rms_norm(t["h"], t["k"], gamma, gamma, rope=rope, per_head=True, rounding="hf"))
+
+
+def _gemv(t: Tensors, **options: Any) -> list[Tensor]:
+    return list(gemv_and_partial_norm(t["act"], t["weight"], t["gamma"], **options))
+
+
+def _mla(t: Tensors, **options: Any) -> list[Tensor]:
+    """q, entries and scales in the tokens' order; places in the cache run backwards."""
+    count, device = t["kv"].shape[0], t["kv"].device
+    blocks = torch.zeros(-(-count // 4) + 1, 4, t["kv"].shape[1], device=device).to(E4M3FN.dtype)
+    scale = torch.zeros(blocks.shape[:2], device=device)
+    slots = torch.arange(count, device=device).flip(0) + 3
+    q = fused_rope_rmsnorm_quantization(
+        None, t["q"].unflatten(1, (2, 32)), t["kv"], None, _angles(t["q"]), t["gamma"], PagedKVCache(blocks),
+        per_token_scale=scale, slot_mapping=slots, positions=_positions(t), **options,
+    )  # fmt: skip
+    return [q, blocks.view(torch.uint8).flatten(0, 1)[slots], scale.flatten()[slots]]
+
+
+_ROW, _GAMMA = {"x": 0, "r": 0}, {"gamma": (0,)}
+_QK, _GAMMAS = {"q": 0, "k": 96}, {"gamma": (0,), "gamma_k": (96,)}
+_MLA = {"q": 64, "kv": 0}
+_GEMV: dict[str, Any] = {"rows": {"act": 0}, "shared": {"gamma": (40,), "weight": (70, 0)}, "shared_out": 2000}
+_FP8_WEIGHT = {"weight": E4M3FN.dtype}
+SUBJECTS: Final = (
+    Subject("rms_norm", _ROW, _GAMMA, lambda t: list(rms_norm(t["x"], t["gamma"], residual=t["r"]))),
+    Subject("rms_norm, hf", _ROW, _GAMMA, lambda t: [rms_norm(t["x"], t["gamma"], rounding="hf")]),
+    Subject("rms_norm_fused_fp8", _ROW, _GAMMA, _fp8),
+    Subject("rms_norm_fused_fp8, hf, UE8M0", _ROW, _GAMMA, partial(_fp8, rounding="hf", scale_format="ue8m0")),
+    Subject(
+        "rms_norm, rounded sum",
+        _ROW,
+        _GAMMA,
+        lambda t: list(rms_norm(t["x"], t["gamma"], residual=t["r"], round_sum=True)),
+    ),
+    Subject("rms_norm_fused_fp8, as vLLM", _ROW, _GAMMA, partial(_as_vllm, group=None)),
+    Subject(
+        "rms_norm_fused_fp8, as vLLM, groups", {"x": 320, "r": 320}, {"gamma": (320,)}, partial(_as_vllm, group=64)
+    ),
+    Subject("rms_norm_fused_fp8, groups", {"x": 320}, {"gamma": (320,)}, _groups),
+    Subject("rms_norm_fused_fp8, static scale", {"x": 0}, _GAMMA, _static),
+    Subject("rms_norm_fused_fp8, prologue", {**_ROW, "s": 1}, {**_GAMMA, "bias": (0,)}, _prologue),
+    Subject(
+        "rms_norm_fused_fp8, dequantize",
+        {"x": 320, "r": 320, "s": 5},
+        {"gamma": (320,)},
+        _dequantized,
+        own={"x": E4M3FN.dtype, "s": torch.float32},
+    ),
+    Subject("row_sum_of_squares_qk", _QK, {}, lambda t: [row_sum_of_squares_qk(t["q"], t["k"])]),
+    Subject("row_mean_of_squares_qk", _QK, {}, lambda t: [row_mean_of_squares_qk(t["q"], t["k"])]),
+    Subject("apply_qk_rms_norm", {**_QK, "var": 2}, _GAMMAS, _apply, own={"var": torch.float32}),
+    Subject("qk_rms_norm", _QK, _GAMMAS, lambda t: list(qk_rms_norm(t["q"], t["k"], t["gamma"], t["gamma_k"]))),
+    Subject("qk_rms_norm, heads and RoPE", {**_QK, "h": 480}, {"gamma_k": (96,)}, _per_head),
+    Subject("gemv_and_partial_norm", call=_gemv, most=MAX_ROWS, **_GEMV),
+    Subject(
+        "gemv_and_partial_norm, fp8 weights and result",
+        call=partial(_gemv, normed_dtype=E4M3FN.dtype),
+        most=MAX_ROWS,
+        own=_FP8_WEIGHT,
+        **_GEMV,
+    ),
+    Subject(
+        "gemv_and_partial_norm, two launches, fp8 weights", call=partial(_gemv, fused=False), own=_FP8_WEIGHT, **_GEMV
+    ),
+    Subject("fused_rope_rmsnorm_quantization", _MLA, {}, lambda t: _mla({**t, "gamma": _latent(t)})),
+    Subject(
+        "fused_rope_rmsnorm_quantization, reference",
+        _MLA,
+        {},
+        lambda t: _mla({**t, "gamma": _latent(t)}, rounding="reference", rope_style="half"),
+    ),
+)
+
+
+def _latent(t: Tensors) -> Tensor:
+    """A gamma for the columns before those that turn."""
+    columns = t["kv"].shape[1] - 32
+    return torch.arange(columns, device=t["kv"].device).cos().to(t["kv"].dtype)
+
+
+def _differing(some: list[Tensor], others: list[Tensor]) -> int | None:
+    return next((i for i, (a, b) in enumerate(zip(some, others, strict=True)) if not same_bytes(a, b)), None)
+
+
+def repeats(subject: Subject, device: str, n: int, dtype: torch.dtype) -> str | None:
+    """The same call a thousand times."""
+    t = subject.inputs(device, 3, n, dtype)
+    first = subject.call(t)
+    for repeat in range(REPEATS):
+        wrong = _differing(subject.call(t), first)
+        if wrong is not None:
+            return f"result {wrong} differs in repeat {repeat}"
+    return None
+
+
+def batches(subject: Subject, device: str, n: int, dtype: torch.dtype) -> str | None:
+    """Some rows alone, the batch in two parts, and its rows in another order."""
+    count = min(300 if device == "cuda" else 40, subject.most)
+    t = subject.inputs(device, count, n, dtype)
+    whole = subject.call(t)
+    for rows in (1, 2, 3, 7, 16, 33):
+        for begin in {0, 1, count // 2, count - rows}:
+            if 0 <= begin <= count - rows:
+                part = slice(begin, begin + rows)
+                wrong = _differing(subject.call(subject.part(t, part)), [w[part] for w in whole])
+                if wrong is not None:
+                    return f"result {wrong} of rows {begin} to {begin + rows} differs from the whole batch's"
+    parts = [subject.call(subject.part(t, part)) for part in (slice(0, count // 3), slice(count // 3, count))]
+    joined = [torch.cat([_bytes(a), _bytes(b)]) for a, b in zip(*parts, strict=True)]
+    wrong = _differing(joined, [_bytes(w) for w in whole])
+    if wrong is not None:
+        return f"result {wrong} differs when the batch is split"
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(count)).to(device)
+    wrong = _differing([_bytes(t) for t in subject.call(subject.part(t, order))], [_bytes(w)[order] for w in whole])
+    return None if wrong is None else f"result {wrong} differs when rows change places"
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """Rows as bytes: fp8 has no indexing of its own."""
+    return t.contiguous().view(torch.uint8).reshape(t.shape[0], -1)
+
+
+def alignment(subject: Subject, device: str, n: int, dtype: torch.dtype) -> str | None:
+    """Every tensor elsewhere: each by itself, then all, with rows apart."""
+    t = subject.inputs(device, 5, n, dtype)
+    expected = subject.call(t)
+
+    def moved(tensor: Tensor, shift: int) -> Tensor:
+        *lead, columns = tensor.shape
+        memory = torch.empty(*lead, columns + 2 * shift, dtype=tensor.dtype, device=device)
+        return memory[..., shift : shift + columns].copy_(tensor)
+
+    for shift in (1, 2, 3, 4, 8):
+        for names in (*([name] for name in t), list(t)):
+            there = {name: moved(tensor, shift) if name in names else tensor for name, tensor in t.items()}
+            wrong = _differing(subject.call(there), expected)
+            if wrong is not None:
+                return f"result {wrong} differs with {', '.join(names)} moved by {shift} elements"
+    return None
+
+
+def threads(subject: Subject, dtype: torch.dtype) -> str | None:
+    """On a CPU: enough rows that they are shared out, over several numbers of threads."""
+    n = subject.shared_out
+    t = subject.inputs("cpu", min(subject.most, 280_000 // n + 1), n, dtype)
+    before, seen = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            seen.append(subject.call(t))
+    finally:
+        torch.set_num_threads(before)
+    wrong = next((w for other in seen[1:] if (w := _differing(other, seen[0])) is not None), None)
+    return None if wrong is None else f"result {wrong} depends on the number of threads"
+
+
+LENGTHS: Final = (100, 640)
+
+
+def determinism_promises(device: str) -> Iterator[tuple[str, Promise]]:
+    """Name and test of every promise, for each op and dtype."""
+    for subject in SUBJECTS:
+        for dtype in FLOATS:
+            label = f"{subject.name}, {str(dtype).removeprefix('torch.')}"
+            yield f"a thousand repeats change no bit: {label}", partial(repeats, subject, device, LENGTHS[0], dtype)
+            for n in LENGTHS:
+                yield f"a row's bytes are its own: {label}, {n} columns", partial(batches, subject, device, n, dtype)
+                yield f"alignment changes no bit: {label}, {n} columns", partial(alignment, subject, device, n, dtype)
+            if device == "cpu":
+                yield f"threads change no bit: {label}", partial(threads, subject, dtype)

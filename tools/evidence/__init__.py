@@ -1,0 +1,1 @@
+"""Proof that compiled kernels ran on a GPU."""

@@ -1,0 +1,199 @@
+"""Evidence from a GPU: which machine code the cases that passed ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onepass.testing.batch_regime import CROWDS, assuming
+from onepass.testing.case import Check
+from onepass.testing.runner import MODULES, Result, run_cases
+
+if TYPE_CHECKING:
+    from onepass.triton.compiler import Build
+    from onepass.triton.config import Chip
+    from tools.evidence.records import Proof
+
+
+def builds(case: Check, chip: Chip, device: str = "cpu") -> list[Build]:
+    """The kernel configurations that a case launches on ``chip``, also if its rows were more; nothing is launched."""
+    from tools.evidence import records
+
+    module = MODULES[case.op]
+    arguments = module.inputs(case, device)
+    found: dict[str, Build] = {}
+    for crowd in CROWDS:
+        with assuming(crowd):
+            for build in records.builds_of(lambda: module.call(case, arguments), chip):
+                found[build.name] = build
+    return list(found.values())
+
+
+def distinct_builds(cases: Iterable[Check], chip: Chip) -> dict[str, Build]:
+    """All configurations of these cases by name."""
+    return {build.name: build for case in cases for build in builds(case, chip)}
+
+
+def unproven(path: Path, cases: Iterable[Check], chip: Chip) -> tuple[dict[str, Proof], list[Check]]:
+    """The proofs of an evidence file without those that a change of these cases' sources undid, and the cases that prove more."""
+    from tools.evidence import records
+    from tools.evidence.digest import SourceDigests
+
+    kept, digests = records.read(path), SourceDigests()
+    needed = []
+    for case in cases:
+        found = builds(case, chip)
+        for build in found:
+            if build.name in kept and kept[build.name].source != records.digest(build, chip, digests):
+                del kept[build.name]
+        if any(build.name not in kept for build in found):
+            needed.append(case)
+    return kept, needed
+
+
+def proofs_of(cases: Sequence[Check], results: Sequence[Result]) -> tuple[dict[str, Proof], set[str]]:
+    """What cases that ran on this GPU prove, and the names of the configurations that a failed one launched."""
+    from onepass.triton.compiler import current_chip
+    from tools.evidence import records
+
+    chip = current_chip(torch.cuda.current_device())
+    found: dict[str, Build] = {}
+    ran: dict[str, list[str]] = {}
+    failed: set[str] = set()
+    for case, result in zip(cases, results, strict=True):
+        for build in builds(case, chip, "cuda"):
+            found[build.name] = build
+            ran.setdefault(build.name, []).append(f"{case.op} {case.name}")
+            if not result.passed:
+                failed.add(build.name)
+    passed = ((build, ran[name]) for name, build in found.items() if name not in failed)
+    return records.prove_all(passed, chip), failed
+
+
+def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str:
+    """Write the configurations all of whose cases passed on this GPU; returns a sentence for the user."""
+    proofs, failed = proofs_of(cases, results)
+    return _write(path, proofs, failed)
+
+
+def _write(path: Path, proofs: dict[str, Proof], failed: set[str]) -> str:
+    import triton
+
+    from tools.evidence import records
+
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    records.write(path, machine, proofs)
+    return f"{len(proofs)} configurations proven, {len(failed)} not; written to {path}"
+
+
+def run_share(cases: Sequence[Check], limit: float, to: Path) -> None:
+    """Run cases on this GPU for ``limit`` seconds and write their results, and what they prove, for `record_in_shares` to join."""
+    results: list[Result] = []
+    end = time.monotonic() + limit
+    for case in cases:
+        if time.monotonic() > end:
+            break
+        results += run_cases([case], "cuda")
+    proofs, failed = proofs_of(cases[: len(results)], results)
+    told = {
+        "results": [result.to_json() for result in results],
+        "left_out": len(cases) - len(results),
+        "failed": sorted(failed),
+        "proofs": {name: asdict(proof) for name, proof in proofs.items()},
+    }
+    to.write_text(json.dumps(told))
+
+
+def record_in_shares(
+    path: Path,
+    jobs: int,
+    command: Sequence[str],
+    kept: Callable[[], dict[str, Proof]],
+    progress: Callable[[Result], None],
+) -> tuple[list[Result], str]:
+    """Run ``command`` in several processes, each with a share of the cases, and write what they prove beside what is ``kept``.
+
+    Returns the results and a sentence for the user. A configuration is proven if every case that launches it passed. A process
+    that ends early is a failure of its own. Each process gets one thread, as there are as many as cores.
+    """
+    results: list[Result] = []
+    shares: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Path(folder, str(share)) for share in range(jobs)]
+        start = [sys.executable, "-m", "tools.checks", *command]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        running = [
+            subprocess.Popen([*start, f"--share={share}/{jobs}", f"--part={part}"], env=environment)
+            for share, part in enumerate(parts)
+        ]
+        before = kept()
+        for share, (process, part) in enumerate(zip(running, parts, strict=True)):
+            if process.wait():
+                ended = f"status {process.returncode}"
+                results.append(Result("evidence", f"share {share} of {jobs}", "cuda", False, ended, 0.0))
+            else:
+                shares.append(json.loads(part.read_text()))
+                results += [Result(**told) for told in shares[-1]["results"]]
+    for result in results:
+        progress(result)
+    proofs, failed = joined(before, shares)
+    left_out = sum(share["left_out"] for share in shares)
+    return results, _write(path, proofs, failed) + (f"; {left_out} cases left out" if left_out else "")
+
+
+def joined(kept: dict[str, Proof], shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Proof], set[str]]:
+    """The proofs of all shares beside those kept, less what failed in any share."""
+    from tools.evidence.records import Proof
+
+    failed = {name for share in shares for name in share["failed"]}
+    proofs = dict(kept)
+    for share in shares:
+        for name, told in share["proofs"].items():
+            before = proofs[name].cases if name in proofs else ()
+            proofs[name] = Proof(**{**told, "cases": tuple(sorted({*before, *told["cases"]}))})
+    return {name: proof for name, proof in proofs.items() if name not in failed}, failed
+
+
+def refresh(path: Path, cases: Iterable[Check]) -> str:
+    """Note in an evidence file the sources and the IR of configurations whose machine code is the proven one; a sentence for the user.
+
+    Needs no GPU and proves nothing. Without it the tests make the IR of such configurations, or compile them, on every run.
+    """
+    from tools.evidence import records
+    from tools.evidence.digest import SourceDigests
+
+    machine = json.loads(path.read_text())["machine"]
+    proofs = records.read(path)
+    digests = SourceDigests()
+    noted = changed = 0
+    for name, build in distinct_builds(cases, records.H200).items():
+        proof = proofs.get(name)
+        if proof is None:
+            continue
+        source = records.digest(build, records.H200, digests)
+        if proof.stack is not None and proof.source == source:
+            continue
+        if proof.stack is not None and proof.ir == records.ir_hash(build, records.H200):
+            found = replace(proof, source=source)
+        else:
+            found = records.prove(build, records.H200, proof.cases, digests)
+        if found.machine_code == proof.machine_code:
+            proofs[name] = found
+            noted += 1
+        else:
+            changed += 1
+    records.write(path, machine, proofs)
+    return (
+        f"{noted} configurations have another source and the machine code that was proven: noted in {path}. "
+        f"{changed} have another machine code and must run on a GPU."
+    )

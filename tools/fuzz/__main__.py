@@ -1,0 +1,188 @@
+"""``python -m tools.fuzz``: random calls of every op against the oracle.
+
+A case is known by the seed and its number: ``--seed S --only INDEX`` runs one again, alone, and tries simpler ones like it.
+With torch and a backend installed, nothing else is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onepass.testing.runner import running_on
+from tools.fuzz.cases import CONFIGURATIONS, OPS, numbered, run, shrink
+
+SHOWN = 20
+"""Failures that are made simpler and printed; more are only counted."""
+GRACE = 20.0
+"""Seconds that the last case of a process may take; what such a process did before its last report still counts."""
+
+
+def main() -> int:
+    """Run the cases; the exit status is 1 if one fails."""
+    parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda", "interpreter"), default="cpu")
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--op", action="append", choices=tuple(OPS), default=[])
+    parser.add_argument("--only", type=int, help="run the case of this number alone")
+    parser.add_argument("--minutes", type=float, help="begin no case after this long")
+    parser.add_argument("--jobs", type=int, default=1, help="share the configurations out among this many processes")
+    parser.add_argument(
+        "--configurations", type=int, default=CONFIGURATIONS, help="kernels to draw from, of each op: each is compiled"
+    )
+    parser.add_argument("--json", type=Path, help="write what was run here")
+    parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is not yet
+    if options.only is not None:
+        return _run_alone(options)
+    found = _run_jobs(options) if options.jobs > 1 else _run_share(options)
+    if options.json:
+        _write(options.json, found)
+    print(
+        f"{sum(found['cases'].values()) - found['failed']} passed, {found['failed']} failed on {options.device} "
+        f"in {found['seconds']:.0f} s: {', '.join(f'{op} {n}' for op, n in found['cases'].items())}"
+    )
+    return 1 if found["failed"] or not found["cases"] else 0
+
+
+def _case(options: argparse.Namespace, index: int, share: tuple[int, int] = (0, 1)) -> Any:
+    return numbered(options.seed, index, tuple(options.op or OPS), options.configurations, _bounded(options), share)
+
+
+def _bounded(options: argparse.Namespace) -> bool:
+    """Whether sizes shape machine code that must be compiled."""
+    return bool(options.device == "cuda")
+
+
+def _where(options: argparse.Namespace) -> str:
+    return "cuda" if options.device == "cuda" else "cpu"
+
+
+def _run_alone(options: argparse.Namespace) -> int:
+    with running_on(options.device):
+        case = _case(options, options.only)
+        print(f"{case}: {run(case, _where(options)) or 'passed'}")
+        simplest, message = shrink(case, _where(options))
+        if message is not None:
+            print(f"simplest found: {simplest}: {message}")
+    return 1 if message is not None else 0
+
+
+def _run_share(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the cases that are this process's; failures are printed as they come."""
+    mine, of = map(int, options.share.split("/"))
+    torch.set_num_threads(1)
+    start = shown = time.perf_counter()
+    counts, failures, failed = Counter[str](), list[dict[str, Any]](), 0
+
+    def found() -> dict[str, Any]:
+        return {
+            "device": options.device,
+            "machine": torch.cuda.get_device_name() if options.device == "cuda" else _cpu(),
+            "torch": torch.__version__,
+            "seed": options.seed,
+            "first": options.first,
+            "configurations": options.configurations,
+            "cases": dict(sorted(counts.items())),
+            "failed": failed,
+            "failures": failures,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+
+    with running_on(options.device):
+        for index in range(options.first, options.first + options.cases):
+            if options.minutes and time.perf_counter() - start > 60 * options.minutes:
+                break
+            case = _case(options, index, (mine, of))
+            if case is None or (options.device == "interpreter" and "subnormal" in repr(case)):
+                continue  # Triton's interpreter misreads subnormal bfloat16 numbers
+            wrong = run(case, _where(options))
+            counts[case.op] += 1
+            if wrong is not None:
+                failed += 1
+                if len(failures) < SHOWN:
+                    failures.append(_failure(options, index, case, wrong))
+            now = time.perf_counter()
+            if now - shown > 30:
+                shown = now
+                done = index + 1 - options.first
+                print(f"{done} of {options.cases}, {failed} failed, {now - start:.0f} s", file=sys.stderr, flush=True)
+                if options.json:  # so far: a run that is cut off leaves what it saw
+                    _write(options.json, found())
+    return found()
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    half = path.with_name(path.name + ".half")
+    half.write_text(json.dumps(found, indent=1) + "\n")
+    half.replace(path)
+
+
+def _cpu() -> str:
+    from onepass.cpu.compiler import host
+
+    return host()[0]
+
+
+def _failure(options: argparse.Namespace, index: int, case: Any, wrong: str) -> dict[str, Any]:
+    simplest, message = shrink(case, _where(options))
+    again = f"--device {options.device} --seed {options.seed} --configurations {options.configurations}"
+    again += "".join(f" --op {op}" for op in options.op) + f" --only {index}"
+    print(f"FAILED {wrong}\n  {case}\n  simplest: {simplest}: {message}\n  again: {again}", flush=True)
+    return {"index": index, "op": case.op, "message": wrong, "simplest": f"{simplest}: {message}", "again": again}
+
+
+def _ended(job: subprocess.Popen[bytes], by: float | None) -> int:
+    """A process's exit status; one that is still compiling long after the last case was to begin is stopped, which is no fault of its."""
+    try:
+        return job.wait(None if by is None else max(0.0, by - time.perf_counter()))
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
+        return 0
+
+
+def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
+    """Each of several processes runs its share of the configurations."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{job}.json" for job in range(options.jobs)]
+        common = [sys.executable, "-m", "tools.fuzz", f"--device={options.device}", f"--cases={options.cases}"]
+        common += [f"--first={options.first}", f"--seed={options.seed}", f"--configurations={options.configurations}"]
+        common += [f"--op={op}" for op in options.op] + ([f"--minutes={options.minutes}"] if options.minutes else [])
+        jobs = [
+            subprocess.Popen([*common, "--share", f"{job}/{options.jobs}", "--json", str(file)], stdout=sys.stderr)
+            for job, file in enumerate(files)
+        ]
+        codes = [_ended(job, options.minutes and start + 60 * options.minutes + GRACE) for job in jobs]
+        parts = [json.loads(file.read_text()) for file in files if file.exists()]
+    if len(parts) < options.jobs or any(code not in (0, 1) for code in codes):
+        raise SystemExit(f"a process broke down: exit statuses {codes}")
+    counts = sum((Counter[str](part["cases"]) for part in parts), Counter[str]())
+    return {
+        **parts[0],
+        "cases": dict(sorted(counts.items())),
+        "failed": sum(part["failed"] for part in parts),
+        "failures": [failure for part in parts for failure in part["failures"]],
+        "seconds": round(time.perf_counter() - start, 1),
+        "jobs": options.jobs,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Which ops there are to draw from, and how a case is drawn, numbered and made simpler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from random import Random
+from typing import Any, Final, Protocol
+
+from tools.fuzz import gemv_norm, mla_cache
+from tools.fuzz import qk_norm as qk
+from tools.fuzz import rms_norm as rows
+
+
+class Fuzzed(Protocol):
+    """A case of any op."""
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+
+    def run(self, device: str) -> str | None:
+        """None, or what is wrong."""
+
+    def simpler(self) -> Iterator[Any]:
+        """Cases that differ in one thing, which is simpler."""
+
+
+_FAMILIES: Final[tuple[Any, ...]] = (rows, qk, gemv_norm, mla_cache)
+OPS: Final[dict[str, Any]] = {op: family for family in _FAMILIES for op in family.OPS}
+TURNS: Final = (
+    *(rows.OPS * 3),
+    *qk.OPS,
+    *(qk.OPS[2:] * 2),
+    "rms_norm_fused_fp8",
+    *gemv_norm.OPS,
+    *mla_cache.OPS,
+)
+"""Whose turn it is: more of what has more options, less of what takes longer."""
+CONFIGURATIONS: Final = 120
+"""Of an op: what a run compiles."""
+FRAMES: Final = 8
+"""Of a configuration: shapes and places that a bounded run draws from."""
+
+
+@lru_cache(4096)
+def configuration(op: str, seed: int, number: int, bounded: bool) -> Any:
+    """One of the pool; ``bounded`` draws sizes from a few, where they shape machine code."""
+    return OPS[op].configuration(op, Random(f"{seed} {op} {number}"), bounded)
+
+
+def draw_case(op: str, r: Random, config: Any = None) -> Fuzzed:
+    """Any case of an op, or any with this configuration."""
+    family = OPS[op]
+    case: Fuzzed = family.draw_case(config or family.configuration(op, r, False), r)
+    return case
+
+
+@lru_cache(1 << 16)
+def _frame(op: str, seed: int, number: int, which: int) -> Any:
+    """One of the FRAMES cases with a configuration whose shapes and places those of a bounded run have."""
+    return draw_case(op, Random(f"{seed} {op} {number} {which}"), configuration(op, seed, number, True))
+
+
+def numbered(
+    seed: int, index: int, ops: tuple[str, ...], configurations: int, bounded: bool, share: tuple[int, int] = (0, 1)
+) -> Fuzzed | None:
+    """The case of a number; None if its op and configuration are not of this ``share`` (mine, of how many).
+
+    Where shapes and places choose machine code (``bounded``), they come from a few and only values are drawn anew.
+    """
+    chosen = [op for op in TURNS if op in ops]
+    r = Random(f"{seed}/{index}")
+    op = chosen[index % len(chosen)]
+    number = r.randrange(configurations)
+    if (list(OPS).index(op) * configurations + number) % share[1] != share[0]:
+        return None
+    case = draw_case(op, r, configuration(op, seed, number, bounded))
+    if not bounded:
+        return case
+    frame: Fuzzed = replace(
+        _frame(op, seed, number, r.randrange(FRAMES)), **{name: getattr(case, name) for name in OPS[op].VALUES}
+    )
+    return frame
+
+
+def run(case: Fuzzed, device: str) -> str | None:
+    """None, or what is wrong: an exception too."""
+    try:
+        return case.run(device)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+def _refusal(message: str | None) -> bool:
+    return message is not None and message.startswith("ContractError")
+
+
+def shrink(case: Fuzzed, device: str, tries: int = 400) -> tuple[Fuzzed, str | None]:
+    """The simplest case found that fails, and how."""
+    message, tried = run(case, device), {repr(case)}
+    progress = message is not None
+    while progress and len(tried) < tries:
+        progress = False
+        for other in case.simpler():
+            if repr(other) in tried:
+                continue
+            tried.add(repr(other))
+            found = run(other, device)
+            if found is not None and _refusal(found) == _refusal(message):
+                case, message, progress = other, found, True
+                break
+    return case, message

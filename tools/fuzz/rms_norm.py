@@ -1,0 +1,351 @@
+"""Random calls of rms_norm and rms_norm_fused_fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from onepass.formats import FLOATS, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED, ROUNDINGS, ScaleRule
+from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from onepass.prologues import Prologue, add, dequantize, silu_and_mul
+from onepass.testing import compare, oracle
+from onepass.testing.batch_regime import assuming
+from onepass.testing.case import on_device, same_bytes
+from onepass.testing.rms_norm import soft_cap_gate
+from tools.fuzz import bounds, draw
+from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
+
+if TYPE_CHECKING:
+    from onepass.triton.config import Crowd
+
+OPS = ("rms_norm", "rms_norm_fused_fp8")
+VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static")
+"""Fields of a case that choose no machine code."""
+E8M0 = torch.float8_e8m0fnu
+_PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
+    "silu_and_mul": (silu_and_mul, ("full",)),
+    "add": (add, ("full",)),
+    "dequantize": (dequantize, ("row",)),
+    "dequantize groups": (dequantize, ("group",)),
+    "soft_cap_gate": (soft_cap_gate, ("full", "column", "row")),
+}
+_PROLOGUE_ERROR = 8 * compare.FLOAT32_ERROR
+_LONG = (4096, 4097, 7168, 12288, 16384, 16385, 20000)
+"""Lengths of which each has machine code of its own on a GPU."""
+_BOUNDS = (1.5, 448.0, 1e-3, 0.0, -0.0, -2.0, float("inf"), float("-inf"), float("nan"), 1e-42)
+"""What a bound in memory may be: anything."""
+_LEAST = (1 / (448 * 512), 0.01, 1e-30, 1e-40, 7e4)
+_STATIC = (0.02, 1.0, 0.0, 2.0**-14, 3e4, float("nan"), float("inf"), 1e-40)
+
+
+@dataclass(frozen=True)
+class RowConfiguration:
+    """What shapes the machine code. ``lengths``: the only ones to be drawn, where a length shapes it too."""
+
+    op: str
+    x: torch.dtype = torch.bfloat16
+    gamma: torch.dtype = torch.bfloat16
+    residual: torch.dtype | None = None
+    rounding: str = "once"
+    out: torch.dtype = torch.float8_e4m3fn
+    fp8_max: float | None = None
+    scales: torch.dtype = torch.float32
+    group: int | None = None
+    ue8m0: bool = False
+    static: bool = False
+    norm: bool = False
+    prologue: str = ""
+    operand: torch.dtype = torch.bfloat16
+    operand_group: int = 0
+    lengths: tuple[int, ...] = ()
+    round_sum: bool | None = None
+    quantize: str = "reciprocal"
+    least: bool = False
+    bounded: bool = False
+    """Whether the upper bound of amax is a tensor."""
+
+    @property
+    def unit(self) -> int:
+        """What divides the length of a row."""
+        return max(1, self.group or 1, self.operand_group)
+
+
+def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
+    """Any that the contract allows."""
+    x = r.choice(FLOATS)
+    c = RowConfiguration(
+        op, x, r.choice((x, *FLOATS)), r.choice((None, None, x, torch.float32)), r.choice(ROUNDINGS),
+        lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
+        round_sum=r.choice((None, None, True, False)),
+    )  # fmt: skip
+    if op == "rms_norm":
+        return c
+    out = r.choice(tuple(FP8_FORMATS))
+    static = r.random() < 0.15
+    group = None if static or r.random() < 0.6 else r.choice(GROUP_SIZES)
+    ue8m0 = not static and r.random() < 0.25
+    prologue = r.choice(("", "", "", *_PROLOGUES))
+    c = replace(c, operand_group=r.choice(OPERAND_GROUPS) if prologue == "dequantize groups" else 0, group=group)
+    if prologue and r.random() < 0.4:
+        c = replace(
+            c, x=r.choice(QUANTIZED), gamma=r.choice(FLOATS), residual=r.choice((None, *FLOATS)), rounding="once"
+        )
+    return replace(
+        c, out=out, fp8_max=r.choice((None, *FP8_FORMATS[out].maxima)), static=static, ue8m0=ue8m0,
+        scales=r.choice((torch.float32, E8M0)) if ue8m0 else r.choice(FLOATS), norm=r.random() < 0.3, prologue=prologue,
+        quantize=r.choice(QUANTIZE), least=not static and r.random() < 0.3, bounded=not static and r.random() < 0.3,
+        operand=r.choice(FLOATS), lengths=tuple(-(-n // c.unit) * c.unit for n in c.lengths),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """One call."""
+
+    config: RowConfiguration
+    lead: tuple[int, ...] = (1,)
+    n: int = 1
+    eps: float = 1e-6
+    offset: float = 0.0
+    scale_ub: float | None = None
+    min_scale: float = 0.01
+    """Where the configuration has one."""
+    static: float = 0.02
+    column: bool = False
+    values: Values = NORMAL
+    second: Values = NORMAL
+    gamma: Values = NORMAL
+    places: tuple[Place, Place, Place, Place] = (PLAIN, PLAIN, PLAIN, PLAIN)
+    """Of x, of residual and operands, of codes or y, of the other results."""
+    shift: int = 0
+    """Elements before gamma."""
+    crowd: Crowd | None = None
+    """What a GPU is to take the number of rows for, if not for what it is."""
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        return self.config.op
+
+    def simpler(self) -> Iterator[RowCase]:
+        """Cases that differ in one thing, which is simpler."""
+        unit = self.config.unit
+        for lead in ((1,), (2,), self.lead[:-1]):
+            yield replace(self, lead=lead)
+        for n in (1, 2, self.n // unit // 2, self.n // unit - 1):
+            yield replace(self, n=max(1, n) * unit)
+        yield from draw.simpler(
+            self,
+            eps=1e-6,
+            offset=0.0,
+            scale_ub=1.5 if self.config.bounded else None,
+            min_scale=0.01,
+            static=0.02,
+            column=False,
+            shift=0,
+            crowd=None,
+        )
+
+    def run(self, device: str) -> str | None:
+        """None, or what is wrong."""
+        with nullcontext() if self.crowd is None else assuming(self.crowd):
+            return _run(self, device)
+
+
+def draw_case(c: RowConfiguration, r: Random) -> RowCase:
+    """A call with this configuration."""
+    lead = draw.lead(r, 12)
+    if c.lengths:
+        n = r.choices(c.lengths, (4, 3, 1))[0]  # long rows take long to verify
+    elif r.random() < 0.01:
+        n, lead = draw.size(r, 5000), lead[-1:]
+    else:
+        n = draw.size(r, 300)
+    if not c.lengths:
+        n = c.unit * max(1, n // c.unit)
+    tame = bool(c.prologue)
+    bounds_ = _BOUNDS if c.bounded else (None,) if c.static else (None, None, 1.5, 448.0, 1e-3)
+    return RowCase(
+        c, lead, n, draw.epsilon(r), draw.offset(r), r.choice(bounds_), r.choice(_LEAST), r.choice(_STATIC), r.random() < 0.3,
+        draw.values(r, tame=tame), draw.values(r, tame=tame), draw.weights(r),
+        (draw.place(r), draw.place(r), draw.place(r, inputs=False), draw.place(r, inputs=False)), r.choice((0, 0, 1, 3)),
+        r.choice((None, None, "many", "flood")),
+    )  # fmt: skip
+
+
+def inputs(case: RowCase) -> dict[str, Any]:
+    """Keyword arguments of the public function, on the CPU."""
+    c, shape = case.config, (*case.lead, case.n)
+    x_place, other_place = case.places[:2]
+    found: dict[str, Any] = {
+        "x": x_place.put(_x(case.values, shape, c.x)),
+        "gamma": Place(start=case.shift).put(draw.gamma(case.gamma, case.n, c.gamma)),
+        "eps": case.eps,
+        "weight_offset": case.offset,
+        "rounding": c.rounding,
+        "round_sum": c.round_sum,
+    }
+    if c.residual is not None:
+        found["residual"] = other_place.put(case.second.make(shape, c.residual))
+    if c.op == "rms_norm":
+        return found
+    found |= {"out_dtype": c.out, "fp8_max": c.fp8_max, "return_norm": c.norm, "quantize": c.quantize}
+    if c.static:
+        found["static_scale"] = torch.tensor(case.static)
+    else:
+        found |= {"scales_dtype": c.scales, "group_size": c.group, "scale_ub": case.scale_ub}
+        found["min_scale"] = case.min_scale if c.least else 0.0
+        if c.bounded:
+            found["scale_ub"] = torch.tensor(case.scale_ub)
+        found |= {"scale_format": "ue8m0" if c.ue8m0 else "float", "scale_layout": "column" if case.column else "row"}
+    if c.prologue:
+        found["prologue"], kinds = _PROLOGUES[c.prologue]
+        shapes = {"full": shape, "column": (case.n,), "row": (*case.lead, 1)}
+        shapes["group"] = (*case.lead, case.n // (c.operand_group or 1))
+        made = (
+            replace(case.second, start=case.second.start + i).make(shapes[k], c.operand) for i, k in enumerate(kinds)
+        )
+        found["prologue_args"] = [t if k == "column" else other_place.put(t) for t, k in zip(made, kinds, strict=True)]
+    return found
+
+
+def _x(values: Values, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The values, in 8 bits as they come: an integer has no NaN, and neither format an infinity."""
+    if dtype in FLOATS:
+        return values.make(shape, dtype)
+    t = values.make(shape, torch.float32)
+    if dtype == torch.int8:
+        return (16 * t.nan_to_num()).clamp(-128, 127).to(dtype)
+    limit = FP8_FORMATS[dtype].max
+    return t.clamp(-limit, limit).to(dtype)
+
+
+def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    result = (rms_norm if op == "rms_norm" else rms_norm_fused_fp8)(**arguments)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def result_names(c: RowConfiguration) -> list[str]:
+    """The keyword by which each result can be given, in the order they are returned."""
+    names = ["out"] if c.op == "rms_norm" else ["out", "scale_output"]
+    return names + ["residual_out"] * (c.residual is not None) + ["norm_out"] * c.norm
+
+
+def _run(case: RowCase, device: str) -> str | None:
+    c = case.config
+    host = inputs(case)
+    arguments = {k: _moved(v, device) for k, v in host.items()}
+    before = draw.snapshot(arguments)
+    results = _call(c.op, arguments)
+    names = result_names(c)
+    rooms: dict[str, Tensor] = {}
+    for name, like in zip(names, results, strict=True):
+        if name == "scale_output" and (c.static or case.column):
+            continue
+        where = case.places[2 if name == "out" else 3]
+        rooms[name] = where.room(like.shape, like.dtype)
+    given = {name: on_device(t, device) if device != "cpu" else copied(t) for name, t in rooms.items()}
+    again = _call(c.op, {**arguments, **given})
+    touched = draw.changed(arguments, before)
+    if touched is not None:
+        return f"{touched} was written"
+    for name, first, second in zip(names, results, again, strict=True):
+        if not same_bytes(first, second):
+            return f"{name} differs when written into the caller's tensor"
+        if name in rooms and draw.spilt(rooms[name], second):
+            return f"bytes beside {name} were written"
+    if c.residual == c.x and not c.prologue and not any(p.expanded for p in case.places[:2]):
+        fresh = {k: _moved(v, device) if device != "cpu" else copied(v) for k, v in host.items()}
+        own = {"residual_out": fresh["residual"], **({"out": fresh["x"]} if c.op == "rms_norm" else {})}
+        for name, first, second in zip(names, results, _call(c.op, {**fresh, **own}), strict=True):
+            if not same_bytes(first, second):
+                return f"{name} differs in place"
+    return verify(case, host, tuple(t.cpu() for t in results))
+
+
+def copied(value: Any) -> Any:
+    """A copy with strides and offset kept."""
+    if not isinstance(value, Tensor):
+        return value
+    memory = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).clone()
+    return memory.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return on_device(value, device)
+    return [on_device(t, device) for t in value] if isinstance(value, list) else value
+
+
+def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
+    """None, or what is wrong with the results."""
+    c = case.config
+    named = dict(zip(result_names(c), results, strict=True))
+    error, doubt = compare.FLOAT32_ERROR, None
+    h = host["x"].float()
+    if c.prologue:
+        error = _PROLOGUE_ERROR
+        h = host["prologue"](h.double(), *(oracle.per_column(t.double(), case.n) for t in host["prologue_args"]))
+        doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
+    if c.residual is not None:
+        h = h + host["residual"].to(h.dtype)
+    h = h.double()
+    if c.residual is not None:
+        wrong = (bounds.Bounds(h, h) if doubt is None else bounds.around(h, doubt)).stored(named["residual_out"])
+        if wrong is not None:
+            return f"new_residual: {wrong}"
+        if c.rounding == "hf" if c.round_sum is None else c.round_sum:
+            if doubt is not None:
+                low, high = bounds.around(h, doubt).rounded(c.residual)
+                doubt = torch.where(low.isfinite() & high.isfinite(), high - low, 0.0)
+            h = h.to(c.residual).double()
+    rs, g = bounds.reciprocal_rms(h, case.eps), bounds.weight(host["gamma"], case.offset)
+    rounded = c.x if c.rounding == "hf" else None
+    divides = c.quantize == "divide"
+    y = None
+    for name in ("out",) if c.op == "rms_norm" else ("norm_out",) if c.norm else ():
+        y = bounds.normed(h, rs, g, rounded, error, doubt)
+        wrong = y.stored(named[name])
+        if wrong is not None:
+            return f"{name}: {wrong}"
+    if c.op == "rms_norm":
+        return None
+    fmt = FP8_FORMATS[c.out]
+    fp8_max = c.fp8_max or fmt.max
+    if (rounded is not None or divides) and y is None:
+        y = bounds.normed(h, rs, g, rounded, error, doubt)
+    stored = host.get("static_scale")
+    if stored is None:
+        if rounded is None and not divides:
+            size = (h * g).abs()
+            off = (size if doubt is None else (h.abs() + doubt) * g.abs()) * rs
+            off = off * error + bounds.FLOOR * rs
+            if doubt is not None:
+                off = off + doubt * rs * g.abs() + size * rs * bounds.spread(doubt, rs)
+            off = torch.where(size == 0, 0.0 if doubt is None else off, off)
+            ends = [bounds.largest(t, c.group) for t in (size * rs - off, size * rs + off)]
+        else:
+            assert y is not None
+            ends = [bounds.largest(t, c.group) for t in bounds.sizes(y)]
+        rule = ScaleRule("group" if c.group else "row", c.scales, c.group or 0, c.ue8m0)
+        least = case.min_scale if c.least else 0.0
+        wrong = bounds.scales(named["scale_output"], ends[0], ends[1], case.scale_ub, fp8_max, rule, least)
+        if wrong is not None:
+            return wrong
+        stored = compare.scale_values(named["scale_output"])
+        if c.group:
+            stored = stored.repeat_interleave(c.group, -1)
+    stored = stored.double()
+    if y is not None and (rounded is not None or divides):
+        stored = torch.where(rs.isnan(), torch.nan, stored)
+        return (bounds.codes_divided if divides else bounds.codes_rounded)(named["out"], y, stored, fmt, fp8_max)
+    return bounds.codes_once(named["out"], h, rs, g, stored, fmt, fp8_max, error, doubt)
+
+
+__all__ = ["OPS", "RowCase", "RowConfiguration", "configuration", "copied", "draw_case", "inputs", "verify"]

@@ -1,0 +1,5 @@
+"""``python tests/mutation``: see `campaign`."""
+
+from tools.mutation.campaign import main
+
+main()
