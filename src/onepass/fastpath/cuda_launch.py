@@ -1,13 +1,14 @@
-"""A remembered launch without Triton's launcher, which parses every argument of every call: CUDA's own function on arguments that lie
-ready, of which only addresses change.
+"""A recorded launch without Triton's launcher, which parses every argument of every call.
 
-CUDA reads the arguments before the call returns, but while it does other Python threads run: so a launch takes a set of arguments
-that is not in use, and puts it back.
+It calls CUDA's own function on prepared arguments, of which only addresses change. CUDA reads the
+arguments before the call returns, but other Python threads may run meanwhile. So each launch borrows
+a set of arguments that is not in use and then returns it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import linecache
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import torch
 
 SIZES: Final = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
 SCRATCH: Final = 2
-"""Triton gives every kernel two addresses of scratch memory after its own arguments."""
+"""Triton appends two addresses of scratch memory to every kernel's arguments."""
 _SERIALIZATION: Final = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 
@@ -44,7 +45,7 @@ class _Config(ctypes.Structure):
 
 @cache
 def _driver() -> Any:
-    """CUDA's driver, which torch has loaded; None where there is none, or one without this launch."""
+    """The CUDA driver that torch has loaded; None if there is none, or if it lacks this launch function."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         _ = library.cuLaunchKernelEx
@@ -54,7 +55,7 @@ def _driver() -> Any:
 
 
 class Direct:
-    """A loaded CUDA kernel whose runtime arguments are of ``kinds``, in order."""
+    """A loaded CUDA kernel whose runtime arguments have these ``kinds``, in order."""
 
     def __init__(self, function: int, kinds: Sequence[str], warps: int, shared: int, pdl: bool, device: int) -> None:
         self._function = ctypes.c_void_p(function)
@@ -63,10 +64,10 @@ class Direct:
         self._device = device
 
     def prepare(self, grid: int, values: Sequence[Any], changing: Sequence[int], otherwise: Prepared) -> Prepared:
-        """``launch(*addresses)``: the kernel on ``values``, those at the places ``changing`` replaced by ``addresses``.
+        """Return ``launch(*addresses)``: the kernel on ``values``, with those at indices ``changing`` replaced.
 
-        A thread that has done nothing with CUDA yet has no context, without which CUDA launches nothing: then ``otherwise``, Triton's
-        launcher, gives it one and does the launch.
+        In a thread that has not used CUDA yet the launch fails, because there is no context. Then
+        ``otherwise``, Triton's launcher, creates one and launches.
         """
         words = [_word(kind, value) for kind, value in zip(self._kinds, values, strict=True)] + [0] * SCRATCH
         launch = _driver().cuLaunchKernelEx
@@ -80,7 +81,9 @@ class Direct:
         return _writer(tuple(changing))(launch, elsewhere, otherwise, self._function, device, lay_out)
 
     def _lay_out(self, grid: int, words: Sequence[int]) -> tuple[Any, ...]:
-        """Arguments of one launch: words to write addresses into, the word of the stream, what CUDA is given, what must live on."""
+        """Arguments of one launch: their 64-bit words, the stream's word, what CUDA receives, and
+        objects to keep alive.
+        """
         slots = (ctypes.c_uint64 * len(words))(*words)
         first = ctypes.addressof(slots)
         pointers = (ctypes.c_void_p * len(words))(*(first + 8 * i for i in range(len(words))))
@@ -95,7 +98,7 @@ class Direct:
 
 @cache
 def _writer(changing: tuple[int, ...]) -> Callable[..., Prepared]:
-    """Straight-line code of a launch in which the arguments at these places change."""
+    """Straight-line code of a launch in which the arguments at these indices change."""
     names = [f"a{i}" for i in range(len(changing))]
     code = f"""
 def make(launch, elsewhere, otherwise, function, device, lay_out):
@@ -106,7 +109,7 @@ def make(launch, elsewhere, otherwise, function, device, lay_out):
         except IndexError:
             arguments = lay_out()
         words, stream, config, pointers, _ = arguments
-        {"; ".join(f"words[{place}] = {name}" for place, name in zip(changing, names, strict=True)) or "pass"}
+        {"; ".join(f"words[{index}] = {name}" for index, name in zip(changing, names, strict=True)) or "pass"}
         stream[0] = current_stream(device)
         error = (launch if current_device() == device else elsewhere)(config, function, pointers, None)
         free.append(arguments)
@@ -121,7 +124,9 @@ def make(launch, elsewhere, otherwise, function, device, lay_out):
         "current_device": torch._C._cuda_getDevice,
         "fail": _fail,
     }
-    exec(code, scope)
+    filename = f"<onepass cuda launch {changing}>"
+    linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)
+    exec(compile(code, filename, "exec"), scope)
     make: Callable[..., Prepared] = scope["make"]
     return make
 
@@ -131,7 +136,7 @@ def _fail(error: int) -> None:
 
 
 def _word(kind: str, value: Any) -> int:
-    """An argument as the eight bytes in which CUDA finds it."""
+    """An argument as the eight bytes that CUDA reads."""
     if kind == "fp32":
         return int.from_bytes(struct.pack("<f", value), "little")
     return int(value or 0) & (0xFFFFFFFF if kind == "i32" else 0xFFFFFFFFFFFFFFFF)
@@ -144,7 +149,7 @@ def _message(error: int) -> str:
 
 
 def direct(compiled: Any, kinds: Sequence[str], warps: int, pdl: bool, device: int) -> Direct | None:
-    """The kernel for direct launches, if its parameters are what they are taken for; else None."""
+    """The kernel for direct launches, if its parameters are the expected ones; otherwise None."""
     ptx = compiled.asm.get("ptx", "")
     entry = re.search(r"\.entry\s+\w+\((.*?)\)", ptx, re.DOTALL)
     expected = [".u64" if kind.startswith("*") else SIZES.get(kind, "?") for kind in kinds] + [".u64"] * SCRATCH

@@ -1,1 +1,1 @@
-"""The GPU backend: Triton kernels, one file an op, and the device functions they share."""
+"""The GPU backend: the Triton kernels of each op and the device functions they share."""

@@ -1,12 +1,14 @@
-"""Compiled kernels: one explicit source, signature and set of attributes, on a GPU or ahead of time without one.
+"""Compiles kernels from an explicit source, signature and attributes, with or without a GPU, and
+loads them.
 
-The launch path and the ahead-of-time path build the same `Build` and so the same machine code; `machine_hash` names it.
+The launch path and the ahead-of-time path use the same `Build` and therefore the same machine code,
+which `machine_hash` identifies.
 """
 
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from triton.compiler import ASTSource
 from ..errors import Unsupported
 from ..fastpath import replay
 from ..fastpath.cuda_launch import Prepared, direct
-from .config import Chip
+from .chip import Chip, current_chip
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -34,33 +36,72 @@ POINTERS = {
 }
 
 _lock = threading.RLock()
-"""Held while a kernel is compiled or loaded, which one thread does for all."""
+"""Held while a kernel is compiled or loaded, so that each is compiled once."""
+
+
+def leaves(value: Any, prefix: str = "", path: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+    """Name, path and value of all leaves: ``x.s0`` is field ``s0`` of parameter ``x``."""
+    if not isinstance(value, tuple):
+        yield prefix, path, value
+        return
+    names = getattr(value, "_fields", range(len(value)))
+    for i, (name, item) in enumerate(zip(names, value, strict=True)):
+        yield from leaves(item, f"{prefix}.{name}" if prefix else str(name), (*path, i))
+
+
+def nested(shape: Any, values: Iterator[Any]) -> Any:
+    """``values`` in the nesting of ``shape``."""
+    return tuple(nested(item, values) for item in shape) if isinstance(shape, tuple) else next(values)
+
+
+def flat(shape: Any, value: Any) -> Iterator[Any]:
+    """The inverse of `nested`: the items of ``value`` at the leaves of ``shape``."""
+    if not isinstance(shape, tuple):
+        yield value
+        return
+    for item, part in zip(shape, value, strict=True):
+        yield from flat(item, part)
 
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel and everything its machine code depends on. ``arguments`` pairs each parameter with its type or constant."""
+    """A kernel and everything its machine code depends on.
+
+    ``signature`` has the type of each parameter, "constexpr", or a (named) tuple of these.
+    ``constants`` and ``divisible`` name their leaves.
+    """
 
     name: str
     kernel: Any
-    signature: tuple[tuple[str, str], ...]
+    signature: tuple[tuple[str, Any], ...]
     constants: tuple[tuple[str, Any], ...]
     divisible: tuple[tuple[str, int], ...]
     warps: int
     pdl: bool
     registers: int = 0
     contracts: bool = True
-    """Whether the compiler may make one fused operation of a product and a sum."""
+    """Whether the compiler may fuse a product and a sum into one operation."""
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The types of all parameters, nested like the kernel's arguments."""
+        return tuple(kind for _, kind in self.signature)
+
+    def leaves(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Name, path and type of every argument, in order."""
+        found = (leaves(kind, name, (i,)) for i, (name, kind) in enumerate(self.signature))
+        return [leaf for each in found for leaf in each]
 
     def source(self) -> ASTSource:
         """What Triton compiles."""
-        names = self.kernel.arg_names
-        attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in self.divisible}
-        return ASTSource(self.kernel, dict(self.signature), dict(self.constants), attributes)
+        paths = {name: path for name, path, _ in self.leaves()}
+        attributes = {paths[name]: [["tt.divisibility", by]] for name, by in self.divisible}
+        constants = {paths[name]: value for name, value in self.constants}
+        return ASTSource(self.kernel, dict(self.signature), constants, attributes)
 
 
 def setting(build: Build, chip: Chip) -> tuple[GPUTarget, dict[str, Any]]:
-    """What Triton compiles a build for, and with which options."""
+    """The target and options that Triton compiles a build with."""
     options: dict[str, Any] = {"num_warps": build.warps, "enable_fp_fusion": build.contracts}
     if build.registers and chip.backend == "cuda":
         options["maxnreg"] = build.registers
@@ -70,7 +111,7 @@ def setting(build: Build, chip: Chip) -> tuple[GPUTarget, dict[str, Any]]:
 
 
 def compile_build(build: Build, chip: Chip) -> Any:
-    """Compile for ``chip``; needs no GPU. Line information is off, so that the code does not depend on file paths."""
+    """Compile without a GPU, and without line information, which contains file paths."""
     target, options = setting(build, chip)
     with _lock, triton.knobs.compilation.scope():
         triton.knobs.compilation.disable_line_info = True
@@ -83,41 +124,35 @@ def machine_hash(compiled: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def current_chip(device: int) -> Chip:
-    """The chip of a torch CUDA (or ROCm) device."""
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return Chip("hip", properties.gcnArchName.split(":")[0], 64)
-    return Chip("cuda", properties.major * 10 + properties.minor, 32)
-
-
 UNPROVEN: tuple[str, ...] = ()
-"""How the names of configurations begin that may be merged before they ran on a GPU; on one they raise `Unsupported`.
+"""Name prefixes of configurations that were merged before they ran on a GPU. On a GPU they raise
+`Unsupported`.
 
-No other configuration does. One that the evidence does not cover (CONTRIBUTING.md says which it does) compiles and runs.
+All others compile and run, even without evidence (see CONTRIBUTING.md).
 """
 
 
 def is_unproven(build: Build) -> bool:
-    """Whether a configuration is listed as never having run on a GPU."""
+    """Whether a configuration is listed in `UNPROVEN`."""
     return build.name.startswith(UNPROVEN) if UNPROVEN else False
 
 
 class Launcher:
-    """A loaded kernel on one device, called with a grid and the kernel's arguments in order."""
+    """A loaded kernel on one device, called with a grid and nested arguments."""
 
     def __init__(self, build: Build, device: int) -> None:
         if is_unproven(build) and os.environ.get("ONEPASS_UNPROVEN") != "1":
-            raise Unsupported(
-                f"{build.name}: this kernel has not run on a GPU yet; ONEPASS_UNPROVEN=1 runs it all the same"
-            )
+            raise Unsupported(f"{build.name}: this kernel has not run on a GPU yet; ONEPASS_UNPROVEN=1 runs it anyway")
         with torch.cuda.device(device):
             compiled = compile_build(build, current_chip(device))
             run = compiled.run
         self._device = device
-        self.addresses = [i for i, (_, kind) in enumerate(build.signature) if kind.startswith("*")]
-        """Places of the arguments that are addresses."""
-        # Triton's own launcher object only adds scratch buffers and hooks, which these kernels do not have.
+        self._shape = build.shape
+        kinds = [kind for _, _, kind in build.leaves()]
+        self.addresses = [i for i, kind in enumerate(kinds) if kind.startswith("*")]
+        """Indices of the flattened arguments that are addresses."""
+        # Triton's own launcher object only adds scratch buffers and hooks, which these kernels do
+        # not use.
         bare = getattr(run, "launch", None)
         scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
         self._run: Any = run
@@ -126,30 +161,32 @@ class Launcher:
             self._run = bare
             fixed += (run.launch_cooperative_grid, run.launch_pdl, None, None)
         self._fixed = (*fixed, compiled.packed_metadata, None, None, None)
-        self._runtime = [i for i, (_, kind) in enumerate(build.signature) if kind != "constexpr"]
-        kinds = [build.signature[i][1] for i in self._runtime]
-        self._direct = None if scratch else direct(compiled, kinds, build.warps, build.pdl, device)
+        self._runtime = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
+        runtime = [kinds[i] for i in self._runtime]
+        self._direct = None if scratch else direct(compiled, runtime, build.warps, build.pdl, device)
 
-    def prepare(self, grid: int, arguments: Sequence[Any], places: Sequence[int]) -> Prepared:
-        """``launch(*addresses)``: the same launch with the arguments at ``places`` replaced by ``addresses``."""
+    def prepare(self, grid: int, arguments: Sequence[Any], changing: Sequence[int]) -> Prepared:
+        """``launch(*addresses)``: repeats this launch with the flat arguments ``changing``
+        replaced.
+        """
         template = list(arguments)
 
         def launch(*addresses: int) -> None:
             arguments = template.copy()
-            for place, address in zip(places, addresses, strict=True):
-                arguments[place] = address
-            self(grid, arguments)
+            for index, address in zip(changing, addresses, strict=True):
+                arguments[index] = address
+            self(grid, nested(self._shape, iter(arguments)))
 
         if self._direct is None:
             return launch
-        slots = [self._runtime.index(place) for place in places]
+        slots = [self._runtime.index(index) for index in changing]
         return self._direct.prepare(grid, [arguments[i] for i in self._runtime], slots, launch)
 
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
         """Launch on the current stream."""
         device = self._device
         if replay.tape.on:
-            replay.note(self, grid, arguments)
+            replay.note(self, grid, list(flat(self._shape, tuple(arguments))))
         stream = torch._C._cuda_getCurrentRawStream(device)
         if torch._C._cuda_getDevice() == device:
             self._run(grid, 1, 1, stream, *self._fixed, *arguments)
@@ -162,7 +199,7 @@ _loaded: dict[tuple[Build, int], Launcher] = {}
 
 
 def load(build: Build, device: int) -> Launcher:
-    """The launcher of a configuration on a device; rows of different lengths share one."""
+    """The launcher of a configuration on a device; rows of different lengths may share it."""
     with _lock:
         found = _loaded.get((build, device))
         if found is None:

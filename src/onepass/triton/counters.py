@@ -1,7 +1,7 @@
-"""Arrival counters that nobody shares by accident.
+"""Arrival counters. Launches that may overlap never share one.
 
-A counter is zero before a launch and zero after it. Launches of one stream follow one another, so they may share one;
-launches of two streams may not, nor may a captured graph, which can be replayed on any stream, share with anybody.
+A counter is zero before and after each launch. Launches on one stream run in sequence and share a
+counter. Each captured launch has a separate one, because a graph can be replayed on any stream.
 """
 
 from typing import Final
@@ -12,20 +12,20 @@ from torch import Tensor
 from ..specs.gemv_norm import MAX_SEGMENTS
 
 POOL: Final = 4096
-"""Captured calls that one allocation serves."""
+"""Captured calls per allocation."""
 
 _streams: dict[tuple[int, int], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}
 _kept: list[Tensor] = []
-"""Whole pools: a graph may be replayed long after the last counter of its pool was taken."""
+"""Keeps pools alive: a graph may be replayed long after its pool is used up."""
 
 
 def take(device: int) -> tuple[Tensor, tuple[int, int] | None]:
-    """Zeroed counters for a launch on the current stream, and the key to `discard` them by should the launch fail."""
+    """Zeroed counters for a launch on the current stream, and the key to `discard` them."""
     if torch.cuda.is_current_stream_capturing():
         try:
             return _pools[device].pop(), None
-        except LookupError:  # with nothing prepared the zeroing becomes part of the graph
+        except LookupError:  # no counter left: zeroing becomes part of the graph
             return torch.zeros(MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}"), None
     if not _pools.get(device):
         _kept.append(torch.zeros(POOL, MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}"))
@@ -38,6 +38,6 @@ def take(device: int) -> tuple[Tensor, tuple[int, int] | None]:
 
 
 def discard(key: tuple[int, int] | None) -> None:
-    """Never use these counters again: a launch that failed may have left them at any value."""
+    """Stop using these counters: a failed launch may have left them at any value."""
     if key is not None:
         _streams.pop(key, None)

@@ -1,9 +1,10 @@
 """``y = act @ weight.T`` with RMSNorm of its first columns, in one launch.
 
-**Ordering.** A block stores its float32 y, all its threads meet at a barrier, and one of them adds 1 to its segment's
-counter with acquire-release order at device scope. The release makes the whole block's stores visible to whoever sees that
-count, the acquire of the last to arrive makes all blocks' stores visible to it; it norms the segment and writes 0 back
-for the next launch.
+**Ordering.** A block stores its float32 y, all its threads meet at a barrier, and one of them adds
+1 to its segment's counter with acquire-release order at device scope. The release makes the whole
+block's stores visible to any block that sees that count; the acquire of the last block to arrive
+makes all blocks' stores visible to it. That block norms the segment and writes 0 back for the next
+launch. Constants are the named tuples of `gemv_norm`.
 """
 
 import triton
@@ -31,54 +32,53 @@ CHUNK = tl.constexpr(512)
 
 
 @triton.jit
-def _load_weights(
-    weight, row0, limit, stride, at, k, TILES: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr, MASK: tl.constexpr
-):
-    """One step of the tile's weight rows."""
-    PARTS: tl.constexpr = PIECES // WARPS
+def _load_weights(weight, at, k, WT: tl.constexpr, TILE: tl.constexpr):
+    """One step of the weights; ``weight`` is their address, first row, row limit and stride."""
+    PARTS: tl.constexpr = PIECES // TILE.warps
+    base, row0, limit, stride = weight
     tiles = ()
-    for i in tl.static_range(TILES):
+    for i in tl.static_range(WT):
         row = row0 + i * (8 // PARTS) + lane_row() // PARTS
-        tiles = tiles + (load_tile(weight, row, limit, stride, at, k, VEC, WARPS, MASK, "evict_first"),)
+        tiles = tiles + (load_tile(base, row, limit, stride, at, k, TILE, "evict_first"),)
     return tiles
 
 
 @triton.jit
-def _load_act(
-    act, m, stride, at, k,
-    TILES: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr, DOT: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """One step of the rows of act that the program multiplies."""
-    PARTS: tl.constexpr = PIECES // WARPS
+def _load_act(act, at, k, XT: tl.constexpr, TILE: tl.constexpr):
+    """One step of the program's rows of act; ``act`` is the address, the number of rows and the
+    stride.
+    """
+    PARTS: tl.constexpr = PIECES // TILE.warps
+    base, m, stride = act
     tiles = ()
-    for i in tl.static_range(TILES):
-        if DOT:
+    for i in tl.static_range(XT):
+        if TILE.dot:
             row = i * (8 // PARTS) + lane_row() // PARTS
         else:
             row = i + lane_row() * 0
-        tiles = tiles + (load_tile(act, row, m, stride, at, k, VEC, WARPS, MASK, "evict_last"),)
+        tiles = tiles + (load_tile(base, row, m, stride, at, k, TILE, "evict_last"),)
     return tiles
 
 
 @triton.jit
 def _multiply(
-    ws, xs, totals, DTYPE: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr,
-    DOT: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """One step's products added to the accumulators."""
+    ws, xs, totals, DTYPE: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr
+):
+    """Add one step's products to the accumulators."""
     sums = ()
-    if DOT:
+    if TILE.dot:
         for i in tl.static_range(WT // 2):
-            first, second = decode(ws[2 * i], DTYPE, FP8, HARDWARE), decode(ws[2 * i + 1], DTYPE, FP8, HARDWARE)
-            left = fragment_w(first, second, VEC, WARPS)
+            first = decode(ws[2 * i], DTYPE, MATH.fp8, MATH.hardware)
+            second = decode(ws[2 * i + 1], DTYPE, MATH.fp8, MATH.hardware)
+            left = fragment_w(first, second, TILE.vec, TILE.warps)
             for j in tl.static_range(XT):
-                right = fragment_x(xs[j], VEC, WARPS)
-                if not EXACT:  # the interpreter multiplies bfloat16 as integers
+                right = fragment_x(xs[j], TILE.vec, TILE.warps)
+                if not MATH.hw_rounding:  # the interpreter multiplies bfloat16 as integers
                     left, right = left.to(tl.float32), right.to(tl.float32)
                 sums = sums + (tl.dot(left, right, totals[i * XT + j]),)
     else:
         for i in tl.static_range(WT):
-            w = decode(ws[i], DTYPE, FP8, HARDWARE).to(tl.float32)
+            w = decode(ws[i], DTYPE, MATH.fp8, MATH.hardware).to(tl.float32)
             for j in tl.static_range(XT):
                 sums = sums + (tl.fma(w, xs[j].to(tl.float32), totals[i * XT + j]),)
     return sums
@@ -86,87 +86,91 @@ def _multiply(
 
 @triton.jit
 def _stream(
-    act, weight, m, k, row0, limit, act_stride, weight_stride,
-    STEPS: tl.constexpr, LONG: tl.constexpr, MASK: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr, PACE: tl.constexpr,
-    PACK: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, VEC: tl.constexpr, WARPS: tl.constexpr, DOT: tl.constexpr, FP8: tl.constexpr,
-    HARDWARE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr, trace, block, TRACED: tl.constexpr,
+    act, weight, k, trace, block,
+    DTYPE: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """Accumulators over all of k. The first weights are asked for before the previous kernel has ended.
+    """Accumulators over all of k. The first weights are requested before the previous kernel has
+    ended.
 
-    Steps are unrolled: a value that is still on its way from memory must not be carried around a loop, where the compiler
-    would move, and so await, its halves. Very long K is walked in unrolled stretches.
+    Steps are unrolled: a value that is still being loaded must not be carried around a loop, where
+    the compiler would move its halves and so wait for them. Very long K is walked in unrolled
+    stretches.
     """
-    STEP: tl.constexpr = PIECES * 4 * VEC
-    DTYPE: tl.constexpr = act.dtype.element_ty
+    STEP: tl.constexpr = PIECES * 4 * TILE.vec
+    STEPS: tl.constexpr = TILE.steps
+    DEPTH: tl.constexpr = TILE.depth
     ws = ()
     for s in tl.static_range(DEPTH):
-        if PACE > 0 and s >= PACE:
-            arrived(ws[s - PACE][WT - 1], PACK)
-        ws = ws + (_load_weights(weight, row0, limit, weight_stride, s * STEP, k, WT, VEC, WARPS, MASK),)
-    wait(PDL)
-    stamp(trace, block, 1, block, TRACED)
+        if TILE.pace > 0 and s >= TILE.pace:
+            arrived(ws[s - TILE.pace][WT - 1], MATH.pack)
+        ws = ws + (_load_weights(weight, s * STEP, k, WT, TILE),)
+    wait(MATH.pdl)
+    stamp(trace, block, 1, block, MATH.traced)
     totals = ()
-    for i in tl.static_range(WT // 2 * XT if DOT else WT * XT):
-        if DOT:
-            totals = totals + (tl.zeros((WARPS, 16, 8), tl.float32),)
+    for i in tl.static_range(WT // 2 * XT if TILE.dot else WT * XT):
+        if TILE.dot:
+            totals = totals + (tl.zeros((TILE.warps, 16, 8), tl.float32),)
         else:
-            totals = totals + (tl.zeros((4, 8, WARPS, VEC), tl.float32),)
+            totals = totals + (tl.zeros((4, 8, TILE.warps, TILE.vec), tl.float32),)
     xs = ()
-    for s in tl.static_range(AHEAD):
-        xs = xs + (_load_act(act, m, act_stride, s * STEP, k, XT, VEC, WARPS, DOT, MASK),)
+    for s in tl.static_range(TILE.ahead):
+        xs = xs + (_load_act(act, s * STEP, k, XT, TILE),)
     for s in tl.static_range(STEPS):
         if s + DEPTH < STEPS:
-            ws = ws + (_load_weights(weight, row0, limit, weight_stride, (s + DEPTH) * STEP, k, WT, VEC, WARPS, MASK),)
-        if s + AHEAD < STEPS:
-            xs = xs + (_load_act(act, m, act_stride, (s + AHEAD) * STEP, k, XT, VEC, WARPS, DOT, MASK),)
-        totals = _multiply(ws[s], xs[s], totals, DTYPE, WT, XT, VEC, WARPS, DOT, FP8, HARDWARE, EXACT)
-    if LONG:
+            ws = ws + (_load_weights(weight, (s + DEPTH) * STEP, k, WT, TILE),)
+        if s + TILE.ahead < STEPS:
+            xs = xs + (_load_act(act, (s + TILE.ahead) * STEP, k, XT, TILE),)
+        totals = _multiply(ws[s], xs[s], totals, DTYPE, WT, XT, TILE, MATH)
+    if TILE.long:
         for begin in tl.range(STEPS * STEP, k, STEPS * STEP, num_stages=1):
             more = ()
             for s in tl.static_range(DEPTH):
-                more = more + (
-                    _load_weights(weight, row0, limit, weight_stride, begin + s * STEP, k, WT, VEC, WARPS, MASK),
-                )
+                more = more + (_load_weights(weight, begin + s * STEP, k, WT, TILE),)
             for s in tl.static_range(STEPS):
                 if s + DEPTH < STEPS:
-                    at = begin + (s + DEPTH) * STEP
-                    more = more + (_load_weights(weight, row0, limit, weight_stride, at, k, WT, VEC, WARPS, MASK),)
-                x = _load_act(act, m, act_stride, begin + s * STEP, k, XT, VEC, WARPS, DOT, MASK)
-                totals = _multiply(more[s], x, totals, DTYPE, WT, XT, VEC, WARPS, DOT, FP8, HARDWARE, EXACT)
+                    more = more + (_load_weights(weight, begin + (s + DEPTH) * STEP, k, WT, TILE),)
+                x = _load_act(act, begin + s * STEP, k, XT, TILE)
+                totals = _multiply(more[s], x, totals, DTYPE, WT, XT, TILE, MATH)
     return totals
 
 
 @triton.jit
-def _store_columns(
-    values, i, j, row0, limit, m, tail_start, is_tail, y, y_at, y_stride, unnormed, tail_stride, weight_scale,
-    SCALED: tl.constexpr, SEGMENTS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """``values`` [columns i, rows j] to the workspace (normed segments) or, rounded, to the tail."""
+def _store_columns(values, i, j, m, span, out, weight_scale, SEGMENTS: tl.constexpr, MATH: tl.constexpr):
+    """``values`` [columns i, rows j] to the workspace (normed segments) or, rounded, to the tail.
+
+    ``span`` holds the first column of the tile and its limit, where the tail starts, and whether
+    this is the tail; ``out`` holds the workspace, the tile's first column in it and its stride, the
+    tail and its stride.
+    """
+    row0, limit, tail_start, is_tail = span
+    y, y_at, y_stride, unnormed, tail_stride = out
     inside = row0 + i < limit
-    if SCALED == "row":
+    if MATH.scaled == "row":
         values = values * tl.load(weight_scale + row0 + i, mask=inside, other=0.0)[:, None]
-    elif SCALED == "tensor":
+    elif MATH.scaled == "tensor":
         values = values * tl.load(weight_scale)
     mask = inside[:, None] & (j < m)[None, :]
     place = j.to(tl.int64)[None, :]
     if is_tail:
-        out = cast(values, unnormed.dtype.element_ty, EXACT)
-        tl.store(unnormed + place * tail_stride + (row0 - tail_start + i)[:, None], out, mask=mask)
+        rounded = cast(values, unnormed.dtype.element_ty, MATH.hw_rounding)
+        tl.store(unnormed + place * tail_stride + (row0 - tail_start + i)[:, None], rounded, mask=mask)
     elif SEGMENTS > 0:
         tl.store(y + place * y_stride + (y_at + i)[:, None], values, mask=mask)
 
 
 @triton.jit
 def _load_y(y, start, y_stride, columns, mask):
-    """Past the cache of this multiprocessor, which other blocks did not write to."""
+    """Bypass this multiprocessor's cache, which may lack what other blocks wrote."""
     return tl.load(y + start * y_stride + columns, mask=mask, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def _sum_chunk(tile, GROUP: tl.constexpr):
-    """[GROUP, CHUNK] to [GROUP] in an order that no layout can change: fours, halves of each 128 columns, then the four 128s.
+    """[GROUP, CHUNK] to [GROUP] in an order that does not depend on the layout: fours, halves of
+    each 128 columns, then the four 128s.
 
-    With 4 columns a thread and 4 warps along a row that is threads, lanes, and one exchange between warps.
+    With 4 columns per thread and 4 warps along a row, these sums are within a thread, between
+    lanes, and in one exchange between warps.
     """
     for i in tl.static_range(2):
         tile = tl.sum(tl.reshape(tile, (GROUP, CHUNK >> (i + 1), 2)), axis=2)
@@ -177,14 +181,30 @@ def _sum_chunk(tile, GROUP: tl.constexpr):
 
 @triton.jit
 def _norm_segment(
-    y, y_stride, gamma, normed, stride, scale, scale_stride, m, width, eps, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
-    LONG: tl.constexpr, CODES: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
-    ENCODES: tl.constexpr, EXACT: tl.constexpr, trace, block, TRACED: tl.constexpr,
-):  # fmt: skip
-    """RMSNorm of one segment's rows from the float32 workspace, GROUP at a time.
+    source,
+    out,
+    m,
+    width,
+    eps,
+    trace,
+    block,
+    S: tl.constexpr,
+    TILE: tl.constexpr,
+    QUANT: tl.constexpr,
+    MATH: tl.constexpr,
+):
+    """RMSNorm of the rows of segment S from the float32 workspace, ``group`` at a time.
 
-    Squares of the same place in all chunks are added first, then as `_sum_chunk` does: the order depends on the width alone.
+    ``source`` is the workspace, its stride and gamma; ``out`` the normed rows and their stride, the
+    scale and its stride. Squares at the same position of all chunks are added first, then as in
+    `_sum_chunk`: the order depends on the width alone.
     """
+    y, y_stride, gamma = source
+    normed, stride, scale, scale_stride = out
+    CHUNKS: tl.constexpr = TILE.chunks[S]
+    LONG: tl.constexpr = TILE.longs[S]
+    GROUP: tl.constexpr = TILE.group
+    CODES: tl.constexpr = S == 0 and scale is not None
     place = tl.arange(0, CHUNK)[None, :]
     for first in tl.range(0, m, GROUP):
         row = first + tl.arange(0, GROUP)
@@ -198,7 +218,7 @@ def _norm_segment(
         for c in tl.static_range(CHUNKS):
             columns = c * CHUNK + place
             weights = weights + (tl.load(gamma + columns, mask=columns < width, other=0.0),)
-        stamp(trace, block, 6, tl.sum(tl.sum(values[CHUNKS - 1], 1), 0) if TRACED else 0.0, TRACED)
+        stamp(trace, block, 6, tl.sum(tl.sum(values[CHUNKS - 1], 1), 0) if MATH.traced else 0.0, MATH.traced)
         squares = values[0] * values[0]
         sizes = squares
         if CODES:
@@ -217,11 +237,11 @@ def _norm_segment(
                     sizes = tl.maximum(sizes, magnitude(u * w))
         total = _sum_chunk(squares, GROUP)
         rs = reciprocal_rms(total, width, eps)
-        stamp(trace, block, 7, tl.sum(rs, 0) if TRACED else 0.0, TRACED)
+        stamp(trace, block, 7, tl.sum(rs, 0) if MATH.traced else 0.0, MATH.traced)
         factor = rs
         if CODES:
             amax = tl.max(sizes, axis=1).to(tl.float32, bitcast=True) * rs
-            step = make_scale(amax, float("inf"), FP8_MAX, tl.float32, 3.4028234663852886e38, False, EXACT)
+            step = make_scale(amax, float("inf"), None, QUANT, tl.float32, MATH.hw_rounding)
             tl.store(scale + row.to(tl.int64) * scale_stride, step, mask=row < m)
             factor = quotient(rs, step)
         factor = factor[:, None]
@@ -229,52 +249,43 @@ def _norm_segment(
             columns = c * CHUNK + place
             g = weights[c].to(tl.float32)
             if CODES:
-                out = encode_fp8((values[c] * g) * factor, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES)
+                result = encode_fp8((values[c] * g) * factor, QUANT)
             else:
-                out = cast((values[c] * factor) * g, normed.dtype.element_ty, EXACT)
-            tl.store(normed + start * stride + columns, out, mask=present & (columns < width))
+                result = cast((values[c] * factor) * g, normed.dtype.element_ty, MATH.hw_rounding)
+            tl.store(normed + start * stride + columns, result, mask=present & (columns < width))
         if LONG:
             for begin in tl.range(CHUNKS * CHUNK, width, CHUNK):
                 more = begin + place < width
                 u = _load_y(y, start, y_stride, begin + place, present & more)
                 w = tl.load(gamma + begin + place, mask=more, other=0.0).to(tl.float32)
                 if CODES:
-                    rest = encode_fp8((u * w) * factor, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES)
+                    rest = encode_fp8((u * w) * factor, QUANT)
                 else:
-                    rest = cast((u * factor) * w, normed.dtype.element_ty, EXACT)
+                    rest = cast((u * factor) * w, normed.dtype.element_ty, MATH.hw_rounding)
                 tl.store(normed + start * stride + begin + place, rest, mask=present & more)
 
 
 @triton.jit
 def _gemv_partial_norm_kernel(
-    act, weight, weight_scale, y, unnormed, scale, counter, trace, units,
-    gamma0, gamma1, gamma2, gamma3, normed0, normed1, normed2, normed3,
-    m, k, width0, width1, width2, width3, tail, act_stride, weight_stride, y_stride, tail_stride, scale_stride,
-    stride0, stride1, stride2, stride3, eps,
-    SEGMENTS: tl.constexpr, STEPS: tl.constexpr, LONG: tl.constexpr, MASK: tl.constexpr, DEPTH: tl.constexpr,
-    AHEAD: tl.constexpr, PACE: tl.constexpr, PACK: tl.constexpr, VEC: tl.constexpr, DOT: tl.constexpr,
-    WARPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, SCALED: tl.constexpr,
-    GROUP: tl.constexpr, CHUNKS: tl.constexpr, LONGS: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, ENCODES: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
-    TRACED: tl.constexpr,
+    act, weight, weight_scale, y, unnormed, scale, counter, trace, units, gammas, normed,
+    m, k, widths, tail, strides, normed_strides, eps,
+    TILE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS columns of y for up to ROWS rows of act a program; the last program of a segment norms it.
-
-    Ordering: stores of y, barrier, acquire-release count at device scope; whoever counts last has seen every store, norms
-    the segment and sets the count back to 0.
-    """
-    launch_dependents(PDL)
+    """Compute a tile of y; the last program of a segment to finish norms the segment."""
+    SEGMENTS: tl.constexpr = MATH.segments
+    COLUMNS: tl.constexpr = TILE.columns
+    TRACED: tl.constexpr = MATH.traced
+    launch_dependents(MATH.pdl)
     block = tl.program_id(0)
     stamp(trace, block, 0, block, TRACED)
     name_unit(units, block, TRACED)
-    widths = (width0, width1, width2, width3)
     tiles = tl.cdiv(tail, COLUMNS)
     for s in tl.static_range(SEGMENTS):
         tiles += tl.cdiv(widths[s], COLUMNS)
-    row_blocks = tl.cdiv(m, ROWS)
+    row_blocks = tl.cdiv(m, TILE.rows)
     tile = block % tiles
-    first_row = block // tiles * ROWS
-    # the tile's columns are row0 to limit of y, and segment `which` of it; SEGMENTS is the tail
+    first_row = block // tiles * TILE.rows
+    # the tile covers columns row0 to limit of y, in segment `which`; SEGMENTS is the tail
     which = SEGMENTS
     begin = 0
     start = 0
@@ -291,40 +302,31 @@ def _gemv_partial_norm_kernel(
     is_tail = tile >= begin
     row0 = tl.where(is_tail, start + (tile - begin) * COLUMNS, row0)
     limit = tl.where(is_tail, start + tail, limit)
-    rows = tl.minimum(m - first_row, ROWS)
+    rows = tl.minimum(m - first_row, TILE.rows)
     lead = first_row.to(tl.int64)
 
-    PARTS: tl.constexpr = PIECES // WARPS
+    PARTS: tl.constexpr = PIECES // TILE.warps
     WT: tl.constexpr = COLUMNS // (8 // PARTS)
-    XT: tl.constexpr = ROWS // (8 // PARTS) if DOT else ROWS
-    totals = _stream(
-        act + lead * act_stride, weight, rows, k, row0, limit, act_stride, weight_stride, STEPS, LONG, MASK, DEPTH, AHEAD,
-        PACE, PACK, WT, XT, VEC, WARPS, DOT, FP8, HARDWARE, EXACT, PDL, trace, block, TRACED,
-    )  # fmt: skip
-    WIDE: tl.constexpr = 16 // PARTS
-    HIGH: tl.constexpr = 8 // PARTS
-    y_at = tile * COLUMNS
+    XT: tl.constexpr = TILE.rows // (8 // PARTS) if TILE.dot else TILE.rows
+    lines = (act + lead * strides.act, rows, strides.act)
+    matrix = (weight, row0, limit, strides.weight)
+    totals = _stream(lines, matrix, k, trace, block, act.dtype.element_ty, WT, XT, TILE, MATH)
+    WIDE: tl.constexpr = 16 // PARTS if TILE.dot else 2
+    HIGH: tl.constexpr = 8 // PARTS if TILE.dot else 1
+    span = (row0, limit, start, is_tail)
+    out = (y, tile * COLUMNS, strides.y, unnormed, strides.tail)
     done = 0.0
-    if DOT:
-        for i in tl.static_range(WT // 2):
-            for j in tl.static_range(XT):
-                v = fold_parts(totals[i * XT + j], WARPS)
-                if TRACED:
-                    done += tl.sum(tl.sum(v, 1), 0)
-                _store_columns(
-                    v, i * WIDE + tl.arange(0, WIDE), first_row + j * HIGH + tl.arange(0, HIGH), row0, limit, m, start, is_tail,
-                    y, y_at, y_stride, unnormed, tail_stride, weight_scale, SCALED, SEGMENTS, EXACT,
-                )  # fmt: skip
-    else:
-        for i in tl.static_range(WT):
-            for j in tl.static_range(XT):
-                v = fold_products(totals[i * XT + j], WARPS)
-                if TRACED:
-                    done += tl.sum(tl.sum(v, 1), 0)
-                _store_columns(
-                    v, i * 2 + tl.arange(0, 2), first_row + j + tl.arange(0, 1), row0, limit, m, start, is_tail,
-                    y, y_at, y_stride, unnormed, tail_stride, weight_scale, SCALED, SEGMENTS, EXACT,
-                )  # fmt: skip
+    for i in tl.static_range(WT // 2 if TILE.dot else WT):
+        for j in tl.static_range(XT):
+            if TILE.dot:
+                v = fold_parts(totals[i * XT + j], TILE.warps)
+            else:
+                v = fold_products(totals[i * XT + j], TILE.warps)
+            if TRACED:
+                done += tl.sum(tl.sum(v, 1), 0)
+            columns = i * WIDE + tl.arange(0, WIDE)
+            numbers = first_row + j * HIGH + tl.arange(0, HIGH)
+            _store_columns(v, columns, numbers, m, span, out, weight_scale, SEGMENTS, MATH)
     stamp(trace, block, 2, done, TRACED)
     if SEGMENTS > 0:
         if not is_tail:
@@ -332,19 +334,14 @@ def _gemv_partial_norm_kernel(
             stamp(trace, block, 3, block, TRACED)
             order = tl.atomic_add(counter + which, 1, sem="acq_rel", scope="gpu")
             stamp(trace, block, 4, order, TRACED)
-            gammas = (gamma0, gamma1, gamma2, gamma3)
-            outputs = (normed0, normed1, normed2, normed3)
-            strides = (stride0, stride1, stride2, stride3)
             from_tile = 0
             for s in tl.static_range(SEGMENTS):
                 count = tl.cdiv(widths[s], COLUMNS)
                 if (which == s) & (order == count * row_blocks - 1):
                     stamp(trace, block, 5, order, TRACED)
-                    _norm_segment(
-                        y + from_tile * COLUMNS, y_stride, gammas[s], outputs[s], strides[s], scale, scale_stride, m, widths[s],
-                        eps, CHUNKS[s], GROUP, LONGS[s], s == 0 and scale is not None,
-                        FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, ENCODES, EXACT, trace, block, TRACED,
-                    )  # fmt: skip
+                    source = (y + from_tile * COLUMNS, strides.y, gammas[s])
+                    target = (normed[s], normed_strides[s], scale, strides.scale)
+                    _norm_segment(source, target, m, widths[s], eps, trace, block, s, TILE, QUANT, MATH)
                     tl.store(counter + s, 0)
                     stamp(trace, block, 8, order, TRACED)
                 from_tile += count

@@ -1,49 +1,59 @@
-"""Launches the kernel of MLA's cache write: chooses the tiles, names the machine code it needs, passes the arguments."""
+"""The MLA cache-write kernel: its parameters, programs, alignment and names."""
 
-from collections.abc import Iterator, Sequence
+from collections import namedtuple
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..errors import ContractError, Unsupported
 from ..fastpath import replay
 from ..formats import FP8_FORMATS
 from ..specs.mla_cache import MlaCall, MlaRows, MlaSpec
-from .compiler import POINTERS, Build, current_chip, load
-from .config import INTERPRETER, Chip
+from .chip import Chip
+from .compiler import Build
+from .launcher import SHORT_NAMES, Family
 from .mla_cache_config import MlaConfig, MlaCut, mla_config, mla_cut, power_of_two
 from .mla_cache_kernels import _mla_rope_norm_kernel
+from .quantization import quant
 
 __all__ = ["MlaCut", "build_for", "builds", "config_of", "cut_as", "launch"]
 
-_NAMES: Final[tuple[str, ...]] = tuple(_mla_rope_norm_kernel.arg_names)
-TENSORS: Final = (
-    "q", "kv", "gamma", "freqs", "offsets", "lengths", "table", "slots", "positions", "kv_scale", "q_out", "blocks", "token_scale"
-)  # fmt: skip
-_SIZES: Final = MlaRows._fields[:11]
-_STRIDES: Final = MlaRows._fields[11:]
-_CONSTANTS: Final = _NAMES[len(TENSORS) + len(MlaRows._fields) + 5 :]
-"""The kernel takes the tensors, `MlaRows`, three integers, two floats and then these."""
 MAX_PROGRAMS: Final = 2**31 - 2**13
-"""Token numbers are 32-bit, those of a tile's tokens beyond the last one too."""
-_SHORT: Final = {
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float32: "f32",
-    torch.float8_e4m3fn: "e4m3fn",
-    torch.float8_e4m3fnuz: "e4m3fnuz",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint32: "u32",
+"""Token numbers are 32-bit, including those of a tile's tokens beyond the last one."""
+
+
+MlaTensors = namedtuple(
+    "MlaTensors", "q kv gamma freqs offsets lengths table slots positions kv_scale q_out blocks token_scale"
+)
+MlaNumbers = namedtuple("MlaNumbers", "kv_programs page_shift early eps weight_offset")
+"""Programs of kv, log2 of the page size, programs for an early start, and two floats."""
+MlaMath = namedtuple("MlaMath", "rope turned half reference scale paged full part packed split hw_rounding pdl")
+"""What a kernel computes. ``turned`` of ``rope`` columns rotate; ``half``: pairs are half of these
+apart. `Known` documents the rest.
+"""
+
+_SIZES: Final = MlaRows._fields[:11]
+TABLE: Final = {
+    "tensors": MlaTensors(*(f"* {name}" for name in MlaTensors._fields)),
+    "rows": MlaRows._make(f"{'i32' if name in _SIZES else 'i64'} rows.{name}" for name in MlaRows._fields),
+    "numbers": MlaNumbers(
+        kv_programs="i32 programs[1]",
+        page_shift="i32 rows.page_size.bit_length() - 1",
+        early="i32 config.early",
+        eps="fp32 eps",
+        weight_offset="fp32 weight_offset",
+    ),
 }
 
 
 class Known(NamedTuple):
-    """What is known of addresses and sizes: rows of q, of kv and the cache, and of freqs lie on 16 bytes.
+    """What is known about addresses and sizes: whether rows of q, of kv and the cache, and of freqs
+    are 16-byte aligned.
 
-    ``full``: the latent is a power of two; ``paged``: a page is; ``part``: not all of the latent is normed.
+    ``full``: the latent is a power of two; ``paged``: a page is; ``part``: only part of the latent
+    is normed.
     """
 
     q: bool
@@ -54,149 +64,131 @@ class Known(NamedTuple):
     part: bool = False
 
 
-def _dtypes(spec: MlaSpec) -> dict[str, torch.dtype | None]:
-    return {
-        "q": spec.q,
-        "kv": spec.kv,
-        "gamma": spec.gamma,
-        "freqs": spec.freqs,
-        "offsets": spec.offsets,
-        "lengths": spec.lengths,
-        "table": spec.table,
-        "slots": spec.slots,
-        "positions": spec.positions,
-        "kv_scale": torch.float32 if spec.scale == "tensor" else None,
-        "q_out": spec.q_out,
-        "blocks": spec.cache,
-        "token_scale": torch.float32 if spec.scale == "token" else None,
-    }
-
-
-def _unused(spec: MlaSpec, config: MlaConfig, known: Known) -> set[str]:
-    """The integers that the kernel does not look at."""
-    found = {"rope", "turned", "page_size" if known.paged else "page_shift"}
+def _unused(spec: MlaSpec, config: MlaConfig, known: Known) -> list[str]:
+    """The numbers that the kernel does not read."""
+    found = ["rows.rope", "rows.turned", "rows.page_size" if known.paged else "numbers.page_shift"]
     if known.full:
-        found.add("latent")
+        found.append("rows.latent")
     if not known.part:
-        found.add("normed")
+        found.append("rows.normed")
     if spec.freqs is None:
-        found |= {"limit", "freqs_row"}
+        found += ["rows.limit", "rows.freqs_row"]
     if spec.slots is not None:
-        found |= {"table_width", "table_row"}
+        found += ["rows.table_width", "rows.table_row"]
     if not config.width:
-        found.add("requests")
+        found.append("rows.requests")
     if spec.scale != "token":
-        found |= {"scale_page", "scale_entry"}
+        found += ["rows.scale_page", "rows.scale_entry"]
     return found
 
 
 def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: Known, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed.
 
-    Stores are told of no more columns at a time than loads have: a wider store of fp8 would move them between threads first.
+    Stores are not given more alignment than loads: a wider store of fp8 would first move columns
+    between threads.
     """
-    fp8 = {name: f.name if (f := FP8_FORMATS.get(dtype)) else "" for name, dtype in _dtypes(spec).items() if dtype}
-    dtypes = {name: None if _idle(spec, config, name, turned) else dtype for name, dtype in _dtypes(spec).items()}
-    pairs = power_of_two(turned if spec.style == "half" else rope) // 2
-    values: dict[str, Any] = {
-        "ROPE": rope,
-        "TURNED": turned,
-        "HALF": turned > 0 and spec.style == "half",
-        "REFERENCE": spec.rounding == "reference",
-        "SCALE": spec.scale,
-        "FP8": fp8["blocks"],
-        "FP8_Q": fp8["q_out"],
-        "HARDWARE": chip.casts_e4m3fn,
-        "EXACT": chip.backend != "interpreter",
-        "PAGE_POWER": known.paged,
-        "WIDTH": max(1, config.width),
-        "LEVELS": config.levels,
-        "KV_TOKENS": config.kv_tokens,
-        "BLOCK": config.block,
-        "FULL": known.full,
-        "PART": known.part,
-        "Q_TOKENS": config.q_tokens,
-        "HEADS": config.heads,
-        "PIECES": config.pieces,
-        "GUARD": config.guard,
-        "PDL": chip.has_pdl,
-        "PACKED": known.freqs,
-        "SPLIT": turned > 2 and pairs >= config.warps * chip.warp_size,
+    rotates, searches = turned > 0, config.width > 0
+    tensors = MlaTensors(
+        spec.q,
+        spec.kv,
+        spec.gamma,
+        freqs=spec.freqs if rotates else None,
+        offsets=spec.offsets if searches else None,
+        lengths=spec.lengths if searches else None,
+        table=spec.table if spec.slots is None else None,
+        slots=spec.slots,
+        positions=spec.positions if rotates else None,
+        kv_scale=torch.float32 if spec.scale == "tensor" else None,
+        q_out=spec.q_out,
+        blocks=spec.cache,
+        token_scale=torch.float32 if spec.scale == "token" else None,
+    )
+    dtypes = {f"tensors.{name}": dtype for name, dtype in tensors._asdict().items()}
+    half = spec.style == "half"
+    pairs = power_of_two(turned if half else rope) // 2
+    constants = {
+        "MATH": MlaMath(
+            rope,
+            turned,
+            half=rotates and half,
+            reference=spec.rounding == "reference",
+            scale=spec.scale,
+            paged=known.paged,
+            full=known.full,
+            part=known.part,
+            packed=known.freqs,
+            split=turned > 2 and pairs >= config.warps * chip.warp_size,
+            hw_rounding=chip.rounds_casts,
+            pdl=chip.has_pdl,
+        ),
+        "TILE": config._replace(width=max(1, config.width), early=0, registers=0),
+        "CACHE": quant(FP8_FORMATS.get(spec.cache), chip),
+        "Q_OUT": quant(FP8_FORMATS.get(spec.q_out), chip),
     }
-    constants: dict[str, Any] = {name: None for name, dtype in dtypes.items() if dtype is None}
-    constants |= dict.fromkeys(sorted(_unused(spec, config, known)), 0)
-    constants |= {name: values[name] for name in _CONSTANTS}
-    signature = {name: POINTERS[dtype] for name, dtype in dtypes.items() if dtype is not None}
-    signature |= dict.fromkeys((*_SIZES, "kv_programs", "page_shift", "early"), "i32") | dict.fromkeys(_STRIDES, "i64")
-    signature |= {"eps": "fp32", "weight_offset": "fp32"}
-    divisible: dict[str, int] = {}
+    divisible: dict[str, int] = {"rows.latent": 16} if known.kv and not known.full else {}
     for aligned, loaded, strides in (
         (known.q, spec.q, {"q": ("q_token", "q_head"), "q_out": ("out_token", "out_head")}),
         (known.kv, spec.kv, {"kv": ("kv_token",), "gamma": (), "blocks": ("block_page", "block_entry")}),
         (known.freqs, spec.freqs, {"freqs": ("freqs_row",)}),
     ):
         for name, steps in strides.items():
-            dtype = dtypes[name]
+            dtype = getattr(tensors, name)
             if aligned and loaded is not None and dtype is not None:
                 vec = 16 // max(loaded.itemsize, dtype.itemsize)
-                divisible |= {name: vec * dtype.itemsize} | dict.fromkeys(steps, vec)
-    if known.kv and not known.full:
-        divisible["latent"] = 16
-    return Build(
-        _describe(spec, config, rope, turned, known), _mla_rope_norm_kernel,
-        tuple((name, "constexpr" if name in constants else signature[name]) for name in _NAMES),
-        tuple(constants.items()), tuple(divisible.items()), config.warps, chip.has_pdl, config.registers, contracts=False,
-    )  # fmt: skip
-
-
-def _idle(spec: MlaSpec, config: MlaConfig, name: str, turned: int) -> bool:
-    """Whether the kernel does not look at a tensor that the call has."""
-    if name in ("offsets", "lengths"):
-        return not config.width
-    return (name == "table" and spec.slots is not None) or (name in ("freqs", "positions") and not turned)
+                divisible[f"tensors.{name}"] = vec * dtype.itemsize
+                divisible |= dict.fromkeys((f"rows.{step}" for step in steps), vec)
+    unused = dict.fromkeys(_unused(spec, config, known), 0)
+    name, registers = _describe(spec, config, rope, turned, known), config.registers
+    return FAMILY.make_build(
+        name, _mla_rope_norm_kernel, chip, dtypes, constants, unused, divisible, config.warps, registers
+    )
 
 
 def _describe(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: Known) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
-    parts = ["mla", f"q={_SHORT[spec.q]}>{_SHORT[spec.q_out]}", f"kv={_SHORT[spec.kv]}>{_SHORT[spec.cache]}"]
-    parts.append(f"gamma={_SHORT[spec.gamma]}")
+    short = SHORT_NAMES
+    parts = ["mla", f"q={short[spec.q]}>{short[spec.q_out]}", f"kv={short[spec.kv]}>{short[spec.cache]}"]
+    parts.append(f"gamma={short[spec.gamma]}")
     if spec.rounding != "once":
         parts.append(spec.rounding)
     if spec.scale != "none":
         parts.append(f"scale={spec.scale}")
     if turned and spec.freqs is not None:
-        at = f"@{_SHORT[spec.positions]}" if spec.positions is not None else ""
-        parts.append(f"rope={spec.style}:{turned}/{rope}:{_SHORT[spec.freqs]}{at}")
+        at = f"@{short[spec.positions]}" if spec.positions is not None else ""
+        parts.append(f"rope={spec.style}:{turned}/{rope}:{short[spec.freqs]}{at}")
     else:
         parts.append(f"rope=none/{rope}")
     if spec.slots is not None:
-        parts.append(f"slots={_SHORT[spec.slots]}")
+        parts.append(f"slots={short[spec.slots]}")
     elif spec.table is not None:
-        parts.append(f"table={_SHORT[spec.table]}")
+        parts.append(f"table={short[spec.table]}")
     if config.width and spec.offsets is not None and spec.lengths is not None:
-        parts.append(f"of={_SHORT[spec.offsets]}+{_SHORT[spec.lengths]}:{config.width}^{config.levels}")
+        parts.append(f"of={short[spec.offsets]}+{short[spec.lengths]}:{config.width}^{config.levels}")
     parts.append("page=2^n" if known.paged else "page=n")
     masked = "m" if config.guard else ""
     parts.append(f"{config.q_tokens}x{config.heads}*{config.pieces}{masked}v{'nf'[known.freqs]}{'nq'[known.q]}")
-    parts.append(
-        f"{config.kv_tokens}x{config.block}{'' if known.full else 'm'}{'p' * known.part}v{'nk'[known.kv]}/{config.warps}w"
-    )
+    latent = f"{config.block}{'' if known.full else 'm'}{'p' * known.part}"
+    parts.append(f"{config.kv_tokens}x{latent}v{'nk'[known.kv]}/{config.warps}w")
     if config.registers:
         parts.append(f"registers={config.registers}")
     return " ".join(parts)
 
 
-def _known(spec: MlaSpec, rows: MlaRows, q: int, q_out: int, kv: int, gamma: int, blocks: int, freqs: int) -> Known:
-    """From the addresses. A stride that leads nowhere does not count."""
+def _known(call: MlaCall) -> Known:
+    """Determined by sizes and addresses. The stride of a dimension of size 1 does not matter."""
+    spec, rows, freqs = call.spec, call.rows, call.freqs
+    angles = spec.freqs or torch.float32
     tokens, heads = rows.tokens > 1, rows.heads > 1
     q_steps = (tokens and rows.q_token) | (heads and rows.q_head)
     out_steps = (tokens and rows.out_token) | (heads and rows.out_head)
-    block_steps = (rows.block_page | rows.block_entry) * spec.cache.itemsize
-    places = kv | gamma | blocks | (tokens and rows.kv_token) * spec.kv.itemsize | block_steps
+    q = call.q.data_ptr() | call.q_out.data_ptr() | q_steps * spec.q.itemsize | out_steps * spec.q_out.itemsize
+    steps = (tokens and rows.kv_token) * spec.kv.itemsize | (rows.block_page | rows.block_entry) * spec.cache.itemsize
+    kv = call.kv.data_ptr() | call.gamma.data_ptr() | call.blocks.data_ptr() | steps
     return Known(
-        (q | q_out | q_steps * spec.q.itemsize | out_steps * spec.q_out.itemsize) % 16 == 0,
-        places % 16 == 0 and rows.latent % 16 == 0,
-        spec.freqs is not None and (freqs | rows.freqs_row * spec.freqs.itemsize) % 16 == 0,
+        q % 16 == 0,
+        kv % 16 == 0 and rows.latent % 16 == 0,
+        freqs is not None and (freqs.data_ptr() | rows.freqs_row * angles.itemsize) % 16 == 0,
         rows.latent >= 8 and rows.latent & (rows.latent - 1) == 0,
         rows.page_size & (rows.page_size - 1) == 0,
         rows.normed < rows.latent,
@@ -204,17 +196,19 @@ def _known(spec: MlaSpec, rows: MlaRows, q: int, q_out: int, kv: int, gamma: int
 
 
 class _Forced:
-    """The cut of `cut_as`, while there is one."""
+    """The cut of an open `cut_as`, if any."""
 
     cut: MlaCut | None = None
 
 
 @contextmanager
 def cut_as(cut: MlaCut) -> Iterator[None]:
-    """For experiments: cut every launch of this process like ``cut`` while the context is open; no bit of a result changes.
+    """For experiments: use ``cut`` for every launch of this process while the context is open;
+    results do not change.
 
-    ``threads`` is the size of a block, 32 to 1024; a block of RoPE has ``q_columns`` columns of q, and a block of the norm
-    ``kv_columns`` of latents. All are powers of two. Short calls and long latents bend a cut to what fits them.
+    ``threads`` is the size of a block, 32 to 1024; a block of RoPE has ``q_columns`` columns of q,
+    and a block of the norm ``kv_columns`` of latents. All are powers of two. A cut is adjusted to
+    fit short calls and long latents.
     """
     for name, value, least, most in (
         ("threads", cut.threads, 32, 1024),
@@ -231,94 +225,52 @@ def cut_as(cut: MlaCut) -> Iterator[None]:
         _Forced.cut, replay.switch.on = before, replays
 
 
-def config_of(spec: MlaSpec, rows: MlaRows, warp_size: int, cut: MlaCut | None = None) -> MlaConfig:
-    """The programs of a call; of tokens and requests only their next powers of two count."""
-    tokens, heads, latent, rope, turned, requests = rows[:6]
+class MlaFacts(NamedTuple):
+    """What selects the machine code, besides the spec; tokens and requests are powers of two."""
+
+    tokens: int
+    heads: int
+    latent: int
+    rope: int
+    turned: int
+    requests: int
+    known: Known
+    cut: MlaCut | None
+
+
+def _facts(call: MlaCall, chip: Chip) -> MlaFacts:
+    tokens, heads, latent, rope, turned, requests = call.rows[:6]
+    tokens, requests = 1 << (tokens - 1).bit_length(), 1 << ((requests or 2) - 1).bit_length()  # none: masked
+    return MlaFacts(tokens, heads, latent, rope, turned, requests, _known(call), _Forced.cut)
+
+
+def config_of(spec: MlaSpec, facts: MlaFacts, chip: Chip) -> MlaConfig:
+    """The programs of a call."""
+    tokens, heads, latent, rope, turned, requests, _, cut = facts
     searches = spec.slots is None or (turned > 0 and spec.positions is None)
-    tokens = power_of_two(tokens)
-    cut = cut or _Forced.cut or mla_cut(tokens, heads, rope)
-    requests = (power_of_two(requests) if requests else 2) if searches else 0  # none: any width that is masked
-    return mla_config(cut, tokens, heads, latent, rope, requests, warp_size)
+    cut = cut or mla_cut(tokens, heads, rope, chip)
+    return mla_config(cut, tokens, heads, latent, rope, requests if searches else 0, chip)
 
 
-def builds(chip: Chip, call: MlaCall) -> list[Build]:
-    """What `launch` would run on ``chip``, given the same arguments."""
-    spec, rows, freqs = call.spec, call.rows, call.freqs
-    q_at, out_at, kv_at, gamma_at, blocks_at = [
-        t.data_ptr() for t in (call.q, call.q_out, call.kv, call.gamma, call.blocks)
-    ]
-    known = _known(spec, rows, q_at, out_at, kv_at, gamma_at, blocks_at, 0 if freqs is None else freqs.data_ptr())
-    return [build_for(spec, config_of(spec, rows, chip.warp_size), rows.rope, rows.turned, known, chip)]
-
-
-class _Plan(NamedTuple):
-    """A loaded kernel, how its programs are counted, and the constants at the end of its arguments."""
-
-    config: MlaConfig
-    launcher: Any
-    constants: tuple[Any, ...]
-
-
-_plans: dict[tuple[Any, ...], _Plan] = {}
-_chips: dict[int, Chip] = {}
-
-
-def _plan(key: tuple[Any, ...], spec: MlaSpec, rows: MlaRows, known: Known, device: int) -> _Plan:
-    if device not in _chips:
-        _chips[device] = current_chip(device)
-    chip = _chips[device]
-    config = config_of(spec, rows, chip.warp_size)
-    build = build_for(spec, config, rows.rope, rows.turned, known, chip)
-    constants = dict(build.constants)
-    plan = _plans[key] = _Plan(config, load(build, device), tuple(constants[name] for name in _CONSTANTS))
-    return plan
-
-
-def _grid(config: MlaConfig, rows: MlaRows) -> tuple[int, int]:
-    """Programs of kv, and all."""
+def _grid(call: MlaCall, config: MlaConfig) -> tuple[int, int]:
+    """The number of programs, in total and for kv."""
+    rows = call.rows
     kv = -(-rows.tokens // config.kv_tokens)
     programs = kv + (-(-rows.tokens // config.q_tokens) * config.pieces if rows.rope else 0)
     if max(rows.tokens, programs) > MAX_PROGRAMS:
         raise Unsupported(
             f"fused_rope_rmsnorm_quantization: at most 2**31 - 2**13 programs on a GPU, got {rows.tokens} tokens"
         )
-    return kv, programs
+    return programs, kv
 
 
-def launch(call: MlaCall) -> None:
-    """Run the kernel of ``spec`` on the current stream; every argument has been checked."""
-    spec, rows, eps, weight_offset = call.spec, call.rows, call.eps, call.weight_offset
-    tensors = call[1:14]
-    pointers = [0 if t is None else t.data_ptr() for t in tensors]
-    known = _known(spec, rows, pointers[0], pointers[10], pointers[1], pointers[2], pointers[11], pointers[3])
-    device = call.q.get_device()
-    shift = rows.page_size.bit_length() - 1
-    if device < 0:
-        _interpret(spec, rows, known, tensors, shift, eps, weight_offset)
-        return
-    sizes = ((rows.tokens - 1).bit_length(), rows[1:5], power_of_two(rows.requests or 2))
-    key = (spec, sizes, known, device, _Forced.cut)
-    plan = _plans.get(key) or _plan(key, spec, rows, known, device)
-    kv_programs, programs = _grid(plan.config, rows)
-    plan.launcher(
-        programs, (*pointers, *rows, kv_programs, shift, plan.config.early, eps, weight_offset, *plan.constants)
-    )
-
-
-def _interpret(
-    spec: MlaSpec,
-    rows: MlaRows,
-    known: Known,
-    tensors: Sequence[Tensor | None],
-    shift: int,
-    eps: float,
-    weight_offset: float,
-) -> None:
-    """The same call in Triton's interpreter, on CPU tensors."""
-    config = config_of(spec, rows, INTERPRETER.warp_size)
-    build = build_for(spec, config, rows.rope, rows.turned, known, INTERPRETER)
-    kv_programs, programs = _grid(config, rows)
-    viewed = [t.view(torch.uint8) if t is not None and t.element_size() == 1 else t for t in tensors]
-    values = dict(zip(_NAMES, (*viewed, *rows, kv_programs, shift, config.early, eps, weight_offset), strict=False))
-    values |= dict(build.constants)
-    build.kernel[(programs,)](**values)
+FAMILY: Final = Family(
+    MlaCall,
+    TABLE,
+    _facts,
+    config_of,
+    lambda spec, facts, config, chip: build_for(spec, config, facts.rope, facts.turned, facts.known, chip),
+    _grid,
+    device="q",
+)
+launch, builds = FAMILY.launch, FAMILY.builds

@@ -1,24 +1,18 @@
-"""How MLA's cache write is cut into programs. Nothing here changes a bit of any result, so it may follow every size."""
+"""How MLA's cache write is divided into programs. Results do not depend on it."""
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import NamedTuple
 
-SEARCH_WIDTHS: Final = (1, 32, 128)
-"""Requests a search looks at together: one, as many as a warp has threads, or several loads a thread. More take levels of the last."""
-EARLY: Final = 16
-"""Programs up to which the next kernel may start at once."""
-MOST_COLUMNS: Final = 16
-"""Columns of a latent that a thread holds at most."""
-MOST_TOKENS: Final = 8
-"""Tokens of a program: each is more code."""
+from .chip import Chip
+from .tuning import tuning
 
 
-@dataclass(frozen=True)
-class MlaCut:
-    """What is tuned: threads of a program (more for long latents), columns of its tile of q, and of its latents.
+class MlaCut(NamedTuple):
+    """What is tuned: threads per program (more for long latents), columns of its tile of q, and of
+    its latents.
 
-    Up to ``early`` programs the next kernel may start at once, otherwise after the loads. ``registers`` caps those of a thread.
+    Up to ``early`` programs the next kernel may start at once, otherwise after the loads.
+    ``registers`` limits the registers per thread.
     """
 
     threads: int
@@ -28,12 +22,13 @@ class MlaCut:
     registers: int = 0
 
 
-@dataclass(frozen=True)
-class MlaConfig:
-    """Programs of q take ``heads`` heads (of ``pieces`` times as many) of ``q_tokens`` tokens, the others ``kv_tokens`` rows of kv.
+class MlaConfig(NamedTuple):
+    """Programs of q process ``heads`` heads (of ``pieces`` times as many) of ``q_tokens`` tokens,
+    the others ``kv_tokens`` rows of kv.
 
-    ``guard``: the last tile of a token may lack heads. ``block`` holds a latent. A token's request is
-    found in ``levels`` steps among ``width`` at a time; ``width`` 0: it is not needed.
+    ``guard``: the last tile of a token may have fewer heads. ``block`` holds a latent. A token's
+    request is found in ``levels`` steps of ``width`` candidates; ``width`` is 0 if it is not
+    needed.
     """
 
     warps: int
@@ -50,27 +45,22 @@ class MlaConfig:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest that is no less than ``n``."""
+    """The smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-def mla_cut(tokens: int, heads: int, rope: int) -> MlaCut:
-    """What was best for a call of this size: H200, us, from benchmarks/h200/tuning/25-mla.json.
-
-    One warp a program always. q: 512 columns a tile for one token (0.93; 1024: 1.04), 1024 for 64 of 128 heads (1.70; 2048:
-    1.90), then 2048 (2048 tokens of 128 heads: 18.6; 1024: 22.5). Rows of kv: one a program up to 1023 tokens, two (2048 of
-    16 heads: 4.5; one: 4.8; four: 5.9), then four (8192 of 16: 13.4; one: 16.3). The next kernel at once up to EARLY
-    programs, otherwise after the loads (64 tokens of 128 heads: 1.70; at once: 2.36).
-    """
-    columns = tokens * heads * rope
-    q = 512 if columns <= 1 << 17 else 1024 if columns <= 1 << 20 else 2048
-    kv = 512 if tokens < 1024 else 1024 if tokens < 4096 else 2048
-    return MlaCut(32, q, kv, EARLY)
+def mla_cut(tokens: int, heads: int, rope: int, chip: Chip) -> MlaCut:
+    """The measured cut for a call of this size: larger calls have more columns per program."""
+    table = tuning(chip).mla
+    q = next(columns for most, columns in table.q_columns if tokens * heads * rope <= most)
+    kv = next(columns for most, columns in table.kv_columns if tokens <= most)
+    return MlaCut(table.threads, q, kv, table.early_programs)
 
 
-def search_width(requests: int) -> tuple[int, int]:
-    """Width and levels of the search among so many requests."""
-    width = next((w for w in SEARCH_WIDTHS if w >= requests), SEARCH_WIDTHS[-1])
+def search_width(requests: int, chip: Chip) -> tuple[int, int]:
+    """Width and levels of the search among this many requests."""
+    widths = tuning(chip).mla.search_widths
+    width = next((w for w in widths if w >= requests), widths[-1])
     levels, reach = 1, width
     while reach < requests:
         levels, reach = levels + 1, reach * width
@@ -78,29 +68,27 @@ def search_width(requests: int) -> tuple[int, int]:
 
 
 @cache
-def mla_config(
-    cut: MlaCut, tokens: int, heads: int, latent: int, rope: int, requests: int, warp_size: int
-) -> MlaConfig:
-    """The programs of a call of up to ``tokens`` tokens of up to ``requests`` requests (0: no search), both powers of two.
+def mla_config(cut: MlaCut, tokens: int, heads: int, latent: int, rope: int, requests: int, chip: Chip) -> MlaConfig:
+    """The programs of a call of up to ``tokens`` tokens of up to ``requests`` requests (0: no
+    search), both powers of two.
 
-    Tiles do not outgrow the call: neither its heads nor its tokens.
+    Tiles never exceed the heads or tokens of the call.
     """
+    table = tuning(chip).mla
     block = max(8, power_of_two(latent))
-    threads = max(cut.threads, block // MOST_COLUMNS)
+    threads = max(cut.threads, block // table.most_columns)
     most = max(1, cut.q_columns * threads // cut.threads // power_of_two(rope))
     tile = _heads(heads, min(most, power_of_two(heads)))
     pieces = -(-heads // tile)
-    q_tokens = min(tokens, MOST_TOKENS, max(1, most // tile)) if pieces == 1 else 1
-    kv_tokens = min(tokens, MOST_TOKENS, max(1, cut.kv_columns // block))
-    width, levels = search_width(requests) if requests else (0, 1)
-    return MlaConfig(
-        max(1, threads // warp_size), q_tokens, tile, pieces, heads % tile != 0, kv_tokens, block, width, levels,
-        cut.early, cut.registers,
-    )  # fmt: skip
+    q_tokens = min(tokens, table.most_tokens, max(1, most // tile)) if pieces == 1 else 1
+    kv_tokens = min(tokens, table.most_tokens, max(1, cut.kv_columns // block))
+    width, levels = search_width(requests, chip) if requests else (0, 1)
+    warps, guard = max(1, threads // chip.warp_size), heads % tile != 0
+    return MlaConfig(warps, q_tokens, tile, pieces, guard, kv_tokens, block, width, levels, cut.early, cut.registers)
 
 
 def _heads(heads: int, most: int) -> int:
-    """Heads of a tile: the most that leave little of the last one empty."""
+    """Heads per tile: the most that leave little of the last one empty."""
     tile = most
     while tile > 8 and -heads % tile > heads // 8:
         tile //= 2

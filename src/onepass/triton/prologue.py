@@ -1,6 +1,5 @@
-"""Prints a prologue as a Triton device function that loads its own operands."""
+"""Writes a prologue as a Triton device function that loads its own operands."""
 
-import linecache
 from functools import cache
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ from ..formats import Fp8Format
 from ..prologues import Dialect, Prologue
 from ..specs.rms_norm import Operand
 from .device.row import load_operand
+from .launcher import generate
 
 
 @triton.jit
@@ -27,19 +27,19 @@ def tanh(x):
 
 @triton.jit
 def larger(a, b):
-    """The larger; NaN if either is."""
+    """The larger of two numbers; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def smaller(a, b):
-    """The smaller; NaN if either is."""
+    """The smaller of two numbers; NaN if either is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 DIALECT: Final[Dialect] = {
     "const": "tl.full([], {0}, tl.float32)",
-    "neg": "{0} * -1.0",  # Triton takes -x for 0 - x, which is 0 where x is 0, not -0
+    "neg": "{0} * -1.0",  # Triton computes -x as 0 - x, which is 0, not -0, where x is 0
     "not": "~{0}",
     "where": "tl.where({0}, {1}, {2})",
     "exp": "tl.exp({0})",
@@ -68,7 +68,7 @@ DIALECT: Final[Dialect] = {
 
 @triton.jit
 def decode(codes, BIAS: tl.constexpr, NAN: tl.constexpr, HARDWARE: tl.constexpr):
-    """fp8 codes (uint8) as float32, exactly; a subnormal code is the difference of two normal numbers."""
+    """fp8 codes as float32, exactly; subnormals are the difference of two normal numbers."""
     if HARDWARE:
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -87,7 +87,9 @@ def decode(codes, BIAS: tl.constexpr, NAN: tl.constexpr, HARDWARE: tl.constexpr)
 
 @triton.jit
 def load_groups(pointer, start, columns, mask, GROUP: tl.constexpr):
-    """One value per GROUP columns of a tile in column order. A tile of groups is too small to decide the layout of the row's."""
+    """One value per GROUP columns of a tile in column order. The load is too small to affect the
+    layout of the row's tile.
+    """
     ROWS: tl.constexpr = start.shape[0]
     COUNT: tl.constexpr = columns.shape[0] // GROUP
     groups = tl.min(tl.reshape(columns, (COUNT, GROUP)), axis=1) // GROUP
@@ -105,30 +107,29 @@ def device_function(
     x: Fp8Format | None = None,
     hardware: bool = False,
 ) -> Any:
-    """The jitted ``fused(h, q0, at0, ..., columns, mask)`` of a prologue with such operands.
+    """The jitted ``fused(h, operands, starts, columns, mask)`` of a prologue with these operands.
 
-    ``width`` columns make a tile in column order; 0: in another. ``h`` holds codes of the format ``x``, if there is one.
+    ``width`` is the number of columns of a tile in column order, or 0 if tiles are in another
+    order. If ``x`` is given, ``h`` holds codes of that format.
     """
     value = f"decode(h, {x.bias}, {x.nan_code}, {hardware})" if x is not None else "h"
     lines = [
-        "def fused(h, q0, at0, q1, at1, q2, at2, q3, at3, columns, mask):",
+        "def fused(h, operands, starts, columns, mask):",
         f"    {prologue.parameters[0]} = {value}",
     ]
     for index, operand in enumerate(operands):
-        given, size = f"q{index}, at{index}", operand.group
+        given, size = f"operands[{index}].at, starts[{index}]", operand.group
         if not size:
             loaded = f"load_operand({given}, columns, mask, '{operand.kind}')"
         elif size <= width:
             loaded = f"load_groups({given}, columns, mask, {size})"
-        else:  # a load per column, of the group that it is in
+        else:  # one load per column, of its group's value
             loaded = f"load_operand({given}, columns // {size}, mask, 'full')"
         lines.append(f"    {prologue.parameters[index + 1]} = {loaded}")
     body = prologue.source("fused", DIALECT).splitlines()[1:]
     source = "\n".join([*lines, *body]) + "\n"
     kinds = "-".join(f"{operand.kind}{operand.group or ''}" for operand in operands)
-    filename = f"<onepass prologue {prologue.key} {x.name if x else ''} {kinds} {width}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    name = f"prologue {prologue.key} {x.name if x else ''} {kinds} {width}"
     scope: dict[str, Any] = {"tl": tl, "load_operand": load_operand, "__name__": __name__}
     scope.update(tanh=tanh, larger=larger, smaller=smaller, decode=decode, load_groups=load_groups)
-    exec(compile(source, filename, "exec"), scope)
-    return triton.jit(scope["fused"])
+    return triton.jit(generate(name, source, scope)["fused"])

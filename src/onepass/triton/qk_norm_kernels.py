@@ -1,9 +1,10 @@
 """QK-RMSNorm: one launch over the rows of q and of k, each program a tile of rows of one of them.
 
-The first programs take q, the others k. A tile of either has about as many elements, so that no program waits for
-another: one long row or several short ones. Rows whose statistics are given are cut into pieces of columns instead, as
-many rows high as makes the same tile, which reads gamma less often. Every element is read before its place is
-written, so outputs may be the inputs. The order of all sums is that of `_tree`.
+The first programs process q, the others k. All tiles have about the same number of elements, in one
+long row or several short ones, so that all programs take about the same time. Rows whose statistics
+are given are cut into pieces of columns instead, several rows per tile, which reads gamma less
+often. Every element is read before it is overwritten, so outputs may be the inputs. The order of
+all sums is that of `device.tree`. Tensors and constants are the named tuples of `qk_norm`.
 """
 
 import triton
@@ -14,16 +15,14 @@ from .device.row import normalize, reciprocal_root, row_start, store
 from .device.tree import FOLD, sum_chunks, sum_columns, sum_eights
 
 EARLY_CHUNKS = tl.constexpr(4)
-"""A row of more chunks leaves no registers for gamma, which is then read after the sum."""
+"""With more chunks per row no registers are left for gamma, which is then read after the sum."""
 
 
 @triton.jit
-def _turn_neighbours(
-    y, freqs, angles_at, first, ROWS: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr
-):
-    """Rotate columns 2i and 2i + 1 of each head; the tile begins at column ``first``, which is even, as HEAD is."""
-    place = (first + 2 * tl.arange(0, BLOCK // 2)) % HEAD
-    turns = (place < DIM)[None, :]
+def _turn_neighbours(y, freqs, angles_at, first, ROWS: tl.constexpr, BLOCK: tl.constexpr, MATH: tl.constexpr):
+    """Rotate columns 2i and 2i + 1 of each head; ``first`` and the head size are even."""
+    place = (first + 2 * tl.arange(0, BLOCK // 2)) % MATH.head
+    turns = (place < MATH.dim)[None, :]
     at = angles_at[:, None] + place[None, :]
     cosine = tl.load(freqs + at, mask=turns, other=1.0)
     sine = tl.load(freqs + at + 1, mask=turns, other=0.0)
@@ -34,82 +33,88 @@ def _turn_neighbours(
 
 
 @triton.jit
-def _norm_at(x, x_at, gamma, columns, mask, rs, weight_offset, HF: tl.constexpr, EXACT: tl.constexpr):
-    """The norm of these columns, which are read (perhaps again)."""
+def _norm_at(source, columns, mask, rs, MATH: tl.constexpr):
+    """The norm of these columns, which are read here, perhaps for the second time."""
+    x, x_at, gamma, weight_offset = source
     weight = tl.load(gamma + columns[None, :], mask=mask, other=0.0)
     h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    return normalize(h, rs, weight.to(tl.float32) + weight_offset, x.dtype.element_ty, HF, EXACT)
+    return normalize(h, rs, weight.to(tl.float32) + weight_offset, x.dtype.element_ty, MATH.hf, MATH.hw_rounding)
 
 
 @triton.jit
-def _write_halves(
-    x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, first, n, present,
-    STEP: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Norm and rotate columns i and i + DIM/2 of each head, for the heads within STEP columns from ``first`` on.
+def _write_halves(source, rs, out, out_at, freqs, angles_at, first, n, present, STEP: tl.constexpr, MATH: tl.constexpr):
+    """Norm and rotate columns i and i + dim/2 of each head, for the heads within STEP columns from
+    ``first`` on.
 
     Both columns of a pair are read, and then written, by the same thread.
     """
-    HALF: tl.constexpr = DIM // 2
-    REST: tl.constexpr = HEAD - DIM
+    HEAD: tl.constexpr = MATH.head
+    HALF: tl.constexpr = MATH.dim // 2
+    REST: tl.constexpr = MATH.head - MATH.dim
     pair = tl.arange(0, triton.next_power_of_2(STEP // HEAD * HALF))
     place = pair % HALF
     columns = first + pair // HALF * HEAD + place
     mask = present[:, None] & ((columns < n) & (pair < STEP // HEAD * HALF))[None, :]
-    a = _norm_at(x, x_at, gamma, columns, mask, rs, weight_offset, HF, EXACT)
-    b = _norm_at(x, x_at, gamma, columns + HALF, mask, rs, weight_offset, HF, EXACT)
+    a = _norm_at(source, columns, mask, rs, MATH)
+    b = _norm_at(source, columns + HALF, mask, rs, MATH)
     at = angles_at[:, None] + 2 * place[None, :]
     cosine = tl.load(freqs + at, mask=mask, other=0.0)
     sine = tl.load(freqs + at + 1, mask=mask, other=0.0)
-    store(out, out_at, columns, mask, tl.fma(a, cosine, -(b * sine)), EXACT)
-    store(out, out_at, columns + HALF, mask, tl.fma(b, cosine, a * sine), EXACT)
+    store(out, out_at, columns, mask, tl.fma(a, cosine, -(b * sine)), MATH.hw_rounding)
+    store(out, out_at, columns + HALF, mask, tl.fma(b, cosine, a * sine), MATH.hw_rounding)
     if REST > 0:
         other = tl.arange(0, triton.next_power_of_2(STEP // HEAD * REST))
-        columns = first + other // REST * HEAD + DIM + other % REST
+        columns = first + other // REST * HEAD + MATH.dim + other % REST
         mask = present[:, None] & ((columns < n) & (other < STEP // HEAD * REST))[None, :]
-        y = _norm_at(x, x_at, gamma, columns, mask, rs, weight_offset, HF, EXACT)
-        store(out, out_at, columns, mask, y, EXACT)
+        y = _norm_at(source, columns, mask, rs, MATH)
+        store(out, out_at, columns, mask, y, MATH.hw_rounding)
 
 
 @triton.jit
 def _write(
-    x, h, g, rs, out, out_at, freqs, angles_at, first, mask,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HF: tl.constexpr, ROPE: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
-    EXACT: tl.constexpr,
+    h, g, rs, out, out_at, freqs, angles_at, first, mask,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """Normalize, rotate neighbours and store a tile whose first column is ``first``."""
-    y = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
-    if ROPE == "interleaved":
-        y = _turn_neighbours(y, freqs, angles_at, first, ROWS, BLOCK, HEAD, DIM)
-    store(out, out_at, first + tl.arange(0, BLOCK), mask, y, EXACT)
+    y = normalize(h.to(tl.float32), rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+    if MATH.rope == "interleaved":
+        y = _turn_neighbours(y, freqs, angles_at, first, ROWS, BLOCK, MATH)
+    store(out, out_at, first + tl.arange(0, BLOCK), mask, y, MATH.hw_rounding)
 
 
 @triton.jit
-def _load_weights(gamma, n, present, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, HEADS: tl.constexpr):
-    """All of gamma in chunks: for every row of the tile, in the layout of the rows whatever its dtype; once where heads share it."""
+def _load_weights(gamma, n, present, TILE: tl.constexpr, HEADS: tl.constexpr):
+    """All of gamma in chunks: once where heads share it, otherwise for every row."""
     weights = ()
-    for c in tl.static_range(COUNT):
-        columns = c * CHUNK + tl.arange(0, CHUNK)
+    for c in tl.static_range(TILE.count):
+        columns = c * TILE.chunk + tl.arange(0, TILE.chunk)
         if HEADS:
             weights = weights + (tl.load(gamma + columns[None, :], mask=(columns < n)[None, :], other=0.0),)
         else:
             mask = present[:, None]
-            if c == COUNT - 1:
+            if c == TILE.count - 1:
                 mask = mask & (columns < n)[None, :]
-            places = tl.broadcast_to(gamma + columns[None, :], (ROWS, CHUNK))
+            places = tl.broadcast_to(gamma + columns[None, :], (TILE.rows, TILE.chunk))
             weights = weights + (tl.load(places, mask=mask, other=0.0),)
     return weights
 
 
 @triton.jit
 def _side(
-    tile, x, x0, x1, x2, xh, gamma, out, y0, y1, y2, yh, stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
-    tokens, heads, n, n1, n2, sequence, limit, divisor, eps, weight_offset,
-    SIDE: tl.constexpr, STAGE: tl.constexpr, HF: tl.constexpr, HEADS: tl.constexpr, ROPE: tl.constexpr, HEAD: tl.constexpr,
-    DIM: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
+    tile, x, gamma, out, stats, freqs, positions, heads, n, divisor, shape,
+    SIDE: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one tensor: ROWS rows, or with given statistics ROWS rows of STEP columns."""
+    """Process a tile of q or k: whole rows, or ``step`` columns of rows with given statistics."""
+    STAGE: tl.constexpr = MATH.stage
+    HALVES: tl.constexpr = MATH.rope == "half"
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
+    STEP: tl.constexpr = TILE.step
+    CHUNK: tl.constexpr = TILE.chunk
+    COUNT: tl.constexpr = TILE.count
+    PDL: tl.constexpr = MATH.pdl
+    DTYPE: tl.constexpr = x.at.dtype.element_ty
+    eps, weight_offset = shape.eps, shape.weight_offset
     place = tl.arange(0, BLOCK)
     begin = 0
     if STAGE == "apply":
@@ -117,34 +122,33 @@ def _side(
         begin = (tile % pieces) * STEP
         tile = tile // pieces
     row = tile * ROWS + tl.arange(0, ROWS)
-    if HEADS:
+    if MATH.heads:
         token = row // heads
         head = (row % heads).to(tl.int64)
     else:
         token = row
         head = tl.zeros((ROWS,), tl.int64)
-    present = token < tokens
+    present = token < shape.tokens
     token64 = token.to(tl.int64)
-    x_at = row_start(token64, n1, n2, x0, x1, x2, LEVELS) + head * xh
-    out_at = row_start(token64, n1, n2, y0, y1, y2, LEVELS) + head * yh
-    stats_at = row_start(token64, n1, n2, s0, s1, s2, LEVELS) + SIDE
+    x_at = row_start(token64, shape, x, MATH.levels) + head * x.head
+    out_at = row_start(token64, shape, out, MATH.levels) + head * out.head
+    stats_at = row_start(token64, shape, stats, MATH.levels) + SIDE
     angles_at = token64
     wait(PDL)
-    if ROPE != "none":
-        if positions is None:
-            position = (token % sequence).to(tl.int64)
+    if MATH.rope != "none":
+        if positions.at is None:
+            position = (token % shape.sequence).to(tl.int64)
         else:
-            where = row_start(token64, n1, n2, p0, p1, p2, LEVELS)
-            position = tl.load(positions + where, mask=present, other=0).to(tl.int64)
-        angles_at = tl.minimum(tl.maximum(position, 0), limit - 1) * f0
+            where = row_start(token64, shape, positions, MATH.levels)
+            position = tl.load(positions.at + where, mask=present, other=0).to(tl.int64)
+        angles_at = tl.minimum(tl.maximum(position, 0), shape.limit - 1) * freqs.row
+    source = (x.at, x_at, gamma, weight_offset)
     if STAGE == "apply":
-        mean = tl.load(stats + stats_at, mask=present, other=0.0)
-        if ROPE == "half":
+        mean = tl.load(stats.at + stats_at, mask=present, other=0.0)
+        if HALVES:
             rs = reciprocal_root(mean + eps)
             launch_dependents(PDL)
-            _write_halves(
-                x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, begin, n, present, STEP, HEAD, DIM, HF, EXACT
-            )  # fmt: skip
+            _write_halves(source, rs, out.at, out_at, freqs.at, angles_at, begin, n, present, STEP, MATH)
         else:
             columns = begin + place
             inside = columns < n
@@ -152,32 +156,28 @@ def _side(
                 inside = inside & (place < STEP)
             mask = present[:, None] & inside[None, :]
             weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
-            h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
+            h = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
             launch_dependents(PDL)
             g = weight.to(tl.float32) + weight_offset
             rs = reciprocal_root(mean + eps)
-            _write(
-                x, h.to(tl.float32), g, rs, out, out_at, freqs, angles_at, begin, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
-            )  # fmt: skip
-    elif LONG:
+            _write(h, g, rs, out.at, out_at, freqs.at, angles_at, begin, mask, DTYPE, ROWS, BLOCK, MATH)
+    elif TILE.long:
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
         for first in range(0, n, BLOCK):
             columns = first + place
             mask = present[:, None] & (columns < n)[None, :]
-            h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
+            h = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
             squares += h.to(tl.float32) * h.to(tl.float32)
         launch_dependents(PDL)
         total = sum_columns(squares, ROWS, BLOCK)
         mean = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
         if STAGE == "stats":
-            tl.store(stats + stats_at, mean, mask=present)
+            tl.store(stats.at + stats_at, mean, mask=present)
         else:
             rs = reciprocal_root(mean + eps)
             for first in range(0, n, STEP):
-                if ROPE == "half":
-                    _write_halves(
-                        x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, first, n, present, STEP, HEAD, DIM, HF, EXACT
-                    )  # fmt: skip
+                if HALVES:
+                    _write_halves(source, rs, out.at, out_at, freqs.at, angles_at, first, n, present, STEP, MATH)
                 else:
                     columns = first + place
                     inside = columns < n
@@ -185,11 +185,9 @@ def _side(
                         inside = inside & (place < STEP)
                     mask = present[:, None] & inside[None, :]
                     weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
-                    h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
+                    h = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
                     g = weight.to(tl.float32) + weight_offset
-                    _write(
-                        x, h.to(tl.float32), g, rs, out, out_at, freqs, angles_at, first, mask, ROWS, BLOCK, HF, ROPE, HEAD, DIM, EXACT
-                    )  # fmt: skip
+                    _write(h, g, rs, out.at, out_at, freqs.at, angles_at, first, mask, DTYPE, ROWS, BLOCK, MATH)
     else:
         values = ()
         for c in tl.static_range(COUNT):
@@ -197,10 +195,10 @@ def _side(
             mask = present[:, None]
             if c == COUNT - 1:
                 mask = mask & (columns < n)[None, :]
-            values = values + (tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0),)
+            values = values + (tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0),)
         weights = ()
-        if STAGE == "fused" and ROPE != "half" and COUNT <= EARLY_CHUNKS:
-            weights = _load_weights(gamma, n, present, ROWS, CHUNK, COUNT, HEADS)
+        if STAGE == "fused" and not HALVES and COUNT <= EARLY_CHUNKS:
+            weights = _load_weights(gamma, n, present, TILE, MATH.heads)
         launch_dependents(PDL)
         if CHUNK > FOLD:
             h = values[0].to(tl.float32)
@@ -213,51 +211,36 @@ def _side(
             total = sum_chunks(eights, ROWS, CHUNK, COUNT, BLOCK)
         mean = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
         if STAGE == "stats":
-            tl.store(stats + stats_at, mean, mask=present)
+            tl.store(stats.at + stats_at, mean, mask=present)
         else:
             rs = reciprocal_root(mean + eps)
-            if ROPE == "half":
-                _write_halves(
-                    x, x_at, gamma, rs, weight_offset, out, out_at, freqs, angles_at, 0, n, present, STEP, HEAD, DIM, HF, EXACT
-                )  # fmt: skip
+            if HALVES:
+                _write_halves(source, rs, out.at, out_at, freqs.at, angles_at, 0, n, present, STEP, MATH)
             else:
                 if COUNT > EARLY_CHUNKS:
-                    weights = _load_weights(gamma, n, present, ROWS, CHUNK, COUNT, HEADS)
+                    weights = _load_weights(gamma, n, present, TILE, MATH.heads)
                 for c in tl.static_range(COUNT):
                     mask = present[:, None]
                     if c == COUNT - 1:
                         mask = mask & (c * CHUNK + tl.arange(0, CHUNK) < n)[None, :]
                     g = weights[c].to(tl.float32) + weight_offset
-                    _write(
-                        x, values[c].to(tl.float32), g, rs, out, out_at, freqs, angles_at, c * CHUNK, mask,
-                        ROWS, CHUNK, HF, ROPE, HEAD, DIM, EXACT,
-                    )  # fmt: skip
+                    h = values[c]
+                    _write(h, g, rs, out.at, out_at, freqs.at, angles_at, c * CHUNK, mask, DTYPE, ROWS, CHUNK, MATH)
 
 
 @triton.jit
 def _qk_norm_kernel(
-    q, q0, q1, q2, qh, k, k0, k1, k2, kh, gamma_q, gamma_k, q_out, y0, y1, y2, yh, k_out, z0, z1, z2, zh,
-    stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
-    tokens, q_heads, k_heads, nq, nk, n1, n2, sequence, limit, q_programs, q_divisor, k_divisor, eps, weight_offset,
-    STAGE: tl.constexpr, HF: tl.constexpr, HEADS: tl.constexpr, ROPE: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
-    EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS_Q: tl.constexpr, BLOCK_Q: tl.constexpr, STEP_Q: tl.constexpr,
-    CHUNK_Q: tl.constexpr, COUNT_Q: tl.constexpr, LONG_Q: tl.constexpr, ROWS_K: tl.constexpr, BLOCK_K: tl.constexpr,
-    STEP_K: tl.constexpr, CHUNK_K: tl.constexpr, COUNT_K: tl.constexpr, LONG_K: tl.constexpr,
-    PDL: tl.constexpr, EARLY_ROWS: tl.constexpr,
+    q, k, gamma_q, gamma_k, q_out, k_out, stats, freqs, positions, shape,
+    MATH: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, EARLY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Programs up to ``q_programs`` do q, those after it k. Statistics are sums of squares divided by the divisors."""
-    if tokens <= EARLY_ROWS:
-        launch_dependents(PDL)
+    """The first ``q_programs`` programs process q, the others k. Divisors apply to statistics."""
+    if shape.tokens <= EARLY_ROWS:
+        launch_dependents(MATH.pdl)
     program = tl.program_id(0)
-    if program < q_programs:
-        _side(
-            program, q, q0, q1, q2, qh, gamma_q, q_out, y0, y1, y2, yh, stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
-            tokens, q_heads, nq, n1, n2, sequence, limit, q_divisor, eps, weight_offset,
-            0, STAGE, HF, HEADS, ROPE, HEAD, DIM, EXACT, LEVELS, ROWS_Q, BLOCK_Q, STEP_Q, CHUNK_Q, COUNT_Q, LONG_Q, PDL,
-        )  # fmt: skip
+    if program < shape.q_programs:
+        n, heads, divisor = shape.nq, shape.q_heads, shape.q_divisor
+        _side(program, q, gamma_q, q_out, stats, freqs, positions, heads, n, divisor, shape, 0, Q, MATH)
     else:
-        _side(
-            program - q_programs, k, k0, k1, k2, kh, gamma_k, k_out, z0, z1, z2, zh, stats, s0, s1, s2, freqs, f0, positions, p0, p1, p2,
-            tokens, k_heads, nk, n1, n2, sequence, limit, k_divisor, eps, weight_offset,
-            1, STAGE, HF, HEADS, ROPE, HEAD, DIM, EXACT, LEVELS, ROWS_K, BLOCK_K, STEP_K, CHUNK_K, COUNT_K, LONG_K, PDL,
-        )  # fmt: skip
+        n, heads, divisor = shape.nk, shape.k_heads, shape.k_divisor
+        tile = program - shape.q_programs
+        _side(tile, k, gamma_k, k_out, stats, freqs, positions, heads, n, divisor, shape, 1, K, MATH)

@@ -1,83 +1,79 @@
-"""RMSNorm kernels: a row held in registers, chunk by chunk, or walked in chunks where it is too long.
+"""RMSNorm kernels: a row is held in registers, chunk by chunk, or walked in chunks if it is too
+long.
 
-Both do, for each row: load -> prologue -> residual -> sum of squares -> gamma -> store and/or quantize, reading every
-element before its place is written, so outputs may be the inputs.
+Both do, for each row: load -> prologue -> residual -> sum of squares -> gamma -> store and/or
+quantize. Every element is read before it is overwritten, so outputs may be the inputs. Tensors of
+rows are `launcher.Rows`, and `rms_norm` defines the constants.
 """
 
 import triton
 import triton.language as tl
 
-from .device.bins import neighbours, squares_of_places, sum_places, sum_places_and_peak
+from ..prologues import MAX_OPERANDS
+from .device.bins import bin_squares, neighbours, sum_bins, sum_bins_and_peak
 from .device.groups import store_groups, store_groups_by_lane
 from .device.numbers import cast, divisor, encode_fp8, make_scale, quotient, scaled, store_scale
 from .device.pdl import launch_dependents, wait
 from .device.row import chunk_mask, factor, magnitude, normalize, reciprocal_rms, row_start, store, tile_columns
 
+OPERANDS = tl.constexpr(MAX_OPERANDS)
+
 
 @triton.jit
-def _combine(
-    v, r, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask,
-    PROLOGUE: tl.constexpr, RESIDUAL: tl.constexpr, ROUND_SUM: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """``prologue(v, ...) + r``, zero outside the mask: in float32, or as it was loaded or rounded. The prologue decodes fp8."""
+def _combine(v, r, operands, starts, columns, mask, PROLOGUE: tl.constexpr, MATH: tl.constexpr):
+    """``prologue(v, ...) + r``, zero outside the mask; float32 only after a sum or prologue."""
     if PROLOGUE is not None:
         if v.dtype == tl.uint8:
             value = v
         else:
             value = v.to(tl.float32)
-        h = tl.where(mask, PROLOGUE(value, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask), 0.0)
-        if RESIDUAL:
+        h = tl.where(mask, PROLOGUE(value, operands, starts, columns, mask), 0.0)
+        if r is not None:
             h += r.to(tl.float32)
-    elif RESIDUAL:
+    elif r is not None:
         h = v.to(tl.float32) + r.to(tl.float32)
     else:
         h = v
-    if RESIDUAL and ROUND_SUM:
-        return cast(h, r.dtype, EXACT)
+    if r is not None and MATH.round_sum:
+        return cast(h, r.dtype, MATH.hw_rounding)
     else:
         return h
 
 
 @triton.jit
 def _load_h(
-    x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask,
-    PROLOGUE: tl.constexpr, ROUND_SUM: tl.constexpr, EXACT: tl.constexpr, POLICY: tl.constexpr,
+    x, x_at, residual, r_at, operands, starts, columns, mask,
+    PROLOGUE: tl.constexpr, MATH: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """``prologue(x, ...) + residual`` in float32, zero outside the mask."""
-    v = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
+    v = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
     r = None
-    if residual is not None:
-        r = tl.load(residual + r_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
-    h = _combine(
-        v, r, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, residual is not None, ROUND_SUM, EXACT
-    )  # fmt: skip
-    return h.to(tl.float32)
+    if residual.at is not None:
+        r = tl.load(residual.at + r_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
+    return _combine(v, r, operands, starts, columns, mask, PROLOGUE, MATH).to(tl.float32)
 
 
 @triton.jit
-def _load_chunks(
-    pointer, start, place, n, present, CHUNK: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
-    WHOLE: tl.constexpr, POLICY: tl.constexpr,
-):  # fmt: skip
-    """The chunks of a tile of rows, as they lie."""
+def _load_chunks(pointer, start, inner, n, present, TILE: tl.constexpr, POLICY: tl.constexpr):
+    """The chunks of a tile of rows, unconverted."""
     chunks = ()
-    for c in tl.static_range(COUNT):
-        columns = c * CHUNK + place
-        places = pointer + start[:, None] + columns[None, :]
-        if ROWS == 1 and (WHOLE or c < COUNT - 1):
-            chunks = chunks + (tl.load(places, eviction_policy=POLICY),)
+    for c in tl.static_range(TILE.count):
+        columns = c * TILE.chunk + inner
+        addresses = pointer + start[:, None] + columns[None, :]
+        if TILE.rows == 1 and (TILE.whole or c < TILE.count - 1):
+            chunks = chunks + (tl.load(addresses, eviction_policy=POLICY),)
         else:
-            mask = chunk_mask(columns, n, present, c == COUNT - 1)
-            chunks = chunks + (tl.load(places, mask=mask, other=0.0, eviction_policy=POLICY),)
+            mask = chunk_mask(columns, n, present, c == TILE.count - 1)
+            chunks = chunks + (tl.load(addresses, mask=mask, other=0.0, eviction_policy=POLICY),)
     return chunks
 
 
 @triton.jit
-def _load_weights(gamma, place, n, CHUNK: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+def _load_weights(gamma, inner, n, TILE: tl.constexpr):
     chunks = ()
-    for c in tl.static_range(COUNT):
-        columns = c * CHUNK + place
-        if c == COUNT - 1 and not WHOLE:
+    for c in tl.static_range(TILE.count):
+        columns = c * TILE.chunk + inner
+        if c == TILE.count - 1 and not TILE.whole:
             chunks = chunks + (tl.load(gamma + columns[None, :], mask=(columns < n)[None, :], other=0.0),)
         else:
             chunks = chunks + (tl.load(gamma + columns[None, :]),)
@@ -85,261 +81,234 @@ def _load_weights(gamma, place, n, CHUNK: tl.constexpr, COUNT: tl.constexpr, WHO
 
 
 @triton.jit
-def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr, OFFSET: tl.constexpr):
-    """The largest ``|h * g|`` of each place of a chunk, as integers."""
-    peaks = magnitude(chunks[0].to(tl.float32) * factor(weights[0], weight_offset, OFFSET))
+def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr, MATH: tl.constexpr):
+    """The largest ``|h * g|`` over all chunks, as integers."""
+    peaks = magnitude(chunks[0].to(tl.float32) * factor(weights[0], weight_offset, MATH))
     for c in tl.static_range(1, COUNT):
-        sizes = magnitude(chunks[c].to(tl.float32) * factor(weights[c], weight_offset, OFFSET))
+        sizes = magnitude(chunks[c].to(tl.float32) * factor(weights[c], weight_offset, MATH))
         peaks = tl.maximum(peaks, sizes)
     return peaks
 
 
 @triton.jit
-def _normed_peaks(
-    chunks, weights, weight_offset, rs, DTYPE: tl.constexpr, COUNT: tl.constexpr, OFFSET: tl.constexpr, HF: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """The largest of each place after the norm."""
-    g = factor(weights[0], weight_offset, OFFSET)
-    peaks = magnitude(normalize(chunks[0].to(tl.float32), rs, g, DTYPE, HF, EXACT))
+def _normed_peaks(chunks, weights, weight_offset, rs, DTYPE: tl.constexpr, COUNT: tl.constexpr, MATH: tl.constexpr):
+    """`_peaks` of the norm."""
+    g = factor(weights[0], weight_offset, MATH)
+    peaks = magnitude(normalize(chunks[0].to(tl.float32), rs, g, DTYPE, MATH.hf, MATH.hw_rounding))
     for c in tl.static_range(1, COUNT):
-        g = factor(weights[c], weight_offset, OFFSET)
-        peaks = tl.maximum(peaks, magnitude(normalize(chunks[c].to(tl.float32), rs, g, DTYPE, HF, EXACT)))
+        g = factor(weights[c], weight_offset, MATH)
+        y = normalize(chunks[c].to(tl.float32), rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+        peaks = tl.maximum(peaks, magnitude(y))
     return peaks
 
 
 @triton.jit
 def _bound(scale_ub):
-    """The upper bound of amax that the caller keeps in memory; NaN is none."""
+    """The upper bound of amax that the caller keeps in memory; NaN means none."""
     bound = tl.load(scale_ub)
     return tl.where(bound == bound, bound, float("inf"))
 
 
 @triton.jit
 def _row_factor(
-    peak, rs, bound, least, static_scale, scale, scale_at, present,
-    FP8_MAX: tl.constexpr, SCALE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, E8M0: tl.constexpr,
-    NORMED: tl.constexpr, DIVIDE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """What a row is multiplied by, or with DIVIDE divided by, to become codes; stores the row's scale unless it is the caller's."""
-    if SCALE == "static":
+    peak, rs, limits, static_scale, scale, scale_at, present, QUANT: tl.constexpr, HW_ROUNDING: tl.constexpr
+):
+    """What a row is multiplied by (``divide``: divided by) to become codes; stores the row's scale
+    unless the caller gave it.
+    """
+    if QUANT.kind == "static":
         s = tl.load(static_scale) + tl.zeros_like(rs)
     else:
         amax = peak.to(tl.float32, bitcast=True)
-        if not NORMED:
+        if not QUANT.normed:
             amax *= rs
-        s = make_scale(amax, bound, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, EXACT, least)
-        store_scale(scale, scale_at, present, s, E8M0, EXACT)
-    if DIVIDE:
+        s = make_scale(amax, limits[0], limits[1], QUANT, scale.dtype.element_ty, HW_ROUNDING)
+        store_scale(scale, scale_at, present, s, QUANT, HW_ROUNDING)
+    if QUANT.divide:
         return divisor(s)
-    elif NORMED:
+    elif QUANT.normed:
         return quotient(tl.where(rs == rs, 1.0, rs), s)
     else:
         return quotient(rs, s)
 
 
 @triton.jit
-def _rms_norm_row_kernel(
-    x, x0, x1, x2, gamma, residual, r0, r1, r2, norm, y0, y1, y2, codes, c0, c1, c2, scale, s0, s1, s2, sg,
-    new_residual, w0, w1, w2, static_scale, p0, p00, p01, p02, p1, p10, p11, p12, p2, p20, p21, p22, p3, p30, p31, p32,
-    rows, n, n1, n2, eps, weight_offset, bound, least, scale_ub,
-    PROLOGUE: tl.constexpr, HF: tl.constexpr, ROUND_SUM: tl.constexpr, NORMED: tl.constexpr, DIVIDE: tl.constexpr,
-    FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
-    NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
-    VEC: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr,
-    PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
-    BY_LANE: tl.constexpr,
-):  # fmt: skip
-    """Rows of up to COUNT chunks, each read once and held in registers; one tile of rows a program.
+def _starts(row, shape, operands, LEVELS: tl.constexpr):
+    """Where the rows of a prologue's operands begin."""
+    starts = ()
+    for i in tl.static_range(OPERANDS):
+        starts = starts + (row_start(row, shape, operands[i], LEVELS),)
+    return starts
 
-    REREAD: a row of so many chunks that fewer registers gain more than a second read, which finds it in the cache, costs.
+
+@triton.jit
+def _rms_norm_row_kernel(
+    x, gamma, residual, norm, codes, scale, scale_group, new_residual, static_scale, operands, shape,
+    eps, weight_offset, bound, least, scale_ub,
+    PROLOGUE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows of up to ``count`` chunks, each read once and held in registers; one tile of rows per
+    program.
+
+    ``reread``: a second read of the row, which hits the cache, costs less than holding it in
+    registers.
     """
-    if rows <= EARLY_ROWS:
+    LEVELS: tl.constexpr = TILE.levels
+    COUNT: tl.constexpr = TILE.count
+    DTYPE: tl.constexpr = x.at.dtype.element_ty
+    n = shape.n
+    if shape.rows <= TILE.early_rows:
         launch_dependents(PDL)
-    place = tile_columns(CHUNK, WARPS, LANES)
-    row = (tl.zeros((ROWS,), tl.int64) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
-    present = row < rows
-    at0 = row_start(row, n1, n2, p00, p01, p02, LEVELS)
-    at1 = row_start(row, n1, n2, p10, p11, p12, LEVELS)
-    at2 = row_start(row, n1, n2, p20, p21, p22, LEVELS)
-    at3 = row_start(row, n1, n2, p30, p31, p32, LEVELS)
+    inner = tile_columns(TILE)
+    row = (tl.zeros((TILE.rows,), tl.int64) + tl.program_id(0)) * TILE.rows + tl.arange(0, TILE.rows)
+    present = row < shape.rows
+    starts = _starts(row, shape, operands, LEVELS)
     wait(PDL)
     if scale_ub is not None:
         bound = _bound(scale_ub)
+    limits = (bound, least)
     weights = ()
-    if EARLY_GAMMA:
-        weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
-    x_at = row_start(row, n1, n2, x0, x1, x2, LEVELS)
-    held = _load_chunks(x, x_at, place, n, present, CHUNK, COUNT, ROWS, WHOLE, "evict_last" if REREAD else "")
-    if residual is not None or PROLOGUE is not None:
+    if TILE.early_gamma:
+        weights = _load_weights(gamma, inner, n, TILE)
+    x_at = row_start(row, shape, x, LEVELS)
+    held = _load_chunks(x.at, x_at, inner, n, present, TILE, "evict_last" if TILE.reread else "")
+    if residual.at is not None or PROLOGUE is not None:
         added = held
-        if residual is not None:
-            added = _load_chunks(
-                residual, row_start(row, n1, n2, r0, r1, r2, LEVELS), place, n, present, CHUNK, COUNT, ROWS, WHOLE, ""
-            )  # fmt: skip
+        if residual.at is not None:
+            r_at = row_start(row, shape, residual, LEVELS)
+            added = _load_chunks(residual.at, r_at, inner, n, present, TILE, "")
         sums = ()
         for c in tl.static_range(COUNT):
-            columns = c * CHUNK + place
-            h = _combine(
-                held[c], added[c], p0, at0, p1, at1, p2, at2, p3, at3, columns,
-                chunk_mask(columns, n, present, c == COUNT - 1), PROLOGUE, residual is not None, ROUND_SUM, EXACT,
-            )  # fmt: skip
-            sums = sums + (h,)
+            columns = c * TILE.chunk + inner
+            r = added[c] if residual.at is not None else None
+            mask = chunk_mask(columns, n, present, c == COUNT - 1)
+            sums = sums + (_combine(held[c], r, operands, starts, columns, mask, PROLOGUE, MATH),)
         held = sums
     launch_dependents(PDL)
-    squares = squares_of_places(held, ROWS, CHUNK, COUNT, SETS, SIZE, WARPS, LANES)
-    if not EARLY_GAMMA:
-        weights = _load_weights(gamma, place, n, CHUNK, COUNT, WHOLE)
-    if codes is not None and SCALE == "row" and not NORMED:
-        peaks = _peaks(held, weights, weight_offset, COUNT, OFFSET)
-        total, peak = sum_places_and_peak(squares, peaks, ROWS, CHUNK, SIZE, SETS, PIECES, WARPS, LANES, EXACT)
+    squares = bin_squares(held, TILE)
+    if not TILE.early_gamma:
+        weights = _load_weights(gamma, inner, n, TILE)
+    if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
+        peaks = _peaks(held, weights, weight_offset, COUNT, MATH)
+        total, peak = sum_bins_and_peak(squares, peaks, TILE, MATH.hw_rounding)
     else:
-        total = sum_places(squares, ROWS, SIZE, SETS, PIECES)
+        total = sum_bins(squares, TILE)
     rs = reciprocal_rms(total, n, eps)
-    codes_at = row_start(row, n1, n2, c0, c1, c2, LEVELS)
-    scale_at = row_start(row, n1, n2, s0, s1, s2, LEVELS)
-    if codes is not None and SCALE != "group":
-        if SCALE == "row" and NORMED:
-            peaks = _normed_peaks(held, weights, weight_offset, rs, x.dtype.element_ty, COUNT, OFFSET, HF, EXACT)
-            peak = tl.max(peaks, axis=1)
-        elif SCALE == "static":
-            peak = tl.zeros((ROWS,), tl.int32)
-        k = _row_factor(
-            peak, rs, bound, least, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, NORMED, DIVIDE,
-            EXACT,
-        )  # fmt: skip
-    if BY_LANE:
-        store_groups_by_lane(
-            held, weights, weight_offset, rs, bound, least, codes, codes_at, scale, scale_at, sg, place, x.dtype.element_ty, CHUNK,
-            COUNT, VEC, GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, OFFSET, HF, NORMED, DIVIDE, EXACT,
-        )  # fmt: skip
+    codes_at = row_start(row, shape, codes, LEVELS)
+    scale_at = row_start(row, shape, scale, LEVELS)
+    out = (codes.at, codes_at, scale.at, scale_at, scale_group)
+    if codes.at is not None and QUANT.kind != "group":
+        if QUANT.kind == "row" and QUANT.normed:
+            peak = tl.max(_normed_peaks(held, weights, weight_offset, rs, DTYPE, COUNT, MATH), axis=1)
+        elif QUANT.kind == "static":
+            peak = tl.zeros((TILE.rows,), tl.int32)
+        k = _row_factor(peak, rs, limits, static_scale, scale.at, scale_at, present, QUANT, MATH.hw_rounding)
+    if TILE.lane_scales:
+        store_groups_by_lane(held, weights, weight_offset, rs, limits, out, inner, DTYPE, TILE, QUANT, MATH)
     for c in tl.static_range(COUNT):
-        columns = c * CHUNK + place
-        if ROWS == 1 and (WHOLE or c < COUNT - 1):
+        columns = c * TILE.chunk + inner
+        if TILE.rows == 1 and (TILE.whole or c < COUNT - 1):
             mask = None
         else:
             mask = chunk_mask(columns, n, present, c == COUNT - 1)
-        if REREAD:
-            again = x + x_at[:, None] + columns[None, :]
+        if TILE.reread:
+            again = x.at + x_at[:, None] + columns[None, :]
             if mask is None:
                 h = tl.load(again, eviction_policy="evict_first").to(tl.float32)
             else:
                 h = tl.load(again, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         else:
             h = held[c].to(tl.float32)
-        g = factor(weights[c], weight_offset, OFFSET)
-        if new_residual is not None:
-            store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)
-        if norm is not None:
-            y = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
-            store(norm, row_start(row, n1, n2, y0, y1, y2, LEVELS), columns, mask, y, EXACT)
-        if codes is not None and not BY_LANE:
-            if NORMED:
-                v = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
+        g = factor(weights[c], weight_offset, MATH)
+        if new_residual.at is not None:
+            store(new_residual.at, row_start(row, shape, new_residual, LEVELS), columns, mask, h, MATH.hw_rounding)
+        if norm.at is not None:
+            y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+            store(norm.at, row_start(row, shape, norm, LEVELS), columns, mask, y, MATH.hw_rounding)
+        if codes.at is not None and not TILE.lane_scales:
+            if QUANT.normed:
+                v = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
             else:
                 v = h * g
-            if SCALE == "group":
-                store_groups(
-                    v, rs, bound, least, codes, codes_at, scale, scale_at, sg, c * CHUNK, n, present, ROWS, CHUNK, WARPS, LANES,
-                    GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, NORMED, DIVIDE, EXACT,
-                )  # fmt: skip
+            if QUANT.kind == "group":
+                store_groups(v, rs, limits, out, c * TILE.chunk, n, present, TILE, QUANT, MATH.hw_rounding)
             else:
-                q = encode_fp8(scaled(v, k[:, None], DIVIDE), FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
-                tl.store(codes + codes_at[:, None] + columns[None, :], q, mask=mask)
+                q = encode_fp8(scaled(v, k[:, None], QUANT.divide), QUANT)
+                tl.store(codes.at + codes_at[:, None] + columns[None, :], q, mask=mask)
 
 
 @triton.jit
 def _rms_norm_long_kernel(
-    x, x0, x1, x2, gamma, residual, r0, r1, r2, norm, y0, y1, y2, codes, c0, c1, c2, scale, s0, s1, s2, sg,
-    new_residual, w0, w1, w2, static_scale, p0, p00, p01, p02, p1, p10, p11, p12, p2, p20, p21, p22, p3, p30, p31, p32,
-    rows, n, n1, n2, eps, weight_offset, bound, least, scale_ub,
-    PROLOGUE: tl.constexpr, HF: tl.constexpr, ROUND_SUM: tl.constexpr, NORMED: tl.constexpr, DIVIDE: tl.constexpr,
-    FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr,
-    NEGATIVE_ZERO: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    E8M0: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr, SIZE: tl.constexpr, WHOLE: tl.constexpr,
-    VEC: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr,
-    PDL: tl.constexpr, EARLY_ROWS: tl.constexpr, EARLY_GAMMA: tl.constexpr, REREAD: tl.constexpr, OFFSET: tl.constexpr,
-    BY_LANE: tl.constexpr,
+    x, gamma, residual, norm, codes, scale, scale_group, new_residual, static_scale, operands, shape,
+    eps, weight_offset, bound, least, scale_ub,
+    PROLOGUE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length, walked in blocks: once for the statistics, once more (from L2) to write."""
-    if rows <= EARLY_ROWS:
+    LEVELS: tl.constexpr = TILE.levels
+    CHUNK: tl.constexpr = TILE.chunk
+    DTYPE: tl.constexpr = x.at.dtype.element_ty
+    n = shape.n
+    if shape.rows <= TILE.early_rows:
         launch_dependents(PDL)
-    place = tile_columns(CHUNK, WARPS, LANES)
+    inner = tile_columns(TILE)
     wait(PDL)
     if scale_ub is not None:
         bound = _bound(scale_ub)
+    limits = (bound, least)
     row = tl.zeros((1,), tl.int64) + tl.program_id(0)
-    present = row < rows
-    x_at = row_start(row, n1, n2, x0, x1, x2, LEVELS)
-    r_at = row_start(row, n1, n2, r0, r1, r2, LEVELS)
-    at0 = row_start(row, n1, n2, p00, p01, p02, LEVELS)
-    at1 = row_start(row, n1, n2, p10, p11, p12, LEVELS)
-    at2 = row_start(row, n1, n2, p20, p21, p22, LEVELS)
-    at3 = row_start(row, n1, n2, p30, p31, p32, LEVELS)
-    codes_at = row_start(row, n1, n2, c0, c1, c2, LEVELS)
-    scale_at = row_start(row, n1, n2, s0, s1, s2, LEVELS)
+    present = row < shape.rows
+    x_at = row_start(row, shape, x, LEVELS)
+    r_at = row_start(row, shape, residual, LEVELS)
+    starts = _starts(row, shape, operands, LEVELS)
+    codes_at = row_start(row, shape, codes, LEVELS)
+    scale_at = row_start(row, shape, scale, LEVELS)
+    out = (codes.at, codes_at, scale.at, scale_at, scale_group)
     squares = tl.zeros((1, CHUNK), tl.float32)
     peaks = tl.zeros((1, CHUNK), tl.int32)
     for first in range(0, n, CHUNK):
-        columns = first + place
+        columns = first + inner
         mask = (columns < n)[None, :]
-        h = _load_h(
-            x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, ROUND_SUM, EXACT, "evict_last"
-        )  # fmt: skip
+        h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
         squares = tl.fma(h, h, squares)
-        if codes is not None and SCALE == "row" and not NORMED:
-            g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
+        if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
+            g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
             peaks = tl.maximum(peaks, magnitude(h * g))
     launch_dependents(PDL)
-    sums = (neighbours(squares, 1, CHUNK, SIZE, WARPS, LANES),)
-    if codes is not None and SCALE == "row" and not NORMED:
-        total, peak = sum_places_and_peak(sums, peaks, 1, CHUNK, SIZE, 1, PIECES, WARPS, LANES, EXACT)
+    sums = (neighbours(squares, TILE),)
+    if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
+        total, peak = sum_bins_and_peak(sums, peaks, TILE, MATH.hw_rounding)
     else:
-        total = sum_places(sums, 1, SIZE, 1, PIECES)
+        total = sum_bins(sums, TILE)
         peak = tl.zeros((1,), tl.int32)
     rs = reciprocal_rms(total, n, eps)
-    if codes is not None and SCALE == "row" and NORMED:
+    if codes.at is not None and QUANT.kind == "row" and QUANT.normed:
         for first in range(0, n, CHUNK):
-            columns = first + place
+            columns = first + inner
             mask = (columns < n)[None, :]
-            h = _load_h(
-                x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, ROUND_SUM, EXACT, "evict_last"
-            )  # fmt: skip
-            g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
-            peaks = tl.maximum(
-                peaks, magnitude(tl.where(mask, normalize(h, rs, g, x.dtype.element_ty, HF, EXACT), 0.0))
-            )
+            h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
+            g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
+            y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+            peaks = tl.maximum(peaks, magnitude(tl.where(mask, y, 0.0)))
         peak = tl.max(peaks, axis=1)
-    if codes is not None and SCALE != "group":
-        k = _row_factor(
-            peak, rs, bound, least, static_scale, scale, scale_at, present, FP8_MAX, SCALE, LARGEST, UE8M0, E8M0, NORMED, DIVIDE,
-            EXACT,
-        )  # fmt: skip
+    if codes.at is not None and QUANT.kind != "group":
+        k = _row_factor(peak, rs, limits, static_scale, scale.at, scale_at, present, QUANT, MATH.hw_rounding)
     for first in range(0, n, CHUNK):
-        columns = first + place
+        columns = first + inner
         mask = (columns < n)[None, :]
-        h = _load_h(
-            x, x_at, residual, r_at, p0, at0, p1, at1, p2, at2, p3, at3, columns, mask, PROLOGUE, ROUND_SUM, EXACT, "evict_first"
-        )  # fmt: skip
-        g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, OFFSET)
-        if new_residual is not None:
-            store(new_residual, row_start(row, n1, n2, w0, w1, w2, LEVELS), columns, mask, h, EXACT)
-        if norm is not None:
-            y = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
-            store(norm, row_start(row, n1, n2, y0, y1, y2, LEVELS), columns, mask, y, EXACT)
-        if codes is not None:
-            if NORMED:
-                v = normalize(h, rs, g, x.dtype.element_ty, HF, EXACT)
+        h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_first")
+        g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
+        if new_residual.at is not None:
+            store(new_residual.at, row_start(row, shape, new_residual, LEVELS), columns, mask, h, MATH.hw_rounding)
+        if norm.at is not None:
+            y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+            store(norm.at, row_start(row, shape, norm, LEVELS), columns, mask, y, MATH.hw_rounding)
+        if codes.at is not None:
+            if QUANT.normed:
+                v = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
             else:
                 v = h * g
-            if SCALE == "group":
-                store_groups(
-                    v, rs, bound, least, codes, codes_at, scale, scale_at, sg, first, n, present, 1, CHUNK, WARPS, LANES,
-                    GROUP, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE, LARGEST, UE8M0, E8M0, NORMED, DIVIDE, EXACT,
-                )  # fmt: skip
+            if QUANT.kind == "group":
+                store_groups(v, rs, limits, out, first, n, present, TILE, QUANT, MATH.hw_rounding)
             else:
-                q = encode_fp8(scaled(v, k[:, None], DIVIDE), FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
-                tl.store(codes + codes_at[:, None] + columns[None, :], q, mask=mask)
+                q = encode_fp8(scaled(v, k[:, None], QUANT.divide), QUANT)
+                tl.store(codes.at + codes_at[:, None] + columns[None, :], q, mask=mask)

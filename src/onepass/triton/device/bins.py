@@ -1,13 +1,16 @@
-"""The sum of a row's squares in an order that no layout can change.
+"""The sum of a row's squares in an order that does not depend on the layout.
 
-A row has PLACES places (`_config.row_places`: a matter of its length alone) and column c belongs to place ``c % PLACES``. Each place
-adds up its own squares, one fused multiply-add after the other; then neighbouring places are added, then neighbouring sums, until one
-is left. Every addition is of two given numbers, so neither the width of loads nor the number of warps, the tile's shape, the chip or
-the version of the compiler has a say. Beyond the row's end there are zeros, which change nothing. The build must not contract
-products into sums (``Build.contracts``): it would in one layout and not in another.
+A row has bins (`rms_norm_config.row_bins`; their number depends only on the row's length), and
+column c belongs to bin ``c % bins``. Each bin sums its own squares, one fused multiply-add after
+the other. Then neighbouring bins are added, then neighbouring sums, until one is left. Both
+operands of every addition are specified, so the result does not depend on the width of loads, the
+number of warps, the tile's shape, the chip or the compiler version. Columns beyond the end of the
+row are zeros, which change nothing. The build must not contract products into sums
+(``Build.contracts``), because contraction would depend on the layout.
 
-A row comes in chunks, of which SETS have all the places; a chunk's neighbours are added within a warp, and what is left, a value a
-warp and set, is brought together in one exchange, the row's largest value with it. `tl.sum` would take two.
+A row comes in chunks (``TILE`` is a `rms_norm_config.RowConfig`), of which ``sets`` hold all the
+bins. Neighbours within a chunk are added within a warp. What is left, one value per warp and set,
+is exchanged once, together with the row's largest value; `tl.sum` would need two exchanges.
 """
 
 import triton
@@ -27,7 +30,7 @@ def _add_neighbours(tile, ROWS: tl.constexpr, SIZE: tl.constexpr, LEFT: tl.const
 
 @triton.jit
 def _larger_neighbours(tile, ROWS: tl.constexpr, SIZE: tl.constexpr, LEFT: tl.constexpr):
-    """The same for the larger of two."""
+    """`_add_neighbours` with the maximum instead of the sum."""
     for i in tl.static_range(1, 15):
         if SIZE >> i >= LEFT:
             tile = tl.max(tl.reshape(tile, (ROWS, SIZE >> i, 2)), axis=2)
@@ -35,30 +38,27 @@ def _larger_neighbours(tile, ROWS: tl.constexpr, SIZE: tl.constexpr, LEFT: tl.co
 
 
 @triton.jit
-def neighbours(
-    tile, ROWS: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr
-):
-    """A tile of sums, [ROWS, CHUNK] as `tile_columns` has them, to [ROWS, SIZE] in the order of columns: what a thread has side by side."""
-    return _add_neighbours(column_order(tile, ROWS, CHUNK, WARPS, LANES), ROWS, CHUNK, SIZE)
+def neighbours(tile, TILE: tl.constexpr):
+    """Reduce a tile of sums, [rows, chunk] as in `tile_columns`, to [rows, size] in column order:
+    add each thread's adjacent columns.
+    """
+    return _add_neighbours(column_order(tile, TILE), TILE.rows, TILE.chunk, TILE.size)
 
 
 @triton.jit
-def squares_of_places(
-    chunks, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, SETS: tl.constexpr, SIZE: tl.constexpr, WARPS: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
-    """What places add up to, in float32: SETS tiles of [ROWS, SIZE]."""
+def bin_squares(chunks, TILE: tl.constexpr):
+    """The sums of the bins, in float32: ``sets`` tiles of [rows, size]."""
     sums = ()
-    for first in tl.static_range(SETS):
-        if first < COUNT:
+    for first in tl.static_range(TILE.sets):
+        if first < TILE.count:
             h = chunks[first].to(tl.float32)
             squares = h * h
-            for c in tl.static_range(first + SETS, COUNT, SETS):
+            for c in tl.static_range(first + TILE.sets, TILE.count, TILE.sets):
                 h = chunks[c].to(tl.float32)
                 squares = tl.fma(h, h, squares)
-            sums = sums + (neighbours(squares, ROWS, CHUNK, SIZE, WARPS, LANES),)
-        else:  # the row ends before
-            sums = sums + (tl.zeros((ROWS, SIZE), tl.float32),)
+            sums = sums + (neighbours(squares, TILE),)
+        else:  # the row ends before this chunk
+            sums = sums + (tl.zeros((TILE.rows, TILE.size), tl.float32),)
     return sums
 
 
@@ -68,13 +68,13 @@ def _sum_and_larger(a_sum, a_peak, b_sum, b_peak):
 
 
 @triton.jit
-def _merge_neighbours(tile, peaks, ROWS: tl.constexpr, SIZE: tl.constexpr, LEFT: tl.constexpr, EXACT: tl.constexpr):
-    """`_add_neighbours`, and the larger ones of another tile. Together: then they lie alike, and nothing must move for them to meet."""
+def _merge_neighbours(tile, peaks, LEFT: tl.constexpr, TILE: tl.constexpr, HW_ROUNDING: tl.constexpr):
+    """`_add_neighbours`, and the maximum of ``peaks``, in one reduction to share a layout."""
     for i in tl.static_range(1, 15):
-        if SIZE >> i >= LEFT:
-            pairs = tl.reshape(tile, (ROWS, SIZE >> i, 2))
-            sizes = tl.reshape(peaks, (ROWS, SIZE >> i, 2))
-            if EXACT:
+        if TILE.size >> i >= LEFT:
+            pairs = tl.reshape(tile, (TILE.rows, TILE.size >> i, 2))
+            sizes = tl.reshape(peaks, (TILE.rows, TILE.size >> i, 2))
+            if HW_ROUNDING:
                 tile, peaks = tl.reduce((pairs, sizes), 2, _sum_and_larger)
             else:  # the interpreter walks a joint reduction element by element
                 tile, peaks = tl.sum(pairs, axis=2), tl.max(sizes, axis=2)
@@ -83,13 +83,13 @@ def _merge_neighbours(tile, peaks, ROWS: tl.constexpr, SIZE: tl.constexpr, LEFT:
 
 @triton.constexpr_function
 def _by_twos(size):
-    """The shape of ``size`` elements, a dimension for every bit of their number."""
+    """The shape of ``size`` elements with one dimension of size 2 per bit of the index."""
     return (1,) + (2,) * (size.bit_length() - 1)
 
 
 @triton.jit
 def _join(tensors, COUNT: tl.constexpr):
-    """COUNT tensors as one, their number the last dimensions."""
+    """COUNT tensors as one; the last dimensions are the index."""
     for i in tl.static_range(1, 6):
         if COUNT >> i > 0:
             joined = ()
@@ -101,7 +101,7 @@ def _join(tensors, COUNT: tl.constexpr):
 
 @triton.jit
 def _split(tensor, COUNT: tl.constexpr):
-    """COUNT tensors of the last dimensions of one, in the order of their number's reversed bits: the first half has even numbers."""
+    """COUNT tensors along the last dimensions of one, in bit-reversed order."""
     tensors = (tensor,)
     for i in tl.static_range(0, 8):
         if COUNT >> (i + 1) > 0:
@@ -115,7 +115,7 @@ def _split(tensor, COUNT: tl.constexpr):
 
 @triton.jit
 def _add_all(tensors, COUNT: tl.constexpr):
-    """Neighbours added until one is left, of tensors as `_split` leaves them: there the neighbours are half of all apart."""
+    """Add neighbours, which after `_split` are half of all tensors apart, until one is left."""
     for i in tl.static_range(1, 9):
         if COUNT >> i > 0:
             added = ()
@@ -127,7 +127,7 @@ def _add_all(tensors, COUNT: tl.constexpr):
 
 @triton.jit
 def _add_sets(tensors, COUNT: tl.constexpr):
-    """The same of tensors in their own order."""
+    """`_add_all` for tensors in natural order."""
     for i in tl.static_range(1, 6):
         if COUNT >> i > 0:
             added = ()
@@ -139,52 +139,51 @@ def _add_sets(tensors, COUNT: tl.constexpr):
 
 @triton.jit
 def _settle(tensor):
-    """The [1] of one row number, whatever layout it is used in: for each, Triton would repeat the exchange."""
+    """A [1] tensor for any layout; otherwise Triton would repeat the exchange for each layout."""
     return tl.zeros((1,), tensor.dtype) + tl.sum(tensor, axis=0)
 
 
 @triton.jit
-def sum_places(sums, ROWS: tl.constexpr, SIZE: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr):
-    """SETS tiles of sums, [ROWS, SIZE], to [ROWS]; each of PIECES of a row is in one warp."""
+def sum_bins(sums, TILE: tl.constexpr):
+    """``sets`` tiles of [rows, size] to [rows]; each piece of a row is in one warp."""
+    COUNT: tl.constexpr = TILE.sets * TILE.pieces
     left = ()
-    for i in tl.static_range(SETS):
-        left = left + (_add_neighbours(sums[i], ROWS, SIZE, PIECES if ROWS == 1 else 1),)
-    if ROWS > 1:
-        return tl.reshape(_add_sets(left, SETS), (ROWS,))
+    for i in tl.static_range(TILE.sets):
+        left = left + (_add_neighbours(sums[i], TILE.rows, TILE.size, TILE.pieces if TILE.rows == 1 else 1),)
+    if TILE.rows > 1:
+        return tl.reshape(_add_sets(left, TILE.sets), (TILE.rows,))
     else:
-        each = tl.reshape(_join(left, SETS), (PIECES, SETS))
-        each = tl.reshape(tl.permute(each, (1, 0)), _by_twos(SETS * PIECES))
-        return _settle(_add_all(_split(each, SETS * PIECES), SETS * PIECES))
+        each = tl.reshape(_join(left, TILE.sets), (TILE.pieces, TILE.sets))
+        each = tl.reshape(tl.permute(each, (1, 0)), _by_twos(COUNT))
+        return _settle(_add_all(_split(each, COUNT), COUNT))
 
 
 @triton.jit
-def sum_places_and_peak(
-    sums, peaks, ROWS: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr, SETS: tl.constexpr, PIECES: tl.constexpr,
-    WARPS: tl.constexpr, LANES: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """`sum_places`, and the largest of the integers ``peaks``, [ROWS, CHUNK], along rows: in the same exchange."""
-    LEFT: tl.constexpr = PIECES if ROWS == 1 else 1
-    sizes = _larger_neighbours(column_order(peaks, ROWS, CHUNK, WARPS, LANES), ROWS, CHUNK, SIZE)
-    total, peak = _merge_neighbours(sums[0], sizes, ROWS, SIZE, LEFT, EXACT)
+def sum_bins_and_peak(sums, peaks, TILE: tl.constexpr, HW_ROUNDING: tl.constexpr):
+    """`sum_bins`, and the largest of ``peaks``, [rows, chunk], per row, in one exchange."""
+    COUNT: tl.constexpr = TILE.sets * TILE.pieces
+    LEFT: tl.constexpr = TILE.pieces if TILE.rows == 1 else 1
+    sizes = _larger_neighbours(column_order(peaks, TILE), TILE.rows, TILE.chunk, TILE.size)
+    total, peak = _merge_neighbours(sums[0], sizes, LEFT, TILE, HW_ROUNDING)
     left = (total,)
-    for i in tl.static_range(1, SETS):
-        left = left + (_add_neighbours(sums[i], ROWS, SIZE, LEFT),)
-    if ROWS > 1:
-        return tl.reshape(_add_sets(left, SETS), (ROWS,)), tl.reshape(peak, (ROWS,))
+    for i in tl.static_range(1, TILE.sets):
+        left = left + (_add_neighbours(sums[i], TILE.rows, TILE.size, LEFT),)
+    if TILE.rows > 1:
+        return tl.reshape(_add_sets(left, TILE.sets), (TILE.rows,)), tl.reshape(peak, (TILE.rows,))
     else:
-        words = ()
-        for i in tl.static_range(SETS):
-            words = words + (left[i].to(tl.int32, bitcast=True),)
-        for _ in tl.static_range(SETS):
-            words = words + (peak,)
-        each = tl.reshape(_join(words, 2 * SETS), (PIECES, 2 * SETS))
-        each = tl.reshape(tl.permute(each, (1, 0)), _by_twos(2 * SETS * PIECES))
-        pairs = _split(each, SETS * PIECES)
+        bits = ()
+        for i in tl.static_range(TILE.sets):
+            bits = bits + (left[i].to(tl.int32, bitcast=True),)
+        for _ in tl.static_range(TILE.sets):
+            bits = bits + (peak,)
+        each = tl.reshape(_join(bits, 2 * TILE.sets), (TILE.pieces, 2 * TILE.sets))
+        each = tl.reshape(tl.permute(each, (1, 0)), _by_twos(2 * COUNT))
+        pairs = _split(each, COUNT)
         totals = ()
         largest = tl.zeros((1,), tl.int32)
-        for j in tl.static_range(SETS * PIECES):
+        for j in tl.static_range(COUNT):
             word, size = tl.split(pairs[j])
             totals = totals + (word.to(tl.float32, bitcast=True),)
-            if j % SETS == 0:  # the others are the same again
+            if j % TILE.sets == 0:  # the others are duplicates
                 largest = tl.maximum(largest, size)
-        return _settle(_add_all(totals, SETS * PIECES)), _settle(largest)
+        return _settle(_add_all(totals, COUNT)), _settle(largest)

@@ -1,18 +1,21 @@
-"""The weight stream of a GEMV: 16-byte loads that are tensor-core fragments as they come, and sums in one fixed order.
+"""The weight stream of a GEMV: 16-byte loads that are tensor-core fragments as loaded, and sums in
+one fixed order.
 
-**Pieces.** K is walked in steps, and a step is cut into PIECES pieces of ``4 * VEC`` neighbouring k: thread (t, g) of a
-warp loads the VEC elements 16 bytes hold. Each piece has accumulators of its own, which are added in the end: piece
-``4a + b`` of all steps is v[a, b], and the sum is ``((v0b+v1b) + (v2b+v3b))`` over a, then likewise over b. That is the
-whole order of summation: it knows nothing of M, of the tile, of the number of warps, or of alignment.
+**Pieces.** K is walked in steps, and a step is cut into PIECES pieces of ``4 * VEC`` neighbouring
+k: thread (t, g) of a warp loads the VEC elements that fill 16 bytes. Each piece has separate
+accumulators, which are added at the end: piece ``4a + b`` of all steps is v[a, b], and the sum is
+``((v0b+v1b) + (v2b+v3b))`` over a, then likewise over b. That is the whole order of summation: it
+does not depend on M, the tile, the number of warps, or alignment.
 
-**Fragments.** A program has WARPS warps, and each takes PARTS = PIECES / WARPS neighbouring pieces. The 16 rows of an
-MMA's left side are ``16 / PARTS`` columns of y times PARTS parts, its 8 columns ``8 / PARTS`` rows of act times PARTS parts,
-and of the pairs of parts that the MMA forms only the diagonal is meant. With few rows of act 4 parts waste nothing that
-is scarce, and one load of a warp reads 256 neighbouring bytes of a weight row; with many, 16 warps of one part each read
-act least often.
+**Fragments.** A program has WARPS warps, and each processes PARTS = PIECES / WARPS neighbouring
+pieces. The 16 rows of an MMA's left side are ``16 / PARTS`` columns of y times PARTS parts, its 8
+columns ``8 / PARTS`` rows of act times PARTS parts. Of the pairs of parts that the MMA forms, only
+the diagonal is used. With few rows of act, 4 parts waste only idle capacity, and one load of a warp
+reads 256 adjacent bytes of a weight row. With many rows, 16 warps of one part each read act least
+often.
 
-Tiles are ``[4, 8, WARPS, VEC]``: Triton puts t and g into the lanes of a warp and VEC into one 16-byte load, which makes
-the reshapes into fragments free of any data movement. Nothing but speed depends on its doing so.
+Tiles are ``[4, 8, WARPS, VEC]``: Triton puts t and g into the lanes of a warp and VEC into one
+16-byte load, so that reshaping them into fragments moves no data. Only speed depends on this.
 """
 
 import triton
@@ -29,7 +32,7 @@ def lane_row():
 
 @triton.jit
 def lane_k(part, VEC: tl.constexpr, WARPS: tl.constexpr):
-    """Where in a step each element of a tile lies: warp, part, t, element."""
+    """The offset of each element of a tile within a step: warp, part, t, element."""
     PARTS: tl.constexpr = PIECES // WARPS
     warp = tl.arange(0, WARPS)[None, None, :, None] * (4 * VEC * PARTS)
     t = tl.arange(0, 4)[:, None, None, None] * VEC
@@ -37,15 +40,12 @@ def lane_k(part, VEC: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    base, row, limit, stride, at, k, VEC: tl.constexpr, WARPS: tl.constexpr, MASK: tl.constexpr, POLICY: tl.constexpr
-):
-    """Rows ``row`` (a tile of them, held below ``limit``) at one step; zero beyond k."""
-    inner = lane_k(lane_row() % (PIECES // WARPS), VEC, WARPS)
-    places = (
-        base + tl.minimum(row, limit - 1).to(tl.int64) * stride + inner + at
-    )  # at last: it becomes the load's offset
-    if MASK:
+def load_tile(base, row, limit, stride, at, k, TILE: tl.constexpr, POLICY: tl.constexpr):
+    """Load one step of the rows ``row`` (a tile, clamped below ``limit``); zero beyond k."""
+    inner = lane_k(lane_row() % (PIECES // TILE.warps), TILE.vec, TILE.warps)
+    start = base + tl.minimum(row, limit - 1).to(tl.int64) * stride
+    places = start + inner + at  # `at` is added last, to become the load's offset
+    if TILE.mask:
         return tl.load(places, mask=inner + at < k, other=0.0, eviction_policy=POLICY)
     else:
         return tl.load(places, eviction_policy=POLICY)
@@ -53,10 +53,10 @@ def load_tile(
 
 @triton.jit
 def arrived(tile, PACK: tl.constexpr):
-    """Wait for a load, by a branch on its value that is never taken in earnest.
+    """Wait for a load, by a branch on its value that is practically never taken.
 
-    What is asked of memory all at once queues up, and everything else waits behind it: the previous kernel's counter, its
-    result, this kernel's act. So a prefetch goes out in portions.
+    Requests issued all at once queue up, and everything else waits behind them: the previous
+    kernel's counter, its result, this kernel's act. So a prefetch is issued in portions.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.eq.u32 p, $1, 0x7FC1DEAD; @p nanosleep.u32 1; mov.u32 $0, $1; }",
@@ -70,12 +70,12 @@ def arrived(tile, PACK: tl.constexpr):
 
 @triton.jit
 def decode(tile, DTYPE: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr):
-    """e4m3fn codes as DTYPE, exactly; other weights as they are."""
+    """e4m3fn codes as DTYPE, exactly; other weights unchanged."""
     if not FP8:
         return tile
     elif HARDWARE:
         return tile.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    else:  # as a float32 of exponent bias 127 the code is 2**120 too small
+    else:  # with float32's exponent bias the value is too small by a factor of 2**120
         code = tile.to(tl.int32)
         bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
         value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
@@ -98,7 +98,7 @@ def fragment_x(tile, VEC: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def add_pairs(values):
-    """Neighbours along the last dimension, of size 2, added."""
+    """Add the two elements of the last dimension."""
     even, odd = tl.split(values)
     return even + odd
 

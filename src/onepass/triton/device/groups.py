@@ -1,10 +1,11 @@
-"""A scale a group of columns: every group's largest value, its scale and its codes.
+"""One scale per group of columns: every group's largest value, its scale and its codes.
 
-Two ways, with the same bytes. `store_groups` takes one tile after another; all threads of a group then make its scale, each the same
-two divisions. `store_groups_by_lane` finds the largest values of all chunks of a row first and leaves each chunk's with a
-lane of its own: a thread divides for one chunk, not for all. It exchanges values between lanes itself, which Triton
-does not know of, and relies on a group's columns lying in neighbouring lanes, where their loads put them: a test reads from the compiler
-that nothing moves them.
+There are two implementations with identical results. `store_groups` processes one tile at a time,
+and every thread of a group computes its scale with the same two divisions. `store_groups_by_lane`
+first finds the largest values of all chunks of a row and assigns each chunk to different lanes, so
+that a thread divides for one chunk instead of all. It exchanges values between lanes with PTX, and
+relies on a group's columns lying in neighbouring lanes, where their loads put them. A test reads
+the compiler's output to check that nothing moves them.
 """
 
 import triton
@@ -15,17 +16,16 @@ from .row import column_order, factor, magnitude, normalize
 
 
 @triton.jit
-def _scales(
-    amax, row_factor, bound, least, FP8_MAX: tl.constexpr, DTYPE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    NORMED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """The scales of groups with these largest values, and what is divided by them: the row's factor, or 1 where values have it."""
-    if NORMED:
+def _scales(amax, row_factor, limits, QUANT: tl.constexpr, DTYPE: tl.constexpr, HW_ROUNDING: tl.constexpr):
+    """The scales of groups with these largest values, and their numerator: the row's factor, or 1
+    if it is already applied.
+    """
+    if QUANT.normed:
         numerator = tl.where(row_factor == row_factor, 1.0, row_factor)
     else:
         amax *= row_factor
         numerator = row_factor
-    return make_scale(amax, bound, FP8_MAX, DTYPE, LARGEST, UE8M0, EXACT, least), numerator
+    return make_scale(amax, limits[0], limits[1], QUANT, DTYPE, HW_ROUNDING), numerator
 
 
 @triton.jit
@@ -39,46 +39,49 @@ def _group_factor(numerator, s, DIVIDE: tl.constexpr):
 
 @triton.jit
 def store_groups(
-    values, rs, bound, least, codes, codes_at, scale, scale_at, sg, first, n, present,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-    FP8_MAX: tl.constexpr, BIAS: tl.constexpr, NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, HARDWARE: tl.constexpr,
-    LARGEST: tl.constexpr, UE8M0: tl.constexpr, E8M0: tl.constexpr, NORMED: tl.constexpr, DIVIDE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Quantize a tile (columns ``first`` onwards) by groups of GROUP columns; store codes and scales."""
-    grouped = tl.reshape(column_order(values, ROWS, BLOCK, WARPS, LANES), (ROWS, BLOCK // GROUP, GROUP))
-    amax = tl.max(magnitude(grouped), axis=2).to(tl.float32, bitcast=True)  # [ROWS, BLOCK // GROUP]
-    # the row's factor in the layout of amax, where a thread has one group at a time and divides once for it, not for all
-    if ROWS == 1:
+    values, rs, limits, out, first, n, present, TILE: tl.constexpr, QUANT: tl.constexpr, HW_ROUNDING: tl.constexpr
+):
+    """Quantize a tile (columns ``first`` onwards) by groups of columns; store codes and scales.
+
+    ``limits`` are the upper bound of amax and the least scale. ``out`` holds the address of the
+    codes, where their rows begin, the same for the scales, and the stride from one group's scale to
+    the next.
+    """
+    codes, codes_at, scale, scale_at, step = out
+    GROUPS: tl.constexpr = TILE.chunk // QUANT.group
+    grouped = tl.reshape(column_order(values, TILE), (TILE.rows, GROUPS, QUANT.group))
+    amax = tl.max(magnitude(grouped), axis=2).to(tl.float32, bitcast=True)  # [rows, GROUPS]
+    # the row's factor in the layout of amax, where a thread holds one group at a time and divides
+    # once for it
+    if TILE.rows == 1:
         row_factor = tl.zeros_like(amax) + tl.sum(rs, axis=0)
     else:
         row_factor = tl.max(tl.zeros_like(grouped) + rs[:, None, None], axis=2)
-    s, numerator = _scales(
-        amax, row_factor, bound, least, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, NORMED, EXACT
-    )
-    group = first // GROUP + tl.arange(0, BLOCK // GROUP)
-    inside = present[:, None] & (group < n // GROUP)[None, :]
-    store_scale(scale, scale_at[:, None] + group.to(tl.int64)[None, :] * sg, inside, s, E8M0, EXACT)
-    k = _group_factor(numerator, s, DIVIDE)
-    quantized = tl.reshape(scaled(grouped, k[:, :, None], DIVIDE), (ROWS, BLOCK))
-    columns = first + tl.arange(0, BLOCK)
+    s, numerator = _scales(amax, row_factor, limits, QUANT, scale.dtype.element_ty, HW_ROUNDING)
+    group = first // QUANT.group + tl.arange(0, GROUPS)
+    inside = present[:, None] & (group < n // QUANT.group)[None, :]
+    store_scale(scale, scale_at[:, None] + group.to(tl.int64)[None, :] * step, inside, s, QUANT, HW_ROUNDING)
+    k = _group_factor(numerator, s, QUANT.divide)
+    quantized = tl.reshape(scaled(grouped, k[:, :, None], QUANT.divide), (TILE.rows, TILE.chunk))
+    columns = first + tl.arange(0, TILE.chunk)
     mask = present[:, None] & (columns < n)[None, :]
-    codes_ = encode_fp8(quantized, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
-    tl.store(codes + codes_at[:, None] + columns[None, :], codes_, mask=mask)
+    q = encode_fp8(quantized, QUANT)
+    tl.store(codes + codes_at[:, None] + columns[None, :], q, mask=mask)
 
 
 @triton.constexpr_function
 def slots(count):
-    """The power of two that ``count`` chunks fill: a chunk's lanes are 1 in so many of a group's."""
+    """``count`` rounded up to a power of two: the number of parts of a group's lanes."""
     return 1 << (count - 1).bit_length()
 
 
 @triton.constexpr_function
 def _maxima_to_lanes(count, lanes):
-    """PTX: $1 to $count are a thread's largest values of as many chunks; $0 becomes the largest, over ``lanes`` lanes, of one chunk:
-    lane i has that of chunk ``i * slots // lanes``.
+    """PTX: $1 to $count are a thread's largest values, one per chunk; $0 becomes the largest of one
+    chunk over ``lanes`` lanes. Lane i gets that of chunk ``i * slots // lanes``.
 
-    Lanes half a group apart give each other the half of the chunks that the other will have, then lanes a quarter apart, and so on;
-    lanes that are to have the same chunk give each other what they have.
+    Lanes half a group apart exchange the chunks that the other will own, then lanes a quarter
+    apart, and so on. Lanes that own the same chunk exchange what they have.
     """
     left = slots(count)
     code = [f".reg .b32 lane, sent, v<{left}>;", ".reg .pred upper;", "mov.u32 lane, %laneid;"]
@@ -106,49 +109,54 @@ def _operands(count):
 
 @triton.constexpr_function
 def _from_lane(chunk, count, lanes):
-    """PTX: $0 is what the lane of ``chunk`` has in $1."""
+    """PTX: $0 is the value of $1 in the lane that owns ``chunk``."""
     source = f"and.b32 lane, lane, {-lanes}; or.b32 lane, lane, {chunk * (lanes // slots(count))};"
     return "{.reg .b32 lane; mov.u32 lane, %laneid; " + source + " shfl.sync.idx.b32 $0, $1, lane, 31, -1;}"
 
 
 @triton.jit
-def _scale_word(scale, DTYPE: tl.constexpr, E8M0: tl.constexpr, EXACT: tl.constexpr):
+def _scale_word(scale, DTYPE: tl.constexpr, E8M0: tl.constexpr, HW_ROUNDING: tl.constexpr):
     """What `store_scale` would store, in the low bits of an integer."""
     if E8M0:
         return tl.where(scale == scale, scale.to(tl.int32, bitcast=True) >> 23, 255)
     elif DTYPE == tl.float32:
         return scale.to(tl.int32, bitcast=True)
     else:
-        return cast(scale, DTYPE, EXACT).to(tl.int16, bitcast=True).to(tl.int32)
+        return cast(scale, DTYPE, HW_ROUNDING).to(tl.int16, bitcast=True).to(tl.int32)
 
 
 @triton.constexpr_function
 def _store_word(dtype):
-    """PTX: the low bits of $2 to address $1, if $3 is not zero. A `tl.store` would first exchange scales between threads."""
+    """PTX: store the low bits of $2 at address $1 if $3 is not zero. `tl.store` would first
+    exchange scales between threads.
+    """
     size = dtype.primitive_bitwidth
     return "{.reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b" + str(size) + " [$1], $2; mov.b32 $0, 0;}"
 
 
 @triton.jit
 def store_groups_by_lane(
-    held, weights, weight_offset, rs, bound, least, codes, codes_at, scale, scale_at, sg, place, DTYPE: tl.constexpr,
-    CHUNK: tl.constexpr, COUNT: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr, FP8_MAX: tl.constexpr, BIAS: tl.constexpr,
-    NAN: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, HARDWARE: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    E8M0: tl.constexpr, OFFSET: tl.constexpr, HF: tl.constexpr, NORMED: tl.constexpr, DIVIDE: tl.constexpr, EXACT: tl.constexpr,
+    held, weights, weight_offset, rs, limits, out, inner,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row of whole chunks, held in registers, by groups of ``GROUP = VEC * LANES`` columns; store codes and scales."""
-    LANES: tl.constexpr = GROUP // VEC
-    GROUPS: tl.constexpr = CHUNK // GROUP
+    """Quantize a row of whole chunks, held in registers, by groups of ``vec * LANES`` columns;
+    `store_groups` documents the arguments.
+    """
+    codes, codes_at, scale, scale_at, step = out
+    LANES: tl.constexpr = QUANT.group // TILE.vec
+    GROUPS: tl.constexpr = TILE.chunk // QUANT.group
+    COUNT: tl.constexpr = TILE.count
+    SCALE: tl.constexpr = scale.dtype.element_ty
     values = ()
     peaks = ()
     for c in tl.static_range(COUNT):
         h = held[c].to(tl.float32)
-        g = factor(weights[c], weight_offset, OFFSET)
-        if NORMED:
-            v = normalize(h, rs, g, DTYPE, HF, EXACT)
+        g = factor(weights[c], weight_offset, MATH)
+        if QUANT.normed:
+            v = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
         else:
             v = h * g
-        v = tl.reshape(v, (GROUPS, LANES, VEC))
+        v = tl.reshape(v, (GROUPS, LANES, TILE.vec))
         values = values + (v,)
         peaks = peaks + (tl.max(magnitude(v), axis=2),)
     largest = tl.inline_asm_elementwise(
@@ -156,25 +164,21 @@ def store_groups_by_lane(
     )
     amax = largest.to(tl.float32, bitcast=True)
     row_factor = tl.sum(rs, axis=0)
-    s, numerator = _scales(
-        amax, row_factor, bound, least, FP8_MAX, scale.dtype.element_ty, LARGEST, UE8M0, NORMED, EXACT
-    )
+    s, numerator = _scales(amax, row_factor, limits, QUANT, SCALE, MATH.hw_rounding)
     SHARE: tl.constexpr = LANES // slots(COUNT)
     lane = tl.arange(0, LANES)[None, :]
     chunk = lane // SHARE
     group = chunk * GROUPS + tl.arange(0, GROUPS)[:, None]
     stores = (chunk < COUNT) & (lane % SHARE == 0)
-    places = scale + tl.sum(scale_at, axis=0) + group.to(tl.int64) * sg
-    tl.inline_asm_elementwise(
-        _store_word(scale.dtype.element_ty), "=r,l,r,r",
-        [places.to(tl.int64), _scale_word(s, scale.dtype.element_ty, E8M0, EXACT), stores.to(tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    k = _group_factor(numerator + tl.zeros_like(s), s, DIVIDE)
+    places = scale + tl.sum(scale_at, axis=0) + group.to(tl.int64) * step
+    words = [places.to(tl.int64), _scale_word(s, SCALE, QUANT.e8m0, MATH.hw_rounding), stores.to(tl.int32)]
+    tl.inline_asm_elementwise(_store_word(SCALE), "=r,l,r,r", words, dtype=tl.int32, is_pure=False, pack=1)
+    k = _group_factor(numerator + tl.zeros_like(s), s, QUANT.divide)
     for c in tl.static_range(COUNT):
         own = tl.inline_asm_elementwise(
             _from_lane(c, COUNT, LANES), "=r,r", [k.to(tl.int32, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
         )
-        quantized = tl.reshape(scaled(values[c], own.to(tl.float32, bitcast=True)[:, :, None], DIVIDE), (1, CHUNK))
-        q = encode_fp8(quantized, FP8_MAX, BIAS, NAN, NEGATIVE_ZERO, HARDWARE)
-        tl.store(codes + codes_at[:, None] + (c * CHUNK + place)[None, :], q)
+        factors = own.to(tl.float32, bitcast=True)[:, :, None]
+        quantized = tl.reshape(scaled(values[c], factors, QUANT.divide), (1, TILE.chunk))
+        q = encode_fp8(quantized, QUANT)
+        tl.store(codes + codes_at[:, None] + (c * TILE.chunk + inner)[None, :], q)

@@ -1,37 +1,29 @@
-"""Rows of columns that turn, as MLA's q and k have them: tiles ``[HEADS, columns]`` of one token, read, rotated and written.
+"""Reads, rotates and writes the rotary columns of MLA's q and k, as tiles ``[HEADS, columns]`` of
+one token.
 
-A tile is read as three parts: the first halves of its pairs, the second halves, and the columns that do not turn; or, where
-pairs are neighbours (not HALF), as one part, named three times.
+A tile is read as three parts: the first halves of its pairs, the second halves, and the columns
+that do not rotate; or, where pairs are neighbours (not ``half``), as one part, returned three
+times. ``MATH`` is a `mla_cache.MlaMath`.
 """
 
 import triton
 import triton.language as tl
 
-from ...formats import E4M3FN, E4M3FNUZ
 from .numbers import cast, convert, encode_fp8
-
-FN_MAX = tl.constexpr(E4M3FN.max)
-FN_BIAS = tl.constexpr(E4M3FN.bias)
-FN_NAN = tl.constexpr(E4M3FN.nan_code)
-FNUZ_MAX = tl.constexpr(E4M3FNUZ.max)
-FNUZ_BIAS = tl.constexpr(E4M3FNUZ.bias)
-FNUZ_NAN = tl.constexpr(E4M3FNUZ.nan_code)
 
 
 @triton.jit
-def encode(values, pointer, FP8: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr):
-    """``values`` as the pointer's dtype holds them; codes where FP8 names their format."""
-    if FP8 == "e4m3fn":
-        return encode_fp8(values, FN_MAX, FN_BIAS, FN_NAN, True, HARDWARE)
-    elif FP8 == "e4m3fnuz":
-        return encode_fp8(values, FNUZ_MAX, FNUZ_BIAS, FNUZ_NAN, False, False)
+def encode(values, pointer, QUANT: tl.constexpr, HW_ROUNDING: tl.constexpr):
+    """``values`` rounded to the pointer's dtype, or encoded if QUANT has a format."""
+    if QUANT.max > 0:
+        return encode_fp8(values, QUANT)
     else:
-        return cast(values, pointer.dtype.element_ty, EXACT)
+        return cast(values, pointer.dtype.element_ty, HW_ROUNDING)
 
 
 @triton.jit
 def _mask(present, columns, width, GUARD: tl.constexpr, FULL: tl.constexpr):
-    """Which heads and columns there are, of which GUARD says that heads and FULL that no columns may be missing."""
+    """Which heads and columns exist. GUARD: heads may be missing; FULL: no columns are missing."""
     if GUARD and not FULL:
         return present[:, None] & (columns < width)[None, :]
     elif GUARD:
@@ -53,13 +45,13 @@ def _read(x, at, present, first, width, BLOCK: tl.constexpr, GUARD: tl.constexpr
 
 @triton.jit
 def _write(
-    out, at, present, first, width, values,
-    BLOCK: tl.constexpr, GUARD: tl.constexpr, FULL: tl.constexpr, FP8: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr,
+    out, at, present, first, width, values, BLOCK: tl.constexpr, GUARD: tl.constexpr, FULL: tl.constexpr,
+    QUANT: tl.constexpr, HW_ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Round ``values`` and store them there."""
+    """Round ``values`` and store them in the columns that `_read` would read."""
     columns = tl.arange(0, BLOCK)
     where = out + at[:, None] + (first + columns)[None, :]
-    rounded = encode(values, out, FP8, HARDWARE, EXACT)
+    rounded = encode(values, out, QUANT, HW_ROUNDING)
     if GUARD or not FULL:
         tl.store(where, rounded, mask=_mask(present, columns, width, GUARD, FULL))
     else:
@@ -67,9 +59,11 @@ def _write(
 
 
 @triton.jit
-def read_rope(x, at, present, first, ROPE: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, GUARD: tl.constexpr):
-    """The parts as they are loaded; TURNED of the ROPE columns from ``first`` on will turn."""
-    if HALF:
+def read_rope(x, at, present, first, GUARD: tl.constexpr, MATH: tl.constexpr):
+    """The parts, unconverted; ``turned`` of ``rope`` columns from ``first`` on will rotate."""
+    ROPE: tl.constexpr = MATH.rope
+    TURNED: tl.constexpr = MATH.turned
+    if MATH.half:
         PAIRS: tl.constexpr = triton.next_power_of_2(TURNED // 2)
         FULL: tl.constexpr = PAIRS * 2 == TURNED
         a = _read(x, at, present, first, TURNED // 2, PAIRS, GUARD, FULL)
@@ -87,9 +81,10 @@ def read_rope(x, at, present, first, ROPE: tl.constexpr, TURNED: tl.constexpr, H
 
 @triton.jit
 def _pairs(row, pair, COUNT: tl.constexpr, FULL: tl.constexpr, PACKED: tl.constexpr):
-    """Elements 2i and 2i + 1 of a row as float32, for each i of ``pair``: in one load of both, or (not PACKED) in two.
+    """Elements 2i and 2i + 1 of a row as float32, for each i of ``pair``: in one load (PACKED) or
+    two.
 
-    Beyond the COUNT pairs there are, the last one; FULL says that nothing is beyond.
+    Indices beyond the COUNT pairs read the last one; FULL: there are none.
     """
     if not FULL:
         pair = tl.minimum(pair, COUNT - 1)
@@ -106,16 +101,16 @@ def _pairs(row, pair, COUNT: tl.constexpr, FULL: tl.constexpr, PACKED: tl.conste
 
 
 @triton.jit
-def angles(
-    freqs, freqs_row, position, limit, ROPE: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, PACKED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Cosines and sines of a position, both [1, pairs]; beyond those that turn, anything.
+def angles(freqs, freqs_row, position, limit, SPLIT: tl.constexpr, MATH: tl.constexpr):
+    """Cosines and sines of a position, both [1, pairs]; undefined beyond those that rotate.
 
-    The compiler repeats a load of fewer elements than there are threads wherever they are needed; of a larger one it would move the
-    result, or even q, between threads. SPLIT: two loads instead of one, to stay below.
+    The compiler repeats a load of fewer elements than threads wherever its values are needed. It
+    would move the result of a larger load, or even q, between threads. SPLIT: use two loads to stay
+    below that size.
     """
-    PAIRS: tl.constexpr = triton.next_power_of_2(TURNED if HALF else ROPE) // 2
+    TURNED: tl.constexpr = MATH.turned
+    PACKED: tl.constexpr = MATH.packed
+    PAIRS: tl.constexpr = triton.next_power_of_2(TURNED if MATH.half else MATH.rope) // 2
     FULL: tl.constexpr = TURNED == 2 * PAIRS
     row = freqs + tl.minimum(tl.maximum(position, 0), limit - 1) * freqs_row
     if SPLIT:
@@ -128,16 +123,17 @@ def angles(
 
 
 @triton.jit
-def turn(
-    a, b, rest, cosine, sine, DTYPE: tl.constexpr, HEADS: tl.constexpr, ROPE: tl.constexpr, TURNED: tl.constexpr,
-    HALF: tl.constexpr, REFERENCE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Rotate what `read_rope` has read: the same parts in float32, "reference" rounded to DTYPE."""
+def turn(a, b, rest, cosine, sine, DTYPE: tl.constexpr, HEADS: tl.constexpr, MATH: tl.constexpr):
+    """Rotate the parts that `read_rope` returned, in float32; "reference" rounding rounds them to
+    DTYPE.
+    """
+    TURNED: tl.constexpr = MATH.turned
+    HALF: tl.constexpr = MATH.half
     a = a.to(tl.float32)
     b = b.to(tl.float32)
     rest = rest.to(tl.float32)
     if TURNED > 0:
-        BLOCK: tl.constexpr = triton.next_power_of_2(ROPE)
+        BLOCK: tl.constexpr = triton.next_power_of_2(MATH.rope)
         if not HALF:
             a, b = tl.split(tl.reshape(a, (HEADS, BLOCK // 2, 2)))
         left = tl.fma(a, tl.broadcast_to(cosine, a.shape), (b * sine) * -1.0)
@@ -146,11 +142,11 @@ def turn(
             turns = (tl.arange(0, BLOCK // 2) < TURNED // 2)[None, :]
             left = tl.where(turns, left, a)
             right = tl.where(turns, right, b)
-        if REFERENCE:
-            left = convert(left, DTYPE, EXACT)
-            right = convert(right, DTYPE, EXACT)
+        if MATH.reference:
+            left = convert(left, DTYPE, MATH.hw_rounding)
+            right = convert(right, DTYPE, MATH.hw_rounding)
         if HALF:
-            return left, right, (rest if TURNED < ROPE else left)
+            return left, right, (rest if TURNED < MATH.rope else left)
         else:
             a = tl.reshape(tl.join(left, right), (HEADS, BLOCK))
             return a, a, a
@@ -159,21 +155,20 @@ def turn(
 
 
 @triton.jit
-def write_rope(
-    out, at, present, first, a, b, rest, ROPE: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, GUARD: tl.constexpr,
-    FP8: tl.constexpr, HARDWARE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Store what `turn` has made."""
-    if HALF:
+def write_rope(out, at, present, first, a, b, rest, GUARD: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr):
+    """Store the parts that `turn` returned."""
+    ROPE: tl.constexpr = MATH.rope
+    TURNED: tl.constexpr = MATH.turned
+    HW: tl.constexpr = MATH.hw_rounding
+    if MATH.half:
         PAIRS: tl.constexpr = triton.next_power_of_2(TURNED // 2)
         FULL: tl.constexpr = PAIRS * 2 == TURNED
-        _write(out, at, present, first, TURNED // 2, a, PAIRS, GUARD, FULL, FP8, HARDWARE, EXACT)
-        _write(out, at, present, first + TURNED // 2, TURNED // 2, b, PAIRS, GUARD, FULL, FP8, HARDWARE, EXACT)
+        _write(out, at, present, first, TURNED // 2, a, PAIRS, GUARD, FULL, QUANT, HW)
+        _write(out, at, present, first + TURNED // 2, TURNED // 2, b, PAIRS, GUARD, FULL, QUANT, HW)
         if TURNED < ROPE:
-            REST: tl.constexpr = triton.next_power_of_2(ROPE - TURNED)
-            _write(
-                out, at, present, first + TURNED, ROPE - TURNED, rest, REST, GUARD, REST == ROPE - TURNED, FP8, HARDWARE, EXACT
-            )  # fmt: skip
+            LEFT: tl.constexpr = ROPE - TURNED
+            REST: tl.constexpr = triton.next_power_of_2(LEFT)
+            _write(out, at, present, first + TURNED, LEFT, rest, REST, GUARD, REST == LEFT, QUANT, HW)
     else:
         BLOCK: tl.constexpr = triton.next_power_of_2(ROPE)
-        _write(out, at, present, first, ROPE, a, BLOCK, GUARD, BLOCK == ROPE, FP8, HARDWARE, EXACT)
+        _write(out, at, present, first, ROPE, a, BLOCK, GUARD, BLOCK == ROPE, QUANT, HW)

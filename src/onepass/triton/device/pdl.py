@@ -1,8 +1,9 @@
-"""Programmatic dependent launch: begin while the previous kernel drains, let the next one begin early.
+"""Programmatic dependent launch: begin while the previous kernel drains, let the next one begin
+early.
 
-`wait` returns once every kernel before this one has finished and its writes are visible; nothing that another kernel
-may write is read before it, not even gamma. `launch_dependents` only lets the next kernel be set up sooner: what it
-reads, it reads after its own wait.
+`wait` returns once every kernel before this one has finished and its writes are visible. Nothing
+that another kernel may write is read before it, not even gamma. `launch_dependents` only lets the
+next kernel be set up sooner; that kernel reads after its own wait.
 """
 
 import triton

@@ -1,8 +1,9 @@
-"""Device functions over a tile of rows, ``[ROWS, BLOCK]``; every row kernel is made of these.
+"""Device functions over a tile of rows, ``[rows, chunk]``; every row kernel consists of these.
 
-Where rows lie on 16 bytes a thread loads neighbouring columns at once. Where they do not, loads are of single columns, and what a
-warp loads would be scattered over the row: so such a tile holds its columns *permuted* (`tile_columns`), such that each warp
-owns one piece of the row, which it can add up by itself.
+``TILE`` is a `rms_norm_config.RowConfig`. Where rows are 16-byte aligned, a thread loads adjacent
+columns at once. Otherwise it loads single columns, and the columns of a warp would be scattered
+over the row. Such a tile therefore holds its columns *permuted* (`tile_columns`), so that each warp
+owns one piece of the row, which it can sum by itself.
 """
 
 import triton
@@ -12,30 +13,30 @@ from .numbers import cast, convert
 
 
 @triton.jit
-def tile_columns(BLOCK: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr):
-    """The column each tile position holds: natural order, or warp by warp where loads are scalar (LANES is not 0)."""
-    position = tl.arange(0, BLOCK)
-    if LANES == 0:
+def tile_columns(TILE: tl.constexpr):
+    """The column of each position: in order, or warp by warp where loads are scalar."""
+    position = tl.arange(0, TILE.chunk)
+    if TILE.lanes == 0:
         return position
     else:
-        warp = position // LANES % WARPS
-        register = position // (LANES * WARPS)
-        return warp * (BLOCK // WARPS) + register * LANES + position % LANES
+        warp = position // TILE.lanes % TILE.warps
+        register = position // (TILE.lanes * TILE.warps)
+        return warp * (TILE.chunk // TILE.warps) + register * TILE.lanes + position % TILE.lanes
 
 
 @triton.jit
-def column_order(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr):
-    """The tile with its columns back in natural order: another view of it, nothing moves."""
-    if LANES == 0:
+def column_order(tile, TILE: tl.constexpr):
+    """The tile with its columns back in natural order; this changes the view and moves no data."""
+    if TILE.lanes == 0:
         return tile
     else:
-        split = tl.reshape(tile, (ROWS, BLOCK // (WARPS * LANES), WARPS, LANES))
-        return tl.reshape(tl.permute(split, (0, 2, 1, 3)), (ROWS, BLOCK))
+        split = tl.reshape(tile, (TILE.rows, TILE.chunk // (TILE.warps * TILE.lanes), TILE.warps, TILE.lanes))
+        return tl.reshape(tl.permute(split, (0, 2, 1, 3)), (TILE.rows, TILE.chunk))
 
 
 @triton.jit
 def chunk_mask(columns, n, present, LAST: tl.constexpr):
-    """Which places of a chunk of rows exist: all columns but those beyond the last chunk's end."""
+    """Which elements of a chunk of rows exist; only the last chunk may end early."""
     if LAST:
         return present[:, None] & (columns < n)[None, :]
     else:
@@ -43,18 +44,18 @@ def chunk_mask(columns, n, present, LAST: tl.constexpr):
 
 
 @triton.jit
-def row_start(row, n1, n2, s0, s1, s2, LEVELS: tl.constexpr):
-    """Where rows begin, in elements (int64): three-level strides, or one."""
+def row_start(row, shape, tensor, LEVELS: tl.constexpr):
+    """Where rows of a `launcher.Rows` begin, in elements (int64): by one stride or three."""
     if LEVELS == 1:
-        return row * s0
+        return row * tensor.s0
     else:
-        inner = row // n2
-        return (inner // n1) * s0 + (inner % n1) * s1 + (row % n2) * s2
+        inner = row // shape.n2
+        return (inner // shape.n1) * tensor.s0 + (inner % shape.n1) * tensor.s1 + (row % shape.n2) * tensor.s2
 
 
 @triton.jit
 def load_operand(pointer, start, columns, mask, KIND: tl.constexpr):
-    """A prologue's tensor as float32: the whole row, one value a column, or one value a row."""
+    """A prologue's tensor as float32: the whole row, one value per column, or one value per row."""
     if KIND == "full":
         return tl.load(pointer + start[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     elif KIND == "column":
@@ -84,24 +85,33 @@ def magnitude(values):
 
 
 @triton.jit
-def normalize(h, rs, g, DTYPE: tl.constexpr, HF: tl.constexpr, EXACT: tl.constexpr):
+def normalize(h, rs, g, DTYPE: tl.constexpr, HF: tl.constexpr, HW_ROUNDING: tl.constexpr):
     """``(h * rs) * g``; "hf" rounds both products to DTYPE."""
     if HF:
-        return convert(convert(h * rs[:, None], DTYPE, EXACT) * g, DTYPE, EXACT)
+        return convert(convert(h * rs[:, None], DTYPE, HW_ROUNDING) * g, DTYPE, HW_ROUNDING)
     else:
         return (h * rs[:, None]) * g
 
 
 @triton.jit
-def factor(weight, weight_offset, OFFSET: tl.constexpr):
-    """``gamma + weight_offset`` in float32; nothing is added where the offset is zero."""
-    if OFFSET:
+def factor(weight, weight_offset, MATH: tl.constexpr):
+    """``gamma + weight_offset`` in float32; nothing is added where the offset is zero.
+
+    LLVM turns the float32 product of a float16 and a bfloat16, rounded to float16, into a product
+    of two float16 numbers, although float16 lacks bfloat16's range. Shifting the bits hides from
+    LLVM that the number is a bfloat16.
+    """
+    if MATH.offset:
         return weight.to(tl.float32) + weight_offset
+    elif MATH.shift_gamma:
+        return (weight.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return weight.to(tl.float32)
 
 
 @triton.jit
-def store(pointer, start, columns, mask, values, EXACT: tl.constexpr):
+def store(pointer, start, columns, mask, values, HW_ROUNDING: tl.constexpr):
     """Round ``values`` to the pointer's dtype and store them."""
-    tl.store(pointer + start[:, None] + columns[None, :], cast(values, pointer.dtype.element_ty, EXACT), mask=mask)
+    tl.store(
+        pointer + start[:, None] + columns[None, :], cast(values, pointer.dtype.element_ty, HW_ROUNDING), mask=mask
+    )

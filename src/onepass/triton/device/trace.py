@@ -1,4 +1,4 @@
-"""Time stamps inside a kernel. With TRACED false nothing of them is in the machine code."""
+"""Time stamps inside a kernel. Without TRACED they add nothing to the machine code."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ EVENTS = tl.constexpr(16)
 
 @triton.jit
 def stamp(trace, block, ROLE: tl.constexpr, after, TRACED: tl.constexpr):
-    """The time in ns into the block's slot ROLE, once ``after`` (a number) is known."""
+    """Store the time in ns in the block's slot ROLE, once ``after`` (a number) is known."""
     if TRACED:
         bits = after.to(tl.int32, bitcast=after.dtype == tl.float32)
         now = tl.inline_asm_elementwise(
@@ -20,6 +20,6 @@ def stamp(trace, block, ROLE: tl.constexpr, after, TRACED: tl.constexpr):
 
 @triton.jit
 def name_unit(units, block, TRACED: tl.constexpr):
-    """The multiprocessor that runs the block."""
+    """Store the number of the multiprocessor that runs the block."""
     if TRACED and units is not None:
         tl.store(units + block, cuda.smid())

@@ -1,14 +1,16 @@
-"""A sum over the columns of a tile in an order that no layout can change.
+"""A sum over the columns of a tile in an order that does not depend on the layout.
 
-`tl.sum` adds in the order of a tile's layout, which follows the width of its loads, the number of warps and the tile's
-shape. Here every addition is one of two numbers, and which two is a matter of column numbers alone: neighbours, three
-times, then the first half with the second half until one is left; columns FOLD apart before any of that, as in a row
-that is walked in blocks of FOLD. A tile's padding is zeros, which change nothing, so the result depends on the row's
-length and values only. The build must not contract products into these additions
-(``Build.contracts``): it would in one layout and not in another.
+`tl.sum` adds in the order of a tile's layout, which depends on the width of its loads, the number
+of warps and the tile's shape. Here the column numbers alone determine the operands of every
+addition. Columns FOLD apart are added first, as in a row that is walked in blocks of FOLD; then
+neighbours, three times; then the first half and the second half, until one sum is left. A tile's
+padding is zeros, which change nothing, so the result depends on the row's length and values only.
+The build must not contract products into these additions (``Build.contracts``), because contraction
+would depend on the layout.
 
-A row may also come in chunks, each a tile, whose columns are added up to eights as they arrive: halves of the row are then
-other chunks, so that most additions stay within a thread, and with one warp along a row none leaves its warp.
+A row may also come in chunks, each a tile, whose columns are reduced to sums of eight as they
+arrive. Halves of the row are then different chunks, so that most additions stay within a thread,
+and with one warp along a row none leaves its warp.
 """
 
 import triton
@@ -39,7 +41,7 @@ def _add_halves(tiles, COUNT: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def sum_chunks(eights, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The first COUNT chunks of a row of BLOCK columns, more than half of it, each as `sum_eights` left it, to [ROWS]."""
+    """COUNT chunks of a row of BLOCK columns, each reduced by `sum_eights`, to [ROWS]."""
     for i in tl.static_range(1, 16):
         if (BLOCK // CHUNK) >> i > 0:
             eights = _add_halves(eights, COUNT, (BLOCK // CHUNK) >> i)

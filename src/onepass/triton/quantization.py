@@ -1,0 +1,49 @@
+"""What kernels need to know about an output format and its scales."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..formats import FLOAT32_MAX, Fp8Format, ScaleRule
+from .chip import Chip
+
+
+class Quant(NamedTuple):
+    """The constants of a code format and its scales. ``max`` 0: values are not stored as codes.
+
+    ``hardware``: the chip's own cast encodes values. ``e8m0``: scales are stored as exponents.
+    ``normed``: codes are made from the norm itself; otherwise the row's factor is applied together
+    with the scale. ``divide``: values are divided by the scale.
+    """
+
+    max: float
+    bias: int
+    nan: int
+    negative_zero: bool
+    hardware: bool
+    kind: str
+    group: int
+    largest: float
+    ue8m0: bool
+    e8m0: bool
+    normed: bool
+    divide: bool
+
+
+def hardware_cast(fmt: Fp8Format | None, chip: Chip) -> bool:
+    """Whether the chip converts to and from this format itself."""
+    return fmt is not None and fmt.name == "e4m3fn" and chip.casts_e4m3fn
+
+
+def quant(
+    fmt: Fp8Format | None, chip: Chip, rule: ScaleRule | None = None, maximum: float | None = None, normed: bool = False
+) -> Quant:
+    """The constants of a format and a scale rule; by default float32 scales per row."""
+    facts = (0.0, 0, 0, False) if fmt is None else (fmt.max, fmt.bias, fmt.nan_code, fmt.has_negative_zero)
+    if maximum is not None:
+        facts = (maximum, *facts[1:])
+    hardware = hardware_cast(fmt, chip)
+    if rule is None:
+        return Quant(*facts, hardware, "none", 0, FLOAT32_MAX, False, False, normed, False)
+    largest, e8m0 = torch.finfo(rule.dtype).max, rule.dtype == torch.float8_e8m0fnu
+    return Quant(*facts, hardware, rule.kind, rule.group, largest, rule.ue8m0, e8m0, normed, rule.divides)

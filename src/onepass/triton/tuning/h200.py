@@ -1,0 +1,134 @@
+"""NVIDIA H200. Times are in us; numbers in brackets are files in benchmarks/h200/tuning."""
+
+from typing import Final
+
+from .table import ANY, GemvCut, GemvTuning, MlaTuning, QkTuning, RowTuning, Tile, Tuning
+
+CHIPS: Final = (("cuda", 90),)
+
+ROWS: Final = RowTuning(
+    # Up to this many rows the next kernel may start at once, above it after the loads. Times at
+    # once and after the loads: norm of 8 x 7168 1.38 and 1.44, of 64 x 7168 2.45 and 2.15 [29]; q
+    # and k of 128 x (6144 + 1024), statistics 2.24 and 2.06, application 2.81 and 2.67 [34]. Rows
+    # to fp8 with one scale: 32 x 7168 1.56 and 1.70, 64 x 7168 2.26 and 2.10 [33].
+    early_rows=16,
+    fp8_early_rows=32,
+    # Times as a small and as a large batch: 512 x 128 to fp8 1.47 and 1.6, 1024 x 128 1.97 and
+    # 1.62; to the norm 256 x 128 1.1 and 1.1, 512 x 128 1.47 and 1.25. Rows of more than 16384
+    # bytes: 1024 x 16384 to fp8 14.9 and 17.0 [37].
+    small_rows=256,
+    small_long_rows=1024,
+    long_row_bytes=16384,
+    # From this many bytes of x on, norms of 4097 to 8192 columns are read twice. Times read twice
+    # and held: 8192 x 7168 56.8 and 56.2 [36], 12288 x 7168 84.5 and 86.0, 16384 x 7168 111.7 and
+    # 113.5, 16384 x 8192 128.0 and 132.5, 20480 x 5120 99.6 and 100.8 [37].
+    streaming_bytes=160 << 20,
+    # Up to this many columns of a row per thread, gamma is held in registers too: 8192 x 16384 to
+    # fp8 with 128 columns per thread took 97.0 with gamma loaded late [26].
+    most_held=64,
+    # Tiles of up to 2048 columns, for small batches and norms, and for the rest. Times of both: 1 x
+    # 1536 to fp8 1.04 and 1.11, 1 x 2048 1.08 and 1.19, but 16384 x 2048 26.1 and 25.0 [36].
+    small_tile=Tile(4, 4),
+    shared_tile=Tile(2),
+    # By the longest row; small and streaming batches only where they need another tile than large
+    # ones. Bfloat16. Norm: 16384 x 1536 25.0 (2 warps: 25.2) [36], 4096 x 7168 28.8 (4: 28.9),
+    # 16384 x 4096 65.1 (4: 66.5), 8192 x 16384 read twice 128 (by 8: 144) [35]. Wide gamma: 4096 x
+    # 7168 29.0 (8: 30.9), 8192 x 16384 143 (8: 196) [28]. Residual: 16384 x 7168 225.5 (8: 228.1)
+    # [36]. fp8: 16384 x 7168 82.4 (8: 91.1), 16384 x 4096 48.0 (8: 53.4) [35], 8192 x 16384 96.4
+    # (8: 101.4, without the limit 110.1); with a residual 4096 x 7168 50.5 (8: 52.1) [36]. Groups
+    # of 128: 4096 x 7168 24.4 (8: 27.4, without the limit 26.0) [35], 4096 x 8192 26.3 (8: 26.5)
+    # [33], 16384 x 4096 49.1 (8: 55.2) [32], 8192 x 16384 109 (16: 111) [35]; storing the norm as
+    # well 4096 x 7168 44.9 (whole chunks with `lane_scales`: 54.8) [36]. Small batches to fp8: 128
+    # x 4096 2.05 (4: 2.15), 1 x 8192 1.43 (with a limit 1.53), 1 x 16384 2.03 (4: 2.59); with
+    # groups and norm 1 x 7168 2.12 (the other way 2.34) [35, 36].
+    tiles={
+        "large": {
+            "norm": {8192: Tile(8), 16384: Tile(16, 0, 40, twice=True)},
+            "wide gamma": {16384: Tile(4)},
+            "residual": {4096: Tile(4), 8192: Tile(16, 4)},
+            "fp8": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(4, 0, 168)},
+            "fp8, residual": {8192: Tile(4)},
+            "group": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(8)},
+            "group, norm": {4096: Tile(4), 8192: Tile(8, 8, 80)},
+        },
+        "small": {
+            "fp8": {4096: Tile(8), 8192: Tile(4), 16384: Tile(8, 0, 128)},
+            "group": {8192: Tile(4), 16384: Tile(8)},
+            "group, norm": {4096: Tile(4), 8192: Tile(8)},
+        },
+        "streaming": {"norm": {4096: Tile(8), 8192: Tile(8, 8, 56, twice=True)}},
+    },
+    # Rows of more than 16384 columns with 16 and with 32 warps: 2048 x 20480 to the norm 45.7 and
+    # 56.3, 2048 x 40960 109 and 93.3, to fp8 88.9 and 107.5. With a limit of 32 registers 2048 x
+    # 20480 to fp8 takes 44.4 instead of 46.9 [35, 36].
+    long_norm_columns=24576,
+    long_fp8_registers=32,
+    long_prologue_registers=128,
+)
+
+GEMV: Final = GemvTuning(
+    most_rows=32,  # of act per program: M = 128 with fp8 weights took 51 (16 rows: 79, 64: 94)
+    # where elements are loaded one by one, each into a register of its own
+    unaligned_rows=16,
+    unaligned_fp8_rows=8,
+    unaligned_registers=168,  # by default the assembler uses 128 where it needs a few more, and spills
+    most_values=80,  # of a norm that a thread holds
+    # Bfloat16 [20]. A multiprocessor runs one block for every 4 columns of its share of N, as long
+    # as all fit at once: 2112 x 7168 took 7.7 (8 columns: 8.2), 2624 x 6144 8.4 with fewer
+    # registers (9.5 with as many), 4096 x 4096 9.0 with 8 columns (10.7). More rows of act are
+    # worth more columns and warps, which read act less often: M = 4 took 8.1 (4 warps: 9.2), M = 8
+    # 9.0 (4 warps: 12.9; 16: 9.7), M = 16 11.9 with 16 warps (8: 12.3). More than 16 rows [38]: M =
+    # 32 14.2 (2 deep: 17.8), 64 23.1 (3 deep: 26.7).
+    cuts=(
+        (2, 2112, GemvCut(4, 4, 9, 1, 3)),
+        (2, 2640, GemvCut(4, 4, 5, 1, 2)),
+        (2, ANY, GemvCut(4, 8, 4, 1, 1)),
+        (4, ANY, GemvCut(8, 8, 8, 2, 3)),
+        (8, ANY, GemvCut(8, 8, 7, 2, 2)),
+        (16, ANY, GemvCut(16, 16, 8, 2, 2)),
+        (32, ANY, GemvCut(16, 16, 3, 1, 2)),
+        (ANY, ANY, GemvCut(16, 16, 2, 1, 0)),
+    ),
+    # The same four calls with fp8 weights: 8.6, 9.1, 9.6 and 11.7 [21]; M = 32 and 64 12.4 and 23.7
+    # (paced: 13.8, 26.4) [38].
+    fp8_cuts=(
+        (2, ANY, GemvCut(4, 4, 5, 1, 2)),
+        (4, ANY, GemvCut(8, 8, 5, 1, 2)),
+        (16, ANY, GemvCut(16, 16, 3, 1, 1)),
+        (ANY, ANY, GemvCut(16, 16, 2, 1, 0)),
+    ),
+    unaligned_fp8_cut=GemvCut(8, 8, 1, 1, 0),  # of more than 16 rows
+)
+
+QK: Final = QkTuning(
+    tile=4096,  # elements of a tile of short rows; 1024 per warp
+    warps=4,  # of a program whose rows come in chunks, at least
+    # Chunks per row, 4096 x (6144 + 1024) [22, 23]: with 1, 2, 4 and 8 warps along a row of q
+    # statistics took 14.8, 14.5, 14.1 and 14.2, the whole norm 39.3, 34.1, 31.7 and 32.0. With
+    # gamma loaded early, for which only few chunks leave the registers, it took 32.9, and 30.0 with
+    # two warps along a row of k instead of one.
+    most_chunks=4,
+    apply_tile=8192,  # elements of a tile where statistics are given: four rows of 2048 columns share one read of gamma
+    pieces=(2048, 1024, 512, 256),
+    rows_per_thread=4,  # each row costs a thread two addresses
+    registers=128,  # where a norm is stored; by default the assembler may use 80 and spill
+)
+
+MLA: Final = MlaTuning(
+    # Requests that a search examines together: one, as many as a warp has threads, or several loads
+    # per thread. More requests need several levels of the last width.
+    search_widths=(1, 32, 128),
+    early_programs=16,  # the next kernel at once, or after the loads: 64 tokens of 128 heads 2.36 and 1.70 [25]
+    most_columns=16,  # of a latent per thread
+    most_tokens=8,  # per program: each one adds code
+    threads=32,
+    # Elements of q, and columns per tile. One token took 0.93 with 512 (1024: 1.04), 64 tokens of
+    # 128 heads 1.70 with 1024 (2048: 1.90), 2048 tokens of 128 heads 18.6 with 2048 (1024: 22.5)
+    # [25].
+    q_columns=((1 << 17, 512), (1 << 20, 1024), (ANY, 2048)),
+    # Tokens, and columns of latents per program: one row of 512 up to 1023 tokens, two (2048 tokens
+    # of 16 heads 4.5; one: 4.8; four: 5.9), then four (8192 of 16: 13.4; one: 16.3) [25].
+    kv_columns=((1023, 512), (4095, 1024), (ANY, 2048)),
+)
+
+TUNING: Final = Tuning(ROWS, GEMV, QK, MLA)
