@@ -1,34 +1,32 @@
-"""``y = act @ weight.T`` and the norm of its segments on the CPU, in one parallel region.
-
-`launch` packs a call into an argument block and runs the spec's kernel on it: serially when there is little to do,
-else on torch's threads.
-"""
+"""``y = act @ weight.T`` and the norm of its segments on the CPU, in one parallel region."""
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Sequence
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from ..specs import gemv_norm
 from ..specs.gemv_norm import MAX_ROWS, GemvCall, GemvSpec
-from . import arguments as _args
-from . import compiler
-from . import threads as _parallel
-from .rms_norm import scratch
+from .launcher import Family, Fields
+from .sizes import CHUNK, ROW_BLOCKS, TILE
 
-TILE: Final = _args.TILE
-"""Columns of y in a tile."""
 SERIAL_BELOW: Final = 131072
-"""Weights under which waking other threads costs more than it saves: with two threads 192 rows of 1024 gain, 96 do
+"""Weights below which waking other threads costs more than it saves: with two threads 192 rows of 1024 gain, 96 do
 not."""
 
 
-def blocks(spec: GemvSpec, n: int, k: int, widths: tuple[int, ...]) -> int:
-    """The number of tiles, which are the blocks of a trace."""
+def trace_blocks(act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...]) -> int:
+    """The number of blocks of a trace: one per tile, whatever the dtypes and M."""
     return sum(gemv_norm.tiles(n, widths, TILE))
+
+
+def row_blocks(m: int) -> tuple[int, int]:
+    """The size and number of the blocks that ``m`` rows are divided into; the last may be partly empty."""
+    count = -(-m // ROW_BLOCKS[-1])
+    return next(block for block in ROW_BLOCKS if block * count >= m), count
 
 
 @cache
@@ -42,33 +40,48 @@ def _parts(n: int, widths: tuple[int, ...]) -> tuple[int, ...]:
     return (*found, tile)
 
 
+def _fields(spec: GemvSpec) -> tuple[Fields, Sequence[str]]:
+    segments = range(len(spec.gammas))
+    fields: Fields = {"next": "0", "threads": "0", "team": "team", "m": "act.shape[0]", "k": "weight.shape[1]"}
+    fields |= {"block": "rows[0]", "blocks": "rows[1]", "scratch": "scratch"}
+    fields["parts"] = ("parts", 3 * len(spec.gammas) + 4)
+    strided = {"act": "act", "weight": "weight", **{f"normed{i}": f"normed[{i}]" for i in segments}}
+    for name, expression in strided.items():
+        fields |= {name: f"{expression}.data_ptr()", f"{name}.stride": f"{expression}.stride(0)"}
+    for name in ("y", "unnormed"):
+        fields[name] = f"0 if {name} is None else {name}.data_ptr()"
+        fields[f"{name}.stride"] = f"0 if {name} is None else {name}.stride(0)"
+    fields |= {f"gamma{i}": f"gammas[{i}].data_ptr()" for i in segments}
+    if spec.weight_scale != "none":
+        fields["weight_scale"] = "weight_scale.data_ptr()"
+    if spec.fp8 is not None:
+        fields |= {"scale": "scale.data_ptr()", "scale.stride": "scale.stride(0)"}
+    fields["counter"] = "0 if counter is None else counter.data_ptr()"
+    fields |= {f"counter{i}": "0" for i in segments}
+    if spec.traced:
+        fields |= {"trace": "trace.data_ptr()", "units": "0 if units is None else units.data_ptr()"}
+    return fields, ("eps",)
+
+
+def _config(call: GemvCall) -> tuple[Any, ...]:
+    """Scratch memory holds ``act`` as float32."""
+    n, k = call.weight.shape
+    parts = _parts(n, call.widths)
+    size, count = rows = row_blocks(call.act.shape[0])
+    team = 1 if n * k < SERIAL_BELOW else min(torch.get_num_threads(), parts[-1])
+    return team, size * count * -(-k // CHUNK) * CHUNK, parts, rows
+
+
+_VALUES: Final = ("team", "size", "parts", "rows")
+FAMILY: Final = Family(GemvCall, _fields, _config, _VALUES, prepares=True, writes_block=True)
+precompile = FAMILY.precompile
+_launch = FAMILY.launcher()
+
+
 def launch(call: GemvCall) -> None:
-    """Run the kernel of ``spec`` on checked arguments.
-
-    ``y`` is a float32 workspace for the normed columns, if there are any. ``counter`` has an int32 for each segment,
-    all zero, which they are again on return; without it the kernel counts in memory of this call. A product without norms may have
-    more rows than a kernel holds: it runs for so many at a time.
-    """
-    spec, widths, act, unnormed, n, k = call.spec, call.widths, call.act, call.unnormed, call.n, call.k
-    if act.shape[0] > MAX_ROWS and unnormed is not None:
-        for rows, out in zip(act.split(MAX_ROWS), unnormed.split(MAX_ROWS), strict=True):
-            launch(call._replace(act=rows, unnormed=out))
-        return
-    kernel = compiler.kernel(spec)
-    parts = _parts(n, widths)
-    size, count = row_blocks = _args.row_blocks(act.shape[0])
-    needed = size * count * -(-k // _args.CHUNK) * _args.CHUNK
-    if scratch.size < needed:
-        scratch.grow(needed)
-    threads = 1 if n * k < SERIAL_BELOW else min(torch.get_num_threads(), parts[-1])
-    arguments = kernel.pack(scratch.address, threads, parts, row_blocks, call)
-    if threads == 1:
-        kernel.serial(ctypes.create_string_buffer(arguments, len(arguments)))
+    """Run the kernel of ``call.spec``. A product without norms may have more rows than one kernel call can take."""
+    if call.act.shape[0] > MAX_ROWS and call.unnormed is not None:
+        for rows, out in zip(call.act.split(MAX_ROWS), call.unnormed.split(MAX_ROWS), strict=True):
+            _launch(call._replace(act=rows, unnormed=out))
     else:
-        kernel.prepare(arguments)
-        _parallel.run(kernel.parallel, arguments, threads)
-
-
-def precompile(spec: GemvSpec) -> None:
-    """Have the kernel of ``spec`` ready, in memory and in the cache directory."""
-    compiler.kernel(spec)
+        _launch(call)

@@ -1,8 +1,8 @@
 """The GEMV routine: tiles of ``y = act @ weight.T``, and the norm of a segment when its last tile is done.
 
-Threads take tiles of columns one by one. A tile of a normed segment goes to the float32 workspace ``y``, and the
-segment's counter goes up by one, which releases the tile and acquires those counted before. Whoever counts the last
-tile of a segment norms it, all rows, and leaves the counter at zero. Tiles of the tail are rounded and stored at once.
+Threads take tiles of columns one by one. A tile of a normed segment is stored to the float32 workspace ``y``, and the
+segment's counter is incremented, which releases the tile and acquires those counted before. The thread that counts the
+last tile of a segment normalizes all its rows and resets the counter. Tiles of the tail are rounded and stored at once.
 """
 
 from __future__ import annotations
@@ -15,58 +15,47 @@ from llvmlite import ir
 
 from ..formats import Fp8Format, ScaleRule
 from ..specs.gemv_norm import MAX_ROWS, GemvSpec
-from .arguments import SUM, TILE
-from .emit import dot
-from .emit.bits import (
-    encode,
-    fill_codes,
-    is_finite,
-    load_row,
-    load_scalar,
-    magnitude,
-    make_scale,
-    multiplier,
-    store_codes,
-    store_row,
-    store_scalar,
-)
+from .emit import bits, dot
+from .emit.bits import load_row, load_scalar, magnitude, store_row, store_scalar
 from .emit.dot import VECTOR
-from .emit.fields import Fields
-from .emit.function import Cell, Function
+from .emit.function import Arguments, Cell, Function
+from .emit.loops import SumOfSquares, each_block, take
 from .emit.vec import F32, I32, I64, LANES, Bool, Float, Int, constant, declare, type_of
-from .rms_norm_kernels import each_block
+from .sizes import SUM, TILE
 
-_SETTLE: Final = 32 * LANES
-"""Columns after which a row's partial sum of squares is put aside and begun anew, as the row kernels do."""
 _SCALE: Final = ScaleRule("row", torch.float32)
 _EVENTS: Final = 16
 """Slots of a block in the trace."""
 _ENTER, _K_BEGIN, _K_END, _BEFORE, _AFTER, _APPLY, _LOADED, _REDUCED, _APPLIED, _EXIT = range(10)
 
 
-def build(spec: GemvSpec, wide: bool) -> str:
-    """The LLVM module of ``spec``, three functions of the argument block.
-
-    ``prepare`` expands ``act``. ``serial`` does everything. Or ``prepare`` is called first and then, on each thread of
-    a team, ``parallel``, which takes tiles until none is left. ``wide`` says that the CPU has 32 registers of 16 lanes.
-    """
+def build(spec: GemvSpec, offsets: dict[str, int], features: str) -> str:
+    """The LLVM module of ``spec``. The CPU's features affect loops, never results. ``prepare`` expands ``act``."""
     module = ir.Module(name="onepass")
     expand = dot.expand_act(module, spec)
-    f = Function(module, "prepare", 1)
-    fields = _fields(f, spec)
-    act, m, k, target = (fields.integer(name) for name in ("act", "m", "k", "scratch"))
-    stride = fields.integer("act.stride") * spec.act.itemsize
-    f.call(expand, act, stride, m, fields.integer("block") * fields.integer("blocks"), k, target)
+    prepare = Function(module, "prepare", 1)
+    args = Arguments(prepare, offsets)
+    act, m, k, target = (args.integer(name) for name in ("act", "m", "k", "scratch"))
+    stride = args.integer("act.stride") * spec.act.itemsize
+    prepare.call(expand, act, stride, m, args.integer("block") * args.integer("blocks"), k, target)
+    prepare.builder.ret_void()
+    walks = dot.walks(module, spec, wide="+avx512f" in features)
+    norms = _norms(module, spec, offsets)
+    tile = TileKernel(module, spec, offsets).emit(walks, norms)
+
+    f = Function(module, "serial", 1)
+    block, zero = f.parameters[0], f.index(0)
+    f.call(prepare, block)
+    with f.loop(zero, _tiles(Arguments(f, offsets), spec)) as index:
+        f.call(tile, block, index, zero)
     f.builder.ret_void()
-    tile = _tile(module, spec, dot.walks(module, spec, wide), _norms(module, spec))
-    _serial(module, spec, f, tile)
-    _parallel(module, spec, tile)
+
+    f = Function(module, "parallel", 1)
+    args, one = Arguments(f, offsets), f.index(1)
+    tiles = _tiles(args, spec)
+    thread = args.fetch_add("threads", one)
+    take(f, args, tiles, one, lambda index: f.call(tile, args.block, index, thread))
     return str(module)
-
-
-def _fields(f: Function, spec: Any) -> Fields:
-    """The argument block, a function's first parameter."""
-    return Fields(f, spec, f.parameters[0])
 
 
 class Trace:
@@ -75,10 +64,10 @@ class Trace:
     def __init__(self, f: Function, spec: GemvSpec, slots: Int) -> None:
         self.f = f
         self.slots = slots
-        self.clock = f.room(16) if spec.traced else None
+        self.clock = f.allocate(16) if spec.traced else None
 
     def mark(self, event: int) -> None:
-        """The time now, in nanoseconds of the monotonic clock."""
+        """Record the current time, in nanoseconds of the monotonic clock."""
         if self.clock is None:
             return
         f = self.f
@@ -91,17 +80,7 @@ class Trace:
 # --- the norm of a segment -----------------------------------------------------------------------------------------
 
 
-def _norms(module: Any, spec: GemvSpec) -> list[Function]:
-    """The norm routine of each segment; segments that differ in sizes and addresses alone share one."""
-    found: dict[tuple[torch.dtype, bool], Function] = {}
-    kinds = [(gamma, i == 0 and spec.fp8 is not None) for i, gamma in enumerate(spec.gammas)]
-    for gamma, coded in kinds:
-        if (gamma, coded) not in found:
-            found[gamma, coded] = _norm(module, spec, gamma, spec.fp8 if coded else None, f"norm{len(found)}")
-    return [found[kind] for kind in kinds]
-
-
-class Norm(NamedTuple):
+class Segment(NamedTuple):
     """Parameters of a norm routine. Strides are in bytes; ``scale`` is for codes only."""
 
     block: Int
@@ -115,15 +94,26 @@ class Norm(NamedTuple):
     slots: Int
 
 
-def _norm(module: Any, spec: GemvSpec, gamma: torch.dtype, fp8: Fp8Format | None, name: str) -> Function:
-    """Norm all rows of a segment: sums of squares, then ``rs`` of all rows, then all outputs."""
-    f = Function(module, name, len(Norm._fields), private=True)
-    segment = Norm(*f.parameters)
-    fields = _fields(f, spec)
-    rows, eps, y_stride = fields.integer("m"), fields.number("eps"), fields.integer("y.stride") * 4
+def _norms(module: Any, spec: GemvSpec, offsets: dict[str, int]) -> list[Function]:
+    """The norm routine of each segment. Segments that differ only in sizes and addresses share one."""
+    found: dict[tuple[torch.dtype, bool], Function] = {}
+    kinds = [(gamma, i == 0 and spec.fp8 is not None) for i, gamma in enumerate(spec.gammas)]
+    for gamma, coded in kinds:
+        if (gamma, coded) not in found:
+            f = Function(module, f"norm{len(found)}", len(Segment._fields), private=True)
+            found[gamma, coded] = f
+            _norm(f, spec, offsets, gamma, spec.fp8 if coded else None)
+    return [found[kind] for kind in kinds]
+
+
+def _norm(f: Function, spec: GemvSpec, offsets: dict[str, int], gamma: torch.dtype, fp8: Fp8Format | None) -> None:
+    """Normalize all rows of a segment: sums of squares, then ``rs`` of all rows, then all outputs."""
+    segment = Segment(*f.parameters)
+    args = Arguments(f, offsets)
+    rows, eps, y_stride = args.integer("m"), args.number("eps"), args.integer("y.stride") * 4
     trace = Trace(f, spec, segment.slots)
     zero = f.index(0)
-    totals, tops, roots, scales = (f.room(MAX_ROWS * size) for size in (4 * LANES, 4 * LANES, 4, 4))
+    totals, tops, roots, scales = (f.allocate(MAX_ROWS * size) for size in (4 * LANES, 4 * LANES, 4, 4))
 
     def y(m: Int, at: Int, mask: Bool | None) -> Float:
         return load_row(f, torch.float32, segment.y + m * y_stride + at * 4, mask, False)
@@ -133,34 +123,32 @@ def _norm(module: Any, spec: GemvSpec, gamma: torch.dtype, fp8: Fp8Format | None
 
     trace.mark(_APPLY)
     with f.loop(zero, rows) as m:
-        none, nothing = f.zeros()
-        total, settled, top = Cell(f, none), Cell(f, none), Cell(f, nothing)
+        no_sum, no_top = f.zeros()
+        squares, top = SumOfSquares(Cell(f, no_sum), Cell(f, no_sum)), Cell(f, no_top)
 
         def collect(at: Int, mask: Bool | None) -> None:
             value = y(m, at, mask)
-            total.set(value.fma(value, total.get()))
+            squares.add(value)
             if fp8 is not None:
                 top.set(top.get().max(magnitude(value * g(at, mask))))
-            with f.when(((at + LANES) & (_SETTLE - 1)).eq(0)):
-                settled.set(settled.get() + total.get())
-                total.set(f.zeros()[0])
+            squares.settle(at)
 
         each_block(f, zero, segment.width, collect)
-        f.store((settled.get() + total.get()).ir, totals + m * (4 * LANES))
+        f.store(squares.get().ir, totals + m * (4 * LANES))
         if fp8 is not None:
             f.store(top.get().ir, tops + m * (4 * LANES))
     trace.mark(_LOADED)
     with f.loop(zero, rows) as m:
-        squares = Float(f.builder, f.load(totals + m * (4 * LANES), F32))
-        v = squares.sum_lanes() / segment.width.to_float() + eps
+        sums = f.floats(totals + m * (4 * LANES))
+        v = sums.sum_lanes() / segment.width.to_float() + eps
         rs = v.eq(0.0).where(v.number(0.0), v.number(1.0) / v.sqrt())
-        rs = is_finite(v).where(rs, v.number(float("nan")))
+        rs = bits.is_finite(v).where(rs, v.number(float("nan")))
         if fp8 is not None:
             amax = Int(f.builder, f.load(tops + m * (4 * LANES), I32)).max_lane().float() * rs
-            scale = make_scale(_SCALE, fp8.max, amax, amax.number(float("inf")))
+            scale = bits.make_scale(_SCALE, fp8.max, amax, amax.number(float("inf")))
             store_scalar(f, torch.float32, scale, segment.scale + m * segment.scale_stride)
             store_scalar(f, torch.float32, scale, scales + m * 4)
-            rs = multiplier(rs, scale)
+            rs = bits.multiplier(rs, scale)
         store_scalar(f, torch.float32, rs, roots + m * 4)
     trace.mark(_REDUCED)
     with f.loop(zero, rows) as m:
@@ -172,17 +160,15 @@ def _norm(module: Any, spec: GemvSpec, gamma: torch.dtype, fp8: Fp8Format | None
                 value = y(m, at, mask) * factor * g(at, mask)
                 store_row(f, spec.act, value, out + at * spec.act.itemsize, mask, False)
             else:
-                codes = encode(fp8, fp8.max, y(m, at, mask) * g(at, mask) * factor)
-                store_codes(f, codes, out + at, mask, False)
+                codes = bits.encode(fp8, fp8.max, y(m, at, mask) * g(at, mask) * factor)
+                bits.store_codes(f, codes, out + at, mask, False)
 
         each_block(f, zero, segment.width, write)
         if fp8 is not None:
-            nan_code = fp8.nan_code
             with f.when(load_scalar(f, torch.float32, scales + m * 4).is_nan()):
-                each_block(f, zero, segment.width, lambda at, mask: fill_codes(f, nan_code, out + at, mask))
+                each_block(f, zero, segment.width, lambda at, mask: bits.fill_nan(f, fp8, out + at, mask))
     trace.mark(_APPLIED)
     f.builder.ret_void()
-    return f
 
 
 # --- tiles ---------------------------------------------------------------------------------------------------------
@@ -196,164 +182,122 @@ class Part(NamedTuple):
     end: Int
 
 
-def _parts(fields: Fields, spec: GemvSpec) -> list[Part]:
-    return [Part(*(fields.integer("parts", 3 * i + j) for j in range(3))) for i in range(len(spec.gammas) + 1)]
-
-
-def _tiles(fields: Fields, spec: GemvSpec) -> Int:
+def _tiles(args: Arguments, spec: GemvSpec) -> Int:
     """The number of tiles."""
-    return fields.integer("parts", 3 * (len(spec.gammas) + 1))
+    return args.integer("parts", 3 * (len(spec.gammas) + 1))
 
 
-def _span(parts: list[Part], tile: Int) -> tuple[Int, Int]:
-    """The first column of a tile, and the number of its columns."""
-    begin = parts[0].begin + (tile - parts[0].tile) * TILE
-    end = parts[0].end
-    for part in parts[1:]:
-        inside = ~(tile < part.tile)
-        begin = inside.where(part.begin + (tile - part.tile) * TILE, begin)
-        end = inside.where(part.end, end)
-    return begin, (end - begin).min(TILE)
+class TileKernel:
+    """Emits ``tile(block, index, thread)``: one tile from beginning to end."""
 
+    def __init__(self, module: Any, spec: GemvSpec, offsets: dict[str, int]) -> None:
+        self.f = f = Function(module, "tile", 3, private=True)
+        self.spec = spec
+        self.args = args = Arguments(f, offsets)
+        self.index = f.parameters[1]
+        numbers = range(len(spec.gammas) + 1)
+        self.parts = [Part(*(args.integer("parts", 3 * i + j) for j in range(3))) for i in numbers]
+        slots = args.integer("trace") + self.index * (8 * _EVENTS) if spec.traced else f.index(0)
+        self.trace = Trace(f, spec, slots)
 
-def _tile(module: Any, spec: GemvSpec, walks: dict[int, Function], norms: list[Function]) -> Function:
-    """``tile(arguments, index, thread)``: one tile from beginning to end."""
-    f = Function(module, "tile", 3, private=True)
-    _, index, thread = f.parameters
-    fields = _fields(f, spec)
-    parts = _parts(fields, spec)
-    slots = fields.integer("trace") + index * (8 * _EVENTS) if spec.traced else f.index(0)
-    trace = Trace(f, spec, slots)
-    trace.mark(_ENTER)
-    if spec.traced:
-        units = fields.integer("units")
-        with f.when(~units.eq(0)):
-            f.store(f.builder.trunc(thread.ir, I32), units + index * 4)
-    column, width = _span(parts, index)
-    sums = f.room(MAX_ROWS * TILE * VECTOR)
-    with f.loop(f.index(0), fields.integer("block") * fields.integer("blocks") * TILE, 2) as at:
-        f.store(f.zeros()[0].ir, sums + at * VECTOR)
-    trace.mark(_K_BEGIN)
-    weight, stride = fields.integer("weight"), fields.integer("weight.stride") * spec.weight.itemsize
-    blocks = fields.integer("blocks")
-    beyond = weight + _span(parts, index + fields.integer("team"))[0] * stride  # what this thread likely does next
-    for size, walk in walks.items():
-        with f.when(fields.integer("block").eq(size)):
-            f.call(
-                walk, weight + column * stride, stride, width, fields.integer("scratch"), blocks, fields.integer("k"),
-                sums, beyond,
-            )  # fmt: skip
-    with f.choice(index < parts[-1].tile) as (normed, tail):
-        with normed:
-            y, y_stride = fields.integer("y") + column * 4, fields.integer("y.stride") * 4
-            _reduce(f, spec, fields, sums, column, width, torch.float32, y, y_stride)
-            trace.mark(_K_END)
-            for i, norm in enumerate(norms):
-                with f.when(~(index < parts[i].tile) & (index < parts[i + 1].tile)):
-                    _arrive(f, spec, fields, trace, norm, parts, i)
-        with tail:
-            start = (column - parts[-1].begin) * spec.act.itemsize
-            out, out_stride = fields.integer("unnormed") + start, fields.integer("unnormed.stride") * spec.act.itemsize
-            _reduce(f, spec, fields, sums, column, width, spec.act, out, out_stride)
-            trace.mark(_K_END)
-    trace.mark(_EXIT)
-    f.builder.ret_void()
-    return f
+    def emit(self, walks: dict[int, Function], norms: list[Function]) -> Function:
+        """The function."""
+        f, spec, args, index, trace = self.f, self.spec, self.args, self.index, self.trace
+        trace.mark(_ENTER)
+        if spec.traced:
+            units = args.integer("units")
+            with f.when(~units.eq(0)):
+                f.store(f.builder.trunc(f.parameters[2].ir, I32), units + index * 4)
+        column, width = self.span(index)
+        sums = f.allocate(MAX_ROWS * TILE * VECTOR)
+        with f.loop(f.index(0), args.integer("block") * args.integer("blocks") * TILE, 2) as at:
+            f.store(f.zeros()[0].ir, sums + at * VECTOR)
+        trace.mark(_K_BEGIN)
+        weight, stride = args.integer("weight"), args.integer("weight.stride") * spec.weight.itemsize
+        blocks = args.integer("blocks")
+        following = weight + self.span(index + args.integer("team"))[0] * stride  # this thread's next tile, likely
+        for size, walk in walks.items():
+            with f.when(args.integer("block").eq(size)):
+                first, act, k = weight + column * stride, args.integer("scratch"), args.integer("k")
+                f.call(walk, first, stride, width, act, blocks, k, sums, following)
+        with f.choice(index < self.parts[-1].tile) as (normed, tail):
+            with normed:
+                y, y_stride = args.integer("y") + column * 4, args.integer("y.stride") * 4
+                self.reduce(sums, column, width, torch.float32, y, y_stride)
+                trace.mark(_K_END)
+                for i, norm in enumerate(norms):
+                    with f.when(~(index < self.parts[i].tile) & (index < self.parts[i + 1].tile)):
+                        self.arrive(norm, i)
+            with tail:
+                size = spec.act.itemsize
+                start = (column - self.parts[-1].begin) * size
+                out, out_stride = args.integer("unnormed") + start, args.integer("unnormed.stride") * size
+                self.reduce(sums, column, width, spec.act, out, out_stride)
+                trace.mark(_K_END)
+        trace.mark(_EXIT)
+        f.builder.ret_void()
+        return f
 
+    def span(self, tile: Int) -> tuple[Int, Int]:
+        """The first column of a tile, and the number of its columns."""
+        first, *others = self.parts
+        begin, end = first.begin + (tile - first.tile) * TILE, first.end
+        for part in others:
+            inside = ~(tile < part.tile)
+            begin = inside.where(part.begin + (tile - part.tile) * TILE, begin)
+            end = inside.where(part.end, end)
+        return begin, (end - begin).min(TILE)
 
-def _reduce(
-    f: Function,
-    spec: GemvSpec,
-    fields: Fields,
-    sums: Int,
-    column: Int,
-    width: Int,
-    dtype: torch.dtype,
-    out: Int,
-    stride: Int,
-) -> None:
-    """Fold the lanes' sums of a tile into values of y, apply the weights' scales and store."""
-    zero = Float(f.builder, constant(type_of(F32, SUM), 0.0))
-    for first in range(0, TILE, SUM):
-        with f.when(width > first):
-            lanes = f.first_lanes((width - first).min(SUM), SUM)
-            scale = _weight_scale(f, spec, fields, column + first, lanes)
-            with f.loop(f.index(0), fields.integer("m")) as m:
-                vectors = [zero] * SUM
-                for n in range(min(SUM, TILE - first)):
-                    place = sums + (m * TILE + (first + n)) * VECTOR
-                    vectors[n] = Float(f.builder, f.load(place, F32, lanes=SUM))
-                value = dot.fold(vectors)
-                if scale is not None:
-                    value = value * scale
-                store_row(f, dtype, value, out + m * stride + first * dtype.itemsize, lanes, False)
+    def reduce(self, sums: Int, column: Int, width: Int, dtype: torch.dtype, out: Int, stride: Int) -> None:
+        """Fold the sums of a tile's lanes into values of y, apply the weights' scales and store."""
+        f = self.f
+        zero = Float(f.builder, constant(type_of(F32, SUM), 0.0))
+        for first in range(0, TILE, SUM):
+            with f.when(width > first):
+                lanes = f.first_lanes((width - first).min(SUM), SUM)
+                scale = self.weight_scale(column + first, lanes)
+                with f.loop(f.index(0), self.args.integer("m")) as m:
+                    vectors = [zero] * SUM
+                    for n in range(min(SUM, TILE - first)):
+                        address = sums + (m * TILE + (first + n)) * VECTOR
+                        vectors[n] = f.floats(address, SUM)
+                    value = dot.fold(vectors)
+                    if scale is not None:
+                        value = value * scale
+                    store_row(f, dtype, value, out + m * stride + first * dtype.itemsize, lanes, False)
 
+    def weight_scale(self, column: Int, lanes: Bool) -> Float | None:
+        """The scales of some columns of y."""
+        if self.spec.weight_scale == "none":
+            return None
+        address = self.args.integer("weight_scale")
+        if self.spec.weight_scale == "tensor":
+            return load_scalar(self.f, torch.float32, address).splat(SUM)
+        return load_row(self.f, torch.float32, address + column * 4, lanes, False, SUM)
 
-def _weight_scale(f: Function, spec: GemvSpec, fields: Fields, column: Int, lanes: Bool) -> Float | None:
-    """The scales of some columns of y."""
-    if spec.weight_scale == "none":
-        return None
-    address = fields.integer("weight_scale")
-    if spec.weight_scale == "tensor":
-        return load_scalar(f, torch.float32, address).splat(SUM)
-    return load_row(f, torch.float32, address + column * 4, lanes, False, SUM)
-
-
-def _arrive(
-    f: Function, spec: GemvSpec, fields: Fields, trace: Trace, norm: Function, parts: list[Part], i: int
-) -> None:
-    """Count a tile of segment ``i``; the last one's thread norms the segment."""
-    given = fields.integer("counter")
-    own = fields.block + fields.offsets["counter0"]
-    counter = f.pointer(given.eq(0).where(own, given) + 4 * i)
-    trace.mark(_BEFORE)
-    before = f.builder.atomic_rmw("add", counter, ir.Constant(I32, 1), "acq_rel")
-    trace.mark(_AFTER)
-    arrived = Int(f.builder, f.builder.zext(before, I64)) + 1
-    part = parts[i]
-    with f.when(arrived.eq(parts[i + 1].tile - part.tile)):
-        coded = i == 0 and spec.fp8 is not None
-        size = 1 if coded else spec.act.itemsize
-        nothing = f.index(0)
-        f.call(norm, *Norm(
-            fields.block,
-            fields.integer("y") + part.begin * 4,
-            part.end - part.begin,
-            fields.integer(f"gamma{i}"),
-            fields.integer(f"normed{i}"),
-            fields.integer(f"normed{i}.stride") * size,
-            fields.integer("scale") if coded else nothing,
-            fields.integer("scale.stride") * 4 if coded else nothing,
-            trace.slots,
-        ))  # fmt: skip
-        f.builder.store(ir.Constant(I32, 0), counter)
-
-
-# --- entry points --------------------------------------------------------------------------------------------------
-
-
-def _serial(module: Any, spec: GemvSpec, prepare: Function, tile: Function) -> None:
-    f = Function(module, "serial", 1)
-    f.call(prepare, f.parameters[0])
-    zero = f.index(0)
-    with f.loop(zero, _tiles(_fields(f, spec), spec)) as index:
-        f.call(tile, f.parameters[0], index, zero)
-    f.builder.ret_void()
-
-
-def _parallel(module: Any, spec: GemvSpec, tile: Function) -> None:
-    """Every thread of a team runs this on the same block, which counts threads and the tiles already taken."""
-    f = Function(module, "parallel", 1)
-    fields = _fields(f, spec)
-    tiles, one = _tiles(fields, spec), f.index(1)
-    thread = fields.count("threads", one)
-    take, work, done = (f.builder.append_basic_block(name) for name in ("take", "work", "done"))
-    f.builder.branch(take)
-    f.builder.position_at_end(take)
-    index = fields.count("next", one)
-    f.builder.cbranch((index < tiles).ir, work, done)
-    f.builder.position_at_end(work)
-    f.call(tile, f.parameters[0], index, thread)
-    f.builder.branch(take)
-    f.builder.position_at_end(done)
-    f.builder.ret_void()
+    def arrive(self, norm: Function, i: int) -> None:
+        """Count a tile of segment ``i``; the last one's thread normalizes the segment."""
+        f, args, part = self.f, self.args, self.parts[i]
+        given = args.integer("counter")
+        own = args.block + args.offsets["counter0"]
+        counter = f.pointer(given.eq(0).where(own, given) + 4 * i)
+        self.trace.mark(_BEFORE)
+        before = f.builder.atomic_rmw("add", counter, ir.Constant(I32, 1), "acq_rel")
+        self.trace.mark(_AFTER)
+        arrived = Int(f.builder, f.builder.zext(before, I64)) + 1
+        with f.when(arrived.eq(self.parts[i + 1].tile - part.tile)):
+            coded = i == 0 and self.spec.fp8 is not None
+            size = 1 if coded else self.spec.act.itemsize
+            segment = Segment(
+                block=args.block,
+                y=args.integer("y") + part.begin * 4,
+                width=part.end - part.begin,
+                gamma=args.integer(f"gamma{i}"),
+                out=args.integer(f"normed{i}"),
+                out_stride=args.integer(f"normed{i}.stride") * size,
+                scale=args.integer("scale") if coded else f.index(0),
+                scale_stride=args.integer("scale.stride") * 4 if coded else f.index(0),
+                slots=self.trace.slots,
+            )
+            f.call(norm, *segment)
+            f.builder.store(ir.Constant(I32, 0), counter)

@@ -1,65 +1,47 @@
-"""MLA's cache write on the CPU, serially when there is little to do, else on torch's threads."""
+"""MLA's cache write on the CPU."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from ..specs.mla_cache import MlaCall, MlaSpec, mla_spec
-from . import compiler
-from . import threads as _parallel
-from .rms_norm import SERIAL_BELOW
+from ..specs.mla_cache import MlaCall, MlaRows, MlaSpec, mla_spec
+from .launcher import Family, Fields, share
 
-_CHUNK: Final = 16384
-"""Elements a thread takes at a time, about, or more."""
-_CHUNKS_PER_THREAD: Final = 16
-_ENTRY: Final = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+INDICES: Final = ("offsets", "lengths", "table", "slots", "positions")
+_WIDTHS: Final = {torch.int64: 0, torch.int32: 1, torch.uint32: 2}
+_REQUIRED: Final = ("q", "kv", "gamma", "q_out", "blocks")
+_TENSORS: Final = ("q", "kv", "gamma", "freqs", *INDICES, "kv_scale", "q_out", "blocks", "token_scale")
 
 
-class _Kernel:
-    """Machine code of one spec and the packer of its argument block."""
-
-    def __init__(self, spec: MlaSpec) -> None:
-        from . import mla_cache_kernels
-
-        self._code = compiler.linked(spec, lambda: mla_cache_kernels.build(spec), "serial", "parallel")
-        self.pack = mla_cache_kernels.packer()
-        self.serial: Callable[[bytes], None] = _ENTRY(self._code["serial"])
-        self.parallel: int = self._code["parallel"]
-
-
-_kernels: dict[MlaSpec, _Kernel] = {}
+def _fields(spec: MlaSpec) -> tuple[Fields, Sequence[str]]:
+    """The same for every spec: the kernel checks which index tensors exist and how wide their elements are."""
+    fields: Fields = {"next": "0", "chunk": "chunk", "steps": "rows.requests.bit_length()"}
+    fields["rows"] = ("rows", len(MlaRows._fields))
+    for name in _TENSORS:
+        given = "" if name in _REQUIRED else f"{name} is not None and "
+        fields[f"{name}.at"] = f"{given}{name}.data_ptr()"
+    fields |= {f"{name}.width": f"{name} is not None and widths[{name}.dtype]" for name in INDICES}
+    return fields, ("eps", "weight_offset")
 
 
-def _kernel(spec: MlaSpec) -> _Kernel:
-    """The code of ``spec``, which is that of all specs that differ from it in index tensors alone, or turn nothing."""
-    plain = mla_spec(
-        spec.q, spec.q_out, spec.kv, spec.gamma, spec.cache, spec.freqs or torch.float32,
-        style=spec.style if spec.freqs is not None else "interleaved", scale=spec.scale, rounding=spec.rounding,
-    )  # fmt: skip
-    with compiler.lock:
-        if plain not in _kernels:
-            _kernels[plain] = _Kernel(plain)
-        found = _kernels[spec] = _kernels[plain]
-    return found
+def _config(call: MlaCall) -> tuple[int, int, int]:
+    rows = call.rows
+    threads, chunk = share(rows.tokens, (rows.heads + 1) * rows.rope + rows.latent)
+    return threads, 0, chunk
 
 
-def launch(call: MlaCall) -> None:
-    """Run the kernel of ``spec`` on checked arguments, writing ``q_out`` and the entries of ``blocks``."""
-    spec, rows = call.spec, call.rows
-    kernel = _kernels.get(spec) or _kernel(spec)
-    tokens = rows.tokens
-    columns = (rows.heads + 1) * rows.rope + rows.latent
-    threads = chunk = 1
-    if tokens > 1 and tokens * columns >= SERIAL_BELOW:
-        threads = torch.get_num_threads()
-        chunk = max(1, _CHUNK // columns, tokens // (threads * _CHUNKS_PER_THREAD))
-        threads = min(threads, -(-tokens // chunk))
-    block = kernel.pack(chunk, call)
-    if threads == 1:
-        kernel.serial(block)
-    else:
-        _parallel.run(kernel.parallel, block, threads)
+def _canonical(spec: MlaSpec) -> MlaSpec:
+    """Index tensors do not affect the code. Specs without a rotation share the code of an arbitrary one."""
+    style = spec.style if spec.freqs is not None else "interleaved"
+    outputs = {"style": style, "scale": spec.scale, "rounding": spec.rounding}
+    return mla_spec(spec.q, spec.q_out, spec.kv, spec.gamma, spec.cache, spec.freqs or torch.float32, **outputs)
+
+
+FAMILY: Final = Family(
+    MlaCall, _fields, _config, ("threads", "size", "chunk"), canonical=_canonical, constants={"widths": _WIDTHS}
+)
+launch = FAMILY.launcher()
+precompile = FAMILY.precompile

@@ -1,136 +1,115 @@
-"""MLA's cache write: find the token's place, turn its heads, norm its latent, write its entry; for one `MlaSpec`.
+"""MLA's cache write: find the token's slot, rotate its heads, normalize its latent, write its entry; for one `MlaSpec`.
 
-A thread takes tokens. A token's cosines and sines are put aside as float32 once, for all of its heads; so is its entry,
-whose scale may need all of it before anything is stored. A pair of columns is read before either is written, so the
-output of q may be q itself. No step depends on another token.
+A thread takes tokens. A token's cosines and sines are converted to float32 once, for all of its heads. Its entry is
+first assembled in float32, because its scale may depend on all of it. A pair of columns is read before either is
+written, so the output of q may be q itself. No step depends on another token.
 
-Index tensors shape no code: it asks which there are and how wide, once a token, so that one kernel serves them all.
+Index tensors do not affect the code: it checks which ones exist and how wide they are, once per token, so that one
+kernel serves them all.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import torch
 from llvmlite import ir
 
 from ..formats import FP8_FORMATS, ScaleRule
-from ..specs.mla_cache import MAX_LATENT, MAX_ROPE, MlaCall, MlaRows, MlaSpec
-from .emit.bits import (
-    encode,
-    is_finite,
-    load_row,
-    load_scalar,
-    magnitude,
-    make_scale,
-    round_to,
-    store_codes,
-    store_row,
-    store_scalar,
-    with_nan,
-)
-from .emit.fields import Fields
-from .emit.function import Cell, Function
-from .emit.vec import F32, I32, I64, LANES, Bool, Float, Int
-from .rms_norm_kernels import _LINE, each_block
+from ..specs.mla_cache import MAX_LATENT, MAX_ROPE, MlaRows, MlaSpec
+from .emit import bits
+from .emit.bits import load_row, round_to, store_row
+from .emit.function import Arguments, Cell, Function
+from .emit.loops import LINE, each_block, entry_points
+from .emit.vec import I32, I64, LANES, Bool, Float, Int
 
-INDICES: Final = ("offsets", "lengths", "table", "slots", "positions")
-_TENSORS: Final = ("q", "kv", "gamma", "freqs", *INDICES, "kv_scale", "q_out", "blocks", "token_scale")
-_ALWAYS: Final = ("q", "kv", "gamma", "q_out", "blocks")
-_WIDTHS: Final = {torch.int64: 0, torch.int32: 1, torch.uint32: 2}
-_NUMBERS: Final = ("eps", "weight_offset")
-_HALF: Final = LANES // 2
 _AHEAD: Final = 16
-"""Heads between one that is read and one that is prefetched: of 64 columns of bfloat16, 2 KiB."""
-
+"""Heads between one that is read and one that is prefetched: 2 KiB with 64 columns of bfloat16."""
 _USUAL: Final = 64
-"""Columns that turn in DeepSeek's and Kimi's models."""
+"""Columns that are rotated in DeepSeek's and Kimi's models."""
 
+_SCALE: Final = ScaleRule("row", torch.float32)
+
+Angles = tuple[Float, Float]
+"""Cosines and sines."""
 Emit = Callable[[Int, Float, "Bool | None", bool], None]
-"""Takes the values of a block: its first column, mask, and whether the values are paired (see `_bits`)."""
+"""Takes the values of a block: its first column, values, mask, and whether the values are paired (see `bits`)."""
 
 
-def _fields() -> dict[str, str]:
-    """Each 64-bit field of the argument block and the Python expression over `launch`'s arguments that gives it."""
-    fields = {"next": "0", "chunk": "chunk", "steps": "rows.requests.bit_length()"}
-    fields |= dict.fromkeys(MlaRows._fields, "") | {MlaRows._fields[0]: "*rows"}
-    for name in _TENSORS:
-        fields[f"{name}.at"] = f"{name}.data_ptr()" if name in _ALWAYS else f"{name} is not None and {name}.data_ptr()"
-    return fields | {f"{name}.width": f"{name} is not None and widths[{name}.dtype]" for name in INDICES}
+def build(spec: MlaSpec, offsets: dict[str, int], features: str) -> str:
+    """The LLVM module of ``spec``."""
+    module = ir.Module(name="onepass")
+    worker = Function(module, "tokens_", 3, private=True)
+    _, begin, end = worker.parameters
+    TokenKernel(worker, spec, Arguments(worker, offsets)).run(begin, end)
+    worker.builder.ret_void()
+    entry_points(module, offsets, worker, "rows")
+    return str(module)
 
 
-_OFFSETS: Final = {name: 8 * at for at, name in enumerate((*_fields(), *_NUMBERS))}
-"""Byte offset of each field."""
+class Source(NamedTuple):
+    """A row of columns to be rotated; blocks ``ahead`` bytes further are prefetched."""
+
+    row: Int
+    dtype: torch.dtype
+    ahead: Int | None = None
+
+    def load(self, f: Function, at: Int, mask: Bool | None, paired: bool) -> Float:
+        """A block of the row."""
+        address = self.row + at * self.dtype.itemsize
+        if self.ahead is not None and mask is None:
+            for line in range(0, LANES * self.dtype.itemsize, LINE):
+                f.prefetch(address + self.ahead + line)
+        return load_row(f, self.dtype, address, mask, paired)
 
 
-def packer() -> Callable[..., bytes]:
-    """A function of the chunk size and `launch`'s arguments after the spec: the block."""
-    pack = struct.Struct(f"={len(_fields())}q{len(_NUMBERS)}d").pack
-    arguments = ", ".join([value for value in _fields().values() if value] + [*_NUMBERS])
-    names = ", ".join(MlaCall._fields)
-    lines = ("def packed(chunk, call):", f"    {names} = call", f"    return pack({arguments})")
-    scope: dict[str, Any] = {"pack": pack, "widths": _WIDTHS}
-    exec("\n".join(lines), scope)
-    function: Callable[..., bytes] = scope["packed"]
-    return function
+class TokenKernel:
+    """Emits the work on tokens. ``n`` holds sizes and strides, by their names in `MlaRows`."""
 
-
-class _Block(Fields):
-    """The argument block, the same for every spec."""
-
-    def __init__(self, f: Function, block: Int) -> None:
-        self.f = f
-        self.block = block
-        self.offsets = _OFFSETS
-
-
-class _Tokens:
-    """Emits the work on tokens."""
-
-    def __init__(self, f: Function, spec: MlaSpec, fields: _Block) -> None:
-        self.f, self.spec, self.fields = f, spec, fields
-        self.n = {name: fields.integer(name) for name in MlaRows._fields}
+    def __init__(self, f: Function, spec: MlaSpec, args: Arguments) -> None:
+        self.f, self.spec, self.args = f, spec, args
+        self.half = spec.style == "half"
+        self.n = {name: args.integer("rows", i) for i, name in enumerate(MlaRows._fields)}
         self.columns = self.n["latent"] + self.n["rope"]
-        self.cosines = f.room(4 * (MAX_ROPE // 2 + LANES))
-        self.sines = f.room(4 * (MAX_ROPE // 2 + LANES))
-        self.kept = f.room(4 * (MAX_LATENT + MAX_ROPE + LANES))
+        self.cosines = f.allocate(4 * (MAX_ROPE // 2 + LANES))
+        self.sines = f.allocate(4 * (MAX_ROPE // 2 + LANES))
+        self.entry = f.allocate(4 * (MAX_LATENT + MAX_ROPE + LANES))
         zero = f.index(0)
-        self.low, self.high, self.position, self.there, self.page, self.place = (Cell(f, zero) for _ in range(6))
+        self.low, self.high, self.position, self.has_entry, self.page, self.slot = (Cell(f, zero) for _ in range(6))
         self.total, self.top = (Cell(f, value) for value in f.zeros())
 
     def run(self, begin: Int, end: Int) -> None:
-        """All tokens of a range."""
+        """Process a range of tokens."""
         f, spec, n = self.f, self.spec, self.n
         with f.loop(begin, end) as token:
             self.find(token)
-            self.keep_angles()
-            self.turn_heads(token)
-            with f.when(self.there.get().eq(1)):
+            self.load_angles()
+            self.rotate_heads(token)
+            with f.when(self.has_entry.get().eq(1)):
                 kv = self.address("kv", token * n["kv_token"], spec.kv)
-                self.keep_latent(kv)
-                self.keep_rope(kv)
+                self.norm_latent(kv)
+                self.rotate_kv(kv)
                 self.write_entry()
 
     def address(self, name: str, offset: Int, dtype: torch.dtype) -> Int:
-        """Of an element."""
-        return self.fields.integer(f"{name}.at") + offset * dtype.itemsize
+        """The address of a tensor's element."""
+        return self.args.integer(f"{name}.at") + offset * dtype.itemsize
 
-    # --- places ---
+    # --- positions and slots ---
 
     def index(self, name: str, at: Int) -> Int:
-        """An element of an index tensor, whatever its dtype."""
+        """An element of an index tensor of any dtype."""
         f, builder = self.f, self.f.builder
-        base, width = self.fields.integer(f"{name}.at"), self.fields.integer(f"{name}.width")
+        base, width = self.args.integer(f"{name}.at"), self.args.integer(f"{name}.width")
         found = Cell(f, f.index(0))
         with f.choice(width.eq(0)) as (wide, narrow):
             with wide:
                 found.set(Int(builder, f.load(base + at * 8, I64, lanes=0)))
             with narrow:
                 raw = f.load(base + at * 4, I32, lanes=0)
-                signed, plain = Int(builder, builder.sext(raw, I64)), Int(builder, builder.zext(raw, I64))
-                found.set(width.eq(1).where(signed, plain))
+                signed, unsigned = Int(builder, builder.sext(raw, I64)), Int(builder, builder.zext(raw, I64))
+                found.set(width.eq(1).where(signed, unsigned))
         value: Int = found.get()
         return value
 
@@ -139,37 +118,37 @@ class _Tokens:
         return Bool(self.f.builder, self.f.builder.icmp_signed("<=", a.ir, b.ir))
 
     def given(self, name: str) -> Bool:
-        """Whether there is such a tensor."""
-        return ~self.fields.integer(f"{name}.at").eq(0)
+        """Whether the call has such a tensor."""
+        return ~self.args.integer(f"{name}.at").eq(0)
 
     def find(self, token: Int) -> None:
-        """The token's position, and the page and place of its entry if it has one."""
+        """Find the token's position, and the page and slot of its entry if it has one."""
         f, n = self.f, self.n
         self.position.set(f.index(0))
-        self.there.set(f.index(0))
+        self.has_entry.set(f.index(0))
         with f.when(self.given("offsets")):
             self.find_request(token)
         with f.when(self.given("slots")):
             slot = self.index("slots", token)
-            with f.when(slot < n["pages"] * n["page_size"]):  # unsigned: not negative either
-                self.settle(slot // n["page_size"], slot)
+            with f.when(slot < n["pages"] * n["page_size"]):  # unsigned, so negative numbers fail too
+                self.set_entry(slot // n["page_size"], slot)
         with f.when(self.given("positions")):
             self.position.set(self.index("positions", token))
 
-    def settle(self, page: Int, within: Int) -> None:
-        """The entry is in this page, at the place that ``within``, in entries, has there."""
+    def set_entry(self, page: Int, index: Int) -> None:
+        """The entry is in this page, in slot ``index`` modulo the page size."""
         size = self.n["page_size"]
-        self.there.set(self.f.index(1))
+        self.has_entry.set(self.f.index(1))
         self.page.set(page)
-        self.place.set(within - within // size * size)
+        self.slot.set(index - index // size * size)
 
     def find_request(self, token: Int) -> None:
-        """Of the requests that end after the token the first one, if the token is not before it."""
+        """Find the first request that ends after the token, by bisection; the token may lie before it."""
         f, n = self.f, self.n
         requests = n["requests"]
         self.low.set(f.index(0))
         self.high.set(requests)
-        with f.loop(f.index(0), self.fields.integer("steps")):
+        with f.loop(f.index(0), self.args.integer("steps")):
             low, high = self.low.get(), self.high.get()
             middle = (low + high) >> 1
             past = self.at_most(self.index("offsets", (middle + 1).min(requests)), token)
@@ -180,19 +159,19 @@ class _Tokens:
         with f.when(request < requests):
             first = self.index("offsets", request)
             with f.when(self.at_most(first, token)):
-                place = self.index("lengths", request) + (token - first)
-                self.position.set(place)
-                column = place // n["page_size"]
-                inside = (place >> 63).eq(0) & (column < n["table_width"])
+                position = self.index("lengths", request) + (token - first)
+                self.position.set(position)
+                column = position // n["page_size"]
+                inside = (position >> 63).eq(0) & (column < n["table_width"])
                 with f.when(self.given("table") & inside):
                     page = self.index("table", request * n["table_row"] + column)
                     with f.when(page < n["pages"]):
-                        self.settle(page, place)
+                        self.set_entry(page, position)
 
     # --- rotation ---
 
-    def keep_angles(self) -> None:
-        """Put the cosines and sines of the position aside; positions outside take the nearest row."""
+    def load_angles(self) -> None:
+        """Convert the cosines and sines of the position, which is clamped to the rows of freqs."""
         f, n, dtype = self.f, self.n, self.spec.freqs
         assert dtype is not None
         position = self.position.get()
@@ -206,99 +185,80 @@ class _Tokens:
 
         each_block(f, f.index(0), n["turned"], body)
 
-    def load(self, dtype: torch.dtype, row: Int, at: Int, mask: Bool | None, paired: bool, ahead: Int | None) -> Float:
-        """A block of a row that may turn; what lies ``ahead`` bytes further is asked for."""
-        address = row + at * dtype.itemsize
-        if ahead is not None and mask is None:
-            for line in range(0, LANES * dtype.itemsize, _LINE):
-                self.f.prefetch(address + ahead + line)
-        return load_row(self.f, dtype, address, mask, paired)
+    def angles(self, pair: Int) -> Angles:
+        """Cosines and sines of a block of columns; with "half" of the first columns of a block of pairs."""
+        lanes = LANES if self.half else LANES // 2
+        return self.f.floats(self.cosines + pair * 4, lanes), self.f.floats(self.sines + pair * 4, lanes)
 
-    def angles(self, pair: Int) -> tuple[Float, Float]:
-        """Cosines and sines of the pairs that one block has the columns of, or with "half" the first columns."""
-        lanes = LANES if self.spec.style == "half" else _HALF
-        cosine, sine = (self.f.load(kept + pair * 4, F32, lanes=lanes) for kept in (self.cosines, self.sines))
-        return Float(self.f.builder, cosine), Float(self.f.builder, sine)
-
-    def rotate(
-        self, row: Int, dtype: torch.dtype, at: Int, mask: Bool | None, angles: tuple[Float, Float], turned: Int,
-        emit: Emit, ahead: Int | None,
-    ) -> None:  # fmt: skip
-        """Hand over a block of neighbouring pairs from column ``at`` on; with "half" of pairs, and their other columns."""
+    def rotate(self, source: Source, at: Int, mask: Bool | None, angles: Angles, turned: Int, emit: Emit) -> None:
+        """Emit the block at column ``at``; with "half" also the block of the other columns of its pairs."""
         cosine, sine = angles
-        if self.spec.style == "half":
+        if self.half:
             other = at + (turned >> 1)
-            a, b = (self.load(dtype, row, first, mask, False, ahead) for first in (at, other))
+            a, b = (source.load(self.f, first, mask, False) for first in (at, other))
             emit(at, a.fma(cosine, -(b * sine)), mask, False)
             emit(other, b.fma(cosine, a * sine), mask, False)
         else:
-            a, b = self.load(dtype, row, at, mask, True, ahead).halves()
-            turn = a.fma(cosine, -(b * sine)).shuffle(b.fma(cosine, a * sine), range(LANES))
-            emit(at, turn, mask, True)
+            a, b = source.load(self.f, at, mask, True).halves()
+            rotated = a.fma(cosine, -(b * sine)).shuffle(b.fma(cosine, a * sine), range(LANES))
+            emit(at, rotated, mask, True)
 
-    def turn(self, row: Int, dtype: torch.dtype, emit: Emit, ahead: Int | None = None) -> None:
-        """Hand over a row of columns, the first of them rotated."""
-        f, turned = self.f, self.n["turned"]
-        half = self.spec.style == "half"
+    def rotate_row(self, source: Source, emit: Emit) -> None:
+        """Emit all columns of a row, the first of them rotated."""
+        f, turned, half = self.f, self.n["turned"], self.half
 
-        def body(at: Int, mask: Bool | None) -> None:
-            self.rotate(row, dtype, at, mask, self.angles(at if half else at >> 1), turned, emit, ahead)
+        def rotate(at: Int, mask: Bool | None) -> None:
+            self.rotate(source, at, mask, self.angles(at if half else at >> 1), turned, emit)
 
-        each_block(f, f.index(0), turned >> 1 if half else turned, body)
-        each_block(
-            f,
-            turned,
-            self.n["rope"],
-            lambda at, mask: emit(at, self.load(dtype, row, at, mask, False, ahead), mask, False),
-        )
+        def copy(at: Int, mask: Bool | None) -> None:
+            emit(at, source.load(f, at, mask, False), mask, False)
 
-    def turn_heads(self, token: Int) -> None:
-        """The token's rows of q; of the commonest width in a straight line, with the angles in registers."""
+        each_block(f, f.index(0), turned >> 1 if half else turned, rotate)
+        each_block(f, turned, self.n["rope"], copy)
+
+    def rotate_heads(self, token: Int) -> None:
+        """Rotate the token's rows of q. The most common width is unrolled, with the angles in registers."""
         f, spec, n = self.f, self.spec, self.n
-        source = self.address("q", token * n["q_token"], spec.q)
-        target = self.address("q_out", token * n["out_token"], spec.q_out)
+        q = self.address("q", token * n["q_token"], spec.q)
+        out = self.address("q_out", token * n["out_token"], spec.q_out)
         step, out_step = n["q_head"] * spec.q.itemsize, n["out_head"] * spec.q_out.itemsize
         usual, ahead = f.index(_USUAL), step * _AHEAD
-        half = spec.style == "half"
 
-        def emitter(out: Int) -> Emit:
+        def emit_to(row: Int) -> Emit:
             def emit(at: Int, value: Float, mask: Bool | None, paired: bool) -> None:
                 if spec.rounding == "reference" and spec.q_out != spec.q:
                     value = round_to(spec.q, value)
-                self.store(spec.q_out, value, out + at * spec.q_out.itemsize, mask, paired)
+                store_row(f, spec.q_out, value, row + at * spec.q_out.itemsize, mask, paired)
 
             return emit
 
-        with f.choice(n["turned"].eq(_USUAL) & n["rope"].eq(_USUAL)) as (straight, any_width):
-            with straight:
-                places = range(0, _USUAL // 2 if half else _USUAL, LANES)
-                angles = [self.angles(f.index(at if half else at // 2)) for at in places]
+        with f.choice(n["turned"].eq(_USUAL) & n["rope"].eq(_USUAL)) as (unrolled, any_width):
+            with unrolled:
+                columns = range(0, _USUAL // 2 if self.half else _USUAL, LANES)
+                angles = [self.angles(f.index(at if self.half else at // 2)) for at in columns]
                 with f.loop(f.index(0), n["heads"]) as head:
-                    emit = emitter(target + head * out_step)
-                    for at, pairs in zip(places, angles, strict=True):
-                        self.rotate(source + head * step, spec.q, f.index(at), None, pairs, usual, emit, ahead)
+                    emit = emit_to(out + head * out_step)
+                    for at, pairs in zip(columns, angles, strict=True):
+                        source = Source(q + head * step, spec.q, ahead)
+                        self.rotate(source, f.index(at), None, pairs, usual, emit)
             with any_width, f.loop(f.index(0), n["heads"]) as head:
-                self.turn(source + head * step, spec.q, emitter(target + head * out_step), ahead)
+                self.rotate_row(Source(q + head * step, spec.q, ahead), emit_to(out + head * out_step))
 
-    def store(self, dtype: torch.dtype, value: Float, address: Int, mask: Bool | None, paired: bool) -> None:
-        """A block of columns, rounded, or saturated to codes."""
-        fmt = FP8_FORMATS.get(dtype)
-        if fmt is None:
-            store_row(self.f, dtype, value, address, mask, paired)
-        else:
-            store_codes(self.f, with_nan(fmt, encode(fmt, fmt.max, value), value), address, mask, paired)
+    # --- the entry, assembled in float32 ---
 
-    # --- the entry ---
+    def put(self, at: Int, value: Float, mask: Bool | None, paired: bool) -> None:
+        """Put a block into the entry."""
+        store_row(self.f, torch.float32, value, self.entry + at * 4, mask, paired)
 
-    def keep(self, at: Int, value: Float, mask: Bool | None, paired: bool) -> None:
-        """Put a block of the entry aside."""
-        store_row(self.f, torch.float32, value, self.kept + at * 4, mask, paired)
+    def get(self, at: Int, mask: Bool | None) -> Float:
+        """A block of the entry."""
+        return load_row(self.f, torch.float32, self.entry + at * 4, mask, False)
 
-    def keep_latent(self, x: Int) -> None:
-        """Norm the latent, or the first ``normed`` columns of it: those behind them stay as they are."""
+    def norm_latent(self, x: Int) -> None:
+        """Put the latent into the entry. Its first ``normed`` columns are normalized."""
         f, spec, n = self.f, self.spec, self.n
         paired = spec.kv == torch.bfloat16
-        gamma, offset = self.fields.integer("gamma.at"), self.fields.number("weight_offset")
+        gamma, offset = self.args.integer("gamma.at"), self.args.number("weight_offset")
         self.total.set(f.zeros()[0])
 
         def load(dtype: torch.dtype, base: Int, at: Int, mask: Bool | None) -> Float:
@@ -308,58 +268,54 @@ class _Tokens:
             h = load(spec.kv, x, at, mask)
             self.total.set(h.fma(h, self.total.get()))
 
-        each_block(f, f.index(0), n["normed"], add)
-        v = self.total.get().sum_lanes() / n["normed"].to_float() + self.fields.number("eps")
-        rs = is_finite(v).where((v > 0.0).where(v.number(1.0) / v.sqrt(), 0.0), v.number(float("nan")))
-
         def norm(at: Int, mask: Bool | None) -> None:
             h, g = load(spec.kv, x, at, mask), load(spec.gamma, gamma, at, mask) + offset
             y = h * rs * g
             if spec.rounding == "reference":
                 y = round_to(spec.kv, round_to(spec.kv, h * rs) * g)
-            self.keep(at, y, mask, paired)
+            self.put(at, y, mask, paired)
 
+        def copy(at: Int, mask: Bool | None) -> None:
+            self.put(at, load(spec.kv, x, at, mask), mask, paired)
+
+        each_block(f, f.index(0), n["normed"], add)
+        v = self.total.get().sum_lanes() / n["normed"].to_float() + self.args.number("eps")
+        rs = bits.is_finite(v).where((v > 0.0).where(v.number(1.0) / v.sqrt(), 0.0), v.number(float("nan")))
         each_block(f, f.index(0), n["normed"], norm)
-        each_block(
-            f, n["normed"], n["latent"], lambda at, mask: self.keep(at, load(spec.kv, x, at, mask), mask, paired)
-        )
+        each_block(f, n["normed"], n["latent"], copy)
 
-    def keep_rope(self, kv: Int) -> None:
-        """Turn the columns after the latent."""
+    def rotate_kv(self, kv: Int) -> None:
+        """Put the columns after the latent into the entry, rotated."""
         spec, latent = self.spec, self.n["latent"]
 
         def emit(at: Int, value: Float, mask: Bool | None, paired: bool) -> None:
             if spec.rounding == "reference":
                 value = round_to(spec.kv, value)
-            self.keep(latent + at, value, mask, paired)
+            self.put(latent + at, value, mask, paired)
 
-        self.turn(kv + latent * spec.kv.itemsize, spec.kv, emit)
+        self.rotate_row(Source(kv + latent * spec.kv.itemsize, spec.kv), emit)
 
     def write_entry(self) -> None:
-        """Scale and store what was kept."""
+        """Scale and store the entry."""
         f, spec, n = self.f, self.spec, self.n
-        page, place = self.page.get(), self.place.get()
-        out = self.address("blocks", page * n["block_page"] + place * n["block_entry"], spec.cache)
+        page, slot = self.page.get(), self.slot.get()
+        out = self.address("blocks", page * n["block_page"] + slot * n["block_entry"], spec.cache)
         scale = None
         if spec.scale == "tensor":
-            scale = load_scalar(f, torch.float32, self.fields.integer("kv_scale.at"))
+            scale = bits.load_scalar(f, torch.float32, self.args.integer("kv_scale.at"))
         elif spec.scale == "token":
             scale = self.make_scale()
-            at = page * n["scale_page"] + place * n["scale_entry"]
-            store_scalar(f, torch.float32, scale, self.address("token_scale", at, torch.float32))
+            at = page * n["scale_page"] + slot * n["scale_entry"]
+            bits.store_scalar(f, torch.float32, scale, self.address("token_scale", at, torch.float32))
 
         def body(at: Int, mask: Bool | None) -> None:
-            value = self.kept_block(at, mask)
-            if scale is not None:  # a quotient beyond float32 saturates as the largest does
+            value = self.get(at, mask)
+            if scale is not None:  # a quotient beyond float32 saturates like the largest number
                 zero = scale.eq(0.0) & value.eq(value)
                 value = zero.where(value.number(0.0), value / scale)
-            self.store(spec.cache, value, out + at * spec.cache.itemsize, mask, False)
+            store_row(f, spec.cache, value, out + at * spec.cache.itemsize, mask, False)
 
         each_block(f, f.index(0), self.columns, body)
-
-    def kept_block(self, at: Int, mask: Bool | None) -> Float:
-        """A block of what was kept."""
-        return load_row(self.f, torch.float32, self.kept + at * 4, mask, False)
 
     def make_scale(self) -> Float:
         """The entry's own scale."""
@@ -367,48 +323,8 @@ class _Tokens:
         self.top.set(f.zeros()[1])
 
         def body(at: Int, mask: Bool | None) -> None:
-            self.top.set(self.top.get().max(magnitude(self.kept_block(at, mask))))
+            self.top.set(self.top.get().max(bits.magnitude(self.get(at, mask))))
 
         each_block(f, f.index(0), self.columns, body)
         amax = self.top.get().max_lane().float()
-        rule = ScaleRule("row", torch.float32)
-        return make_scale(rule, FP8_FORMATS[self.spec.cache].max, amax, amax.number(float("inf")))
-
-
-def build(spec: MlaSpec) -> str:
-    """The LLVM module of ``spec``, two functions of the argument block: ``serial`` does everything, ``parallel`` is called
-    on each thread of a team and takes chunks of tokens until none is left.
-    """
-    module = ir.Module(name="onepass")
-    worker = Function(module, "tokens_", 3, private=True)
-    block, begin, end = worker.parameters
-    _Tokens(worker, spec, _Block(worker, block)).run(begin, end)
-    worker.builder.ret_void()
-    _serial(module, worker)
-    _parallel(module, worker)
-    return str(module)
-
-
-def _serial(module: Any, worker: Function) -> None:
-    f = Function(module, "serial", 1)
-    block = f.parameters[0]
-    f.call(worker, block, f.index(0), _Block(f, block).integer("tokens"))
-    f.builder.ret_void()
-
-
-def _parallel(module: Any, worker: Function) -> None:
-    """Every thread of a team runs this on the same block, which counts the tokens already taken."""
-    f = Function(module, "parallel", 1)
-    block, builder = f.parameters[0], f.builder
-    fields = _Block(f, block)
-    tokens, chunk = fields.integer("tokens"), fields.integer("chunk")
-    take, work, done = (builder.append_basic_block(name) for name in ("take", "work", "done"))
-    builder.branch(take)
-    builder.position_at_end(take)
-    first = fields.count("next", chunk)
-    builder.cbranch((first < tokens).ir, work, done)
-    builder.position_at_end(work)
-    f.call(worker, block, first, (first + chunk).min(tokens))
-    builder.branch(take)
-    builder.position_at_end(done)
-    builder.ret_void()
+        return bits.make_scale(_SCALE, FP8_FORMATS[self.spec.cache].max, amax, amax.number(float("inf")))

@@ -1,67 +1,46 @@
-"""QK-RMSNorm on the CPU: q and k in one go, serially when there is little to do, else on torch's threads."""
+"""QK-RMSNorm on the CPU: q and k in one launch."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Final
 
-import torch
-
-from ..specs.qk_norm import QkCall, QkSpec
-from . import compiler
-from . import threads as _parallel
-from .arguments import BLOCK
-from .rms_norm import SERIAL_BELOW, scratch
-
-_CHUNK: Final = 16384
-"""Elements a thread takes at a time, about, or more."""
-_CHUNKS_PER_THREAD: Final = 16
-_ENTRY: Final = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-_SYMBOLS: Final = ("serial", "parallel")
+from ..specs.layout import LEVELS
+from ..specs.qk_norm import TENSORS, QkCall, QkRows, QkSpec
+from .launcher import Family, Fields, share
+from .sizes import BLOCK
 
 
-class _Kernel:
-    """Machine code of one spec and the packer of its argument block."""
-
-    def __init__(self, spec: QkSpec) -> None:
-        from . import qk_norm_kernels
-
-        self._code = compiler.linked(spec, lambda: qk_norm_kernels.build(spec), *_SYMBOLS)
-        self.pack = qk_norm_kernels.packer(spec)
-        self.serial: Callable[[bytes], None] = _ENTRY(self._code["serial"])
-        self.parallel: int = self._code["parallel"]
-
-
-_kernels: dict[QkSpec, _Kernel] = {}
-
-
-def _kernel(spec: QkSpec) -> _Kernel:
-    with compiler.lock:
-        found = _kernels.get(spec)
-        if found is None:
-            found = _kernels[spec] = _Kernel(spec)
-    return found
-
-
-def launch(call: QkCall) -> None:
-    """Run the kernel of ``spec`` on checked arguments, writing the outputs that are given."""
-    spec, rows = call.spec, call.rows
-    kernel = _kernels.get(spec) or _kernel(spec)
-    tokens = rows.geom[0]
-    columns = rows.heads[0] * rows.widths[0] + rows.heads[1] * rows.widths[1]
-    threads = chunk = 1
-    if tokens > 1 and tokens * columns >= SERIAL_BELOW:
-        threads = torch.get_num_threads()
-        chunk = max(1, _CHUNK // columns, tokens // (threads * _CHUNKS_PER_THREAD))
-        threads = min(threads, -(-tokens // chunk))
-    room = 0
+def _fields(spec: QkSpec) -> tuple[Fields, Sequence[str]]:
+    fields: Fields = {"next": "0", "threads": "0", "chunk": "chunk"}
+    fields |= {"tokens": "geom[0]", "n1": "geom[1]", "n2": "geom[2]"}
+    for i, side in enumerate(("q", "k")):
+        fields |= {f"{side}.n": f"widths[{i}]", f"{side}.heads": f"heads[{i}]"}
+        if spec.gamma is not None:
+            fields[f"gamma_{side}"] = f"gamma_{side}.data_ptr()"
+    present = {"q": True, "k": True, "q_out": spec.applies, "k_out": spec.applies}
+    present["stats"] = spec.stage != "fused"
+    present["positions"] = spec.rope is not None and spec.rope.positions is not None
+    for i, name in enumerate(TENSORS):
+        if present[name]:
+            fields |= {name: f"{name}.data_ptr()", f"{name}.strides": (f"strides[{i}]", LEVELS)}
+            if i < 4:
+                fields[f"{name}.step"] = f"steps[{i}]"
     if spec.rope is not None:
-        room = spec.rope.head_dim + BLOCK
-        if scratch.size < room * threads:
-            scratch.grow(room * threads)
-    block = kernel.pack(scratch.address, room, chunk, call)
-    if threads == 1:
-        kernel.serial(block)
-    else:
-        _parallel.run(kernel.parallel, block, threads)
+        fields |= {"freqs": "freqs.data_ptr()", "freqs.stride": "freqs.stride(0)", "limit": "freqs.shape[0]"}
+        fields |= {"sequence": "sequence", "scratch": "scratch", "room": "room"}
+    return fields, ("eps", "weight_offset")
+
+
+def _config(call: QkCall) -> tuple[int, int, int, int]:
+    """Scratch memory has room for a head per thread, if heads are rotated."""
+    rope, rows = call.spec.rope, call.rows
+    (q_heads, k_heads), (q_width, k_width) = rows.heads, rows.widths
+    threads, chunk = share(rows.geom[0], q_heads * q_width + k_heads * k_width)
+    room = 0 if rope is None else rope.head_dim + BLOCK
+    return threads, room * threads, chunk, room
+
+
+FAMILY: Final = Family(QkCall, _fields, _config, ("threads", "size", "chunk", "room"), nested={"rows": QkRows})
+launch = FAMILY.launcher()
+precompile = FAMILY.precompile

@@ -1,89 +1,72 @@
-"""RMSNorm rows on the CPU: normalise, add, quantize.
-
-`launch` packs a call into an argument block and runs the spec's kernel on it: serially when there is little to do,
-else on torch's threads.
-"""
+"""RMSNorm rows on the CPU: normalize, add, quantize."""
 
 from __future__ import annotations
 
-import ctypes
-import threading
+from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
-import torch
-
+from ..specs.layout import LEVELS
 from ..specs.rms_norm import RowCall, RowSpec
-from . import compiler
-from . import threads as _parallel
-from .arguments import BLOCK
+from .launcher import Family, Fields, describe, scratch, share
+from .sizes import BLOCK
 
-SERIAL_BELOW: Final = 131072
-"""Elements under which waking other threads costs more than it saves: with two threads 64 rows of 4096 gain a little,
-16 rows lose."""
-_CHUNK: Final = 16384
-"""Elements a thread takes at a time, about, or more: enough to be worth the taking."""
-_CHUNKS_PER_THREAD: Final = 16
-"""The first row of a chunk is read with nothing to compute meanwhile, so few chunks are fast, while more let a thread
-that is held up leave its rows to the others."""
+__all__ = ["FAMILY", "describe", "launch", "precompile", "scratch"]
+
+_EXPENSIVE: Final = frozenset({"exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "div"})
+"""Operations that take longer than storing and loading a float32."""
 
 
-class _Scratch(threading.local):
-    """Float32 memory of the calling thread, from a cache line's beginning on; it only grows."""
-
-    size = 0
-    address = 0
-
-    def grow(self, size: int) -> None:
-        """Make room for ``size`` numbers; an interrupt in between leaves room for none."""
-        self.size = 0
-        self.memory = bytearray(4 * size + 64)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.address = (start + 63) & ~63
-        self.size = size
+@cache
+def keeps_h(spec: RowSpec) -> bool:
+    """Whether ``h`` is saved in scratch memory after the statistics, because computing it again would take longer."""
+    return spec.prologue is not None and any(i.op in _EXPENSIVE for i in spec.prologue.program)
 
 
-scratch = _Scratch()
-
-
-def launch(call: RowCall) -> None:
-    """Run the kernel of ``spec`` on checked arguments, writing the outputs that are given.
-
-    ``strides`` belong to x, residual, norm, codes, scale, new_residual and the operands, in this order. Rows are
-    contiguous; an output may be the input it replaces.
-    """
-    spec, geom, n = call.spec, call.geom, call.n
-    kernel = compiler.kernel(spec)
-    rows = geom[0]
-    threads = chunk = 1
-    if rows > 1 and rows * n >= SERIAL_BELOW:
-        threads = torch.get_num_threads()
-        chunk = max(1, _CHUNK // n, rows // (threads * _CHUNKS_PER_THREAD))
-        threads = min(threads, -(-rows // chunk))
-    needed = (n + BLOCK) * (threads + 1) if kernel.keeps_h else n + BLOCK
-    if scratch.size < needed:
-        scratch.grow(needed)
-    block = kernel.pack(scratch.address, chunk, call)
-    if threads == 1:
-        kernel.serial(block)
-    else:
-        kernel.prepare(block)
-        _parallel.run(kernel.parallel, block, threads)
-
-
-def precompile(spec: RowSpec) -> None:
-    """Have the kernel of ``spec`` ready, in memory and in the cache directory."""
-    compiler.kernel(spec)
-
-
-def describe() -> dict[str, str]:
-    """What the backend runs on."""
-    cpu, features = compiler.host()
-    enabled = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
-    width = 512 if "avx512f" in enabled else 256 if "avx" in enabled else 128
-    directory = compiler.cache_directory()
-    return {
-        "cpu": cpu,
-        "vector": f"{width} bit",
-        "threads": f"{torch.get_num_threads()}, {_parallel.describe()}",
-        "cache": str(directory) if directory is not None else "off",
+def _fields(spec: RowSpec) -> tuple[Fields, Sequence[str]]:
+    rule = spec.scale
+    stored_scale = rule is not None and rule.kind != "static"
+    present = {
+        "x": True,
+        "residual": spec.residual is not None,
+        "norm": spec.norm is not None,
+        "codes": spec.fp8 is not None,
+        "scale": stored_scale,
+        "new_residual": spec.residual is not None,
     }
+    fields: Fields = {
+        "next": "0",
+        "threads": "0",
+        "chunk": "chunk",
+        "rows": "geom[0]",
+        "n1": "geom[1]",
+        "n2": "geom[2]",
+    }
+    fields |= {"n": "n", "gamma": "gamma.data_ptr()", "scratch": "scratch"}
+    tensors = [(name, name, given) for name, given in present.items()]
+    tensors += [(f"operand{i}", f"operands[{i}]", True) for i in range(len(spec.operands))]
+    for position, (name, expression, given) in enumerate(tensors):
+        if given:
+            fields[name] = f"{expression}.data_ptr()"
+            fields[f"{name}.strides"] = (f"strides[{position}]", LEVELS)
+    if rule is not None and rule.kind == "group":
+        fields["scale.group"] = "scale.stride(-1)"
+    if rule is not None and rule.kind == "static":
+        fields["static_scale"] = "static_scale.data_ptr()"
+    if rule is not None and rule.bound_in_memory:
+        fields["scale_ub_tensor"] = "scale_ub_tensor.data_ptr()"
+    least = rule is not None and rule.has_least
+    return fields, ("eps", "weight_offset", "scale_ub", *(("min_scale",) if least else ()))
+
+
+def _config(call: RowCall) -> tuple[int, int, int]:
+    """Scratch memory has a row for the weights and, to save ``h``, one per thread."""
+    spec, n = call.spec, call.n
+    threads, chunk = share(call.geom[0], n)
+    saved = threads if spec.prologue is not None and keeps_h(spec) else 0
+    return threads, (n + BLOCK) * (saved + 1), chunk
+
+
+FAMILY: Final = Family(RowCall, _fields, _config, ("threads", "size", "chunk"), prepares=True)
+launch = FAMILY.launcher()
+precompile = FAMILY.precompile

@@ -1,189 +1,226 @@
 """The row routine: load, prologue, residual, statistics, scale, store, assembled for one `RowSpec`.
 
-A row is read once to find its statistics and again, out of the cache, to write its outputs; a group of columns, or a
-row whose norm itself is quantized (``rounding="hf"``, or division by the scale), is read once more for its largest value. All
-writes of an element follow all reads of it, so an output may be its own input. One row is the work of one thread and
-no step depends on the other rows: the result is a function of the row alone.
+A row is read once for its statistics and again, from the cache, to write its outputs. A group of columns, or a row
+whose norm itself is quantized (``rounding="hf"``, or division by the scale), is read once more for its largest value.
+All writes of an element follow all reads of it, so an output may overwrite its input. One thread processes a row and
+no step depends on other rows: the result is a function of the row alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
 
+from ..specs.layout import LEVELS
 from ..specs.rms_norm import RowSpec
-from . import arguments
-from .emit import prologue
-from .emit.bits import (
-    divisor,
-    encode,
-    fill_codes,
-    is_finite,
-    lane_mask,
-    load_row,
-    load_scalar,
-    magnitude,
-    make_scale,
-    multiplier,
-    round_to,
-    store_codes,
-    store_row,
-    store_scalar,
-    with_nan,
-)
-from .emit.fields import Fields, Place, Rows
-from .emit.function import Cell, Function
-from .emit.vec import F32, LANES, Bool, Float, Int
-
-Body = Callable[[Int, "Bool | None"], None]
-"""What to do at a column offset; the mask, if any, says how many columns are left there."""
-
-_LINE: Final = 64
-_AHEAD: Final = 3072
-"""Bytes between a row's reads and their prefetches, about 300 ns at full speed. Hardware prefetchers alone leave the
-cores waiting for a third of the time."""
-
-_SETTLE: Final = 32 * LANES
-"""Columns after which partial sums are put aside and begun anew, so that the error of a long sum stays that of a short
-one: 131072 columns in one chain were 2e-6 off."""
+from .emit import bits, prologue
+from .emit.bits import load_row, load_scalar, magnitude, round_to, store_row
+from .emit.function import Arguments, Cell, Function
+from .emit.loops import SumOfSquares, each_block, entry_points, prefetch
+from .emit.vec import LANES, Bool, Float, Int
+from .rms_norm import keeps_h
 
 
-def each_block(f: Function, begin: Int, end: Int, body: Body) -> None:
-    """Call ``body`` for the blocks of ``range(begin, end)``: whole ones in a loop, then the masked rest."""
-    whole = end - ((end - begin) & (LANES - 1))
-    with f.loop(begin, whole, LANES) as at:
-        body(at, None)
-    with f.when(whole < end):
-        body(whole, f.first_lanes(end - whole))
+def build(spec: RowSpec, offsets: dict[str, int], features: str) -> str:
+    """The LLVM module of ``spec``."""
+    module = ir.Module(name="onepass")
+    prepare = _prepare(module, spec, offsets)
+    worker = Function(module, "rows", 4, private=True)
+    _, begin, end, saved = worker.parameters
+    args = Arguments(worker, offsets)
+    kernel = RowKernel(worker, spec, args, saved if keeps_h(spec) else None)
+    kernel.run(Cursor(worker, spec, args, begin), begin, end)
+    worker.builder.ret_void()
+    entry_points(module, offsets, worker, "rows", _saved, prepare)
+    return str(module)
 
 
-def is_paired(spec: RowSpec) -> bool:
+def _is_paired(spec: RowSpec) -> bool:
     """Whether the kernel holds columns in paired order."""
     return spec.x == torch.bfloat16
 
 
-class Row:
+def _prepare(module: Any, spec: RowSpec, offsets: dict[str, int]) -> Function:
+    """Write ``gamma + weight_offset`` as float32, in the order of the lanes, to scratch memory in whole blocks."""
+    f = Function(module, "prepare", 1)
+    args = Arguments(f, offsets)
+    gamma, weights, offset = args.integer("gamma"), args.integer("scratch"), args.number("weight_offset")
+
+    def body(at: Int, mask: Bool | None) -> None:
+        g = load_row(f, spec.gamma, gamma + at * spec.gamma.itemsize, mask, _is_paired(spec)) + offset
+        f.store(g.ir, weights + at * 4)
+
+    each_block(f, f.index(0), args.integer("n"), body)
+    f.builder.ret_void()
+    return f
+
+
+def _saved(args: Arguments, thread: Int) -> Int:
+    """Where a thread saves ``h``: its row of scratch memory, after the weights."""
+    columns = (args.integer("n") + (LANES - 1)) & -LANES
+    return args.integer("scratch") + (thread + 1) * columns * 4
+
+
+class Cursor:
+    """Walks over a range of rows: the current row's address in each tensor."""
+
+    def __init__(self, f: Function, spec: RowSpec, args: Arguments, first: Int) -> None:
+        self.f = f
+        self.sizes = {"x": spec.x.itemsize, "codes": 1}
+        for name, dtype in (("residual", spec.residual), ("new_residual", spec.residual), ("norm", spec.norm)):
+            if dtype is not None:
+                self.sizes[name] = dtype.itemsize
+        if spec.scale is not None:
+            self.sizes["scale"] = spec.scale.dtype.itemsize
+        self.sizes |= {f"operand{i}": operand.dtype.itemsize for i, operand in enumerate(spec.operands)}
+        self.names = [name for name in self.sizes if name in args]
+        self.base = {name: args.integer(name) for name in self.names}
+        self.strides = {name: [args.integer(f"{name}.strides", i) for i in range(LEVELS)] for name in self.names}
+        self.n1, self.n2 = args.integer("n1"), args.integer("n2")
+        pair, inner = first // self.n2, first // self.n2 // self.n1
+        self.indices = [Cell(f, inner), Cell(f, pair - inner * self.n1), Cell(f, first - pair * self.n2)]
+
+    def address(self, name: str) -> Int:
+        """Where the current row of a tensor begins."""
+        offset = self.f.index(0)
+        for cell, stride in zip(self.indices, self.strides[name], strict=True):
+            offset = offset + cell.get() * stride
+        return self.base[name] + offset * self.sizes[name]
+
+    def advance(self) -> None:
+        """Go to the next row: count up the innermost index and carry."""
+        i0, i1, i2 = (cell.get() for cell in self.indices)
+        wrap2 = (i2 + 1).eq(self.n2)
+        wrap1 = wrap2 & (i1 + 1).eq(self.n1)
+        zero, one = self.f.index(0), self.f.index(1)
+        self.indices[2].set(wrap2.where(zero, i2 + 1))
+        self.indices[1].set(wrap1.where(zero, i1 + wrap2.where(one, zero)))
+        self.indices[0].set(i0 + wrap1.where(one, zero))
+
+
+class Row(NamedTuple):
+    """One row: its address in each tensor, and its values of the prologue's row operands."""
+
+    at: dict[str, Int]
+    scalars: dict[int, Float]
+
+
+class RowKernel:
     """Emits the work on rows. Column offsets are `Int`s; ``mask`` limits the last block.
 
-    The statistics of a row are collected while the row before it is written: reading memory and computing codes then
-    overlap instead of taking turns.
+    The statistics of a row are collected while the previous row is written, so that reading memory and computing codes
+    overlap.
     """
 
-    def __init__(self, f: Function, spec: RowSpec, fields: Fields, kept: Int) -> None:
-        self.f = f
-        self.spec = spec
-        self.kept = kept if arguments.keeps_h(spec) else None
-        self.n = fields.integer("n")
+    def __init__(self, f: Function, spec: RowSpec, args: Arguments, saved: Int | None) -> None:
+        self.f, self.spec, self.saved, self.paired = f, spec, saved, _is_paired(spec)
+        self.n = args.integer("n")
         self.count = self.n.to_float()
-        self.weights = fields.integer("scratch")
-        self.eps, self.bound = fields.number("eps"), fields.number("scale_ub")
-        if "scale_ub_tensor" in fields:
-            bound = load_scalar(f, torch.float32, fields.integer("scale_ub_tensor"))
+        self.weights = args.integer("scratch")
+        self.eps, self.bound = args.number("eps"), args.number("scale_ub")
+        if "scale_ub_tensor" in args:
+            bound = load_scalar(f, torch.float32, args.integer("scale_ub_tensor"))
             self.bound = bound.is_nan().where(bound.number(float("inf")), bound)
-        self.least = fields.number("min_scale") if "min_scale" in fields else None
-        self.static = (
-            load_scalar(f, torch.float32, fields.integer("static_scale")) if "static_scale" in fields else None
-        )
-        self.group_stride = fields.integer("scale.group") if "scale.group" in fields else None
-        self.paired = is_paired(spec)
-        self.total, self.top = (Cell(f, zero) for zero in f.zeros())
-        self.settled = Cell(f, f.zeros()[0])
+        self.least = args.number("min_scale") if "min_scale" in args else None
+        static = "static_scale" in args
+        self.static = load_scalar(f, torch.float32, args.integer("static_scale")) if static else None
+        self.group_stride = args.integer("scale.group") if "scale.group" in args else None
+        total, self.top = (Cell(f, zero) for zero in f.zeros())
+        self.squares = SumOfSquares(total, Cell(f, f.zeros()[0]))
         self.collects_top = spec.scale is not None and spec.scale.kind == "row" and not spec.quantizes_norm
 
-    def place(self, rows: Rows) -> Place:
-        """The row that ``rows`` is at."""
-        at = {name: rows.address(name) for name in rows.names}
+    def row(self, cursor: Cursor) -> Row:
+        """The row that ``cursor`` is at."""
+        at = {name: cursor.address(name) for name in cursor.names}
         operands = [(i, o) for i, o in enumerate(self.spec.operands) if o.kind == "row"]
-        return Place(at, {i: load_scalar(self.f, o.dtype, at[f"operand{i}"]) for i, o in operands})
+        return Row(at, {i: load_scalar(self.f, o.dtype, at[f"operand{i}"]) for i, o in operands})
 
-    # --- values at a block ---
+    # --- values of a block ---
 
-    def _load(self, dtype: torch.dtype, base: Int, at: Int, mask: Bool | None) -> Float:
+    def load(self, dtype: torch.dtype, base: Int, at: Int, mask: Bool | None) -> Float:
+        """A block of a tensor's row."""
         return load_row(self.f, dtype, base + at * dtype.itemsize, mask, self.paired)
 
-    def g(self, at: Int) -> Float:
-        """``gamma + weight_offset``, as `_prepare` left it."""
-        return Float(self.f.builder, self.f.load(self.weights + at * 4, F32))
+    def store(self, dtype: torch.dtype, value: Float, base: Int, at: Int, mask: Bool | None) -> None:
+        """Store a block of a tensor's row."""
+        store_row(self.f, dtype, value, base + at * dtype.itemsize, mask, self.paired)
 
-    def _operand(self, row: Place, index: int, at: Int, mask: Bool | None) -> Float:
-        """A prologue's tensor at a block; a group of columns is one block or several."""
-        _, dtype, group = operand = self.spec.operands[index]
-        if operand.kind == "row":
+    def g(self, at: Int) -> Float:
+        """``gamma + weight_offset``, as `_prepare` stored it."""
+        return self.f.floats(self.weights + at * 4)
+
+    def operand(self, row: Row, index: int, at: Int, mask: Bool | None) -> Float:
+        """A prologue's operand. A group of columns that share a number is one block or several."""
+        kind, dtype, group = self.spec.operands[index]
+        if kind == "row":
             return row.scalars[index]
         base = row.at[f"operand{index}"]
-        return (
-            load_scalar(self.f, dtype, base + at // group * dtype.itemsize)
-            if group
-            else self._load(dtype, base, at, mask)
-        )
+        if group:
+            return load_scalar(self.f, dtype, base + at // group * dtype.itemsize)
+        return self.load(dtype, base, at, mask)
 
-    def h(self, row: Place, at: Int, mask: Bool | None) -> Float:
+    def h(self, row: Row, at: Int, mask: Bool | None) -> Float:
         """``prologue(x, *operands) + residual``; 0 beyond the row's end."""
         spec = self.spec
-        value = self._load(spec.x, row.at["x"], at, mask)
+        value = self.load(spec.x, row.at["x"], at, mask)
         if spec.prologue is not None:
-            operands = [self._operand(row, i, at, mask) for i in range(len(spec.operands))]
+            operands = [self.operand(row, i, at, mask) for i in range(len(spec.operands))]
             value = prologue.apply(spec.prologue, value, operands)
             if mask is not None:  # f(0) need not be 0
-                value = lane_mask(mask, self.paired).where(value, 0.0)
+                value = bits.lane_mask(mask, self.paired).where(value, 0.0)
         if spec.residual is not None:
-            value = value + self._load(spec.residual, row.at["residual"], at, mask)
+            value = value + self.load(spec.residual, row.at["residual"], at, mask)
             if spec.round_sum:
                 value = round_to(spec.residual, value)
         return value
 
-    def h_again(self, row: Place, at: Int, mask: Bool | None) -> Float:
+    def h_again(self, row: Row, at: Int, mask: Bool | None) -> Float:
         """``h`` of a block that was collected before."""
-        if self.kept is None:
+        if self.saved is None:
             return self.h(row, at, mask)
-        return Float(self.f.builder, self.f.load(self.kept + at * 4, F32))
+        return self.f.floats(self.saved + at * 4)
 
     def normed(self, h: Float, g: Float, rs: Float) -> Float:
-        """The norm, before the rounding of its store."""
+        """The norm, before it is rounded to the output's dtype."""
         if self.spec.rounding == "once":
             return h * rs * g
         return round_to(self.spec.x, round_to(self.spec.x, h * rs) * g)
 
     def quantized(self, h: Float, g: Float, rs: Float) -> Float:
-        """What the codes are made of, before the scale: ``h * g``, or the norm with its roundings."""
+        """The values to be quantized, before the scale: ``h * g``, or the norm with its roundings."""
         return self.normed(h, g, rs) if self.spec.quantizes_norm else h * g
 
-    # --- passes ---
+    # --- passes over a row ---
 
-    def fetch(self, row: Place, at: Int) -> None:
-        """Prefetch the row's inputs some way ahead, beyond its end those of the row likely to follow."""
-        streams = [("x", self.spec.x)] + ([("residual", self.spec.residual)] if self.spec.residual is not None else [])
-        streams += [(f"operand{i}", o.dtype) for i, o in enumerate(self.spec.operands) if o.kind == "full"]
-        for name, dtype in streams:
-            for line in range(0, LANES * dtype.itemsize, _LINE):
-                self.f.prefetch(row.at[name] + at * dtype.itemsize + (_AHEAD + line))
+    def fetch(self, row: Row, at: Int) -> None:
+        """Prefetch the row's inputs."""
+        operands = {f"operand{i}": o.dtype for i, o in enumerate(self.spec.operands) if o.kind == "full"}
+        for name, dtype in {"x": self.spec.x, "residual": self.spec.residual, **operands}.items():
+            if dtype is not None:
+                prefetch(self.f, dtype, row.at[name], at)
 
-    def collect(self, row: Place, at: Int, mask: Bool | None) -> None:
+    def collect(self, row: Row, at: Int, mask: Bool | None) -> None:
         """Add a block to the sum of squares and, if the row has one scale, to the maximum of ``|h * g|``."""
         h = self.h(row, at, mask)
-        if self.kept is not None:
-            self.f.store(h.ir, self.kept + at * 4)
-        self.total.set(h.fma(h, self.total.get()))
+        if self.saved is not None:
+            self.f.store(h.ir, self.saved + at * 4)
+        self.squares.add(h)
         if self.collects_top:
             self.top.set(self.top.get().max(magnitude(h * self.g(at))))
-        with self.f.when(((at + LANES) & (_SETTLE - 1)).eq(0)):
-            self.settled.set(self.settled.get() + self.total.get())
-            self.total.set(self.f.zeros()[0])
+        self.squares.settle(at)
 
     def statistics(self) -> tuple[Float, Int]:
-        """``rs`` and the bits of the maximum of what was collected; begins anew."""
-        v = (self.settled.get() + self.total.get()).sum_lanes() / self.count + self.eps
+        """``rs`` and the bits of the maximum of what was collected; both start over."""
+        v = self.squares.get().sum_lanes() / self.count + self.eps
         rs = v.eq(0.0).where(v.number(0.0), v.number(1.0) / v.sqrt())
         top = self.top.get().max_lane()
-        zero, none = self.f.zeros()
-        for cell, value in ((self.total, zero), (self.settled, zero), (self.top, none)):
-            cell.set(value)
-        return is_finite(v).where(rs, v.number(float("nan"))), top
+        self.squares.clear()
+        self.top.set(self.f.zeros()[1])
+        return bits.is_finite(v).where(rs, v.number(float("nan"))), top
 
-    def largest(self, row: Place, begin: Int, end: Int, rs: Float) -> Int:
+    def largest(self, row: Row, begin: Int, end: Int, rs: Float) -> Int:
         """The bits of the largest magnitude to be quantized in a range of columns."""
         top = Cell(self.f, self.f.zeros()[1])
 
@@ -195,25 +232,25 @@ class Row:
         found: Int = top.get().max_lane()
         return found
 
-    def scale(self, row: Place, top: Int, rs: Float, group: Int | None = None) -> Float:
-        """Make and store the scale of the row or of one group; returns the stored value."""
+    def scale(self, row: Row, top: Int, rs: Float, group: Int | None = None) -> Float:
+        """Compute and store the scale of the row or of one group; returns the stored value."""
         rule = self.spec.scale
         assert rule is not None
         amax = top.float() if self.spec.quantizes_norm else top.float() * rs
-        scale = make_scale(rule, self.spec.fp8_max, amax, self.bound, self.least)
+        scale = bits.make_scale(rule, self.spec.fp8_max, amax, self.bound, self.least)
         address = row.at["scale"]
         if group is not None and self.group_stride is not None:
             address = address + group * self.group_stride * rule.dtype.itemsize
-        store_scalar(self.f, rule.dtype, scale, address)
+        bits.store_scalar(self.f, rule.dtype, scale, address)
         return scale
 
-    def write(self, row: Place, following: Place | None, begin: Int, end: Int, rs: Float, scale: Float | None) -> None:
+    def write(self, row: Row, following: Row | None, begin: Int, end: Int, rs: Float, scale: Float | None) -> None:
         """Store every output of a range of columns, and collect the same columns of the following row."""
-        spec = self.spec
+        f, spec, fp8 = self.f, self.spec, self.spec.fp8
         divides = spec.scale is not None and spec.scale.divides
         k = rs
         if scale is not None:
-            k = divisor(scale) if divides else multiplier(1.0 if spec.rounding == "hf" else rs, scale)
+            k = bits.divisor(scale) if divides else bits.multiplier(1.0 if spec.rounding == "hf" else rs, scale)
 
         def body(at: Int, mask: Bool | None) -> None:
             h, g = self.h_again(row, at, mask), self.g(at)
@@ -222,37 +259,23 @@ class Row:
                     self.fetch(following, at)
                 self.collect(following, at, mask)
             if spec.residual is not None:
-                store_row(
-                    self.f, spec.residual, h, row.at["new_residual"] + at * spec.residual.itemsize, mask, self.paired
-                )
+                self.store(spec.residual, h, row.at["new_residual"], at, mask)
             if spec.norm is not None:
-                store_row(
-                    self.f,
-                    spec.norm,
-                    self.normed(h, g, rs),
-                    row.at["norm"] + at * spec.norm.itemsize,
-                    mask,
-                    self.paired,
-                )
-            if spec.fp8 is not None:
+                self.store(spec.norm, self.normed(h, g, rs), row.at["norm"], at, mask)
+            if fp8 is not None:
                 value = self.quantized(h, g, rs)
                 value = value / k if divides else value * k
-                codes = encode(spec.fp8, spec.fp8_max, value)
-                if self.static is not None:
-                    codes = with_nan(spec.fp8, codes, value)
-                store_codes(self.f, codes, row.at["codes"] + at, mask, self.paired)
+                codes = bits.encode(fp8, spec.fp8_max, value, may_be_nan=self.static is not None)
+                bits.store_codes(f, codes, row.at["codes"] + at, mask, self.paired)
 
-        each_block(self.f, begin, end, body)
-        if spec.fp8 is not None and self.static is None and scale is not None:
-            # With a scale of its own a row or group is NaN as a whole: rare, so it is mended rather than tested for.
-            nan_code = spec.fp8.nan_code
-            with self.f.when(scale.is_nan()):
-                each_block(
-                    self.f, begin, end, lambda at, mask: fill_codes(self.f, nan_code, row.at["codes"] + at, mask)
-                )
+        each_block(f, begin, end, body)
+        if fp8 is not None and self.static is None and scale is not None:
+            # A row or group with its own scale is NaN as a whole. That is rare: rewrite it rather than test every value.
+            with f.when(scale.is_nan()):
+                each_block(f, begin, end, lambda at, mask: bits.fill_nan(f, fp8, row.at["codes"] + at, mask))
 
-    def finish(self, row: Place, following: Place | None, rs: Float, top: Int) -> None:
-        """Scales and outputs of a row whose statistics are known."""
+    def finish(self, row: Row, following: Row | None, rs: Float, top: Int) -> None:
+        """Store the scales and outputs of a row whose statistics are known."""
         rule = self.spec.scale
         zero = self.f.index(0)
         if rule is None or rule.kind == "static":
@@ -269,87 +292,16 @@ class Row:
                 scale = self.scale(row, self.largest(row, begin, end, rs), rs, group)
                 self.write(row, following, begin, end, rs, scale)
 
-    def run(self, rows: Rows, begin: Int, end: Int) -> None:
-        """All rows of a range."""
-        first = self.place(rows)
+    def run(self, cursor: Cursor, begin: Int, end: Int) -> None:
+        """Process a range of rows."""
+        first = self.row(cursor)
         each_block(self.f, self.f.index(0), self.n, lambda at, mask: self.collect(first, at, mask))
         with self.f.loop(begin, end) as index:
-            row = self.place(rows)
+            row = self.row(cursor)
             rs, top = self.statistics()
             with self.f.choice((index + 1).eq(end)) as (last, other):
                 with last:
                     self.finish(row, None, rs, top)
                 with other:
-                    rows.advance()
-                    self.finish(row, self.place(rows), rs, top)
-
-
-def build(spec: RowSpec) -> str:
-    """The LLVM module of ``spec``, three functions of the argument block.
-
-    ``serial`` does everything. Or ``prepare`` is called first and then, on each thread of a team, ``parallel``, which
-    takes chunks of rows until none is left.
-    """
-    module = ir.Module(name="onepass")
-    _prepare(module, spec)
-    worker = Function(module, "rows", 4, private=True)
-    block, begin, end, kept = worker.parameters
-    fields = Fields(worker, spec, block)
-    row = Row(worker, spec, fields, kept)
-    rows = Rows(worker, spec, fields, begin)
-    row.run(rows, begin, end)
-    worker.builder.ret_void()
-    _serial(module, spec, worker)
-    _parallel(module, spec, worker)
-    return str(module)
-
-
-def _prepare(module: Any, spec: RowSpec) -> None:
-    """Write ``gamma + weight_offset`` as float32, in the order of the lanes, to scratch memory of whole blocks."""
-    f = Function(module, "prepare", 1)
-    fields = Fields(f, spec, f.parameters[0])
-    gamma, weights, offset = fields.integer("gamma"), fields.integer("scratch"), fields.number("weight_offset")
-
-    def body(at: Int, mask: Bool | None) -> None:
-        g = load_row(f, spec.gamma, gamma + at * spec.gamma.itemsize, mask, is_paired(spec)) + offset
-        f.store(g.ir, weights + at * 4)
-
-    each_block(f, f.index(0), fields.integer("n"), body)
-    f.builder.ret_void()
-
-
-def _kept(fields: Fields, thread: Int) -> Int:
-    """Where a thread keeps ``h``: its row of scratch memory, after the weights."""
-    columns = (fields.integer("n") + (LANES - 1)) & -LANES
-    return fields.integer("scratch") + (thread + 1) * columns * 4
-
-
-def _serial(module: Any, spec: RowSpec, worker: Function) -> None:
-    f = Function(module, "serial", 1)
-    block = f.parameters[0]
-    fields = Fields(f, spec, block)
-    f.builder.call(module.globals["prepare"], [block.ir])
-    zero = f.index(0)
-    f.builder.call(worker.function, [block.ir, zero.ir, fields.integer("rows").ir, _kept(fields, zero).ir])
-    f.builder.ret_void()
-
-
-def _parallel(module: Any, spec: RowSpec, worker: Function) -> None:
-    """Every thread of a team runs this on the same block, which counts threads and the rows already taken."""
-    f = Function(module, "parallel", 1)
-    block = f.parameters[0]
-    fields = Fields(f, spec, block)
-    rows, chunk = fields.integer("rows"), fields.integer("chunk")
-    kept = _kept(fields, fields.count("threads", f.index(1)))
-    take = f.builder.append_basic_block("take")
-    work = f.builder.append_basic_block("work")
-    done = f.builder.append_basic_block("done")
-    f.builder.branch(take)
-    f.builder.position_at_end(take)
-    first = fields.count("next", chunk)
-    f.builder.cbranch((first < rows).ir, work, done)
-    f.builder.position_at_end(work)
-    f.builder.call(worker.function, [block.ir, first.ir, (first + chunk).min(rows).ir, kept.ir])
-    f.builder.branch(take)
-    f.builder.position_at_end(done)
-    f.builder.ret_void()
+                    cursor.advance()
+                    self.finish(row, self.row(cursor), rs, top)

@@ -1,11 +1,11 @@
 """Running a kernel on torch's own threads.
 
-torch's operators run on an OpenMP team; entering the same team through ``GOMP_parallel`` means no second pool
-competes with it. Where torch brings no such runtime, and in a forked child, where the team's threads are missing and
-GNU OpenMP would wait for them for ever, a call starts threads of its own and ends them.
+torch's operators run on an OpenMP team. Kernels enter the same team through ``GOMP_parallel``, so that no second pool
+competes with it. A call starts and joins its own threads if torch has no such runtime, and in a forked child, where
+the team's threads are missing and GNU OpenMP would wait for them forever.
 
-Either way a call is one C function that returns when every thread is done: an interrupt waits until then, and no
-thread ever works on memory that its caller has given up.
+Either way a call is one C function that returns when all threads are done: an interrupt waits until then, and no thread
+works on memory that its caller has released.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _openmp_libraries() -> list[str]:
 
 
 def _openmp_team(path: str | None) -> Team | None:
-    """The team of one OpenMP runtime (None: whatever the process exports), if it has the GNU entry point."""
+    """The team of one OpenMP runtime (None: any that the process exports), if it has the GNU entry point."""
     try:
         entry: Any = ctypes.CDLL(path).GOMP_parallel
     except (OSError, AttributeError, TypeError):
@@ -47,6 +47,9 @@ def _openmp_team(path: str | None) -> Team | None:
     entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     entry.restype = None
     return lambda function, block, threads: entry(function, block, threads, 0)
+
+
+_OWN: Final = "threads of each call"
 
 
 @cache
@@ -58,12 +61,9 @@ def _team() -> tuple[str, Team]:
     return _OWN, _own_team()
 
 
-_OWN: Final = "threads of each call"
-
-
 @dataclass(frozen=True)
 class _OwnThreads:
-    """Names `_THREADS` in the cache."""
+    """The cache key of `_THREADS`."""
 
 
 _THREADS: Final = """
@@ -79,8 +79,8 @@ more:
   %enough = icmp eq i64 %count, %others
   br i1 %enough, label %work, label %make
 make:
-  %place = getelementptr i64, ptr %threads, i64 %count
-  %failed = call i32 @pthread_create(ptr %place, ptr null, ptr %function, ptr %block)
+  %next = getelementptr i64, ptr %threads, i64 %count
+  %failed = call i32 @pthread_create(ptr %next, ptr null, ptr %function, ptr %block)
   %counted = add i64 %count, 1
   %made = icmp eq i32 %failed, 0
   br i1 %made, label %more, label %work
@@ -101,13 +101,13 @@ end:
   ret void
 }
 """
-"""The caller and ``others`` more threads run a function, which takes work until none is left: a thread that cannot be
-started leaves its share to the rest."""
+"""The caller and ``others`` more threads run a function that takes work until none is left. If a thread cannot be
+started, the others do its share."""
 
 
 @cache
 def _own_team() -> Team:
-    code = compiler.linked(_OwnThreads(), lambda: _THREADS, "team")
+    code = compiler.linked(_OwnThreads(), lambda features: _THREADS, "team")
     entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(code["team"])
 
     def team(function: int, block: int, threads: int, _alive: Any = code) -> None:
@@ -117,12 +117,12 @@ def _own_team() -> Team:
 
 
 def run(function: int, block: bytes, threads: int) -> None:
-    """Run ``function`` on ``threads`` threads; the block is copied, since the threads count rows in it."""
+    """Run ``function`` on ``threads`` threads. They count rows in the block, so it is copied."""
     memory = ctypes.create_string_buffer(block, len(block))
     team = _own_team() if forked() else _team()[1]
     team(function, ctypes.addressof(memory), threads)
 
 
 def describe() -> str:
-    """The thread layer in words."""
+    """The name of the thread layer."""
     return _OWN if forked() else _team()[0]

@@ -1,8 +1,9 @@
 """Number formats as bits: loads and stores of rows, bf16/f16 rounding, FP8 codes and scales.
 
-Everything works on vectors and on scalars. Two orders of the columns of a block in the lanes exist, chosen once for
-a kernel: in order, or *paired* (even columns in the first half of the lanes, odd columns in the second). Paired is
-how bf16 is cheapest to take apart: one 32-bit word holds an even column in its low and an odd one in its high half.
+Everything that emitted code knows about an 8-bit format is here and derived from its `Fp8Format`. Everything works on
+vectors and on scalars. A kernel holds the columns of a block in one of two orders: in order, or *paired* (even columns
+in the first half of the lanes, odd columns in the second). Paired is the cheapest way to split bf16: one 32-bit word
+holds an even column in its low half and an odd one in its high half.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from llvmlite import ir
 
 from ...formats import FLOAT32_MAX, FP8_FORMATS, QUANTIZED, SMALLEST_SCALE, Fp8Format, ScaleRule
 from .function import Function
-from .vec import F16, F32, I8, I16, I32, LANES, Bool, Float, Int
+from .vec import F16, F32, I8, I16, I32, LANES, Bool, Float, Int, type_of
 
 _HALF: Final = LANES // 2
 _EVEN_ODD: Final = [*range(0, LANES, 2), *range(1, LANES, 2)]
@@ -26,7 +27,7 @@ _ELEMENT.update(dict.fromkeys(QUANTIZED, I8))
 
 
 def magnitude(value: Float) -> Int:
-    """The bits of ``|value|``: ordered as integers like the numbers themselves, with NaN above everything."""
+    """The bits of ``|value|``. As integers they have the order of the numbers, with NaN above everything."""
     return value.bits() & _ABS
 
 
@@ -51,8 +52,7 @@ def _bf16_word(value: Float) -> Int:
 
 
 def _cast(value: Float, element: Any, how: str) -> Any:
-    type_ = ir.VectorType(element, value.lanes) if value.lanes else element
-    return getattr(value.builder, how)(value.ir, type_)
+    return getattr(value.builder, how)(value.ir, type_of(element, value.lanes))
 
 
 def round_to(dtype: torch.dtype, value: Float) -> Float:
@@ -72,7 +72,7 @@ def load_row(
     raw = f.load(address, _ELEMENT[dtype], mask, lanes)
     if dtype == torch.bfloat16 and paired:
         words = Int(f.builder, f.builder.bitcast(raw, ir.VectorType(I32, _HALF)))
-        even, odd = _in_words(words, "shl"), _in_words(words, "and")
+        even, odd = words << 16, words & 0xFFFF0000
         return even.shuffle(odd, range(LANES)).float()
     value = _widen(f, dtype, raw, ir.VectorType(I32, lanes))
     return value.shuffle(value, _EVEN_ODD) if paired else value
@@ -94,32 +94,29 @@ def _widen(f: Function, dtype: torch.dtype, raw: Any, words: Any) -> Float:
     return value if dtype == torch.float32 else Float(f.builder, _cast(value, F32, "fpext"))
 
 
-def _in_words(words: Int, how: str) -> Int:
-    """The even (``shl``) or odd (``and``) bf16 of each word, in place as a float32."""
-    return words << words.number(16) if how == "shl" else words & words.number(0xFFFF0000)
-
-
 def store_row(f: Function, dtype: torch.dtype, value: Float, address: Int, mask: Bool | None, paired: bool) -> None:
-    """Write a block of columns, rounded to ``dtype``."""
-    if dtype == torch.bfloat16 and paired:
+    """Write a block of columns, rounded to ``dtype`` or, if that is an 8-bit format, saturated."""
+    if dtype in FP8_FORMATS:
+        fmt = FP8_FORMATS[dtype]
+        store_codes(f, encode(fmt, fmt.max, value, may_be_nan=True), address, mask, paired)
+    elif dtype == torch.bfloat16 and paired:
         even, odd = _bf16_word(value).halves()
-        words = (even >> even.number(16)) | (odd & odd.number(0xFFFF0000))
+        words = (even >> 16) | (odd & 0xFFFF0000)
         f.store(f.builder.bitcast(words.ir, ir.VectorType(I16, LANES)), address, mask)
-        return
-    if paired:
-        value = value.shuffle(value, _INTERLEAVE)
-    f.store(_narrow(dtype, value), address, mask)
+    else:
+        value = value.shuffle(value, _INTERLEAVE) if paired else value
+        f.store(_narrow(dtype, value), address, mask)
 
 
 def store_scalar(f: Function, dtype: torch.dtype, value: Float, address: Int) -> None:
-    """Write one number; a float8_e8m0fnu one must be a power of two or NaN."""
+    """Write one number; as float8_e8m0fnu it must be a power of two or NaN."""
     f.store(_narrow(dtype, value), address)
 
 
 def _narrow(dtype: torch.dtype, value: Float) -> Any:
     if dtype == torch.bfloat16:
         word = _bf16_word(value) >> 16
-        return value.builder.trunc(word.ir, ir.VectorType(I16, value.lanes) if value.lanes else I16)
+        return value.builder.trunc(word.ir, type_of(I16, value.lanes))
     if dtype == torch.float8_e8m0fnu:  # 2**-127 is a float32 subnormal, whose exponent field is its byte, 0
         byte = magnitude(value) >> 23
         return value.builder.trunc(byte.ir, I8)
@@ -130,7 +127,7 @@ def _narrow(dtype: torch.dtype, value: Float) -> Any:
 
 
 class Codes(NamedTuple):
-    """FP8 codes in two words a lane: the low 7 bits of ``magnitude`` and the top bit of ``sign``; the rest is noise."""
+    """FP8 codes in two words per lane: the low 7 bits of ``magnitude`` and the top bit of ``sign``; others are arbitrary."""
 
     magnitude: Int
     sign: Int
@@ -151,27 +148,25 @@ def decode(fmt: Fp8Format, codes: Int) -> Float:
     return nan.where(value.number(float("nan")), value)
 
 
-def encode(fmt: Fp8Format, limit: float, value: Float) -> Codes:
-    """FP8 codes of ``value`` clamped to ``+-limit``, rounded to nearest even; ``value`` must not be NaN.
+def encode(fmt: Fp8Format, limit: float, value: Float, may_be_nan: bool = False) -> Codes:
+    """FP8 codes of ``value`` clamped to ``+-limit``, rounded to nearest even. NaN only if it ``may_be_nan``.
 
     With ``t`` the power of two at or below ``|value|`` (at least the smallest normal), the sum
     ``t * (2**20 + bias) + |value|`` has its last bit at ``t * 2**-3``, one step of the format: the float32 adder
     rounds, its low bits are the code's mantissa, and ``bias`` makes the exponents below bit 7 come out right.
     """
-    clamped = magnitude(value).min(_bits_of(limit))
+    largest = torch.tensor(limit, dtype=torch.float32).view(torch.int32)
+    clamped = magnitude(value).min(int(largest))
     power = (clamped & _INFINITY).max((128 - fmt.bias) << 23)
     rounded = power.float().fma(float(2**20 + fmt.bias), clamped.float()).bits() + (power >> 20)
     sign = value.bits()
     if not fmt.has_negative_zero:
         sign = (rounded & 0x7F).eq(0).where(sign.number(0), sign)
-    return Codes(rounded, sign)
-
-
-def with_nan(fmt: Fp8Format, codes: Codes, value: Float) -> Codes:
-    """``codes``, with the NaN code where ``value`` is NaN."""
+    if not may_be_nan:
+        return Codes(rounded, sign)
     nan = value.is_nan()
-    sign = codes.sign.number((fmt.nan_code & 0x80) << 24)
-    return Codes(nan.where(codes.magnitude.number(fmt.nan_code), codes.magnitude), nan.where(sign, codes.sign))
+    nan_sign = sign.number((fmt.nan_code & 0x80) << 24)
+    return Codes(nan.where(rounded.number(fmt.nan_code), rounded), nan.where(nan_sign, sign))
 
 
 def store_codes(f: Function, codes: Codes, address: Int, mask: Bool | None, paired: bool) -> None:
@@ -179,8 +174,8 @@ def store_codes(f: Function, codes: Codes, address: Int, mask: Bool | None, pair
     if paired:
         low, high = codes.magnitude.halves()
         low_sign, high_sign = codes.sign.halves()
-        magnitudes = _select(0x7F00, high << high.number(8), low)
-        signs = _select(0x8000, high_sign >> high_sign.number(16), low_sign >> low_sign.number(24))
+        magnitudes = _select(0x7F00, high << 8, low)
+        signs = _select(0x8000, high_sign >> 16, low_sign >> 24)
         words = f.builder.trunc(_select(0x8080, signs, magnitudes).ir, ir.VectorType(I16, _HALF))
         f.store(f.builder.bitcast(words, ir.VectorType(I8, LANES)), address, mask)
     else:
@@ -188,17 +183,13 @@ def store_codes(f: Function, codes: Codes, address: Int, mask: Bool | None, pair
 
 
 def _select(bits: int, yes: Int, no: Int) -> Int:
-    """The given bits from ``yes`` and the others from ``no``: one instruction where the CPU has three-operand logic."""
-    return (yes & yes.number(bits)) | (no & no.number(~bits & 0xFFFFFFFF))
+    """The given bits from ``yes``, the others from ``no``: one instruction if the CPU has three-operand logic."""
+    return (yes & bits) | (no & (~bits & 0xFFFFFFFF))
 
 
-def fill_codes(f: Function, code: int, address: Int, mask: Bool | None) -> None:
-    """Write one code to a whole block."""
-    f.store(ir.Constant(ir.VectorType(I8, LANES), [code] * LANES), address, mask)
-
-
-def _bits_of(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+def fill_nan(f: Function, fmt: Fp8Format, address: Int, mask: Bool | None) -> None:
+    """Write NaN codes to a whole block."""
+    f.store(ir.Constant(ir.VectorType(I8, LANES), [fmt.nan_code] * LANES), address, mask)
 
 
 # --- scales --------------------------------------------------------------------------------------------------------
@@ -207,7 +198,7 @@ def _bits_of(value: float) -> int:
 def make_scale(rule: ScaleRule, fp8_max: float, amax: Float, bound: Float, least: Float | None = None) -> Float:
     """The stored scale ``max(min(amax, bound) / fp8_max, least)`` as float32; NaN if ``amax`` is infinite or NaN."""
     wanted = (amax < bound).where(amax, bound) / fp8_max
-    if least is None and rule.bound_in_memory:  # which may be negative
+    if least is None and rule.bound_in_memory:  # the bound may be negative
         least = wanted.number(0.0)
     if least is not None:
         wanted = (wanted > least).where(wanted, least)
@@ -229,7 +220,7 @@ def _power_of_two_above(value: Float) -> Float:
 
 
 def divisor(scale: Float) -> Float:
-    """What values are divided by: the scale, or infinity for a scale of 0, which makes every number a zero of its sign."""
+    """What values are divided by: the scale, or infinity if it is 0, so that all codes are zeros."""
     return scale.eq(0.0).where(scale.number(float("inf")), scale)
 
 

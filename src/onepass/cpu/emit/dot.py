@@ -1,16 +1,16 @@
 """Dot products of weight rows with rows of ``act``: what a GEMV spends its time on.
 
-A sum is 16 lanes. Lane by lane it takes up 32 columns a step, in two fused multiply-adds; after a chunk of K, and
-before columns that do not fill a step, it is added to the tile's sums and begun anew. How many weight rows and rows
-of ``act`` go through the registers together, and in which order chunks are visited, changes no sum: the order of
-additions depends on K and the dtypes alone.
+A sum has 16 lanes. A step adds 32 columns to it, in two fused multiply-adds per lane. After a chunk of K, and before
+columns that do not fill a step, it is added to the tile's sums and restarted. The number of weight rows and rows of
+``act`` in registers, and the order of chunks, do not affect sums: the order of additions depends only on K and the
+dtypes.
 
-The dot-product instructions for bfloat16 (vdpbf16ps) are not used on CPUs that have them: they flush subnormals, so
-bytes would depend on the CPU.
+The dot-product instructions for bfloat16 (vdpbf16ps) are not used: they flush subnormals, so bytes would depend on the
+CPU.
 
-``act`` is expanded beforehand to float32, a chunk of all rows after the other, in the lanes' order. bfloat16 weights
-are taken apart in place, even columns first. FP8 weights are expanded to float16, a chunk of a few rows at a time, as
-1/256 of their value; the sum of a chunk makes up for it, which is exact but for products below 2^-118.
+``act`` is converted to float32 beforehand, chunk by chunk of all rows, in the order of the lanes. bfloat16 weights are
+split in registers, even columns first. FP8 weights are converted to float16, a chunk of a few rows at a time, as 1/256
+of their value; the sum of a chunk is scaled back, which is exact except for products below 2^-118.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ...formats import E4M3FN
 from ...specs.gemv_norm import GemvSpec
-from ..arguments import BLOCK, CHUNK, ROW_BLOCKS, SUM, TILE
-from ..rms_norm_kernels import each_block
+from ..sizes import BLOCK, CHUNK, ROW_BLOCKS, SUM, TILE
 from .bits import load_row
 from .function import Cell, Function
+from .loops import LINE, each_block
 from .vec import F32, I8, I16, I32, Bool, Float, Int, constant, type_of
 
 VECTOR: Final = 4 * SUM
 """Bytes of a sum."""
-_LINE: Final = 64
 _AHEAD: Final = 1024
-"""Bytes between a row's reads and their prefetches, at least; the distance is whole chunks."""
-_FP8_SCALE: Final = 256.0
+"""Least number of bytes between a row's reads and their prefetches; the distance is whole chunks."""
+_FP8_SCALE: Final = 2.0 ** (15 - E4M3FN.bias)
 """The value of an FP8 code over the float16 with the same sign, exponent and mantissa bits."""
-_FP8_NAN: Final = 0x7F
+_FP8_NAN: Final = E4M3FN.nan_code
 _F16_NAN: Final = 0x7E00
 
 
 class Shape(NamedTuple):
-    """How ``block`` rows of ``act`` meet ``rows`` weight rows: in registers, ``act_rows`` of them at a time.
+    """``block`` rows of ``act`` and ``rows`` weight rows are processed together, ``act_rows`` at a time in registers.
 
     ``panel`` weight rows go through K together, chunk by chunk.
     """
@@ -52,16 +52,16 @@ class Shape(NamedTuple):
 def shapes(wide: bool) -> list[Shape]:
     """A shape for each of `ROW_BLOCKS`; ``wide``: the CPU has 32 registers that hold a sum each.
 
-    Up to four rows of ``act`` memory is what is waited for, and eight weight rows at a time read it fastest. Beyond,
-    multiply-adds are; they run at two for every load of 64 bytes, so what counts is how often a load is used.
+    Up to four rows of ``act`` are limited by memory, and reading eight weight rows at a time is fastest. More rows are
+    limited by multiply-adds, two per load of 64 bytes: what counts is how often a load is used.
     """
     rows = {1: 8, 2: 8, 4: 4, 6: 4, 8: 3} if wide else {1: 4, 2: 2, 4: 2, 6: 2, 8: 2}
     return [Shape(b, rows[b], b if wide else min(b, 2), 8 if b < 4 else TILE) for b in ROW_BLOCKS]
 
 
 def is_staged(spec: GemvSpec) -> bool:
-    """Whether weights are expanded in memory."""
-    return spec.weight == torch.float8_e4m3fn
+    """Whether weights are converted in memory."""
+    return spec.weight == E4M3FN.dtype
 
 
 def expand_act(module: Any, spec: GemvSpec) -> Function:
@@ -76,13 +76,13 @@ def expand_act(module: Any, spec: GemvSpec) -> Function:
 
     def walk(m: Int, row: Int | None) -> None:
         with f.loop(zero, k, CHUNK) as chunk:
-            place = target + (chunk * padded + m * CHUNK) * 4
+            address = target + (chunk * padded + m * CHUNK) * 4
 
             def body(at: Int, mask: Bool | None) -> None:
                 value = f.zeros()[0]
                 if row is not None:
                     value = load_row(f, spec.act, row + at * spec.act.itemsize, mask, paired)
-                f.store(value.ir, place + (at - chunk) * 4)
+                f.store(value.ir, address + (at - chunk) * 4)
 
             each_block(f, chunk, (chunk + CHUNK).min(k), body)
 
@@ -97,8 +97,8 @@ def expand_act(module: Any, spec: GemvSpec) -> Function:
 def _dot(module: Any, spec: GemvSpec, shape: Shape) -> Function:
     """``dot(weight, stride, last, act, sums, count, fetch, fetch_stride, slow)``: ``count`` columns, in whole steps.
 
-    Weight rows beyond the ``last`` one are that one again. The weights to come are prefetched from ``fetch`` on, as
-    many rows, at the pace of the columns or, if ``slow`` is 1, at half of it.
+    Weight rows beyond the ``last`` one repeat it. The same number of the weight rows that follow is prefetched,
+    from ``fetch`` on, at the pace of the columns or, if ``slow`` is 1, at half that pace.
     """
     f = Function(module, f"dot{shape.block}", 9, private=True)
     weight, stride, last, act, sums, count, fetch, fetch_stride, slow = f.parameters
@@ -108,7 +108,7 @@ def _dot(module: Any, spec: GemvSpec, shape: Shape) -> Function:
     fetched = [fetch + fetch_stride * r for r in range(shape.rows)]
 
     def halves(address: Int) -> tuple[Float, Float]:
-        """A step's columns, as `expand_act` ordered those of ``act``."""
+        """A step's columns, in the order of `expand_act`."""
         if dtype == torch.bfloat16:
             return load_row(f, dtype, address, None, True).halves()
         low, high = (load_row(f, dtype, address + i * SUM * dtype.itemsize, None, False, SUM) for i in range(2))
@@ -119,28 +119,27 @@ def _dot(module: Any, spec: GemvSpec, shape: Shape) -> Function:
         cells = [[Cell(f, zero) for _ in range(shape.rows)] for _ in range(shape.act_rows)]
         with f.loop(f.index(0), count, BLOCK) as at:
             if first == 0:
-                for offset in range(0, BLOCK * size, _LINE):
-                    for place in fetched:
-                        f.prefetch(place + ((at * size >> slow) + offset))
+                for offset in range(0, BLOCK * size, LINE):
+                    for row in fetched:
+                        f.prefetch(row + ((at * size >> slow) + offset))
             weights = [halves(row + at * dtype.itemsize) for row in rows]
             for half in range(2):
                 for m, line in enumerate(cells):
-                    place = act + (at + ((first + m) * CHUNK + half * SUM)) * 4
-                    a = Float(f.builder, f.load(place, F32, lanes=SUM))
+                    a = f.floats(act + (at + ((first + m) * CHUNK + half * SUM)) * 4, SUM)
                     for cell, w in zip(line, weights, strict=True):
                         cell.set(a.fma(w[half], cell.get()))
         for m, line in enumerate(cells):
             for r, cell in enumerate(line):
-                place = sums + ((first + m) * TILE + r) * VECTOR
-                total = Float(f.builder, f.load(place, F32, lanes=SUM))
+                address = sums + ((first + m) * TILE + r) * VECTOR
+                total = f.floats(address, SUM)
                 value: Float = cell.get()
-                f.store((value.fma(_FP8_SCALE, total) if staged else total + value).ir, place)
+                f.store((value.fma(_FP8_SCALE, total) if staged else total + value).ir, address)
     f.builder.ret_void()
     return f
 
 
 def _pad(module: Any, spec: GemvSpec) -> Function:
-    """``stage(source, count, target)``: the last weights of a row, with zeros to the end of a step."""
+    """``stage(source, count, target)``: the last weights of a row, padded with zeros to a whole step."""
     f = Function(module, "stage", 3, private=True)
     source, count, target = f.parameters
     element = I32 if spec.weight == torch.float32 else I16
@@ -150,9 +149,9 @@ def _pad(module: Any, spec: GemvSpec) -> Function:
 
 
 def _decode(module: Any) -> Function:
-    """``stage(source, count, target)``: FP8 codes as float16 numbers, with zeros to the end of a step.
+    """``stage(source, count, target)``: FP8 codes as float16 numbers, padded with zeros to a whole step.
 
-    NaN codes are rare: a row is searched for them, and expanded once more if it has any.
+    NaN codes are rare: a row is searched for them, and converted once more if it has any.
     """
     f = Function(module, "stage", 3, private=True)
     source, count, target = f.parameters
@@ -161,7 +160,7 @@ def _decode(module: Any) -> Function:
     def body(at: Int, mask: Bool | None, nan: bool) -> None:
         codes = Int(f.builder, f.load(source + at, I8, mask))
         words = Int(f.builder, f.builder.sext(codes.ir, type_of(I16, BLOCK)))
-        half = (words << 7) & 0xBF80  # the sign is in bits 15 and 14, where it is to be in 15 alone
+        half = (words << 7) & 0xBF80  # the sign is in bits 15 and 14 and belongs in 15 only
         if nan:
             half = (words & _FP8_NAN).eq(_FP8_NAN).where(half.number(_F16_NAN), half)
         else:
@@ -176,10 +175,10 @@ def _decode(module: Any) -> Function:
 
 
 def walks(module: Any, spec: GemvSpec, wide: bool) -> dict[int, Function]:
-    """For each of `ROW_BLOCKS` ``walk(weight, stride, rows, act, blocks, k, sums, following)``, which does a tile.
+    """For each of `ROW_BLOCKS`, ``walk(weight, stride, rows, act, blocks, k, sums, following)`` for one tile.
 
-    It adds the lanes' sums of all ``rows`` weight rows and one or two ``blocks`` of rows of ``act`` to ``sums``
-    [act row, tile column]. ``following`` is where the weights of the next tile begin.
+    It adds the sums of all ``rows`` weight rows and one or two ``blocks`` of rows of ``act`` to ``sums`` [act row,
+    tile column], lane by lane. ``following`` is the address of the next tile's weights.
     """
     stage = _decode(module) if is_staged(spec) else _pad(module, spec)
     return {shape.block: _walk(module, spec, shape, stage) for shape in shapes(wide)}
@@ -191,7 +190,7 @@ def _walk(module: Any, spec: GemvSpec, shape: Shape, stage: Function) -> Functio
     weight, stride, rows, act, blocks, k, sums, following = f.parameters
     size = spec.weight.itemsize
     staged_stride = CHUNK * 2 if is_staged(spec) else BLOCK * size
-    staged = f.room(shape.rows * staged_stride)
+    staged = f.allocate(shape.rows * staged_stride)
     zero = f.index(0)
     columns = (k + (CHUNK - 1)) & -CHUNK
     step = -(-_AHEAD // (CHUNK * size)) * CHUNK
@@ -208,14 +207,12 @@ def _walk(module: Any, spec: GemvSpec, shape: Shape, stage: Function) -> Functio
             origin = weight + row * stride + chunk * size
 
             def add(source: Int, source_stride: Int, at: Int, length: Int) -> None:
-                """Some columns of the chunk; two blocks prefetch half of them each."""
+                """Add some columns of the chunk. If there are two blocks, each prefetches half of the columns."""
                 with f.loop(zero, blocks) as block:
-                    f.call(
-                        dot, source, source_stride, last,
-                        act + ((chunk * blocks + block * CHUNK) * shape.block + at) * 4,
-                        sums + (block * (shape.block * TILE) + row) * VECTOR, length,
-                        origin + ahead + block * (CHUNK * size // 2), stride, blocks - 1,
-                    )  # fmt: skip
+                    acts = act + ((chunk * blocks + block * CHUNK) * shape.block + at) * 4
+                    block_sums = sums + (block * (shape.block * TILE) + row) * VECTOR
+                    fetch = origin + ahead + block * (CHUNK * size // 2)
+                    f.call(dot, source, source_stride, last, acts, block_sums, length, fetch, stride, blocks - 1)
 
             def expand(at: Int, length: Int) -> None:
                 for r in range(shape.rows):
@@ -234,7 +231,7 @@ def _walk(module: Any, spec: GemvSpec, shape: Shape, stage: Function) -> Functio
 
 
 def fold(sums: list[Float]) -> Float:
-    """The sums of the lanes of as many vectors as one has lanes, in one vector; each in the order of `sum_lanes`."""
+    """The lane sums of 16 vectors of 16 lanes as one vector, each in the order of `sum_lanes`."""
     width = sums[0].lanes
     while len(sums) > 1:
         low = [i for i in range(2 * sums[0].lanes) if i % width < width // 2]

@@ -1,4 +1,4 @@
-"""A function under construction: its control flow, local variables and memory accesses."""
+"""A function under construction: its arguments, control flow, local variables and memory accesses."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ class Function:
 
     def zeros(self) -> tuple[Float, Int]:
         """A float and an integer vector of zeros."""
-        return Float(self.builder, constant(type_of(F32, LANES), 0.0)), Int(
-            self.builder, constant(type_of(I32, LANES), 0)
-        )
+        numbers, integers = constant(type_of(F32, LANES), 0.0), constant(type_of(I32, LANES), 0)
+        return Float(self.builder, numbers), Int(self.builder, integers)
 
     @contextmanager
     def loop(self, begin: Int, end: Int, step: int = 1) -> Iterator[Int]:
@@ -88,8 +87,8 @@ class Function:
         bits = self.builder.trunc(ones, ir.IntType(lanes))
         return Bool(self.builder, self.builder.bitcast(bits, ir.VectorType(I1, lanes)))
 
-    def room(self, size: int) -> Int:
-        """Memory for ``size`` bytes that lasts as long as the call, from a cache line's beginning on."""
+    def allocate(self, size: int) -> Int:
+        """Stack memory of ``size`` bytes, aligned to a cache line."""
         with self.builder.goto_entry_block():
             memory = self.builder.alloca(ir.ArrayType(I8, size))
             memory.align = 64
@@ -112,8 +111,12 @@ class Function:
         function = declare(self.builder, name, type_, [_POINTER, I32, mask.ir.type, type_])
         return self.builder.call(function, [self.pointer(address), _UNALIGNED, mask.ir, constant(type_, 0)])
 
+    def floats(self, address: Int, lanes: int = LANES) -> Float:
+        """A vector of float32."""
+        return Float(self.builder, self.load(address, F32, lanes=lanes))
+
     def store(self, value: Any, address: Int, mask: Bool | None = None) -> None:
-        """Write an LLVM value to an address of any alignment; lanes outside ``mask`` stay untouched."""
+        """Write an LLVM value to an address of any alignment; lanes outside ``mask`` are not touched."""
         if mask is None:
             self.builder.store(value, self.pointer(address), align=1)
             return
@@ -122,12 +125,38 @@ class Function:
         self.builder.call(function, [value, self.pointer(address), _UNALIGNED, mask.ir])
 
     def prefetch(self, address: Int) -> None:
-        """Ask for the cache line at an address, which need not be valid."""
+        """Prefetch the cache line at an address, which need not be valid."""
         function = declare(self.builder, "llvm.prefetch.p0", ir.VoidType(), [_POINTER, I32, I32, I32])
         hint = [ir.Constant(I32, v) for v in (0, 3, 1)]  # to read, into every cache level, data
         self.builder.call(function, [self.pointer(address), *hint])
 
 
+class Arguments:
+    """The fields of the argument block, which is the function's first parameter."""
+
+    def __init__(self, f: Function, offsets: dict[str, int]) -> None:
+        self.f = f
+        self.block = f.parameters[0]
+        self.offsets = offsets
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.offsets
+
+    def integer(self, name: str, index: int = 0) -> Int:
+        """A 64-bit field, or one of several under one name."""
+        return Int(self.f.builder, self.f.load(self.block + (self.offsets[name] + 8 * index), I64, lanes=0))
+
+    def number(self, name: str) -> Float:
+        """A float64 field, rounded to float32."""
+        raw = self.f.load(self.block + self.offsets[name], ir.DoubleType(), lanes=0)
+        return Float(self.f.builder, self.f.builder.fptrunc(raw, F32))
+
+    def fetch_add(self, name: str, by: Int) -> Int:
+        """Add to a 64-bit field that threads share; returns the value before."""
+        counter = self.f.pointer(self.block + self.offsets[name])
+        return Int(self.f.builder, self.f.builder.atomic_rmw("add", counter, by.ir, "monotonic"))
+
+
 def _short(element: Any) -> str:
-    """An element type as it is spelt in the name of an intrinsic."""
+    """An element type as written in the names of intrinsics."""
     return f"i{element.width}" if isinstance(element, ir.IntType) else "f16" if element == F16 else "f32"

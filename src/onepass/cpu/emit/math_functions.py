@@ -1,4 +1,4 @@
-"""exp, log, tanh, sigmoid and rsqrt in float32: within 4 ulp, and right at 0, infinity, NaN and overflow.
+"""exp, log, tanh, sigmoid and rsqrt in float32: within 4 ulp, and correct at 0, infinity, NaN and overflow.
 
 The polynomials are those of the Cephes library (Stephen L. Moshier), evaluated with fused multiply-adds.
 """
@@ -10,7 +10,7 @@ from typing import Final
 from .vec import Float
 
 _ROUND: Final = 1.5 * 2.0**23
-"""Added to a small number, its low mantissa bits become the number rounded to an integer."""
+"""After this is added to a small number, the low mantissa bits are that number rounded to an integer."""
 _ROUND_BITS: Final = 0x4B400000
 _LOG2_E: Final = 1.44269504088896341
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -18,9 +18,9 @@ _SQRT_HALF_BITS: Final = 0x3F3504F3
 
 _EXP: Final = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LOG: Final = (
-    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
-    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
-)  # fmt: skip
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
 _TANH: Final = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 
 
@@ -40,7 +40,7 @@ def exp(x: Float) -> Float:
     n = shifted - _ROUND
     r = n.fma(-_LN2_LOW, n.fma(-_LN2_HIGH, x))
     mantissa = _polynomial(r, _EXP).fma(r * r, r) + 1.0
-    # 2**n by two factors, so that neither leaves the normal range when the product is subnormal or infinite.
+    # 2**n as two factors: both are normal even if the product is subnormal or infinite.
     whole = shifted.bits() - _ROUND_BITS + 256
     half = whole >> 1
     first, second = (half - 128 + 127) << 23, (whole - half - 128 + 127) << 23

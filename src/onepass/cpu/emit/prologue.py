@@ -8,38 +8,27 @@ from typing import Any, Final
 
 from ...prologues import Prologue
 from . import math_functions
-from .vec import LANES, Float
+from .vec import LANES, Bool, Float
 
+_FUNCTIONS: Final = ("exp", "log", "rsqrt", "tanh", "sigmoid", "maximum", "minimum")
+_OPERATORS: Final = ("neg", "add", "sub", "mul", "lt", "le", "gt", "ge")
 _OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
-    "neg": operator.neg,
-    "not": operator.invert,
-    "where": lambda condition, a, b: condition.where(a, b),
-    "exp": math_functions.exp,
-    "log": math_functions.log,
-    "sqrt": Float.sqrt,
-    "rsqrt": math_functions.rsqrt,
-    "tanh": math_functions.tanh,
-    "sigmoid": math_functions.sigmoid,
-    "abs": abs,
-    "maximum": math_functions.maximum,
-    "minimum": math_functions.minimum,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
+    **{name: getattr(operator, name) for name in _OPERATORS},
+    **{name: getattr(math_functions, name) for name in _FUNCTIONS},
     "div": operator.truediv,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": Float.eq,
-    "ne": Float.ne,
+    "not": operator.invert,
     "and": operator.and_,
     "or": operator.or_,
+    "abs": abs,
+    "sqrt": Float.sqrt,
+    "eq": Float.eq,
+    "ne": Float.ne,
+    "where": Bool.where,
 }
 
 
 def apply(prologue: Prologue, x: Float, operands: Sequence[Float]) -> Float:
-    """Emit ``prologue(x, *operands)``; an operand may be a scalar, which stands for every column."""
+    """Emit ``prologue(x, *operands)``; a scalar operand applies to every column."""
     values: dict[str, Any] = dict(zip(prologue.parameters, (x, *operands), strict=True))
     for instruction in prologue.program:
         if instruction.op == "const":

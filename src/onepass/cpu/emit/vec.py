@@ -1,20 +1,20 @@
-"""Python operators that emit LLVM instructions: the language the kernels of this package are written in.
+"""Python operators that emit LLVM instructions: the language that the kernels are written in.
 
-A kernel is ordinary Python that runs once, when the kernel is built. `Float`, `Int` and `Bool` stand for values the
-kernel will compute: a scalar, or a vector of `LANES` lanes. Arithmetic on them appends one IEEE instruction each to
-the function being built, with no fast-math flags, so a result depends on the expression as written and on nothing
-else. LLVM splits the wide vectors into whatever registers the CPU has.
+A kernel is ordinary Python that runs once, when the kernel is built. `Float`, `Int` and `Bool` stand for values that
+the kernel will compute: a scalar, or a vector of `LANES` lanes. Each operation on them appends one IEEE instruction to
+the function being built, without fast-math flags, so a result depends only on the expression as written. LLVM splits
+the wide vectors into the registers that the CPU has.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, TypeVar
 
 from llvmlite import ir
 
-from ..arguments import BLOCK
+from ..sizes import BLOCK
 
 LANES: Final = BLOCK
 """Lanes of a vector: two 512-bit or four 256-bit registers of float32."""
@@ -32,16 +32,16 @@ Number = int | float
 
 
 def type_of(element: Any, lanes: int) -> Any:
-    """A vector of ``lanes`` elements; the element itself for 0."""
+    """The type of ``lanes`` elements; the element type itself for 0."""
     return ir.VectorType(element, lanes) if lanes else element
 
 
 def constant(type_: Any, value: Number) -> Any:
-    """``value`` in ``type_``; a vector has it in every lane."""
+    """``value`` in ``type_``, in every lane of a vector."""
     element = type_.element if isinstance(type_, ir.VectorType) else type_
     if isinstance(element, ir.IntType):
         text = str(int(value))
-    else:  # LLVM spells a float32 constant as the float64 bits of the same number
+    else:  # LLVM writes a float32 constant as the float64 bits of the same number
         single = struct.unpack("<f", struct.pack("<f", value))[0]
         text = f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016x}"
     constant = ir.FormattedConstant(element, f"splat ({element} {text})" if element is not type_ else text)
@@ -50,7 +50,7 @@ def constant(type_: Any, value: Number) -> Any:
 
 
 class Value:
-    """A value of the kernel: the builder it grows in and its LLVM value."""
+    """A value of the kernel: its builder and its LLVM value."""
 
     __slots__ = ("builder", "ir")
 
@@ -84,7 +84,7 @@ class Value:
         return self._new(self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)))
 
     def shuffle(self, other: Self, lanes: Sequence[int]) -> Self:
-        """The listed lanes of this vector followed by ``other``."""
+        """The listed lanes of the concatenation of this vector and ``other``."""
         return self._new(
             self.builder.shuffle_vector(self.ir, other.ir, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
         )
@@ -112,18 +112,29 @@ class Value:
         return self._new(self.builder.call(function, values))
 
 
+def _binary(instruction: str) -> Callable[[V, V | Number], V]:
+    """A method that emits one instruction."""
+
+    def emit(self: V, other: V | Number) -> V:
+        left, right = self._match(other)
+        return self._new(getattr(self.builder, instruction)(left.ir, right.ir))
+
+    return emit
+
+
+def _comparison(instruction: str, how: str) -> Callable[[V, V | Number], Bool]:
+    def emit(self: V, other: V | Number) -> Bool:
+        left, right = self._match(other)
+        return Bool(self.builder, getattr(self.builder, instruction)(how, left.ir, right.ir))
+
+    return emit
+
+
 class Bool(Value):
     """A truth value or a mask."""
 
     __slots__ = ()
-
-    def __and__(self, other: Bool) -> Bool:
-        left, right = self._match(other)
-        return self._new(self.builder.and_(left.ir, right.ir))
-
-    def __or__(self, other: Bool) -> Bool:
-        left, right = self._match(other)
-        return self._new(self.builder.or_(left.ir, right.ir))
+    __and__, __or__ = _binary("and_"), _binary("or_")
 
     def __invert__(self) -> Bool:
         return self._new(self.builder.not_(self.ir))
@@ -138,63 +149,25 @@ class Bool(Value):
 
 
 class Int(Value):
-    """Integers: 32-bit lanes, or a 64-bit scalar that is an index or an address. Comparisons are unsigned."""
+    """Integers: 32-bit lanes, or a 64-bit scalar that is an index or an address.
+
+    Comparisons, maximum, minimum, division and right shift are unsigned.
+    """
 
     __slots__ = ()
-
-    def _binary(self, name: str, other: Int | int) -> Int:
-        left, right = self._match(other)
-        return self._new(getattr(self.builder, name)(left.ir, right.ir))
-
-    def __add__(self, other: Int | int) -> Int:
-        return self._binary("add", other)
-
-    def __sub__(self, other: Int | int) -> Int:
-        return self._binary("sub", other)
-
-    def __mul__(self, other: Int | int) -> Int:
-        return self._binary("mul", other)
-
-    def __floordiv__(self, other: Int | int) -> Int:
-        return self._binary("udiv", other)
-
-    def __and__(self, other: Int | int) -> Int:
-        return self._binary("and_", other)
-
-    def __or__(self, other: Int | int) -> Int:
-        return self._binary("or_", other)
-
-    def __lshift__(self, other: Int | int) -> Int:
-        return self._binary("shl", other)
-
-    def __rshift__(self, other: Int | int) -> Int:
-        return self._binary("lshr", other)
-
-    def shift_signed(self, count: int) -> Int:
-        """Shift right, copies of the sign coming in."""
-        return self._binary("ashr", count)
+    __add__, __sub__, __mul__, __floordiv__ = _binary("add"), _binary("sub"), _binary("mul"), _binary("udiv")
+    __and__, __or__, __lshift__, __rshift__ = _binary("and_"), _binary("or_"), _binary("shl"), _binary("lshr")
+    shift_signed = _binary("ashr")
+    __lt__, __gt__ = _comparison("icmp_unsigned", "<"), _comparison("icmp_unsigned", ">")
+    eq = _comparison("icmp_unsigned", "==")
 
     def max(self, other: Int | int) -> Int:
-        """The larger, unsigned."""
+        """The larger."""
         return self._call("umax", other)
 
     def min(self, other: Int | int) -> Int:
-        """The smaller, unsigned."""
+        """The smaller."""
         return self._call("umin", other)
-
-    def _compare(self, how: str, other: Int | int) -> Bool:
-        left, right = self._match(other)
-        return Bool(self.builder, self.builder.icmp_unsigned(how, left.ir, right.ir))
-
-    def __lt__(self, other: Int | int) -> Bool:
-        return self._compare("<", other)
-
-    def __gt__(self, other: Int | int) -> Bool:
-        return self._compare(">", other)
-
-    def eq(self, other: Int | int) -> Bool:
-        """Equality."""
-        return self._compare("==", other)
 
     def float(self) -> Float:
         """The float32 with these bits."""
@@ -217,22 +190,10 @@ class Float(Value):
     """float32. Comparisons are false for NaN, except `ne`."""
 
     __slots__ = ()
-
-    def _binary(self, name: str, other: Float | Number) -> Float:
-        left, right = self._match(other)
-        return self._new(getattr(self.builder, name)(left.ir, right.ir))
-
-    def __add__(self, other: Float | Number) -> Float:
-        return self._binary("fadd", other)
-
-    def __sub__(self, other: Float | Number) -> Float:
-        return self._binary("fsub", other)
-
-    def __mul__(self, other: Float | Number) -> Float:
-        return self._binary("fmul", other)
-
-    def __truediv__(self, other: Float | Number) -> Float:
-        return self._binary("fdiv", other)
+    __add__, __sub__, __mul__, __truediv__ = _binary("fadd"), _binary("fsub"), _binary("fmul"), _binary("fdiv")
+    __lt__, __le__ = _comparison("fcmp_ordered", "<"), _comparison("fcmp_ordered", "<=")
+    __gt__, __ge__ = _comparison("fcmp_ordered", ">"), _comparison("fcmp_ordered", ">=")
+    eq, ne = _comparison("fcmp_ordered", "=="), _comparison("fcmp_unordered", "!=")
 
     def __neg__(self) -> Float:
         return self._new(self.builder.fneg(self.ir))
@@ -247,31 +208,6 @@ class Float(Value):
     def sqrt(self) -> Float:
         """The correctly rounded square root."""
         return self._call("sqrt")
-
-    def _compare(self, how: str, other: Float | Number) -> Bool:
-        left, right = self._match(other)
-        return Bool(self.builder, self.builder.fcmp_ordered(how, left.ir, right.ir))
-
-    def __lt__(self, other: Float | Number) -> Bool:
-        return self._compare("<", other)
-
-    def __le__(self, other: Float | Number) -> Bool:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Float | Number) -> Bool:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Float | Number) -> Bool:
-        return self._compare(">=", other)
-
-    def eq(self, other: Float | Number) -> Bool:
-        """Equality; false for NaN."""
-        return self._compare("==", other)
-
-    def ne(self, other: Float | Number) -> Bool:
-        """Inequality; true for NaN."""
-        left, right = self._match(other)
-        return Bool(self.builder, self.builder.fcmp_unordered("!=", left.ir, right.ir))
 
     def is_nan(self) -> Bool:
         """Whether it is NaN."""
@@ -291,7 +227,7 @@ class Float(Value):
 
 
 def declare(builder: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
-    """The declaration of an intrinsic or function, once a module."""
+    """The declaration of an intrinsic or function, one per module."""
     module = builder.module
     if name not in module.globals:
         ir.Function(module, ir.FunctionType(result, list(arguments)), name)
