@@ -1,4 +1,4 @@
-"""onepass: fused RMSNorm-family kernels for LLM inference; one launch, one pass, a stated rounding contract."""
+"""onepass: fused RMSNorm-family kernels for LLM inference. One launch, one pass, specified rounding."""
 
 from typing import TYPE_CHECKING
 
@@ -28,41 +28,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "GEMV_TRACE_EVENTS_PER_BLOCK",
-    "ContractError",
-    "GemvEvent",
-    "GmemTrace",
-    "NullTrace",
-    "PagedKVCache",
-    "Prologue",
-    "Rope",
-    "TraceBuf",
-    "Unsupported",
-    "__version__",
-    "apply_qk_rms_norm",
-    "fused_rope_rmsnorm_quantization",
-    "gather_mla",
-    "gemv_and_partial_norm",
-    "gemv_and_partial_norm_unfused_with_scratch",
-    "gemv_and_partial_norm_with_scratch",
-    "gemv_trace_blocks",
-    "patch",
-    "prologue",
-    "prologues",
-    "qk_rms_norm",
-    "rms_norm",
-    "rms_norm_fused_fp8",
-    "row_mean_of_squares_qk",
-    "row_sum_of_squares_qk",
-]
+__all__ = ["ContractError", "Prologue", "Rope", "Unsupported", "__version__", "patch", "prologue", "prologues"]
+__all__ += ["GEMV_TRACE_EVENTS_PER_BLOCK", "GemvEvent", "GmemTrace", "NullTrace", "TraceBuf", "gemv_trace_blocks"]
+__all__ += ["gemv_and_partial_norm", "gemv_and_partial_norm_unfused_with_scratch", "gemv_and_partial_norm_with_scratch"]
+__all__ += ["PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla", "rms_norm", "rms_norm_fused_fp8"]
+__all__ += ["apply_qk_rms_norm", "qk_rms_norm", "row_mean_of_squares_qk", "row_sum_of_squares_qk"]
 
 _AT_FIRST_USE = ("compat", "dist", "integrations", "nn", "patch")
-"""Modules that `import onepass` leaves alone, and `patch` of one of them. ``import *`` brings `patch` alone."""
+"""Names that are imported at first use. ``import *`` includes only `patch`."""
 
 
 def __getattr__(name: str) -> object:
-    """Import what is imported at first use."""
+    """Import modules at first use."""
     if name in _AT_FIRST_USE:
         from importlib import import_module
 
@@ -72,5 +49,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are imported at first use."""
+    """The public names, including those that are imported at first use."""
     return sorted({*__all__, *_AT_FIRST_USE})

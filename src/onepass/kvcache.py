@@ -1,14 +1,15 @@
-"""One layer's paged cache of MLA entries: where a token's entry lies, bookkeeping for a decode loop, and reading it back.
+"""One layer's paged cache of MLA entries: its layout, bookkeeping for a decode loop, and reading entries back.
 
-A cache has pages of ``page_size`` entries. The token at place p of request b has its entry at::
+A cache has pages of ``page_size`` entries. The entry of token p of request b is at::
 
     page = lookup_table[b, p // page_size]        entry = p % page_size        slot = page * page_size + entry
 
-A *slot* is the same place as one number; negative slots are no place at all.
+A *slot* identifies an entry by one number. A negative slot means no entry.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, NoReturn
 
 import torch
@@ -24,16 +25,18 @@ INDEX_DTYPES: Final = (torch.uint32, torch.int32, torch.int64)
 
 
 class PagedKVCache:
-    """``blocks`` [pages, page_size, columns], and of each request its length and the pages it has, in order.
+    """A paged cache: ``blocks`` [pages, page_size, columns], and each request's length and pages.
 
-    ``blocks`` is fp8, bfloat16, float16 or float32 with contiguous columns, pages and entries strided as you like: one
-    layer's view of a larger cache. ``cache_lengths`` [requests] counts the tokens that are in the cache,
-    ``lookup_table`` [requests, most pages] has page numbers; both are uint32, int32 or int64, and entries of the table
-    that no token needs yet may be anything. Without the two of them every call needs ``slot_mapping``.
+    ``blocks`` is fp8, bfloat16, float16 or float32 with contiguous columns. Pages and entries may have
+    any stride, so it can be one layer's view of a larger cache. ``cache_lengths`` [requests] counts each
+    request's tokens and ``lookup_table`` [requests, max pages] lists its pages in order. Both are uint32,
+    int32 or int64, and entries of the table that no token needs yet may have any value. Without these
+    two, every call needs ``slot_mapping``.
 
-    Tensors are kept as they are, not copied: update them in place, also between replays of a captured CUDA graph.
-    Making a cache reads both on the host to check them (not while compiling or capturing), which waits for the device:
-    make it once, outside the decode loop. Kernels mask what would lie outside the blocks, whatever the tables say later.
+    Tensors are not copied: update them in place, even between replays of a captured CUDA graph. Creating
+    a cache reads both tables on the host to validate them (not while compiling or capturing), which
+    waits for the device, so create it once, outside the decode loop. Kernels never write outside the
+    blocks, whatever the tables contain later.
 
     >>> import torch, onepass
     >>> table = torch.tensor([[2, 0], [1, 3]])
@@ -46,7 +49,7 @@ class PagedKVCache:
     tensor([4, 2])
     >>> cache.check(new_tokens=1)
     Traceback (most recent call last):
-    onepass.errors.ContractError: PagedKVCache: `lookup_table` must have pages for every token, got 2 of 2 entries for the 5 of request 0
+    onepass.errors.ContractError: PagedKVCache: `lookup_table` must have pages for every token, got 2 pages of 2 for request 0's 5 tokens
     """
 
     def __init__(
@@ -59,11 +62,11 @@ class PagedKVCache:
     ) -> None:
         _check_tensor("blocks", blocks, "[pages, page_size, columns]", 3, CACHE_DTYPES)
         if blocks.shape[1] < 1:
-            _fail("blocks", "have at least one entry a page", str(list(blocks.shape)))
+            _fail("blocks", "have at least one entry per page", str(list(blocks.shape)))
         if blocks.stride(2) != 1 and blocks.shape[2] != 1:
             _fail("blocks", "have a contiguous last dimension", f"strides {blocks.stride()}")
         if page_size is not None and (not isinstance(page_size, int) or page_size != blocks.shape[1]):
-            _fail("page_size", f"be that of blocks, {blocks.shape[1]}", describe(page_size))
+            _fail("page_size", f"be the page size of blocks, {blocks.shape[1]}", describe(page_size))
         self.blocks = blocks
         self.cache_lengths = cache_lengths
         self.lookup_table = lookup_table
@@ -71,14 +74,13 @@ class PagedKVCache:
         if cache_lengths is None or lookup_table is None:
             if cache_lengths is not None or lookup_table is not None:
                 name = "lookup_table" if lookup_table is None else "cache_lengths"
-                _fail(name, "be given where the other is", "None")
+                _fail(name, "be given with the other table", "None")
             return
         _check_tensor("cache_lengths", cache_lengths, "[requests]", 1, INDEX_DTYPES)
         _check_tensor("lookup_table", lookup_table, "[requests, pages]", 2, INDEX_DTYPES)
         if cache_lengths.shape[0] != lookup_table.shape[0]:
-            _fail(
-                "lookup_table", f"have a row for each of {cache_lengths.shape[0]} requests", str(lookup_table.shape[0])
-            )
+            requests = cache_lengths.shape[0]
+            _fail("lookup_table", f"have a row for each of {requests} requests", str(lookup_table.shape[0]))
         for name, tensor in (("cache_lengths", cache_lengths), ("lookup_table", lookup_table)):
             if tensor.device != blocks.device:
                 _fail(name, f"be on {blocks.device}", str(tensor.device))
@@ -95,11 +97,11 @@ class PagedKVCache:
         table_width: int | None = None,
         dtype: torch.dtype = torch.int32,
     ) -> PagedKVCache:
-        """A cache from the slots of all tokens that are in it, [tokens] with the requests side by side.
+        """Create a cache from the slots [tokens] of all its tokens, one request after another.
 
-        Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` are those of request b, from its first on. The
-        table has ``table_width`` columns (by default as many as the longest request needs) and -1 where a request has no
-        page. The inverse of `slot_mapping`; reads the tensors on the host.
+        Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` are those of request b, in
+        order. The table has ``table_width`` columns (default: as many as the longest request needs) and
+        -1 where a request has no page. This is the inverse of `slot_mapping` and reads on the host.
 
         >>> import torch, onepass
         >>> slots, offsets = torch.tensor([4, 5, 0, 2, 3]), torch.tensor([0, 3, 5])
@@ -114,36 +116,33 @@ class PagedKVCache:
         if not isinstance(dtype, torch.dtype) or dtype not in INDEX_DTYPES:
             _fail("dtype", "be uint32, int32 or int64", describe(dtype))
         size = blocks.shape[1]
-        offsets, places = input_row_offsets.long().cpu(), slots.long().cpu()
+        offsets, slot_of = input_row_offsets.long().cpu(), slots.long().cpu()
         counts = offsets.diff()
-        if not offsets.numel() or offsets[0] != 0 or offsets[-1] != places.shape[0] or (counts < 0).any():
-            _fail("input_row_offsets", f"rise from 0 to the number of slots, {places.shape[0]}", str(offsets.tolist()))
+        if not offsets.numel() or offsets[0] != 0 or offsets[-1] != slot_of.shape[0] or (counts < 0).any():
+            _fail("input_row_offsets", f"rise from 0 to the number of slots, {slot_of.shape[0]}", str(offsets.tolist()))
         request = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
-        index = torch.arange(places.shape[0]) - offsets[request]
+        index = torch.arange(slot_of.shape[0]) - offsets[request]
         within = index % size
-        first = places[torch.arange(places.shape[0]) - within]
-        wrong = (first % size != 0) | (places != first + within) | (places < 0) | (places >= blocks.shape[0] * size)
+        first = slot_of[torch.arange(slot_of.shape[0]) - within]
+        wrong = (first % size != 0) | (slot_of != first + within) | (slot_of < 0) | (slot_of >= blocks.shape[0] * size)
         if wrong.any():
             at = int(wrong.nonzero()[0])
-            _fail(
-                "slots",
-                f"lie in the blocks and follow one another within pages of {size}",
-                f"{int(places[at])} for token {int(index[at])} of request {int(request[at])}",
-            )
+            got = f"{int(slot_of[at])} for token {int(index[at])} of request {int(request[at])}"
+            _fail("slots", f"lie in the blocks and be consecutive within pages of {size}", got)
         needed = -(-int(counts.max()) // size) if counts.numel() else 0
         width = max(needed, 1) if table_width is None else table_width
         if not _counts_something(width) or width < needed:
             _fail("table_width", f"be an int of at least {needed}", describe(width))
         table = torch.full((counts.shape[0], width), -1)
         begins = within == 0
-        table[request[begins], index[begins] // size] = places[begins] // size
+        table[request[begins], index[begins] // size] = slot_of[begins] // size
         return cls(blocks, counts.to(dtype).to(blocks.device), table.to(dtype).to(blocks.device))
 
     def slot_mapping(self, input_row_offsets: Tensor, tokens: int | None = None) -> Tensor:
-        """The slots [tokens] int64 of the tokens that follow those in the cache; -1 for a token that has no place.
+        """The slots [tokens] int64 of the tokens that follow those in the cache; -1 for a token without one.
 
-        Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` belong to request b. Their number is read from
-        the last offset, on the host, unless ``tokens`` says it.
+        Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` belong to request b. Their number
+        is read from the last offset, on the host, unless ``tokens`` is given.
         """
         lengths, table = self._tables("slot_mapping")
         _check_tensor("input_row_offsets", input_row_offsets, "[requests + 1]", 1, INDEX_DTYPES)
@@ -167,9 +166,9 @@ class PagedKVCache:
         return torch.where(there, page * self.page_size + place % self.page_size, -1)
 
     def append(self, new_tokens: int | Tensor = 1, *, input_row_offsets: Tensor | None = None) -> None:
-        """Count the tokens of a step that was written: as many for each request, or [requests], or by row offsets.
+        """Count the tokens of a written step: one number for all requests, [requests] numbers, or row offsets.
 
-        Adds to ``cache_lengths`` in place and reads nothing on the host: it can be captured in a CUDA graph.
+        It updates ``cache_lengths`` in place and reads nothing on the host, so a CUDA graph can capture it.
         """
         lengths, table = self._tables("append")
         if input_row_offsets is not None:
@@ -177,13 +176,14 @@ class PagedKVCache:
             offsets = input_row_offsets.long()
             new_tokens = offsets[1:] - offsets[:-1]
         new_tokens = _counts(new_tokens, table.shape[0])
-        # torch has no sum of uint32; its bits are those of int32's
+        # torch cannot add uint32, but the bits of the sum are those of int32's
         (lengths.view(torch.int32) if lengths.dtype == torch.uint32 else lengths).add_(new_tokens)
 
     def check(self, new_tokens: int | Tensor = 0) -> None:
-        """Raise `ContractError` unless the pages of every request exist and have room for so many tokens more.
+        """Raise `ContractError` unless every request's pages exist and have room for ``new_tokens`` more.
 
-        ``new_tokens``: as many for each request, or [requests]. Reads the tables on the host, which waits for the device.
+        ``new_tokens`` is one number for all requests, or [requests]. Reads the tables on the host, which
+        waits for the device.
         """
         lengths, table = self._tables("check")
         fault = table_fault(self.blocks, lengths, table, _counts(new_tokens, table.shape[0]))
@@ -208,10 +208,10 @@ def gather_mla(
     kv_scale: Tensor | None = None,
     per_token_scale: Tensor | None = None,
 ) -> Tensor:
-    """A request's entries [length, columns] in order, times their scale: what `fused_rope_rmsnorm_quantization` wrote.
+    """A request's entries [length, columns] in order, times their scale, as `fused_rope_rmsnorm_quantization` wrote them.
 
-    ``kv_scale`` and ``per_token_scale`` as they were when it was written. Multiplied in float32 and rounded once, to
-    ``dtype``. Plain torch on the cache's device; the length is read on the host.
+    ``kv_scale`` and ``per_token_scale`` must be those of the write. The product is computed in float32 and
+    rounded once, to ``dtype``. Plain torch on the cache's device; the length is read on the host.
 
     >>> import torch, onepass
     >>> blocks = torch.arange(8.0).view(4, 2, 1)
@@ -219,32 +219,32 @@ def gather_mla(
     >>> onepass.gather_mla(cache, 0, torch.float32).flatten()
     tensor([6., 7., 2.])
     """
+    fail = partial(_fail, of="gather_mla")
     if not isinstance(cache, PagedKVCache):
-        _fail("cache", "be a PagedKVCache", describe(cache), "gather_mla")
+        fail("cache", "be a PagedKVCache", describe(cache))
     lengths, table = cache._tables("gather_mla")
     if not _counts_something(request) or request >= lengths.shape[0]:
-        _fail("request", f"be an int from 0 to {lengths.shape[0] - 1}", describe(request), "gather_mla")
+        fail("request", f"be an int from 0 to {lengths.shape[0] - 1}", describe(request))
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        _fail("dtype", "be a floating dtype", describe(dtype), "gather_mla")
+        fail("dtype", "be a floating dtype", describe(dtype))
     for name, scale in (("kv_scale", kv_scale), ("per_token_scale", per_token_scale)):
         plain = isinstance(scale, Tensor) and scale.layout is torch.strided and scale.dtype is torch.float32
         if scale is not None and not plain:
-            _fail(name, "be a strided float32 tensor", describe(scale), "gather_mla")
+            fail(name, "be a strided float32 tensor", describe(scale))
     if kv_scale is not None and per_token_scale is not None:
-        _fail("kv_scale", "be None with per_token_scale", describe(kv_scale), "gather_mla")
+        fail("kv_scale", "be None with per_token_scale", describe(kv_scale))
     if kv_scale is not None and kv_scale.numel() != 1:
-        _fail("kv_scale", "have one element", describe(kv_scale), "gather_mla")
+        fail("kv_scale", "have one element", describe(kv_scale))
     if per_token_scale is not None and per_token_scale.shape != cache.blocks.shape[:2]:
-        _fail("per_token_scale", "have shape [pages, page_size]", describe(per_token_scale), "gather_mla")
+        fail("per_token_scale", "have shape [pages, page_size]", describe(per_token_scale))
     fault = table_fault(cache.blocks, lengths[request : request + 1], table[request : request + 1], 0)
     if fault is not None:
-        _fail(*fault, of="gather_mla")
+        fail(*fault)
     length = int(lengths[request])
     pages = table[request].long()[: -(-length // cache.page_size)]
-    raw = (
-        cache.blocks.view(torch.uint8) if cache.blocks.dtype in FP8_FORMATS else cache.blocks
-    )  # as what torch can index
-    entries = raw[pages].flatten(0, 1)[:length].view(cache.blocks.dtype).float()
+    dtype_of_blocks = cache.blocks.dtype
+    indexable = cache.blocks.view(torch.uint8) if dtype_of_blocks in FP8_FORMATS else cache.blocks
+    entries = indexable[pages].flatten(0, 1)[:length].view(dtype_of_blocks).float()
     if per_token_scale is not None:
         entries = entries * per_token_scale[pages].flatten()[:length, None]
     elif kv_scale is not None:
@@ -255,7 +255,7 @@ def gather_mla(
 def table_fault(
     blocks: Tensor, lengths: Tensor, table: Tensor, new_tokens: int | Tensor
 ) -> tuple[str, str, str] | None:
-    """Which argument is wrong, what it must be and what came; None where every token has a page. Reads on the host."""
+    """The wrong argument, its requirement and its value; None if every token has a page. Reads on the host."""
     pages, size, _ = blocks.shape
     begin = lengths.long().cpu()
     end = begin + (new_tokens.long().cpu() if isinstance(new_tokens, Tensor) else new_tokens)
@@ -266,21 +266,15 @@ def table_fault(
     short_of = end > width * size
     if short_of.any():
         request = int(short_of.nonzero()[0])
-        return (
-            "lookup_table",
-            "have pages for every token",
-            f"{width} of {size} entries for the {int(end[request])} of request {request}",
-        )
+        got = f"{width} pages of {size} for request {request}'s {int(end[request])} tokens"
+        return "lookup_table", "have pages for every token", got
     numbers = table.long().cpu()
     needed = torch.arange(width) < (end.div(size, rounding_mode="floor") + (end % size != 0)).unsqueeze(1)
     outside = needed & ((numbers < 0) | (numbers >= pages))
     if outside.any():
         request, column = outside.nonzero()[0].tolist()
-        return (
-            "lookup_table",
-            f"hold pages from 0 to {pages - 1}",
-            f"{int(numbers[request, column])} for page {column} of request {request}",
-        )
+        got = f"{int(numbers[request, column])} for page {column} of request {request}"
+        return "lookup_table", f"hold pages from 0 to {pages - 1}", got
     return None
 
 
@@ -310,7 +304,7 @@ def _check_tensor(name: str, value: object, shape: str, dims: int, dtypes: tuple
 
 
 def _readable(*tensors: Tensor) -> bool:
-    """Whether values can be read: not in a compiler, of a fake, or while a CUDA graph is captured."""
+    """Whether values can be read: not while compiling, for fake tensors, or while a CUDA graph is captured."""
     if torch.compiler.is_compiling() or any(type(t) not in (Tensor, Parameter) or t.is_meta for t in tensors):
         return False
     return not tensors[0].is_cuda or not torch.cuda.is_current_stream_capturing()

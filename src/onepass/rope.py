@@ -1,4 +1,4 @@
-"""Rotary position embedding as an argument: `Rope` says which angles, which pairs of columns and how many of them."""
+"""Rotary position embedding as an argument: `Rope` specifies angles, pairs of columns and their number."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ STYLES: Final[tuple[RopeStyle, ...]] = ("half", "interleaved")
 class Rope:
     """Rotate the first ``dim`` columns of every head by the angles of the token's position.
 
-    ``freqs`` [max_seq, dim] float32 holds (cos, sin) of each pair, interleaved: c0, s0, c1, s1, ... ``positions``, int32
-    or int64 of the leading shape, says which of its rows a token takes; without it that is the token's index in the last
-    leading dimension. ``style="half"`` pairs columns i and i + dim/2 (Llama, Qwen), "interleaved" columns 2i and
-    2i + 1 (GPT-J, DeepSeek)::
+    ``freqs`` [max_seq, dim] float32 holds (cos, sin) of each pair, interleaved: c0, s0, c1, s1, ...
+    ``positions``, int32 or int64 with the leading shape, selects each token's row of freqs; the default is
+    the token's index in the last leading dimension. ``style="half"`` pairs columns i and i + dim/2
+    (Llama, Qwen), "interleaved" columns 2i and 2i + 1 (GPT-J, DeepSeek)::
 
         a, b = a * cos - b * sin, b * cos + a * sin
 
-    ``dim`` is even and at most freqs' width, which is its default; the columns of a head beyond it are left as they are.
-    ``head_dim`` is needed where the op does not know it.
+    ``dim`` is even and at most freqs' width, which is the default. Further columns of a head are not
+    rotated. ``head_dim`` is required if the op cannot infer it.
 
-    A position outside freqs takes the nearest row of it; with ``ONEPASS_DEBUG=1`` in the environment it raises instead.
+    A position outside freqs uses the nearest row. With ``ONEPASS_DEBUG=1`` in the environment it raises instead.
 
     >>> import torch, onepass
-    >>> quarter = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # no turn at position 0, a quarter turn at position 1
+    >>> quarter = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # no rotation at position 0, a quarter turn at 1
     >>> q = k = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
     >>> onepass.qk_rms_norm(q, k, torch.ones(2), torch.ones(2), rope=onepass.Rope(quarter, head_dim=2))[0]
     tensor([[ 1.0000,  1.0000],

@@ -1,14 +1,16 @@
-"""One declaration of an op, from which everything that must agree with it is made.
+"""The declaration of an op, from which everything that must agree with it is derived.
 
-A `Contract` lists tensor arguments (shape by symbol, dtypes, layout), options and outputs. From it come the torch
-schema, the straight-line checker and allocator that runs at every call and is also the fake implementation
-(`Contract.prepare`, written by `onepass.contract.validation`), sample inputs and argument mutations for tests (`onepass.testing.samples`),
-the bytes an ideal kernel moves, and the tables of docs/ops.md. Conditions and derived sizes are Python expressions over
-the argument names, so that they are compiled into that checker and printed in the docs as they stand.
+A `Contract` lists tensor arguments (shape by symbol, dtypes, layout), options and outputs. It
+determines the torch schema, the code that validates every call and allocates its outputs, which is
+also the fake implementation (`onepass.contract.validation`), sample inputs and bad arguments for
+tests, and the tables of docs/ops.md. Conditions and derived sizes are Python expressions over the
+argument names. They are compiled into the validation code and printed verbatim in the docs.
 """
 
 from __future__ import annotations
 
+import math
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,9 +22,17 @@ from torch import Tensor
 from ..errors import ContractError
 
 Layout = Literal["rows", "dense", "any"]
-"""``rows``: last dimension contiguous; ``dense``: contiguous; ``any``: checked by the op's own rules."""
+"""``rows``: last dimension contiguous; ``dense``: contiguous; ``any``: validated by the op's own rules."""
 
 OptionType = Literal["float", "int", "bool", "str", "ScalarType"]
+OPTION_TYPES: Final[dict[OptionType, tuple[tuple[type, ...], str]]] = {
+    "float": ((float, int), "be a number"),
+    "int": ((int,), "be an int"),
+    "bool": ((bool,), "be a bool"),
+    "str": ((str,), "be a string"),
+    "ScalarType": ((torch.dtype,), "be a dtype"),
+}
+"""The types of each kind of option, and the requirement as error messages phrase it."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +47,21 @@ class Arg:
     layout: Layout = "rows"
     sample: Literal["normal", "gamma", "positive", "index"] = "normal"
     mutable: bool = False
-    """Also written: only in an op that is `Contract.in_place`."""
+    """Whether the op also writes it; only `Contract.in_place` ops may."""
     debugged: bool = False
-    """Its values are read on the host when debugging, as those of an index are; such a call is not replayed then."""
+    """Debug mode reads its values on the host, as it does for indices. Such a call is then not replayed."""
     hint: Callable[[dict[str, Any], Tensor], str] | None = None
-    """From the sizes known so far and a tensor of the wrong shape to advice that ends the message, or ""."""
+    """``hint(known sizes, tensor of the wrong shape)``: advice to append to the error message, or ""."""
 
     def schema(self, alias: str = "") -> str:
-        """Its type in a torch schema."""
+        """Return the argument's type in a torch schema."""
         written = f"({alias}!)" if self.mutable else ""
         return "Tensor[]" if self.many else f"Tensor{written}{'?' if self.optional else ''}"
 
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword that is no tensor. ``where`` is a condition on its own value, e.g. ``"0 <= eps <= 3.4e38"``."""
+    """A non-tensor keyword argument. ``where`` is a condition on its value, e.g. ``"0 <= eps <= 3.4e38"``."""
 
     type: OptionType
     default: Any
@@ -62,13 +72,25 @@ class Option:
 
     @property
     def schema(self) -> str:
-        """Its type in a torch schema."""
+        """The option's type in a torch schema."""
         return self.type + ("?" if self.optional else "")
+
+    def accepts(self, name: str, value: object) -> bool:
+        """Whether ``value`` is legal for this option, which is called ``name`` in its condition."""
+        if value is None:
+            return self.optional
+        if not isinstance(value, OPTION_TYPES[self.type][0]) or (isinstance(value, bool) and self.type != "bool"):
+            return False
+        if self.type == "float" and isinstance(value, int) and not -(2**1023) < value < 2**1023:
+            return False
+        if self.choices and value not in self.choices:
+            return False
+        return not self.where or bool(eval(self.where, {"inf": math.inf, name: value}))
 
 
 @dataclass(frozen=True)
 class Out:
-    """An output: present when ``when`` holds, in the caller's tensor ``argument`` where one is given."""
+    """An output: present when ``when`` holds, and written to the caller's tensor ``argument`` if given."""
 
     dims: str
     dtype: str
@@ -76,14 +98,14 @@ class Out:
     argument: str
     when: str = "True"
     column: str = "False"
-    """Condition under which the last dimension is the slowest: stored as [last, ...]."""
+    """Condition under which the last dimension is the slowest one: stored as [last, ...]."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition over several arguments; ``argument`` is the one to blame, ``expects`` what it must be.
+    """A condition over several arguments. Errors name ``argument`` and what it must do, ``expects``.
 
-    ``={N}`` in ``expects`` is the value of N in messages and nothing in the docs.
+    ``={N}`` in ``expects`` becomes the value of N in messages and is left out of the docs.
     """
 
     condition: str
@@ -91,7 +113,7 @@ class Rule:
     expects: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Contract:
     """The whole declaration of one op; see the module docstring."""
 
@@ -106,29 +128,30 @@ class Contract:
     scope: dict[str, Any] = field(default_factory=dict)
     """Functions that the expressions above call, by name."""
     replaces: dict[str, tuple[str, ...]] | None = None
-    """Inputs that each output may be, by the outputs' argument names; None: any of its dtype, shape and strides."""
+    """Inputs that each output (by argument name) may alias; None: any of the same dtype, shape and strides."""
     in_place: bool = False
-    """There is only the form that writes into the caller's tensors, under the contract's own name."""
+    """The op only exists in the form that writes into the caller's tensors, under the contract's own name."""
     carried: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parameters of the public function that are not named here, and the names that each carries."""
+    """Parameters of the public function that are not arguments here, and the arguments that each carries."""
     known_as: dict[str, str] = field(default_factory=dict)
-    """The public function's names of arguments that have another name here: messages use them."""
+    """Public names of the arguments that have another name here; error messages use them."""
+    form_of: str = ""
+    """The public op that this is another form of; error messages name that op."""
 
     @cached_property
-    def _generated(self) -> tuple[Callable[..., tuple[Tensor | None, ...]], Callable[..., tuple[bool, ...]]]:
-        from .validation import compile_prepare
-
-        return compile_prepare(self)
-
-    @property
-    def prepare(self) -> Callable[..., tuple[Tensor | None, ...]]:
-        """``prepare(*args, *options, *outs)`` checks everything and returns the outputs, allocating those that are None."""
-        return self._generated[0]
+    def arguments(self) -> Callable[..., Any]:
+        """A named tuple of all arguments, options and outputs (by argument name): what a kernel receives."""
+        return namedtuple("Arguments", (*self.args, *self.options, *self.out_names))
 
     @property
-    def present(self) -> Callable[..., tuple[bool, ...]]:
-        """``present(*args, *options)``: which outputs such a call has."""
-        return self._generated[1]
+    def public_name(self) -> str:
+        """The public op's name."""
+        return self.form_of or self.name
+
+    @property
+    def out_names(self) -> list[str]:
+        """The argument names of the outputs."""
+        return [out.argument for out in self.outs.values()]
 
     @property
     def schema(self) -> str:
@@ -148,11 +171,11 @@ class Contract:
         return tensors + [f"{o.schema} {n}" for n, o in self.options.items()]
 
     def fail(self, argument: str, expects: str, got: str) -> NoReturn:
-        """Raise the error every refusal has the form of."""
-        raise ContractError(f"{self.name}: `{self.known_as.get(argument, argument)}` must {expects}, got {got}")
+        """Raise a `ContractError` in the standard format."""
+        raise ContractError(f"{self.public_name}: `{self.known_as.get(argument, argument)}` must {expects}, got {got}")
 
     def blame(self, **tensors: Any) -> None:
-        """Refuse what is no tensor, or one without strides or memory of its own: torch's errors name nothing."""
+        """Reject non-tensors and non-strided tensors with an error that names the argument."""
         for name, value in tensors.items():
             many = isinstance(value, (list, tuple)) and (name not in self.args or self.args[name].many)
             for tensor in value if many else (value,):
@@ -163,30 +186,30 @@ class Contract:
 
 
 def require_bool(op: str, name: str, value: object) -> None:
-    """Refuse what is no bool: "no" and 0 have a truth that callers may not mean."""
+    """Reject anything but a bool: a value like "no" would count as true."""
     if not isinstance(value, bool):
         raise ContractError(f"{op}: `{name}` must be a bool, got {describe(value)}")
 
 
 LONGEST: Final = 80
-"""Characters of a value that a message shows as it is."""
+"""Longest value, in characters, that a message shows in full."""
 
 
 def describe(value: object) -> str:
-    """How a message shows a value it refuses: as it is, or by its type and size where that would be long."""
+    """Describe a rejected value in a message: in full, or by its type and size if that would be long."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {short(value.dtype)} on {value.device}"
     if isinstance(value, torch.dtype):
         return short(value)
-    if isinstance(value, int) and value.bit_length() > 4 * LONGEST:  # Python refuses to print the longest
+    if isinstance(value, int) and value.bit_length() > 4 * LONGEST:  # Python cannot print very long ints
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, str) and len(value) > LONGEST:
         return f"a string of {len(value)} characters that begins with {value[: LONGEST // 2]!r}"
     if isinstance(value, (list, tuple)):
-        few = len(value) <= LONGEST and not any(isinstance(item, Tensor) for item in value)
-        return _brief(value) if few else _counted(value)
+        brief = len(value) <= LONGEST and not any(isinstance(item, Tensor) for item in value)
+        return _brief(value) if brief else _counted(value)
     shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple) and shape:  # an array of another library
+    if isinstance(shape, tuple) and shape:  # an array from another library
         return f"a {_type(value)} {list(shape)} of {getattr(value, 'dtype', 'unknown dtype')}"
     if isinstance(value, (dict, set, frozenset, range, bytes)) and len(value) > LONGEST:
         return f"a {_type(value)} of {len(value)} items"
@@ -217,5 +240,5 @@ def short(dtype: torch.dtype) -> str:
 
 
 def moved_bytes(tensors: Sequence[Tensor | None]) -> int:
-    """Bytes an ideal kernel moves: every input read once, every output written once."""
+    """Bytes that an ideal kernel moves: every input is read once and every output written once."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

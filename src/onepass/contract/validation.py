@@ -1,7 +1,8 @@
-"""Writes the code that checks a call and allocates its outputs: straight lines of Python, made once from a `Contract`.
+"""Generates the code that validates a call and allocates its outputs from the op's `Contract`.
 
-Interpreting a declaration at every call would cost more than the kernels; what is generated here costs what the same
-checks written by hand would. The text of each function is kept for tracebacks.
+Interpreting the declaration at every call would cost more than the kernels do. The generated code
+is straight-line Python, as fast as hand-written checks. Its source is registered with `linecache`,
+so tracebacks show it, and `generated_source` returns it.
 """
 
 from __future__ import annotations
@@ -9,23 +10,17 @@ from __future__ import annotations
 import linecache
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn
+from functools import cache
+from textwrap import dedent
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from .declaration import Arg, Contract, Layout, Option, OptionType, Out, describe, short
+from .declaration import OPTION_TYPES, Arg, Contract, Layout, Option, Out, describe, short
 
-_TYPES: Final[dict[OptionType, tuple[str, str]]] = {
-    "float": ("(float, int)", "be a number"),
-    "int": ("int", "be an int"),
-    "bool": ("bool", "be a bool"),
-    "str": ("str", "be a string"),
-    "ScalarType": ("torch.dtype", "be a dtype"),
-}
-"""What a value must be an instance of, and how a message says it."""
-NEGATED: Final = "'hold its values as they are (resolve_neg)', 'a negated view'"
-"""What is expected instead of such a view, and what came."""
+NEGATED: Final = "'not be a negated view (call resolve_neg)', 'one'"
+"""The arguments of `fail` for a negated view."""
 
 
 class Writer:
@@ -33,7 +28,7 @@ class Writer:
 
     def __init__(self, contract: Contract, eager: bool = False) -> None:
         self.contract = contract
-        self.eager = eager  # what comes through the dispatcher is no such view, and a compiler cannot ask
+        self.eager = eager  # the dispatcher resolves negated views, and compilers cannot test for them
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {
             "torch": torch,
@@ -53,25 +48,27 @@ class Writer:
             **contract.scope,
         }
         self.indent = 0
+        self.knows_device = False
         self.symbols: set[str] = set()
         first: dict[str, Arg] = {}
         again = {d for a in contract.args.values() for d in a.dims.split() if first.setdefault(d, a) is not a}
         self.absent = {d for d in again if d.isidentifier() and first[d].optional}
-        """Symbols that are None where the optional argument that comes first with them is: another binds them then."""
+        """Symbols that an optional argument mentions first: None if it is absent, until another argument binds them."""
         self.shapes: dict[str, str] = {}
 
-    def __call__(self, line: str, depth: int = 1) -> None:
-        """Write a line."""
-        self.lines.append("    " * (self.indent + depth) + line)
+    def __call__(self, text: str, depth: int = 1) -> None:
+        """Append a line, or an indented block that begins with a line break."""
+        lines = dedent(text).strip().splitlines() if text[0] == "\n" else [text]
+        self.lines += ["    " * (self.indent + depth) + line for line in lines]
 
     def constant(self, value: object, hint: str) -> str:
-        """The name under which generated code finds ``value``."""
+        """Return the name under which generated code finds ``value``."""
         name = f"_{hint}"
         self.scope[name] = value
         return name
 
     def _fail_shape(self, argument: str, dims: str, known: dict[str, object], got: Tensor, index: str = "") -> NoReturn:
-        """``index`` says which tensor of a list it is. ``N/32`` is a size, of which N is known."""
+        """``index`` identifies one tensor of a list. In ``N/32`` the known symbol is N."""
         shapes = " or ".join(f"[{', '.join(shape.split())}]" for shape in dims.split("|"))
         tokens = (d.split("/")[0] for d in dims.replace("|", " ").split())
         mentioned = dict.fromkeys(d for d in tokens if d in known)
@@ -94,9 +91,9 @@ class Writer:
 
 
 def refuse_gradient(contract: Contract, argument: str, got: str = "requires_grad=True") -> NoReturn:
-    """There is no backward: better an error than a result that has silently lost its gradient."""
+    """Raise: there is no backward, and an error is better than a silently lost gradient."""
     ways = "use torch.inference_mode(), no_grad() or detach()"
-    contract.fail(argument, f"need no gradient (there is no backward: {ways})", got)
+    contract.fail(argument, f"not require a gradient (there is no backward: {ways})", got)
 
 
 def _needs_grad(value: object) -> bool:
@@ -106,7 +103,7 @@ def _needs_grad(value: object) -> bool:
 
 
 def _shape(dims: str) -> str:
-    """As an expression; ``N/32`` is a size that no tensor has where 32 does not divide N."""
+    """The shape as an expression. ``N/32`` becomes -1, which no tensor has, if 32 does not divide N."""
     sizes = []
     for token in dims.split():
         whole, _, by = token.partition("/")
@@ -122,7 +119,7 @@ def _known(write: Writer) -> str:
 
 
 def _bind_shape(write: Writer, name: str, dims: str, depth: int) -> None:
-    """Check a shape, binding the symbols it is the first to mention; no symbols at all means one element."""
+    """Validate a shape and bind the symbols it mentions first; a shape without symbols means one element."""
     tokens = dims.split()
     if not tokens:
         write(f"if {name}.numel() != 1:", depth)
@@ -135,12 +132,15 @@ def _bind_shape(write: Writer, name: str, dims: str, depth: int) -> None:
         write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
         return
     tail = [t for t in tokens if t != "..."]
-    count = f"{name}.dim() < {len(tail)}" if "..." in tokens else f"{name}.dim() != {len(tail)}"
-    write(f"if {count}:", depth)
-    write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
-    shape = f"{name}_shape"
-    write(f"{shape} = {name}.shape", depth)
-    write.shapes[dims] = shape
+    shape = write.shapes[dims] = f"{name}_shape"
+    write(
+        f"""
+        if {name}.dim() {"<" if "..." in tokens else "!="} {len(tail)}:
+            fail_shape('{name}', '{dims}', {_known(write)}, {name})
+        {shape} = {name}.shape
+        """,
+        depth,
+    )
     known: list[str] = []
     parts = [("lead", f"{shape}[:-{len(tail)}]")] if "..." in tokens else []
     parts += [(symbol, f"{shape}[{index - len(tail)}]") for index, symbol in enumerate(tail)]
@@ -158,78 +158,78 @@ def _bind_shape(write: Writer, name: str, dims: str, depth: int) -> None:
 
 
 def _check_tensor(write: Writer, name: str, arg: Arg, depth: int) -> None:
-    write(f"if not isinstance({name}, Tensor):", depth)
-    write(f"    fail('{name}', 'be a tensor', describe({name}))", depth)
     allowed = arg.dtypes if isinstance(arg.dtypes, str) else write.constant(arg.dtypes, f"dtypes_{name}")
-    write(f"if {name}.dtype not in {allowed}:", depth)
-    write(f"    fail_dtype('{name}', {allowed}, {name}.dtype)", depth)
-    if "device" in write.symbols:
-        write(f"if not (on_cpu and {name}.is_cpu) and {name}.device != device:", depth)  # a flag is read sooner
+    write(
+        f"""
+        if not isinstance({name}, Tensor):
+            fail('{name}', 'be a tensor', describe({name}))
+        if {name}.dtype not in {allowed}:
+            fail_dtype('{name}', {allowed}, {name}.dtype)
+        """,
+        depth,
+    )
+    if write.knows_device:  # is_cpu is a flag, which is faster to read than the device
+        write(f"if not (on_cpu and {name}.is_cpu) and {name}.device != device:", depth)
         write(f"    fail('{name}', f'be on {{device}}', str({name}.device))", depth)
     else:
         write(f"device, on_cpu = {name}.device, {name}.is_cpu", depth)
-        write.symbols.add("device")
-    write.symbols.discard("device")
+        write.knows_device = True
     _bind_shape(write, name, arg.dims, depth)
-    write.symbols.add("device")
-    _check_layout(write, name, arg.layout, arg.dims, depth)
+    if arg.layout == "dense":
+        write(f"if not {name}.is_contiguous():", depth)
+        write(f"    fail('{name}', 'be contiguous', f'strides {{{name}.stride()}}')", depth)
+    last = (arg.dims.split() or ["1"])[-1]
+    if arg.layout == "rows" and last != "1":
+        write(f"if {name}.stride(-1) != 1 and {name}.shape[-1] != 1:", depth)
+        write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{{name}.stride()}}')", depth)
     if write.eager and arg.layout != "dense" and arg.sample != "index":
-        # a view that torch negates when it reads it: its elements lie two apart, which only one column may
-        last = (arg.dims.split() or ["1"])[-1]
+        # torch negates such a view when reading it; its elements are two apart, so it can only have one column
         guard = "" if arg.layout == "any" or last == "1" else f"{last} == 1 and "
         write(f"if {guard}{name}.is_neg():", depth)
         write(f"    fail('{name}', {NEGATED})", depth)
 
 
-def _check_layout(write: Writer, name: str, layout: Layout, dims: str, depth: int) -> None:
-    if layout == "dense":
-        write(f"if not {name}.is_contiguous():", depth)
-        write(f"    fail('{name}', 'be contiguous', f'strides {{{name}.stride()}}')", depth)
-    elif layout == "rows" and dims.split()[-1] != "1":
-        write(f"if {name}.stride(-1) != 1 and {name}.shape[-1] != 1:", depth)
-        write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{{name}.stride()}}')", depth)
-
-
 def check_list_lines(write: Writer, name: str) -> None:
-    """That a list of tensors is one."""
+    """Validate that an argument is a list."""
     write(f"if not isinstance({name}, (list, tuple)):")
     write(f"    fail('{name}', 'be a list of tensors', describe({name}))")
 
 
 def _check_many(write: Writer, name: str, arg: Arg) -> None:
-    """A list of tensors, each of one of several shapes."""
+    """Validate a list of tensors, each with one of several shapes."""
     allowed = write.constant(arg.dtypes, f"dtypes_{name}")
     shapes = ", ".join(_shape(d) for d in arg.dims.split("|"))
     check_list_lines(write, name)
-    write(f"if {name}:")
-    write(f"    shapes = ({shapes})")
-    write(f"    for index, item in enumerate({name}):")
-    write("if not isinstance(item, Tensor):", 3)
-    write(f"    fail('{name}', 'hold tensors', describe(item))", 3)
-    write(f"if item.dtype not in {allowed}:", 3)
-    write(f"    fail_dtype('{name}', {allowed}, item.dtype)", 3)
-    write("if item.device != device:", 3)
-    write(f"    fail('{name}', f'be on {{device}}', str(item.device))", 3)
-    write("if tuple(item.shape) not in [tuple(s) for s in shapes]:", 3)
-    write.symbols.discard("device")
-    write(f"    fail_shape('{name}', '{arg.dims}', {_known(write)}, item, f' at index {{index}}')", 3)
-    write.symbols.add("device")
-    write("if item.stride(-1) != 1 and item.shape[-1] != 1:", 3)
-    write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{item.stride()}}')", 3)
+    write(f"""
+        if {name}:
+            shapes = [{shapes}]
+            for index, item in enumerate({name}):
+                if not isinstance(item, Tensor):
+                    fail('{name}', 'hold tensors', describe(item))
+                if item.dtype not in {allowed}:
+                    fail_dtype('{name}', {allowed}, item.dtype)
+                if item.device != device:
+                    fail('{name}', f'be on {{device}}', str(item.device))
+                if tuple(item.shape) not in shapes:
+                    fail_shape('{name}', '{arg.dims}', {_known(write)}, item, f' at index {{index}}')
+                if item.stride(-1) != 1 and item.shape[-1] != 1:
+                    fail('{name}', 'have a contiguous last dimension', f'strides {{item.stride()}}')
+        """)
     if write.eager:
         write("if item.is_neg():", 3)
         write(f"    fail('{name}', {NEGATED})", 3)
 
 
 def check_option_lines(write: Writer, name: str, option: Option) -> None:
-    """An option's type, choices and range."""
+    """Validate an option's type, choices and range."""
     guard = f"{name} is not None and " if option.optional else ""
-    kind, expected = _TYPES[option.type]
+    types, expected = OPTION_TYPES[option.type]
+    kind = write.constant(types[0] if len(types) == 1 else types, f"type_{option.type}")
     conditions, expects = [f"isinstance({name}, {kind})"], [expected]
     if option.type in ("float", "int"):
         conditions.append(f"not isinstance({name}, bool)")
     if option.type == "float":
-        # an int beyond all floats compares with them as if it were one
+        # an int beyond the largest float still compares with floats
         conditions[1] += f" and (isinstance({name}, float) or -(2**1023) < {name} < 2**1023)"
     if option.choices:
         conditions = [conditions[0], f"{name} in {write.constant(option.choices, 'choices_' + name)}"]
@@ -238,48 +238,56 @@ def check_option_lines(write: Writer, name: str, option: Option) -> None:
         conditions.append(f"({option.where})")
         expects.append(f"satisfy {option.where}")
     if option.type == "float" and not option.choices:
-        # a plain float is by far the commonest: test it first, and only once
+        # a plain float is the common case: test it first, and only once
         conditions[:2] = [f"(type({name}) is float or {' and '.join(conditions[:2])})"]
     write(f"if {guard}not ({' and '.join(conditions)}):")
     write(f"    fail('{name}', {' and '.join(expects)!r}, describe({name}))")
 
 
 def _allocate(write: Writer, out: Out) -> None:
-    depth = 1
+    name = out.argument
     if out.when != "True":
-        write(f"if not ({out.when}):")
-        write(f"    if {out.argument} is not None:")
-        write(
-            f"        fail('{out.argument}', 'be None unless {out.when.replace(chr(39), chr(34))}', describe({out.argument}))"
-        )
-        write(f"elif {out.argument} is None:")
+        unless = out.when.replace("'", '"')
+        write(f"""
+            if not ({out.when}):
+                if {name} is not None:
+                    fail('{name}', 'be None unless {unless}', describe({name}))
+            elif {name} is None:
+            """)
     else:
-        write(f"if {out.argument} is None:")
+        write(f"if {name} is None:")
     same = write.shapes.get(out.dims)
     if same:
         source = same.removesuffix("_shape")
-        # naming the memory format costs 1.2 us, so it is named only where it changes anything
-        kept = f"empty_like({source}, dtype={out.dtype})"
-        write(
-            f"{out.argument} = {kept} if {source}.is_contiguous() else {kept[:-1]}, memory_format=contiguous)",
-            depth + 1,
-        )
+        # passing a memory format costs 1.2 us, so it is passed only where it matters
+        like = f"empty_like({source}, dtype={out.dtype})"
+        write(f"{name} = {like} if {source}.is_contiguous() else {like[:-1]}, memory_format=contiguous)", 2)
     else:
         sizes = ", ".join("*lead" if d == "..." else d for d in out.dims.split())
-        plain = f"empty({sizes}, dtype={out.dtype}, device=device)"
+        where = f"dtype={out.dtype}, device=device"
+        plain = f"empty({sizes}, {where})"
         if out.column != "False":
             *rest, last = sizes.split(", ")
-            plain = f"empty({last}, {', '.join(rest)}, dtype={out.dtype}, device=device).movedim(0, -1) if {out.column} else {plain}"
-        write(f"{out.argument} = {plain}", depth + 1)
+            column = f"empty({last}, {', '.join(rest)}, {where}).movedim(0, -1)"
+            plain = f"{column} if {out.column} else {plain}"
+        write(f"{name} = {plain}", 2)
     write("else:")
     layout: Layout = "any" if out.column != "False" else "rows"
-    _check_tensor(write, out.argument, Arg(out.dims, out.doc, f"({out.dtype},)", layout=layout), depth + 1)
-    write(f"if {out.argument}.requires_grad and is_grad_enabled():", depth + 1)
-    write(f"    fail_grad({out.argument}={out.argument})", depth + 1)
+    _check_tensor(write, name, Arg(out.dims, out.doc, f"({out.dtype},)", layout=layout), 2)
+    write(f"if {name}.requires_grad and is_grad_enabled():", 2)
+    write(f"    fail_grad({name}={name})", 2)
+
+
+def needs_grad(name: str, arg: Arg | None) -> str:
+    """The expression that tests whether an argument, or an output if ``arg`` is None, requires a gradient."""
+    if arg is not None and arg.many:
+        return f"({name} and any([t.requires_grad for t in {name}]))"
+    may_be_absent = arg is None or arg.optional
+    return f"({name} is not None and {name}.requires_grad)" if may_be_absent else f"{name}.requires_grad"
 
 
 def write_body(write: Writer, contract: Contract, options: bool) -> None:
-    """The checks in a straight line, then the outputs."""
+    """Write all checks, then the allocation of outputs."""
     if options:
         for name, option in contract.options.items():
             check_option_lines(write, name, option)
@@ -300,38 +308,48 @@ def write_body(write: Writer, contract: Contract, options: bool) -> None:
     for rule in contract.rules:
         write(f"if not ({rule.condition}):")
         write(f"    fail('{rule.argument}', f{rule.expects!r}, describe({rule.argument}))")
-    grads = [
-        f"({name} and any([t.requires_grad for t in {name}]))"
-        if arg.many
-        else f"({name} is not None and {name}.requires_grad)"
-        if arg.optional
-        else f"{name}.requires_grad"
-        for name, arg in contract.args.items()
-    ]
-    write(f"if is_grad_enabled() and ({' or '.join(grads)}):")
+    write(f"if is_grad_enabled() and ({' or '.join(needs_grad(*item) for item in contract.args.items())}):")
     write(f"    fail_grad({', '.join(f'{n}={n}' for n in contract.args)})")
     for out in contract.outs.values():
         _allocate(write, out)
 
 
 def run_source(source: str, label: str, scope: dict[str, Any]) -> None:
-    """Execute generated source under a name that tracebacks can show."""
+    """Execute generated source under a file name that tracebacks can show."""
     filename = f"<onepass {label}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(compile(source, filename, "exec"), scope)
 
 
-def compile_prepare(
-    contract: Contract,
-) -> tuple[Callable[..., tuple[Tensor | None, ...]], Callable[..., tuple[bool, ...]]]:
-    """Write and compile ``prepare`` and ``present``."""
+class Validation(NamedTuple):
+    """The functions generated from one contract."""
+
+    prepare: Callable[..., tuple[Tensor | None, ...]]
+    """``prepare(*args, *options, *outs)`` validates everything and returns the outputs, allocating those that are None."""
+    present: Callable[..., tuple[bool, ...]]
+    """``present(*args, *options)`` returns which outputs such a call has."""
+
+
+contracts: Final[dict[str, Contract]] = {}
+"""Contracts for which code was generated, by name."""
+
+
+@cache
+def validation_of(contract: Contract) -> Validation:
+    """Generate ``prepare`` and ``present``, once per contract."""
     write = Writer(contract)
     inputs = ", ".join([*contract.args, *contract.options])
-    outs = [out.argument for out in contract.outs.values()]
+    outs = contract.out_names
     write(f"def prepare({inputs}, {', '.join(out + '=None' for out in outs)}):", 0)
     write_body(write, contract, options=True)
     write(f"return {', '.join(outs)},")
     write(f"def present({inputs}):", 0)
     write(f"return {', '.join(out.when for out in contract.outs.values())},")
-    run_source("\n".join(write.lines) + "\n", f"contract {contract.name}", write.scope)
-    return write.scope["prepare"], write.scope["present"]
+    run_source("\n".join(write.lines) + "\n", f"validation of {contract.name}", write.scope)
+    contracts[contract.name] = contract
+    return Validation(write.scope["prepare"], write.scope["present"])
+
+
+def generated_source(op_name: str) -> str:
+    """The validation code of the op with that name, or "" if there is none."""
+    return "".join(linecache.getlines(f"<onepass validation of {op_name}>"))

@@ -1,1 +1,1 @@
-"""What a plain eager call goes through."""
+"""The fast path of plain eager calls."""

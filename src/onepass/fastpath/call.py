@@ -1,65 +1,64 @@
-"""Writes the function that a plain eager call goes through: `onepass.contract.validation`'s checks, the kernel, and the memory of both.
+"""Generates the function behind plain eager calls: validation and the kernel, with what both remember.
 
-A combination of options is checked once and remembered. On a GPU a whole call is remembered too (`onepass.fastpath.replay`).
+Each combination of options is validated once and remembered. On a GPU whole calls are remembered too
+(`onepass.fastpath.replay`).
 """
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from ..contract import validation
 from ..contract.declaration import Contract
-from ..contract.validation import Writer, check_list_lines, check_option_lines, run_source, write_body
+from ..contract.validation import Writer, check_list_lines, check_option_lines, needs_grad
 from . import replay
 from .debug import debugging
 
 MAX_REMEMBERED: Final = 4096
-"""Combinations of options whose check is remembered, and calls with each of them."""
-
-
-def _kinds(contract: Contract) -> list[str]:
-    """What remembered options are also known by: 1, 1.0 and True are equal, and not all of them are what a bool or float is."""
-    return [f"type({n})" for n, option in contract.options.items() if option.type in ("float", "int", "bool")]
+"""Combinations of options that are remembered, and calls for each of them."""
 
 
 def _write_replay(write: Writer, contract: Contract) -> None:
-    """On a GPU, a call like an earlier one: launch what that one launched.
+    """On a GPU, repeat the launch of an earlier call that was like this one.
 
-    ``like`` is what the launch depends on besides the options: dtype, shape, strides, alignment and device of every tensor.
-    Calls with lists of tensors are not replayed, nor while debugging, when indices and counters are read.
+    ``like`` is what the launch depends on besides the options: dtype, shape, strides, alignment and
+    device of every tensor. Calls with lists of tensors are not replayed. In debug mode calls with
+    indices or counters are not either, since their values are read.
     """
     single = [name for name, arg in contract.args.items() if not arg.many]
-    optional = {name for name in single if contract.args[name].optional}
-    outs = [out.argument for out in contract.outs.values()]
-    lists = [f" and not {name}" for name, arg in contract.args.items() if arg.many]
+    tensors = {**{name: contract.args[name] for name in single}, **dict.fromkeys(contract.out_names)}
+    lists = "".join(f" and not {name}" for name, arg in contract.args.items() if arg.many)
     indices = any(arg.sample == "index" or arg.debugged for arg in contract.args.values())
-    parts, grads = [], []
-    for name in [*single, *outs]:
+    parts = []
+    for name, arg in tensors.items():
         strides = f"{name}.is_contiguous() or {name}.stride()"
         facts = f"{name}.dtype, {name}.shape, {strides}, {name}.data_ptr() % 16, {name}.get_device()"
-        if name in contract.args and contract.args[name].layout == "any":
+        if arg is not None and arg.layout == "any":
             facts += f", {name}.is_neg()"
-        absent = name in optional or name in outs
-        parts.append(f"None if {name} is None else ({facts})" if absent else facts)
-        grads.append(f"({name} is not None and {name}.requires_grad)" if absent else f"{name}.requires_grad")
-    condition = f"switch.on and on_gpu({single[0]}){''.join(lists)}{' and not debugging()' if indices else ''}"
-    write("like = found = None")
-    write("try:")
-    write(f"    if {condition}:")
-    write(f"        like = ({', '.join(parts)},)")
-    write("        found = replays.get(like)")
-    write("except AttributeError:  # not a tensor: the checks will say so")
-    write("    like = None")
-    write("if found is not None:")
-    write("    like = None")
-    write(f"    if found and not (is_grad_enabled() and ({' or '.join(grads)})):")
-    write(f"        done = found({', '.join([*single, *outs])})")
-    write("        if done is not None:")
-    write("            return done")
+        parts.append(f"None if {name} is None else ({facts})" if arg is None or arg.optional else facts)
+    grads = " or ".join(needs_grad(*item) for item in tensors.items())
+    write(f"""
+        like = found = None
+        try:
+            if switch.on and on_gpu({single[0]}){lists}{" and not debugging()" if indices else ""}:
+                like = ({", ".join(parts)},)
+                found = replays.get(like)
+        except AttributeError:  # not a tensor: validation reports it
+            like = None
+        if found is not None:
+            like = None
+            if found and not (is_grad_enabled() and ({grads})):
+                done = found({", ".join(tensors)})
+                if done is not None:
+                    return done
+        """)
 
 
 def compile_call(
@@ -72,17 +71,27 @@ def compile_call(
     memory: Callable[..., None],
     on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda"),
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Write and compile the eager entry: ``prepare`` and ``kernel`` in one function, with no argument passed twice.
+    """Generate the eager entry: ``prepare`` and ``kernel`` in one function, with no argument passed twice.
 
-    A combination of options is checked once and remembered, with a dictionary in which the kernel may note what it
-    means (``kernel(notes, *inputs, *outputs)``). ``dispatch(inputs, outs)`` takes the call where torch's dispatcher
-    must see it: when it is ``watched`` or a tensor is ``special``, which only a tensor of another type or device than
-    the commonest is asked. ``memory(inputs, outputs)`` judges the outputs that the caller gave.
+    ``kernel(spec_cache, arguments)`` receives a dictionary that belongs to the combination of options
+    and the contract's named tuple of `arguments`. ``dispatch(inputs, outs)`` makes the call if torch's
+    dispatcher must see it: if it is ``watched``, or if a tensor is ``special``, which is tested only for
+    tensors of an uncommon type or device. ``memory(inputs, outputs)`` validates the caller's outputs.
     """
     write = Writer(contract, eager=True)
-    options = ", ".join(contract.options)
+    options, arguments = ", ".join(contract.options), ", ".join(contract.args)
     inputs = ", ".join([*contract.args, *contract.options])
-    outs = ", ".join(out.argument for out in contract.outs.values())
+    outs = ", ".join(contract.out_names)
+    # 1, 1.0 and True are equal, so the key also contains the options' types
+    key = [*contract.options]
+    key += [f"type({n})" for n, option in contract.options.items() if option.type in ("float", "int", "bool")]
+    first, *others = contract.args
+    common = [f"type({first}) is Tensor", f"({first}.is_cpu or {first}.is_cuda)"]
+    common += [f"not {name}" if contract.args[name].many else f"type({name}) in PLAIN" for name in others]
+    common += [f"type({name}) in PLAIN" for name in contract.out_names]
+    mutable = any(arg.mutable for arg in contract.args.values())
+    allocates_all = "False" if mutable else " and ".join(f"{name} is None" for name in contract.out_names)
+
     write(f"def check_options({options}):", 0)
     for name, option in contract.options.items():
         check_option_lines(write, name, option)
@@ -94,59 +103,58 @@ def compile_call(
     for name, arg in contract.args.items():
         if arg.many:
             check_list_lines(write, name)
-    first, *others = contract.args
-    usual = [f"type({first}) is Tensor", f"({first}.is_cpu or {first}.is_cuda)"]
-    for name in others:
-        usual.append(f"not {name}" if contract.args[name].many else f"type({name}) in PLAIN")
-    usual += [f"type({out.argument}) in PLAIN" for out in contract.outs.values()]
-    unwritten = [f"{out.argument} is None" for out in contract.outs.values()]
-    if any(arg.mutable for arg in contract.args.values()):
-        unwritten = ["False"]
-    write(f"if watched() or not ({' and '.join(usual)}) and special({', '.join(contract.args)}, *given):")
-    write(f"    return dispatch(({inputs},), given)")
-    remembered = [*contract.options, *_kinds(contract)]
-    write(f"key = ({', '.join(remembered)}{',' if remembered else ''})")
-    write("try:")
-    write("    known = seen.get(key)")
-    write("except TypeError:")
-    write("    known = None")
-    write("if known is None:")
-    write(f"    check_options({options})")
-    write(f"    if len(seen) >= {MAX_REMEMBERED}:")
-    write("        seen.clear()")
-    write("    known = seen[key] = ({}, {})")
-    write("notes, replays = known")
+    write(f"""
+        if watched() or not ({" and ".join(common)}) and special({arguments}, *given):
+            return dispatch(({inputs},), given)
+        key = ({", ".join(key)}{"," if key else ""})
+        try:
+            known = seen.get(key)
+        except TypeError:
+            known = None
+        if known is None:
+            check_options({options})
+            if len(seen) >= {MAX_REMEMBERED}:
+                seen.clear()
+            known = seen[key] = ({{}}, {{}})
+        spec_cache, replays = known
+        """)
     _write_replay(write, contract)
-    write(f"plain = {' and '.join(unwritten)}")
-    write_body(write, contract, options=False)
-    write("if not plain:")
-    write(f"    memory(({inputs},), ({outs},))")
+    write(f"allocates_all = {allocates_all}")
+    validation.write_body(write, contract, options=False)
     single = [name for name, arg in contract.args.items() if not arg.many]
     written = [i for i, name in enumerate(single) if contract.args[name].mutable]
     written += range(len(single), len(single) + len(contract.outs))
-    write("if like is not None:")
-    write(f"    if len(replays) >= {MAX_REMEMBERED}:")
-    write("        replays.clear()")
-    before, after = f"({', '.join(single)}, *given)", f"({', '.join(single)}, {outs})"
-    run = f"lambda: kernel(notes, {inputs}, {outs})"
-    write(f"    replays[like] = record({run}, {before}, {after}, {written}, {len(contract.outs)}) or False")
-    write(f"    return {outs},")
-    write(f"kernel(notes, {inputs}, {outs})")
-    write(f"return {outs},")
+    tensors = ", ".join(single)
+    write(f"""
+        if not allocates_all:
+            memory(({inputs},), ({outs},))
+        arguments = Arguments({inputs}, {outs})
+        if like is None:
+            kernel(spec_cache, arguments)
+        else:
+            if len(replays) >= {MAX_REMEMBERED}:
+                replays.clear()
+            before, after = ({tensors}, *given), ({tensors}, {outs})
+            run = partial(kernel, spec_cache, arguments)
+            replays[like] = record(run, before, after, {written}, {len(contract.outs)}) or False
+        return {outs},
+        """)
     write.indent -= 1
-    # looked into only where something has failed: a value that is not what the lines above took it for
-    tensors = ", ".join(
-        f"{name}={name}" for name in (*contract.args, *(out.argument for out in contract.outs.values()))
-    )
-    write("except RuntimeError:")
-    write(f"    blame({tensors})")
-    write(f"    check_options({options})")
-    write("    raise")
-    write("except (AttributeError, TypeError):")
-    write(f"    prepare({inputs}, *given)")
-    write("    raise")
+    # reached only if something has failed: a value is not what the code above assumed
+    named = ", ".join(f"{name}={name}" for name in (*contract.args, *contract.out_names))
+    write(f"""
+        except RuntimeError:
+            blame({named})
+            check_options({options})
+            raise
+        except (AttributeError, TypeError):
+            prepare({inputs}, *given)
+            raise
+        """)
     write.scope.update(
-        prepare=contract.prepare,
+        Arguments=contract.arguments,
+        partial=partial,
+        prepare=validation.validation_of(contract).prepare,
         record=replay.record,
         switch=replay.switch,
         debugging=debugging,
@@ -159,6 +167,11 @@ def compile_call(
         seen={},
         PLAIN=frozenset({Tensor, torch.nn.Parameter, type(None)}),
     )
-    run_source("\n".join(write.lines) + "\n", f"call {contract.name}", write.scope)
+    validation.run_source("\n".join(write.lines) + "\n", f"eager call of {contract.name}", write.scope)
     call: Callable[..., tuple[Tensor | None, ...]] = write.scope["call"]
     return call
+
+
+def generated_source(op_name: str) -> str:
+    """The code of the op's eager calls, or "" if it has not been generated in this process."""
+    return "".join(linecache.getlines(f"<onepass eager call of {op_name}>"))

@@ -1,4 +1,4 @@
-"""Which tensors share memory: outputs may be an input itself, and otherwise must lie apart."""
+"""Detects tensors that share memory: an output may be an input itself but must not overlap otherwise."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NO_MEMORY: Final = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
 def lie_apart(values: Sequence[object]) -> bool:
-    """Whether no element of these tensors is one of another or of the same: the common case, found quickly.
+    """Whether no two elements of these tensors share memory: a fast test for the common case.
 
-    False where that takes more than a look at first and last addresses, or there are lists.
+    False if first and last addresses do not suffice to decide, or if there are lists.
     """
     spans: list[tuple[int, int]] = []
     for value in values:
@@ -46,10 +46,10 @@ def check_outputs(
     outputs: Sequence[tuple[str, Tensor]],
     replaces: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
-    """Refuse outputs that overlap themselves, one another, or an input other than exactly.
+    """Reject outputs that overlap themselves, one another, or part of an input.
 
-    An output may be an input itself (same memory, dtype, shape and strides) where kernels read an element before they
-    write it: any input, or those that ``replaces`` names for it.
+    An output may be an input itself (same memory, dtype, shape and strides) if kernels read an element
+    before they write it: any input, or those that ``replaces`` lists for it.
     """
     taken = [(*extent(t), False, name, t) for name, t in inputs]
     for name, out in outputs:
@@ -60,8 +60,10 @@ def check_outputs(
             meet = start < other_end and other_start < end and out.device == other.device
             may_be = not written and (replaces is None or other_name in replaces.get(name, ()))
             if meet and _overlap(out, other) and not (may_be and _same(out, other)):
-                unless = " unless it is that very tensor" if may_be else ""
-                raise ContractError(f"{op}: `{name}` must not overlap `{other_name}`{unless}, got memory they share")
+                unless = " unless it is the same tensor" if may_be else ""
+                raise ContractError(
+                    f"{op}: `{name}` must not overlap `{other_name}`{unless}, got tensors that share memory"
+                )
         taken.append((start, end, True, name, out))
 
 
@@ -70,7 +72,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _overlaps_itself(t: Tensor) -> bool:
-    """Whether two elements may lie at one address: unless each stride steps over all that the smaller ones reach."""
+    """Whether two elements may share an address: not if each stride exceeds what the smaller ones span."""
     reach = 0
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size > 1:
@@ -81,7 +83,7 @@ def _overlaps_itself(t: Tensor) -> bool:
 
 
 def extent(t: Tensor) -> tuple[int, int]:
-    """First address and the one after the last; equal when there are no elements."""
+    """The first address and the one after the last; equal if there are no elements."""
     start = t.data_ptr()
     if t.is_contiguous() or not t.numel():
         return start, start + t.nbytes
@@ -90,7 +92,7 @@ def extent(t: Tensor) -> tuple[int, int]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose extents meet share a byte; slices of one parent that lie beside each other do not."""
+    """Whether two tensors whose extents overlap share a byte. Adjacent slices of one parent do not."""
     (wide, *far), (width, *others) = _run_and_steps(a), _run_and_steps(b)
     steps = {*far, *others}
     period = min(steps, default=0)
@@ -101,7 +103,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _run_and_steps(t: Tensor) -> list[int]:
-    """Bytes that lie in one run at each place, and the steps between places."""
+    """The bytes in each contiguous run, and the strides between runs."""
     run = 1
     steps: list[int] = []
     for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):

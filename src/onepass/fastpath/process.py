@@ -1,4 +1,4 @@
-"""Which process this is: a forked child has none of its parent's threads, so it must not count on the pools they made."""
+"""Detects forked processes: a forked child has none of its parent's threads, so it must not use its thread pools."""
 
 from __future__ import annotations
 

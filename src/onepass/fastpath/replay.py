@@ -1,33 +1,35 @@
-"""A launch remembered: what a call on a GPU came to, so that the next one like it need not find out again.
+"""Remembers the launch of a call on a GPU, so that the next call like it need not prepare it again.
 
-Of two calls whose tensors agree in dtype, shape, strides, device and alignment, and whose options are equal, everything
-but the addresses is the same: the kernel, the grid, every number that is passed. So the first such call is recorded, and
-those after it check no more than that what they write lies apart from all else where it did, allocate the same outputs
-and launch the same kernel on other addresses.
+If two calls have equal options, and tensors of the same dtype, shape, strides, device and alignment,
+then everything but the addresses is the same: the kernel, the grid, every number that is passed. The
+first such call is recorded. Later ones only check that the tensors they write overlap others exactly
+where the recorded ones did, allocate the same outputs and launch the same kernel on other addresses.
 
-Only what is sure to be the same is recorded: one launch, whose every address is that of one argument or output, or of
-memory whose owner says how to ask for it (`mark`). What repeats a call is straight-line code, written once for all calls of
-that form.
+A call is recorded only if that is certain: it made one launch, and each of its addresses belongs to
+an argument, an output, or memory whose owner knows how to allocate it again (`mark`). A call is
+replayed by straight-line code, generated once for all calls of the same form.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import count
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..contract.validation import run_source
 from .memory import extent
 
 Launch = tuple[Any, int, Sequence[Any]]
 """A launcher, its grid and its arguments."""
 Source = tuple[Callable[[], tuple[Tensor, Any]], Callable[[Any], None]]
-"""``take() -> memory, key`` for a launch, and ``discard(key)`` should the launch fail."""
+"""``take() -> memory, key`` for a launch, and ``discard(key)`` in case the launch fails."""
 Replay = Callable[..., tuple[Tensor | None, ...] | None]
-"""``replay(*tensors of the call, None where there is none)``: allocate, launch, return the outputs; None: nothing was done."""
+"""``replay(*tensors of the call or None)``: allocate, launch and return the outputs; None if nothing was done."""
 
 
 class Tape(threading.local):
@@ -41,10 +43,11 @@ class Tape(threading.local):
 
 
 tape: Final = Tape()
+_forms: Final = count(1)
 
 
 class Switch:
-    """Whether calls are recorded and replayed at all: not while something else than a backend takes the launches."""
+    """Whether calls are recorded and replayed: not while something other than a backend receives the launches."""
 
     on = True
 
@@ -53,12 +56,12 @@ switch: Final = Switch()
 
 
 def note(launcher: Any, grid: int, arguments: Sequence[Any]) -> None:
-    """Write a launch down."""
+    """Record a launch."""
     tape.launches.append((launcher, grid, arguments))
 
 
 def mark(address: int, source: Source) -> None:
-    """Say where memory at ``address``, which is none of the call's tensors, comes from."""
+    """Register the source of memory at ``address``, which belongs to none of the call's tensors."""
     if tape.on:
         tape.sources[address] = source
 
@@ -70,10 +73,10 @@ def record(
     written: Sequence[int],
     outputs: int,
 ) -> Replay | None:
-    """Run a call and return what repeats it, or None where that cannot be told from what was launched.
+    """Run a call and return a function that repeats it, or None if its launches do not allow that.
 
-    ``before`` are the caller's tensors, its outputs last, and ``after`` the same with those outputs allocated that it did not
-    give; ``written`` are the places of those the kernel writes.
+    ``before`` are the caller's tensors, outputs last. ``after`` are the same, with allocated outputs
+    in place of None. ``written`` are the indices of the tensors that the kernel writes.
     """
     tape.launches, tape.sources, tape.on = [], {}, True
     try:
@@ -87,12 +90,12 @@ def record(
     owners = {t.data_ptr(): i for i, t in enumerate(after) if t is not None and t.numel()}
     moved: list[tuple[int, int]] = []
     asked: list[tuple[int, Source]] = []
-    for place in launcher.addresses:
-        address = arguments[place]
+    for index in launcher.addresses:
+        address = arguments[index]
         if address in owners:
-            moved.append((place, owners[address]))
+            moved.append((index, owners[address]))
         elif address in sources:
-            asked.append((place, sources[address]))
+            asked.append((index, sources[address]))
         elif address:
             return None
     given = [(i, t) for i, t in enumerate(before) if t is not None and t.numel()]
@@ -103,13 +106,13 @@ def record(
         tuple(i for i, t in given if t.shape[-1:].numel() == 1 and t.is_floating_point()),
         tuple(pair for pair, _ in fixed),
         tuple(pair for pair, _ in apart),
-        tuple((place, model, same) for place, model, same, _ in made),
+        tuple((index, model, same) for index, model, same, _ in made),
         tuple(index for _, index in moved),
         len(asked),
         outputs,
     )
     return _writer(form)(
-        launcher.prepare(grid, arguments, [place for place, _ in moved] + [place for place, _ in asked]),
+        launcher.prepare(grid, arguments, [index for index, _ in (*moved, *asked)]),
         [distance for _, distance in fixed],
         [size for _, sizes in apart for size in sizes],
         [make for *_, make in made],
@@ -120,10 +123,10 @@ def record(
 def _relations(
     given: Sequence[tuple[int, Tensor]], written: Sequence[int]
 ) -> tuple[list[tuple[tuple[int, int], tuple[int, int]]], list[tuple[tuple[int, int], int]]]:
-    """How the caller's tensors must lie: pairs that lie apart (with their bytes), and pairs at a fixed distance.
+    """Which tensors must not overlap (with their sizes in bytes), and which must be at a fixed distance.
 
-    What was found right of the first call is right wherever these hold: tensors that meet one that is written, as slices of
-    one parent or as one and the same, must do so at the same distance.
+    If these hold, the validation of the first call applies too. Tensors that overlap a written
+    one, as slices of one parent or as the same tensor, must do so at the same distance.
     """
     apart, fixed = [], []
     for position, (a, first) in enumerate(given):
@@ -138,18 +141,18 @@ def _relations(
 
 
 def _like(given: Sequence[tuple[int, Tensor]], out: Tensor) -> tuple[int, bool, Any]:
-    """How to allocate a tensor like ``out``: like the tensor at a place, its dtype the same or given, or by a function (-1)."""
+    """How to allocate a tensor like ``out``: like the tensor at an index (same dtype, or the one given), or by a function (-1)."""
     shape, strides, dtype, device = out.shape, out.stride(), out.dtype, out.device
-    for place, tensor in given:
+    for index, tensor in given:
         if tensor.shape == shape and tensor.stride() == strides and tensor.is_contiguous() and tensor.device == device:
-            return place, tensor.dtype == dtype, dtype
+            return index, tensor.dtype == dtype, dtype
     return -1, False, lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 class _Form(NamedTuple):
-    """What the code of a replay depends on: how many tensors, which relations, which outputs are made and like what.
+    """What the code of a replay depends on: number of tensors, relations, and which outputs are allocated and how.
 
-    The ``narrow`` have one column, so they might be views that torch negates when it reads them: those are not replayed.
+    ``narrow`` tensors have one column, so they could be negated views. Calls with those are not replayed.
     """
 
     tensors: int
@@ -166,16 +169,12 @@ class _Form(NamedTuple):
 def _writer(form: _Form) -> Callable[..., Replay]:
     """``make(launch, distances, sizes, makers, sources) -> replay`` for calls of this form."""
     lines = ["def make(launch, distances, sizes, makers, sources):"]
-    for name, count in (
-        ("distance", len(form.fixed)),
-        ("size", 2 * len(form.apart)),
-        ("maker", len(form.made)),
-        ("source", form.asked),
-    ):
-        if count:
-            lines.append(f"    {', '.join(f'{name}{i}' for i in range(count))}, = {name}s")
-    lines.append(f"    def replay({', '.join(f't{i}' for i in range(form.tensors))}):")
-    made = {place for place, _, _ in form.made}
+    counts = {"distance": len(form.fixed), "size": 2 * len(form.apart), "maker": len(form.made), "source": form.asked}
+    for name, size in counts.items():
+        if size:
+            lines.append(f"    {_numbered(name, range(size))}, = {name}s")
+    lines.append(f"    def replay({_numbered('t', range(form.tensors))}):")
+    made = {index for index, _, _ in form.made}
     pairs = [i for pair in (*form.fixed, *form.apart) for i in pair]
     body = [f"p{i} = t{i}.data_ptr()" for i in sorted({*pairs, *form.moved} - made)]
     body += [f"if t{i}.is_neg(): return None" for i in form.narrow]
@@ -183,27 +182,27 @@ def _writer(form: _Form) -> Callable[..., Replay]:
         body.append(f"if p{b} - p{a} != distance{i}: return None")
     for i, (a, b) in enumerate(form.apart):
         body.append(f"if -size{2 * i + 1} < p{b} - p{a} < size{2 * i}: return None")
-    for i, (place, model, same) in enumerate(form.made):
+    for i, (index, model, same) in enumerate(form.made):
         like = f"empty_like(t{model})" if same else f"empty_like(t{model}, dtype=maker{i})"
-        body.append(f"t{place} = {like if model >= 0 else f'maker{i}()'}")
+        body.append(f"t{index} = {like if model >= 0 else f'maker{i}()'}")
     body += [f"p{i} = t{i}.data_ptr()" for i in sorted(made & {*form.moved})]
-    addresses = [f"p{i}" for i in form.moved]
-    if form.asked:
-        body.append(
-            f"launch_with(launch, ({', '.join(addresses)},), ({', '.join(f'source{i}' for i in range(form.asked))},))"
-        )
-    else:
-        body.append(f"launch({', '.join(addresses)})")
-    body.append(f"return {', '.join(f't{i}' for i in range(form.tensors - form.outputs, form.tensors))},")
+    addresses = _numbered("p", form.moved)
+    sources = _numbered("source", range(form.asked))
+    body.append(f"launch_with(launch, ({addresses},), ({sources},))" if form.asked else f"launch({addresses})")
+    body.append(f"return {_numbered('t', range(form.tensors - form.outputs, form.tensors))},")
     lines += [f"        {line}" for line in body] + ["    return replay"]
     scope: dict[str, Any] = {"empty_like": torch.empty_like, "launch_with": _launch_with}
-    exec("\n".join(lines), scope)
+    run_source("\n".join(lines) + "\n", f"replay {next(_forms)}", scope)
     make: Callable[..., Replay] = scope["make"]
     return make
 
 
+def _numbered(name: str, numbers: Iterable[int]) -> str:
+    return ", ".join(f"{name}{i}" for i in numbers)
+
+
 def _launch_with(launch: Callable[..., None], addresses: Sequence[int], sources: Sequence[Source]) -> None:
-    """Launch with memory taken for it, which is never used again if the launch fails."""
+    """Launch with memory taken for it, which is discarded if the launch fails."""
     taken = [(*take(), discard) for take, discard in sources]
     try:
         launch(*addresses, *[memory.data_ptr() for memory, _, _ in taken])

@@ -1,1 +1,1 @@
-"""The public ops, one file a family: the maths, the contract, the functions."""
+"""The public ops. Each family has functions with their formulas, contracts, and the code that turns calls into launches."""

@@ -1,49 +1,60 @@
-"""Which backend runs a kernel family: by device, imported when a tensor first needs it, replaceable as a whole."""
+"""Selects a kernel family's backend by device. Backends are imported at first use and can be replaced."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from ..fastpath import replay
 
-_families: list[Launch] = []
+_BACKENDS: Final = {"cpu": "cpu", "cuda": "triton"}
+_families: Final[list[Family]] = []
 
 
-class Launch:
-    """The ``launch`` functions of ``onepass.cpu.<family>`` and ``onepass.triton.<family>``."""
+class Family:
+    """A kernel family in both backends: the modules ``onepass.cpu.<name>`` and ``onepass.triton.<name>``."""
 
-    def __init__(self, family: str) -> None:
-        self.family = family
-        self._found: dict[str, Any] = {}
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._launch: dict[str, Any] = {}
         _families.append(self)
 
-    def on(self, tensor: Tensor) -> Any:
-        """The launch function of the tensor's device."""
-        return self._found.get("cpu" if tensor.is_cpu else "cuda") or self._load(tensor.device.type)
+    def launch(self, tensor: Tensor) -> Any:
+        """The launch function for the tensor's device."""
+        return self._launch.get("cpu" if tensor.is_cpu else "cuda") or self._load(tensor.device.type)
 
     def _load(self, device: str) -> Any:
-        backend = {"cpu": "cpu", "cuda": "triton"}[device]
-        found = self._found[device] = import_module(f"onepass.{backend}.{self.family}").launch
+        found = self._launch[device] = import_module(f"onepass.{_BACKENDS[device]}.{self.name}").launch
         return found
+
+    def function(self, tensor: Tensor, name: str) -> Any:
+        """Another function of the backend's module. Devices without kernels (meta) use the GPU backend's."""
+        backend = _BACKENDS.get(tensor.device.type, "triton")
+        return getattr(import_module(f"onepass.{backend}.{self.name}"), name)
+
+
+def extension(name: str) -> Any:
+    """The package ``onepass.<name>``, imported at first use."""
+    return sys.modules.get(f"onepass.{name}") or import_module(f"onepass.{name}")
 
 
 @contextmanager
 def launching_with(choose: Callable[[str], Callable[..., None]]) -> Iterator[None]:
-    """Hand every launch of a family to ``choose(family)`` instead of a backend: the interpreter's, a recorder's, a stub."""
-    saved = [(launch, dict(launch._found)) for launch in _families]
+    """Pass every launch of a family to ``choose(family)`` instead of a backend: an interpreter, a recorder, a stub."""
+    saved = [(family, dict(family._launch)) for family in _families]
     replay.switch.on = False
-    for launch, _ in saved:
-        chosen = choose(launch.family)
-        launch._found.update(cpu=chosen, cuda=chosen)
+    for family, _ in saved:
+        chosen = choose(family.name)
+        family._launch.update(cpu=chosen, cuda=chosen)
     try:
         yield
     finally:
         replay.switch.on = True
-        for launch, found in saved:
-            launch._found.clear()
-            launch._found.update(found)
+        for family, found in saved:
+            family._launch.clear()
+            family._launch.update(found)

@@ -1,16 +1,18 @@
-"""RMSNorm of a query and a key projection together, in one launch: statistics, application, both, with RoPE behind.
+"""RMSNorm of a query and a key projection in one launch: statistics, application, or both, with optional RoPE.
 
 For each row of q and, with its own gamma, of k::
 
     mean = sum(x^2) / N
     y    = (x * rsqrt(mean + eps)) * (gamma + weight_offset)
 
-`qk_rms_norm` does it all in one launch. Under tensor parallelism, where a rank holds some of the columns, the two halves
-are `row_sum_of_squares_qk` and `apply_qk_rms_norm`, with a reduction over the ranks in between; `row_mean_of_squares_qk`
-followed by `apply_qk_rms_norm` gives the very bytes of `qk_rms_norm`.
+`qk_rms_norm` does everything in one launch. Under tensor parallelism, where a rank holds some of the
+columns, the two halves are `row_sum_of_squares_qk` and `apply_qk_rms_norm`, with a reduction over the
+ranks in between. `row_mean_of_squares_qk` followed by `apply_qk_rms_norm` gives exactly the bytes of
+`qk_rms_norm`.
 
-Everything is float32 until the one rounding at the store. ``rounding="hf"`` rounds ``x * rsqrt(...)`` and y to x's
-dtype. A rotation (`onepass.Rope`) takes y in float32, unrounded ("hf": as rounded), and its result is rounded once.
+Everything is float32 until the single rounding at the store. ``rounding="hf"`` rounds
+``x * rsqrt(...)`` and y to x's dtype. A rotation (`onepass.Rope`) reads y in float32, unrounded ("hf":
+rounded), and its result is rounded once.
 """
 
 from __future__ import annotations
@@ -22,136 +24,102 @@ from torch import Tensor
 
 from ..contract.declaration import Contract, describe
 from ..formats import Rounding
-from ..rope import Rope, RopeStyle
-from ..specs.qk_norm import QkCall, QkSpec, RopeRule, qk_spec
+from ..rope import Rope
+from ..specs.qk_norm import QkCall, QkSpec, RopeRule, Stage, qk_spec
+from .dispatch import extension
 from .qk_norm_call import run_qk
-from .qk_norm_contract import APPLY_QK_RMS_NORM, QK_RMS_NORM, ROW_MEAN_OF_SQUARES_QK, ROW_SUM_OF_SQUARES_QK
-from .qk_norm_contract import QK_RMS_NORM_HEADS as _QK_RMS_NORM_HEADS
+from .qk_norm_contract import (
+    APPLY_QK_RMS_NORM,
+    QK_RMS_NORM,
+    QK_RMS_NORM_HEADS,
+    ROW_MEAN_OF_SQUARES_QK,
+    ROW_SUM_OF_SQUARES_QK,
+)
 from .registration import Op
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "APPLY_QK_RMS_NORM",
-    "QK_RMS_NORM",
-    "ROW_MEAN_OF_SQUARES_QK",
-    "ROW_SUM_OF_SQUARES_QK",
-    "apply_qk_rms_norm",
-    "qk_rms_norm",
-    "row_mean_of_squares_qk",
-    "row_sum_of_squares_qk",
-]
+__all__ = ["APPLY_QK_RMS_NORM", "QK_RMS_NORM", "ROW_MEAN_OF_SQUARES_QK", "ROW_SUM_OF_SQUARES_QK"]
+__all__ += ["apply_qk_rms_norm", "qk_rms_norm", "row_mean_of_squares_qk", "row_sum_of_squares_qk"]
 
-Notes = dict[object, QkSpec]
-"""Kernels of one combination of options, by the tensors' dtypes."""
+SpecCache = dict[object, QkSpec]
+"""The specs of one combination of options, by the tensors' dtypes and the rotation."""
 
 
-def _sums_kernel(notes: Notes, q: Tensor, k: Tensor, sums: Tensor) -> None:
-    spec = qk_spec("sums", q.dtype)
-    run_qk(ROW_SUM_OF_SQUARES_QK, QkCall(spec, q, k, stats=sums), 0)
+def _sums(spec_cache: SpecCache, a: Any) -> None:
+    run_qk(ROW_SUM_OF_SQUARES_QK, QkCall(qk_spec("sums", a.q.dtype), a.q, a.k, stats=a.out), 0)
 
 
-def _means_kernel(notes: Notes, q: Tensor, k: Tensor, means: Tensor) -> None:
-    spec = qk_spec("means", q.dtype)
-    run_qk(ROW_MEAN_OF_SQUARES_QK, QkCall(spec, q, k, stats=means), 0)
+def _means(spec_cache: SpecCache, a: Any) -> None:
+    run_qk(ROW_MEAN_OF_SQUARES_QK, QkCall(qk_spec("means", a.q.dtype), a.q, a.k, stats=a.out), 0)
 
 
-def _rule(
-    freqs: Tensor | None, positions: Tensor | None, style: RopeStyle, dim: int | None, head: int
-) -> RopeRule | None:
-    if freqs is None:
-        return None
-    return RopeRule(style, head, dim or freqs.shape[1], None if positions is None else positions.dtype)
+def _apply(spec_cache: SpecCache, a: Any) -> None:
+    run_qk(APPLY_QK_RMS_NORM, _call(spec_cache, a, "apply", a.head_dim or 0, a.epsilon, a.qk_var), 0)
 
 
-def _apply_kernel(
-    notes: Notes, q: Tensor, k: Tensor, gamma_q: Tensor, gamma_k: Tensor, qk_var: Tensor, freqs: Tensor | None, positions: Tensor | None,
-    epsilon: float, weight_offset: float, rounding: Rounding, style: RopeStyle, dim: int | None, head_dim: int | None,
-    q_out: Tensor, k_out: Tensor,
-) -> None:  # fmt: skip
-    rope = _rule(freqs, positions, style, dim, head_dim or 0)
-    key = (q.dtype, gamma_q.dtype, gamma_k.dtype, q_out.dtype, rope)
-    spec = notes.get(key)
+def _flat(spec_cache: SpecCache, a: Any) -> None:
+    head = a.gamma_q.shape[0] if a.per_head else 0
+    run_qk(QK_RMS_NORM, _call(spec_cache, a, "fused", a.head_dim or head, a.eps, per_head=a.per_head), head)
+
+
+def _heads(spec_cache: SpecCache, a: Any) -> None:
+    run_qk(QK_RMS_NORM_HEADS, _call(spec_cache, a, "fused", a.q.shape[-1], a.eps, per_head=True), -1)
+
+
+def _call(
+    cache: SpecCache, a: Any, stage: Stage, head: int, eps: float, stats: Tensor | None = None, per_head: bool = False
+) -> QkCall:
+    rope = None
+    if a.freqs is not None:
+        rope = RopeRule(a.style, head, a.dim or a.freqs.shape[1], None if a.positions is None else a.positions.dtype)
+    key = (a.q.dtype, a.gamma_q.dtype, a.q_out.dtype, a.gamma_k.dtype, rope)
+    spec = cache.get(key)
     if spec is None:
-        spec = notes[key] = qk_spec(
-            "apply", q.dtype, gamma_q.dtype, q_out.dtype, rounding, False, rope, gamma_k.dtype
-        )  # fmt: skip
-    call = QkCall(
-        spec, q, k, gamma_q, gamma_k, q_out, k_out, qk_var, freqs, positions, epsilon, weight_offset
-    )  # fmt: skip
-    run_qk(APPLY_QK_RMS_NORM, call, 0)
+        spec = cache[key] = qk_spec(stage, *key[:3], a.rounding, per_head, rope, a.gamma_k.dtype)
+    outs = (a.q_out, a.k_out)
+    return QkCall(spec, a.q, a.k, a.gamma_q, a.gamma_k, *outs, stats, a.freqs, a.positions, eps, a.weight_offset)
 
 
-def _flat_kernel(
-    notes: Notes, q: Tensor, k: Tensor, gamma_q: Tensor, gamma_k: Tensor, freqs: Tensor | None, positions: Tensor | None,
-    eps: float, weight_offset: float, rounding: Rounding, out_dtype: torch.dtype | None, per_head: bool,
-    style: RopeStyle, dim: int | None, head_dim: int | None, q_out: Tensor, k_out: Tensor,
-) -> None:  # fmt: skip
-    head = gamma_q.shape[0] if per_head else 0
-    rope = _rule(freqs, positions, style, dim, head_dim or head)
-    key = (q.dtype, gamma_q.dtype, gamma_k.dtype, q_out.dtype, rope)
-    spec = notes.get(key)
-    if spec is None:
-        spec = notes[key] = qk_spec(
-            "fused", q.dtype, gamma_q.dtype, q_out.dtype, rounding, per_head, rope, gamma_k.dtype
-        )  # fmt: skip
-    call = QkCall(spec, q, k, gamma_q, gamma_k, q_out, k_out, None, freqs, positions, eps, weight_offset)
-    run_qk(QK_RMS_NORM, call, head)
-
-
-def _heads_kernel(
-    notes: Notes, q: Tensor, k: Tensor, gamma_q: Tensor, gamma_k: Tensor, freqs: Tensor | None, positions: Tensor | None,
-    eps: float, weight_offset: float, rounding: Rounding, out_dtype: torch.dtype | None,
-    style: RopeStyle, dim: int | None, head_dim: int | None, q_out: Tensor, k_out: Tensor,
-) -> None:  # fmt: skip
-    rope = _rule(freqs, positions, style, dim, q.shape[-1])
-    spec = qk_spec("fused", q.dtype, gamma_q.dtype, q_out.dtype, rounding, True, rope, gamma_k.dtype)
-    call = QkCall(spec, q, k, gamma_q, gamma_k, q_out, k_out, None, freqs, positions, eps, weight_offset)
-    run_qk(_QK_RMS_NORM_HEADS, call, -1)
-
-
-_sums = Op(ROW_SUM_OF_SQUARES_QK, _sums_kernel)
-_means = Op(ROW_MEAN_OF_SQUARES_QK, _means_kernel)
-_apply = Op(APPLY_QK_RMS_NORM, _apply_kernel)
-_flat = Op(QK_RMS_NORM, _flat_kernel)
-_heads = Op(_QK_RMS_NORM_HEADS, _heads_kernel)
+_row_sum_of_squares_qk = Op(ROW_SUM_OF_SQUARES_QK, _sums)
+_row_mean_of_squares_qk = Op(ROW_MEAN_OF_SQUARES_QK, _means)
+_apply_qk_rms_norm = Op(APPLY_QK_RMS_NORM, _apply)
+_qk_rms_norm = Op(QK_RMS_NORM, _flat)
+_qk_rms_norm_heads = Op(QK_RMS_NORM_HEADS, _heads)
 
 
 def row_sum_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sums of squares of the rows of q and k in one launch: float32 [..., 2], of q in column 0 and of k in column 1.
+    """Sums of squares of the rows of q and k in one launch: float32 [..., 2], q in column 0 and k in column 1.
 
-    ``q`` [..., Nq] and ``k`` [..., Nk] have one dtype and one leading shape. For statistics over several devices that
-    hold columns of the same rows: add up these, then divide by the number of all columns. The order of summation
-    depends on the number of columns alone.
+    ``q`` [..., Nq] and ``k`` [..., Nk] have the same dtype and leading shape. For statistics of rows
+    whose columns are spread over devices, add these sums and divide by the total number of columns.
+    The order of summation depends only on the number of columns.
 
     >>> import torch, onepass
     >>> onepass.row_sum_of_squares_qk(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0, 2.0]]))
     tensor([[25.,  9.]])
     """
-    return cast(Tensor, _sums.call(q, k, out)[0])
+    return cast(Tensor, _row_sum_of_squares_qk.call(q, k, out)[0])
 
 
 def row_mean_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
-    """Means of squares of the rows of q and k in one launch: float32 [..., 2], of q in column 0 and of k in column 1.
+    """Means of squares of the rows of q and k in one launch: float32 [..., 2], q in column 0 and k in column 1.
 
-    The statistics that `apply_qk_rms_norm` takes: `row_sum_of_squares_qk` divided by the number of columns, rounded
-    correctly.
+    The statistics that `apply_qk_rms_norm` needs: `row_sum_of_squares_qk` divided by the number of
+    columns, correctly rounded.
 
     >>> import torch, onepass
     >>> onepass.row_mean_of_squares_qk(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0, 2.0]]))
     tensor([[12.5000,  3.0000]])
     """
-    return cast(Tensor, _means.call(q, k, out)[0])
-
-
-_NO_ROPE: tuple[Any, ...] = (None, None, "half", None, None)
+    return cast(Tensor, _row_mean_of_squares_qk.call(q, k, out)[0])
 
 
 def _unpacked(contract: Contract, rope: Rope | None) -> tuple[Any, ...]:
     """freqs, positions, style, dim and head_dim."""
     if rope is None:
-        return _NO_ROPE
+        return None, None, "half", None, None
     if not isinstance(rope, Rope):
         contract.fail("rope", "be a Rope or None", describe(rope))
     return rope.freqs, rope.positions, rope.style, rope.dim, rope.head_dim
@@ -174,9 +142,10 @@ def apply_qk_rms_norm(
     """RMSNorm of q and k from given statistics, in one launch: ``(x * rsqrt(qk_var + epsilon)) * (gamma + weight_offset)``.
 
     ``qk_var`` [..., 2] has the mean of squares of q's row in column 0 and of k's in column 1, as
-    `row_mean_of_squares_qk` returns it. The results go to ``q_out`` and ``k_out``, of any float dtype, which may be q
-    and k themselves. Grouped as written and rounded once, at the store ("hf": ``x * rsqrt(...)`` and the product to
-    q's dtype). A mean that is NaN or infinite makes its row NaN; where mean and epsilon are 0 the row is 0.
+    `row_mean_of_squares_qk` returns it. The results go to ``q_out`` and ``k_out``, of any float dtype,
+    which may be q and k themselves. Operations are grouped as written and rounded once, at the store
+    ("hf": ``x * rsqrt(...)`` and the product are rounded to q's dtype). If a mean is NaN or infinite its
+    row is NaN; if mean and epsilon are 0 the row is 0.
 
     >>> import torch, onepass
     >>> q, k = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]])
@@ -188,10 +157,9 @@ def apply_qk_rms_norm(
     for name, given in (("q_out", q_out), ("k_out", k_out)):
         if given is None:
             APPLY_QK_RMS_NORM.fail(name, "be a tensor", "None")
-    freqs, positions, *rest = _unpacked(APPLY_QK_RMS_NORM, rope)
-    _apply.call(
-        q, k, gamma_q, gamma_k, qk_var, freqs, positions, epsilon, weight_offset, rounding, *rest, q_out, k_out
-    )  # fmt: skip
+    freqs, positions, *turn = _unpacked(APPLY_QK_RMS_NORM, rope)
+    tensors = (q, k, gamma_q, gamma_k, qk_var, freqs, positions)
+    _apply_qk_rms_norm.call(*tensors, epsilon, weight_offset, rounding, *turn, q_out, k_out)
 
 
 def qk_rms_norm(
@@ -211,17 +179,19 @@ def qk_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of q and k, each over its whole row or ``per_head``, in one launch: ``(x * rs) * (gamma + weight_offset)``.
 
-    ``q`` [..., Nq] and ``k`` [..., Nk] may be slices of one packed projection. With ``per_head`` the gammas have the
-    columns of one head, D, and every D columns are a row of their own; q and k may then also be [..., Hq, D] and
-    [..., Hk, D] with heads strided in any way. Where both last dimensions are D, the second last is the heads, unless
-    rope's positions have it too, or there is nothing before it in q and k alike: [tokens, D] is one head a token.
-    ``rope`` rotates the result in the same launch. ``out`` is a pair of tensors for the results, of any float dtype,
-    which may be q and k themselves; else they have ``out_dtype``, or q's.
+    ``q`` [..., Nq] and ``k`` [..., Nk] may be slices of one packed projection. With ``per_head`` the
+    gammas have the D columns of one head, and every D columns form a row. q and k may then also be
+    [..., Hq, D] and [..., Hk, D] with arbitrarily strided heads. If both last dimensions are D, the
+    second-to-last one counts heads, unless rope's positions have it too, or neither q nor k has a
+    dimension before it: [tokens, D] is one head per token. ``rope`` rotates the result in the same launch. ``out``
+    is a pair of tensors for the results, of any float dtype, which may be q and k themselves. Otherwise
+    they have ``out_dtype``, or q's dtype.
 
-    ``group``: q and k are this rank's columns of rows that lie across a process group (`onepass.dist`).
+    ``group``: q and k are this rank's columns of rows that are sharded over a process group (`onepass.dist`).
 
-    Rounding: "once" rounds at the store and nowhere else; "hf" rounds ``x * rs`` to q's dtype, then the product with
-    gamma, then what is rotated. Statistics are float32, added in an order that depends on the number of columns alone.
+    Rounding: "once" rounds at the store and nowhere else; "hf" rounds ``x * rs`` to q's dtype, then the
+    product with gamma, then the rotated value. Statistics are float32, summed in an order that depends
+    only on the number of columns.
 
     >>> import torch, onepass
     >>> q, k = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0, 2.0, 0.0]])
@@ -229,33 +199,24 @@ def qk_rms_norm(
     (tensor([[0.8485, 1.1314]]), tensor([[0.0000, 1.4142, 1.4142, 0.0000]]))
     """
     if group is not None:
-        from .. import dist
-
-        shared: tuple[Tensor, Tensor] = dist.qk_rms_norm(
-            q, k, gamma_q, gamma_k, eps, group=group, weight_offset=weight_offset, rounding=rounding, rope=rope,
-            per_head=per_head, out_dtype=out_dtype, out=out,
-        )  # fmt: skip
-        return shared
+        options = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope, "per_head": per_head}
+        over_group = extension("dist").qk_rms_norm
+        results = over_group(q, k, gamma_q, gamma_k, eps, group=group, out_dtype=out_dtype, out=out, **options)
+        return cast(tuple[Tensor, Tensor], results)
     if out is not None and not (isinstance(out, (tuple, list)) and len(out) == 2):
         QK_RMS_NORM.fail("out", "be a pair of tensors", repr(type(out).__name__))
-    q_out, k_out = (None, None) if out is None else out
-    freqs, positions, style, dim, head_dim = _unpacked(QK_RMS_NORM, rope)
-    results: tuple[Tensor | None, ...]
+    given = (None, None) if out is None else out
+    freqs, positions, *turn = _unpacked(QK_RMS_NORM, rope)
+    common = (q, k, gamma_q, gamma_k, freqs, positions, eps, weight_offset, rounding, out_dtype)
     if per_head is True and _has_heads(q, k, gamma_q, positions):
-        results = _heads.call(
-            q, k, gamma_q, gamma_k, freqs, positions, eps, weight_offset, rounding, out_dtype, style, dim, head_dim,
-            q_out, k_out,
-        )  # fmt: skip
+        results = _qk_rms_norm_heads.call(*common, *turn, *given)
     else:
-        results = _flat.call(
-            q, k, gamma_q, gamma_k, freqs, positions, eps, weight_offset, rounding, out_dtype, per_head, style, dim,
-            head_dim, q_out, k_out,
-        )  # fmt: skip
+        results = _qk_rms_norm.call(*common, per_head, *turn, *given)
     return cast(Tensor, results[0]), cast(Tensor, results[1])
 
 
 def _has_heads(q: object, k: object, gamma_q: object, positions: object) -> bool:
-    """Whether the second last dimension counts heads: rows are as long as gamma, and positions do not say otherwise."""
+    """Whether the second-to-last dimension counts heads: rows have gamma's length, and positions lack that dimension."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(gamma_q, Tensor)):
         return False
     if gamma_q.dim() != 1 or q.dim() < 2 or k.dim() < 2 or not q.shape[-1] == k.shape[-1] == gamma_q.shape[0]:

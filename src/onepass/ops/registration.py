@@ -1,24 +1,28 @@
-"""The only file that touches torch.library: schemas, CPU and CUDA implementations, fakes.
+"""Registers ops with torch.library: schemas, CPU and CUDA implementations, fakes.
 
-An op is registered from its `Contract` and one ``kernel`` function that is handed checked arguments and allocated
-outputs. torch's dispatcher is the backend registry; the fake implementation is the checker and allocator alone.
-Plain eager calls skip the dispatcher, which with many arguments costs more than the kernel.
+An op is registered from its `Contract` and a function ``kernel(spec_cache, arguments)``, which
+receives validated arguments and allocated outputs as the contract's named tuple. ``spec_cache``
+belongs to one combination of options; kernels keep the specs of such calls there. The fake
+implementation is the generated validation and allocation alone. Plain eager calls bypass the
+dispatcher, which with many arguments costs more than the kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from ..contract import validation
 from ..contract.declaration import Contract
-from ..contract.validation import refuse_gradient
+from ..contract.validation import refuse_gradient, validation_of
 from ..errors import Unsupported
-from ..fastpath.call import compile_call
+from ..fastpath import call
 from ..fastpath.memory import check_outputs, lie_apart
 
 _library = torch.library.Library("onepass", "DEF")
@@ -30,30 +34,42 @@ _tracing: Callable[[], object] = torch._C._get_tracing_state
 _compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 Outputs = tuple[Tensor | None, ...]
+Kernel = Callable[[dict[Any, Any], Any], None]
 
-
-_ops: list[Op] = []
+_ops: Final[list[Op]] = []
 
 
 def write_eager_entries() -> None:
-    """Write every op's eager entry now. One that appears after a compiler has traced a call would make it trace again."""
+    """Generate every op's eager entry now. Generating one after a compiler has traced a call would cause a retrace."""
     for op in _ops:
         op.write_eager_entry()
 
 
-class Op:
-    """A registered op; ``call`` it with every argument of the contract, then the caller's outputs (None: allocate)."""
+def generated_sources(op: str) -> dict[str, str]:
+    """The code generated for a public op, by title: validation and eager calls of each of its forms."""
+    write_eager_entries()
+    found: dict[str, str] = {}
+    for name, contract in validation.contracts.items():
+        if contract.public_name == op:
+            found[f"validation of {name}"] = validation.generated_source(name)
+            found[f"eager call of {name}"] = call.generated_source(name)
+    return {title: source for title, source in found.items() if source}
 
-    def __init__(self, contract: Contract, kernel: Callable[..., None]) -> None:
+
+class Op:
+    """A registered op; ``call`` takes every argument of the contract, then the caller's outputs (None: allocate)."""
+
+    def __init__(self, contract: Contract, kernel: Kernel) -> None:
         self.contract = contract
-        _ = contract.prepare  # made now: a compiler that traces a call must not meet the making
+        # generated now: a compiler that traces a call must not trace the generator
+        self._prepare, self._present = validation_of(contract)
         self.functional, self.out = _define(contract, kernel)
         self._kernel = kernel
         self.call: Callable[..., Outputs] = self._first_call
         _ops.append(self)
 
     def _first_call(self, *arguments: Any) -> Outputs:
-        """Write the eager entry when it is first needed, which keeps the import short; a compiler never needs it."""
+        """Generate the eager entry when it is first needed, which keeps the import fast; compilers never need it."""
         if _watched():
             count = len(self.contract.args) + len(self.contract.options)
             return self._dispatch(arguments[:count], arguments[count:])
@@ -61,38 +77,34 @@ class Op:
         return self.call(*arguments)
 
     def write_eager_entry(self) -> None:
-        """Make ``call`` the function that plain eager calls take, if it is not yet."""
+        """Generate the function for plain eager calls and assign it to ``call``, once."""
         if self.call == self._first_call:
-            self.call = compile_call(
+            self.call = call.compile_call(
                 self.contract,
                 self._kernel,
                 watched=_watched,
                 special=_special,
                 dispatch=self._dispatch,
-                memory=self._check_memory,
+                memory=partial(check_memory, self.contract),
             )
 
     def _dispatch(self, inputs: tuple[Any, ...], given: Outputs) -> Outputs:
-        """The same through torch's dispatcher, for whatever is watching there."""
+        """Make the call through torch's dispatcher, so that modes, tracers and transforms see it."""
         for name, value in zip(self.contract.args, inputs, strict=False):
             if isinstance(value, Tensor) and value.device.type not in ("cpu", "cuda", "meta"):
                 raise Unsupported(
-                    f"{self.contract.name}: `{name}` is on {value.device}; there are kernels for cpu and cuda"
+                    f"{self.contract.public_name}: `{name}` is on {value.device}; only cpu and cuda have kernels"
                 )
         if self.functional is not None and all(out is None for out in given):
             made = iter(self.functional(*inputs))
-            present = self.contract.present(*inputs)
-            return tuple(next(made) if here else None for here in present)
-        outputs = self.contract.prepare(*inputs, *given)
+            return tuple(next(made) if here else None for here in self._present(*inputs))
+        outputs = self._prepare(*inputs, *given)
         self.out(*inputs, *outputs)
         return outputs
 
-    def _check_memory(self, inputs: tuple[Any, ...], outputs: Outputs) -> None:
-        check_memory(self.contract, inputs, outputs)
-
 
 def check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) -> None:
-    """Refuse outputs of the caller's that overlap an input in part, or one another."""
+    """Reject outputs of the caller that overlap one another or partially overlap an input."""
     if lie_apart((*inputs, *outputs)):
         return
     named: list[tuple[str, Tensor]] = []
@@ -102,17 +114,17 @@ def check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) 
             (written if arg.mutable else named).append((name, value))
         elif value:
             named += [(name, item) for item in value]
-    check_outputs(contract.name, named, written, contract.replaces)
+    check_outputs(contract.public_name, named, written, contract.replaces)
 
 
 def plain(*values: object) -> bool:
-    """Whether a call with these tensors is an eager one on a device that has kernels: addresses can be looked at."""
+    """Whether a call with these tensors is a plain eager one on a supported device, so that memory can be inspected."""
     return not _watched() and not _special(*values)
 
 
 def _watched() -> bool:
     """Whether a dispatch mode, function transform, tracer or compiler must see the call."""
-    # the compiler first: it knows this answer and cannot look into the others
+    # first, because a compiler can trace this test but not the others
     return (
         _compiling()
         or bool(_dispatch_modes())
@@ -123,7 +135,7 @@ def _watched() -> bool:
 
 
 def _special(*values: object) -> bool:
-    """Whether one of these is a tensor of a subclass (fake, distributed, ...) or on a device that has no kernels."""
+    """Whether one of these is a tensor subclass (fake, distributed, ...) or on a device without kernels."""
     for value in values:
         if isinstance(value, Tensor):
             if type(value) not in PLAIN or not (value.is_cpu or value.is_cuda):
@@ -134,8 +146,8 @@ def _special(*values: object) -> bool:
 
 
 def _refuse_gradients(contract: Contract, arguments: tuple[Any, ...]) -> None:
-    """Refuse what would need a derivative, backward or forward, of this op."""
-    names = (*contract.args, *contract.options, *(out.argument for out in contract.outs.values()))
+    """Reject calls that would need a derivative, backward or forward, of this op."""
+    names = (*contract.args, *contract.options, *contract.out_names)
     for name, value in zip(names, arguments, strict=False):
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(tensor, Tensor):
@@ -148,7 +160,7 @@ def _refuse_gradients(contract: Contract, arguments: tuple[Any, ...]) -> None:
 
 
 def _above_autograd(contract: Contract, name: str) -> Callable[..., Any]:
-    """The dispatcher's autograd step of ``onepass::<name>``: it computes no gradient, so it lets none be lost."""
+    """The autograd step of ``onepass::<name>``: it computes no gradient, so it rejects calls that need one."""
 
     def step(keys: Any, *arguments: Any) -> Any:
         _refuse_gradients(contract, arguments)
@@ -160,30 +172,31 @@ def _above_autograd(contract: Contract, name: str) -> Callable[..., Any]:
     return step
 
 
-def _define(contract: Contract, kernel: Callable[..., None]) -> tuple[Any, Any]:
-    """Define ``onepass::<name>`` and ``onepass::<name>_out`` (in place: the latter, as ``<name>``) from one contract and kernel."""
-    count = len(contract.outs)
+def _define(contract: Contract, kernel: Kernel) -> tuple[Any, Any]:
+    """Define ``onepass::<name>`` and ``onepass::<name>_out``; for in-place ops only the latter, as ``<name>``."""
+    prepare, arguments_of, count = validation_of(contract).prepare, contract.arguments, len(contract.outs)
 
     def run(*inputs: Any) -> list[Tensor]:
-        outputs = contract.prepare(*inputs)
-        kernel({}, *inputs, *outputs)
+        outputs = prepare(*inputs)
+        kernel({}, arguments_of(*inputs, *outputs))
         return [out for out in outputs if out is not None]
 
     def fake(*inputs: Any) -> list[Tensor]:
-        return [out for out in contract.prepare(*inputs) if out is not None]
+        return [out for out in prepare(*inputs) if out is not None]
 
     def run_out(*arguments: Any) -> None:
         inputs = arguments[:-count]
-        outputs = contract.prepare(*arguments)
+        outputs = prepare(*arguments)
         check_memory(contract, inputs, outputs)
-        kernel({}, *inputs, *outputs)
+        kernel({}, arguments_of(*inputs, *outputs))
 
     def fake_out(*arguments: Any) -> None:
-        contract.prepare(*arguments)
+        prepare(*arguments)
 
     forms: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [(contract.out_schema, run_out, fake_out)]
     if not contract.in_place:
         forms.append((contract.schema, run, fake))
+    defined: list[Any] = []
     for schema, implementation, meta in forms:
         name = schema.split("(")[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -191,7 +204,5 @@ def _define(contract: Contract, kernel: Callable[..., None]) -> tuple[Any, Any]:
             _library.impl(name, implementation, key)
         _library.impl(name, _above_autograd(contract, name), "Autograd", with_keyset=True)
         torch.library.register_fake(f"onepass::{name}", meta, lib=_library)
-    ops = torch.ops.onepass
-    if contract.in_place:
-        return None, getattr(ops, contract.name).default
-    return getattr(ops, contract.name).default, getattr(ops, f"{contract.name}_out").default
+        defined.append(getattr(torch.ops.onepass, name).default)
+    return (None, defined[0]) if contract.in_place else (defined[1], defined[0])

@@ -1,4 +1,4 @@
-"""One elementwise Python function, fused into the load of a kernel on every backend.
+"""An elementwise Python function, fused into the load of a kernel on every backend.
 
     from onepass.prologues import prologue, sigmoid
 
@@ -6,27 +6,29 @@
     def gated(x, gate):
         return x * sigmoid(gate)
 
-`prologue` reads the function's source once, at decoration, and lowers it to a short straight-line program over
-float32 values (`Prologue.program`). Each backend prints that program in its own dialect, so the same function is
-compiled into the Triton kernel, into the CPU kernel, and evaluated by the float64 oracle. All arithmetic is float32
-and IEEE (``maximum`` and ``minimum`` propagate NaN, as torch's do).
+`prologue` reads the function's source once, at decoration, and lowers it to a short straight-line
+program over float32 values (`Prologue.program`). Each backend prints that program in its own dialect,
+so the same function is compiled into the Triton kernel, into the CPU kernel, and evaluated by the
+float64 oracle. All arithmetic is float32 and IEEE (``maximum`` and ``minimum`` propagate NaN, as
+torch's do).
 
-A body is assignments to local names (``=``, ``+=``, ``a, b = b, a``; parameters may be assigned too) and one final
-``return``. It may use its parameters, numbers, ``+ - * /``, comparisons, ``and or not``, ``a if c else b`` and the helper
-functions below. Anything else is a `ContractError` at decoration that names the line. Names stand for numbers, one per
-element: ``x += y`` gives ``x`` another number and changes no other name.
+A body consists of assignments to local names (``=``, ``+=``, ``a, b = b, a``; parameters may be
+assigned too) and one final ``return``. It may use its parameters, numbers, ``+ - * /``, comparisons,
+``and or not``, ``a if c else b`` and the helper functions below. Anything else raises a `ContractError`
+at decoration that names the line. Names stand for numbers, one per element: ``x += y`` rebinds
+``x`` and changes no other name.
 
-**Globals and closure variables are frozen at decoration.** A number of the module or of an enclosing function may be used;
-its value at that moment becomes a constant of the program. Assigning another value later changes nothing: decorate the
-function again, or pass what varies as an operand. Numbers are rounded to float32; one that float32 cannot hold
-(``1e39``, ``1e-50``) is refused, while ``math.inf`` and ``math.nan`` are allowed.
+**Globals and closure variables are frozen at decoration.** A body may use a number from the module or
+an enclosing function. Its value at that moment becomes a constant of the program. Assigning another
+value later has no effect: decorate the function again, or pass the varying number as an operand.
+Numbers are rounded to float32. Those that float32 cannot represent (``1e39``, ``1e-50``) are rejected,
+but ``math.inf`` and ``math.nan`` are allowed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,20 +37,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..contract.validation import run_source
 from ..errors import ContractError
 from .lowering import BINARY, BOOLEAN, COMPARE, MAX_OPERANDS, Helper, Instruction, label, lower
 
-__all__ = [
-    "MAX_OPERANDS", "OPCODES", "Dialect", "Instruction", "Prologue", "add", "dequantize", "exp", "find", "log", "maximum",
-    "minimum", "prologue", "rsqrt", "sigmoid", "silu", "silu_and_mul", "sqrt", "tanh", "where",
-]  # fmt: skip
+__all__ = ["MAX_OPERANDS", "OPCODES", "Dialect", "Instruction", "Prologue", "find", "prologue"]
+__all__ += ["add", "dequantize", "silu_and_mul"]
+__all__ += ["exp", "log", "maximum", "minimum", "rsqrt", "sigmoid", "silu", "sqrt", "tanh", "where"]
 
 Number = Tensor | float
-"""What helpers take where a function is called directly, without a kernel: tensors, or numbers of the body."""
+"""What helpers accept if a function is called directly, without a kernel: tensors, or numbers of the body."""
 
 
 def _tensor(value: Number, like: Number = 0.0) -> Tensor:
-    """A tensor as it is; a number in the dtype of the other argument if that is a tensor, else in float32."""
+    """Convert a number to the dtype of ``like`` if that is a tensor, else to float32."""
     if isinstance(value, Tensor):
         return value
     if isinstance(like, Tensor):
@@ -107,9 +109,9 @@ def where(condition: Tensor | bool, a: Number, b: Number) -> Tensor:
 
 
 _HELPERS: Final = (
-    *(Helper(f, f.__name__, f.__name__, 1) for f in (abs, exp, log, sqrt, rsqrt, tanh, sigmoid, silu)),
-    *(Helper(f, f.__name__, f.__name__, 2) for f in (maximum, minimum)),
-    Helper(where, "where", "where", 3),
+    *(Helper(f, f.__name__, 1) for f in (abs, exp, log, sqrt, rsqrt, tanh, sigmoid, silu)),
+    *(Helper(f, f.__name__, 2) for f in (maximum, minimum)),
+    Helper(where, "where", 3),
 )
 _UNARY: Final = tuple(h.op for h in _HELPERS if h.arity == 1 and h.op != "silu")
 _BINARY: Final = tuple(h.op for h in _HELPERS if h.arity == 2)
@@ -117,7 +119,7 @@ _BINARY: Final = tuple(h.op for h in _HELPERS if h.arity == 2)
 OPCODES: Final = frozenset(
     {"const", "neg", "not", "where", *_UNARY, *_BINARY, *BINARY.values(), *COMPARE.values(), *BOOLEAN.values()}
 )
-"""Every operation a dialect must print."""
+"""Every operation that a dialect must print."""
 
 Dialect = Mapping[str, str]
 """Operation -> format string over its argument names, e.g. ``{"add": "({0} + {1})"}``."""
@@ -125,7 +127,7 @@ Dialect = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Prologue:
-    """A lowered elementwise function; call it on tensors to evaluate it with torch, in their dtype."""
+    """A lowered elementwise function. Call it on tensors to evaluate it with torch, in their dtype."""
 
     name: str
     parameters: tuple[str, ...]
@@ -140,7 +142,7 @@ class Prologue:
         object.__setattr__(self, "key", f"{self.name}:{digest[:12]}")
 
     def source(self, function: str, dialect: Dialect) -> str:
-        """The function's text in ``dialect``: a ``def`` of ``function`` with the parameters in order."""
+        """The function's source in ``dialect``: a ``def`` of ``function`` with the parameters in order."""
         lines = [f"def {function}({', '.join(self.parameters)}):"]
         lines += [f"    {i.name} = {dialect[i.op].format(*i.args)}" for i in self.program]
         return "\n".join([*lines, f"    return {self.result}", ""])
@@ -151,6 +153,9 @@ class Prologue:
         return result
 
 
+_INFIX: Final = dict(
+    add="+", sub="-", mul="*", div="/", lt="<", le="<=", gt=">", ge=">=", eq="==", ne="!=", **{"and": "&", "or": "|"}
+)
 _TORCH: Final[Dialect] = {
     "const": "torch.tensor({0}, dtype=torch.float32)",
     "neg": "-{0}",
@@ -158,25 +163,14 @@ _TORCH: Final[Dialect] = {
     "where": "torch.where({0}, {1}, {2})",
     **{op: "torch." + op + "({0})" for op in _UNARY},
     **{op: "torch." + op + "({0}, {1})" for op in _BINARY},
-    "add": "{0} + {1}",
-    "sub": "{0} - {1}",
-    "mul": "{0} * {1}",
-    "div": "{0} / {1}",
-    "lt": "{0} < {1}",
-    "le": "{0} <= {1}",
-    "gt": "{0} > {1}",
-    "ge": "{0} >= {1}",
-    "eq": "{0} == {1}",
-    "ne": "{0} != {1}",
-    "and": "{0} & {1}",
-    "or": "{0} | {1}",
+    **{op: "{0} " + sign + " {1}" for op, sign in _INFIX.items()},
 }
 
 _registry: dict[str, Prologue] = {}
 
 
 def find(key: str) -> Prologue:
-    """The registered prologue of that key."""
+    """The registered prologue with that key."""
     if key not in _registry:
         raise ContractError(f"prologue {key!r} is not registered in this process; import the module that decorates it")
     return _registry[key]
@@ -184,12 +178,9 @@ def find(key: str) -> Prologue:
 
 @cache
 def _evaluator(prologue: Prologue) -> Callable[..., Tensor]:
-    """The program as a Python function over tensors; its text is kept for tracebacks."""
-    source = prologue.source("evaluate", _TORCH)
-    filename = f"<onepass prologue {prologue.key}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    """The program as a Python function over tensors."""
     scope: dict[str, Any] = {"torch": torch}
-    exec(compile(source, filename, "exec"), scope)
+    run_source(prologue.source("evaluate", _TORCH), f"prologue {prologue.key}", scope)
     evaluate: Callable[..., Tensor] = scope["evaluate"]
     return evaluate
 
@@ -197,7 +188,7 @@ def _evaluator(prologue: Prologue) -> Callable[..., Tensor]:
 def prologue(function: Callable[..., Any]) -> Prologue:
     """Decorate an elementwise function of ``x`` and up to four more tensors so that kernels can fuse it.
 
-    The source is read now, once. Globals and closure variables that it uses are frozen at their present values.
+    The source is read now, once. Globals and closure variables that it uses are frozen at their current values.
     """
     parameters, program, result = lower(function, _HELPERS)
     name = f"{function.__module__}.{label(function)}"
@@ -208,7 +199,7 @@ def prologue(function: Callable[..., Any]) -> Prologue:
 
 @prologue
 def add(x, other):  # type: ignore[no-untyped-def]
-    """``x + other``: a residual whose sum is not wanted back."""
+    """``x + other``: a residual whose sum is not returned."""
     return x + other
 
 
@@ -231,6 +222,6 @@ def dequantize(x, scale):  # type: ignore[no-untyped-def]
     ...     x, torch.ones(128), prologue=onepass.prologues.dequantize, prologue_args=[scale]
     ... )
     >>> (codes.float() * s)[0, :2]
-    tensor([-2.1786, -2.1786])
+    tensor([-2.1755, -2.1755])
     """
     return x * scale

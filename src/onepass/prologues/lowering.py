@@ -1,8 +1,8 @@
 """From the source of one elementwise Python function to a short straight-line program.
 
-`onepass.prologues` says what a function may contain. Everything else is refused here, at decoration, with a
-`ContractError` that names the line. The names that a function uses are looked up once, as Python would look them up at
-that moment: locals and parameters first, then the closure, the module's globals and the builtins.
+`onepass.prologues` documents what a function may contain. Everything else raises a `ContractError` at
+decoration that names the line. Names are looked up once, as Python would at that moment: locals and
+parameters first, then the closure, the module's globals and the builtins.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..errors import ContractError
 
 MAX_OPERANDS: Final = 4
 MAX_OPERATIONS: Final = 1000
-"""Longer programs take compilers minutes: they are unrolled for every column that a thread holds."""
+"""Compiling longer programs takes minutes: they are unrolled for every column that a thread holds."""
 MAX_DEPTH: Final = 100
-"""How deep expressions may be nested; it keeps the lowering far from Python's own recursion limit."""
+"""Deepest nesting of expressions, which keeps the lowering far from Python's recursion limit."""
 
 BINARY: Final = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"}
 COMPARE: Final = {ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne"}
@@ -41,16 +41,15 @@ class Instruction(NamedTuple):
 
 
 class Helper(NamedTuple):
-    """A function that a body may call, its name in messages, the operation that it is, and its number of arguments."""
+    """A function that a body may call, the operation of the same name, and its number of arguments."""
 
     function: Callable[..., Any]
-    name: str
     op: str
     arity: int
 
 
 class Lowered(NamedTuple):
-    """Names of the parameters, in order, what is computed from them, and the name of the result."""
+    """The parameters' names in order, the program, and the name of its result."""
 
     parameters: tuple[str, ...]
     program: tuple[Instruction, ...]
@@ -58,7 +57,7 @@ class Lowered(NamedTuple):
 
 
 def label(function: Any) -> str:
-    """How messages call a function."""
+    """The function's name in messages."""
     return str(getattr(function, "__qualname__", None) or repr(function))
 
 
@@ -80,9 +79,9 @@ class _Lowering:
         self.file, self.first = "", 0
         self.program: list[Instruction] = []
         self.locals: frozenset[str] = frozenset()
-        """Parameters and assigned names: as in Python they are local from the first line to the last."""
+        """Parameters and assigned names. As in Python, they are local in the whole body."""
         self.values: dict[str, str] = {}
-        """The value that each local has now. Parameters begin with their own and may be assigned like any other."""
+        """The current value of each local; parameters are initialized."""
         self.conditions: set[str] = set()
         self.constants: dict[str, str] = {}
         self.depth = 0
@@ -119,7 +118,7 @@ class _Lowering:
         if not isinstance(self.function, FunctionType):
             self.fail("its source cannot be read; define it with `def` in a file or notebook cell")
         if hasattr(self.function, "__wrapped__"):
-            self.fail("is wrapped by another decorator, whose work would be lost; decorate the plain function")
+            self.fail("is wrapped by another decorator, which would have no effect; decorate the plain function")
         try:
             lines, self.first = inspect.getsourcelines(self.function)
             self.file = PurePath(self.function.__code__.co_filename).name
@@ -136,7 +135,7 @@ class _Lowering:
             self.fail("must be a plain `def` function", definition)
         count = len(definition.args.posonlyargs) + len(definition.args.args)
         if definition.name != code.co_name or count != code.co_argcount:
-            self.fail("must be a plain `def` function on lines of its own", definition)
+            self.fail("must be a plain `def` function on its own lines", definition)
         return definition
 
     # --- statements ---
@@ -165,16 +164,16 @@ class _Lowering:
         )
 
     def _values(self, target: ast.expr, value: ast.expr) -> list[str]:
-        """What the names of a target get, each from the values before the assignment."""
+        """The new values of a target's names, computed before any of them is assigned."""
         names = _names(target)
         if isinstance(target, ast.Name):
             return [self._expression(value)]
         if not names or not isinstance(value, ast.Tuple) or len(value.elts) != len(names):
-            self.fail("only `name = expression` and `a, b = first, second` assign, to local names", target)
+            self.fail("assign only to local names: `name = expression` or `a, b = first, second`", target)
         return [self._expression(item) for item in value.elts]
 
     def _same(self, target: ast.expr, values: list[str], statement: ast.stmt) -> list[str]:
-        """The values of the first target for a further one, as in ``a = b = x``."""
+        """The first target's values for another target, as in ``a = b = x``."""
         if len(_names(target)) != len(values):
             self._fail_statement(statement)
         return values
@@ -191,7 +190,7 @@ class _Lowering:
         return name
 
     def _constant(self, number: float, node: ast.expr) -> str:
-        """A number rounded to float32; one that float32 cannot hold at all is refused."""
+        """A number rounded to float32. Those that float32 cannot represent are rejected."""
         try:
             value = float(number)
         except OverflowError:
@@ -200,7 +199,7 @@ class _Lowering:
         if number == number and (value != value or (math.isinf(single) and not math.isinf(value))):
             self.fail(f"{_shown(number)} is beyond float32, whose largest number is 3.4e38", node)
         if single == 0 and value != 0:
-            self.fail(f"{_shown(number)} is 0 in float32, whose smallest number is 1.4e-45", node)
+            self.fail(f"{_shown(number)} is 0 in float32, whose smallest positive number is 1.4e-45", node)
         if single == 0 and math.copysign(1, value) < 0:
             return self._emit("neg", self._constant(0.0, node), node=node)
         text = repr(single) if math.isfinite(single) else f"float('{single}')"
@@ -209,7 +208,7 @@ class _Lowering:
         return self.constants[text]
 
     def _resolve(self, node: ast.expr) -> Any:
-        """The Python object that a name or dotted name means where the function was defined, or None."""
+        """The Python object that a name or dotted name refers to in the function's scope, or None."""
         if isinstance(node, ast.Attribute):
             return getattr(self._resolve(node.value), node.attr, None)
         if not isinstance(node, ast.Name) or node.id in self.locals:
@@ -244,7 +243,9 @@ class _Lowering:
 
     def _expression(self, node: ast.expr) -> str:
         if self.depth == MAX_DEPTH:
-            self.fail(f"expressions may be nested {MAX_DEPTH} deep; assign parts of this one to local names", node)
+            self.fail(
+                f"expressions may be nested at most {MAX_DEPTH} deep; assign parts of this one to local names", node
+            )
         self.depth += 1
         value = self._lowered(node)
         self.depth -= 1
@@ -285,7 +286,7 @@ class _Lowering:
         self.fail(f"{type(node).__name__} is not an elementwise expression", node)
 
     def _arithmetic(self, node: ast.BinOp) -> str:
-        """``a + b - c ...``, from the left: a long sum is a long chain of left operands, which is no nesting."""
+        """``a + b - c ...``, from the left: a long sum is a chain of left operands, which does not count as nesting."""
         chain = [node]
         while isinstance(chain[-1].left, ast.BinOp):
             chain.append(chain[-1].left)
@@ -313,7 +314,7 @@ class _Lowering:
         target = self._resolve(node.func)
         helper = next((h for h in self.helpers if h.function is target), None)
         if helper is None:
-            known = ", ".join(h.name for h in self.helpers)
+            known = ", ".join(h.op for h in self.helpers)
             self.fail(f"`{name}` is not one of onepass's helper functions ({known})", node)
         if node.keywords:
             self.fail("helper functions take positional arguments only", node)
@@ -329,7 +330,7 @@ class _Lowering:
 
 
 def _names(target: ast.expr) -> list[str]:
-    """The names of ``a`` or of ``a, b``; none where there is anything else."""
+    """The names of a target ``a`` or ``a, b``; empty for anything else."""
     items = target.elts if isinstance(target, ast.Tuple) else [target]
     names = [item.id for item in items if isinstance(item, ast.Name)]
     return names if len(names) == len(items) else []
@@ -341,7 +342,7 @@ def _assigned(statement: ast.stmt) -> Iterator[str]:
 
 
 def _shown(number: float) -> str:
-    """A number as a message shows it; Python itself refuses to print the longest."""
+    """A number as a message shows it; Python cannot print very long ones."""
     try:
         text = repr(number)
     except ValueError:

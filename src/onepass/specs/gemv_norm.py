@@ -1,8 +1,9 @@
-"""What one GEMV kernel does (`GemvSpec`), apart from sizes and addresses.
+"""What one GEMV kernel computes (`GemvSpec`), and one call of it (`GemvCall`).
 
-Columns of ``y = act @ weight.T`` come as *segments*, one after the other: each normed segment has its own gamma, what is left
-is the tail. A kernel cuts every segment into tiles of columns; no tile spans two segments. Tiles are numbered through
-all segments, the tail last; a tile is a *block* of the trace.
+The columns of ``y = act @ weight.T`` are divided into consecutive *segments*: each normed segment has
+a gamma, and the rest is the tail. A kernel splits every segment into tiles of columns; no tile
+spans two segments. Tiles are numbered across all segments, the tail last. Each tile is a *block* of
+the trace.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from torch import Tensor
 from ..formats import FP8_FORMATS, Fp8Format
 
 MAX_ROWS: Final = 16
-"""Rows of ``act`` that one launch takes."""
+"""Maximum number of rows of ``act`` per launch."""
 MAX_SEGMENTS: Final = 4
-"""Normed segments of one call."""
+"""Maximum number of normed segments per call."""
 
 WeightScale = Literal["none", "row", "tensor"]
 
 
 @dataclass(frozen=True, eq=False)
 class GemvSpec:
-    """Everything but sizes that shapes the machine code; interned by `gemv_spec`, so identity is equality.
+    """Everything except sizes that affects the machine code; interned by `gemv_spec`, so identity is equality.
 
-    ``gammas`` has one dtype a normed segment. ``fp8`` is the format of the first one, when it is stored as codes.
+    ``gammas`` has one dtype per normed segment. ``fp8`` is the first one's format if it is stored as codes.
     """
 
     act: torch.dtype
@@ -49,20 +50,20 @@ def gemv_spec(
     codes: torch.dtype | None,
     traced: bool,
 ) -> GemvSpec:
-    """The interned `GemvSpec` of these properties."""
+    """The interned `GemvSpec` with these properties."""
     return GemvSpec(act, weight, weight_scale, gammas, None if codes is None else FP8_FORMATS[codes], traced)
 
 
 def tiles(n: int, widths: tuple[int, ...], tile: int) -> list[int]:
-    """Tiles of each normed segment, then of the tail."""
+    """The number of tiles of each normed segment, then of the tail."""
     return [-(-width // tile) for width in (*widths, n - sum(widths))]
 
 
 class GemvCall(NamedTuple):
-    """One call of a GEMV kernel: its spec, tensors and numbers, every one of them validated.
+    """One call of a GEMV kernel: its spec, tensors and numbers, all validated.
 
-    ``y`` is a float32 workspace for the normed columns, if there are any. ``counter`` has one int32 per segment, all
-    zero, as they are again afterwards; without it the backend provides one.
+    ``y`` is a float32 workspace for the normed columns, if there are any. ``counter`` has one int32 per
+    segment, all zero before and after the call; without it the backend provides one.
     """
 
     spec: GemvSpec
@@ -73,12 +74,12 @@ class GemvCall(NamedTuple):
     gammas: Sequence[Tensor]
     y: Tensor | None
     normed: Sequence[Tensor]
-    scale: Tensor | None
-    unnormed: Tensor | None
-    counter: Tensor | None
-    trace: Tensor | None
-    units: Tensor | None
-    eps: float
+    scale: Tensor | None = None
+    unnormed: Tensor | None = None
+    counter: Tensor | None = None
+    trace: Tensor | None = None
+    units: Tensor | None = None
+    eps: float = 0.0
 
     @property
     def n(self) -> int:

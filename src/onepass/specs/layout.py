@@ -1,4 +1,4 @@
-"""Where the rows of a call's tensors lie: leading dimensions folded into at most three strides."""
+"""Where the rows of a call's tensors are: leading dimensions folded into at most three strides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class Geometry(NamedTuple):
     """``rows`` = n0 * n1 * n2 rows; row ``(i0 * n1 + i1) * n2 + i2`` of a tensor starts at ``i0*s0 + i1*s1 + i2*s2``.
 
-    Strides count elements, one triple a tensor. With ``n1 == n2 == 1`` only ``s0`` matters.
+    Strides count elements, one triple per tensor. With ``n1 == n2 == 1`` only ``s0`` matters.
     """
 
     rows: int
@@ -21,28 +21,25 @@ class Geometry(NamedTuple):
 
 Strides = tuple[int, int, int]
 LEVELS = 3
-
-
 _NONE: Strides = (0, 0, 0)
 
 
 def smallest_dimension(sizes: Sequence[int]) -> int:
-    """The dimension to take apart where `geometry` finds too many levels: the smallest that has more than one index."""
+    """The dimension to split if `geometry` finds too many levels: the smallest one with more than one index."""
     return min((d for d, size in enumerate(sizes) if size > 1), key=lambda d: sizes[d])
 
 
 def geometry(tensors: Sequence[Tensor | None]) -> tuple[Geometry, list[Strides]] | None:
     """Fold the leading dimensions of ``tensors`` (one common leading shape) into at most three levels.
 
-    Two neighbouring dimensions fold when every tensor steps through them as through one. Returns None when more
-    than three levels remain: the caller then takes one dimension apart and launches once for each index of it. A tensor
-    that is None gets zero strides.
+    Two neighbouring dimensions fold if every tensor steps through them as through one. Returns None if
+    more than three levels remain: the caller then splits one dimension and launches once per index of
+    it. A tensor that is None gets zero strides.
     """
     first = next(t for t in tensors if t is not None)
     if all(t is None or t.is_contiguous() for t in tensors):
-        return Geometry(first.numel() // first.shape[-1], 1, 1), [
-            _NONE if t is None else (t.shape[-1], 0, 0) for t in tensors
-        ]
+        rows = Geometry(first.numel() // first.shape[-1], 1, 1)
+        return rows, [_NONE if t is None else (t.shape[-1], 0, 0) for t in tensors]
     rank = first.dim()
     lead = first.shape[:-1]
     strides = [t.stride()[:-1] if t is not None else (0,) * (rank - 1) for t in tensors]

@@ -1,9 +1,10 @@
-"""What one launch of MLA's cache write does (`MlaSpec`) and where its tensors lie (`MlaRows`).
+"""What one launch of MLA's cache write computes (`MlaSpec`) and where its tensors are (`MlaRows`).
 
-A *token* has H rows of q (``rope`` columns each) and one row of kv: a latent of ``latent`` columns, of which the first ``normed``
-are normed (all of them unless the caller says otherwise) and the others are converted, no more, and
-``rope`` columns, of which the first ``turned`` are rotated, as they are in every head of q. Its *entry*, ``latent + rope``
-columns of one place in the cache, takes the row of kv.
+A *token* has H rows of q (``rope`` columns each) and one row of kv. That row has a latent of ``latent``
+columns and ``rope`` more columns. The first ``normed`` columns of the latent are normed (by default
+all of them) and the others only converted. The first ``turned`` of the ``rope`` columns are rotated,
+as in every head of q. The row of kv is stored in the token's *entry*, ``latent + rope`` columns of the
+cache.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ MAX_ROPE: Final = 256
 MAX_HEADS: Final = 256
 
 MlaRounding = Literal["once", "reference"]
-"""Round once, at the store; or as the kernel this op is named after: every product to the inputs' dtypes first."""
+"""Round once, at the store; or, like the kernel this op is named after, first round every product to its input's dtype."""
 ScaleKind = Literal["none", "tensor", "token"]
-"""What entries are divided by: nothing, one given number, or each by a number of its own that is stored beside it."""
+"""What entries are divided by: nothing, one given number, or one number per entry, which is stored too."""
 
 
 @dataclass(frozen=True, eq=False)
 class MlaSpec:
-    """Everything but sizes that shapes the machine code; interned by `mla_spec`, so identity is equality.
+    """Everything except sizes that affects the machine code; interned by `mla_spec`, so identity is equality.
 
-    Of the index tensors the dtypes; None where the call has none. Without ``slots`` a token's place comes from
-    ``offsets``, ``lengths`` and ``table``; without ``positions`` its angles come from ``offsets`` and ``lengths``.
+    Dtypes of absent tensors are None. Without ``slots`` a token's slot follows from ``offsets``,
+    ``lengths`` and ``table``; without ``positions`` its angles follow from ``offsets`` and ``lengths``.
     """
 
     q: torch.dtype
@@ -40,44 +41,25 @@ class MlaSpec:
     kv: torch.dtype
     gamma: torch.dtype
     cache: torch.dtype
-    freqs: torch.dtype | None
-    offsets: torch.dtype | None
-    lengths: torch.dtype | None
-    table: torch.dtype | None
-    slots: torch.dtype | None
-    positions: torch.dtype | None
-    style: RopeStyle
-    scale: ScaleKind
-    rounding: MlaRounding
+    freqs: torch.dtype | None = None
+    offsets: torch.dtype | None = None
+    lengths: torch.dtype | None = None
+    table: torch.dtype | None = None
+    slots: torch.dtype | None = None
+    positions: torch.dtype | None = None
+    style: RopeStyle = "interleaved"
+    scale: ScaleKind = "none"
+    rounding: MlaRounding = "once"
 
 
-@cache
-def mla_spec(
-    q: torch.dtype,
-    q_out: torch.dtype,
-    kv: torch.dtype,
-    gamma: torch.dtype,
-    cache: torch.dtype,
-    freqs: torch.dtype | None = None,
-    offsets: torch.dtype | None = None,
-    lengths: torch.dtype | None = None,
-    table: torch.dtype | None = None,
-    slots: torch.dtype | None = None,
-    positions: torch.dtype | None = None,
-    style: RopeStyle = "interleaved",
-    scale: ScaleKind = "none",
-    rounding: MlaRounding = "once",
-) -> MlaSpec:
-    """The interned `MlaSpec` of these properties."""
-    return MlaSpec(
-        q, q_out, kv, gamma, cache, freqs, offsets, lengths, table, slots, positions, style, scale, rounding
-    )  # fmt: skip
+mla_spec: Final = cache(MlaSpec)
+"""The interned `MlaSpec` with these properties."""
 
 
 class MlaRows(NamedTuple):
-    """Sizes, then strides in elements. Columns lie side by side; so do the index tensors' elements and a table's row.
+    """Sizes, then strides in elements. Columns, index tensors and the rows of a table are contiguous.
 
-    ``limit`` is freqs' number of rows: a position outside them takes the nearest.
+    ``limit`` is freqs' number of rows: a position outside them uses the nearest row.
     """
 
     tokens: int
@@ -105,13 +87,13 @@ class MlaRows(NamedTuple):
 
 
 NO_ROWS: Final = MlaRows(*[0] * len(MlaRows._fields))
-"""The rows of a call that is not laid out yet."""
+"""The rows of a call whose layout is not known yet."""
 
 
 class MlaCall(NamedTuple):
-    """One call of the cache-write kernel: its spec, tensors and numbers, every one of them validated.
+    """One call of the cache-write kernel: its spec, tensors and numbers, all validated.
 
-    Index tensors are None where the kernel has no use for them.
+    Index tensors are None if the kernel does not need them.
     """
 
     spec: MlaSpec

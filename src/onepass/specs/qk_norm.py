@@ -1,7 +1,7 @@
-"""What one kernel over the rows of q and k does (`QkSpec`) and where those rows lie (`QkRows`).
+"""What one kernel over the rows of q and k computes (`QkSpec`) and where those rows are (`QkRows`).
 
-A *token* is one index of the leading dimensions that q and k share. It has one row of q and one of k or, where every
-head is normalized by itself, a row for each head. Both tensors are the work of one launch.
+A *token* is one index of the leading dimensions that q and k share. It has one row of q and one of k
+or, if heads are normed separately, one row per head. One launch processes both tensors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..rope import RopeStyle
 from .layout import Geometry, Strides
 
 Stage = Literal["sums", "means", "apply", "fused"]
-"""Store the sums or the means of squares; normalize with given means; or both in one go, storing no statistics."""
+"""Store the sums or the means of squares; norm with given means; or do both at once, storing no statistics."""
 
 TENSORS: Final = ("q", "k", "q_out", "k_out", "stats", "positions")
 """In the order of `QkRows.strides`; the first four, in the order of `QkRows.steps`, have heads."""
 MAX_HEAD: Final = 4096
-"""Columns of a head that can be rotated."""
+"""Maximum number of columns of a rotated head."""
 
 
 class RopeRule(NamedTuple):
@@ -38,7 +38,7 @@ class RopeRule(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class QkSpec:
-    """Everything but sizes that shapes the machine code; interned by `qk_spec`, so identity is equality.
+    """Everything except sizes that affects the machine code; interned by `qk_spec`, so identity is equality.
 
     ``gamma`` and ``gamma_k`` are the dtypes of q's weight and of k's.
     """
@@ -69,16 +69,16 @@ def qk_spec(
     rope: RopeRule | None = None,
     gamma_k: torch.dtype | None = None,
 ) -> QkSpec:
-    """The interned `QkSpec` of these properties; without ``gamma_k``, k's weight has the dtype of q's."""
+    """The interned `QkSpec` with these properties. Without ``gamma_k``, k's weight has the dtype of q's."""
     if gamma_k is not None and gamma_k == gamma:
         return qk_spec(stage, x, gamma, out, rounding, heads, rope)
     return QkSpec(stage, x, gamma, gamma if gamma_k is None else gamma_k, out, rounding, heads, rope)
 
 
 class QkRows(NamedTuple):
-    """``geom`` counts tokens; ``heads``, ``widths`` (columns of a row) are of q and of k; ``steps`` lead to the next head.
+    """Where the rows are: ``geom`` counts tokens, ``heads`` and ``widths`` (columns per row) are those of q and of k.
 
-    Token i stands at position ``i % sequence`` where the caller gives none.
+    ``steps`` are the strides between heads. Without positions, token i has position ``i % sequence``.
     """
 
     geom: Geometry
@@ -90,11 +90,11 @@ class QkRows(NamedTuple):
 
 
 NO_ROWS: Final = QkRows(Geometry(0, 1, 1), (), (1, 1), (0, 0), (0, 0, 0, 0), 1)
-"""The rows of a call that is not laid out yet."""
+"""The rows of a call whose layout is not known yet."""
 
 
 class QkCall(NamedTuple):
-    """One call of a kernel over q and k: its spec, tensors and numbers, every one of them validated."""
+    """One call of a kernel over q and k: its spec, tensors and numbers, all validated."""
 
     spec: QkSpec
     q: Tensor

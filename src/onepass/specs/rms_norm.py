@@ -1,7 +1,7 @@
-"""What one row kernel does (`RowSpec`) and where its rows lie (`Geometry`).
+"""What one row kernel computes (`RowSpec`), and one call of it (`RowCall`).
 
-Every op of the RMSNorm family is a pass over rows; these two small types are the whole interface between the
-checked public call and a backend.
+Every op of the RMSNorm family is a pass over rows. These two types are the whole interface between
+the validated public call and a backend.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ OperandKind = Literal["full", "column", "row", "group"]
 
 
 class Operand(NamedTuple):
-    """One extra tensor of a prologue: ``full`` [..., N], ``column`` [N], ``row`` [..., 1] or ``group`` [..., N / group]."""
+    """An additional tensor of a prologue: ``full`` [..., N], ``column`` [N], ``row`` [..., 1] or ``group`` [..., N / group]."""
 
     kind: OperandKind
     dtype: torch.dtype
@@ -32,10 +32,11 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowSpec:
-    """Everything that shapes the machine code of one row kernel; nothing that varies from call to call.
+    """Everything that affects the machine code of one row kernel, and nothing that varies between calls.
 
-    With ``h = prologue(x, *operands) + residual`` the kernel writes any of: ``h`` (``residual`` set), the norm
-    (``norm`` set), fp8 codes and scales (``fp8`` set). Instances are interned by `row_spec`: identity is equality.
+    With ``h = prologue(x, *operands) + residual`` the kernel writes any of: ``h`` (if ``residual`` is
+    set), the norm (``norm``), fp8 codes and scales (``fp8``). Instances are interned by `row_spec`, so
+    identity is equality.
     """
 
     x: torch.dtype
@@ -49,16 +50,16 @@ class RowSpec:
     operands: tuple[Operand, ...]
     rounding: Rounding
     round_sum: bool
-    """Whether ``h`` is rounded to the residual's dtype before it is normed."""
+    """Whether ``h`` is rounded to the residual's dtype before the norm."""
 
     @property
     def quantizes_norm(self) -> bool:
-        """Whether amax and codes are made of the norm itself, and not of ``h * g`` with the row's factor applied later."""
+        """Whether amax and codes are computed from the norm itself, not from ``h * g`` with the row's factor applied later."""
         return self.rounding == "hf" or (self.scale is not None and self.scale.divides)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element by which tiles are chosen: 8-bit rows have the tiles of 16-bit ones."""
+        """Bytes per element for choosing tiles: 8-bit rows use the tiles of 16-bit ones."""
         return max(2, self.x.itemsize)
 
 
@@ -75,36 +76,26 @@ def row_spec(
     scale: ScaleRule | None = None,
     round_sum: bool | None = None,
 ) -> RowSpec:
-    """The interned `RowSpec` of these properties; ``round_sum=None`` means what ``rounding`` implies."""
-    if round_sum is None or round_sum == (rounding == "hf") or residual in (None, torch.float32):
-        round_sum = rounding == "hf"  # a float32 sum is as it was: one kernel for both
-    return _row_spec(x, gamma, residual, norm, rounding, prologue, operands, codes, fp8_max, scale, round_sum)
+    """The interned `RowSpec` with these properties. ``round_sum=None`` follows ``rounding``."""
+    if round_sum is None or residual in (None, torch.float32):  # rounding does not change a float32 sum
+        round_sum = rounding == "hf"
+    return _interned(x, gamma, residual, norm, codes, fp8_max, scale, prologue, operands, rounding, round_sum)
 
 
 @cache
-def _row_spec(
-    x: torch.dtype,
-    gamma: torch.dtype,
-    residual: torch.dtype | None,
-    norm: torch.dtype | None,
-    rounding: Rounding,
-    prologue: str,
-    operands: tuple[Operand, ...],
-    codes: torch.dtype | None,
-    fp8_max: float,
-    scale: ScaleRule | None,
-    round_sum: bool,
-) -> RowSpec:
-    fp8 = FP8_FORMATS[codes] if codes is not None else None
+def _interned(*properties: Any) -> RowSpec:
+    x, gamma, residual, norm, codes, fp8_max, scale, prologue, operands, rounding, round_sum = properties
+    fp8 = None if codes is None else FP8_FORMATS[codes]
     found = find(prologue) if prologue else None
     return RowSpec(x, gamma, residual, norm, fp8, fp8_max, scale, found, operands, rounding, round_sum)
 
 
 class RowCall(NamedTuple):
-    """One call of a row kernel: its spec, tensors and numbers, every one of them validated.
+    """One call of a row kernel: its spec, tensors and numbers, all validated.
 
-    ``n`` is the number of columns; ``geom`` and ``strides`` say where rows lie. ``strides`` has one triple for each of
-    x, residual, norm, codes, scale, new_residual and the operands, in this order. An output may be the input that it replaces.
+    ``n`` is the number of columns; ``geom`` and ``strides`` locate the rows. ``strides`` has one triple
+    for each of x, residual, norm, codes, scale, new_residual and the operands, in this order. An output
+    may be the input that it replaces.
     """
 
     spec: RowSpec
@@ -128,5 +119,5 @@ class RowCall(NamedTuple):
 
     @property
     def rows(self) -> tuple[Tensor | None, ...]:
-        """The tensors that ``strides`` belong to."""
+        """The tensors that ``strides`` describes."""
         return (self.x, self.residual, self.norm, self.codes, self.scale, self.new_residual, *self.operands)
