@@ -1,4 +1,10 @@
-"""``python -m tools.checks``: the checks with nothing but torch and a backend installed, as on a bare GPU machine."""
+"""Run the checks with only torch and a backend installed, as on a bare GPU machine: ``python -m tools.checks``.
+
+--device cpu|cuda|interpreter       the cases of `onepass check`; on a GPU also those of published models
+--promises                          guarantees tested without an oracle (tools/promises)
+--evidence [FILE] [--extend]        on a GPU: the cases, and a record of the machine code that passed
+--refresh [FILE]                    without a GPU: update that record's sources if the machine code is the same
+"""
 
 from __future__ import annotations
 
@@ -10,105 +16,129 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from onepass.testing.case import Check
-from onepass.testing.runner import DEVICES, Result, run_cases, run_promises, run_promises_in_shares, select
-from tools.evidence import proof
+from onepass.testing.runner import DEVICES, Result, matches, run_cases, select
+from tools.evidence import families, proof
+from tools.promises import run_promises, run_promises_in_shares
+
+if TYPE_CHECKING:
+    from tools.evidence.chips import Machine
+
+
+def published(machine: Machine, ops: Sequence[str] = (), match: str = "") -> list[Check]:
+    """The cases of `select` and those of published models: the machine code that a chip must have run. Needs Triton."""
+    more = families.least_cases(machine.chip)
+    return [*select(ops, match), *(case for case in more if (not ops or case.op in ops) and matches(case.name, match))]
 
 
 def main() -> int:
-    """Run the chosen cases; the exit status is 1 if one fails."""
-    parser = argparse.ArgumentParser(prog="python -m tools.checks", description=__doc__)
-    parser.add_argument("--device", choices=DEVICES, default="cpu")
-    parser.add_argument("--op", action="append", default=[])
-    parser.add_argument(
-        "--match", default="", help="run only cases, or promises, whose name contains this; a|b: this or that"
-    )
-    parser.add_argument("--promises", action="store_true", help="test the promises instead of the cases")
-    parser.add_argument("--json", type=Path, help="write results here")
-    parser.add_argument("--resume", type=Path, help="with --promises: leave out those that this file says were kept")
-    parser.add_argument("--evidence", type=Path, help="with --device cuda: record the machine code that passed")
-    parser.add_argument(
-        "--extend",
-        action="store_true",
-        help="with --evidence: keep what the file proves of the current sources and run only the cases that prove more",
-    )
-    parser.add_argument(
-        "--refresh", type=Path, help="note in this evidence the sources that still give the proven code"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="processes that share the cases of --evidence, or the promises"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=math.inf, help="with --evidence: begin no case after this many seconds"
-    )
-    parser.add_argument("--share", help=argparse.SUPPRESS)  # i/n of the promises, a line of JSON each, or of the cases
-    parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)  # where a share of the cases leaves what it proves
-    options = parser.parse_args()
-    if options.evidence and (options.device != "cuda" or options.promises):
-        parser.error("--evidence needs --device cuda, and cases")
-    if options.extend and not options.evidence:
-        parser.error("--extend needs --evidence")
-    before = [Result(**told) for told in json.loads(options.resume.read_text())] if options.resume else []
+    """Run what was chosen; the exit status is 1 if something fails."""
+    options = _options()
+    before = [Result(**result) for result in json.loads(options.resume.read_text())] if options.resume else []
     before = [result for result in before if result.passed]
-    kept = {result.case for result in before}
-    if options.share and options.promises:
-        share, of = map(int, options.share.split("/"))
-        run_promises(options.device, _tell, options.match, kept, share, of)
-        return 0
-    machine_code = options.device == "cuda" or options.refresh
-    cases = select(options.op, options.match, published=bool(machine_code) and not options.promises)
-    if options.refresh:
-        print(proof.refresh(options.refresh, cases))
-        return 0
-    if options.evidence:
-        return _record(options, cases)
+    if options.promises:
+        return _run_promises(options, before)
+    if options.device == "cuda" or options.refresh is not None:
+        from tools.evidence.chips import MACHINES
+
+        machine = MACHINES[options.chip]
+        cases = published(machine, options.op, options.match)
+        if options.refresh is not None:
+            print(proof.refresh(options.refresh or machine.evidence, cases, machine.chip))
+            return 0
+        if options.evidence is not None:
+            return _record(options, machine, cases)
+    else:
+        cases = select(options.op, options.match)
     if options.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is not yet
         cases = [case for case in cases if case.interpretable]
     start = time.perf_counter()
-    if options.promises:
-        seen = before.copy()
+    results = run_cases(cases, options.device, _print)
+    if options.json:
+        _write(options.json, results)
+    return _summary(results, options.device, time.perf_counter() - start)
 
-        def keep(result: Result) -> None:
-            _print(result)
-            seen.append(result)
-            if options.json:  # so far: a run that is cut off leaves what it saw
-                _write(options.json, seen)
 
-        if options.jobs > 1:
-            results = run_promises_in_shares(options.device, options.jobs, keep, options.match, options.resume)
-        else:
-            results = run_promises(options.device, keep, options.match, kept)
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.checks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", choices=DEVICES, default="cpu")
+    add("--chip", default="h200", help="the GPU in tools/evidence/chips.py that evidence is about; default h200")
+    add("--op", action="append", default=[])
+    add("--match", default="", help="only cases, or promises, whose name contains this; a|b: this or that")
+    add("--promises", action="store_true", help="test the promises instead of the cases")
+    add("--json", type=Path, help="write results here")
+    add("--resume", type=Path, help="with --promises: skip those that passed according to this file")
+    add("--evidence", type=_path, nargs="?", const="", help="with --device cuda: record the machine code that passed")
+    add("--extend", action="store_true", help="with --evidence: keep valid proofs and run only cases that add some")
+    add("--refresh", type=_path, nargs="?", const="", help="update the sources in this evidence; no GPU needed")
+    add("--jobs", type=int, default=1, help="processes that share the cases of --evidence, or the promises")
+    add("--limit", type=float, default=math.inf, help="with --evidence: start no case after this many seconds")
+    add("--share", help=argparse.SUPPRESS)  # i/n of the promises, one line of JSON each, or of the cases
+    add("--part", type=Path, help=argparse.SUPPRESS)  # where a share of the cases writes its proofs
+    options = parser.parse_args()
+    if options.evidence is not None and (options.device != "cuda" or options.promises):
+        parser.error("--evidence needs --device cuda, and cases")
+    if options.extend and options.evidence is None:
+        parser.error("--extend needs --evidence")
+    return options
+
+
+def _path(text: str) -> Path | str:
+    """A path, or "" for the chip's own file."""
+    return Path(text) if text else ""
+
+
+def _run_promises(options: argparse.Namespace, before: list[Result]) -> int:
+    done = {result.case for result in before}
+    if options.share:
+        share, of = map(int, options.share.split("/"))
+        run_promises(options.device, _print_json, options.match, done, share, of)
+        return 0
+    if options.device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"
+    start, seen = time.perf_counter(), before.copy()
+
+    def keep(result: Result) -> None:
+        _print(result)
+        seen.append(result)
+        if options.json:  # a run that is cut off leaves what it has
+            _write(options.json, seen)
+
+    if options.jobs > 1:
+        results = run_promises_in_shares(options.device, options.jobs, keep, options.match, options.resume)
     else:
-        results = run_cases(cases, options.device, _print)
+        results = run_promises(options.device, keep, options.match, done)
     if options.json:
         _write(options.json, [*before, *results])
     return _summary(results, options.device, time.perf_counter() - start)
 
 
-def _record(options: argparse.Namespace, cases: list[Check]) -> int:
+def _record(options: argparse.Namespace, machine: Machine, cases: list[Check]) -> int:
     """What ``--evidence`` does: all of it, or one share of the cases."""
-    from tools.evidence.records import H200
-
-    start = time.perf_counter()
+    start, path = time.perf_counter(), options.evidence or machine.evidence
     if options.share:
         share, of = map(int, options.share.split("/"))
-        needed = proof.unproven(options.evidence, cases, H200)[1] if options.extend else cases
+        needed = proof.unproven(path, cases, machine.chip)[1] if options.extend else cases
         proof.run_share(needed[share::of], options.limit, options.part)
         return 0
-    command = ["--device=cuda", f"--match={options.match}", *(f"--op={op}" for op in options.op)]
-    command += [f"--evidence={options.evidence}", f"--limit={options.limit}", *(["--extend"] if options.extend else [])]
-    results, told = proof.record_in_shares(
-        options.evidence,
+    command = ["--device=cuda", f"--chip={machine.name}", f"--match={options.match}", f"--evidence={path}"]
+    command += [*(f"--op={op}" for op in options.op), f"--limit={options.limit}", *["--extend"] * options.extend]
+    results, summary = proof.record_in_shares(
+        path,
         options.jobs,
         command,
-        lambda: proof.unproven(options.evidence, cases, H200)[0] if options.extend else {},
+        lambda: proof.unproven(path, cases, machine.chip)[0] if options.extend else {},
         _print,
     )
     if options.json:
         _write(options.json, results)
-    print(told)
+    print(summary)
     return _summary(results, "cuda", time.perf_counter() - start)
 
 
@@ -122,7 +152,7 @@ def _write(path: Path, results: Sequence[Result]) -> None:
     path.write_text(json.dumps([r.to_json() for r in results], indent=1) + "\n")
 
 
-def _tell(result: Result) -> None:
+def _print_json(result: Result) -> None:
     print(json.dumps(result.to_json()), flush=True)
 
 

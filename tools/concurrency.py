@@ -1,4 +1,4 @@
-"""Promises to callers with several threads: every op from all of them at once, first calls included, changes no byte."""
+"""Promises about threads, part of ``python -m tools.checks --promises``: concurrent calls of all ops change no byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from onepass.testing.qk_norm import QkCase, Turn
 Promise = Callable[[], str | None]
 THREADS: Final = 8
 TIMEOUT: Final = 600.0
-"""Seconds after which threads have locked each other out."""
+"""Seconds after which threads count as deadlocked."""
 BF16, _, F32 = FLOATS
 
 Job = tuple[Any, Any]
@@ -27,7 +27,7 @@ Job = tuple[Any, Any]
 
 
 def jobs() -> list[Job]:
-    """Each op with little work, which the calling thread does, and with enough to be shared out on a CPU."""
+    """Each op with little work, which the calling thread does, and with enough to split on a CPU."""
     rows = [
         Case("rms_norm", "threads", (7,), 640),
         Case("rms_norm", "threads", (150,), 1024, F32, residual=F32),
@@ -57,7 +57,7 @@ def results(job: Job, device: str, seed: int = 0) -> tuple[Tensor, ...]:
 
 
 def thread_promises(device: str) -> Iterator[tuple[str, Promise]]:
-    """Name and test of every promise that can be put to the test on ``device``."""
+    """Name and test of every promise that can be tested on ``device``."""
     if device == "interpreter":
         return  # it runs one kernel at a time
     yield f"{THREADS} threads at once change no byte: all ops, each thread in its own order", partial(at_once, device)
@@ -67,7 +67,7 @@ def thread_promises(device: str) -> Iterator[tuple[str, Promise]]:
 def at_once(device: str, rounds: int = 3, together: bool = False) -> str | None:
     """Call every op from all threads and compare with calls of one thread, made afterwards.
 
-    On a GPU the odd threads have streams of their own.
+    On a GPU, odd threads use their own streams.
     """
     work = jobs()
     module_inputs = [[m.inputs(c, device, seed) for m, c in work] for seed in range(THREADS)]

@@ -1,8 +1,7 @@
-"""One promise of every op: a row's bytes depend on the row alone.
+"""One promise for every op: a row's bytes depend on the row alone; part of ``python -m tools.checks --promises``.
 
-Not on when it is computed (repeats), how many rows come with it (M, a split batch), which row it is (place, order), where
-it lies (alignment, strides) or, on a CPU, how many threads there are. A `Subject` is an op in one of its forms; the same
-five tests are put to each, on any device.
+They do not depend on the time (repeats), the number of rows (M, a split batch), the row's index or order, its address (alignment,
+strides) or, on a CPU, the number of threads. A `Subject` is an op in one of its forms; the same tests run for each.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """An op in one form. Results have a row for each of ``rows``' tensors; the others are shared by all rows."""
+    """An op in one form. Tensors in ``rows``, and all results, have one row per row; other tensors are shared."""
 
     name: str
     rows: Mapping[str, int]
-    """Columns of each tensor that has rows; 0: as many as the row is long."""
+    """Columns of each tensor that has rows; 0: the length of a row."""
     shared: Mapping[str, tuple[int, ...]]
-    """Shapes of the others, in the same way."""
+    """Shapes of the shared tensors; 0 as above."""
     call: Callable[[Tensors], list[Tensor]]
     most: int = 1 << 20
-    """Rows of a call."""
+    """The most rows that a call may have."""
     own: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Dtypes that do not follow x's."""
+    """Dtypes that differ from x's."""
     shared_out: int = 640
-    """Columns of a row with which a CPU shares 280,000 elements of x out."""
+    """Row length for which a CPU splits 280,000 elements of x among threads."""
 
     def inputs(self, device: str, count: int, n: int, dtype: torch.dtype, seed: int = 0) -> Tensors:
         """Random tensors."""
@@ -60,7 +59,7 @@ class Subject:
         return found
 
     def part(self, tensors: Tensors, rows: Any) -> Tensors:
-        """The same of some rows."""
+        """The tensors of some rows."""
         return {name: t[rows] if name in self.rows else t for name, t in tensors.items()}
 
 
@@ -69,14 +68,11 @@ def _fp8(t: Tensors, **options: Any) -> list[Tensor]:
 
 
 def _as_vllm(t: Tensors, group: int | None) -> list[Tensor]:
-    """The norm of the unrounded sum, divided by a scale that has a least value and a bound in memory."""
+    """The norm of the unrounded sum, divided by a scale with a minimum and a bound in memory."""
     bound = torch.full((1,), 1.5, device=t["x"].device)
-    return list(
-        rms_norm_fused_fp8(
-            t["x"], t["gamma"], residual=t["r"], scale_ub=bound, group_size=group, rounding="hf", round_sum=False,
-            quantize="divide", min_scale=1 / (448 * 512),
-        )
-    )  # fmt: skip
+    options: dict[str, Any] = {"rounding": "hf", "round_sum": False, "quantize": "divide", "min_scale": 1 / (448 * 512)}
+    options |= {"residual": t["r"], "scale_ub": bound, "group_size": group}
+    return list(rms_norm_fused_fp8(t["x"], t["gamma"], **options))
 
 
 def _groups(t: Tensors) -> list[Tensor]:
@@ -102,7 +98,7 @@ def _angles(like: Tensor) -> Tensor:
 
 
 def _positions(t: Tensors) -> Tensor:
-    """Of a row: a number made from the row itself, so that it moves with it."""
+    """A position per row, computed from the row so that it moves with it."""
     return (t["q"][:, 0].float().abs() * 8).long()
 
 
@@ -123,15 +119,14 @@ def _gemv(t: Tensors, **options: Any) -> list[Tensor]:
 
 
 def _mla(t: Tensors, **options: Any) -> list[Tensor]:
-    """q, entries and scales in the tokens' order; places in the cache run backwards."""
+    """q, entries and scales in token order; slots run backwards."""
     count, device = t["kv"].shape[0], t["kv"].device
     blocks = torch.zeros(-(-count // 4) + 1, 4, t["kv"].shape[1], device=device).to(E4M3FN.dtype)
     scale = torch.zeros(blocks.shape[:2], device=device)
     slots = torch.arange(count, device=device).flip(0) + 3
-    q = fused_rope_rmsnorm_quantization(
-        None, t["q"].unflatten(1, (2, 32)), t["kv"], None, _angles(t["q"]), t["gamma"], PagedKVCache(blocks),
-        per_token_scale=scale, slot_mapping=slots, positions=_positions(t), **options,
-    )  # fmt: skip
+    options |= {"per_token_scale": scale, "slot_mapping": slots, "positions": _positions(t)}
+    named = (t["q"].unflatten(1, (2, 32)), t["kv"], None, _angles(t["q"]), t["gamma"], PagedKVCache(blocks))
+    q = fused_rope_rmsnorm_quantization(None, *named, **options)
     return [q, blocks.view(torch.uint8).flatten(0, 1)[slots], scale.flatten()[slots]]
 
 
@@ -192,7 +187,7 @@ SUBJECTS: Final = (
 
 
 def _latent(t: Tensors) -> Tensor:
-    """A gamma for the columns before those that turn."""
+    """A gamma for the columns that do not rotate."""
     columns = t["kv"].shape[1] - 32
     return torch.arange(columns, device=t["kv"].device).cos().to(t["kv"].dtype)
 
@@ -231,16 +226,16 @@ def batches(subject: Subject, device: str, n: int, dtype: torch.dtype) -> str | 
         return f"result {wrong} differs when the batch is split"
     order = torch.randperm(count, generator=torch.Generator().manual_seed(count)).to(device)
     wrong = _differing([_bytes(t) for t in subject.call(subject.part(t, order))], [_bytes(w)[order] for w in whole])
-    return None if wrong is None else f"result {wrong} differs when rows change places"
+    return None if wrong is None else f"result {wrong} differs when rows are reordered"
 
 
 def _bytes(t: Tensor) -> Tensor:
-    """Rows as bytes: fp8 has no indexing of its own."""
+    """Rows as bytes, since fp8 tensors cannot be indexed."""
     return t.contiguous().view(torch.uint8).reshape(t.shape[0], -1)
 
 
 def alignment(subject: Subject, device: str, n: int, dtype: torch.dtype) -> str | None:
-    """Every tensor elsewhere: each by itself, then all, with rows apart."""
+    """Move each tensor, then all of them, with gaps between rows."""
     t = subject.inputs(device, 5, n, dtype)
     expected = subject.call(t)
 
@@ -259,7 +254,7 @@ def alignment(subject: Subject, device: str, n: int, dtype: torch.dtype) -> str 
 
 
 def threads(subject: Subject, dtype: torch.dtype) -> str | None:
-    """On a CPU: enough rows that they are shared out, over several numbers of threads."""
+    """On a CPU: enough rows for several threads, with different numbers of threads."""
     n = subject.shared_out
     t = subject.inputs("cpu", min(subject.most, 280_000 // n + 1), n, dtype)
     before, seen = torch.get_num_threads(), []

@@ -1,9 +1,8 @@
-"""``python -m tools.fence``: the cases on the CPU, every tensor between pages that nobody may touch.
+"""Memory safety on the CPU: run the cases with every tensor between inaccessible pages: ``python -m tools.fence``.
 
-A tensor's memory ends exactly where such a page begins, and in a second run begins exactly where one ends, so that a
-kernel that reads or writes one byte outside kills the process; scratch memory lies so too. In a third, for some cases, it
-begins at an odd address. What lies between the rows of a strided output, and every input, must keep its bytes.
-The case at hand is printed before it runs, for whoever finds the process dead.
+Memory ends exactly where such a page begins and, in a second run, begins exactly where one ends: a kernel that reads or
+writes one byte outside kills the process. Scratch memory is fenced too. In a third run, for some cases, memory begins at
+an odd address. Inputs, and gaps between the rows of outputs, must keep their bytes. Each case is printed before it runs.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ POISON: Final = 0xA5
 GAP: Final = 5
 """Elements between the rows of outputs."""
 ODD: Final = ("dtypes", "layouts", "values", "fp8 weights", "fp8 output", "scales")
-"""Groups of cases that also run at odd addresses."""
+"""Groups that also run at odd addresses."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fenced(size: int, edge: Edge) -> Tensor:
-    """Poisoned bytes between two pages without access; the mapping lives as long as the tensor's memory."""
+    """Poisoned bytes between two inaccessible pages; the mapping lives as long as the tensor's memory."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     pages = -(-(size + 1) // PAGE) if edge == "odd" else -(-size // PAGE)
@@ -62,7 +61,7 @@ def _reach(tensor: Tensor) -> tuple[int, int]:
 
 
 class Place:
-    """Fenced copies of tensors, those that share memory together, and what their memory held before a call."""
+    """Fenced copies of tensors, which keep shared memory shared, and their bytes before a call."""
 
     def __init__(self, edge: Edge) -> None:
         self.edge = edge
@@ -97,7 +96,7 @@ class Place:
         return {id(t): _view(memory, t.dtype, (_reach(t)[0] - begin) // t.element_size(), t) for t in tensors}
 
     def output(self, like: Tensor) -> Tensor:
-        """Room for such a result, its rows ``GAP`` elements apart where it is contiguous."""
+        """Memory for such a result, with ``GAP`` elements between rows if it is contiguous."""
         if like.dim() > 1 and like.is_contiguous() and like.numel():
             like = torch.empty(*like.shape[:-1], like.shape[-1] + GAP, dtype=like.dtype)[..., : like.shape[-1]]
         memory = fenced(_reach(like)[1], self.edge)
@@ -105,7 +104,7 @@ class Place:
         return _view(memory, like.dtype, 0, like)
 
     def written_beside(self, outputs: list[Tensor]) -> int:
-        """Bytes that have changed and are no element of these."""
+        """The number of changed bytes that belong to none of these."""
         count = 0
         for memory, before in self.memory:
             changed = memory != before
@@ -123,7 +122,7 @@ def _view(memory: Tensor, dtype: torch.dtype, offset: int, like: Tensor) -> Tens
 
 @contextmanager
 def fenced_scratch(edge: Edge) -> Iterator[None]:
-    """What kernels and launches allocate for themselves, fenced too; the rows' scratch begins at a cache line."""
+    """Fence what kernels and launches allocate; the rows' scratch begins at a cache line."""
     empty, held = torch.empty, []
 
     def fenced_empty(*size: int, dtype: torch.dtype = torch.float32, device: object = "cpu") -> Tensor:
@@ -147,7 +146,7 @@ def fenced_scratch(edge: Edge) -> Iterator[None]:
 
 
 def run_fenced(case: Any, edge: Edge) -> str | None:
-    """Run a case in fenced memory; None, or what is wrong. A touch of the fence ends the process."""
+    """Run a case in fenced memory; None, or what is wrong. Touching the fence ends the process."""
     module = MODULES[case.op]
     arguments = module.inputs(case, "cpu")
     expected = module.call(case, arguments)
@@ -155,7 +154,7 @@ def run_fenced(case: Any, edge: Edge) -> str | None:
     given = place.arguments(arguments)
     if module is mla_cache:
         with fenced_scratch(edge):
-            got = module._call(case, given, "given")
+            got = mla_cache.call_with(case, given)
         wrong = module.verify(case, arguments, got)
         if wrong is not None:
             return str(wrong)
@@ -172,7 +171,7 @@ def run_fenced(case: Any, edge: Edge) -> str | None:
 def _call_into(
     case: Any, place: Place, given: dict[str, Any], expected: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Call with fenced outputs of the caller's: everything that was written, and the results."""
+    """Call with fenced outputs: all that was written, and the results."""
     outs = [place.output(t) for t in expected]
     module = MODULES[case.op]
     if module is qk_norm:
@@ -209,10 +208,9 @@ def _call_gemv(
         kept = place.arguments({"buffer": plain.buffer, "units": plain.units})
         trace, traces = GmemTrace(**kept), list(kept.values())
     with fenced_scratch(place.edge):
-        gemv_and_partial_norm_with_scratch(
-            normed, unnormed, given["act"], given["weight"], given["gamma"], 1e-6, counter, trace, segments=segments,
-            segment_outputs=rest, weight_scale=given.get("weight_scale"), scale_output=scale,
-        )  # fmt: skip
+        named = (given["act"], given["weight"], given["gamma"], 1e-6, counter, trace)
+        more = {"segments": segments, "segment_outputs": rest, "weight_scale": given.get("weight_scale")}
+        gemv_and_partial_norm_with_scratch(normed, unnormed, *named, scale_output=scale, **more)
     return [*outs, counter, *traces], tuple(outs)
 
 
@@ -220,17 +218,17 @@ def _call_gemv(
 
 
 def fenced_cases(ops: list[str], match: str = "") -> list[Check]:
-    """All but the largest, which differ from others in size alone."""
+    """All but the largest, which differ from others only in size."""
     return [case for case in select(ops, match) if case.group != "large"]
 
 
 def edges(case: Check) -> tuple[Edge, ...]:
-    """How a case's memory is placed."""
+    """Where a case's memory lies."""
     return ("end", "start", "odd") if case.group in ODD else ("end", "start")
 
 
 def trespass(how: str) -> None:
-    """Touch the byte after, before or (``inside``) within fenced memory: what a faulty kernel would do."""
+    """Touch the byte after, before or inside fenced memory, as a faulty kernel would."""
     edge: Edge = "start" if how.endswith("before") else "end"
     memory = fenced(100, edge)
     at = memory.data_ptr() + {"before": -1, "after": 100, "inside": 99}[how.split()[1]]
@@ -241,7 +239,7 @@ def trespass(how: str) -> None:
 
 
 def main() -> int:
-    """Run the cases; the exit status is 1 if one fails, and that of a fault where a kernel leaves its memory."""
+    """Run the cases; the exit status is 1 if one fails, or that of a fault if a kernel leaves its memory."""
     parser = argparse.ArgumentParser(prog="python -m tools.fence", description=__doc__)
     parser.add_argument("--op", action="append", default=[])
     parser.add_argument("--match", default="", help="run only cases whose name contains this")

@@ -1,8 +1,8 @@
-"""`onepass.compat.vllm` against vLLM's own formulas in plain torch, byte for byte, on any device.
+"""`onepass.compat.vllm` equals vLLM's formulas byte for byte; part of ``python -m tools.checks --promises``.
 
-One number of a vLLM kernel depends on the order of a sum and on the hardware: ``rs``, the reciprocal root of a row. So the
-formulas are evaluated for every float32 within a few units in the last place of the exact root, and a row passes if all of
-its bytes are those of one such root. Nothing else may differ: no code, no scale, no value of the residual.
+Only ``rs``, the reciprocal root of a row, depends on the order of a sum and on the hardware. So the formulas, in plain
+torch, are evaluated for every float32 within a few ulp of the exact root, and a row passes if all of its bytes are those
+of one such root. Nothing else may differ.
 
 The formulas are those of vLLM's ``csrc``: ``layernorm_kernels.cu``, and ``layernorm_utils.cuh``, ``quant_conversions.cuh`` and
 ``utils.cuh`` of its quantization. ``scalar_t(a)`` there is a rounding to the tensors' dtype.
@@ -25,8 +25,8 @@ from onepass.testing.case import same_bytes
 Promise = Callable[[], str | None]
 EPS: Final = 1e-5
 NEAR: Final = range(-8, 9)
-"""How far, in units in the last place, a float32 root may be from the exact one: a sum of 20,480 squares in another order is
-2 off, and a GPU's reciprocal root 2."""
+"""Distance in ulp that a float32 root may have from the exact one: a sum of 20,480 squares in another order is off by 2,
+a GPU's reciprocal root by 2."""
 QMAX: Final = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 BOUNDS: Final = (None, 1.5, 0.0, -2.0)
 
@@ -91,7 +91,7 @@ def inputs(dtype: torch.dtype, n: int, rows: int = 24) -> tuple[Tensor, Tensor, 
     return x.to(dtype), residual.to(dtype), weight.to(dtype)
 
 
-def _told(rows: list[int]) -> str | None:
+def _message(rows: list[int]) -> str | None:
     return f"rows {rows[:8]} have bytes that no float32 root explains" if rows else None
 
 
@@ -109,7 +109,7 @@ def norm_bytes(device: str, dtype: torch.dtype, n: int) -> str | None:
             return f"{module.__name__}: the residual is not the rounded sum"
         wrong += rows_that_differ([a.cpu()], ([norm(total, rs, weight)] for rs in roots(total)))
         if wrong:
-            return f"{module.__name__}: {_told(wrong)}"
+            return f"{module.__name__}: {_message(wrong)}"
     return None
 
 
@@ -130,7 +130,7 @@ def code_bytes(
     if given is not None and not same_bytes(given.cpu(), h.to(dtype)):
         return "the residual is not the rounded sum"
     candidates = (quantized(normed_twice(h, rs, weight), out, group or n, limit) for rs in roots(h))
-    return _told(rows_that_differ([codes.cpu(), scales.cpu()], candidates))
+    return _message(rows_that_differ([codes.cpu(), scales.cpu()], candidates))
 
 
 def every_quotient(device: str, dtype: torch.dtype, group: int | None) -> str | None:

@@ -1,1 +1,1 @@
-"""Model benchmarks and generated benchmark pages."""
+"""Measures the numbers in benchmarks/ and renders them into the repository's pages."""

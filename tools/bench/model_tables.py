@@ -1,28 +1,22 @@
-"""``python -m tools.bench.model_tables``: writes what docs/models.md and README.md say about models from what was measured.
+"""``python -m tools.bench.model_tables``: writes the measured numbers about models into the documents.
 
-It reads benchmarks/h200/models.json (`bench.models`) and the agreement.json of each machine (`bench.agreement`), and replaces the
-text between markers. Columns and sentences appear when the data have them; a test fails when a document is stale.
+It reads benchmarks/h200/models.json (`tools.bench.models`) and the agreement.json of each machine
+(`tools.bench.agreement`), and replaces the text between markers in README.md and docs/. Columns and
+sentences appear if the data contain them. A test fails if a document is stale.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.models import AUTOTUNED, BASELINE, COMPILED, EAGER, LATENT
+from .markdown import filled, markers, table
+from .models import AUTOTUNED, BASELINE, COMPILED, EAGER, LATENT
 
-_TITLES = {"patched, once": '`rounding="once"`', LATENT.name: "over `MlaCache`"}
+_TITLES = {"patched, once": '`rounding="once"`', LATENT.name: "with `MlaCache`"}
 _WAYS = [way.name for way in (*EAGER, LATENT, *COMPILED, *AUTOTUNED)]
-
-
-def table(heads: list[str], rows: Iterable[list[str]], left: int) -> list[str]:
-    """Lines of a markdown table; all but the first ``left`` columns are numbers."""
-    rule = ["---"] * left + ["---:"] * (len(heads) - left)
-    return [f"| {' | '.join(heads)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def _cell(row: dict[str, Any], way: str) -> str:
@@ -33,26 +27,26 @@ def _cell(row: dict[str, Any], way: str) -> str:
 
 
 def _times(rows: list[dict[str, Any]], way: str) -> str:
-    """How many times as fast as the baseline: "1.13 to 1.50", or "" where nothing was measured."""
+    """The range of speed-ups over the baseline, such as "1.13 to 1.50"; empty if nothing was measured."""
     found = [row["us"][BASELINE] / row["us"][way] for row in rows if way in row["us"]]
     return f"{min(found):.2f} to {max(found):.2f}" if found else ""
 
 
 def _counted(rows: list[dict[str, Any]], faster: str, slower: str) -> tuple[int, int]:
-    """In how many rows one way was faster than another, of how many that have both."""
+    """In how many rows one way was faster than another, and how many rows have both."""
     both = [row["us"] for row in rows if faster in row["us"] and slower in row["us"]]
     return sum(us[faster] < us[slower] for us in both), len(both)
 
 
 def steps(report: dict[str, Any]) -> str:
-    """The table of decode steps and what can be read from it."""
+    """The table of decode steps and its conclusions."""
     rows = report["rows"]
     ways = [way for way in _WAYS if any(way in row["us"] or way in row.get("failed", {}) for row in rows)]
     lines = [
         "One decode step of models with the layer sizes of well-known ones, with random bfloat16 weights and static caches, "
         f"captured in a CUDA graph and replayed on an {report['machine']} ({report['date']}, torch {report['torch']}, "
         f"transformers {report['transformers']}). Times are microseconds. The baseline is `unpatched`: transformers' own code, "
-        "not compiled, in a CUDA graph like all the others. The brackets say how many times as fast as this baseline a way is.",
+        "not compiled, in a CUDA graph like all the others. Brackets show the speed-up over this baseline.",
         "",
         *table(
             ["model", "batch", *(_TITLES.get(way, way) for way in ways)],
@@ -70,15 +64,15 @@ def steps(report: dict[str, Any]) -> str:
         wins, total = _counted(rows, both, compiled)
         lines.append(f"Compiled and patched was faster than compiled alone in {wins} of {total} rows.")
     else:
-        lines.append("This run did not measure torch.compile, so it does not say which of the two is faster.")
+        lines.append("This run did not measure torch.compile.")
     failed = {(way, error) for row in rows for way, error in row.get("failed", {}).items()}
     lines += [f"`{way}` failed: `{error}`." for way, error in sorted(failed)]
-    told = [row["agreement"]["patched"] for row in rows if "patched" in row["agreement"]]
-    equal = sum(a["equal"] == 1 for a in told)
+    compared = [row["agreement"]["patched"] for row in rows if "patched" in row["agreement"]]
+    equal = sum(a["equal"] == 1 for a in compared)
     lines.append(
-        f"The logits of `patched` were those of the unpatched model's eager step to the last one in {equal} of {len(told)} rows; "
-        f"in the others at least {min(a['equal'] for a in told):.0%} of the logits were. The most likely token was the same in "
-        f"{sum(a['same_token'] for a in told)} of {len(told)} rows."
+        f"The logits of `patched` all equalled those of the unpatched model's eager step in {equal} of {len(compared)} rows; "
+        f"in the others at least {min(a['equal'] for a in compared):.0%} did. The most likely token was the same in "
+        f"{sum(a['same_token'] for a in compared)} of {len(compared)} rows."
     )
     if report.get("generate"):
         lines += ["", *_generate(report["generate"])]
@@ -87,8 +81,8 @@ def steps(report: dict[str, Any]) -> str:
 
 def _generate(rows: list[dict[str, Any]]) -> list[str]:
     return [
-        "`generate()` with its default cache, which grows, launches every kernel from Python. There the host decides. "
-        f"Microseconds per token, the prompt aside, {rows[0]['new_tokens']} tokens:",
+        "`generate()` with its default, growing cache launches every kernel from Python, so the host limits its speed. "
+        f"Microseconds per token, without the prompt, {rows[0]['new_tokens']} tokens:",
         "",
         *table(
             ["model", "batch", BASELINE, "patched", "same tokens"],
@@ -107,7 +101,7 @@ def _generate(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def headline(report: dict[str, Any]) -> str:
-    """One sentence for README.md."""
+    """One sentence."""
     rows = report["rows"]
     count = len({row["model"] for row in rows})
     text = (
@@ -121,32 +115,19 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def agreement(reports: list[dict[str, Any]]) -> str:
-    """How often logits are equal to the byte, and why they are not always."""
-    rows = [
-        [
-            report["machine"],
-            model["model"],
-            str(model["hidden"]),
-            str(part["tokens"]),
-            f"{part['equal_prompts']} of {part['prompts']}",
-            f"{part['equal_logits']:.1%}",
-            f"{part['equal_argmax']:.1%}",
-            f"{part['equal_next_token']} of {part['prompts']}",
-        ]
-        for report in reports
-        for model in report["models"]
-        for part in model["lengths"]
-    ]
-    heads = [
-        "machine",
-        "model",
-        "hidden size",
-        "tokens",
-        "prompts equal",
-        "logits equal",
-        "same most likely token",
-        "same next token",
-    ]
+    """How often logits are bit-identical, and why they are not always."""
+    heads = ["machine", "model", "hidden size", "tokens", "prompts equal", "logits equal"]
+    heads += ["same most likely token", "same next token"]
+    rows = []
+    for report in reports:
+        for model in report["models"]:
+            for part in model["lengths"]:
+                prompts, next_token = (
+                    f"{part[key]} of {part['prompts']}" for key in ("equal_prompts", "equal_next_token")
+                )
+                shares = (f"{part['equal_logits']:.1%}", f"{part['equal_argmax']:.1%}")
+                sizes = (str(model["hidden"]), str(part["tokens"]))
+                rows.append([report["machine"], model["model"], *sizes, prompts, *shares, next_token])
     lines = [*table(heads, rows, 2), ""]
     for report in reports:
         norms = [model["norms"] for model in report["models"]]
@@ -154,31 +135,21 @@ def agreement(reports: list[dict[str, Any]]) -> str:
         lines.append(
             f"On the {'CPU' if report['machine'] == 'cpu' else report['machine']}, with the inputs that the norms have in the "
             f"unpatched model, {total['differ']} of {total['values']} results of a norm differed. The float32 mean of squares "
-            f"differed in {total['means_differ'] / total['rows']:.0%} of the rows, and when the model's own code was given "
-            f"onepass's mean, {total['differ_given_the_mean']} results differed."
+            f"differed in {total['means_differ'] / total['rows']:.0%} of the rows. When the model's own code was given onepass's "
+            f"mean, {total['differ_given_the_mean']} results differed."
         )
     return "\n".join(lines)
 
 
-def replaced(text: str, name: str, body: str) -> str:
-    """The text with what stands between the markers of a name replaced; a lone line stays in its paragraph."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"{begin} and {end} must each stand in the text once")
-    edge = "\n" if "\n" in body else ""
-    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}{edge}{body}{edge}{end}", text, flags=re.DOTALL)
-
-
 def render(root: Path) -> dict[Path, str]:
-    """Each document with its text made new."""
+    """Every document that has one of the markers, with fresh text."""
     measured = json.loads((root / "benchmarks/h200/models.json").read_text())
     files = [root / f"benchmarks/{machine}/agreement.json" for machine in ("cpu", "h200")]
     reports = [json.loads(file.read_text()) for file in files if file.exists()]
-    models, readme = root / "docs/models.md", root / "README.md"
-    text = replaced(models.read_text(), "steps", steps(measured))
+    bodies = {"steps": steps(measured), "agreement": agreement(reports), "models": headline(measured)}
+    found = {path: path.read_text() for path in (root / "README.md", *sorted((root / "docs").rglob("*.md")))}
     return {
-        models: replaced(text, "agreement", agreement(reports)),
-        readme: replaced(readme.read_text(), "models", headline(measured)),
+        path: filled(text, bodies) for path, text in found.items() if any(markers(name)[0] in text for name in bodies)
     }
 
 

@@ -1,25 +1,22 @@
 """``python -m tools.bench.models``: one decode step of patched transformers models, captured in a CUDA graph and replayed.
 
-Models have the layer sizes of well-known ones, few layers and random weights, in bfloat16 with a static cache. For each, the
-step is captured in several ways: unpatched; patched (rounding="model"); patched with rounding="once", DeepSeek-V3 also over an
-`MlaCache`; under torch.compile, unpatched and patched; with ``--max-autotune`` those two in that mode too. The baseline of all
-is "unpatched": transformers' own code, not compiled, in a CUDA graph. Replays are compared with the unpatched model's own eager
-step, then timed in turns. A way that fails is recorded with the first line of its error. ``--generate`` also times
-`generate()` with the cache it makes by default, patched and not. Results are written after each row.
+Models have the layer sizes of well-known ones, few layers and random weights, in bfloat16 with a
+static cache. The step is captured in several ways: unpatched; patched (rounding="model"); patched
+with rounding="once", DeepSeek-V3 also with an `MlaCache`; under torch.compile, unpatched and patched;
+with ``--max-autotune`` those two in that mode too. The baseline is "unpatched": transformers' own
+code, not compiled, in a CUDA graph. Replays are compared with the unpatched model's eager step, then
+timed in turns. A way that fails is recorded with the first line of its error. ``--generate`` also
+times `generate()` with its default cache, patched and not. Results are written after each row.
 
-On a CPU (``--device cpu``) sizes are small, each way runs once, eagerly, and no time means anything: a rehearsal.
+On a CPU (``--device cpu``) sizes are small, each way runs once, eagerly, and times mean nothing.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,52 +24,18 @@ from torch import Tensor
 
 import onepass
 
+from . import common
+
 PROMPT, LENGTH = 63, 128
 BATCHES = (1, 8)
 LAYERS = 8
 REPLAYS = 30
 NEW_TOKENS = 32
-_COMMON: dict[str, Any] = {
-    "vocab_size": 32000, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
-_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama 3 8B": (
-        "LlamaConfig",
-        {"hidden_size": 4096, "intermediate_size": 14336, **_HEADS},
-    ),
-    "Qwen3 8B": (
-        "Qwen3Config",
-        {"hidden_size": 4096, "intermediate_size": 12288, **_HEADS},
-    ),
-    "Gemma 3 12B": (
-        "Gemma3TextConfig",
-        {
-            "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
-            "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256,
-        },
-    ),
-    "OLMo-2 7B": (
-        "Olmo2Config",
-        {
-            "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-        },
-    ),
-    "DeepSeek-V3": (
-        "DeepseekV3Config",
-        {
-            "hidden_size": 7168, "intermediate_size": 18432,
-            "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-        },
-    ),
-}  # fmt: skip
-_TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}  # for a rehearsal on a CPU
+_TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}  # on a CPU
 
 
 class Way(NamedTuple):
-    """How a step is run: patched with a rounding or not, compiled in a mode or not, over an `MlaCache` or not."""
+    """How a step is run: patched with a rounding or not, compiled in a mode or not, with an `MlaCache` or not."""
 
     name: str
     rounding: str = ""
@@ -90,25 +53,13 @@ AUTOTUNED = (
 )
 
 
-def sized(name: str, layers: int) -> tuple[str, str, dict[str, Any]]:
-    """A title, the configuration's class and its sizes, with so many decoder layers; of DeepSeek-V3's three are dense."""
-    config, sizes = MODELS[name]
-    if name.startswith("DeepSeek"):
-        layers = min(layers, 3)
-        more: dict[str, Any] = {"first_k_dense_replace": layers}
-    else:
-        more = {"layer_types": ["full_attention"] * layers} if name.startswith("Gemma") else {}
-    dense = " dense" if name.startswith("DeepSeek") else ""
-    return f"{name}, {layers}{dense} layers", config, {**sizes, "num_hidden_layers": layers, **more}
-
-
 class Step:
-    """One decode step of a model over a static cache that can be set back."""
+    """One decode step of a model with a static cache that can be reset."""
 
     def __init__(self, model: Any, batch: int, device: str, latent: bool = False) -> None:
         self.model = model
         self.call: Callable[..., Any] = model
-        self.kept: list[Any] = []  # what a compiler made: a captured graph runs its kernels
+        self.compiled: list[Any] = []  # compiled code: a captured graph runs its kernels
         self.device = device
         self.cache = self._cache(latent)
         vocabulary = model.config.vocab_size
@@ -116,7 +67,7 @@ class Step:
         prompt = torch.randint(2, vocabulary, (batch, PROMPT), generator=generator).to(device)
         self.ids = torch.randint(2, vocabulary, (batch, 1), generator=generator).to(device)
         self.positions = torch.full((batch, 1), PROMPT, device=device)
-        # four dimensions: the model takes it as it is, and builds none on the host
+        # four dimensions: the model uses it unchanged and builds none on the host
         self.mask = (torch.arange(LENGTH, device=device) <= PROMPT).expand(batch, 1, 1, LENGTH).contiguous()
         model(prompt, past_key_values=self.cache, use_cache=True)
         self.saved = [[t.clone() for t in self._state(layer)] for layer in self.cache.layers]
@@ -133,13 +84,13 @@ class Step:
 
     @staticmethod
     def _state(layer: Any) -> tuple[Tensor, ...]:
-        """What a step changes."""
+        """The tensors that a step changes."""
         if hasattr(layer, "paged"):
             return layer.paged.blocks, layer.paged.cache_lengths
         return layer.keys, layer.values, layer.cumulative_length
 
-    def set_back(self) -> None:
-        """The cache as it was after the prompt."""
+    def reset(self) -> None:
+        """Restore the cache to its state after the prompt."""
         for layer, saved in zip(self.cache.layers, self.saved, strict=True):
             for now, then in zip(self._state(layer), saved, strict=True):
                 now.copy_(then)
@@ -153,7 +104,7 @@ class Step:
         return logits
 
     def compile(self, mode: str) -> None:
-        """From now on the step is compiled. On a CPU it is only traced: nothing there is timed."""
+        """Compile the step. On a CPU it is only traced, because nothing is timed there."""
         torch._dynamo.reset()
 
         def backend(graph: Any, inputs: Any) -> Any:
@@ -164,24 +115,24 @@ class Step:
                 from torch._inductor.compile_fx import compile_fx
 
                 made = compile_fx(graph, inputs, config_patches=list_mode_options(mode))
-            self.kept.append(made)
+            self.compiled.append(made)
             return made
 
         self.call = torch.compile(self.model, backend=backend, dynamic=False)
 
     def captured(self) -> tuple[Callable[[], None], Tensor]:
-        """A function that replays the step, and where it leaves the logits. On a CPU it ran once, and nothing is replayed."""
+        """A function that replays the step, and the tensor of its logits. On a CPU the step runs once and is not replayed."""
         if self.device == "cpu":
-            kept = self().clone()
-            return lambda: None, kept
+            logits = self().clone()
+            return lambda: None, logits
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self.set_back()
+                self.reset()
                 self()
         torch.cuda.current_stream().wait_stream(stream)
-        self.set_back()
+        self.reset()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -189,42 +140,26 @@ class Step:
         return graph.replay, logits
 
 
-def build(config: str, sizes: dict[str, Any], device: str) -> Any:
-    """A model with random weights, made on the device."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    torch.manual_seed(0)
-    made = getattr(transformers, config)(**{**_COMMON, **sizes})
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation="sdpa")
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "norm" in key:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.eval()
-
-
 def _captured(
     model: Any, way: Way, batch: int, device: str, plain: Step
 ) -> tuple[Step, Callable[[], None], Tensor, onepass.integrations.Patched | None]:
-    """The step, what replays it, where its logits are, and what was patched."""
+    """The step, the function that replays it, its logits, and what was patched."""
     rounding: Any = way.rounding
-    # a graph keeps the kernels it was captured with: the patch may be undone afterwards
+    # A graph keeps the kernels it was captured with, so the patch may be undone afterwards.
     with onepass.patch(model, rounding=rounding) if way.rounding else nullcontext() as handle:
-        # entries of a latent cache are the patched model's own, the prompt's too; what compiles has a step of its own
+        # Only the patched model writes entries of a latent cache; a compiled way needs a step of its own.
         step = Step(model, batch, device, latent=way.latent) if way.latent or way.mode else plain
         if way.mode:
             step.compile(way.mode)
-        step.set_back()
+        step.reset()
         replay, logits = step.captured()
     return step, replay, logits, handle
 
 
 def measure(model: Any, batch: int, device: str, replays: int, ways: tuple[Way, ...] = EAGER) -> dict[str, Any]:
-    """Agreement with the eager step, and microseconds a step, of each way to run it that did not fail."""
+    """Agreement with the eager step, and microseconds per step, of each way that did not fail."""
     plain = Step(model, batch, device)
-    plain.set_back()
+    plain.reset()
     eager = plain().float()
     if hasattr(model.config, "kv_lora_rank"):
         ways = (*ways[: len(EAGER)], LATENT, *ways[len(EAGER) :])
@@ -234,17 +169,17 @@ def measure(model: Any, batch: int, device: str, replays: int, ways: tuple[Way, 
         start = time.perf_counter()
         try:
             step, replay, logits, handle = _captured(model, way, batch, device, plain)
-        except Exception as error:  # whatever it is, the other ways go on
+        except Exception as error:  # the other ways continue
             row["failed"][way.name] = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
             continue
         captured[way.name] = step, replay, logits
         if way.mode:
-            row["compiled"][way.name] = {"seconds": time.perf_counter() - start, "graphs": len(step.kept)}
+            row["compiled"][way.name] = {"seconds": time.perf_counter() - start, "graphs": len(step.compiled)}
         if handle is not None:
             lines = [f"{c.cls} {c.what}: {c.why}" for c in handle.replaced]
             row["replaced"][way.name] = {line: lines.count(line) for line in lines}
     for name, (step, replay, logits) in captured.items():
-        step.set_back()
+        step.reset()
         replay()
         _wait(device)
         got = logits.float()
@@ -257,16 +192,16 @@ def measure(model: Any, batch: int, device: str, replays: int, ways: tuple[Way, 
     samples: dict[str, list[float]] = {name: [] for name in captured}
     for _ in range(replays):
         for name, (step, replay, _) in captured.items():
-            step.set_back()
+            step.reset()
             samples[name].append(_timed(replay, device))
     row["us"] = {name: statistics.median(times) for name, times in samples.items()}
     return row
 
 
 def generating(model: Any, batch: int, device: str, repeats: int, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
-    """Microseconds a token in `generate()` with its default cache, unpatched and patched: time on the host, prompt aside.
+    """Microseconds per token in `generate()` with its default cache, unpatched and patched, without the prompt.
 
-    Time for ``new_tokens`` more tokens than one, by that number; the median of a few, taken in turns.
+    The time of ``new_tokens`` tokens beyond the first, divided by their number; the median of a few turns.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, model.config.vocab_size, (batch, PROMPT), generator=generator).to(device)
@@ -280,7 +215,7 @@ def generating(model: Any, batch: int, device: str, repeats: int, new_tokens: in
 
     samples: dict[str, list[float]] = {BASELINE: [], "patched": []}
     tokens: dict[str, Tensor] = {}
-    for turn in range(repeats + 1):  # the first is to warm up
+    for turn in range(repeats + 1):  # the first one warms up
         for name, times in samples.items():
             with onepass.patch(model) if name == "patched" else nullcontext():
                 one, _ = run(1)
@@ -316,9 +251,9 @@ def _timed(call: Callable[[], None], device: str) -> float:
 
 
 def agrees(row: dict[str, Any]) -> bool:
-    """Whether every way that is ours ran, and all that ran give the eager step's logits, but for 16-bit rounding.
+    """Whether all of our ways ran, and every way gives the eager step's logits up to 16-bit rounding.
 
-    Patched models were within 0.034 of the largest logit (benchmarks/h200); compilers round elsewhere.
+    Patched models were within 0.034 of the largest logit (benchmarks/h200/models.json); compilers round elsewhere.
     """
     ours = [name for name in row["failed"] if name in {way.name for way in (*EAGER, LATENT)}]
     limits = {name: 0.1 if name in row["compiled"] else 0.05 for name in row["agreement"]}
@@ -337,57 +272,38 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure every model, print as it goes, write JSON if asked; exit status 1 where a patched step disagrees."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.models", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write results here, after each row")
-    parser.add_argument("--models", default="", help="models whose name contains one of these, separated by commas")
+    """Measure every model, print progress, write JSON if asked; exit status 1 if a patched step disagrees."""
+    parser = common.parser("models", __doc__, LAYERS)
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="batch sizes, separated by commas")
-    parser.add_argument("--layers", type=int, default=LAYERS, help=f"decoder layers (default {LAYERS})")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--max-autotune", action="store_true", help="compile in that mode as well")
-    parser.add_argument("--generate", action="store_true", help="time generate() too")
+    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
+    parser.add_argument("--max-autotune", action="store_true", help="also compile in max-autotune mode")
+    parser.add_argument("--generate", action="store_true", help="also time generate()")
     options = parser.parse_args()
-    import transformers
-
-    report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "baseline": "transformers' own code, not compiled, in a CUDA graph",
-        "rows": [],
-        "generate": [],
-    }
+    on_gpu = options.device == "cuda"
+    baseline = "transformers' own code, not compiled, in a CUDA graph"
+    report: dict[str, Any] = {**common.head(options.device), "baseline": baseline, "rows": [], "generate": []}
     ways = (*EAGER, *(() if options.no_compile else COMPILED), *(AUTOTUNED if options.max_autotune else ()))
-    tiny = {} if options.device == "cuda" else _TINY
-    counts = (3, NEW_TOKENS) if options.device == "cuda" else (1, 2)  # of generate()
-    fine = True
-
-    def keep(kind: str, row: dict[str, Any]) -> None:
-        report[kind].append(row)
-        if options.json:
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
-
+    repeats, new_tokens = (3, NEW_TOKENS) if on_gpu else (1, 2)  # of generate()
+    agreed = True
     with torch.no_grad():
-        for name in MODELS:
-            if not any(part in name for part in options.models.split(",")):
-                continue
-            title, config, sizes = sized(name, options.layers if options.device == "cuda" else 2)
-            model = build(config, {**sizes, **tiny}, options.device)
+        for name in common.chosen(options.models):
+            title, config, sizes = common.sized(name, options.layers if on_gpu else 2)
+            model = common.build(config, sizes if on_gpu else {**sizes, **_TINY}, options.device)
             for batch in map(int, options.batches.split(",")):
                 row = {"model": title, **measure(model, batch, options.device, REPLAYS, ways)}
-                fine = agrees(row) and fine
-                keep("rows", row)
+                agreed = agrees(row) and agreed
+                report["rows"].append(row)
+                common.write(report, options.json)
                 _show(row)
                 if options.generate:
-                    told = {"model": title, **generating(model, batch, options.device, *counts)}
-                    keep("generate", told)
-                    words = "  ".join(f"{way} {us:.0f} us a token" for way, us in told["us_per_token"].items())
+                    times = {"model": title, **generating(model, batch, options.device, repeats, new_tokens)}
+                    report["generate"].append(times)
+                    common.write(report, options.json)
+                    words = "  ".join(f"{way} {us:.0f} us per token" for way, us in times["us_per_token"].items())
                     print(f"{title:28} batch {batch}, generate(): {words}", flush=True)
             del model
             torch._dynamo.reset()
-    raise SystemExit(0 if fine else 1)
+    raise SystemExit(0 if agreed else 1)
 
 
 if __name__ == "__main__":

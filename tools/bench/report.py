@@ -1,7 +1,8 @@
-"""``python -m tools.bench.report FILE...``: everything that is made from result files, beside the first of them.
+"""``python -m tools.bench.report FILE...``: renders result files next to the first of them.
 
-README.md with every number, bench.html, time.svg and roofline.svg; with ``--readme PAGE`` also the short table between that
-page's markers. What it wrote names the files it was made from, so a test can make it again and compare.
+It writes README.md with every number, bench.html, time.svg and roofline.svg; with ``--readme PAGE...``
+also the tables between the markers of those pages. README.md names the files it was made from, so that a
+test can render it again and compare.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from onepass.bench import charts, page
+from onepass.bench import page
 from onepass.bench.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
 from onepass.bench.words import BEHIND, BEHIND_WORDS, ahead_words, ceiling_words, compiled_words
 
-BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
+from .markdown import filled, table
+from .svg import roofline_svg, time_svg
+
+SHORT, BRIEF = "speed", "brief"
+"""The markers of the table in docs/performance.md and of the one in README.md."""
 SOURCE = "<!-- made by `python -m tools.bench.report` from: "
 HEADLINES = (
     "rms_norm_fused_fp8",
@@ -34,7 +39,7 @@ def about(results: Results) -> str:
     note = f" {run['note']}" if run.get("note") else ""
     if results.device == "cpu":
         return (
-            f"{results.machine}, {run.get('threads', 'unknown')} threads, {dates}, bfloat16, microseconds per call, contenders taking "
+            f"{results.machine}, {run.get('threads', 'unknown')} threads, {dates}, bfloat16, microseconds per call, contenders take "
             f"turns; torch {run['torch']}. The ceiling is a memory stream of the same size, in turn with the rest.{note}"
         )
     return (
@@ -47,7 +52,7 @@ def about(results: Results) -> str:
 
 
 def headlines(results: Results) -> list[Row]:
-    """Of each op the fewest rows and the most bytes, with its main columns; of a decode step the fewest."""
+    """Per op, the fewest rows and the most bytes at its main columns; per decode step, the smallest batch."""
     found: list[Row] = []
     for op in HEADLINES:
         rows = results.main(op) if op in results.ops else []
@@ -57,18 +62,18 @@ def headlines(results: Results) -> list[Row]:
 
 
 def short_table(results: Results) -> str:
-    """A line per headline: time in a chain and behind a kernel, share of the ceiling, torch.compile at its best, eager."""
+    """One line per headline: time in a chain and behind a kernel, share of the ceiling, best torch.compile, eager."""
     gpu = results.device == "cuda"
     heads = ["op", "shape", "onepass, us"]
     heads += ["behind a kernel: onepass / torch.compile"] if gpu else []
     heads += ["of the ceiling", "torch.compile", "torch eager"]
-    lines = [f"| {' | '.join(heads)} |", f"|---|---|{'---:|' * (len(heads) - 2)}"]
+    rows = []
     for row in headlines(results):
         name = row.op if row.op.startswith(DECODE_STEP) else f"`{row.op}`"
         cells = [name, row.words, f"**{row.ours:.2f}**", *([_behind(row)] if gpu else []), _share(row, results)]
         cells += [_peer(row.best(names), row.ours, results.quiet) for names in (COMPILED, (EAGER,))]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return "\n".join(table(heads, rows, 2))
 
 
 def _share(row: Row, results: Results) -> str:
@@ -88,11 +93,12 @@ def _peer(us: float | None, ours: float, quiet: bool = True) -> str:
 
 
 def _brackets(results: Results) -> str:
-    return "In brackets how many times longer than onepass. " if results.quiet else ""
+    return "Brackets show how many times longer than onepass. " if results.quiet else ""
 
 
 def section(results: Results, folder: str) -> str:
-    """What stands between the markers: the short table, the plot, and where the rest is."""
+    """The text of docs/performance.md: the short table, the plot, and links to the rest."""
+    shown = folder.removeprefix("../")
     return "\n".join(
         (
             f"{about(results)} {_brackets(results)}{compiled_words(results)}. {ahead_words(results)}",
@@ -101,16 +107,36 @@ def section(results: Results, folder: str) -> str:
             "",
             f"![time against the number of rows]({folder}/time.svg)",
             "",
-            f"Every shape and peer: [{folder}/README.md]({folder}/README.md); as a page to open: `{folder}/bench.html`.",
+            f"Every shape and peer: [{shown}/README.md]({folder}/README.md); as a page: `{shown}/bench.html`.",
         )
     )
+
+
+def brief(results: Results) -> str:
+    """The text of README.md: each op at its smallest and largest batch, and how much longer torch.compile takes."""
+    rows = []
+    for op in HEADLINES:
+        cells = [_times(row) for row in headlines(results) if row.op == op]
+        rows += [[f"`{op}`", *cells]] if cells else []
+    dates = " and ".join(sorted({str(run["date"]) for run in results.runs}))
+    intro = (
+        f"{results.machine}, {dates}, bfloat16, in a chain of calls. In parentheses: `torch.compile`'s time over ours."
+    )
+    return "\n".join(
+        (intro, "", *table(["microseconds", "one row", "largest batch"], rows, 1), "", ahead_words(results))
+    )
+
+
+def _times(row: Row) -> str:
+    theirs = row.best(COMPILED)
+    return f"{row.ours:.2f}" if theirs is None else f"{row.ours:.2f} ({theirs / row.ours:.2f}x)"
 
 
 # --- every number ---------------------------------------------------------------------------------------------------
 
 
 def tables(results: Results) -> str:
-    """One table per op with those who were measured on it; on a GPU a second one, behind an ordinary kernel."""
+    """One table per op with its contenders; on a GPU a second one, behind an ordinary kernel."""
     parts = []
     pairs = results.behind_kernel
     for op in results.ops:
@@ -124,18 +150,18 @@ def _table(results: Results, op: str, shares: bool = True) -> list[str]:
     rows = results.of(op)
     others = [name for name in results.contenders if name != OURS and any(name in row.us for row in rows)]
     heads = ["shape", "onepass", *(["of the ceiling"] if shares else []), *others]
-    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
+    lines = []
     for row in rows:
         cells = [_peer(min(row.us[n]) if n in row.us else None, row.ours, results.quiet) for n in others]
         share = [_share(row, results)] if shares else []
-        lines.append(f"| {' | '.join([row.words, f'**{row.ours:.2f}**', *share, *cells])} |")
-    return lines
+        lines.append([row.words, f"**{row.ours:.2f}**", *share, *cells])
+    return table(heads, lines, 1)
 
 
 def host_table(results: Results) -> str:
-    """The host's time of a call."""
-    lines = ["## Host time of an eager call at M = 1", "", "| | us |", "|---|---:|"]
-    return "\n".join((*lines, *(f"| {name} | {min(us):.2f} |" for name, us in results.host.items()), ""))
+    """The host time per call."""
+    rows = ([name, f"{min(us):.2f}"] for name, us in results.host.items())
+    return "\n".join(("## Host time of an eager call at M = 1", "", *table(["", "us"], rows, 1), ""))
 
 
 def full(results: Results, sources: Sequence[str]) -> str:
@@ -143,7 +169,7 @@ def full(results: Results, sources: Sequence[str]) -> str:
     stream = "".join(
         f" `{name}` moves as many bytes and computes nothing." for name in (STREAM, BEST) if name in results.contenders
     )
-    small = "Where a call is too small for its bytes to matter, its share of the ceiling is put down to latency. "
+    small = "Where a call is too small for its bytes to matter, its share of the ceiling is marked latency. "
     small = "" if results.has_best or results.banner else small
     behind = ""
     if results.device == "cuda":
@@ -153,12 +179,11 @@ def full(results: Results, sources: Sequence[str]) -> str:
         f"# onepass on {results.machine}",
         "",
         *([f"**{results.banner}**", ""] if results.banner else []),
-        f"{about(results)}{stream} {_brackets(results)}{small}{behind}The same as a page to open in a "
-        "browser: `bench.html`.",
+        f"{about(results)}{stream} {_brackets(results)}{small}{behind}The same as a page: `bench.html`.",
         "",
         "![time against the number of rows](time.svg)",
         "",
-        "![bytes a second against bytes moved](roofline.svg)",
+        "![bytes per second against bytes moved](roofline.svg)",
         "",
         tables(results),
         *([host_table(results)] if results.host else []),
@@ -185,43 +210,42 @@ def _ahead(results: Results) -> list[str]:
 
 
 def files(paths: Sequence[Path]) -> dict[str, str]:
-    """What belongs beside the first of these files, by name."""
+    """The files that belong next to the first of these, by name."""
     results = load(paths)
     folder = paths[0].parent
     names = [Path(os.path.relpath(path, folder)).as_posix() for path in paths]
     return {
         "README.md": full(results, names),
         "bench.html": page.html(results),
-        "time.svg": charts.time_svg(results),
-        "roofline.svg": charts.roofline_svg(results),
+        "time.svg": time_svg(results),
+        "roofline.svg": roofline_svg(results),
     }
 
 
 def sources(readme: Path) -> list[Path]:
-    """The result files a page of tables says it was made from."""
+    """The result files that a page of tables was made from."""
     first = readme.read_text().splitlines()[0]
     if not first.startswith(SOURCE):
-        raise ValueError(f"{readme} does not say what it was made from")
+        raise ValueError(f"{readme} does not name the files it was made from")
     return [readme.parent / name for name in first.removeprefix(SOURCE).removesuffix(" -->").split()]
 
 
 def with_section(text: str, results: Results, folder: str) -> str:
-    """A page with the short table between its markers."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{section(results, folder)}\n{END}{rest.split(END)[1]}"
+    """A page with the tables that it has markers for."""
+    return filled(text, {SHORT: section(results, folder), BRIEF: brief(results)})
 
 
 def main() -> None:
-    """Write what the files give."""
+    """Write all files."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.report", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--readme", type=Path, help="also write the short table into this page")
+    parser.add_argument("--readme", nargs="+", type=Path, default=[], help="also write the tables of these pages")
     options = parser.parse_args()
     for name, text in files(options.files).items():
         (options.files[0].parent / name).write_text(text)
-    if options.readme:
-        folder = Path(os.path.relpath(options.files[0].parent, options.readme.parent)).as_posix()
-        options.readme.write_text(with_section(options.readme.read_text(), load(options.files), folder))
+    for path in options.readme:
+        folder = Path(os.path.relpath(options.files[0].parent, path.parent)).as_posix()
+        path.write_text(with_section(path.read_text(), load(options.files), folder))
 
 
 if __name__ == "__main__":

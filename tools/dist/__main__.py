@@ -1,7 +1,7 @@
-"""``python -m tools.dist.__main__``: the sharded norms on real ranks of this machine, checked and timed.
+"""``python -m tools.dist``: the sharded norms on real ranks of this machine, checked and timed.
 
-``--device cuda --ranks 2`` puts two ranks on one GPU and has Gloo carry their sums; where there is a GPU for each rank NCCL
-does. Under ``torchrun -m tools.dist.__main__ --device cuda`` the ranks are torchrun's, on any number of hosts.
+``--device cuda --ranks 2`` puts two ranks on one GPU, where Gloo adds their sums. If each rank has a GPU, NCCL does. Under
+``torchrun -m tools.dist --device cuda`` the ranks are torchrun's, on any number of hosts.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import torch
 import torch.distributed as c10d
 
 from onepass import dist
-from onepass.ops.qk_norm import (apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk)
-from tools.dist.cases import (CHECKS, EPS, problem, shares)
-from tools.dist.compiled import (CAPTURED, COMPILED)
-from tools.dist.ranks import (Place, joined, launch, under_torchrun)
+from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
+from tools.dist.cases import CHECKS, EPS, problem, shares
+from tools.dist.compiled import CAPTURED, COMPILED
+from tools.dist.ranks import Place, joined, launch, under_torchrun
 
 ROWS = (1, 32, 512, 4096)
 """Rows of the timed calls: decoding one sequence, a batch, a small and a large prompt."""
 
 ROUNDS = 7
-"""Contenders take turns; each one's best round counts, as others may use the machine too."""
+"""Contenders take turns and their best rounds count, since other processes may use the machine."""
 
 ALL = CHECKS | COMPILED | CAPTURED
 
 
 def applicable(device: str, backend: str, size: int) -> list[str]:
-    """Names of the checks that such ranks can make."""
+    """Names of the checks that such ranks can run."""
     return [*CHECKS, *COMPILED, *(CAPTURED if device == "cuda" and (size == 1 or backend == "nccl") else ())]
 
 
 def run_checks(place: Place, names: list[str]) -> dict[str, str]:
-    """What is wrong with each, by name; an empty text if nothing. An exception is a failure, not an end."""
+    """What is wrong with each check, by name; "" if nothing. An exception is a failure, and the next check runs."""
     found = {}
     for name in names:
         with torch.inference_mode():
@@ -80,7 +80,7 @@ def _calls(place: Place, m: int) -> dict[str, Callable[[], object]]:
     made = dist.plan(world, q.shape[-1], k.shape[-1])
     outs = torch.empty_like(q), torch.empty_like(k)
     means = made.divide(row_sum_of_squares_qk(q, k))
-    # gathering needs equal parts: the widest rank's
+    # gathering needs equal parts, as wide as the widest rank's
     part = torch.zeros(m, max(q_widths) + max(k_widths), dtype=q.dtype, device=place.device)
     whole = [torch.empty_like(part) for _ in range(place.size)]
 
@@ -130,7 +130,7 @@ def work(place: Place, names: list[str], timed: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Run the checks on some ranks; the exit status is 1 if one fails on any."""
-    parser = argparse.ArgumentParser(prog="python -m tools.dist.__main__", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.dist", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="how many to start on this machine (torchrun has its own)")
     parser.add_argument(
@@ -154,11 +154,12 @@ def main() -> int:
             everyone: list[Any] = [None] * place.size
             c10d.all_gather_object(everyone, mine)
             return _tell(options, place.backend, everyone) if place.rank == 0 else int(_failures(everyone) != {})
+    from tools.dist.__main__ import work as importable  # ranks cannot import this module under the name __main__
+
     backend = options.backend or _backend(options.device, options.ranks)
-    reports = launch(
-        work, options.ranks, chosen(backend, options.ranks), not options.no_times,
-        device=options.device, backend=backend, seconds=options.seconds, collective_seconds=60,
-    )  # fmt: skip
+    limits = {"seconds": options.seconds, "collective_seconds": 60}
+    work_of_ranks = (chosen(backend, options.ranks), not options.no_times)
+    reports = launch(importable, options.ranks, *work_of_ranks, device=options.device, backend=backend, **limits)
     broken = {f"rank {r.rank}": r.error for r in reports if r.value is None}
     return _tell(options, backend, [r.value for r in reports if r.value is not None], broken, options.ranks)
 
@@ -168,7 +169,7 @@ def _backend(device: str, ranks_here: int) -> str:
 
 
 def _failures(everyone: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """By check, what each rank that it failed on says."""
+    """The messages of the ranks on which each check failed."""
     found: dict[str, dict[str, str]] = {}
     for rank, one in enumerate(everyone):
         for name, message in one["checks"].items():
@@ -184,7 +185,7 @@ def _tell(
     broken: dict[str, str] | None = None,
     size: int | None = None,
 ) -> int:
-    """Print and write what came out."""
+    """Print and write the results."""
     failures = _failures(everyone)
     names = list(everyone[0]["checks"]) if everyone else []
     passed = not failures and not broken and bool(names)
@@ -215,8 +216,8 @@ def _tell(
             "times_us": times,
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{'PASS' if passed else 'FAIL'}: {len(names) - len(failures)} of {len(names)} checks on {ranks} ranks "
-          f"({backend}, {options.device})")  # fmt: skip
+    done = f"{len(names) - len(failures)} of {len(names)} checks on {ranks} ranks"
+    print(f"{'PASS' if passed else 'FAIL'}: {done} ({backend}, {options.device})")
     return 0 if passed else 1
 
 

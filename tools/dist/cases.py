@@ -1,7 +1,7 @@
-"""What sharded norms promise, each put to the test by all ranks of the default group at once.
+"""Promises of sharded norms, each tested by all ranks of the default group at once.
 
 Every rank makes the whole q and k from the same seed, norms its own columns together with the others, and compares
-with the float64 oracle on the whole and with the unsharded op. A check returns None or says what is wrong.
+with the float64 oracle on the whole and with the unsharded op. A check returns None or an error message.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass import dist
+from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
 from onepass.testing import oracle
-from onepass.ops.qk_norm import (apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk)
 from onepass.testing.case import same_bytes
-from onepass.testing.compare import (FLOAT32_ERROR, floats)
+from onepass.testing.compare import FLOAT32_ERROR, floats
 from tools.dist.ranks import Place
 
 UNIT = 2.0**-24
@@ -31,7 +31,7 @@ EPS = 1e-6
 
 
 def depth(columns: int) -> int:
-    """Rounded operations that a value goes through on its way to a rank's sum of squares, at most.
+    """The most rounded operations between a value and a rank's sum of squares.
 
     The square and, on the CPU, 32 additions in a lane, one for each 1024 columns, 6 to join lanes; a GPU's tree has fewer.
     """
@@ -39,7 +39,7 @@ def depth(columns: int) -> int:
 
 
 def agreement(columns: int, *sizes: int) -> float:
-    """How far float32 norms of one row of so many columns over these numbers of ranks may lie apart, relatively.
+    """The relative distance that float32 norms of one row may have over these numbers of ranks.
 
     A sum of squares has positive terms, so it is within (d + W - 1) u of the exact one; the root halves that. The quotient,
     eps and two products round once each, the root to 2 ulp on a GPU: 7 u more (docs/scaling.md).
@@ -49,7 +49,7 @@ def agreement(columns: int, *sizes: int) -> float:
 
 @dataclass(frozen=True)
 class Problem:
-    """A whole q and k with their weights, and which columns are this rank's."""
+    """Whole q and k with their weights, and this rank's columns."""
 
     q: Tensor
     k: Tensor
@@ -60,7 +60,7 @@ class Problem:
 
     @property
     def local(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """This rank's columns, not contiguous: slices of the whole."""
+        """This rank's columns, as non-contiguous slices."""
         return (
             self.q[..., self.mine_q],
             self.k[..., self.mine_k],
@@ -70,11 +70,11 @@ class Problem:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Columns in all."""
+        """Total columns."""
         return self.q.shape[-1], self.k.shape[-1]
 
     def verify(self, q_out: Tensor, k_out: Tensor, size: int) -> str | None:
-        """Against the oracle on whole rows and, in float32, against the unsharded op within the stated bound."""
+        """Compare with the oracle on whole rows and, in float32, with the unsharded op."""
         parts = ((q_out, self.q, self.gamma_q, self.mine_q), (k_out, self.k, self.gamma_k, self.mine_k))
         for name, (out, whole, gamma, mine) in zip("qk", parts, strict=True):
             exact = oracle.rms_norm(whole, gamma, EPS).y[..., mine]
@@ -91,13 +91,13 @@ class Problem:
 
 
 def apart(got: Tensor, want: Tensor, bound: float) -> str | None:
-    """Whether two float32 results lie further apart than this, relatively."""
+    """None, or that two float32 results differ by more than this, relatively."""
     worst = float(((got.double() - want.double()).abs() / want.double().abs().clamp(min=1e-30)).max())
     return None if worst <= bound else f"{worst:.1e} apart, the bound is {bound:.1e}"
 
 
 def spans(widths: Sequence[int]) -> list[slice]:
-    """Where parts of these widths lie when they follow one another."""
+    """The slices of consecutive parts with these widths."""
     ends = list(accumulate(widths))
     return [slice(end - width, end) for width, end in zip(widths, ends, strict=True)]
 
@@ -111,7 +111,7 @@ def problem(
     *,
     kv_replicas: int = 1,
 ) -> Problem:
-    """Random values, the same on all ranks. ``k_widths`` has one entry a set of replicas."""
+    """Random values, the same on all ranks. ``k_widths`` has one entry per set of replicas."""
     generator = torch.Generator().manual_seed(1234)
     q, k = (torch.randn(*lead, sum(w), generator=generator) for w in (q_widths, k_widths))
     # columns of very different size, so that a rank that is left out or counted twice shows
@@ -127,7 +127,7 @@ def problem(
 
 
 def shares(columns: int, size: int, unit: int = 1) -> list[int]:
-    """Columns dealt out in whole units, as equally as they go."""
+    """Columns split in whole units, as equally as possible."""
     whole = columns // unit
     return [(whole // size + (rank < whole % size)) * unit for rank in range(size)]
 
@@ -167,7 +167,7 @@ def minimax_m2(place: Place) -> str | None:
 
 
 def unequal_shards(place: Place) -> str | None:
-    """Every rank has another width, which the plan finds out."""
+    """Every rank has a different width, which the plan discovers."""
     p = problem(
         place, (5,), [64 * r + 33 for r in range(place.size)], [7 * (place.size - r) for r in range(place.size)]
     )
@@ -206,7 +206,7 @@ def in_place_and_strided(place: Place) -> str | None:
 
 
 def start_and_finish(place: Place) -> str | None:
-    """In two halves, with other work between them."""
+    """start and finish, with other work in between."""
     p = problem(place, (33,), [96] * place.size, [32] * place.size)
     q, k, gamma_q, gamma_k = p.local
     pending = dist.start_qk_stats(q, k, group=_world())
@@ -220,7 +220,7 @@ def start_and_finish(place: Place) -> str | None:
 
 
 def reproducible(place: Place) -> str | None:
-    """The bytes are those of a tree over the ranks, worked out here; a row alone has the bytes it has in a batch."""
+    """The bytes are those of a tree over the ranks, computed here; a row alone has the bytes it has in a batch."""
     q_widths, k_widths = shares(1000, place.size), shares(300, place.size)
     p = problem(place, (50,), q_widths, k_widths)
     q, k, gamma_q, gamma_k = p.local
@@ -303,7 +303,7 @@ def one_tensor(place: Place) -> str | None:
 
 
 def groups(place: Place) -> str | None:
-    """A mesh, a mesh and a dimension, and on 4 ranks two groups of 2 side by side mean what they should."""
+    """Accept a mesh, a mesh and a dimension and, on 4 ranks, two groups of 2."""
     p = problem(place, (4,), [64] * place.size, [32] * place.size)
     expected = dist.qk_rms_norm(*p.local, EPS, group=_world())
     mesh = init_device_mesh(place.device.type, (place.size,), mesh_dim_names=("tp",))
@@ -319,7 +319,7 @@ def groups(place: Place) -> str | None:
 
 
 class Collectives(TorchDispatchMode):
-    """Lists the collectives that are called under it, by name: all_reduce, all_gather_into_tensor, ..."""
+    """Lists the collectives that are called within it: all_reduce, all_gather_into_tensor, ..."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -333,7 +333,7 @@ class Collectives(TorchDispatchMode):
 
 
 def one_collective(place: Place) -> str | None:
-    """A call sends one all-reduce, or one all-gather, and once there is a plan nothing else; a group of one sends nothing."""
+    """With a plan, a call sends one all-reduce or one all-gather; a group of one sends nothing."""
     p = problem(place, (4,), [64] * place.size, [32] * place.size)
     mesh = init_device_mesh(place.device.type, (place.size,))
     gathering = "all_reduce" if place.backend == "gloo" and place.device.type == "cuda" else "all_gather_into_tensor"
@@ -365,22 +365,20 @@ def dtensors(place: Place) -> str | None:
         results = dist.qk_rms_norm(q, k, gamma_q, p.gamma_k, EPS)
         for got, given, expected in zip(results, (q, k), (q_want[..., p.mine_q], want), strict=True):
             if not isinstance(got, DTensor) or got.placements != given.placements or got.shape != given.shape:
-                return f"the result is no DTensor placed as its input: {got}"
+                return f"the result is not a DTensor with the placement of its input: {got}"
             wrong = apart(got.to_local(), expected, bound)
             if wrong:
                 return f"against the unsharded op with k {k.placements}: {wrong}"
     one = dist.rms_norm(q, gamma_q, EPS)
     if not isinstance(one, DTensor) or one.placements != q.placements or one.shape != q.shape:
-        return f"the result is no DTensor placed as its input: {one}"
+        return f"the result is not a DTensor with the placement of its input: {one}"
     return apart(one.to_local(), q_want[..., p.mine_q], bound)
 
 
 Check = Callable[[Place], str | None]
 
-CHECKS: dict[str, Check] = {
-    check.__name__: check
-    for check in (
-        equals_unsharded, minimax_m2, unequal_shards, replicated_kv, in_place_and_strided, start_and_finish, reproducible,
-        repeats, special_values, no_rows, one_tensor, groups, one_collective, dtensors,
-    )
-}  # fmt: skip
+_ORDER = (
+    "equals_unsharded minimax_m2 unequal_shards replicated_kv in_place_and_strided start_and_finish reproducible "
+    "repeats special_values no_rows one_tensor groups one_collective dtensors"
+)
+CHECKS: dict[str, Check] = {name: globals()[name] for name in _ORDER.split()}

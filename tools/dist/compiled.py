@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onepass import dist
 from onepass.testing.case import same_bytes
-from tools.dist.cases import (EPS, Check, problem)
+from tools.dist.cases import EPS, Check, problem
 from tools.dist.ranks import Place
 
 
@@ -58,7 +58,7 @@ def whole_graph(place: Place) -> str | None:
 
 
 def whole_graph_of_replicas(place: Place) -> str | None:
-    """Ranks that hold copies of k compile to other graphs than the first of them, and still meet."""
+    """Ranks with copies of k compile other graphs than the first of them, and still match its collectives."""
     made = dist.plan(c10d.group.WORLD, 96, 64, kv_replicas=place.size)  # type: ignore[arg-type]
 
     def step(q: Tensor, k: Tensor, gamma_q: Tensor, gamma_k: Tensor) -> tuple[Tensor, ...]:
@@ -68,7 +68,7 @@ def whole_graph_of_replicas(place: Place) -> str | None:
 
 
 def cuda_graph(place: Place) -> str | None:
-    """Captured and replayed on new values. Gloo cannot be captured, so it takes NCCL or a single rank."""
+    """Captured and replayed on new values. Gloo cannot be captured, so this needs NCCL or a single rank."""
     p = problem(place, (16,), [96] * place.size, [64] * place.size, torch.bfloat16)
     q, k, gamma_q, gamma_k = (t.contiguous() for t in p.local)
     made = dist.plan(c10d.group.WORLD, 96, 64, counts=p.counts)  # type: ignore[arg-type]

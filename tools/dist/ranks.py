@@ -1,7 +1,7 @@
-"""Starts the ranks of a process group on this machine and collects what each has to say; nothing here can hang.
+"""Starts the ranks of a process group on this machine and collects their reports; nothing here can hang.
 
-Every rank is a process of its own with a deadline, its collectives have a shorter one, and what is left at the deadline is
-ended. Under ``torchrun`` the ranks exist already: `joined` makes this process one of them.
+Every rank is a separate process with a deadline, and a shorter one for its collectives. Ranks that still run then are
+killed. Under ``torchrun`` the ranks exist already: `joined` makes this process one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as c10d
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank finds itself. The default group is that of all ranks."""
+    """A rank's number, device and group. The default group has all ranks."""
 
     rank: int
     size: int
@@ -43,7 +43,7 @@ class Report:
 
     rank: int
     exit_code: int | None
-    """None: it did not end before the deadline."""
+    """None: it missed the deadline."""
     value: Any
     error: str
 
@@ -58,8 +58,8 @@ def launch(
     collective_seconds: float = 30,
 ) -> list[Report]:
     """Run ``work`` on ``size`` ranks. Returns within ``seconds``, plus a moment."""
-    # A server that has imported torch once, and runs nothing, forks the ranks. It has the environment of its first use, and
-    # not this process's sys.path: onepass itself is left to the ranks.
+    # Ranks are forked from a server that has only imported torch. It keeps the environment of its first use but not this
+    # process's sys.path, so the ranks import onepass themselves.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.tensor"])
     with tempfile.TemporaryDirectory(prefix="onepass-ranks-") as directory:
@@ -89,7 +89,7 @@ def launch(
 def _rank(
     work: Work, rank: int, size: int, device: str, backend: str, limit: float, directory: str, args: tuple[Any, ...]
 ) -> None:
-    """One rank's process, from the start of its group to the report it leaves in a file."""
+    """One rank's process, from the start of its group to its report in a file."""
     report: dict[str, Any] = {}
     try:
         place = _place(rank, size, device, backend)
@@ -135,7 +135,7 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def joined(device: str, backend: str, collective_seconds: float = 60) -> Iterator[Place]:
-    """This process as the rank that torchrun's environment says it is."""
+    """This process as the rank that torchrun's environment defines."""
     size, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
     place = _place(int(os.environ["RANK"]), size, device, backend)
     if device == "cuda":

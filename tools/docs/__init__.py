@@ -1,1 +1,1 @@
-"""Generated reference pages."""
+"""Reference pages generated from the code: ``python -m tools.docs`` writes them."""

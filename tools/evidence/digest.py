@@ -1,7 +1,7 @@
-"""What a kernel is compiled from, as a digest: its source and that of everything it calls, in milliseconds and without a compiler.
+"""A digest of all that a kernel is compiled from: its source and that of everything it calls, without a compiler.
 
-Triton's own key of a function contains the line it begins on, so it changes when code above it moves. This one is made from syntax
-trees: comments, docstrings, layout and line numbers do not count.
+Triton's own key contains line numbers, so it changes when code above moves. This one is made from syntax trees: comments,
+docstrings, layout and line numbers do not count.
 """
 
 import ast
@@ -16,20 +16,20 @@ from triton.runtime.jit import JITCallable
 from onepass.triton.compiler import Build
 
 _UNREAD: Final = ("ctx", "kind", "type_comment")
-"""Fields of syntax trees that change nothing."""
+"""Fields of syntax trees that do not matter."""
 _PLAIN: Final = (int, float, str, bytes, bool, type(None), tl.dtype)
 
 
 class SourceDigests:
-    """Digests of kernels' sources; each function is read once per instance, so that a change is seen by the next instance."""
+    """Digests of kernel sources. Each instance reads a function once, so a new instance sees changes."""
 
     def __init__(self) -> None:
         self._trees: dict[int, tuple[str, list[Any]]] = {}
         self._digests: dict[int, str] = {}
-        self._alive: list[Any] = []  # ids stay those of these objects
+        self._alive: list[Any] = []  # keeps ids unique
 
     def of(self, kernel: Any) -> str:
-        """The digest of a jitted function and of all it reaches."""
+        """The digest of a jitted function and all it calls."""
         found = self._digests.get(id(kernel))
         if found is None:
             reached: dict[int, str] = {}
@@ -38,7 +38,7 @@ class SourceDigests:
         return found
 
     def value(self, value: Any) -> str:
-        """A constant as text: numbers and strings as they are, functions by their digest."""
+        """A constant as text; functions by their digest."""
         if isinstance(value, tl.constexpr):
             return f"constexpr({self.value(value.value)})"
         if isinstance(value, (tuple, list)):
@@ -60,7 +60,7 @@ class SourceDigests:
             self._reach(other, reached)
 
     def _read(self, function: Any) -> tuple[str, list[Any]]:
-        """A function's own part: its syntax tree, how it is jitted, the constants it names; and the functions it names."""
+        """A function's own text (syntax tree, decorator, constants), and the functions it names."""
         found = self._trees.get(id(function))
         if found is not None:
             return found
@@ -88,7 +88,7 @@ def _hash(text: str) -> str:
 
 
 def _is_part_of_triton(value: Any) -> bool:
-    """Modules, functions and types of Triton itself: its version stands for them."""
+    """Whether this belongs to Triton, which its version covers."""
     if isinstance(value, ModuleType):
         return value.__name__.split(".")[0] == "triton"
     return str(getattr(value, "__module__", "")).split(".")[0] in ("triton", "builtins") and not isinstance(
@@ -102,7 +102,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _named(tree: ast.AST, scope: dict[str, Any]) -> dict[str, Any]:
-    """The objects of ``scope`` that a function names, also as attributes of modules that are not Triton's."""
+    """The objects of ``scope`` that a function names, also as attributes of modules other than Triton's."""
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in scope and not isinstance(scope[node.id], ModuleType):
@@ -121,7 +121,7 @@ def _drop_docstrings(tree: ast.AST) -> None:
 
 
 def _dumped(node: Any) -> str:
-    """A syntax tree as text, the same in every version of Python: `ast.dump` of 3.13 leaves out what that of 3.12 writes."""
+    """A syntax tree as text, equal in all Python versions: `ast.dump` differs between 3.12 and 3.13."""
     if isinstance(node, ast.AST):
         fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _UNREAD)
         body = ", ".join(f"{name}={_dumped(value)}" for name, value in fields if value is not None and value != [])

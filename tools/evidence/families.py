@@ -1,7 +1,7 @@
-"""Cases for every GPU configuration that the published models need, and the calls that say which configurations those are.
+"""Cases for every GPU configuration that published models need, and the calls that determine those configurations.
 
-A case has few rows, as many as its checks need: which tile a row gets is checked for few, many and a flood of rows in any case
-(`crowds`). A call has the rows that models have, and memory that nobody writes: it is not run but asked which machine code it needs.
+A case has few rows: the tiles of all batch regimes are checked anyway (`onepass.testing.batch_regime`). A call has as many
+rows as models have and is never launched: it only yields the machine code that it needs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from onepass.testing.qk_norm import APPLY, FUSED, MEANS, QkCase, Turn
 from tools.evidence.published import FAMILIES, Latent, Model, Published
 
 if TYPE_CHECKING:
+    from onepass.triton.chip import Chip
     from onepass.triton.compiler import Build
-    from onepass.triton.config import Chip
 
 BF16, F16, F32 = FLOATS
 GROUP: Final = "families"
 ROWS: Final = 2
 TOKENS: Final = (1, 16, 300, 4096)
-"""Rows of a call: a decode step of one sequence and of a batch, a short prompt, a long one. A flood is added to these."""
-_FLOOD: Final = 1 << 28
-"""Bytes of x that no cache keeps."""
+"""Rows of a call: a decode step of one sequence and of a batch, a short prompt, a long one. A streaming batch is added."""
+_STREAMING: Final = 1 << 28
+"""Bytes of x that exceed every cache."""
 RANKS: Final = (2, 4, 8)
-"""Ranks among which whole projections of q and k are shared out."""
+"""Numbers of ranks that split whole projections of q and k."""
 GEMV_ROWS: Final = (1, 2, 4, 8, 16)
 STEPS: Final = ((1, 1), (16, 16), (64, 64), (300, 1), (4096, 1))
 """Tokens and requests of MLA's cache write: three decode steps, two prompts."""
@@ -56,7 +56,7 @@ FP8_FORMS: Final[tuple[dict[str, Any], ...]] = (
 
 
 def _row_work(family: Published) -> Iterator[Case]:
-    """Norms of hidden states: as the model rounds and in one rounding, with a residual and without, and quantized to fp8."""
+    """Norms of hidden states: with the model's rounding and "once", with and without a residual, and quantized to fp8."""
     offset: dict[str, Any] = {"weight_offset": family.weight_offset} if family.weight_offset else {}
     for model in family.models:
         lead, n, x = (ROWS,), model.hidden, model.dtype
@@ -71,7 +71,7 @@ def _row_work(family: Published) -> Iterator[Case]:
 
 
 def _narrow_work(family: Published) -> Iterator[Case]:
-    """Norms of heads, projections and latents by themselves: what `patch` runs with ``fuse=False``, or for many tokens of MLA."""
+    """Separate norms of heads, projections and latents: `patch` with ``fuse=False``, or many tokens of MLA."""
     offset: dict[str, Any] = {"weight_offset": family.weight_offset} if family.weight_offset else {}
     for model in family.models:
         found = []
@@ -87,15 +87,15 @@ def _narrow_work(family: Published) -> Iterator[Case]:
 
 
 _HEAD_LAYOUTS: Final = ("contiguous", "transposed")
-"""Heads beside one another in memory; or, as Gemma 3 norms them, [heads, tokens, D] of [tokens, heads, D]."""
+"""Adjacent heads in memory; or, as in Gemma 3, [heads, tokens, D] of [tokens, heads, D]."""
 
 
 def _row_calls(case: Case) -> Iterator[Callable[[], Any]]:
     options = dict(case.options)
     static = options.pop("static_scale", False)
     function = rms_norm if case.op == "rms_norm" else rms_norm_fused_fp8
-    flood = _FLOOD // (case.n * case.x.itemsize)
-    for rows in (*TOKENS, flood):
+    streaming = _STREAMING // (case.n * case.x.itemsize)
+    for rows in (*TOKENS, streaming):
         x = _rows_of(case, rows)
         given: dict[str, Any] = {"residual": _rows_of(case, rows)} if case.residual is not None else {}
         if static:
@@ -115,7 +115,7 @@ def _rows_of(case: Case, rows: int) -> Tensor:
 
 
 def _qk_work(family: Published) -> Iterator[QkCase]:
-    """Norms of q and k in one launch, also rotated, contiguous and as slices of packed projections; and their two halves on ranks."""
+    """Norms of q and k in one launch, with and without rotation, contiguous and packed; and their two halves on ranks."""
     offset: dict[str, Any] = {"weight_offset": family.weight_offset} if family.weight_offset else {}
     for model in family.models if family.norms else ():
         nq, nk, head = model.heads * model.head_dim, model.kv_heads * model.head_dim, model.head_dim
@@ -125,9 +125,8 @@ def _qk_work(family: Published) -> Iterator[QkCase]:
             options = {"rounding": rounding, **offset}
             for turned in (None, turn):
                 for layout in ("contiguous", "packed"):
-                    yield QkCase(
-                        FUSED, GROUP, (ROWS,), nq, nk, gamma=BF16, head=per_head, turn=turned, layout=layout, options=options
-                    )  # fmt: skip
+                    ways: dict[str, Any] = {"turn": turned, "layout": layout, "options": options}
+                    yield QkCase(FUSED, GROUP, (ROWS,), nq, nk, gamma=BF16, head=per_head, **ways)
             for ranks in RANKS if family.norms == "whole" else ():
                 yield QkCase(APPLY, GROUP, (ROWS,), nq // ranks, nk // ranks, gamma=BF16, options=options)
         for ranks in RANKS if family.norms == "whole" else ():
@@ -156,7 +155,7 @@ def _qk_calls(case: QkCase) -> Iterator[Callable[[], Any]]:
 
 
 def _gemv_work(model: Model, latent: Latent) -> Iterator[gemv_norm.Case]:
-    """The projections down to MLA's latents, each by itself as `patch` runs them, and in one matrix."""
+    """The projections to MLA's latents, separate as in `patch`, and in one matrix."""
     shapes: list[tuple[int, tuple[int, ...]]] = [(latent.kv + latent.rope, (latent.kv,))]
     if latent.q:
         both = latent.q + latent.kv + latent.rope
@@ -174,7 +173,7 @@ def _gemv_calls(case: gemv_norm.Case) -> Iterator[Callable[[], Any]]:
 
 
 def _mla_work(latent: Latent) -> Iterator[MlaCase]:
-    """The cache write: as `patch` calls it, with page tables to fp8, and with slots; all heads, and those of one of eight ranks."""
+    """The cache write: as in `patch`, with page tables to fp8, and with slots; all heads, and those of one of eight ranks."""
     i64 = torch.int64
     forms: tuple[dict[str, Any], ...] = (
         {"cache": BF16, "positions": i64, "page": 64},
@@ -188,9 +187,8 @@ def _mla_work(latent: Latent) -> Iterator[MlaCase]:
     for heads in dict.fromkeys((latent.heads, 16)):
         for form in forms:
             for tokens, requests in STEPS:
-                fewest = (
-                    tokens if tokens < 1024 else tokens // 2 + 1
-                )  # the programs of a call follow the next power of two
+                # the number of programs follows the next power of two
+                fewest = tokens if tokens < 1024 else tokens // 2 + 1
                 batch = tuple((5 + i % 60, fewest // requests) for i in range(requests))
                 yield MlaCase(GROUP, batch, heads, latent.kv, latent.rope, **form)
 
@@ -236,7 +234,7 @@ WORK: Final[tuple[Check, ...]] = tuple({(case.op, case.name): case for case in _
 
 
 def calls(case: Check) -> Iterator[Callable[[], Any]]:
-    """The calls that a piece of work stands for, of as many rows as models have. Their tensors hold nothing: do not launch them."""
+    """The calls that a case stands for, with as many rows as models have. Their tensors are uninitialized: never launch them."""
     if isinstance(case, Case):
         return _row_calls(case)
     if isinstance(case, QkCase):
@@ -249,7 +247,7 @@ def calls(case: Check) -> Iterator[Callable[[], Any]]:
 
 
 def needed(chip: Chip) -> dict[str, dict[str, Build]]:
-    """The configurations that each piece of work needs on ``chip``, by its op and name; half a second, and no GPU."""
+    """The configurations that each case needs on ``chip``, by its op and name; half a second, and no GPU."""
     from tools.evidence import records
 
     return {
@@ -259,12 +257,12 @@ def needed(chip: Chip) -> dict[str, dict[str, Build]]:
 
 
 def least_cases(chip: Chip) -> list[Check]:
-    """As few cases as cover all configurations of all work: of none could another take the place."""
+    """A minimal set of cases that covers all configurations."""
     found = needed(chip)
     names = {case: found[f"{case.op} {case.name}"].keys() for case in WORK}
     times = Counter(name for case in WORK for name in names[case])
     kept = []
-    for case in sorted(WORK, key=lambda case: len(names[case])):  # those with few first: others may have what they have
+    for case in sorted(WORK, key=lambda case: len(names[case])):  # those with few first: others may cover them
         if all(times[name] > 1 for name in names[case]):
             times.subtract(names[case])
         else:

@@ -1,4 +1,4 @@
-"""Evidence from a GPU: which machine code the cases that passed ran on."""
+"""Record evidence on a GPU, or refresh it without one: the machine code of the cases that passed."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onepass.testing.batch_regime import CROWDS, assuming
+from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import Check
 from onepass.testing.runner import MODULES, Result, run_cases
 
 if TYPE_CHECKING:
+    from onepass.triton.chip import Chip
     from onepass.triton.compiler import Build
-    from onepass.triton.config import Chip
     from tools.evidence.records import Proof
 
 
 def builds(case: Check, chip: Chip, device: str = "cpu") -> list[Build]:
-    """The kernel configurations that a case launches on ``chip``, also if its rows were more; nothing is launched."""
+    """The kernel configurations that a case launches on ``chip``, in every batch regime; nothing is launched."""
     from tools.evidence import records
 
     module = MODULES[case.op]
     arguments = module.inputs(case, device)
     found: dict[str, Build] = {}
-    for crowd in CROWDS:
-        with assuming(crowd):
+    for regime in REGIMES:
+        with assuming(regime):
             for build in records.builds_of(lambda: module.call(case, arguments), chip):
                 found[build.name] = build
     return list(found.values())
@@ -45,7 +45,7 @@ def distinct_builds(cases: Iterable[Check], chip: Chip) -> dict[str, Build]:
 
 
 def unproven(path: Path, cases: Iterable[Check], chip: Chip) -> tuple[dict[str, Proof], list[Check]]:
-    """The proofs of an evidence file without those that a change of these cases' sources undid, and the cases that prove more."""
+    """The proofs that still hold for the sources of these cases, and the cases that would add to them."""
     from tools.evidence import records
     from tools.evidence.digest import SourceDigests
 
@@ -62,8 +62,8 @@ def unproven(path: Path, cases: Iterable[Check], chip: Chip) -> tuple[dict[str, 
 
 
 def proofs_of(cases: Sequence[Check], results: Sequence[Result]) -> tuple[dict[str, Proof], set[str]]:
-    """What cases that ran on this GPU prove, and the names of the configurations that a failed one launched."""
-    from onepass.triton.compiler import current_chip
+    """What cases that ran on this GPU prove, and the configurations that a failed case launched."""
+    from onepass.triton.chip import current_chip
     from tools.evidence import records
 
     chip = current_chip(torch.cuda.current_device())
@@ -81,7 +81,7 @@ def proofs_of(cases: Sequence[Check], results: Sequence[Result]) -> tuple[dict[s
 
 
 def record(path: Path, cases: Sequence[Check], results: Sequence[Result]) -> str:
-    """Write the configurations all of whose cases passed on this GPU; returns a sentence for the user."""
+    """Write the configurations whose cases all passed on this GPU; returns a sentence for the user."""
     proofs, failed = proofs_of(cases, results)
     return _write(path, proofs, failed)
 
@@ -97,7 +97,7 @@ def _write(path: Path, proofs: dict[str, Proof], failed: set[str]) -> str:
 
 
 def run_share(cases: Sequence[Check], limit: float, to: Path) -> None:
-    """Run cases on this GPU for ``limit`` seconds and write their results, and what they prove, for `record_in_shares` to join."""
+    """Run cases on this GPU for ``limit`` seconds and write results and proofs for `record_in_shares` to join."""
     results: list[Result] = []
     end = time.monotonic() + limit
     for case in cases:
@@ -121,10 +121,10 @@ def record_in_shares(
     kept: Callable[[], dict[str, Proof]],
     progress: Callable[[Result], None],
 ) -> tuple[list[Result], str]:
-    """Run ``command`` in several processes, each with a share of the cases, and write what they prove beside what is ``kept``.
+    """Run ``command`` in several processes, each with a share of the cases, and add what they prove to what is ``kept``.
 
-    Returns the results and a sentence for the user. A configuration is proven if every case that launches it passed. A process
-    that ends early is a failure of its own. Each process gets one thread, as there are as many as cores.
+    Returns the results and a sentence for the user. A configuration is proven if every case that launches it passed. A
+    process that ends early is a failure. Each process gets one thread, since there are as many processes as cores.
     """
     results: list[Result] = []
     shares: list[dict[str, Any]] = []
@@ -152,7 +152,7 @@ def record_in_shares(
 
 
 def joined(kept: dict[str, Proof], shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Proof], set[str]]:
-    """The proofs of all shares beside those kept, less what failed in any share."""
+    """The proofs of all shares and those kept, without what failed in any share."""
     from tools.evidence.records import Proof
 
     failed = {name for share in shares for name in share["failed"]}
@@ -164,10 +164,10 @@ def joined(kept: dict[str, Proof], shares: Sequence[dict[str, Any]]) -> tuple[di
     return {name: proof for name, proof in proofs.items() if name not in failed}, failed
 
 
-def refresh(path: Path, cases: Iterable[Check]) -> str:
-    """Note in an evidence file the sources and the IR of configurations whose machine code is the proven one; a sentence for the user.
+def refresh(path: Path, cases: Iterable[Check], chip: Chip) -> str:
+    """Update source digests and IR hashes where the machine code is the proven one; returns a sentence for the user.
 
-    Needs no GPU and proves nothing. Without it the tests make the IR of such configurations, or compile them, on every run.
+    Needs no GPU and proves nothing. Without it the tests lower or compile such configurations on every run.
     """
     from tools.evidence import records
     from tools.evidence.digest import SourceDigests
@@ -176,17 +176,17 @@ def refresh(path: Path, cases: Iterable[Check]) -> str:
     proofs = records.read(path)
     digests = SourceDigests()
     noted = changed = 0
-    for name, build in distinct_builds(cases, records.H200).items():
+    for name, build in distinct_builds(cases, chip).items():
         proof = proofs.get(name)
         if proof is None:
             continue
-        source = records.digest(build, records.H200, digests)
+        source = records.digest(build, chip, digests)
         if proof.stack is not None and proof.source == source:
             continue
-        if proof.stack is not None and proof.ir == records.ir_hash(build, records.H200):
+        if proof.stack is not None and proof.ir == records.ir_hash(build, chip):
             found = replace(proof, source=source)
         else:
-            found = records.prove(build, records.H200, proof.cases, digests)
+            found = records.prove(build, chip, proof.cases, digests)
         if found.machine_code == proof.machine_code:
             proofs[name] = found
             noted += 1
@@ -194,6 +194,6 @@ def refresh(path: Path, cases: Iterable[Check]) -> str:
             changed += 1
     records.write(path, machine, proofs)
     return (
-        f"{noted} configurations have another source and the machine code that was proven: noted in {path}. "
-        f"{changed} have another machine code and must run on a GPU."
+        f"{noted} configurations have new sources but the proven machine code: updated in {path}. "
+        f"{changed} have new machine code and must run on a GPU."
     )

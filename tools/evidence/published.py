@@ -1,6 +1,6 @@
 """Published sizes of the model families that `onepass.patch` supports, as data: what the evidence from a GPU must cover.
 
-Sizes are those of the ``config.json`` beside each model's weights. Only what shapes a kernel is here: the hidden size, the heads that are
+Sizes are from the ``config.json`` of each model. Only what affects a kernel is here: the hidden size, the heads that are
 normed, MLA's ranks, and the dtype of the weights.
 """
 

@@ -1,4 +1,4 @@
-"""Which machine code the check cases need, and proof that it ran: recorded on a GPU, compared where there is none."""
+"""The machine code that cases need, and the record that it ran: written on a GPU, compared without one."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from triton._C.libtriton import get_cache_invalidating_env_vars, ir
 from triton.compiler import make_backend
 
 from onepass.ops.dispatch import launching_with
+from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build, is_unproven, machine_hash, setting
-from onepass.triton.config import Chip
+from tools.evidence.chips import H200 as H200
 from tools.evidence.digest import SourceDigests, source_digest
 
-H200 = Chip("cuda", 90, 32)
 FORMAT = 2
 TOOLS = 8
-"""Processes of NVIDIA's tool at a time."""
+"""Concurrent processes of NVIDIA's tool."""
 READABLE = (1, FORMAT)
-"""Formats that `read` knows. 1 has no source digests: what it proves is found by its IR until `--refresh` notes them."""
+"""Formats that `read` accepts. 1 has no source digests: proofs are found by their IR until `--refresh` adds them."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Proof:
     machine_code: str
     cases: tuple[str, ...]
     ir: str | None = None
-    """`ir_hash` of a build that had this machine code; another may have it too, and then it must be compiled to know."""
+    """`ir_hash` of a build with this machine code. Another IR may compile to it too."""
     stack: int | None = None
-    """Bytes of memory that a thread of this machine code spills to; None where no tool told."""
+    """Bytes that a thread spills to memory; None if unknown."""
     source: str | None = None
-    """`digest` of a build that had this machine code. Another source may have it too: then the IR decides, then the compiler."""
+    """`digest` of a build with this machine code. Another source may give it too, so the IR and then the compiler decide."""
 
 
 def builds_of(call: Callable[[], Any], chip: Chip) -> list[Build]:
@@ -65,7 +65,7 @@ def compiled_hash(build: Build, chip: Chip) -> str:
 
 
 def lowered(build: Build, chip: Chip, stage: str) -> str:
-    """What one stage of the compiler ("ttir", "ttgir", "llir", "ptx") makes of the build for ``chip``; later ones do not run."""
+    """The output of one compiler stage ("ttir", "ttgir", "llir", "ptx") for ``chip``; later stages do not run."""
     target, options, backend = _compiler(build, chip)
     context = ir.context()
     ir.load_dialects(context)
@@ -93,9 +93,9 @@ def _compiler(build: Build, chip: Chip) -> tuple[Any, Any, Any]:
 
 
 def ir_hash(build: Build, chip: Chip, ttir: str | None = None) -> str:
-    """A hash of all that the machine code is made from: the IR of Triton's front end, the chip, the options, the compiler.
+    """A hash of all that determines the machine code: the IR of Triton's front end, the chip, the options, the compiler.
 
-    What follows is a function of these, as Triton's own cache takes it to be; the front end is a quarter of the work.
+    Triton's own cache assumes the same; the front end is a quarter of the work.
     """
     whole = f"{_named_compiler(build, chip)}\n"
     whole += lowered(build, chip, "ttir") if ttir is None else ttir
@@ -110,20 +110,20 @@ def _named_compiler(build: Build, chip: Chip) -> str:
 
 
 def digest(build: Build, chip: Chip, digests: SourceDigests | None = None) -> str:
-    """A digest of the sources and settings that the IR is made from; milliseconds, where the IR takes a quarter of a second.
+    """A digest of the sources and settings that determine the IR: milliseconds, where the IR takes a quarter of a second.
 
-    ``digests`` remembers sources that were read: hand over one object for many builds.
+    ``digests`` caches the sources that were read: pass one object for many builds.
     """
     return source_digest(build, _named_compiler(build, chip), digests or SourceDigests())
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Registers, stack, local and shared memory, as NVIDIA's own tool reads them from the binary."""
+    """Registers, stack, local and shared memory, as NVIDIA's tool reads them from the binary."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        # Triton changes the environment while it compiles in another thread: the tool gets one of its own, which is empty
+        # Triton changes the environment while it compiles in another thread, so the tool gets an empty one
         text = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True, env={}
         ).stdout
@@ -131,14 +131,14 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def prove(build: Build, chip: Chip, cases: Iterable[str], digests: SourceDigests | None = None) -> Proof:
-    """The proof that ``cases`` give for a build which passed them."""
+    """The proof of a build that passed ``cases``."""
     return prove_all([(build, cases)], chip, digests)[build.name]
 
 
 def prove_all(
     passed: Iterable[tuple[Build, Iterable[str]]], chip: Chip, digests: SourceDigests | None = None
 ) -> dict[str, Proof]:
-    """The proofs of many builds by name. Only NVIDIA's tool runs beside the rest: a setting of Triton's compiler is one of the process."""
+    """The proofs of many builds by name. Only NVIDIA's tool runs in parallel: settings of Triton's compiler are process-wide."""
     digests = digests or SourceDigests()
     with ThreadPoolExecutor(TOOLS) as pool:
         found = {}
@@ -190,10 +190,10 @@ def read(path: Path) -> dict[str, Proof]:
 
 
 def missing(builds: Iterable[Build], proofs: dict[str, Proof], chip: Chip) -> list[str]:
-    """Names of the builds whose machine code is not among the proofs, each with the reason; admitted gaps left out.
+    """Builds whose machine code is not among the proofs, each with the reason; declared gaps are left out.
 
-    A build with the source that a proof's machine code was made from has that machine code. With another source its IR is
-    compared, and with another IR it is compiled.
+    A build with a proof's source has its machine code. With another source the IR is compared, and with another IR the
+    build is compiled.
     """
     digests = SourceDigests()
     problems = []
@@ -209,15 +209,15 @@ def missing(builds: Iterable[Build], proofs: dict[str, Proof], chip: Chip) -> li
 
 
 def _has_machine_code(proof: Proof, build: Build, chip: Chip, digests: SourceDigests) -> bool:
-    """Whether a build compiles to what was proven; the cheapest way to know comes first."""
+    """Whether a build compiles to what was proven; cheapest comparison first."""
     if proof.source is not None and proof.source == digest(build, chip, digests):
         return True
     return proof.ir == ir_hash(build, chip) or proof.machine_code == compiled_hash(build, chip)
 
 
 def unproven(call: Callable[[], Any], path: Path, chip: Chip = H200) -> list[str]:
-    """Whether the machine code of a call ran on a GPU: empty, or what did not, with the reason. Nothing is launched.
+    """The builds of a call whose machine code never ran on a GPU, each with the reason. Nothing is launched.
 
-    ``path`` is the evidence file, which is in the repository and in no package: ``benchmarks/h200/evidence.json``.
+    ``path`` is the evidence file of a machine (`tools.evidence.chips`), which is in the repository but in no package.
     """
     return missing(builds_of(call, chip), read(path), chip)

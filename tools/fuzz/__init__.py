@@ -1,7 +1,7 @@
 """Random calls of every op against the oracle: ``python -m tools.fuzz``.
 
-A case is drawn from a `random.Random`, so that a seed and a number name it and hypothesis can drive the same draws. What
-shapes machine code (dtypes, options) comes from a bounded pool of configurations; everything else is drawn anew each time.
+A case is drawn from a `random.Random`: a seed and a number identify it, and hypothesis can drive the same draws. What
+determines machine code (dtypes, options) comes from a bounded pool of configurations; the rest is drawn for each case.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """``python -m tools.fuzz``: random calls of every op against the oracle.
 
-A case is known by the seed and its number: ``--seed S --only INDEX`` runs one again, alone, and tries simpler ones like it.
-With torch and a backend installed, nothing else is needed.
+``--seed S --only INDEX`` runs one case again and tries simpler ones like it. Needs only torch and a backend.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from onepass.testing.runner import running_on
 from tools.fuzz.cases import CONFIGURATIONS, OPS, numbered, run, shrink
 
 SHOWN = 20
-"""Failures that are made simpler and printed; more are only counted."""
+"""Failures that are shrunk and printed; more are only counted."""
 GRACE = 20.0
-"""Seconds that the last case of a process may take; what such a process did before its last report still counts."""
+"""Seconds that the last case of a process may take; what it reported before still counts."""
 
 
 def main() -> int:
@@ -36,13 +35,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--op", action="append", choices=tuple(OPS), default=[])
-    parser.add_argument("--only", type=int, help="run the case of this number alone")
-    parser.add_argument("--minutes", type=float, help="begin no case after this long")
-    parser.add_argument("--jobs", type=int, default=1, help="share the configurations out among this many processes")
+    parser.add_argument("--only", type=int, help="run only the case with this number")
+    parser.add_argument("--minutes", type=float, help="start no case after this long")
+    parser.add_argument("--jobs", type=int, default=1, help="split the configurations among this many processes")
     parser.add_argument(
-        "--configurations", type=int, default=CONFIGURATIONS, help="kernels to draw from, of each op: each is compiled"
+        "--configurations", type=int, default=CONFIGURATIONS, help="kernels per op to draw from; each is compiled"
     )
-    parser.add_argument("--json", type=Path, help="write what was run here")
+    parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.device == "interpreter":
@@ -64,7 +63,7 @@ def _case(options: argparse.Namespace, index: int, share: tuple[int, int] = (0, 
 
 
 def _bounded(options: argparse.Namespace) -> bool:
-    """Whether sizes shape machine code that must be compiled."""
+    """Whether sizes affect machine code that must be compiled."""
     return bool(options.device == "cuda")
 
 
@@ -83,7 +82,7 @@ def _run_alone(options: argparse.Namespace) -> int:
 
 
 def _run_share(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the cases that are this process's; failures are printed as they come."""
+    """Run this process's cases; failures are printed as they occur."""
     mine, of = map(int, options.share.split("/"))
     torch.set_num_threads(1)
     start = shown = time.perf_counter()
@@ -121,13 +120,13 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
                 shown = now
                 done = index + 1 - options.first
                 print(f"{done} of {options.cases}, {failed} failed, {now - start:.0f} s", file=sys.stderr, flush=True)
-                if options.json:  # so far: a run that is cut off leaves what it saw
+                if options.json:  # a run that is cut off leaves what it has
                     _write(options.json, found())
     return found()
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write atomically."""
     half = path.with_name(path.name + ".half")
     half.write_text(json.dumps(found, indent=1) + "\n")
     half.replace(path)
@@ -148,7 +147,7 @@ def _failure(options: argparse.Namespace, index: int, case: Any, wrong: str) -> 
 
 
 def _ended(job: subprocess.Popen[bytes], by: float | None) -> int:
-    """A process's exit status; one that is still compiling long after the last case was to begin is stopped, which is no fault of its."""
+    """A process's exit status; one that runs long after the deadline is stopped, which is not a failure."""
     try:
         return job.wait(None if by is None else max(0.0, by - time.perf_counter()))
     except subprocess.TimeoutExpired:
@@ -158,7 +157,7 @@ def _ended(job: subprocess.Popen[bytes], by: float | None) -> int:
 
 
 def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
-    """Each of several processes runs its share of the configurations."""
+    """Run the configurations in several processes."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{job}.json" for job in range(options.jobs)]
@@ -172,7 +171,7 @@ def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
         codes = [_ended(job, options.minutes and start + 60 * options.minutes + GRACE) for job in jobs]
         parts = [json.loads(file.read_text()) for file in files if file.exists()]
     if len(parts) < options.jobs or any(code not in (0, 1) for code in codes):
-        raise SystemExit(f"a process broke down: exit statuses {codes}")
+        raise SystemExit(f"a process crashed: exit statuses {codes}")
     counts = sum((Counter[str](part["cases"]) for part in parts), Counter[str]())
     return {
         **parts[0],

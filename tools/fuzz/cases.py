@@ -1,4 +1,4 @@
-"""Which ops there are to draw from, and how a case is drawn, numbered and made simpler."""
+"""The ops to draw from, and how a case is drawn, numbered and shrunk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fuzzed(Protocol):
         """None, or what is wrong."""
 
     def simpler(self) -> Iterator[Any]:
-        """Cases that differ in one thing, which is simpler."""
+        """Cases that are simpler in one respect."""
 
 
 _FAMILIES: Final[tuple[Any, ...]] = (rows, qk, gemv_norm, mla_cache)
@@ -37,16 +37,16 @@ TURNS: Final = (
     *gemv_norm.OPS,
     *mla_cache.OPS,
 )
-"""Whose turn it is: more of what has more options, less of what takes longer."""
+"""The order of ops: more of those with many options, fewer of slow ones."""
 CONFIGURATIONS: Final = 120
-"""Of an op: what a run compiles."""
+"""Configurations per op that a run compiles."""
 FRAMES: Final = 8
-"""Of a configuration: shapes and places that a bounded run draws from."""
+"""Shapes and layouts per configuration that a bounded run draws from."""
 
 
 @lru_cache(4096)
 def configuration(op: str, seed: int, number: int, bounded: bool) -> Any:
-    """One of the pool; ``bounded`` draws sizes from a few, where they shape machine code."""
+    """One of the pool; ``bounded`` limits the sizes that affect machine code."""
     return OPS[op].configuration(op, Random(f"{seed} {op} {number}"), bounded)
 
 
@@ -59,16 +59,16 @@ def draw_case(op: str, r: Random, config: Any = None) -> Fuzzed:
 
 @lru_cache(1 << 16)
 def _frame(op: str, seed: int, number: int, which: int) -> Any:
-    """One of the FRAMES cases with a configuration whose shapes and places those of a bounded run have."""
+    """One of the FRAMES cases of a configuration, whose shapes and layouts a bounded run uses."""
     return draw_case(op, Random(f"{seed} {op} {number} {which}"), configuration(op, seed, number, True))
 
 
 def numbered(
     seed: int, index: int, ops: tuple[str, ...], configurations: int, bounded: bool, share: tuple[int, int] = (0, 1)
 ) -> Fuzzed | None:
-    """The case of a number; None if its op and configuration are not of this ``share`` (mine, of how many).
+    """The case of a number; None if its op and configuration belong to another ``share`` (mine, of how many).
 
-    Where shapes and places choose machine code (``bounded``), they come from a few and only values are drawn anew.
+    Where shapes and layouts affect machine code (``bounded``), only values are drawn for each case.
     """
     chosen = [op for op in TURNS if op in ops]
     r = Random(f"{seed}/{index}")
@@ -86,7 +86,7 @@ def numbered(
 
 
 def run(case: Fuzzed, device: str) -> str | None:
-    """None, or what is wrong: an exception too."""
+    """None, or what is wrong, exceptions included."""
     try:
         return case.run(device)
     except Exception as error:
@@ -99,7 +99,7 @@ def _refusal(message: str | None) -> bool:
 
 
 def shrink(case: Fuzzed, device: str, tries: int = 400) -> tuple[Fuzzed, str | None]:
-    """The simplest case found that fails, and how."""
+    """The simplest failing case found, and its message."""
     message, tried = run(case, device), {repr(case)}
     progress = message is not None
     while progress and len(tried) < tries:

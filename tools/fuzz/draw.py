@@ -1,4 +1,4 @@
-"""What is drawn for every op: sizes, places in memory, and values that are hard to round."""
+"""What is drawn for every op: sizes, memory layouts, and values that are hard to round."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from onepass.formats import E4M3FN
 from onepass.testing import oracle
+from onepass.testing.case import memory_of
 
 Kind = Literal[
     "normal", "spread", "subnormal", "small", "largest", "ties", "alternating", "equal", "one hot", "zero", "-zero"
-]  # fmt: skip
+]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 Spoil = Literal["", "nan", "inf", "-inf"]
 SPOILS: Final[tuple[Spoil, ...]] = get_args(Spoil)
@@ -25,7 +26,7 @@ _POOL: Final = 1 << 16
 
 
 def size(r: Random, most: int) -> int:
-    """1 to ``most``: small ones, powers of two and their neighbours, any."""
+    """A size from 1 to ``most``: small, near a power of two, or any."""
     way = r.randrange(4)
     if way == 0:
         return r.randint(1, min(8, most))
@@ -37,7 +38,7 @@ def size(r: Random, most: int) -> int:
 
 
 def lead(r: Random, most: int) -> tuple[int, ...]:
-    """Leading dimensions: none to three, seldom four or without rows."""
+    """Leading dimensions: none to three, rarely four or without rows."""
     way = r.randrange(16)
     if way == 0:
         return ()
@@ -55,7 +56,7 @@ def lead(r: Random, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in a larger one: columns before and after, elements before all, order of the leading dimensions.
+    """A tensor within a larger one: columns before and after, elements before all, order of the leading dimensions.
 
     ``every`` takes every other of the first leading dimension; ``expanded`` repeats its first index (inputs only).
     """
@@ -68,7 +69,7 @@ class Place:
     expanded: bool = False
 
     def put(self, values: Tensor) -> Tensor:
-        """The values at this place, in memory otherwise full of 0xFF."""
+        """The values in this layout, in memory otherwise filled with 0xFF."""
         if self == PLAIN:
             return values
         if self.expanded and values.dim() > 1 and values.shape[0]:
@@ -76,7 +77,7 @@ class Place:
         return self.room(values.shape, values.dtype).copy_(values)
 
     def room(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor at this place that is full of 0xFF, as everything around it."""
+        """A tensor in this layout that, like its surroundings, is filled with 0xFF."""
         *first, n = shape
         order = list(reversed(first)) if self.reverse else list(first)
         width = self.before + n + self.after
@@ -97,7 +98,7 @@ PLAIN: Final = Place()
 
 
 def place(r: Random, *, inputs: bool = True) -> Place:
-    """Contiguous, or anywhere."""
+    """A contiguous layout, or a random one."""
     way = r.randrange(8)
     if way < 3:
         return PLAIN
@@ -114,30 +115,46 @@ def place(r: Random, *, inputs: bool = True) -> Place:
 
 
 def spilt(before: Tensor, after: Tensor) -> bool:
-    """Whether memory around ``after`` is not as it was around ``before``, its copy from before the call."""
-    was = _memory(before).clone()
+    """Whether memory around ``after`` differs from that around ``before``, its copy from before the call."""
+    was = memory_of(before).clone()
     mine = torch.empty(0, dtype=before.dtype).set_(
         was.untyped_storage(), before.storage_offset(), before.shape, before.stride()
     )
     mine.view(_SAME_SIZE[mine.element_size()]).copy_(after.cpu().view(_SAME_SIZE[mine.element_size()]))
-    return not torch.equal(was, _memory(after).cpu())
+    return not torch.equal(was, memory_of(after).cpu())
 
 
 _SAME_SIZE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _memory(t: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+def on_device(value: Any, device: str) -> Any:
+    """Move a tensor, or the tensors of a list, and keep strides and the offset within an allocation."""
+    if isinstance(value, list):
+        return [on_device(v, device) for v in value]
+    if not isinstance(value, Tensor) or device == "cpu":
+        return value
+    storage = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(device)
+    return storage.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def fresh(value: Any, device: str) -> Any:
+    """A copy on a device that keeps strides and offset."""
+    if device != "cpu":
+        return on_device(value, device)
+    if not isinstance(value, Tensor):
+        return value
+    memory = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).clone()
+    return memory.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 def snapshot(tensors: dict[str, Any]) -> dict[str, Tensor]:
     """The bytes of all memory that inputs lie in."""
-    return {name: _memory(t).clone() for name, t in tensors.items() if isinstance(t, Tensor)}
+    return {name: memory_of(t).clone() for name, t in tensors.items() if isinstance(t, Tensor)}
 
 
 def changed(tensors: dict[str, Any], before: dict[str, Tensor]) -> str | None:
-    """The name of an input whose memory is not what it was."""
-    return next((name for name, was in before.items() if not torch.equal(was, _memory(tensors[name]))), None)
+    """The name of an input whose memory has changed."""
+    return next((name for name, was in before.items() if not torch.equal(was, memory_of(tensors[name]))), None)
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -154,7 +171,7 @@ def _integers() -> Tensor:
 
 
 def _some(pool: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-    """Numbers of the pool from ``start`` on; as many as it has are different."""
+    """Numbers from the pool, beginning at ``start``."""
     count = math.prod(shape)
     if count > _POOL // 2:
         return pool[torch.arange(start, start + count) % _POOL].view(shape)
@@ -173,7 +190,7 @@ def _ties(dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Values:
-    """How a tensor is filled: a kind, another in some rows, a spoilt element, and where in the pools the numbers begin."""
+    """How a tensor is filled: a kind, another kind in some rows, one NaN or infinity, and where in the pools to begin."""
 
     kind: Kind = "normal"
     exponent: int = 0
@@ -182,7 +199,7 @@ class Values:
     start: int = 0
 
     def simpler(self) -> Iterator[Values]:
-        """Equal ones, normal ones, and these with one thing less."""
+        """Equal values, normal values, and these with one property removed."""
         if self != EQUAL:
             yield from (EQUAL, NORMAL)
         yield from (replace(self, other=None), replace(self, spoil=""), replace(self, exponent=0))
@@ -264,7 +281,7 @@ def simpler(case: Case, **plain: Any) -> Iterator[Case]:
 
 
 def values(r: Random, *, tame: bool = False) -> Values:
-    """Half of the time numbers of a model; ``tame``: none beyond what an exponential takes."""
+    """Half of the time typical activations; ``tame``: nothing that overflows an exponential."""
     kind: Kind = "normal" if r.random() < 0.4 else r.choice(KINDS[:-2])
     exponent = r.choice((0, 0, 0, -3, 2, 6, -12))
     if tame:
@@ -275,7 +292,7 @@ def values(r: Random, *, tame: bool = False) -> Values:
 
 
 def weights(r: Random) -> Values:
-    """What gammas are drawn as: `gamma` makes them."""
+    """The values that `gamma` turns into weights."""
     kind: Kind = r.choice(("normal", "normal", "normal", "equal", "zero", "ties", "spread"))
     spoil: Spoil = r.choice(SPOILS[1:]) if r.random() < 0.02 else ""
     return Values(kind, 0, None, spoil, r.randrange(1 << 20))
@@ -298,10 +315,10 @@ def gamma(v: Values, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def epsilon(r: Random) -> float:
-    """Usual ones, none, and ones below what counts."""
+    """Common values, zero, and values too small to matter."""
     return r.choice((1e-6, 1e-6, 1e-6, 1e-5, 0.0, 1e-3, 1e-12, 1e-40, 2.0**-14))
 
 
 def offset(r: Random) -> float:
-    """Of gammas: mostly none, 1, or whatever."""
+    """A weight offset: mostly none, 1, or any."""
     return r.choice((0.0, 0.0, 0.0, 1.0, -1.0, 0.1))

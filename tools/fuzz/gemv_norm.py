@@ -10,32 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.formats import FLOATS, FP8_FORMATS, ScaleRule
+from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.gemv_norm import (
     gemv_and_partial_norm,
     gemv_and_partial_norm_unfused_with_scratch,
     gemv_and_partial_norm_with_scratch,
 )
 from onepass.specs.gemv_norm import MAX_ROWS, MAX_SEGMENTS
-from onepass.testing import compare, oracle
-from onepass.testing.case import on_device, same_bytes
-from tools.fuzz import bounds, draw
-from tools.fuzz.bounds import FLOOR, Bounds
+from onepass.testing.bounds import Bounds
+from onepass.testing.case import same_bytes
+from onepass.testing.gemv_norm import products, verify_call, verify_norm_of_stored
+from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Kind, Place, Values
-from tools.fuzz.rms_norm import copied
 
 OPS = ("gemv_and_partial_norm",)
 VALUES = ("act", "weight", "scale", "gamma", "eps")
-"""Fields of a case that choose no machine code."""
+"""Fields of a case that do not affect machine code."""
 _KINDS: tuple[Kind, ...] = ("normal", "normal", "ties", "small", "equal", "one hot", "zero", "-zero")
-"""Of weights. Of act also larger ones: sums must not be beyond float32."""
-_SCALED = 256
-"""Products with fp8 weights are summed at 1/256 of their size, so that much more falls among subnormal numbers."""
+"""Kinds of weights. ``act`` has larger ones too; sums must not exceed float32."""
 
 
 @dataclass(frozen=True)
 class GemvConfiguration:
-    """What shapes the machine code; ``shapes``, (N, K) and the segments, the only ones to be drawn."""
+    """What determines the machine code. ``shapes`` lists the (N, K) and segments to draw from."""
 
     op: str
     act: torch.dtype = torch.bfloat16
@@ -47,13 +44,17 @@ class GemvConfiguration:
 
 
 def configuration(op: str, r: Random, bounded: bool) -> GemvConfiguration:
-    """Any that the contract allows."""
+    """A random configuration that the contract allows."""
     act = r.choice(FLOATS)
     segments = r.choice((1, 1, 1, 2, MAX_SEGMENTS))
     c = GemvConfiguration(
-        op, act, r.choice((act, act, torch.float8_e4m3fn)), r.choice(("none", "none", "row", "tensor")),
-        tuple(r.choice((act, *FLOATS)) for _ in range(segments)), r.choice((None, None, None, *FP8_FORMATS)),
-    )  # fmt: skip
+        op,
+        act,
+        weight=r.choice((act, act, torch.float8_e4m3fn)),
+        scale=r.choice(("none", "none", "row", "tensor")),
+        gammas=tuple(r.choice((act, *FLOATS)) for _ in range(segments)),
+        codes=r.choice((None, None, None, *FP8_FORMATS)),
+    )
     return replace(c, shapes=tuple(_shape(c, r) for _ in range(2))) if bounded else c
 
 
@@ -87,7 +88,7 @@ class GemvCase:
         return self.config.op
 
     def simpler(self) -> Iterator[GemvCase]:
-        """Cases that differ in one thing, which is simpler."""
+        """Cases that are simpler in one respect."""
         ones = (1,) * len(self.widths)
         for m in (1, 2, self.m // 2):
             yield replace(self, m=m)
@@ -108,7 +109,7 @@ def _place(r: Random, *, inputs: bool = True) -> Place:
 
 
 def _weights(r: Random) -> Values:
-    """No infinite gamma: times a sum that may or may not be zero it is anything."""
+    """No infinite gamma: its product with a sum that may be zero is undetermined."""
     found = draw.weights(r)
     return replace(found, spoil="nan") if found.spoil else found
 
@@ -120,11 +121,19 @@ def draw_case(c: GemvConfiguration, r: Random) -> GemvCase:
     if "largest" in (act.kind, act.other):
         act = Values(start=act.start)
     return GemvCase(
-        c, 0 if r.random() < 0.01 else r.randint(1, MAX_ROWS), n, k, widths, draw.epsilon(r), act,
-        Values(r.choice(_KINDS), 0, None, "", r.randrange(1 << 20)), Values(r.choice(("normal", "equal", "zero")), 0, None, "", 5),
-        _weights(r), (_place(r), _place(r, inputs=False), _place(r, inputs=False)),
-        r.random() < 0.3,
-    )  # fmt: skip
+        c,
+        0 if r.random() < 0.01 else r.randint(1, MAX_ROWS),
+        n,
+        k,
+        widths,
+        eps=draw.epsilon(r),
+        act=act,
+        weight=Values(r.choice(_KINDS), start=r.randrange(1 << 20)),
+        scale=Values(r.choice(("normal", "equal", "zero")), start=5),
+        gamma=_weights(r),
+        places=(_place(r), _place(r, inputs=False), _place(r, inputs=False)),
+        unfused=r.random() < 0.3,
+    )
 
 
 def inputs(case: GemvCase) -> dict[str, Any]:
@@ -159,7 +168,7 @@ def _put(place: Place, values: Tensor) -> Tensor:
 
 def _run(case: GemvCase, device: str) -> str | None:
     c, host = case.config, inputs(case)
-    arguments = {k: _moved(v, device) for k, v in host.items()}
+    arguments = {k: draw.on_device(v, device) for k, v in host.items()}
     before = draw.snapshot(arguments)
     results = gemv_and_partial_norm(**arguments)
     rooms = [case.places[2].room(t.shape, t.dtype) for t in results]
@@ -169,10 +178,9 @@ def _run(case: GemvCase, device: str) -> str | None:
     rest = list(scratch)
     normed, unnormed = rest.pop(0), rest.pop()
     scale = rest.pop(0) if c.codes is not None else None
-    gemv_and_partial_norm_with_scratch(
-        normed, unnormed, arguments["act"], arguments["weight"], arguments["gamma"], case.eps, counter,
-        segments=arguments["segments"], segment_outputs=rest, weight_scale=arguments.get("weight_scale"), scale_output=scale,
-    )  # fmt: skip
+    named = (arguments["act"], arguments["weight"], arguments["gamma"], case.eps, counter)
+    more = {"segments": arguments["segments"], "weight_scale": arguments.get("weight_scale")}
+    gemv_and_partial_norm_with_scratch(normed, unnormed, *named, segment_outputs=rest, scale_output=scale, **more)
     forms["scratch"] = tuple(scratch)
     if counter.any():
         return f"the counter is {counter.tolist()} after a call"
@@ -185,88 +193,20 @@ def _run(case: GemvCase, device: str) -> str | None:
                 return f"result {index} differs with {form}"
             if draw.spilt(rooms[index], second):
                 return f"bytes beside result {index} were written with {form}"
-    y = products(case, host, device)
+    y = products(host, device == "cuda")
     wrong = verify(case, host, tuple(t.cpu() for t in results), y)
     if wrong is None and case.unfused:
         wrong = _run_unfused(case, host, arguments, device, y)
     return wrong
 
 
-def _fresh(rooms: list[Tensor], device: str) -> list[Tensor]:
-    return [on_device(t, device) if device != "cpu" else copied(t) for t in rooms]
-
-
-def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, Tensor):
-        return on_device(value, device)
-    return [on_device(t, device) for t in value] if isinstance(value, list) else value
-
-
-def _as_tensor_cores_align(t: Tensor) -> Tensor:
-    """Sizes as far as it matters to what sums lose: a subnormal float16 number counts as the smallest normal one."""
-    return torch.where(t == 0, t, t.abs().clamp_min(2.0**-14)) if t.dtype == torch.float16 else t
-
-
-def products(case: GemvCase, host: dict[str, Any], device: str) -> Bounds:
-    """``act @ weight.T`` and what float32 sums may be off; the sign of a zero depends on the order of the sum."""
-    y, slack = oracle.matmul(host["act"], host["weight"], host.get("weight_scale"))
-    if device == "cuda":
-        act, weight = (_as_tensor_cores_align(host[name]) for name in ("act", "weight"))
-        slack = oracle.matmul(act, weight, host.get("weight_scale"))[1]
-    factor = 1.0 if "weight_scale" not in host else 1 + host["weight_scale"].double().abs()
-    exact = ~y.isfinite() | (slack == 0)
-    slack = slack + FLOOR * case.k * factor * (1 if case.config.weight in FLOATS else _SCALED)
-    low, high = torch.where(exact, y, y - slack), torch.where(exact, y, y + slack)
-    return Bounds(torch.where(low == 0, -0.0, low), torch.where(high == 0, 0.0, high))
-
-
 def verify(case: GemvCase, host: dict[str, Any], results: tuple[Tensor, ...], y: Bounds) -> str | None:
-    """None, or what is wrong with the results; ``y`` are the `products`."""
-    left, begin = list(results), 0
-    for index, gamma in enumerate((host["gamma"], *host["segments"])):
-        part = slice(begin, begin + gamma.shape[0])
-        begin = part.stop
-        codes = left.pop(0)
-        if index == 0 and case.config.codes is not None:
-            wrong = _verify_codes(codes, left.pop(0), y.part(part), gamma.double(), case.eps)
-        else:
-            normed, _ = _normed(y.part(part), gamma.double(), case.eps)
-            wrong = normed.stored(codes)
-        if wrong is not None:
-            return f"segment {index}: {wrong}"
-    wrong = y.part(slice(begin, None)).stored(left.pop(0))
-    return wrong and f"unnormed: {wrong}"
+    """None, or what is wrong with the results; ``y`` are the products."""
+    return verify_call(host, results, y)
 
 
-def _normed(y: Bounds, gamma: Tensor, eps: float) -> tuple[Bounds, Tensor]:
-    """The norm of a y that lies between bounds, and the least root."""
-    least, most = bounds.sizes(y)
-    slow, fast = bounds.reciprocal_rms(most, eps), bounds.reciprocal_rms(least, eps)
-    ends = torch.stack([end * rs * gamma for end in y for rs in (slow, fast)])
-    low, high = ends.amin(0), ends.amax(0)
-    off = compare.FLOAT32_ERROR
-    low, high = low - low.abs() * off - FLOOR * (1 + gamma.abs()), high + high.abs() * off + FLOOR * (1 + gamma.abs())
-    exact = ~(low.isfinite() & high.isfinite()) | (gamma == 0)
-    return Bounds(torch.where(exact, ends[0], low), torch.where(exact, ends[3], high)), slow
-
-
-def _verify_codes(codes: Tensor, scale: Tensor, y: Bounds, gamma: Tensor, eps: float) -> str | None:
-    fmt = FP8_FORMATS[codes.dtype]
-    normed, slow = _normed(y, gamma, eps)
-    tiny = FLOOR * slow
-    ends = [bounds.largest(t, None) for t in bounds.sizes(normed)]
-    wrong = bounds.scales(scale, ends[0] - tiny, ends[1] + tiny, None, fmt.max, ScaleRule("row", torch.float32))
-    if wrong is not None:
-        return wrong
-    stored = scale.double()
-    k = torch.where(stored == 0, 0.0, 1 / stored)
-    ends = [torch.where((end == 0) & ~k.isnan(), end, end * k) for end in normed]
-    if bool((slow / stored > 1e38).any()):
-        return None  # the factor is beyond float32: its codes are those of `rms_norm_fused_fp8`, where it is tested
-    off = compare.FLOAT32_ERROR
-    low, high = ends[0] - ends[0].abs() * off, ends[1] + ends[1].abs() * off
-    exact = ends[0] == 0
-    return compare.between(codes, torch.where(exact, ends[0], low), torch.where(exact, ends[1], high), fmt)
+def _fresh(rooms: list[Tensor], device: str) -> list[Tensor]:
+    return [draw.fresh(t, device) for t in rooms]
 
 
 def _run_unfused(
@@ -288,14 +228,12 @@ def _run_unfused(
     wrong = (exact.stored(y) or _run_often(given, normed, unnormed, scale)) if _summed_by_us(case) else None
     if wrong is not None:
         return f"fused=False: {wrong}"
-    h = y[:, :width].double()
-    rs, g = bounds.reciprocal_rms(h, case.eps), host["gamma"].double()
-    wrong = bounds.normed(h, rs, g, None).stored(normed.cpu())
+    wrong = verify_norm_of_stored(host, normed.cpu(), y)
     return wrong and f"fused=False: {wrong}"
 
 
 def _run_often(given: dict[str, Any], normed: Tensor, unnormed: Tensor, scale: Tensor | None) -> str | None:
-    """The same rows over and over, more than one launch could norm: each has the bytes it had."""
+    """Repeat the rows beyond what one launch can norm: they must keep their bytes."""
     times = MAX_ROWS // max(1, normed.shape[0]) + 1
     many = gemv_and_partial_norm(
         given["act"].repeat(times, 1), given["weight"], given["gamma"], given["eps"], weight_scale=scale, fused=False
@@ -305,5 +243,5 @@ def _run_often(given: dict[str, Any], normed: Tensor, unnormed: Tensor, scale: T
 
 
 def _summed_by_us(case: GemvCase) -> bool:
-    """Whether y is not torch's own product, whose roundings are its own."""
+    """Whether onepass computes y, rather than torch, which rounds differently."""
     return case.config.weight not in FLOATS or case.config.scale != "none"

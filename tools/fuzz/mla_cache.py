@@ -12,25 +12,24 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from onepass.formats import FLOATS, FP8_FORMATS, ScaleRule
+from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.rope import STYLES
-from onepass.testing import compare, mla_cache, oracle
+from onepass.testing import mla_cache
+from onepass.testing.case import moved
 from onepass.testing.mla_cache_inputs import MlaCase
-from tools.fuzz import bounds, draw
-from tools.fuzz.bounds import Bounds
+from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, Values
 
 OPS = (mla_cache.OP,)
 VALUES = ("q", "kv", "gamma", "seed")
-"""Fields of a case that choose no machine code."""
+"""Fields of a case that do not affect machine code."""
 _FP8 = tuple(FP8_FORMATS)
 
 
 @dataclass(frozen=True)
 class MlaConfiguration:
-    """What shapes the machine code; ``widths``, latent and rope, the only ones to be drawn."""
+    """What determines the machine code. ``widths`` lists the latent and rope widths to draw from."""
 
     op: str
     q: torch.dtype
@@ -49,17 +48,25 @@ class MlaConfiguration:
 
 
 def configuration(op: str, r: Random, bounded: bool) -> MlaConfiguration:
-    """Any that the contract allows."""
+    """A random configuration that the contract allows."""
     q, kv = r.choice(FLOATS), r.choice(FLOATS)
     cache = r.choice((*_FP8, *_FP8, *FLOATS))
     return MlaConfiguration(
-        op, q, kv, r.choice((kv, *FLOATS)), cache, r.choice((None, None, *FLOATS, *_FP8)),
-        r.choice((torch.float32, torch.float32, *FLOATS)), r.choice(STYLES),
-        r.choice(("none", "tensor", "token")) if cache in _FP8 else "none", r.choice(("once", "reference")),
-        r.choice((torch.uint32, torch.int32, torch.int64)), r.choice((None, None, None, torch.int32, torch.int64)),
-        r.choice((None, None, torch.int32, torch.int64)),
-        tuple((draw.size(r, 700), 2 * draw.size(r, 40)) for _ in range(3)) if bounded else (),
-    )  # fmt: skip
+        op,
+        q,
+        kv,
+        gamma=r.choice((kv, *FLOATS)),
+        cache=cache,
+        out=r.choice((None, None, *FLOATS, *_FP8)),
+        freqs=r.choice((torch.float32, torch.float32, *FLOATS)),
+        style=r.choice(STYLES),
+        scale=r.choice(("none", "tensor", "token")) if cache in _FP8 else "none",
+        rounding=r.choice(("once", "reference")),
+        index=r.choice((torch.uint32, torch.int32, torch.int64)),
+        slots=r.choice((None, None, None, torch.int32, torch.int64)),
+        positions=r.choice((None, None, torch.int32, torch.int64)),
+        widths=tuple((draw.size(r, 700), 2 * draw.size(r, 40)) for _ in range(3)) if bounded else (),
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class MlaFuzzed:
         return self.case.op
 
     def simpler(self) -> Iterator[MlaFuzzed]:
-        """Cases that differ in one thing, which is simpler."""
+        """Cases that are simpler in one respect."""
         c = self.case
         plain: dict[str, Any] = {"padding": (0, 0), "heads": 1, "layout": "contiguous", "fault": "", "page": 4}
         changes: list[dict[str, Any]] = [{name: value} for name, value in plain.items()]
@@ -104,8 +111,8 @@ class MlaFuzzed:
             if arguments[name].numel():
                 arguments[name].copy_(values.make(shape, dtype))
         arguments["gamma"].copy_(draw.gamma(self.gamma, arguments["gamma"].shape[0], c.gamma))
-        given = arguments if device == "cpu" else mla_cache.moved(arguments, device)
-        return mla_cache.run_once(c, given, verify, guard=64)[1]
+        given = arguments if device == "cpu" else moved(arguments, device)
+        return mla_cache.run_once(c, given, guard=64)[1]
 
 
 def draw_case(c: MlaConfiguration, r: Random) -> MlaFuzzed:
@@ -124,88 +131,30 @@ def draw_case(c: MlaConfiguration, r: Random) -> MlaFuzzed:
         latent, rope = r.choice(c.widths)
     normed = r.choice((None, None, None, r.randint(1, latent)))
     turned = None if rope and rope % 2 == 0 and r.random() < 0.6 else 2 * r.randint(0, rope // 2)
+    same = ("q", "kv", "gamma", "cache", "out", "style", "scale", "index", "slots", "positions")
     case = MlaCase(
-        "fuzz", batch, r.choice((1, 2, 3, r.randint(4, 12))), latent, rope, turned, normed, c.q, c.kv, c.gamma, c.cache,
-        None if turned == 0 and r.random() < 0.5 else c.freqs, c.out, page, c.style, c.scale, c.index, c.slots,  # type: ignore[arg-type]
-        c.positions, r.choice(((0, 0), (0, 0), (r.randint(0, 3), r.randint(0, 5)))),
-        r.choice(("contiguous", "slices", "misaligned", "transposed")), "normal",
-        r.choice(("", "", "", "", "pages" if c.slots is None else "slots")),
-        {"rounding": c.rounding, "epsilon": draw.epsilon(r), "weight_offset": draw.offset(r)},
-    )  # fmt: skip
+        "fuzz",
+        batch,
+        heads=r.choice((1, 2, 3, r.randint(4, 12))),
+        latent=latent,
+        rope=rope,
+        turned=turned,
+        normed=normed,
+        freqs=None if turned == 0 and r.random() < 0.5 else c.freqs,
+        page=page,
+        padding=r.choice(((0, 0), (0, 0), (r.randint(0, 3), r.randint(0, 5)))),
+        layout=r.choice(("contiguous", "slices", "misaligned", "transposed")),
+        fault=r.choice(("", "", "", "", "pages" if c.slots is None else "slots")),
+        options={"rounding": c.rounding, "epsilon": draw.epsilon(r), "weight_offset": draw.offset(r)},
+        **{name: getattr(c, name) for name in same},
+    )
     return MlaFuzzed(case, _values(r), _values(r), draw.weights(r), r.randrange(1 << 30))
 
 
 def _values(r: Random) -> Values:
-    """None so large that a sum of two squares, or a turned pair, is beyond float32."""
+    """Values whose sums of squares and rotated pairs stay within float32."""
     found = draw.values(r)
     return Values(start=found.start) if "largest" in (found.kind, found.other) else found
 
 
-def verify(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
-    """None, or what is wrong with the results: every value between bounds, and nothing written but entries of tokens."""
-    host = arguments if arguments["kv"].is_cpu else mla_cache.moved(arguments, "cpu")
-    q, blocks, *scales = (t.cpu() for t in results)
-    place = mla_cache.places(case, host, blocks)
-    rounded = arguments["rounding"] == "reference"
-    turned = _turned(case, host, host["q_rope"], place.position, rounded)
-    message = compare.between(q, *turned, FP8_FORMATS.get(q.dtype))
-    if message is not None:
-        return f"q: {message}"
-    message = mla_cache.beside(case, host, place, blocks, scales)
-    if message is not None:
-        return message
-    here = place.slot >= 0
-    entry = _entry(case, host, here, place.position, rounded)
-    written = place.slot[here]
-    got = blocks.view(torch.uint8).flatten(0, 1)[written].view(case.cache)
-    fmt = FP8_FORMATS.get(case.cache)
-    if case.scale == "none" or fmt is None:
-        message = compare.between(got, *entry, fmt)
-        return message and f"entries: {message}"
-    divisor = host["kv_scale"].double() if not scales else scales[0].flatten()[written].double().unsqueeze(-1)
-    if scales:
-        stored = scales[0].flatten()[written].unsqueeze(-1)
-        ends = [bounds.largest(t, None) for t in bounds.sizes(entry)]
-        message = bounds.scales(stored, ends[0], ends[1], None, fmt.max, ScaleRule("row", torch.float32))
-        if message is not None:
-            return message
-    low, high = (_divided(end, divisor) for end in entry)
-    least, most = (bounds.around(end, end.abs() * bounds.PRODUCT + bounds.FLOOR) for end in (low, high))
-    message = compare.between(got, least.low, most.high, fmt)
-    return message and f"entries: {message}"
-
-
-def _divided(end: Tensor, divisor: Tensor) -> Tensor:
-    value = torch.where(divisor == 0, torch.where(end.isnan(), torch.nan, 0.0), end / divisor)
-    return torch.where(divisor.isnan(), torch.nan, value)
-
-
-def _turned(case: MlaCase, host: dict[str, Any], heads: Tensor, position: Tensor, rounded: bool) -> Bounds:
-    """RoPE of [T, H, R]."""
-    freqs, values = host.get("freqs_cis"), heads.double()
-    if freqs is None or case.turned == 0 or not heads.numel():
-        return Bounds(values, values)
-
-    def turn(t: Tensor) -> oracle.Rotated:
-        turned = oracle.rotate(t.flatten(1), freqs, t.shape[2], positions=position, style=case.style, dim=case.turned)
-        return oracle.Rotated(*(part.view(t.shape) for part in turned))
-
-    found = bounds.rotated(Bounds(values, values), turn)
-    dim = freqs.shape[1] if case.turned is None else case.turned
-    found = found.rounded(heads.dtype) if rounded else found
-    still = torch.arange(heads.shape[2]) >= dim  # these are converted, no more
-    return Bounds(*(torch.where(still, values, end) for end in found))
-
-
-def _entry(case: MlaCase, host: dict[str, Any], here: Tensor, position: Tensor, rounded: bool) -> Bounds:
-    kv = host["kv"][here]
-    normed = host["gamma"].shape[0]
-    latent, between, k = kv[:, :normed].double(), kv[:, normed : case.latent].double(), kv[:, case.latent :]
-    rs = bounds.reciprocal_rms(latent, host.get("epsilon", 1e-6))
-    g = bounds.weight(host["gamma"], host.get("weight_offset", 0.0))
-    y = bounds.normed(latent, rs, g, case.kv if rounded else None)
-    turned = _turned(case, host, k.unsqueeze(1), position[here], rounded)
-    return Bounds(*(torch.cat((a, between, b.squeeze(1)), -1) for a, b in zip(y, turned, strict=True)))
-
-
-__all__ = ["OPS", "MlaConfiguration", "MlaFuzzed", "configuration", "draw_case", "verify"]
+__all__ = ["OPS", "MlaConfiguration", "MlaFuzzed", "configuration", "draw_case"]

@@ -13,27 +13,22 @@ from torch import Tensor
 from onepass.formats import FLOATS, ROUNDINGS
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import STYLES, Rope
-from onepass.testing import compare, oracle
-from onepass.testing.case import on_device, same_bytes
-from tools.fuzz import bounds, draw
+from onepass.testing import bounds, qk_norm
+from onepass.testing.case import moved, same_bytes
+from onepass.testing.qk_norm import APPLY, FUSED, MEANS, SUMS, Turn, verify_call
+from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
-from tools.fuzz.rms_norm import copied
 
-SUMS, MEANS, APPLY, FUSED = OPS = (
-    "row_sum_of_squares_qk",
-    "row_mean_of_squares_qk",
-    "apply_qk_rms_norm",
-    "qk_rms_norm",
-)
+OPS = qk_norm.OPS
 VALUES = ("values", "gammas", "means", "eps")
-"""Fields of a case that choose no machine code."""
+"""Fields of a case that do not affect machine code."""
 _FREQS = 24
 """Rows of freqs."""
 
 
 @dataclass(frozen=True)
 class QkConfiguration:
-    """What shapes the machine code; ``head`` and ``dim`` of a rotation, ``widths`` the only ones to be drawn."""
+    """What determines the machine code. ``head`` and ``dim`` are of a rotation, ``widths`` lists the widths to draw from."""
 
     op: str
     x: torch.dtype = torch.bfloat16
@@ -50,7 +45,7 @@ class QkConfiguration:
 
 
 def configuration(op: str, r: Random, bounded: bool) -> QkConfiguration:
-    """Any that the contract allows."""
+    """A random configuration that the contract allows."""
     c = QkConfiguration(op, r.choice(FLOATS))
     if op in (APPLY, FUSED):
         style = r.choice(("", *STYLES))
@@ -58,12 +53,19 @@ def configuration(op: str, r: Random, bounded: bool) -> QkConfiguration:
         head = (
             0 if not (style or per_head) else 2 * draw.size(r, 48) if style or r.random() < 0.5 else draw.size(r, 130)
         )
+        gamma = r.choice((c.x, *FLOATS))
         c = replace(
-            c, gamma=(one := r.choice((c.x, *FLOATS))), gamma_k=r.choice((one, one, *FLOATS)),
-            out=r.choice((None, None, *FLOATS)), rounding=r.choice(ROUNDINGS),
-            per_head=per_head, style=style, head=head, dim=2 * r.randint(1, head // 2) if style else 0,
+            c,
+            gamma=gamma,
+            gamma_k=r.choice((gamma, gamma, *FLOATS)),
+            out=r.choice((None, None, *FLOATS)),
+            rounding=r.choice(ROUNDINGS),
+            per_head=per_head,
+            style=style,
+            head=head,
+            dim=2 * r.randint(1, head // 2) if style else 0,
             positions=r.choice((None, torch.int32, torch.int64)) if style else None,
-        )  # fmt: skip
+        )
     if bounded:
         long = r.choice(((6144, 1024), (4096, 4096), (8193, 100), (20000, 1000)))
         c = replace(c, widths=(_widths(c, r, 300), _widths(c, r, 3000) if c.head else long))
@@ -99,7 +101,7 @@ class QkCase:
         return self.config.op
 
     def simpler(self) -> Iterator[QkCase]:
-        """Cases that differ in one thing, which is simpler."""
+        """Cases that are simpler in one respect."""
         unit = self.config.head or 1
         for lead in ((1,), (2,), self.lead[:-1]):
             yield replace(self, lead=lead)
@@ -120,13 +122,21 @@ def draw_case(c: QkConfiguration, r: Random) -> QkCase:
     nq, nk = r.choice(c.widths) if c.widths else _widths(c, r, 3000 if r.random() < 0.01 else 200)
     heads = c.per_head and len(lead) in (1, 2) and r.random() < 0.4
     if c.head == nq == nk and 0 in lead:
-        lead = (0,)  # [2, 0, D] would be no heads
+        lead = (0,)  # [2, 0, D] would have no heads
     return QkCase(
-        c, lead, nq, nk, draw.epsilon(r), draw.offset(r), heads, not heads and r.random() < 0.3,
-        (draw.values(r), draw.values(r)), (draw.weights(r), draw.weights(r)),
-        r.choice(("own", "own", "own", "any", "special")),
-        (draw.place(r), draw.place(r), draw.place(r, inputs=False), draw.place(r, inputs=False)),
-    )  # fmt: skip
+        c,
+        lead,
+        nq,
+        nk,
+        eps=draw.epsilon(r),
+        offset=draw.offset(r),
+        heads=heads,
+        packed=not heads and r.random() < 0.3,
+        values=(draw.values(r), draw.values(r)),
+        gammas=(draw.weights(r), draw.weights(r)),
+        means=r.choice(("own", "own", "own", "any", "special")),
+        places=(draw.place(r), draw.place(r), draw.place(r, inputs=False), draw.place(r, inputs=False)),
+    )
 
 
 def inputs(case: QkCase) -> dict[str, Any]:
@@ -187,11 +197,11 @@ def _call(case: QkCase, given: dict[str, Any], out: tuple[Tensor, ...] | None) -
 
 def _run(case: QkCase, device: str) -> str | None:
     c, host = case.config, inputs(case)
-    arguments = {k: on_device(v, device) for k, v in host.items()}
+    arguments = {k: draw.on_device(v, device) for k, v in host.items()}
     before = draw.snapshot(arguments)
     results = _call(case, arguments, None)
     rooms = [p.room(t.shape, t.dtype) for p, t in zip(case.places[2:], results, strict=False)]
-    again = _call(case, arguments, tuple(on_device(t, device) if device != "cpu" else copied(t) for t in rooms))
+    again = _call(case, arguments, tuple(draw.fresh(t, device) for t in rooms))
     touched = draw.changed(arguments, before)
     if touched is not None:
         return f"{touched} was written"
@@ -201,71 +211,24 @@ def _run(case: QkCase, device: str) -> str | None:
         if draw.spilt(rooms[index], second):
             return f"bytes beside result {index} were written"
     if c.op in (APPLY, FUSED) and c.out in (None, c.x) and not any(p.expanded for p in case.places[:2]):
-        fresh = {k: on_device(v, device) if device != "cpu" else copied(v) for k, v in host.items() if k not in "qk"}
-        own = _shared_copies(host["q"], host["k"], device)
-        others = _call(case, {"q": own[0], "k": own[1], **fresh}, own)
+        fresh = moved(host, device)
+        others = _call(case, fresh, (fresh["q"], fresh["k"]))
         for index, (first, second) in enumerate(zip(results, others, strict=True)):
             if not same_bytes(first, second):
                 return f"result {index} differs in place"
     return verify(case, host, tuple(t.cpu() for t in results))
 
 
-def _shared_copies(q: Tensor, k: Tensor, device: str) -> tuple[Tensor, Tensor]:
-    """Copies with strides kept, in one memory if they were."""
-    made: dict[int, Tensor] = {}
-    copies = []
-    for t in (q, k):
-        at = t.untyped_storage().data_ptr()
-        if at not in made:
-            made[at] = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).clone().to(device)
-        copies.append(made[at].as_strided(t.shape, t.stride(), t.storage_offset()))
-    return copies[0], copies[1]
-
-
 def verify(case: QkCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results."""
     c = case.config
-    if c.op in (SUMS, MEANS):
-        totals = []
-        for side in "qk":
-            x = host[side].double()
-            total = bounds.squares(x) / (1 if c.op == SUMS else x.shape[-1])
-            off = total * compare.FLOAT32_ERROR + bounds.FLOOR * (x.shape[-1] if c.op == SUMS else 2)
-            totals.append(bounds.around(total, off))
-        low, high = (torch.cat(ends, -1) for ends in zip(*totals, strict=True))
-        return compare.between(results[0], low, high)
-    for index, side in enumerate("qk"):
-        wrong = _verify_side(case, host, side, index, results[index])
-        if wrong is not None:
-            return f"{side}: {wrong}"
-    return None
+    options = {"eps": case.eps, "weight_offset": case.offset, "rounding": c.rounding}
+    split = c.head if c.per_head and not _has_heads(case) else 0
+    turn = Turn(c.style, c.dim, c.head, c.positions) if c.style else None
+    return verify_call(c.op, host | options, results, c.per_head, split, turn)
 
 
 def _has_heads(case: QkCase) -> bool:
-    """Whether the second last dimension counts heads: so it is where q and k have one head each and nothing says otherwise."""
+    """Whether the second-last dimension counts heads, which is also the default if q and k have one head each."""
     alone = case.nq == case.nk == case.config.head and len(case.lead) > 1 and case.config.positions is None
     return case.heads or alone
-
-
-def _verify_side(case: QkCase, host: dict[str, Any], side: str, index: int, actual: Tensor) -> str | None:
-    c, x = case.config, host[side]
-    if c.per_head and not _has_heads(case):
-        x, actual = (t.unflatten(-1, (-1, c.head)) for t in (x, actual))
-    h = x.double()
-    if c.op == APPLY:
-        rs = bounds.root(host["qk_var"][..., index : index + 1].double() + bounds.added(case.eps))
-    else:
-        rs = bounds.reciprocal_rms(h, case.eps)
-    g = bounds.weight(host[f"gamma_{side}"], case.offset)
-    y = bounds.normed(h, rs, g, c.x if c.rounding == "hf" else None, given=c.op == APPLY)
-    if c.style and actual.numel():
-
-        def turn(t: Tensor) -> oracle.Rotated:
-            flat = t.flatten(-2) if c.per_head else t
-            turned = oracle.rotate(
-                flat, host["freqs"], c.head, positions=host.get("positions"), style=c.style, dim=c.dim
-            )
-            return oracle.Rotated(*(part.reshape(t.shape) for part in turned))
-
-        y = bounds.rotated(y, turn)
-    return y.stored(actual)

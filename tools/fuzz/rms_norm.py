@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onepass.formats import FLOATS, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED, ROUNDINGS, ScaleRule
+from onepass.formats import FLOATS, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED, ROUNDINGS
 from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from onepass.prologues import Prologue, add, dequantize, silu_and_mul
-from onepass.testing import compare, oracle
-from onepass.testing.batch_regime import assuming
-from onepass.testing.case import on_device, same_bytes
+from onepass.testing import rms_norm as testing
+from onepass.testing.batch_regime import REGIMES, assuming
+from onepass.testing.case import same_bytes
 from onepass.testing.rms_norm import soft_cap_gate
-from tools.fuzz import bounds, draw
+from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 
 if TYPE_CHECKING:
-    from onepass.triton.config import Crowd
+    from onepass.triton.tuning.table import Regime
 
 OPS = ("rms_norm", "rms_norm_fused_fp8")
 VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static")
-"""Fields of a case that choose no machine code."""
+"""Fields of a case that do not affect machine code."""
 E8M0 = torch.float8_e8m0fnu
 _PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
     "silu_and_mul": (silu_and_mul, ("full",)),
@@ -35,18 +35,17 @@ _PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
     "dequantize groups": (dequantize, ("group",)),
     "soft_cap_gate": (soft_cap_gate, ("full", "column", "row")),
 }
-_PROLOGUE_ERROR = 8 * compare.FLOAT32_ERROR
 _LONG = (4096, 4097, 7168, 12288, 16384, 16385, 20000)
-"""Lengths of which each has machine code of its own on a GPU."""
+"""Lengths that each have their own machine code on a GPU."""
 _BOUNDS = (1.5, 448.0, 1e-3, 0.0, -0.0, -2.0, float("inf"), float("-inf"), float("nan"), 1e-42)
-"""What a bound in memory may be: anything."""
+"""A bound in memory may be anything."""
 _LEAST = (1 / (448 * 512), 0.01, 1e-30, 1e-40, 7e4)
 _STATIC = (0.02, 1.0, 0.0, 2.0**-14, 3e4, float("nan"), float("inf"), 1e-40)
 
 
 @dataclass(frozen=True)
 class RowConfiguration:
-    """What shapes the machine code. ``lengths``: the only ones to be drawn, where a length shapes it too."""
+    """What determines the machine code. ``lengths`` lists the row lengths to draw from where they do too."""
 
     op: str
     x: torch.dtype = torch.bfloat16
@@ -72,18 +71,22 @@ class RowConfiguration:
 
     @property
     def unit(self) -> int:
-        """What divides the length of a row."""
+        """The number that row lengths are multiples of."""
         return max(1, self.group or 1, self.operand_group)
 
 
 def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
-    """Any that the contract allows."""
+    """A random configuration that the contract allows."""
     x = r.choice(FLOATS)
     c = RowConfiguration(
-        op, x, r.choice((x, *FLOATS)), r.choice((None, None, x, torch.float32)), r.choice(ROUNDINGS),
+        op,
+        x,
+        gamma=r.choice((x, *FLOATS)),
+        residual=r.choice((None, None, x, torch.float32)),
+        rounding=r.choice(ROUNDINGS),
         lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
         round_sum=r.choice((None, None, True, False)),
-    )  # fmt: skip
+    )
     if op == "rms_norm":
         return c
     out = r.choice(tuple(FP8_FORMATS))
@@ -97,11 +100,20 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
             c, x=r.choice(QUANTIZED), gamma=r.choice(FLOATS), residual=r.choice((None, *FLOATS)), rounding="once"
         )
     return replace(
-        c, out=out, fp8_max=r.choice((None, *FP8_FORMATS[out].maxima)), static=static, ue8m0=ue8m0,
-        scales=r.choice((torch.float32, E8M0)) if ue8m0 else r.choice(FLOATS), norm=r.random() < 0.3, prologue=prologue,
-        quantize=r.choice(QUANTIZE), least=not static and r.random() < 0.3, bounded=not static and r.random() < 0.3,
-        operand=r.choice(FLOATS), lengths=tuple(-(-n // c.unit) * c.unit for n in c.lengths),
-    )  # fmt: skip
+        c,
+        out=out,
+        fp8_max=r.choice((None, *FP8_FORMATS[out].maxima)),
+        static=static,
+        ue8m0=ue8m0,
+        scales=r.choice((torch.float32, E8M0)) if ue8m0 else r.choice(FLOATS),
+        norm=r.random() < 0.3,
+        prologue=prologue,
+        quantize=r.choice(QUANTIZE),
+        least=not static and r.random() < 0.3,
+        bounded=not static and r.random() < 0.3,
+        operand=r.choice(FLOATS),
+        lengths=tuple(-(-n // c.unit) * c.unit for n in c.lengths),
+    )
 
 
 @dataclass(frozen=True)
@@ -125,8 +137,8 @@ class RowCase:
     """Of x, of residual and operands, of codes or y, of the other results."""
     shift: int = 0
     """Elements before gamma."""
-    crowd: Crowd | None = None
-    """What a GPU is to take the number of rows for, if not for what it is."""
+    regime: Regime | None = None
+    """The batch regime that a GPU is to assume, if not the one of these rows."""
 
     @property
     def op(self) -> str:
@@ -134,7 +146,7 @@ class RowCase:
         return self.config.op
 
     def simpler(self) -> Iterator[RowCase]:
-        """Cases that differ in one thing, which is simpler."""
+        """Cases that are simpler in one respect."""
         unit = self.config.unit
         for lead in ((1,), (2,), self.lead[:-1]):
             yield replace(self, lead=lead)
@@ -149,12 +161,12 @@ class RowCase:
             static=0.02,
             column=False,
             shift=0,
-            crowd=None,
+            regime=None,
         )
 
     def run(self, device: str) -> str | None:
         """None, or what is wrong."""
-        with nullcontext() if self.crowd is None else assuming(self.crowd):
+        with nullcontext() if self.regime is None else assuming(self.regime):
             return _run(self, device)
 
 
@@ -170,13 +182,24 @@ def draw_case(c: RowConfiguration, r: Random) -> RowCase:
     if not c.lengths:
         n = c.unit * max(1, n // c.unit)
     tame = bool(c.prologue)
-    bounds_ = _BOUNDS if c.bounded else (None,) if c.static else (None, None, 1.5, 448.0, 1e-3)
+    bounds = _BOUNDS if c.bounded else (None,) if c.static else (None, None, 1.5, 448.0, 1e-3)
     return RowCase(
-        c, lead, n, draw.epsilon(r), draw.offset(r), r.choice(bounds_), r.choice(_LEAST), r.choice(_STATIC), r.random() < 0.3,
-        draw.values(r, tame=tame), draw.values(r, tame=tame), draw.weights(r),
-        (draw.place(r), draw.place(r), draw.place(r, inputs=False), draw.place(r, inputs=False)), r.choice((0, 0, 1, 3)),
-        r.choice((None, None, "many", "flood")),
-    )  # fmt: skip
+        c,
+        lead,
+        n,
+        eps=draw.epsilon(r),
+        offset=draw.offset(r),
+        scale_ub=r.choice(bounds),
+        min_scale=r.choice(_LEAST),
+        static=r.choice(_STATIC),
+        column=r.random() < 0.3,
+        values=draw.values(r, tame=tame),
+        second=draw.values(r, tame=tame),
+        gamma=draw.weights(r),
+        places=(draw.place(r), draw.place(r), draw.place(r, inputs=False), draw.place(r, inputs=False)),
+        shift=r.choice((0, 0, 1, 3)),
+        regime=r.choice((None, None, *REGIMES[1:])),
+    )
 
 
 def inputs(case: RowCase) -> dict[str, Any]:
@@ -216,7 +239,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
 
 
 def _x(values: Values, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The values, in 8 bits as they come: an integer has no NaN, and neither format an infinity."""
+    """The values, clamped for 8-bit formats: integers have no NaN, and neither format has infinities."""
     if dtype in FLOATS:
         return values.make(shape, dtype)
     t = values.make(shape, torch.float32)
@@ -240,7 +263,7 @@ def result_names(c: RowConfiguration) -> list[str]:
 def _run(case: RowCase, device: str) -> str | None:
     c = case.config
     host = inputs(case)
-    arguments = {k: _moved(v, device) for k, v in host.items()}
+    arguments = {k: draw.on_device(v, device) for k, v in host.items()}
     before = draw.snapshot(arguments)
     results = _call(c.op, arguments)
     names = result_names(c)
@@ -250,7 +273,7 @@ def _run(case: RowCase, device: str) -> str | None:
             continue
         where = case.places[2 if name == "out" else 3]
         rooms[name] = where.room(like.shape, like.dtype)
-    given = {name: on_device(t, device) if device != "cpu" else copied(t) for name, t in rooms.items()}
+    given = {name: draw.fresh(t, device) for name, t in rooms.items()}
     again = _call(c.op, {**arguments, **given})
     touched = draw.changed(arguments, before)
     if touched is not None:
@@ -261,7 +284,7 @@ def _run(case: RowCase, device: str) -> str | None:
         if name in rooms and draw.spilt(rooms[name], second):
             return f"bytes beside {name} were written"
     if c.residual == c.x and not c.prologue and not any(p.expanded for p in case.places[:2]):
-        fresh = {k: _moved(v, device) if device != "cpu" else copied(v) for k, v in host.items()}
+        fresh = {k: draw.fresh(v, device) for k, v in host.items()}
         own = {"residual_out": fresh["residual"], **({"out": fresh["x"]} if c.op == "rms_norm" else {})}
         for name, first, second in zip(names, results, _call(c.op, {**fresh, **own}), strict=True):
             if not same_bytes(first, second):
@@ -269,83 +292,9 @@ def _run(case: RowCase, device: str) -> str | None:
     return verify(case, host, tuple(t.cpu() for t in results))
 
 
-def copied(value: Any) -> Any:
-    """A copy with strides and offset kept."""
-    if not isinstance(value, Tensor):
-        return value
-    memory = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).clone()
-    return memory.as_strided(value.shape, value.stride(), value.storage_offset())
-
-
-def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, Tensor):
-        return on_device(value, device)
-    return [on_device(t, device) for t in value] if isinstance(value, list) else value
-
-
 def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results."""
-    c = case.config
-    named = dict(zip(result_names(c), results, strict=True))
-    error, doubt = compare.FLOAT32_ERROR, None
-    h = host["x"].float()
-    if c.prologue:
-        error = _PROLOGUE_ERROR
-        h = host["prologue"](h.double(), *(oracle.per_column(t.double(), case.n) for t in host["prologue_args"]))
-        doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
-    if c.residual is not None:
-        h = h + host["residual"].to(h.dtype)
-    h = h.double()
-    if c.residual is not None:
-        wrong = (bounds.Bounds(h, h) if doubt is None else bounds.around(h, doubt)).stored(named["residual_out"])
-        if wrong is not None:
-            return f"new_residual: {wrong}"
-        if c.rounding == "hf" if c.round_sum is None else c.round_sum:
-            if doubt is not None:
-                low, high = bounds.around(h, doubt).rounded(c.residual)
-                doubt = torch.where(low.isfinite() & high.isfinite(), high - low, 0.0)
-            h = h.to(c.residual).double()
-    rs, g = bounds.reciprocal_rms(h, case.eps), bounds.weight(host["gamma"], case.offset)
-    rounded = c.x if c.rounding == "hf" else None
-    divides = c.quantize == "divide"
-    y = None
-    for name in ("out",) if c.op == "rms_norm" else ("norm_out",) if c.norm else ():
-        y = bounds.normed(h, rs, g, rounded, error, doubt)
-        wrong = y.stored(named[name])
-        if wrong is not None:
-            return f"{name}: {wrong}"
-    if c.op == "rms_norm":
-        return None
-    fmt = FP8_FORMATS[c.out]
-    fp8_max = c.fp8_max or fmt.max
-    if (rounded is not None or divides) and y is None:
-        y = bounds.normed(h, rs, g, rounded, error, doubt)
-    stored = host.get("static_scale")
-    if stored is None:
-        if rounded is None and not divides:
-            size = (h * g).abs()
-            off = (size if doubt is None else (h.abs() + doubt) * g.abs()) * rs
-            off = off * error + bounds.FLOOR * rs
-            if doubt is not None:
-                off = off + doubt * rs * g.abs() + size * rs * bounds.spread(doubt, rs)
-            off = torch.where(size == 0, 0.0 if doubt is None else off, off)
-            ends = [bounds.largest(t, c.group) for t in (size * rs - off, size * rs + off)]
-        else:
-            assert y is not None
-            ends = [bounds.largest(t, c.group) for t in bounds.sizes(y)]
-        rule = ScaleRule("group" if c.group else "row", c.scales, c.group or 0, c.ue8m0)
-        least = case.min_scale if c.least else 0.0
-        wrong = bounds.scales(named["scale_output"], ends[0], ends[1], case.scale_ub, fp8_max, rule, least)
-        if wrong is not None:
-            return wrong
-        stored = compare.scale_values(named["scale_output"])
-        if c.group:
-            stored = stored.repeat_interleave(c.group, -1)
-    stored = stored.double()
-    if y is not None and (rounded is not None or divides):
-        stored = torch.where(rs.isnan(), torch.nan, stored)
-        return (bounds.codes_divided if divides else bounds.codes_rounded)(named["out"], y, stored, fmt, fp8_max)
-    return bounds.codes_once(named["out"], h, rs, g, stored, fmt, fp8_max, error, doubt)
+    return testing.verify_call(host, results)
 
 
-__all__ = ["OPS", "RowCase", "RowConfiguration", "configuration", "copied", "draw_case", "inputs", "verify"]
+__all__ = ["OPS", "RowCase", "RowConfiguration", "configuration", "draw_case", "inputs", "verify"]

@@ -1,4 +1,4 @@
-"""``python tests/mutation``: see `campaign`."""
+"""``python -m tools.mutation``: see `campaign`."""
 
 from tools.mutation.campaign import main
 

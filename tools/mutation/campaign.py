@@ -1,12 +1,12 @@
 """Mutation testing: does some test fail when the library is wrong in a small way?
 
-    python tests/mutation --sample 300 --seed 1 --json benchmarks/cpu/mutation.json
-    python tests/mutation --again benchmarks/cpu/mutation.json      # its survivors only
-    python tests/mutation --only memory.py --sample 20
+    python -m tools.mutation --sample 300 --seed 1 --json benchmarks/cpu/mutation.json
+    python -m tools.mutation --again benchmarks/cpu/mutation.json      # its survivors only
+    python -m tools.mutation --only memory.py --sample 20
 
-The package and its tests are copied into a temporary directory and changed there, one place at a time. Each mutant runs, in a
-process of its own, the tests that run its lines: quick ones of each test function first, until one fails. Which these are is
-measured once (``--measured FILE`` keeps it). Mutants of what shapes CPU kernels have a kernel cache of their own.
+The package and its tests are copied to a temporary directory and changed there, one mutant at a time. Each mutant runs, in
+its own process, the tests that reach its lines, quick ones first, until one fails. Which tests reach which lines is measured
+once (``--measured FILE`` keeps it). Mutants of files that affect CPU kernels have their own kernel cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any, Final
 import pytest
 
 from tools.mutation.mutants import Mutant, mutants
-from tools.mutation.plugins import IMPORT, Judge, Measure
+from tools.mutation.plugins import IMPORT, Measure, RunChosen
 
 ROOT: Final = Path(__file__).parents[2]
 EXPLAINED: Final = Path(__file__).parent / "explained.json"
@@ -44,11 +44,14 @@ TESTS: Final = (
     "tests/cpu",
     "tests/ops/test_ops.py",
     "tests/ops/test_gemv_norm.py",
+    "tests/ops/test_gemv_norm_compile.py",
     "tests/ops/test_gemv_norm_refusals.py",
     "tests/ops/test_qk_norm.py",
     "tests/ops/test_mla_cache.py",
+    "tests/ops/test_mla_cache_refusals.py",
     "tests/ops/test_gradients.py",
     "tests/ops/test_compile.py",
+    "tests/tools/test_fuzz.py",
     "tests/tools/test_properties.py",
     "tests/tools/test_determinism.py",
     "tests/system/test_docs.py",
@@ -56,14 +59,14 @@ TESTS: Final = (
 )
 """Test files that need neither a model, a GPU's compiler nor minutes."""
 SWIFT: Final = "not large and not thousand and not inductor and not aot_eager"
-"""Of their tests, those that take no ten seconds (as pytest's ``-k``)."""
+"""Selects tests that take less than ten seconds (pytest's ``-k``)."""
 COLD: Final = ("cpu/", "formats.py")
-"""Files that shape the CPU kernels."""
+"""Files that affect CPU kernels."""
 
 
 @dataclass
 class Outcome:
-    """What became of a mutant: killed (by a test, at import, a crash, a hang) or survived (or no test runs it)."""
+    """The outcome of a mutant: killed (by a test, at import, a crash, a hang) or survived (or no test reaches it)."""
 
     mutant: Mutant
     verdict: str
@@ -74,7 +77,7 @@ class Outcome:
 
     @property
     def killed(self) -> bool:
-        """Whether anything noticed."""
+        """Whether anything detected it."""
         return self.verdict not in ("survived", "not covered")
 
 
@@ -88,10 +91,10 @@ class Measured:
 
     @classmethod
     def read(cls, path: Path) -> Measured:
-        """What `Measure` wrote."""
+        """Read what `Measure` wrote."""
         known = json.loads(path.read_text())
-        lines = {test: {f: set(found) for f, found in told["lines"].items()} for test, told in known.items()}
-        return cls({test: told["seconds"] for test, told in known.items()}, lines, lines.pop(IMPORT))
+        lines = {test: {f: set(found) for f, found in entry["lines"].items()} for test, entry in known.items()}
+        return cls({test: entry["seconds"] for test, entry in known.items()}, lines, lines.pop(IMPORT))
 
     def order(self, mutant: Mutant, source: bytes) -> tuple[list[str], bool]:
         """Tests for a mutant, likely and quick ones first, and whether its lines are run at all."""
@@ -104,7 +107,7 @@ class Measured:
         return list(order), at_import or bool(direct)
 
     def _turns(self, tests: Iterable[str]) -> list[str]:
-        """Quick tests of many functions first: the n-th of a function counts as n times as long as it is."""
+        """Quick tests of many functions first: the n-th test of a function counts n times its duration."""
         functions: dict[str, list[str]] = defaultdict(list)
         for test in sorted(tests, key=lambda t: self.seconds[t]):
             functions[test.split("[")[0]].append(test)
@@ -132,14 +135,13 @@ def _statement(source: bytes, mutant: Mutant) -> tuple[set[int], bool]:
 
 
 class Tree:
-    """A copy of what tests need, in which one file at a time is changed."""
+    """A copy of what tests need, in which one file is changed at a time."""
 
     def __init__(self, directory: Path) -> None:
         self.root = directory / "tree"
         self.scratch = directory
-        self.warm = (
-            directory / "kernels"
-        )  # named by what they are made of, so that no mutant of other files can spoil one
+        # cached kernels are named by their source, so mutants of other files cannot corrupt them
+        self.warm = directory / "kernels"
         self.root.mkdir()
         for path in ROOT.iterdir():
             if path.name in ("src", "tests"):
@@ -152,12 +154,12 @@ class Tree:
     def files(self) -> list[str]:
         """The files to be mutated."""
         found = [self.package / t for t in TARGETS]
-        files = [f for t in found for f in (sorted(t.glob("*.py")) if t.is_dir() else [t])]
+        files = [f for t in found for f in (sorted(t.rglob("*.py")) if t.is_dir() else [t])]
         return [str(f.relative_to(self.package)) for f in files]
 
     @contextmanager
     def changed(self, mutant: Mutant) -> Iterator[None]:
-        """With one mutant in it; compiled files of the module are removed, for they are told apart by size and time alone."""
+        """Apply one mutant; remove bytecode of the module, which is only matched by size and time."""
         path = self.package / mutant.file
         path.write_bytes(mutant.apply(self.sources[mutant.file]))
         for stale in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
@@ -168,16 +170,15 @@ class Tree:
             path.write_bytes(self.sources[mutant.file])
 
     def enter(self, kernels: Path, *, write_bytecode: bool) -> None:
-        """Make this process one that runs tests in the copy and leaves nothing elsewhere."""
+        """Let this process run tests in the copy and write nothing elsewhere."""
         home = self.scratch / "home"
         home.mkdir(exist_ok=True)
         os.chdir(self.root)
         sys.dont_write_bytecode = not write_bytecode
         sys.path.insert(0, str(self.root / "src"))
-        os.environ |= {
-            "PYTHONPATH": str(self.root / "src"), "ONEPASS_TEST_CACHE": str(kernels), "HOME": str(home), "TMPDIR": str(home),
-            "XDG_CACHE_HOME": str(home / "cache"), "PYTHONDONTWRITEBYTECODE": "1",
-        }  # fmt: skip
+        folders = {"HOME": home, "TMPDIR": home, "XDG_CACHE_HOME": home / "cache", "ONEPASS_TEST_CACHE": kernels}
+        folders["PYTHONPATH"] = self.root / "src"
+        os.environ |= {name: str(folder) for name, folder in folders.items()} | {"PYTHONDONTWRITEBYTECODE": "1"}
         tempfile.tempdir = None
 
 
@@ -188,7 +189,7 @@ def _pytest(arguments: list[str], plugin: object, log: Path) -> int:
 
 
 def _child(work: Any) -> tuple[int, str]:
-    """Run ``work(stream)`` in a forked process; its status and what it said."""
+    """Run ``work(stream)`` in a forked process; its status and output."""
     end, begin = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -202,11 +203,11 @@ def _child(work: Any) -> tuple[int, str]:
             os._exit(status)
     os.close(begin)
     with os.fdopen(end) as stream:
-        said = stream.read()
+        output = stream.read()
     _, status = os.waitpid(pid, 0)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # what it started and left running
-    return status, said
+    return status, output
 
 
 def _changed(path: Path) -> float:
@@ -214,7 +215,7 @@ def _changed(path: Path) -> float:
 
 
 def measure(tree: Tree, kept: Path) -> None:
-    """Run the tests once, unchanged: all of them, or those in files that are newer than what was kept of an earlier run."""
+    """Run the unchanged tests once: all, or those in files newer than an earlier measurement."""
     known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     since = kept.stat().st_mtime if known else 0.0
     files = [file for file in TESTS if _changed(ROOT / file) > since]
@@ -228,18 +229,18 @@ def measure(tree: Tree, kept: Path) -> None:
         stream.write(json.dumps(plugin.known()))
         return status
 
-    status, said = _child(work)
+    status, output = _child(work)
     print((tree.scratch / "measure.log").read_text()[-600:], flush=True)
     if status:
         sys.exit("the tests fail without any mutant")
-    old = {test: told for test, told in known.items() if not test.startswith((*files, IMPORT))}
-    new = json.loads(said)
+    old = {test: entry for test, entry in known.items() if not test.startswith((*files, IMPORT))}
+    new = json.loads(output)
     for file, lines in known.get(IMPORT, {"lines": {}})["lines"].items():
         new[IMPORT]["lines"][file] = sorted({*lines, *new[IMPORT]["lines"].get(file, ())})
     kept.write_text(json.dumps(old | new))
 
 
-def judge(tree: Tree, mutant: Mutant, measured: Measured, budget: float) -> Outcome:
+def evaluate(tree: Tree, mutant: Mutant, measured: Measured, budget: float) -> Outcome:
     """Run a mutant's tests until one fails, in ``budget`` seconds of them."""
     order, covered = measured.order(mutant, tree.sources[mutant.file])
     if not covered:
@@ -256,31 +257,31 @@ def judge(tree: Tree, mutant: Mutant, measured: Measured, budget: float) -> Outc
 
     def work(stream: Any) -> int:
         tree.enter(kernels, write_bytecode=False)
-        plugin = Judge(chosen, measured.seconds, 2 * budget, stream)
+        plugin = RunChosen(chosen, measured.seconds, 2 * budget, stream)
         files = list(dict.fromkeys(test.split("::")[0] for test in chosen))
         return _pytest(files, plugin, tree.scratch / "mutant.log")
 
     begun = time.monotonic()
     with tree.changed(mutant):
-        status, said = _child(work)
+        status, output = _child(work)
     shutil.rmtree(cold, ignore_errors=True)
     seconds = round(time.monotonic() - begun, 2)
-    words = [json.loads(line) for line in said.splitlines() if line.endswith("}")]
+    events = [json.loads(line) for line in output.splitlines() if line.endswith("}")]
     hung = "Timeout" in (tree.scratch / "mutant.log").read_text()
-    verdict, by = decide(status, words, hung)
-    return Outcome(mutant, verdict, by, sum("ran" in word for word in words), seconds)
+    verdict, by = decide(status, events, hung)
+    return Outcome(mutant, verdict, by, sum("ran" in event for event in events), seconds)
 
 
-def decide(status: int, words: list[dict[str, str]], hung: bool) -> tuple[str, str]:
-    """The verdict and the test that reached it, from how the process ended and what it said.
+def decide(status: int, events: list[dict[str, str]], hung: bool) -> tuple[str, str]:
+    """The verdict and the test that reached it, from the process's status and output.
 
-    A run that was out of time has decided nothing: it ends with an error of pytest's, and the mutant survives.
+    A run that runs out of time ends with an error from pytest but decides nothing: the mutant survives.
     """
-    failed = next((word["failed"] for word in words if "failed" in word), "")
-    running = next((word["running"] for word in reversed(words) if "running" in word), "")
+    failed = next((event["failed"] for event in events if "failed" in event), "")
+    running = next((event["running"] for event in reversed(events) if "running" in event), "")
     if failed:
         return "killed", failed
-    if status == 0 or any("stopped" in word for word in words):
+    if status == 0 or any("stopped" in event for event in events):
         return "survived", ""
     if not running:
         return "killed at import", ""
@@ -288,7 +289,7 @@ def decide(status: int, words: list[dict[str, str]], hung: bool) -> tuple[str, s
 
 
 def draw(tree: Tree, number: int, seed: int, only: str) -> tuple[list[Mutant], dict[str, int]]:
-    """A sample in which every file has a share like its share of all mutants, and at least two; and how many there are."""
+    """A sample proportional to the mutants per file, at least two each; and the number of mutants per file."""
     chance = random.Random(seed)
     everything = {file: mutants(file, tree.sources[file]) for file in tree.sources if only in file}
     counts = {file: len(found) for file, found in everything.items() if found}
@@ -303,17 +304,20 @@ def draw(tree: Tree, number: int, seed: int, only: str) -> tuple[list[Mutant], d
 
 
 def summary(outcomes: list[Outcome], counts: dict[str, int]) -> dict[str, Any]:
-    """Killed of all but the explained, by file and in all; the interval is 95 % of the sampling error (Wilson)."""
+    """Scores per file and in total, without explained survivors, with a 95 % Wilson interval."""
     rows: dict[str, Any] = {}
     for file in [*counts, "all"]:
-        judged = [o for o in outcomes if file in (o.mutant.file, "all")]
-        explained = sum(bool(o.reason) and not o.killed for o in judged)
-        killed, of = sum(o.killed for o in judged), len(judged) - explained
+        sampled = [o for o in outcomes if file in (o.mutant.file, "all")]
+        explained = sum(bool(o.reason) and not o.killed for o in sampled)
+        killed, of = sum(o.killed for o in sampled), len(sampled) - explained
         rows[file] = {
             "mutants": sum(counts.values()) if file == "all" else counts[file],
-            "sampled": len(judged), "killed": killed, "explained": explained,
-            "score": round(killed / of, 4) if of else None, "interval": _interval(killed, of),
-        }  # fmt: skip
+            "sampled": len(sampled),
+            "killed": killed,
+            "explained": explained,
+            "score": round(killed / of, 4) if of else None,
+            "interval": _interval(killed, of),
+        }
     return rows
 
 
@@ -326,18 +330,19 @@ def _interval(killed: int, of: int) -> list[float]:
 
 
 def survivors(tree: Tree, earlier: dict[str, Any]) -> list[Mutant]:
-    """The mutants that survived then, where they are now."""
+    """The current mutants that match the survivors of an earlier result; those in files that are gone are skipped."""
     found = []
-    for told in earlier["survivors"]:
-        same = [m for m in mutants(told["file"], tree.sources[told["file"]]) if m.key == told["mutant"]]
-        found += sorted(same, key=lambda m: abs(m.line - told["line"]))[:1]
+    for old in earlier["survivors"]:
+        if old["file"] in tree.sources:
+            same = [m for m in mutants(old["file"], tree.sources[old["file"]]) if m.key == old["mutant"]]
+            found += sorted(same, key=lambda m: abs(m.line - old["line"]))[:1]
     return found
 
 
-def told(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: Outcome) -> dict[str, Any]:
     """An outcome in a result file."""
     mutant = outcome.mutant
-    words = {
+    fields = {
         "mutant": mutant.key,
         "was": mutant.before,
         "file": mutant.file,
@@ -345,23 +350,23 @@ def told(outcome: Outcome) -> dict[str, Any]:
         "operator": mutant.operator,
     }
     rest = {"verdict": outcome.verdict, "by": outcome.by, "tests": outcome.tests, "reason": outcome.reason}
-    return words | {name: value for name, value in rest.items() if value}
+    return fields | {name: value for name, value in rest.items() if value}
 
 
 def main() -> None:
-    """Draw, judge, report; fails below ``--goal``."""
+    """Sample, run, report; fails below ``--goal``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=300, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--budget", type=float, default=25.0, help="seconds of tests a mutant may survive")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long")
+    parser.add_argument("--budget", type=float, default=25.0, help="seconds of tests per mutant")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this many minutes")
     parser.add_argument(
-        "--skip", type=int, default=0, help="leave out the first mutants drawn: go on where an earlier run ended"
+        "--skip", type=int, default=0, help="leave out the first mutants drawn, to continue an earlier run"
     )
-    parser.add_argument("--only", default="", help="files whose name has this in it")
+    parser.add_argument("--only", default="", help="only files whose name contains this")
     parser.add_argument("--goal", type=float, default=0.85)
-    parser.add_argument("--measured", type=Path, help="where the lines that tests run are kept from run to run")
-    parser.add_argument("--again", type=Path, help="judge the survivors of this result again, and only these")
+    parser.add_argument("--measured", type=Path, help="keep the lines that tests run in this file")
+    parser.add_argument("--again", type=Path, help="run only the survivors of this result again")
     parser.add_argument("--json", type=Path, help="write the result")
     arguments = parser.parse_args()
     begun = time.monotonic()
@@ -375,10 +380,10 @@ def main() -> None:
         measure(tree, kept)
         measured = Measured.read(kept)
         print(f"{len(measured.lines)} tests, measured in {time.monotonic() - begun:.0f} s", flush=True)
-        for file in ("memory.py", "cpu/_row.py"):
+        for file in ("fastpath/memory.py", "cpu/rms_norm_kernels.py"):
             nothing = Mutant(file, 1, 1, "", 0, 0, 0, "none", "", "")
-            if judge(tree, nothing, measured, arguments.budget).killed:
-                sys.exit(f"a test fails where nothing was changed: {(tree.scratch / 'mutant.log').read_text()[-2000:]}")
+            if evaluate(tree, nothing, measured, arguments.budget).killed:
+                sys.exit(f"a test fails without a change: {(tree.scratch / 'mutant.log').read_text()[-2000:]}")
         drawn, counts = draw(tree, arguments.sample, arguments.seed, arguments.only)
         drawn = drawn[arguments.skip :]
         if arguments.again:
@@ -387,7 +392,7 @@ def main() -> None:
         for number, mutant in enumerate(drawn, 1):
             if time.monotonic() - begun > 60 * arguments.minutes:
                 break
-            outcome = judge(tree, mutant, measured, arguments.budget)
+            outcome = evaluate(tree, mutant, measured, arguments.budget)
             outcome.reason = "" if outcome.killed else explained.get(mutant.key, "")
             outcomes.append(outcome)
             print(
@@ -405,8 +410,8 @@ def main() -> None:
             "budget_s": arguments.budget,
             "seconds": round(time.monotonic() - begun),
             "scores": rows,
-            "survivors": [told(o) for o in outcomes if not o.killed],
-            "killed": [told(o) for o in outcomes if o.killed],
+            "survivors": [as_json(o) for o in outcomes if not o.killed],
+            "killed": [as_json(o) for o in outcomes if o.killed],
         }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     score = rows["all"]["score"]

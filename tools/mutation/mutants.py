@@ -1,8 +1,8 @@
-"""Small mistakes in a Python source: each changes one place of its syntax tree and names the bytes it replaces.
+"""Small mistakes in a Python source: each changes one node of its syntax tree and names the bytes it replaces.
 
-Left alone: docstrings and the documentation in contracts, type annotations and aliases, imports, ``__all__``, overloads and
-the texts of errors. Generated code is mutated too: conditions in contracts, which are strings that hold an expression, are
-parsed and changed like any other, and lines that a generator writes by a swap of their words.
+Not mutated: docstrings and the documentation in contracts, type annotations and aliases, imports, ``__all__``, overloads
+and error texts. Generated code is mutated too: conditions in contracts, which are strings, are parsed and changed like
+other expressions; in lines that a generator writes, words are swapped.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-_COMPARE: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-_ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
-    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
-    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
-}  # fmt: skip
+
+def _swaps(text: str) -> dict[Any, Any]:
+    """``"Lt LtE"`` and so on: each class of `ast` and what replaces it."""
+    return {getattr(ast, a): getattr(ast, b) for a, b in (pair.split() for pair in text.split(", "))}
+
+
+_COMPARE: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = _swaps(
+    "Lt LtE, LtE Lt, Gt GtE, GtE Gt, Eq NotEq, NotEq Eq, Is IsNot, IsNot Is, In NotIn, NotIn In"
+)
+_ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = _swaps(
+    "Add Sub, Sub Add, Mult FloorDiv, FloorDiv Mult, Div Mult, Mod FloorDiv, Pow Mult, LShift RShift, RShift LShift, "
+    "BitAnd BitOr, BitOr BitAnd"
+)
 _OPTIONS: Final = {
     "once": "hf", "hf": "once", "float": "ue8m0", "ue8m0": "float", "row": "column", "column": "row",
     "group": "static", "static": "group", "rows": "any", "any": "rows", "dense": "rows", "cpu": "cuda", "cuda": "cpu",
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "shl": "and", "and": "shl",
     "fptrunc": "fpext", "fpext": "fptrunc", "True": "False", "False": "True",
 }  # fmt: skip
-"""Options and names of instructions, and one that may be mistaken for it; any other word gets a letter more."""
+"""Options and instructions, each with a plausible replacement; any other word gets an extra letter."""
 _WORDS: Final = (
     (" != ", " == "), (" == ", " != "), (" < ", " <= "), (" <= ", " < "), (" >= ", " > "), (" > ", " >= "),
     (" and ", " or "), (" or ", " and "), (" is not None", " is None"), (" is None", " is not None"),
     ("if not ", "if "), ("and not ", "and "), (" not in ", " in "), (" - ", " + "), (" + ", " - "), ("icmp eq", "icmp ne"),
     (" add ", " sub "), (" sub ", " add "), ("[-1]", "[0]"), ("(-1)", "(0)"), ("(0)", "(-1)"), ("[0]", "[1]"), ("[1]", "[0]"),
 )  # fmt: skip
-"""Words of a line of generated code, and what a mistake would write."""
+"""Words in generated code, and their mistaken replacements."""
 _DOCUMENTED: Final = {"Arg": 1, "Option": 2, "Out": 2, "Rule": 2}
 """Which positional argument of a part of a contract is documentation."""
 
@@ -72,11 +76,11 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """What it is known by where it is explained: no line number, which every edit above it would change."""
+        """Its key in the explained list; no line number, since edits above would change it."""
         return f"{self.file}: {self.within} @{self.column}: {self.after}"
 
     def __str__(self) -> str:
-        """For people."""
+        """For the log."""
         before, after = (" ".join(code.split()) for code in (self.before, self.after))
         return f"{self.file}:{self.line}: {self.within}: {before} => {after}"
 
@@ -90,16 +94,16 @@ class _Walker(ast.NodeVisitor):
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
         self.found: list[Mutant] = []
-        self.anchor: ast.AST | None = None  # the f-string we are in: nodes in it have no positions of their own
+        self.anchor: ast.AST | None = None  # the f-string we are in: nodes in it have no positions
         self.names: list[set[str]] = []
 
     # --- what is left alone ---
 
     def visit_Import(self, node: ast.Import) -> None:
-        """Nothing."""
+        """Skip imports."""
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        """Nothing."""
+        """Skip imports."""
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """``__all__`` and type aliases stay; a name that was bound before may keep its old value."""
@@ -116,7 +120,7 @@ class _Walker(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """The value alone."""
+        """Only the value."""
         if self.names and isinstance(node.target, ast.Name):
             self.names[-1].add(node.target.id)
         if node.value is not None:
@@ -148,7 +152,7 @@ class _Walker(ast.NodeVisitor):
         self.names.pop()
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """That it is raised, not what it says."""
+        """Whether it is raised, not its text."""
         self.delete(node)
 
     def visit_Expr(self, node: ast.Expr) -> None:
@@ -188,7 +192,7 @@ class _Walker(ast.NodeVisitor):
                 self.child(node, field, value)
 
     def child(self, owner: Any, place: Any, node: ast.AST) -> None:
-        """Note the variants of ``node``, which is ``owner``'s field or item ``place``, and go on below it."""
+        """Record the variants of ``node``, ``owner``'s field or item ``place``, and visit its children."""
         outer = self.anchor
         if isinstance(node, ast.JoinedStr) and outer is None:
             self.anchor = node
@@ -198,7 +202,7 @@ class _Walker(ast.NodeVisitor):
         self.anchor = outer
 
     def replace(self, operator: str, owner: Any, place: Any, node: ast.AST, changed: ast.AST) -> None:
-        """Note ``changed`` in the place of ``node``: as that alone, or as the f-string it is part of."""
+        """Record ``changed`` in place of ``node``: by itself, or as the f-string that contains it."""
         if self.anchor is None or self.anchor is node:
             self.note(operator, node, changed)
             return
@@ -207,34 +211,34 @@ class _Walker(ast.NodeVisitor):
         _put(owner, place, node)
 
     def force(self, owner: Any, place: Any, test: ast.expr, values: tuple[bool, ...] = (True, False)) -> None:
-        """A condition that is always met, never met, or taken the wrong way round."""
+        """A condition that is always true, always false, or inverted."""
         for value in values:
             self.replace("condition forced", owner, place, test, ast.Constant(value))
         self.replace("condition negated", owner, place, test, ast.UnaryOp(ast.Not(), test))
 
     def visit_If(self, node: ast.If) -> None:
-        """Its condition and what is below."""
+        """Its condition and children."""
         self.force(node, "test", node.test)
         self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
-        """Its condition and what is below."""
+        """Its condition and children."""
         self.force(node, "test", node.test)
         self.generic_visit(node)
 
     def visit_While(self, node: ast.While) -> None:
-        """Its condition and what is below."""
+        """Its condition and children."""
         self.force(node, "test", node.test, (False,))
         self.generic_visit(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
-        """Its conditions and what is below."""
+        """Its conditions and children."""
         for index, test in enumerate(node.ifs):
             self.force(node.ifs, index, test)
         self.generic_visit(node)
 
     def note(self, operator: str, old: Any, new: ast.AST) -> None:
-        """Keep a mutant."""
+        """Record a mutant."""
         try:
             text = ast.unparse(ast.fix_missing_locations(copy.deepcopy(new)))
         except ValueError:  # an f-string with quotes that cannot be written down
@@ -251,11 +255,11 @@ class _Walker(ast.NodeVisitor):
         )
 
     def delete(self, node: ast.stmt) -> None:
-        """A statement that is forgotten."""
+        """A removed statement."""
         self.note("statement deleted", node, ast.Pass())
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        """Forgotten, or with the opposite operation."""
+        """Removed, or with the opposite operation."""
         self.delete(node)
         other = _ARITHMETIC.get(type(node.op))
         if other is not None:
@@ -271,19 +275,19 @@ class _Walker(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Break(self, node: ast.Break) -> None:
-        """Forgotten."""
+        """Removed."""
         self.delete(node)
 
     def visit_Continue(self, node: ast.Continue) -> None:
-        """Forgotten."""
+        """Removed."""
         self.delete(node)
 
     def run(self) -> list[Mutant]:
-        """All of them."""
+        """All mutants, without duplicates."""
         for statement in ast.parse(self.source).body:
             self.visit(statement)
-        places = {(m.start, m.end, m.after): m for m in self.found}  # two mistakes may come to the same
-        return list(places.values())
+        unique = {(m.start, m.end, m.after): m for m in self.found}
+        return list(unique.values())
 
 
 def _put(owner: Any, place: Any, node: ast.AST) -> None:
@@ -368,7 +372,7 @@ def _other_strings(value: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _other_code(value: str) -> Iterator[tuple[str, ast.AST]]:
-    """A string of an expression is changed as one, any other by a swap of words."""
+    """Strings that parse as expressions are mutated as such, others by swapping words."""
     try:
         expression = ast.parse(value, mode="eval").body
     except SyntaxError:

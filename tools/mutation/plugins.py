@@ -1,4 +1,4 @@
-"""Two pytest plugins: one notes which lines each test runs and how long it takes, one runs chosen tests in a chosen order."""
+"""Two pytest plugins: one records each test's lines and time, one runs chosen tests in a given order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import pytest
 
 Lines = dict[str, set[int]]
 IMPORT: Final = "import"
-"""What is run before the first test."""
+"""Lines that run before the first test."""
+LAUNCH: Final = ("cpu/launcher.py", "launch")
+"""The function that runs a CPU kernel: its file and its name."""
 
 
 class Measure:
@@ -41,9 +43,9 @@ class Measure:
         file = self.names.get(frame.f_code.co_filename)
         if file is None:
             return None
-        spec = frame.f_locals.get("spec") if frame.f_code.co_name == "launch" and "/cpu/" in file else None
-        if spec is not None:
-            self.spec = (file, spec)
+        call = frame.f_locals.get("call") if (file, frame.f_code.co_name) == LAUNCH else None
+        if call is not None:
+            self.spec = (type(call), call.spec)
             self.used[self.test].add(self.spec)
 
         def line(frame: FrameType, event: str, argument: object) -> Any:
@@ -51,7 +53,7 @@ class Measure:
                 self.tests[self.test][file].add(frame.f_lineno)
                 if self.spec is not None:
                     self.specs[self.spec][file].add(frame.f_lineno)
-            elif event == "return" and spec is not None:
+            elif event == "return" and call is not None:
                 self.spec = None
             return line
 
@@ -64,7 +66,7 @@ class Measure:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Whose lines they are."""
+        """Attribute lines to this test."""
         self.test, self.spec = item.nodeid, None
         sys.settrace(self._enter)  # a test may have put its own there
         result = yield
@@ -72,7 +74,7 @@ class Measure:
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """How long it took, and whether it can be used."""
+        """Record its time, and whether it is usable."""
         self.seconds[report.nodeid] += report.duration
         if report.when == "call" and report.passed:
             self.passed.add(report.nodeid)
@@ -80,12 +82,12 @@ class Measure:
             self.passed.discard(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         sys.settrace(None)
         threading.settrace(None)
 
     def known(self) -> dict[str, Any]:
-        """Tests that pass, with their seconds and lines; as JSON has it."""
+        """Passing tests with their seconds and lines, for JSON."""
         for test, specs in self.used.items():
             for spec in specs:
                 for file, lines in self.specs[spec].items():
@@ -96,45 +98,45 @@ class Measure:
         }
 
 
-class Judge:
-    """Runs the chosen tests in their order and says on a stream which failed; one that hangs ends the process.
+class RunChosen:
+    """Runs the chosen tests in order and reports failures on a stream; a hanging test ends the process.
 
-    Being out of time is no verdict: the tests that are left are not run.
+    When time runs out, the remaining tests are skipped and nothing is decided.
     """
 
     def __init__(self, order: Sequence[str], seconds: dict[str, float], budget: float, verdict: Any) -> None:
-        self.place = {test: i for i, test in enumerate(order)}
+        self.order = {test: i for i, test in enumerate(order)}
         self.seconds, self.budget, self.verdict = seconds, budget, verdict
         self.begun = time.monotonic()
         self.session: pytest.Session | None = None
 
-    def say(self, **words: object) -> None:
-        """Tell whoever waits."""
-        self.verdict.write(json.dumps(words) + "\n")
+    def report(self, **event: object) -> None:
+        """Report to the parent."""
+        self.verdict.write(json.dumps(event) + "\n")
         self.verdict.flush()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, session: pytest.Session, items: list[pytest.Item]) -> None:
-        """The chosen ones."""
+        """Keep the chosen tests, in their order."""
         self.session = session
-        items[:] = sorted((i for i in items if i.nodeid in self.place), key=lambda i: self.place[i.nodeid])
+        items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda i: self.order[i.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test ten times as long as it was, and 30 seconds, hangs."""
-        self.say(running=nodeid)
+        """A test hangs after ten times its usual time plus 30 seconds."""
+        self.report(running=nodeid)
         faulthandler.dump_traceback_later(30 + 10 * self.seconds[nodeid], exit=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """The first failure decides."""
+        """Stop at the first failure."""
         if report.failed:
-            self.say(failed=report.nodeid)
+            self.report(failed=report.nodeid)
             assert self.session is not None
             self.session.shouldstop = "decided"
 
     def pytest_runtest_logfinish(self) -> None:
-        """Out of time?"""
+        """Stop if time has run out."""
         faulthandler.cancel_dump_traceback_later()
-        self.say(ran=1)
+        self.report(ran=1)
         if time.monotonic() - self.begun > self.budget and self.session is not None:
-            self.say(stopped="out of time")
+            self.report(stopped="out of time")
             self.session.shouldstop = "out of time"

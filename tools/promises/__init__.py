@@ -1,147 +1,89 @@
-"""Promises that need no oracle, on any device: a row's bytes depend on the row alone, graphs replay, indices are 64-bit."""
+"""Promises: guarantees about results that are tested without an oracle, on any device.
+
+``python -m tools.checks --promises`` runs them; names are keys in benchmarks/<chip>/promises.json.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Container, Iterator
+from itertools import islice
+from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from onepass.formats import FLOATS
-from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
-from onepass.testing.case import same_bytes
+from onepass.testing.runner import Result, matches, running_on, timed
 from tools.concurrency import thread_promises
 from tools.determinism import determinism_promises
 from tools.promises.gemv_norm import gemv_promises
 from tools.promises.mla_cache import mla_promises
 from tools.promises.qk_norm import qk_promises
+from tools.promises.rms_norm import Promise, rms_promises
 from tools.vllm_bytes import vllm_promises
 
-Promise = Callable[[], str | None]
-"""Keeps it (None) or says how it is broken."""
-
-LENGTHS = (64, 127, 128, 512, 1000, 1408, 4096, 5000, 7168, 16384, 20000)
+_ALL = (
+    rms_promises,
+    determinism_promises,
+    gemv_promises,
+    qk_promises,
+    mla_promises,
+    vllm_promises,
+    thread_promises,
+)
 
 
 def promises(device: str) -> Iterator[tuple[str, Promise]]:
-    """Name and test of every promise that can be put to the test on ``device``."""
-    for dtype in FLOATS:
-        for n in LENGTHS:
-            label = f"{n} columns of {str(dtype).removeprefix('torch.')}"
-            yield f"a row alone is the row in a batch: {label}", partial(_batch, device, n, dtype)
-            yield f"alignment changes no bit: {label}", partial(_alignment, device, n, dtype)
-            yield f"what else is stored changes no bit: {label}", partial(_stored, device, n, dtype)
-    yield "a thousand repeats change no bit", lambda: _repeats(device)
-    if device == "cuda":
-        yield "a captured graph replays on new inputs", _graph
-        yield "more than 2**32 elements are addressed", _huge
-    yield from determinism_promises(device)
-    yield from gemv_promises(device)
-    yield from qk_promises(device)
-    yield from mla_promises(device)
-    yield from vllm_promises(device)
-    yield from thread_promises(device)
+    """Name and test of every promise that can be tested on ``device``."""
+    for family in _ALL:
+        yield from family(device)
 
 
-def _all(x: Tensor, gamma: Tensor) -> list[Tensor]:
-    group = 64 if x.shape[-1] % 64 == 0 else None
-    results = [rms_norm(x, gamma), *rms_norm(x, gamma, residual=x), *rms_norm_fused_fp8(x, gamma)]
-    return [*results, *rms_norm_fused_fp8(x, gamma, rounding="hf", return_norm=True, group_size=group)]
+def run_promises(
+    device: str,
+    progress: Callable[[Result], None] | None = None,
+    match: str = "",
+    done: Container[str] = (),
+    share: int = 0,
+    of: int = 1,
+) -> list[Result]:
+    """Test every ``of``-th promise whose name contains ``match`` and is not ``done``, starting with number ``share``."""
+    results = []
+    with running_on(device):
+        chosen = ((name, test) for name, test in promises(device) if matches(name, match) and name not in done)
+        for name, test in islice(chosen, share, None, of):
+            result = timed("promises", name, device, test)
+            results.append(result)
+            if progress is not None:
+                progress(result)
+    return results
 
 
-def _inputs(device: str, rows: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    x = torch.randn(rows, n, device=device).to(dtype)
-    return x, torch.randn(n, device=device).to(dtype)
+def run_promises_in_shares(
+    device: str, jobs: int, progress: Callable[[Result], None], match: str = "", done: Path | None = None
+) -> list[Result]:
+    """`run_promises` in ``jobs`` processes, each with a share; a process that ends early is a failure."""
+    command = [sys.executable, "-m", "tools.checks", f"--device={device}", "--promises", f"--match={match}"]
+    command += [f"--resume={done}"] if done else []
+    results: list[Result] = []
+    lock = threading.Lock()
 
+    def add(result: Result) -> None:
+        with lock:
+            results.append(result)
+            progress(result)
 
-def _batch(device: str, n: int, dtype: torch.dtype) -> str | None:
-    x, gamma = _inputs(device, 4096 if n <= 512 else 300, n, dtype)
-    whole = _all(x, gamma)
-    for rows in (1, 2, 3, 17, 64, 255):
-        for begin in (0, 1, 101, x.shape[0] - rows):
-            for index, (part, full) in enumerate(zip(_all(x[begin : begin + rows], gamma), whole, strict=True)):
-                if not same_bytes(part, full[begin : begin + rows]):
-                    return f"result {index} of rows {begin} to {begin + rows} differs from the whole batch's"
-    return None
+    def follow(share: int) -> None:
+        with subprocess.Popen([*command, f"--share={share}/{jobs}"], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                add(Result(**json.loads(line)))
+        if process.returncode:
+            add(Result("promises", f"share {share} of {jobs}", device, False, f"status {process.returncode}", 0.0))
 
-
-def _alignment(device: str, n: int, dtype: torch.dtype) -> str | None:
-    x, gamma = _inputs(device, 33, n, dtype)
-    expected = _all(x, gamma)
-    for shift in (1, 2, 3, 4, 7, 8):
-        moved = torch.empty(33 * n + 64, device=device, dtype=dtype)[shift : shift + 33 * n].view(33, n).copy_(x)
-        weight = torch.empty(n + 64, device=device, dtype=dtype)[shift : shift + n].copy_(gamma)
-        apart = torch.empty(33, n + shift, device=device, dtype=dtype)[:, :n].copy_(x)
-        for label, a, g in (("x moved", moved, gamma), ("gamma moved", x, weight), ("rows apart", apart, gamma)):
-            for index, (one, other) in enumerate(zip(_all(a, g), expected, strict=True)):
-                if not same_bytes(one, other):
-                    return f"result {index} differs with {label} by {shift} elements"
-    return None
-
-
-def _stored(device: str, n: int, dtype: torch.dtype) -> str | None:
-    x, gamma = _inputs(device, 65, n, dtype)
-    nothing = torch.zeros_like(x)
-    norm, (_, scale) = rms_norm(x, gamma), rms_norm_fused_fp8(x, gamma)
-    row = rms_norm_fused_fp8(x, gamma, return_norm=True)
-    both = rms_norm_fused_fp8(x, gamma, residual=nothing, return_norm=True)
-    static = torch.ones(1, device=device)
-    norms = {
-        "with a residual": rms_norm(x, gamma, residual=nothing)[0],
-        "with codes": row[-1],
-        "with codes and a residual": both[-1],
-        "with given scales": rms_norm_fused_fp8(x, gamma, static_scale=static, return_norm=True)[-1],
-    }
-    if n % 64 == 0:
-        norms["with groups"] = rms_norm_fused_fp8(x, gamma, group_size=64, return_norm=True)[-1]
-    scales = {"with a norm": row[1], "with a norm and a residual": both[1]}
-    for label, other in norms.items():
-        if not same_bytes(norm, other):
-            return f"the norm {label} is another than alone"
-    for label, other in scales.items():
-        if not same_bytes(scale, other):
-            return f"the scales {label} are others than with codes alone"
-    return None
-
-
-def _repeats(device: str) -> str | None:
-    x, gamma = _inputs(device, 64, 7168, torch.bfloat16)
-    first = rms_norm_fused_fp8(x, gamma)
-    for repeat in range(1000):
-        if not all(same_bytes(a, b) for a, b in zip(first, rms_norm_fused_fp8(x, gamma), strict=True)):
-            return f"repeat {repeat} differs"
-    return None
-
-
-def _graph() -> str | None:
-    x, gamma = _inputs("cuda", 32, 4096, torch.bfloat16)
-    rms_norm_fused_fp8(x, gamma, residual=x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = rms_norm_fused_fp8(x, gamma, residual=x)
-    for _ in range(5):
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        expected = rms_norm_fused_fp8(x, gamma, residual=x)
-        if not all(same_bytes(a, b) for a, b in zip(results, expected, strict=True)):
-            return "a replay differs from an eager call"
-    return None
-
-
-def _huge() -> str | None:
-    rows, n = 2**32 // 8192 + 100, 8192
-    x = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
-    for part in x.split(65536):
-        part.normal_()
-    gamma = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-    y = rms_norm(x, gamma)
-    q, scale = rms_norm_fused_fp8(x, gamma)
-    for begin in (0, 2**31 // n - 2, 2**32 // n - 2, rows - 4):
-        part = slice(begin, begin + 4)
-        ours = (y[part], q[part], scale[part])
-        expected = (rms_norm(x[part].clone(), gamma), *rms_norm_fused_fp8(x[part].clone(), gamma))
-        if not all(same_bytes(a, b) for a, b in zip(ours, expected, strict=True)):
-            return f"rows {begin} to {begin + 4} of {rows} differ"
-    return None
+    followers = [threading.Thread(target=follow, args=(share,)) for share in range(jobs)]
+    for follower in followers:
+        follower.start()
+    for follower in followers:
+        follower.join()
+    return results

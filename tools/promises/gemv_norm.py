@@ -1,4 +1,4 @@
-"""Promises of the GEMV: a row's bytes are its own, no stream disturbs another, graphs replay, the previous kernel is awaited."""
+"""Promises of the GEMV: bytes depend on the row alone, streams do not interfere, graphs replay, kernels wait for inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STREAMS = 4
 
 
 def gemv_promises(device: str) -> Iterator[tuple[str, Promise]]:
-    """Name and test of every promise that can be put to the test on ``device``."""
+    """Name and test of every promise that can be tested on ``device``."""
     for dtype in FLOATS:
         for k in (512, 3584, 1001):
             label = f"K = {k}, {str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""Promises of MLA's cache write that need no oracle: a token's bytes are its own, tables may change under a graph."""
+"""Promises of MLA's cache write that need no oracle: bytes depend on the token alone, and graphs follow tables."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WIDTHS = ((512, 64), (128, 32), (577, 18), (2048, 256), (31, 6))
 
 
 def mla_promises(device: str) -> Iterator[tuple[str, Promise]]:
-    """Name and test of every promise that can be put to the test on ``device``."""
-    for dtype in (torch.bfloat16, torch.float32):  # float16 takes the ways of bfloat16
+    """Name and test of every promise that can be tested on ``device``."""
+    for dtype in (torch.bfloat16, torch.float32):  # float16 takes the same paths as bfloat16
         for latent, rope in WIDTHS:
             label = f"{latent} + {rope} columns of {str(dtype).removeprefix('torch.')}"
             arguments = (device, latent, rope, dtype)
@@ -41,7 +41,7 @@ def mla_promises(device: str) -> Iterator[tuple[str, Promise]]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens of any number of heads, by themselves: each has a position of its own."""
+    """Tokens that belong to no request, each with its own position."""
 
     q: Tensor
     kv: Tensor
@@ -70,16 +70,14 @@ _WAYS: tuple[dict[str, Any], ...] = (
 
 
 def _written(x: Inputs, *, scaled: bool = False, cache: torch.dtype = E4M3FN.dtype, **options: Any) -> list[Tensor]:
-    """q, entries and scales of the tokens, in their order; places in the cache run backwards."""
+    """q, entries and scales in token order; slots run backwards."""
     tokens, device = x.q.shape[0], x.q.device
     pages = -(-tokens // PAGE) + 1
     blocks = torch.zeros(pages, PAGE, x.kv.shape[1], device=device).to(cache)
     slots = torch.arange(tokens, device=device).flip(0) + 3
     scale = torch.zeros(pages, PAGE, device=device) if scaled else None
-    q = fused_rope_rmsnorm_quantization(
-        None, x.q, x.kv, None, x.freqs, x.gamma, PagedKVCache(blocks), per_token_scale=scale, slot_mapping=slots,
-        positions=x.positions, **options,
-    )  # fmt: skip
+    options |= {"per_token_scale": scale, "slot_mapping": slots, "positions": x.positions}
+    q = fused_rope_rmsnorm_quantization(None, x.q, x.kv, None, x.freqs, x.gamma, PagedKVCache(blocks), **options)
     results = [q, blocks.view(torch.uint8).flatten(0, 1)[slots]]
     return results if scale is None else [*results, scale.flatten()[slots]]
 
@@ -131,7 +129,7 @@ def _layout(device: str, latent: int, rope: int, dtype: torch.dtype) -> str | No
 
 
 def _paged(device: str, tokens: int = 24, heads: int = 16) -> tuple[Inputs, PagedKVCache, Tensor]:
-    """Three requests with pages in disorder, and the row offsets of their next tokens."""
+    """Three requests with shuffled pages, and the row offsets of their next tokens."""
     x = _inputs(device, tokens, heads, 512, 64, torch.bfloat16)
     table = torch.randperm(12, device=device).view(3, 4).int()
     blocks = torch.zeros(12, PAGE, 576, device=device).to(E4M3FN.dtype)
@@ -191,7 +189,7 @@ def _cuts(device: str) -> str | None:
 
 
 def _graph() -> str | None:
-    """Ten decode steps of a graph that writes and counts; in between, tokens arrive and a request moves to other pages."""
+    """Ten decode steps of a graph that writes and counts, while tokens arrive and a request moves to other pages."""
     x, cache, _ = _paged("cuda", tokens=3)
     offsets = torch.arange(4, device="cuda", dtype=torch.int32)
     assert cache.cache_lengths is not None and cache.lookup_table is not None

@@ -1,1 +1,1 @@
-"""A decode loop that runs for minutes: requests come and go over a paged cache, and nothing may drift, leak or slow down."""
+"""Decode for minutes while requests come and go: nothing may drift, leak or slow down. ``python -m tools.soak``."""

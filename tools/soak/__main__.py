@@ -25,25 +25,25 @@ from tools.soak.layer import Layer
 from tools.soak.watch import MIB, QUARTERS, Watch
 
 WARM: Final = 0.1
-"""Share of a run after which readings and times count."""
+"""Fraction of a run after which readings and times count."""
 CHECKED: Final = 8
-"""One step in so many is checked, on average, besides what is checked of all of them."""
+"""On average one step in this many is checked fully; some checks apply to every step."""
 SLOWER: Final = 1.5
 """How much longer the median step of the last quarter may take than that of the first."""
-JUDGED: Final = 200
-"""Steps of a quarter from which that is judged: fewer say little."""
+MIN_STEPS: Final = 200
+"""Steps per quarter that this comparison needs."""
 MOST_FAULTS: Final = 20
 PACKAGES: Final = ("torch", "triton", "transformers", "llvmlite")
 
 
 class Engine(Protocol):
-    """What decodes."""
+    """A model, or a layer of ops, that decodes."""
 
     name: str
     churn: Churn
     tokens: int
     compared: int
-    """Steps of ops, or logits of a model's tokens, that were compared with what they should be."""
+    """Steps of ops, or logits of a model's tokens, that were compared with the expected values."""
 
     def step(self, check: bool) -> list[str]:
         """Run one step; what was found wrong."""
@@ -112,7 +112,7 @@ class Soak:
         return True
 
     def _clock(self) -> float:
-        """On a CPU the time that this process had, whoever else uses the machine; on a GPU the time until it is done."""
+        """On a CPU the process time, which other load does not affect; on a GPU the time until the step is done."""
         if self.device == "cuda":
             torch.cuda.synchronize()
             return time.perf_counter()
@@ -121,7 +121,7 @@ class Soak:
     def _slower(self) -> list[str]:
         found = []
         for name, medians in self.watch.medians().items():
-            enough = all(len(q) >= JUDGED for q in self.watch.times[name])
+            enough = all(len(q) >= MIN_STEPS for q in self.watch.times[name])
             if enough and medians[-1] > SLOWER * medians[0]:
                 found.append(f"{name}: steps took {medians[-1] / medians[0]:.2f} times as long in the last quarter")
         return found
@@ -188,12 +188,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between readings")
-    parser.add_argument("--json", type=Path, help="write what was found here")
+    parser.add_argument("--json", type=Path, help="write the report here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     models = util.find_spec("transformers") is not None
     if not models:
-        print("transformers is not installed: the ops alone are run")
+        print("transformers is not installed: only the ops run")
     soak = Soak(engines(options.seed, options.device, models), options.device, options.seed)
     begin = time.perf_counter()
     seconds: float = 60 * options.minutes

@@ -1,4 +1,4 @@
-"""Requests that arrive and end at random over pages that are freed and taken again, and a record of what pages held."""
+"""Requests that arrive and end at random over reused pages, and a record of what the pages held."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 PAGE: Final = 4
-"""Entries a page: few, so that requests cross pages often."""
+"""Entries per page: few, so that requests often cross pages."""
 LONGEST: Final = 44
 WIDTH: Final = LONGEST // PAGE
 MOST_PROMPT: Final = 20
 CANCELLED: Final = 0.01
-"""Share of requests that a step ends before they are done."""
+"""Fraction of requests that a step ends early."""
 ARRIVING: Final = 0.4
 NOWHERE: Final = 2**30
-"""What tables hold where a request has no page: no entry of it may be followed."""
+"""What tables hold where a request has no page; it must never be followed."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, how long it may grow, what of it is cached and where; ``kept`` is for whoever runs it."""
+    """A prompt, its maximum length, what is cached and where; ``kept`` belongs to the engine."""
 
     number: int
     prompt: int
@@ -34,12 +34,12 @@ class Request:
     kept: list[Any] = field(default_factory=list)
 
     def slots(self, first: int, end: int) -> list[int]:
-        """Where its tokens from ``first`` up to ``end`` lie."""
+        """The slots of its tokens from ``first`` up to ``end``."""
         return [self.pages[p // PAGE] * PAGE + p % PAGE for p in range(first, end)]
 
 
 class Churn:
-    """Up to ``capacity`` requests over ``pages`` pages, too few for all of them to grow long: some are evicted."""
+    """Up to ``capacity`` requests over ``pages`` pages, too few for all to grow long: some are evicted."""
 
     def __init__(self, seed: str, capacity: int, pages: int) -> None:
         self.random = random.Random(seed)
@@ -47,11 +47,11 @@ class Churn:
         self.free = list(range(pages))
         self.active: list[Request] = []
         self.dropped: list[Request] = []
-        """Those that the last `plan` evicted."""
+        """Requests that the last `plan` evicted."""
         self.begun = self.served = self.cancelled = self.evicted = 0
 
     def leaving(self) -> list[Request]:
-        """Requests that end now; they have their pages until `release`."""
+        """Requests that end now; they keep their pages until `release`."""
         done = [r for r in self.active if r.length >= r.target]
         gone = [r for r in self.active if r.length < r.target and self.random.random() < CANCELLED]
         self.served += len(done)
@@ -59,14 +59,14 @@ class Churn:
         return done + gone
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Give their pages back."""
+        """Free their pages."""
         for request in requests:
             self.active.remove(request)
             self.free += request.pages
             request.pages = []
 
     def plan(self) -> list[tuple[Request, int]]:
-        """Who gets how many tokens in this step: the whole prompt at first, then one. Each has the pages for them."""
+        """Tokens per request in this step: first the whole prompt, then one. Each request has pages for them."""
         while len(self.active) < self.capacity and (not self.active or self.random.random() < ARRIVING):
             prompt = self.random.randint(1, MOST_PROMPT)
             self.active.append(Request(self.begun, prompt, self.random.randint(prompt + 1, LONGEST)))
@@ -88,14 +88,14 @@ class Churn:
 
 
 def tables(requests: Sequence[Request], device: str) -> tuple[Tensor, Tensor]:
-    """Lengths and page numbers of these requests, as a `PagedKVCache` has them."""
+    """Lengths and page numbers of these requests, as in a `PagedKVCache`."""
     rows = [r.pages + [NOWHERE] * (WIDTH - len(r.pages)) for r in requests]
     lengths = torch.tensor([r.length for r in requests], dtype=torch.int32)
     return lengths.to(device), torch.tensor(rows, dtype=torch.int32).view(-1, WIDTH).to(device)
 
 
 class Ledger:
-    """The bytes of a pool's entries as they were, and which entries were to be written since."""
+    """The earlier bytes of a pool's entries, and the entries that may have been written since."""
 
     def __init__(self, name: str, memory: Tensor, gaps: Sequence[slice] = ()) -> None:
         self.name = name
@@ -109,7 +109,7 @@ class Ledger:
         return self.memory.view(torch.uint8).flatten(0, 1).cpu()
 
     def check(self) -> str | None:
-        """None, or what changed that nobody was to write: entries of others, or ``gaps`` between what entries hold."""
+        """None, or what changed unexpectedly: other entries, or the ``gaps`` within entries."""
         now = self._bytes()
         changed = now != self.before
         mine = torch.tensor(sorted(self.written), dtype=torch.int64)
@@ -119,5 +119,5 @@ class Ledger:
         self.before = now.clone()
         self.written.clear()
         if foreign:
-            return f"{self.name}: {int(changed.sum())} bytes changed in entries that were not to be written, slots {foreign[:5]}"
+            return f"{self.name}: {int(changed.sum())} bytes changed in entries that must not be written, slots {foreign[:5]}"
         return f"{self.name}: {sum(spilt)} bytes changed between entries" if any(spilt) else None

@@ -1,6 +1,6 @@
-"""The ops of one decoder layer over paged caches: ragged batches, every result held to the oracle.
+"""The ops of one decoder layer over paged caches: ragged batches, every result compared with the oracle.
 
-On a GPU steps in which every request gets one token also run as a captured CUDA graph, replayed with other inputs and tables.
+On a GPU, steps with one token per request also run as a captured CUDA graph that is replayed with new inputs and tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from onepass.ops.qk_norm import qk_rms_norm
 from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from onepass.specs.gemv_norm import MAX_ROWS
 from onepass.specs.mla_cache import ScaleKind
-from onepass.testing import compare, mla_cache, oracle, oracle_mla
+from onepass.testing import bounds, compare, gemv_norm, mla_cache, oracle
+from onepass.testing.bounds import around
 from onepass.testing.case import same_bytes
 from onepass.testing.mla_cache_inputs import MlaCase
 from tools.soak.batch import LONGEST, NOWHERE, PAGE, WIDTH, Churn, Ledger, Request, tables
@@ -30,15 +31,17 @@ COLUMNS: Final = LATENT + ROPE
 CAPACITY, PAGES = 10, 56
 EPS: Final = 1e-6
 MOST_ROWS: Final = 6000
-"""More different shapes than calls are remembered on a GPU."""
+"""More shapes than the number of calls that are cached on a GPU."""
 POOLS: Final[dict[str, tuple[torch.dtype, ScaleKind]]] = {
-    "fp8, a scale each": (E4M3FN.dtype, "token"), "fp8, one scale": (E4M3FN.dtype, "tensor"), "bf16": (BF16, "none"),
-}  # fmt: skip
-"""Caches with the same page tables, as the layers of a model have."""
+    "fp8, a scale each": (E4M3FN.dtype, "token"),
+    "fp8, one scale": (E4M3FN.dtype, "tensor"),
+    "bf16": (BF16, "none"),
+}
+"""Caches that share page tables, like the layers of a model."""
 
 
 class Inputs(NamedTuple):
-    """Of T tokens three rows each, and the tables of their requests."""
+    """Three rows per token, and the tables of their requests."""
 
     hidden: Tensor
     residual: Tensor
@@ -49,7 +52,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What each op returned, in the order in which they are called."""
+    """What each op returned, in call order."""
 
     act: Tensor
     h: Tensor
@@ -67,7 +70,7 @@ class Outputs(NamedTuple):
 
 
 class Pool:
-    """One cache: entries with room behind them, in which the last four bytes are the token's scale."""
+    """One cache whose entries have spare bytes; the last four hold the token's scale."""
 
     def __init__(self, name: str, dtype: torch.dtype, scale: ScaleKind, device: str) -> None:
         self.dtype, self.kind = dtype, scale
@@ -106,11 +109,11 @@ class Layer:
         return (spread * torch.randn(*shape, generator=self.generator)).to(BF16).to(self.device)
 
     def caches(self, inputs: Inputs) -> list[PagedKVCache]:
-        """The pools with these tables, which are read on the host and checked."""
+        """The pools with these tables, which are validated on the host."""
         return [PagedKVCache(pool.blocks, inputs.lengths, inputs.table) for pool in self.pools.values()]
 
     def forward(self, x: Inputs, caches: list[PagedKVCache]) -> Outputs:
-        """The ops; what a CUDA graph captures."""
+        """Call the ops: what a CUDA graph captures."""
         gamma, gamma_q, gamma_kv, gamma_qs, gamma_ks, gamma_o, _ = self.gammas
         act, h = rms_norm(x.hidden, gamma, EPS, residual=x.residual)
         y = None
@@ -132,7 +135,7 @@ class Layer:
         return Outputs(act, h, y, q_latent, kv, wide, q_rope, *normed, *last)
 
     def step(self, check: bool) -> list[str]:
-        """One step of the batch; what was found wrong. Its results are held to the oracle if ``check``."""
+        """Run one step and return what is wrong. ``check`` compares the results with the oracle."""
         wrong = list(self._ended())
         planned = self.churn.plan()
         requests = [r for r, _ in planned]
@@ -165,71 +168,81 @@ class Layer:
         return wrong
 
     def _odd_calls(self, check: bool) -> Iterator[str]:
-        """A norm of a number of rows, and one with an epsilon, that few calls have: what is remembered must stay bounded."""
+        """Norms with an unusual number of rows and an unusual epsilon: caches of calls must stay bounded."""
         chance, gamma = self.churn.random, self.gammas[-1].float()
         for rows, eps in ((chance.randint(1, MOST_ROWS), EPS), (3, chance.uniform(1e-6, 1e-5))):
             x = torch.randn(rows, 16, generator=self.generator).to(self.device)
             got = rms_norm(x, gamma, eps)
             if check:
-                yield from _told(f"rms_norm of {rows} rows", _stored(got, oracle.rms_norm(x.cpu(), gamma.cpu(), eps).y))
+                yield from _prefixed(
+                    f"rms_norm of {rows} rows", _stored(got, oracle.rms_norm(x.cpu(), gamma.cpu(), eps).y)
+                )
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
     def _check(self, x: Inputs, out: Outputs, batch: list[tuple[int, int]], before: dict[str, Tensor]) -> Iterator[str]:
-        """Every op's results against the oracle, from the inputs that it had."""
+        """Compare every op's results with the oracle, from the inputs that it got."""
         x, out = (type(t)(*(_host(v) for v in t)) for t in (x, out))  # type: ignore[assignment]
         gamma, gamma_q, gamma_kv, gamma_qs, gamma_ks, gamma_o, _ = (g.cpu() for g in self.gammas)
         exact = oracle.rms_norm(x.hidden, gamma, EPS, residual=x.residual)
-        yield from _told("rms_norm", _stored(out.act, exact.y))
-        yield from _told("rms_norm, the sum", _stored(out.h, exact.h))
+        yield from _prefixed("rms_norm", _stored(out.act, exact.y))
+        yield from _prefixed("rms_norm, the sum", _stored(out.h, exact.h))
         if out.y is None:
-            y, slack = oracle.matmul(out.act, self.weight_a.cpu())
-            size = y[:, :Q_RANK].square().mean(-1, keepdim=True).sqrt()
-            error = (slack[:, :Q_RANK] / size + compare.FLOAT32_ERROR) * gamma_q.double().abs()
-            normed = oracle.rms_norm(y[:, :Q_RANK], gamma_q, EPS).y
-            yield from _told("gemv, normed", compare.stored(out.q_latent, normed, error, None, share=None))
-            yield from _told("gemv", compare.stored(out.kv, y[:, Q_RANK:], slack[:, Q_RANK:], None, share=None))
+            y = gemv_norm.products({"act": out.act, "weight": self.weight_a.cpu()}, self.weight_a.is_cuda)
+            norm, _ = gemv_norm.normed_bounds(y.part(slice(Q_RANK)), gamma_q.double(), EPS)
+            yield from _prefixed("gemv, normed", norm.stored(out.q_latent))
+            yield from _prefixed("gemv", y.part(slice(Q_RANK, None)).stored(out.kv))
         else:
             normed = oracle.rms_norm(out.y[:, :Q_RANK], gamma_q, EPS).y
-            yield from _told("rms_norm of a slice", _stored(out.q_latent, normed))
+            yield from _prefixed("rms_norm of a slice", _stored(out.q_latent, normed))
         for side, (got, source, weight) in {
             "q": (out.q_normed, out.wide, gamma_qs),
             "k": (out.k_normed, out.kv[:, :LATENT], gamma_ks),
         }.items():
-            yield from _told(f"qk_rms_norm, {side}", _stored(got, oracle.rms_norm(source, weight, EPS).y))
+            yield from _prefixed(f"qk_rms_norm, {side}", _stored(got, oracle.rms_norm(source, weight, EPS).y))
         exact = oracle.rms_norm(x.attended, gamma_o, EPS, residual=out.h)
-        yield from _told("rms_norm_fused_fp8, the sum", _stored(out.h2, exact.h))
-        yield from _told("rms_norm_fused_fp8, the norm", _stored(out.normed, exact.y))
-        step = oracle.quantization_step(exact.y, E4M3FN.max, group_size=GROUP)
-        yield from _told("rms_norm_fused_fp8", compare.scales(out.scale, step, ScaleRule("group", F32, GROUP)))
-        coded = oracle_mla.divided(exact.y, out.scale.double().repeat_interleave(GROUP, -1))
+        yield from _prefixed("rms_norm_fused_fp8, the sum", _stored(out.h2, exact.h))
+        yield from _prefixed("rms_norm_fused_fp8, the norm", _stored(out.normed, exact.y))
+        amax, rule = bounds.largest(exact.y.abs(), GROUP), ScaleRule("group", F32, GROUP)
+        ends = (amax * (1 - compare.FLOAT32_ERROR), amax * (1 + compare.FLOAT32_ERROR))
+        yield from _prefixed("rms_norm_fused_fp8", bounds.scales(out.scale, *ends, None, E4M3FN.max, rule))
+        scale = out.scale.double().repeat_interleave(GROUP, -1)
+        coded = torch.where(scale == 0, 0 * exact.y, exact.y / scale)
         error = compare.FLOAT32_ERROR * coded.abs()
-        yield from _told("rms_norm_fused_fp8", compare.stored(out.codes, coded, error, E4M3FN, share=None))
+        yield from _prefixed("rms_norm_fused_fp8", compare.between(out.codes, *around(coded, error), E4M3FN))
         for (name, pool), q in zip(self.pools.items(), out.q_rope, strict=True):
-            given = {
-                "q_rope": out.wide.view(-1, HEADS, NOPE + ROPE)[..., NOPE:], "kv": out.kv, "gamma": gamma_kv,
-                "input_row_offsets": x.offsets, "cache_lengths": x.lengths, "lookup_table": x.table,
-            }  # fmt: skip
+            given = {"q_rope": out.wide.view(-1, HEADS, NOPE + ROPE)[..., NOPE:], "kv": out.kv, "gamma": gamma_kv}
+            given |= {"input_row_offsets": x.offsets, "cache_lengths": x.lengths, "lookup_table": x.table}
             padding = out.kv.shape[0] - sum(new for _, new in batch)
-            yield from _told(f"cache write, {name}", self._written(pool, given, q, tuple(batch), padding, before[name]))
+            yield from _prefixed(
+                f"cache write, {name}", self._written(pool, given, q, tuple(batch), padding, before[name])
+            )
 
     def _written(
-        self, pool: Pool, given: dict[str, Tensor], q: Tensor, batch: tuple[tuple[int, int], ...], padding: int, before: Tensor
-    ) -> str | None:  # fmt: skip
-        """What is wrong with a cache write: q, the entries, or the entries beside them."""
+        self,
+        pool: Pool,
+        given: dict[str, Tensor],
+        q: Tensor,
+        batch: tuple[tuple[int, int], ...],
+        padding: int,
+        before: Tensor,
+    ) -> str | None:
+        """What is wrong with a cache write: q, the entries, or their neighbours."""
         case = MlaCase(
             "soak", batch, q.shape[1], LATENT, ROPE, cache=pool.dtype, page=PAGE, scale=pool.kind, padding=(0, padding)
         )
         held, now = before.cpu(), pool.memory.cpu()
         arguments = {**given, "freqs_cis": self.freqs.cpu(), "blocks": held.view(pool.dtype)[..., :COLUMNS]}
         results = [q, now.view(pool.dtype)[..., :COLUMNS].contiguous()]
+        if pool.kind == "tensor":
+            arguments["kv_scale"] = torch.tensor(mla_cache.KV_SCALE)
         if pool.kind == "token":
             arguments["per_token_scale"] = held.view(F32)[..., -1]
             results.append(now.view(F32)[..., -1].contiguous())
         return mla_cache.verify(case, arguments, tuple(results))
 
     def _ended(self) -> Iterator[str]:
-        """Free the pages of those that end; of tracked ones everything that was ever written is read back first."""
+        """Free the pages of requests that end, after reading back everything that tracked ones wrote."""
         ended = self.churn.leaving()
         for request in ended:
             if request.kept:
@@ -240,14 +253,12 @@ class Layer:
         lengths, table = tables([request], self.device)
         length, slots = request.length, request.slots(0, request.length)
         kv = torch.cat(request.kept)
-        still = torch.zeros(length, 1, ROPE, dtype=BF16)  # queries that turn into themselves
-        given = {
-            "q_rope": still, "kv": kv, "gamma": self.gammas[2].cpu(), "input_row_offsets": torch.tensor([0, length]),
-            "cache_lengths": torch.tensor([0]), "lookup_table": table.cpu(),
-        }  # fmt: skip
+        still = torch.zeros(length, 1, ROPE, dtype=BF16)  # zeros stay zeros
+        given = {"q_rope": still, "kv": kv, "gamma": self.gammas[2].cpu(), "lookup_table": table.cpu()}
+        given |= {"input_row_offsets": torch.tensor([0, length]), "cache_lengths": torch.tensor([0])}
         for name, pool in self.pools.items():
             wrong = self._written(pool, given, still, ((0, length),), 0, pool.memory)
-            yield from _told(f"request {request.number} as it ends, {name}", wrong)
+            yield from _prefixed(f"request {request.number} as it ends, {name}", wrong)
             entries = pool.memory.cpu().flatten(0, 1)[slots]
             expected = entries.view(pool.dtype)[:, :COLUMNS].float()
             if pool.kind != "none":
@@ -258,7 +269,7 @@ class Layer:
 
 
 class Captured:
-    """A decode step for `CAPACITY` requests at fixed addresses: a CUDA graph, or on a CPU the same calls once more."""
+    """A decode step for `CAPACITY` requests at fixed addresses: a CUDA graph, or the same calls again on a CPU."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -270,7 +281,7 @@ class Captured:
         self.inputs = Inputs(hidden, residual, attended, offsets, lengths, table)
         self.caches = layer.caches(self.inputs)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.outputs = layer.forward(self.inputs, self.caches)  # of nobody's tokens: no entry is written
+        self.outputs = layer.forward(self.inputs, self.caches)  # no tokens, so no entry is written
         if device == "cuda":
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
@@ -278,7 +289,7 @@ class Captured:
                 self.outputs = layer.forward(self.inputs, self.caches)
 
     def __call__(self, x: Inputs) -> tuple[Inputs, Outputs]:
-        """The step, of fewer requests padded to all: the inputs as they were used, and the results."""
+        """Run the step, padded to full capacity: the inputs as used, and the results."""
         for mine, given in zip(self.inputs, x, strict=True):
             mine[: given.shape[0]].copy_(given)
         requests = x.lengths.shape[0]
@@ -297,10 +308,10 @@ def _host(value: Any) -> Any:
 
 
 def _stored(actual: Tensor, exact: Tensor) -> str | None:
-    """Each value is what is stored for some number within float32's error of the exact one."""
-    return compare.stored(actual.cpu(), exact, compare.FLOAT32_ERROR * exact.abs(), None, share=None)
+    """Each value is stored for a number within float32's error of the exact one."""
+    return around(exact, compare.FLOAT32_ERROR * exact.abs()).stored(actual.cpu())
 
 
-def _told(what: str, wrong: str | None) -> Iterator[str]:
+def _prefixed(what: str, wrong: str | None) -> Iterator[str]:
     if wrong is not None:
         yield f"{what}: {wrong}"

@@ -1,4 +1,4 @@
-"""Patched models of transformers, decoding ragged batches over a paged cache; the unpatched model says what is right.
+"""Patched transformers models that decode ragged batches over a paged cache, compared with the unpatched model.
 
 Keys and values of every layer lie in pages of a `onepass.PagedKVCache`. DeepSeek-V3's entries are written by one launch of
 `fused_rope_rmsnorm_quantization`, those of the others by torch at the slots that the cache names.
@@ -21,29 +21,39 @@ from tools.soak.batch import LONGEST, PAGE, Churn, Ledger, Request, tables
 
 VOCABULARY, LAYERS, CAPACITY, PAGES = 128, 2, 6, 32
 CLOSE: Final = 2e-5
-"""How far logits may be from the unpatched model's, as a share of the largest: float32 sums in another order."""
+"""Allowed distance of logits from the unpatched model's, relative to the largest: float32 sums in another order."""
 _COMMON: Final[dict[str, Any]] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 _MLA: Final[dict[str, Any]] = {
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
     "num_key_value_heads": 4,
-    # no experts: two that are nearly as good make a step of logits out of a last bit
-    "first_k_dense_replace": LAYERS,
-}  # fmt: skip
+    "first_k_dense_replace": LAYERS,  # no experts: with two almost equal ones a last bit would change the logits
+}
 FAMILIES: Final[dict[str, tuple[str, dict[str, Any], int, str]]] = {
     "Llama": ("LlamaConfig", {}, 64, "model"),
     "Qwen3": ("Qwen3Config", {"head_dim": 16}, 64, "once"),
     "OLMo-2": ("Olmo2Config", {}, 64, "model"),
     "DeepSeek-V3": ("DeepseekV3Config", _MLA, 40, "once"),
 }
-"""Configuration, what it has besides the sizes above, columns of an entry, and the rounding that it is patched with."""
+"""Configuration class, options beyond the sizes above, columns per entry, and the rounding of the patch."""
 
 
 def build(family: str, seed: int, device: str) -> Any:
-    """A float32 model with weights large enough that nothing cancels, and norms' weights that are not all alike."""
+    """A float32 model with weights large enough to avoid cancellation, and different norm weights."""
     name, special, _, _ = FAMILIES[family]
     make: Any = transformers.AutoModelForCausalLM.from_config
     with torch.random.fork_rng():
@@ -59,7 +69,7 @@ def build(family: str, seed: int, device: str) -> Any:
 
 
 class PagedLayer(MlaCacheLayer):  # type: ignore[no-untyped-call]
-    """One layer's entries, [key, value] of a token side by side, in the pages of the requests at hand."""
+    """One layer's entries, each token's [key, value], in the pages of the current requests."""
 
     def __init__(self, blocks: Tensor) -> None:
         super().__init__(LONGEST)
@@ -91,7 +101,7 @@ class PagedLayer(MlaCacheLayer):  # type: ignore[no-untyped-call]
         return self.written(tokens)
 
     def written(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Count tokens whose entries have been written; keys and values of all, shorter requests padded on the left."""
+        """Count the written tokens; return all keys and values, with shorter requests padded on the left."""
         assert self.paged is not None and self.paged.cache_lengths is not None
         self.paged.append(tokens)
         self.length += tokens
@@ -143,9 +153,9 @@ class Model:
         self.worst = 0.0
 
     def step(self, check: bool) -> list[str]:
-        """Prompts one by one, then one token for all others together; what was found wrong.
+        """Run prompts one by one, then one token for all others; return what is wrong.
 
-        Of every request that ends or is evicted all logits are compared, and if ``check`` those of one that does not.
+        All logits of requests that end or are evicted are compared and, if ``check``, those of one that continues.
         """
         ended = self.churn.leaving()
         self.churn.release(ended)
@@ -171,10 +181,9 @@ class Model:
         longest = int(starts.max())
         mask = torch.arange(longest + new) >= (longest - starts)[:, None]
         positions = starts[:, None] + torch.arange(new)
-        logits = self.model(
-            ids, past_key_values=self.cache.begin(requests, self.device), attention_mask=mask.long().to(self.device),
-            position_ids=positions.to(self.device), logits_to_keep=1,
-        ).logits[:, -1].cpu()  # fmt: skip
+        options = {"attention_mask": mask.long().to(self.device), "position_ids": positions.to(self.device)}
+        cache = self.cache.begin(requests, self.device)
+        logits = self.model(ids, past_key_values=cache, logits_to_keep=1, **options).logits[:, -1].cpu()
         chances = logits.softmax(-1).nan_to_num(1.0)
         chosen = torch.multinomial(chances, 1, generator=self.generator).flatten().tolist()
         for request, row, token in zip(requests, logits, chosen, strict=True):
@@ -186,7 +195,7 @@ class Model:
         self.tokens += new * len(requests)
 
     def _compare(self, request: Request) -> list[str]:
-        """All logits of a request against the unpatched model's for all its tokens at once, without a cache."""
+        """Compare all logits of a request with the unpatched model's, computed at once without a cache."""
         ids = torch.tensor([request.kept[: request.length]], device=self.device)
         got = torch.stack(self.logits[request])
         expected = self.plain(ids, use_cache=False).logits[0, -got.shape[0] :].cpu()

@@ -1,4 +1,4 @@
-"""What a process holds: memory, descriptors, threads and what onepass remembers; and how long steps take, by quarters of a run."""
+"""What a process holds (memory, descriptors, threads, onepass's caches) and how long steps take, per quarter of a run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from onepass.ops import registration
 
 QUARTERS: Final = 4
 KEPT: Final = 4000
-"""Step times kept of each quarter, at random and in an array: lists of floats would be counted as growth themselves."""
+"""Step times sampled per quarter, in an array: a list of floats would itself count as growth."""
 MIB: Final = 2**20
 
 
 class Reading(NamedTuple):
-    """One look; bytes are bytes, and on a CPU those of the GPU are 0."""
+    """One reading, in bytes and counts; without a GPU its bytes are 0."""
 
     resident: int
     blocks: int
@@ -45,14 +45,14 @@ GROWTH: Final[dict[str, tuple[str, dict[str, int]]]] = {
 }
 """What may grow, and by how much, from the median of the first quarter after the warm-up to that of the last.
 
-Host memory goes up and down by what `MAX_REMEMBERED` combinations of options take, and on a GPU as many replays, which are larger.
+Host memory varies by the size of `MAX_REMEMBERED` combinations of options and, on a GPU, as many replays, which are larger.
 """
 CONSTANT: Final = {"descriptors": "file descriptors", "threads": "threads"}
 BOUNDED: Final = {"options": "combinations of options", "replays": "calls with one combination of options"}
 
 
 def read(device: str) -> Reading:
-    """Look, after a garbage collection."""
+    """Take a reading after a garbage collection."""
     gc.collect()
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
@@ -69,24 +69,25 @@ def read(device: str) -> Reading:
 
 
 def remembered() -> tuple[int, int, int]:
-    """The most combinations of options of an op, the most replays of one of them, and all entries of all other caches."""
+    """The most option combinations of an op, the most replays of one of them, and the entries of all other caches."""
     options = replays = entries = 0
     for op in registration._ops:
         seen: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = getattr(op.call, "__globals__", {}).get("seen", {})
         options = max(options, len(seen))
         replays = max([replays, *(len(known) for _, known in list(seen.values()))])
     for name, module in list(sys.modules.items()):
-        if name.startswith("onepass.") and ".checks" not in name:
+        if name.startswith("onepass.") and ".testing" not in name:
             for held, value in list(vars(module).items()):
-                if isinstance(value, dict) and not held.startswith("__"):
-                    entries += len(value)
-                elif hasattr(value, "cache_info") and getattr(value, "__module__", "") == name:
+                for cache in (value, getattr(value, "kernels", None), getattr(value, "plans", None)):
+                    if isinstance(cache, dict) and not held.startswith("__"):
+                        entries += len(cache)
+                if hasattr(value, "cache_info") and getattr(value, "__module__", "") == name:
                     entries += value.cache_info().currsize
     return options, replays, entries
 
 
 class Watch:
-    """Readings and step times by quarter; ``quarter`` is None while the run warms up."""
+    """Readings and step times by quarter; ``quarter`` is None during warm-up."""
 
     def __init__(self, device: str, look: Callable[[str], Reading] = read) -> None:
         self.device, self._look = device, look
@@ -105,7 +106,7 @@ class Watch:
         return self.last
 
     def time(self, name: str, quarter: int | None, seconds: float) -> None:
-        """Note a step's time."""
+        """Record a step's time."""
         if quarter is None:
             return
         kept = self.times.setdefault(name, [array("d") for _ in range(QUARTERS)])[quarter]
@@ -120,7 +121,7 @@ class Watch:
         return {name: [statistics.median(q) for q in quarters if q] for name, quarters in self.times.items()}
 
     def growth(self) -> dict[str, float]:
-        """By how much each reading's median has grown from the first quarter to the last."""
+        """The growth of each reading's median from the first quarter to the last."""
         first, last = self.readings[0], self.readings[-1]
         if not first or not last:
             return {}
@@ -130,7 +131,7 @@ class Watch:
         }
 
     def faults(self) -> list[str]:
-        """What grew beyond its bound, or changed at all where it must not."""
+        """What grew beyond its bound, or changed although it must not."""
         grown = self.growth()
         if not grown:
             return ["no readings in the first and the last quarter: the run was too short"]

@@ -1,4 +1,4 @@
-"""The tile of a row kernel follows the number of rows, and its results do not: here a check's few rows are taken for more."""
+"""Run a small batch with the kernel configuration of a larger one: the tile depends on the batch, the results must not."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Final
 from ..fastpath import replay
 
 if TYPE_CHECKING:
-    from ..triton.config import Crowd
+    from ..triton.tuning.table import Regime
 
-CROWDS: Final[tuple[Crowd, ...]] = ("few", "many", "flood")
+REGIMES: Final[tuple[Regime, ...]] = ("small", "large", "streaming")
 
 
 @contextmanager
-def assuming(crowd: Crowd) -> Iterator[None]:
-    """Take every call for one of so many rows. Calls are not remembered meanwhile: that would be by the rows they have."""
-    from ..triton.config import assumed
+def assuming(regime: Regime) -> Iterator[None]:
+    """Configure every call for this regime. Replay is off, because it would key calls by their actual rows."""
+    from ..triton.rms_norm_config import assumed
 
     before, replay.switch.on = replay.switch.on, False
-    assumed.append(crowd)
+    assumed.append(regime)
     try:
         yield
     finally:
@@ -28,9 +28,9 @@ def assuming(crowd: Crowd) -> Iterator[None]:
         replay.switch.on = before
 
 
-def others(rows: int, row_bytes: int) -> list[Crowd]:
-    """What so many rows are not, but may be taken for, with another tile: a flood has that of many but for rows of these bytes."""
-    from ..triton.config import crowd_of
+def others(rows: int, row_bytes: int) -> list[Regime]:
+    """The regimes that give such a batch a different tile; "streaming" does so only for some row lengths."""
+    from ..triton.rms_norm_config import batch_regime
 
-    own = crowd_of(rows, row_bytes)
-    return [crowd for crowd in CROWDS if crowd != own and (crowd != "flood" or 8192 < row_bytes <= 16384)]
+    own, (*_, streaming) = batch_regime(rows, row_bytes), REGIMES
+    return [regime for regime in REGIMES if regime != own and (regime != streaming or 8192 < row_bytes <= 16384)]

@@ -1,23 +1,29 @@
-"""What a case is, and how its tensors are laid out in memory."""
+"""What the cases of all ops share: naming, tables of cases, memory layouts, bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from itertools import product
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed", "reversed"]
-Values = Literal["normal", "pattern", "special"]
+Values = Literal["normal", "pattern", "special", "spread"]
+C = TypeVar("C")
 
-
-INTERPRETED_COLUMNS = 8192
-"""Rows longer than this take the interpreter minutes."""
+INTERPRETED_COLUMNS: Final = 8192
+"""Longer rows take the interpreter minutes."""
+GPU_ONLY: Final = ("large", "families")
+"""Groups that the interpreter skips."""
+_DEFAULTS: Final = ("", "contiguous", "normal", "none", "interleaved", "scale=none")
+"""Parts that names omit."""
 
 
 class Check(Protocol):
-    """What the runner needs of a case, whatever its op."""
+    """What the runner needs from a case of any op."""
 
     @property
     def op(self) -> str:
@@ -29,11 +35,11 @@ class Check(Protocol):
 
     @property
     def name(self) -> str:
-        """Readable and unique within the op."""
+        """Readable, and unique within the op: committed evidence refers to it."""
 
     @property
     def interpretable(self) -> bool:
-        """Whether Triton's interpreter gets through it in seconds."""
+        """Whether Triton's interpreter runs it in seconds, with the kernel that a GPU would run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,24 +60,30 @@ class Case:
 
     @property
     def interpretable(self) -> bool:
-        """Whether Triton's interpreter gets through it in seconds, and the kernel is not another one on a GPU."""
-        return self.group not in ("large", "lanes", "families") and self.n <= INTERPRETED_COLUMNS
+        """See `Check`."""
+        return self.group not in (*GPU_ONLY, "lanes") and self.n <= INTERPRETED_COLUMNS
 
     @property
     def name(self) -> str:
-        """Readable and unique within the op."""
+        """See `Check`."""
+        gamma = None if self.gamma == self.x else self.gamma
+        dtypes = short_dtype(self.x), labelled("gamma", gamma), labelled("residual", self.residual)
+        options = (f"{k}={_text(v)}" for k, v in self.options.items())
         shape = "x".join(map(str, (*self.lead, self.n)))
-        parts = [shape, short_dtype(self.x)]
-        if self.gamma is not None and self.gamma != self.x:
-            parts.append(f"gamma={short_dtype(self.gamma)}")
-        if self.residual is not None:
-            parts.append(f"residual={short_dtype(self.residual)}")
-        parts += [f"{k}={_word(v)}" for k, v in self.options.items()]
-        parts += [part for part in (*self.operands, self.layout, self.values) if part not in ("contiguous", "normal")]
-        return f"{self.group}: {' '.join(parts)}"
+        return case_name(self.group, shape, *dtypes, *options, *self.operands, self.layout, self.values)
 
 
-def _word(value: Any) -> str:
+def case_name(group: str, *parts: str) -> str:
+    """A case's name without the parts that are defaults."""
+    return f"{group}: {' '.join(part for part in parts if part not in _DEFAULTS)}"
+
+
+def labelled(label: str, value: Any) -> str:
+    """``label=value``, or nothing for None."""
+    return "" if value is None else f"{label}={_text(value)}"
+
+
+def _text(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return short_dtype(value)
     return str(getattr(value, "key", value))
@@ -82,18 +94,42 @@ def short_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("float", "f").replace("bf", "b").replace("b16", "bf16")
 
 
+def grid(make: Callable[..., C], *values: Any, **named: Any) -> Iterator[C]:
+    """One case per combination: a list among the arguments holds alternatives, anything else is fixed.
+
+    >>> list(grid("{}{}{c}".format, [1, 2], "-", c=["a", "b"]))
+    ['1-a', '1-b', '2-a', '2-b']
+    """
+    axes = [value if isinstance(value, list) else [value] for value in (*values, *named.values())]
+    for chosen in product(*axes):
+        yield make(*chosen[: len(values)], **dict(zip(named, chosen[len(values) :], strict=True)))
+
+
+# --- values and memory ----------------------------------------------------------------------------------------------
+
+
+def set_special(x: Tensor, last: int = -1, large: float = 1e4) -> None:
+    """Fill the first eight rows with zeros, NaN, infinities, tiny and large values, and a single value."""
+    x[0] = 0.0
+    x[1] = -0.0
+    x[2, 5] = torch.nan
+    x[3, 7] = torch.inf
+    x[4, last] = -torch.inf
+    x[5] *= 1e-3
+    x[6] *= large
+    x[7] = 0.0
+    x[7, 3] = -2.0
+
+
 def lay_out(values: Tensor, layout: Layout) -> Tensor:
-    """The same values in memory that is strided, misaligned, expanded, transposed, or reversed in all leading dimensions."""
+    """The same values in strided, misaligned, expanded or transposed memory; "reversed": all leading dimensions."""
     *lead, n = values.shape
     match layout:
-        case "sliced":
-            parent = values.new_full((*lead, n + 48), 7.0)
-            parent[..., 16 : 16 + n] = values
-            return parent[..., 16 : 16 + n]
-        case "misaligned":
-            parent = values.new_full((*lead, n + 3), 7.0)
-            parent[..., 1 : 1 + n] = values
-            return parent[..., 1 : 1 + n]
+        case "sliced" | "misaligned":
+            before, after = (16, 32) if layout == "sliced" else (1, 2)
+            parent = values.new_full((*lead, before + n + after), 7.0)
+            parent[..., before : before + n] = values
+            return parent[..., before : before + n]
         case "expanded":
             return values[:1].expand(values.shape)
         case "transposed":
@@ -104,11 +140,20 @@ def lay_out(values: Tensor, layout: Layout) -> Tensor:
     return values
 
 
+def memory_of(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
 def poison(tensor: Tensor) -> Tensor:
     """Fill with bytes that no correct output consists of."""
-    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    storage.fill_(0xFF)
+    memory_of(tensor).fill_(0xFF)
     return tensor
+
+
+def poisoned_like(tensor: Tensor) -> Tensor:
+    """Poisoned memory with a tensor's shape, strides and dtype."""
+    return poison(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device))
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -118,18 +163,36 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-def on_device(tensor: Tensor, device: str) -> Tensor:
-    """Move to a device with the strides and the offset within an allocation kept."""
-    if device == "cpu":
-        return tensor
-    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
-    return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+def moved(arguments: dict[str, Any], device: str | None = None, guard: int = 0) -> dict[str, Any]:
+    """Copies on a device (None: the same) that keep strides, offsets and shared memory; also of tensors in lists.
+
+    ``guard`` adds this many bytes of a pattern before and after each allocation.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copied(v) for v in value]
+        if not isinstance(value, Tensor):
+            return value
+        at = value.untyped_storage().data_ptr()
+        if at not in copies:
+            whole = memory_of(value)
+            edge = torch.full((guard,), 0xA5, dtype=torch.uint8, device=whole.device)
+            copies[at] = torch.cat((edge, whole, edge)).to(device or whole.device)
+        empty = torch.empty(0, dtype=value.dtype, device=copies[at].device)
+        offset = value.storage_offset() + guard // value.element_size()
+        return empty.set_(copies[at].untyped_storage(), offset, value.shape, value.stride())
+
+    return {name: copied(value) for name, value in arguments.items()}
 
 
-def to_cpu(value: Any) -> Any:
-    """Tensors, also in a list, on the CPU."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, list):
-        return [to_cpu(v) for v in value]
-    return value
+def to_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with their tensors, also those in lists, on the CPU."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(v) for v in value]
+        return value.cpu() if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in arguments.items()}

@@ -1,9 +1,9 @@
-"""What MLA's cache write is checked with, called with, and held to."""
+"""Cases of MLA's cache write: inputs, calls and verification."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal
 
 import torch
@@ -12,26 +12,26 @@ from torch import Tensor
 from ..formats import FP8_FORMATS, ScaleRule
 from ..kvcache import PagedKVCache
 from ..ops.mla_cache import fused_rope_rmsnorm_quantization
-from . import compare, oracle_mla
-from .case import same_bytes
+from . import bounds, compare, oracle
+from .bounds import Bounds
+from .case import memory_of, moved, same_bytes, set_special, to_cpu
 from .mla_cache_inputs import CASES, F16, F32, OP, MlaCase
-from .oracle import quantization_step
 
-__all__ = ["CASES", "OP", "call", "inputs", "run", "run_once", "verify", "zeroable"]
+__all__ = ["CASES", "OP", "call", "inputs", "run_once", "variants", "verify", "zeroable"]
 
 POSITIONS: Final = 48
 """Rows of freqs."""
 KV_SCALE: Final = 0.0218437
-"""No near reciprocal of a small integer, of which bfloat16 values have multiples at the very ties of fp8."""
+"""Not close to the reciprocal of a small integer: bfloat16 values would have multiples at the ties of fp8."""
 GUARD: Final = 4096
-"""Bytes of a pattern around every buffer; a multiple of any alignment."""
+"""Bytes of a pattern around every buffer; a multiple of every alignment."""
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
 
 
 def inputs(case: MlaCase, device: str, seed: int = 0) -> dict[str, Any]:
-    """Tensors and options by their names in the contract; what is written is full of noise."""
+    """Tensors and options by their names in the contract; outputs are filled with noise."""
     generator = torch.Generator().manual_seed(seed + case.latent)
     tokens, columns = case.tokens, case.latent + case.rope
     q = torch.randn(tokens, case.heads, case.rope, generator=generator).to(case.q)
@@ -45,8 +45,8 @@ def inputs(case: MlaCase, device: str, seed: int = 0) -> dict[str, Any]:
         width = case.rope if case.turned is None else case.turned + 6
         angle = torch.rand(POSITIONS, (width + 1) // 2, generator=generator) * 6.3
         found["freqs_cis"] = torch.stack((angle.cos(), angle.sin()), -1).flatten(-2)[:, :width].to(case.freqs)
-    found |= _tables(case, generator)
-    pages = found.pop("pages")
+    tables, pages = _tables(case, generator)
+    found |= tables
     found |= _cache(case, pages, generator)
     if case.slots is not None:
         free = torch.randperm(pages * case.page, generator=generator)[:tokens]
@@ -65,15 +65,7 @@ def inputs(case: MlaCase, device: str, seed: int = 0) -> dict[str, Any]:
 
 
 def _set_special(q: Tensor, kv: Tensor, latent: int) -> None:
-    kv[0] = 0.0
-    kv[1] = -0.0
-    kv[2, 5] = torch.nan
-    kv[3, 7] = torch.inf
-    kv[4, latent - 1] = -torch.inf
-    kv[5] *= 1e-3
-    kv[6] *= 1e4
-    kv[7] = 0.0
-    kv[7, 3] = -2.0
+    set_special(kv, latent - 1)
     kv[8, latent + 1] = torch.nan
     kv[9, latent + 2] = -torch.inf
     kv[10, latent:] = 0.0
@@ -93,7 +85,7 @@ def _noise(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _laid_out(case: MlaCase, q: Tensor, kv: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """q, kv and room for q's result, which is noise."""
+    """q, kv and the memory for q's result, which holds noise."""
 
     def within(t: Tensor, before: int, after: int) -> Tensor:
         *lead, n = t.shape
@@ -112,15 +104,17 @@ def _laid_out(case: MlaCase, q: Tensor, kv: Tensor, generator: torch.Generator) 
     return q, kv, made
 
 
-def _tables(case: MlaCase, generator: torch.Generator) -> dict[str, Any]:
-    """Offsets, lengths and a table of pages in disorder, and how many pages there are."""
+def _tables(case: MlaCase, generator: torch.Generator) -> tuple[dict[str, Any], int]:
+    """Offsets, lengths and a shuffled page table; and the number of pages."""
     needed = [-(-(cached + new) // case.page) for cached, new in case.batch]
     pages = sum(needed) + 3
     if case.slots is not None:
         pages = max(pages, -(-2 * case.tokens // case.page))
     order = torch.randperm(pages, generator=generator).tolist()
     width = max(needed, default=0) + 1
-    table = torch.randint(0, 2**31 - 1, (len(case.batch), width), generator=generator)  # what nobody needs is wild
+    table = torch.randint(
+        0, 2**31 - 1, (len(case.batch), width), generator=generator
+    )  # unused entries are out of range
     for row, count in zip(table, needed, strict=True):
         row[:count] = torch.tensor([order.pop() for _ in range(count)])
     lengths = torch.tensor([cached for cached, _ in case.batch]).long()
@@ -136,7 +130,7 @@ def _tables(case: MlaCase, generator: torch.Generator) -> dict[str, Any]:
     elif case.fault == "lengths":
         lengths[1::2] = torch.tensor([-2, -100, -(2**31)])[: lengths[1::2].shape[0]]
     found = {"input_row_offsets": offsets, "cache_lengths": lengths, "lookup_table": table}
-    return {n: _as_index(t, case.index) for n, t in found.items()} | {"pages": pages}
+    return {name: _as_index(t, case.index) for name, t in found.items()}, pages
 
 
 def _as_index(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,7 +138,7 @@ def _as_index(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cache(case: MlaCase, pages: int, generator: torch.Generator) -> dict[str, Any]:
-    """Blocks, and the tokens' scales, full of noise; with "slices" in entries that are wider and shared."""
+    """Blocks and the tokens' scales, filled with noise; with "slices" in entries that are wider and shared."""
     size = (case.latent + case.rope) * case.cache.itemsize
     room = {
         "contiguous": size,
@@ -162,34 +156,6 @@ def _cache(case: MlaCase, pages: int, generator: torch.Generator) -> dict[str, A
     return found
 
 
-def moved(arguments: dict[str, Any], device: str | None = None, guard: int = 0) -> dict[str, Any]:
-    """Copies on a device (None: where they are) with strides, offsets and shared memory kept.
-
-    ``guard``: so many bytes of a pattern before and after the memory of each.
-    """
-    copies: dict[int, Tensor] = {}
-    found: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            found[name] = value
-            continue
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in copies:
-            whole = _bytes(value)
-            edge = torch.full((guard,), 0xA5, dtype=torch.uint8, device=whole.device)
-            copies[storage.data_ptr()] = torch.cat((edge, whole, edge)).to(device or whole.device)
-        copy = copies[storage.data_ptr()]
-        empty = torch.empty(0, dtype=value.dtype, device=copy.device)
-        offset = value.storage_offset() + guard // value.element_size()
-        found[name] = empty.set_(copy.untyped_storage(), offset, value.shape, value.stride())
-    return found
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """All memory that a tensor is in."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
 # --- calls ----------------------------------------------------------------------------------------------------------
 
 Verify = Callable[[MlaCase, dict[str, Any], tuple[Tensor, ...]], str | None]
@@ -198,24 +164,24 @@ _WRITTEN: Final = ("q_rope_output", "blocks", "per_token_scale")
 
 
 def call(case: MlaCase, arguments: dict[str, Any], way: Way = "given") -> tuple[Tensor, ...]:
-    """What a call with copies of the arguments leaves in q_rope_output, the blocks and, if it has them, the scales."""
-    return _call(case, moved(arguments), way)
+    """q_rope_output, the blocks and any scales after a call with copies of the arguments."""
+    return call_with(case, moved(arguments), way)
 
 
-def _call(case: MlaCase, arguments: dict[str, Any], way: Way) -> tuple[Tensor, ...]:
+def call_with(case: MlaCase, arguments: dict[str, Any], way: Way = "given") -> tuple[Tensor, ...]:
+    """The same after a call with the arguments themselves."""
     given = dict(arguments)
     cache = PagedKVCache(given.pop("blocks"))
     cache.cache_lengths, cache.lookup_table = given.pop("cache_lengths"), given.pop("lookup_table")  # unchecked
-    out = given.pop("q_rope_output")
+    out, q = given.pop("q_rope_output"), given.pop("q_rope")
     freqs, offsets = given.pop("freqs_cis", None), given.pop("input_row_offsets")
     if case.slots is not None and (case.positions is not None or case.freqs is None):
         offsets = None
     if way == "allocated":
         given["q_dtype"] = out.dtype
-    made = fused_rope_rmsnorm_quantization(
-        {"given": out, "allocated": None, "in place": given["q_rope"]}[way],
-        given.pop("q_rope"), given.pop("kv"), offsets, freqs, given.pop("gamma"), cache, **given,
-    )  # fmt: skip
+    output = {"given": out, "allocated": None, "in place": q}[way]
+    kv, gamma = given.pop("kv"), given.pop("gamma")
+    made = fused_rope_rmsnorm_quantization(output, q, kv, offsets, freqs, gamma, cache, **given)
     scale = given.get("per_token_scale")
     return (made, cache.blocks) if scale is None else (made, cache.blocks, scale)
 
@@ -225,110 +191,117 @@ def zeroable(case: MlaCase) -> list[tuple[int, str]]:
     return [(i, name) for i, name in enumerate(_WRITTEN) if (i or case.rope) and (i < 2 or case.scale == "token")]
 
 
-def verify(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
-    """None, or what is wrong with the results.
-
-    "reference" rounds on the way, and a value near the middle between two numbers may fall either way: so every value has bounds.
-    """
-    if arguments.get("rounding") == "reference":
-        from tools.fuzz import mla_cache  # draws calls of the op whose cases are here
-
-        return mla_cache.verify(case, arguments, results)
-    host = moved(arguments, "cpu")
-    q, blocks, *scales = (t.cpu() for t in results)
-    place = places(case, host, blocks)
-    exact = oracle_mla.mla_rope_norm(
-        host["q_rope"], host["kv"], host["gamma"], host.get("freqs_cis"), place.position, host.get("epsilon", 1e-6),
-        style=case.style, dim=case.turned, weight_offset=host.get("weight_offset", 0.0),
-    )  # fmt: skip
-    wrong = _close(q, exact.q.y, exact.q.size)
+def variants(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
+    """Other ways to make the same call: into guarded memory, into an allocated output, and in place."""
+    given, wrong = run_once(case, arguments, check=lambda *_: None)
     if wrong is not None:
-        return f"q: {wrong}"
-    wrong = beside(case, host, place, blocks, scales)
-    if wrong is not None:
-        return wrong
-    written = place.slot[place.slot >= 0]
-    got = blocks.view(torch.uint8).flatten(0, 1)[written].view(case.cache)
-    here = place.slot >= 0
-    entry, size = exact.entry.y[here], exact.entry.size[here]
-    if case.scale != "none":
-        divisor = torch.tensor(KV_SCALE).double()
-        if scales:
-            stored = scales[0].flatten()[written].unsqueeze(-1)
-            step = quantization_step(entry, FP8_FORMATS[case.cache].max)
-            rule = ScaleRule("row", F32)
-            doubt = 2 * compare.FLOAT32_ERROR  # the error of a pair, relative to its larger one
-            wrong = compare.scales(stored, step, rule, error=doubt)
-            if wrong is not None:
-                return wrong
-            entry = torch.where(stored.isnan(), torch.nan, entry)
-            divisor = stored.double()
-        entry, size = oracle_mla.divided(entry, divisor), oracle_mla.divided(size, divisor)
-    wrong = _close(got, entry, size)
-    return None if wrong is None else f"entries: {wrong}"
-
-
-def places(case: MlaCase, host: dict[str, Any], blocks: Tensor) -> oracle_mla.Places:
-    """Where the tokens' entries lie."""
-    return oracle_mla.places(
-        case.tokens, blocks.shape[0], blocks.shape[1], offsets=host["input_row_offsets"], lengths=host["cache_lengths"],
-        table=host["lookup_table"], slots=host.get("slot_mapping"), positions=host.get("positions"),
-    )  # fmt: skip
-
-
-def beside(
-    case: MlaCase, host: dict[str, Any], place: oracle_mla.Places, blocks: Tensor, scales: list[Tensor]
-) -> str | None:
-    """None, or which entries changed that are no token's."""
-    entries = blocks.shape[0] * blocks.shape[1]
-    untouched = torch.ones(entries, dtype=torch.bool)
-    untouched[place.slot[place.slot >= 0]] = False
-    for name, after in zip(_WRITTEN[1:], (blocks, *scales), strict=False):
-        before, now = (t.contiguous().view(torch.uint8).view(entries, -1)[untouched] for t in (host[name], after))
-        if not same_bytes(before, now):
-            return f"{name}: {int((before != now).any(-1).sum())} entries of no token were written"
-    return None
-
-
-def _close(actual: Tensor, exact: Tensor, size: Tensor) -> str | None:
-    error, share = compare.FLOAT32_ERROR * size, None if actual.dtype == F32 else 0.998
-    return compare.stored(actual, exact, error, FP8_FORMATS.get(actual.dtype), share=share)
+        raise AssertionError(wrong)
+    yield "in guarded memory", given
+    yield "when q_rope_output is allocated", call(case, arguments, "allocated")
+    if case.out in (None, case.q):
+        yield "when q_rope_output is in place", call(case, arguments, "in place")
 
 
 def run_once(
     case: MlaCase, arguments: dict[str, Any], check: Verify | None = None, guard: int = GUARD
 ) -> tuple[tuple[Tensor, ...], str | None]:
-    """The results of a call into given tensors, and None or what is wrong with them or with the memory around them."""
+    """The results of a call into guarded tensors, and what is wrong with them or with the memory around them."""
     given = moved(arguments, guard=guard)
-    memory = {t.untyped_storage().data_ptr(): _bytes(t) for t in given.values() if isinstance(t, Tensor)}
+    memory = {t.untyped_storage().data_ptr(): memory_of(t) for t in given.values() if isinstance(t, Tensor)}
     before = {at: t.clone() for at, t in memory.items()}
-    results = _call(case, given, "given")
+    results = call_with(case, given)
     ours = {at: torch.zeros_like(t) for at, t in memory.items()}
     for t in results:
-        mine = torch.empty(0, dtype=t.dtype, device=t.device).set_(
-            ours[t.untyped_storage().data_ptr()].untyped_storage(), t.storage_offset(), t.shape, t.stride()
-        )
+        storage = ours[t.untyped_storage().data_ptr()].untyped_storage()
+        mine = torch.empty(0, dtype=t.dtype, device=t.device)
+        mine = mine.set_(storage, t.storage_offset(), t.shape, t.stride())
         mine.unsqueeze(-1).view(torch.uint8).fill_(1)
     for at, now in memory.items():
-        if torch.equal(now, before[at]):
-            continue
-        spilt = (now != before[at]) & (ours[at] == 0)
-        if spilt.any():
-            return results, f"{int(spilt.sum())} bytes beside the outputs were written"
+        outside = (now != before[at]) & (ours[at] == 0)
+        if outside.any():
+            return results, f"{int(outside.sum())} bytes beside the outputs were written"
     return results, (check or verify)(case, arguments, results)
 
 
-def run(case: MlaCase, device: str, seed: int = 0) -> str | None:
-    """Run a case in each form, nothing written but what should be; None, or what is wrong."""
-    arguments = inputs(case, device, seed)
-    results, wrong = run_once(case, arguments)
+# --- verification ---------------------------------------------------------------------------------------------------
+
+
+def verify(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
+    """None, or what is wrong: every value lies between bounds, and only entries of tokens were written."""
+    host = to_cpu(arguments)
+    q, blocks, *scales = (t.cpu() for t in results)
+    slots = slots_of(host, blocks)
+    wrong = compare.between(q, *_rotated(host, host["q_rope"], slots.position), FP8_FORMATS.get(q.dtype))
+    if wrong is not None:
+        return f"q: {wrong}"
+    wrong = untouched(host, slots, blocks, scales)
     if wrong is not None:
         return wrong
-    ways: list[Way] = ["allocated"]
-    if case.out in (None, case.q):
-        ways.append("in place")
-    for way in ways:
-        for name, first, second in zip(_WRITTEN, results, call(case, arguments, way), strict=False):
-            if not same_bytes(first, second):
-                return f"{name} differs when q_rope_output is {way}"
+    here = slots.slot >= 0
+    entry, written = _entry(host, here, slots.position), slots.slot[here]
+    got = blocks.view(torch.uint8).flatten(0, 1)[written].view(blocks.dtype)
+    fmt = FP8_FORMATS.get(blocks.dtype)
+    if fmt is not None and (scales or "kv_scale" in host):
+        divisor = host.get("kv_scale")
+        if scales:
+            divisor = scales[0].flatten()[written].unsqueeze(-1)
+            low, high = (bounds.largest(t, None) for t in bounds.sizes(entry))
+            wrong = bounds.scales(divisor, low, high, None, fmt.max, ScaleRule("row", F32))
+            if wrong is not None:
+                return wrong
+        entry = bounds.product_error(*(_divided(end, divisor) for end in entry))
+    wrong = compare.between(got, *entry, fmt)
+    return wrong and f"entries: {wrong}"
+
+
+def slots_of(host: dict[str, Any], blocks: Tensor) -> oracle.Slots:
+    """Position and slot per token."""
+    tables = host["input_row_offsets"], host["cache_lengths"], host["lookup_table"]
+    given = host.get("slot_mapping"), host.get("positions")
+    return oracle.slots(host["kv"].shape[0], blocks.shape[0], blocks.shape[1], *tables, *given)
+
+
+def untouched(host: dict[str, Any], slots: oracle.Slots, blocks: Tensor, scales: list[Tensor]) -> str | None:
+    """None, or which entries were written that belong to no token."""
+    entries = blocks.shape[0] * blocks.shape[1]
+    free = torch.ones(entries, dtype=torch.bool)
+    free[slots.slot[slots.slot >= 0]] = False
+    for name, after in zip(_WRITTEN[1:], (blocks, *scales), strict=False):
+        before, now = (t.contiguous().view(torch.uint8).view(entries, -1)[free] for t in (host[name], after))
+        if not same_bytes(before, now):
+            return f"{name}: {int((before != now).any(-1).sum())} entries that belong to no token were written"
     return None
+
+
+def _divided(end: Tensor, divisor: Any) -> Tensor:
+    divisor = divisor.double()
+    value = torch.where(divisor == 0, torch.where(end.isnan(), torch.nan, 0.0), end / divisor)
+    return torch.where(divisor.isnan(), torch.nan, value)
+
+
+def _rotated(host: dict[str, Any], heads: Tensor, position: Tensor) -> Bounds:
+    """RoPE of [T, H, R]."""
+    freqs, dim, values = host.get("freqs_cis"), host.get("rope_dim"), heads.double()
+    if freqs is None or dim == 0 or not heads.numel():
+        return Bounds(values, values)
+    options: dict[str, Any] = {"positions": position, "style": host.get("rope_style", "interleaved"), "dim": dim}
+
+    def turn(t: Tensor) -> oracle.Rotated:
+        return oracle.Rotated(*(p.view(t.shape) for p in oracle.rotate(t.flatten(1), freqs, t.shape[2], **options)))
+
+    found = bounds.rotated(Bounds(values, values), turn)
+    if host.get("rounding") == "reference":
+        found = found.rounded(heads.dtype)
+    still = torch.arange(heads.shape[2]) >= (freqs.shape[1] if dim is None else dim)  # only converted
+    return Bounds(*(torch.where(still, values, end) for end in found))
+
+
+def _entry(host: dict[str, Any], here: Tensor, position: Tensor) -> Bounds:
+    """The normed latent, the columns between, and the rotated ones, of the tokens that have a slot."""
+    kv, normed, rope = host["kv"][here], host["gamma"].shape[0], host["q_rope"].shape[2]
+    latent, between, k = kv.split((normed, kv.shape[1] - normed - rope, rope), -1)
+    rs = bounds.reciprocal_rms(latent.double(), host.get("epsilon", 1e-6))
+    g = bounds.weight(host["gamma"], host.get("weight_offset", 0.0))
+    y = bounds.normed(latent.double(), rs, g, kv.dtype if host.get("rounding") == "reference" else None)
+    turned = _rotated(host, k.unsqueeze(1), position[here])
+    return Bounds(*(torch.cat((a, between.double(), b.squeeze(1)), -1) for a, b in zip(y, turned, strict=True)))

@@ -1,7 +1,7 @@
-"""The maths in float64, unrounded, importing torch alone and knowing nothing of any implementation.
+"""The maths in float64, unrounded. Imports only torch and is independent of every implementation.
 
-Only ``rounding="hf"`` and ``round_sum=True``, which *are* a choice of rounding points, round here. Rounding to the output format otherwise
-belongs to whoever compares (`onepass.testing.compare`).
+Only ``rounding="hf"`` and ``round_sum=True`` round here: they specify rounding points. Rounding to the output format is
+left to the comparison (`onepass.testing.compare`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Norm(NamedTuple):
-    """``y`` the norm and ``h`` what was normalized, both float64 [..., N]."""
+    """``y``: the norm; ``h``: what was normalized; both float64 [..., N]."""
 
     y: Tensor
     h: Tensor
@@ -53,15 +53,15 @@ def rms_norm(
 
 
 def per_column(operand: Tensor, n: int) -> Tensor:
-    """A prologue's tensor so that it broadcasts with [..., n]: one value per group of columns becomes one per column."""
+    """A prologue's operand that broadcasts with [..., n]: a value per group of columns becomes one per column."""
     groups = operand.shape[-1]
     return operand if groups in (1, n) else operand.repeat_interleave(n // groups, -1)
 
 
 def matmul(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``x @ weight.T``, rows of weight times ``scale``, and how far float32 sums may be from it.
+    """``x @ weight.T`` with the rows of weight times ``scale``, and the error of float32 sums.
 
-    The bound is ``2**-20`` of the sum of the products' sizes: 16 roundings, each of all that was summed.
+    The bound is ``2**-20`` of the sum of absolute products: 16 roundings of the whole sum.
     """
     x, weight = x.double(), weight.double()
     if scale is not None:
@@ -74,35 +74,22 @@ def mean_of_squares(x: Tensor) -> Tensor:
     return x.double().square().mean(-1, keepdim=True)
 
 
-def apply_rms_norm(
-    x: Tensor,
-    gamma: Tensor,
-    mean: Tensor,
-    eps: float,
-    *,
-    weight_offset: float = 0.0,
-    rounding: str = "once",
-) -> Tensor:
-    """RMSNorm of the last dimension from the mean of squares [..., 1], which need not be that of x."""
-    g = gamma.double() + float(torch.tensor(weight_offset, dtype=torch.float32))
-    v = mean.double() + float(torch.tensor(eps, dtype=torch.float32))
-    rs = torch.where(v > 0, v.rsqrt(), 0.0)
-    rs = torch.where(v.isfinite(), rs, torch.nan)
-    if rounding == "hf":
-        return ((x.double() * rs).to(x.dtype).double() * g).to(x.dtype).double()
-    return x.double() * rs * g
-
-
 class Rotated(NamedTuple):
-    """``y`` what was rotated, and ``size`` of each element's pair: the float error of y is relative to that."""
+    """``y``: the result; ``size``: the length of each element's pair, to which float errors of y are relative."""
 
     y: Tensor
     size: Tensor
 
 
 def rotate(
-    y: Tensor, freqs: Tensor, head_dim: int, *, positions: Tensor | None = None, style: str = "half", dim: int | None = None
-) -> Rotated:  # fmt: skip
+    y: Tensor,
+    freqs: Tensor,
+    head_dim: int,
+    *,
+    positions: Tensor | None = None,
+    style: str = "half",
+    dim: int | None = None,
+) -> Rotated:
     """RoPE of the first ``dim`` columns of every ``head_dim`` of y [..., N]; freqs [P, dim] has cos, sin, cos, sin, ...
 
     The position of a token is its index in the last leading dimension unless ``positions`` [...] has it.
@@ -125,24 +112,9 @@ def rotate(
     return Rotated(joined(a * cos - b * sin, b * cos + a * sin, rest), joined(size, size, rest.abs()))
 
 
-def quantization_step(
-    y: Tensor,
-    fp8_max: float,
-    *,
-    group_size: int | None = None,
-    scale_ub: float | None = None,
-    min_scale: float = 0.0,
-) -> Tensor:
-    """``max(min(amax, scale_ub) / fp8_max, min_scale)`` of each row or group, unrounded: [..., groups].
-
-    NaN where a value is not finite; a bound that is NaN is none.
-    """
-    groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
-    amax = groups.abs().amax(-1)
-    amax = torch.where(amax.isfinite(), amax, torch.nan)
-    if scale_ub is not None and scale_ub == scale_ub:
-        amax = amax.clamp(max=scale_ub)
-    return (amax / fp8_max).clamp(min=float(torch.tensor(min_scale, dtype=torch.float32)))
+def divided(entry: Tensor, scale: Tensor) -> Tensor:
+    """``entry / scale``; 0 where the scale is 0, unless the entry is NaN."""
+    return torch.where((scale == 0) & ~entry.isnan(), 0.0, entry / scale.double())
 
 
 def power_of_two_above(t: Tensor) -> Tensor:
@@ -172,3 +144,36 @@ def encode(values: Tensor, bias: int, fp8_max: float, nan_code: int, negative_ze
     negative = values.signbit() & ((code != 0) | negative_zero)
     code = torch.where(negative, code | 0x80, code)
     return torch.where(values.isnan(), nan_code, code).to(torch.uint8)
+
+
+class Slots(NamedTuple):
+    """Per token: the row of freqs to use, and the slot (page * page_size + entry), -1 for none; int64 [T]."""
+
+    position: Tensor
+    slot: Tensor
+
+
+def slots(
+    tokens: int,
+    pages: int,
+    page_size: int,
+    offsets: Tensor | None = None,
+    lengths: Tensor | None = None,
+    table: Tensor | None = None,
+    mapping: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Slots:
+    """Token by token, by the definition; ``mapping`` and ``positions`` override what follows from the tables."""
+    position, slot = [0] * tokens, [-1] * tokens
+    if offsets is not None and lengths is not None:
+        begins = [int(v) for v in offsets.tolist()]
+        rows = table.tolist() if table is not None else []
+        for request, length in enumerate(lengths.tolist()):
+            for token in range(max(begins[request], 0), min(begins[request + 1], tokens)):
+                at = position[token] = length + token - begins[request]
+                column = at // page_size
+                if table is not None and at >= 0 and column < table.shape[1] and 0 <= rows[request][column] < pages:
+                    slot[token] = rows[request][column] * page_size + at % page_size
+    if mapping is not None:
+        slot = [s if 0 <= s < pages * page_size else -1 for s in mapping.tolist()]
+    return Slots(positions.long() if positions is not None else torch.tensor(position), torch.tensor(slot).long())

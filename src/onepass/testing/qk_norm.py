@@ -1,9 +1,10 @@
-"""Cases of the QK-RMSNorm ops, and what the oracle says of each."""
+"""Cases of the QK-RMSNorm ops: inputs, calls and verification."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,11 +13,29 @@ from torch import Tensor
 from ..formats import FLOATS
 from ..ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from ..rope import Rope
-from . import compare, oracle
-from .case import INTERPRETED_COLUMNS, Values, lay_out, on_device, poison, same_bytes, short_dtype
+from . import bounds, compare, oracle
+from .case import (
+    GPU_ONLY,
+    INTERPRETED_COLUMNS,
+    Values,
+    case_name,
+    grid,
+    labelled,
+    lay_out,
+    moved,
+    poisoned_like,
+    set_special,
+    short_dtype,
+    to_cpu,
+)
 
 BF16, F16, F32 = FLOATS
-SUMS, MEANS, APPLY, FUSED = "row_sum_of_squares_qk", "row_mean_of_squares_qk", "apply_qk_rms_norm", "qk_rms_norm"
+SUMS, MEANS, APPLY, FUSED = OPS = (
+    "row_sum_of_squares_qk",
+    "row_mean_of_squares_qk",
+    "apply_qk_rms_norm",
+    "qk_rms_norm",
+)
 POSITIONS = 40
 """Rows of freqs."""
 
@@ -26,7 +45,7 @@ QkLayout = Literal["contiguous", "packed", "misaligned", "transposed", "reversed
 
 @dataclass(frozen=True)
 class Turn:
-    """A rotation: style, columns that turn, columns of a head, dtype of positions (None: the token's index)."""
+    """A rotation: style, columns that turn, columns per head, dtype of positions (None: the token's index)."""
 
     style: str
     dim: int
@@ -59,26 +78,20 @@ class QkCase:
 
     @property
     def interpretable(self) -> bool:
-        """Whether Triton's interpreter gets through it in seconds."""
-        return self.group not in ("large", "families") and max(self.nq, self.nk) <= INTERPRETED_COLUMNS
+        """See `Check`."""
+        return self.group not in GPU_ONLY and max(self.nq, self.nk) <= INTERPRETED_COLUMNS
 
     @property
     def name(self) -> str:
-        """Readable and unique within the op."""
-        lead = "x".join(map(str, self.lead)) or "one"
-        parts = [f"{lead}x({self.nq}+{self.nk})", short_dtype(self.x)]
-        if self.op in (APPLY, FUSED):
-            other = f",{short_dtype(self.gamma_k)}" if self.gamma_k is not None else ""
-            parts.append(f"gamma={short_dtype(self.gamma)}{other}")
-        if self.out is not None:
-            parts.append(f"out={short_dtype(self.out)}")
-        if self.head:
-            parts.append(f"head={self.head}")
-        if self.turn is not None:
-            parts.append(f"rope={self.turn}")
-        parts += [f"{k}={v}" for k, v in self.options.items()]
-        parts += [part for part in (self.layout, self.values) if part not in ("contiguous", "normal")]
-        return f"{self.group}: {' '.join(parts)}"
+        """See `Check`."""
+        shape = f"{'x'.join(map(str, self.lead)) or 'one'}x({self.nq}+{self.nk})"
+        other = f",{short_dtype(self.gamma_k)}" if self.gamma_k is not None else ""
+        gamma = f"gamma={short_dtype(self.gamma)}{other}" if self.op in (APPLY, FUSED) else ""
+        out, head, rope = labelled("out", self.out), labelled("head", self.head or None), labelled("rope", self.turn)
+        options = (f"{k}={v}" for k, v in self.options.items())
+        return case_name(
+            self.group, shape, short_dtype(self.x), gamma, out, head, rope, *options, self.layout, self.values
+        )
 
 
 WIDTHS = {
@@ -87,106 +100,92 @@ WIDTHS = {
     "odd": ((1025, 4097), (7919, 13)),
     "wide": ((12288, 1024), (16384, 2048), (20000, 1000), (1000, 131072)),
 }
-"""model: MiniMax-M2 is 6144 + 1024, of eight ranks 1536 + 256 is one of four; OLMo-2 is 4096 + 4096."""
+"""model: MiniMax-M2 is 6144 + 1024, one of its four ranks 1536 + 256; OLMo-2 is 4096 + 4096."""
+_ROUNDINGS = [{"rounding": "once"}, {"rounding": "hf"}]
+I32, I64 = torch.int32, torch.int64
 
 
 def _common_cases(op: str) -> Iterator[QkCase]:
+    c = partial(grid, QkCase, op)
     for group, widths in WIDTHS.items():
         for nq, nk in widths:
-            yield QkCase(op, group, (5,), nq, nk)
-    for layout in ("packed", "misaligned", "transposed", "expanded"):
-        for nq, nk in ((200, 512), (6144, 1024)):
-            yield QkCase(op, "layouts", (3, 4), nq, nk, layout=layout)
-    yield QkCase(op, "layouts", (3, 4), 20000, 1000, layout="misaligned")
-    yield QkCase(op, "layouts", (2, 3, 4), 200, 512, layout="transposed")
-    yield QkCase(op, "levels", (2, 3, 2, 3), 200, 512, layout="reversed")
-    yield QkCase(op, "ranks", (), 200, 512)
-    yield QkCase(op, "ranks", (2, 1, 3, 2), 200, 512)
-    yield QkCase(op, "empty", (0,), 200, 512)
-    yield QkCase(op, "large", (1024,), 6144, 1024)
-    for x in FLOATS:
-        yield QkCase(op, "values", (9,), 640, 128, x, values="special")
-    yield QkCase(op, "values", (9,), 20000, 1000, values="special")
+            yield from c(group, (5,), nq, nk)
+    layouts = ["packed", "misaligned", "transposed", "expanded"]
+    yield from c("layouts", (3, 4), 200, 512, layout=layouts)
+    yield from c("layouts", (3, 4), 6144, 1024, layout=layouts)
+    yield from c("layouts", (3, 4), 20000, 1000, layout="misaligned")
+    yield from c("layouts", (2, 3, 4), 200, 512, layout="transposed")
+    yield from c("levels", (2, 3, 2, 3), 200, 512, layout="reversed")
+    yield from c("ranks", [(), (2, 1, 3, 2)], 200, 512)
+    yield from c("empty", (0,), 200, 512)
+    yield from c("large", (1024,), 6144, 1024)
+    yield from c("values", (9,), 640, 128, list(FLOATS), values="special")
+    yield from c("values", (9,), 20000, 1000, values="special")
 
 
 def _stats_cases(op: str) -> Iterator[QkCase]:
     yield from _common_cases(op)
-    for x in FLOATS:
-        yield QkCase(op, "dtypes", (4,), 640, 128, x)
+    yield from grid(QkCase, op, "dtypes", (4,), 640, 128, list(FLOATS))
 
 
 def _norm_cases(op: str) -> Iterator[QkCase]:
+    c = partial(grid, QkCase, op)
     yield from _common_cases(op)
     for x in FLOATS:
-        for gamma in dict.fromkeys((x, F32)):
-            for rounding in ("once", "hf"):
-                yield QkCase(op, "dtypes", (3,), 640, 128, x, gamma, options={"rounding": rounding})
-        for gamma in FLOATS:
-            if gamma not in (x, F32):
-                for rounding in ("once", "hf"):
-                    yield QkCase(op, "gammas", (3,), 640, 128, x, gamma, options={"rounding": rounding})
-                yield QkCase(op, "gammas", (5,), 6144, 1024, x, gamma, turn=Turn("half", 64, 128, torch.int64))
-        yield QkCase(op, "gammas", (3,), 640, 128, x, BF16, gamma_k=F16)
-        yield QkCase(op, "gammas", (3, 4), 20000, 200, x, x, gamma_k=F32 if x != F32 else BF16, layout="misaligned")
-        for out in FLOATS:
-            if out != x:
-                yield QkCase(op, "dtypes", (3,), 640, 128, x, out=out)
-    yield QkCase(op, "dtypes", (3,), 640, 128, BF16, out=F32, options={"rounding": "hf"})
-    yield QkCase(op, "options", (4,), 640, 128, options={"weight_offset": 1.0})
-    yield QkCase(op, "options", (4,), 640, 128, options={"eps": 1e-3})
-    yield QkCase(op, "options", (9,), 640, 128, options={"eps": 0.0}, values="special")
+        others = [gamma for gamma in FLOATS if gamma not in (x, F32)]
+        yield from c("dtypes", (3,), 640, 128, x, list(dict.fromkeys((x, F32))), options=_ROUNDINGS)
+        yield from c("gammas", (3,), 640, 128, x, others, options=_ROUNDINGS)
+        yield from c("gammas", (5,), 6144, 1024, x, others, turn=Turn("half", 64, 128, I64))
+        yield from c("gammas", (3,), 640, 128, x, BF16, gamma_k=F16)
+        yield from c("gammas", (3, 4), 20000, 200, x, x, gamma_k=F32 if x != F32 else BF16, layout="misaligned")
+        yield from c("dtypes", (3,), 640, 128, x, out=[out for out in FLOATS if out != x])
+    yield from c("dtypes", (3,), 640, 128, out=F32, options={"rounding": "hf"})
+    yield from c("options", (4,), 640, 128, options=[{"weight_offset": 1.0}, {"eps": 1e-3}])
+    yield from c("options", (9,), 640, 128, options={"eps": 0.0}, values="special")
     for style in ("half", "interleaved"):
-        yield QkCase(op, "rope", (5,), 6144, 1024, turn=Turn(style, 64, 128, torch.int64))
-        yield QkCase(op, "rope", (2, 3), 512, 128, turn=Turn(style, 64, 128))
-        yield QkCase(op, "rope", (2, 3), 480, 96, F16, turn=Turn(style, 40, 96, torch.int32), layout="packed")
-        yield QkCase(op, "rope", (2, 3), 240, 80, F32, F32, turn=Turn(style, 80, 80, torch.int32), layout="misaligned")
-        yield QkCase(op, "rope", (3,), 512, 128, turn=Turn(style, 128, 128, torch.int32), options={"rounding": "hf"})
-        yield QkCase(op, "rope", (3,), 20160, 192, turn=Turn(style, 64, 96, torch.int32))
-        yield QkCase(op, "rope", (3,), 256, 128, F32, turn=Turn(style, 2, 128, torch.int64), out=BF16)
-        yield QkCase(op, "rope", (9,), 512, 128, turn=Turn(style, 64, 128), values="special")
-    yield QkCase(op, "rope", (), 512, 128, turn=Turn("half", 64, 128))
-    for positions in (None, torch.int64):
-        turn = Turn("half", 64, 128, positions)
-        yield QkCase(op, "levels", (2, 3, 2, 2, 3), 512, 128, turn=turn, layout="reversed")
+        turn = partial(Turn, style)
+        yield from c("rope", (5,), 6144, 1024, turn=turn(64, 128, I64))
+        yield from c("rope", (2, 3), 512, 128, turn=turn(64, 128))
+        yield from c("rope", (2, 3), 480, 96, F16, turn=turn(40, 96, I32), layout="packed")
+        yield from c("rope", (2, 3), 240, 80, F32, turn=turn(80, 80, I32), layout="misaligned")
+        yield from c("rope", (3,), 512, 128, turn=turn(128, 128, I32), options={"rounding": "hf"})
+        yield from c("rope", (3,), 20160, 192, turn=turn(64, 96, I32))
+        yield from c("rope", (3,), 256, 128, F32, turn=turn(2, 128, I64), out=BF16)
+        yield from c("rope", (9,), 512, 128, turn=turn(64, 128), values="special")
+    yield from c("rope", (), 512, 128, turn=Turn("half", 64, 128))
+    turns = [Turn("half", 64, 128, positions) for positions in (None, I64)]
+    yield from c("levels", (2, 3, 2, 2, 3), 512, 128, turn=turns, layout="reversed")
 
 
 def _head_cases() -> Iterator[QkCase]:
-    op = FUSED
+    c = partial(grid, QkCase, FUSED, "heads")
+    whole = Turn("half", 128, 128, I64)
     for x in FLOATS:
-        for rounding in ("once", "hf"):
-            yield QkCase(op, "heads", (7,), 4 * 128, 2 * 128, x, x, head=128, options={"rounding": rounding})
-        for gamma in FLOATS:
-            if gamma not in (x, F32):
-                turn = Turn("half", 128, 128, torch.int64)
-                yield QkCase(op, "heads", (7,), 4 * 128, 2 * 128, x, gamma, head=128, turn=turn)
-    yield QkCase(op, "heads", (7,), 4 * 128, 2 * 128, BF16, BF16, gamma_k=F32, head=128, layout="packed")
+        others = [gamma for gamma in FLOATS if gamma not in (x, F32)]
+        yield from c((7,), 512, 256, x, x, head=128, options=_ROUNDINGS)
+        yield from c((7,), 512, 256, x, others, head=128, turn=whole)
+    yield from c((7,), 512, 256, gamma=BF16, gamma_k=F32, head=128, layout="packed")
     for d in (1, 33, 64, 96, 1100):
-        yield QkCase(op, "heads", (3,), 5 * d, d, head=d)
-    yield QkCase(op, "heads", (5,), 4096, 1024, gamma=BF16, head=128, layout="packed")
-    yield QkCase(op, "heads", (2, 3), 4 * 64, 2 * 64, head=64, layout="heads")
-    yield QkCase(op, "heads", (2, 3), 4 * 64, 2 * 64, head=64, layout="transposed")
-    yield QkCase(op, "levels", (2, 3, 2, 3), 4 * 64, 2 * 64, head=64, layout="reversed")
-    yield QkCase(op, "heads", (4,), 4 * 64, 2 * 64, head=64, options={"weight_offset": 1.0, "eps": 1e-5}, out=F32)
-    yield QkCase(op, "heads", (9,), 4 * 96, 96, head=96, values="special")
-    yield QkCase(op, "heads", (2,), 2 * 20000, 20000, head=20000)
+        yield from c((3,), 5 * d, d, head=d)
+    yield from c((5,), 4096, 1024, gamma=BF16, head=128, layout="packed")
+    yield from c((2, 3), 256, 128, head=64, layout=["heads", "transposed"])
+    yield from c((4,), 256, 128, head=64, options={"weight_offset": 1.0, "eps": 1e-5}, out=F32)
+    yield from c((9,), 384, 96, head=96, values="special")
+    yield from c((2,), 40000, 20000, head=20000)
     for style in ("half", "interleaved"):
-        turn = Turn(style, 128, 128, torch.int64)
-        yield QkCase(op, "heads", (5,), 4096, 1024, gamma=BF16, head=128, turn=turn, layout="packed")
-        yield QkCase(op, "heads", (2, 5), 4 * 96, 96, head=96, turn=Turn(style, 48, 96))
-        yield QkCase(
-            op, "heads", (2, 3), 4 * 64, 2 * 64, head=64, turn=Turn(style, 64, 64, torch.int32), layout="heads"
-        )
-        yield QkCase(
-            op, "heads", (3,), 4 * 64, 64, gamma=BF16, head=64, turn=Turn(style, 64, 64), options={"rounding": "hf"}
-        )
-    turn = Turn("half", 128, 128, torch.int64)
-    yield QkCase(op, "large", (2048,), 4096, 1024, gamma=BF16, head=128, turn=turn, layout="packed")
+        turn = partial(Turn, style)
+        yield from c((5,), 4096, 1024, gamma=BF16, head=128, turn=turn(128, 128, I64), layout="packed")
+        yield from c((2, 5), 384, 96, head=96, turn=turn(48, 96))
+        yield from c((2, 3), 256, 128, head=64, turn=turn(64, 64, I32), layout="heads")
+        yield from c((3,), 256, 64, gamma=BF16, head=64, turn=turn(64, 64), options={"rounding": "hf"})
+    yield QkCase(FUSED, "levels", (2, 3, 2, 3), 256, 128, head=64, layout="reversed")
+    yield QkCase(FUSED, "large", (2048,), 4096, 1024, gamma=BF16, head=128, turn=whole, layout="packed")
 
 
 CASES = (*_stats_cases(SUMS), *_stats_cases(MEANS), *_norm_cases(APPLY), *_norm_cases(FUSED), *_head_cases())
 
 
-# --- inputs ---------------------------------------------------------------------------------------------------------
+# --- inputs and calls -----------------------------------------------------------------------------------------------
 
 
 def inputs(case: QkCase, device: str, seed: int = 0) -> dict[str, Any]:
@@ -194,8 +193,8 @@ def inputs(case: QkCase, device: str, seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed + case.nq)
     q, k = (torch.randn(*case.lead, n, generator=generator).to(case.x) for n in (case.nq, case.nk))
     if case.values == "special":
-        _set_special(q)
-        _set_special(k)
+        set_special(q)
+        set_special(k)
         k = k.roll(1, 0)
     found: dict[str, Any] = {"q": q, "k": k}
     if case.op in (APPLY, FUSED):
@@ -210,23 +209,10 @@ def inputs(case: QkCase, device: str, seed: int = 0) -> dict[str, Any]:
         angle = torch.rand(POSITIONS, case.turn.dim // 2, generator=generator) * 6.3
         found["freqs"] = torch.stack((angle.cos(), angle.sin()), -1).flatten(-2)
         if case.turn.positions is not None:
-            # some lie outside freqs and take its first or last row
-            found["positions"] = torch.randint(-2, POSITIONS + 2, case.lead, generator=generator).to(
-                case.turn.positions
-            )
-    return {name: on_device(t, device) for name, t in found.items()} | case.options
-
-
-def _set_special(x: Tensor) -> None:
-    x[0] = 0.0
-    x[1] = -0.0
-    x[2, 5] = torch.nan
-    x[3, 7] = torch.inf
-    x[4, x.shape[1] - 1] = -torch.inf
-    x[5] *= 1e-3
-    x[6] *= 1e4
-    x[7] = 0.0
-    x[7, 3] = -2.0
+            # some lie outside freqs and use its first or last row
+            at = torch.randint(-2, POSITIONS + 2, case.lead, generator=generator)
+            found["positions"] = at.to(case.turn.positions)
+    return moved(found, device) | case.options
 
 
 def _laid_out(case: QkCase, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,11 +232,8 @@ def _apart(t: Tensor, head: int) -> Tensor:
     return heads.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
-# --- calls ----------------------------------------------------------------------------------------------------------
-
-
 def call(case: QkCase, arguments: dict[str, Any], out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-    """The public function's results as a tuple, in ``out`` where given."""
+    """The public function's results as a tuple, written to ``out`` if given."""
     given = dict(arguments)
     if case.op in (SUMS, MEANS):
         function = row_sum_of_squares_qk if case.op == SUMS else row_mean_of_squares_qk
@@ -266,9 +249,7 @@ def call(case: QkCase, arguments: dict[str, Any], out: tuple[Tensor, ...] | None
             given["out_dtype"] = case.out
         return qk_rms_norm(per_head=bool(case.head), **given)
     q, k = given["q"], given["k"]
-    made = out or tuple(
-        torch.empty_like(t, dtype=case.out or t.dtype, memory_format=torch.contiguous_format) for t in (q, k)
-    )
+    made = out or tuple(torch.empty(t.shape, dtype=case.out or t.dtype, device=t.device) for t in (q, k))
     given["epsilon"] = given.pop("eps", 1e-6)
     apply_qk_rms_norm(made[0], made[1], **given)
     return made
@@ -279,57 +260,55 @@ def zeroable(case: QkCase) -> list[tuple[int, str]]:
     return [(0, "out")] if case.op in (SUMS, MEANS) else [(0, "q_out"), (1, "k_out")]
 
 
+def variants(case: QkCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
+    """Other ways to make the same call: into poisoned outputs and, where possible, in place."""
+    yield "when written into the caller's tensor", call(case, arguments, tuple(map(poisoned_like, results)))
+    if case.op in (APPLY, FUSED) and case.out is None and case.layout != "expanded":
+        fresh = moved(arguments)
+        yield "in place", call(case, fresh, (fresh["q"], fresh["k"]))
+
+
+# --- verification ---------------------------------------------------------------------------------------------------
+
+
 def verify(case: QkCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results."""
-    host = {name: v.cpu() if isinstance(v, Tensor) else v for name, v in arguments.items()}
-    results = tuple(t.cpu() for t in results)
-    means = [oracle.mean_of_squares(host[side]) for side in "qk"]
-    if case.op in (SUMS, MEANS):
-        counts = [n if case.op == SUMS else 1 for n in (case.nq, case.nk)]
-        return compare.floats(results[0], torch.cat([m * n for m, n in zip(means, counts, strict=True)], -1))
-    for index, side in enumerate("qk"):
-        mean = host["qk_var"][..., index : index + 1] if case.op == APPLY else None
-        wrong = _verify_norm(case, host, side, mean, results[index])
+    host = to_cpu(arguments)
+    split = case.head if case.layout != "heads" else 0
+    return verify_call(case.op, host, tuple(t.cpu() for t in results), bool(case.head), split, case.turn)
+
+
+def verify_call(
+    op: str, host: dict[str, Any], results: tuple[Tensor, ...], per_head: bool, split: int, turn: Turn | None
+) -> str | None:
+    """The same for any call: every value lies between bounds. ``split``: columns per head, if heads have no dimension."""
+    if op in (SUMS, MEANS):
+        totals = []
+        for x in (host["q"].double(), host["k"].double()):
+            total = bounds.squares(x) / (1 if op == SUMS else x.shape[-1])
+            off = total * compare.FLOAT32_ERROR + bounds.FLOOR * (x.shape[-1] if op == SUMS else 2)
+            totals.append(bounds.around(total, off))
+        low, high = (torch.cat(ends, -1) for ends in zip(*totals, strict=True))
+        return compare.between(results[0], low, high)
+    for index, (side, actual) in enumerate(zip("qk", results, strict=True)):
+        x, eps = host[side], host.get("eps", 1e-6)
+        if split:
+            x, actual = (t.unflatten(-1, (-1, split)) for t in (x, actual))
+        rs = bounds.reciprocal_rms(x.double(), eps)
+        if op == APPLY:
+            rs = bounds.root(host["qk_var"][..., index : index + 1].double() + bounds.added(eps))
+        g = bounds.weight(host[f"gamma_{side}"], host.get("weight_offset", 0.0))
+        hf = host.get("rounding") == "hf"
+        y = bounds.normed(x.double(), rs, g, x.dtype if hf else None, given=op == APPLY)
+        if turn is not None and actual.numel():
+            y = bounds.rotated(y, partial(_rotated, host, per_head, turn))
+        wrong = y.stored(actual)
         if wrong is not None:
             return f"{side}: {wrong}"
     return None
 
 
-def _verify_norm(case: QkCase, host: dict[str, Any], side: str, mean: Tensor | None, actual: Tensor) -> str | None:
-    x, hf = host[side], host.get("rounding") == "hf"
-    if case.head and case.layout != "heads":
-        x, actual = (t.unflatten(-1, (-1, case.head)) for t in (x, actual))
-    options = {"weight_offset": host.get("weight_offset", 0.0), "rounding": host.get("rounding", "once")}
-    mean = oracle.mean_of_squares(x) if mean is None else mean
-    exact = oracle.apply_rms_norm(x, host[f"gamma_{side}"], mean, host.get("eps", 1e-6), **options)
-    error, size = compare.FLOAT32_ERROR, None
-    if case.turn is not None:
-        flat, turned = (exact.flatten(-2) if case.head else exact), case.turn
-        turned_exact = oracle.rotate(
-            flat, host["freqs"], turned.head, positions=host.get("positions"), style=turned.style, dim=turned.dim
-        )
-        exact, size = (t.reshape(exact.shape) for t in turned_exact)
-        if hf:  # what is rotated was rounded, and may have been the other way
-            error += 2 * torch.finfo(x.dtype).eps
-    elif hf and actual.dtype == torch.float32:
-        actual = actual.to(x.dtype)  # what is stored is a number of x's dtype
-    return compare.floats(actual, exact, ulps=2 if hf else 1, share=0.998 if hf else 0.999, error=error, size=size)
-
-
-def run(case: QkCase, device: str, seed: int = 0) -> str | None:
-    """Run a case, again into poisoned outputs and, where it can be, in place; None, or what is wrong."""
-    arguments = inputs(case, device, seed)
-    results = call(case, arguments)
-    wrong = verify(case, arguments, results)
-    if wrong is not None:
-        return wrong
-    again = tuple(poison(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)) for t in results)
-    ways = {"written into the caller's tensor": call(case, arguments, again)}
-    if case.op in (APPLY, FUSED) and case.out is None and case.layout != "expanded":
-        fresh = inputs(case, device, seed)
-        ways["in place"] = call(case, fresh, (fresh["q"], fresh["k"]))
-    for how, others in ways.items():
-        for index, (first, second) in enumerate(zip(results, others, strict=True)):
-            if not same_bytes(first, second):
-                return f"result {index} differs when {how}"
-    return None
+def _rotated(host: dict[str, Any], per_head: bool, turn: Turn, t: Tensor) -> oracle.Rotated:
+    flat, at = t.flatten(-2) if per_head else t, host.get("positions")
+    found = oracle.rotate(flat, host["freqs"], turn.head, positions=at, style=turn.style, dim=turn.dim)
+    return oracle.Rotated(*(part.reshape(t.shape) for part in found))

@@ -1,9 +1,7 @@
-"""From inputs to the numbers that a result may lie between, step by step, as docs/numerics.md groups and rounds them.
+"""The range that each result may lie in, computed from the inputs step by step, as docs/numerics.md groups and rounds.
 
-Comparing with a rounded oracle allows some share of values to differ, which says nothing of a row of equal numbers. So
-here every value has bounds of its own: the exact value and the float32 error that the contract allows it (1e-6), taken
-through each stated rounding. Away from the middle between two numbers of the output's format both bounds are stored
-as the same number.
+Bounds are the exact value and the float32 error that the contract allows (1e-6), taken through each specified rounding.
+Except near the midpoint between two numbers of the output's format, both bounds are stored as the same number.
 """
 
 from __future__ import annotations
@@ -16,50 +14,50 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.formats import FLOAT32_MAX, SMALLEST_EPS, Fp8Format, ScaleRule
-from onepass.testing import compare, oracle
-from onepass.testing.compare import FLOAT32_ERROR
+from ..formats import FLOAT32_MAX, SMALLEST_EPS, ScaleRule
+from . import compare, oracle
+from .compare import FLOAT32_ERROR
 
 FLOOR: Final = 2.0**-149
-"""The step of float32's subnormal numbers: the error of a product that falls among them."""
+"""The spacing of float32's subnormal numbers: the error of a subnormal product."""
 PRODUCT: Final = 2.0**-23
-"""Relative error of a product or two."""
+"""Relative error of one or two products."""
 
 
 class Bounds(NamedTuple):
-    """Float64 numbers that a value may lie between, before it is stored; both NaN where it must be, one where it may."""
+    """Float64 limits of a value before it is stored; both are NaN where it must be NaN, one is where it may be."""
 
     low: Tensor
     high: Tensor
 
     def rounded(self, dtype: torch.dtype) -> Bounds:
-        """The same after a rounding."""
+        """The bounds after a rounding."""
         return Bounds(self.low.to(dtype).double(), self.high.to(dtype).double())
 
     def part(self, columns: slice) -> Bounds:
-        """Some columns."""
+        """The bounds of some columns."""
         return Bounds(self.low[..., columns], self.high[..., columns])
 
     def stored(self, actual: Tensor) -> str | None:
-        """None, or what is wrong with a tensor of such values."""
+        """None, or what is wrong with a tensor of these values."""
         return compare.between(actual, self.low, self.high)
 
 
 def around(value: Tensor, radius: Tensor | float) -> Bounds:
-    """``value`` give or take; what is zero or not finite is exact."""
+    """``value`` plus or minus ``radius``; zeros and non-finite values are exact."""
     exact = (value == 0) | ~value.isfinite()
     return Bounds(torch.where(exact, value, value - radius), torch.where(exact, value, value + radius))
 
 
 def weight(gamma: Tensor, offset: float) -> Tensor:
-    """``gamma + weight_offset`` as added in float32."""
+    """``gamma + weight_offset``, added in float32."""
     g = gamma.float()
     return (g + torch.tensor(offset, dtype=torch.float32)).double() if offset else g.double()
 
 
 @cache
 def added(eps: float) -> float:
-    """What is added to a mean."""
+    """The number that is added to a mean: ``eps`` in float32, at least `SMALLEST_EPS`."""
     return max(float(torch.tensor(eps, dtype=torch.float32)), SMALLEST_EPS)
 
 
@@ -69,7 +67,7 @@ def root(v: Tensor) -> Tensor:
 
 
 def squares(h: Tensor) -> Tensor:
-    """Sums of squares [..., 1]; infinite where float32 has no number for it."""
+    """Sums of squares [..., 1]; infinite beyond float32."""
     total = h.square().sum(-1, keepdim=True)
     return torch.where(total > FLOAT32_MAX, torch.inf, total)
 
@@ -80,11 +78,19 @@ def reciprocal_rms(h: Tensor, eps: float) -> Tensor:
 
 
 def normed(
-    h: Tensor, rs: Tensor, g: Tensor, rounded: torch.dtype | None, error: float = FLOAT32_ERROR, doubt: Tensor | None = None,
+    h: Tensor,
+    rs: Tensor,
+    g: Tensor,
+    rounded: torch.dtype | None,
+    error: float = FLOAT32_ERROR,
+    doubt: Tensor | None = None,
     given: bool = False,
-) -> Bounds:  # fmt: skip
-    """``(h * rs) * g``, unrounded or ("hf") with both products rounded; ``doubt`` is how far h itself may be off."""
-    a = overflowed(h * rs) if given else h * rs  # a root of h's own leaves nothing beyond float32
+) -> Bounds:
+    """``(h * rs) * g``, unrounded, or with both products rounded ("hf").
+
+    ``doubt`` is how far h itself may be off; ``given``: rs is the caller's, so products may exceed float32.
+    """
+    a = overflowed(h * rs) if given else h * rs
     radius = a.abs() * error + FLOOR
     if doubt is not None:
         radius = radius + doubt * rs + a.abs() * spread(doubt, rs)
@@ -95,8 +101,8 @@ def normed(
             high = torch.where(g.isinf() & (a != 0) & (a.abs() <= radius), torch.nan, high)
         return Bounds(low, high)
     first = around(a, radius).rounded(rounded)
-    ends = [(end * g).float().double() for end in first]  # one product of float32: a tie of it is a tie
-    rising = ends[0] <= ends[1]  # and not minimum and maximum: of zeros they would lose a sign
+    ends = [(end * g).float().double() for end in first]  # one float32 product, so its ties are ties
+    rising = ends[0] <= ends[1]  # minimum and maximum would lose the sign of zeros
     low, high = torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0])
     low, high = around(low, FLOOR).low, around(high, FLOOR).high
     if not g.isfinite().all():  # infinity times what may be zero
@@ -106,17 +112,17 @@ def normed(
 
 
 def overflowed(t: Tensor) -> Tensor:
-    """Infinite where float32 has no number for it."""
+    """Infinite beyond float32."""
     return torch.where(t.abs() > FLOAT32_MAX, torch.inf * t.sign(), t)
 
 
 def spread(doubt: Tensor, rs: Tensor) -> Tensor:
-    """How far, relatively, the root may be off when the numbers under it are."""
+    """The relative error of the root if the numbers under it are off by ``doubt``."""
     return doubt.square().mean(-1, keepdim=True).sqrt() * rs
 
 
 def rotated(y: Bounds, turn: Callable[[Tensor], oracle.Rotated]) -> Bounds:
-    """What ``turn`` makes of y: errors are relative to the length of a pair, and a sum that is zero has either sign."""
+    """The bounds after ``turn``: errors are relative to the length of a pair, and a sum of zero has either sign."""
     middle = torch.where(y.low == y.high, y.low, (y.low + y.high) / 2)
     doubt = (y.high - y.low) / 2 + torch.where(y.low.signbit() == y.high.signbit(), 0.0, FLOOR)
     doubt = torch.where(middle.isfinite(), doubt, 0.0)
@@ -137,7 +143,7 @@ def rotated(y: Bounds, turn: Callable[[Tensor], oracle.Rotated]) -> Bounds:
 
 
 def largest(sizes: Tensor, group: int | None) -> Tensor:
-    """The largest of each row or group; NaN where one is not finite."""
+    """The largest value per row or group; NaN where one is not finite."""
     groups: Tensor = sizes.unflatten(-1, (-1, group or sizes.shape[-1]))
     amax = groups.amax(-1)
     return torch.where(amax.isfinite(), amax, torch.nan)
@@ -146,7 +152,7 @@ def largest(sizes: Tensor, group: int | None) -> Tensor:
 def scales(
     actual: Tensor, low: Tensor, high: Tensor, bound: float | None, fp8_max: float, rule: ScaleRule, least: float = 0.0
 ) -> str | None:
-    """Stored scales against bounds of amax; ``least`` is the least scale, and a bound that is NaN is none."""
+    """Stored scales against the bounds of amax; ``least`` is the smallest scale, and a NaN ``bound`` means none."""
     bound = None if bound is None or math.isnan(bound) else float(torch.tensor(bound, dtype=torch.float32))
     ends = [(amax if bound is None else amax.clamp(max=bound)).clamp(min=0.0) / fp8_max for amax in (low, high)]
     value = compare.scale_values(actual)
@@ -160,52 +166,51 @@ def scales(
     bad = (value < lowest) | (value > highest)
     if bad.any():
         at = int(bad.flatten().nonzero()[0])
-        ends_at = f"{lowest.flatten()[at]:.9g} to {highest.flatten()[at]:.9g}"
-        return f"{int(bad.sum())} of {bad.numel()} scales off, first {value.flatten()[at]:.9g}, expected {ends_at}"
+        expected = f"{lowest.flatten()[at]:.9g} to {highest.flatten()[at]:.9g}"
+        return f"{int(bad.sum())} of {bad.numel()} scales off, first {value.flatten()[at]:.9g}, expected {expected}"
     return None
 
 
 def multiplier(numerator: Tensor | float, scale: Tensor) -> Tensor:
-    """``numerator / scale``: never beyond float32, 0 where the scale is 0, NaN where either is."""
+    """``numerator / scale``: at most float32's largest number, 0 where the scale is 0, NaN where either is."""
     top = torch.as_tensor(numerator, dtype=torch.float64)
     k = (top / scale).clamp(max=FLOAT32_MAX)
     return torch.where((scale == 0) & ~top.isnan(), 0.0, k)
 
 
 def codes_once(
-    actual: Tensor, h: Tensor, rs: Tensor, g: Tensor, stored: Tensor, fmt: Fp8Format, fp8_max: float,
-    error: float = FLOAT32_ERROR, doubt: Tensor | None = None,
-) -> str | None:  # fmt: skip
-    """``(h * g) * (rs / scale)``; ``stored`` holds the scales, one a column or one for all."""
+    h: Tensor, rs: Tensor, g: Tensor, stored: Tensor, error: float = FLOAT32_ERROR, doubt: Tensor | None = None
+) -> Bounds:
+    """``(h * g) * (rs / scale)``; ``stored`` holds the scales, one per column or one for all."""
     product, k = h * g, multiplier(rs, stored)
     value = product * k
     radius = value.abs() * error + FLOOR * (k + product.abs())
     if doubt is not None:
         radius = radius + doubt * g.abs() * k + value.abs() * spread(doubt, rs)
-    return compare.between(actual, *around(value, radius), fmt, fp8_max)
+    return around(value, radius)
 
 
-def codes_rounded(actual: Tensor, y: Bounds, stored: Tensor, fmt: Fp8Format, fp8_max: float) -> str | None:
+def codes_rounded(y: Bounds, stored: Tensor) -> Bounds:
     """``y * (1 / scale)`` of a y that was rounded."""
     k = multiplier(1.0, stored)
-    ends = [value * k for value in y]
-    low = around(ends[0], ends[0].abs() * PRODUCT + FLOOR).low
-    high = around(ends[1], ends[1].abs() * PRODUCT + FLOOR).high
-    return compare.between(actual, low, high, fmt, fp8_max)
+    return product_error(y.low * k, y.high * k)
 
 
-def codes_divided(actual: Tensor, y: Bounds, stored: Tensor, fmt: Fp8Format, fp8_max: float) -> str | None:
+def codes_divided(y: Bounds, stored: Tensor) -> Bounds:
     """``y / scale``, divided in float32: where y is known exactly, so is the code."""
     divisor = torch.where(stored == 0, torch.inf, stored).float()
     ends = [(end.float() / divisor).double() for end in y]
-    rising = ~(ends[0] > ends[1])  # a negative scale turns them round
-    return compare.between(
-        actual, torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0]), fmt, fp8_max
-    )
+    rising = ~(ends[0] > ends[1])  # a negative scale reverses them
+    return Bounds(torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0]))
+
+
+def product_error(low: Tensor, high: Tensor) -> Bounds:
+    """Bounds widened by the error of a product."""
+    return Bounds(*(around(end, end.abs() * PRODUCT + FLOOR)[side] for side, end in enumerate((low, high))))
 
 
 def sizes(y: Bounds) -> tuple[Tensor, Tensor]:
-    """The least and the largest size of each value."""
+    """The smallest and the largest absolute value."""
     low, high = y.low.abs(), y.high.abs()
     least = torch.where((y.low < 0) & (y.high > 0), 0.0, torch.minimum(low, high))
     return least, torch.maximum(low, high)

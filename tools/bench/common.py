@@ -1,0 +1,102 @@
+"""What `tools.bench.models` and `tools.bench.agreement` share: models to build, options, and reports."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+_GEMMA_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256}
+_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+def _sizes(hidden: int, intermediate: int, **more: int) -> dict[str, Any]:
+    return {"hidden_size": hidden, "intermediate_size": intermediate, **more}
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 3 8B": ("LlamaConfig", _sizes(4096, 14336, **_HEADS)),
+    "Qwen3 8B": ("Qwen3Config", _sizes(4096, 12288, **_HEADS)),
+    "Gemma 3 12B": ("Gemma3TextConfig", _sizes(3840, 15360, **_GEMMA_HEADS)),
+    "OLMo-2 7B": ("Olmo2Config", _sizes(4096, 11008, num_attention_heads=32, num_key_value_heads=32)),
+    "DeepSeek-V3": (
+        "DeepseekV3Config",
+        _sizes(7168, 18432, num_attention_heads=128, num_key_value_heads=128, **_LATENT),
+    ),
+}
+"""The configuration class and layer sizes of each model."""
+
+
+def sized(name: str, layers: int) -> tuple[str, str, dict[str, Any]]:
+    """A title, the configuration class and its sizes with a number of decoder layers (DeepSeek-V3 has three dense ones)."""
+    config, sizes = MODELS[name]
+    more: dict[str, Any] = {}
+    dense = ""
+    if name.startswith("DeepSeek"):
+        layers, dense = min(layers, 3), " dense"
+        more = {"first_k_dense_replace": layers}
+    elif name.startswith("Gemma"):
+        more = {"layer_types": ["full_attention"] * layers}
+    return f"{name}, {layers}{dense} layers", config, {**sizes, "num_hidden_layers": layers, **more}
+
+
+def build(config: str, sizes: dict[str, Any], device: str) -> Any:
+    """A bfloat16 model with random weights, made on the device."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**{**_COMMON, **sizes})
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16, attn_implementation="sdpa")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "norm" in key:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def parser(module: str, description: str | None, layers: int) -> argparse.ArgumentParser:
+    """The options of both programs."""
+    made = argparse.ArgumentParser(prog=f"python -m tools.bench.{module}", description=description)
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--json", type=Path, help="write results here as they come")
+    made.add_argument("--models", default="", help="models whose name contains one of these, separated by commas")
+    made.add_argument("--layers", type=int, default=layers, help=f"decoder layers (default {layers})")
+    return made
+
+
+def chosen(parts: str) -> Iterator[str]:
+    """The names of the models that ``--models`` selects."""
+    return (name for name in MODELS if any(part in name for part in parts.split(",")))
+
+
+def head(device: str) -> dict[str, Any]:
+    """The machine and the versions of a report."""
+    import transformers
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def write(report: dict[str, Any], path: Path | None) -> None:
+    """Write the report so far, if a file was asked for."""
+    if path:
+        path.write_text(json.dumps(report, indent=1) + "\n")

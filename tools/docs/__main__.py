@@ -1,0 +1,31 @@
+"""``python -m tools.docs``: write docs/ops.md and docs/dist.md."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import dist_page, ops_page
+
+
+def write(path: Path, text: str) -> bool:
+    """Write the file if its content would change. Return whether it did."""
+    if path.exists() and path.read_text() == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return True
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Write both pages and report which changed."""
+    parser = argparse.ArgumentParser(prog="python -m tools.docs", description="Write docs/ops.md and docs/dist.md.")
+    parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: the current directory)")
+    root = parser.parse_args(arguments).root
+    for page in (ops_page, dist_page):
+        changed = write(root / page.PATH, page.render())
+        print(f"{page.PATH} {'written' if changed else 'is up to date'}")
+
+
+if __name__ == "__main__":
+    main()
