@@ -1,1 +1,1 @@
-"""Benchmarks; ``onepass bench`` or ``python -m onepass.bench`` runs them. Results are in the repository's benchmarks/."""
+"""Benchmarks, run by ``onepass bench``."""

@@ -1,8 +1,8 @@
-"""Two files of results: what got faster or slower, beyond the noise.
+"""Compares two result files: what got faster or slower beyond the noise.
 
-Every time was taken twice. A row's noise is the larger spread of its two medians, old or new, and at least that of the
-median row. What the peers, whose code is the same, moved by in the same row is the machine's drift; a change counts where
-it is larger than noise and drift together.
+Every time was measured twice. The noise of a row is the larger spread of its two medians, old or
+new, and at least that of the median row. The median change of the peers in a row, whose code is the
+same, is the drift of the machine. A change counts where it exceeds noise plus drift.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Change:
 
     @property
     def change(self) -> float:
-        """-0.1 takes a tenth less time."""
+        """The relative change of the time: -0.1 is a tenth less."""
         return self.new_us / self.old_us - 1
 
     @property
     def verdict(self) -> str:
-        """faster, slower, or same: within the noise."""
+        """faster, slower, or same (within the noise)."""
         if abs(self.change) <= self.noise + abs(self.drift):
             return "same"
         return "faster" if self.change < 0 else "slower"
@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows in both files; how many are in one alone; and what makes the files hard to compare."""
+    """The rows in both files, the number of rows in only one, and what makes the files hard to compare."""
 
     changes: tuple[Change, ...]
     only_old: int
@@ -51,9 +51,15 @@ class Comparison:
     warnings: tuple[str, ...]
 
     def of(self, verdict: str) -> list[Change]:
-        """The largest first."""
+        """The changes with this verdict, largest first."""
         found = [change for change in self.changes if change.verdict == verdict]
         return sorted(found, key=lambda change: -abs(change.change))
+
+    @property
+    def summary(self) -> str:
+        """How many rows are the same, and how many cannot be compared."""
+        same = f"{len(self.of('same'))} of {len(self.changes)} rows are the same within the noise"
+        return f"{same}; only in the baseline: {self.only_old}, only now: {self.only_new}"
 
 
 def spread(us: Iterable[float]) -> float:
@@ -63,13 +69,13 @@ def spread(us: Iterable[float]) -> float:
 
 
 def drift(old: Row, new: Row) -> float:
-    """The median change of everybody but onepass."""
+    """The median change of all contenders but onepass."""
     theirs = [name for name in old.us if name in new.us and name not in (OURS, *WAYS)]
     return statistics.median([min(new.us[n]) / min(old.us[n]) - 1 for n in theirs]) if theirs else 0.0
 
 
 def compare(old: Results, new: Results) -> Comparison:
-    """Row by row."""
+    """Compare row by row."""
     before, after = {row.key: row for row in old.rows}, {row.key: row for row in new.rows}
     shared = [(before[key], row) for key, row in after.items() if key in before]
     spreads = [spread(row.us[OURS]) for pair in shared for row in pair]
@@ -78,22 +84,18 @@ def compare(old: Results, new: Results) -> Comparison:
         Change(b.op, b.words, a.ours, b.ours, max(usual, spread(a.us[OURS]), spread(b.us[OURS])), drift(a, b))
         for a, b in shared
     )
-    warnings = [
-        f"{name} differs: {', '.join(was)}, now {', '.join(now)}"
-        for name in ("machine", "torch", "triton", "threads")
-        if (was := _said(old, name)) != (now := _said(new, name))
-    ]
+    warnings = []
+    for name in ("machine", "torch", "triton", "threads"):
+        was, now = (sorted({str(run.get(name, "none")) for run in found.runs}) for found in (old, new))
+        if was != now:
+            warnings.append(f"{name} differs: {', '.join(was)}, now {', '.join(now)}")
     if any(len(row.us[OURS]) < 2 for pair in shared for row in pair):
-        warnings.append("some rows were measured once: their noise is not known")
+        warnings.append("some rows were measured once: their noise is unknown")
     return Comparison(changes, len(before) - len(shared), len(after) - len(shared), tuple(warnings))
 
 
-def _said(results: Results, name: str) -> list[str]:
-    return sorted({str(run.get(name, "none")) for run in results.runs})
-
-
 def text(comparison: Comparison) -> str:
-    """In lines: warnings, what changed with its noise, and a count of what did not."""
+    """As lines: warnings, what changed and by how much, and a summary."""
     lines = [f"note: {warning}" for warning in comparison.warnings]
     for verdict in ("slower", "faster"):
         lines += [
@@ -101,7 +103,4 @@ def text(comparison: Comparison) -> str:
             f"(noise {c.noise:.1%}, drift {c.drift:+.1%})"
             for c in comparison.of(verdict)
         ]
-    lines.append(f"{len(comparison.of('same'))} of {len(comparison.changes)} rows are the same within the noise")
-    if comparison.only_old or comparison.only_new:
-        lines.append(f"only in the baseline: {comparison.only_old}; only now: {comparison.only_new}")
-    return "\n".join(lines)
+    return "\n".join((*lines, comparison.summary))

@@ -1,4 +1,4 @@
-"""Plots drawn by hand as SVG: time against the number of rows, a roofline, bars. Colours are classes, light and dark."""
+"""SVG plots: time against the number of rows, and a roofline. Colours are CSS classes, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
 from typing import Final
 
 from .peers import PEERS
 from .results import BEST, CEILINGS, COMPILED, EAGER, OURS, STREAM, Results, Row
 
-_SHADES: Final = (
-    OURS, EAGER, "F.rms_norm", "torch.compile", "torch.compile max", "Liger-Kernel", "FlashInfer", "vLLM", "quack", "transformers",
-)  # fmt: skip
-"""Who has which colour; a peer's place among the columns does not change its colour."""
+_SHADES: Final = (OURS, EAGER, "F.rms_norm", *COMPILED, "Liger-Kernel", "FlashInfer", "vLLM", "quack", "transformers")
+"""Fixes the colours, whatever the order of columns."""
 COLOURS: Final = {name: f"k{i}" for i, name in enumerate(_SHADES)} | {STREAM: "ks", BEST: "ks"}
-SHEET: Final = (
-    "rms_norm_fused_fp8", "rms_norm", "gemv_and_partial_norm", "qk_rms_norm", "fused_rope_rmsnorm_quantization",
-    "decode step, DeepSeek-V3 layer",
-)  # fmt: skip
-"""What the README's plot shows, where it was measured."""
 PANEL: Final = (372, 262)
 ROOF: Final = (1140, 470)
 _MARGIN: Final = {"left": 46.0, "right": 16.0, "top": 40.0, "bottom": 36.0}
 
 
+def asset(name: str) -> str:
+    """A style sheet, script or template."""
+    return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8").strip()
+
+
 class Log:
-    """A logarithmic axis from ``low`` to ``high`` between two places."""
+    """A logarithmic axis from ``low`` to ``high``, drawn from ``start`` to ``end``."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self.low, self.high, self.start, self.end = low, high, start, end
 
     def __call__(self, value: float) -> float:
-        """Where a value lies."""
+        """The coordinate of a value."""
         part = math.log(value / self.low) / math.log(self.high / self.low)
         return self.start + part * (self.end - self.start)
 
@@ -54,16 +53,29 @@ def number(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """An axis' number: 0.5, 20, 4k, 1T."""
+    """A number on an axis: 0.5, 20, 4k, 1T."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
 
 
-def rows_short(m: int) -> str:
-    """Numbers of rows are powers of two: 16384 is 16k."""
-    return f"{m >> 10}k" if m >= 1024 and m % 1024 == 0 else str(m)
+def _rate(tb: float) -> str:
+    return f"{short(tb * 1e12)}B/s"
+
+
+def _text(kind: str, x: float, y: float, words: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+
+
+def _path(kind: str, *points: str) -> str:
+    return f'<path class="{kind}" d="{"".join(points)}"/>'
+
+
+def _circle(x: float, y: float, r: float, kind: str = "", title: str = "") -> str:
+    inside = f"<title>{escape(title)}</title></circle>" if title else "</circle>"
+    kinds = f' class="{kind}"' if kind else ""
+    return f'<circle{kinds} cx="{x:.1f}" cy="{y:.1f}" r="{r}">{inside}'
 
 
 def shown(rows: Iterable[Row]) -> list[str]:
@@ -81,7 +93,7 @@ def legend(names: Iterable[str]) -> str:
 
 
 def panel(rows: Sequence[Row], least_us: float, place: tuple[float, float] | None = None) -> str:
-    """Time against the number of rows on log axes; the shaded part is below the ceiling: a copy of as many bytes."""
+    """Time against the number of rows on log axes. The shaded part lies below the ceiling: a copy of the same size."""
     width, height = PANEL
     names = shown(rows)
     times = [min(row.us[name]) for row in rows for name in names if name in row.us]
@@ -89,35 +101,33 @@ def panel(rows: Sequence[Row], least_us: float, place: tuple[float, float] | Non
     x = Log(rows[0].m / 1.35, rows[-1].m * 1.35, _MARGIN["left"], width - _MARGIN["right"])
     y = Log(min(*times, *floors) / 1.5, max(times) * 1.4, height - _MARGIN["bottom"], _MARGIN["top"])
     left, right, bottom, top = x.start, x.end, y.start, y.end
-    out = [
-        f'<path class="grid minor" d="{"".join(f"M{left} {y(t):.1f}H{right}" for t in y.ticks((2, 5)))}"/>',
-        f'<path class="grid" d="{"".join(f"M{left} {y(t):.1f}H{right}" for t in y.ticks())}"/>',
-    ]
+    out = [_path("grid minor", *(f"M{left} {y(t):.1f}H{right}" for t in y.ticks((2, 5))))]
+    out.append(_path("grid", *(f"M{left} {y(t):.1f}H{right}" for t in y.ticks())))
     labelled = y.ticks() if len(y.ticks()) > 2 else y.ticks((1, 3)) if len(y.ticks()) == 2 else y.ticks((1, 2, 5))
-    out += [f'<text class="y" x="{left - 7}" y="{y(t) + 3.5:.1f}">{short(t)}</text>' for t in labelled]
+    out += [_text("y", left - 7, y(t) + 3.5, short(t)) for t in labelled]
     edge = [(left, floors[0]), *((x(row.m), f) for row, f in zip(rows, floors, strict=True)), (right, floors[-1])]
     shade = "".join(f"L{at:.1f} {y(f):.1f}" for at, f in edge)
-    out.append(f'<path class="floor" d="M{left} {bottom}{shade}L{right} {bottom}Z"/>')
+    out.append(_path("floor", f"M{left} {bottom}{shade}L{right} {bottom}Z"))
     last = -99.0
     for row in rows:
-        out.append(f'<path class="tick" d="M{x(row.m):.1f} {bottom}v4"/>')
+        out.append(_path("tick", f"M{x(row.m):.1f} {bottom}v4"))
         if x(row.m) - last > 24:
             last = x(row.m)
-            out.append(f'<text class="x" x="{last:.1f}" y="{bottom + 16}">{rows_short(row.m)}</text>')
+            m = f"{row.m >> 10}k" if row.m >= 1024 and row.m % 1024 == 0 else str(row.m)
+            out.append(_text("x", last, bottom + 16, m))
     for name in names:
         points = [(x(row.m), y(min(row.us[name]))) for row in rows if name in row.us]
         line = "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
-        dots = "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{3.6 if name == OURS else 2.4}"/>' for a, b in points)
-        out.append(
-            f'<g class="line {COLOURS[name]}" data-name="{escape(name)}"><path d="M{line}"/>{dots}</g>'
-        )  # fmt: skip
-    out.append(f'<path class="base" d="M{left} {bottom}H{right}"/>')
+        dots = "".join(_circle(a, b, 3.6 if name == OURS else 2.4) for a, b in points)
+        group = f'<g class="line {COLOURS[name]}" data-name="{escape(name)}">'
+        out.append(f'{group}<path d="M{line}"/>{dots}</g>')
     what = rows[0].op.removeprefix("decode step, ")
     about = rows[0].columns or "norms of one decode step"
     axis = "batch" if not rows[0].columns else "tokens" if "heads" in rows[0].columns else "rows"
-    out.append(f'<text class="title" x="{left - 30}" y="16">{escape(what)}</text>')
-    out.append(f'<text class="sub" x="{left - 30}" y="31">µs · {escape(about)}</text>')
-    out.append(f'<text class="x" x="{(left + right) / 2:.0f}" y="{bottom + 31}">{axis}</text>')
+    out.append(_path("base", f"M{left} {bottom}H{right}"))
+    out.append(_text("title", left - 30, 16, what))
+    out.append(_text("sub", left - 30, 31, f"µs · {about}"))
+    out.append(_text("x", (left + right) / 2, bottom + 31, axis))
     data = [
         [round(x(row.m), 1), f"{axis} {row.m}", {n: min(row.us[n]) for n in reversed(names) if n in row.us}]
         for row in rows
@@ -131,7 +141,7 @@ def panel(rows: Sequence[Row], least_us: float, place: tuple[float, float] | Non
 
 
 def least_us(results: Results) -> float:
-    """What the smallest copy, an empty kernel or the smallest stream takes."""
+    """The time of the smallest copy, an empty kernel or the smallest stream."""
     if results.has_best:
         return min(row.floor_us for row in results.rows)
     empty = [run["ceilings"]["empty kernel us"] for run in results.runs if "ceilings" in run]
@@ -139,21 +149,15 @@ def least_us(results: Results) -> float:
 
 
 def least_words(results: Results) -> str:
-    """What `least_us` is the time of."""
+    """What `least_us` measured."""
     if results.has_best:
         return "the smallest copy"
     return "an empty kernel" if results.device == "cuda" else "the smallest stream"
 
 
 def panels(results: Results) -> list[list[Row]]:
-    """Rows that make a plot: those of an op with the same columns and several numbers of rows."""
-    found: list[list[Row]] = []
-    for op in results.ops:
-        groups: dict[str, list[Row]] = {}
-        for row in results.of(op):
-            groups.setdefault(row.columns, []).append(row)
-        found += [sorted(rows, key=lambda row: row.m) for rows in groups.values() if len(rows) > 1]
-    return found
+    """Rows that make a plot: an op at the same columns and several numbers of rows."""
+    return [rows for op in results.ops for rows in results.series(op) if len(rows) > 1]
 
 
 def rates(results: Results) -> list[tuple[str, float]]:
@@ -166,7 +170,7 @@ def rates(results: Results) -> list[tuple[str, float]]:
 
 
 def roofline(results: Results) -> str:
-    """Bytes moved against bytes a second: under a launch's slope and memory's roofs; a line leads to torch.compile."""
+    """Bytes per second against bytes moved, under the slope of a launch and the roofs of memory."""
     width, height = ROOF
     roofs, least = rates(results), least_us(results)
     reached = [row.bytes / us / 1e6 for row in results.rows for us in (row.ours, row.best(COMPILED)) if us]
@@ -174,128 +178,46 @@ def roofline(results: Results) -> str:
     x = Log(min(sizes) / 1.6, max(sizes) * 1.9, 58, width - 236)
     y = Log(min(reached) / 1.6, max(rate for _, rate in roofs) * 1.5, height - 46, 22)
     left, right, bottom, top = x.start, x.end, y.start, y.end
-    out = [f'<path class="grid" d="{"".join(f"M{left} {y(t):.1f}H{right}" for t in y.ticks())}"/>']
-    out.append(f'<path class="grid minor" d="{"".join(f"M{x(t):.1f} {bottom}V{top}" for t in x.ticks())}"/>')
-    out += [f'<text class="y" x="{left - 8}" y="{y(t) + 3.5:.1f}">{_rate(t)}</text>' for t in y.ticks()]
-    out += [f'<text class="x" x="{x(t):.1f}" y="{bottom + 17}">{short(t)}B</text>' for t in x.ticks()]
+    out = [_path("grid", *(f"M{left} {y(t):.1f}H{right}" for t in y.ticks()))]
+    out.append(_path("grid minor", *(f"M{x(t):.1f} {bottom}V{top}" for t in x.ticks())))
+    out += [_text("y", left - 8, y(t) + 3.5, _rate(t)) for t in y.ticks()]
+    out += [_text("x", x(t), bottom + 17, f"{short(t)}B") for t in x.ticks()]
     knee = min(max(rate for _, rate in roofs), x.high / least / 1e6)
-    begin = max(x.low, y.low * least * 1e6)
-    out.append(
-        f'<path class="roof" d="M{x(begin):.1f} {y(begin / least / 1e6):.1f}L{x(knee * least * 1e6):.1f} {y(knee):.1f}"/>'
-    )
-    middle = math.sqrt(begin * knee * least * 1e6)
-    slope = math.degrees(math.atan2(y(knee) - y(begin / least / 1e6), x(knee * least * 1e6) - x(begin)))
-    word = least_words(results)
-    at = f"{x(middle):.1f} {y(middle / least / 1e6) - 7:.1f}"
-    out.append(
-        f'<text class="roofname" transform="translate({at}) rotate({slope:.1f})">{word}, {number(least)} µs</text>'
-    )
+    low = max(x.low, y.low * least * 1e6)
+    begin, end = (x(low), y(low / least / 1e6)), (x(knee * least * 1e6), y(knee))
+    out.append(_path("roof", f"M{begin[0]:.1f} {begin[1]:.1f}L{end[0]:.1f} {end[1]:.1f}"))
+    slope = math.degrees(math.atan2(end[1] - begin[1], end[0] - begin[0]))
+    at = f"{(begin[0] + end[0]) / 2:.1f} {(begin[1] + end[1]) / 2 - 7:.1f}"
+    words = f"{least_words(results)}, {number(least)} µs"
+    out.append(f'<text class="roofname" transform="translate({at}) rotate({slope:.1f})">{words}</text>')
     for i, (name, rate) in enumerate(sorted(roofs, key=lambda roof: -roof[1])):
-        out.append(f'<path class="roof" d="M{x(max(x.low, rate * least * 1e6)):.1f} {y(rate):.1f}H{right}"/>')
+        out.append(_path("roof", f"M{x(max(x.low, rate * least * 1e6)):.1f} {y(rate):.1f}H{right}"))
         words = f"{name} {rate * 1e3:.0f} GB/s" if rate < 1 else f"{name} {rate:.2f} TB/s"
-        out.append(f'<text class="end" x="{right + 8}" y="{y(rate) + (-3 if i == 0 else 11):.1f}">{words}</text>')
-    for number_, op in enumerate(results.ops):
-        marks = []
-        for row in results.of(op):
-            a, b = x(row.bytes), y(row.bytes / row.ours / 1e6)
-            theirs = row.best(COMPILED)
-            if theirs:
-                c = y(row.bytes / theirs / 1e6)
-                marks.append(
-                    f'<path class="gap" d="M{a:.1f} {b:.1f}V{c:.1f}"/><circle class="them" cx="{a:.1f}" cy="{c:.1f}" r="3"/>'
-                )
-            about = f"{row.op} {row.words}: {number(row.ours)} µs, {_rate(row.bytes / row.ours / 1e6)}"
-            if results.quiet:
-                about += f", {row.share:.0%} of the ceiling"
-            if theirs:
-                about += f"; torch.compile {number(theirs)} µs"
-            marks.append(f'<circle class="us" cx="{a:.1f}" cy="{b:.1f}" r="5"><title>{escape(about)}</title></circle>')
-        out.append(f'<g class="op o{number_ % 10}" data-op="{escape(op)}">{"".join(marks)}</g>')
-    for number_, op in enumerate(results.ops):
-        at_y = top + 60 + 17 * number_
-        name = op.removeprefix("decode step, ")
-        out.append(f'<g class="op o{number_ % 10}"><circle class="us" cx="{right + 15}" cy="{at_y - 4}" r="5"/></g>')
-        out.append(f'<text class="end" x="{right + 26}" y="{at_y}">{escape(name)}</text>')
-    at_y = top + 60 + 17 * len(results.ops)
-    out.append(f'<circle class="them" cx="{right + 15}" cy="{at_y - 4}" r="3"/>')
-    out.append(f'<text class="end" x="{right + 26}" y="{at_y}">torch.compile</text>')
-    out.append(f'<path class="base" d="M{left} {bottom}H{right}"/>')
-    out.append(f'<text class="x" x="{(left + right) / 2:.0f}" y="{bottom + 35}">bytes an ideal kernel moves</text>')
-    return (
-        f'<svg class="chart roofline" viewBox="0 0 {width} {height}" role="img" aria-label="roofline: bytes a second against '
-        f'bytes moved">{"".join(out)}</svg>'
-    )  # fmt: skip
+        out.append(_text("end", right + 8, y(rate) + (-3 if i == 0 else 11), words))
+    at_y = top + 60
+    for i, op in enumerate(results.ops):
+        marks = "".join(_mark(row, x, y, results.quiet) for row in results.of(op))
+        out.append(f'<g class="op o{i % 10}" data-op="{escape(op)}">{marks}</g>')
+        out.append(f'<g class="op o{i % 10}">{_circle(right + 15, at_y - 4, 5, "us")}</g>')
+        out.append(_text("end", right + 26, at_y, op.removeprefix("decode step, ")))
+        at_y += 17
+    out.append(_circle(right + 15, at_y - 4, 3, "them"))
+    out.append(_text("end", right + 26, at_y, "torch.compile"))
+    out.append(_path("base", f"M{left} {bottom}H{right}"))
+    out.append(_text("x", (left + right) / 2, bottom + 35, "bytes that an ideal kernel moves"))
+    label = "roofline: bytes per second against bytes moved"
+    head = f'<svg class="chart roofline" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
+    return f"{head}{''.join(out)}</svg>"
 
 
-def _rate(tb: float) -> str:
-    return f"{short(tb * 1e12)}B/s"
-
-
-STYLE: Final = """
-.chart { --ink: #1b1f24; --soft: #5d6670; --line: #d9dde1; --card: #ffffff; --shade: #eef0f2;
-  font: 11.5px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-variant-numeric: tabular-nums; }
-.k0 { color: #e4502b; } .k1 { color: #98a1ab; } .k2 { color: #3f9d5c; } .k3 { color: #2f73d6; } .k4 { color: #78abef; }
-.k5 { color: #9a5fc4; } .k6 { color: #7f9a1e; } .k7 { color: #c99700; } .k8 { color: #c4447f; } .k9 { color: #b07646; }
-.ks { color: #7c858f; }
-.o0 { color: #e4502b; } .o1 { color: #e29a00; } .o2 { color: #2f73d6; } .o3 { color: #79b4c9; } .o4 { color: #3f9d5c; }
-.o5 { color: #92bf3b; } .o6 { color: #12807c; } .o7 { color: #9a5fc4; } .o8 { color: #c4447f; } .o9 { color: #8a6a4f; }
-.chart text { fill: var(--soft); } .chart .title { fill: var(--ink); font-weight: 640; font-size: 13px; }
-.chart .y { text-anchor: end; } .chart .x { text-anchor: middle; } .chart .roofname { text-anchor: middle; }
-.grid { stroke: var(--line); fill: none; } .minor { opacity: 0.45; } .base, .tick { stroke: var(--soft); fill: none; }
-.floor { fill: var(--shade); } .roof { stroke: var(--ink); stroke-width: 1.4; fill: none; opacity: 0.75; }
-.line path { fill: none; stroke: currentColor; stroke-width: 1.5; stroke-linejoin: round; } .line circle { fill: currentColor; }
-.line.k0 path { stroke-width: 2.6; } .line.k0 circle { stroke: var(--card); stroke-width: 1.2; }
-.line.ks path { stroke-dasharray: 2 3; } .line.ks circle { display: none; } .line.k4 path { stroke-dasharray: 6 3; }
-.us { fill: currentColor; stroke: var(--card); stroke-width: 1.2; } .them { fill: var(--card); stroke: #8d96a0; stroke-width: 1.4; }
-.gap { stroke: currentColor; opacity: 0.45; fill: none; }
-"""
-DARK: Final = """
-.chart { --ink: #e9ecef; --soft: #9aa4ae; --line: #2c333a; --card: #161a1f; --shade: #20262c; }
-.k0, .o0 { color: #ff6b45; } .k1 { color: #77818c; } .k2, .o4 { color: #55b873; } .k3, .o2 { color: #5a96f2; } .k4 { color: #9cc4fb; }
-.k5, .o7 { color: #b886dd; } .k6 { color: #a3bf3d; } .k7, .o1 { color: #e8b730; } .k8, .o8 { color: #e26aa0; } .k9, .o9 { color: #cd9463; }
-.o6 { color: #2fb3ad; } .ks { color: #8a949e; }
-"""
-
-
-def standalone(body: str, width: float, height: float, title: str) -> str:
-    """A file of its own, on a card that follows the reader's colours."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}@media (prefers-color-scheme: dark) {{{DARK}}}"
-        ".card { fill: var(--card); }</style>\n"
-        f'<rect class="card" width="{width}" height="{height}" rx="10"/>\n{body}\n</svg>\n'
-    )
-
-
-def time_svg(results: Results, columns: int = 3, lines: int = 2) -> str:
-    """The main plot of the ops that matter most, on one sheet with a legend."""
-    order = [*(op for op in SHEET if op in results.ops), *(op for op in results.ops if op not in SHEET)]
-    groups = [rows for op in order if len(rows := results.main(op)) > 1][: columns * lines]
-    names = shown(row for rows in groups for row in rows)
-    least = least_us(results)
-    at, marks = 22.0, []
-    for name in reversed(names):
-        marks.append(
-            f'<g class="line {COLOURS[name]}"><path d="M{at:.0f} 22h18"/><circle cx="{at + 9:.0f}" cy="22" r="3"/></g>'
-            f'<text x="{at + 25:.0f}" y="26">{escape(name)}</text>'
-        )
-        at += 46 + 6.3 * len(name)
-    width, height = PANEL
-    body = "".join(
-        panel(rows, least, (8 + i % columns * width, 42 + i // columns * (height + 8))) + "\n"
-        for i, rows in enumerate(groups)
-    )
-    lines = -(-len(groups) // columns)
-    return standalone(
-        "".join(marks) + "\n" + body, columns * width + 16, 46 + lines * (height + 8), f"onepass on {results.machine}"
-    )
-
-
-def roofline_svg(results: Results) -> str:
-    """The roofline as a file."""
-    return standalone(
-        roofline(results).replace("<svg ", '<svg x="8" y="4" width="1140" height="470" ', 1),
-        1156,
-        478,
-        f"Roofline: {results.machine}",
-    )
+def _mark(row: Row, x: Log, y: Log, quiet: bool) -> str:
+    """A point of the roofline, and a line from it to torch.compile."""
+    a, b = x(row.bytes), y(row.bytes / row.ours / 1e6)
+    about = f"{row.op} {row.words}: {number(row.ours)} µs, {_rate(row.bytes / row.ours / 1e6)}"
+    about += f", {row.share:.0%} of the ceiling" if quiet else ""
+    theirs = row.best(COMPILED)
+    if not theirs:
+        return _circle(a, b, 5, "us", about)
+    c = y(row.bytes / theirs / 1e6)
+    about += f"; torch.compile {number(theirs)} µs"
+    return _path("gap", f"M{a:.1f} {b:.1f}V{c:.1f}") + _circle(a, c, 3, "them") + _circle(a, b, 5, "us", about)

@@ -1,27 +1,75 @@
-"""A file of results, read with suspicion: it may come from anywhere, and its words end up on a terminal."""
+"""Reads a result file without trusting it: it may come from anywhere, and its strings end up on a terminal."""
 
 from __future__ import annotations
 
 import json
 import math
 import unicodedata
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 LARGEST = 64 << 20
 """Bytes. A full run of every op is under 100 KB."""
-_NEST = 40
-_WORDS = ("machine", "date", "torch", "triton", "python", "onepass", "device", "note")
-_MAPS = ("packages", "ceilings", "clocks", "peers", "checks", "refused", "host_us", "overhead_us")
-_CEILINGS = ("copy 2 GiB TB/s", "read 1 GiB TB/s", "empty kernel us")
-_INSIDE = {"packages": str, "ceilings": float, "peers": str, "refused": str, "checks": float}
-_NAMES = ("op", "with", "cache", "stream", "dtype")
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Control, format and line-breaking characters: what can move a cursor, hide text or start an escape sequence."""
+"""Control, format and line-breaking characters: they can move a cursor, hide text or start an escape sequence."""
+
+
+def _number(value: Any) -> bool:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return real and abs(value) < 1e18 and math.isfinite(value)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 60
+
+
+def _times(value: Any, least: float = 0.0) -> bool:
+    times = value if isinstance(value, list) else [value]
+    return 0 < len(times) <= 1000 and all(_number(t) and t > least for t in times)
+
+
+Kind = tuple[str, Callable[[Any], bool]]
+"""What a value must be, in words and as a test."""
+_STRING: Kind = "a string", lambda value: isinstance(value, str)
+_NUMBER: Kind = "a finite number", _number
+_POSITIVE: Kind = "a positive number", lambda value: _number(value) and value > 0
+_SHARE: Kind = "a share", lambda value: _number(value) and value >= 0
+_COUNT: Kind = "a positive whole number", _count
+_SHAPE: Kind = (
+    "a short list of positive whole numbers",
+    lambda value: isinstance(value, list) and 1 <= len(value) <= 8 and all(map(_count, value)),
+)
+_TIMES: Kind = "one or more positive times", _times
+_DIFFERENCES: Kind = "one or more times", lambda value: _times(value, -math.inf)
+_DEVICE: Kind = "cpu or cuda", lambda value: value in ("cpu", "cuda")
+_ROW = {
+    "op!": _STRING,
+    "shape!": _SHAPE,
+    "bytes!": _COUNT,
+    "us!": {"onepass!": _TIMES, "*": _TIMES},
+    "behind_us": {"*": _DIFFERENCES},
+    "normed": _COUNT,
+    "others": _SHARE,
+    **dict.fromkeys(("with", "cache", "stream", "dtype"), _STRING),
+}
+_CEILINGS = dict.fromkeys(("copy 2 GiB TB/s!", "read 1 GiB TB/s!", "empty kernel us!"), _POSITIVE)
+_DOCUMENT: dict[str, Any] = {
+    **dict.fromkeys(("machine!", "date!", "torch!", "triton", "python", "onepass", "note"), _STRING),
+    "device": _DEVICE,
+    "threads": _COUNT,
+    "ceilings": {**_CEILINGS, "*": _NUMBER},
+    "clocks": {"*": {"*": _NUMBER}},
+    "checks": {"*": _NUMBER},
+    **{key: {"*": _STRING} for key in ("packages", "peers", "refused")},
+    **{key: {"*": _TIMES} for key in ("host_us", "overhead_us")},
+    "rows!": [_ROW],
+}
+"""The format: ``!`` marks required keys, ``*`` stands for any other key. Keys that are not listed are ignored."""
 
 
 def plain(text: str, most: int = 400) -> str:
-    r"""Words fit for one line of a terminal: what could be an escape sequence is spelled out, what is too long is cut.
+    r"""Text that is safe on one line of a terminal: unsafe characters are spelled out, and long text is cut.
 
     >>> print(plain("a\x1b[31mred\n"))
     a\x1b[31mred\n
@@ -31,22 +79,22 @@ def plain(text: str, most: int = 400) -> str:
 
 
 def document(path: Path) -> dict[str, Any]:
-    """The document in a file, checked and with words fit to print. OSError, or ValueError in one line that says what is wrong."""
+    """The document in a file, checked and with safe strings. Raises OSError, or a ValueError of one line."""
     size = path.stat().st_size
     if size > LARGEST:
-        raise ValueError(f"{path} is no file of results: it has {size >> 20} MB, more than {LARGEST >> 20}")
+        raise ValueError(f"{path} is not a result file: it has {size >> 20} MB, more than {LARGEST >> 20}")
     try:
         found = json.loads(path.read_bytes().decode())
+        wrong = _complaint(found, _DOCUMENT, "it") or _inconsistency(found)
+        cleaned: dict[str, Any] = _clean(found)
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no file of results: it is not text") from None
+        wrong = "it is not text"
     except RecursionError:
-        raise ValueError(f"{path} is no file of results: it is nested too deeply") from None
+        wrong = "it is nested too deeply"
     except ValueError as error:
-        raise ValueError(f"{path} is no file of results: {plain(str(error))}") from None
-    wrong = complaint(found)
+        wrong = str(error)
     if wrong:
-        raise ValueError(f"{path} is no file of results: {plain(wrong)}")
-    cleaned: dict[str, Any] = _clean(found)
+        raise ValueError(f"{path} is not a result file: {plain(wrong)}")
     return cleaned
 
 
@@ -58,111 +106,35 @@ def _clean(value: Any) -> Any:
     return [_clean(inner) for inner in value] if isinstance(value, list) else value
 
 
-def complaint(found: Any) -> str:
-    """What keeps a document from being one of ours; empty if nothing does."""
-    if not isinstance(found, dict):
-        return f"it is {_kind(found)}, not an object"
-    if _depth(found) > _NEST:
-        return "it is nested too deeply"
-    for key in _WORDS:
-        if key in found and not isinstance(found[key], str):
-            return f"`{key}` is {_kind(found[key])}, not a string"
-    for key in _MAPS:
-        if not isinstance(found.get(key, {}), dict):
-            return f"`{key}` is {_kind(found[key])}, not an object"
-    for key, kind in _INSIDE.items():
-        for name, value in found.get(key, {}).items():
-            if not (isinstance(value, str) if kind is str else _number(value)):
-                return f"`{key}` has {_kind(value)} as {name}, not a {'string' if kind is str else 'number'}"
-    for when, clocks in found.get("clocks", {}).items():
-        if not isinstance(clocks, dict) or not all(_number(value) for value in clocks.values()):
-            return f"`clocks` {when} are not an object of numbers"
-    if "threads" in found and not _count(found["threads"]):
-        return "`threads` is not a positive whole number"
-    for key in ("machine", "date", "torch"):
-        if key not in found:
-            return f"it has no `{key}`"
-    if not isinstance(found.get("rows", []), list):
-        return f"`rows` is {_kind(found['rows'])}, not a list"
+def _complaint(value: Any, format_: Any, where: str) -> str:
+    """The first violation of a format; empty if there is none."""
+    if isinstance(format_, tuple):
+        kind, test = format_
+        return "" if test(value) else f"{where} is not {kind}"
+    if isinstance(format_, list):
+        if not isinstance(value, list):
+            return f"{where} is not a list"
+        complaints = (_complaint(each, format_[0], f"row {i}") for i, each in enumerate(value))
+        return next(filter(None, complaints), "")
+    if not isinstance(value, dict):
+        return f"{where} is not an object"
+    prefix = "" if where == "it" else f"{where} "
+    for key in (key[:-1] for key in format_ if key.endswith("!")):
+        if key not in value:
+            return f"{where} has no `{key}`"
+    for key, inner in value.items():
+        kind = format_.get(f"{key}!", format_.get(key, format_.get("*")))
+        if kind is not None and (wrong := _complaint(inner, kind, f"{prefix}`{key}`")):
+            return wrong
+    return ""
+
+
+def _inconsistency(found: Mapping[str, Any]) -> str:
+    """The first inconsistency between values; empty if there is none."""
     device = found.get("device", "cpu" if "threads" in found else "cuda")
-    if device not in ("cpu", "cuda"):
-        return "`device` is neither cpu nor cuda"
-    if "ceilings" in found:
-        for name in _CEILINGS:
-            if not _number(found["ceilings"].get(name)) or found["ceilings"][name] <= 0:
-                return f"`ceilings` has no positive `{name}`"
-    for number, row in enumerate(found.get("rows", [])):
-        wrong = _row(row)
-        if not wrong and device == "cuda" and "best copy" not in row["us"] and "ceilings" not in found:
-            wrong = "has no time of a best copy, and there are no `ceilings`"
-        if wrong:
-            return f"row {number} {wrong}"
-    for key in ("host_us", "overhead_us"):
-        for name, us in found.get(key, {}).items():
-            if not _time(us):
-                return f"`{key}` of {name} is {_kind(us)}, not one or more positive times"
-    return "" if "rows" in found else "it has no `rows`"
-
-
-def _row(row: Any) -> str:
-    if not isinstance(row, dict):
-        return f"is {_kind(row)}, not an object"
-    for key in ("op", "shape", "bytes", "us"):
-        if key not in row:
-            return f"has no `{key}`"
-    for key in _NAMES:
-        if key in row and not isinstance(row[key], str):
-            return f"has {_kind(row[key])} as `{key}`, not a string"
-    shape = row["shape"]
-    if not isinstance(shape, list) or not 1 <= len(shape) <= 8 or not all(_count(size) for size in shape):
-        return "has a `shape` that is not a short list of positive whole numbers"
-    if ("latent" in row or "normed" in row) and len(shape) < 2 + ("normed" in row):
-        return "has a `shape` with too few numbers for its op"
-    if "normed" in row and not _count(row["normed"]):
-        return "has a `normed` that is not a positive whole number"
-    if not _count(row["bytes"]):
-        return "has `bytes` that are not a positive whole number"
-    for key in ("us", "behind_us"):
-        times = row.get(key, {})
-        if not isinstance(times, dict):
-            return f"has {_kind(times)} as `{key}`, not an object"
-        for name, us in times.items():
-            if not _time(us, signed=key == "behind_us"):
-                return f"has no usable times of {name} in `{key}`"
-    if "onepass" not in row["us"]:
-        return "has no time of onepass"
-    others = row.get("others", 0.0)
-    return "" if _number(others) and others >= 0 else "has `others` that is not a share"
-
-
-def _number(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e18 and math.isfinite(value)
-    )
-
-
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 60
-
-
-def _time(us: Any, signed: bool = False) -> bool:
-    times = us if isinstance(us, list) else [us]
-    return 0 < len(times) <= 1000 and all(_number(t) and (signed or t > 0) for t in times)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _depth(value: Any) -> int:
-    """How deep objects and lists are nested, without recursion."""
-    deepest, left = 0, [(value, 1)]
-    while left:
-        inner, depth = left.pop()
-        deepest = max(deepest, depth)
-        if depth > _NEST:
-            break
-        if isinstance(inner, (dict, list)):
-            left += [(each, depth + 1) for each in (inner.values() if isinstance(inner, dict) else inner)]
-    return deepest
+    for number, row in enumerate(found["rows"]):
+        if ("latent" in row or "normed" in row) and len(row["shape"]) < 2 + ("normed" in row):
+            return f"row {number} has a `shape` with too few numbers for its op"
+        if device == "cuda" and "best copy" not in row["us"] and "ceilings" not in found:
+            return f"row {number} has no time of a best copy, and there are no `ceilings`"
+    return ""

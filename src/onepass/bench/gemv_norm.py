@@ -1,4 +1,4 @@
-"""gemv_and_partial_norm, of bfloat16 weights; also after the norm that writes what it reads, as decode runs it."""
+"""gemv_and_partial_norm of bfloat16 weights, alone and after the norm that writes its input, as in a decode step."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from torch import Tensor
 
 import onepass
 
-from .workload import Family, Problem, Workload
+from .workload import EPS, Family, Problem, Workload, randoms
 
 OP = "gemv_and_partial_norm"
-EPS = 1e-6
+_MODEL = tuple((m, 2112, 7168, 1536) for m in (1, 2, 4, 8, 16))
 SHAPES = {
-    (OP, "cuda"): (
-        *((m, 2112, 7168, 1536) for m in (1, 2, 4, 8, 16)),
-        (1, 2112, 5120, 1536),
-        (1, 4096, 4096, 4096),
-        (1, 2624, 6144, 2048),
-    ),
-    (OP, "cpu"): tuple((m, 2112, 7168, 1536) for m in (1, 4, 16)),
+    (OP, "cuda"): (*_MODEL, (1, 2112, 5120, 1536), (1, 4096, 4096, 4096), (1, 2624, 6144, 2048)),
+    (OP, "cpu"): _MODEL[::2],
 }
-"""M, N, K and normed columns."""
+"""M, N, K and the number of normed columns."""
 
 
 def composed(act: Tensor, weight: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -33,13 +28,10 @@ def composed(act: Tensor, weight: Tensor, gamma: Tensor, eps: float) -> tuple[Te
 
 
 def problem(m: int, n: int, k: int, width: int, device: str) -> Problem:
-    """Random inputs, and our calls into tensors made beforehand."""
-    sizes = ((m, k), (n, k), (width,), (k,), (m, k))
-    act, weight, gamma, before, source = (torch.randn(*s, device=device, dtype=torch.bfloat16) for s in sizes)
+    """Random inputs, and our calls with outputs allocated beforehand."""
+    act, weight, gamma, before, source = randoms(device, (m, k), (n, k), (width,), (k,), (m, k))
     outs = [torch.empty(m, w, device=device, dtype=torch.bfloat16) for w in (width, n - width)]
-
-    def ours() -> object:
-        return onepass.gemv_and_partial_norm(act, weight, gamma, EPS, out=outs)
+    ours = partial(onepass.gemv_and_partial_norm, act, weight, gamma, EPS, out=outs)
 
     def pair() -> object:
         onepass.rms_norm(source, before, EPS, out=act)
@@ -50,9 +42,11 @@ def problem(m: int, n: int, k: int, width: int, device: str) -> Problem:
 
 def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     """[M, N, K] with all columns normed, or [M, N, K, normed]."""
-    if len(shape) not in (3, 4) or shape[0] > 16 or not 1 <= shape[-1 if len(shape) == 4 else 1] <= shape[1]:
+    if len(shape) not in (3, 4) or shape[0] > 16:
         return []
     m, n, k, width = (*shape, shape[1])[:4]
+    if width > n:
+        return []
     moved = (n * k + m * k + m * n + width) * 2
     make = partial(problem, m, n, k, width)
     return [Workload(OP, (m, n, k), moved, make, "read", {"normed": width}, cold=True)]

@@ -1,4 +1,4 @@
-"""What a GPU can do at best, measured in the same run: copy and read rates, an empty kernel, streams of any size, clocks."""
+"""The ceilings of a GPU, measured in the same run: copy and read rates, an empty kernel, streams of any size, clocks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _stream_kernel(
 ):
     """Move ``n`` elements: copy them, write half of their bytes, or only read them.
 
-    With programmatic launch it loads before its predecessor has ended, which no op may do with its inputs, and lets its
-    successor start at once (EARLY) or after the loads.
+    With programmatic launch it loads before the previous kernel has ended, which no op may do with its
+    inputs, and lets the next one start at once (EARLY) or after the loads.
     """
     if PROGRAMMATIC and EARLY:
         cuda.gdc_launch_dependents()
@@ -70,7 +70,7 @@ def _streaming(kernel: Any, source: Tensor, target: Tensor, block: int) -> Calla
 
 
 def ceilings() -> dict[str, float]:
-    """Copy and read bandwidth (TB/s, best of several block sizes) and an empty kernel in a chain (us), here and now."""
+    """Copy and read bandwidth (TB/s, best of several block sizes) and the time of an empty kernel in a chain (us)."""
     results: dict[str, float] = {}
     for label, size in (("copy 2 GiB", 1 << 30), ("copy 128 MiB", 64 << 20), ("read 1 GiB", 1 << 30)):
         reads = label.startswith("read")
@@ -86,7 +86,7 @@ def ceilings() -> dict[str, float]:
 
 
 class Tile(NamedTuple):
-    """How a stream is cut up: bytes that one program loads, its warps, and when it lets the next kernel start."""
+    """How a stream is split: bytes that one program loads, its warps, and when it lets the next kernel start."""
 
     bytes: int
     warps: int
@@ -98,7 +98,7 @@ TILES = tuple(
     for size, warps in ((4096, 2), (8192, 4), (16384, 8), (32768, 8))
     for early in (True, False)
 )
-"""Of these the fastest at a size is its ceiling. A large copy wants other tiles than a small one."""
+"""The fastest of these at a size is its ceiling. Large copies need different tiles from small ones."""
 _TRIAL: Any = {"chain_us": 500.0, "replays": 5}
 
 
@@ -108,16 +108,16 @@ Pair = tuple[Tensor, Tensor]
 def length(kind: Stream, size: int) -> int:
     """Elements of a stream that moves ``size`` bytes: a multiple of 16.
 
-    Triton loads vectors only where it knows that a length is one. A copy of 5 elements more took three times as long (65 us
-    instead of 22 for 88 MB).
+    Triton vectorizes loads only for such lengths. A copy of 5 more elements took three times as long
+    (65 us instead of 22 for 88 MB).
     """
     return max(16, size // {"copy": 8, "halve": 3, "read": 4}[kind] // 16 * 16)
 
 
 def pairs(kind: Stream, size: int, sets: int) -> list[Pair]:
-    """What streams that move ``size`` bytes in all read and write, ``sets`` times.
+    """Inputs and outputs of ``sets`` streams that each move ``size`` bytes.
 
-    A copy writes what it reads, "halve" writes half of it, a read writes nothing.
+    "copy" writes what it reads, "halve" writes half of it, "read" writes nothing.
     """
     n = length(kind, size)
     words = torch.int16 if kind == "halve" else torch.int32
@@ -127,7 +127,7 @@ def pairs(kind: Stream, size: int, sets: int) -> list[Pair]:
 
 
 def calls(kind: Stream, tensors: Sequence[Pair], tile: Tile) -> list[Call]:
-    """A stream for each of these pairs."""
+    """One stream per pair."""
     programmatic = torch.cuda.get_device_capability() >= (9, 0)
     more = {"launch_pdl": True} if programmatic else {}
 
@@ -142,7 +142,7 @@ def calls(kind: Stream, tensors: Sequence[Pair], tile: Tile) -> list[Call]:
 
 
 def best_stream(kind: Stream, size: int, sets: int) -> tuple[list[float], Tile]:
-    """The fastest stream of this size in a chain of itself: its two medians, and its tile. The two best of a short trial compete."""
+    """The fastest stream of a size in a chain of itself: its two medians, and its tile. The two best of a short trial compete."""
     tensors = pairs(kind, size, sets)
     trials = {tile: min(graph_times(calls(kind, tensors, tile), **_TRIAL)) for tile in TILES}
     tiles = sorted(trials, key=lambda tile: trials[tile])[:2]
@@ -160,11 +160,11 @@ _CLOCKS = {
 
 
 def clocks() -> dict[str, float]:
-    """What nvidia-smi says of the first visible GPU while it copies; nothing where there is no nvidia-smi."""
+    """What nvidia-smi reports of the first visible GPU while it copies; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return {}
     copy = calls("copy", pairs("copy", 1 << 30, 1), TILES[2])[0]
-    for _ in range(4000):  # about a second of work, asked about meanwhile
+    for _ in range(4000):  # about a second of work, queried meanwhile
         copy()
     uuid = str(torch.cuda.get_device_properties().uuid)
     command = ["nvidia-smi", f"--query-gpu={','.join(_CLOCKS)}", "--format=csv,noheader,nounits", f"--id=GPU-{uuid}"]
@@ -174,7 +174,7 @@ def clocks() -> dict[str, float]:
 
 
 def parse_clocks(line: str) -> dict[str, float]:
-    """``1980, 3201, 40, 210.5`` by name; what a GPU does not tell is left out."""
+    """``1980, 3201, 40, 210.5`` by name; what a GPU does not report is left out."""
     found = {}
     for name, value in zip(_CLOCKS.values(), line.strip().split(","), strict=False):
         try:

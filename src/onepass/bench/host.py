@@ -1,8 +1,7 @@
-"""What a call costs the host: time of an eager call at M = 1, outputs allocated, beside torch's own ops in the same run."""
+"""What a call costs the host: an eager call at M = 1, outputs allocated, next to torch's own ops in the same run."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -10,21 +9,20 @@ import torch
 import onepass
 
 from ..ops import dispatch
-from . import gemv_norm, mla_cache
-from . import qk_norm as qk
+from . import gemv_norm, mla_cache, qk_norm
 from . import rms_norm as rows
+from .timing import alternate
 from .workload import Call
 
 TORCH = ("torch.empty_like", "x.add(1)", "F.rms_norm")
 ROUNDS, INNER = 60, 50
-"""Rounds in which each contender takes its turn with INNER calls. Of each half of them the quickest counts: what the code costs,
-not what the machine was doing."""
+"""Rounds in which each contender makes INNER calls. The fastest of each half counts: it is what the code costs."""
 
 
 def contenders(device: str) -> dict[str, Call]:
-    """Torch's own ops first. Sizes are small: on a CPU the kernel is part of the call."""
+    """Torch's own ops first. Sizes are small because on a CPU the kernel is part of the call."""
     x, gamma, eps = rows.problem("rms_norm", 1, 4096, device).arguments
-    q, k, gamma_q, gamma_k, var = qk.problem(qk.APPLY, 1, 1024, 256, device).arguments
+    q, k, gamma_q, gamma_k, var = qk_norm.problem(qk_norm.APPLY, 1, 1024, 256, device).arguments
     act, weight, width, _ = gemv_norm.problem(1, 64, 256, 64, device).arguments
     p = mla_cache.problem(1, 16, mla_cache.CACHES["fp8"], mla_cache.angles(device), device)
     outs = torch.empty_like(q), torch.empty_like(k)
@@ -34,50 +32,34 @@ def contenders(device: str) -> dict[str, Call]:
         "F.rms_norm": lambda: torch.nn.functional.rms_norm(x, (4096,), gamma, eps),
         "rms_norm": lambda: onepass.rms_norm(x, gamma),
         "rms_norm_fused_fp8": lambda: onepass.rms_norm_fused_fp8(x, gamma),
-        "gemv_and_partial_norm": lambda: onepass.gemv_and_partial_norm(act, weight, width),
-        "row_mean_of_squares_qk": lambda: onepass.row_mean_of_squares_qk(q, k),
-        "apply_qk_rms_norm": lambda: onepass.apply_qk_rms_norm(*outs, gamma_q, gamma_k, var, q, k, 1e-6),
-        "qk_rms_norm": lambda: onepass.qk_rms_norm(q, k, gamma_q, gamma_k),
-        "fused_rope_rmsnorm_quantization": lambda: onepass.fused_rope_rmsnorm_quantization(
+        gemv_norm.OP: lambda: onepass.gemv_and_partial_norm(act, weight, width),
+        qk_norm.MEANS: lambda: onepass.row_mean_of_squares_qk(q, k),
+        qk_norm.APPLY: lambda: onepass.apply_qk_rms_norm(*outs, gamma_q, gamma_k, var, q, k, 1e-6),
+        qk_norm.FUSED: lambda: onepass.qk_rms_norm(q, k, gamma_q, gamma_k),
+        mla_cache.OP: lambda: onepass.fused_rope_rmsnorm_quantization(
             None, p.q, p.kv, p.offsets, p.freqs, p.gamma, p.cache
         ),
     }
 
 
 def times(device: str, skip: Callable[[str], bool] = lambda op: False) -> dict[str, list[float]]:
-    """Microseconds a call, the GPU's work overlapping; on a CPU also without kernels: checks, allocation, dispatch.
+    """Microseconds per call, overlapping with the GPU's work; on a CPU also without kernels (validation, allocation, dispatch).
 
-    On a GPU a call that is like an earlier one checks nothing, so there is nothing to tell apart.
+    On a GPU, repeated calls skip validation, so these parts cannot be separated.
     """
     calls = {name: call for name, call in contenders(device).items() if not skip(name)}
-    found = _turns(calls, device)
+    found = _times(calls, device)
     if device == "cuda":
         return found
     ours = {name: call for name, call in calls.items() if name not in TORCH}
-    with dispatch.launching_with(lambda family: _nothing):
-        bare = _turns(ours, device)
+    with dispatch.launching_with(lambda family: lambda *_: None):
+        bare = _times(ours, device)
     return found | {f"{name}, no kernel": us for name, us in bare.items()}
 
 
-def _turns(calls: dict[str, Call], device: str) -> dict[str, list[float]]:
+def _times(calls: dict[str, Call], device: str) -> dict[str, list[float]]:
     for call in calls.values():
         for _ in range(3):
             call()
-    quickest: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(2):
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(ROUNDS // 2):
-            for name, call in calls.items():
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(INNER):
-                    call()
-                samples[name].append((time.perf_counter() - start) / INNER * 1e6)
-        for name, found in samples.items():
-            quickest[name].append(min(found))
-    return quickest
-
-
-def _nothing(*_: object) -> None:
-    return None
+    wait = torch.cuda.synchronize if device == "cuda" else None
+    return alternate({name: [call] for name, call in calls.items()}, ROUNDS // 2, INNER, min, wait)

@@ -1,4 +1,4 @@
-"""MLA's cache write: bfloat16 queries and latents into an fp8 or bfloat16 cache."""
+"""The MLA cache write: bfloat16 queries and latents into an fp8 or bfloat16 cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import onepass
 from ..contract.declaration import moved_bytes
 from ..formats import E4M3FN
 from ..specs.mla_cache import MAX_HEADS
-from .workload import Family, Workload
+from .workload import EPS, Family, Workload, metas, normed, randoms
 from .workload import Problem as Contest
 
 OP = "fused_rope_rmsnorm_quantization"
@@ -21,18 +21,17 @@ SHAPES = {
     (OP, "cuda"): tuple((tokens, heads) for heads in (128, 16) for tokens in (1, 64, 2048, 8192)),
     (OP, "cpu"): tuple((tokens, 128) for tokens in (1, 64, 2048)),
 }
-"""Tokens and heads: DeepSeek-V3, whole and of eight ranks."""
+"""Tokens and heads: DeepSeek-V3, whole and on eight ranks."""
 CACHES = {"fp8": E4M3FN.dtype, "bf16": torch.bfloat16}
 LATENT, ROPE, PAGE = 512, 64, 64
 DECODED, PREFILLED = 64, 1024
-"""Up to DECODED tokens a call has one for each request; otherwise PREFILLED, in the last what is left."""
+"""A call with up to DECODED tokens has one per request; a larger one has PREFILLED per request, the last fewer."""
 CACHED = 1000
-"""Tokens of a request that are in the cache, at most."""
-EPS = 1e-6
+"""The most tokens of a request that are already in the cache."""
 
 
 class Problem(NamedTuple):
-    """One set of inputs. ``positions`` and ``slots`` say once more what offsets and cache do, for the peers."""
+    """One set of inputs. ``positions`` and ``slots`` repeat for the peers what offsets and cache specify."""
 
     q: Tensor
     out: Tensor
@@ -46,12 +45,10 @@ class Problem(NamedTuple):
 
 
 def problem(tokens: int, heads: int, dtype: torch.dtype, freqs: Tensor, device: str = "cuda") -> Problem:
-    """Random inputs: bfloat16, as the models have them, requests of different lengths, pages in any order."""
+    """Random inputs: bfloat16, as in the models, requests of different lengths, pages in any order."""
     new = 1 if tokens <= DECODED else PREFILLED
     requests = -(-tokens // new)
-    q = torch.randn(tokens, heads, ROPE, device=device, dtype=torch.bfloat16)
-    kv = torch.randn(tokens, LATENT + ROPE, device=device, dtype=torch.bfloat16)
-    gamma = torch.randn(LATENT, device=device, dtype=torch.bfloat16)
+    q, kv, gamma = randoms(device, (tokens, heads, ROPE), (tokens, LATENT + ROPE), (LATENT,))
     lengths = torch.randint(0, CACHED, (requests,), dtype=torch.int32, device=device)
     width = -(-(CACHED + new) // PAGE)
     table = torch.randperm(requests * width, device=device).view(requests, width).int()
@@ -64,20 +61,20 @@ def problem(tokens: int, heads: int, dtype: torch.dtype, freqs: Tensor, device: 
 
 @cache
 def angles(device: str = "cuda") -> Tensor:
-    """Cosines and sines of every position there is: one table, as a model has it."""
+    """Cosines and sines of every position, in one table as in a model."""
     turns = torch.rand(CACHED + PREFILLED, ROPE // 2, device=device) * 6.3
     return torch.stack((turns.cos(), turns.sin()), -1).flatten(-2)
 
 
 def ours(p: Problem) -> Tensor:
-    """The op into tensors made beforehand."""
+    """Call the op with outputs allocated beforehand."""
     return onepass.fused_rope_rmsnorm_quantization(p.out, p.q, p.kv, p.offsets, p.freqs, p.gamma, p.cache, EPS)
 
 
 def composed(
     q: Tensor, out: Tensor, kv: Tensor, freqs: Tensor, gamma: Tensor, entries: Tensor, positions: Tensor, slots: Tensor
 ) -> None:
-    """The same as a user would write it in torch, with positions, slots and the cache's `entries` as given."""
+    """The op as a user would write it in torch, with given positions, slots and cache `entries`."""
     cos, sin = freqs[positions].unflatten(-1, (-1, 2)).unbind(-1)
 
     def rotated(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
@@ -85,14 +82,11 @@ def composed(
         return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
 
     out.copy_(rotated(q, cos.unsqueeze(1), sin.unsqueeze(1)))
-    latent = kv[:, :LATENT].float()
-    latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + EPS) * gamma.float()
-    entry = torch.cat((latent, rotated(kv[:, LATENT:], cos, sin)), -1)
-    put(entries, slots, entry)
+    put(entries, slots, torch.cat((normed(kv[:, :LATENT], gamma), rotated(kv[:, LATENT:], cos, sin)), -1))
 
 
 def put(entries: Tensor, slots: Tensor, entry: Tensor) -> None:
-    """Write float32 rows into slots of a cache, in its own format."""
+    """Write float32 rows into slots of a cache, in the format of the cache."""
     if entries.dtype == torch.uint8:
         entries[slots] = entry.clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype).view(torch.uint8)
     else:
@@ -100,46 +94,41 @@ def put(entries: Tensor, slots: Tensor, entry: Tensor) -> None:
 
 
 def entries(blocks: Tensor) -> Tensor:
-    """The cache as rows, one per slot; fp8 as bytes, which is what torch can index and assign.
+    """The cache as rows, one per slot; fp8 as bytes, which torch can index and assign.
 
-    The view is made here, outside of what is compiled. torch 2.11's Inductor writes into a tensor it was given in place, but not
+    The view is made here, outside of what is compiled. torch 2.11's Inductor writes in place into a tensor it was given, but not
     into a view of one: with the view inside, it copied the whole cache and copied it back, 150 MB at 64 requests of 1000 tokens.
     """
     return (blocks.view(torch.uint8) if blocks.dtype == E4M3FN.dtype else blocks).flatten(0, 1)
 
 
 def arguments(p: Problem) -> tuple[Any, ...]:
-    """What `composed` takes."""
+    """The arguments of `composed`."""
     return p.q, p.out, p.kv, p.freqs, p.gamma, entries(p.cache.blocks), p.positions, p.slots
 
 
 def moved(tokens: int, heads: int, dtype: torch.dtype) -> int:
-    """Bytes an ideal kernel moves; angles and tables are not counted."""
-    q = torch.empty(tokens, heads, ROPE, dtype=torch.bfloat16, device="meta")
-    kv = torch.empty(tokens, LATENT + ROPE, dtype=torch.bfloat16, device="meta")
-    return moved_bytes([q, q, kv, torch.empty_like(kv, dtype=dtype), kv.new_empty(LATENT)])
+    """Bytes that an ideal kernel moves; angles and tables are not counted."""
+    q, kv, gamma = metas((tokens, heads, ROPE), (tokens, LATENT + ROPE), (LATENT,))
+    return moved_bytes([q, q, kv, torch.empty_like(kv, dtype=dtype), gamma])
 
 
 def contest(tokens: int, heads: int, dtype: torch.dtype, device: str) -> Contest:
-    """A set of inputs, our call and what the peers take."""
+    """A set of inputs, our call and the arguments of the peers."""
     p = problem(tokens, heads, dtype, angles(device), device)
     return Contest(OP, {"onepass": partial(ours, p)}, composed, arguments(p))
 
 
 def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
-    """[tokens, heads], once for each kind of cache."""
+    """[tokens, heads], once per kind of cache."""
     if len(shape) != 2 or shape[1] > MAX_HEADS:
         return []
-    return [
-        Workload(
-            OP,
-            (*shape, ROPE),
-            moved(*shape, dtype),
-            partial(contest, *shape, dtype),
-            about={"latent": LATENT, "cache": name},
-        )
-        for name, dtype in CACHES.items()
-    ]
+    found = []
+    for name, dtype in CACHES.items():
+        about = {"latent": LATENT, "cache": name}
+        make = partial(contest, *shape, dtype)
+        found.append(Workload(OP, (*shape, ROPE), moved(*shape, dtype), make, about=about))
+    return found
 
 
 FAMILY = Family("mla", (OP,), SHAPES, workloads)

@@ -1,75 +1,67 @@
-"""What other code takes for the same work. A peer is one small function from a problem to a call; add one here.
+"""Other implementations of the same work. A peer is a function from a problem to a call; add new ones to `PEERS`.
 
-It returns None for work it does not do. What it needs is imported inside; if that is not there, the peer is left out and
-the report says so. A library's first result is compared with torch's before the library is timed. The order here is the
-order of columns in tables.
+A peer imports what it needs itself. A library that is not installed is left out, and the report
+mentions that. A library's first result is compared with torch's before the library is timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .workload import Call, Problem
+from .workload import EPS, Call, Problem
 
-Make = Callable[[Problem], Call | None]
+NORM, ADDED, FP8 = "rms_norm", "rms_norm, residual", "rms_norm_fused_fp8"
+QK, GEMV = "qk_rms_norm", "gemv_and_partial_norm"
+ALIKE = 0.01
+"""The largest error of a peer's result, relative to torch's. One more rounding to bfloat16 is 0.002."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A contender: its name, how to make its call, the module it needs and the device it is for."""
+    """A contender: its name, how to make its call, the module it needs and the device it runs on."""
 
     name: str
-    make: Make
+    make: Callable[[Problem], Call]
     module: str | None = None
     device: str | None = None
+    ops: tuple[str, ...] = ()
+    """The ops whose work it does; empty means all."""
     slow: bool = False
-    """Measured after everybody else, because it takes long to get ready."""
+    """Measured last because preparing it takes long."""
 
     def why_not(self, device: str) -> str:
-        """In a word, why it cannot take part; empty when it can."""
+        """Why it cannot take part; empty if it can."""
         if self.device not in (None, device):
             return f"for {self.device} only"
         return "not installed" if self.module and util.find_spec(self.module) is None else ""
 
-
-PEERS: dict[str, Peer] = {}
-
-
-def peer(name: str, module: str | None = None, device: str | None = None, slow: bool = False) -> Callable[[Make], Make]:
-    """Register a function as a peer."""
-
-    def add(make: Make) -> Make:
-        PEERS[name] = Peer(name, make, module, device, slow)
-        return make
-
-    return add
+    def calls(self, problems: Sequence[Problem]) -> list[Call]:
+        """Its calls on all sets of inputs; empty if it does not do this work."""
+        return [self.make(p) for p in problems] if not self.ops or problems[0].op in self.ops else []
 
 
 def chosen(words: str) -> dict[str, Peer]:
-    """The peers whose name is, or else contains, one of the comma-separated words; ``all`` and ``none`` are what they say.
+    """The peers whose name equals, or else contains, one of the comma-separated words; also ``all`` and ``none``.
 
     >>> list(chosen("compile,liger")), list(chosen("torch.compile"))
     (['torch.compile', 'torch.compile max', 'Liger-Kernel'], ['torch.compile'])
     """
     if words in ("all", "none"):
         return dict(PEERS) if words == "all" else {}
-    found: dict[str, Peer] = {}
+    found: set[str] = set()
     for word in (word.strip() for word in words.split(",")):
-        named = [word] if word in PEERS else [name for name in PEERS if word and word.lower() in name.lower()]
-        matching = {name: PEERS[name] for name in named}
-        if not matching:
-            raise ValueError(f"no peer {word!r}; there are {', '.join(PEERS)}")
-        found |= matching
-    return {name: found[name] for name in PEERS if name in found}
-
-
-# --- torch ----------------------------------------------------------------------------------------------------------
+        named = {word} if word in PEERS else {name for name in PEERS if word and word.lower() in name.lower()}
+        if not named:
+            raise ValueError(f"no peer {word!r}; choose from {', '.join(PEERS)}")
+        found |= named
+    return {name: peer for name, peer in PEERS.items() if name in found}
 
 
 _compiled: dict[tuple[Any, str], Callable[..., object]] = {}
@@ -79,66 +71,59 @@ def _compile(p: Problem, mode: str) -> Call:
     if (p.composed, mode) not in _compiled:
         torch._dynamo.config.recompile_limit = 64
         _compiled[p.composed, mode] = torch.compile(p.composed, mode=mode, dynamic=False, fullgraph=True)
-    function = _compiled[p.composed, mode]
-    return lambda: function(*p.arguments)
+    return partial(_compiled[p.composed, mode], *p.arguments)
 
 
-@peer("torch.compile")
-def compiled(p: Problem) -> Call | None:
-    """The same function compiled in default mode, for its shape alone."""
+def compiled(p: Problem) -> Call:
+    """The torch code compiled in default mode, for one shape."""
     return _compile(p, "default")
 
 
-@peer("torch.compile max", device="cuda", slow=True)
-def compiled_max(p: Problem) -> Call | None:
-    """With max-autotune, without CUDA graphs of its own: it is captured like everybody else."""
+def compiled_max(p: Problem) -> Call:
+    """max-autotune without CUDA graphs of its own: it is captured like all contenders."""
     from torch._inductor import select_algorithm
 
     select_algorithm.PRINT_AUTOTUNE = False
     return _compile(p, "max-autotune-no-cudagraphs")
 
 
-# --- libraries ------------------------------------------------------------------------------------------------------
-
-
-@peer("Liger-Kernel", "liger_kernel", "cuda")
-def liger(p: Problem) -> Call | None:
-    """Liger's RMSNorm with Llama's casts, its norm with a residual, and its norm of q and of k one after the other."""
-    if p.op not in ("rms_norm", "rms_norm, residual", "qk_rms_norm"):
-        return None
+def liger(p: Problem) -> Call:
+    """Liger's RMSNorm with Llama's casts, its norm with a residual, and its norms of q and k in sequence."""
     from liger_kernel.transformers import functional
 
-    if p.op == "qk_rms_norm":
-        q, k, *gammas = p.arguments
-        of_q, of_k = (gamma.to(q.dtype) for gamma in gammas)
-        return lambda: tuple(functional.liger_rms_norm(x, gamma, 1e-6) for x, gamma in ((q, of_q), (k, of_k)))
+    if p.op == QK:
+        work = _qk(p)
+        return lambda: tuple(functional.liger_rms_norm(x, gamma, EPS) for x, gamma in work)
     x, gamma, eps, *residual = p.arguments
     if residual:
         return lambda: functional.liger_fused_add_rms_norm(x, *residual, gamma, eps)
     return lambda: functional.liger_rms_norm(x, gamma, eps)
 
 
-@peer("FlashInfer", "flashinfer", "cuda")
-def flashinfer(p: Problem) -> Call | None:
-    """FlashInfer's rmsnorm into tensors made beforehand, alone, of q and k, or behind torch's matmul; its norm with a residual.
+def flashinfer(p: Problem) -> Call:
+    """FlashInfer's rmsnorm with outputs allocated beforehand: alone, of q and k, after torch's matmul, with a residual.
 
-    It has no norm with a scale per row or per group and without a residual, and no norm in its MLA cache write.
+    It has no norm with dynamic scales and without a residual, and no norm in its MLA cache write.
     """
-    if p.op not in ("rms_norm", "rms_norm, residual", "qk_rms_norm", "gemv_and_partial_norm"):
-        return None
     from flashinfer import norm
 
-    if p.op == "qk_rms_norm":
-        q, k, *gammas = p.arguments
-        work = [(x, gamma.to(x.dtype), torch.empty_like(x)) for x, gamma in zip((q, k), gammas, strict=True)]
-        return lambda: tuple(norm.rmsnorm(x, gamma, 1e-6, out=out) for x, gamma, out in work)
-    if p.op == "gemv_and_partial_norm":
-        return _flashinfer_gemv(p, norm.rmsnorm)
+    if p.op == QK:
+        outs = [(x, gamma, torch.empty_like(x)) for x, gamma in _qk(p)]
+        return lambda: tuple(norm.rmsnorm(x, gamma, EPS, out=out) for x, gamma, out in outs)
+    if p.op == GEMV:
+        act, weight, gamma, eps = p.arguments
+        width = gamma.shape[0]
+        product = act.new_empty(act.shape[0], width)
+
+        def matmul() -> tuple[Tensor, Tensor]:
+            y = torch.nn.functional.linear(act, weight)
+            return norm.rmsnorm(y[:, :width], gamma, eps, out=product), y[:, width:]
+
+        return matmul
     x, gamma, eps, *residual = p.arguments
     if not residual:
-        out = torch.empty_like(x)
-        return lambda: norm.rmsnorm(x, gamma, eps, out=out)
-    mine, total = x.clone(), residual[0].clone()  # it writes both, and the next call goes on from there
+        return partial(norm.rmsnorm, x, gamma, eps, out=torch.empty_like(x))
+    mine, total = x.clone(), residual[0].clone()  # it overwrites both, and the next call continues from there
 
     def added() -> tuple[Tensor, Tensor]:
         norm.fused_add_rmsnorm(mine, total, gamma, eps)
@@ -147,87 +132,62 @@ def flashinfer(p: Problem) -> Call | None:
     return added
 
 
-def _flashinfer_gemv(p: Problem, rmsnorm: Callable[..., Tensor]) -> Call:
-    act, weight, gamma, eps = p.arguments
-    width = gamma.shape[0]
-    out = act.new_empty(act.shape[0], width)
-
-    def call() -> tuple[Tensor, Tensor]:
-        y = torch.nn.functional.linear(act, weight)
-        return rmsnorm(y[:, :width], gamma, eps, out=out), y[:, width:]
-
-    return call
-
-
-@peer("vLLM", "vllm", "cuda")
-def vllm(p: Problem) -> Call | None:
-    """vLLM's norm, and its norm with a dynamic scale a token."""
-    if p.op not in ("rms_norm", "rms_norm_fused_fp8"):
-        return None
+def vllm(p: Problem) -> Call:
+    """vLLM's norm, and its norm with one dynamic scale per token."""
     from vllm import _custom_ops as ops
 
     x, gamma, eps = p.arguments
-    if p.op == "rms_norm_fused_fp8":
+    if p.op == FP8:
         return lambda: ops.rms_norm_dynamic_per_token_quant(x, gamma, eps, torch.float8_e4m3fn)
-    out = torch.empty_like(x)
-    return lambda: ops.rms_norm(out, x, gamma, eps)
+    return partial(ops.rms_norm, torch.empty_like(x), x, gamma, eps)
 
 
-@peer("quack", "quack", "cuda")
-def quack(p: Problem) -> Call | None:
+def quack(p: Problem) -> Call:
     """Quack's rmsnorm."""
-    if p.op != "rms_norm":
-        return None
     from quack import rmsnorm
 
     x, gamma, eps = p.arguments
     return lambda: rmsnorm(x, gamma, eps=eps)
 
 
-# --- torch as most people call it -----------------------------------------------------------------------------------
-
-
-@peer("torch eager")
-def eager(p: Problem) -> Call | None:
+def eager(p: Problem) -> Call:
     """The op as a user would write it."""
     return lambda: p.composed(*p.arguments)
 
 
-@peer("F.rms_norm")
-def f_rms_norm(p: Problem) -> Call | None:
+def f_rms_norm(p: Problem) -> Call:
     """torch.nn.functional.rms_norm."""
-    if p.op != "rms_norm":
-        return None
     x, gamma, eps = p.arguments
     return lambda: torch.nn.functional.rms_norm(x, gamma.shape, gamma, eps)
 
 
-@peer("transformers", "transformers")
-def transformers(p: Problem) -> Call | None:
-    """transformers' own modules: Llama's norm, and MiniMax-M2's norms of q and k one after the other."""
-    if p.op == "rms_norm":
+def transformers(p: Problem) -> Call:
+    """transformers' own modules: Llama's norm, and MiniMax-M2's norms of q and k in sequence."""
+
+    def module(cls: Any, gamma: Tensor, eps: float) -> Any:
+        made = cls(gamma.shape[0], eps)
+        made.weight = torch.nn.Parameter(gamma, requires_grad=False)
+        return made.eval()
+
+    if p.op == NORM:
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
         x, gamma, eps = p.arguments
-        norm = _module(LlamaRMSNorm, gamma, eps)
-        return lambda: norm(x)
-    if p.op == "qk_rms_norm":
-        from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2RMSNorm
+        return partial(module(LlamaRMSNorm, gamma, eps), x)
+    from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2RMSNorm
 
-        q, k, *gammas = p.arguments
-        of_q, of_k = (_module(MiniMaxM2RMSNorm, gamma.to(q.dtype), 1e-6) for gamma in gammas)
-        return lambda: (of_q(q), of_k(k))
-    return None
+    work = [(module(MiniMaxM2RMSNorm, gamma, EPS), x) for x, gamma in _qk(p)]
+    return lambda: tuple(norm(x) for norm, x in work)
 
 
-def _module(cls: Any, gamma: Tensor, eps: float) -> Any:
-    module = cls(gamma.shape[0], eps)
-    module.weight = torch.nn.Parameter(gamma, requires_grad=False)
-    return module.eval()
+def _qk(p: Problem) -> list[tuple[Tensor, Tensor]]:
+    """q and k, each with its gamma in its dtype."""
+    q, k, gamma_q, gamma_k = p.arguments
+    return [(q, gamma_q.to(q.dtype)), (k, gamma_k.to(k.dtype))]
 
 
 def disagreement(theirs: object, ours: object) -> str:
-    """In words, how a peer's result differs from torch's by more than roundings; empty when it does not."""
+    """How a peer's result differs from torch's by more than rounding; empty if it does not."""
     pairs = [value if isinstance(value, (tuple, list)) else (value,) for value in (theirs, ours)]
     if len(pairs[0]) != len(pairs[1]):
         return f"{len(pairs[0])} results instead of {len(pairs[1])}"
@@ -240,11 +200,18 @@ def disagreement(theirs: object, ours: object) -> str:
     return ""
 
 
-ALIKE = 0.01
-"""The largest error of a peer's result, relative to torch's. One more rounding to bfloat16 is 0.002."""
-
-
-def contenders(problems: Iterable[Problem], found: Peer) -> list[Call]:
-    """A peer's calls on all sets of inputs; none if it does not do this work."""
-    calls = [found.make(p) for p in problems]
-    return [call for call in calls if call is not None]
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer("torch.compile", compiled),
+        Peer("torch.compile max", compiled_max, device="cuda", slow=True),
+        Peer("Liger-Kernel", liger, "liger_kernel", "cuda", (NORM, ADDED, QK)),
+        Peer("FlashInfer", flashinfer, "flashinfer", "cuda", (NORM, ADDED, QK, GEMV)),
+        Peer("vLLM", vllm, "vllm", "cuda", (NORM, FP8)),
+        Peer("quack", quack, "quack", "cuda", (NORM,)),
+        Peer("torch eager", eager),
+        Peer("F.rms_norm", f_rms_norm, ops=(NORM,)),
+        Peer("transformers", transformers, "transformers", ops=(NORM, QK)),
+    )
+}
+"""In the order of table columns."""

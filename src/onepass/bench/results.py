@@ -1,4 +1,4 @@
-"""Files of results, read and put side by side: one run or several, of this format or of those before it."""
+"""Result files, read and combined: one run or several, of this format or of earlier ones."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .document import document, plain
+from .document import document
 from .peers import PEERS
 from .timing import BUSY
-
-__all__ = ["Results", "Row", "document", "load", "of_report", "of_reports", "plain", "row_of", "write"]
 
 OURS = "onepass"
 STREAM = "memory stream"
 """The ceiling on a CPU: it moves as many bytes and takes turns with the rest."""
 BEST = "best copy"
-"""The ceiling on a GPU: the fastest of several copies (or reads) of as many bytes, with programmatic launch."""
+"""The ceiling on a GPU: the fastest of several copies (or reads) of the same size, with programmatic launch."""
 _OLD_STREAMS = ("copy of as many bytes", "read of the weights", "stream", "copy")
-"""What the memory stream was called in older files."""
+"""Names of the memory stream in older files."""
 CEILINGS = (STREAM, BEST)
 WAYS = ("norm, then onepass", "statistics, then application")
 """Other ways to use onepass; not peers."""
@@ -29,7 +27,7 @@ COMPILED = ("torch.compile", "torch.compile max")
 EAGER = "torch eager"
 _READING = ("gemv_and_partial_norm", "row_mean_of_squares_qk", "row_sum_of_squares_qk")
 SMALL = 4_000_000
-"""Bytes up to which a low share of the ceiling is put down to latency."""
+"""Bytes up to which a low share of the ceiling is attributed to latency."""
 HUGE = 1 << 27
 """Bytes from which the rate of a 2 GiB copy is a ceiling too: far more than the L2 holds, so that only the rate matters."""
 
@@ -45,12 +43,12 @@ class Row:
     bytes: int
     us: Mapping[str, tuple[float, ...]]
     floor_us: float
-    """The ceiling's time: the best copy or stream of as many bytes. Without one, and for huge rows, the bytes at a large copy's rate."""
+    """The ceiling's time: the best copy or stream of this size. Without one, and for huge rows, the bytes at a large copy's rate."""
     run: int = 0
     behind_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """The same contenders behind an ordinary kernel, where that was measured."""
     others: float = 0.0
-    """The share of all cores that other processes had meanwhile."""
+    """The share of all cores that other processes used meanwhile."""
 
     @property
     def ours(self) -> float:
@@ -59,7 +57,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the ceiling."""
+        """The share of the ceiling that onepass reaches."""
         return self.floor_us / self.ours
 
     @property
@@ -70,12 +68,12 @@ class Row:
 
     @property
     def peers(self) -> dict[str, float]:
-        """Microseconds of everybody else but the ceiling and our other ways."""
+        """Microseconds of all contenders but onepass and the ceilings."""
         return {name: min(us) for name, us in self.us.items() if name not in (OURS, *CEILINGS, *WAYS)}
 
     @property
     def behind_kernel(self) -> Row:
-        """The same row with the times behind an ordinary kernel in place of those in a chain. Only where they were measured."""
+        """The same row with the times behind an ordinary kernel. Only where they were measured."""
         return replace(self, us=self.behind_us, behind_us={})
 
     def best(self, names: Sequence[str]) -> float | None:
@@ -103,28 +101,28 @@ class Results:
 
     @property
     def machine(self) -> str:
-        """Its name."""
+        """The machine's name."""
         return str(self.runs[0]["machine"])
 
     @property
     def ops(self) -> list[str]:
-        """In the order they were measured."""
+        """All ops, in the order in which they were measured."""
         return list(dict.fromkeys(row.op for row in self.rows))
 
     @property
     def contenders(self) -> list[str]:
-        """Everybody who was measured: onepass, the peers in their order, our other ways, the stream."""
+        """All contenders that were measured: onepass, the peers in their order, other ways to use onepass, the ceilings."""
         seen = {name for row in self.rows for name in row.us}
         return [name for name in (OURS, *PEERS, *WAYS, *CEILINGS) if name in seen]
 
     @property
     def quiet(self) -> bool:
-        """Whether the machine was the benchmark's own: if not, its times are no basis for a claim."""
+        """Whether other processes left the cores alone; if not, nothing is claimed from the times."""
         return self.disturbance <= BUSY
 
     @property
     def disturbance(self) -> float:
-        """The largest share of all cores that other processes had during a row."""
+        """The largest share of all cores that other processes used during a row."""
         return max((row.others for row in self.rows), default=0.0)
 
     @property
@@ -135,12 +133,12 @@ class Results:
     @property
     def absent(self) -> dict[str, str]:
         """The peers without a time in any row, and why."""
-        said = {name: why for run in self.runs for name, why in (run.get("peers") or {}).items()}
-        return {n: said.get(n) or "not measured" for n in PEERS if n not in self.measured}
+        reasons = {name: why for run in self.runs for name, why in (run.get("peers") or {}).items()}
+        return {n: reasons.get(n) or "not measured" for n in PEERS if n not in self.measured}
 
     @property
     def peer_words(self) -> str:
-        """Who a claim about peers is about: ``Peers: torch.compile, torch eager. Not measured: vLLM (not installed).``"""
+        """Which peers a claim is about: ``Peers: torch.compile, torch eager. Not measured: vLLM (not installed).``"""
         reasons: dict[str, list[str]] = {}
         for name, why in self.absent.items():
             reasons.setdefault(why, []).append(name)
@@ -152,12 +150,16 @@ class Results:
         """The rows of an op."""
         return [row for row in self.rows if row.op == op]
 
-    def main(self, op: str) -> list[Row]:
-        """The rows with the columns that most numbers of rows were measured with, by number of rows."""
+    def series(self, op: str) -> list[list[Row]]:
+        """The rows of an op by columns, each series sorted by number of rows."""
         groups: dict[str, list[Row]] = {}
         for row in self.of(op):
             groups.setdefault(row.columns, []).append(row)
-        return sorted(max(groups.values(), key=lambda rows: len(list(rows))), key=lambda row: row.m)
+        return [sorted(rows, key=lambda row: row.m) for rows in groups.values()]
+
+    def main(self, op: str) -> list[Row]:
+        """The longest series of an op."""
+        return max(self.series(op), key=len)
 
     def speedup(self, names: Sequence[str]) -> float | None:
         """The geometric mean, over rows, of how many times longer the fastest of these takes."""
@@ -166,7 +168,7 @@ class Results:
 
     @property
     def behind(self) -> list[tuple[Row, str, float]]:
-        """Where a peer is ahead: the row, the fastest peer and its time."""
+        """Where a peer is faster: the row, the fastest peer and its time."""
         found = []
         for row in self.rows:
             name, us = min(row.peers.items(), key=lambda item: item[1], default=("", math.inf))
@@ -186,7 +188,7 @@ class Results:
 
     @property
     def banner(self) -> str:
-        """What to say instead of claims when the machine was not quiet; empty when it was."""
+        """What replaces claims if the machine was not quiet; empty if it was."""
         if self.quiet:
             return ""
         return (
@@ -218,17 +220,17 @@ def _floor(row: Mapping[str, Any], report: Mapping[str, Any], us: Mapping[str, t
     if report["device"] == "cpu":
         return min(us.get(STREAM, us[OURS]))
     reads = row["stream"] == "read" if "stream" in row else row["op"] in _READING
-    at_rate = float(row["bytes"] / report["ceilings"]["read 1 GiB TB/s" if reads else "copy 2 GiB TB/s"] / 1e6)
-    if BEST not in us:
-        return at_rate
-    return min(*us[BEST], at_rate) if row["bytes"] > HUGE else min(us[BEST])
+    if BEST in us and (row["bytes"] <= HUGE or "ceilings" not in report):
+        return min(us[BEST])
+    rate = report["ceilings"]["read 1 GiB TB/s" if reads else "copy 2 GiB TB/s"]
+    return float(min([*us.get(BEST, ()), row["bytes"] / rate / 1e6]))
 
 
 def row_of(row: Mapping[str, Any], report: Mapping[str, Any], run: int = 0) -> Row:
     """A row of a document."""
     m, columns = shape_words(row)
     us = {STREAM if name in _OLD_STREAMS else name: _times(times) for name, times in row["us"].items()}
-    # a difference of two times: one that is not positive is noise and says nothing
+    # This is a difference of two times: where it is not positive it is only noise.
     behind = {name: found for name, times in row.get("behind_us", {}).items() if min(found := _times(times)) > 0}
     words, floor = f"{m} x {columns}" if columns else m, _floor(row, report, us)
     return Row(row["op"], words, row["shape"][0], columns, row["bytes"], us, floor, run, behind, row.get("others", 0.0))
@@ -242,10 +244,8 @@ def of_reports(reports: Iterable[dict[str, Any]]) -> Results:
     for number, given in enumerate(reports):
         report = {"device": "cpu" if "threads" in given else "cuda", **given}
         rows += [row_of(row, report, number) for row in report.get("rows", ())]
-        host |= {
-            name.removeprefix("onepass."): _times(us)
-            for name, us in (report.get("host_us") or report.get("overhead_us") or {}).items()
-        }
+        times = report.get("host_us") or report.get("overhead_us") or {}
+        host |= {name.removeprefix("onepass."): _times(us) for name, us in times.items()}
         runs.append({key: value for key, value in report.items() if key != "rows"})
     return Results(tuple(runs), tuple(rows), host)
 
@@ -256,10 +256,10 @@ def of_report(report: dict[str, Any]) -> Results:
 
 
 def load(paths: Iterable[Path]) -> Results:
-    """Files, in this order; ValueError, in one line, where one is none of ours."""
+    """Read files in this order; raises a one-line ValueError if one is not a result file."""
     return of_reports([document(path) for path in paths])
 
 
 def write(report: Mapping[str, Any], path: Path) -> None:
-    """As JSON."""
+    """Write JSON."""
     path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A whole run: the checks first, then every workload against its peers, one JSON document in the end."""
+"""A whole run: checks first, then every workload against its peers, and one JSON document at the end."""
 
 from __future__ import annotations
 
@@ -6,37 +6,42 @@ import datetime
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from . import decode_step, gate, gemv_norm, host, mla_cache
-from . import qk_norm as qk
-from . import rms_norm as rows
+from ..testing.case import Check
+from ..testing.runner import Result, run_cases, select
+from . import decode_step, gemv_norm, host, mla_cache, qk_norm, rms_norm
 from .machine import describe
-from .peers import Peer, chosen, contenders, disagreement
-from .results import BEST, STREAM
+from .peers import Peer, chosen, disagreement
+from .results import BEST, OURS, STREAM
 from .timing import Behind, graph_times, turns
 from .workload import Call, Family, Problem, Workload, parse_shapes, wanted
 
-FAMILIES: tuple[Family, ...] = (rows.FAMILY, gemv_norm.FAMILY, qk.FAMILY, mla_cache.FAMILY, decode_step.FAMILY)
+FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (rms_norm, gemv_norm, qk_norm, mla_cache, decode_step))
+Calls = Mapping[str, list[Call]]
+"""Calls on all sets of inputs, by contender."""
+Lazy = Mapping[str, Callable[[], list[Call]]]
 HOST = "host"
 COLD = {"cuda": 300_000_000, "cpu": 200_000_000}
-"""Inputs rotate through this many bytes where few sets suffice; an H200's L2 holds 60 MB, a server's last level about as much."""
+"""Bytes that inputs rotate through where a few sets suffice. An H200's L2 and a server's last-level cache hold about 60 MB."""
 MOST_SETS = {"cuda": 32, "cpu": 6}
 LEAST_COLD_SETS = 6
 LARGE = 1_000_000
-"""Bytes from which eager torch on a CPU is measured apart from the others."""
+"""Bytes from which eager torch on a CPU is measured separately."""
+MOST_CASES = 10
+"""Cases that an op must pass before it is measured, one per group; `onepass check` runs all."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to measure: ops or families by name (all when empty), shapes, peers, where, and for how long (CPU, per row).
 
-    ``behind``: on a GPU every call is also timed behind an ordinary kernel. ``limit``: seconds after which nothing new begins.
+    ``behind``: on a GPU every call is also timed behind an ordinary kernel. ``limit``: seconds after which nothing new starts.
     """
 
     device: str
@@ -54,260 +59,272 @@ class Plan:
         names = [*(family.name for family in FAMILIES), HOST, *(op for family in FAMILIES for op in family.ops)]
         unknown = [op for op in self.ops if op not in names]
         if unknown:
-            raise ValueError(f"no op {unknown[0]!r}; there are {', '.join(dict.fromkeys(names))}")
+            raise ValueError(f"no op {unknown[0]!r}; choose from {', '.join(dict.fromkeys(names))}")
         given = parse_shapes(self.shapes)
-        object.__setattr__(self, "workloads", tuple(_workloads(self.ops, self.shapes, given, self.device)))
+        object.__setattr__(self, "workloads", tuple(self._workloads(given)))
         object.__setattr__(self, "chosen", chosen(self.peers))
         object.__setattr__(self, "host", HOST in self.ops or not (self.ops or given or self.shapes == "prefill"))
         if not self.workloads and not self.host:
-            raise ValueError(f"no op that was asked for takes the shape {self.shapes}")
+            raise ValueError(f"none of the chosen ops supports the shape {self.shapes}")
 
-
-def _workloads(ops: Sequence[str], which: str, given: list[tuple[int, ...]] | None, device: str) -> Iterator[Workload]:
-    for family in FAMILIES:
-        for op in family.ops:
-            if ops and op not in ops and family.name not in ops:
-                continue
-            if given is not None:
-                shapes = given
-            else:
-                shapes = [shape for shape in family.shapes[op, device] if wanted(which, shape[0])]
-            for shape in shapes:
-                yield from family.workloads(op, shape)
+    def _workloads(self, given: list[tuple[int, ...]] | None) -> Iterator[Workload]:
+        for family in FAMILIES:
+            for op in family.ops:
+                if self.ops and op not in self.ops and family.name not in self.ops:
+                    continue
+                usual = [shape for shape in family.shapes[op, self.device] if wanted(self.shapes, shape[0])]
+                for shape in usual if given is None else given:
+                    yield from family.workloads(op, shape)
 
 
 class Watcher:
-    """Is told how a run goes; does nothing by itself."""
+    """Follows a run; does nothing by itself."""
 
     def begin(self, total: int) -> None:
-        """Before anything: how many steps there will be."""
+        """Before the first of ``total`` steps."""
 
     def step(self, what: str) -> None:
         """A step begins: the checks of an op, or a contender of a row."""
 
     def row(self, row: dict[str, Any], report: dict[str, Any]) -> None:
-        """A row is done; the report holds it already."""
+        """A row was measured; the report contains it already."""
 
     def refused(self, op: str, why: str) -> None:
         """An op failed a check and will not be measured."""
 
 
-class _Clock:
-    """How long a run has taken, and on whom."""
+def cases(op: str) -> list[Check]:
+    """The first case of each group, without the large ones."""
+    groups: dict[str, Check] = {}
+    for case in select([op]):
+        groups.setdefault(case.group, case)
+    return [case for name, case in groups.items() if name not in ("large", "empty")][:MOST_CASES]
 
-    def __init__(self, limit: float | None) -> None:
-        self.start, self.limit = time.perf_counter(), limit
+
+def check(op: str, device: str) -> list[Result]:
+    """Run the op's cases: an op that fails one is not measured."""
+    return run_cases(cases(op), device)
+
+
+def run(plan: Plan, watch: Watcher | None = None, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Check, measure, report. ``before`` is a report to continue: what it has measured stays."""
+    return Run(plan, watch or Watcher(), before).go()
+
+
+class Run:
+    """One run: its report so far, and the time it has spent on each task."""
+
+    def __init__(self, plan: Plan, watch: Watcher, before: dict[str, Any] | None) -> None:
+        self.plan, self.watch, self.before = plan, watch, before
+        self.start, self.stopped = time.perf_counter(), False
         self.spent: defaultdict[str, float] = defaultdict(float)
-        self.stopped = False
+        self.usable = {name: peer for name, peer in plan.chosen.items() if not peer.why_not(plan.device)}
+        done = {_key(row): row for row in before["rows"]} if before else {}
+        self.workloads = [w for w in plan.workloads if not self._complete(done.get(_key(_about(w))))]
+        self.behind: Behind | None = None
+
+    def _complete(self, row: Mapping[str, Any] | None) -> bool:
+        """Whether nothing of a row is missing. On a CPU contenders take turns, so a row is complete or absent."""
+        if row is None or self.plan.device == "cpu":
+            return row is not None
+        maps = [row["us"], *([row.get("behind_us", {})] if self.plan.behind else [])]
+        needed = {OURS, *self.usable} - set(row.get("without", ()))
+        return all(needed <= set(found) for found in maps)
 
     def time_is_up(self) -> bool:
         """Whether the limit has passed; remembered, because then something was left out."""
-        self.stopped = self.stopped or (self.limit is not None and time.perf_counter() - self.start > self.limit)
+        limit = self.plan.limit
+        self.stopped = self.stopped or (limit is not None and time.perf_counter() - self.start > limit)
         return self.stopped
 
     def spend(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do something on somebody's account."""
+        """Do ``work`` and add its time to what ``name`` has spent."""
         begin = time.perf_counter()
         try:
             return work()
         finally:
             self.spent[name] += time.perf_counter() - begin
 
+    def go(self) -> dict[str, Any]:
+        """Check, measure, report."""
+        device = self.plan.device
+        checked = list(dict.fromkeys(op for workload in self.workloads for op in workload.checked))
+        if self.plan.host:
+            measured = [op for family in FAMILIES[:-1] for op in family.ops if op != qk_norm.SUMS]
+            checked += [op for op in measured if op not in checked]
+        self.watch.begin(len(checked) + len(self.workloads) * (len(self.usable) + 2) + self.plan.host)
+        report = self.report = describe(device)
+        if self.before is not None:
+            self._continue(self.before)
+        report["peers"] = report.get("peers", {}) | {n: peer.why_not(device) for n, peer in self.plan.chosen.items()}
+        report |= {"refused": {}} | {key: report.get(key, kind()) for key, kind in (("checks", dict), ("rows", list))}
+        session: dict[str, Any] = {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+        report["sessions"] = [*report.pop("sittings", []), *report.get("sessions", []), session]
+        for op in checked:
+            self._check(op)
+        with torch.inference_mode():
+            self._measure_all()
+        session |= {"seconds": {name: round(seconds, 1) for name, seconds in self.spent.items()}}
+        if self.stopped:
+            session["stopped"] = f"after its limit of {self.plan.limit:g} s; --resume measures the rest"
+        if self.before is not None:
+            in_order(report)
+        return report
 
-def run(plan: Plan, watch: Watcher | None = None, before: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Check, measure, report. What a report from ``before``, which was cut short or had other ops, has measured is kept."""
-    watch = watch or Watcher()
-    clock = _Clock(plan.limit)
-    usable = {name: peer for name, peer in plan.chosen.items() if not peer.why_not(plan.device)}
-    done = {_key(row): row for row in before["rows"]} if before else {}
-    left = tuple(w for w in plan.workloads if not _complete(done.get(_key(_about(w))), plan, usable))
-    plan = replace(plan)
-    object.__setattr__(plan, "workloads", left)
-    checked = list(dict.fromkeys(op for workload in plan.workloads for op in workload.checked))
-    if plan.host:
-        measured = [op for family in FAMILIES[:-1] for op in family.ops if op != qk.SUMS]
-        checked += [op for op in measured if op not in checked]
-    watch.begin(len(checked) + len(plan.workloads) * (len(usable) + 2) + plan.host)
-    report = describe(plan.device)
-    if before is not None:
-        different = [name for name in ("machine", "torch", "onepass", "device") if before.get(name) != report[name]]
-        if different:
-            raise ValueError(f"the results to go on with are of another {different[0]}: {before.get(different[0])}")
+    def _continue(self, before: dict[str, Any]) -> None:
+        report = self.report
+        for name in ("machine", "torch", "onepass", "device"):
+            if before.get(name) != report[name]:
+                raise ValueError(f"the results to resume have a different {name}: {before.get(name)}")
         report |= {**before, "packages": {**before.get("packages", {}), **report["packages"]}}
-    report["peers"] = report.get("peers", {}) | {n: peer.why_not(plan.device) for n, peer in plan.chosen.items()}
-    report |= {"refused": {}} | {key: report.get(key, kind()) for key, kind in (("checks", dict), ("rows", list))}
-    sitting: dict[str, Any] = {"began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-    report["sittings"] = [*report.get("sittings", []), sitting]
-    for op in checked:
-        watch.step(f"checking {op}")
-        results = clock.spend("checks", partial(gate.check, [op], plan.device))
-        report["checks"][op] = sum(result.passed for result in results[op])
-        for name, why in gate.refusals(results).items():
-            report["refused"][name] = why
-            watch.refused(name, why)
-    with torch.inference_mode():
-        _measure(plan, usable, report, watch, clock)
-    sitting |= {"seconds": {name: round(seconds, 1) for name, seconds in clock.spent.items()}}
-    if clock.stopped:
-        sitting["stopped"] = f"after its limit of {plan.limit:g} s; --resume measures the rest"
-    if before is not None:
-        in_order(report)
-    return report
 
+    def _check(self, op: str) -> None:
+        self.watch.step(f"checking {op}")
+        results: list[Result] = self.spend("checks", lambda: check(op, self.plan.device))
+        self.report["checks"][op] = sum(result.passed for result in results)
+        failed = [f"{result.case}: {result.message}" for result in results if not result.passed]
+        if failed:
+            self.report["refused"][op] = failed[0]
+            self.watch.refused(op, failed[0])
 
-def _complete(row: Mapping[str, Any] | None, plan: Plan, usable: Mapping[str, Peer]) -> bool:
-    """Whether a row has nothing left to measure. On a CPU contenders take turns, so a row is whole or not there."""
-    if row is None or plan.device == "cpu":
-        return row is not None
-    maps = [row["us"], *([row.get("behind_us", {})] if plan.behind else [])]
-    wanted = {"onepass", *usable} - set(row.get("without", ()))
-    return all(wanted <= set(found) for found in maps)
+    def _measure_all(self) -> None:
+        report, device = self.report, self.plan.device
+        if device == "cuda":
+            from . import gpu  # needs Triton
+
+            if "ceilings" not in report:
+                measured = self.spend("ceilings", lambda: (gpu.ceilings(), {"before": gpu.clocks()}))
+                report["ceilings"], report["clocks"] = measured
+            self.behind = Behind() if self.plan.behind else None
+        rows = {_key(row): row for row in report["rows"]}
+        # Peers that take long to prepare come last, so that a run that is cut short has every row.
+        for slow in (False, True) if any(peer.slow for peer in self.usable.values()) else (False,):
+            peers = {name: peer for name, peer in self.usable.items() if peer.slow == slow}
+            for workload in self.workloads:
+                if any(op in report["refused"] for op in workload.checked):
+                    for _ in range(len(peers) + 2 * (not slow)):
+                        self.watch.step(f"{workload.op}: refused")
+                    continue
+                if self.time_is_up():
+                    break
+                about = _about(workload)
+                if _key(about) not in rows:
+                    rows[_key(about)] = {**about, "us": {}}
+                    report["rows"].append(rows[_key(about)])
+                row = rows[_key(about)]
+                self.measure(workload, row, peers, ours=not slow)
+                self.watch.row(row, report)
+                gc.collect()
+            if self.plan.host and not slow and not self.time_is_up():
+                self.watch.step("host time per call")
+                skip = report["refused"].__contains__
+                report["host_us"] = self.spend("host", partial(host.times, device, skip))
+        if device == "cuda":
+            report["clocks"]["after"] = gpu.clocks()
+
+    def measure(self, workload: Workload, row: dict[str, Any], peers: Mapping[str, Peer], ours: bool) -> None:
+        """Fill in two medians per contender that a row lacks, one after the other on a GPU, in turns on a CPU."""
+        device = self.plan.device
+        sets = max(2, min(MOST_SETS[device], -(-COLD[device] // workload.bytes)))
+        row["sets"] = max(sets, LEAST_COLD_SETS) if workload.cold else sets
+        problems = [workload.make(device) for _ in range(row["sets"])]
+        mine = {name: [p.ours[name] for p in problems] for name in problems[0].ours} if ours else {}
+        calls = {name: partial(self._calls_of, name, peer, problems, _where(workload)) for name, peer in peers.items()}
+        (self._on_gpu if device == "cuda" else self._on_cpu)(workload, row, mine, calls)
+
+    def _on_cpu(self, workload: Workload, row: dict[str, Any], mine: Calls, peers: Lazy) -> None:
+        from . import streams  # needs llvmlite
+
+        calls = {STREAM: streams.calls(workload.stream, workload.bytes, row["sets"]), **mine}
+        calls |= {name: made for name, make in peers.items() if (made := make())}
+        for _ in (STREAM, OURS):  # one step each, as on a GPU
+            self.watch.step(f"{_where(workload)}: taking turns")
+        # Large eager code evicts everything from the caches, so it is measured separately.
+        eager = ("torch eager", "transformers") if workload.bytes > LARGE else ()
+        alone = {name: calls.pop(name) for name in eager if name in calls}
+        us, others = self.spend("turns", lambda: turns(calls, seconds=self.plan.seconds))
+        for name, members in alone.items():
+            more, during = turns({name: members}, seconds=self.plan.seconds / 4, least=3)
+            us, others = us | more, max(others, during)
+        row |= {"others": others, "us": us}
+
+    def _on_gpu(self, workload: Workload, row: dict[str, Any], mine: Calls, peers: Lazy) -> None:
+        """The ceiling, our calls, the peers; each in a chain of its own and behind an ordinary kernel."""
+        from . import gpu  # needs Triton
+
+        where, behind, us = _where(workload), self.behind, row["us"]
+        pairs: dict[str, list[float]] = row.setdefault("behind_us", {}) if behind is not None else {}
+        if mine:
+            self.watch.step(f"{where}: {BEST}")
+            if BEST not in us:
+                found = self.spend(BEST, lambda: gpu.best_stream(workload.stream, workload.bytes, row["sets"]))
+                us[BEST], row["tile"] = found[0], found[1]._asdict()
+            self.watch.step(f"{where}: {OURS}")
+
+        def missing(name: str) -> bool:
+            if name in row.get("without", ()):
+                return False
+            return name not in us or (behind is not None and name not in pairs)
+
+        def time_it(name: str, members: list[Call]) -> None:
+            if name not in us:
+                us[name] = graph_times(members)
+            if behind is not None and name not in pairs:
+                pairs[name] = behind.times(members)
+
+        for name, members in mine.items():
+            if missing(name):
+                self.spend(OURS, partial(time_it, name, members))
+        problem_of = self.report["peers"]
+        for name, make in peers.items():
+            if not missing(name):
+                self.watch.step(f"{where}: {name}")
+                continue
+            earlier = problem_of.get(name)
+            made = make()
+            if made:
+                try:
+                    self.spend(name, partial(time_it, name, made))
+                except Exception as error:
+                    problem_of[name] = f"{where}: {_first_line(error)}"
+            elif problem_of.get(name) == earlier:
+                row.setdefault("without", []).append(name)  # it does not do this work
+
+    def _calls_of(self, name: str, peer: Peer, problems: list[Problem], where: str) -> list[Call]:
+        """A peer's calls. One that raises, or a library whose result differs from torch's, is reported and left out."""
+        self.watch.step(f"{where}: {name}")
+
+        def attempt() -> tuple[list[Call], str]:
+            made = peer.calls(problems)
+            first = made[0]() if made else None
+            if not made or not peer.module:
+                return made, ""
+            return made, disagreement(first, problems[0].composed(*problems[0].arguments))
+
+        try:
+            made, wrong = self.spend(name, attempt)
+        except Exception as error:
+            wrong = _first_line(error)
+        if wrong:
+            self.report["peers"][name] = f"{where}: {wrong}"
+            return []
+        return list(made)
 
 
 def in_order(report: dict[str, Any]) -> None:
-    """Put rows that were measured in several sittings into the order of one."""
+    """Sort rows that were measured in several sessions into the order of a single one."""
     order = {_key(_about(w)): place for place, w in enumerate(Plan(report["device"]).workloads)}
     report["rows"].sort(key=lambda row: order.get(_key(row), len(order)))
 
 
-def _measure(plan: Plan, usable: dict[str, Peer], report: dict[str, Any], watch: Watcher, clock: _Clock) -> None:
-    behind = None
-    if plan.device == "cuda":
-        from . import gpu
-
-        if "ceilings" not in report:
-            report["ceilings"], report["clocks"] = clock.spend(
-                "ceilings", lambda: (gpu.ceilings(), {"before": gpu.clocks()})
-            )
-        behind = Behind() if plan.behind else None
-    found = {_key(row): row for row in report["rows"]}
-    # those who take long to get ready come last, so that a run that is cut short has every row
-    for slow in (False, True) if any(peer.slow for peer in usable.values()) else (False,):
-        now = {name: peer for name, peer in usable.items() if peer.slow == slow}
-        for workload in plan.workloads:
-            if any(op in report["refused"] for op in workload.checked):
-                for _ in range(len(now) + 2 * (not slow)):
-                    watch.step(f"{workload.op}: refused")
-                continue
-            if clock.time_is_up():
-                break
-            row = found.get(_key(_about(workload)))
-            if row is None:
-                row = found[_key(_about(workload))] = {**_about(workload), "us": {}}
-                report["rows"].append(row)
-            measure(workload, plan, now, row, report["peers"], watch, clock, behind, ours=not slow)
-            watch.row(row, report)
-            gc.collect()
-        if plan.host and not slow and not clock.time_is_up():
-            watch.step("host time of a call")
-            report["host_us"] = clock.spend("host", partial(host.times, plan.device, report["refused"].__contains__))
-    if plan.device == "cuda":
-        report["clocks"]["after"] = gpu.clocks()
-
-
-def measure(
-    workload: Workload,
-    plan: Plan,
-    usable: Mapping[str, Peer],
-    row: dict[str, Any],
-    notes: dict[str, str],
-    watch: Watcher,
-    clock: _Clock,
-    behind: Behind | None = None,
-    ours: bool = True,
-) -> None:
-    """Fill in a row: two medians of each contender that it has not got, one after the other on a GPU, in turns on a CPU."""
-    device = plan.device
-    sets = max(2, min(MOST_SETS[device], -(-COLD[device] // workload.bytes)))
-    if workload.cold:
-        sets = max(sets, LEAST_COLD_SETS)
-    row["sets"] = sets
-    problems = [workload.make(device) for _ in range(sets)]
-    where = f"{workload.op} {'x'.join(map(str, workload.shape))}"
-    mine = {name: [p.ours[name] for p in problems] for name in problems[0].ours} if ours else {}
-    if device == "cuda":
-        _on_gpu(workload, row, mine, {n: (p, problems) for n, p in usable.items()}, notes, watch, clock, behind, where)
-        return
-    calls: dict[str, list[Call]] = {STREAM: _streams(workload, sets), **mine}
-    for name, peer in usable.items():
-        watch.step(f"{where}: {name}")
-        made = clock.spend(name, partial(_of_peer, name, peer, problems, where, notes))
-        if made:
-            calls[name] = made
-    for _ in (STREAM, "onepass"):  # a step each, as on a GPU
-        watch.step(f"{where}: taking turns")
-    # large eager code walks through so much memory that whoever comes next finds the caches empty: it goes by itself
-    eager = ("torch eager", "transformers") if workload.bytes > LARGE else ()
-    alone = {name: calls.pop(name) for name in eager if name in calls}
-    us, others = clock.spend("turns", lambda: turns(calls, seconds=plan.seconds))
-    for name, members in alone.items():
-        of_peer, more = turns({name: members}, seconds=plan.seconds / 4, least=3)
-        us, others = us | of_peer, max(others, more)
-    row |= {"others": others, "us": us}
-
-
-def _on_gpu(
-    workload: Workload,
-    row: dict[str, Any],
-    mine: Mapping[str, list[Call]],
-    peers: Mapping[str, tuple[Peer, list[Problem]]],
-    notes: dict[str, str],
-    watch: Watcher,
-    clock: _Clock,
-    behind: Behind | None,
-    where: str,
-) -> None:
-    """The ceiling, our calls, the peers; each in a chain of its own and behind an ordinary kernel."""
-    from . import gpu
-
-    pairs: dict[str, list[float]] = row.setdefault("behind_us", {}) if behind is not None else {}
-    if mine:
-        watch.step(f"{where}: {BEST}")
-        if BEST not in row["us"]:
-            found = clock.spend(BEST, lambda: gpu.best_stream(workload.stream, workload.bytes, row["sets"]))
-            row["us"][BEST], row["tile"] = found[0], found[1]._asdict()
-        watch.step(f"{where}: onepass")
-
-    def missing(name: str) -> bool:
-        if name in row.get("without", ()):
-            return False
-        return name not in row["us"] or (behind is not None and name not in pairs)
-
-    def time_it(name: str, members: list[Call]) -> None:
-        if name not in row["us"]:
-            row["us"][name] = graph_times(members)
-        if behind is not None and name not in pairs:
-            pairs[name] = behind.times(members)
-
-    for name, members in mine.items():
-        if missing(name):
-            clock.spend("onepass", partial(time_it, name, members))
-    for name, (peer, problems) in peers.items():
-        watch.step(f"{where}: {name}")
-        if not missing(name):
-            continue
-        said = notes.get(name)
-        made = clock.spend(name, partial(_of_peer, name, peer, problems, where, notes))
-        if not made:
-            if notes.get(name) == said:
-                row.setdefault("without", []).append(name)  # not its work
-            continue
-        try:
-            clock.spend(name, partial(time_it, name, made))
-        except Exception as error:
-            notes[name] = f"{where}: {_first_line(error)}"
+def _where(workload: Workload) -> str:
+    return f"{workload.op} {'x'.join(map(str, workload.shape))}"
 
 
 def _about(workload: Workload) -> dict[str, Any]:
-    """What a row says of its workload."""
-    return {
-        "op": workload.op,
-        "shape": list(workload.shape),
-        **workload.about,
-        "dtype": "bfloat16",
-        "bytes": workload.bytes,
-        "stream": workload.stream,
-    }
+    """How a row describes its workload."""
+    about = {"op": workload.op, "shape": list(workload.shape), **workload.about}
+    return {**about, "dtype": "bfloat16", "bytes": workload.bytes, "stream": workload.stream}
 
 
 def _key(row: dict[str, Any]) -> str:
@@ -315,28 +332,6 @@ def _key(row: dict[str, Any]) -> str:
     return repr([(key, row.get(key)) for key in ("op", "shape", "with", "normed", "latent", "cache", "dtype")])
 
 
-def _of_peer(name: str, peer: Peer, problems: list[Problem], where: str, notes: dict[str, str]) -> list[Call]:
-    """A peer's calls, tried once; one that raises, or a library whose result is another than torch's, is left out and noted."""
-    try:
-        made = contenders(problems, peer)
-        if made:
-            first = made[0]()
-            wrong = disagreement(first, problems[0].composed(*problems[0].arguments)) if peer.module else ""
-            if wrong:
-                notes[name] = f"{where}: {wrong}"
-                return []
-        return made
-    except Exception as error:
-        notes[name] = f"{where}: {_first_line(error)}"
-        return []
-
-
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"
-
-
-def _streams(workload: Workload, sets: int) -> list[Call]:
-    from . import streams
-
-    return streams.calls(workload.stream, workload.bytes, sets)

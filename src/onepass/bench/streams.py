@@ -1,4 +1,4 @@
-"""Memory streams on a CPU, on torch's own threads: what any kernel that moves as many bytes could take at best."""
+"""Memory streams on a CPU, on torch's own threads: the best possible time of any kernel that moves the same number of bytes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _CHUNK = 65536
 _VECTOR = 4 * vec.LANES
 """Bytes in a vector of the copy and of the read."""
 _STREAMS = 16
-"""Rows that one thread of the reading kernel walks at a time: of 1 to 16 the fastest."""
+"""Rows that one thread of the reading kernel reads at a time; 16 was the fastest of 1 to 16."""
 _WORTH_THREADS = 1 << 18
-"""Bytes from which waking further threads pays."""
+"""Bytes from which more threads pay off."""
 _WIDTHS = (14336, 4096, 1024, _VECTOR)
-"""Bytes in a row of what is read, the widest that leaves enough rows."""
+"""Bytes per row of what is read; the widest that leaves enough rows is used."""
 
 Body = Callable[[function.Function, Any, Any, Any, Any, Any], None]
 
 
 def _kernel(name: str, body: Body) -> Any:
-    """A kernel whose threads take chunks of ``total`` until none is left; ``body`` moves one."""
+    """A kernel whose threads take chunks of ``total`` until none is left; ``body`` moves one chunk."""
     module = ir.Module(name=name)
     f = function.Function(module, name, 1)
     builder = f.builder
@@ -71,7 +71,7 @@ def _copier() -> Any:
 
 @cache
 def _reader(width: int) -> Any:
-    """Reads rows of ``width`` bytes, `_STREAMS` at a time, and keeps nothing but the bits they have in common."""
+    """Reads rows of ``width`` bytes, `_STREAMS` at a time, and stores only the OR of their bits."""
 
     def body(f: function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
         seen = function.Cell(f, f.zeros()[1])
@@ -103,13 +103,13 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def read(source: Tensor, sink: Tensor) -> None:
-    """Read all rows of ``source`` (bytes, a multiple of 16 rows) as fast as memory allows; ``sink`` takes 32 words."""
+    """Read all rows of ``source`` (bytes, a multiple of 16 rows) as fast as memory allows; ``sink`` has 32 words."""
     width = source.shape[1]
     _run(_reader(width), f"read{width}", _STREAMS, source.shape[0], source, sink)
 
 
 def calls(kind: Stream, size: int, sets: int) -> list[Call]:
-    """Streams that move ``size`` bytes in all, over ``sets`` pieces of memory; a little less where it does not divide."""
+    """``sets`` streams that each move ``size`` bytes, or slightly less where the size does not divide."""
     made: list[Call] = []
     for _ in range(sets):
         if kind == "read":

@@ -1,4 +1,4 @@
-"""What tables and pages say about how times were taken and whom they are compared with."""
+"""Sentences of tables and pages about how times were measured and what they are compared with."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from .results import BEST, COMPILED, Results
 
 BEHIND = "Behind an ordinary kernel"
 BEHIND_WORDS = (
-    "In a chain of the same op, programmatic launch overlaps each call with the one before. In a model the kernel before is often "
-    "one without it. So each call was also timed behind a small torch kernel: the time of (kernel, call), less that of the kernel."
+    "In a chain of the same op, programmatic launch overlaps each call with the previous one. In a model the previous kernel often "
+    "does not use it. So each call was also timed behind a small torch kernel: the time of (kernel, call), less that of the kernel."
 )
 
 
 def ceiling_words(results: Results) -> str:
-    """What the times on a GPU are held against."""
+    """What times on a GPU are compared with."""
     if results.has_best:
         without = sum(BEST not in row.us for row in results.rows)
-        alone = f" {without} rows have no such copy and are held against that rate alone." if without else ""
+        alone = f" {without} rows have no such copy and are compared with that rate alone." if without else ""
         return (
-            "The ceiling of a row is the fastest of several copies of as many bytes, measured beside it with programmatic launch; "
-            "for ops that write next to nothing it is a read. Rows over 128 MiB are also held against the rate of a 2 GiB copy, or "
+            "The ceiling of a row is the fastest of several copies of as many bytes, measured next to it with programmatic launch; "
+            "for ops that write almost nothing it is a read. Rows over 128 MiB are also compared with the rate of a 2 GiB copy, or "
             f"of a 1 GiB read.{alone}"
         )
     measured = [run["ceilings"] for run in results.runs if run.get("ceilings")]
@@ -30,8 +30,8 @@ def ceiling_words(results: Results) -> str:
     if not copies or not reads:
         return "No ceiling was measured."
     return (
-        f"Ceiling, of the same run: a large copy at {_range(copies)} TB/s, or a large read at {_range(reads)} for ops that write next "
-        "to nothing. The best copy of each row's own size was not measured, and small rows can pass this ceiling."
+        f"Ceiling, from the same run: a large copy at {_range(copies)} TB/s, or a large read at {_range(reads)} for ops that write "
+        "almost nothing. The best copy of each row's own size was not measured, and small rows can exceed this ceiling."
     )
 
 
@@ -41,7 +41,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def compiled_words(results: Results) -> str:
-    """Which of torch.compile's modes its column is the best of, and in how many rows."""
+    """Which modes the torch.compile column is the best of, and in how many rows."""
     if results.device == "cpu":
         return "`torch.compile` is in its default mode"
     best = sum(COMPILED[1] in row.us for row in results.rows)
@@ -51,14 +51,12 @@ def compiled_words(results: Results) -> str:
 
 
 def ahead_words(results: Results) -> str:
-    """In how many shapes a peer is ahead, in a chain and behind a kernel, and who the peers are."""
+    """In how many shapes a peer is faster, in a chain and behind a kernel, and who the peers are."""
     if results.banner:
         return results.banner
     ahead = f"A peer is ahead in {len(results.behind)} of {len(results.rows)} shapes"
     if results.device == "cpu":
         return f"{ahead}. {results.peer_words}"
     pairs = results.behind_kernel
-    behind = (
-        f"in {len(pairs.behind)} of {len(pairs.rows)} behind a kernel" if pairs.rows else "not measured behind a kernel"
-    )
-    return f"{ahead} in a chain, {behind}. {results.peer_words}"
+    behind = f"in {len(pairs.behind)} of {len(pairs.rows)}" if pairs.rows else "not measured"
+    return f"{ahead} in a chain, {behind} behind a kernel. {results.peer_words}"

@@ -1,4 +1,4 @@
-"""What is measured: an op at a shape, the sets of inputs it is called on, and the same maths in torch."""
+"""What is measured: an op at a shape, its inputs, and the same computation in torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from ..formats import E4M3FN
+
 Call = Callable[[], object]
 Stream = Literal["copy", "halve", "read"]
-"""The memory stream beside a workload: what is read is written, half of it is, or none."""
+"""The memory stream that a workload is compared with: it writes what it reads, half of it, or nothing."""
 DECODE = 128
-"""Rows up to which a shape counts as decode; beyond it is prefill."""
+"""Shapes with up to this many rows count as decode, others as prefill."""
+EPS, GROUP = 1e-6, 128
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One set of inputs. Peers take ``arguments`` apart by op; ``ours`` begins with the op itself, named onepass."""
+    """One set of inputs. Peers unpack ``arguments`` by op; ``ours`` maps names to calls, the op itself ("onepass") first."""
 
     op: str
     ours: Mapping[str, Call]
@@ -35,19 +41,18 @@ class Workload:
     stream: Stream = "copy"
     about: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
-    """Ops whose checks must pass; by default the op itself."""
     cold: bool = False
-    """Inputs rotate through more than a cache, however many sets that takes (a GEMV's weights)."""
+    """Inputs rotate through more than a cache holds, however many sets that takes (a GEMV's weights)."""
 
     @property
     def checked(self) -> tuple[str, ...]:
-        """Ops whose checks must pass."""
+        """Ops whose checks must pass; by default the op itself."""
         return self.needs or (self.op,)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Ops that share a file: their shapes by op and device, and the workloads of a shape (none where it does not fit)."""
+    """Ops that share a module: their shapes by op and device, and the workloads of a shape (none where it does not fit)."""
 
     name: str
     ops: tuple[str, ...]
@@ -77,3 +82,34 @@ def parse_shapes(text: str) -> list[tuple[int, ...]] | None:
         if len(found[-1]) < 2 or min(found[-1]) < 1:
             raise ValueError(f"{word.strip()!r} is neither decode, prefill, all nor a shape like 64x4096")
     return found
+
+
+def randoms(device: str, *sizes: Sequence[int]) -> list[Tensor]:
+    """Random bfloat16 tensors."""
+    return [torch.randn(*size, device=device, dtype=torch.bfloat16) for size in sizes]
+
+
+def metas(*sizes: Sequence[int]) -> list[Tensor]:
+    """bfloat16 tensors without memory, to count bytes."""
+    return [torch.empty(*size, device="meta", dtype=torch.bfloat16) for size in sizes]
+
+
+# --- what torch code of several ops consists of ---------------------------------------------------------------------
+
+
+def normed(x: Tensor, gamma: Tensor, eps: float = EPS) -> Tensor:
+    """The norm in float32, as a user would write it in torch."""
+    h = x.float()
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * gamma.float()
+
+
+def quantized(y: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 codes and one scale per row."""
+    scale = y.abs().amax(-1, keepdim=True) / E4M3FN.max
+    return (y / scale).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype), scale
+
+
+def grouped(y: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 codes and one scale per `GROUP` columns."""
+    codes, scale = quantized(y.unflatten(-1, (-1, GROUP)))
+    return codes.flatten(-2), scale.squeeze(-1)

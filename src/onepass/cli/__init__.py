@@ -1,1 +1,1 @@
-"""The ``onepass`` command."""
+"""The ``onepass`` command: one module per subcommand. Nothing else in the package imports rich or typer."""

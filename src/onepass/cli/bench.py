@@ -1,30 +1,36 @@
-"""``onepass bench``: the benchmarks with a progress bar and tables."""
+"""``onepass bench``: speed against peers, with a progress bar and tables."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from ..bench.baseline import Comparison, compare
+from ..bench.document import plain
 from ..bench.lines import Lines
-from ..bench.results import CEILINGS, OURS, WAYS, Results, Row, load, of_report, plain, write
+from ..bench.page import html as page
+from ..bench.results import CEILINGS, OURS, WAYS, Results, Row, load, of_report, write
 from ..bench.run import Plan, Watcher, run
 from ..bench.words import BEHIND, ahead_words
+from .common import DeviceOption, choose_device, progress_bar, table
+
+GAP = 2
+"""Spaces between columns."""
 
 
 class _Bar(Watcher):
-    """A progress bar; what is refused is said at once."""
+    """Shows a progress bar, and refusals as they happen."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self.task: TaskID = progress.add_task("")
+        self.task = progress.add_task("")
 
     def begin(self, total: int) -> None:
         self.progress.update(self.task, total=total, completed=-1)
@@ -39,18 +45,33 @@ class _Bar(Watcher):
 
 
 def bench(
-    op: list[str], device: str, shapes: str, peers: str, to: Path | None, html: Path | None, baseline: Path | None
-) -> bool:
-    """Run, show, write; whether nothing was refused."""
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this op, or rows, gemv, qk, mla, decode-step, host; repeatable.", metavar="NAME"),
+    ] = None,
+    device: DeviceOption = "",
+    shapes: Annotated[
+        str, typer.Option(help="decode, prefill, all, or shapes such as 64x4096.", metavar="WORD|MxN,...")
+    ] = "all",
+    peers: Annotated[
+        str, typer.Option(help="all, none, or parts of names such as compile,liger.", metavar="NAMES")
+    ] = "all",
+    to: Annotated[Path | None, typer.Option("--json", help="Write results here.", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots here.", metavar="FILE")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="Show what changed since this result file.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Measure speed against peers and the memory ceiling. An op that fails a check is not measured, and the exit status is 1."""
+    chosen = choose_device(device)
     for path, option in ((to, "--json"), (html, "--html")):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"there is no directory {path.parent}", param_hint=option)
     old = _load(baseline) if baseline is not None else None
-    plan = _plan(op, device, shapes, peers)
+    plan = _plan(op or [], chosen, shapes, peers)
     console = Console()
     if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
+        with progress_bar(console) as progress:
             report = run(plan, _Bar(progress))
     else:
         report = run(plan, Lines(to))
@@ -61,17 +82,15 @@ def bench(
         write(report, to)
         console.print(f"results: {to}", highlight=False)
     if html is not None:
-        from ..bench.page import html as page
-
         html.write_text(page(results))
         console.print(f"page: {html}", highlight=False)
     if old is not None:
         _show_changes(compare(old, results), console)
-    return not report["refused"]
+    raise typer.Exit(1 if report["refused"] else 0)
 
 
 def _load(path: Path) -> Results:
-    """A baseline, or one line on stderr and exit status 2."""
+    """Read a baseline; a bad one is one line on stderr and exit status 2."""
     try:
         return load([path])
     except (OSError, ValueError) as error:
@@ -89,6 +108,9 @@ def _plan(op: list[str], device: str, shapes: str, peers: str) -> Plan:
 
 
 def _show(results: Results, report: dict[str, Any], console: Console) -> None:
+    def dim(text: str) -> None:
+        console.print(Text(text, "dim"), soft_wrap=True)
+
     if results.banner:
         console.print(Text(results.banner, "bold yellow"))
         console.print()
@@ -100,29 +122,25 @@ def _show(results: Results, report: dict[str, Any], console: Console) -> None:
             hidden = max(hidden, _print_table(f"{op}, {BEHIND.lower()}", pairs.of(op), pairs, console, shares=False))
         console.print()
     if hidden:
-        said = f"{hidden} column{'s are' if hidden > 1 else ' is'} left out to fit {console.width} columns; --html and --json have all"
-        console.print(Text(said, "dim"), soft_wrap=True)
+        columns = f"{hidden} column{'s are' if hidden > 1 else ' is'}"
+        dim(f"{columns} left out to fit {console.width} columns; --html and --json have all")
     if results.host:
-        table = Table("host time of a call", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("us", justify="right")
+        shown = table("host time per call", right=("us",), padding=(0, GAP, 0, 0))
         for name, us in results.host.items():
-            table.add_row(name, f"{min(us):.2f}")
-        console.print(table)
+            shown.add_row(name, f"{min(us):.2f}")
+        console.print(shown)
         console.print()
     if results.rows and not results.banner:
         console.print(Text(ahead_words(results)), soft_wrap=True)
     skipped = ", ".join(f"{name} ({why})" for name, why in report["peers"].items() if why)
     if skipped:
-        console.print(Text(f"left out: {skipped}", "dim"), soft_wrap=True)
+        dim(f"left out: {skipped}")
     for op, why in report["refused"].items():
         console.print(Text.assemble(("refused ", "bold red"), (op, "bold"), f": {why}"), soft_wrap=True)
 
 
-GAP = 2
-
-
 def _print_table(title: str, rows: list[Row], results: Results, console: Console, shares: bool = True) -> int:
-    """A table of as many columns as fit, those that matter least left out; how many were."""
+    """Print as many columns as fit, dropping the least important first; return how many were dropped."""
     others = [n for n in results.contenders if n != OURS and any(n in row.us for row in rows)]
     columns: dict[str, list[Text]] = {
         "shape": [Text(row.words) for row in rows],
@@ -139,14 +157,12 @@ def _print_table(title: str, rows: list[Row], results: Results, console: Console
     expendable = [*reversed(peers[1:]), *ceilings, "bytes", "of the ceiling", *peers[:1]]
     while expendable and sum(widths[name] + GAP for name in columns) - GAP > console.width:
         columns.pop(expendable.pop(0), None)
-    table = Table(
-        title=Text(title, "bold"), title_justify="left", box=None, pad_edge=False, padding=(0, GAP, 0, 0)
-    )  # fmt: skip
+    shown = table(title=Text(title, "bold"), title_justify="left", padding=(0, GAP, 0, 0))
     for name in columns:
-        table.add_column(Text(name), justify="left" if name == "shape" else "right", no_wrap=True)
+        shown.add_column(Text(name), justify="left" if name == "shape" else "right", no_wrap=True)
     for cells in zip(*columns.values(), strict=True):
-        table.add_row(*cells)
-    console.print(table)
+        shown.add_row(*cells)
+    console.print(shown)
     return total - len(columns)
 
 
@@ -158,17 +174,14 @@ def _versus(us: float, ours: float, name: str, quiet: bool) -> Text:
 
 
 def _show_changes(found: Comparison, console: Console) -> None:
-    """What got faster or slower beyond the noise. Words may come from a file, so none of them is markup."""
+    """Print what got faster or slower beyond the noise. Strings may come from a file, so none is parsed as markup."""
     for warning in found.warnings:
         console.print(Text(f"note: {warning}", "yellow"), soft_wrap=True)
-    table = Table("", "op", "shape", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("was, us", "is, us", "change", "noise", "drift"):
-        table.add_column(name, justify="right", no_wrap=True)
+    shown: Table = table("", "op", "shape", right=("was, us", "is, us", "change", "noise", "drift"))
     for verdict, style in (("slower", "bold red"), ("faster", "bold green")):
         for c in found.of(verdict):
             numbers = (f"{c.old_us:.2f}", f"{c.new_us:.2f}", f"{c.change:+.1%}", f"{c.noise:.1%}", f"{c.drift:+.1%}")
-            table.add_row(Text(verdict, style), Text(c.op), Text(c.words), *numbers)
-    if table.row_count:
-        console.print(table)
-    same = f"{len(found.of('same'))} of {len(found.changes)} rows are the same within the noise"
-    console.print(Text(f"{same}; only in the baseline: {found.only_old}, only now: {found.only_new}"), soft_wrap=True)
+            shown.add_row(Text(verdict, style), Text(c.op), Text(c.words), *numbers)
+    if shown.row_count:
+        console.print(shown)
+    console.print(Text(found.summary), soft_wrap=True)

@@ -1,13 +1,12 @@
-"""The first part of ``onepass demo``: a model generates text without and with onepass, and every number is measured.
+"""The first part of ``onepass demo``: a model generates text without and with onepass.
 
-The model is a small one of a family, with random weights, or one of yours. Random weights make poor text but honest
-arithmetic: the tokens that come out are the same only if every logit is.
+The model is a small one of a family with random weights, or one of yours. With random weights the
+text is meaningless, but the tokens agree only if the logits do.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
@@ -29,40 +24,45 @@ from ..integrations import Patched, patch
 from ..integrations.forwards import AttentionCall, LayerCall, MlaCall, NormCall, add_norm
 from ..ops.gemv_norm import gemv_and_partial_norm
 from ..ops.qk_norm import qk_rms_norm
+from .common import live, progress_bar, table
+from .screen import Screen, verdict
 
-Speedup = Callable[[float, float], Text]
-"""A cell of a table from the slower and the faster time."""
 PROMPT: Final = 16
 NEW_TOKENS: Final = 24
 ROUNDS: Final = 5
-_WITHOUT: Final = "without onepass"
-_WITH: Final = "with onepass"
+WITHOUT, WITH = "without onepass", "with onepass"
 FLOAT32_ERROR: Final = 1e-4
-"""How far logits may be apart in float32, as a share of the largest: sums are added in another order, nothing else."""
+"""How much float32 logits may differ, as a share of the largest: only the order of summation differs."""
+_LATENT_NORMS: Final = {"q_a_proj": "q_a_layernorm", "kv_a_proj_with_mqa": "kv_a_layernorm"}
+"""The linear layers of latent attention that a norm follows."""
 
 _SIZES: Final[dict[str, Any]] = {
-    "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_LATENT = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
+_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+_DENSE = {"num_key_value_heads": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 256}
 MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "llama": ("LlamaConfig", {}),
+    "deepseek-v3": ("DeepseekV3Config", {**_LATENT, **_EXPERTS, **_DENSE}),
     "olmo2": ("Olmo2Config", {}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 128}),
-    "deepseek-v3": (
-        "DeepseekV3Config",
-        {
-            "q_lora_rank": 256, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
-            "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-            "first_k_dense_replace": 1, "moe_intermediate_size": 256, "n_shared_experts": 1,
-        },
-    ),
-}  # fmt: skip
-"""Configuration class and what it has besides the sizes above."""
+    "llama": ("LlamaConfig", {}),
+}
+"""The configuration class of each family, and its values besides `_SIZES`."""
 
 
 @dataclass
 class Outcome:
-    """Everything the report says."""
+    """What the report contains."""
 
     model: str
     parameters: int
@@ -80,14 +80,18 @@ class Outcome:
     ops: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def fine(self) -> bool:
-        """Whether onepass computed what the model computes."""
-        return self.same_tokens and self.largest_logit > 0 and self.max_difference <= FLOAT32_ERROR * self.largest_logit
+    def close(self) -> bool:
+        """Whether the float32 logits agree."""
+        return self.largest_logit > 0 and self.max_difference <= FLOAT32_ERROR * self.largest_logit
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; ``fine``: onepass computed what the model computes."""
+        return {"fine": self.same_tokens and self.close, **vars(self)}
 
 
 def load(name: str, path: Path | None, device: str) -> Any:
     """The model in float32, ready to generate."""
-    import transformers
+    import transformers  # not installed with onepass
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     make: Any = transformers.AutoModelForCausalLM
@@ -108,7 +112,7 @@ def load(name: str, path: Path | None, device: str) -> Any:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One token of a small model is too little work to share; waiting for a second thread is all that would be timed."""
+    """Use one thread: one token of a small model is so little work that more threads mostly wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -117,19 +121,16 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def _replaced(model: Any, handle: Patched) -> list[Any]:
+    """The modules whose forward was replaced."""
+    return [model.get_submodule(name) for name in dict.fromkeys(change.where for change in handle.replaced)]
 
 
 def latent_cache(model: Any, handle: Patched | None, length: int) -> Any:
-    """The cache whose entries a patched model with latent attention writes in one launch; None for any other."""
-    if handle is None:
+    """The cache that a patched model with latent attention writes in one launch; None for any other model."""
+    if handle is None or not any(isinstance(module._onepass, MlaCall) for module in _replaced(model, handle)):
         return None
-    modules = map(model.get_submodule, dict.fromkeys(change.where for change in handle.replaced))
-    if not any(isinstance(module.__dict__["_onepass"], MlaCall) for module in modules):
-        return None
-    from ..integrations import MlaCache
+    from ..integrations import MlaCache  # needs transformers
 
     return MlaCache(model.config.get_text_config().num_hidden_layers, length)
 
@@ -137,29 +138,25 @@ def latent_cache(model: Any, handle: Patched | None, length: int) -> Any:
 def generate(
     model: Any, prompt: Tensor, count: int, step: Callable[[], None], cache: Any = None
 ) -> tuple[Tensor, Tensor, list[float]]:
-    """Greedy tokens, the logits each was chosen from, and the seconds that each took after the prompt."""
-    device = prompt.device.type
+    """Greedy tokens, the logits each was chosen from, and the seconds per token after the prompt."""
+    wait: Callable[[], None] = torch.cuda.synchronize if prompt.is_cuda else lambda: None
     ids, chosen, logits, seconds = prompt, [], [], []
-    for index in range(count):
-        _wait(device)
+    for _ in range(count):
+        wait()
         begin = time.perf_counter()
         out = model(ids, past_key_values=cache, use_cache=True)
-        _wait(device)
-        if index:
-            seconds.append(time.perf_counter() - begin)
+        wait()
+        seconds.append(time.perf_counter() - begin)
         logits.append(out.logits[:, -1].float())
         ids, cache = logits[-1].argmax(-1, keepdim=True), out.past_key_values
         chosen.append(ids)
         step()
-    return torch.cat(chosen, 1), torch.stack(logits), seconds
-
-
-# --- the time of each op --------------------------------------------------------------------------------------------
+    return torch.cat(chosen, 1), torch.stack(logits), seconds[1:]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The same work twice: as the model's code does it, and as onepass does."""
+    """The same work done by the model's code and by onepass."""
 
     op: str
     calls: int
@@ -168,16 +165,17 @@ class Pair:
 
 
 def pairs(model: Any, handle: Patched, device: str) -> Iterator[Pair]:
-    """One pair a kind of replacement, at the shapes of one decode step, with the weights of the model's first such module.
+    """One pair per kind of replacement, at the shapes of one decode step, with the weights of the first such module.
 
-    A norm that is part of a larger replacement (behind an addition, or of q and k) is counted there alone.
+    A norm that is part of a larger replacement (after an addition, or of q and k) is counted there only.
     """
     kinds: dict[type, list[Any]] = {}
     inside: set[int] = set()
-    for module in map(model.get_submodule, dict.fromkeys(change.where for change in handle.replaced)):
-        how = module.__dict__["_onepass"]
+    for module in _replaced(model, handle):
+        how = module._onepass
         kinds.setdefault(type(how), []).append(module)
-        parts = {LayerCall: (getattr(how, "norm", ""),), AttentionCall: ("q_norm", "k_norm"), MlaCall: _LATENT_NORMS}
+        parts = {LayerCall: (getattr(how, "norm", ""),), AttentionCall: ("q_norm", "k_norm")}
+        parts[MlaCall] = tuple(_LATENT_NORMS.values())
         inside |= {id(getattr(module, name)) for name in parts.get(type(how), ())}
     widths: dict[int, list[Any]] = {}
     for norm in kinds.get(NormCall, ()):
@@ -186,16 +184,12 @@ def pairs(model: Any, handle: Patched, device: str) -> Iterator[Pair]:
     for width, norms in sorted(widths.items()):
         x = torch.randn(1, 1, width, device=device)
         yield Pair(f"rms_norm, {width}", len(norms), partial(_original, norms[0], x), partial(norms[0].forward, x))
-    if layers := kinds.get(LayerCall):
-        yield _addition(getattr(layers[0], layers[0]._onepass.norm), len(layers), device)
-    if attentions := kinds.get(AttentionCall):
-        yield _queries_and_keys(attentions[0], len(attentions), device)
+    for kind, make in ((LayerCall, _addition), (AttentionCall, _queries_and_keys)):
+        if modules := kinds.get(kind):
+            yield make(modules[0], len(modules), device)
     if latents := kinds.get(MlaCall):
-        for linear, norm in zip(("q_a_proj", "kv_a_proj_with_mqa"), _LATENT_NORMS, strict=True):
+        for linear, norm in _LATENT_NORMS.items():
             yield _latent(getattr(latents[0], linear), getattr(latents[0], norm), len(latents), device)
-
-
-_LATENT_NORMS: Final = ("q_a_layernorm", "kv_a_layernorm")
 
 
 def _original(norm: Any, x: Tensor) -> Any:
@@ -203,143 +197,86 @@ def _original(norm: Any, x: Tensor) -> Any:
     return type(norm).forward(norm, x)
 
 
-def _addition(norm: Any, calls: int, device: str) -> Pair:
+def _addition(layer: Any, calls: int, device: str) -> Pair:
+    norm = getattr(layer, layer._onepass.norm)
     x, residual = (torch.randn(1, 1, norm.weight.shape[0], device=device) for _ in range(2))
-    return Pair(
-        f"rms_norm with residual, {x.shape[-1]}",
-        calls,
-        lambda: _original(norm, residual + x),
-        lambda: add_norm(norm, x, residual),
-    )
+    name = f"rms_norm with residual, {x.shape[-1]}"
+    return Pair(name, calls, lambda: _original(norm, residual + x), lambda: add_norm(norm, x, residual))
 
 
 def _queries_and_keys(module: Any, calls: int, device: str) -> Pair:
     how: AttentionCall = module._onepass
     q, k = (torch.randn(1, 1, p.out_features, device=device) for p in (module.q_proj, module.k_proj))
-    label = f"qk_rms_norm, {q.shape[-1]} + {k.shape[-1]}"
+    name = f"qk_rms_norm, {q.shape[-1]} + {k.shape[-1]}"
     if how.per_head:
         q, k = (t.view(1, 1, -1, module.head_dim) for t in (q, k))
     weights = module.q_norm.weight, module.k_norm.weight
-    options: dict[str, Any] = {name: getattr(how, name) for name in ("weight_offset", "rounding", "per_head")}
-    return Pair(
-        label,
-        calls,
-        lambda: (_original(module.q_norm, q), _original(module.k_norm, k)),
-        lambda: qk_rms_norm(q, k, *weights, how.eps, **options),
-    )
+    options: dict[str, Any] = {key: getattr(how, key) for key in ("weight_offset", "rounding", "per_head")}
+    ours = partial(qk_rms_norm, q, k, *weights, how.eps, **options)
+    return Pair(name, calls, lambda: (_original(module.q_norm, q), _original(module.k_norm, k)), ours)
 
 
 def _latent(linear: Any, norm: Any, calls: int, device: str) -> Pair:
     x = torch.randn(1, linear.in_features, device=device)
-    width, eps = norm.weight.shape[0], norm._onepass.eps
-    return Pair(
-        f"gemv_and_partial_norm, {linear.out_features} x {linear.in_features}",
-        calls,
-        lambda: _original(norm, linear(x)[:, :width]),
-        lambda: gemv_and_partial_norm(x, linear.weight, norm.weight, eps),
-    )
+    width = norm.weight.shape[0]
+    name = f"gemv_and_partial_norm, {linear.out_features} x {linear.in_features}"
+    ours = partial(gemv_and_partial_norm, x, linear.weight, norm.weight, norm._onepass.eps)
+    return Pair(name, calls, lambda: _original(norm, linear(x)[:, :width]), ours)
 
 
-# --- showing it -----------------------------------------------------------------------------------------------------
-
-
-class _Speeds:
-    """The table of times as it stands."""
-
-    def __init__(self, speedup: Speedup) -> None:
-        self.speedup = speedup
-        self.times: dict[str, list[float]] = {_WITHOUT: [], _WITH: []}
-        self.results: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def __rich__(self) -> Table:
-        table = Table("", box=None, pad_edge=False)
-        for title in ("time a token", "speed-up"):
-            table.add_column(title, justify="right")
-        table.add_column("first tokens")
-        for title, times in self.times.items():
-            if times:
-                shown = self.speedup(min(self.times[_WITHOUT]), min(times))
-                first = " ".join(map(str, self.results[title][0][0, :8].tolist()))
-                table.add_row(title, f"{min(times) * 1e3:.2f} ms", shown if title == _WITH else "", first)
-        return table
-
-
-@contextmanager
-def _live(console: Console, *parts: Any) -> Iterator[None]:
-    """Show these as they grow, or the first of them at the end where nobody is watching."""
-    if console.is_terminal:
-        with Live(Group(*parts), console=console, refresh_per_second=8):
-            yield
-    else:
-        yield
-        console.print(parts[0])
-
-
-def show(
-    name: str, path: Path | None, device: str, rounding: Any, report: Path, console: Console,
-    timer: Callable[..., list[float]], speedup: Speedup,
-) -> bool:  # fmt: skip
-    """Generate without and with onepass, compare, time, write the report; whether the results agree."""
+def show(name: str, path: Path | None, rounding: Any, screen: Screen) -> dict[str, Any]:
+    """Generate without and with onepass, compare and time; return the report."""
     with one_thread():
-        outcome = _run(name, path, device, rounding, console, timer, speedup)
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.write_text(json.dumps({"fine": outcome.fine, **vars(outcome)}, indent=1) + "\n")
-    console.print(f"Report written to {report}", soft_wrap=True)
-    return outcome.fine
+        device, console = screen.device, screen.console
+        model = load(name, path, device)
+        label = str(path) if path is not None else f"{name}, random weights"
+        with patch(model, rounding=rounding) as handle:
+            count = sum(p.numel() for p in model.parameters())
+        outcome = Outcome(label, count, device, rounding, handle.to_json())
+        layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+        sizes = f"{layers} layers, {count / 1e6:.0f} M parameters, float32"
+        console.print(f"{type(model).__name__} ({label}): {sizes}, {'one thread' if device == 'cpu' else device}")
+        console.print(Text("\n".join(str(handle).splitlines()[1:]), style="dim"))
+        _show_tokens(model, rounding, outcome, screen)
+        _compare_bfloat16(model, rounding, outcome)
+        _show_agreement(outcome, screen)
+        with patch(model, rounding=rounding) as handle:
+            _show_ops(model, handle, outcome, screen)
+    return outcome.to_json()
 
 
-def _run(
-    name: str, path: Path | None, device: str, rounding: Any, console: Console, timer: Callable[..., list[float]], speedup: Speedup
-) -> Outcome:  # fmt: skip
-    model = load(name, path, device)
-    label = str(path) if path is not None else f"{name}, random weights"
-    handle = patch(model, rounding=rounding)
-    handle.undo()
-    count = sum(p.numel() for p in model.parameters())
-    outcome = Outcome(label, count, device, rounding, handle.to_json())
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    where = "one thread" if device == "cpu" else device
-    console.print(
-        f"{type(model).__name__} ({label}): {layers} layers, {count / 1e6:.0f} M parameters, float32, {where}"
-    )
-    console.print(Text("\n".join(str(handle).splitlines()[1:]), style="dim"))
-    _show_tokens(model, rounding, outcome, console, speedup)
-    _compare_bfloat16(model, rounding, outcome)
-    _show_agreement(outcome, console)
-    with patch(model, rounding=rounding) as handle:
-        _show_ops(model, handle, outcome, console, timer, speedup)
-    return outcome
-
-
-def _show_tokens(model: Any, rounding: Any, outcome: Outcome, console: Console, speedup: Speedup) -> None:
-    """Rounds alternate, so that both see the same disturbances; each is judged by its quietest."""
-    device = outcome.device
+def _show_tokens(model: Any, rounding: Any, outcome: Outcome, screen: Screen) -> None:
+    """Rounds alternate, so that both see the same disturbances; the quietest round of each counts."""
     vocabulary = model.config.get_text_config().vocab_size
-    prompt = torch.randint(2, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
-    speeds = _Speeds(speedup)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    progress = Progress(*columns, console=console)
-    task = progress.add_task("tokens", total=2 * ROUNDS * NEW_TOKENS)
-    with _live(console, speeds, progress):
-        for _ in range(ROUNDS):
-            for title, times in speeds.times.items():
-                with patch(model, rounding=rounding) if title == _WITH else nullcontext() as handle:
-                    cache = latent_cache(model, handle, PROMPT + NEW_TOKENS)
-                    outcome.cache = type(cache).__name__ if cache is not None else outcome.cache
-                    step = partial(progress.advance, task)
-                    chosen, logits, seconds = generate(model, prompt, NEW_TOKENS, step, cache)
-                speeds.results[title] = (chosen, logits)
-                times.append(statistics.median(seconds))
-    (tokens, expected), (ours, got) = (speeds.results[title] for title in (_WITHOUT, _WITH))
+    prompt = torch.randint(2, vocabulary, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(screen.device)
+    times: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+    results: dict[str, tuple[Tensor, Tensor]] = {}
+    with progress_bar(screen.console, disable=not screen.console.is_terminal) as progress:
+        task = progress.add_task("tokens", total=2 * ROUNDS * NEW_TOKENS)
+        for title in (WITHOUT, WITH) * ROUNDS:
+            with patch(model, rounding=rounding) if title == WITH else nullcontext() as handle:
+                cache = latent_cache(model, handle, PROMPT + NEW_TOKENS)
+                outcome.cache = type(cache).__name__ if cache is not None else outcome.cache
+                step = partial(progress.advance, task)
+                chosen, logits, seconds = generate(model, prompt, NEW_TOKENS, step, cache)
+            results[title] = chosen, logits
+            times[title].append(statistics.median(seconds))
+    (tokens, expected), (ours, got) = results[WITHOUT], results[WITH]
     outcome.same_tokens = torch.equal(tokens, ours)
     outcome.tokens = ours[0].tolist()
     outcome.max_difference = float((got - expected).abs().max())
     outcome.largest_logit = float(expected.abs().max())
-    outcome.milliseconds_a_token = {title: min(times) * 1e3 for title, times in speeds.times.items()}
+    outcome.milliseconds_a_token = {title: min(found) * 1e3 for title, found in times.items()}
+    slow, fast = outcome.milliseconds_a_token.values()
+    shown = table("", right=("time per token", "speed-up"))
+    shown.add_column("first tokens")
+    for title, ms, cell in ((WITHOUT, slow, ""), (WITH, fast, screen.speedup(slow, fast))):
+        shown.add_row(title, f"{ms:.2f} ms", cell, " ".join(map(str, results[title][0][0, :8].tolist())))
+    screen.console.print(shown)
 
 
 def _compare_bfloat16(model: Any, rounding: Any, outcome: Outcome) -> None:
-    """A copy of the model in bfloat16, one pass over the tokens."""
+    """Compare one pass of a bfloat16 copy of the model over the tokens."""
     ids = torch.tensor([outcome.tokens], device=outcome.device)
     low = copy.deepcopy(model).to(torch.bfloat16)
     expected = low(ids, use_cache=False).logits
@@ -349,38 +286,26 @@ def _compare_bfloat16(model: Any, rounding: Any, outcome: Outcome) -> None:
     outcome.bfloat16_max_difference = float((got.float() - expected.float()).abs().max())
 
 
-def _show_agreement(outcome: Outcome, console: Console) -> None:
-    table = Table("", "", "", box=None, pad_edge=False, show_header=False)
-    good, bad = Text("ok", style="green"), Text("WRONG", style="bold red")
-    words = f"{len(outcome.tokens)} of {len(outcome.tokens)}" if outcome.same_tokens else "no"
-    table.add_row(good if outcome.same_tokens else bad, "same tokens, float32", words)
-    close = outcome.fine or outcome.max_difference <= FLOAT32_ERROR * outcome.largest_logit
-    table.add_row(
-        good if close else bad,
-        "largest difference of logits, float32",
-        f"{outcome.max_difference:.1e}, the largest logit being {outcome.largest_logit:.2f}",
+def _show_agreement(outcome: Outcome, screen: Screen) -> None:
+    count = len(outcome.tokens)
+    differs = (
+        f"; the others differ by up to {outcome.bfloat16_max_difference:.1e}" if outcome.bfloat16_equal < 1 else ""
     )
-    others = f"; the others differ by up to {outcome.bfloat16_max_difference:.1e}" if outcome.bfloat16_equal < 1 else ""
-    table.add_row("", "logits equal to the bit, bfloat16", f"{outcome.bfloat16_equal:.2%}{others}")
-    console.print(table)
+    logits = f"{outcome.max_difference:.1e}; the largest logit is {outcome.largest_logit:.2f}"
+    same = f"{count} of {count}" if outcome.same_tokens else "no"
+    shown = table("", "", "", show_header=False)
+    shown.add_row(verdict(outcome.same_tokens), "same tokens, float32", same)
+    shown.add_row(verdict(outcome.close), "largest difference of logits, float32", logits)
+    shown.add_row("", "bit-identical logits, bfloat16", f"{outcome.bfloat16_equal:.2%}{differs}")
+    screen.console.print(shown)
 
 
-def _show_ops(
-    model: Any, handle: Patched, outcome: Outcome, console: Console, timer: Callable[..., list[float]], speedup: Speedup
-) -> None:  # fmt: skip
-    table = Table("op, one token, float32", box=None, pad_edge=False)
-    for title in ("calls a token", "the model's code", "onepass", "speed-up"):
-        table.add_column(title, justify="right")
-    with _live(console, table):
-        for pair in pairs(model, handle, outcome.device):
-            slow, fast = timer((pair.plain, pair.ours), outcome.device)
-            table.add_row(
-                pair.op,
-                str(pair.calls),
-                f"{slow * 1e6:.1f} us",
-                f"{fast * 1e6:.1f} us",
-                speedup(slow, fast),
-            )
-            outcome.ops.append(
-                {"op": pair.op, "calls": pair.calls, "plain_us": slow * 1e6, "onepass_us": fast * 1e6}
-            )  # fmt: skip
+def _show_ops(model: Any, handle: Patched, outcome: Outcome, screen: Screen) -> None:
+    shown = table("op, one token, float32", right=("calls per token", "the model's code", "onepass", "speed-up"))
+    with live(screen.console, shown):
+        for pair in pairs(model, handle, screen.device):
+            slow, fast = screen.seconds(pair.plain, pair.ours)
+            times = f"{slow * 1e6:.1f} us", f"{fast * 1e6:.1f} us"
+            shown.add_row(pair.op, str(pair.calls), *times, screen.speedup(slow, fast))
+            row = {"op": pair.op, "calls": pair.calls, "plain_us": slow * 1e6, "onepass_us": fast * 1e6}
+            outcome.ops.append(row)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
-import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
@@ -12,13 +10,14 @@ from typing import Annotated, Final
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from .. import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
+from ..bench.machine import label
 from ..errors import ContractError, Unsupported
 from ..trace import PHASES, GmemTrace, NullTrace, Timeline, TraceBuf, percent
+from .common import DeviceOption, cannot_write, choose_device, progress_bar, table
 
 EPS: Final = 1e-6
 MAX_COPIES: Final = 8
@@ -41,26 +40,21 @@ class Dtype(StrEnum):
 def gemv(
     n: Annotated[int, typer.Option(help="Columns of the output: rows of the weight.", min=0)] = 2112,
     k: Annotated[int, typer.Option(help="Inner dimension.", min=0)] = 7168,
-    normed: Annotated[int, typer.Option(help="Columns that are normed, from the first.", min=0)] = 1536,
+    normed: Annotated[int, typer.Option(help="How many leading columns are normed.", min=0)] = 1536,
     m: Annotated[int, typer.Option(help="Rows of the activations.", min=0)] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Of activations and weights.")] = Dtype.bfloat16,
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default what the machine has.", metavar="cpu|cuda")] = "",
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of activations and weights.")] = Dtype.bfloat16,
+    device: DeviceOption = "",
     runs: Annotated[int, typer.Option(help="Launches to trace; the one of median length is shown.", min=1)] = 20,
     out: Annotated[Path, typer.Option(help="Where to write the timeline.", metavar="DIR")] = Path("."),
 ) -> None:
     """Trace gemv_and_partial_norm; write a page for the browser and a trace for Perfetto."""
-    from .main import Device, _require, backend_status
-
-    if device not in ("", "cpu", "cuda"):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
     if not out.is_dir():
         raise typer.BadParameter(f"there is no directory {out}", param_hint="--out")
-    chosen = device or ("cuda" if backend_status()["triton"][0] else "cpu")
-    _require(Device(chosen))
+    chosen = choose_device(device)
     console = Console()
     try:
         with torch.inference_mode():
-            timelines = _record(n, k, normed, m, getattr(torch, dtype.value), chosen, runs, console)
+            timelines = _record((m, n, k, normed), getattr(torch, dtype.value), chosen, runs, console)
     except (ContractError, Unsupported) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
@@ -74,15 +68,11 @@ def gemv(
     _write(median, out, console)
 
 
-# --- running --------------------------------------------------------------------------------------------------------
-
-
 def _record(
-    n: int, k: int, normed: int, m: int, dtype: torch.dtype, device: str, runs: int, console: Console
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str, runs: int, console: Console
 ) -> list[Timeline]:
-    """A timeline for each run; the weights rotate, so that none finds its own in a cache."""
-    from .. import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
-
+    """Record one timeline per run. Copies of the weights rotate, so that no run finds its own in a cache."""
+    m, n, k, normed = sizes
     torch.manual_seed(0)
     act = torch.randn(m, k, dtype=dtype, device=device)
     weight = torch.randn(n, k, dtype=dtype, device=device).div_(math.sqrt(max(k, 1)))
@@ -95,12 +85,11 @@ def _record(
     parameters |= {"blocks": str(trace.blocks), "weights": temperature, "run": f"median of {runs}"}
     timelines: list[Timeline] = []
     buffers: tuple[TraceBuf, ...] = (NullTrace(), trace)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(console, disable=not console.is_terminal) as progress:
         task = progress.add_task("compiling", total=runs)
         for run in range(-max(WARM_UPS, len(weights)), runs):
             trace.clear()
-            # an untraced launch just before: threads awake and clocks up, as between the layers of a model
+            # An untraced launch comes first: threads awake and clocks up, as between the layers of a model.
             for copy, buffer in enumerate(buffers, run - 1):
                 weight = weights[copy % len(weights)]
                 gemv_and_partial_norm_with_scratch(*outputs, act, weight, gamma, EPS, counter, trace_buf=buffer)
@@ -108,7 +97,7 @@ def _record(
                 trace,
                 title="gemv_and_partial_norm, one launch",
                 unit="SM" if device == "cuda" else "thread",
-                machine=_machine(device),
+                machine=label(device),
                 parameters=parameters,
                 bytes_read=weight.nbytes + act.nbytes,
             )
@@ -119,7 +108,7 @@ def _record(
 
 
 def _copies(weight: Tensor, device: str) -> tuple[list[Tensor], str]:
-    """As many copies as outgrow the last-level cache twice, and in words whether that was possible."""
+    """Copies that together are twice as large as the last-level cache, if few enough, and a description."""
     enough = _cold_bytes(device)
     count = min(MAX_COPIES, max(1, math.ceil(enough / max(weight.nbytes, 1))))
     words = "1 copy" if count == 1 else f"{count} copies in turn"
@@ -135,45 +124,27 @@ def _cold_bytes(device: str) -> int:
     return 2 * max(found, default=32 << 20)
 
 
-def _machine(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        name = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        name = None
-    threads = torch.get_num_threads()
-    words = name[1] if name else f"{platform.machine()} CPU"
-    return f"{words}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-# --- showing --------------------------------------------------------------------------------------------------------
-
-
 def _show(timeline: Timeline, console: Console) -> None:
-    """A table of phases, then what belongs to none of them."""
+    """Print a table of phases, then the figures that belong to no phase."""
     summary = timeline.summary()
     console.print(Text(f"{timeline.title} on {timeline.machine}", style="bold"))
-    console.print(
-        ", ".join(f"{name} {value}" for name, value in timeline.parameters.items()), style="dim", highlight=False
-    )
+    words = ", ".join(f"{name} {value}" for name, value in timeline.parameters.items())
+    console.print(words, style="dim", highlight=False)
     console.print()
-    table = Table("phase", box=None, pad_edge=False)
-    for name in ("blocks", "median us", "max us", "share"):
-        table.add_column(name, justify="right")
-    table.add_column("what a block does", style="dim")
+    phases = table("phase", right=("blocks", "median us", "max us", "share"))
+    phases.add_column("what a block does", style="dim")
     meanings = {phase.name: phase.meaning for phase in PHASES}
     for row in summary.phases:
         numbers = (str(row.count), f"{row.median:.3f}", f"{row.max:.3f}", percent(row.share))
-        table.add_row(row.phase, *numbers, meanings[row.phase])
-    console.print(table)
+        phases.add_row(row.phase, *numbers, meanings[row.phase])
+    console.print(phases)
     console.print()
-    figures = Table(box=None, show_header=False, pad_edge=False)
+    figures = table(show_header=False)
     figures.add_column(style="bold")
     figures.add_column(justify="right")
     figures.add_column(style="dim")
-    for label, value, remark in summary.figures():
-        figures.add_row(label, value, remark)
+    for label_, value, remark in summary.figures():
+        figures.add_row(label_, value, remark)
     console.print(figures)
 
 
@@ -183,7 +154,7 @@ def _write(timeline: Timeline, out: Path, console: Console) -> None:
         timeline.write_html(page)
         timeline.write_chrome(trace)
     except OSError as error:
-        raise typer.BadParameter(f"cannot write to {out}: {error.strerror}", param_hint="--out") from error
+        raise cannot_write(out, error, "--out") from error
     console.print()
     for path, reader in ((page, "for a browser"), (trace, "for Perfetto")):
         console.print(Text.assemble("wrote ", (str(path), "bold"), f" {reader}"), soft_wrap=True)

@@ -1,0 +1,77 @@
+"""``onepass source``: the code that onepass generates for an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from importlib import import_module
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..ops import dispatch, registration
+from ..testing import runner
+from .common import backend_status
+
+
+class Part(StrEnum):
+    """The kinds of generated code."""
+
+    validation = "validation"
+    fastpath = "fastpath"
+    cpu = "cpu"
+    triton = "triton"
+
+
+def source(
+    op: Annotated[str, typer.Argument(help="A public op, such as rms_norm.", metavar="OP")],
+    part: Annotated[Part | None, typer.Option(help="Only this kind of generated code.")] = None,
+) -> None:
+    """Print the code generated for an op: validation, fast path, CPU kernel as LLVM IR, Triton launch."""
+    if op not in runner.MODULES:
+        raise typer.BadParameter(f"no op {op!r}; choose from {', '.join(runner.MODULES)}", param_hint="OP")
+    for name in [part] if part else list(Part):
+        found = _python(op, name) if name in (Part.validation, Part.fastpath) else _backend(op, name)
+        for title, text in found.items():
+            comment = ";" if title == "LLVM IR" else "#"
+            print(f"{comment} --- {name}: {title}\n{text.strip()}\n")
+
+
+def _python(op: str, part: Part) -> dict[str, str]:
+    """The functions generated from the op's declarations."""
+    found: dict[str, str] = registration.generated_sources(op)
+    return {title: text for title, text in found.items() if ("validation" in title) == (part is Part.validation)}
+
+
+def _backend(op: str, backend: Part) -> dict[str, str]:
+    """The code that a backend generates for the smallest case of the op."""
+    usable, why = backend_status()[backend]
+    if not usable:
+        return {f"not available: {why}": ""}
+    spec = _sample(op, backend)
+    launcher = import_module(f"onepass.{backend}.launcher")
+    found: dict[str, str] = dict(launcher.generated_sources())
+    if backend is Part.cpu:
+        found["LLVM IR"] = launcher.ir_of(spec)
+    return found or {"no code is generated for this op; its kernels are in onepass/triton": ""}
+
+
+def _sample(op: str, backend: Part) -> Any:
+    """Call the op on its smallest case; return the spec of the kernel that it launched."""
+    seen: list[Any] = []
+
+    def recording(family: str) -> Callable[[Any], None]:
+        launch = import_module(f"onepass.{backend}.{family}").launch
+
+        def record(call: Any) -> None:
+            seen.append(call.spec)
+            launch(call)
+
+        return record
+
+    module = runner.MODULES[op]
+    case = min(runner.select([op]), key=lambda case: (case.group != "short", len(case.name)))
+    with torch.inference_mode(), dispatch.launching_with(recording):
+        module.call(case, module.inputs(case, "cpu" if backend is Part.cpu else "cuda"))
+    return seen[-1]
