@@ -1,20 +1,21 @@
-"""Modules whose state dicts are those of the modules they replace.
+"""Modules with the state dicts of the modules they replace.
 
 | here | replaces | state dict |
 |---|---|---|
 | `RMSNorm` | `torch.nn.RMSNorm`; the RMSNorms of Hugging Face's Llama, Qwen, Gemma, ... | ``weight`` |
 | `QKNorm` | an attention's ``q_norm`` and ``k_norm`` | ``q_norm.weight``, ``k_norm.weight`` |
 | `RMSNormFP8` | an RMSNorm whose result goes to fp8 linear layers | ``weight`` |
-| `LinearFP8` | `torch.nn.Linear` behind it | ``weight``, ``weight_scale``, ``bias``; loads a Linear's too |
+| `LinearFP8` | `torch.nn.Linear` after it | ``weight``, ``weight_scale``, ``bias``; also loads a Linear's |
 
-With ``h = x + residual`` (where given) and ``rs = 1 / sqrt(mean(h^2) + eps)``::
+With ``h = x + residual`` (if given) and ``rs = 1 / sqrt(mean(h^2) + eps)``::
 
     RMSNorm       y            = (h * rs) * (weight + weight_offset)
-    RMSNormFP8    codes, scale = y / scale as fp8, max |y| / 448 of each row
+    RMSNormFP8    codes, scale = y / scale as fp8, max |y| / 448 per row
     LinearFP8     out          = (codes @ weight.T) * scale * weight_scale + bias
 
-There is no backward: call these under ``torch.inference_mode()`` or ``torch.no_grad()``. A weight that has neither x's
-dtype nor float32 (float32 activations in a bfloat16 model) is converted to float32, which is exact.
+There is no backward: call these under ``torch.inference_mode()`` or ``torch.no_grad()``. A weight
+in neither x's dtype nor float32 (float32 activations in a bfloat16 model) is converted to float32,
+which is exact.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
-
-from tools.contract_oracle import option_is_legal
 
 from .contract.declaration import describe, require_bool
 from .errors import ContractError
@@ -37,27 +36,27 @@ from .rope import Rope
 
 __all__ = ["LinearFP8", "QKNorm", "RMSNorm", "RMSNormFP8", "quantize_rows"]
 
-write_eager_entries()  # modules are what gets compiled
+write_eager_entries()  # before modules are compiled
 _EPS_NAMES: Final = ("eps", "variance_epsilon")
 _FP8: Final = torch.float8_e4m3fn
 
 
 def gamma_of(weight: Tensor) -> Tensor:
-    """The weight in a dtype that the ops take: its own where that is a float of 16 or 32 bits, else float32."""
+    """The weight in a dtype that the ops accept: its own if 16- or 32-bit float, else float32."""
     return weight if weight.dtype in FLOATS else weight.float()
 
 
 def eps_of(module: nn.Module, name: str = "") -> float | None:
-    """A norm's epsilon, under the given name or one of the usual ones; None is torch's default."""
+    """A norm's epsilon, under this name or one of the usual ones; None is torch's default."""
     for candidate in (name,) if name else _EPS_NAMES:
         if hasattr(module, candidate):
             eps: float | None = getattr(module, candidate)
             return eps
-    raise ContractError(f"{type(module).__name__}: has no epsilon called {name or ' or '.join(_EPS_NAMES)}")
+    raise ContractError(f"{type(module).__name__}: it must have an epsilon named {name or ' or '.join(_EPS_NAMES)}")
 
 
 def _sizes(owner: type, name: str, value: object, many: bool = True) -> tuple[int, ...]:
-    """One size, or a list of them where there may be ``many``."""
+    """One size, or several if ``many``."""
     sizes = tuple(value) if many and isinstance(value, (list, tuple)) else (value,)
     if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and 0 < n < 2**31 for n in sizes):
         raise ContractError(
@@ -67,10 +66,10 @@ def _sizes(owner: type, name: str, value: object, many: bool = True) -> tuple[in
 
 
 def _check_options(owner: type, **values: object) -> None:
-    """What the op would refuse at every call is refused when the module is made."""
+    """Reject at construction what the op would reject at every call."""
     for name, value in values.items():
         option = RMS_NORM.options[name]
-        if not option_is_legal(option, name, value):
+        if not option.accepts(name, value):
             allowed = " or ".join(map(repr, option.choices)) or f"a number, {option.where}"
             raise ContractError(f"{owner.__name__}: `{name}` must be {allowed}, got {describe(value)}")
 
@@ -78,9 +77,10 @@ def _check_options(owner: type, **values: object) -> None:
 class RMSNorm(nn.Module):
     """`rms_norm` as a module: ``y = (h * rs) * (weight + weight_offset)``, ``h = x + residual``.
 
-    The first five parameters are `torch.nn.RMSNorm`'s; ``eps=None`` is its default too, float32's epsilon for every
-    dtype here. ``weight_offset=1.0`` is Gemma's norm. ``rounding="once"`` is where torch.nn.RMSNorm, Gemma and OLMo-2
-    round, "hf" where Llama, Mistral, Qwen, Phi-3, DeepSeek and GLM-4 do. Without ``elementwise_affine`` the weight is 1.
+    The first five parameters are those of `torch.nn.RMSNorm`. ``eps=None`` is its default too and means
+    float32's epsilon for every dtype. ``weight_offset=1.0`` is Gemma's norm. ``rounding="once"``
+    rounds like torch.nn.RMSNorm, Gemma and OLMo-2, "hf" like Llama, Mistral, Qwen, Phi-3, DeepSeek
+    and GLM-4. Without ``elementwise_affine`` the weight is 1.
 
     ``forward(x)`` returns y in x's dtype; ``forward(x, residual)`` returns (y, new_residual).
 
@@ -109,9 +109,9 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         shape = _sizes(type(self), "normalized_shape", normalized_shape)
-        _check_options(
-            type(self), weight_offset=weight_offset, rounding=rounding, **({} if eps is None else {"eps": eps})
-        )
+        _check_options(type(self), weight_offset=weight_offset, rounding=rounding)
+        if eps is not None:
+            _check_options(type(self), eps=eps)
         require_bool(type(self).__name__, "elementwise_affine", elementwise_affine)
         self.normalized_shape = shape
         self.eps = eps
@@ -125,18 +125,12 @@ class RMSNorm(nn.Module):
 
     @classmethod
     def from_module(cls, norm: nn.Module, *, weight_offset: float = 0.0, rounding: Rounding = "once") -> Self:
-        """The same norm as another module's, with its very weight (not a copy)."""
+        """The norm of another module, sharing its weight."""
         weight = getattr(norm, "weight", None)
         if not isinstance(weight, Tensor):
             raise ContractError(f"{cls.__name__}: `norm` must have a weight, got {describe(norm)}")
-        made = cls(
-            weight.shape,
-            eps_of(norm),
-            device="meta",
-            dtype=weight.dtype,
-            weight_offset=weight_offset,
-            rounding=rounding,
-        )
+        options: dict[str, Any] = {"device": "meta", "dtype": weight.dtype, "weight_offset": weight_offset}
+        made = cls(weight.shape, eps_of(norm), rounding=rounding, **options)
         made.weight = weight
         return made.train(norm.training)
 
@@ -144,23 +138,17 @@ class RMSNorm(nn.Module):
         """Y, or (y, new_residual)."""
         lead = x.shape[: x.dim() - len(self.normalized_shape)]
         flat = x.view(*lead, -1)
-        gamma = self._gamma(flat)
         if residual is None:
-            return rms_norm(
-                flat, gamma, self._eps(), weight_offset=self.weight_offset, rounding=self.rounding
-            ).view(x.shape)  # fmt: skip
-        y, h = rms_norm(
-            flat,
-            gamma,
-            self._eps(),
-            weight_offset=self.weight_offset,
-            residual=residual.view(*lead, -1),
-            rounding=self.rounding,
-        )
+            return rms_norm(flat, self._gamma(flat), self._eps(), **self._options()).view(x.shape)
+        h = residual.view(*lead, -1)
+        y, h = rms_norm(flat, self._gamma(flat), self._eps(), residual=h, **self._options())
         return y.view(x.shape), h.view(x.shape)
 
     def _eps(self) -> float:
         return torch.finfo(torch.float32).eps if self.eps is None else self.eps
+
+    def _options(self) -> dict[str, Any]:
+        return {"weight_offset": self.weight_offset, "rounding": self.rounding}
 
     def _gamma(self, x: Tensor) -> Tensor:
         if self.weight is None:
@@ -168,18 +156,19 @@ class RMSNorm(nn.Module):
         return gamma_of(self.weight.view(-1))
 
     def extra_repr(self) -> str:
-        """Everything but the weight's values."""
+        """All parameters except the weight."""
         size = self.normalized_shape[0] if len(self.normalized_shape) == 1 else self.normalized_shape
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         return f"{size}, eps={self.eps}{offset}, rounding={self.rounding!r}"
 
 
 class QKNorm(nn.Module):
-    """`qk_rms_norm` as a module: the norms of queries and keys in one launch, RoPE behind them if given.
+    """`qk_rms_norm` as a module: the norms of queries and keys, then RoPE if given, in one launch.
 
-    ``q_dim`` and ``k_dim`` are the weights' lengths: whole projections (OLMo-2, MiniMax-M2), or with ``per_head`` one head
-    (Qwen3, Gemma 3), where ``k_dim`` may be left out. ``forward(q, k, rope=None)`` takes q [..., Nq] and k [..., Nk], or
-    with ``per_head`` also [..., heads, head_dim], strided as they come out of a packed projection.
+    ``q_dim`` and ``k_dim`` are the lengths of the weights: whole projections (OLMo-2, MiniMax-M2),
+    or with ``per_head`` one head (Qwen3, Gemma 3), where ``k_dim`` may be omitted. ``forward`` takes
+    q [..., Nq] and k [..., Nk], or with ``per_head`` also [..., heads, head_dim], strided as in a
+    packed projection.
 
     >>> import torch
     >>> from onepass.nn import QKNorm
@@ -202,15 +191,14 @@ class QKNorm(nn.Module):
         super().__init__()
         require_bool(type(self).__name__, "per_head", per_head)
         if k_dim is None and not per_head:
-            raise ContractError("QKNorm: `k_dim` must be given unless per_head")
-        _sizes(type(self), "q_dim", q_dim, many=False)
-        _sizes(type(self), "k_dim", q_dim if k_dim is None else k_dim, many=False)
+            raise ContractError("QKNorm: `k_dim` must be given unless `per_head`, got None")
+        dims = {"q_dim": q_dim, "k_dim": q_dim if k_dim is None else k_dim}
+        for name, dim in dims.items():
+            _sizes(type(self), name, dim, many=False)
         _check_options(type(self), eps=eps, weight_offset=weight_offset, rounding=rounding)
         self.per_head = per_head
-        dims = (q_dim, q_dim if k_dim is None else k_dim)
-        self.q_norm, self.k_norm = (
-            RMSNorm(n, eps, device=device, dtype=dtype, weight_offset=weight_offset, rounding=rounding) for n in dims
-        )
+        options: dict[str, Any] = {"device": device, "dtype": dtype, "weight_offset": weight_offset}
+        self.q_norm, self.k_norm = (RMSNorm(n, eps, rounding=rounding, **options) for n in dims.values())
 
     @classmethod
     def from_modules(
@@ -222,12 +210,10 @@ class QKNorm(nn.Module):
         weight_offset: float = 0.0,
         rounding: Rounding = "once",
     ) -> Self:
-        """The same norms as two other modules', with their very weights; both must have one epsilon."""
+        """The norms of two modules with equal epsilons, sharing their weights."""
         require_bool(cls.__name__, "per_head", per_head)
         if eps_of(q_norm) != eps_of(k_norm):
-            raise ContractError(
-                f"QKNorm: `k_norm` must have q_norm's epsilon, {eps_of(q_norm)}, got {eps_of(k_norm)}"
-            )  # fmt: skip
+            raise ContractError(f"QKNorm: `k_norm` must have q_norm's epsilon, {eps_of(q_norm)}, got {eps_of(k_norm)}")
         made = cls(1, per_head=True, device="meta")
         made.per_head = per_head
         made.q_norm, made.k_norm = (
@@ -236,26 +222,18 @@ class QKNorm(nn.Module):
         return made
 
     def forward(self, q: Tensor, k: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
-        """q and k, normed (and rotated), as new tensors."""
+        """The normed (and rotated) q and k, as new tensors."""
         norm = self.q_norm
-        return qk_rms_norm(
-            q,
-            k,
-            norm._gamma(q),
-            self.k_norm._gamma(k),
-            norm._eps(),
-            weight_offset=norm.weight_offset,
-            rounding=norm.rounding,
-            rope=rope,
-            per_head=self.per_head,
-        )
+        gammas = norm._gamma(q), self.k_norm._gamma(k)
+        return qk_rms_norm(q, k, *gammas, norm._eps(), rope=rope, per_head=self.per_head, **norm._options())
 
 
 class RMSNormFP8(RMSNorm):
-    """`rms_norm_fused_fp8` as a module: norm and quantization in one read, for `LinearFP8` layers to take.
+    """`rms_norm_fused_fp8` as a module: norm and quantization in one pass, for `LinearFP8` layers.
 
-    ``forward(x)`` returns (codes, scale), codes in float8_e4m3fn and scale float32 [..., 1]; ``forward(x, residual)`` returns
-    (codes, scale, new_residual). Several layers that read one norm (q, k and v; gate and up) share the result.
+    ``forward(x)`` returns (codes, scale), codes in float8_e4m3fn and scale float32 [..., 1].
+    ``forward(x, residual)`` returns (codes, scale, new_residual). Layers with the same input (q, k
+    and v; gate and up) can share the result.
     """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -264,36 +242,32 @@ class RMSNormFP8(RMSNorm):
             raise ContractError(
                 f"RMSNormFP8: `normalized_shape` must be the last dimension, got {list(self.normalized_shape)}"
             )
-        return rms_norm_fused_fp8(
-            x,
-            self._gamma(x),
-            self._eps(),
-            weight_offset=self.weight_offset,
-            residual=residual,
-            rounding=self.rounding,
-        )
+        return rms_norm_fused_fp8(x, self._gamma(x), self._eps(), residual=residual, **self._options())
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight`` [N, K] as float8_e4m3fn and a float32 scale [N, 1] a row: ``scale = max |row| / 448``; 0 for a row of zeros."""
+    """``weight`` [N, K] as float8_e4m3fn, and float32 scales [N, 1]: ``max |row| / 448``."""
     rows = weight.detach().float()
-    scale = rows.abs().amax(-1, keepdim=True) / FP8_FORMATS[_FP8].max
     limit = FP8_FORMATS[_FP8].max
+    scale = rows.abs().amax(-1, keepdim=True) / limit
+    # the scale of a row of zeros is 0
     return (rows / torch.where(scale > 0, scale, 1.0)).clamp(-limit, limit).to(_FP8), scale
 
 
 class LinearFP8(nn.Module):
-    """A linear layer with fp8 weights and fp8 inputs, each row of both with a scale of its own.
+    """A linear layer with fp8 weights and fp8 inputs, both with one scale per row.
 
-    ``forward((codes, scale))`` takes what `RMSNormFP8` returns and gives::
+    ``forward((codes, scale))`` takes what `RMSNormFP8` returns::
 
         out = (codes @ weight.T) * scale * weight_scale + bias          in ``dtype``
 
-    Where the GPU has it (compute capability 8.9 and up, sizes that are multiples of 16, a bfloat16 result) that is one
-    `torch._scaled_mm`; elsewhere the same formula in float32 from codes decoded on the fly, which takes memory and time
-    but rounds once, at the end. `kernel` says which one a call would take.
+    On GPUs with compute capability 8.9 or higher, for sizes that are multiples of 16 and a bfloat16
+    result, that is one `torch._scaled_mm`. Otherwise codes are decoded on the fly and multiplied in
+    float32, which takes memory and time but rounds once, at the end. `kernel` returns which of them
+    a call would use.
 
-    `LinearFP8.from_linear` quantizes a layer; so does loading a state dict in which ``weight`` is no fp8 tensor.
+    `LinearFP8.from_linear` quantizes a layer; so does loading a state dict whose ``weight`` is not
+    an fp8 tensor.
     """
 
     bias: Tensor | None
@@ -313,9 +287,8 @@ class LinearFP8(nn.Module):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ContractError(f"{type(self).__name__}: `dtype` must be a floating dtype, got {describe(dtype)}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
-        self.weight = nn.Parameter(
-            torch.zeros(out_features, in_features, device=device).to(_FP8), requires_grad=False
-        )  # fmt: skip
+        codes = torch.zeros(out_features, in_features, device=device).to(_FP8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
         self.weight_scale = nn.Parameter(torch.zeros(out_features, 1, device=device), requires_grad=False)
         if bias:
             self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype), requires_grad=False)
@@ -324,11 +297,9 @@ class LinearFP8(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype | None = None) -> Self:
-        """The same layer, its weights rounded to fp8; ``dtype`` of results, or the layer's."""
-        weight = linear.weight
-        made = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, weight.device, dtype or weight.dtype
-        )
+        """The same layer with its weights rounded to fp8; results have ``dtype``, by default the layer's."""
+        weight, bias = linear.weight, linear.bias is not None
+        made = cls(linear.in_features, linear.out_features, bias, weight.device, dtype or weight.dtype)
         made.load_state_dict(linear.state_dict())
         return made.train(linear.training)
 
@@ -340,7 +311,7 @@ class LinearFP8(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def kernel(self, codes: Tensor) -> str:
-        """``"_scaled_mm"`` or ``"decoded"``: how a call with such codes is computed."""
+        """``"_scaled_mm"`` or ``"decoded"``: how a call with these codes is computed."""
         sizes = self.in_features % 16 == 0 and self.out_features % 16 == 0
         if not (codes.is_cuda and sizes and self.dtype is torch.bfloat16 and torch.version.cuda):
             return "decoded"
@@ -351,20 +322,20 @@ class LinearFP8(nn.Module):
         codes, scale, *_ = quantized
         if codes.dtype is not _FP8 or scale.shape != (*codes.shape[:-1], 1):
             raise ContractError(
-                f"LinearFP8: `quantized` must be float8_e4m3fn codes with a scale a row, as RMSNormFP8 returns them, "
+                f"LinearFP8: `quantized` must be float8_e4m3fn codes with one scale per row, as RMSNormFP8 returns them, "
                 f"got {codes.dtype} {list(codes.shape)} and {list(scale.shape)}"
             )
         rows, scales = codes.reshape(-1, self.in_features), scale.reshape(-1, 1)
         if self.kernel(codes) == "_scaled_mm":
             bias = None if self.bias is None else self.bias.to(self.dtype)
-            y = torch._scaled_mm(
-                rows, self.weight.t(), scales, self.weight_scale.t(), bias=bias, out_dtype=self.dtype
-            )  # fmt: skip
+            weight, weight_scale = self.weight.t(), self.weight_scale.t()
+            y = torch._scaled_mm(rows, weight, scales, weight_scale, bias=bias, out_dtype=self.dtype)
         else:
             y = (rows.float() @ self.weight.float().t()) * scales * self.weight_scale.t()
             y = (y if self.bias is None else y + self.bias.float()).to(self.dtype)
         return y.view(*codes.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """As torch.nn.Linear has it, and the dtype of results."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, dtype={self.dtype}"
+        """Like torch.nn.Linear's, plus the dtype of results."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, dtype={self.dtype}"

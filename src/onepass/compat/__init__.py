@@ -1,11 +1,11 @@
-"""Functions with other libraries' names, argument order, in-place semantics and rounding: change an import, keep the code.
+"""Drop-in replacements: other libraries' names, argument order, in-place semantics, rounding.
 
-- `onepass.compat.vllm`: ``vllm._custom_ops`` as its kernels are from 0.20 on; `onepass.compat.vllm_0_19` as they were before.
+- `onepass.compat.vllm`: ``vllm._custom_ops`` of vLLM 0.20 and later; `onepass.compat.vllm_0_19`: of earlier releases.
 - `onepass.compat.flashinfer`: ``flashinfer.norm``.
 
-Sums are added in onepass's order (a row gives the same bytes in any batch), so results can differ from the originals' in the
-last bit where a float32 sum does. Everything else that differs is said in the module's or the function's docstring. None of these
-modules needs the library it is named after.
+onepass adds sums in its own order (a row gives the same bytes in any batch), so results can differ
+from the originals' in the last bit. Docstrings list all other differences. The libraries
+themselves need not be installed.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ __all__ = ["flashinfer", "vllm", "vllm_0_19"]
 
 
 def __getattr__(name: str) -> object:
-    """Each module is imported at first use."""
+    """Import each module at first use."""
     if name in __all__:
         from importlib import import_module
 
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The libraries whose functions are here."""
+    """The libraries that are covered."""
     return list(__all__)

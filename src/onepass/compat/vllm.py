@@ -1,18 +1,19 @@
-"""``vllm._custom_ops``: ``from onepass.compat import vllm as ops`` in place of ``from vllm import _custom_ops as ops``.
+"""``vllm._custom_ops``: ``from onepass.compat import vllm as ops`` replaces its import.
 
-What vLLM 0.20 and later compute, with ``round`` to the tensors' dtype::
+What vLLM 0.20 and later compute, where ``round`` rounds to the tensors' dtype::
 
     rms_norm             y = round((x * rs) * w)
     fused_add_rms_norm   h = round(x + residual);  y = round((h * rs) * w),  rs from the rounded h
     the two with fp8     h = x + residual, unrounded;  y = round(round(h * rs) * w)
                          scale = max(min(max |y|, scale_ub) / qmax, 1 / (qmax * 512));  code = fp8(y / scale)
 
-``qmax`` is 448 for float8_e4m3fn and 224 for float8_e4m3fnuz. The results have vLLM's bytes, with two exceptions. vLLM adds
-up squares in another order, and on a GPU its reciprocal root may differ in the last bit: where that changes ``rs``, a value
-that lies at a rounding boundary can fall the other way. And a row that holds NaN or infinity, or whose squares add up to
-infinity, is NaN here, where vLLM's fp8 functions store finite codes for it.
+``qmax`` is 448 for float8_e4m3fn and 224 for float8_e4m3fnuz. Results have the same bytes as
+vLLM's, with two exceptions. vLLM adds squares in another order, and on a GPU its reciprocal square
+root may differ in the last bit; where that changes ``rs``, a value at a rounding boundary can round
+the other way. And a row that contains NaN or infinity, or whose sum of squares overflows, is NaN
+here; vLLM's fp8 functions store finite codes for it.
 
-vLLM 0.19 and earlier rounded ``x * rs`` in the first two as well: that is `onepass.compat.vllm_0_19`.
+vLLM 0.19 and earlier also round ``x * rs`` in the first two: see `onepass.compat.vllm_0_19`.
 
 Every function checks all of its arguments before it writes anything.
 """
@@ -31,13 +32,13 @@ from ..ops.rms_norm import rms_norm as _rms_norm
 from ..ops.rms_norm import rms_norm_fused_fp8
 
 _MAXIMA = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
-"""What vLLM takes for the largest value of each format."""
+"""The largest value of each format in vLLM."""
 
 __all__ = ["fused_add_rms_norm", "rms_norm", "rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"]
 
 
 def weight_or_ones(weight: Tensor | None, like: Tensor) -> Tensor:
-    """The weight, or ones, which vLLM means by None."""
+    """The weight; None means ones, as in vLLM."""
     return like.new_ones(like.shape[-1:]) if weight is None else weight
 
 
@@ -47,16 +48,9 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
 
 
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
-    """``residual += input``, then ``input = round((residual * rs) * weight)``, in one launch; both are overwritten."""
-    _rms_norm(
-        input,
-        weight_or_ones(weight, input),
-        epsilon,
-        residual=residual,
-        round_sum=True,
-        out=input,
-        residual_out=residual,
-    )
+    """``residual += input``, then ``input = round((residual * rs) * weight)``, in one launch."""
+    weight = weight_or_ones(weight, input)
+    _rms_norm(input, weight, epsilon, residual=residual, round_sum=True, out=input, residual_out=residual)
 
 
 def rms_norm_dynamic_per_token_quant(
@@ -67,10 +61,11 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Norm and fp8 codes with one scale per token: (codes like input, scales [tokens, 1]). ``residual`` is updated in place.
+    """Norm and quantize to fp8 with one scale per token: (codes, scales [tokens, 1]).
 
-    ``scale_ub`` is one float32 on input's device. The kernel reads it, so the call works in CUDA graphs and in
-    ``torch.compile(fullgraph=True)``. ``quant_dtype`` is an fp8 dtype; int8 is not supported.
+    ``residual`` is updated in place. ``scale_ub`` is one float32 on input's device. The kernel
+    reads it, so the call works in CUDA graphs and in ``torch.compile(fullgraph=True)``.
+    ``quant_dtype`` is an fp8 dtype; int8 is not supported.
     """
     return _quantized("rms_norm_dynamic_per_token_quant", input, weight, epsilon, quant_dtype, None, scale_ub, residual)
 
@@ -86,10 +81,10 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The same with a scale for every ``group_size[1]`` columns, 64 or 128: scales [tokens, N / group_size[1]].
+    """Norm and quantize to fp8 with one scale per ``group_size[1]`` columns, 64 or 128.
 
-    ``is_scale_transposed`` stores a column of scales after the other; ``tma_alignment=4`` starts each at a multiple of
-    four.
+    Scales are [tokens, N / group_size[1]]. ``is_scale_transposed`` stores the scales column by
+    column; ``tma_alignment=4`` aligns each column to a multiple of four elements.
     """
     name = "rms_norm_per_block_quant"
     if len(group_size) != 2 or group_size[1] not in (64, 128):
@@ -111,7 +106,7 @@ def _quantized(
     residual: Tensor | None,
     alignment: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``alignment``: scales are stored column after column, each from a multiple of so many on."""
+    """``alignment``: store scales column by column, each aligned to this many elements."""
     if not isinstance(input, Tensor) or not input.dim():
         raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
     if quant_dtype not in _MAXIMA:
@@ -123,7 +118,7 @@ def _quantized(
         raise ContractError(f"{name}: `group_size` must divide the {columns} columns of `input`, got {group_size}")
     tokens, groups = math.prod(lead), columns // group_size if group_size else 1
     if isinstance(residual, Tensor) and residual.numel() == input.numel() and residual.is_contiguous():
-        residual = residual.view(input.shape)  # vLLM counts rows, whatever the dimensions before them
+        residual = residual.view(input.shape)  # vLLM only counts rows, whatever the leading dimensions
     scales = None
     if alignment is not None:
         stride = -(-tokens // alignment) * alignment

@@ -1,9 +1,9 @@
-"""``vllm._custom_ops`` as of vLLM 0.19 and earlier, whose kernels rounded twice, as Hugging Face's modules do::
+"""``vllm._custom_ops`` of vLLM 0.19 and earlier, which round twice, as Hugging Face does::
 
     rms_norm             y = round(round(x * rs) * w)
     fused_add_rms_norm   h = round(x + residual);  y = round(round(h * rs) * w),  rs from the rounded h
 
-The functions with fp8 are those of `onepass.compat.vllm`.
+The fp8 functions are those of `onepass.compat.vllm`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,6 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
 
 
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
-    """``residual += input``, then ``input = round(round(residual * rs) * weight)``, in one launch; both are overwritten."""
-    _rms_norm(
-        input,
-        weight_or_ones(weight, input),
-        epsilon,
-        residual=residual,
-        rounding="hf",
-        out=input,
-        residual_out=residual,
-    )
+    """``residual += input``, then ``input = round(round(residual * rs) * weight)``, in one launch."""
+    weight = weight_or_ones(weight, input)
+    _rms_norm(input, weight, epsilon, residual=residual, rounding="hf", out=input, residual_out=residual)

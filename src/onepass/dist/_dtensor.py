@@ -1,9 +1,9 @@
-"""The same calls for DTensors that are sharded on their last dimension: the widths are known, so nothing is exchanged."""
+"""DTensors sharded on their last dimension. Their widths are known, so nothing is exchanged."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,96 +12,80 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..contract.declaration import describe
 from ..errors import ContractError
-from ._norm import (qk_rms_norm, rms_norm)
-
-_GIVEN = ("group", "plan", "counts", "kv_replicas", "out", "per_head")
 
 
-def qk_rms_norm_of_dtensors(
-    q: Tensor,
-    k: Tensor,
-    gamma_q: Tensor,
-    gamma_k: Tensor,
-    eps: float,
-    given: tuple[Any, ...],
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """`qk_rms_norm`; k may also be replicated over the ranks that share q's columns."""
-    op = "dist.qk_rms_norm"
-    q, k = cast(DTensor, q), cast(DTensor, k)
-    _refuse(op, given)
-    mesh, dimension = _sharded(op, "q", q)
-    if k.device_mesh != mesh:
-        raise ContractError(f"{op}: `k` must be on the mesh of `q`, {mesh}, got {k.device_mesh}")
-    copies = k.placements[dimension].is_replicate()
-    if not copies:
-        _sharded(op, "k", k, dimension)
-    for index, (a, b) in enumerate(zip(q.placements, k.placements, strict=True)):
-        if index != dimension and a != b:
-            raise ContractError(f"{op}: `k` must be placed as `q` is along mesh dimension {index}, {a}, got {b}")
-    q_out, k_out = qk_rms_norm(
-        q.to_local(),
-        k.to_local(),
-        _local_weight(op, "gamma_q", gamma_q, q, dimension),
-        _local_weight(op, "gamma_k", gamma_k, k, dimension),
-        eps,
-        group=(mesh, dimension),
-        counts=(q.shape[-1], k.shape[-1]),
-        kv_replicas=mesh.size(dimension) if copies else 1,
-        **options,
-    )
-    return _wrap(q_out, q), _wrap(k_out, k)
+class Shards(NamedTuple):
+    """This rank's part of a call with DTensors, as arguments of a call with plain tensors."""
+
+    tensors: list[Tensor]
+    weights: list[Tensor]
+    group: tuple[DeviceMesh, int]
+    counts: tuple[int, ...]
+    replicas: int
+    like: list[DTensor]
+
+    def wrap(self, *results: Tensor) -> tuple[Tensor, ...]:
+        """This rank's results as DTensors, placed like the inputs."""
+        return tuple(_wrap(result, like) for result, like in zip(results, self.like, strict=True))
 
 
-def rms_norm_of_dtensor(x: Tensor, gamma: Tensor, eps: float, given: tuple[Any, ...], **options: Any) -> Tensor:
-    """`rms_norm` of one DTensor."""
-    op = "dist.rms_norm"
-    x = cast(DTensor, x)
-    _refuse(op, given)
-    mesh, dimension = _sharded(op, "x", x)
-    y = rms_norm(
-        x.to_local(),
-        _local_weight(op, "gamma", gamma, x, dimension),
-        eps,
-        group=(mesh, dimension),
-        count=x.shape[-1],
-        **options,
-    )
-    return _wrap(y, x)
+def shards_of(op: str, tensors: dict[str, Tensor], gammas: dict[str, Tensor], given: dict[str, object]) -> Shards:
+    """This rank's parts of one or two DTensors, of which the second may be replicated, and their weights.
 
-
-def _refuse(op: str, given: tuple[Any, ...]) -> None:
-    for name, value in zip(_GIVEN, given, strict=False):
+    ``given`` are arguments that must be None, because the DTensors determine them or they are not
+    supported.
+    """
+    for name, value in given.items():
         if value is not None:
             raise ContractError(f"{op}: `{name}` must be left out with DTensors, got {describe(value)}")
+    like = [cast(DTensor, x) for x in tensors.values()]
+    first, *others = tensors
+    mesh, dimension = _sharded(op, first, like[0])
+    copies = False
+    for name, x in zip(others, like[1:], strict=True):
+        if x.device_mesh != mesh:
+            raise ContractError(f"{op}: `{name}` must be on the mesh of `{first}`, {mesh}, got {x.device_mesh}")
+        copies = x.placements[dimension].is_replicate()
+        if not copies:
+            _sharded(op, name, x, dimension)
+        for index, (a, b) in enumerate(zip(like[0].placements, x.placements, strict=True)):
+            if index != dimension and a != b:
+                rule = f"be placed like `{first}` along mesh dimension {index}, {a}"
+                raise ContractError(f"{op}: `{name}` must {rule}, got {b}")
+    return Shards(
+        [x.to_local() for x in like],
+        [_local_weight(op, *gamma, x, dimension) for gamma, x in zip(gammas.items(), like, strict=True)],
+        (mesh, dimension),
+        tuple(x.shape[-1] for x in like),
+        mesh.size(dimension) if copies else 1,
+        like,
+    )
 
 
 def _sharded(op: str, name: str, x: DTensor, dimension: int | None = None) -> tuple[DeviceMesh, int]:
-    """The mesh and its dimension along which the last dimension of ``x`` is shared out, in one piece a rank."""
-    last = x.dim() - 1
-    placements = list(x.placements)
-    over = [i for i, p in enumerate(placements) if type(p) is Shard and p.dim in (last, -1)]
-    clean = all(type(p) in (Shard, Replicate) for p in placements)
-    if not clean or len(over) != 1 or dimension not in (None, over[0]):
-        where = "" if dimension is None else f" along mesh dimension {dimension}"
+    """The mesh, and the one of its dimensions over which the last dimension of ``x`` is sharded."""
+    over = [i for i, p in enumerate(x.placements) if type(p) is Shard and p.dim in (x.dim() - 1, -1)]
+    supported = all(type(p) in (Shard, Replicate) for p in x.placements)
+    if not supported or len(over) != 1 or dimension not in (None, over[0]):
+        along = "" if dimension is None else f" along mesh dimension {dimension}"
         raise ContractError(
-            f"{op}: `{name}` must be a DTensor sharded on its last dimension{where}, got placements {x.placements}"
+            f"{op}: `{name}` must be a DTensor sharded on its last dimension{along}, got placements {x.placements}"
         )
     mesh = x.device_mesh
     size = mesh.size(over[0])
-    if size * _chunk(x, size) - x.shape[-1] >= _chunk(x, size):
-        # every rank sees this and refuses; left to the op, only the rank with nothing would
-        raise ContractError(f"{op}: `{name}` must have columns on each of the {size} ranks, got {x.shape[-1]} in all")
+    if (size - 1) * _chunk(x, size) >= x.shape[-1]:
+        # every rank sees this and raises; the op would only raise on the rank without columns
+        raise ContractError(f"{op}: `{name}` must have columns on each of the {size} ranks, got {x.shape[-1]} in total")
     return mesh, over[0]
 
 
 def _chunk(x: DTensor, size: int) -> int:
-    """Columns of every rank but the last ones, as Shard deals them out."""
+    """Columns per rank, as Shard distributes them; the last ranks may have fewer."""
     return -(-x.shape[-1] // size)
 
 
 def _local_weight(op: str, name: str, gamma: Tensor, x: DTensor, dimension: int) -> Tensor:
-    """The weight of this rank's columns: from a DTensor sharded alike, or from the whole weight."""
+    """The weight of this rank's columns, from a DTensor sharded like ``x`` or from the whole weight."""
     width = x.to_local().shape[-1]
     if isinstance(gamma, DTensor):
         if gamma.placements[dimension].is_shard(0) and x.placements[dimension].is_shard():

@@ -1,4 +1,4 @@
-"""Process groups: which one is meant, how errors name it, and what its ranks are compared by."""
+"""Process groups: how to specify them, name them in errors, and compare calls across ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
@@ -22,7 +21,7 @@ GROUP_KINDS = "be a ProcessGroup that this rank belongs to, a 1-D DeviceMesh or 
 
 
 def resolve(op: str, group: object) -> c10d.ProcessGroup:
-    """The process group that ``group`` means."""
+    """The process group that ``group`` specifies."""
     mesh, dimension = group if isinstance(group, tuple) and len(group) == 2 else (group, None)
     if isinstance(mesh, DeviceMesh):
         if dimension is None and mesh.ndim != 1:
@@ -33,28 +32,30 @@ def resolve(op: str, group: object) -> c10d.ProcessGroup:
     raise ContractError(f"{op}: `group` must {GROUP_KINDS}, got {describe(group)}")
 
 
+def group_named(name: str) -> c10d.ProcessGroup:
+    """The group that a plan was made for."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def describe_group(group: c10d.ProcessGroup) -> str:
-    """How a message names a group: its name, backend and ranks."""
+    """The group's name, backend and ranks, for messages."""
     ranks = c10d.get_process_group_ranks(group)
     listed = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
     return f"group {group.group_name!r} ({c10d.get_backend(group)}, ranks {listed})"
 
 
 @contextmanager
-def named_errors(op: str, where: str) -> Iterator[None]:
-    """Let a failing collective say which op and group it belonged to; the type of the error stays what it was."""
+def named_errors(op: str, group: str) -> Iterator[None]:
+    """Add the names of the op and its group to a collective's error, which keeps its type."""
     try:
         yield
     except RuntimeError as error:
-        message = f"onepass.{op}: the collective over {where} failed: {error}"
-        kind = type(error)
-        if not issubclass(kind, c10d.DistError):
-            kind = RuntimeError
-        raise kind(message) from error
+        kind = type(error) if isinstance(error, c10d.DistError) else RuntimeError
+        raise kind(f"onepass.{op}: the collective over {group} failed: {error}") from error
 
 
 def exchange(op: str, group: c10d.ProcessGroup, mine: object) -> list[Any]:
-    """What every rank of the group has to say, in rank order. Blocks; not for the path of every call."""
+    """Every rank's object, in rank order. Blocks, so it must not be part of every call."""
     table: list[Any] = [None] * group.size()
     with named_errors(op, describe_group(group)):
         c10d.all_gather_object(table, mine, group=group)
@@ -67,7 +68,7 @@ def debugging() -> bool:
 
 
 def compare_ranks(op: str, group: c10d.ProcessGroup, mine: dict[str, Any]) -> None:
-    """Refuse a call, on every rank, that the ranks make with different arguments; the message names who differs."""
+    """Raise on every rank if their arguments differ; the message names the ranks that differ."""
     table = exchange(op, group, mine)
     ranks = c10d.get_process_group_ranks(group)
     for key, expected in table[0].items():
@@ -76,19 +77,9 @@ def compare_ranks(op: str, group: c10d.ProcessGroup, mine: dict[str, Any]) -> No
             got = ", ".join(f"{table[rank].get(key)} on rank {_rank(rank, ranks)}" for rank in odd)
             raise ContractError(
                 f"{op}: `{key}` must be the same on all ranks of the group, "
-                f"got {got} against {expected} on rank {_rank(0, ranks)}"
+                f"got {got} and {expected} on rank {_rank(0, ranks)}"
             )
 
 
 def _rank(rank: int, ranks: Sequence[int]) -> str:
     return str(rank) if ranks[rank] == rank else f"{rank} (global rank {ranks[rank]})"
-
-
-def group_named(name: str) -> c10d.ProcessGroup:
-    """The group that a plan was made for."""
-    return _resolve_process_group(name)  # type: ignore[arg-type]
-
-
-def rows_of(tensor: torch.Tensor) -> list[int]:
-    """The leading shape, which ranks must agree on."""
-    return list(tensor.shape[:-1])

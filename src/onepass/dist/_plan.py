@@ -1,10 +1,10 @@
-"""What has to be known once about a group and its shards: how many columns there are in all, and who counts."""
+"""What a group determines once about its shards: total column counts, and which ranks' sums count."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,42 +13,43 @@ from torch import Tensor
 
 from ..contract.declaration import describe
 from ..errors import ContractError
-from ._groups import (Group, describe_group, exchange, resolve)
+from ._groups import Group, describe_group, exchange, resolve
 
 F = TypeVar("F", bound=Callable[..., object])
 
 MAX_COLUMNS: Final = 2**24
-"""Up to here every count is a float32."""
+"""float32 represents every count up to this one exactly."""
 
 _NAMES: Final = ("q", "k")
 
 
 @dataclass(frozen=True)
 class QKNormPlan:
-    """Widths of a group's shards; make one with `plan`. It holds no tensors of the model and may serve any number of calls."""
+    """The widths of a group's shards, made by `plan`, for any number of calls. Holds no model tensors."""
 
     group_name: str
     where: str
-    """The group, as messages name it."""
+    """The group's description in messages."""
     rank: int
     size: int
     widths: tuple[int, ...]
     """Columns of this rank: (Nq_r, Nk_r), or one number for `onepass.dist.rms_norm`."""
     totals: tuple[int, ...]
-    """Columns of all ranks together, copies counted once."""
+    """Columns of all ranks, copies counted once."""
     counted: tuple[bool, ...]
-    """Whether this rank's sum enters the total: False on all but the first of the ranks that hold a copy."""
+    """Whether this rank's sum enters the total; of ranks with copies, only the first one's does."""
     kv_replicas: int = 1
     backend: str = ""
-    """The group's, as torch names it."""
+    """The name of the group's backend."""
     _divisors: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def divide(self, sums: Tensor) -> Tensor:
-        """``sums`` [..., 2] by totals, correctly rounded, on every device and compiled or not.
+        """Divide ``sums`` [..., 2] by the totals, correctly rounded, compiled or not.
 
-        Eagerly one division by a tensor: torch multiplies by the reciprocal of a plain number. Compiled, float64:
-        Triton's float32 division is an approximation, and rounding a float64 quotient of float32 values to float32 gives
-        the correctly rounded one (53 >= 2 * 24 + 2 bits).
+        Eager calls divide by a tensor, because torch multiplies by the reciprocal of a Python
+        number. Compiled calls divide in float64, because Triton's float32 division is approximate.
+        Rounding a float64 quotient of float32 values to float32 is correctly rounded (53 >= 2 * 24
+        + 2 bits).
         """
         if torch.compiler.is_compiling():
             columns = [
@@ -61,7 +62,7 @@ class QKNormPlan:
     def _divisor(self, device: torch.device) -> Tensor:
         found = self._divisors.get(device)
         if found is None:
-            # filled on the device: a copy from the host could not be captured in a CUDA graph
+            # filled on the device: a copy from the host cannot be captured in a CUDA graph
             found = torch.empty(2, dtype=torch.float32, device=device)
             found[0].fill_(self.totals[0])
             found[1].fill_(self.totals[-1])
@@ -81,11 +82,12 @@ def plan(
     kv_replicas: int = 1,
     counts: Sequence[int] | None = None,
 ) -> QKNormPlan:
-    """The plan for this rank's ``nq`` columns of q and ``nk`` of k (None: one tensor, for `onepass.dist.rms_norm`).
+    """The plan for this rank's ``nq`` columns of q and ``nk`` of k (None: for `rms_norm`).
 
-    With ``counts`` = (Nq, Nk), the columns of all ranks together, copies counted once, nothing is sent. Without, the ranks
-    tell one another their widths, so all of them must make the call; the answer is remembered for the group and
-    widths. ``kv_replicas`` = r says that ranks 0 to r-1 hold the same k columns, r to 2r-1 the next, and so on.
+    ``counts`` = (Nq, Nk) are the columns of all ranks, copies counted once; with it nothing is
+    sent. Without it the ranks exchange their widths, so all of them must make the call. The result
+    is cached per group and widths. ``kv_replicas`` = r: ranks 0 to r-1 hold the same k columns,
+    ranks r to 2r-1 the next ones, and so on.
     """
     widths = (nq,) if nk is None else (nq, nk)
     return find_plan("dist.plan", resolve("dist.plan", group), widths, kv_replicas, counts)
@@ -94,50 +96,13 @@ def plan(
 def find_plan(
     op: str, group: c10d.ProcessGroup, widths: tuple[int, ...], kv_replicas: int, counts: Sequence[int] | None
 ) -> QKNormPlan:
-    """The remembered plan, or a new one."""
-    made = _known.setdefault(group, {})
+    """The cached plan, or a new one."""
+    plans = _known.setdefault(group, {})
     key = (widths, kv_replicas, None if counts is None else tuple(counts))
-    found = made.get(key)
+    found = plans.get(key)
     if found is None:
-        found = made[key] = _make(op, group, widths, kv_replicas, counts)
+        found = plans[key] = _make(op, group, widths, kv_replicas, counts)
     return found
-
-
-def _constant(function: F) -> F:
-    """Run while torch.compile traces, its result a constant of the graph.
-
-    What torch.compiler.assume_constant_result does, which imports all of the compiler first.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@_constant
-def _plans_of(op: str, group: Group, kv_replicas: int, counts: tuple[int, ...] | None) -> tuple[_Fields, ...]:
-    made = _known.get(resolve(op, group), {})
-    return tuple(
-        _fields(p) for (_, r, c), p in made.items() if r == kv_replicas and (counts is None or counts in (c, p.totals))
-    )
-
-
-@_constant
-def _from_counts(
-    op: str, group: Group, widths: tuple[int, ...], kv_replicas: int, counts: tuple[int, ...] | None
-) -> _Fields:
-    if counts is None:
-        raise ContractError(
-            f"{op}: `group` must have a plan for these widths before it is compiled (call onepass.dist.plan, or pass "
-            "`plan` or `counts`): finding one exchanges messages, which a trace must not do, got none"
-        )
-    return _fields(find_plan(op, resolve(op, group), widths, kv_replicas, counts))
-
-
-_Fields = tuple[str, str, int, int, tuple[int, ...], tuple[int, ...], tuple[bool, ...], int, str]
-"""A plan as plain data: what a trace can hold as a constant."""
-
-
-def _fields(p: QKNormPlan) -> _Fields:
-    return p.group_name, p.where, p.rank, p.size, p.widths, p.totals, p.counted, p.kv_replicas, p.backend
 
 
 def traced_plan(
@@ -150,6 +115,40 @@ def traced_plan(
     return QKNormPlan(*_from_counts(op, group, widths, kv_replicas, counts))
 
 
+def _constant(function: F) -> F:
+    """Let torch.compile run the function while it traces; the result is a constant of the graph.
+
+    The same as torch.compiler.assume_constant_result, which imports all of the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
+def _plans_of(op: str, group: Group, kv_replicas: int, counts: tuple[int, ...] | None) -> tuple[tuple[Any, ...], ...]:
+    plans = _known.get(resolve(op, group), {})
+    return tuple(
+        _fields(p) for (_, r, c), p in plans.items() if r == kv_replicas and (counts is None or counts in (c, p.totals))
+    )
+
+
+@_constant
+def _from_counts(
+    op: str, group: Group, widths: tuple[int, ...], kv_replicas: int, counts: tuple[int, ...] | None
+) -> tuple[Any, ...]:
+    if counts is None:
+        raise ContractError(
+            f"{op}: `group` must have a plan for these widths before it is compiled (call onepass.dist.plan, or pass "
+            "`plan` or `counts`), because making one exchanges messages, got none"
+        )
+    return _fields(find_plan(op, resolve(op, group), widths, kv_replicas, counts))
+
+
+def _fields(p: QKNormPlan) -> tuple[Any, ...]:
+    """A plan as plain data, which can be a constant of a graph."""
+    return p.group_name, p.where, p.rank, p.size, p.widths, p.totals, p.counted, p.kv_replicas, p.backend
+
+
 def _make(
     op: str, group: c10d.ProcessGroup, widths: tuple[int, ...], kv_replicas: int, counts: Sequence[int] | None
 ) -> QKNormPlan:
@@ -158,25 +157,22 @@ def _make(
         raise ContractError(f"{op}: `kv_replicas` must divide the group's {size} ranks, got {describe(kv_replicas)}")
     if not all(isinstance(width, int) and width > 0 for width in widths):
         raise ContractError(f"{op}: widths must be positive, got {widths}")
-    # the last tensor is the one of which there may be copies: k, or the only one
-    last = len(widths) - 1
+    last = len(widths) - 1  # k, or the only tensor: ranks may hold copies of it
     if counts is None:
         table = exchange(op, group, (widths, kv_replicas))
         _check_table(op, table)
-        totals = tuple(
-            sum(row[i] for row, _ in (table[::kv_replicas] if i == last else table)) for i in range(len(widths))
-        )
+        columns = [[row[i] for row, _ in table] for i in range(len(widths))]
+        totals = (*map(sum, columns[:last]), sum(columns[last][::kv_replicas]))
     else:
         totals = tuple(counts)
-        if len(totals) != len(widths) or not all(
-            isinstance(t, int) and t >= w for t, w in zip(totals, widths, strict=True)
-        ):
+        enough = all(isinstance(t, int) and t >= w for t, w in zip(totals, widths, strict=False))
+        if len(totals) != len(widths) or not enough:
             raise ContractError(
-                f"{op}: `counts` must hold {len(widths)} column counts, none below this rank's {widths}, got {counts}"
+                f"{op}: `counts` must hold {len(widths)} column counts, each at least this rank's {widths}, got {counts}"
             )
     for tensor, total in zip(_NAMES, totals, strict=False):
         if total > MAX_COLUMNS:
-            raise ContractError(f"{op}: `{tensor}` must have at most 2**24 columns in all, got {total}")
+            raise ContractError(f"{op}: `{tensor}` must have at most 2**24 columns in total, got {total}")
     counted = tuple(i != last or rank % kv_replicas == 0 for i in range(len(widths)))
     name: str = group.group_name
     backend: str = c10d.get_backend(group)
@@ -184,22 +180,20 @@ def _make(
 
 
 def _check_table(op: str, table: list[tuple[tuple[int, ...], int]]) -> None:
-    """All ranks see the same table, so all of them refuse it."""
-    replicas = table[0][1]
-    for rank, (widths, other) in enumerate(table):
-        if other != replicas:
-            raise ContractError(
-                f"{op}: `kv_replicas` must be the same on all ranks of the group, "
-                f"got {other} on rank {rank} against {replicas} on rank 0"
-            )
-        if len(widths) != len(table[0][0]):
-            raise ContractError(
-                f"{op}: all ranks of the group must norm as many tensors, "
-                f"got {len(widths)} on rank {rank} against {len(table[0][0])} on rank 0"
-            )
+    """Compare the ranks' widths. All ranks see the same table, so all of them raise."""
+    widths, replicas = table[0]
+    last = _NAMES[len(widths) - 1]
+    for rank, (found, other) in enumerate(table):
         first = rank - rank % replicas
-        if widths[-1] != table[first][0][-1]:
-            raise ContractError(
-                f"{op}: `{_NAMES[len(widths) - 1]}` must have as many columns on ranks that hold copies of it, "
-                f"got {widths[-1]} on rank {rank} against {table[first][0][-1]} on rank {first}"
-            )
+        for rule, got, expected, reference in (
+            ("`kv_replicas` must be the same on all ranks of the group", other, replicas, 0),
+            ("all ranks of the group must norm the same number of tensors", len(found), len(widths), 0),
+            (
+                f"`{last}` must have the same number of columns on ranks that hold copies of it",
+                found[-1],
+                table[first][0][-1],
+                first,
+            ),
+        ):
+            if got != expected:
+                raise ContractError(f"{op}: {rule}, got {got} on rank {rank} and {expected} on rank {reference}")

@@ -1,4 +1,4 @@
-"""onepass inside other people's models: `patch` for Hugging Face transformers, and `MlaCache`, which alone imports it."""
+"""onepass in transformers models: `patch`, and `MlaCache`, which alone imports transformers."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ __all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", 
 
 
 def __getattr__(name: str) -> object:
-    """`MlaCache`, a subclass of transformers' Cache, imported at first use."""
+    """Import `MlaCache`, a subclass of transformers' Cache, at first use."""
     if name == "MlaCache":
         from . import mla_cache
 
@@ -21,5 +21,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are imported at first use."""
+    """The public names, including those imported at first use."""
     return sorted(__all__)

@@ -1,7 +1,9 @@
-"""The model families that `onepass.patch` knows: one row each, all that differs between them as data.
+"""The model families that `onepass.patch` supports, with all their differences as data.
 
-A row names classes of ``transformers.models.<module>.modeling_<module>``, each with the fingerprint of the forward that the
-row was written for (5.17's). A class of another release whose code is another is left alone, and the report says so.
+A row names classes of ``transformers.models.<module>.modeling_<module>``, each with the fingerprint
+of the forward that the row was written for (transformers 5.17). A class whose code differs in
+another release is not patched, and the report lists it. If `Family` cannot express a difference,
+add a field, never a per-model function.
 """
 
 from __future__ import annotations
@@ -22,44 +24,46 @@ _LAYOUT: Final = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDE
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A decoder layer in which a norm follows an addition, ``residual + attention``.
-
-    ``norm`` is that norm's attribute, "" where there is none; ``after_attention`` and ``after_mlp`` name modules that
-    results pass through before they are added to the residual (norms, dropouts), if any.
-    """
+class Part:
+    """A class of a model, and the fingerprint of its forward."""
 
     cls: str
     fingerprint: str
+
+
+@dataclass(frozen=True)
+class Layer(Part):
+    """A decoder layer in which a norm follows an addition, ``residual + attention``.
+
+    ``norm`` is the attribute of that norm, "" if there is none. ``after_attention`` and
+    ``after_mlp`` name modules (norms, dropouts) that are applied to the results before they are
+    added to the residual, if any.
+    """
+
     norm: str = "post_attention_layernorm"
     after_attention: str = ""
     after_mlp: str = ""
 
 
 @dataclass(frozen=True)
-class Attention:
-    """An attention that norms queries and keys: each head (``per_head``) or whole projections."""
+class Attention(Part):
+    """An attention that norms queries and keys, ``per_head`` or over whole projections."""
 
-    cls: str
-    fingerprint: str
     per_head: bool
     window: bool = False
-    """Whether it hands ``sliding_window`` on."""
+    """Whether it passes ``sliding_window`` to the attention function."""
 
 
 @dataclass(frozen=True)
-class Mla:
-    """A multi-head latent attention: two projections down, each normed in its first columns."""
-
-    cls: str
-    fingerprint: str
+class Mla(Part):
+    """A multi-head latent attention: two down projections with norms over their first columns."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row: the norm's class, the name of its epsilon, what is added to its weight, and where it rounds.
+    """One row: the norm's class, its epsilon's name, the offset of its weight, its rounding.
 
-    ``rounding`` "hf": ``round(round(x * rs) * w)``; "once": ``round((x * rs) * (w + weight_offset))``.
+    ``rounding`` is "hf", ``round(round(x * rs) * w)``, or "once", ``round((x * rs) * (w + offset))``.
     """
 
     name: str
@@ -75,7 +79,7 @@ class Family:
 
     @property
     def path(self) -> str:
-        """The Python module in which the classes are."""
+        """The Python module that defines the classes."""
         return self.module if "." in self.module else f"transformers.models.{self.module}.modeling_{self.module}"
 
 
@@ -119,20 +123,19 @@ FAMILIES: Final = (
 
 
 @cache
-def classes() -> dict[tuple[str, str], tuple[Family, Layer | Attention | Mla | None]]:
-    """(Python module, class name) -> the row, and which part of it the class is; None: the norm."""
-    found: dict[tuple[str, str], tuple[Family, Layer | Attention | Mla | None]] = {}
+def classes() -> dict[tuple[str, str], tuple[Family, Part | None]]:
+    """(Python module, class name) -> the row, and its part for the class; None: the norm."""
+    found: dict[tuple[str, str], tuple[Family, Part | None]] = {}
     for family in FAMILIES:
         found[family.path, family.norm] = (family, None)
-        for part in (family.layer, family.attention, family.mla):
-            if part is not None:
-                found[family.path, part.cls] = (family, part)
+        parts = filter(None, (family.layer, family.attention, family.mla))
+        found |= {(family.path, part.cls): (family, part) for part in parts}
     return found
 
 
 @cache
 def fingerprint(function: Callable[..., Any]) -> str:
-    """A short hash of a function's source, comments and layout aside; "" where there is no source."""
+    """A short hash of a function's source without comments and layout; "" if there is no source."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):

@@ -1,8 +1,9 @@
-"""A transformers cache for multi-head latent attention in which a token is one entry, as onepass's cache write has it.
+"""A transformers cache for multi-head latent attention, with one entry per token.
 
-An entry is ``[norm(latent), rotated key]``: L + R columns side by side in the blocks of a `onepass.PagedKVCache`, one page a
-sequence, so that what attention reads is a view of them. Any model that caches (latent, rotated key), as DeepSeek-V3 does,
-can use it; patched with rounding="once" the entry is normed, rotated and written in one launch, with q rotated in the same.
+An entry is ``[norm(latent), rotated key]``: L + R adjacent columns in the blocks of a
+`onepass.PagedKVCache` with one page per sequence, so that attention reads a view of them. Any model
+that caches (latent, rotated key), as DeepSeek-V3 does, can use it. A model patched with
+rounding="once" norms, rotates and writes an entry, and rotates q, in one launch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from ..kvcache import PagedKVCache
 
 
 class MlaCacheLayer(CacheLayerMixin):
-    """One layer's entries, ``paged.blocks`` [batch, max_length, L + R]; ``keys`` and ``values`` are views of them.
+    """One layer's entries [batch, max_length, L + R]; ``keys`` and ``values`` are views of them.
 
-    Tokens are counted on the host, in ``length``; where the layer is ``static``, on the device alone.
+    Tokens are counted on the host, in ``length``. A ``static`` layer counts them on the device
+    only.
     """
 
     is_sliding = False
@@ -39,7 +41,7 @@ class MlaCacheLayer(CacheLayerMixin):
         self.allocate(key_states.shape[0], *sizes, key_states.dtype, key_states.device)
 
     def allocate(self, batch: int, latent: int, rope: int, dtype: torch.dtype, device: torch.device) -> PagedKVCache:
-        """The entries, allocated at the first call."""
+        """Return the entries, allocating them at the first call."""
         if self.paged is None:
             blocks = torch.zeros(batch, self.max_length, latent + rope, dtype=dtype, device=device)
             lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -50,9 +52,10 @@ class MlaCacheLayer(CacheLayerMixin):
         return self.paged
 
     def require(self, tokens: int) -> None:
-        """Raise unless there is room for so many tokens more.
+        """Raise unless there is room for this many more tokens.
 
-        A static layer cannot tell: a patched model then writes none that has no room, and torch refuses them in `update`.
+        A static layer cannot know. There a patched model skips tokens beyond the end, and `update`
+        raises.
         """
         if not self.static and self.length + tokens > self.max_length:
             raise ContractError(
@@ -60,11 +63,12 @@ class MlaCacheLayer(CacheLayerMixin):
             )
 
     def arrange(self, pairs: bool) -> None:
-        """Put the columns of all rotated keys into the order of those to come.
+        """Reorder the columns of all rotated keys to match those of the keys to come.
 
-        A rotation turns pairs of columns. An interleaved rotation by the cache write leaves the two columns of a pair side by
-        side; the models' own code puts the first ones of all pairs before the second ones. Both may write into one cache,
-        when hooks come or go between two steps or a model is patched between them, and queries must meet keys of their order.
+        A rotation acts on pairs of columns. The interleaved rotation of the cache write leaves the
+        two columns of a pair adjacent, but the models' own code moves the first columns of all
+        pairs before the second ones. Both may write to one cache, when a hook is added or removed
+        or a model is patched between two steps. Queries and keys must have the same order.
         """
         if pairs != self.pairs and self.values is not None:
             shape = (-1, 2) if self.pairs else (2, -1)
@@ -72,7 +76,7 @@ class MlaCacheLayer(CacheLayerMixin):
         self.pairs = pairs
 
     def written(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Count tokens whose entries have been written; returns latents and rotated keys of all, or of all there is room for."""
+        """Count newly written tokens and return all latents and keys, if static also unused ones."""
         assert self.paged is not None and self.keys is not None and self.values is not None
         self.paged.append(tokens)
         if self.static:
@@ -81,7 +85,7 @@ class MlaCacheLayer(CacheLayerMixin):
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write given states as entries: what the model's own code calls."""
+        """Write states as entries; the model's own code calls this."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -89,9 +93,9 @@ class MlaCacheLayer(CacheLayerMixin):
         self.require(tokens)
         self.arrange(pairs=False)
         if self.static:
-            places = self._count() + torch.arange(tokens, device=self.keys.device)
-            self.keys.index_copy_(2, places, key_states)
-            self.values.index_copy_(2, places, value_states)
+            index = self._count() + torch.arange(tokens, device=self.keys.device)
+            self.keys.index_copy_(2, index, key_states)
+            self.values.index_copy_(2, index, value_states)
         else:
             self.keys[:, :, self.length : self.length + tokens] = key_states
             self.values[:, :, self.length : self.length + tokens] = value_states
@@ -102,35 +106,36 @@ class MlaCacheLayer(CacheLayerMixin):
         return self.paged.cache_lengths[0].long()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what attention will see."""
+        """Length and offset of the keys that attention will see."""
         return self.max_length if self.static else self.length + query_length, 0
 
     def get_seq_length(self) -> Any:
-        """Tokens so far: a number, or where the layer is static a tensor on its device."""
+        """Tokens so far: a number, or a tensor on the device if the layer is static."""
         return self._count() if self.static and self.is_initialized else self.length
 
     def get_max_length(self) -> int:
-        """Tokens there is room for."""
+        """The capacity in tokens."""
         return self.max_length
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.length = 0
         if self.paged is not None and self.paged.cache_lengths is not None:
             self.paged.blocks.zero_()
             self.paged.cache_lengths.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put sequences into another order, for beam search."""
+        """Reorder the sequences, for beam search."""
         if self.paged is not None:
             self.paged.blocks.copy_(self.paged.blocks[beam_idx.to(self.paged.blocks.device)])
 
 
 class MlaCache(Cache):
-    """A cache for `generate` or a decode loop: ``model(ids, past_key_values=MlaCache(layers, max_length))``.
+    """A cache for `generate` or a decode loop: ``past_key_values=MlaCache(layers, max_length)``.
 
-    With ``static=True`` nothing depends on how many tokens there are but numbers on the device, as with transformers'
-    StaticCache: attention sees all of ``max_length`` and needs a mask, and a CUDA graph can capture a step.
+    With ``static=True`` the number of tokens is known on the device only, as with transformers'
+    StaticCache: attention sees all ``max_length`` entries and needs a mask, and a CUDA graph can
+    capture a step.
     """
 
     onepass_mla = True
@@ -138,16 +143,16 @@ class MlaCache(Cache):
 
     def __init__(self, layers: int, max_length: int, static: bool = False) -> None:
         super().__init__(layers=[MlaCacheLayer(max_length, static) for _ in range(layers)])
-        self._turned: Tensor | None = None
+        self._cos: Tensor | None = None
         self._angles: tuple[Tensor, Tensor, Tensor] | None = None
 
     def angles(self, cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Row offsets, (cos, sin) interleaved and rows of it, of a step's tokens: made by the first layer that asks."""
-        if self._turned is not cos or self._angles is None:
+        """Row offsets, interleaved (cos, sin) and each token's row of it, computed once per step."""
+        if self._cos is not cos or self._angles is None:
             half, tokens = cos.shape[-1] // 2, cos.shape[1]
             freqs = torch.stack((cos[..., :half], sin[..., :half]), -1).flatten(-2).view(-1, 2 * half)
             rows = torch.arange(freqs.shape[0], device=cos.device)
             offsets = torch.arange(batch + 1, dtype=torch.int32, device=cos.device) * tokens
-            self._turned = cos
+            self._cos = cos
             self._angles = offsets, freqs, rows if cos.shape[0] == batch else rows.repeat(batch)
         return self._angles
