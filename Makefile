@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs fuzz soak mutate dist bounds gpu clean
+.PHONY: help demo test test-rest test-all pytest lint docs fuzz soak mutate dist bounds gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -12,26 +12,43 @@ JOBS ?= auto
 DEMO ?=
 # make fuzz DEVICE=cuda, make soak DEVICE=cuda MINUTES=10: with the machine's own Python, as `make gpu`
 DEVICE ?= cpu
+# the GPU that results are about: an entry of tools/evidence/chips.py and the folder benchmarks/$(CHIP)
+CHIP ?= h200
+RESULTS = benchmarks/$(if $(filter cuda,$(DEVICE)),$(CHIP),cpu)
+# tables in these documents are about the H200
+PAGES = $(if $(filter h200,$(CHIP)),--readme README.md docs/performance.md)
 MINUTES ?= 20
-FUZZ_cpu = --cases 1000000 --seed 2026 --configurations 40 --json benchmarks/cpu/fuzz.json
-FUZZ_cuda = --device cuda --cases 1000000 --seed 2027 --configurations 12 --jobs $$(nproc) --json benchmarks/h200/fuzz.json
-# e.g. make fuzz FUZZ='--cases 10000 --op rms_norm', or what a failure prints behind "again:"
+FUZZ_cpu = --cases 1000000 --seed 2026 --configurations 40 --json $(RESULTS)/fuzz.json
+FUZZ_cuda = --device cuda --cases 1000000 --seed 2027 --configurations 12 --jobs $$(nproc) --json $(RESULTS)/fuzz.json
+# e.g. make fuzz FUZZ='--cases 10000 --op rms_norm', or what a failure prints after "again:"
 FUZZ ?= $(FUZZ_$(DEVICE))
 ANYWHERE = $(if $(filter cuda,$(DEVICE)),PYTHONPATH=src $(PYTHON),$(BIN)/python)
 # mutants that `make mutate` draws, and from which seed; e.g. make mutate SAMPLE=40 SEED=7
 SAMPLE ?= 300
 SEED ?= 1
+SELECT ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## see it work: a model generates without and with onepass; checks, speed, batch invariance
 	@$(BIN)/onepass demo $(DEMO)
 
-test: lint ## lint, then every test that needs no GPU
-	@$(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
+# No test needs a GPU. tests/full.py lists the tests that `make test` leaves out.
+# mypy runs on one core only, so it runs beside the tests.
+test: ## lint and test: every op on every backend, in less than five minutes on two cores
+	@$(MAKE) --no-print-directory -j2 lint pytest SELECT='not full'
+
+test-rest: ## run the tests that `make test` leaves out: long sweeps, other chips, more ranks
+	@$(MAKE) --no-print-directory pytest SELECT=full
+
+test-all: ## lint and run all tests
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(READY)
+	@$(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -m '$(SELECT)'
 
 lint: $(READY) ## ruff (rules and format) and mypy --strict
 	@$(BIN)/ruff check --quiet .
@@ -39,49 +56,48 @@ lint: $(READY) ## ruff (rules and format) and mypy --strict
 	@$(BIN)/mypy --no-error-summary
 
 docs: $(READY) ## write docs/ops.md from the contracts and docs/dist.md from docstrings
-	@$(BIN)/onepass docs
+	@$(BIN)/python -m tools.docs
 
-fuzz: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## a million random calls of all ops on DEVICE= against the oracle (CPU: an hour of one core; FUZZ= for less)
+fuzz: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## compare a million random calls with the oracle on DEVICE= (CPU: an hour of one core; FUZZ= for less)
 	@$(ANYWHERE) -m tools.fuzz $(FUZZ)
 
 soak: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## decode for MINUTES= on DEVICE= while requests come and go: nothing may drift, leak or slow down
-	@$(ANYWHERE) -m tools.soak --device $(DEVICE) --minutes $(MINUTES) \
-	  --json benchmarks/$(if $(filter cuda,$(DEVICE)),h200,cpu)/soak.json
+	@$(ANYWHERE) -m tools.soak --device $(DEVICE) --minutes $(MINUTES) --json $(RESULTS)/soak.json
 
-mutate: $(READY) ## small mistakes put into a copy of the library, one at a time: does a test fail? (SAMPLE=, SEED=; an hour)
-	@$(BIN)/python tests/mutation --sample $(SAMPLE) --seed $(SEED)
+mutate: $(READY) ## put small mistakes into a copy of the library and see whether a test fails (SAMPLE=, SEED=; an hour)
+	@$(BIN)/python -m tools.mutation --sample $(SAMPLE) --seed $(SEED)
 
 dist: export PYTHON := $(PYTHON)
-dist: ## build sdist and wheel, look into them, install the wheel into a clean environment and run it there
+dist: ## build sdist and wheel, check their contents, and run the wheel in a clean environment
 	@.ci/dist
 
 bounds: export PYTHON := $(PYTHON)
-bounds: ## run some tests with the lowest and the newest versions of what onepass needs, on Python 3.11 to 3.13; downloads gigabytes
+bounds: ## run some tests with the lowest and newest versions of the dependencies, on Python 3.11 to 3.13; downloads gigabytes
 	@.ci/bounds
 
-# Runs from src/ with the machine's own Python: nothing is installed. It leaves benchmarks/h200/ changed: commit it.
+# Runs from src/ with the machine's own Python; nothing is installed. Commit the changes in benchmarks/$(CHIP)/.
 # make gpu EXTEND=--extend: run only the cases that the evidence lacks.
 EXTEND ?=
-EVIDENCE := benchmarks/h200/evidence.json
-CHECKS = $(PYTHON) -m tools.checks --device cuda
-# Sanitizers are slow, so they get the cases of a few shapes; torch must not pool memory under them.
+CHECKS = $(PYTHON) -m tools.checks --device cuda --chip $(CHIP)
+# Sanitizers are slow, so they run the cases of a few shapes; torch must not pool memory under them.
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
 SANITIZED ?= lanes: 3x4096|short:|5x2048|5x7168|5x16384|4x1536|3x3072|6x384|5x20000|5x48x640|6x80x300|200+512|ragged:|slots:|tables|scales:|two launches:
 
 gpu: export PYTHONPATH := src
-gpu: ## check every kernel on a GPU, record the evidence, run the sanitizers, measure
-	$(CHECKS) --jobs $$(nproc) --evidence $(EVIDENCE) $(EXTEND)
-	$(CHECKS) --promises --jobs $$(nproc) --json benchmarks/h200/promises.json
+gpu: DEVICE = cuda
+gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sanitizers, measure
+	$(CHECKS) --jobs $$(nproc) $(EXTEND) --evidence
+	$(CHECKS) --promises --jobs $$(nproc) --json $(RESULTS)/promises.json
 	for tool in memcheck racecheck initcheck synccheck; do $(SANITIZE) --tool $$tool $(CHECKS) --match "$(SANITIZED)"; done
-	$(PYTHON) -m onepass.bench --device cuda --json benchmarks/h200/bench.json
-	$(PYTHON) -m tools.bench.report benchmarks/h200/bench.json --readme README.md
-	$(PYTHON) -m tools.bench.models --device cuda --generate --json benchmarks/h200/models.json
-	$(PYTHON) -m tools.bench.agreement --device cuda --json benchmarks/h200/agreement.json
+	$(PYTHON) -m tools.bench --device cuda --json $(RESULTS)/bench.json
+	$(PYTHON) -m tools.bench.report $(RESULTS)/bench.json $(PAGES)
+	$(PYTHON) -m tools.bench.models --device cuda --generate --json $(RESULTS)/models.json
+	$(PYTHON) -m tools.bench.agreement --device cuda --json $(RESULTS)/agreement.json
 	$(PYTHON) -m tools.bench.model_tables
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf .venv .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
 	@echo "making .venv (once; needs pip's index)"

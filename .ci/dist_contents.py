@@ -1,4 +1,4 @@
-"""What a wheel and an sdist hold: `python dist_contents.py DIRECTORY`."""
+"""Check what a wheel and an sdist contain: `python dist_contents.py DIRECTORY`."""
 
 import email
 import re
@@ -9,10 +9,12 @@ import zipfile
 from pathlib import Path
 
 LARGEST = 1 << 20
+SHIPPED = (".py", ".typed", ".css", ".js", ".html")
+"""Suffixes of the files in src/onepass that belong in the wheel."""
 
 
 def check(directory: Path, root: Path) -> str:
-    """Raise for what is missing or should not be there; else say what there is."""
+    """Exit if something is missing or does not belong there; else return a summary."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     (wheel,) = directory.glob("*.whl")
     (sdist,) = directory.glob("*.tar.gz")
@@ -22,16 +24,17 @@ def check(directory: Path, root: Path) -> str:
         sizes = {item.filename: item.file_size for item in archive.infolist()}
         metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
         commands = archive.read(f"{info}/entry_points.txt").decode()
-        licence = archive.read(f"{info}/licenses/LICENSE")
-    sources = {str(path.relative_to(root / "src")) for path in (root / "src" / "onepass").rglob("*.py")}
+        license = archive.read(f"{info}/licenses/LICENSE")
+    package = (path for path in (root / "src" / "onepass").rglob("*") if path.suffix in SHIPPED)
+    sources = {str(path.relative_to(root / "src")) for path in package}
     code = {name for name in names if not name.startswith(f"{info}/")}
-    if code != sources | {"onepass/py.typed"}:
-        raise SystemExit(f"the wheel differs from src/onepass: {sorted(code ^ (sources | {'onepass/py.typed'}))}")
+    if code != sources:  # so nothing of tools/ or tests/ is in it either
+        raise SystemExit(f"the wheel differs from src/onepass: {sorted(code ^ sources)}")
     large = [name for name, size in sizes.items() if size > LARGEST]
     if large:
         raise SystemExit(f"larger than {LARGEST} bytes: {large}")
-    if licence != (root / "LICENSE").read_bytes():
-        raise SystemExit("the wheel's licence is not LICENSE")
+    if license != (root / "LICENSE").read_bytes():
+        raise SystemExit("the wheel's license is not LICENSE")
     if "onepass = onepass.cli.main:main" not in commands:
         raise SystemExit("the wheel has no onepass command")
     plain = {_normal(line) for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}

@@ -1,28 +1,88 @@
-"""Shared by all tests: compiled CPU kernels go to a directory of the test run's own, and OpenMP's threads wait asleep."""
+"""Shared by all tests: a kernel cache per run, the marker `full`, and CPU-seconds by ``--cpu``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import resource
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-# Read when torch is imported, here and in the processes that tests start. There are as many workers as cores and each has a
-# team of as many threads: awake, those that wait for others take the cores from them, which is most of some tests' time.
+from tests.full import full
+
+# Read when torch is imported, here and in the processes that tests start. There is one worker per
+# core, each with one thread per core: threads that spin while they wait would slow the others down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+COLLECTED = pytest.StashKey[list[str]]()
+"""The node ids of all tests that were collected, before some of them are deselected."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: one that begins last would keep a worker busy when the others have ended."""
+
+class Spent:
+    """CPU time of this process and of its children that have ended."""
+
+    seconds = 0.0
+
+    @classmethod
+    def since_last_time(cls) -> float:
+        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        before, cls.seconds = cls.seconds, sum(part.ru_utime + part.ru_stime for part in usage)
+        return cls.seconds - before
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu",
+        choices=("folder", "file", "test", "case"),
+        help="print the CPU-seconds of each folder, file, test or case",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves out. Start long tests first, so that none runs alone at the end."""
+    names = [item.nodeid for item in items]
+    config.stash[COLLECTED] = names
+    left_out = full(names)
+    for item in items:
+        if item.nodeid in left_out:
+            item.add_marker("full")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    Spent.since_last_time()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the CPU time of a test's setup, call or teardown to its report, which xdist sends on."""
+    report = yield
+    report.user_properties.append(("cpu", Spent.since_last_time()))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the table that ``--cpu`` asks for."""
+    depth = config.getoption("--cpu")
+    if depth is None:
+        return
+    seconds: Counter[str] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        file, _, test = getattr(report, "nodeid", "").partition("::")
+        names = {"folder": str(Path(file).parent), "file": file, "test": f"{file}::{test.partition('[')[0]}"}
+        for name, spent in getattr(report, "user_properties", ()):
+            if name == "cpu":
+                seconds[names.get(depth, report.nodeid)] += spent
+    terminalreporter.section(f"CPU-seconds: {seconds.total():.1f}, without imports and collection")
+    for name, spent in seconds.most_common():
+        terminalreporter.write_line(f"{spent:8.1f}  {name}")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Path]:
-    """The kernel cache of this run, the same for all of its workers."""
+    """The kernel cache of this run, shared by its workers."""
     base = tmp_path_factory.getbasetemp()
-    chosen = os.environ.get("ONEPASS_TEST_CACHE")  # tests/mutation keeps one from run to run
+    chosen = os.environ.get("ONEPASS_TEST_CACHE")  # tools.mutation keeps one from run to run
     directory = Path(chosen) if chosen else (base if worker_id == "master" else base.parent) / "objects"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEPASS_CACHE_DIR", str(directory))

@@ -16,23 +16,22 @@ from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
-from onepass.cpu import arguments, compiler, gemv_norm, rms_norm
-from onepass.cpu import threads as _parallel
+from onepass.cpu import compiler, gemv_norm, launcher, object_cache, rms_norm, threads
+from onepass.cpu.sizes import TILE
 from onepass.formats import ScaleRule
 from onepass.specs import gemv_norm as gemv
 from onepass.specs.gemv_norm import GemvSpec, gemv_spec
 from onepass.specs.layout import Geometry
 from onepass.specs.rms_norm import RowCall, row_spec
 from tests.helpers.cpu_gemv_reference import FP8, SPECS, Case, case, same
-from tests.helpers.cpu_reference import BF16, F32, INF, NAN
+from tests.helpers.cpu_reference import BF16, F32, INF, NAN, kernel_for
 
-TILE = gemv_norm.TILE
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
 @pytest.fixture
 def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Work is shared between two threads, however little it is."""
+    """Two threads share the work, however little it is."""
     monkeypatch.setattr(gemv_norm, "SERIAL_BELOW", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -84,9 +83,9 @@ def test_long_sums_stay_accurate() -> None:
 
 
 def test_every_fp8_weight_is_exact() -> None:
-    """With one column and an act of 1 the tail is the weight itself."""
+    """With one column, and 1 in ``act``, the tail is the weight itself."""
     codes = torch.arange(256, dtype=torch.uint8)
-    for filler in (0, 100):  # the NaN codes alone in their rows, and beyond the first step
+    for filler in (0, 100):  # NaN codes alone in their rows, and beyond the first step
         one = case("f16_fp8_tensor", 1, 257, 1 + filler, 1)
         assert one.weight_scale is not None
         one.weight_scale.fill_(1.0)
@@ -100,8 +99,8 @@ def test_every_fp8_weight_is_exact() -> None:
 
 
 @each_spec
-def test_norm_has_the_bytes_of_the_row_kernel(spec: GemvSpec) -> None:
-    """The norm is that of the float32 workspace, special rows included."""
+def test_norm_matches_the_row_kernel_bit_for_bit(spec: GemvSpec) -> None:
+    """The float32 workspace is normalized, special rows included."""
     for width in (1, 40, 1500):
         one = Case(spec, 5, width * len(spec.gammas) + 3, 33, *(width,) * len(spec.gammas), eps=0.0)
         one.act[1], one.act[2, 7], one.act[3, 32] = 0.0, NAN, INF
@@ -111,8 +110,10 @@ def test_norm_has_the_bytes_of_the_row_kernel(spec: GemvSpec) -> None:
             fp8 = spec.fp8 if i == 0 else None
             norm = torch.empty(5, width, dtype=fp8.dtype if fp8 else spec.act)
             scale = torch.empty(5, 1) if fp8 else None
-            row = row_spec(F32, gamma.dtype, None, None if fp8 else spec.act, "once", codes=fp8.dtype if fp8 else None,
-                           fp8_max=fp8.max if fp8 else 0.0, scale=ScaleRule("row", F32) if fp8 else None)  # fmt: skip
+            row = row_spec(F32, gamma.dtype, None, None if fp8 else spec.act, "once")
+            if fp8 is not None:
+                rule = ScaleRule("row", F32)
+                row = row_spec(F32, gamma.dtype, None, None, "once", "", (), fp8.dtype, fp8.max, rule)
             strides = [(t.stride(0), 0, 0) for t in (y, y, norm, norm, scale if fp8 and scale is not None else y)]
             outs = {"codes": norm, "scale": scale} if fp8 else {"norm": norm}
             call = RowCall(row, y, gamma, 0.0, 0.0, n=width, geom=Geometry(5, 1, 1), strides=strides)
@@ -133,7 +134,7 @@ def test_special_rows_of_codes() -> None:
     assert (codes[[0, 3]] & 0x7F != 0x7F).all() and not one.unnormed[[0, 3]].isnan().any()
 
 
-def test_a_bad_weight_spoils_its_segment_alone() -> None:
+def test_a_bad_weight_affects_only_its_segment() -> None:
     for name, value in (("bf16", NAN), ("bf16", INF)):
         one = case(name, 3, 100, 50, 40, 30)
         one.weight[45, 49] = value
@@ -157,8 +158,8 @@ def test_a_row_gives_the_same_bytes_in_any_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16", "bf16_fp8_rows"])
-def test_bytes_follow_neither_place_nor_tile(name: str) -> None:
-    """Addresses, strides of rows, and where in y a column is."""
+def test_bytes_depend_on_neither_address_nor_tile(name: str) -> None:
+    """Addresses, row strides, and the position of a column in y do not matter."""
     plain = case(name, 5, 90, 333, 90, 0)
     if len(plain.spec.gammas) == 2:
         plain = case(name, 5, 90, 333, 50, 40)
@@ -179,14 +180,14 @@ def test_bytes_follow_neither_place_nor_tile(name: str) -> None:
 
 
 @each_spec
-def test_bytes_do_not_follow_threads(spec: GemvSpec, team: pytest.MonkeyPatch) -> None:
-    def run(threads: int) -> Case:
-        torch.set_num_threads(threads)
+def test_bytes_do_not_depend_on_threads(spec: GemvSpec, team: pytest.MonkeyPatch) -> None:
+    def run(count: int) -> Case:
+        torch.set_num_threads(count)
         return Case(spec, 3, 400, 700, *(130,) * len(spec.gammas)).run()
 
     one = run(1)
     assert same(one, run(2)) and same(one, run(3))
-    team.setattr(_parallel, "_team", lambda: ("own", _parallel._own_team()))
+    team.setattr(threads, "_team", lambda: ("own", threads._own_team()))
     assert same(one, run(2))
 
 
@@ -195,8 +196,7 @@ def test_bytes_do_not_follow_threads(spec: GemvSpec, team: pytest.MonkeyPatch) -
 def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS[name]
     here = [case(name, m, 70, 600, 30, 29).run() for m in (1, 2, 3, 6, 8, 11, 16)]
-    other = compiler.Kernel(spec, compiler.compile_object(spec, "haswell"))
-    monkeypatch.setattr(compiler, "_kernels", {spec: other})
+    monkeypatch.setitem(gemv_norm.FAMILY.kernels, spec, kernel_for(gemv_norm.FAMILY, spec, "haswell"))
     assert all(same(one, Case(spec, len(one.act), 70, 600, *one.widths).run()) for one in here)
 
 
@@ -205,8 +205,8 @@ def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pyte
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("name", ["bf16", "f16", "f32", "bf16_fp8_rows"])
-def test_reads_end_with_the_row(name: str) -> None:
-    """Every input ends where an inaccessible page begins: one byte too far would be a crash."""
+def test_no_reads_beyond_the_row(name: str) -> None:
+    """Every input ends where an inaccessible page begins: reading one more byte would crash."""
     pages: list[mmap.mmap] = []
 
     def against_the_edge(tensor: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def test_reads_end_with_the_row(name: str) -> None:
 
 
 def test_many_small_calls(team: pytest.MonkeyPatch) -> None:
-    """Two threads race for the tiles of three segments, on counters of the caller's or of the call's own."""
+    """Two threads race for the tiles of three segments, with the caller's counters or with the call's own."""
     spec = gemv_spec(BF16, BF16, "none", (BF16, BF16, BF16), None, False)
     first = Case(spec, 2, 7 * TILE, 40, 2 * TILE, 1, TILE + 1)
     first.run().check()
@@ -248,8 +248,8 @@ def test_many_small_calls(team: pytest.MonkeyPatch) -> None:
 def test_blocks() -> None:
     spec = SPECS["bf16"]
     for n, widths in ((TILE, (1, 2)), (100, (60, 40)), (2112, (1536, 512))):
-        assert gemv_norm.blocks(spec, n, 8, widths) == sum(gemv.tiles(n, widths, TILE))
-    assert [arguments.row_blocks(m) for m in (1, 2, 3, 5, 8, 9, 16)] == [
+        assert gemv_norm.trace_blocks(spec.act, spec.weight, 1, n, 8, widths) == sum(gemv.tiles(n, widths, TILE))
+    assert [gemv_norm.row_blocks(m) for m in (1, 2, 3, 5, 8, 9, 16)] == [
         (1, 1),
         (2, 1),
         (4, 1),
@@ -270,7 +270,7 @@ def test_trace(team: pytest.MonkeyPatch) -> None:
         one = Case(SPECS["traced"], m, 8 * TILE, 800, *widths).run()
         end = time.monotonic_ns()
         assert one.trace is not None and one.units is not None
-        count = gemv_norm.blocks(one.spec, one.n, one.k, widths)
+        count = gemv_norm.trace_blocks(one.spec.act, one.spec.weight, 1, one.n, one.k, widths)
         assert count == len(one.units) - 1 == 9
         assert ((one.units[:-1] >= 0) & (one.units[:-1] < 2)).all() and one.units[-1] == -1
         assert (one.trace[16 * count :] == -1).all()
@@ -294,30 +294,29 @@ def test_trace(team: pytest.MonkeyPatch) -> None:
 
 
 def test_untraced_code_has_no_clock() -> None:
-    features = compiler.host()[1]
-    assert "clock_gettime" in compiler.build(SPECS["traced"], features)
-    assert "clock" not in compiler.build(SPECS["bf16"], features)
+    assert "clock_gettime" in launcher.ir_of(SPECS["traced"])
+    assert "clock" not in launcher.ir_of(SPECS["bf16"])
     for name, clock in (("traced", True), ("bf16", False)):
         gemv_norm.precompile(SPECS[name])
-        image = compiler._read(compiler.cache_file(SPECS[name]))
+        image = object_cache.read(compiler.cache_file(SPECS[name]))
         assert image is not None and (b"clock_gettime" in image) is clock
 
 
 # --- kernels on disk -----------------------------------------------------------------------------------------------
 
 
-def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_cached_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS["f32"]
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     names = {compiler.cache_file(spec) for spec in SPECS.values()}
     assert len(names) == len(SPECS)
-    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.delitem(gemv_norm.FAMILY.kernels, spec, raising=False)
     gemv_norm.precompile(spec)
     assert [*tmp_path.iterdir()] == [compiler.cache_file(spec)]
 
     def refuse(*_: Any) -> bytes:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(compiler, "_kernels", {})
-    monkeypatch.setattr(compiler, "compile_object", refuse)
+    monkeypatch.delitem(gemv_norm.FAMILY.kernels, spec)
+    monkeypatch.setattr(compiler, "compile_ir", refuse)
     case("f32", 2, 30, 40, 30).run().check()

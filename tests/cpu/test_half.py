@@ -17,9 +17,7 @@ pytest.importorskip("llvmlite")
 from llvmlite import ir
 
 from onepass.cpu import compiler
-from onepass.cpu.emit import bits as _bits
-from onepass.cpu.emit import half as _half
-from onepass.cpu.emit import vec
+from onepass.cpu.emit import bits, half, vec
 from onepass.specs.rms_norm import row_spec
 from tests.cpu.test_numbers import all_values, elementwise, neighbours, pad
 from tests.helpers.cpu_reference import F16, F32
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.skipif(not X86, reason="runs code for x86 CPUs")
 
 
 def removed(features: str) -> str:
-    """A feature list of this CPU without float16 conversions."""
+    """A feature list with float16 conversions disabled."""
     return ",".join(f"-{f[1:]}" if f[1:].startswith(("f16c", "avx512")) else f for f in features.split(","))
 
 
@@ -47,25 +45,25 @@ CPUS: dict[str, Callable[[], tuple[str, str]]] = {
 
 def widened(value: vec.Float) -> vec.Value:
     """The float32 of the float16 in the low bits of a word."""
-    half = value.builder.bitcast(
+    word = value.builder.bitcast(
         value.builder.trunc(value.bits().ir, ir.VectorType(vec.I16, value.lanes)), ir.VectorType(vec.F16, value.lanes)
     )
-    return vec.Float(value.builder, _bits._cast(vec.Float(value.builder, half), vec.F32, "fpext")).bits()
+    return vec.Float(value.builder, bits._cast(vec.Float(value.builder, word), vec.F32, "fpext")).bits()
 
 
 def narrowed(value: vec.Float) -> vec.Value:
     """The float16 of a float32, in the low bits of a word."""
-    half = value.builder.bitcast(_bits._cast(value, vec.F16, "fptrunc"), ir.VectorType(vec.I16, value.lanes))
-    return vec.Int(value.builder, value.builder.zext(half, ir.VectorType(vec.I32, value.lanes)))
+    word = value.builder.bitcast(bits._cast(value, vec.F16, "fptrunc"), ir.VectorType(vec.I16, value.lanes))
+    return vec.Int(value.builder, value.builder.zext(word, ir.VectorType(vec.I32, value.lanes)))
 
 
 def words(values: Tensor) -> Tensor:
-    """Integers up to 2**32 as the float32 that have these bits."""
+    """The float32 with these bits, of integers below 2**32."""
     return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32).view(F32)
 
 
 def expected_float(patterns: Tensor) -> Tensor:
-    """By the definition of the format, as float32 bits; a signalling NaN becomes quiet."""
+    """The float32 bits by the definition of float16; a signalling NaN becomes quiet."""
     size, sign = patterns & 0x7FFF, (patterns >> 15) << 31
     nan = (size & 0x3FF) << 13 | 0x7FC00000
     value = torch.where(size < 0x400, size * 2.0**-24, (0x400 + size % 0x400) * 2.0 ** (size.double() // 0x400 - 25))
@@ -86,7 +84,7 @@ def test_every_float16_is_widened(cpu: str) -> None:
 
 @pytest.mark.parametrize("cpu", CPUS)
 def test_float32_is_narrowed(cpu: str) -> None:
-    """A dense sample of all bit patterns, every float16, every middle between two, their neighbours, and every exponent's ends."""
+    """A dense sample of bit patterns, every float16, every tie, their neighbours, and both ends of every exponent."""
     exact = all_values(F16)
     exact = exact[exact.isfinite()].sort().values
     middles = (exact[1:].double() + exact[:-1].double()).div(2).float()
@@ -102,8 +100,8 @@ def test_float32_is_narrowed(cpu: str) -> None:
     )
     x = pad(x)
     got = elementwise(narrowed, x, CPUS[cpu]()).long()
-    bits = x.view(torch.int32).long() & 0xFFFFFFFF
-    nan = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x3FF
+    raw = x.view(torch.int32).long() & 0xFFFFFFFF
+    nan = (raw >> 16) & 0x8000 | 0x7E00 | (raw >> 13) & 0x3FF
     want = torch.where(x.isnan(), nan, x.to(F16).view(torch.int16).long() & 0xFFFF)
     assert torch.equal(got, want)
     assert got.unique().numel() == 2**16 - 2 * 511  # every pattern but the signalling NaNs
@@ -115,7 +113,7 @@ def test_only_conversions_of_float16_are_rewritten() -> None:
     text = (
         'x = fpext <32 x half> %".4" to <32 x float>\ny = fptrunc double %".5" to float\nz = fptrunc float %z to half\n'
     )
-    lines = _half.in_software(text).splitlines()
+    lines = half.in_software(text).splitlines()
     assert lines[:3] == [
         'x = call <32 x float> @onepass_widen_32(<32 x half> %".4")',
         'y = fptrunc double %".5" to float',
@@ -124,7 +122,7 @@ def test_only_conversions_of_float16_are_rewritten() -> None:
     assert sum("define private" in line for line in lines) == 2
 
 
-def test_code_for_other_features_is_another_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_cpu_features_have_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     spec = row_spec(F16, F16, None, F16, "once")
     host = compiler.host()
@@ -137,12 +135,12 @@ def test_code_for_other_features_is_another_object(monkeypatch: pytest.MonkeyPat
 
 CALLS = """
 import hashlib, sys, torch, onepass
-from onepass.cpu import _compile
-host = _compile.host()
+from onepass.cpu import compiler
+host = compiler.host()
 if sys.argv[1] == "without":
     features = ",".join(f"-{f[1:]}" if f[1:].startswith(("f16c", "avx512")) else f for f in host[1].split(","))
-    _compile.host = lambda: (host[0], features)
-    assert not _compile._converts_half(*_compile.host())
+    compiler.host = lambda: (host[0], features)
+    assert not compiler._converts_half(*compiler.host())
 torch.manual_seed(0)
 f16 = torch.float16
 x, r, g = (torch.randn(*shape).to(f16) for shape in ((7, 333), (7, 333), (333,)))

@@ -1,4 +1,4 @@
-"""The CPU backend's kernels on disk: kept, found again, and never trusted blindly."""
+"""The CPU backend's cache on disk: kernels are written, found again, and verified before they run."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from onepass.cpu import arguments, compiler, rms_norm
+from onepass.cpu import compiler, launcher, object_cache, rms_norm, rms_norm_kernels
 from onepass.specs.rms_norm import RowSpec
 from tests.helpers.cpu_reference import SPECS, Case
 
 
 def fresh(spec: RowSpec, monkeypatch: pytest.MonkeyPatch) -> list[RowSpec]:
-    """Forget the kernel in memory; returns the list of specs that the compiler is then asked for."""
+    """Remove the kernel from memory; returns a list that records the specs compiled from then on."""
     compiled: list[RowSpec] = []
-    original = compiler.compile_object
+    original = rms_norm_kernels.build
 
-    def counting(wanted: RowSpec) -> bytes:
+    def counting(wanted: RowSpec, *rest: Any) -> str:
         compiled.append(wanted)
-        return original(wanted)
+        return original(wanted, *rest)
 
-    monkeypatch.setattr(compiler, "_kernels", {})
-    monkeypatch.setattr(compiler, "compile_object", counting)
+    monkeypatch.delitem(rms_norm.FAMILY.kernels, spec, raising=False)
+    monkeypatch.setattr(rms_norm_kernels, "build", counting)
     return compiled
 
 
@@ -64,8 +64,8 @@ def test_cache_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS["norm_bf16"]
     (tmp_path / "file").write_text("in the way")
-    for place in ("off", "/proc/nowhere", str(tmp_path / "file")):
-        monkeypatch.setenv("ONEPASS_CACHE_DIR", place)
+    for directory in ("off", "/proc/nowhere", str(tmp_path / "file")):
+        monkeypatch.setenv("ONEPASS_CACHE_DIR", directory)
         compiled = fresh(spec, monkeypatch)
         Case(spec, 2, 77).run().check()
         assert compiled[:1] == [spec]
@@ -87,19 +87,19 @@ def interrupt(*_: Any) -> None:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of one kernel, sound and alone in its directory."""
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The intact file of one kernel, alone in its directory."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     fresh(SPECS["norm_bf16"], monkeypatch)
     rms_norm.precompile(SPECS["norm_bf16"])
     (file,) = tmp_path.iterdir()
-    assert compiler._read(file)
+    assert object_cache.read(file)
     return file
 
 
 def damaged(good: bytes) -> Iterator[bytes]:
-    """Every bit of the header flipped, and some of the code; every length up to the header's, and some beyond."""
-    head, draw = len(compiler._MAGIC) + 32, random.Random(0)
+    """Every bit of the header flipped, and some of the code; truncation to every length of the header, and some beyond."""
+    head, draw = len(object_cache.MAGIC) + 32, random.Random(0)
     for bit in (*range(8 * head), *(draw.randrange(8 * head, 8 * len(good)) for _ in range(1000))):
         yield good[: bit // 8] + bytes([good[bit // 8] ^ 1 << bit % 8]) + good[bit // 8 + 1 :]
     for length in (*range(head + 1), *(draw.randrange(head, len(good)) for _ in range(200))):
@@ -109,61 +109,61 @@ def damaged(good: bytes) -> Iterator[bytes]:
     yield good[:head]
 
 
-def test_damage_is_always_seen(kept: Path) -> None:
-    good = kept.read_bytes()
+def test_damage_is_always_detected(cached: Path) -> None:
+    good = cached.read_bytes()
     count = 0
     for bad in damaged(good):
-        kept.write_bytes(bad)
-        assert compiler._read(kept) is None
+        cached.write_bytes(bad)
+        assert object_cache.read(cached) is None
         count += 1
     assert count > 1600
-    kept.write_bytes(good)
-    assert compiler._read(kept) is not None
+    cached.write_bytes(good)
+    assert object_cache.read(cached) is not None
 
 
-def test_a_sound_file_under_another_name_is_not_run(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A digest of the content alone would let one kernel's code run in place of another's."""
+def test_an_intact_file_under_another_name_is_not_run(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest of the content alone would let one kernel's code run instead of another's."""
     other = SPECS["fp8"]
     name = compiler.cache_file(other)
-    assert name is not None and name != kept
-    shutil.copyfile(kept, name)
+    assert name is not None and name != cached
+    shutil.copyfile(cached, name)
     name.chmod(0o600)
     compiled = fresh(other, monkeypatch)
     Case(other, 2, 77).run().check()
-    assert compiled[:1] == [other] and compiler._read(name)
+    assert compiled[:1] == [other] and object_cache.read(name)
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_file_that_others_may_write_is_not_run(kept: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept.chmod(mode)
+def test_a_file_that_others_may_write_is_not_run(cached: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached.chmod(mode)
     compiled = fresh(SPECS["norm_bf16"], monkeypatch)
     rms_norm.precompile(SPECS["norm_bf16"])
     assert compiled == [SPECS["norm_bf16"]]
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600, "replaced by one that is private"
+    assert stat.S_IMODE(cached.stat().st_mode) == 0o600, "replaced by a private one"
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a directory", "a link to itself", "a link to nowhere"])
-def test_what_lies_in_the_files_place(kept: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It neither blocks the call nor ends it."""
-    kept.unlink()
+def test_something_else_under_the_files_name(cached: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither blocks the call nor makes it fail."""
+    cached.unlink()
     match kind:
         case "a pipe":
-            os.mkfifo(kept)
+            os.mkfifo(cached)
         case "a directory":
-            kept.mkdir()
+            cached.mkdir()
         case "a link to itself":
-            kept.symlink_to(kept)
+            cached.symlink_to(cached)
         case _:
-            kept.symlink_to(kept.with_name("nothing"))
+            cached.symlink_to(cached.with_name("nothing"))
     compiled = fresh(SPECS["norm_bf16"], monkeypatch)
     Case(SPECS["norm_bf16"], 2, 77).run().check()
     assert compiled[:1] == [SPECS["norm_bf16"]]
-    assert kept.is_dir() if kind == "a directory" else compiler._read(kept)
-    assert list(kept.parent.iterdir()) == [kept]
+    assert cached.is_dir() if kind == "a directory" else object_cache.read(cached)
+    assert list(cached.parent.iterdir()) == [cached]
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every write fails with ENOSPC, as the device /dev/full has it: no error, no file left, the right result."""
+    """Every write fails with ENOSPC, as /dev/full does: no error, no file left, a correct result."""
     original = tempfile.mkstemp
 
     def on_full_disk(**options: Any) -> tuple[int, str]:
@@ -178,7 +178,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled[:1] == [SPECS["norm_bf16"]] and not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Removed, and then replaced by a file, between two kernels and while one is written."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(directory))
@@ -191,7 +191,7 @@ def test_a_directory_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if moment == "before":
             directory.write_text("in the way")
         else:
-            monkeypatch.setattr(compiler, "_remove_abandoned", shutil.rmtree)
+            monkeypatch.setattr(object_cache, "_remove_abandoned", shutil.rmtree)
         fresh(spec, monkeypatch)
         Case(spec, 2, 77).run().check()
         assert not directory.is_dir()
@@ -210,27 +210,27 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert compiled == [SPECS["norm_bf16"]] * 2
 
 
-def test_only_what_a_dead_writer_left_is_removed(kept: Path) -> None:
-    """A kernel may be as old as it likes; a file that is being written may not."""
-    dead, alive, new = (kept.with_name(name) for name in ("unfinished-dead", "unfinished-alive", "0" * 40 + ".o"))
+def test_only_files_of_dead_writers_are_removed(cached: Path) -> None:
+    """Finished kernels never expire; unfinished files do."""
+    dead, alive, new = (cached.with_name(name) for name in ("unfinished-dead", "unfinished-alive", "0" * 40 + ".o"))
     for file in (dead, alive):
         file.write_bytes(b"half")
-    for file in (kept, dead):
+    for file in (cached, dead):
         os.utime(file, (time.time() - 7200,) * 2)
-    compiler._write(new, b"image")
-    assert set(kept.parent.iterdir()) == {kept, alive, new}
+    object_cache.write(new, b"image")
+    assert set(cached.parent.iterdir()) == {cached, alive, new}
 
 
-def test_a_process_may_link_many_kernels(kept: Path) -> None:
-    image = compiler._read(kept)
+def test_a_process_may_link_many_kernels(cached: Path) -> None:
+    image = object_cache.read(cached)
     assert image is not None
     linked = [compiler.link(image, "serial") for _ in range(200)]
     assert len({code["serial"] for code in linked}) == 200
 
 
-def test_interrupted_growth_of_scratch_memory_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_growth_of_scratch_memory_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The old memory is gone, so its address must not be used again."""
-    scratch = rms_norm._Scratch()
+    scratch = launcher.Scratch()
     scratch.grow(100)
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "addressof", interrupt)
@@ -251,33 +251,38 @@ def test_interrupted_growth_of_scratch_memory_leaves_none(monkeypatch: pytest.Mo
         ("OFF", "/two", "None"),
     ],
 )
-def test_where_the_cache_is(chosen: str, shared: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory(chosen: str, shared: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("ONEPASS_CACHE_DIR", chosen), ("XDG_CACHE_HOME", shared), ("HOME", "/home/me")):
         monkeypatch.setenv(name, value)
-    assert str(compiler.cache_directory()) == expected
+    assert str(object_cache.directory()) == expected
 
 
-def test_names_follow_every_source_that_shapes_code() -> None:
-    """Modules that the code generator imports, directly or through others, are in the digest of a file's name."""
+def test_file_names_depend_on_every_source_that_shapes_code() -> None:
+    """All modules outside the package that code generators import are in the digest of a file's name."""
     package = Path(compiler.__file__).parent
-    generators = [p for p in package.glob("_*.py") if p.name not in ("__init__.py", "_compile.py", "_parallel.py")]
+    host_only = ("compiler.py", "launcher.py", "object_cache.py", "threads.py")
+    generators = [path for path in package.rglob("*.py") if path.name not in host_only]
     imported = {
-        node.module
+        package.parent / node.module.replace(".", "/")
         for path in generators
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.level == 2 and node.module
+        if isinstance(node, ast.ImportFrom) and node.module
+        if node.level == (3 if path.parent.name == "emit" else 2)
     }
-    assert {"qk", "rows", "gemv"} <= imported <= set(compiler.SHARED)
+    assert package.parent / "specs/rms_norm" in imported and package.parent / "formats" in imported
+    shared = {path for pattern in object_cache.SHARED for path in package.parent.glob(pattern)}
+    for module in imported:
+        assert (module / "__init__.py" if module.is_dir() else module.with_suffix(".py")) in shared, module
 
 
-def test_names_tell_specs_apart() -> None:
+def test_different_specs_have_different_files() -> None:
     names = [compiler.cache_file(spec) for spec in SPECS.values()]
     assert len(set(names)) == len(names) and None not in names
-    assert all(arguments.offsets(spec)["next"] == 0 for spec in SPECS.values())
+    assert all(rms_norm.FAMILY.offsets(spec)["next"] == 0 for spec in SPECS.values())
 
 
-def test_warm_start_needs_no_compiler(cache: Path) -> None:
-    """A process that finds its kernel on disk does not import the code generator."""
+def test_warm_start_does_not_import_the_code_generator(cache: Path) -> None:
+    """A process that finds its kernel on disk does not need it."""
     program = (
         "import sys, torch, onepass.cpu.rms_norm as r; from onepass.specs.rms_norm import row_spec;"
         "assert 'llvmlite' not in sys.modules;"

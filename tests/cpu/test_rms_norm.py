@@ -17,14 +17,26 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 import onepass
-from onepass.cpu import compiler, mla_cache_kernels, rms_norm
-from onepass.cpu import threads as _parallel
-from onepass.cpu.emit import vec
+from onepass.cpu import compiler, launcher, mla_cache, rms_norm
+from onepass.cpu import threads as thread_layer
 from onepass.formats import E4M3FN, E4M3FNUZ, ScaleRule
 from onepass.rope import RopeStyle
 from onepass.specs.mla_cache import MAX_LATENT, MAX_ROPE, mla_spec
 from onepass.specs.rms_norm import RowSpec, row_spec
-from tests.helpers.cpu_reference import BF16, F16, F32, INF, NAN, ROW, SPECS, STATIC, Case, random_bits, spec_of
+from tests.helpers.cpu_reference import (
+    BF16,
+    F16,
+    F32,
+    INF,
+    NAN,
+    ROW,
+    SPECS,
+    STATIC,
+    Case,
+    kernel_for,
+    random_bits,
+    spec_of,
+)
 
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
@@ -50,7 +62,7 @@ def test_reference_rejects_wrong_output() -> None:
 
 @each_spec
 def test_special_rows(spec: RowSpec) -> None:
-    """NaN, infinity, overflow, zeros and subnormals stay in their row and make the documented outputs."""
+    """NaN, infinity, overflow, zeros and subnormals affect only their row and have the documented outputs."""
     case = Case(spec, 8, 200, eps=0.0)
     largest = float(torch.finfo(spec.x).max)
     tiny = torch.finfo(spec.x).smallest_normal
@@ -89,7 +101,7 @@ SINGLE = {
 @pytest.mark.parametrize("spec", SINGLE.values(), ids=SINGLE.keys())
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 def test_single_column_bit_for_bit(spec: RowSpec, eps: float) -> None:
-    """With one column every float32 step is determined: random bits in, torch's float32 arithmetic step by step."""
+    """With one column every float32 step is determined: torch repeats them on random bits."""
     for gamma in (1.0, -0.3, 0.0, 1e-38, 3e-42, -2e38, INF, NAN):
         for bound in (INF, 0.75):
             case = Case(spec, 4096, 1, eps=eps, scale_ub=bound)
@@ -179,7 +191,7 @@ def test_outputs_may_replace_inputs(name: str) -> None:
 
 
 @each_spec
-def test_bytes_around_rows_stay(spec: RowSpec) -> None:
+def test_bytes_around_rows_do_not_change(spec: RowSpec) -> None:
     for n in (1, 15, 33, 67, 200):
         case = Case(spec, 3, n)
         frames = []
@@ -201,8 +213,8 @@ def test_bytes_around_rows_stay(spec: RowSpec) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
 @pytest.mark.parametrize("name", ["norm_bf16", "norm_f16", "fp8", "fp8_f32", "fp8_group_64_hf", "everything"])
-def test_reads_and_writes_end_with_the_row(name: str) -> None:
-    """Every tensor ends where an inaccessible page begins: one byte too far would be a crash."""
+def test_no_accesses_beyond_the_row(name: str) -> None:
+    """Every tensor ends where an inaccessible page begins: touching one more byte would crash."""
     pages: list[mmap.mmap] = []
 
     def against_the_edge(tensor: Tensor | None) -> Tensor | None:
@@ -265,7 +277,7 @@ def test_result_is_independent_of_threads_and_batch(name: str, monkeypatch: pyte
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             results.append(Case(spec, m, n).run().bytes())
-        monkeypatch.setattr(_parallel, "_team", lambda: ("own", _parallel._own_team()))
+        monkeypatch.setattr(thread_layer, "_team", lambda: ("own", thread_layer._own_team()))
         results.append(Case(spec, m, n).run().bytes())
     finally:
         torch.set_num_threads(before)
@@ -280,7 +292,7 @@ def test_result_is_independent_of_threads_and_batch(name: str, monkeypatch: pyte
             assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone.bytes(), results[0], strict=True))
 
 
-def test_torch_brings_the_threads() -> None:
+def test_torchs_threads_are_used() -> None:
     described = rms_norm.describe()
     assert set(described) == {"cpu", "vector", "threads", "cache"}
     if sys.platform == "linux":
@@ -291,45 +303,45 @@ def test_torch_brings_the_threads() -> None:
     ("features", "vector"),
     [("+avx512f,+avx", "512 bit"), ("-avx512f,+avx,+sse2", "256 bit"), ("-avx512f,-avx,+sse2", "128 bit")],
 )
-def test_how_wide_a_vector_is(features: str, vector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vector_width(features: str, vector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "host", lambda: ("some cpu", features))
     assert rms_norm.describe()["vector"] == vector
 
 
 @pytest.mark.parametrize(("forked", "expected"), [(False, "torch's"), (True, "our own")])
-def test_a_forked_child_does_without_torchs_threads(
+def test_a_forked_child_does_not_use_torchs_threads(
     forked: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has not inherited them; entering their team would wait for ever."""
+    """It has not inherited them: entering their team would never return."""
     entered: list[str] = []
-    monkeypatch.setattr(_parallel, "forked", lambda: forked)
-    monkeypatch.setattr(_parallel, "_team", lambda: ("", lambda *_: entered.append("torch's")))
-    monkeypatch.setattr(_parallel, "_own_team", lambda: lambda *_: entered.append("our own"))
-    _parallel.run(0, b"", 2)
+    monkeypatch.setattr(thread_layer, "forked", lambda: forked)
+    monkeypatch.setattr(thread_layer, "_team", lambda: ("", lambda *_: entered.append("torch's")))
+    monkeypatch.setattr(thread_layer, "_own_team", lambda: lambda *_: entered.append("our own"))
+    thread_layer.run(0, b"", 2)
     assert entered == [expected]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_threads_of_our_own_are_as_many_as_asked_for(threads: int) -> None:
+def test_number_of_own_threads(threads: int) -> None:
     called: list[int] = []
     work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(called.append)
     address = ctypes.cast(work, ctypes.c_void_p).value
     assert address is not None
-    _parallel._own_team()(address, 7, threads)
+    thread_layer._own_team()(address, 7, threads)
     assert called == [7] * threads
 
 
 def shared_out(
     call: Callable[[], object], threads: int, monkeypatch: pytest.MonkeyPatch, at: int = 16
 ) -> tuple[int, int] | None:
-    """Among how many threads a call is shared out, and how many rows or tokens each takes at a time; None: it is not."""
+    """The number of threads of a call, and of rows or tokens that each takes at a time; None if it is serial."""
     seen: list[tuple[int, int]] = []
 
     def note(function: int, block: bytes, team: int) -> None:
         seen.append((team, struct.unpack_from("=q", block, at)[0]))
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(_parallel, "run", note)
+    monkeypatch.setattr(thread_layer, "run", note)
     call()
     return seen[0] if seen else None
 
@@ -345,7 +357,7 @@ def shared_out(
         (16384, 128, 4, (4, 256)),
     ],
 )
-def test_how_rows_are_shared_out(
+def test_threads_and_chunks_of_rows(
     rows: int, n: int, threads: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.zeros(rows, n, dtype=BF16)
@@ -360,10 +372,10 @@ def test_how_rows_are_shared_out(
     ("tokens", "threads", "expected"),
     [(1, 4, None), (31, 4, None), (32, 4, (4, 4)), (33, 64, (9, 4)), (512, 4, (4, 8))],
 )
-def test_how_tokens_are_shared_out(
+def test_threads_and_chunks_of_tokens(
     tokens: int, threads: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLA's: 31 heads and the entry of a token have 4096 columns."""
+    """In MLA's cache write, 31 heads and the entry of a token have 4096 columns."""
     q, kv = torch.zeros(tokens, 31, 64, dtype=BF16), torch.zeros(tokens, 2048 + 64, dtype=BF16)
     cache, slots = onepass.PagedKVCache(torch.zeros(tokens, 1, 2048 + 64, dtype=BF16)), torch.arange(tokens)
 
@@ -372,18 +384,18 @@ def test_how_tokens_are_shared_out(
             None, q, kv, None, None, kv[0, :2048], cache, rope_dim=0, slot_mapping=slots
         )
 
-    assert shared_out(call, threads, monkeypatch, at=mla_cache_kernels._OFFSETS["chunk"]) == expected
+    assert shared_out(call, threads, monkeypatch, at=mla_cache.FAMILY.offsets(None)["chunk"]) == expected
 
 
 @pytest.mark.parametrize("style", ["interleaved", "half"])
-def test_rooms_hold_the_largest_token(style: RopeStyle) -> None:
-    """They lie on the stack, beside each other: one that is too short may go unnoticed. Cosines, sines and the entry, in float32."""
+def test_stack_memory_holds_the_largest_token(style: RopeStyle) -> None:
+    """Cosines, sines and the entry lie side by side on the stack, in float32: an overrun might go unnoticed."""
     spec = mla_spec(BF16, BF16, BF16, BF16, BF16, F32, style=style)
-    rooms = [int(size) for size in re.findall(r"alloca \[(\d+) x i8\], align 64", mla_cache_kernels.build(spec))]
-    assert len(rooms) == 3
+    sizes = [int(size) for size in re.findall(r"alloca \[(\d+) x i8\], align 64", launcher.ir_of(spec))]
+    assert len(sizes) == 3
     assert all(
-        room >= 4 * n
-        for room, n in zip(sorted(rooms), (MAX_ROPE // 2, MAX_ROPE // 2, MAX_LATENT + MAX_ROPE), strict=True)
+        size >= 4 * n
+        for size, n in zip(sorted(sizes), (MAX_ROPE // 2, MAX_ROPE // 2, MAX_LATENT + MAX_ROPE), strict=True)
     )
 
 
@@ -404,12 +416,10 @@ def test_many_callers_at_once() -> None:
 
 @pytest.mark.skipif("+avx2" not in compiler.host()[1], reason="runs code for an x86 CPU with AVX2")
 @pytest.mark.parametrize("name", ["norm_f16", "fp8", "fp8_group_ue8m0", "everything_hf", "silu"])
-def test_other_instruction_sets_give_the_same_bytes(name: str) -> None:
+def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS[name]
-    other = compiler.Kernel(spec, compiler.compile_object(spec, "haswell"))
-    for n in (1, 37, 64, 1000):
-        here = Case(spec, 3, n).run()
-        there = Case(spec, 3, n)
-        rms_norm.scratch.grow(2 * (n + vec.LANES))
-        there.run(lambda spec_, *a, **k: other.serial(other.pack(rms_norm.scratch.address, 1, *a, **k)))
-        assert all(torch.equal(a, b) for a, b in zip(here.bytes(), there.bytes(), strict=True))
+    widths = (1, 37, 64, 1000)
+    here = [Case(spec, 3, n).run().bytes() for n in widths]
+    monkeypatch.setitem(rms_norm.FAMILY.kernels, spec, kernel_for(rms_norm.FAMILY, spec, "haswell"))
+    for n, expected in zip(widths, here, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(Case(spec, 3, n).run().bytes(), expected, strict=True))

@@ -1,9 +1,10 @@
-"""One good call of every op in each of its forms, and what became of a call: for tests of what is refused."""
+"""A valid call of every op in each of its forms, and the memory that calls touch: for tests of bad input."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import onepass
 from onepass.contract.declaration import Contract
+from onepass.contract.validation import validation_of
 from onepass.formats import FP8_FORMATS
 from onepass.ops import gemv_norm, gemv_norm_contract, mla_cache, registration
 from onepass.ops import qk_norm as qk
@@ -18,7 +20,7 @@ from onepass.ops import rms_norm as rows
 from onepass.ops.qk_norm_contract import QK_RMS_NORM_HEADS
 from onepass.testing.samples import sample
 from onepass.trace import TraceBuf
-from tools.contract_oracle import faults
+from tests.helpers.contract_oracle import faults
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 FP8 = torch.float8_e4m3fn
@@ -28,7 +30,7 @@ Call = Callable[[Arguments], Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """A form of an op: its contract, arguments of a good call by the contract's names, and how to call it with such."""
+    """A form of an op: its contract, a valid call's arguments by the contract's names, and how to call it with them."""
 
     name: str
     op: str
@@ -38,17 +40,17 @@ class Subject:
     required: tuple[str, ...] = ()
     """Outputs that this form does not allocate."""
     fixed: tuple[str, ...] = ()
-    """Names of the contract that this form has no argument for."""
+    """Names of the contract that are not arguments of this form."""
     volatile: tuple[str, ...] = ()
-    """What two good calls leave different."""
+    """Arguments that two equal calls fill differently."""
     tensors_only: bool = False
     contract_of: Callable[[Arguments], Contract] | None = None
     own_rules: Callable[[Arguments], list[str]] = field(default=lambda arguments: [])
-    """What the public function refuses where the contract says nothing."""
+    """Arguments that the public function rejects although the contract allows them."""
     derived: Callable[[Arguments], Arguments] = field(default=lambda arguments: arguments)
 
     def wrong(self, changes: Mapping[str, Any]) -> set[str]:
-        """What a refusal of the changed call may blame, by any name that the argument has; nothing of a legal call."""
+        """The names that an error about the changed call may mention; empty for a legal call."""
         arguments = self.derived({**self.good_values, **changes})
         contract = self.contract if self.contract_of is None else self.contract_of(arguments)
         found = faults(contract, {name: arguments[name] for name in names(contract)})
@@ -63,33 +65,38 @@ class Subject:
     good_values: Arguments = field(init=False, repr=False)
 
     def takes(self, changes: Mapping[str, Any]) -> bool:
-        """Whether a call of this form can have such changes at all."""
+        """Whether a call of this form can have such changes."""
         if any(name in self.fixed for name in changes):
             return False
         if self.tensors_only:
             many = [name for name, arg in self.contract.args.items() if arg.many]
             return all(_dispatchable(value, name in many) for name, value in changes.items())
-        # the public function takes an object for a key
+        # the public function takes an object instead of a key
         return "prologue" not in changes or not isinstance(changes["prologue"], (str, type(None)))
 
 
 def _dispatchable(value: object, many: bool) -> bool:
-    """Whether torch hands a value to our implementation as it is."""
+    """Whether torch passes a value to our implementation unchanged."""
     if many:
         return isinstance(value, (list, tuple)) and all(_dispatchable(item, False) for item in value)
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_neg()
 
 
 def names(contract: Contract) -> list[str]:
-    return [*contract.args, *contract.options, *(out.argument for out in contract.outs.values())]
+    return [*contract.args, *contract.options, *contract.out_names]
 
 
-# --- good calls -----------------------------------------------------------------------------------------------------
+# --- valid calls -----------------------------------------------------------------------------------------------------
 
 
 def arguments(
-    contract: Contract, sizes: dict[str, int], lead: tuple[int, ...], first: str, optional: tuple[str, ...] = (), **changes: Any
-) -> Arguments:  # fmt: skip
+    contract: Contract,
+    sizes: dict[str, int],
+    lead: tuple[int, ...],
+    first: str,
+    optional: tuple[str, ...] = (),
+    **changes: Any,
+) -> Arguments:
     dtypes = {first: BF16, **{n: v for n, v in changes.items() if n in contract.args and isinstance(v, torch.dtype)}}
     tensors = sample(contract, sizes, lead, dtypes=dtypes, optional=optional)
     found: Arguments = {n: () if a.many else tensors.get(n) for n, a in contract.args.items()}
@@ -99,9 +106,9 @@ def arguments(
 
 
 def with_outputs(contract: Contract, given: Arguments) -> Arguments:
-    """And outputs of the caller's, full of a pattern."""
+    """Add caller-allocated outputs, filled with a pattern."""
     given = {**given, **{out.argument: None for out in contract.outs.values()}}
-    made = contract.prepare(*[given[name] for name in names(contract)])
+    made = validation_of(contract).prepare(*[given[name] for name in names(contract)])
     for out, tensor in zip(contract.outs.values(), made, strict=True):
         given[out.argument] = None if tensor is None else poisoned(tensor)
     return given
@@ -167,7 +174,7 @@ def mla_arguments(scale: str) -> Arguments:
 
 
 class RawTrace(TraceBuf):
-    """Hands on whatever it was given."""
+    """Returns whatever it was given."""
 
     def __init__(self, trace: Any, units: Any) -> None:
         self.pair = trace, units
@@ -192,19 +199,19 @@ def call_fp8(given: Arguments) -> Any:
 
 
 def public_bound(given: Arguments) -> Any:
-    """What the public function's ``scale_ub`` is, which is a number or a tensor."""
+    """The public function's ``scale_ub``, a number or a tensor."""
     return given["scale_ub"] if given["scale_ub_tensor"] is None else given["scale_ub_tensor"]
 
 
-def told_apart(given: Arguments) -> Arguments:
-    """What the contract is given for it."""
+def split_bound(given: Arguments) -> Arguments:
+    """The contract's two arguments for the public function's ``scale_ub``."""
     bound = public_bound(given)
     tensor = isinstance(bound, Tensor)
     return given | {"scale_ub": None if tensor else bound, "scale_ub_tensor": bound if tensor else None}
 
 
 def _further(given: Arguments, name: str) -> list[Any]:
-    """A list of what goes into several places, up to the last that has something."""
+    """The values of several numbered arguments as a list, up to the last that is not None."""
     found = [given.pop(f"{name}{i}") for i in (1, 2, 3)]
     while found and found[-1] is None:
         found.pop()
@@ -216,13 +223,11 @@ def call_gemv(given: Arguments) -> Any:
     segments = _further(given, "gamma")
     out = _out(given)
     inputs = {name: given[name] for name in ("act", "weight", "gamma", "weight_scale", "eps", "normed_dtype")}
-    return onepass.gemv_and_partial_norm(
-        **inputs, segments=segments, out=None if all(t is None for t in out) else out
-    )  # fmt: skip
+    return onepass.gemv_and_partial_norm(**inputs, segments=segments, out=None if all(t is None for t in out) else out)
 
 
 def _out(given: Arguments) -> list[Any]:
-    """The outputs in order, without those that are not there; None may stand for one to allocate."""
+    """The outputs in order, without absent ones; None means one to allocate."""
     given = dict(given)
     scale = [] if given["scale_output"] is None else [given["scale_output"]]
     return [given["normed_output"], *scale, *_further(given, "normed_output"), given["unnormed_output"]]
@@ -235,11 +240,11 @@ def call_scratch(given: Arguments) -> Any:
     further, outputs = _further(given, "gamma"), _further(given, "normed_output")
     return onepass.gemv_and_partial_norm_with_scratch(
         **given, trace_buf=trace, segments=further, segment_outputs=outputs
-    )  # fmt: skip
+    )
 
 
 def codes_of(given: Arguments) -> Arguments:
-    """With the caller's scratch, the dtype of the codes is that of the output."""
+    """With the caller's scratch, the codes have the output's dtype."""
     out = given["normed_output"]
     dtype = out.dtype if isinstance(out, Tensor) and out.dtype in FP8_FORMATS else None
     return {**given, "normed_dtype": dtype}
@@ -253,7 +258,7 @@ def lacks_scratch(given: Arguments) -> list[str]:
 
 
 def lacks_outputs(given: Arguments) -> list[str]:
-    """``out`` has a place for every output, or is not given."""
+    """``out`` has one element per output, or is not given."""
     out = _out(given)
     needed = 2 + len(_further(dict(given), "gamma")) + (given["normed_dtype"] is not None)
     return [] if all(t is None for t in out) or len(out) == needed else ["out"]
@@ -311,9 +316,9 @@ def public_subjects() -> list[Subject]:
     scratch, unfused = gemv_norm.GEMV_WITH_SCRATCH, gemv_norm_contract.UNFUSED_WITH_SCRATCH
     add("rms_norm", rows.RMS_NORM, norm_arguments, call_norm)
     fp8 = rows.RMS_NORM_FUSED_FP8
-    add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=told_apart)
-    add("rms_norm_fused_fp8, static", fp8, static_arguments, call_fp8, False, derived=told_apart)
-    add("rms_norm_fused_fp8, as vLLM", fp8, vllm_arguments, call_fp8, False, derived=told_apart)
+    add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=split_bound)
+    add("rms_norm_fused_fp8, static", fp8, static_arguments, call_fp8, False, derived=split_bound)
+    add("rms_norm_fused_fp8, as vLLM", fp8, vllm_arguments, call_fp8, False, derived=split_bound)
     add("gemv", gemv_norm.GEMV, lambda: gemv_arguments(gemv_norm.GEMV), call_gemv, own_rules=lacks_outputs)
     codes = {"normed_dtype": FP8, "weight": FP8}
     add(
@@ -325,43 +330,54 @@ def public_subjects() -> list[Subject]:
         own_rules=lacks_outputs,
     )
     add(
-        "gemv, scratch", scratch, lambda: gemv_arguments(scratch), call_scratch, derived=codes_of, fixed=("normed_dtype",),
-        required=("normed_output", "unnormed_output", "normed_output1"), volatile=("trace", "units"),
+        "gemv, scratch",
+        scratch,
+        lambda: gemv_arguments(scratch),
+        call_scratch,
+        derived=codes_of,
+        fixed=("normed_dtype",),
+        required=("normed_output", "unnormed_output", "normed_output1"),
+        volatile=("trace", "units"),
         own_rules=lacks_scratch,
-    )  # fmt: skip
+    )
     found.append(
         Subject(
-            "gemv, unfused", gemv_norm.GEMV.name, gemv_norm_contract.UNFUSED,
-            lambda: {**gemv_arguments(gemv_norm_contract.UNFUSED), "normed_output": None, "y_scratch": None}, call_unfused,
+            "gemv, unfused",
+            gemv_norm.GEMV.name,
+            gemv_norm_contract.UNFUSED,
+            lambda: {**gemv_arguments(gemv_norm_contract.UNFUSED), "normed_output": None, "y_scratch": None},
+            call_unfused,
             fixed=("normed_output", "y_scratch"),
         )
-    )  # fmt: skip
+    )
     add(
-        "gemv, unfused with scratch", unfused, lambda: gemv_arguments(unfused, weight=FP8),
+        "gemv, unfused with scratch",
+        unfused,
+        lambda: gemv_arguments(unfused, weight=FP8),
         lambda given: onepass.gemv_and_partial_norm_unfused_with_scratch(**given),
         required=("normed_output", "y_scratch"),
-    )  # fmt: skip
+    )
     add(
-        "sums", qk.ROW_SUM_OF_SQUARES_QK, lambda: qk_arguments(qk.ROW_SUM_OF_SQUARES_QK),
+        "sums",
+        qk.ROW_SUM_OF_SQUARES_QK,
+        lambda: qk_arguments(qk.ROW_SUM_OF_SQUARES_QK),
         lambda given: onepass.row_sum_of_squares_qk(**given),
-    )  # fmt: skip
+    )
     add(
-        "means", qk.ROW_MEAN_OF_SQUARES_QK, lambda: qk_arguments(qk.ROW_MEAN_OF_SQUARES_QK),
+        "means",
+        qk.ROW_MEAN_OF_SQUARES_QK,
+        lambda: qk_arguments(qk.ROW_MEAN_OF_SQUARES_QK),
         lambda given: onepass.row_mean_of_squares_qk(**given),
-    )  # fmt: skip
+    )
     apply = qk.APPLY_QK_RMS_NORM
     add("apply", apply, lambda: qk_arguments(apply, epsilon=1.0), call_apply, required=("q_out", "k_out"))
     flat = qk.QK_RMS_NORM
     add("qk", flat, lambda: qk_arguments(flat, eps=1.0), call_qk, contract_of=qk_contract)
     heads = qk_arguments(QK_RMS_NORM_HEADS, eps=0.0, weight_offset=0.0) | {"per_head": True}
     in_order = {name: heads.get(name) for name in (*flat.args, *flat.options)}
-    found.append(
-        Subject(
-            "qk, heads", flat.name, flat,
-            lambda: copied({**in_order, "q_out": torch.zeros(2, 3, 3, 16, dtype=BF16), "k_out": torch.zeros(2, 3, 2, 16, dtype=BF16)}),
-            call_qk, contract_of=qk_contract,
-        )
-    )  # fmt: skip
+    outs = {"q_out": torch.zeros(2, 3, 3, 16, dtype=BF16), "k_out": torch.zeros(2, 3, 2, 16, dtype=BF16)}
+    good_heads = partial(copied, {**in_order, **outs})
+    found.append(Subject("qk, heads", flat.name, flat, good_heads, call_qk, contract_of=qk_contract))
     written = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION
     add("mla, scale", written, lambda: mla_arguments("kv_scale"), call_mla)
     add("mla, scales of tokens", written, lambda: mla_arguments("per_token_scale"), call_mla, False)
@@ -382,17 +398,22 @@ def _dispatched(op: registration.Op, good: Callable[[], Arguments] | None) -> Su
     contract = op.contract
     make = good or (lambda: (gemv_arguments if "act" in contract.args else qk_arguments)(contract))
     return Subject(
-        f"torch.ops.{contract.name}", contract.name, contract, lambda: with_outputs(contract, make()),
-        lambda given: op.out(*[given[name] for name in names(contract)]), fixed=tuple(contract.options), tensors_only=True,
+        f"torch.ops.{contract.name}",
+        contract.public_name,
+        contract,
+        lambda: with_outputs(contract, make()),
+        lambda given: op.out(*[given[name] for name in names(contract)]),
+        fixed=tuple(contract.options),
+        tensors_only=True,
         volatile=("trace", "units"),
-    )  # fmt: skip
+    )
 
 
-# --- what a call did ------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 def tensors_of(given: Mapping[str, Any]) -> list[Tensor]:
-    """Every tensor that has memory of its own."""
+    """Every tensor that owns memory."""
     found: list[Tensor] = []
     for value in given.values():
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -402,7 +423,7 @@ def tensors_of(given: Mapping[str, Any]) -> list[Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All bytes of the memory that a tensor is in."""
+    """All bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 

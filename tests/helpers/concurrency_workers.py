@@ -1,6 +1,6 @@
-"""What the processes of test_concurrency.py do: `python concurrency_workers.py NAME [ARGUMENT]...`.
+"""Functions that test_concurrency.py runs in processes: `python -m tests.helpers.concurrency_workers NAME [ARGUMENT]...`.
 
-Each is a function of that name; what it returns is printed as one line of JSON.
+NAME is a function of this module; its result is printed as one line of JSON.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Any
 
 import torch
 
-from onepass.cpu import compiler, threads
+from onepass.cpu import compiler, object_cache, threads
 from tools import concurrency
 
 TEAM = 4
-"""Threads that share the work of a call, however many cores there are."""
+"""Threads that share the work of a call, whatever the number of cores."""
 Work = list[tuple[Any, Any, dict[str, Any]]]
 
 
 def prepared(*chosen: int) -> Work:
-    """Jobs, all or those chosen, with their inputs."""
+    """All jobs, or the chosen ones, with their inputs."""
     jobs = concurrency.jobs()
     return [(m, c, m.inputs(c, "cpu")) for m, c in ([jobs[i] for i in chosen] if chosen else jobs)]
 
 
 FAMILIES = (0, 4, 6, 11)
-"""A small job of each family of kernels."""
+"""One small job of each kernel family."""
 FEW = (0, 6, 11)
 
 
@@ -87,7 +87,7 @@ def in_child(function: Callable[[], Any]) -> Any:
 
 
 def cold_threads() -> dict[str, Any]:
-    """First calls of every op from eight threads, with a linker that takes its time to appear."""
+    """First calls of every op from eight threads, with a linker that is slow to become available."""
     torch.set_num_threads(TEAM)
     llvm = compiler._llvm()
     made: list[Any] = []
@@ -137,7 +137,7 @@ def forks() -> dict[str, Any]:
 
 
 def _fork_during_compilation(work: Work) -> Any:
-    """The child needs the compiler, which at the moment of the fork a thread of the parent was using."""
+    """The child needs the compiler, which a thread of the parent was using at the moment of the fork."""
     os.environ["ONEPASS_CACHE_DIR"] = "off"
     compiling = threading.Event()
     original = compiler.compile_ir
@@ -194,24 +194,24 @@ def refuse(*_: Any) -> bytes:
 
 
 def directory() -> Path:
-    found = compiler.cache_directory()
+    found = object_cache.directory()
     assert found is not None
     return found
 
 
 def sound_files() -> int:
-    """How many files the cache has; a damaged one is an error."""
+    """The number of files in the cache; a damaged one is an error."""
     files = list(directory().glob("*.o"))
-    assert all(compiler._read(file) for file in files)
+    assert all(object_cache.read(file) for file in files)
     return len(files)
 
 
 def unfinished() -> int:
-    return len(list(directory().glob(compiler._UNFINISHED + "*")))
+    return len(list(directory().glob(object_cache.UNFINISHED + "*")))
 
 
 def cold_caches(rounds: str) -> list[Any]:
-    """Processes forked before anything was compiled fill one cache at the same moment, two at a time."""
+    """Processes forked before anything was compiled fill one cache concurrently, two at a time."""
     torch.set_num_threads(1)
     work = prepared(*FEW)
     compiler.host()
@@ -252,7 +252,7 @@ def _die_at(moment: str) -> None:
         _die()
 
     def half(handle: int, *_: Any) -> Any:
-        os.write(handle, compiler._MAGIC + b"half")
+        os.write(handle, object_cache.MAGIC + b"half")
         _die()
 
     def before_rename(*_: Any) -> None:
@@ -266,7 +266,7 @@ def _die_at(moment: str) -> None:
         case "created":
             tempfile.mkstemp = created  # type: ignore[assignment]
         case "half written":
-            compiler.open = half  # type: ignore[attr-defined]
+            object_cache.open = half  # type: ignore[attr-defined]
         case "before the rename":
             os.replace = before_rename  # type: ignore[assignment]
         case "renamed":
@@ -274,7 +274,7 @@ def _die_at(moment: str) -> None:
 
 
 def killed() -> dict[str, Any]:
-    """Processes killed while they write a file; then one that finds what they left."""
+    """Processes killed while writing a file, then one that finds what they left."""
     torch.set_num_threads(1)
     work = prepared(*FEW)
     compiler.host()
@@ -292,7 +292,7 @@ def killed() -> dict[str, Any]:
             left, whole = unfinished(), sound_files()
             right = in_child(lambda: digests(work)) == expected
             kept = unfinished()
-            for file in directory().glob(compiler._UNFINISHED + "*"):
+            for file in directory().glob(object_cache.UNFINISHED + "*"):
                 os.utime(file, (time.time() - 7200,) * 2)
             os.unlink(next(directory().glob("*.o")))
             again = in_child(lambda: digests(work)) == expected

@@ -1,4 +1,4 @@
-"""One call of the CPU kernel of ``gemv_and_partial_norm``, its float64 reference, and the specs to try it on."""
+"""One call of the CPU kernel of ``gemv_and_partial_norm``, its float64 reference, and the specs to test."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SPECS = {
 
 
 def framed(rows: int, columns: int, dtype: torch.dtype, step: int = 0) -> tuple[Tensor, Tensor]:
-    """A tensor full of guard bytes, and the part of it that is the output; its rows are ``step`` elements apart."""
+    """A tensor of guard bytes, and the part of it that is the output; its rows are ``step`` elements apart."""
     step = step or columns + 38
     frame = torch.full((rows + 2, step * dtype.itemsize), GUARD, dtype=torch.uint8).view(dtype)
     return frame, frame[1:-1, step - columns - 1 : step - 1]
 
 
 class Case:
-    """One call on random inputs. Outputs lie in the middle of guard bytes, their rows apart from one another."""
+    """One call on random inputs. Outputs are surrounded by guard bytes, also between rows."""
 
     def __init__(self, spec: GemvSpec, m: int, n: int, k: int, *widths: int, seed: int = 0, eps: float = 1e-6) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -55,12 +55,12 @@ class Case:
         self.counter: Tensor | None = torch.zeros(len(widths), dtype=torch.int32)
         self.trace = self.units = None
         if spec.traced:
-            count = gemv_norm.blocks(spec, n, k, widths)
+            count = gemv_norm.trace_blocks(spec.act, spec.weight, m, n, k, widths)
             self.trace, self.units = torch.full((16 * count + 8,), -1), torch.full((count + 1,), -1, dtype=torch.int32)
         self.outputs(m)
 
     def outputs(self, m: int) -> None:
-        """Fresh outputs, nothing but guard bytes."""
+        """Fresh outputs that contain only guard bytes."""
         spec, total = self.spec, sum(self.widths)
         workspace = torch.full((m * total + 64,), POISON, dtype=torch.int32).view(F32)
         self.y = workspace[32:-32].view(m, total)
@@ -76,22 +76,22 @@ class Case:
         y = self.y if self.widths else None
         scale = self.scale if self.spec.fp8 else None
         unnormed = self.unnormed if self.unnormed.numel() else None
-        gemv_norm.launch(
-            GemvCall(
-                self.spec, self.widths, self.act, self.weight, self.weight_scale, self.gammas, y, self.normed, scale,
-                unnormed, self.counter, self.trace, self.units, self.eps,
-            )
-        )  # fmt: skip
+        call = GemvCall(
+            *(self.spec, self.widths, self.act, self.weight, self.weight_scale, self.gammas),
+            *(y, self.normed, scale, unnormed),
+            *(self.counter, self.trace, self.units, self.eps),
+        )
+        gemv_norm.launch(call)
         assert self.counter is None or not self.counter.any()
         return self
 
     def bytes(self) -> list[Tensor]:
-        """Everything the call has written, row by row."""
+        """Everything that the call wrote, row by row."""
         outs = [self.y, *self.normed, self.unnormed, *([self.scale] if self.spec.fp8 else [])]
         return [out.contiguous().view(torch.uint8) for out in outs]
 
     def check(self) -> None:
-        """Compare with float64, and look at the guard bytes."""
+        """Compare with float64, and check the guard bytes."""
         scale = self.weight_scale.double() if self.weight_scale is not None else torch.ones(1).double()
         exact = self.act.double() @ self.weight.double().T * scale
         error = 4 * 2.0**-24 * (self.act.double().abs() @ self.weight.double().abs().T * scale)

@@ -1,4 +1,4 @@
-"""A float64 reference for CPU row kernels that names the values an output may have, and the specs to try it on."""
+"""A float64 reference for CPU row kernels that gives the values an output may have, and the specs to test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 
-from onepass.cpu import rms_norm
+from onepass.cpu import compiler, rms_norm
+from onepass.cpu.launcher import Family, Kernel, ir_of
 from onepass.formats import E4M3FN, E4M3FNUZ, Fp8Format, ScaleRule
 from onepass.prologues import Prologue, exp, minimum, prologue, silu_and_mul, tanh
 from onepass.specs.layout import geometry
@@ -65,6 +66,12 @@ def between(got: Tensor, candidates: list[Tensor]) -> bool:
     every = torch.stack(candidates)
     inside = (got >= every.amin(0)) & (got <= every.amax(0))
     return bool(torch.where(every.isnan().any(0), got.isnan(), inside).all())
+
+
+def kernel_for(family: Family, spec: Any, cpu: str) -> Kernel:
+    """The kernel of ``spec``, compiled for another CPU than this one."""
+    image = compiler.compile_ir(ir_of(spec, features=""), cpu, "")
+    return Kernel(family, spec, compiler.link(image, *family.symbols))
 
 
 class Case:
@@ -192,11 +199,21 @@ def gated(x, gate, bias, factor):  # type: ignore[no-untyped-def]
     return t / (1.5 + abs(gate)) + minimum(exp(gate), 2.0) * tanh(x) - 0.25
 
 
-def spec_of(x: torch.dtype = BF16, gamma: torch.dtype = BF16, residual: torch.dtype | None = None, norm: torch.dtype | None = None,
-            rounding: Any = "once", fmt: Fp8Format | None = None, scale: ScaleRule | None = None, limit: float = 0.0,
-            function: Prologue | None = None, operands: tuple[Operand, ...] = ()) -> RowSpec:  # fmt: skip
-    return row_spec(x, gamma, residual, norm, rounding, function.key if function else "", operands,
-                    fmt.dtype if fmt else None, (limit or fmt.max) if fmt else 0.0, scale)  # fmt: skip
+def spec_of(
+    x: torch.dtype = BF16,
+    gamma: torch.dtype = BF16,
+    residual: torch.dtype | None = None,
+    norm: torch.dtype | None = None,
+    rounding: Any = "once",
+    fmt: Fp8Format | None = None,
+    scale: ScaleRule | None = None,
+    limit: float = 0.0,
+    function: Prologue | None = None,
+    operands: tuple[Operand, ...] = (),
+) -> RowSpec:
+    codes, largest = (fmt.dtype, limit or fmt.max) if fmt else (None, 0.0)
+    key = function.key if function else ""
+    return row_spec(x, gamma, residual, norm, rounding, key, operands, codes, largest, scale)
 
 
 ROW, STATIC = ScaleRule("row", F32), ScaleRule("static", F32)

@@ -1,28 +1,33 @@
-"""What single ranks do in tests/dist/test_dist.py: importable, as ranks are processes of their own."""
+"""What the ranks in tests/dist do: importable functions, because every rank is a separate process."""
 
 from __future__ import annotations
 
 import copy
 import os
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+import onepass
 from onepass import dist
+from onepass.dist import _norm
 from onepass.testing.case import same_bytes
+from tools.dist.__main__ import run_checks, time_calls
 from tools.dist.cases import EPS, Collectives, agreement, apart, problem
 from tools.dist.ranks import Place
 
 
 def _error(call: Any) -> dict[str, Any]:
-    """What a call raised, and how long it took to."""
+    """What a call raised, and after how many seconds."""
     begin = time.monotonic()
     try:
         call()
@@ -39,7 +44,7 @@ def _error(call: Any) -> dict[str, Any]:
 def _lost(
     place: Place, leave: Callable[[], object], gather: bool, patience: float | None = None
 ) -> dict[str, Any] | None:
-    """Rank 1 goes after a first good call; what the others see, and whether anything of theirs was touched."""
+    """Rank 1 leaves after a first successful call; returns what the others see, and whether their outputs changed."""
     p = problem(place, (8,), [64] * place.size, [32] * place.size)
     q, k, gamma_q, gamma_k = (t.contiguous() for t in p.local)
     made = dist.plan(c10d.group.WORLD, 64, 32)  # type: ignore[arg-type]
@@ -60,7 +65,7 @@ def killed(place: Place, gather: bool) -> dict[str, Any] | None:
 
 
 def late(place: Place, signal: str) -> dict[str, Any] | None:
-    """Rank 1 does nothing until rank 0, patient until the first call was done, has lost patience and says so by a file."""
+    """After the first call rank 1 makes no call until rank 0 has timed out, which rank 0 signals by a file."""
 
     def wait() -> None:
         while not Path(signal).exists():
@@ -77,12 +82,12 @@ def hung(place: Place) -> None:
 
 
 def debugged(place: Place) -> dict[str, Any]:
-    """ONEPASS_DEBUG=1: calls that agree pass, calls that do not are refused on every rank."""
-    os.environ["ONEPASS_DEBUG"] = "1"
+    """ONEPASS_DEBUG=1: calls that agree pass; calls that differ raise on every rank."""
     p = problem(place, (6,), [64] * place.size, [32] * place.size)
     q, k, gamma_q, gamma_k = p.local
     made = dist.plan(c10d.group.WORLD, 64, 32)  # type: ignore[arg-type]
-    with torch.inference_mode():
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEPASS_DEBUG", "1")
         good = dist.qk_rms_norm(q, k, gamma_q, gamma_k, EPS, plan=made)
         rows = 5 if place.rank == 1 else 6
         shape = _error(lambda: dist.qk_rms_norm(q[:rows], k[:rows], gamma_q, gamma_k, EPS, plan=made))
@@ -96,7 +101,7 @@ def debugged(place: Place) -> dict[str, Any]:
 
 
 def refused(place: Place) -> dict[str, Any]:
-    """Bad calls, by name; every rank makes the same ones, so every rank refuses them."""
+    """The errors of bad calls, by name; every rank makes the same calls."""
     world: Any = c10d.group.WORLD
     p = problem(place, (2,), [64] * place.size, [32] * place.size)
     q, k, gamma_q, gamma_k = p.local
@@ -133,7 +138,7 @@ def refused(place: Place) -> dict[str, Any]:
 
 def compiled_without_plan(place: Place) -> dict[str, Any]:
     world: Any = c10d.group.WORLD
-    p = problem(place, (2,), [48] * place.size, [16] * place.size)
+    p = problem(place, (2,), [52] * place.size, [20] * place.size)  # widths that no other call has
     step = torch.compile(
         lambda q, k, a, b: dist.qk_rms_norm(q, k, a, b, EPS, group=world), fullgraph=True, backend="aot_eager"
     )
@@ -142,9 +147,7 @@ def compiled_without_plan(place: Place) -> dict[str, Any]:
 
 
 def passed_on(place: Place) -> list[str]:
-    """Options of the single-device op reach it: rounding, rotation, dtype of the results, norm by head."""
-    import onepass
-
+    """Which options of the single-device op do not reach it: rounding, rotation, output dtype, norm per head."""
     world: Any = c10d.group.WORLD
     heads = 2 * place.size
     p = problem(place, (5,), [128] * place.size, [64] * place.size, torch.bfloat16)
@@ -178,17 +181,17 @@ def passed_on(place: Place) -> list[str]:
 
 
 def olmo2(place: Place) -> dict[str, Any]:
-    """Hugging Face's Olmo2Attention, unsharded and sharded in two ways: how far apart, and which collectives."""
+    """Hugging Face's Olmo2Attention, unsharded and sharded in several ways: distances and collectives."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from transformers.models.olmo2.configuration_olmo2 import Olmo2Config
     from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2RotaryEmbedding
 
     torch.manual_seed(5)
-    config = Olmo2Config(  # type: ignore[call-arg]
-        hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=64, max_position_embeddings=64, attn_implementation="eager", eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    sizes |= {"attn_implementation": "eager", "eos_token_id": 1, "pad_token_id": 0}
+    config = Olmo2Config(**sizes)
     attention: Any = Olmo2Attention(config, layer_idx=0).eval()
     for norm in (attention.q_norm, attention.k_norm):
         torch.nn.init.normal_(norm.weight, mean=1.0, std=0.3)
@@ -196,17 +199,13 @@ def olmo2(place: Place) -> dict[str, Any]:
     position = Olmo2RotaryEmbedding(config)(x, torch.arange(9).expand(2, 9))
     mesh = init_device_mesh("cpu", (place.size,))
     projections = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    norms = {name: dist.QKNormParallel() for name in ("q_norm", "k_norm")}
     styles: dict[str, Any] = {
-        "two norms": {
-            **projections, "o_proj": RowwiseParallel(), "q_norm": dist.QKNormParallel(), "k_norm": dist.QKNormParallel(),
-        },
-        "dtensors": {
-            **{name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj")},
-            "q_norm": dist.QKNormParallel(), "k_norm": dist.QKNormParallel(),
-        },
+        "two norms": {**projections, "o_proj": RowwiseParallel(), **norms},
+        "dtensors": {**{name: ColwiseParallel(use_local_output=False) for name in ("q_proj", "k_proj")}, **norms},
         "one collective": dist.QKAttentionParallel(),
         "reproducible": dist.QKAttentionParallel(reproducible=True),
-    }  # fmt: skip
+    }
     found: dict[str, Any] = {}
     with torch.inference_mode():
         expected = attention(x, position, None)[0]
@@ -215,7 +214,7 @@ def olmo2(place: Place) -> dict[str, Any]:
         with torch.no_grad():
             sharded: Any = parallelize_module(copy.deepcopy(attention), mesh, style)
             if name == "dtensors":
-                # the attention's own view of heads is for local tensors; the projections and norms are what is meant
+                # the attention views local tensors as heads, so only the projections and norms are compared
                 ours = [sharded.q_norm(sharded.q_proj(x)), sharded.k_norm(sharded.k_proj(x))]
                 close = [float((a.full_tensor() - b).abs().max()) for a, b in zip(ours, (q, k), strict=True)]
                 found[name] = {"apart": max(close), "scale": float(q.abs().max())}
@@ -240,24 +239,20 @@ def olmo2(place: Place) -> dict[str, Any]:
 
 
 def gathered_by_adding(place: Place) -> list[Any]:
-    """What a Gloo group on a GPU does, done on the CPU: its collectives, and whether its bytes are an all-gather's."""
-    from onepass.dist import _norm
-
+    """What a Gloo group does on a GPU, done on the CPU: its collectives, and whether the bytes are an all-gather's."""
     p = problem(place, (7,), [64] * place.size, [32] * place.size)
     made = dist.plan(c10d.group.WORLD, 64, 32)  # type: ignore[arg-type]
     with torch.inference_mode():
         p.q[2, 5], p.q[3, 6] = torch.nan, torch.inf
         expected = dist.qk_rms_norm(*p.local, EPS, plan=made, reproducible=True)
-        _norm._gathers_by_adding = lambda plan, sums: True
-        with Collectives() as seen:
+        with pytest.MonkeyPatch.context() as patch, Collectives() as seen:
+            patch.setattr(_norm, "_gathers_by_adding", lambda plan, sums: True)
             got = dist.qk_rms_norm(*p.local, EPS, plan=made, reproducible=True)
     return [seen.names, all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, expected, strict=True))]
 
 
 def agreement_of_sizes(place: Place) -> list[float]:
-    """The distance of this group's norm from the unsharded op's, in parts of the bound: q, then k."""
-    import onepass
-
+    """The distances of the sharded norms of q and k from the unsharded op's, as fractions of the bound."""
     p = problem(place, (200,), [1536 // place.size] * place.size, [768 // place.size] * place.size)
     with torch.inference_mode():
         got = dist.qk_rms_norm(*p.local, EPS, group=c10d.group.WORLD)
@@ -265,3 +260,30 @@ def agreement_of_sizes(place: Place) -> list[float]:
     bound = agreement(1536, 1, place.size)
     mine = zip(got, (whole[0][:, p.mine_q], whole[1][:, p.mine_k]), strict=True)
     return [float(((a.double() - b.double()).abs() / b.double().abs()).max()) / bound for a, b in mine]
+
+
+def time_one_row(place: Place) -> list[dict[str, Any]]:
+    return time_calls(place, (1,))
+
+
+WORK: dict[int, tuple[Callable[[Place], Any], ...]] = {
+    2: (refused, debugged, compiled_without_plan, passed_on, olmo2, time_one_row),
+    3: (gathered_by_adding,),
+    4: (agreement_of_sizes,),
+}
+"""By number of ranks, functions to run after the checks, because starting ranks takes longer than most of them."""
+
+
+def everything(place: Place, names: list[str]) -> dict[str, Any]:
+    """The outcome of each check by its name, and the result of each function in `WORK`, or its error."""
+    return {
+        "checks": run_checks(place, names),
+        "work": {work.__name__: _outcome(work, place) for work in WORK.get(place.size, ())},
+    }
+
+
+def _outcome(work: Callable[[Place], Any], place: Place) -> dict[str, Any]:
+    try:
+        return {"value": work(place), "error": ""}
+    except Exception:
+        return {"value": None, "error": traceback.format_exc()}

@@ -1,4 +1,4 @@
-"""Inputs of a GEMV for the tests that share them."""
+"""Inputs of a GEMV that several tests share."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _count = itertools.count()
 
 
 class _Number(Tensor):
-    """An element. ``a += b`` gives the name ``a`` another number; of tensors it would change all that share memory with a."""
+    """One element. ``a += b`` binds ``a`` to another number; on tensors it would change all that share memory with a."""
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
         return self + other
@@ -37,12 +37,12 @@ class _Number(Tensor):
         return self / other
 
     def __rtruediv__(self, other: Any) -> Any:
-        """A true division; torch's own is the product with a reciprocal."""
+        """A true division; torch multiplies by the reciprocal."""
         return torch.full_like(self, other) / self
 
 
 def direct(function: Callable[..., Any], *tensors: Tensor) -> Tensor:
-    """``function`` of every element of tensors of one dtype, which broadcast."""
+    """``function`` applied to every element of broadcast tensors of one dtype."""
     dtype = tensors[0].dtype
     shaped = torch.broadcast_tensors(*tensors)
     elements = zip(*(t.reshape(-1).as_subclass(_Number).unbind() for t in shaped), strict=True)
@@ -51,13 +51,13 @@ def direct(function: Callable[..., Any], *tensors: Tensor) -> Tensor:
 
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, zeros with their sign; NaN is NaN."""
+    """Bitwise equal, including the sign of zero, except that any NaN equals any other."""
     bits = {torch.float32: torch.int32, torch.float64: torch.int64}[a.dtype]
     return a.dtype == b.dtype and bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
 
 
 def define(source: str, **names: Any) -> Callable[..., Any]:
-    """The function ``f`` of a source text that tools can read, as in a notebook cell."""
+    """The function ``f`` defined by a source that `inspect` can read, as in a notebook cell."""
     filename = f"<test cell {next(_count)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     scope: dict[str, Any] = {"F": prologues, "math": math, "__name__": "cell", **names}
@@ -70,7 +70,7 @@ NAMES: Final = (
     "x", "y", "torch", "tl", "tanh", "exp", "larger", "smaller", "where", "mask", "columns", "h", "q0", "at0", "v0", "v1",
     "p0", "p1", "p4", "fused", "load_operand", "evaluate", "self", "F_", "e", "pi",
 )  # fmt: skip
-"""Names of parameters and locals, those among them that generated code uses too."""
+"""Names for parameters and locals, including some that generated code uses too."""
 _NUMBERS: Final = ("0.0", "1.0", "2", "0.5", "-3.0", "0.125", "-1", "16.0", "HALF", "math.inf")
 _EXACT: Final = (("abs", 1),)
 _OTHERS: Final = (
@@ -101,7 +101,7 @@ class _Body:
         self.conditions: list[str] = []
 
     def number(self, depth: int) -> str:
-        """An expression with a variable in it: a body's arithmetic on numbers alone is Python's, in float64."""
+        """An expression that contains a variable: Python evaluates arithmetic on numbers alone in float64."""
         r = self.r
         way = r.randrange(8) if depth else 0
         if way < 2:
@@ -160,7 +160,7 @@ class _Body:
 
 
 def random_source(seed: int, exact: bool = False) -> tuple[str, int]:
-    """The text of a random function ``f`` and its number of parameters."""
+    """The source of a random function ``f`` and its number of parameters."""
     body = _Body(Random(seed), exact)
     lines = [f"    {body.statement()}\n" for _ in range(body.r.randint(0, 7))]
     result = f"    return {body.number(3)}\n"
@@ -168,7 +168,7 @@ def random_source(seed: int, exact: bool = False) -> tuple[str, int]:
 
 
 def elements(count: int, dtype: torch.dtype, seed: int) -> Iterator[Tensor]:
-    """Tensors of numbers that comparisons meet again: eighths, zeros of both signs, an infinity, a NaN."""
+    """Tensors with repeated values, so that comparisons meet equal ones: eighths, zeros of both signs, infinity, NaN."""
     generator = torch.Generator().manual_seed(seed)
     special = torch.tensor([0.0, -0.0, 1.0, -1.0, math.inf, math.nan, 0.5, 16.0])
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Run with TRITON_INTERPRET=1: prints a line for each prologue whose Triton source does not compute what its function does."""
+"""Run with TRITON_INTERPRET=1. Prints a line for each prologue whose Triton source differs from its function."""
 
 import torch
 
@@ -11,7 +11,7 @@ INTERPRETED = 8
 
 
 def main() -> None:
-    """The functions by hand, then random ones."""
+    """Compare the hand-written functions, then random ones."""
     tried = [(f.__name__, f, arguments(f, torch.float32)) for f in EXACT]
     for seed in range(INTERPRETED):
         source, count = random_source(1000 + seed, exact=True)

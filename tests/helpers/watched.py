@@ -1,5 +1,7 @@
-"""Every op and `onepass env` under the interpreter's audit events: `python watched.py` prints, as JSON, what was asked of the
-network, which processes were started and which files opened to be written, wherever they lie. `misbehave` does all three.
+"""Runs every op and `onepass env` under Python's audit events.
+
+`python watched.py` prints as JSON which network events occurred, which processes were started and
+which files were opened for writing. With an argument it runs `misbehave`, which does all three.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ def watch(event: str, arguments: Any) -> None:
 def work() -> None:
     from typer.testing import CliRunner
 
-    from onepass.cli import main as cli
+    from onepass.cli.main import app
     from tests.helpers.concurrency_workers import digests, prepared
 
     digests(prepared(0, 3, 4, 6, 11))
-    shown = CliRunner().invoke(cli.app, ["env", "--json"])
+    shown = CliRunner().invoke(app, ["env", "--json"])
     seen["env"] = json.loads(shown.output)["backends"]["cpu"]["cache"]
 
 

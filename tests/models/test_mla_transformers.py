@@ -17,12 +17,12 @@ LATENT, ROPE, NOPE, HEADS = 48, 16, 24, 4
 
 
 def attention(interleave: bool, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A layer of random weights and the module that makes its angles."""
-    config = modeling.DeepseekV3Config(
-        vocab_size=32, hidden_size=64, num_hidden_layers=1, num_attention_heads=HEADS, num_key_value_heads=HEADS,
-        q_lora_rank=32, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, qk_nope_head_dim=NOPE, v_head_dim=16,
-        max_position_embeddings=64, rope_interleave=interleave, attn_implementation="eager",
-    )  # fmt: skip
+    """A layer with random weights, and the module that computes its angles."""
+    sizes = {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "v_head_dim": 16}
+    latent = {"q_lora_rank": 32, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE}
+    options = {"rope_interleave": interleave, "attn_implementation": "eager"}
+    config = modeling.DeepseekV3Config(**sizes, **heads, **latent, **options)
     layer = modeling.DeepseekV3Attention(config, 0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -31,9 +31,9 @@ def attention(interleave: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     return layer.to(dtype).eval(), modeling.DeepseekV3RotaryEmbedding(config)
 
 
-def in_place(turned: Tensor, interleave: bool) -> Tensor:
-    """Columns as they were before the turn: with interleaved pairs Hugging Face leaves all firsts, then all seconds."""
-    return torch.stack(turned.chunk(2, -1), -1).flatten(-2) if interleave else turned
+def in_order(rotated: Tensor, interleave: bool) -> Tensor:
+    """Columns in their original order: for interleaved pairs Hugging Face moves the first columns before the second ones."""
+    return torch.stack(rotated.chunk(2, -1), -1).flatten(-2) if interleave else rotated
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,9 +50,9 @@ def test_cache_and_queries_of_a_prompt_and_twenty_steps(
     rotate, seen = getattr(modeling, name), list[tuple[Tensor, Tensor]]()
 
     def watched(q: Tensor, *rest: Any) -> Any:
-        turned = rotate(q, *rest)
-        seen.append((q, turned[0]))
-        return turned
+        rotated = rotate(q, *rest)
+        seen.append((q, rotated[0]))
+        return rotated
 
     monkeypatch.setattr(modeling, name, watched)
     length = PROMPT + STEPS
@@ -70,29 +70,28 @@ def test_cache_and_queries_of_a_prompt_and_twenty_steps(
         mask = torch.full((new, first + new), torch.finfo(dtype).min, dtype=dtype).triu(first + 1)[None, None]
         angles = tuple(t[:, first : first + new] for t in (cos, sin))
         layer(hidden, angles, mask, past_key_values=theirs)
-        q, turned = seen.pop()
+        q, rotated = seen.pop()
         kv = layer.kv_a_proj_with_mqa(hidden).flatten(0, 1)
         offsets = torch.arange(REQUESTS + 1) * new
-        made = fused_rope_rmsnorm_quantization(
-            None, q.transpose(1, 2).flatten(0, 1), kv, offsets, freqs, gamma, ours, eps,
-            rope_style="interleaved" if interleave else "half", rounding="reference",
-        )  # fmt: skip
+        q = q.transpose(1, 2).flatten(0, 1)
+        style: Any = {"rope_style": "interleaved" if interleave else "half", "rounding": "reference"}
+        made = fused_rope_rmsnorm_quantization(None, q, kv, offsets, freqs, gamma, ours, eps, **style)
         ours.append(new)
-        expected = in_place(turned, interleave).transpose(1, 2).flatten(0, 1)
+        expected = in_order(rotated, interleave).transpose(1, 2).flatten(0, 1)
         error = max(error, far(made, expected))
     assert error < (1e-5 if dtype == torch.float32 else 0.03)
     cached: Any = theirs.layers[0]
     for request in range(REQUESTS):
         latent, k = gather_mla(ours, request, dtype).split([LATENT, ROPE], -1)
         assert latent.shape == (length, LATENT)
-        their_latent, their_k = cached.keys[request, 0], in_place(cached.values[request, 0], interleave)
+        their_latent, their_k = cached.keys[request, 0], in_order(cached.values[request, 0], interleave)
         assert far(k, their_k) < (1e-5 if dtype == torch.float32 else 0.03)
         if dtype == torch.float32:
             assert far(latent, their_latent) < 1e-5
-        else:  # it rounds where "reference" does, so only a sum in another order can tell them apart
+        else:  # it rounds like "reference", so only sums in another order can differ
             assert latent.eq(their_latent).double().mean() > 0.995 and far(latent, their_latent) < 0.02
 
 
 def far(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to the typical size; zeros would be 1 or more off."""
+    """The largest difference, relative to the typical size. For zeros it would be at least 1."""
     return float((a.double() - b.double()).abs().max() / b.double().square().mean().sqrt())

@@ -32,7 +32,7 @@ def fresh_compiler() -> Iterator[None]:
     ("name", "backend"), [("Llama", "eager"), ("Gemma 3", "eager"), ("OLMo-2", "eager"), ("Qwen3", "aot_eager")]
 )
 def test_one_graph_for_all_batch_sizes(name: str, backend: str) -> None:
-    """fullgraph=True admits no graph break; one graph serves every number of rows."""
+    """fullgraph=True forbids graph breaks; one graph serves every number of rows."""
     model = small(name, torch.float32, layers=1)
     inputs = [tokens(rows, 8) for rows in (2, 3, 5)]
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_one_graph_for_all_batch_sizes(name: str, backend: str) -> None:
     assert not counters["graph_break"]
 
 
-def test_an_eager_call_in_between_makes_no_second_graph() -> None:
+def test_eager_calls_in_between_cause_no_second_graph() -> None:
     norm = torch.nn.Sequential(torch.nn.RMSNorm(64))
     with torch.no_grad(), onepass.patch(norm):
         compiled = torch.compile(norm, fullgraph=True, dynamic=True, backend="eager")
@@ -74,7 +74,7 @@ def test_export() -> None:
             program = torch.export.export(Logits(), (ids,))
         targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
         assert {"onepass.rms_norm.default", "onepass.qk_rms_norm_heads.default"} <= targets
-        assert not any("rsqrt" in target for target in targets)  # no norm was left in pieces
+        assert not any("rsqrt" in target for target in targets)  # no norm was decomposed
         got = program.module()(ids)
     torch.testing.assert_close(got, expected, rtol=0, atol=5e-6 * float(expected.abs().max()))
 
@@ -88,7 +88,7 @@ def test_fake_tensors() -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma 3", "OLMo-2"])
 def test_autocast(name: str) -> None:
-    """float32 weights under autocast: norms take what comes (float32 sums, bfloat16 projections) and return its dtype."""
+    """float32 weights under autocast: norms accept float32 sums and bfloat16 projections, and return the input's dtype."""
     model = small(name, torch.float32)
     ids = tokens()
     with torch.inference_mode():

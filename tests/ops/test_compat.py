@@ -1,4 +1,4 @@
-"""Compatibility functions against plain-torch statements of what vLLM's and FlashInfer's kernels compute."""
+"""Compatibility functions compared with plain-torch versions of vLLM's and FlashInfer's kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rounded_twice(h: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_close(got: Tensor, expected: Tensor, equal: float = 0.999) -> None:
-    """Equal but for what the order of a float32 sum can do: one unit in the last place of at most one value in a thousand."""
+    """Equal up to the order of a float32 sum: at most one value in a thousand differs, by one unit in the last place."""
     assert got.dtype == expected.dtype and got.shape == expected.shape
     if got.dtype is torch.float32:
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7)
@@ -48,7 +48,7 @@ def assert_close(got: Tensor, expected: Tensor, equal: float = 0.999) -> None:
     assert (got == expected).float().mean() >= equal
     spacing = expected.float().abs().clamp(min=2.0**-14) * torch.finfo(got.dtype).eps
     assert ((got.float() - expected.float()).abs() <= spacing).all()
-    assert expected.abs().max() > 0.5  # zeros would not pass
+    assert expected.abs().max() > 0.5  # zeros would fail
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,7 +79,7 @@ def test_vllm_0_19_norms(dtype: torch.dtype) -> None:
 
 
 def test_the_two_roundings_differ() -> None:
-    """What the comparison above can tell apart."""
+    """So the comparisons above can tell them apart."""
     x, _, weight = inputs(torch.bfloat16, 40, 512)
     once, twice = rounded_once(x, weight, torch.bfloat16), rounded_twice(x, weight, torch.bfloat16)
     assert (once != twice).float().mean() > 0.1
@@ -88,19 +88,19 @@ def test_the_two_roundings_differ() -> None:
 
 
 def promises_about(*words: str) -> list[Any]:
-    """The comparisons with vLLM's formulas whose names have all of these words; a GPU run makes all of them."""
+    """The comparisons with vLLM's formulas whose names contain all of these words. GPU runs make all comparisons."""
     return [pytest.param(p, id=name) for name, p in vllm_bytes.vllm_promises("cpu") if all(w in name for w in words)]
 
 
 @pytest.mark.parametrize("promise", [*promises_about("640 columns"), *promises_about("e4m3fnuz")])
 def test_vllm_bytes(promise: vllm_bytes.Promise) -> None:
-    """Codes, scales and residuals are vLLM's to the byte: rows, groups, residuals, bounds, zeros, the least scale."""
+    """Codes, scales and residuals have vLLM's bytes: rows, groups, residuals, bounds, zeros, the smallest scale."""
     assert promise() is None
 
 
 @pytest.mark.parametrize("promise", promises_about("every quotient"))
 def test_vllm_ties(promise: vllm_bytes.Promise) -> None:
-    """Every bfloat16 value over every largest one: all quotients that lie halfway between two codes are among them."""
+    """Every bfloat16 value divided by every maximum, including all quotients halfway between two codes."""
     assert promise() is None
 
 
@@ -117,21 +117,21 @@ def test_vllm_bytes_of_other_lengths(n: int) -> None:
     ids=str,
 )
 def test_the_comparison_with_vllm_can_fail(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One option other than vLLM's is seen."""
+    """It detects one option that differs from vLLM's."""
     before = onepass.rms_norm_fused_fp8
     monkeypatch.setattr(vllm, "rms_norm_fused_fp8", lambda *a, **k: before(*a, **{**k, **change}))
     assert vllm_bytes.code_bytes("cpu", BF16, 4096, None, True, None, F8) is not None
 
 
 def test_the_comparison_of_norms_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm of the unrounded sum is seen."""
+    """It detects a norm of the unrounded sum."""
     before: Callable[..., Any] = onepass.rms_norm
     monkeypatch.setattr(vllm, "_rms_norm", lambda *a, **k: before(*a, **{**k, "round_sum": None}))
     assert vllm_bytes.norm_bytes("cpu", BF16, 640) is not None
 
 
-def test_vllm_divides() -> None:
-    """-100 lies halfway between -96 and -104; the reciprocal of this scale, rounded, pushes it over."""
+def test_vllm_codes_are_divided_by_the_scale() -> None:
+    """-100 is halfway between -96 and -104; multiplying by the rounded reciprocal of the scale would give -104."""
     weight = torch.full((64,), 0.68359375, dtype=BF16)
     weight[0] = 3.0625
     x = -torch.ones(1, 64, dtype=BF16)
@@ -143,7 +143,7 @@ def test_vllm_divides() -> None:
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("-inf")])
 @pytest.mark.parametrize("out", [F8, torch.float8_e4m3fnuz])
-def test_vllm_least_scale(bound: float, out: torch.dtype) -> None:
+def test_vllm_smallest_scale(bound: float, out: torch.dtype) -> None:
     x, _, weight = inputs(BF16, 5, 256)
     x[0] = 0
     least = {F8: 1 / (448 * 512), torch.float8_e4m3fnuz: 1 / (224 * 512)}[out]
@@ -151,11 +151,11 @@ def test_vllm_least_scale(bound: float, out: torch.dtype) -> None:
         codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, out, upper)
         assert scales[rows].unique().tolist() == [torch.tensor(least).item()]
         assert (codes[0].float() == 0).all()
-    assert (codes[1:].float().abs() == vllm_bytes.QMAX[out]).float().mean() > 0.9  # y is far beyond 448 such scales
+    assert (codes[1:].float().abs() == vllm_bytes.QMAX[out]).float().mean() > 0.9  # y far exceeds 448 such scales
 
 
-def test_vllm_rows_that_are_not_finite_are_nan() -> None:
-    """The stated difference: vLLM stores codes of 448 and the least scale for them."""
+def test_vllm_nonfinite_rows_are_nan() -> None:
+    """The documented difference: vLLM stores codes of 448 and the smallest scale for them."""
     x, _, weight = inputs(BF16, 4, 256)
     x[1, 7], x[2, 9] = torch.nan, torch.inf
     codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, F8, torch.tensor(2.0))
@@ -164,7 +164,7 @@ def test_vllm_rows_that_are_not_finite_are_nan() -> None:
 
 
 def test_vllm_residual_of_another_shape() -> None:
-    """vLLM counts rows: a residual [tokens, N] goes with an input [batch, tokens, N]."""
+    """vLLM only counts rows, so a residual [tokens, N] fits an input [batch, tokens, N]."""
     x, residual, weight = inputs(BF16, 2, 5, 256)
     flat = residual.view(10, 256).clone()
     for given in (flat, residual):
@@ -175,7 +175,7 @@ def test_vllm_residual_of_another_shape() -> None:
 
 @pytest.mark.parametrize("group", [None, 128])
 def test_vllm_in_a_compiled_graph(group: int | None) -> None:
-    """A bound in a tensor is no break of the graph, and the residual is updated."""
+    """A bound in a tensor causes no graph break, and the residual is updated."""
 
     def layer(x: Tensor, weight: Tensor, residual: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
         if group is None:
@@ -199,49 +199,45 @@ def test_fused_add_is_one_launch() -> None:
     version = residual._version
     with launching_with(lambda family: lambda *_: launched.append(family)):
         vllm.fused_add_rms_norm(x, residual, weight, EPS)
-    assert launched == ["rms_norm"] and residual._version == version  # no torch operation wrote to it either
+    assert launched == ["rms_norm"] and residual._version == version  # and no torch operation wrote to it
 
 
 def wrong_arguments(x: Tensor, residual: Tensor, weight: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every argument of a call that updates a residual in place, wrong in every way."""
+    """Bad values for every argument of a call that updates a residual in place."""
     n = x.shape[-1]
     for name, good in (("weight", weight), ("residual", residual), ("x", x)):
-        yield f"{name} is no tensor", {name: 3.0}
+        yield f"{name} is not a tensor", {name: 3.0}
         yield f"{name} is None", {name: None} if name == "x" else {name: "none"}
         yield f"{name} of integers", {name: good.to(torch.int32)}
         yield f"{name} of float64", {name: good.double()}
-        yield f"{name} elsewhere", {name: good.to("meta")}
+        yield f"{name} on another device", {name: good.to("meta")}
         yield f"{name} too long", {name: torch.cat([good, good], -1)}
         yield f"{name} strided", {name: torch.stack([good, good], -1)[..., 0]}
         yield f"{name} with a gradient", {name: good.clone().requires_grad_()}
         yield f"{name} without columns", {name: good[..., :0]}
-        yield f"{name} of no dimensions", {name: good.flatten()[0].clone()}
+        yield f"{name} without dimensions", {name: good.flatten()[0].clone()}
     yield "weight too short", {"weight": weight[:-1]}
     yield "weight of two dimensions", {"weight": weight.expand(2, n).contiguous()}
-    yield "residual has a row less", {"residual": residual[:-1]}
+    yield "residual has one row less", {"residual": residual[:-1]}
     yield "residual of another dtype", {"residual": residual.to(torch.float16)}
-    yield "residual with rows that overlap", {"residual": residual[:1].expand(x.shape)}
+    yield "residual with overlapping rows", {"residual": residual[:1].expand(x.shape)}
     yield "residual is the input", {"residual": x}
     for eps in (-1.0, float("nan"), "1e-5", None):
         yield f"epsilon is {eps!r}", {"eps": eps}
 
 
 FUSED: dict[str, Callable[..., object]] = {
-    "vllm": lambda x, residual, weight, eps: vllm.fused_add_rms_norm(x, residual, weight, eps),
-    "vllm_0_19": lambda x, residual, weight, eps: vllm_0_19.fused_add_rms_norm(x, residual, weight, eps),
-    "flashinfer": lambda x, residual, weight, eps: flashinfer.fused_add_rmsnorm(x, residual, weight, eps),
-    "flashinfer, gemma": lambda x, residual, weight, eps: flashinfer.gemma_fused_add_rmsnorm(x, residual, weight, eps),
-    "vllm, fp8": lambda x, residual, weight, eps: vllm.rms_norm_dynamic_per_token_quant(
-        x, weight, eps, F8, residual=residual
-    ),
-    "vllm, fp8 groups": lambda x, residual, weight, eps: vllm.rms_norm_per_block_quant(
-        x, weight, eps, F8, [1, 64], residual=residual
-    ),
+    "vllm": vllm.fused_add_rms_norm,
+    "vllm_0_19": vllm_0_19.fused_add_rms_norm,
+    "flashinfer": flashinfer.fused_add_rmsnorm,
+    "flashinfer, gemma": flashinfer.gemma_fused_add_rmsnorm,
+    "vllm, fp8": lambda x, r, w, eps: vllm.rms_norm_dynamic_per_token_quant(x, w, eps, F8, residual=r),
+    "vllm, fp8 groups": lambda x, r, w, eps: vllm.rms_norm_per_block_quant(x, w, eps, F8, [1, 64], residual=r),
 }
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_nothing_is_written_before_everything_is_checked(name: str) -> None:
+def test_nothing_is_written_before_all_arguments_are_checked(name: str) -> None:
     refused = 0
     for label, _ in wrong_arguments(*inputs(BF16, 4, 64)):
         x, residual, weight = inputs(BF16, 4, 64)
@@ -250,10 +246,10 @@ def test_nothing_is_written_before_everything_is_checked(name: str) -> None:
         kept = {k: v.detach().clone() for k, v in given.items() if isinstance(v, Tensor) and not v.is_meta}
         with torch.enable_grad():
             try:
-                FUSED[name](**given)
+                FUSED[name](*(given[key] for key in ("x", "residual", "weight", "eps")))
             except (onepass.ContractError, onepass.Unsupported):
                 refused += 1
-            else:  # what vLLM takes, too
+            else:  # vLLM accepts it, too
                 assert name.startswith("vllm, fp8") and label == "residual is the input", label
         if label != "residual is the input" or not name.startswith("vllm, fp8"):
             for key, before in kept.items():
@@ -263,15 +259,10 @@ def test_nothing_is_written_before_everything_is_checked(name: str) -> None:
 
 @pytest.mark.parametrize(
     "bound",
-    [
-        torch.ones(2),
-        torch.ones(1, dtype=torch.float64),
-        torch.ones(1, device="meta"),
-        torch.ones(1, dtype=torch.int32),
-    ],
+    [torch.ones(2), torch.ones(1).double(), torch.ones(1, device="meta"), torch.ones(1).int()],
     ids=lambda b: f"{list(b.shape)} {b.dtype} {b.device}",
 )
-def test_a_wrong_bound_changes_nothing(bound: Tensor) -> None:
+def test_a_bad_bound_changes_nothing(bound: Tensor) -> None:
     x, residual, weight = inputs(BF16, 4, 64)
     kept = residual.clone()
     with pytest.raises(onepass.ContractError, match="rms_norm_fused_fp8: `scale_ub` must"):
@@ -283,22 +274,19 @@ def test_a_wrong_bound_changes_nothing(bound: Tensor) -> None:
 def test_vllm_transposed_scales(alignment: int, stride: int) -> None:
     x, _, weight = inputs(torch.bfloat16, 41, 512)
     plain = vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 128])
-    turned = vllm.rms_norm_per_block_quant(
-        x, weight, EPS, torch.float8_e4m3fn, [1, 128], None, None, True, alignment
-    )  # fmt: skip
-    assert turned[1].stride() == (1, stride) and turned[1].shape == (41, 4)
-    assert torch.equal(plain[1], turned[1])
-    assert torch.equal(plain[0].view(torch.uint8), turned[0].view(torch.uint8))
+    transposed = vllm.rms_norm_per_block_quant(x, weight, EPS, F8, [1, 128], None, None, True, alignment)
+    assert transposed[1].stride() == (1, stride) and transposed[1].shape == (41, 4)
+    assert torch.equal(plain[1], transposed[1])
+    assert torch.equal(plain[0].view(torch.uint8), transposed[0].view(torch.uint8))
 
 
 def test_vllm_shapes_and_dtypes() -> None:
     x, residual, weight = inputs(torch.bfloat16, 2, 5, 256)
     codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.float8_e4m3fnuz, residual=residual)
     assert codes.shape == x.shape and scales.shape == (10, 1) and codes.dtype is torch.float8_e4m3fnuz
-    assert codes.float().abs().max() == 224  # what vLLM takes for the largest value of this format
-    with pytest.raises(
-        onepass.Unsupported, match="rms_norm_dynamic_per_token_quant: `quant_dtype` must be an fp8 dtype"
-    ):
+    assert codes.float().abs().max() == 224  # the largest value of this format in vLLM
+    message = "rms_norm_dynamic_per_token_quant: `quant_dtype` must be an fp8 dtype"
+    with pytest.raises(onepass.Unsupported, match=message):
         vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.int8)
     with pytest.raises(onepass.ContractError, match="`group_size` must be"):
         vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 32])

@@ -1,4 +1,4 @@
-"""The ops as torch sees them: opcheck, torch.compile, export, modes, threads."""
+"""The ops under torch: opcheck, torch.compile, export, dispatch modes, threads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FP8_VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", FP8_VARIANTS)
 def test_opcheck_fp8(variant: str) -> None:
-    # opcheck compares with allclose, which has no float8; the fake, schema and autograd checks are what we are after
+    # opcheck compares with allclose, which has no float8
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
         torch.ops.onepass.rms_norm_fused_fp8.default, fp8_arguments(**FP8_VARIANTS[variant]), test_utils=tests
@@ -143,11 +143,11 @@ def test_dispatch_modes_see_the_op() -> None:
     assert same_bytes(y, onepass.rms_norm(x, gamma))
 
 
-def test_gradients_are_refused_not_lost() -> None:
+def test_gradients_raise_instead_of_being_lost() -> None:
     gamma = torch.nn.Parameter(torch.ones(64))
     x = torch.randn(3, 64)
     with pytest.raises(
-        onepass.ContractError, match=r"rms_norm: `gamma` must need no gradient .* got requires_grad=True"
+        onepass.ContractError, match=r"rms_norm: `gamma` must not require a gradient .* got requires_grad=True"
     ):
         onepass.rms_norm(x, gamma)
     with torch.no_grad():
@@ -165,13 +165,13 @@ def test_tensor_subclass_goes_through_the_dispatcher() -> None:
     assert same_bytes(y.as_subclass(Tensor), onepass.rms_norm(x, torch.ones(64)))
 
 
-def test_unsupported_device_says_what_is() -> None:
+def test_unsupported_device_error_names_supported_ones() -> None:
     class Elsewhere(Tensor):
         @property
         def device(self) -> torch.device:  # type: ignore[override]
             return torch.device("mps")
 
-    with pytest.raises(onepass.Unsupported, match=r"rms_norm: `x` is on mps; there are kernels for cpu and cuda"):
+    with pytest.raises(onepass.Unsupported, match=r"rms_norm: `x` is on mps; only cpu and cuda have kernels"):
         onepass.rms_norm(torch.randn(3, 64).as_subclass(Elsewhere), torch.ones(64))
 
 

@@ -21,29 +21,33 @@ from onepass.cpu import threads as _parallel
 from onepass.testing.case import same_bytes
 from tools import concurrency
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 def process(*command: str, cache: Path | None = None, seconds: float = 900) -> Any:
-    """What a process of concurrency_workers.py tells."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src")}
+    """Run `tests.helpers.concurrency_workers` in a separate process and return its report."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     if cache is not None:
         environment["ONEPASS_CACHE_DIR"] = str(cache)
     done = subprocess.run(
-        [sys.executable, str(HERE / "concurrency_workers.py"), *command],
-        env=environment, capture_output=True, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.helpers.concurrency_workers", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["own order", "same call"])
-def test_threads_change_no_byte(together: bool) -> None:
+def test_threads_do_not_change_results(together: bool) -> None:
     assert concurrency.at_once("cpu", rounds=1, together=together) is None
 
 
-def test_the_comparison_sees_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last thread's results are spoiled: the check must say so."""
+def test_comparison_detects_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last thread's results are corrupted, which the check must report."""
     original = concurrency._compare
 
     def spoil(work: Any, given: Any, found: Any, rounds: int) -> str | None:
@@ -54,7 +58,7 @@ def test_the_comparison_sees_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> 
     assert "thread 7, round 0 differs" in str(concurrency.at_once("cpu", rounds=1))
 
 
-def test_a_thread_that_cannot_be_started_leaves_its_share_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_of_a_thread_that_cannot_start_goes_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = "declare i32 @pthread_create(ptr, ptr, ptr, ptr)"
     refusing = "define i32 @pthread_create(ptr %a, ptr %b, ptr %c, ptr %d) {\n  ret i32 11\n}"
     assert declared in _parallel._THREADS
@@ -94,15 +98,15 @@ def test_two_spawned_processes_share_a_cold_cache(tmp_path: Path) -> None:
     assert told == {"same": True, "files": 4, "left": 0}
 
 
-def test_processes_that_fill_one_cache_at_once(tmp_path: Path) -> None:
+def test_processes_fill_one_cache_concurrently(tmp_path: Path) -> None:
     rounds = process("cold_caches", "3", cache=tmp_path)
     assert len(rounds) == 3
     for same, files, left in rounds:
         assert same == rounds[0][0] and len(same) == files == 3 and not left
 
 
-def test_a_process_killed_while_it_writes(tmp_path: Path) -> None:
-    """Killed with the file empty, half written, whole but not yet renamed, and renamed: the next process is right."""
+def test_process_killed_while_writing(tmp_path: Path) -> None:
+    """Killed with the file empty, half written, complete but not renamed, and renamed: the next process works."""
     told = process("killed", cache=tmp_path)
     assert list(told) == ["created", "half written", "before the rename", "renamed"]
     for moment, (died, left, whole, right, kept, again, files, after) in told.items():
@@ -114,7 +118,7 @@ def test_a_process_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 def test_interrupts(tmp_path: Path) -> None:
-    """An interrupt in a first call or in a kernel ends the call with KeyboardInterrupt; the next call is right."""
+    """An interrupt during a first call or a kernel raises KeyboardInterrupt, and the next call is correct."""
     told = process("interrupts", "15", cache=tmp_path)
     assert told["wrong"] is None
     assert told["warm"] == 30 and told["cold"] > 0

@@ -1,4 +1,4 @@
-"""A gamma of any float dtype beside any input: converted to float32 exactly, so its bytes are those of the same gamma in float32."""
+"""gamma may have any float dtype. It is converted to float32 exactly, so results equal those of a float32 gamma."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows(dtype: torch.dtype, n: int = 96, seed: int = 0) -> Tensor:
 
 
 def weight(dtype: torch.dtype, n: int = 96) -> Tensor:
-    """Far from what float16 holds where bfloat16 can be: no conversion but an exact one keeps it."""
+    """Beyond the range of float16 if the dtype is bfloat16, so that only an exact conversion preserves it."""
     values = 1 + torch.rand(n, generator=torch.Generator().manual_seed(2))
     values[0] = 2.0**-20 if dtype == torch.float16 else 2.0**-40
     return values.to(dtype)
@@ -58,7 +58,7 @@ def heads(x: torch.dtype, gamma: Tensor) -> Results:
 
 
 def one_of_each(x: torch.dtype, gamma: Tensor) -> Results:
-    """q's weight in one dtype and k's in another."""
+    """The weights of q and k have different dtypes."""
     return onepass.qk_rms_norm(rows(x), rows(x, 32), gamma, gamma[:32].float())
 
 
@@ -70,10 +70,8 @@ def applied(x: torch.dtype, gamma: Tensor) -> Results:
 
 def mla(x: torch.dtype, gamma: Tensor, **options: Any) -> Results:
     blocks = torch.zeros(1, 4, 98)
-    q = onepass.fused_rope_rmsnorm_quantization(
-        None, rows(x, 2).unsqueeze(1), rows(x, 98), None, None, gamma, onepass.PagedKVCache(blocks), rope_dim=0,
-        slot_mapping=torch.arange(4), **options,
-    )  # fmt: skip
+    given = (None, rows(x, 2).unsqueeze(1), rows(x, 98), None, None, gamma, onepass.PagedKVCache(blocks))
+    q = onepass.fused_rope_rmsnorm_quantization(*given, rope_dim=0, slot_mapping=torch.arange(4), **options)
     return q, blocks
 
 
@@ -109,7 +107,7 @@ def test_bytes_are_those_of_the_same_gamma_in_float32(op: str, x: torch.dtype, g
     [(x, gamma) for x, gamma in PAIRS if x != torch.float32],
     ids=lambda d: str(d).removeprefix("torch."),
 )
-def test_hf_rounds_the_product_with_the_rounded_norm_to_the_inputs_dtype(x: torch.dtype, gamma: torch.dtype) -> None:
+def test_hf_rounds_the_product_to_the_inputs_dtype(x: torch.dtype, gamma: torch.dtype) -> None:
     h, g = rows(x), weight(gamma)
     rs = (1 / (h.float().double().square().mean(-1, keepdim=True) + 1e-6).sqrt()).float()
     expected = ((h.float() * rs).to(x).float() * g.float()).to(x)
@@ -119,7 +117,7 @@ def test_hf_rounds_the_product_with_the_rounded_norm_to_the_inputs_dtype(x: torc
 
 
 def outputs(function: Callable[..., Any], x: torch.dtype, gamma: Tensor) -> Results:
-    """What a function of another library's names leaves in its first arguments."""
+    """What a function with another library's interface leaves in its first arguments."""
     out, h = torch.zeros(4, 96).to(x), rows(x)
     function(out, h, gamma)
     return out, h
@@ -134,14 +132,14 @@ LIKE: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", LIKE)
 @CALL
-def test_functions_of_other_libraries(name: str, x: torch.dtype, gamma: torch.dtype) -> None:
+def test_compat_functions(name: str, x: torch.dtype, gamma: torch.dtype) -> None:
     g = weight(gamma)
     found, expected = outputs(LIKE[name], x, g), outputs(LIKE[name], x, g.float())
     assert found[0].any() and all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @CALL
-def test_modules_take_their_weight_as_it_is(x: torch.dtype, gamma: torch.dtype) -> None:
+def test_modules_do_not_convert_float_weights(x: torch.dtype, gamma: torch.dtype) -> None:
     module = nn.RMSNorm(96, 1e-6, dtype=gamma)
     pair = nn.QKNorm(96, 32, dtype=gamma)
     with torch.no_grad():
@@ -154,7 +152,7 @@ def test_modules_take_their_weight_as_it_is(x: torch.dtype, gamma: torch.dtype) 
         assert all(same_bytes(a, b) for a, b in zip(pair(rows(x), rows(x, 32)), (q, k), strict=True))
 
 
-def test_a_weight_that_is_no_such_float_is_converted_by_modules_and_refused_by_ops() -> None:
+def test_other_weight_dtypes_are_converted_by_modules_and_rejected_by_ops() -> None:
     module = nn.RMSNorm(96, 1e-6, dtype=torch.float64)
     with torch.no_grad():
         assert same_bytes(module(rows(torch.bfloat16)), onepass.rms_norm(rows(torch.bfloat16), torch.ones(96)))

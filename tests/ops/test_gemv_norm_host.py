@@ -1,4 +1,4 @@
-"""What the host does around a GEMV's launch: timestamps for a buffer that has `store` alone, and the counter when debugging."""
+"""Host work around a GEMV launch: timestamps for a buffer that only has `store`, and the counter in debug mode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ I32 = torch.int32
 
 
 class Listed(TraceBuf):
-    """What the reference's interface has, and nothing else."""
+    """A buffer with only what the reference's interface requires."""
 
     def __init__(self) -> None:
         self.stamps: list[tuple[int, int]] = []
@@ -42,16 +42,16 @@ def scratch(trace: TraceBuf, m: int = 3, counter: Tensor | None = None) -> tuple
     counter = torch.zeros(2, dtype=I32) if counter is None else counter
     onepass.gemv_and_partial_norm_with_scratch(
         outs[0], outs[2], act, weight, first, 1e-6, counter, trace, segments=[second], segment_outputs=[outs[1]]
-    )  # fmt: skip
+    )
     return outs
 
 
 def slots_of(events: Tensor) -> dict[int, int]:
-    """How many blocks reached each slot."""
+    """The number of blocks that reached each slot."""
     return {slot: int((events[:, slot] > 0).sum()) for slot in range(16)}
 
 
-def test_a_buffer_that_only_stores_receives_every_stamp_in_order() -> None:
+def test_buffer_with_only_store_receives_every_timestamp_in_order() -> None:
     listed = Listed()
     act, weight, first, second = inputs()
     blocks = onepass.gemv_trace_blocks(act, weight, first, [second])
@@ -70,7 +70,7 @@ def test_a_buffer_that_only_stores_receives_every_stamp_in_order() -> None:
     assert (events[:, GemvEvent.ENTER] <= events[:, GemvEvent.EXIT]).all()
 
 
-def test_stamps_come_when_the_results_are_there() -> None:
+def test_timestamps_are_stored_after_the_results() -> None:
     results: list[bool] = []
     act, weight, gamma, _ = inputs(1)
     normed, unnormed, counter = torch.zeros(1, 96), torch.zeros(1, 104), torch.zeros(1, dtype=I32)
@@ -84,7 +84,7 @@ def test_stamps_come_when_the_results_are_there() -> None:
     assert results and all(results)
 
 
-def test_memory_that_the_kernel_writes_is_not_stored_again() -> None:
+def test_memory_written_by_the_kernel_is_not_stored_again() -> None:
     class Both(TraceBuf):
         def __init__(self, memory: GmemTrace) -> None:
             self.memory = memory
@@ -101,13 +101,13 @@ def test_memory_that_the_kernel_writes_is_not_stored_again() -> None:
     assert [buf.stored_by_host for buf in (both, both.memory, NullTrace(), Listed())] == [False, False, False, True]
 
 
-def test_no_rows_no_stamps() -> None:
+def test_no_rows_no_timestamps() -> None:
     listed = Listed()
     scratch(listed, m=0)
     assert listed.stamps == []
 
 
-def test_a_wrong_call_is_refused_before_anything_is_stored() -> None:
+def test_bad_call_stores_nothing() -> None:
     listed, (act, weight, gamma, _) = Listed(), inputs()
     with pytest.raises(ContractError, match="_with_scratch: `weight` must have shape"):
         onepass.gemv_and_partial_norm_with_scratch(
@@ -121,10 +121,10 @@ def test_a_wrong_call_is_refused_before_anything_is_stored() -> None:
     assert listed.stamps == []
 
 
-# --- the counter when debugging --------------------------------------------------------------------------------------
+# --- the counter in debug mode ---------------------------------------------------------------------------------------
 
 
-def test_a_counter_that_is_not_zero_is_found_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonzero_counter_is_rejected_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEPASS_DEBUG", "1")
     scratch(NullTrace())
     for counter, shown in (
@@ -139,15 +139,15 @@ def test_a_counter_that_is_not_zero_is_found_when_debugging(monkeypatch: pytest.
     scratch(NullTrace(), counter=torch.tensor([0, 0, 9], dtype=I32))  # no segment counts in the third
 
 
-def test_without_debugging_the_counter_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counter_is_not_read_outside_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEPASS_DEBUG", raising=False)
     counter = torch.tensor([1, 0], dtype=I32)
     scratch(NullTrace(), counter=counter)
-    assert counter[0] != 0, "nobody arrived last"
+    assert counter[0] != 0, "no block arrived last"
 
 
-def test_a_remembered_call_is_checked_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call on a GPU that is like an earlier one skips the kernel function; not while debugging."""
+def test_recorded_calls_are_checked_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a recorded call skips the kernel function, but not in debug mode."""
     from onepass.contract.validation import Writer
     from onepass.fastpath import call
     from onepass.ops.gemv_norm import GEMV, GEMV_WITH_SCRATCH
@@ -175,7 +175,7 @@ with running_on("interpreter"):
 
 
 @pytest.mark.slow
-def test_the_gpu_backend_finds_the_counter_too() -> None:
+def test_gpu_backend_checks_the_counter_too() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1", "ONEPASS_DEBUG": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", INTERPRETED],

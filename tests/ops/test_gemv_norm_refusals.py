@@ -1,4 +1,4 @@
-"""What gemv_and_partial_norm refuses, and how its counters stay its own."""
+"""What gemv_and_partial_norm rejects, and how its counters are managed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from onepass.errors import ContractError
 from onepass.ops.dispatch import launching_with
 from onepass.ops.gemv_norm import GEMV, GEMV_WITH_SCRATCH
 from onepass.testing.case import poison, same_bytes
-from onepass.testing.samples import Mistake, mistakes, sample
+from onepass.testing.samples import sample
 from onepass.trace import TraceBuf
 from onepass.triton import counters
 from tests.helpers.gemv_inputs import all_same, inputs
+from tests.helpers.mistakes import Mistake, mistakes
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 F8 = torch.float8_e4m3fn
@@ -35,7 +36,7 @@ def seed() -> None:
 
 
 class RawTrace(TraceBuf):
-    """Hands on whatever it was given."""
+    """Returns whatever it was given."""
 
     def __init__(self, trace: Any, units: Any) -> None:
         self.pair = trace, units
@@ -54,7 +55,7 @@ OPTIONAL = ["gamma1", "weight_scale", "trace", "units"]
 @pytest.mark.parametrize(
     ("n", "k", "fits"), [(2**24, 2, True), (2, 2**24, True), (2**24 + 1, 2, False), (2, 2**24 + 1, False)]
 )
-def test_the_largest_weight(n: int, k: int, fits: bool) -> None:
+def test_size_limit_of_weight(n: int, k: int, fits: bool) -> None:
     act, weight, gamma = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((1, k), (n, k), (2,)))
     if fits:
         assert onepass.gemv_and_partial_norm(act, weight, gamma)[0].shape == (1, 2)
@@ -74,7 +75,7 @@ def good_call(with_scratch: bool) -> dict[str, Any]:
 
 @dataclass
 class Call:
-    """One call with outputs full of sevens, from the arguments of a contract."""
+    """One call with outputs filled with sevens, from a contract's arguments."""
 
     with_scratch: bool
     arguments: dict[str, Any]
@@ -114,7 +115,7 @@ def all_mistakes() -> list[Any]:
 
 
 @pytest.mark.parametrize(("with_scratch", "mistake"), all_mistakes())
-def test_mistake_is_refused_by_name(with_scratch: bool, mistake: Mistake) -> None:
+def test_bad_argument_is_named(with_scratch: bool, mistake: Mistake) -> None:
     contract = GEMV_WITH_SCRATCH if with_scratch else GEMV
     call = Call(with_scratch, mistake.arguments)
     with torch.enable_grad(), pytest.raises(ContractError) as caught:
@@ -126,7 +127,7 @@ def test_mistake_is_refused_by_name(with_scratch: bool, mistake: Mistake) -> Non
     call.assert_nothing_written()
 
 
-def test_there_are_many_mistakes_and_the_calls_are_good() -> None:
+def test_there_are_many_bad_arguments_and_the_good_calls_pass() -> None:
     assert len(all_mistakes()) > 110
     for with_scratch in (False, True):
         call = Call(with_scratch, good_call(with_scratch))
@@ -140,17 +141,21 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("weight", torch.zeros(40, 64).half(), r"have dtype bfloat16 or float8_e4m3fn, got float16"),
     ("weight", torch.zeros(40, 64).to(torch.float8_e5m2), r"have dtype bfloat16 or float8_e4m3fn, got"),
     ("gamma", torch.ones(0).bfloat16(), r"have at least one element, got"),
-    ("gamma", torch.ones(33).bfloat16(), r"have, with further segments, no more elements than weight has rows"),
+    (
+        "gamma",
+        torch.ones(33).bfloat16(),
+        r"have at most as many elements, further segments included, as weight has rows",
+    ),
     ("gamma1", torch.ones(0), r"have at least one element, got"),
     ("gamma1", torch.ones(8).double(), r"have dtype bfloat16 or float16 or float32, got float64"),
-    ("weight_scale", torch.ones(39), r"have one element, or one for each row of weight, got"),
-    ("weight_scale", torch.ones(0), r"have one element, or one for each row of weight, got"),
+    ("weight_scale", torch.ones(39), r"have one element, or one per row of weight, got"),
+    ("weight_scale", torch.ones(0), r"have one element, or one per row of weight, got"),
     ("weight_scale", torch.ones(40).bfloat16(), r"have dtype float32, got bfloat16"),
     ("finish_counter", torch.zeros(2, dtype=torch.int64), r"have dtype int32, got int64"),
-    ("finish_counter", torch.zeros(1, dtype=I32), r"have an element for each segment, got"),
+    ("finish_counter", torch.zeros(1, dtype=I32), r"have one element per segment, got"),
     ("finish_counter", torch.zeros(4, dtype=I32)[::2], r"be contiguous, got strides \(2,\)"),
-    ("trace", torch.zeros(47, dtype=torch.int64), r"have 16 slots for every block \(gemv_trace_blocks counts"),
-    ("units", torch.zeros(2, dtype=I32), r"have an element for every block, got"),
+    ("trace", torch.zeros(47, dtype=torch.int64), r"have 16 slots per block \(gemv_trace_blocks counts"),
+    ("units", torch.zeros(2, dtype=I32), r"have one element per block, got"),
     ("normed_dtype", BF16, r"be float8_e4m3fn or float8_e4m3fnuz, got bfloat16"),
 ]
 
@@ -166,7 +171,7 @@ def both_forms() -> list[Any]:
 
 
 @pytest.mark.parametrize(("with_scratch", "argument", "change", "message"), both_forms())
-def test_messages(with_scratch: bool, argument: str, change: Any, message: str) -> None:
+def test_error_messages(with_scratch: bool, argument: str, change: Any, message: str) -> None:
     call = Call(with_scratch, {**good_call(with_scratch), argument: change})
     name = (GEMV_WITH_SCRATCH if with_scratch else GEMV).name
     with pytest.raises(ContractError, match=f"^{name}: `{argument}` must {message}"):
@@ -220,14 +225,18 @@ class TestLists:
         given: dict[str, Any] = {name: torch.full((3, w), 7.0).bfloat16() for name, w in self.widths}
         with pytest.raises(ContractError, match=f"^gemv_and_partial_norm_with_scratch: `{argument}` must .*, got"):
             onepass.gemv_and_partial_norm_with_scratch(
-                **{**given, argument: bad}, act=act, weight=weight, gamma=gamma, eps=0.0,
+                **{**given, argument: bad},
+                act=act,
+                weight=weight,
+                gamma=gamma,
+                eps=0.0,
                 finish_counter=torch.zeros(1, dtype=I32),
-            )  # fmt: skip
+            )
         assert all(t.eq(7).all() for t in given.values())
 
     widths = (("normed_output", 30), ("unnormed_output", 20))
 
-    def test_codes_need_a_scale_and_nothing_else_does(self) -> None:
+    def test_scale_is_required_for_codes_only(self) -> None:
         act, weight, gamma = inputs()
         codes, normed, unnormed = (
             torch.zeros(3, 30).to(F8),
@@ -248,9 +257,15 @@ class TestLists:
         bad: Any = torch.zeros(48, dtype=torch.int64)
         with pytest.raises(ContractError, match="_with_scratch: `trace_buf` must be a TraceBuf"):
             onepass.gemv_and_partial_norm_with_scratch(
-                torch.zeros(3, 30).bfloat16(), torch.zeros(3, 20).bfloat16(), act, weight, gamma, 0.0,
-                torch.zeros(1, dtype=I32), bad,
-            )  # fmt: skip
+                torch.zeros(3, 30).bfloat16(),
+                torch.zeros(3, 20).bfloat16(),
+                act,
+                weight,
+                gamma,
+                0.0,
+                torch.zeros(1, dtype=I32),
+                bad,
+            )
         not_bool: Any = 1
         with pytest.raises(ContractError, match="gemv_and_partial_norm: `fused` must be a bool, got 1"):
             onepass.gemv_and_partial_norm(act, weight, gamma, fused=not_bool)
@@ -291,7 +306,7 @@ class TestOverlap:
 
 
 def into_scratch(counter: Tensor, act: Tensor, weight: Tensor, gamma: Tensor, more: list[Tensor]) -> list[Tensor]:
-    """Results in the order of the allocating function."""
+    """Results in the order of the function that allocates them."""
     widths = [len(gamma), *map(len, more), len(weight) - len(gamma) - sum(map(len, more))]
     normed, *further, unnormed = outs = [poison(torch.empty(len(act), w, dtype=act.dtype)) for w in widths]
     onepass.gemv_and_partial_norm_with_scratch(
@@ -304,7 +319,7 @@ class TestCounter:
     shapes = ((1, 50, 64, 30), (16, 200, 33, 1), (2, 1000, 300, 999), (7, 3, 1, 3), (0, 50, 64, 30))
 
     @pytest.mark.parametrize("threads", [1, 2])
-    def test_is_zero_again_and_serves_any_shape(self, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_zero_again_and_works_for_any_shape(self, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
         from onepass.cpu import gemv_norm
 
         monkeypatch.setattr(gemv_norm, "SERIAL_BELOW", 0)
@@ -321,7 +336,7 @@ class TestCounter:
         finally:
             torch.set_num_threads(before)
 
-    def test_a_failing_launch_poisons_nothing(self) -> None:
+    def test_failed_launch_leaves_no_used_counter(self) -> None:
         act, weight, gamma = inputs()
         counter = torch.zeros(1, dtype=I32)
         expected = onepass.gemv_and_partial_norm(act, weight, gamma)
@@ -346,7 +361,7 @@ class TestCounter:
 
 @dataclass
 class Gpu:
-    """As much of torch as counters are taken from: a current stream, which may be capturing."""
+    """A stand-in for the parts of torch that counters use: a current stream, which may be capturing."""
 
     stream: int = 0
     capturing: bool = False
@@ -359,7 +374,7 @@ class Gpu:
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """Counters are taken from a `Gpu`; none has been taken yet."""
+    """Take counters from a `Gpu`, starting with none."""
     fake = Gpu()
     cuda = SimpleNamespace(is_current_stream_capturing=lambda: fake.capturing)
     low = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: fake.stream)
@@ -376,7 +391,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 class TestCountersOfAGpu:
-    def test_a_stream_keeps_its_own(self, gpu: Gpu) -> None:
+    def test_each_stream_has_its_own(self, gpu: Gpu) -> None:
         taken: dict[tuple[int, int], Tensor] = {}
         for device, stream in ((0, 11), (0, 12), (1, 11), (0, 11), (1, 11), (0, 12)):
             gpu.stream = stream
@@ -385,7 +400,7 @@ class TestCountersOfAGpu:
             assert taken.setdefault(key, counter) is counter
         assert len({t.data_ptr() for t in taken.values()}) == 3
 
-    def test_captured_calls_share_with_nobody(self, gpu: Gpu) -> None:
+    def test_captured_calls_share_none(self, gpu: Gpu) -> None:
         eager, _ = counters.take(0)
         gpu.capturing, before = True, gpu.zeroed
         taken = [counters.take(0) for _ in range(8)]
@@ -401,7 +416,7 @@ class TestCountersOfAGpu:
         assert len(set(places)) == len(places) == 19
         assert all(counter.shape == (4,) and not counter.any() for counter, _ in taken)
 
-    def test_discarded_ones_are_not_used_again(self, gpu: Gpu) -> None:
+    def test_discarded_ones_are_not_reused(self, gpu: Gpu) -> None:
         first, key = counters.take(0)
         gpu.stream = 5
         other, _ = counters.take(0)

@@ -1,4 +1,4 @@
-"""There is no backward: every way to ask for a derivative is refused, none returns a result that has silently lost it."""
+"""There is no backward: every request for a derivative raises, and none is lost silently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 import onepass
 
-REFUSED = r"rms_norm: `{}` must need no gradient \(there is no backward: .*\), got {}"
+REFUSED = r"rms_norm: `{}` must not require a gradient \(there is no backward: .*\), got {}"
 
 
 @onepass.prologue
@@ -44,17 +44,17 @@ def norm(x: Tensor) -> Tensor:
     ],
     ids=["x", "gamma", "residual", "out, a leaf", "out, no leaf", "dispatcher", "func.grad", "func.vjp"],
 )
-def test_backward_is_refused(argument: str, call: Callable[[], object]) -> None:
+def test_backward_raises(argument: str, call: Callable[[], object]) -> None:
     with pytest.raises(onepass.ContractError, match=REFUSED.format(argument, "requires_grad=True")):
         call()
 
 
-def test_a_list_of_tensors_is_looked_into() -> None:
-    with pytest.raises(onepass.ContractError, match="rms_norm_fused_fp8: `prologue_args` must need no gradient"):
+def test_lists_of_tensors_are_checked() -> None:
+    with pytest.raises(onepass.ContractError, match="rms_norm_fused_fp8: `prologue_args` must not require a gradient"):
         onepass.rms_norm_fused_fp8(X, GAMMA, prologue=scaled, prologue_args=(needing_grad(3, 64),))
 
 
-def test_forward_mode_is_refused() -> None:
+def test_forward_mode_raises() -> None:
     message = REFUSED.format("x", "a tensor with a tangent")
     with forward_ad.dual_level():
         with pytest.raises(onepass.ContractError, match=message):
@@ -65,7 +65,7 @@ def test_forward_mode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_it_runs_where_no_gradient_is_asked_for(guard: Callable[[], torch.no_grad]) -> None:
+def test_runs_without_gradients(guard: Callable[[], torch.no_grad]) -> None:
     x, gamma = needing_grad(3, 64), torch.nn.Parameter(GAMMA.clone())
     expected = norm(x.detach())
     with guard():
@@ -74,17 +74,17 @@ def test_it_runs_where_no_gradient_is_asked_for(guard: Callable[[], torch.no_gra
     assert torch.equal(norm(x.detach()), expected)
 
 
-def test_compiled_calls_are_refused_too() -> None:
+def test_compiled_calls_raise_too() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, gamma: onepass.rms_norm(x, gamma), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="rms_norm: `gamma` must need no gradient"):
+    with pytest.raises(Exception, match="rms_norm: `gamma` must not require a gradient"):
         compiled(X, torch.nn.Parameter(GAMMA))
     with torch.no_grad():
         assert torch.equal(compiled(X, torch.nn.Parameter(GAMMA)), norm(X))
 
 
-def test_autocast_leaves_the_ops_alone() -> None:
-    """Inputs are not converted and results have x's dtype, as without it."""
+def test_autocast_does_not_affect_the_ops() -> None:
+    """Inputs are not converted, and results have x's dtype."""
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(onepass.rms_norm(X, GAMMA), norm(X))
         low = onepass.rms_norm(X.bfloat16(), GAMMA)

@@ -1,4 +1,4 @@
-"""Leading dimensions whose strides fold to more than three levels: several launches, the bytes of one.
+"""Leading dimensions whose strides fold to more than three levels: several launches give the bytes of one.
 
 That the Triton kernels do the same is checked by the cases of the group "levels", in the interpreter and on a GPU.
 """
@@ -27,12 +27,12 @@ LEAD = (2, 3, 4, 2)
 
 
 def reversed_(t: Tensor) -> Tensor:
-    """The same values with every leading dimension the other way round in memory."""
+    """The same values with the leading dimensions reversed in memory."""
     return lay_out(t, "reversed")
 
 
 def room(like: Tensor) -> Tensor:
-    """An output of another order than `reversed_`: leading dimensions 1, 3, 0, 2."""
+    """An output with another order than `reversed_`: leading dimensions 1, 3, 0, 2."""
     a, b, c, d, n = like.shape
     return torch.full((b, d, a, c, n), 7.0).to(like.dtype).permute(2, 0, 3, 1, 4)
 
@@ -42,31 +42,31 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]
     return torch.randn(*LEAD, 96).to(dtype), torch.randn(96).to(dtype), torch.randn(*LEAD, 96).to(dtype)
 
 
-def test_these_have_more_than_three_levels() -> None:
+def test_samples_have_more_than_three_levels() -> None:
     x, _, _ = inputs()
     assert geometry([x]) is not None and geometry([reversed_(x)]) is None and geometry([room(x)]) is None
     assert geometry([x, room(x)]) is None
 
 
-def test_the_smallest_dimension_is_taken_apart() -> None:
+def test_smallest_dimension_is_split() -> None:
     assert [smallest_dimension(sizes) for sizes in ([3, 2, 5], [1, 4, 1, 3], [2, 2])] == [1, 3, 0]
 
 
 def launches(call: Any) -> int:
-    """Launches of a call that computes nothing."""
+    """The number of launches of a call, which computes nothing."""
     count: list[str] = []
     with launching_with(lambda family: lambda *_: count.append(family)):
         call()
     return len(count)
 
 
-def test_no_more_launches_than_the_smallest_dimensions_have_indices() -> None:
+def test_one_launch_per_index_of_the_smallest_dimensions() -> None:
     x, gamma, residual = inputs()
     assert launches(lambda: onepass.rms_norm(x, gamma)) == 1
     assert launches(lambda: onepass.rms_norm(reversed_(x), gamma)) == 2
     six = reversed_(x.view(2, 3, 2, 2, 2, 96))
     assert launches(lambda: onepass.rms_norm(six, gamma)) == 4
-    # the last leading dimension is not taken apart: it may be the position
+    # the last leading dimension is never split, because it may be the position
     assert launches(lambda: onepass.qk_rms_norm(reversed_(x), reversed_(residual), gamma, gamma)) == 2
 
 
@@ -91,9 +91,13 @@ def test_rms_norm_fused_fp8(options: dict[str, Any]) -> None:
     expected = onepass.rms_norm_fused_fp8(x, gamma, residual=residual, **options)
     found = onepass.rms_norm_fused_fp8(reversed_(x), gamma, residual=residual, **options)
     given = onepass.rms_norm_fused_fp8(
-        x, gamma, residual=reversed_(residual), out=room(expected[0].float()).to(torch.float8_e4m3fn),
-        scale_output=room(expected[1]), **options,
-    )  # fmt: skip
+        x,
+        gamma,
+        residual=reversed_(residual),
+        out=room(expected[0].float()).to(torch.float8_e4m3fn),
+        scale_output=room(expected[1]),
+        **options,
+    )
     for results in (found, given):
         assert all(same_bytes(a, b) for a, b in zip(results, expected, strict=True))
 
@@ -112,20 +116,23 @@ def shifted(x, full, column, row):  # type: ignore[no-untyped-def]
     return x * row + full - column
 
 
-def test_operands_of_a_prologue_follow_their_rows() -> None:
+def test_prologue_operands_follow_their_rows() -> None:
     x, gamma, full = inputs()
     column, row = torch.randn(96), torch.randn(*LEAD, 1)
     options = {"prologue": shifted}
     expected = onepass.rms_norm_fused_fp8(x, gamma, prologue_args=[full, column, row], **options)  # type: ignore[arg-type]
     found = onepass.rms_norm_fused_fp8(
-        reversed_(x), gamma, prologue_args=[room(full).copy_(full), column, reversed_(row)], **options  # type: ignore[arg-type]
-    )  # fmt: skip
+        reversed_(x),
+        gamma,
+        prologue_args=[room(full).copy_(full), column, reversed_(row)],
+        **options,  # type: ignore[arg-type]
+    )
     assert all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("placed", [False, True])
 def test_statistics_application_and_rotation_of_q_and_k(placed: bool) -> None:
-    """Without positions a token stands at its index in the last leading dimension, however the call is cut."""
+    """Without positions a token's position is its index in the last leading dimension, however the call is split."""
     q, _, _ = inputs()
     k, gamma_q, gamma_k = torch.randn(*LEAD, 32).bfloat16(), torch.randn(96), torch.randn(32)
     angle = torch.rand(9, 16) * 6
@@ -148,7 +155,7 @@ def test_statistics_application_and_rotation_of_q_and_k(placed: bool) -> None:
         assert all(same_bytes(a, b) for a, b in zip(results, expected, strict=True))
 
 
-def test_heads_with_strides_of_their_own() -> None:
+def test_strided_heads() -> None:
     q, k = torch.randn(*LEAD, 3, 32), torch.randn(*LEAD, 2, 32)
     gamma_q, gamma_k = torch.randn(32), torch.randn(32)
     expected = onepass.qk_rms_norm(q, k, gamma_q, gamma_k, per_head=True)
@@ -194,7 +201,7 @@ def test_interpreted_kernels() -> None:
 
 
 def test_every_option_reaches_each_launch() -> None:
-    """A bound in memory and a least scale, which both change every scale here."""
+    """A bound in memory and a smallest scale, both of which change every scale here."""
     x, gamma, residual = inputs()
     bound = torch.tensor(0.5)
     options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""MLA's cache write with a norm of fewer columns than lie before those that turn: `kv_norm_dim`."""
+"""MLA's cache write with unnormed columns between the norm and the rotated columns: `kv_norm_dim`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def write(kv: Tensor, gamma: Tensor, dtype: torch.dtype = FP8, **options: Any) -
     q = torch.ones(T, H, R).to(kv.dtype)
     blocks = torch.zeros(2, 4, kv.shape[1]).to(dtype)
     slots = torch.arange(T)
-    onepass.fused_rope_rmsnorm_quantization(
-        None, q, kv, None, angles(), gamma, onepass.PagedKVCache(blocks), slot_mapping=slots, positions=slots + 2, **options
-    )  # fmt: skip
+    options |= {"slot_mapping": slots, "positions": slots + 2}
+    cache = onepass.PagedKVCache(blocks)
+    onepass.fused_rope_rmsnorm_quantization(None, q, kv, None, angles(), gamma, cache, **options)
     return blocks.view(torch.uint8).flatten(0, 1)[:T].view(dtype)
 
 
@@ -40,7 +40,7 @@ def inputs(latent: int, normed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("latent", "normed"), [(96, 64), (97, 33), (40, 1), (64, 63), (2040, 2000)])
 @pytest.mark.parametrize("rounding", ["once", "reference"])
-def test_each_part_is_what_it_is_alone(dtype: torch.dtype, latent: int, normed: int, rounding: str) -> None:
+def test_each_part_equals_a_separate_call(dtype: torch.dtype, latent: int, normed: int, rounding: str) -> None:
     kv, gamma = inputs(latent, normed, dtype)
     whole = write(kv, gamma, kv_norm_dim=normed, rounding=rounding)
     alone = write(torch.cat((kv[:, :normed], kv[:, latent:]), -1), gamma, rounding=rounding)
@@ -59,7 +59,7 @@ def test_columns_between_are_copied_to_a_cache_of_their_dtype() -> None:
     assert entry[:, :64].isfinite().all(), "what is not normed spoils no norm"
 
 
-def test_a_scale_counts_the_columns_between() -> None:
+def test_scale_includes_the_columns_between() -> None:
     kv, gamma = inputs(96, 64, torch.float32)
     kv[:, 70] = 1000.0
     scale = torch.zeros(2, 4)
@@ -70,7 +70,7 @@ def test_a_scale_counts_the_columns_between() -> None:
     assert same_bytes(given, entry)
 
 
-def test_all_columns_is_no_kv_norm_dim() -> None:
+def test_kv_norm_dim_of_all_columns_changes_nothing() -> None:
     kv, gamma = inputs(96, 96, torch.bfloat16)
     assert same_bytes(write(kv, gamma, kv_norm_dim=96), write(kv, gamma))
 
@@ -86,13 +86,13 @@ def test_all_columns_is_no_kv_norm_dim() -> None:
         (64, {"kv_norm_dim": True}, "`kv_norm_dim` must be an int"),
     ],
 )
-def test_refusals(normed: int, options: dict[str, Any], message: str) -> None:
+def test_bad_calls_are_rejected(normed: int, options: dict[str, Any], message: str) -> None:
     kv, gamma = inputs(96, normed, torch.bfloat16)
     with pytest.raises(ContractError, match=f"^fused_rope_rmsnorm_quantization: {message}"):
         write(kv, gamma, **options)
 
 
-def test_no_more_columns_than_a_norm_may_have() -> None:
+def test_limit_of_columns() -> None:
     kv, gamma = inputs(2049, 8, torch.bfloat16)
     with pytest.raises(ContractError, match="`kv` must have at most 2048 columns before q_rope's"):
         write(kv, gamma, kv_norm_dim=8)

@@ -1,4 +1,4 @@
-"""Every case of every op on the CPU against the oracle; and the promises that need no oracle."""
+"""Every case of every op on the CPU against the oracle, and properties that need no oracle."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_case(case: Case) -> None:
     "case", [c for c in runner.CASES if c.group != "empty" and c.interpretable], ids=lambda c: f"{c.op}-{c.name}"
 )
 def test_zeros_fail_every_case(case: Case) -> None:
-    """No case would accept zeros in place of one of its outputs; that it accepts the right ones is `test_case`, on the same inputs.
+    """No case accepts zeros in place of one of its outputs. `test_case` shows that it accepts the correct ones.
 
-    Of long rows and large batches this would be slow and show nothing more.
+    Long rows and large batches are left out: they would be slow and show nothing more.
     """
     module = runner.MODULES[case.op]
     arguments = module.inputs(case, "cpu")
@@ -51,7 +51,7 @@ def test_case_names_are_unique() -> None:
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_pattern_full_of_ties(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
-    """Values repeating every 20 columns against an independent float32 computation: each difference is shown a tie."""
+    """Values that repeat every 20 columns, against an independent float32 computation: only ties may differ."""
     count = torch.arange(math.prod(shape))
     x = (0.05 + 2.95 * (count % 20) / 19).reshape(shape).to(dtype)
     gamma = (0.5 + 0.1 * (torch.arange(120) % 11)).to(dtype)
@@ -107,7 +107,7 @@ class TestMeaning:
         assert scale.stride() == (5, 1, 10)
 
     def test_once_uses_the_unrounded_sum(self) -> None:
-        """x + residual differs from its bfloat16 rounding; "once" normalizes the sum, "hf" the rounding."""
+        """x + residual differs from its bfloat16 rounding: "once" norms the sum, "hf" the rounded sum."""
         x = torch.full((1, 64), 1.0).bfloat16()
         residual = torch.full((1, 64), 2.0**-9).bfloat16()
         residual[0, 0] = 3.0
@@ -117,8 +117,8 @@ class TestMeaning:
         assert not torch.equal(exact, oracle.rms_norm(x, torch.ones(64), 0.0, residual=residual, rounding="hf").y)
 
     @pytest.mark.parametrize("rounding", ["once", "hf"])
-    def test_whether_the_sum_is_rounded_is_a_question_of_its_own(self, rounding: Rounding) -> None:
-        """A rounded sum gives the bytes of a norm of the stored sum, another those of a norm of the sum in float32."""
+    def test_round_sum_is_independent_of_rounding(self, rounding: Rounding) -> None:
+        """With a rounded sum the result is the norm of the stored sum, otherwise that of the float32 sum."""
         x, r, gamma = torch.randn(16, 512).bfloat16(), torch.randn(16, 512).bfloat16(), torch.randn(512).bfloat16()
         rounded, stored = onepass.rms_norm(x, gamma, residual=r, rounding=rounding, round_sum=True)
         assert same_bytes(stored, x + r)
@@ -133,7 +133,7 @@ class TestMeaning:
             )
             assert same_bytes(codes[-1], expected)
 
-    def test_a_rounded_sum_without_anything_to_round(self) -> None:
+    def test_round_sum_without_anything_to_round(self) -> None:
         x, gamma = torch.randn(3, 64).bfloat16(), torch.randn(64)
         for residual in (None, torch.randn(3, 64)):
             call: Callable[..., Any] = partial(onepass.rms_norm, x, gamma, residual=residual)
@@ -143,7 +143,7 @@ class TestMeaning:
 
     @pytest.mark.parametrize("group", [None, 64])
     @pytest.mark.parametrize("rounding", ["once", "hf"])
-    def test_division_is_that_of_the_norm(self, rounding: Rounding, group: int | None) -> None:
+    def test_divide_uses_the_norm_itself(self, rounding: Rounding, group: int | None) -> None:
         x, gamma = torch.randn(64, 256), torch.randn(256)
         q, scale, norm = onepass.rms_norm_fused_fp8(
             x, gamma, rounding=rounding, quantize="divide", group_size=group, return_norm=True
@@ -156,7 +156,7 @@ class TestMeaning:
     @pytest.mark.parametrize(
         "options", [{}, {"group_size": 64}, {"quantize": "divide"}, {"scale_format": "ue8m0"}], ids=str
     )
-    def test_a_bound_in_memory_is_the_same_bound(self, options: dict[str, Any]) -> None:
+    def test_bound_as_tensor_equals_bound_as_number(self, options: dict[str, Any]) -> None:
         x, gamma = torch.randn(16, 256).bfloat16(), torch.randn(256).bfloat16()
         for bound in (0.7, 5.0):
             number = onepass.rms_norm_fused_fp8(x, gamma, scale_ub=bound, **options)
@@ -184,8 +184,8 @@ class TestEdges:
     gamma = torch.ones(128)
 
     @pytest.mark.parametrize("quantize", ["reciprocal", "divide"])
-    def test_least_scale(self, quantize: Quantize) -> None:
-        """Of a row of zeros, of one with a smaller scale, of a bound at or below zero; a row that is NaN stays NaN."""
+    def test_smallest_scale(self, quantize: Quantize) -> None:
+        """For a row of zeros, a row with a smaller scale, and bounds at or below zero; a NaN row stays NaN."""
         x = torch.zeros(4, 128)
         x[1], x[2], x[3, 5] = 1e-6, 1.0, torch.nan
         q, scale = onepass.rms_norm_fused_fp8(x, self.gamma, 1.0, min_scale=1e-5, quantize=quantize)
@@ -221,7 +221,7 @@ class TestEdges:
 
     @pytest.mark.parametrize("size", [1e-15, 1e-20, 1e-30])
     def test_tiny_rows_without_eps_stay_finite(self, size: float) -> None:
-        """eps counts as 2**-126 at least, so the reciprocal root is never that of a subnormal."""
+        """eps is at least 2**-126, so the argument of the reciprocal root is never subnormal."""
         x = torch.full((2, 128), size)
         expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 2.0**-126).sqrt()
         assert compare.floats(onepass.rms_norm(x, self.gamma, 0.0), expected) is None
@@ -232,7 +232,7 @@ class TestEdges:
         assert passed == [2.0**-126, 1e-6]
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-    def test_bad_row_is_nan_and_others_are_untouched(self, bad: float) -> None:
+    def test_bad_row_is_nan_and_others_are_unaffected(self, bad: float) -> None:
         x = torch.randn(3, 128).bfloat16()
         spoiled = x.clone()
         spoiled[1, 77] = bad
@@ -266,7 +266,7 @@ class TestEdges:
         assert onepass.rms_norm(torch.empty(2, 0, 128), self.gamma).shape == (2, 0, 128)
 
     def test_more_than_two_billion_elements_are_addressed(self) -> None:
-        """Rows 2**31 elements apart, in memory that is never touched in between."""
+        """Rows 2**31 elements apart; the memory in between is never touched."""
         step = 2**31 + 64
         x = torch.empty(step + 128, dtype=torch.bfloat16).as_strided((2, 128), (step, 1))
         x.copy_(torch.randn(2, 128))
@@ -283,7 +283,7 @@ class TestCallersTensors:
         assert got[0] is x2 and got[1] is r2
         assert same_bytes(x2, y) and same_bytes(r2, h)
 
-    def test_strided_out_leaves_its_neighbours(self) -> None:
+    def test_strided_out_does_not_touch_its_neighbours(self) -> None:
         x, gamma = torch.randn(4, 96), torch.randn(96)
         parent = torch.full((4, 200), 7.0)
         onepass.rms_norm(x, gamma, out=parent[:, 50:146])
@@ -298,7 +298,7 @@ class TestCallersTensors:
         assert same_bytes(y.contiguous(), y0) and same_bytes(h.contiguous(), h0)
 
     @pytest.mark.parametrize("shift", [1, 48, 95])
-    def test_overlap_is_refused(self, shift: int) -> None:
+    def test_overlap_is_rejected(self, shift: int) -> None:
         memory = torch.randn(1000)
         before = memory.clone()
         x = memory[: 4 * 96].view(4, 96)
@@ -307,13 +307,13 @@ class TestCallersTensors:
             onepass.rms_norm(x, torch.ones(96), out=out)
         assert torch.equal(memory, before)
 
-    def test_out_that_overlaps_itself_is_refused(self) -> None:
+    def test_out_that_overlaps_itself_is_rejected(self) -> None:
         with pytest.raises(onepass.ContractError, match="`out` must not overlap itself"):
             onepass.rms_norm(torch.randn(4, 96), torch.ones(96), out=torch.empty(1, 96).expand(4, 96))
 
     @pytest.mark.parametrize("stride", [0, 1, 96, 5000])
-    def test_the_stride_of_a_single_row_leads_nowhere(self, stride: int) -> None:
-        """It is no sign of an overlap, whatever it is: 0 is what expand leaves."""
+    def test_stride_of_a_single_row_does_not_matter(self, stride: int) -> None:
+        """It is not a sign of overlap: expand leaves a stride of 0."""
         x = torch.randn(4, 1, 96)
         out = torch.empty(4, 200).as_strided((4, 1, 96), (200, stride, 1))
         assert not out.is_contiguous()
@@ -321,14 +321,14 @@ class TestCallersTensors:
             onepass.rms_norm(x, torch.ones(96), out=out).contiguous(), onepass.rms_norm(x, torch.ones(96))
         )
 
-    def test_outs_that_overlap_are_refused(self) -> None:
+    def test_overlapping_outs_are_rejected(self) -> None:
         x = torch.randn(4, 96)
         out = torch.empty_like(x)
         with pytest.raises(onepass.ContractError, match="`residual_out` must not overlap `out`"):
             onepass.rms_norm(x, torch.ones(96), residual=x, out=out, residual_out=out)
 
 
-def test_each_device_has_a_backend_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rms_norm_call._launch, "_found", {"cpu": "llvm", "cuda": "triton"})
-    on_another = torch.empty(1, device="meta")  # like a GPU's in not being on the CPU
-    assert [rms_norm_call._launch.on(t) for t in (torch.empty(1), on_another)] == ["llvm", "triton"]
+def test_each_device_has_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm_call._family, "_launch", {"cpu": "llvm", "cuda": "triton"})
+    on_another = torch.empty(1, device="meta")  # like a GPU's, not on the CPU
+    assert [rms_norm_call._family.launch(t) for t in (torch.empty(1), on_another)] == ["llvm", "triton"]

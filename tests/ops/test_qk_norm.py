@@ -1,4 +1,4 @@
-"""QK-RMSNorm on the CPU and as torch sees it: what it means, what it refuses, and that halves make the whole."""
+"""QK-RMSNorm on the CPU and under torch: results, rejected calls, and that the two halves equal the whole."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 import onepass
 from onepass.contract.declaration import Contract
+from onepass.contract.validation import validation_of
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
-from onepass.ops import qk_norm
+from onepass.ops import registration
 from onepass.ops.dispatch import launching_with
 from onepass.testing import compare, oracle
 from onepass.testing.case import same_bytes
-from onepass.testing.samples import Mistake, mistakes, sample
+from onepass.testing.samples import sample
+from tests.helpers.mistakes import Mistake, mistakes
 from tools.promises.qk_norm import qk_promises
 
-OPS = {
-    op.contract.name: op for op in (qk_norm._sums, qk_norm._means, qk_norm._apply, qk_norm._flat, qk_norm._heads)
-}  # fmt: skip
+OPS = {op.contract.name: op for op in registration._ops if "q" in op.contract.args}
 SIZES = {"Nq": 96, "Nk": 32, "Gq": 96, "Gk": 32, "Hq": 3, "Hk": 1, "D": 32, "P": 4, "R": 16}
 
 
@@ -59,14 +59,15 @@ def all_mistakes() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "mistake"), all_mistakes())
-def test_mistake_is_refused_by_name(name: str, mistake: Mistake) -> None:
+def test_bad_argument_is_named(name: str, mistake: Mistake) -> None:
     nothing = [None] * len(OPS[name].contract.outs)
     with torch.enable_grad(), pytest.raises(ContractError) as caught:
         OPS[name].call(*mistake.arguments.values(), *nothing)
-    assert str(caught.value).startswith(f"{name}: `{mistake.argument}` must "), str(caught.value)
+    public = OPS[name].contract.public_name
+    assert str(caught.value).startswith(f"{public}: `{mistake.argument}` must "), str(caught.value)
 
 
-def test_there_are_many_mistakes_and_good_calls_pass() -> None:
+def test_there_are_many_bad_arguments_and_good_calls_pass() -> None:
     assert len(all_mistakes()) > 150
     for op in OPS.values():
         op.call(*positional(op.contract).values(), *[None] * len(op.contract.outs))
@@ -98,7 +99,7 @@ FREQS = angles(8, 32)
         ({"out_dtype": torch.int8}, "`out_dtype` must be bfloat16 or float16 or float32"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, Any], message: str) -> None:
+def test_error_messages(change: dict[str, Any], message: str) -> None:
     good = {"q": torch.ones(3, 128), "k": torch.ones(3, 64), "gamma_q": torch.ones(128), "gamma_k": torch.ones(64)}
     with pytest.raises(ContractError, match="qk_rms_norm: " + message):
         onepass.qk_rms_norm(**{**good, **change})
@@ -106,8 +107,8 @@ def test_messages(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("columns", [2**24, 2**24 + 1])
 @pytest.mark.parametrize("long", ["q", "k", "heads"])
-def test_the_largest_number_of_columns(long: str, columns: int) -> None:
-    """Of q, of k, and of a head of both."""
+def test_limit_of_columns(long: str, columns: int) -> None:
+    """For q, for k, and for a head of both."""
     nq, nk = (2 if long == "k" else columns), (2 if long == "q" else columns)
     q, k = torch.empty(1, 3, nq, device="meta"), torch.empty(1, 3, nk, device="meta")
     call = partial(onepass.qk_rms_norm, q, k, q[0, 0], k[0, 0], per_head=long == "heads")
@@ -124,7 +125,7 @@ def test_apply_needs_its_outputs() -> None:
         onepass.apply_qk_rms_norm(q, None, gq, gk, torch.ones(3, 2), q, k, 1e-6)  # type: ignore[arg-type]
 
 
-def test_positions_outside_raise_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_outside_raise_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, gq, gk = qk(3, 64, 32)
     rope = onepass.Rope(FREQS, torch.tensor([-3, 8, 2]), head_dim=32)
     nearest = onepass.Rope(FREQS, torch.tensor([0, 7, 2]), head_dim=32)
@@ -138,7 +139,7 @@ def test_positions_outside_raise_when_debugging(monkeypatch: pytest.MonkeyPatch)
     onepass.qk_rms_norm(q, k, gq, gk, rope=nearest)
 
 
-# --- meaning --------------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in qk_promises("cpu")])
@@ -146,7 +147,7 @@ def test_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
 
 
-def test_threads_change_no_bit() -> None:
+def test_threads_do_not_change_results() -> None:
     q, k, gq, gk = qk(300, 1024, 256)
     rope = onepass.Rope(angles(300, 64), head_dim=128)
     before, seen = torch.get_num_threads(), []
@@ -159,8 +160,8 @@ def test_threads_change_no_bit() -> None:
     assert all(same_bytes(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
 
 
-def test_grouping_is_as_written() -> None:
-    """(x * rs) * gamma, not x * (rs * gamma): some values tell them apart, and all are the former."""
+def test_product_is_grouped_as_documented() -> None:
+    """(x * rs) * gamma, not x * (rs * gamma): the inputs contain values for which they differ."""
     q, k, gq, gk = qk(50, 640, 64, torch.float32)
     var = torch.rand(50, 2) + 0.5
     out = torch.empty_like(q), torch.empty_like(k)
@@ -172,7 +173,7 @@ def test_grouping_is_as_written() -> None:
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
-def test_rotation_is_of_the_unrounded_norm(style: Any) -> None:
+def test_rotation_uses_the_unrounded_norm(style: Any) -> None:
     q, k, gq, gk = qk(64, 256, 128)
     freqs = angles(64, 128)
     rope = onepass.Rope(freqs, style=style, head_dim=128)
@@ -200,7 +201,7 @@ def test_rotation_by_complex_numbers() -> None:
     torch.testing.assert_close(halves, expected[..., order], rtol=1e-5, atol=1e-5)
 
 
-def test_heads_dimension_or_not() -> None:
+def test_heads_dimension_is_optional() -> None:
     q, k, gamma = torch.randn(2, 7, 4 * 64).bfloat16(), torch.randn(2, 7, 2 * 64).bfloat16(), torch.randn(64)
     rope = onepass.Rope(angles(7, 32))
     flat = onepass.qk_rms_norm(q, k, gamma, gamma, per_head=True, rope=rope)
@@ -215,8 +216,8 @@ def test_heads_dimension_or_not() -> None:
     assert (plain.unflatten(-1, (4, 64)) == one).double().mean() > 0.999
 
 
-def test_one_head_a_token() -> None:
-    """Rows as long as gamma: tokens of one head each, or heads, as positions say; two dimensions are tokens."""
+def test_one_head_per_token() -> None:
+    """Rows of gamma's length are tokens with one head, or heads, depending on positions; two dimensions are tokens."""
     q, k, gamma, freqs = torch.randn(5, 64), torch.randn(5, 64), torch.randn(64), angles(9, 64)
     tokens = onepass.qk_rms_norm(q, k, gamma, gamma, per_head=True, rope=onepass.Rope(freqs))
     whole = onepass.qk_rms_norm(q, k, gamma, gamma, rope=onepass.Rope(freqs, head_dim=64))
@@ -232,7 +233,7 @@ def test_one_head_a_token() -> None:
 
 @pytest.mark.parametrize("heads", [False, True])
 def test_in_place_in_a_packed_projection(heads: bool) -> None:
-    """q and k are written where they are read, v beside them stays."""
+    """q and k are written in place, and v next to them does not change."""
     qkv = torch.randn(9, 4 * 64 + 2 * 64 + 2 * 64).bfloat16()
     gamma = torch.randn(64)
 
@@ -248,7 +249,7 @@ def test_in_place_in_a_packed_projection(heads: bool) -> None:
     assert same_bytes(qkv[:, 384:], v)
 
 
-def test_overlap_is_refused() -> None:
+def test_overlap_is_rejected() -> None:
     q, k, gq, gk = qk(4, 96, 96)
     with pytest.raises(ContractError, match="`k_out` must not overlap `q`"):
         onepass.qk_rms_norm(q, k, gq, gk, out=(q, q))
@@ -257,14 +258,14 @@ def test_overlap_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("nq", "nk"), [(96, 64), (64, 96)])
-def test_heads_fill_both_rows(nq: int, nk: int) -> None:
+def test_head_dim_must_divide_both_rows(nq: int, nk: int) -> None:
     q, k, gq, gk = qk(4, nq, nk)
     with pytest.raises(ContractError, match="`head_dim` must divide the columns of q and of k"):
         onepass.qk_rms_norm(q, k, gq, gk, rope=onepass.Rope(angles(4, 32), head_dim=64))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_out_dtype_is_free(dtype: torch.dtype) -> None:
+def test_any_out_dtype(dtype: torch.dtype) -> None:
     q, k, gq, gk = qk(4, 96, 32)
     by_name = onepass.qk_rms_norm(q, k, gq, gk, out_dtype=dtype)
     given = torch.empty(4, 96, dtype=dtype), torch.empty(4, 32, dtype=dtype)
@@ -273,7 +274,7 @@ def test_out_dtype_is_free(dtype: torch.dtype) -> None:
     assert all(same_bytes(a, b) for a, b in zip(by_name, by_out, strict=True))
 
 
-def test_overflow_is_a_nan_row_and_its_sum_is_infinite() -> None:
+def test_overflow_gives_a_nan_row_and_an_infinite_sum() -> None:
     q = torch.full((2, 64), 1.0)
     q[1] = 1e25
     assert onepass.row_sum_of_squares_qk(q, q)[1].isinf().all()
@@ -281,7 +282,7 @@ def test_overflow_is_a_nan_row_and_its_sum_is_infinite() -> None:
     assert y[1].isnan().all() and compare.floats(y[0], torch.full((64,), (1 + 1e-6) ** -0.5).double()) is None
 
 
-def test_eps_counts_as_the_smallest_normal_number_at_least() -> None:
+def test_eps_is_at_least_the_smallest_normal_number() -> None:
     q, k, gq, gk = qk(2, 64, 32)
     passed: list[float] = []
     with launching_with(lambda family: lambda call: passed.append(call.eps)):
@@ -314,7 +315,7 @@ def test_opcheck(name: str, rope: bool, lead: tuple[int, ...]) -> None:
     contract = OPS[name].contract
     arguments = tuple(positional(contract, lead, rope).values())
     torch.library.opcheck(getattr(torch.ops.onepass, name).default, arguments)
-    outs = tuple(torch.empty_like(t) for t in contract.prepare(*arguments) if t is not None)
+    outs = tuple(torch.empty_like(t) for t in validation_of(contract).prepare(*arguments) if t is not None)
     torch.library.opcheck(getattr(torch.ops.onepass, f"{name}_out").default, (*arguments, *outs))
 
 
@@ -357,7 +358,7 @@ def test_fake_and_inference_tensors() -> None:
         assert (r.shape, r.stride(), r.dtype, r.device) == (f.shape, f.stride(), f.dtype, f.device)
 
 
-def test_a_group_is_the_business_of_dist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_is_passed_to_dist(monkeypatch: pytest.MonkeyPatch) -> None:
     from onepass import dist
 
     seen: dict[str, Any] = {}

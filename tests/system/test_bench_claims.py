@@ -1,4 +1,4 @@
-"""What a benchmark may claim: nothing from a machine that is not quiet, and nothing about peers without their names."""
+"""What a benchmark may claim: nothing on a busy machine, and nothing about peers without naming them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from onepass.bench import page, peers, results, run, timing, words
+from onepass.bench.document import document as read
 from onepass.cli import bench as cli_bench
 from onepass.cli import demo
-from onepass.cli import main as cli
+from onepass.cli.main import app
+from onepass.cli.screen import Screen
 from tools.bench import report
 
 H200 = Path(__file__).parents[2] / "benchmarks/h200/bench.json"
@@ -27,7 +29,7 @@ CLAIM = re.compile(r"\d(\.\d+)?x\b|of the ceiling|faster than|is ahead")
 
 
 def document(others: float) -> dict[str, Any]:
-    """A run on a CPU during which other processes had a share of the cores."""
+    """A run on a CPU during which other processes used a share of the cores."""
     us = {
         "memory stream": [5.0, 5.1],
         "onepass": [8.0, 8.1],
@@ -36,10 +38,9 @@ def document(others: float) -> dict[str, Any]:
     }
     row = {"op": "rms_norm", "shape": [4, 4096], "bytes": 65536, "us": us, "others": others}
     wide = {**row, "shape": [4096, 4096], "bytes": 67108864, "others": 0.0}
-    return {
-        "machine": "M", "date": "2030-01-01", "torch": "9", "device": "cpu", "threads": 2, "rows": [row, wide], "refused": {},
-        "peers": {"torch.compile": "", "torch eager": "", "Liger-Kernel": "for cuda only", "vLLM": "not installed"},
-    }  # fmt: skip
+    peers = {"torch.compile": "", "torch eager": "", "Liger-Kernel": "for cuda only", "vLLM": "not installed"}
+    head = {"machine": "M", "date": "2030-01-01", "torch": "9", "device": "cpu", "threads": 2}
+    return {**head, "rows": [row, wide], "refused": {}, "peers": peers}
 
 
 def printed(given: dict[str, Any], width: int) -> str:
@@ -49,26 +50,26 @@ def printed(given: dict[str, Any], width: int) -> str:
     return console.file.getvalue()
 
 
-# --- a machine that is not quiet ------------------------------------------------------------------------------------
+# --- a busy machine -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("others", [0.05, 0.75])
 def test_a_busy_machine_gets_a_banner_and_no_claims(others: float) -> None:
-    """The same times in both cases; only the recorded load of others decides."""
+    """The times are the same in both cases; only the recorded load differs."""
     found = results.of_report(document(others))
     body = page.html(found).split("</style>")[1].split("<script>")[0]
     texts = [printed(document(others), 200), body, report.full(found, ["x.json"]), report.section(found, "there")]
     for text in texts:
         assert ("other processes had up to 75% of its cores" in text) == (others > timing.BUSY)
-        shown = re.sub(r"In brackets how many times longer[^.]*\.|click a name|The ceiling is[^.]*\.", "", text)
+        shown = re.sub(r"Brackets show how many times longer[^.]*\.|click a name|The ceiling is[^.]*\.", "", text)
         assert bool(CLAIM.search(re.sub(r"<th>of the ceiling</th>|\| of the ceiling", "", shown))) == (
             others <= timing.BUSY
         )
         assert "16.00" in text or "16.0" in text, "times stay"
 
 
-def test_the_load_of_others_comes_from_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A faked reading of the clocks, in which others have half of all cores, ends in the banner of the command."""
+def test_the_load_is_measured_during_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With faked clocks by which other processes use half of all cores, the command prints the banner."""
     seconds = itertools.count(0.0, 1.0)
     monkeypatch.setattr(timing, "_clocks", lambda: (t := next(seconds), t * 4, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 8)
@@ -76,7 +77,7 @@ def test_the_load_of_others_comes_from_the_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(run, "turns", lambda calls, **k: timing.turns(calls, **{**k, "seconds": 0.02}))
     monkeypatch.setenv("COLUMNS", "160")
     arguments = ["bench", "--device", "cpu", "--op", "rms_norm", "--shapes", "4x256", "--peers", "eager"]
-    result = CliRunner().invoke(cli.app, arguments)
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "This machine was not quiet: other processes had up to 50% of its cores." in result.output
     assert not CLAIM.search(result.output), result.output
@@ -84,21 +85,21 @@ def test_the_load_of_others_comes_from_the_run(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_demo_claims_no_speedup_on_a_busy_machine(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others have none or half of two cores, by a faked reading."""
+    """By faked clocks, other processes use none or half of two cores."""
     seconds = itertools.count(0.0, 1.0)
     monkeypatch.setattr(timing, "_clocks", lambda: (t := next(seconds), t * busy, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    speedup = demo.Speedup(timing.Load(wait=0.0))
     console = Console(width=200, file=io.StringIO(), color_system=None)
-    speedup.warn(console)
-    cells = [speedup(4.0, 1.0), speedup(1.0, 2.0)]
+    screen = Screen(console, "cpu", timing.Load(wait=0.0))
+    screen.warn()
+    cells = [screen.speedup(4.0, 1.0), screen.speedup(1.0, 2.0)]
     assert [cell.plain for cell in cells] == (["not quiet"] * 2 if busy else ["4.0x", "0.5x"])
-    speedup.warn(console)
+    screen.warn()
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().count("This machine is not quiet") == busy
 
 
-def test_load_remembers_the_worst_and_waits_for_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_remembers_the_worst_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     readings = iter([(0.0, 0.0, 0.0), (0.2, 0.2, 0.0), (1.0, 0.05, 0.0), (2.0, 1.0, 0.0), (3.0, 1.0, 0.0)])
     monkeypatch.setattr(timing, "_clocks", lambda: next(readings))
@@ -106,11 +107,11 @@ def test_load_remembers_the_worst_and_waits_for_the_clock(monkeypatch: pytest.Mo
     assert [load.quiet() for _ in range(4)] == [True, True, False, False] and load.worst == pytest.approx(0.95)
 
 
-def test_the_demo_shows_no_speedup_but_through_this(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part that compares times asks `Speedup`."""
+def test_every_comparison_of_the_demo_checks_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part of the demo shows a speed-up on a busy machine."""
     import torch
 
-    monkeypatch.setattr(demo, "median_seconds", lambda calls, device: [4.0e-3, 1.0e-3])
+    monkeypatch.setattr(Screen, "seconds", lambda self, *calls: [4.0e-3, 1.0e-3])
     console = Console(width=200, file=io.StringIO(), color_system=None)
 
     class Loud:
@@ -119,10 +120,10 @@ def test_the_demo_shows_no_speedup_but_through_this(monkeypatch: pytest.MonkeyPa
         def quiet(self) -> bool:
             return False
 
-    speedup = demo.Speedup(Loud())  # type: ignore[arg-type]
+    screen = Screen(console, "cpu", Loud())  # type: ignore[arg-type]
     with torch.inference_mode():
-        demo._show_speed("cpu", console, speedup)
-        demo._show_prologue("cpu", console, speedup)
+        demo._show_speed(screen)
+        demo._show_prologue(screen)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.count("not quiet") == len(demo.SHAPES) + 1 and "4.0x" not in text and "4.00 ms" in text
@@ -133,18 +134,20 @@ def test_the_demo_shows_no_speedup_but_through_this(monkeypatch: pytest.MonkeyPa
 
 def test_counts_of_peers_ahead_name_the_peers() -> None:
     found = results.of_report(document(0.0))
-    said = "Peers: torch.compile, torch eager. Not measured: "
+    named = "Peers: torch.compile, torch eager. Not measured: "
     texts = [words.ahead_words(found), printed(document(0.0), 200), page.html(found), report.full(found, ["x.json"])]
     for text in texts:
-        assert said in text
+        assert named in text
         assert "Liger-Kernel (for cuda only)" in text and "vLLM (not installed)" in text and "quack" in text
 
 
-def test_committed_headlines_name_the_peers() -> None:
+def test_committed_pages_name_the_peers() -> None:
     found = results.load([H200])
-    for file in (H200.parents[2] / "README.md", H200.parent / "README.md", H200.parent / "bench.html"):
+    root = H200.parents[2]
+    pages = [page for page in (root / "README.md", *root.glob("docs/*.md")) if "speed:begin" in page.read_text()]
+    for file in (*pages, H200.parent / "README.md", H200.parent / "bench.html"):
         assert found.peer_words in file.read_text(), file
-    assert set(found.measured) | set(found.absent) == set(peers.PEERS)
+    assert pages and set(found.measured) | set(found.absent) == set(peers.PEERS)
 
 
 def test_nothing_is_called_out_of_reach() -> None:
@@ -156,9 +159,9 @@ def test_nothing_is_called_out_of_reach() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 240])
-def test_a_narrow_terminal_gets_fewer_columns_and_whole_numbers(width: int) -> None:
-    """Every committed row of the H200, each number as it is or not at all."""
-    given = results.document(H200)
+def test_a_narrow_terminal_gets_fewer_columns(width: int) -> None:
+    """Every committed row of the H200; numbers are shown whole or not at all."""
+    given = read(H200)
     text = printed(given, width)
     assert "\u2026" not in text
     tables = text.split("left out to fit")[0] if width < 240 else text
@@ -176,20 +179,20 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_numbers(width: int) -> N
 PIPED = """
 import sys
 from onepass.bench import run
-def measure(workload, plan, usable, row, notes, watch, clock, behind=None, ours=True):
+def measure(self, workload, row, peers, ours):
     if workload.shape[0] > 1:
         sys.stdin.readline()
     row["us"] = {"onepass": [2.0, 2.0]}
-run.measure = measure
-run.gate.check = lambda ops, device: {op: [] for op in ops}
-from onepass import cli
+run.Run.measure = measure
+run.check = lambda op, device: []
+from onepass.cli.main import main
 sys.argv = ["onepass", "bench", "--device", "cpu", "--op", "rms_norm", "--peers", "none"]
-cli.app()
+main()
 """
 
 
-def test_a_pipe_gets_a_line_per_row_while_the_run_goes_on() -> None:
-    """The second row is not measured before the first one was read here: a line kept back would never come."""
+def test_a_pipe_gets_each_row_as_soon_as_it_is_measured() -> None:
+    """The second row is measured only after the first was read here: a buffered line would never come."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-c", PIPED]
     pipe = subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Files of results come from anywhere: whatever is in them, one line says what is wrong, and nothing reaches the terminal."""
+"""Result files may come from anywhere: bad ones are rejected in one line, and nothing in them reaches the terminal unescaped."""
 
 from __future__ import annotations
 
@@ -11,33 +11,42 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from onepass.bench import baseline, document, gate, page, results, run
-from onepass.cli import main as cli
+from onepass.bench import baseline, document, page, results, run
+from onepass.cli.main import app
 from tools.bench import report
 
 ROW = {"op": "rms_norm", "shape": [4, 256], "bytes": 4224, "us": {"memory stream": [1.0, 1.1], "onepass": [9e5, 9.1e5]}}
 GOOD: dict[str, Any] = {
-    "machine": "M", "date": "2030-01-01", "torch": "9", "device": "cpu", "threads": 2, "packages": {"llvmlite": "1"}, "rows": [ROW],
-    "peers": {"vLLM": "not installed"}, "host_us": {"rms_norm": [1.0, 2.0]}, "refused": {}, "checks": {"rms_norm": 9},
-}  # fmt: skip
+    "machine": "M",
+    "date": "2030-01-01",
+    "torch": "9",
+    "device": "cpu",
+    "threads": 2,
+    "packages": {"llvmlite": "1"},
+    "rows": [ROW],
+    "peers": {"vLLM": "not installed"},
+    "host_us": {"rms_norm": [1.0, 2.0]},
+    "refused": {},
+    "checks": {"rms_norm": 9},
+}
 HOSTILE = "[red]x[/red]\x1b[31m\x9b31m\u202e\nnew [link=file:///etc]l[/link]"
 
 
 def bench(baseline: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
-    """The command on a row that takes no time to measure."""
+    """The command on a row whose time is invented."""
 
-    def measure(workload: Any, plan: Any, usable: Any, row: dict[str, Any], *_: Any, **__: Any) -> None:
+    def measure(self: run.Run, workload: Any, row: dict[str, Any], peers: Any, ours: bool) -> None:
         row["us"] = {"onepass": [2.0, 2.0]}
 
-    monkeypatch.setattr(run, "measure", measure)
-    monkeypatch.setattr(gate, "check", lambda ops, device: {op: [] for op in ops})
+    monkeypatch.setattr(run.Run, "measure", measure)
+    monkeypatch.setattr(run, "check", lambda op, device: [])
     monkeypatch.setenv("COLUMNS", "200")
     arguments = ["bench", "--device", "cpu", "--op", "rms_norm", "--shapes", "4x256", "--peers", "none"]
-    return CliRunner().invoke(cli.app, [*arguments, "--baseline", str(baseline)])
+    return CliRunner().invoke(app, [*arguments, "--baseline", str(baseline)])
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The good document with one thing replaced, or removed where the value is the class `Any`."""
+    """The good document with one value replaced, or removed if the new value is the class `Any`."""
     found = copy.deepcopy(GOOD)
     *way, last = path.split(".")
     place: Any = found
@@ -55,46 +64,50 @@ BROKEN: list[tuple[Any, str]] = [
     (b"", "Expecting value"),
     (b"\x00\xff\xfe\x80" * 100, "it is not text"),
     (b"[" * 200_000, "nested too deeply"),
-    (b'{"rows": ' + b"[" * 90 + b"]" * 90 + b"}", "nested too deeply"),
-    (b"[]", "it is a list, not an object"),
-    (b"3", "it is a number, not an object"),
+    (b'{"rows": ' + b"[" * 90 + b"]" * 90 + b"}", "it has no `machine`"),
+    (b"[]", "it is not an object"),
+    (b"3", "it is not an object"),
     (b"{}", "it has no `machine`"),
-    (b'{"a": 1' + b"1" * 5000 + b"}", "no file of results"),
+    (b'{"a": 1' + b"1" * 5000 + b"}", "is not a result file"),
     (changed("rows", Any), "it has no `rows`"),
-    (changed("rows", {}), "`rows` is an object, not a list"),
-    (changed("rows", [3]), "row 0 is a number, not an object"),
-    (changed("machine", 3), "`machine` is a number, not a string"),
-    (changed("peers", []), "`peers` is a list, not an object"),
+    (changed("rows", {}), "`rows` is not a list"),
+    (changed("rows", [3]), "row 0 is not an object"),
+    (changed("machine", 3), "`machine` is not a string"),
+    (changed("peers", []), "`peers` is not an object"),
     (changed("rows.0.op", Any), "row 0 has no `op`"),
-    (changed("rows.0.op", ["x"]), "row 0 has a list as `op`"),
-    (changed("rows.0.shape", []), "row 0 has a `shape`"),
-    (changed("rows.0.shape", [4, "256"]), "row 0 has a `shape`"),
-    (changed("rows.0.shape", [0, 256]), "row 0 has a `shape`"),
-    (changed("rows.0.bytes", -1), "row 0 has `bytes`"),
-    (changed("rows.0.us", [1.0]), "row 0 has a list as `us`"),
-    (changed("rows.0.us", {}), "row 0 has no time of onepass"),
-    (changed("rows.0.us.onepass", []), "no usable times of onepass"),
-    (changed("rows.0.us.onepass", [float("nan")]), "no usable times of onepass"),
-    (changed("rows.0.us.onepass", [float("inf")]), "no usable times of onepass"),
-    (changed("rows.0.us.onepass", [0.0]), "no usable times of onepass"),
-    (changed("rows.0.us.onepass", [10**400]), "no usable times of onepass"),
-    (changed("rows.0.us.onepass", "fast"), "no usable times of onepass"),
-    (changed("host_us", {"a": "b"}), "`host_us` of a is a string"),
+    (changed("rows.0.op", ["x"]), "row 0 `op` is not a string"),
+    (changed("rows.0.shape", []), "row 0 `shape` is not a short list of positive whole numbers"),
+    (changed("rows.0.shape", [4, "256"]), "row 0 `shape` is not a short list of positive whole numbers"),
+    (changed("rows.0.shape", [0, 256]), "row 0 `shape` is not a short list of positive whole numbers"),
+    (changed("rows.0.bytes", -1), "row 0 `bytes` is not a positive whole number"),
+    (changed("rows.0.us", [1.0]), "row 0 `us` is not an object"),
+    (changed("rows.0.us", {}), "row 0 `us` has no `onepass`"),
+    (changed("rows.0.us.onepass", []), "row 0 `us` `onepass` is not one or more positive times"),
+    (changed("rows.0.us.onepass", [float("nan")]), "row 0 `us` `onepass` is not one or more positive times"),
+    (changed("rows.0.us.onepass", [float("inf")]), "row 0 `us` `onepass` is not one or more positive times"),
+    (changed("rows.0.us.onepass", [0.0]), "row 0 `us` `onepass` is not one or more positive times"),
+    (changed("rows.0.us.onepass", [10**400]), "row 0 `us` `onepass` is not one or more positive times"),
+    (changed("rows.0.us.onepass", "fast"), "row 0 `us` `onepass` is not one or more positive times"),
+    (changed("host_us", {"a": "b"}), "`host_us` `a` is not one or more positive times"),
     ({**GOOD, "device": "cuda"}, "row 0 has no time of a best copy, and there are no `ceilings`"),
-    ({**GOOD, "device": "cuda", "ceilings": {"copy 2 GiB TB/s": 0}}, "`ceilings` has no positive `copy 2 GiB TB/s`"),
-    ({**GOOD, "device": "tpu"}, "`device` is neither cpu nor cuda"),
-    ({**GOOD, "clocks": {"before": 3}}, "`clocks` before are not an object of numbers"),
+    ({**GOOD, "device": "cuda", "ceilings": {"copy 2 GiB TB/s": 0}}, "`ceilings` has no `read 1 GiB TB/s`"),
+    (
+        {**GOOD, "ceilings": {"copy 2 GiB TB/s": 0, "read 1 GiB TB/s": 1, "empty kernel us": 1}},
+        "`ceilings` `copy 2 GiB TB/s` is not a positive number",
+    ),
+    ({**GOOD, "device": "tpu"}, "`device` is not cpu or cuda"),
+    ({**GOOD, "clocks": {"before": 3}}, "`clocks` `before` is not an object"),
     ({**GOOD, "threads": "two"}, "`threads` is not a positive whole number"),
-    ({**GOOD, "packages": {"llvmlite": 3}}, "`packages` has a number as llvmlite, not a string"),
-    (changed("rows.0.us.onepass", HOSTILE), "no usable times of onepass"),
-    (changed("rows.0.us", {HOSTILE: 0}), "no usable times of [red]x"),
+    ({**GOOD, "packages": {"llvmlite": 3}}, "`packages` `llvmlite` is not a string"),
+    (changed("rows.0.us.onepass", HOSTILE), "row 0 `us` `onepass` is not one or more positive times"),
+    (changed("rows.0.us", {"onepass": 1.0, HOSTILE: 0}), "`us` `[red]x"),
 ]
 
 
 @pytest.mark.parametrize(
     ("given", "message"), BROKEN, ids=[message[:24] + str(i) for i, (_, message) in enumerate(BROKEN)]
 )
-def test_a_broken_baseline_is_one_line_and_status_2(
+def test_a_bad_baseline_is_one_line_and_status_2(
     given: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "old.json"
@@ -123,8 +136,8 @@ def test_the_good_document_is_good(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 0 and "faster" in result.output and "0 of 1 rows are the same" in result.output
 
 
-def test_words_of_a_file_are_neither_markup_nor_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every string that a file may hold, hostile: shown spelled out, brackets and all."""
+def test_strings_of_a_file_are_neither_markup_nor_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hostile text in every string of a file is shown escaped, including its brackets."""
     given = copy.deepcopy(GOOD)
     row = {**given["rows"][0], "us": {"onepass": [9e5, 9e5], HOSTILE: [1.0, 1.0]}, "with": HOSTILE, HOSTILE: 1}
     given |= {"machine": HOSTILE, "torch": HOSTILE, "triton": HOSTILE, "note": HOSTILE, "rows": [given["rows"][0], row]}
@@ -145,15 +158,15 @@ def test_words_of_a_file_are_neither_markup_nor_escapes(tmp_path: Path, monkeypa
     assert "\x1b" not in report.full(found, ["old.json"])
 
 
-def test_a_resumed_file_is_read_as_carefully(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from onepass.bench.__main__ import main
+def test_a_resumed_file_is_validated_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tools.bench.__main__ import main
 
     file = tmp_path / "x.json"
     file.write_text("[1]")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         patch.setattr("sys.argv", ["bench", "--device", "cpu", "--op", "rms_norm", "--json", str(file), "--resume"])
         main()
-    assert end.value.code == 2 and "it is a list, not an object" in capsys.readouterr().err
+    assert end.value.code == 2 and "it is not an object" in capsys.readouterr().err
 
 
 def values(random_: random.Random) -> Any:
@@ -179,7 +192,7 @@ def values(random_: random.Random) -> Any:
 
 
 def mutate(found: Any, random_: random.Random) -> Any:
-    """The document with something somewhere in it replaced, removed or added."""
+    """The document with one value somewhere replaced, removed or added."""
     places: list[tuple[Any, Any]] = []
     left = [found]
     while left:
@@ -205,8 +218,8 @@ def mutate(found: Any, random_: random.Random) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_document_is_refused_or_can_be_shown(seed: int, tmp_path: Path) -> None:
-    """Random damage: either a one-line ValueError, or everything that is made from results works."""
+def test_a_document_is_rejected_or_can_be_shown(seed: int, tmp_path: Path) -> None:
+    """Random damage: either a one-line ValueError, or everything rendered from results works."""
     random_ = random.Random(seed)
     committed = json.loads((Path(__file__).parents[2] / "benchmarks/h200/bench.json").read_text())
     committed["rows"] = committed["rows"][::12]
@@ -221,7 +234,7 @@ def test_a_document_is_refused_or_can_be_shown(seed: int, tmp_path: Path) -> Non
             found = results.load([file])
         except ValueError as error:
             assert (
-                str(error).startswith(f"{file} is no file of results: ")
+                str(error).startswith(f"{file} is not a result file: ")
                 and "\n" not in str(error)
                 and "\x1b" not in str(error)
             )

@@ -1,4 +1,4 @@
-"""A GPU's benchmark run as far as it goes without a GPU: everything around the timing is real, the clock is not."""
+"""A benchmark run for a GPU without one: everything but the clock is real."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch._inductor.fx_passes.reinplace as reinplace
 from torch._inductor.utils import run_and_get_code
 
 from onepass.bench import (
-    gate,
     gemv_norm,
     gpu,
     host,
@@ -32,13 +31,15 @@ from onepass.bench import (
 )
 from onepass.bench import qk_norm as qk
 from onepass.bench import rms_norm as rows
+from onepass.bench.document import document
+from tools.bench.__main__ import summary
 
 COUNT = {"chain": 0, "pairs": 0}
 
 
 @pytest.fixture
 def machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs are on the CPU, times are invented; a call behind a kernel takes 3 us in all, the kernel alone 1."""
+    """Inputs are on the CPU and times are invented: a call behind a kernel takes 3 us in total, the kernel alone 1."""
     COUNT.update(chain=0, pairs=0)
 
     def times(calls: Any, *, chain_us: float = timing.CHAIN_US, replays: int = timing.REPLAYS) -> list[float]:
@@ -57,29 +58,31 @@ def machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu, "ceilings", lambda: {"copy 2 GiB TB/s": 4.2, "read 1 GiB TB/s": 4.5, "empty kernel us": 0.9}
     )
     monkeypatch.setattr(gpu, "clocks", dict)
-    monkeypatch.setattr(gate, "check", lambda ops, device: {op: [] for op in ops})
+    monkeypatch.setattr(run, "check", lambda op, device: [])
     monkeypatch.setattr(host, "times", lambda device, skip: {"rms_norm": [3.0, 3.1]})
     monkeypatch.setattr(run, "describe", lambda device: {**machine.describe("cpu"), "device": device, "triton": "3"})
     monkeypatch.setattr(run, "MOST_SETS", {"cuda": 2, "cpu": 2})
 
 
 def plan(*ops: str, **more: Any) -> run.Plan:
-    """Small workloads of each kind, made on the CPU although the plan says cuda."""
+    """Small workloads of each kind, made on the CPU although the plan is for cuda."""
     shapes = {"rms_norm": "4x64", "gemv_and_partial_norm": "2x48x64"}
     made = run.Plan("cuda", ops, ",".join(shapes[op] for op in ops), **more)
-    on_cpu = tuple(
-        replace(w, make=lambda device, w=w: w.make("cpu")) for w in made.workloads  # type: ignore[misc]
-    )  # fmt: skip
-    object.__setattr__(made, "workloads", on_cpu)
+
+    def on_cpu(workload: workload.Workload) -> workload.Workload:
+        return replace(workload, make=lambda device: workload.make("cpu"))
+
+    object.__setattr__(made, "workloads", tuple(map(on_cpu, made.workloads)))
     return made
 
 
-def use(monkeypatch: pytest.MonkeyPatch, **makers: Callable[[workload.Problem], workload.Call | None]) -> None:
-    """These peers and no others; those named slow are measured last, those named lib_ are libraries."""
-    found = {
-        name: peers.Peer(name, make, "torch" if name.startswith("lib_") else None, None, name.startswith("slow"))
-        for name, make in makers.items()
-    }
+def use(monkeypatch: pytest.MonkeyPatch, **makers: Callable[[workload.Problem], workload.Call]) -> None:
+    """Use only these peers: slow ones are measured last, lib_ ones are libraries, `none` does another op's work."""
+    found = {}
+    for name, make in makers.items():
+        module = "torch" if name.startswith("lib_") else None
+        ops = ("another op",) if name == "none" else ()
+        found[name] = peers.Peer(name, make, module, None, ops, slow=name == "slow")
     monkeypatch.setattr(run, "chosen", lambda words: found)
 
 
@@ -89,7 +92,7 @@ def composed(p: workload.Problem) -> workload.Call:
 
 @pytest.mark.usefixtures("machine_with_a_gpu")
 def test_every_contender_is_timed_in_a_chain_and_behind_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, fair=composed, none=lambda p: None)
+    use(monkeypatch, fair=composed, none=composed)
     report = run.run(plan("rms_norm", "gemv_and_partial_norm"))
     norm, product = report["rows"]
     assert norm["us"] == {"best copy": [0.9, 0.8], "onepass": [2.0, 1.0], "fair": [2.0, 1.0]}
@@ -100,12 +103,12 @@ def test_every_contender_is_timed_in_a_chain_and_behind_a_kernel(monkeypatch: py
     assert [row.floor_us for row in found.rows] == [0.8, 0.8] and found.has_best
     assert found.rows[0].behind_kernel.ours == 2.0 and found.behind_kernel.rows[0].peers == {"fair": 2.0}
     assert "not measured behind" not in words.ahead_words(found)
-    assert set(report["sittings"][0]["seconds"]) >= {"checks", "best copy", "onepass", "fair"}
+    assert set(report["sessions"][0]["seconds"]) >= {"checks", "best copy", "onepass", "fair"}
 
 
 @pytest.mark.parametrize("kind", ["copy", "halve", "read"])
 def test_a_ceiling_moves_whole_vectors(kind: workload.Stream) -> None:
-    """Other lengths would be loaded element by element. What is lost is less than a vector of each tensor."""
+    """Other lengths would be loaded element by element. Less than one vector per tensor is lost."""
     moved = {"copy": 8, "halve": 3, "read": 4}[kind]
     for size in (1, 35844, 702592, 89012224):
         elements = gpu.length(kind, size)
@@ -113,14 +116,14 @@ def test_a_ceiling_moves_whole_vectors(kind: workload.Stream) -> None:
         assert size - 16 * moved < elements * moved <= max(size, 16 * moved)
 
 
-def test_a_difference_that_is_not_positive_is_no_time() -> None:
+def test_differences_that_are_not_positive_are_dropped() -> None:
     report = {"device": "cuda", "ceilings": {"copy 2 GiB TB/s": 4.0, "read 1 GiB TB/s": 5.0}}
     row: dict[str, Any] = {"op": "rms_norm", "stream": "copy", "shape": [1, 8], "bytes": 40, "us": {"onepass": [1.0]}}
     pairs = {"onepass": [0.5, 0.4], "torch.compile": [0.1, -0.1], "Liger-Kernel": [0.0]}
     assert results.row_of({**row, "behind_us": pairs}, report).behind_us == {"onepass": (0.5, 0.4)}
 
 
-def test_huge_rows_are_held_to_a_large_copy_too() -> None:
+def test_huge_rows_are_compared_with_a_large_copy_too() -> None:
     report = {"device": "cuda", "ceilings": {"copy 2 GiB TB/s": 4.0, "read 1 GiB TB/s": 5.0}}
     row = {
         "op": "rms_norm",
@@ -135,7 +138,7 @@ def test_huge_rows_are_held_to_a_large_copy_too() -> None:
 
 
 @pytest.mark.usefixtures("machine_with_a_gpu")
-def test_who_fails_or_computes_something_else_is_noted_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_fail_or_compute_something_else_are_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(p: workload.Problem) -> workload.Call:
         def call() -> None:
             if COUNT["pairs"] > 2:
@@ -159,10 +162,10 @@ def test_who_fails_or_computes_something_else_is_noted_and_not_timed(monkeypatch
 
 
 @pytest.mark.usefixtures("machine_with_a_gpu")
-def test_a_run_that_is_cut_short_goes_on_where_it_ended(
+def test_a_run_that_is_cut_short_can_be_continued(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The limit passes while the first slow peer is measured. What is in the file stays; what is missing is added."""
+    """The limit passes while the first slow peer is measured. Existing results stay, missing ones are added."""
     now = [0.0]
     monkeypatch.setattr("onepass.bench.run.time.perf_counter", lambda: now[0])
 
@@ -178,21 +181,21 @@ def test_a_run_that_is_cut_short_goes_on_where_it_ended(
         ["best copy", "fair", "onepass", "slow"],
         ["best copy", "fair", "norm, then onepass", "onepass"],
     ]
-    assert "its limit of 50 s" in first["sittings"][0]["stopped"] and "STOPPED" in lines.summary(first)
-    kept = results.document(file)
-    assert kept["rows"] == json.loads(json.dumps(first["rows"]))
+    assert "its limit of 50 s" in first["sessions"][0]["stopped"] and "STOPPED" in summary(first)
+    stored = document(file)
+    assert stored["rows"] == json.loads(json.dumps(first["rows"]))
     before = dict(COUNT)
-    second = run.run(plan(*both), lines.Lines(file), results.document(file))
+    second = run.run(plan(*both), lines.Lines(file), document(file))
     assert all("slow" in row["us"] and "slow" in row["behind_us"] for row in second["rows"])
     more = {name: COUNT[name] - before[name] for name in COUNT}
     assert more == {"chain": 1, "pairs": 2}  # slow once each way, and the kernel alone
-    assert len(second["sittings"]) == 2 and "stopped" not in second["sittings"][1]
+    assert len(second["sessions"]) == 2 and "stopped" not in second["sessions"][1]
     out = capsys.readouterr().out
     assert "onepass 1.00 (behind a kernel 2.00)" in out and out.count("slow 1.00") == 2
 
 
 @pytest.mark.usefixtures("machine_with_a_gpu")
-def test_times_behind_a_kernel_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_behind_a_kernel_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, fair=composed)
     report = run.run(plan("rms_norm", behind=False))
     assert "behind_us" not in report["rows"][0] and COUNT["pairs"] == 0
@@ -202,7 +205,7 @@ def test_times_behind_a_kernel_can_be_left_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_best_stream_is_the_fastest_of_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile that wins the trial by luck loses to the runner-up when both are measured in full."""
+    """A tile that wins the trial by chance loses to the runner-up in the full measurement."""
     full = {gpu.TILES[0]: 5.0, gpu.TILES[3]: 3.0}
     seen: list[tuple[gpu.Tile, bool]] = []
 
@@ -224,7 +227,7 @@ def test_the_best_stream_is_the_fastest_of_all_tiles(monkeypatch: pytest.MonkeyP
 
 
 def whole_cache_moved(function: Callable[..., object], *arguments: torch.Tensor) -> bool:
-    """Whether Inductor's code has a buffer, or a loop, of the size of the cache that is written."""
+    """Whether Inductor's code has a buffer or a loop of the size of the cache."""
     torch._dynamo.reset()
     fresh = torch._inductor.config.patch(fx_graph_cache=False), functorch.config.patch(enable_autograd_cache=False)
     with torch.inference_mode(), fresh[0], fresh[1]:
@@ -236,7 +239,7 @@ def whole_cache_moved(function: Callable[..., object], *arguments: torch.Tensor)
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_the_compiled_peer_writes_the_cache_in_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Inductor does not see through views of its inputs, as torch 2.11 does not."""
+    """Also where Inductor does not recognize views of its inputs, as in torch 2.11."""
     names = vars(reinplace)
     if "_get_view_base" in names:
         monkeypatch.setitem(names, "_get_view_base", lambda node: node)
@@ -253,7 +256,7 @@ def test_the_compiled_peer_writes_the_cache_in_place(dtype: torch.dtype, monkeyp
     assert whole_cache_moved(inside, blocks, slots, rows_), "the check would not notice a copy"
 
 
-def test_peers_are_given_the_cache_as_rows() -> None:
+def test_peers_get_the_cache_as_rows() -> None:
     p = mla_cache.problem(4, 2, mla_cache.CACHES["fp8"], mla_cache.angles("cpu"), "cpu")
     entries = mla_cache.arguments(p)[5]
     assert entries.dtype == torch.uint8 and entries.shape == (p.cache.blocks.shape[0] * mla_cache.PAGE, 576)
@@ -263,8 +266,8 @@ def test_peers_are_given_the_cache_as_rows() -> None:
 # --- libraries as peers ---------------------------------------------------------------------------------------------
 
 
-def test_what_libraries_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for Liger and FlashInfer that compute the same in torch: every op they do agrees with torch."""
+def test_libraries_agree_with_torch_where_they_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger and FlashInfer are replaced by stubs in torch."""
     import sys
     from types import ModuleType
 
@@ -288,26 +291,27 @@ def test_what_libraries_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", flash)
     problems = {
         "rms_norm": rows.problem("rms_norm", 4, 64, "cpu"),
-        "rms_norm, residual": rows.problem_with("rms_norm", 4, 64, "cpu"),
+        "rms_norm, residual": rows.problem("rms_norm", 4, 64, "cpu", more=True),
         "rms_norm_fused_fp8": rows.problem("rms_norm_fused_fp8", 4, 64, "cpu"),
         "qk_rms_norm": qk.problem("qk_rms_norm", 4, 64, 32, "cpu"),
         "gemv_and_partial_norm": gemv_norm.problem(2, 48, 64, 32, "cpu"),
     }
     done = {}
     for name in ("Liger-Kernel", "FlashInfer"):
-        made = {op: peers.PEERS[name].make(p) for op, p in problems.items()}
-        done[name] = [op for op, call in made.items() if call is not None]
-        for op, call in made.items():
+        made = {op: peers.PEERS[name].calls([p]) for op, p in problems.items()}
+        done[name] = [op for op, calls in made.items() if calls]
+        for op, calls in made.items():
             arguments = problems[op].arguments
             before = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
-            assert call is None or peers.disagreement(call(), problems[op].composed(*arguments)) == ""
+            for call in calls:
+                assert peers.disagreement(call(), problems[op].composed(*arguments)) == ""
             after = [a for a in arguments if isinstance(a, torch.Tensor)]
-            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "inputs are nobody's to change"
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a peer changed its inputs"
     assert done["Liger-Kernel"] == ["rms_norm", "rms_norm, residual", "qk_rms_norm"]
     assert done["FlashInfer"] == ["rms_norm", "rms_norm, residual", "qk_rms_norm", "gemv_and_partial_norm"]
 
 
-def test_disagreements_are_told() -> None:
+def test_disagreements_are_described() -> None:
     x = torch.randn(4, 64)
     assert peers.disagreement(x, x) == "" and peers.disagreement((x, x), (x, x * 1.001)) == ""
     assert "2 results instead of 1" in peers.disagreement((x, x), x)

@@ -1,4 +1,4 @@
-"""The command line: what it prints, its JSON, its exit status, and what importing the library brings in."""
+"""The command line: its output, JSON and exit status, and which modules `import onepass` loads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 import onepass
-from onepass.cli import demo, demo_model
-from onepass.cli import main as cli
+from onepass.cli import common, demo, demo_model, env, screen, source
+from onepass.cli.main import app
 from onepass.ops.dispatch import launching_with
 from onepass.testing import runner
 
@@ -46,11 +46,11 @@ def wrong_kernel() -> Iterator[None]:
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments)
+    return CliRunner().invoke(app, arguments)
 
 
 def onepass_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "onepass.cli.main", *arguments]
+    command = [sys.executable, "-m", "onepass.cli", *arguments]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
@@ -64,13 +64,13 @@ def test_check_passes() -> None:
     assert "2 of 2 passed on cpu" in result.output
 
 
-def test_check_fails_loudly(wrong_kernel: None) -> None:
+def test_check_reports_failures(wrong_kernel: None) -> None:
     result = invoke("check", "--match", "short: 5x33")
     assert result.exit_code == 1
     assert "0/1" in result.output
     assert "0 of 2 passed" in result.output
     assert "FAILED rms_norm short: 5x33 bf16" in result.output
-    assert "ulp off" in result.output
+    assert "out of bounds" in result.output
 
 
 def test_check_json(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_check_json_with_failures(wrong_kernel: None) -> None:
 
 
 def test_check_process() -> None:
-    """Status and stdout as a script sees them: the table goes to stderr when JSON goes to stdout."""
+    """With JSON on stdout the table goes to stderr."""
     good = onepass_process("check", "--match", "short: 5x33", "--json", "-")
     assert good.returncode == 0, good.stderr
     assert json.loads(good.stdout)["passed"] == 2
@@ -103,17 +103,18 @@ def test_check_process_fails() -> None:
     program = (
         "import sys, onepass.cli.main, onepass.ops.dispatch\n"
         "sys.argv[1:] = ['check', '--match', 'short: 5x33']\n"
-        "with launch.launching_with(lambda family: lambda *_: None): onepass.cli.main.main()"
+        "with onepass.ops.dispatch.launching_with(lambda family: lambda *_: None): onepass.cli.main.main()"
     )
     done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "0 of 2 passed" in done.stdout
 
 
-@pytest.mark.skipif(not cli.backend_status()["interpreter"][0], reason="needs Triton's interpreter")
+@pytest.mark.skipif(not common.backend_status()["interpreter"][0], reason="needs Triton's interpreter")
 def test_check_interprets_the_gpu_kernels() -> None:
-    """5x2, 5x200 and 5x2048 run; 5x20000 is left out, and said to be."""
-    done = onepass_process("check", "--device", "interpreter", "--op", "rms_norm", "--match", "5x2", "--json", "-")
+    """5x2 and 5x200 run; 5x20000 is left out and counted."""
+    match = "short: 5x2|wide: 5x2"
+    done = onepass_process("check", "--device", "interpreter", "--op", "rms_norm", "--match", match, "--json", "-")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["device"], report["failed"], report["left_out"]) == ("interpreter", 0, 1)
@@ -123,15 +124,16 @@ def test_check_interprets_the_gpu_kernels() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("check", "--op", "nonsense"), "no op 'nonsense'; there are rms_norm"),
+        (("check", "--op", "nonsense"), "no op 'nonsense'; choose from rms_norm"),
         (("check", "--match", "nonsense"), "no case has 'nonsense' in its name"),
         (("check", "--device", "tpu"), "tpu"),
         (("check", "--match", "short: 5x33", "--json", "/nonexistent/file"), "cannot write"),
         (("demo", "--device", "tpu"), "neither cpu nor cuda"),
-        (("demo", "--model", "gpt5"), "'gpt5' is none of deepseek-v3, olmo2, gemma3, llama"),
-        (("demo", "--rounding", "twice"), "'twice' is none of model, once"),
+        (("demo", "--model", "gpt5"), "'gpt5' is not one of deepseek-v3, olmo2, gemma3, llama"),
+        (("demo", "--rounding", "twice"), "'twice' is not one of model, once"),
         (("demo", "--path", "/nonexistent"), "/nonexistent has no config.json"),
-        (("docs", "--output", "/proc/nonexistent/ops.md"), "cannot write"),
+        (("source", "nonsense"), "no op 'nonsense'; choose from rms_norm"),
+        (("source", "rms_norm", "--part", "nonsense"), "nonsense"),
         (("nonsense",), "No such command"),
     ],
 )
@@ -143,13 +145,13 @@ def test_usage_errors_are_friendly(arguments: tuple[str, ...], message: str) -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_said() -> None:
+def test_a_missing_gpu_is_a_usage_error() -> None:
     result = invoke("check", "--device", "cuda")
     assert result.exit_code == 2
     assert "cuda cannot run here" in result.output
 
 
-# --- env and docs ---------------------------------------------------------------------------------------------------
+# --- env ------------------------------------------------------------------------------------------------------------
 
 
 def test_env() -> None:
@@ -178,9 +180,9 @@ def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'onepass[models]'" in result.output
 
 
-def test_env_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    status = cli.backend_status()
+    status = common.backend_status()
     assert "llvmlite is not installed" in status["cpu"][1]
     assert "Triton is not installed" in status["interpreter"][1]
     assert "llvmlite is not installed" in invoke("check").output
@@ -196,16 +198,33 @@ def test_env_shows_the_variables(value: str | None, monkeypatch: pytest.MonkeyPa
 
 
 def test_env_knows_every_variable() -> None:
-    """Those that the sources read, and no others of ours."""
-    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "cli.py")
-    assert set(re.findall(r"ONEPASS_[A-Z_]+", sources)) == {v for v in cli.VARIABLES if v.startswith("ONEPASS_")}
+    """The variables that the sources read, and no others."""
+    own = Path(env.__file__)
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py") if path != own)
+    assert set(re.findall(r"ONEPASS_[A-Z_]+", sources)) == {v for v in env.VARIABLES if v.startswith("ONEPASS_")}
 
 
-def test_docs(tmp_path: Path) -> None:
-    file = tmp_path / "ops.md"
-    assert "written" in invoke("docs", "--output", str(file)).output
-    assert file.read_text() == (ROOT / "docs/ops.md").read_text()
-    assert "up to date" in invoke("docs", "--output", str(file)).output
+# --- source ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", runner.MODULES)
+def test_source_of_each_op(op: str) -> None:
+    result = invoke("source", op)
+    assert result.exit_code == 0, result.output
+    parts = re.findall(r"^[#;] --- (\w+): (.+)$", result.output, re.MULTILINE)
+    assert [part for part, _ in parts] == sorted((p for p, _ in parts), key=list(source.Part).index)
+    assert {part for part, _ in parts} == set(source.Part)
+    assert ("cpu", "LLVM IR") in parts and "define void" in result.output
+    if not common.backend_status()["triton"][0]:
+        assert parts[-1] == ("triton", f"not available: {common.backend_status()['triton'][1]}")
+
+
+@pytest.mark.parametrize(("part", "text"), [("validation", "def "), ("fastpath", "def "), ("cpu", "define void")])
+def test_source_of_one_part(part: str, text: str) -> None:
+    result = invoke("source", "rms_norm", "--part", part)
+    assert result.exit_code == 0, result.output
+    assert set(re.findall(r"^[#;] --- (\w+):", result.output, re.MULTILINE)) == {part}
+    assert text in result.output
 
 
 # --- demo -----------------------------------------------------------------------------------------------------------
@@ -219,24 +238,14 @@ def test_demo_cases_exist() -> None:
 
 @pytest.fixture
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes and repetitions that take no time."""
+    """Small sizes and few repetitions."""
     pytest.importorskip("transformers")
-    sizes = {
-        **demo_model._SIZES,
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-    }
-    monkeypatch.setattr(demo_model, "_SIZES", sizes)
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    monkeypatch.setattr(demo_model, "_SIZES", {**demo_model._SIZES, **sizes})
     monkeypatch.setattr(demo_model, "ROUNDS", 1)
     monkeypatch.setattr(demo_model, "NEW_TOKENS", 6)
-    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(screen, "SECONDS", 0.01)
     monkeypatch.setattr(demo, "SHAPES", ((1, 256),))
-
-
-def test_demo_models_are_those_of_the_command() -> None:
-    assert set(cli.DEMO_MODELS) == set(demo_model.MODELS)
 
 
 @pytest.mark.slow
@@ -246,14 +255,22 @@ def test_demo_models_are_those_of_the_command() -> None:
         ("llama", "model", {"rms_norm, 128": 3, "rms_norm with residual, 128": 2}),
         ("olmo2", "model", {"rms_norm, 128": 5, "qk_rms_norm, 128 + 64": 2}),
         ("gemma3", "once", {"rms_norm, 128": 7, "rms_norm with residual, 128": 2, "qk_rms_norm, 512 + 256": 2}),
-        ("deepseek-v3", "once", {"rms_norm, 128": 3, "rms_norm with residual, 128": 2,
-                                 "gemv_and_partial_norm, 256 x 128": 2, "gemv_and_partial_norm, 160 x 128": 2}),
+        (
+            "deepseek-v3",
+            "once",
+            {
+                "rms_norm, 128": 3,
+                "rms_norm with residual, 128": 2,
+                "gemv_and_partial_norm, 256 x 128": 2,
+                "gemv_and_partial_norm, 160 x 128": 2,
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_demo_of_each_model(
     model: str, rounding: str, ops: dict[str, int], small_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report says what the table shows: same tokens, close logits, a time for each op at its number of calls."""
+    """The report has what the table shows: same tokens, close logits, a time per op and its number of calls."""
     monkeypatch.setattr(demo, "SHOWN_CASES", demo.SHOWN_CASES[:1])
     file = tmp_path / "report.json"
     result = invoke("demo", "--model", model, "--rounding", rounding, "--device", "cpu", "--report", str(file))
@@ -319,14 +336,14 @@ HEAVY = ("bench", "checks", "cli", "compat", "cpu", "dist", "docs", "integration
 
 
 def modules_of(program: str) -> list[str]:
-    """What a program in a process of its own prints: names of modules."""
+    """The module names that a program prints in its own process."""
     done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     found: list[str] = json.loads(done.stdout)
     return found
 
 
 def test_import_is_light() -> None:
-    """Beyond torch: about thirty modules of our own, no other package, and none of ours that has a backend or tools."""
+    """Beyond torch, about thirty modules of onepass, no other package, no backend and no tools."""
     found = modules_of(IMPORT)
     assert [name for name in found if name.split(".")[0] != "onepass"] == []
     assert [name for name in found if name.startswith(tuple(f"onepass.{part}" for part in HEAVY))] == []
@@ -338,7 +355,7 @@ def test_the_import_test_sees_heavy_modules() -> None:
     assert {"onepass.compat.vllm", "onepass.nn", "rich"} <= set(found)
 
 
-def test_dir_shows_what_is_public() -> None:
+def test_dir_shows_public_names() -> None:
     shown = dir(onepass)
     assert {"compat", "dist", "integrations", "nn", "patch", "prologues", "rms_norm"} <= set(shown)
     assert not {"checker", "contract", "eager", "library", "ops", "process", "TYPE_CHECKING"} & set(shown)
@@ -352,8 +369,8 @@ def test_dir_shows_what_is_public() -> None:
                 getattr(module, name)
 
 
-def test_modules_are_found_without_importing_them_by_hand() -> None:
-    """`import onepass` alone: every module that the README names is an attribute."""
+def test_submodules_are_attributes() -> None:
+    """After `import onepass` every module in the README is an attribute."""
     program = "import json, onepass as o; print(json.dumps([m.__name__ for m in (%s)]))"
     names = ["compat.vllm", "compat.vllm_0_19", "compat.flashinfer", "dist", "integrations", "nn"]
     assert modules_of(program % ", ".join(f"o.{name}" for name in names)) == [f"onepass.{name}" for name in names]
@@ -362,7 +379,7 @@ def test_modules_are_found_without_importing_them_by_hand() -> None:
 
 
 def test_python_m_onepass() -> None:
-    for arguments in (("-m", "onepass", "--version"), ("-m", "onepass.cli.main", "--version")):
-        command = [sys.executable, *arguments]
+    for module in ("onepass", "onepass.cli", "onepass.cli.main"):
+        command = [sys.executable, "-m", module, "--version"]
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, f"onepass {onepass.__version__}\n"), done.stderr

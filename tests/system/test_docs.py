@@ -1,4 +1,4 @@
-"""The documents say what the code does: ops.md is fresh, the README's example runs, links lead somewhere."""
+"""Documents match the code: generated pages are current, the README example runs, links resolve, numbers match the data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import pytest
 import torch
 
 import onepass
+from onepass.bench.results import COMPILED, load
 from onepass.testing import runner
-from tools.bench import model_tables
-from tools.docs import dist_page
-from tools.docs import ops_page as docs
+from tools.bench import model_tables, report
+from tools.bench.markdown import filled
+from tools.docs import __main__ as docs
+from tools.docs import dist_page, ops_page
 
 ROOT = Path(__file__).parents[2]
-MARKDOWN = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")))
+MARKDOWN = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")))
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MAX_LINES = 450
 
@@ -29,16 +31,13 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_ops_md_is_fresh() -> None:
-    assert (ROOT / docs.PATH).read_text() == docs.render(), "docs/ops.md is stale: run `make docs`"
-
-
-def test_dist_md_is_fresh() -> None:
-    assert (ROOT / dist_page.PATH).read_text() == dist_page.render(), "docs/dist.md is stale: run `make docs`"
+@pytest.mark.parametrize("page", [ops_page, dist_page], ids=lambda page: page.PATH.name)
+def test_generated_page_is_current(page: Any) -> None:
+    assert (ROOT / page.PATH).read_text() == page.render(), f"{page.PATH} is stale: run `make docs`"
 
 
 def test_dist_md_has_every_public_name() -> None:
-    """Each with its signature: every parameter by name, type and default."""
+    """Each name has its signature, with the name, type and default of every parameter."""
     text = dist_page.render()
     for name in onepass.dist.__all__:
         section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
@@ -46,33 +45,33 @@ def test_dist_md_has_every_public_name() -> None:
             assert f"{parameter.name}: " in section, (name, parameter.name)
 
 
-def test_scaling_md_has_the_signatures() -> None:
-    """Of the halves that it tells of, as they are."""
+def test_scaling_md_quotes_current_signatures() -> None:
+    """The signatures of the two halves match the code."""
     text = (ROOT / "docs/scaling.md").read_text()
     for name in ("start_qk_stats", "finish"):
         assert dist_page.signature(f"onepass.dist.{name}", getattr(onepass.dist, name)) in text
 
 
 def test_docstrings_become_markdown() -> None:
-    """A literal block is fenced whole, with its empty lines, and nothing behind it is."""
+    """A literal block, including its empty lines, becomes one fenced block."""
     made = dist_page.markdown("Both::\n\n    a = ``b``\n\n    c\n\nThen ``d``.")
     assert made == "Both:\n\n```\na = ``b``\n\nc\n```\n\nThen `d`."
 
 
-def test_what_is_not_refused_is_said() -> None:
-    """Where the README says that wrong arguments are refused, it names the exceptions and the switch; so do the references."""
+def test_unchecked_index_values_are_documented() -> None:
+    """Every page that covers argument checks mentions the debug switch, and the README names the exceptions."""
     for name in ("README.md", "CONTRIBUTING.md", "docs/ops.md", "docs/mla.md", "docs/numerics.md", "docs/scaling.md"):
         assert "ONEPASS_DEBUG=1" in (ROOT / name).read_text(), name
     readme = (ROOT / "README.md").read_text()
-    claim = readme[readme.index("Wrong arguments are refused") :].split("\n## ")[0]
+    claim = readme[readme.index("Invalid arguments raise") :].split("\n## ")[0]
     assert "clamped" in claim and "is not stored" in claim and "ONEPASS_DEBUG=1" in claim
     assert "Nothing is silent" not in readme
 
 
 def test_every_public_op_is_documented() -> None:
-    documented = {op.contract.name for op in docs.public_ops()}
+    documented = {op.contract.name for op in ops_page.public_ops()}
     assert documented <= set(onepass.__all__)
-    for op in docs.public_ops():
+    for op in ops_page.public_ops():
         base = op.contract.name.removesuffix("_with_scratch")
         assert any(case.op == base for case in runner.CASES), f"{op.contract.name} has no check cases"
         contract = {*op.contract.args, *op.contract.options, *(out.argument for out in op.contract.outs.values())}
@@ -83,49 +82,67 @@ def test_every_public_op_is_documented() -> None:
 
 
 def test_ops_md_names_every_argument() -> None:
-    for section, op in zip(docs.render().split("\n## ")[1:], docs.public_ops(), strict=True):
+    for section, op in zip(ops_page.render().split("\n## ")[1:], ops_page.public_ops(), strict=True):
         head, _, body = section.partition("\n")
         assert head == op.contract.name
         for name in (*op.contract.args, *op.contract.options, *op.contract.outs):
             assert f"| `{name}`" in body
 
 
-def test_write_tells_whether_it_changed(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "ops.md"
-    assert docs.write(target)
-    assert not docs.write(target)
-    target.write_text("stale")
-    assert docs.write(target)
+def test_docs_command_writes_pages_that_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs.main(["--root", str(tmp_path)])
+    assert capsys.readouterr().out == "docs/ops.md written\ndocs/dist.md written\n"
+    assert (tmp_path / "docs/ops.md").read_text() == ops_page.render()
+    (tmp_path / "docs/dist.md").write_text("stale")
+    docs.main(["--root", str(tmp_path)])
+    assert capsys.readouterr().out == "docs/ops.md is up to date\ndocs/dist.md written\n"
 
 
-def test_what_is_said_of_models_is_what_was_measured() -> None:
-    """Tables and sentences of models.md and README.md are made from the files they cite."""
+def test_model_tables_match_the_measurements() -> None:
+    """Tables and sentences about models are generated from the files they cite."""
     for path, text in model_tables.render(ROOT).items():
         assert path.read_text() == text, f"{path.name} is stale: run `python -m tools.bench.model_tables`"
-    text = (ROOT / "docs/models.md").read_text()
+    text = (ROOT / "docs/notebook/models.md").read_text()
     rows = json.loads((ROOT / "benchmarks/h200/models.json").read_text())["rows"]
     assert len(rows) == 10
     for row in rows:
         us = row["us"]
-        told = [f"{us['unpatched']:.0f}", f"{us['patched']:.0f} ({us['unpatched'] / us['patched']:.2f}x)"]
-        assert f"| {row['model']} | {row['batch']} | {' | '.join(told)} |" in text
+        cells = [f"{us['unpatched']:.0f}", f"{us['patched']:.0f} ({us['unpatched'] / us['patched']:.2f}x)"]
+        assert f"| {row['model']} | {row['batch']} | {' | '.join(cells)} |" in text
 
 
-def test_models_beside_torch_compile() -> None:
-    """Columns, failures and verdicts appear when a run has them."""
+def test_performance_page_quotes_the_results() -> None:
+    """Numbers in the prose of docs/performance.md are those of bench.json; tests/tools/test_bench_report.py checks the tables."""
+    text = (ROOT / "docs/performance.md").read_text()
+    results = load([ROOT / "benchmarks/h200/bench.json"])
+    for name in ("rms_norm", "F.rms_norm"):
+        assert f"{min(results.host[name]):.1f} us for `{name}`" in text
+    large = {row.op: row.share_words for row in report.headlines(results) if row.m > 1}
+    shares = sorted(int(share.rstrip("%")) for op, share in large.items() if op != "gemv_and_partial_norm")
+    assert f"{shares[0]} to {shares[-1]} % of the fastest plain copy" in text
+    assert all(row.best(COMPILED) is not None for row in report.headlines(results))
+
+
+def test_model_tables_with_torch_compile() -> None:
+    """Columns, failures and comparisons appear when a run has them."""
     fine = {"equal": 1.0, "same_token": True}
     half = {"equal": 0.5, "same_token": False}
     rows: list[dict[str, Any]] = [
         {
-            "model": "One", "batch": 1, "agreement": {"patched": fine}, "failed": {},
+            "model": "One",
+            "batch": 1,
+            "agreement": {"patched": fine},
+            "failed": {},
             "us": {"unpatched": 300.0, "patched": 200.0, "torch.compile": 150.0, "torch.compile, patched": 100.0},
         },
         {
-            "model": "Two", "batch": 1, "agreement": {"patched": half},
+            "model": "Two",
+            "batch": 1,
+            "agreement": {"patched": half},
             "us": {"unpatched": 300.0, "patched": 100.0, "torch.compile": 200.0},
             "failed": {"torch.compile, patched": "RuntimeError: no"},
         },
-    ]  # fmt: skip
+    ]
     report = {"machine": "NVIDIA H200", "date": "today", "torch": "2", "transformers": "5", "rows": rows}
     text = model_tables.steps(report)
     assert "| model | batch | unpatched | patched | torch.compile | torch.compile, patched |" in text
@@ -134,29 +151,29 @@ def test_models_beside_torch_compile() -> None:
     assert "faster than a patched model that is not compiled in 1 of 2 rows" in text
     assert "faster than compiled alone in 1 of 1 rows" in text
     assert "`torch.compile, patched` failed: `RuntimeError: no`." in text
-    assert "to the last one in 1 of 2 rows; in the others at least 50% of the logits were" in text
+    assert "eager step in 1 of 2 rows; in the others at least 50% did" in text
     assert "same in 1 of 2 rows" in text and "generate()" not in text
     assert model_tables.headline(report) == (
         "In a CUDA graph on an H200, a decode step of 2 models is 1.50 to 3.00 times as fast as uncompiled transformers; "
         "with `torch.compile` instead it is 1.50 to 2.00, with both 3.00 to 3.00."
     )
-    told = {"model": "One", "batch": 1, "new_tokens": 32, "us_per_token": {"unpatched": 30.0, "patched": 20.0}}
-    report["generate"] = [{**told, "same_tokens": 1.0}]
+    generated = {"model": "One", "batch": 1, "new_tokens": 32, "us_per_token": {"unpatched": 30.0, "patched": 20.0}}
+    report["generate"] = [{**generated, "same_tokens": 1.0}]
     assert "| One | 1 | 30 | 20 (1.50x) | 100% |" in model_tables.steps(report)
-    with pytest.raises(ValueError, match="must each stand in the text once"):
-        model_tables.replaced("no markers", "steps", "x")
+    with pytest.raises(ValueError, match="must each occur once"):
+        filled("<!-- steps:begin --> no end", {"steps": "x"})
 
 
 @pytest.mark.parametrize(("machine", "minutes"), [("cpu", 20), ("h200", 10)])
-def test_long_runs_that_reliability_cites(machine: str, minutes: int) -> None:
-    """A million random calls, all as promised; a soak without a fault."""
+def test_long_runs_cited_by_reliability_md_passed(machine: str, minutes: int) -> None:
+    """A million random calls without a failure, and a soak without a fault."""
     fuzz, soak = (json.loads((ROOT / "benchmarks" / machine / f"{name}.json").read_text()) for name in ("fuzz", "soak"))
     assert sum(fuzz["cases"].values()) == 1_000_000 and not fuzz["failed"] and not fuzz["failures"]
     assert soak["minutes"] >= minutes and not soak["faults"]
 
 
 def test_readme_example(tmp_path: Path) -> None:
-    """In a file and a process of its own, as a reader would run it; its last comment is what it prints."""
+    """Run the example in a new process, as a reader would. Its last comment is its output."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     file = tmp_path / "example.py"
     file.write_text(example)
@@ -166,9 +183,8 @@ def test_readme_example(tmp_path: Path) -> None:
     assert done.stdout.strip() == example.strip().rsplit("# ", 1)[1]
 
 
-def test_readme_has_room_for_measurements() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert text.index("<!-- speed:begin -->") < text.index("<!-- speed:end -->")
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 600
 
 
 @pytest.mark.parametrize("path", MARKDOWN, ids=relative)
@@ -186,21 +202,22 @@ def test_links_resolve(path: Path) -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a markdown file's headings, as GitHub makes them."""
+    """The anchors that GitHub generates for a file's headings."""
     titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_files_stay_readable() -> None:
+def test_source_files_are_short() -> None:
     assert SOURCES
     long = {relative(path): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > MAX_LINES}
     assert not long
 
 
-def test_models_md_has_every_row() -> None:
-    """The table of docs/models.md says what integrations/families.py has."""
+def test_models_md_lists_every_family() -> None:
+    """The table of docs/models.md matches integrations/families.py."""
     from onepass.integrations import FAMILIES
 
+    assert f"{len(FAMILIES) - 1} Hugging Face model families" in (ROOT / "README.md").read_text()
     text = (ROOT / "docs/models.md").read_text()
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     rows = {cells[0]: cells for cells in table}
@@ -219,7 +236,7 @@ def test_models_md_has_every_row() -> None:
 
 
 def test_numerics_states_the_tolerances() -> None:
-    """The numbers in docs/numerics.md are those of the code."""
+    """The numbers in docs/numerics.md match the code."""
     from onepass.formats import FP8_FORMATS, SMALLEST_EPS, SMALLEST_SCALE
     from onepass.testing import compare
 
@@ -237,35 +254,33 @@ def test_numerics_states_the_tolerances() -> None:
 
 CLOCKS = re.compile(r"\b(?:perf_counter|process_time|monotonic|time\.time)(?:_ns)?\(\)")
 LIMITS = re.compile(r"(?:timeout|seconds)=(\d+)\b(?!\.)|\.(?:join|wait)\((\d+)\)")
-MAY_ASK = {
+MAY_READ_A_CLOCK = {
     "tests/helpers/concurrency_workers.py": "sets a file's age",
-    "tests/helpers/dist_workers.py": "a rank that waits for another waits at least as long as it was told to",
-    "tools/mutation/campaign.py": "shares out its time",
-    "tools/mutation/plugins.py": "shares out its time",
-    "tests/system/test_bench.py": "a process works until it has had a second of a core",
+    "tests/helpers/dist_workers.py": "a waiting rank waits at least as long as requested",
+    "tests/system/test_bench_timing.py": "a process works until it has used one second of CPU time",
     "tests/cpu/test_object_cache.py": "sets a file's age",
-    "tests/cpu/test_gemv_norm.py": "time stamps are in order",
+    "tests/cpu/test_gemv_norm.py": "timestamps are in order",
 }
 HANGS = {"tests/dist/test_dist.py": "seconds=4"}
-"""Limits that a test means to reach."""
+"""Time limits that a test is meant to reach."""
 
 
 def test_tests_do_not_depend_on_the_speed_of_the_machine() -> None:
-    """No test asks a clock, but for the reasons above, and no time limit is one that a busy machine could reach."""
+    """Tests read a clock only for the reasons above, and a busy machine cannot reach their time limits."""
     found: dict[str, list[str]] = {"clocks": [], "limits": []}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         name, text = relative(path), path.read_text()
         if name == relative(Path(__file__)):
             continue
-        if CLOCKS.search(text) and name not in MAY_ASK:
+        if CLOCKS.search(text) and name not in MAY_READ_A_CLOCK:
             found["clocks"].append(name)
         limits = [match for match in LIMITS.finditer(text) if int(match[1] or match[2]) < 300]
         found["limits"] += [f"{name}: {match[0]}" for match in limits if match[0] != HANGS.get(name)]
     assert found == {"clocks": [], "limits": []}
 
 
-def test_the_mutation_score_stands_beside_its_scope() -> None:
-    """Wherever it is quoted: which files it is of, and which not."""
+def test_mutation_score_is_quoted_with_its_scope() -> None:
+    """Every quotation of the score names the files that mutation testing does not cover."""
     outside = ("`triton/`", "prologues", "integrations", "`dist`", "`kvcache`", "`nn`", "`compat`")
     quoted = 0
     for path in MARKDOWN:
@@ -273,14 +288,16 @@ def test_the_mutation_score_stands_beside_its_scope() -> None:
             if re.search(r"mut(ants|ation)", block) and re.search(r"\b(95\.6|86\.[28]) %", block):
                 quoted += 1
                 assert not [word for word in outside if word not in block], relative(path)
-    assert quoted == 2
+    assert quoted == 3
     (targets,) = re.findall(r"^TARGETS: Final = \((.*)\)$", (ROOT / "tools/mutation/campaign.py").read_text(), re.M)
-    told = (ROOT / "docs/reliability.md").read_text()
-    section = told[told.index("**The mistakes.**") : told.index("**Not covered**")]
+    notebook = (ROOT / "docs/notebook/reliability.md").read_text()
+    section = notebook[notebook.index("**The mistakes.**") : notebook.index("**Not covered**")]
     assert all(f"`{name}`" in section for name in re.findall(r'"(.*?)"', targets))
 
 
-def test_the_cache_is_not_said_to_be_signed() -> None:
-    section = (ROOT / "docs/reliability.md").read_text().split("## Cache faults")[1].split("\n## ")[0]
-    assert "did not write" not in section
-    assert "None of this is a signature" in section and "as the same user" in section
+def test_cache_is_not_described_as_signed() -> None:
+    notebook = (ROOT / "docs/notebook/reliability.md").read_text().split("## Cache faults")[1].split("\n## ")[0]
+    limits = (ROOT / "docs/reliability.md").read_text().split("## Limits")[1]
+    assert "did not write" not in notebook
+    for text in (notebook, limits):
+        assert "None of this is a signature" in text and "as the same user" in text

@@ -1,4 +1,4 @@
-"""Every script in examples/ runs, in a process of its own, and says what it should."""
+"""Every script in examples/ runs in its own process and prints what it should."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"mla_decode.py"}  # tests/ops/test_mla_cache.py runs it
 EXAMPLES = sorted({path.name for path in (ROOT / "examples").glob("*.py")} - ELSEWHERE)
-SAYS = {
+PRINTS = {
     "fp8_linear.py": r"(decoded|_scaled_mm): \[32, 512\] torch\.bfloat16, ([\d.]+)% from bfloat16",
     "prologue.py": r"largest difference from torch: 0\.0\d+; codes torch\.float8_e4m3fn, scale \[128, 1\]",
     "ten_lines.py": r"h is x \+ residual: True; fp8 is within ([\d.]+)% of y's largest",
@@ -33,14 +33,14 @@ def run(name: str) -> str:
     return done.stdout
 
 
-def test_there_is_an_expectation_for_each() -> None:
-    assert set(EXAMPLES) == set(SAYS)
+def test_every_example_has_an_expected_output() -> None:
+    assert set(EXAMPLES) == set(PRINTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name: str) -> None:
-    found = re.search(SAYS[name], run(name))
+def test_example_prints_what_it_should(name: str) -> None:
+    found = re.search(PRINTS[name], run(name))
     assert found is not None
     if name == "fp8_linear.py":
         assert 0.5 < float(found[2]) < 6

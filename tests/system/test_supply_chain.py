@@ -1,4 +1,4 @@
-"""What an installed onepass does unasked: nothing on the network, no process, no file outside its cache."""
+"""An installed onepass does not access the network, start processes, or write outside its cache."""
 
 from __future__ import annotations
 
@@ -15,46 +15,50 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT = Path(__file__).parents[2]
 
 
 def watched(tmp_path: Path, *words: str) -> tuple[dict[str, Any], list[str]]:
-    """What `watched.py` told, run in fresh directories, and the files that it left in them."""
-    places = {name: tmp_path / name.lower() for name in ("HOME", "TMPDIR", "WORK")}
-    for place in places.values():
-        place.mkdir()
-    given = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "watched.py"), *words],
-        env={**given, "HOME": str(places["HOME"]), "TMPDIR": str(places["TMPDIR"])},
-        cwd=places["WORK"], capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    """What `watched.py` reported in fresh directories, and the files it left there."""
+    home, temporary, work = (tmp_path / name for name in ("home", "tmpdir", "work"))
+    for directory in (home, temporary, work):
+        directory.mkdir()
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": str(home),
+        "TMPDIR": str(temporary),
+    }
+    command = [sys.executable, str(ROOT / "tests/helpers/watched.py"), *words]
+    done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     return json.loads(done.stdout.splitlines()[-1]), files
 
 
-def test_nothing_is_touched_but_the_cache(tmp_path: Path) -> None:
-    """From the import on: no socket, no file opened to be written outside the cache, no process of ours."""
-    told, files = watched(tmp_path)
+def test_only_the_cache_is_written(tmp_path: Path) -> None:
+    """From the import on: no socket, no file opened for writing outside the cache, no process."""
+    report, files = watched(tmp_path)
     cache = tmp_path / "home" / ".cache" / "onepass" / "cpu"
-    assert told["network"] == []
-    assert set(told["started"]) <= {"subprocess.Popen ('uname',)"}, "Python's own question for the platform's name"
-    assert told["env"] == str(cache)
+    assert report["network"] == []
+    assert set(report["started"]) <= {"subprocess.Popen ('uname',)"}, (
+        "Python's platform module asks for the system's name"
+    )
+    assert report["env"] == str(cache)
     parents = {"/dev/null", *(str(path) for path in (cache, *cache.parents))}
-    assert [path for path in told["written"] if path not in parents and not path.startswith(f"{cache}/")] == []
+    assert [path for path in report["written"] if path not in parents and not path.startswith(f"{cache}/")] == []
     assert len(files) == 5 and all(f.startswith("home/.cache/onepass/cpu/") and f.endswith(".o") for f in files)
 
 
-def test_the_watch_sees_what_it_watches(tmp_path: Path) -> None:
-    told, files = watched(tmp_path, "misbehave")
-    assert "socket.__new__" in told["network"] and len(told["started"]) == 1
-    assert told["written"][-2:] == ["here", "there"] and files == ["work/here"]
+def test_watch_detects_violations(tmp_path: Path) -> None:
+    report, files = watched(tmp_path, "misbehave")
+    assert "socket.__new__" in report["network"] and len(report["started"]) == 1
+    assert report["written"][-2:] == ["here", "there"] and files == ["work/here"]
 
 
-def test_lower_bounds_are_those_that_were_run() -> None:
-    """`make bounds` installs these; a bound that is lowered must be run again."""
+def test_lower_bounds_are_tested_versions() -> None:
+    """`make bounds` installs these. Run it again before you lower a bound."""
     parsed = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, tested = parsed["project"], parsed["tool"]["onepass"]["tested"]
     extras = project["optional-dependencies"]
@@ -77,8 +81,8 @@ def test_lower_bounds_are_those_that_were_run() -> None:
     assert named == {f"3.{minor}" for minor in range(minors[0], minors[1] + 1)}
 
 
-def test_tested_versions_are_told() -> None:
-    """docs/reliability.md names both ends of every range; README the ones that a user chooses."""
+def test_tested_versions_are_documented() -> None:
+    """docs/reliability.md names both ends of every range, README.md those that users choose."""
     tested = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["onepass"]["tested"]
     reliability, readme = ((ROOT / name).read_text() for name in ("docs/reliability.md", "README.md"))
     for name, ends in tested.items():
@@ -89,8 +93,8 @@ def test_tested_versions_are_told() -> None:
         assert f"{name} {ends[0]} to {ends[1]}" in readme
 
 
-def test_plain_install_has_what_torch_warns_about() -> None:
-    """`import torch` warns where numpy is missing, so onepass must bring it: there is nothing to silence in onepass itself."""
+def test_import_does_not_warn_in_a_plain_install() -> None:
+    """`import torch` warns if numpy is missing, so onepass depends on numpy."""
     program = (
         "import sys\n"
         "class Absent:\n"
@@ -102,14 +106,13 @@ def test_plain_install_has_what_torch_warns_about() -> None:
     required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     brought = {re.match(r"[\w-]+", line)[0] for line in required}  # type: ignore[index]
     absent = [name for name in ("numpy", "triton", "transformers") if name not in brought]
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program, *absent],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", program, *absent]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-500:]
 
 
-def test_bounds_says_what_it_did_not_run() -> None:
-    """A Python that cannot be had is named, and the exit status tells."""
+def test_bounds_names_what_it_did_not_run() -> None:
+    """A Python that is not installed is named, and the exit status is 3."""
     done = subprocess.run([ROOT / ".ci" / "bounds", "newest-3.99"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (3, "NOT RUN: newest-3.99 (no Python 3.99)\n"), done.stderr

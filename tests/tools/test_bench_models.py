@@ -1,4 +1,4 @@
-"""What `bench.models` and `bench.agreement` measure on a GPU, rehearsed on the CPU with small models."""
+"""`tools.bench.models` and `tools.bench.agreement` on the CPU with small models."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ pytest.importorskip("transformers")
 
 import onepass
 from onepass.integrations import forwards
-from tools.bench import agreement, models
+from tools.bench import agreement, common, models
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def tiny(name: str, **more: Any) -> Any:
-    _, config, sizes = models.sized(name, 2)
-    return models.build(config, {**sizes, **models._TINY, **more}, "cpu")
+    _, config, sizes = common.sized(name, 2)
+    return common.build(config, {**sizes, **models._TINY, **more}, "cpu")
 
 
 def test_sizes() -> None:
-    for name in models.MODELS:
-        title, _, sizes = models.sized(name, 4)
+    for name in common.MODELS:
+        title, _, sizes = common.sized(name, 4)
         layers = sizes["num_hidden_layers"]
         assert layers == (3 if name == "DeepSeek-V3" else 4) and f", {layers} " in title
         assert len(sizes.get("layer_types", [0] * layers)) == layers
 
 
-def test_decode_step_over_a_static_cache() -> None:
-    """What is captured in a CUDA graph, run as it is; the comparison sees a wrong step."""
+def test_decode_step_with_a_static_cache() -> None:
+    """The step that a CUDA graph captures, run eagerly; the comparison detects a wrong step."""
     with torch.no_grad():
         model = tiny("Qwen3 8B", **HEADS)
         row = models.measure(model, 2, "cpu", replays=1)
         step = models.Step(model, 2, "cpu")
         one, moved = step(), int(step.cache.layers[0].cumulative_length)
-        step.set_back()
+        step.reset()
         assert moved == int(step.cache.layers[0].cumulative_length) + 1
         assert torch.equal(step(), one)
     assert set(row["us"]) == {"unpatched", "patched", "patched, once"} and not row["failed"]
@@ -52,7 +52,7 @@ def test_decode_step_over_a_static_cache() -> None:
 
 
 def test_compiled_steps_are_compiled_with_and_without_onepass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph each; only the patched one has onepass's ops in it."""
+    """One graph each; only the patched one contains onepass's ops."""
     graphs: list[int] = []
     lookup = torch._dynamo.lookup_backend
 
@@ -69,13 +69,13 @@ def test_compiled_steps_are_compiled_with_and_without_onepass(monkeypatch: pytes
     torch._dynamo.reset()
     assert not row["failed"] and models.agrees(row)
     assert list(row["us"]) == [way.name for way in (*models.EAGER, *models.COMPILED)]
-    assert graphs == [0, 5]  # of two layers: two norms each, one of them with its addition, and the last norm
+    assert graphs == [0, 5]  # two layers with two norms each, one of them with its addition, and the last norm
     assert [row["compiled"][way.name]["graphs"] for way in models.COMPILED] == [1, 1]
     assert row["agreement"]["torch.compile"]["same_token"]
 
 
-def test_a_way_that_fails_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the first line of its error, and the others go on; a failure of ours is no agreement."""
+def test_failures_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first line of its error is stored and the other ways continue; a failure of ours is a disagreement."""
 
     def broken(self: Any, mode: str) -> None:
         raise RuntimeError("no compiler here\nand a long trace")
@@ -104,7 +104,7 @@ def test_generating() -> None:
 
 
 def test_results_are_written_after_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is cut off leaves what it had."""
+    """A run that is interrupted keeps its results."""
     file = tmp_path / "models.json"
     measured: list[int] = []
 
@@ -117,7 +117,7 @@ def test_results_are_written_after_each_row(tmp_path: Path, monkeypatch: pytest.
         return {"batch": batch, "agreement": {}, "us": {}, "failed": {}, "compiled": {}}
 
     monkeypatch.setattr(models, "measure", measure)
-    monkeypatch.setattr(models, "build", lambda *_: None)
+    monkeypatch.setattr(common, "build", lambda *_: None)
     line = ["models", "--device", "cpu", "--models", "Qwen3,OLMo", "--batches", "1,3,5", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", line)
     with pytest.raises(KeyboardInterrupt):
@@ -128,8 +128,8 @@ def test_results_are_written_after_each_row(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["Llama 3 8B", "Gemma 3 12B"])
-def test_agreement_counts_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal counts of an unchanged norm; with another mean of squares fewer, and the norms alone show it."""
+def test_agreement_counts_identical_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm with another mean of squares agrees less often, and the comparison of single norms shows why."""
     with torch.inference_mode():
         model = tiny(name, **HEADS)
         row = agreement.agreement(model, 8, 2, "cpu")
@@ -149,6 +149,6 @@ def test_agreement_counts_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert agreement.causes(model, 8, 2, "cpu")["differ"] > 0.01 * norms["values"]
 
 
-def test_zeros_of_another_sign_are_not_the_same_bytes() -> None:
+def test_zeros_of_different_sign_differ() -> None:
     zeros = torch.zeros(2, dtype=torch.bfloat16)
     assert agreement.same_bytes(zeros, torch.tensor([0.0, -0.0], dtype=torch.bfloat16)).tolist() == [True, False]

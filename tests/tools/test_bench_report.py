@@ -1,4 +1,4 @@
-"""Results as tables, plots and a page: what is shown is what was measured, and what is committed is fresh."""
+"""Results as tables, plots and a page: they show what was measured, and committed files are current."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 
 from onepass.bench import baseline, charts, page
 from onepass.bench.results import Results, load, of_report, of_reports, shape_words
-from tools.bench import report
+from tools.bench import report, svg
+from tools.bench.markdown import markers
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(ROOT.glob("benchmarks/*/README.md"))
@@ -42,10 +43,9 @@ def document(**us: Any) -> dict[str, Any]:
         for m in (1, 1000)
     ]
     ceilings = {"copy 2 GiB TB/s": 4.0, "read 1 GiB TB/s": 5.0, "empty kernel us": 0.7}
-    return {
-        "machine": "<A & B>", "date": "2030-01-01", "torch": "9", "triton": "8", "python": "7", "ceilings": ceilings, "rows": rows,
-        "refused": {"qk_rms_norm": "short: 1x2: 3 > 2"}, "peers": {"quack": "not installed"},
-    }  # fmt: skip
+    head = {"machine": "<A & B>", "date": "2030-01-01", "torch": "9", "triton": "8", "python": "7"}
+    refused = {"qk_rms_norm": "short: 1x2: 3 > 2"}
+    return {**head, "ceilings": ceilings, "rows": rows, "refused": refused, "peers": {"quack": "not installed"}}
 
 
 # --- reading --------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_floor_share_and_peers_of_a_row() -> None:
     assert row.best(("torch.compile", "torch.compile max")) == 6000.0 and row.best(("vLLM",)) is None
 
 
-def test_reading_ops_are_held_to_the_read_ceiling() -> None:
+def test_reading_ops_are_compared_with_the_read_ceiling() -> None:
     given = document(onepass=1.0)
     given["rows"] = [{**given["rows"][0], "op": "gemv_and_partial_norm"}, {**given["rows"][0], "stream": "read"}]
     assert [row.floor_us for row in of_report(given).rows] == [pytest.approx(28672 / 5e6)] * 2
@@ -87,14 +87,14 @@ def test_on_a_cpu_the_ceiling_is_the_stream() -> None:
     assert of_report(old).rows[0].share == 0.5 and of_report(old).host == {"rms_norm": (3.0,)}
 
 
-def test_several_files_are_one(h200: Results) -> None:
+def test_several_files_are_combined(h200: Results) -> None:
     both = of_reports([document(onepass=1.0), document(onepass=2.0)])
     assert [row.run for row in both.rows] == [0, 0, 1, 1] and len(both.runs) == 2
     assert both.speedup(("torch eager",)) is None
     assert len(h200.ops) >= 7 and all(row.floor_us > 0 and "onepass" in row.us for row in h200.rows)
 
 
-def test_speedups_and_who_is_ahead() -> None:
+def test_speedups_and_faster_peers() -> None:
     found = of_report(document(onepass=8.0, **{"torch eager": 32.0, "torch.compile": 4.0, "memory stream": 1.0}))
     assert found.speedup(("torch eager",)) == pytest.approx(4.0)
     assert found.speedup(("torch eager", "torch.compile")) == pytest.approx(0.5)
@@ -104,10 +104,10 @@ def test_speedups_and_who_is_ahead() -> None:
     ]
 
 
-def test_a_file_of_something_else_is_told(tmp_path: Path) -> None:
+def test_other_files_are_rejected(tmp_path: Path) -> None:
     for text in ("[]", "{}", '{"rows": [{}]}', "not json"):
         (tmp_path / "x.json").write_text(text)
-        with pytest.raises(ValueError, match="is no file of results"):
+        with pytest.raises(ValueError, match="is not a result file"):
             load([tmp_path / "x.json"])
 
 
@@ -130,8 +130,8 @@ def test_changes_within_the_noise_are_the_same() -> None:
     assert [verdict for verdict, *_ in changed(old, noisy)] == ["same", "faster"]
 
 
-def test_a_machine_that_drifts_is_not_taken_for_a_change() -> None:
-    """Everybody got 10 % slower: so did the machine. Twice that is ours."""
+def test_drift_of_the_machine_is_not_a_change() -> None:
+    """All contenders are 10 % slower, so the machine is. A larger change is ours."""
     old = document(onepass=10.0, **{"torch eager": 100.0, "torch.compile": 20.0})
     slower = {"torch eager": 110.0, "torch.compile": 22.0}
     assert changed(old, document(onepass=11.0, **slower)) == [("same", 0.02, 0.1)] * 2
@@ -144,15 +144,15 @@ def test_a_comparison_in_words() -> None:
     text = baseline.text(baseline.compare(of_report(old), of_report(new)))
     assert "note: torch differs: 9, now 10" in text
     assert "slower  20.0%  rms_norm 1 x 7168: 10.00 -> 12.00 us (noise 2.0%, drift +0.0%)" in text
-    assert "0 of 2 rows are the same" in text and "only in the baseline: 0; only now: 1" in text
+    assert "0 of 2 rows are the same" in text and "only in the baseline: 0, only now: 1" in text
     single = {**old, "rows": [{**old["rows"][0], "us": {"onepass": [10.0]}}]}
-    assert "their noise is not known" in baseline.text(baseline.compare(of_report(single), of_report(old)))
+    assert "their noise is unknown" in baseline.text(baseline.compare(of_report(single), of_report(old)))
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def test_headlines_are_few_and_of_every_op(h200: Results) -> None:
+def test_headlines_are_few_and_cover_every_op(h200: Results) -> None:
     rows = report.headlines(h200)
     assert 9 <= len(rows) <= 14 and len({row.key for row in rows}) == len(rows)
     assert set(report.HEADLINES) <= {row.op for row in rows}
@@ -185,31 +185,47 @@ def test_the_short_table_with_times_behind_a_kernel_and_the_best_copy() -> None:
 
 
 @pytest.mark.parametrize("readme", PAGES, ids=lambda path: path.parent.name)
-def test_what_is_committed_is_fresh(readme: Path) -> None:
+def test_committed_files_are_current(readme: Path) -> None:
     paths = report.sources(readme)
     command = f"python -m tools.bench.report {' '.join(str(path.relative_to(ROOT)) for path in paths)}"
     for name, text in report.files(paths).items():
-        assert (readme.parent / name).read_text() == text, f"{name} is stale; run: {command} --readme README.md"
+        assert (readme.parent / name).read_text() == text, (
+            f"{name} is stale; run: {command} --readme README.md docs/performance.md"
+        )
 
 
-def test_the_readme_is_fresh_and_short(h200: Results) -> None:
-    text = (ROOT / "README.md").read_text()
-    assert text == report.with_section(text, h200, "benchmarks/h200"), (
-        "stale: run python -m tools.bench.report with --readme README.md"
-    )
-    shown = text.split(report.BEGIN)[1].split(report.END)[0]
-    assert len(shown.splitlines()) <= 24
+def test_generated_tables_are_current_and_short(h200: Results) -> None:
+    """In every document that has the markers of one."""
+    found = 0
+    for path in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        text = path.read_text()
+        folder = "benchmarks/h200" if path.parent == ROOT else "../benchmarks/h200"
+        assert text == report.with_section(text, h200, folder), (
+            f"{path.name} is stale: run python -m tools.bench.report with --readme README.md docs/performance.md"
+        )
+        for begin, end in map(markers, (report.SHORT, report.BRIEF)):
+            if begin in text:
+                assert 0 < len(text.split(begin)[1].split(end)[0].splitlines()) <= 24
+                found += 1
+    assert found
 
 
-def test_the_section_replaces_only_what_is_between_the_markers(h200: Results) -> None:
-    text = report.with_section(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", h200, "there")
-    assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
+def test_the_brief_table() -> None:
+    given = {"torch eager": 32.0, "torch.compile": 6.0, "torch.compile max": 4.0}
+    lines = report.brief(of_report(document(onepass=8.0, **given))).splitlines()
+    assert "| `rms_norm` | 8.00 (0.50x) | 8000.00 (0.50x) |" in lines
+
+
+def test_only_the_text_between_the_markers_is_replaced(h200: Results) -> None:
+    begin, end = markers(report.SHORT)
+    text = report.with_section(f"before\n{begin}\nold\n{end}\nafter\n", h200, "there")
+    assert text.startswith(f"before\n{begin}\n") and text.endswith(f"{end}\nafter\n")
     assert "old" not in text and report.short_table(h200) in text and "(there/time.svg)" in text
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.parent.name)
 def test_committed_results_are_complete(path: Path) -> None:
-    """Every op beside eager and compiled torch; two medians each; nobody faster than memory, but for the noise."""
+    """Every op next to eager and compiled torch, two medians each, and nothing faster than memory beyond the noise."""
     found = load(report.sources(path))
     assert set(report.HEADLINES) <= set(found.ops)
     for row in found.rows:
@@ -227,8 +243,8 @@ def test_a_logarithmic_axis() -> None:
     assert axis.ticks() == pytest.approx([1, 10, 100]) and axis.ticks((2, 5)) == pytest.approx([2, 5, 20, 50])
 
 
-def test_points_of_a_panel_lie_where_the_times_are(h200: Results) -> None:
-    """Reading the plot back: equal ratios are equal distances, on both axes."""
+def test_points_are_plotted_at_their_times(h200: Results) -> None:
+    """Read back from the plot, equal ratios are equal distances on both axes."""
     rows = h200.main("rms_norm_fused_fp8")
     tree = ElementTree.fromstring(charts.panel(rows, 0.8))
     lines = {group.attrib["data-name"]: group for group in tree.iter("g") if "data-name" in group.attrib}
@@ -245,13 +261,13 @@ def test_points_of_a_panel_lie_where_the_times_are(h200: Results) -> None:
             assert (x, y) == pytest.approx((x0 + across * (x1 - x0), y0 + up * (y1 - y0)), abs=0.3)
 
 
-def test_files_of_plots_are_svg_of_every_op(h200: Results) -> None:
-    for text in (charts.time_svg(h200), charts.roofline_svg(h200)):
+def test_plots_are_svg_files_with_every_row(h200: Results) -> None:
+    for text in (svg.time_svg(h200), svg.roofline_svg(h200)):
         tree = ElementTree.fromstring(text)
         assert tree.tag == "{http://www.w3.org/2000/svg}svg"
         assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
         assert "prefers-color-scheme: dark" in text
-    roofline = ElementTree.fromstring(charts.roofline_svg(h200))
+    roofline = ElementTree.fromstring(svg.roofline_svg(h200))
     ours = [circle for circle in roofline.iter() if circle.tag.endswith("circle") and list(circle)]
     assert len(ours) == len(h200.rows)
 
@@ -297,43 +313,42 @@ def expected_numbers(results: Results) -> list[dict[str, tuple[float, str]]]:
 
 
 def in_browser(html: str, tmp_path: Path) -> tuple[str, str]:
-    """The document as a browser has it when its script has run, and what it logged to the console."""
+    """The document after its script has run in a browser, and what it logged to the console."""
     assert BROWSER is not None
     file = tmp_path / "page.html"
     file.write_text(html)
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr", "--disable-quic",
-        "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
-        f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri(),
-    ]  # fmt: skip
+    switches = "headless no-sandbox disable-gpu disable-dev-shm-usage enable-logging=stderr disable-quic no-first-run"
+    switches += " disable-background-networking disable-component-update disable-sync window-size=1280,900 dump-dom"
+    options = [f"--{switch}" for switch in switches.split()]
+    command = [BROWSER, *options, f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-def test_the_page_needs_nothing_but_itself(h200: Results) -> None:
+def test_the_page_is_self_contained(h200: Results) -> None:
     text = page.html(h200)
     assert not re.search(r"""(?:src|href)\s*=|url\(|@import|https?://(?!www\.w3\.org)""", text)
     assert shown_numbers(text) == expected_numbers(h200)
     assert text.count('class="chart panel"') == len(charts.panels(h200)) and text.count("chart roofline") == 1
 
 
-def test_the_page_says_what_was_refused_and_left_out_and_escapes_it() -> None:
+def test_the_page_shows_refused_ops_and_absent_peers_escaped() -> None:
     text = page.html(of_report(document(onepass=8.0, **{"torch.compile": 4.0})))
     assert "&lt;A &amp; B&gt;" in text and "<A & B>" not in text
-    assert "<b>qk_rms_norm</b> was refused, it fails a check: short: 1x2: 3 &gt; 2" in text
+    assert "<b>qk_rms_norm</b> was refused because it fails a check: short: 1x2: 3 &gt; 2" in text
     assert "quack (not installed)" in text and 'class="lost"' in text and "2 of 2" in text
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine: the page is not looked at in a browser")
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_the_page_in_a_browser(h200: Results, tmp_path: Path) -> None:
-    """It renders, its script runs to the end, the console stays empty, the numbers are those of the files."""
+    """It renders, its script runs to the end, the console stays empty, and the numbers are those of the files."""
     html = page.html(h200)
     dom, console = in_browser(html, tmp_path)
     assert console == ""
     assert Cells(dom).root["data-ready"] == "yes"
     assert shown_numbers(dom) == expected_numbers(h200)
-    # its script measures and uses what was drawn: sizes on the screen, sorting, hiding, numbers under the pointer
+    # Try what a reader can do: sizes on the screen, sorting, hiding, numbers under the pointer.
     probe = """<script>
       const say = (name, value) => { document.documentElement.dataset[name] = JSON.stringify(value); };
       const size = (svg) => { const box = svg.getBoundingClientRect(); return [box.width, box.height]; };
@@ -357,18 +372,18 @@ def test_the_page_in_a_browser(h200: Results, tmp_path: Path) -> None:
       console.error("seen");
     </script></body>"""
     dom, console = in_browser(html.replace("</body>", probe), tmp_path)
-    assert "seen" in console, "an error on the console would go unnoticed"
-    told = {
+    assert "seen" in console, "errors on the console would go unnoticed"
+    found = {
         key: json.loads(value or "null")
         for key, value in Cells(dom).root.items()
         if key.startswith("data-") and key != "data-ready" and key != "data-theme"
     }
-    assert told["data-edges"]["torch.compile"] < 1280, "torch.compile is not visible in a window of 1280 pixels"
-    assert len(told["data-sizes"]) == len(charts.panels(h200)) + 1
-    assert all(width > 200 and height > 100 for width, height in told["data-sizes"])
-    assert told["data-sorted"] == sorted(row.ours for row in h200.rows)
-    assert told["data-visible"] == ["rms_norm"] * len(h200.of("rms_norm"))
-    assert set(told["data-hidden"]) == {"torch eager"}
+    assert found["data-edges"]["torch.compile"] < 1280, "torch.compile is not visible in a window of 1280 pixels"
+    assert len(found["data-sizes"]) == len(charts.panels(h200)) + 1
+    assert all(width > 200 and height > 100 for width, height in found["data-sizes"])
+    assert found["data-sorted"] == sorted(row.ours for row in h200.rows)
+    assert found["data-visible"] == ["rms_norm"] * len(h200.of("rms_norm"))
+    assert set(found["data-hidden"]) == {"torch eager"}
     first = charts.panels(h200)[0][0]
-    assert f"{first.ours:.2f} µs" in told["data-tip"] and f"rows {first.m}" in told["data-tip"]
-    assert len(set(told["data-themes"])) == 2
+    assert f"{first.ours:.2f} µs" in found["data-tip"] and f"rows {first.m}" in found["data-tip"]
+    assert len(set(found["data-themes"])) == 2

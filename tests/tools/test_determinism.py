@@ -30,9 +30,10 @@ def test_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
 
 
-def test_promises_were_kept_on_the_gpu() -> None:
-    kept = json.loads((ROOT / "benchmarks" / "h200" / "promises.json").read_text())
-    assert len(kept) >= 443 and all(result["passed"] and result["device"] == "cuda" for result in kept)
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*/promises.json")), ids=lambda f: f.parent.name)
+def test_promises_were_kept_on_the_gpu(file: Path) -> None:
+    results = json.loads(file.read_text())
+    assert len(results) >= 443 and all(result["passed"] and result["device"] == "cuda" for result in results)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_fused_fp8", "row_sum_of_squares_qk"])
@@ -97,13 +98,13 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., str | None]]] 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault: str, dtype: torch.dtype) -> None:
+def test_faults_are_detected(fault: str, dtype: torch.dtype) -> None:
     global _calls
     _calls = count()
     change, test = FAULTS[fault]
     assert test(faulty(change), "cpu", 100, dtype) is not None
 
 
-def test_a_number_of_threads_is_found() -> None:
+def test_dependence_on_the_number_of_threads_is_detected() -> None:
     subject = faulty(lambda x: torch.tensor(torch.get_num_threads()).to(x.dtype))
     assert determinism.threads(subject, torch.bfloat16) is not None

@@ -1,4 +1,4 @@
-"""What the evidence from a GPU covers, and how CI knows without one that it still holds."""
+"""What the evidence from a GPU covers, and that CI without a GPU knows whether it still holds."""
 
 from __future__ import annotations
 
@@ -25,30 +25,35 @@ from onepass.integrations.families import FAMILIES
 from onepass.testing import rms_norm, runner
 from onepass.testing.case import Check
 from onepass.testing.mla_cache_inputs import MlaCase
-from onepass.triton import compiler
+from onepass.triton import chip, compiler
 from onepass.triton import rms_norm_kernels as kernels
+from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build
-from onepass.triton.config import Chip, row_config
 from onepass.triton.rms_norm import build_for
-from tests.triton.test_rms_norm import EVIDENCE, norm_spec
+from onepass.triton.rms_norm_config import row_config
+from tests.triton.test_rms_norm import norm_spec
+from tools import checks
 from tools.evidence import families, proof, published, records
+from tools.evidence.chips import MACHINES, Machine
 from tools.evidence.digest import SourceDigests
 
 BF16 = torch.bfloat16
+EVIDENCE = MACHINES["h200"].evidence
 
 
 def norm_build(n: int = 512, residual: bool = False) -> Build:
-    return build_for(norm_spec(residual), row_config(n, 2, 32, "norm", "many"), 1, True, records.H200)
+    return build_for(norm_spec(residual), row_config(n, 2, records.H200, "norm", "large"), 1, True, records.H200)
 
 
 class TestPublishedModels:
-    """The table of published sizes, the calls it stands for, and the cases made from it."""
+    """The table of published sizes, the calls it implies, and the cases made from it."""
 
-    def test_every_configuration_ran_on_a_gpu(self) -> None:
-        """Of every published size of every family: norms, fp8 forms, q and k, projections, the cache write; 1 to 4096 rows and a flood."""
-        needed = {name: b for builds in families.needed(records.H200).values() for name, b in builds.items()}
+    @pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda machine: machine.name)
+    def test_every_configuration_ran_on_a_gpu(self, machine: Machine) -> None:
+        """For every published size: norms, fp8 forms, q and k, projections, the cache write; all batch regimes."""
+        needed = {name: b for builds in families.needed(machine.chip).values() for name, b in builds.items()}
         assert len(needed) > 500
-        proofs = records.read(EVIDENCE)
+        proofs = records.read(machine.evidence)
         absent = [name for name, build in needed.items() if name not in proofs and not compiler.is_unproven(build)]
         assert not absent, f"{len(absent)} of {len(needed)} configurations never ran on a GPU; make gpu records them"
 
@@ -65,7 +70,7 @@ class TestPublishedModels:
                 assert bool(model.heads and model.kv_heads and model.head_dim) == bool(norms), model
 
     def test_cases_need_what_calls_of_the_models_need(self) -> None:
-        """So that running the cases on a GPU proves all of it; and no case of a kind could be left out."""
+        """Running the cases on a GPU proves all that the calls need."""
         needed = {name for builds in families.needed(records.H200).values() for name in builds}
         light = [case for case in families.least_cases(records.H200) if not _heavy(case)]
         found: dict[str, int] = {}
@@ -76,7 +81,7 @@ class TestPublishedModels:
         heavy = {n for case in families.WORK if _heavy(case) for n in by_case[f"{case.op} {case.name}"]}
         assert set(found) <= needed and needed - set(found) <= heavy and len(heavy) < 20
 
-    def test_no_case_could_be_left_out(self) -> None:
+    def test_no_case_is_redundant(self) -> None:
         found = families.needed(records.H200)
         least = families.least_cases(records.H200)
         assert len({case.name for case in least}) <= len(least) < len(families.WORK)
@@ -88,13 +93,13 @@ class TestPublishedModels:
         for case in least:
             assert any(times[name] == 1 for name in found[f"{case.op} {case.name}"]), case.name
 
-    def test_runs_on_a_gpu_have_these_cases(self) -> None:
-        on_gpu, elsewhere = runner.select(published=True), runner.select()
+    def test_gpu_runs_include_these_cases(self) -> None:
+        on_gpu, elsewhere = checks.published(MACHINES["h200"]), runner.select()
         assert {case.group for case in on_gpu} - {case.group for case in elsewhere} == {families.GROUP}
         assert not any(case.interpretable for case in on_gpu if case.group == families.GROUP)
 
     def test_one_case_of_every_form_passes_and_fails_with_zeros(self) -> None:
-        """On the CPU: these are cases like others, of which each could fail."""
+        """On the CPU: these cases can fail like all others."""
         seen = set()
         for case in families.WORK:
             form = (
@@ -118,11 +123,11 @@ class TestPublishedModels:
 
 
 def _heavy(case: Check) -> bool:
-    """Prompts of thousands of tokens: seconds of a CPU each."""
+    """Prompts of thousands of tokens, which take seconds on a CPU."""
     return isinstance(case, MlaCase) and case.tokens > 1000
 
 
-def test_a_call_is_asked_whether_it_is_proven(tmp_path: Path) -> None:
+def test_unproven_calls_are_reported(tmp_path: Path) -> None:
     x, gamma = torch.empty(4, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     assert records.unproven(lambda: onepass.rms_norm(x, gamma), EVIDENCE) == []
     records.write(tmp_path / "evidence.json", {}, {})
@@ -162,7 +167,7 @@ def outer(pointer, OPTION: tl.constexpr):
 
 @pytest.fixture
 def module_of(tmp_path: Path) -> Iterator[Any]:
-    """Writes sources as a module and imports it, another one each time."""
+    """Writes sources as a new module and imports it."""
     made: list[str] = []
 
     def make(source: str) -> ModuleType:
@@ -171,7 +176,7 @@ def module_of(tmp_path: Path) -> Iterator[Any]:
         made.append(name)
         found = __import__(name)
         for function in (found.outer, found.inner, found.twice):
-            function.__module__ = function.fn.__module__ = "digested"  # as if it were the same module, edited
+            function.__module__ = function.fn.__module__ = "digested"  # as if the same module had been edited
         return found
 
     sys.path.insert(0, str(tmp_path))
@@ -193,7 +198,7 @@ class TestSourceDigests:
         ],
         ids=["device function", "global constant", "constexpr function", "kernel", "decorator"],
     )
-    def test_changes_with_whatever_the_kernel_reaches(self, module_of: Any, old: str, new: str) -> None:
+    def test_changes_with_everything_the_kernel_reaches(self, module_of: Any, old: str, new: str) -> None:
         assert old in HELPERS
         before, after = (SourceDigests().of(module_of(text).outer) for text in (HELPERS, HELPERS.replace(old, new)))
         assert before != after
@@ -205,7 +210,7 @@ class TestSourceDigests:
         assert SourceDigests().of(module_of(HELPERS).outer) == SourceDigests().of(module_of(other).outer)
 
     def test_a_changed_device_function_of_a_kernel_changes_its_builds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In the kernels themselves: a device function, deep down, with another body."""
+        """In a real kernel: a device function with another body."""
         build = norm_build()
         before = records.digest(build, records.H200)
         assert records.digest(build, records.H200) == before
@@ -226,7 +231,7 @@ class TestSourceDigests:
         monkeypatch.setattr(records, "compiled_hash", lambda *_: "1" * 24)
         assert records.missing([build], {build.name: proof_of_before}, records.H200)
 
-    def test_all_that_a_build_has_is_in_its_digest(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_digest_covers_the_whole_build(self, monkeypatch: pytest.MonkeyPatch) -> None:
         build = norm_build(1536)
         others = [
             norm_build(1536, residual=True),
@@ -235,7 +240,7 @@ class TestSourceDigests:
             replace(build, pdl=not build.pdl),
             replace(build, registers=128),
             replace(build, contracts=not build.contracts),
-            replace(build, constants=tuple((k, True if k == "HF" else v) for k, v in build.constants)),
+            replace(build, constants=tuple((k, True if k == "MATH.hf" else v) for k, v in build.constants)),
             replace(build, signature=tuple((k, "*fp32" if k == "gamma" else v) for k, v in build.signature)),
         ]
         found = [records.digest(b, records.H200) for b in (build, *others)]
@@ -245,7 +250,7 @@ class TestSourceDigests:
         found.append(records.digest(build, records.H200))
         assert len(set(found)) == len(found) == len(others) + 3
 
-    def test_a_prologue_is_part_of_it(self) -> None:
+    def test_a_digest_covers_the_prologue(self) -> None:
         cases = [case for case in rms_norm.CASES if case.operands == ("full",) and case.n == 1536]
         prologues = {case.options["prologue"].key for case in cases}
         builds = [next(b for b in proof.builds(case, records.H200)) for case in cases]
@@ -253,9 +258,9 @@ class TestSourceDigests:
         assert len({records.digest(build, records.H200) for build in builds}) == len(builds)
 
     def test_digests_are_the_same_in_every_process(self) -> None:
-        """Names that come out of a set come in another order in each."""
+        """Sets have another order in each process."""
         program = (
-            "from onepass.testing import proof, runner; from onepass.triton import evidence\n"
+            "from onepass.testing import runner; from tools.evidence import proof, records as evidence\n"
             "firsts = {case.op: case for case in reversed(runner.CASES)}.values()\n"
             "for build in proof.distinct_builds(firsts, evidence.H200).values():\n"
             "    print(build.name, evidence.digest(build, evidence.H200))"
@@ -272,7 +277,7 @@ class TestSourceDigests:
         }
         assert len(told) == 1 and told.pop().count("\n") > len(runner.MODULES)
 
-    def test_a_constant_of_an_unknown_kind_is_refused(self) -> None:
+    def test_a_constant_of_an_unknown_kind_is_rejected(self) -> None:
         with pytest.raises(TypeError, match="no rule for a constant of type dict"):
             SourceDigests().value({})
 
@@ -285,11 +290,11 @@ class TestSourceDigests:
 
 
 class TestFile:
-    def test_what_passed_is_recorded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As on a GPU, of which there is none here: configurations of a case that failed are left out."""
+    def test_passing_configurations_are_recorded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With a simulated GPU: configurations of a failed case are left out."""
         cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (64, 512)][:2]
         results = [runner.Result(case.op, case.name, "cuda", case.n == 512, "", 0.0) for case in cases]
-        monkeypatch.setattr(compiler, "current_chip", lambda _: records.H200)
+        monkeypatch.setattr(chip, "current_chip", lambda _: records.H200)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "one")
         where = proof.builds
@@ -302,7 +307,7 @@ class TestFile:
         assert records.read(file) == {b.name: records.prove(b, records.H200, named) for b in passed}
 
     def test_shares_are_joined(self) -> None:
-        """A configuration that failed in one share is not proven by another, nor by what was kept."""
+        """A configuration that failed in one share is not proven by another share or by an earlier proof."""
 
         def proof_of(*cases: str) -> records.Proof:
             return records.Proof("m", cases, "i", 0, "s")
@@ -316,7 +321,7 @@ class TestFile:
         assert proofs == {"old": proof_of("c0"), "both": proof_of("c0", "c1"), "new": proof_of("c3")}
         assert failed == {"half", "old, failed"}
 
-    def test_only_what_is_not_proven_runs_again(self, tmp_path: Path) -> None:
+    def test_only_unproven_cases_run_again(self, tmp_path: Path) -> None:
         cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (64, 512)][:2]
         builds = {case.name: proof.builds(case, records.H200) for case in cases}
         known = {b.name: b for b in builds[cases[0].name]}
@@ -338,8 +343,8 @@ class TestFile:
         with pytest.raises(ValueError, match="evidence format 3, expected 1 or 2"):
             records.read(file)
 
-    def test_refresh_notes_a_source_by_its_ir(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nothing is compiled where the IR is the proven one; another IR that compiles to something else is reported."""
+    def test_refresh_updates_a_source_by_its_ir(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is compiled if the IR is the proven one; an IR that compiles to something else is reported."""
         cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (1, 512)][:2]
         first, second = list(proof.distinct_builds(cases, records.H200).values())[:2]
         same = records.Proof("m", ("c",), records.ir_hash(first, records.H200), 0)
@@ -347,7 +352,7 @@ class TestFile:
         file = tmp_path / "evidence.json"
         records.write(file, {"gpu": "one"}, {first.name: same, second.name: other})
         monkeypatch.setattr(records, "prove", lambda build, *_: replace(other, machine_code="another"))
-        told = proof.refresh(file, cases)
-        assert told.startswith("1 configurations") and "1 have another machine code" in told
+        told = proof.refresh(file, cases, records.H200)
+        assert told.startswith("1 configurations") and "1 have new machine code" in told
         noted = replace(same, source=records.digest(first, records.H200))
         assert records.read(file) == {first.name: noted, second.name: other}

@@ -1,4 +1,4 @@
-"""Memory safety on the CPU: kernels run between pages that kill whoever touches them, and the pages do kill."""
+"""Memory safety on the CPU: kernels run between inaccessible pages, and touching one ends the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tools import fence
 
 
 def ending(child: Callable[[], None]) -> int:
-    """The signal that ends a child process which runs this, or 0."""
+    """The signal that ends a child process running this, or 0."""
     process = os.fork()
     if process == 0:
         faulthandler.disable()
@@ -44,8 +44,8 @@ def test_the_last_byte_inside_is_not(how: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [0, 1])
-def test_a_kernel_that_takes_rows_for_longer_dies(columns: int) -> None:
-    """The same through a case: a kernel that is told of one column too many reads past its tensors."""
+def test_a_kernel_that_reads_past_its_rows_dies(columns: int) -> None:
+    """Through a case: a kernel that gets one column too many reads past its tensors."""
     case = next(c for c in fence.fenced_cases(["rms_norm"], "short: 5x64 "))
     expected = runner.run_case(case, "cpu")  # compiles it, before there is a child
     assert expected.passed
@@ -64,7 +64,7 @@ def test_a_kernel_that_takes_rows_for_longer_dies(columns: int) -> None:
     assert ending(child) == (signal.SIGSEGV if columns else 0)
 
 
-def test_bytes_beside_an_output_are_noticed() -> None:
+def test_bytes_written_beside_an_output_are_detected() -> None:
     place = fence.Place("end")
     x = place.arguments({"x": torch.randn(4, 8)})["x"]
     out = place.output(torch.empty(4, 8))
@@ -79,12 +79,11 @@ def test_bytes_beside_an_output_are_noticed() -> None:
 
 @pytest.mark.slow
 def test_every_case_stays_within_its_memory() -> None:
-    """In a process of its own: where a kernel leaves its memory, that process dies and its last line says in which case."""
+    """In a separate process: if a kernel leaves its memory, the process dies and its last line names the case."""
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root / "src")}
-    run = subprocess.run(
-        [sys.executable, "-m", "tools.fence"], env=environment, cwd=root, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tools.fence"]
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     lines = run.stdout.splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
     assert run.returncode >= 0, f"signal {-run.returncode} in {lines[-1]}\n{run.stderr}"

@@ -1,13 +1,14 @@
-"""The mutation tool: what it changes and where, what it leaves alone, and which tests it runs for a change."""
+"""The mutation tool: what it changes, what it does not, and which tests it runs for a change."""
 
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
-from tools.mutation.campaign import Measured, Outcome, decide, summary
+from tools.mutation.campaign import EXPLAINED, Measured, Outcome, decide, summary
 from tools.mutation.mutants import Mutant, mutants
 
 PACKAGE = Path(__file__).parents[2] / "src" / "onepass"
@@ -71,13 +72,19 @@ def test_a_change_in_an_f_string_rewrites_the_f_string() -> None:
     assert changes == {"f'if {n - 1} != m:'", "f'if {n + 0} != m:'", "f'if {n + 1} == m:'"}
 
 
-@pytest.mark.parametrize("file", ["memory.py", "eager.py", "cpu/_bits.py", "ops/rms_norm.py"])
+@pytest.mark.parametrize("file", ["fastpath/memory.py", "fastpath/call.py", "cpu/emit/bits.py", "ops/rms_norm.py"])
 def test_mutants_of_the_library_compile(file: str) -> None:
     source = (PACKAGE / file).read_bytes()
     found = mutants(file, source)
     assert len(found) > 100
     for mutant in found[::9]:
         ast.parse(mutant.apply(source))
+
+
+def test_explained_mutants_exist() -> None:
+    keys = {each["mutant"] for each in json.loads(EXPLAINED.read_text())}
+    files = {key.partition(":")[0] for key in keys}
+    assert keys <= {m.key for file in files for m in mutants(file, (PACKAGE / file).read_bytes())}
 
 
 def measured() -> Measured:
@@ -96,7 +103,7 @@ def at(before: str) -> Mutant:
     return next(m for m in mutants("f.py", SOURCE) if m.before == before)
 
 
-def test_tests_of_the_line_come_first_each_function_in_turn() -> None:
+def test_tests_that_run_the_line_come_first() -> None:
     order, covered = measured().order(at("x < 0"), SOURCE)
     assert covered
     assert order == ["a.py::quick", "a.py::slow[0]", "a.py::slow[1]", "b.py::beside"]
@@ -107,13 +114,13 @@ def test_a_line_that_no_test_runs_is_not_covered() -> None:
     assert not covered and set(order) == {t for t in measured().lines if not t.startswith("c.py")}
 
 
-def test_what_runs_at_import_is_for_all_tests() -> None:
+def test_lines_that_run_at_import_select_all_tests() -> None:
     order, covered = measured().order(at('"0 < n"'), SOURCE)
     assert covered and set(order) == set(measured().lines)
 
 
 @pytest.mark.parametrize(
-    ("status", "words", "hung", "expected"),
+    ("status", "events", "hung", "expected"),
     [
         (0, [{"running": "a"}, {"ran": "1"}], False, ("survived", "")),
         (512, [{"running": "a"}, {"failed": "a"}, {"ran": "1"}], False, ("killed", "a")),
@@ -123,13 +130,11 @@ def test_what_runs_at_import_is_for_all_tests() -> None:
         (256, [{"running": "a"}], True, ("killed by a hang", "a")),
     ],
 )
-def test_how_a_run_ends_decides(
-    status: int, words: list[dict[str, str]], hung: bool, expected: tuple[str, str]
-) -> None:
-    assert decide(status, words, hung) == expected
+def test_verdicts(status: int, events: list[dict[str, str]], hung: bool, expected: tuple[str, str]) -> None:
+    assert decide(status, events, hung) == expected
 
 
-def test_the_score_leaves_out_what_is_explained_and_counts_what_no_test_runs() -> None:
+def test_the_score_excludes_explained_mutants_and_includes_uncovered_ones() -> None:
     one, *_ = mutants("f.py", SOURCE)
     verdicts = ["killed", "killed by a hang", "killed at import", "survived", "not covered"]
     outcomes = [Outcome(one, verdict) for verdict in verdicts] + [Outcome(one, "survived", reason="equivalent")]

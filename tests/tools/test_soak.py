@@ -1,4 +1,4 @@
-"""The soak test in small: it finds nothing where nothing is wrong, and each kind of fault where one was made."""
+"""A small soak test: it reports nothing if nothing is wrong, and every kind of injected fault."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUIET = Reading(10**9, 10**6, 6, 2, 0, 0, 5, 5, 300)
 
 @pytest.fixture(autouse=True)
 def alone() -> Any:
-    """One thread, as a run has it: steps are too small to be shared out."""
+    """One thread, as in a run: steps are too small to split."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.inference_mode():
@@ -75,7 +75,7 @@ def test_a_short_run() -> None:
     assert "0 faults" in soak._table(report)
 
 
-def test_a_seed_is_a_run() -> None:
+def test_a_seed_determines_the_run() -> None:
     first, second, other = (Layer(seed, "cpu") for seed in (3, 3, 4))
     for engine in (first, second, other):
         assert [engine.step(turn % 8 == 0) for turn in range(25)] == [[]] * 25
@@ -103,17 +103,17 @@ def test_pages_have_one_owner() -> None:
 # --- faults that must be noticed ------------------------------------------------------------------------------------
 
 
-def test_a_byte_of_a_page_that_nobody_has() -> None:
+def test_a_changed_byte_of_an_unused_page_is_detected() -> None:
     engine = Layer(0, "cpu")
     warmed(engine)
     pool = engine.pools["bf16"]
     pool.memory[engine.churn.free.pop(), 2, 17] ^= 1
     found = [fault for _ in range(3) for fault in engine.step(True)]
-    assert len(found) == 1 and found[0].startswith("bf16: 1 bytes changed in entries that were not to be written")
+    assert len(found) == 1 and found[0].startswith("bf16: 1 bytes changed in entries that must not be written")
 
 
-def test_a_byte_behind_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by the op itself, behind the entries that it may write."""
+def test_a_byte_written_behind_an_entry_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by the op, behind the entries that it may write."""
     engine = Layer(0, "cpu")
     warmed(engine)
     write = getattr(ops, WRITE)
@@ -148,7 +148,7 @@ def spoil(value: Any) -> Any:
         ("rms_norm_fused_fp8", "rms_norm_fused_fp8: 1 of"),
     ],
 )
-def test_one_wrong_value_of_an_op(op: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_value_of_an_op_is_detected(op: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Layer(2, "cpu")
     warmed(engine)
     right = getattr(ops, op)
@@ -158,7 +158,7 @@ def test_one_wrong_value_of_an_op(op: str, named: str, monkeypatch: pytest.Monke
 
 
 def test_a_wrong_entry_is_found_when_its_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no step is checked: one latent of one token is not what the op is said to have been given."""
+    """Even if no step is checked: one latent of one token differs from the recorded input."""
     engine = Layer(0, "cpu")
     write, calls = getattr(ops, WRITE), 0
 
@@ -175,7 +175,7 @@ def test_a_wrong_entry_is_found_when_its_request_ends(monkeypatch: pytest.Monkey
     assert found and all("as it ends, fp8, one scale: entries" in fault for fault in found)
 
 
-def test_a_wrong_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gather_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Layer(0, "cpu")
     right: Any = vars(ops)["gather_mla"]
     monkeypatch.setattr(ops, "gather_mla", lambda *a, **k: spoil(right(*a, **k)))
@@ -192,7 +192,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("family", NORMS)
-def test_one_wrong_value_of_a_norm_in_a_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_value_in_a_model_is_detected(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(NORMS) == set(FAMILIES)
     engine = Model(family, 0, "cpu")
     warmed(engine, 4)
@@ -209,7 +209,7 @@ def test_one_wrong_value_of_a_norm_in_a_model(family: str, monkeypatch: pytest.M
     assert found and all("logits" in fault for fault in found)
 
 
-def test_a_byte_of_a_models_pages() -> None:
+def test_a_changed_byte_of_a_models_pages_is_detected() -> None:
     engine = Model("DeepSeek-V3", 0, "cpu")
     warmed(engine, 4)
     engine.pool.view(torch.uint8)[1, engine.churn.free.pop(), 3, 11] ^= 64
@@ -228,7 +228,7 @@ def watched(readings: list[Reading]) -> list[str]:
     return seen.faults()
 
 
-def test_what_may_not_grow() -> None:
+def test_growth_is_detected() -> None:
     assert watched([QUIET] * 4) == []
     assert watched([QUIET] * 3) == ["no readings in the first and the last quarter: the run was too short"]
     for name, (what, bounds) in GROWTH.items():
@@ -245,13 +245,13 @@ def test_what_may_not_grow() -> None:
         assert "are remembered, at most 4096" in watched([QUIET, beyond, QUIET, QUIET])[0]
 
 
-def test_readings_see_what_they_are_for(tmp_path: Path) -> None:
-    for op in registration._ops:  # what other tests in this process called: the watch tells the most of an op
+def test_readings_measure_what_they_name(tmp_path: Path) -> None:
+    for op in registration._ops:  # forget calls of other tests: the watch reports the maximum over ops
         getattr(op.call, "__globals__", {}).get("seen", {}).clear()
-    engine = warmed(Layer(77, "cpu"), 2)  # a seed of its own: its epsilons are new
+    engine = warmed(Layer(77, "cpu"), 2)  # another seed, so the epsilons are new
     before = watch.read("cpu")
     held = [object() for _ in range(20_000)]
-    memory = mmap.mmap(-1, 40 * 2**20)  # of the system: an allocator might have as much at hand
+    memory = mmap.mmap(-1, 40 * 2**20)  # from the system, since an allocator might reuse freed memory
     memory[:: mmap.PAGESIZE] = bytes(len(memory) // mmap.PAGESIZE)
     with open(tmp_path / "file", "w"):
         for _ in range(3):
@@ -274,10 +274,10 @@ def test_the_watch_itself_does_not_grow() -> None:
     assert all(len(kept) == watch.KEPT for kept in seen.times["step"])
 
 
-def test_a_slow_down_and_an_error() -> None:
+def test_slowdowns_and_errors_are_reported() -> None:
     run = soak.Soak([], "cpu", 0, Watch("cpu", lambda device: QUIET))
     for quarter in range(4):
-        for _ in range(soak.JUDGED):
+        for _ in range(soak.MIN_STEPS):
             run.watch.time("steady", quarter, 1.0)
             run.watch.time("slower", quarter, 1.0 + 0.2 * quarter)
     assert run._slower() == ["slower: steps took 1.60 times as long in the last quarter"]
@@ -296,7 +296,7 @@ def test_a_slow_down_and_an_error() -> None:
 def test_the_command_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ops alone, which it says; a fault makes its exit status 1."""
+    """Only the ops run, as it reports; a fault makes the exit status 1."""
     file = tmp_path / "soak.json"
     command = ["soak", "--steps", "24", "--every", "0", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", command)
@@ -306,7 +306,7 @@ def test_the_command_without_transformers(
     )  # collecting garbage takes long here
     assert soak.main() == 0
     told = capsys.readouterr().out
-    assert "the ops alone are run" in told and "0 faults, " in told and "median step by quarter" in told
+    assert "only the ops run" in told and "0 faults, " in told and "median step by quarter" in told
     report = json.loads(file.read_text())
     assert report["models"] is False and report["steps"] == {"ops": 24}
     assert report["faults"] == [] and report["nice"] == os.nice(0)

@@ -1,4 +1,4 @@
-"""The order of a row's sum is one of columns: every tile that a row may get adds it up to the same bits."""
+"""A row's order of summation depends only on its columns, so every tile gives the same bits."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from onepass.testing import rms_norm
-from onepass.testing.batch_regime import CROWDS, assuming, others
+from onepass.testing import rms_norm, runner
+from onepass.testing.batch_regime import REGIMES, assuming, others
 from onepass.testing.case import Case
-from onepass.triton import config
+from onepass.triton import rms_norm_config as config
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-def test_every_tile_adds_a_row_up_as_defined() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent / "src"), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(HERE / "places_worker.py")]
+def test_every_tile_sums_a_row_as_defined() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(HERE.parent / "helpers" / "bins_worker.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     *wrong, tried = done.stdout.splitlines()
@@ -31,27 +31,37 @@ def test_every_tile_adds_a_row_up_as_defined() -> None:
     assert int(tried.split()[0]) > 400
 
 
-def test_what_is_few_and_what_a_flood() -> None:
-    assert [config.crowd_of(rows, 256) for rows in (1, 256, 257, 655360)] == ["few", "few", "many", "flood"]
-    assert [config.crowd_of(rows, 32768) for rows in (257, 1024, 1025, 5120)] == ["few", "few", "many", "flood"]
-    assert others(5, 256) == ["many"] and others(300, 256) == ["few"]
-    assert others(5, 2 * 7168) == ["many", "flood"]
-    for crowd in CROWDS:
-        with assuming(crowd):
-            assert config.crowd_of(1, 256) == config.crowd_of(1 << 20, 32768) == crowd
-    assert config.crowd_of(1, 256) == "few"
+def test_batch_regimes() -> None:
+    assert [config.batch_regime(rows, 256) for rows in (1, 256, 257, 655360)] == [
+        "small",
+        "small",
+        "large",
+        "streaming",
+    ]
+    assert [config.batch_regime(rows, 32768) for rows in (257, 1024, 1025, 5120)] == [
+        "small",
+        "small",
+        "large",
+        "streaming",
+    ]
+    assert others(5, 256) == ["large"] and others(300, 256) == ["small"]
+    assert others(5, 2 * 7168) == ["large", "streaming"]
+    for regime in REGIMES:
+        with assuming(regime):
+            assert config.batch_regime(1, 256) == config.batch_regime(1 << 20, 32768) == regime
+    assert config.batch_regime(1, 256) == "small"
 
 
-def test_a_tile_that_changes_results_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_that_changes_results_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("rms_norm", "short", (3,), 64)
-    assert rms_norm.run(case, "cpu") is None
+    assert runner.run(case, "cpu") is None
     honest = rms_norm.call
 
     def call(case: Case, arguments: dict[str, object]) -> tuple[torch.Tensor, ...]:
         (y,) = honest(case, arguments)
-        if config.assumed == ["many"]:
+        if config.assumed == ["large"]:
             y[1, 5] = torch.nextafter(y[1, 5], y.new_tensor(torch.inf))
         return (y,)
 
     monkeypatch.setattr(rms_norm, "call", call)
-    assert rms_norm.run(case, "cpu") == "results differ with the tile of many rows"
+    assert runner.run(case, "cpu") == "result 0 differs with the tile of a large batch"

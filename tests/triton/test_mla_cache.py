@@ -1,4 +1,4 @@
-"""The kernel of MLA's cache write without a GPU: its machine code, its tiles, its search for requests, its arguments."""
+"""The kernel of MLA's cache write without a GPU: machine code, tiles, search for requests, arguments."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from onepass.errors import ContractError, Unsupported
 from onepass.ops.dispatch import launching_with
 from onepass.specs.mla_cache import MlaCall, MlaRows, mla_spec
 from onepass.testing import mla_cache as mla_rope_norm
-from onepass.triton import compiler
+from onepass.triton import compiler, launcher
 from onepass.triton import mla_cache as backend
+from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
-from onepass.triton.config import Chip
-from onepass.triton.mla_cache_config import MOST_TOKENS, MlaCut, mla_config, mla_cut, search_width
+from onepass.triton.launcher import arguments_by_name
+from onepass.triton.mla_cache_config import MlaCut, mla_config, mla_cut, search_width
+from onepass.triton.tuning import tuning
 from tests.triton.test_rms_norm import OTHER_CHIPS
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
 
 ROOT = Path(__file__).parents[2]
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+TENSORS = backend.MlaTensors._fields
 
 
 def build_of(tokens: int, heads: int, dtype: torch.dtype = FP8, **options: Any) -> Build:
-    """What a call of the benchmark would run on an H200."""
+    """The build that a call of the benchmark runs on an H200."""
     p = mla_cache.problem(tokens, heads, dtype, mla_cache.angles("cpu"), "cpu")
     if options.pop("scaled", False):
         options["per_token_scale"] = torch.empty(p.cache.blocks.shape[:2])
@@ -53,8 +56,10 @@ def build_of(tokens: int, heads: int, dtype: torch.dtype = FP8, **options: Any) 
 @pytest.mark.parametrize(
     ("tokens", "heads", "of_q", "of_kv"), [(1, 128, 2, 2), (64, 128, 4, 2), (2048, 128, 8, 4), (2048, 16, 8, 4)]
 )
-def test_hot_kernels(tokens: int, heads: int, of_q: int, of_kv: int, style: str) -> None:
-    """16-byte loads of rows, their stores as wide as they can be, few registers, no data moved between threads but the sums'."""
+def test_hot_kernels_use_wide_accesses_and_few_registers(
+    tokens: int, heads: int, of_q: int, of_kv: int, style: str
+) -> None:
+    """16-byte loads, stores as wide as possible, few registers, and no shared memory."""
     compiled = compile_build(build_of(tokens, heads, rope_style=style), records.H200)
     usage = records.resources(compiled)
     assert usage["REG"] <= 96 and usage["STACK"] == 0 and usage["LOCAL"] == 0
@@ -68,7 +73,7 @@ def test_hot_kernels(tokens: int, heads: int, of_q: int, of_kv: int, style: str)
 
 
 def test_products_are_rounded_before_they_are_added() -> None:
-    """But for the two that the rotation is defined with, a contraction would depend on where columns lie."""
+    """Other contractions than the rotation's two would depend on the layout of columns."""
     build = build_of(64, 16)
     assert not build.contracts
     fused = lowered(build, records.H200, "ptx").count("fma.rn.f32")
@@ -83,9 +88,9 @@ def test_every_case_has_one_configuration() -> None:
 
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 def test_compiles_for_other_chips(chip: Chip) -> None:
-    """Every configuration for one chip of either maker, turn and turn about.
+    """Each configuration for one chip of each vendor, in turn.
 
-    The chips of a maker differ in how they cast to fp8, and each half has casts to every format.
+    A vendor's chips differ in how they cast to fp8, and each half has casts to every format.
     """
     cases = [c for c in mla_rope_norm.CASES if c.group == "model"]
     cases += [c for c in mla_rope_norm.CASES if c.group == "scales" and c.latent == 128]
@@ -110,9 +115,14 @@ def test_interpreted_kernel_passes_its_cases(group: str) -> None:
 SEARCH = """
 import sys, torch
 from onepass.testing.runner import running_on
-from onepass.triton import _mla_config
+from dataclasses import replace
+from onepass.triton import mla_cache_config
+from onepass.triton.chip import INTERPRETER
+from onepass.triton.tuning import tuning
 import onepass
-_mla_config.SEARCH_WIDTHS = (1, 4)
+table = tuning(INTERPRETER)
+narrow = replace(table, mla=replace(table.mla, search_widths=(1, 4)))
+mla_cache_config.tuning = lambda chip: narrow
 given = torch.load(sys.argv[1] + "/given")
 with running_on("interpreter"):
     for case in given:
@@ -125,11 +135,11 @@ torch.save([case["blocks"] for case in given], sys.argv[1] + "/found")
 """
 
 
-def test_search_of_several_levels(tmp_path: Path) -> None:
-    """Among many requests, looked at four at a time, each token finds its own; so it does among empty ones, and none at all."""
+def test_multi_level_search_finds_the_request_of_each_token(tmp_path: Path) -> None:
+    """Searches four requests at a time, among many requests, among empty ones, and with no tokens in any."""
     given = []
     for counts in ([1] * 21, [0, 0, 3, 0, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 0], [0] * 5, [2, 0, 0, 0, 0]):
-        offsets = torch.tensor([1, *counts]).cumsum(0)  # the first token is nobody's, the last neither
+        offsets = torch.tensor([1, *counts]).cumsum(0)  # the first and the last token belong to no request
         tokens = int(offsets[-1]) + 1
         kv = torch.arange(1, tokens + 1).float()[:, None].expand(tokens, 9).contiguous()
         given.append({
@@ -149,32 +159,36 @@ def test_search_of_several_levels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("requests", [1, 2, 32, 33, 128, 129, 16384, 16385, 2**20])
 def test_search_reaches_every_request(requests: int) -> None:
-    width, levels = search_width(requests)
+    width, levels = search_width(requests, records.H200)
     assert width**levels >= requests and (levels == 1 or width ** (levels - 1) < requests)
     assert (width == 1) == (requests == 1)
 
 
-@pytest.mark.parametrize("cut", sorted({mla_cut(t, 16, 64) for t in (1, 512, 2048, 8192)}, key=str), ids=str)
+@pytest.mark.parametrize(
+    "cut", sorted({mla_cut(t, 16, 64, records.H200) for t in (1, 512, 2048, 8192)}, key=str), ids=str
+)
 @pytest.mark.parametrize("warp_size", [32, 64])
-def test_configs_are_sound(warp_size: int, cut: MlaCut) -> None:
+def test_configurations_are_valid(warp_size: int, cut: MlaCut) -> None:
+    chip = Chip("cuda", 90, 32) if warp_size == 32 else Chip("hip", "gfx942", 64)
+    most_tokens = tuning(chip).mla.most_tokens
     for heads in (1, 3, 8, 16, 24, 40, 65, 128, 256):
         for rope in (0, 1, 2, 64, 96, 256):
             for latent in (1, 33, 512, 1536, 2048):
                 for tokens in (1, 2, 1024):
-                    config = mla_config(cut, tokens, heads, latent, rope, 2, warp_size)
+                    config = mla_config(cut, tokens, heads, latent, rope, 2, chip)
                     assert config.warps & (config.warps - 1) == 0 < config.warps * warp_size <= 1024
                     assert config.heads * config.pieces >= heads > config.heads * (config.pieces - 1)
                     assert config.guard == (heads % config.heads != 0)
                     assert config.heads & (config.heads - 1) == 0 < config.heads
-                    assert 1 <= config.q_tokens <= min(tokens, MOST_TOKENS)
-                    assert 1 <= config.kv_tokens <= min(tokens, MOST_TOKENS)
+                    assert 1 <= config.q_tokens <= min(tokens, most_tokens)
+                    assert 1 <= config.kv_tokens <= min(tokens, most_tokens)
                     assert config.block >= max(8, latent)
 
 
 def test_larger_calls_have_larger_programs() -> None:
-    assert list(inspect.signature(mla_cut).parameters) == ["tokens", "heads", "rope"]
+    assert list(inspect.signature(mla_cut).parameters) == ["tokens", "heads", "rope", "chip"]
     for heads in (1, 16, 128, 256):
-        cuts = [mla_cut(1 << i, heads, 64) for i in range(32)]
+        cuts = [mla_cut(1 << i, heads, 64, records.H200) for i in range(32)]
         for name in ("q_columns", "kv_columns"):
             sizes = [getattr(cut, name) for cut in cuts]
             assert sizes == sorted(sizes) and sizes[0] == 512 < sizes[-1] == 2048
@@ -184,7 +198,7 @@ def test_larger_calls_have_larger_programs() -> None:
 
 
 class OnDevice:
-    """As much of a CUDA tensor as a launch looks at."""
+    """The part of a CUDA tensor that a launch uses."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -203,10 +217,11 @@ class Recorder:
     calls: list[tuple[int, dict[str, Any]]]
 
     def __init__(self, build: Build, device: int) -> None:
+        self.build = build
         Recorder.made.append(build)
 
-    def __call__(self, grid: int, arguments: tuple[Any, ...]) -> None:
-        Recorder.calls.append((grid, dict(zip(backend._NAMES, arguments, strict=True))))
+    def __call__(self, grid: int, arguments: Any) -> None:
+        Recorder.calls.append((grid, arguments_by_name(self.build, arguments)))
 
 
 @pytest.fixture
@@ -214,62 +229,52 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder.made, Recorder.calls = [], []
     monkeypatch.setattr(compiler, "Launcher", Recorder)
     monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(backend, "_plans", {})
-    monkeypatch.setattr(backend, "_chips", {0: records.H200})
+    monkeypatch.setattr(backend.FAMILY, "plans", {})
+    monkeypatch.setattr(launcher, "chips", {0: records.H200})
 
 
 def launched(address: int = 0, tokens: int = 100, requests: int = 5, **changes: int) -> tuple[int, dict[str, Any]]:
-    """Grid and arguments of one call, its tensors ``address`` bytes off 16."""
+    """Grid and arguments of one call whose tensors are ``address`` bytes past 16-byte alignment."""
     spec = mla_spec(BF16, BF16, BF16, F32, FP8, F32, torch.uint32, torch.int32, torch.int64, scale="token")
     strides = {name: 16 * (i + 2) for i, name in enumerate(MlaRows._fields[11:])}
     rows = MlaRows(tokens, 128, 512, 64, 64, requests, 9, 50, 64, 4096, 512, **strides)._replace(**changes)
     tensors: list[Any] = [OnDevice(0x1000 * (i + 1) + address) for i in range(13)]
     for absent in ("slots", "positions", "kv_scale"):
-        tensors[backend.TENSORS.index(absent)] = None
-    launch: Any = backend.launch
-    launch(spec, rows, *tensors, 1e-5, 0.5)
+        tensors[TENSORS.index(absent)] = None
+    call: Any = MlaCall
+    backend.launch(call(spec, *tensors, 1e-5, 0.5, rows))
     return Recorder.calls[-1]
 
 
 @pytest.mark.usefixtures("recorded")
-def test_every_argument_in_its_place() -> None:
+def test_kernel_receives_every_argument() -> None:
     grid, got = launched()
-    for i, name in enumerate(backend.TENSORS):
-        assert got[name] == (0 if name in ("slots", "positions", "kv_scale") else 0x1000 * (i + 1))
-    assert tuple(got[name] for name in MlaRows._fields) == (
-        100,
-        128,
-        512,
-        64,
-        64,
-        5,
-        9,
-        50,
-        64,
-        4096,
-        512,
-        *range(32, 208, 16),
-    )
-    assert (got["page_shift"], got["eps"], got["weight_offset"]) == (6, 1e-5, 0.5)
-    assert got["kv_programs"] == -(-100 // got["KV_TOKENS"])
-    assert grid == got["kv_programs"] + -(-100 // got["Q_TOKENS"]) * got["PIECES"]
+    for i, name in enumerate(TENSORS):
+        absent = name in ("slots", "positions", "kv_scale")
+        assert got[f"tensors.{name}"] == (None if absent else 0x1000 * (i + 1))
+    unread = {"latent", "normed", "rope", "turned", "page_size"}
+    sizes = (100, 128, 512, 64, 64, 5, 9, 50, 64, 4096, 512, *range(32, 208, 16))
+    for name, size in zip(MlaRows._fields, sizes, strict=True):
+        assert got[f"rows.{name}"] == (0 if name in unread else size)
+    numbers = {name: got[f"numbers.{name}"] for name in ("page_shift", "eps", "weight_offset", "kv_programs")}
+    programs = -(-100 // got["TILE.kv_tokens"])
+    assert numbers == {"page_shift": 6, "eps": 1e-5, "weight_offset": 0.5, "kv_programs": programs}
+    assert grid == programs + -(-100 // got["TILE.q_tokens"]) * got["TILE.pieces"]
     (build,) = Recorder.made
     constants = dict(build.constants)
-    assert {name: got[name] for name in backend._CONSTANTS} == {name: constants[name] for name in backend._CONSTANTS}
-    assert constants.keys() & {*backend.TENSORS, *MlaRows._fields} == {
-        "slots", "positions", "kv_scale", "latent", "normed", "rope", "turned", "page_size"
-    }  # fmt: skip
+    assert constants.keys() & {f"rows.{name}" for name in MlaRows._fields} == {f"rows.{name}" for name in unread}
+    assert all(got[name] == value for name, value in constants.items())
 
 
 @pytest.mark.usefixtures("recorded")
-def test_calls_of_about_a_size_share_a_kernel() -> None:
+def test_calls_of_similar_size_share_a_kernel() -> None:
     for tokens in (65, 100, 128):
         for requests in (3, 4):
             launched(tokens=tokens, requests=requests)
-    assert len(backend._plans) == len(Recorder.made) == 1
+    assert len(backend.FAMILY.plans) == len(Recorder.made) == 1
     launched(requests=1)
     launched(requests=0)
-    assert len(Recorder.made) == 2  # a request alone is not looked for
+    assert len(Recorder.made) == 2  # a single request needs no search
     launched(address=8)
     launched(q_head=33)
     launched(kv_token=33)
@@ -280,20 +285,20 @@ def test_calls_of_about_a_size_share_a_kernel() -> None:
 
 
 @pytest.mark.usefixtures("recorded")
-def test_too_many_programs_are_refused() -> None:
+def test_too_many_programs_are_rejected() -> None:
     with pytest.raises(Unsupported, match=r"at most 2\*\*31 - 2\*\*13 programs"):
         launched(tokens=2**30)
 
 
 @pytest.mark.parametrize("cut", [MlaCut(32, 1024, 512), MlaCut(128, 4096, 2048)], ids=str)
-def test_every_sum_is_of_two_numbers(cut: MlaCut) -> None:
-    """Whatever the tile, floats are added in pairs that `_tree` names, never in an order that a layout makes."""
+def test_every_reduction_adds_two_numbers(cut: MlaCut) -> None:
+    """Floats are added in the pairs that `_tree` defines for any tile, never in an order set by a layout."""
     p = mla_cache.problem(64, 16, FP8, mla_cache.angles("cpu"), "cpu")
     found: list[MlaCall] = []
     with launching_with(lambda family: found.append), torch.inference_mode():
         mla_cache.ours(p)
-    spec, rows = found[0].spec, found[0].rows
-    config = backend.config_of(spec, rows, 32, cut)
+    spec = found[0].spec
+    config = backend.config_of(spec, backend._facts(found[0], records.H200)._replace(cut=cut), records.H200)
     build = backend.build_for(spec, config, 64, 64, backend.Known(True, True, True, True, True), records.H200)
     text = lowered(build, records.H200, "ttir")
     summed = re.findall(r"\(tensor<([\dx]+)xf32>\) -> ", text)
@@ -301,39 +306,43 @@ def test_every_sum_is_of_two_numbers(cut: MlaCut) -> None:
 
 
 @pytest.mark.usefixtures("recorded")
-def test_a_norm_of_fewer_columns_is_a_kernel_of_its_own() -> None:
+def test_norm_of_fewer_columns_uses_another_kernel() -> None:
     launched()
     _, got = launched(normed=500)
     whole, part = Recorder.made
-    assert (dict(whole.constants)["PART"], dict(part.constants)["PART"], got["normed"]) == (False, True, 500)
-    assert whole.name != part.name and dict(part.signature)["normed"] == "i32"
+    assert (dict(whole.constants)["MATH.part"], dict(part.constants)["MATH.part"], got["rows.normed"]) == (
+        False,
+        True,
+        500,
+    )
+    assert whole.name != part.name and "rows.normed" not in dict(part.constants)
 
 
-# --- cuts of an experiment -------------------------------------------------------------------------------------------
+# --- other cuts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("recorded")
-def test_an_experiment_sets_threads_and_blocks() -> None:
+def test_cut_as_sets_threads_and_blocks() -> None:
     usual, _ = launched()
     with backend.cut_as(backend.MlaCut(128, 512, 1024)):
         cut, got = launched()
-        assert (got["KV_TOKENS"], got["Q_TOKENS"] * got["HEADS"]) == (2, 8)
+        assert (got["TILE.kv_tokens"], got["TILE.q_tokens"] * got["TILE.heads"]) == (2, 8)
         assert cut == 50 + 100 * 16
     assert launched()[0] == usual != cut
     assert [build.warps for build in Recorder.made] == [1, 4]
 
 
 @pytest.mark.parametrize("cut", [(33, 512, 512), (16, 512, 512), (32, 500, 512), (32, 512, 0), (2048, 512, 512)])
-def test_a_cut_that_no_kernel_can_have_is_refused(cut: tuple[int, int, int]) -> None:
+def test_invalid_cuts_are_rejected(cut: tuple[int, int, int]) -> None:
     refused = pytest.raises(ContractError, match=r"^cut_as: `(threads|q_columns|kv_columns)` must be a power of two")
     with refused, backend.cut_as(backend.MlaCut(*cut)):
-        pytest.fail("it was taken")
+        pytest.fail("it was accepted")
     assert backend._Forced.cut is None
 
 
 @pytest.mark.slow
-def test_no_cut_changes_a_bit() -> None:
-    """The promise that a GPU is held to, in the interpreter."""
+def test_cuts_do_not_change_results() -> None:
+    """The promise that is also checked on GPUs, in the interpreter."""
     code = (
         "from tools.promises.mla_cache import _cuts\n"
         "from onepass.testing.runner import running_on\n"

@@ -1,4 +1,4 @@
-"""The QK-RMSNorm kernel without a GPU: its order of summation, its machine code, its tiles, its arguments."""
+"""The QK-RMSNorm kernel without a GPU: order of summation, machine code, tiles, arguments."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ pytest.importorskip("triton")
 import onepass
 from onepass.errors import Unsupported
 from onepass.specs.layout import Geometry
-from onepass.specs.qk_norm import QkRows, RopeRule, qk_spec
+from onepass.specs.qk_norm import QkCall, QkRows, RopeRule, qk_spec
 from onepass.testing import qk_norm
-from onepass.triton import compiler
+from onepass.triton import compiler, launcher
 from onepass.triton import qk_norm as backend
+from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
-from onepass.triton.config import QK_FOLD, Chip, qk_config
 from onepass.triton.device import tree as _tree
+from onepass.triton.launcher import arguments_by_name
+from onepass.triton.qk_norm_config import QK_FOLD, qk_config
 from tests.triton.test_rms_norm import OTHER_CHIPS
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
 
 ROOT = Path(__file__).parents[2]
 BF16, F32 = torch.bfloat16, torch.float32
-NAMES = backend._NAMES
 
 
 def stats_build(nq: int, nk: int, dtype: torch.dtype = BF16, vec: int | None = None) -> Build:
     vec = vec or 16 // dtype.itemsize
-    config = qk_config(nq, nk, (vec, vec), 32, False, 0, 16 // dtype.itemsize)
+    config = qk_config(nq, nk, (vec, vec), records.H200, False, 0, 16 // dtype.itemsize)
     return backend.build_for(qk_spec("means", dtype), config, 1, records.H200)
 
 
 def tree(x: Tensor) -> Tensor:
-    """The order of `_tree.sum_columns`, written once more: float32 squares of [N] to one number."""
+    """The float32 sum of squares of [N], in the order of `_tree.sum_columns`."""
     squares = x.float() ** 2
     blocks = torch.nn.functional.pad(squares, (0, -len(x) % QK_FOLD)).view(-1, QK_FOLD)
     total = blocks[0]
@@ -56,8 +57,8 @@ def tree(x: Tensor) -> Tensor:
     return total[0]
 
 
-def test_interpreted_kernel_adds_in_the_stated_order(tmp_path: Path) -> None:
-    """Whatever stands beside a row, the sum is that of the tree over its columns."""
+def test_interpreted_kernel_sums_in_the_documented_order(tmp_path: Path) -> None:
+    """Each row is summed by the tree over its columns, whatever the other row of the call."""
     given = {n: torch.randn(3, n) for n in (1, 7, 100, 1000, 4099, 8192, 12345, 20000)}
     torch.save(given, tmp_path / "given")
     code = (
@@ -75,21 +76,21 @@ def test_interpreted_kernel_adds_in_the_stated_order(tmp_path: Path) -> None:
         assert sums[:, 1].eq(33).all()
 
 
-def test_blocks_and_tree_agree_on_their_size() -> None:
+def test_fold_constants_agree() -> None:
     assert _tree.FOLD.value == QK_FOLD
 
 
 @pytest.mark.parametrize("vec", [1, 8])
 @pytest.mark.parametrize(("nq", "nk"), [(6144, 1024), (4096, 4096), (1536, 256), (128, 64), (16384, 1024)])
-def test_sums_move_no_data_between_layouts(nq: int, nk: int, vec: int) -> None:
-    """Each step of the tree takes the tile as it lies; only the result may change its layout."""
+def test_sums_need_no_layout_conversions(nq: int, nk: int, vec: int) -> None:
+    """Every step of the tree uses the tile's layout; only the result may be converted."""
     build = stats_build(nq, nk, vec=vec)
     text = lowered(build, records.H200, "ttgir")
     moved = re.findall(r"ttg.convert_layout %\w+ : tensor<([\dx]+)xf32", text)
     constants = dict(build.constants)
     folds = 0
     for side in "QK":
-        chunk, count = constants[f"CHUNK_{side}"], constants[f"COUNT_{side}"]
+        chunk, count = constants[f"{side}.chunk"], constants[f"{side}.count"]
         folds += 3 * count + chunk.bit_length() - 4
     assert text.count('"tt.reduce"') == folds
     assert all("x" not in shape for shape in moved), moved
@@ -97,7 +98,7 @@ def test_sums_move_no_data_between_layouts(nq: int, nk: int, vec: int) -> None:
 
 @pytest.mark.parametrize(("nq", "nk"), [(6144, 1024), (64, 32)])
 def test_products_are_rounded_before_they_are_added(nq: int, nk: int) -> None:
-    """A contraction would depend on which columns lie in one thread."""
+    """A contraction would depend on which columns a thread holds."""
     build = stats_build(nq, nk, F32)
     assert "fma" not in lowered(build, records.H200, "ptx")
     assert "fma" in lowered(replace(build, contracts=True), records.H200, "ptx")
@@ -112,7 +113,7 @@ HOT: dict[str, tuple[Any, int]] = {
 
 @pytest.mark.parametrize("name", HOT)
 @pytest.mark.parametrize(("nq", "nk"), [(6144, 1024), (1536, 256)])
-def test_hot_kernels(name: str, nq: int, nk: int) -> None:
+def test_hot_kernels_use_wide_accesses_and_few_registers(name: str, nq: int, nk: int) -> None:
     """16-byte loads and stores of rows, few registers, nothing spilled."""
     call, registers = HOT[name]
     q, k = torch.randn(16, nq + nk).bfloat16().split([nq, nk], -1)
@@ -122,7 +123,7 @@ def test_hot_kernels(name: str, nq: int, nk: int) -> None:
     assert usage["REG"] <= registers and usage["STACK"] == 0
     ptx = compiled.asm["ptx"]
     loads, stores = set(re.findall(r"ld\.global[.\w]*", ptx)), set(re.findall(r"st\.global[.\w]*", ptx))
-    # gamma of a shared tile may be loaded in narrower pieces, and statistics are single numbers
+    # gamma of a shared tile may use narrower loads, and statistics are single numbers
     assert loads - {"ld.global.v2.b32", "ld.global.b32"} == {"ld.global.v4.b32"}
     assert stores == ({"st.global.b32"} if name == "stats" else {"st.global.v4.b32"})
     assert ("ld.global.b32" in loads) == (name == "apply")
@@ -147,11 +148,12 @@ def test_compiles_for_other_chips(chip: Chip) -> None:
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("vec", [1, 4, 8])
 @pytest.mark.parametrize("warp_size", [32, 64])
-def test_configs_are_sound(warp_size: int, vec: int, given: bool, head: int) -> None:
+def test_configurations_are_valid(warp_size: int, vec: int, given: bool, head: int) -> None:
+    chip = Chip("cuda", 90, 32) if warp_size == 32 else Chip("hip", "gfx942", 64)
     widths = [head * i for i in (1, 2, 3, 48, 100, 300)] if head else [1, 31, 33, 512, 1536, 6144, 7168, 16384, 16385]
     for nq in widths:
         for nk in widths:
-            config = qk_config(nq, nk, (vec, 1), warp_size, given, head)
+            config = qk_config(nq, nk, (vec, 1), chip, given, head)
             assert config.warps * warp_size <= 1024 and config.warps & (config.warps - 1) == 0 < config.warps
             for n, side in ((nq, config.q), (nk, config.k)):
                 assert side.block & (side.block - 1) == 0 and 0 < side.step <= side.block
@@ -163,9 +165,9 @@ def test_configs_are_sound(warp_size: int, vec: int, given: bool, head: int) -> 
                 assert not given or side.rows * side.block >= 1024
 
 
-def test_pieces_of_model_widths_waste_nothing() -> None:
+def test_model_widths_are_split_evenly() -> None:
     for nq, nk in ((6144, 1024), (4096, 4096), (1536, 256), (7168, 512)):
-        config = qk_config(nq, nk, (8, 8), 32, True, 0)
+        config = qk_config(nq, nk, (8, 8), records.H200, True, 0)
         assert nq % config.q.step == 0 and nk % config.k.step == 0
 
 
@@ -173,7 +175,7 @@ def test_pieces_of_model_widths_waste_nothing() -> None:
 
 
 class OnDevice:
-    """As much of a CUDA tensor as a launch looks at."""
+    """The part of a CUDA tensor that a launch uses."""
 
     def __init__(self, address: int, *shape: int) -> None:
         self.address, self.shape = address, shape
@@ -196,10 +198,11 @@ class Recorder:
     calls: list[tuple[int, dict[str, Any]]]
 
     def __init__(self, build: Build, device: int) -> None:
+        self.build = build
         Recorder.made.append(build.name)
 
-    def __call__(self, grid: int, arguments: list[Any]) -> None:
-        Recorder.calls.append((grid, dict(zip(NAMES, arguments, strict=True))))
+    def __call__(self, grid: int, arguments: Any) -> None:
+        Recorder.calls.append((grid, arguments_by_name(self.build, arguments)))
 
 
 @pytest.fixture
@@ -207,12 +210,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder.made, Recorder.calls = [], []
     monkeypatch.setattr(compiler, "Launcher", Recorder)
     monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(backend, "_plans", {})
-    monkeypatch.setattr(backend, "_chips", {0: records.H200})
+    monkeypatch.setattr(backend.FAMILY, "plans", {})
+    monkeypatch.setattr(launcher, "chips", {0: records.H200})
 
 
 @pytest.mark.usefixtures("recorded")
-def test_every_argument_in_its_place() -> None:
+def test_kernel_receives_every_argument() -> None:
     spec = qk_spec("fused", BF16, F32, BF16, "hf", True, RopeRule("half", 128, 64, torch.int32))
     tensors = {
         name: OnDevice(0x1000 * (i + 1)) for i, name in enumerate(("q", "k", "gamma_q", "gamma_k", "q_out", "k_out"))
@@ -220,45 +223,56 @@ def test_every_argument_in_its_place() -> None:
     freqs, positions = OnDevice(0x9000, 40, 64), OnDevice(0xA000)
     strides = [(80 * i, 80 * i + 8, 80 * i + 16) for i in range(1, 7)]
     rows = QkRows(Geometry(30, 3, 2), strides, (48, 8), (128, 128), (128, 136, 144, 152), 5)
-    launch: Any = backend.launch
-    launch(spec, rows, *tensors.values(), None, freqs, positions, 1e-5, 0.5)
+    call: Any = QkCall
+    backend.launch(call(spec, *tensors.values(), None, freqs, positions, 1e-5, 0.5, rows))
     ((grid, got),) = Recorder.calls
-    assert {name: got[name] for name in tensors} == {name: t.address for name, t in tensors.items()}
-    assert (got["freqs"], got["positions"], got["stats"], got["f0"]) == (0x9000, 0xA000, None, 77)
+    found = {name: got[name if name.startswith("gamma") else f"{name}.at"] for name in tensors}
+    assert found == {name: t.address for name, t in tensors.items()}
+    assert (got["freqs.at"], got["positions.at"], got["stats.at"], got["freqs.row"]) == (0x9000, 0xA000, None, 77)
     for name, triple in zip(("q", "k", "q_out", "k_out", "positions"), [*strides[:4], strides[5]], strict=True):
-        assert tuple(got[stride] for stride in backend.STRIDES[name]) == triple
-    assert [got[step] for step in backend.STEPS] == [128, 136, 144, 152]
-    expected = {"tokens": 30, "q_heads": 48, "k_heads": 8, "nq": 128, "nk": 128, "n1": 3, "n2": 2, "limit": 40}
-    assert {name: got[name] for name in expected} == expected
-    assert (got["q_divisor"], got["k_divisor"], got["eps"], got["weight_offset"]) == (128.0, 128.0, 1e-5, 0.5)
-    per_tile = got["ROWS_Q"]
-    assert got["q_programs"] == -(-30 * 48 // per_tile) and grid == got["q_programs"] + -(-30 * 8 // got["ROWS_K"])
+        assert tuple(got[f"{name}.s{level}"] for level in range(3)) == triple
+    assert [got[f"{name}.head"] for name in ("q", "k", "q_out", "k_out")] == [128, 136, 144, 152]
+    expected: dict[str, float] = {
+        "tokens": 30,
+        "q_heads": 48,
+        "k_heads": 8,
+        "nq": 128,
+        "nk": 128,
+        "n1": 3,
+        "n2": 2,
+        "limit": 40,
+    }
+    expected |= {"q_divisor": 128.0, "k_divisor": 128.0, "eps": 1e-5, "weight_offset": 0.5}
+    assert {name: got[f"shape.{name}"] for name in expected} == expected
+    programs = got["shape.q_programs"]
+    assert programs == -(-30 * 48 // got["Q.rows"]) and grid == programs + -(-30 * 8 // got["K.rows"])
 
 
 def stats(
     address: int = 16, tokens: int = 100, nq: int = 6144, step: int = 7168, stage: Any = "means"
 ) -> dict[str, Any]:
     rows = QkRows(Geometry(tokens, 1, 1), [(step, 0, 0)] * 6, (1, 1), (nq, 1024), (0, 0, 0, 0), tokens)
-    launch: Any = backend.launch
-    launch(qk_spec(stage, BF16), rows, OnDevice(address), OnDevice(32), *[None] * 4, OnDevice(20), None, None, 0.0, 0.0)
+    call: Any = QkCall
+    tensors = (OnDevice(address), OnDevice(32), *[None] * 4, OnDevice(20), None, None)
+    backend.launch(call(qk_spec(stage, BF16), *tensors, 0.0, 0.0, rows))
     return Recorder.calls[-1][1]
 
 
 @pytest.mark.usefixtures("recorded")
 def test_sums_and_means_share_a_kernel() -> None:
-    assert [stats(stage=stage)["q_divisor"] for stage in ("means", "sums")] == [6144.0, 1.0]
-    assert stats(nq=5120)["nq"] == 5120
+    assert [stats(stage=stage)["shape.q_divisor"] for stage in ("means", "sums")] == [6144.0, 1.0]
+    assert stats(nq=5120)["shape.nq"] == 5120
     assert len(Recorder.made) == 1
     stats(address=18)
     stats(step=7169)
-    assert [name.split()[-1] for name in Recorder.made] == [
-        "1x8192=3*2048v8+4x1024=2*512v8/8w", "1x8192=3*2048v1+4x1024=2*512v8/8w", "1x8192=3*2048v1+4x1024=2*512v1/8w",
-    ]  # fmt: skip
+    q, k = "1x8192=3*2048", "4x1024=2*512"
+    expected = [f"{q}v8+{k}v8/8w", f"{q}v1+{k}v8/8w", f"{q}v1+{k}v1/8w"]
+    assert [name.split()[-1] for name in Recorder.made] == expected
     stats(step=7169, tokens=1)
     assert len(Recorder.made) == 3
 
 
 @pytest.mark.usefixtures("recorded")
-def test_too_many_rows_are_refused() -> None:
+def test_too_many_rows_are_rejected() -> None:
     with pytest.raises(Unsupported, match=r"at most 2\*\*31 - 2\*\*13 rows"):
         stats(tokens=2**31 - 1)

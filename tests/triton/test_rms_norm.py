@@ -1,4 +1,4 @@
-"""The GPU kernels where there is no GPU: compiled, compared with what ran on one, interpreted, taken apart."""
+"""The GPU kernels without a GPU: compiled, compared with the GPU evidence, interpreted, inspected."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ from onepass.testing import rms_norm, runner
 from onepass.testing.batch_regime import others
 from onepass.testing.case import Check
 from onepass.triton import compiler
+from onepass.triton.chip import INTERPRETER, Chip
 from onepass.triton.compiler import Build, compile_build
-from onepass.triton.config import INTERPRETER, Chip, Crowd, RowConfig, Work, row_config, row_places
-from onepass.triton.rms_norm import build_for, work_of
+from onepass.triton.rms_norm import build_for, variant_of
+from onepass.triton.rms_norm_config import RowConfig, row_bins, row_config, row_unit
+from onepass.triton.tuning.table import Regime, Variant
 from tools.evidence import families, proof, records
+from tools.evidence.chips import MACHINES
 
 ROOT = Path(__file__).parents[2]
-EVIDENCE = ROOT / "benchmarks" / "h200" / "evidence.json"
+EVIDENCE = MACHINES["h200"].evidence
 OTHER_CHIPS = [Chip("cuda", 80, 32), Chip("cuda", 100, 32), Chip("hip", "gfx942", 64), Chip("hip", "gfx950", 64)]
 BF16 = torch.bfloat16
 SHARES = 8
@@ -43,13 +46,13 @@ SHARES = 8
 
 @cache
 def builds_of_cases() -> list[tuple[Check, list[Build]]]:
-    """Every configuration of every case, found once a process: the cases' inputs must be made for it."""
+    """Every configuration of every case. Cached, because it creates the inputs of all cases."""
     return [(case, proof.builds(case, records.H200)) for case in runner.CASES]
 
 
 @cache
 def all_builds() -> list[Build]:
-    """Every configuration of every case, and every one that the published models need."""
+    """Every configuration that the cases or the published models need."""
     found = {build.name: build for _, builds in builds_of_cases() for build in builds}
     for builds in families.needed(records.H200).values():
         found |= builds
@@ -58,11 +61,11 @@ def all_builds() -> list[Build]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(SHARES))
-def test_every_kernel_ran_on_a_gpu_as_it_is(index: int) -> None:
+def test_every_kernel_passed_its_cases_on_a_gpu(index: int) -> None:
     """The machine code of each configuration is the one that passed its cases on the H200.
 
-    Where the evidence has the digest of the sources that are here, the machine code is made of those and need not be made again. Of
-    any other configuration the IR is made, and compiled if it is another one too. An eighth each, so that workers share the work.
+    Configurations whose source digest is in the evidence are not compiled. For the others the IR is
+    compared, and compiled if it differs. Each test takes an eighth of the configurations.
     """
     problems = records.missing(all_builds()[index::SHARES], records.read(EVIDENCE), records.H200)
     assert not problems, "\n".join([f"{len(problems)} configurations must run on a GPU (make gpu):", *problems])
@@ -70,10 +73,10 @@ def test_every_kernel_ran_on_a_gpu_as_it_is(index: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(2))
-def test_the_compiler_makes_of_sources_what_the_evidence_says(index: int) -> None:
-    """One configuration in a hundred is compiled to the end: the test above relies on it for the others.
+def test_sampled_kernels_compile_to_the_recorded_machine_code(index: int) -> None:
+    """Compiles one configuration in a hundred, because the test above trusts source digests.
 
-    Which ones follows from the sources of the kernels, so that they are others after every change and the same until then.
+    The choice depends on the kernels' sources, so it changes whenever they do.
     """
     proofs = records.read(EVIDENCE)
     sources = b"".join(path.read_bytes() for path in sorted((ROOT / "src" / "onepass" / "triton").glob("*.py")))
@@ -98,20 +101,20 @@ SPILLING = {
     _DIVIDE + "norm e4m3fn:448/static:f32 divide 4*1024/4w/v8": 8,
     **{_LONG.format(scale): 8 for scale in ("ue8m0:f32", "f16", "f32")},
 }
-"""Bytes of stack that configurations were proven with. Misaligned fp8 weights of 16 rows would not spill in programs of 8 rows, but a
-trace's number of blocks is not to depend on alignment."""
+"""Bytes of stack that these configurations use. Misaligned fp8 weights of 16 rows would not spill in
+programs of 8 rows, but the number of blocks in a trace must not depend on alignment."""
 CAPPED = 32
-"""The most that a row kernel may spill whose registers are capped: the caps gain more than a few bytes cost (`_config._TILES`)."""
+"""Bytes that a row kernel with capped registers may spill: the cap gains more than a few bytes cost."""
 
 
-def test_no_kernel_spills() -> None:
-    """The evidence says it of proven machine code, and the tests above that this is the machine code."""
+def test_spills_stay_within_their_limits() -> None:
+    """Stack sizes come from the evidence, which the tests above compare with this machine code."""
     proofs = records.read(EVIDENCE)
     assert set(SPILLING) <= {build.name for build in all_builds()}
     for build in all_builds():
         proven = proofs.get(build.name)
         if proven is None:
-            continue  # the test above names it
+            continue  # the test above reports it
         capped = build.name.startswith("rms_norm_row") and build.registers > 0
         assert proven.stack is not None and proven.stack <= SPILLING.get(build.name, CAPPED if capped else 0), (
             build.name
@@ -119,7 +122,7 @@ def test_no_kernel_spills() -> None:
 
 
 def covering_builds(chip: Chip) -> list[Build]:
-    """One length of each kind with every option; further lengths would add nothing to a compile."""
+    """One length of each kind with every option; other lengths would compile the same code."""
     lengths = (33, 128, 384, 512, 640, 1536, 5000, 20000, 20480)
     groups = (
         "short",
@@ -142,7 +145,7 @@ def covering_builds(chip: Chip) -> list[Build]:
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 @pytest.mark.parametrize("part", range(4))
 def test_compiles_for_other_chips(chip: Chip, part: int) -> None:
-    """Every configuration for one of the other chips, turn and turn about."""
+    """Each configuration for one of the other chips, in turn."""
     for build in covering_builds(chip)[4 * part + OTHER_CHIPS.index(chip) :: 16]:
         assert compile_build(build, chip).asm
 
@@ -154,7 +157,7 @@ INTERPRETED = {
     "apply_qk_rms_norm": (45, 1),
     "row_mean_of_squares_qk": (20, 1),
 }
-"""How many cases there are at least, and among how many tests their groups are shared out."""
+"""By op: the least number of cases, and the number of tests that share their groups."""
 
 
 @pytest.mark.slow
@@ -183,8 +186,8 @@ def norm_spec(residual: bool = False) -> RowSpec:
     return row_spec(BF16, BF16, BF16 if residual else None, BF16, "once")
 
 
-def columns_a_thread(spec: RowSpec, config: RowConfig) -> int:
-    """Neighbouring columns that a thread has of the tile whose places are added up."""
+def columns_per_thread(spec: RowSpec, config: RowConfig) -> int:
+    """Adjacent columns per thread in the tile whose bins are summed."""
     text = records.lowered(build_for(spec, config, 1, True, records.H200), records.H200, "ttgir")
     (added,) = set(re.findall(rf"tt.reshape %\w+ : tensor<{config.rows}x{config.chunk}xf32, #(\w+)>", text))
     layout = re.search(rf"#{added} = #ttg.blocked<{{sizePerThread = \[1, (\d+)\]", text)
@@ -193,8 +196,8 @@ def columns_a_thread(spec: RowSpec, config: RowConfig) -> int:
 
 
 def test_configurations_that_differ_have_different_names() -> None:
-    """Of all that shapes a row kernel's quantization and its sum."""
-    config = row_config(4096, 2, 32, "more", "many")
+    """For every option of a row kernel's quantization and sum."""
+    config = row_config(4096, 2, records.H200, "more", "large")
     builds: dict[str, Build] = {}
     flags = tuple(product((False, True), repeat=3))
     for flag, rounding, residual, round_sum in product(flags, ROUNDINGS, (None, BF16), (None, True, False)):
@@ -207,8 +210,8 @@ def test_configurations_that_differ_have_different_names() -> None:
 
 @pytest.mark.parametrize("group", [0, 128])
 def test_division_is_correctly_rounded(group: int) -> None:
-    """Every value is divided, by an instruction that rounds as IEEE 754 says; a reciprocal would be one division per scale."""
-    config = row_config(4096, 2, 32, "group" if group else "more", "many")
+    """Each value is divided by an IEEE 754 instruction; a reciprocal would need one division per scale."""
+    config = row_config(4096, 2, records.H200, "group" if group else "more", "large")
     counts = []
     for divides in (False, True):
         rule = ScaleRule("group" if group else "row", torch.float32, group, divides=divides)
@@ -222,71 +225,71 @@ def test_division_is_correctly_rounded(group: int) -> None:
 
 @pytest.mark.parametrize("n", [7168, 8192])
 def test_wide_loads_and_stores(n: int) -> None:
-    """Loads of 16 bytes, and stores of as many codes; the hot kernel touches memory in nothing narrower but the scale."""
-    config = row_config(n, 2, 32, "fp8", "many")
+    """Loads of 16 bytes and stores of the codes that they give; only the scale's store is narrower."""
+    config = row_config(n, 2, records.H200, "fp8", "large")
     ptx = records.lowered(build_for(fp8_spec(), config, 1, True, records.H200), records.H200, "ptx")
     assert set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx)) == {"ld.global.v4.b32", "st.global.v2.b32", "st.global.b32"}
 
 
-def test_loads_are_half_as_wide_where_chunks_are_whole_then() -> None:
-    config = row_config(7168, 2, 32, "norm", "many")
+def test_narrower_loads_avoid_a_partial_chunk() -> None:
+    config = row_config(7168, 2, records.H200, "norm", "large")
     ptx = records.lowered(build_for(norm_spec(), config, 1, True, records.H200), records.H200, "ptx")
     assert config.whole and set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx)) == {"ld.global.v2.b32", "st.global.v2.b32"}
 
 
 @pytest.mark.parametrize("prologue", ["", "soft_cap_gate"])
-@pytest.mark.parametrize("crowd", ["few", "many"])
+@pytest.mark.parametrize("regime", ["small", "large"])
 @pytest.mark.parametrize(("n", "columns"), [(34, 2), (100, 4), (640, 8)])
-def test_no_tensor_widens_the_layout_of_a_row(n: int, columns: int, crowd: Crowd, prologue: str) -> None:
-    """Gamma and a prologue's columns may lie on 16 bytes where rows do not: a thread has the columns that rows allow all the same."""
+def test_aligned_operands_do_not_widen_the_row_layout(n: int, columns: int, regime: Regime, prologue: str) -> None:
+    """The alignment of rows sets the columns per thread, even if gamma or a prologue's operands are aligned better."""
     operands = (Operand("full", BF16), Operand("column", BF16), Operand("row", BF16)) if prologue else ()
     spec = row_spec(
         BF16, BF16, None, None, "once", rms_norm.soft_cap_gate.key if prologue else "", operands, E4M3FN.dtype, 448.0,
         ScaleRule("row", torch.float32),
     )  # fmt: skip
-    config = row_config(n, 2, 32, work_of(spec), crowd)
-    assert columns_a_thread(spec, config) == config.vec == columns
+    config = row_config(n, 2, records.H200, variant_of(spec), regime)
+    assert columns_per_thread(spec, config) == config.vec == columns
 
 
-@pytest.mark.parametrize("crowd", ["few", "many"])
+@pytest.mark.parametrize("regime", ["small", "large"])
 @pytest.mark.parametrize("x", [BF16, *QUANTIZED])
 @pytest.mark.parametrize("n", [96, 640, 1536])
-def test_values_of_groups_leave_a_row_its_layout(n: int, x: torch.dtype, crowd: Crowd) -> None:
-    """Loaded for every column they had a thread hold single columns, and each column was loaded and stored by itself."""
+def test_group_operands_do_not_change_the_row_layout(n: int, x: torch.dtype, regime: Regime) -> None:
+    """Loading them per column used to give each thread single columns, with a load and a store for each."""
     spec = row_spec(
         x, BF16, BF16, None, "once", dequantize.key, (Operand("group", torch.float32, 32),), E4M3FN.dtype, 448.0,
         ScaleRule("row", torch.float32),
     )  # fmt: skip
-    config = row_config(n, spec.itemsize, 32, work_of(spec), crowd)
-    assert columns_a_thread(spec, config) == config.vec > 1
+    config = row_config(n, spec.itemsize, records.H200, variant_of(spec), regime)
+    assert columns_per_thread(spec, config) == config.vec > 1
 
 
 @pytest.mark.parametrize(
     "chip", [Chip("cuda", 80, 32), records.H200, Chip("cuda", 100, 32)], ids=lambda chip: str(chip.arch)
 )
 @pytest.mark.parametrize(
-    ("n", "group", "x", "crowd"),
+    ("n", "group", "x", "regime"),
     [
-        (512, 128, BF16, "few"),
-        (1536, 128, BF16, "few"),
-        (4096, 64, BF16, "many"),
-        (7168, 128, BF16, "few"),
-        (7168, 128, BF16, "many"),
-        (16384, 128, BF16, "many"),
-        (7168, 128, torch.float32, "many"),
+        (512, 128, BF16, "small"),
+        (1536, 128, BF16, "small"),
+        (4096, 64, BF16, "large"),
+        (7168, 128, BF16, "small"),
+        (7168, 128, BF16, "large"),
+        (16384, 128, BF16, "large"),
+        (7168, 128, torch.float32, "large"),
     ],
 )
-def test_a_group_lies_in_neighbouring_lanes(n: int, group: int, x: torch.dtype, crowd: Crowd, chip: Chip) -> None:
-    """The premise of `store_groups_by_lane`: nothing moves a row from where its loads put it, VEC columns a lane, lane after lane.
+def test_group_occupies_adjacent_lanes(n: int, group: int, x: torch.dtype, regime: Regime, chip: Chip) -> None:
+    """The premise of `store_groups_by_lane`: a row stays where its loads put it, VEC columns per lane in order.
 
-    What moves is the last few sums of squares.
+    Only the last few sums of squares change their layout.
     """
     rule = ScaleRule("group", torch.float32, group)
     spec = row_spec(x, x, None, None, "once", codes=E4M3FN.dtype, fp8_max=448.0, scale=rule)
-    config = row_config(n, x.itemsize, 32, work_of(spec), crowd)
+    config = row_config(n, x.itemsize, records.H200, variant_of(spec), regime)
     build = build_for(spec, config, 1, True, chip)
     text = records.lowered(build, chip, "ttgir")
-    assert dict(build.constants)["BY_LANE"] and "shfl.sync.bfly" in text
+    assert dict(build.constants)["TILE.lane_scales"] and "shfl.sync.bfly" in text
     moved = re.findall(r"ttg.convert_layout %\w+ : tensor<([\dx]+)xf32", text)
     assert text.count("ttg.convert_layout") == len(moved) == 1 and math.prod(map(int, moved[0].split("x"))) <= 16
     (loaded,) = set(re.findall(rf"tt.load .* : tensor<1x{config.chunk}x!tt.ptr<\w+>, #(\w+)>", text))
@@ -295,24 +298,24 @@ def test_a_group_lies_in_neighbouring_lanes(n: int, group: int, x: torch.dtype, 
     assert config.vec * 32 % group == 0
 
 
-def test_groups_are_left_to_lanes_only_where_they_fit() -> None:
-    """Not on other backends, not for rows that share a tile, are walked or masked, nor with more chunks than a group has lanes."""
+def test_lane_scales_are_used_only_where_groups_fit() -> None:
+    """Not on other backends, for rows that share a tile, loop or are masked, or with more chunks than lanes per group."""
     rule = ScaleRule("group", torch.float32, 64)
     spec = row_spec(BF16, BF16, None, None, "once", codes=E4M3FN.dtype, fp8_max=448.0, scale=rule)
 
-    def by_lane(n: int, chip: Chip = records.H200, aligned: bool = True) -> object:
-        config = row_config(n, 2, chip.warp_size, work_of(spec), "many")
-        return dict(build_for(spec, config, 1, aligned, chip).constants)["BY_LANE"]
+    def lane_scales(n: int, chip: Chip = records.H200, aligned: bool = True) -> object:
+        config = row_config(n, 2, chip, variant_of(spec), "large")
+        return dict(build_for(spec, config, 1, aligned, chip).constants)["TILE.lane_scales"]
 
-    assert all(by_lane(n) for n in (1536, 2048, 4096, 16384)) and not by_lane(4096, aligned=False)
-    assert not any(by_lane(n) for n in (512, 1024, 4160, 16384 + 4096))
-    assert not by_lane(4096, Chip("hip", "gfx942", 64)) and not by_lane(4096, INTERPRETER)
-    many = replace(row_config(16384, 2, 32, "group", "many"), chunk=1024, count=16, warps=4)
-    assert not dict(build_for(spec, many, 1, True, records.H200).constants)["BY_LANE"]
+    assert all(lane_scales(n) for n in (1536, 2048, 4096, 16384)) and not lane_scales(4096, aligned=False)
+    assert not any(lane_scales(n) for n in (512, 1024, 4160, 16384 + 4096))
+    assert not lane_scales(4096, Chip("hip", "gfx942", 64)) and not lane_scales(4096, INTERPRETER)
+    many = row_config(16384, 2, records.H200, "group", "large")._replace(chunk=1024, count=16, warps=4)
+    assert not dict(build_for(spec, many, 1, True, records.H200).constants)["TILE.lane_scales"]
 
 
-def test_equal_names_are_equal_builds() -> None:
-    """Of all cases, and of rows of every length in every tile."""
+def test_builds_with_equal_names_are_equal() -> None:
+    """For all cases, and for rows of many lengths in every regime."""
     found: dict[str, Build] = {}
     for build in chain(*(builds for _, builds in builds_of_cases()), _tiles()):
         assert found.setdefault(build.name, build) == build, build.name
@@ -320,11 +323,11 @@ def test_equal_names_are_equal_builds() -> None:
 
 
 def _tiles() -> Iterator[Build]:
-    """Builds of two ops for rows of up to 300 columns, and of some more."""
+    """Builds of two ops for rows of up to 300 columns and for some longer ones."""
     for spec in (norm_spec(), fp8_spec()):
         for n in (*range(1, 300), *range(300, 20000, 173), *range(512, 20000, 512)):
-            for crowd in get_args(Crowd):
-                config = row_config(n, 2, 32, work_of(spec), crowd)
+            for regime in get_args(Regime):
+                config = row_config(n, 2, records.H200, variant_of(spec), regime)
                 for aligned in (True, False):
                     yield build_for(spec, config, 1, aligned, records.H200)
 
@@ -332,12 +335,10 @@ def _tiles() -> Iterator[Build]:
 @pytest.mark.parametrize("n", [1, 2, 3, 31, 32, 33, 100, 1000, 2049, 4097, 7168, 16384, 16385, 131072])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("warp_size", [32, 64])
-def test_configs_are_sound(n: int, itemsize: int, warp_size: int) -> None:
-    unit = row_config(
-        n, itemsize, warp_size, "more", "many"
-    ).unit  # what alignment is asked for before the work is known
-    for work, crowd in product(get_args(Work), get_args(Crowd)):
-        config = row_config(n, itemsize, warp_size, work, crowd)
+def test_configurations_are_valid(n: int, itemsize: int, warp_size: int) -> None:
+    chip = Chip("cuda", 90, 32) if warp_size == 32 else Chip("hip", "gfx942", 64)
+    for variant, regime in product(get_args(Variant), get_args(Regime)):
+        config = row_config(n, itemsize, chip, variant, regime)
         assert config.long or config.chunk * (config.count - 1) < n <= config.chunk * config.count
         assert (
             config.chunk & (config.chunk - 1) == 0
@@ -345,25 +346,27 @@ def test_configs_are_sound(n: int, itemsize: int, warp_size: int) -> None:
             and config.warps * warp_size <= 1024
         )
         assert config.vec * itemsize <= 16 and n % config.vec == 0 and config.unit % config.vec == 0
-        assert config.unit == unit
-        assert config.places == min(config.chunk * config.sets, row_places(n))
+        assert config.unit == row_unit(n, itemsize), "alignment is computed before the variant is known"
         for vectors in (True, False):
-            pieces = config.pieces(vectors, warp_size)
-            assert config.chunk % pieces == 0 and pieces * config.sets <= 16
+            tile = config.laid_out(vectors, warp_size)
+            assert config.bins == min(config.chunk * tile.sets, row_bins(n))
+            assert config.chunk % tile.pieces == 0 and tile.pieces * tile.sets <= 16
 
 
-def test_checks_take_rows_for_all_that_has_another_tile() -> None:
-    for n, itemsize, work in product((128, 2048, 4096, 4097, 7168, 8192, 8193, 16384, 20480), (2, 4), get_args(Work)):
-        if itemsize == 4 and work not in ("more", "prologue"):
+def test_checks_cover_every_regime_with_a_different_tile() -> None:
+    lengths = (128, 2048, 4096, 4097, 7168, 8192, 8193, 16384, 20480)
+    for n, itemsize, variant in product(lengths, (2, 4), get_args(Variant)):
+        if itemsize == 4 and variant not in ("more", "prologue"):
             continue
-        flood, many = (row_config(n, itemsize, 32, work, crowd) for crowd in ("flood", "many"))
-        assert flood == many or "flood" in others(1, n * itemsize)
-    assert row_config(7168, 2, 32, "norm", "flood") != row_config(7168, 2, 32, "norm", "many")
+        streaming = row_config(n, itemsize, records.H200, variant, "streaming")
+        large = row_config(n, itemsize, records.H200, variant, "large")
+        assert streaming == large or "streaming" in others(1, n * itemsize)
+    assert row_config(7168, 2, records.H200, "norm", "streaming") != row_config(7168, 2, records.H200, "norm", "large")
 
 
 class TestEvidence:
-    def test_changed_machine_code_is_named(self) -> None:
-        build = build_for(norm_spec(), row_config(512, 2, 32, "norm", "many"), 1, True, records.H200)
+    def test_changed_machine_code_is_reported(self) -> None:
+        build = build_for(norm_spec(), row_config(512, 2, records.H200, "norm", "large"), 1, True, records.H200)
         proofs = {build.name: records.Proof("0" * 24, ("a case",))}
         assert records.missing([build], proofs, records.H200) == [
             f"{build.name}: its machine code has changed since it ran on a GPU"
@@ -371,17 +374,17 @@ class TestEvidence:
         assert records.missing([build], {}, records.H200) == [f"{build.name}: never run on a GPU"]
         proven = records.prove(build, records.H200, ())
         assert proven.machine_code == records.compiled_hash(build, records.H200) and proven.stack == 0
-        for ir in (None, "0" * 24):  # unknown, or that of another source with the same machine code
+        for ir in (None, "0" * 24):  # unknown, or from another source with the same machine code
             assert not records.missing([build], {build.name: replace(proven, ir=ir, source=None)}, records.H200)
 
-    def test_an_ir_that_was_proven_is_not_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        build = build_for(norm_spec(), row_config(512, 2, 32, "norm", "many"), 1, True, records.H200)
+    def test_proven_ir_is_not_compiled_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        build = build_for(norm_spec(), row_config(512, 2, records.H200, "norm", "large"), 1, True, records.H200)
         proofs = {build.name: records.Proof("0" * 24, (), records.ir_hash(build, records.H200))}
         monkeypatch.setattr(records, "compile_build", None)
         assert not records.missing([build], proofs, records.H200)
 
-    def test_all_that_machine_code_is_made_of_is_in_the_hash_of_an_ir(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = row_config(1536, 2, 32, "norm", "many")
+    def test_ir_hash_depends_on_every_compiler_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = row_config(1536, 2, records.H200, "norm", "large")
         build = build_for(norm_spec(), config, 1, True, records.H200)
         others = [
             build_for(norm_spec(residual=True), config, 1, True, records.H200),
@@ -399,7 +402,7 @@ class TestEvidence:
         found.append(records.ir_hash(build, records.H200))
         assert len(set(found)) == len(found) == 1 + len(others) + len(OTHER_CHIPS) + 1
 
-    def test_refresh_notes_the_ir_of_proven_code_alone(self, tmp_path: Path) -> None:
+    def test_refresh_updates_only_proven_entries(self, tmp_path: Path) -> None:
         cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (1, 512)][:2]
         builds = list(proof.distinct_builds(cases, records.H200).values())[:2]
         right, wrong = (records.prove(build, records.H200, ("a case",)) for build in builds)
@@ -407,12 +410,12 @@ class TestEvidence:
         file = tmp_path / "evidence.json"
         old = {builds[0].name: replace(right, ir="0", stack=None), builds[1].name: wrong, "gone": wrong}
         records.write(file, {"gpu": "one"}, old)
-        assert proof.refresh(file, cases).startswith("1 configurations")
+        assert proof.refresh(file, cases, records.H200).startswith("1 configurations")
         assert records.read(file) == {**old, builds[0].name: right}
         assert '"gpu": "one"' in file.read_text()
 
-    def test_unproven_kernels_do_not_run_unasked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        build = build_for(norm_spec(), row_config(512, 2, 32, "norm", "many"), 1, True, records.H200)
+    def test_unproven_kernels_run_only_on_request(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        build = build_for(norm_spec(), row_config(512, 2, records.H200, "norm", "large"), 1, True, records.H200)
         assert not compiler.is_unproven(build)
         monkeypatch.setattr(compiler, "UNPROVEN", ("rms_norm_row x=bf16",))
         assert records.missing([build], {}, records.H200) == []

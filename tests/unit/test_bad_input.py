@@ -1,4 +1,4 @@
-"""Bad input: thousands of calls that a contract rules out are each refused by name, write nothing and spoil nothing."""
+"""Bad input: each of thousands of invalid calls raises an error that names the argument, and writes nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from onepass.fastpath import replay
 from onepass.fastpath.call import compile_call
 from onepass.ops.dispatch import launching_with
 from tests.helpers import bad_input
+from tests.helpers.argument_mutations import Mutation, mutations
 from tests.helpers.bad_input import Subject, copied, memory
-from tools.argument_mutations import Mutation, mutations
-from tools.contract_oracle import faults
+from tests.helpers.contract_oracle import faults
 
 PUBLIC = bad_input.public_subjects()
 DISPATCHED = bad_input.dispatched_subjects()
@@ -29,7 +29,7 @@ REFUSALS = (ContractError, TypeError, Unsupported)
 
 
 class Bench:
-    """A subject, the tensors that bad calls get, and those of the good call that follows each."""
+    """A subject, the tensors of its bad calls, and those of the good call that follows each."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -42,7 +42,7 @@ class Bench:
         self.expected = [t.clone() for t in self.good_call()]
 
     def good_call(self) -> list[torch.Tensor]:
-        """What the good call leaves in the caller's memory, and what it returns, as bytes."""
+        """The contents of the caller's memory after the good call, and its results, as bytes."""
         for now, before in self.fresh:
             now.copy_(before)
         returned = self.subject.call(self.again)
@@ -50,7 +50,7 @@ class Bench:
         return [*self.lasting, *(t.reshape(-1).view(torch.uint8) for t in results if t is not None)]
 
     def judge(self, mutation: Mutation, wrong: set[str]) -> str | None:
-        """None, or what is wrong with how a bad call was refused."""
+        """None, or what is wrong with how a bad call was rejected."""
         mine = {**self.memory, **memory(mutation.changes)}
         kept = {at: self.kept[at] if at in self.kept else t.clone() for at, t in mine.items()}
         try:
@@ -71,7 +71,7 @@ class Bench:
 
 
 def blame(subject: Subject, message: str, wrong: set[str]) -> str | None:
-    """None, or what the message of a refusal lacks."""
+    """None, or what an error message lacks."""
     named = re.match(r"(\w+): `(\w+)` (must|is) .*, got .|\w+: `\w+` is on", message, re.DOTALL)
     if named is None or not named[1].startswith(subject.op):
         return f"the message does not begin with op and argument: {message}"
@@ -79,7 +79,7 @@ def blame(subject: Subject, message: str, wrong: set[str]) -> str | None:
 
 
 def cases(subject: Subject, pairs: int) -> Iterator[tuple[Mutation, set[str]]]:
-    """The mutations, each with what the contract says is wrong with it: nothing, for some."""
+    """The mutations, each with the arguments that violate the contract, which may be none."""
     for mutation in mutations(subject.contract, subject.good_values, pairs):
         if subject.takes(mutation.changes):
             yield mutation, subject.wrong(mutation.changes)
@@ -87,7 +87,7 @@ def cases(subject: Subject, pairs: int) -> Iterator[tuple[Mutation, set[str]]]:
 
 @pytest.fixture(autouse=True)
 def surroundings() -> Iterator[None]:
-    """Gradients are recorded; calls this small lose more by waking a second thread than they gain."""
+    """Record gradients and use one thread, which is faster for calls this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings(), torch.enable_grad():
@@ -97,22 +97,22 @@ def surroundings() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("subject", [*PUBLIC, *DISPATCHED], ids=lambda s: s.name)
-def test_bad_calls_are_refused_by_name_and_touch_nothing(subject: Subject) -> None:
+def test_bad_calls_name_the_argument_and_write_nothing(subject: Subject) -> None:
     bench = Bench(subject)
     made = list(cases(subject, 0 if subject.tensors_only else PAIRS))
     bad = [(mutation, wrong) for mutation, wrong in made if wrong]
     assert len({mutation.label for mutation, _ in bad}) == len(bad) > 150
     failed = [fault for mutation, wrong in bad if (fault := bench.judge(mutation, wrong)) is not None]
     assert not failed, f"{len(failed)} of {len(bad)}:\n" + "\n".join(failed)
-    # what the contract allows is not refused, or all of the above would pass where everything is
+    # legal calls must pass: an op that rejects every call would satisfy the checks above
     with launching_with(lambda family: lambda *arguments: None):
         for mutation, wrong in made:
             if not wrong:
                 subject.call({**copied(subject.good_values), **mutation.changes})
 
 
-def test_there_are_thousands() -> None:
-    """More than three thousand already of the calls with outputs and one thing wrong."""
+def test_thousands_of_bad_calls_are_generated() -> None:
+    """More than three thousand with caller-allocated outputs and a single bad argument."""
     count = 0
     for subject in (s for s in PUBLIC if "allocating" not in s.name):
         count += sum(bool(wrong) for _, wrong in cases(subject, 0))
@@ -121,8 +121,8 @@ def test_there_are_thousands() -> None:
     pytest.fail(f"only {count}")
 
 
-def test_an_output_is_no_input_but_the_one_that_it_replaces() -> None:
-    """The very tensor of another input: of its shape, and read by other rows or blocks after it is written."""
+def test_output_may_alias_only_the_input_that_it_replaces() -> None:
+    """An output that is another input of the same shape, which other rows or blocks read after it is written."""
     q, k, gamma = torch.randn(3, 64), torch.randn(3, 64), torch.ones(64)
     weight, y = torch.randn(128, 64), torch.randn(3, 64)
     kept = [t.clone() for t in (q, k, gamma, weight)]
@@ -144,11 +144,11 @@ def test_an_output_is_no_input_but_the_one_that_it_replaces() -> None:
     assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
 
 
-# --- what is remembered of good calls -------------------------------------------------------------------------------
+# --- recorded calls -------------------------------------------------------------------------------------------------
 
 
 class Launcher:
-    """As much of a loaded kernel as a call needs; every argument is an address."""
+    """A stand-in for a loaded kernel; every argument is an address."""
 
     def __init__(self, count: int) -> None:
         self.addresses = range(count)
@@ -166,27 +166,32 @@ class Launcher:
 @pytest.mark.parametrize(
     "name", ["rms_norm, allocating", "rms_norm_fused_fp8, static", "gemv, allocating", "qk, allocating"]
 )
-def test_a_launch_that_is_remembered_is_not_one_for_what_only_equals_its_options(name: str) -> None:
-    """On a GPU a call like an earlier one is not checked: 1, 1.0 and True are equal, and a call with them is not like it."""
+def test_recorded_launch_is_not_used_for_options_of_another_type(name: str) -> None:
+    """On a GPU a recorded call is not validated again. 1, 1.0 and True are equal but must not count as the same option."""
     subject = next(s for s in PUBLIC if s.name == name)
     contract = subject.contract
     good = subject.good_values | dict.fromkeys(out.argument for out in contract.outs.values())
     good |= {"positions": None} if "positions" in contract.args else {}
     asked = 0
 
-    def kernel(notes: Any, *values: Any) -> None:
+    def kernel(spec_cache: Any, values: Any) -> None:
         nonlocal asked
         asked += 1
         tensors = [v.data_ptr() for v in values if isinstance(v, Tensor)]
         Launcher(len(tensors))(1, tensors)
 
     call = compile_call(
-        contract, kernel, watched=lambda: False, special=lambda *v: False, dispatch=lambda *v: None,
-        memory=lambda *v: None, on_gpu=lambda tensor: True,
-    )  # fmt: skip
+        contract,
+        kernel,
+        watched=lambda: False,
+        special=lambda *v: False,
+        dispatch=lambda *v: None,
+        memory=lambda *v: None,
+        on_gpu=lambda tensor: True,
+    )
     for _ in range(3):
         call(*[good[n] for n in bad_input.names(contract)])
-    assert asked == 1, "the good call is not replayed, so nothing is tested"
+    assert asked == 1, "the good call is not replayed, so this tests nothing"
     wrong, tried = [], 0
     for mutation, _ in cases(subject, 0):
         bad = {**good, **mutation.changes}
@@ -201,7 +206,7 @@ def test_a_launch_that_is_remembered_is_not_one_for_what_only_equals_its_options
     assert tried > 100 and not wrong, wrong
 
 
-# --- what has no contract -------------------------------------------------------------------------------------------
+# --- without a contract ---------------------------------------------------------------------------------------------
 
 
 BLOCKS, LENGTHS, TABLE = torch.zeros(4, 2, 8), torch.tensor([3, 0]), torch.tensor([[2, 0], [1, 3]])
@@ -259,7 +264,7 @@ MADE: dict[str, tuple[Any, dict[str, Any], str]] = {
 """A function, a good call, and the arguments that may be None."""
 LEGAL = {"new_tokens": ("minus one", "2**70"), "eps": ("2**70",), "weight_offset": ("minus one", "2**70")}
 OWNERS = {"gemv_trace_blocks": "gemv_and_partial_norm"}
-"""Whose arguments they are."""
+"""The op whose name messages use instead."""
 NOTHING_LIKE_IT: dict[str, Any] = {
     "a string": "x", "bytes": b"xx", "an object": object(), "a type": Tensor, "a dict": {}, "a set": {1}, "a complex": 1j,
     "NaN": float("nan"), "infinity": float("inf"), "minus one": -1, "2**70": 2**70, "a numpy array": torch.ones(3).numpy(),
@@ -268,7 +273,7 @@ NOTHING_LIKE_IT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_has_no_contract_refuses_by_name_too(name: str) -> None:
+def test_functions_without_a_contract_name_the_argument_too(name: str) -> None:
     function, good, optional = MADE[name]
     function(**good)
     before = {at: t.clone() for at, t in memory(good).items()}

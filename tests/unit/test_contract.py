@@ -1,9 +1,11 @@
-"""What contracts promise: refusals that name the argument and write nothing, schemas, fakes, bytes."""
+"""What contracts provide: errors that name the argument and write nothing, schemas, fakes, bytes."""
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +14,15 @@ import torch
 
 import onepass
 from onepass.contract.declaration import Arg, Contract, Option, Out, moved_bytes
+from onepass.contract.validation import validation_of
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
 from onepass.ops import gemv_norm, mla_cache, qk_norm_contract, rms_norm
+from onepass.ops.registration import generated_sources
 from onepass.ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8
-from onepass.testing.samples import Mistake, mistakes, sample
+from onepass.testing.samples import sample
+from tests.helpers.contract_oracle import option_is_legal
+from tests.helpers.mistakes import Mistake, mistakes
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rms_norm": onepass.rms_norm,
@@ -25,9 +31,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 CONTRACTS = [
-    value for module in (rms_norm, qk_norm_contract, gemv_norm, mla_cache) for value in vars(module).values()
+    value
+    for module in (rms_norm, qk_norm_contract, gemv_norm, mla_cache)
+    for value in vars(module).values()
     if isinstance(value, Contract)
-]  # fmt: skip
+]
 
 
 def good_call(contract: Contract) -> dict[str, Any]:
@@ -44,7 +52,7 @@ def all_mistakes() -> list[Any]:
 
 
 @pytest.mark.parametrize(("contract", "mistake"), all_mistakes())
-def test_mistake_is_refused_by_name(contract: Contract, mistake: Mistake) -> None:
+def test_bad_argument_is_named(contract: Contract, mistake: Mistake) -> None:
     out = torch.full((3, 4, 128), 7.0).bfloat16()
     if contract is RMS_NORM_FUSED_FP8:
         out = out.to(torch.float8_e4m3fn)
@@ -57,7 +65,7 @@ def test_mistake_is_refused_by_name(contract: Contract, mistake: Mistake) -> Non
     FUNCTIONS[contract.name](**good_call(contract))
 
 
-def test_there_are_many_mistakes() -> None:
+def test_there_are_many_bad_arguments() -> None:
     assert len(all_mistakes()) > 60
 
 
@@ -82,7 +90,7 @@ def test_there_are_many_mistakes() -> None:
         ({"out": torch.ones(3, 64).bfloat16()}, r"rms_norm: `out` must have dtype float32, got bfloat16"),
     ],
 )
-def test_messages(change: dict[str, Any], message: str) -> None:
+def test_error_messages(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"x": torch.ones(3, 64), "gamma": torch.ones(64)}
     with pytest.raises(ContractError, match=message):
         onepass.rms_norm(**{**good, **change})
@@ -121,8 +129,8 @@ def test_fp8_rules(options: dict[str, Any], argument: str) -> None:
 
 
 @pytest.mark.parametrize("argument", ["x", "gamma", "residual", "out", "residual_out", "prologue_args"])
-def test_a_negated_view_of_one_column(argument: str) -> None:
-    """Its elements lie two apart, which one column may; what lies in memory has the other sign."""
+def test_negated_view_of_one_column_is_rejected(argument: str) -> None:
+    """Its elements lie two apart, which is legal for one column, and have the opposite sign in memory."""
     call: dict[str, Any] = {"x": torch.ones(3, 1), "gamma": torch.ones(1), "residual": torch.ones(3, 1)}
     function: Callable[..., Any] = onepass.rms_norm
     if argument == "prologue_args":
@@ -132,12 +140,12 @@ def test_a_negated_view_of_one_column(argument: str) -> None:
     assert view.is_neg()
     wrong, right = ([t] if argument == "prologue_args" else t for t in (view, view.resolve_neg()))
     function(**{**call, argument: right})
-    with pytest.raises(ContractError, match=f"`{argument}` must hold its values as they are"):
+    with pytest.raises(ContractError, match=f"`{argument}` must not be a negated view"):
         function(**{**call, argument: wrong})
 
 
 @pytest.mark.parametrize("columns", [2**24, 2**24 + 1])
-def test_the_largest_number_of_columns(columns: int) -> None:
+def test_limit_of_columns(columns: int) -> None:
     x, gamma = (torch.empty(shape, device="meta") for shape in ((1, columns), (columns,)))
     if columns == 2**24:
         assert onepass.rms_norm(x, gamma).shape == (1, columns)
@@ -151,14 +159,14 @@ def small_contract(name: str, options: dict[str, Option], out: Out = Out("N", "x
 
 
 def test_limits_of_numbers_are_inclusive() -> None:
-    """Every option that has two limits: both are accepted, the next number beyond is not."""
+    """Both limits of every option are accepted, and the next number beyond them is not."""
     seen = 0
     for contract in CONTRACTS:
         for name, option in contract.options.items():
             limits = re.fullmatch(rf"(\S+) <=? {name} <=? (\S+)", option.where)
             if limits is None:
                 continue
-            check = small_contract("limits", {name: option}).prepare
+            check = validation_of(small_contract("limits", {name: option})).prepare
             for limit, beyond in zip(map(float, limits.groups()), (-math.inf, math.inf), strict=True):
                 check(torch.ones(1), limit)
                 with pytest.raises(ContractError, match=f"limits: `{name}` must be a number and satisfy "):
@@ -167,11 +175,11 @@ def test_limits_of_numbers_are_inclusive() -> None:
     assert seen > 20
 
 
-def test_a_condition_with_a_word_in_it_is_shown() -> None:
-    """Words of a condition are in quotes, as is the message it becomes part of."""
+def test_condition_with_a_string_is_shown() -> None:
+    """Strings in a condition are quoted, and so is the message that contains it."""
     out = Out("N", "x.dtype", "", "out", when="mode == 'two'")
     mode = Option("str", "one", "", choices=("one", "two"))
-    prepare = small_contract("words", {"mode": mode}, out).prepare
+    prepare = validation_of(small_contract("words", {"mode": mode}, out)).prepare
     x = torch.ones(3)
     assert [prepare(x, "one"), prepare(x, "two", x)] == [(None,), (x,)]
     with pytest.raises(ContractError, match='words: `out` must be None unless mode == "two", got a tensor'):
@@ -179,7 +187,7 @@ def test_a_condition_with_a_word_in_it_is_shown() -> None:
 
 
 @pytest.mark.parametrize("contract", [RMS_NORM, RMS_NORM_FUSED_FP8], ids=lambda c: c.name)
-def test_fake_outputs_are_the_real_ones(contract: Contract) -> None:
+def test_fake_outputs_match_real_ones(contract: Contract) -> None:
     call = good_call(contract)
     real = FUNCTIONS[contract.name](**call)
     with torch._subclasses.FakeTensorMode() as mode:
@@ -197,7 +205,7 @@ def test_moved_bytes() -> None:
     assert moved_bytes([torch.empty(3, 8, dtype=torch.bfloat16), None, torch.empty(8)]) == 48 + 32
 
 
-# --- what messages show of values ---------------------------------------------------------------------------------------
+# --- values in messages -------------------------------------------------------------------------------------------------
 
 LARGE: dict[str, Any] = {
     "a list of 4096 floats": [1.0] * 4096,
@@ -213,7 +221,7 @@ LARGE: dict[str, Any] = {
 
 @pytest.mark.parametrize("shown", LARGE)
 def test_messages_describe_large_values(shown: str) -> None:
-    """Every argument of an op, of a module and of `patch`: type and size, not thousands of numbers."""
+    """Messages of ops, modules and `patch` show type and size, not thousands of numbers."""
     value = LARGE[shown]
     x, gamma = torch.ones(2, 64), torch.ones(64)
     q = torch.ones(2, 64)
@@ -272,15 +280,17 @@ def test_other_shapes_get_no_hint(k: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("value", ["no", "", 0, 1, None, torch.tensor(True)], ids=repr)
-def test_bools_are_bools(value: Any) -> None:
-    """Every switch of the public functions refuses what merely has a truth: "no" is true."""
+def test_bool_options_reject_other_types(value: Any) -> None:
+    """Every switch of the public functions rejects values that are not bools: "no" would be true."""
     x, gamma, norm = torch.ones(2, 64), torch.ones(64), torch.nn.RMSNorm(64)
     dist, nn = onepass.dist, onepass.nn
     calls: dict[str, Callable[[], Any]] = {
         "patch: `fuse`": lambda: onepass.patch(norm, fuse=value),
         "qk_rms_norm: `per_head`": lambda: onepass.qk_rms_norm(x, x, gamma, gamma, per_head=value),
         "rms_norm_fused_fp8: `return_norm`": lambda: onepass.rms_norm_fused_fp8(x, gamma, return_norm=value),
-        "gemv_and_partial_norm: `fused`": lambda: onepass.gemv_and_partial_norm(x, torch.ones(64, 64), gamma, fused=value),
+        "gemv_and_partial_norm: `fused`": lambda: onepass.gemv_and_partial_norm(
+            x, torch.ones(64, 64), gamma, fused=value
+        ),
         "dist.qk_rms_norm: `per_head`": lambda: dist.qk_rms_norm(x, x, gamma, gamma, per_head=value),
         "dist.qk_rms_norm: `reproducible`": lambda: dist.qk_rms_norm(x, x, gamma, gamma, reproducible=value),
         "dist.rms_norm: `reproducible`": lambda: dist.rms_norm(x, gamma, reproducible=value),
@@ -288,10 +298,65 @@ def test_bools_are_bools(value: Any) -> None:
         "RMSNorm: `elementwise_affine`": lambda: nn.RMSNorm(64, elementwise_affine=value),
         "QKNorm: `per_head`": lambda: nn.QKNorm.from_modules(norm, norm, per_head=value),
         "LinearFP8: `bias`": lambda: nn.LinearFP8(64, 64, bias=value),
-    }  # fmt: skip
+    }
     for named, call in calls.items():
         with pytest.raises(ContractError, match=f"^{re.escape(named)} must be a bool, got "):
             call()
     with pytest.raises(ContractError, match=r"`reproducible` must be a bool"):
         dist.start_qk_stats(x, x, reproducible=value)
     assert "forward" not in norm.__dict__, "a refused call has patched nothing"
+
+
+VALUES = (
+    None,
+    True,
+    0,
+    1,
+    -1,
+    64,
+    2**70,
+    10**400,
+    0.0,
+    1e-6,
+    -3.4e38,
+    3.5e38,
+    float("nan"),
+    float("inf"),
+    "once",
+    "x",
+    torch.int8,
+)
+
+
+@pytest.mark.parametrize("contract", CONTRACTS, ids=lambda c: c.name)
+def test_option_accepts_what_its_declaration_allows(contract: Contract) -> None:
+    """The same as the generated code and as the independent reading of the declaration."""
+    for name, option in contract.options.items():
+        check = validation_of(small_contract(f"accepts_{name}", {name: option})).prepare
+        for value in (*VALUES, *option.choices, option.default):
+            accepted = option.accepts(name, value)
+            assert accepted == option_is_legal(option, name, value), (name, value)
+            if accepted:
+                check(torch.ones(2), value)
+            else:
+                with pytest.raises(ContractError, match=f"`{name}` must"):
+                    check(torch.ones(2), value)
+
+
+def test_generated_code_is_visible() -> None:
+    """`generated_sources` lists it for every public op, and tracebacks show it."""
+    two_launches = "gemv_and_partial_norm_unfused_with_scratch"  # a composition: validated, but not an op
+    for public in {contract.public_name for contract in CONTRACTS}:
+        sources = generated_sources(public)
+        assert "def prepare(" in sources[f"validation of {public}"]
+        assert public == two_launches or "kernel(spec_cache, arguments)" in sources[f"eager call of {public}"]
+        assert all(source == "".join(linecache.getlines(f"<onepass {title}>")) for title, source in sources.items())
+    assert "validation of qk_rms_norm_heads" in generated_sources("qk_rms_norm")
+    assert {"eager call of gemv", "validation of gemv_and_partial_norm_unfused"} <= set(
+        generated_sources("gemv_and_partial_norm")
+    )
+    assert generated_sources("no_such_op") == {}
+    with pytest.raises(ContractError) as caught:
+        onepass.rms_norm(torch.ones(2, 64), torch.ones(63))
+    assert "if gamma.shape != (N, ):" in "".join(linecache.getlines("<onepass validation of rms_norm>"))
+    assert any("fail_shape('gamma'" in line for line in traceback.format_exception(caught.value))

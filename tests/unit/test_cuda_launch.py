@@ -1,4 +1,4 @@
-"""Direct launches, with a stand-in for CUDA's driver that reads the arguments real one would."""
+"""Direct launches, with a stand-in for CUDA's driver that reads arguments as the real one does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUES = (0x7F0000000010, -5, 2**31 - 1, 0.75, None)
 
 
 class Driver:
-    """Notes what a launch was given."""
+    """Records the arguments of each launch."""
 
     def __init__(self) -> None:
         self.error = 0
@@ -97,7 +97,7 @@ def test_a_failed_launch_is_an_error(driver: Driver) -> None:
         Direct(1, KINDS, 1, 0, True, 3).prepare(1, VALUES, [0], never)(64)
 
 
-def test_a_thread_without_a_context_is_given_one(driver: Driver) -> None:
+def test_thread_without_a_context_gets_one(driver: Driver) -> None:
     left: list[tuple[int, ...]] = []
     driver.error = 201
     launch = Direct(1, KINDS, 1, 0, True, 3).prepare(1, VALUES, [0, 4], lambda *addresses: left.append(addresses))
@@ -125,12 +125,12 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
     assert found == [(me * 100_000 + turn, me) for me in range(1, 5) for turn in range(2000)]
 
 
-def test_only_what_the_kernel_takes_is_launched(driver: Driver) -> None:
-    """A kernel whose parameters are not the expected ones is left to Triton's launcher."""
+def test_unexpected_parameters_are_left_to_triton(driver: Driver) -> None:
+    """Triton's launcher runs kernels whose parameters are not the expected ones."""
     case = next(case for case in rms_norm.CASES if case.n == 512)
     build, *_ = proof.builds(case, records.H200)
     compiled = compile_build(build, records.H200)
-    kinds = [kind for _, kind in build.signature if kind != "constexpr"]
+    kinds = [kind for _, _, kind in build.leaves() if kind != "constexpr"]
 
     def made(kinds: Any, **changes: Any) -> Direct | None:
         facts = {"num_ctas": 1, "launch_cooperative_grid": False, "shared": 64} | changes

@@ -1,4 +1,4 @@
-"""Rows of 8 bits, which a prologue gives their meaning, and prologue tensors with a value per group of columns."""
+"""8-bit rows, which a prologue interprets, and prologue tensors with one value per group of columns."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ N = 512
 
 @prologue
 def plain(x):  # type: ignore[no-untyped-def]
-    """The row is."""
+    """The row itself."""
     return x
 
 
 def every_code(dtype: torch.dtype) -> Tensor:
-    """[2, 256]: every bit pattern once, numbers in one row, NaN in the other, which has zeros besides."""
+    """[2, 256]: every bit pattern once, numbers in one row, NaN and zeros in the other."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     nan = codes.float().isnan() if dtype.is_floating_point else torch.zeros(256, dtype=torch.bool)
     bits = codes.view(torch.uint8)
@@ -36,13 +36,13 @@ def every_code(dtype: torch.dtype) -> Tensor:
 
 
 def values(x: Tensor) -> Tensor:
-    """What a kernel reads: with a residual of -0 the new residual is the prologue's own value."""
+    """What a kernel reads: with a residual of -0 the new residual is the prologue's result."""
     residual = torch.full(x.shape, -0.0)
     return onepass.rms_norm_fused_fp8(x, torch.ones(x.shape[-1]), residual=residual, prologue=plain)[2]
 
 
 def wrong_codes(dtype: torch.dtype) -> int:
-    """Bit patterns that a kernel reads as another number than torch does, zeros with their sign."""
+    """The number of bit patterns that a kernel reads differently from torch, including the sign of zero."""
     x = every_code(dtype)
     got, expected = values(x), x.float()
     same = (got.view(torch.int32) == expected.view(torch.int32)) | (got.isnan() & expected.isnan())
@@ -50,22 +50,22 @@ def wrong_codes(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
-def test_every_code_is_read_as_its_number(dtype: torch.dtype) -> None:
+def test_every_code_is_decoded_exactly(dtype: torch.dtype) -> None:
     assert wrong_codes(dtype) == 0
 
 
 @pytest.mark.slow
-def test_every_code_is_read_as_its_number_by_the_triton_kernel() -> None:
-    """In the interpreter, which decodes as GPUs without an instruction for it do."""
+def test_triton_kernel_decodes_every_code_exactly() -> None:
+    """In the interpreter, which decodes like GPUs without a hardware instruction."""
     pytest.importorskip("triton")
-    here = Path(__file__).parent
+    root = Path(__file__).parents[2]
     program = """
 from onepass.testing.runner import running_on
-from test_dequantize import QUANTIZED, wrong_codes
+from tests.unit.test_dequantize import QUANTIZED, wrong_codes
 with running_on("interpreter"):
     print([wrong_codes(dtype) for dtype in QUANTIZED])
 """
-    path = os.pathsep.join((str(here.parent / "src"), str(here)))
+    path = os.pathsep.join((str(root / "src"), str(root)))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-W", "ignore", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -79,7 +79,7 @@ def quantized(dtype: torch.dtype, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("group", OPERAND_GROUPS)
 @pytest.mark.parametrize("dtype", QUANTIZED)
-def test_a_scale_per_group_is_the_same_scale_per_column(dtype: torch.dtype, group: int) -> None:
+def test_scale_per_group_equals_scale_per_column(dtype: torch.dtype, group: int) -> None:
     x, gamma = quantized(dtype, 3, N), torch.linspace(0.5, 1.5, N)
     scale = torch.rand(3, N // group, generator=torch.Generator().manual_seed(1)) + 0.01
     spread = scale.repeat_interleave(group, -1)
@@ -139,7 +139,7 @@ def refused(x: Tensor, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
-def test_8_bits_mean_nothing_without_a_prologue(dtype: torch.dtype) -> None:
+def test_8_bit_x_needs_a_prologue(dtype: torch.dtype) -> None:
     message = refused(quantized(dtype, 2, 64))
     name = str(dtype).removeprefix("torch.")
     assert message == (
@@ -148,15 +148,14 @@ def test_8_bits_mean_nothing_without_a_prologue(dtype: torch.dtype) -> None:
     )
 
 
-def test_hf_rounds_to_xs_dtype_and_so_not_to_8_bits() -> None:
+def test_hf_rounding_is_rejected_for_an_8_bit_x() -> None:
     message = refused(quantized(torch.int8, 2, 64), prologue=plain, rounding="hf")
     assert (
-        message
-        == "rms_norm_fused_fp8: `rounding` must be 'once' where x has 8 bits ('hf' rounds to x's dtype), got 'hf'"
+        message == "rms_norm_fused_fp8: `rounding` must be 'once' for an 8-bit x ('hf' rounds to x's dtype), got 'hf'"
     )
 
 
-def test_dtypes_that_are_neither() -> None:
+def test_other_dtypes_are_rejected() -> None:
     for dtype in (torch.uint8, torch.float8_e5m2, torch.int16, torch.float64):
         assert "`x` must have dtype bfloat16 or float16 or float32 or float8_e4m3fn" in refused(
             torch.ones(2, 64).to(dtype), prologue=plain
@@ -167,7 +166,7 @@ def test_dtypes_that_are_neither() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 63), (63,), (3, 3), (3, 32), (3, 16), (2, 4), (2,), (3, 64, 1), ()])
-def test_shapes_of_prologue_args_are_named_one_by_one(shape: tuple[int, ...]) -> None:
+def test_error_lists_every_shape_of_prologue_args(shape: tuple[int, ...]) -> None:
     good = torch.ones(3, 1)
     fused = prologue(both)
     message = refused(torch.ones(3, 64), prologue=fused, prologue_args=[good, torch.ones(shape)])
@@ -181,7 +180,7 @@ def both(x, a, b):  # type: ignore[no-untyped-def]
     return x + a + b
 
 
-def test_a_group_that_does_not_divide_the_row() -> None:
+def test_group_must_divide_the_row() -> None:
     for n, groups in ((96, 3), (512, 2), (256, 1)):
         scale = torch.rand(2, groups)
         onepass.rms_norm_fused_fp8(torch.ones(2, n), torch.ones(n), prologue=dequantize, prologue_args=[scale])

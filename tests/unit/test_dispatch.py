@@ -1,10 +1,9 @@
-"""The GPU launch path without a GPU: what a kernel would be handed, in which place, and how often it is loaded."""
+"""The GPU launch path without a GPU: which arguments a kernel gets, and how often it is loaded."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,18 +16,20 @@ from onepass.formats import E4M3FN, ScaleRule
 from onepass.prologues import silu_and_mul
 from onepass.specs.layout import Geometry
 from onepass.specs.rms_norm import Operand, RowCall, RowSpec, row_spec
-from onepass.triton import compiler, counters
+from onepass.triton import compiler, counters, launcher
 from onepass.triton import rms_norm as backend
-from onepass.triton.config import row_config
+from onepass.triton.chip import Chip
+from onepass.triton.launcher import arguments_by_name
+from onepass.triton.rms_norm_config import row_config
+from onepass.triton.tuning import h200, tuning
 from tools.evidence import records
 
 BF16 = torch.bfloat16
-NAMES = backend._NAMES
 
 
 @dataclass
 class OnDevice:
-    """As much of a CUDA tensor as a launch looks at."""
+    """The part of a CUDA tensor that a launch uses."""
 
     address: int
     last: int = 1
@@ -51,10 +52,11 @@ class Recorder:
     calls: list[tuple[int, dict[str, Any]]]
 
     def __init__(self, build: compiler.Build, device: int) -> None:
+        self.build = build
         Recorder.made.append(build.name)
 
-    def __call__(self, grid: int, arguments: list[Any]) -> None:
-        Recorder.calls.append((grid, dict(zip(NAMES, arguments, strict=True))))
+    def __call__(self, grid: int, arguments: Any) -> None:
+        Recorder.calls.append((grid, arguments_by_name(self.build, arguments)))
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +64,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder.made, Recorder.calls = [], []
     monkeypatch.setattr(compiler, "Launcher", Recorder)
     monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(backend, "_plans", {})
-    monkeypatch.setattr(backend, "_chips", {0: records.H200})
+    monkeypatch.setattr(backend.FAMILY, "plans", {})
+    monkeypatch.setattr(launcher, "chips", {0: records.H200})
 
 
 def launch(spec: RowSpec, geom: Geometry, strides: list[Any], n: int, *tensors: Any) -> tuple[int, dict[str, Any]]:
-    launcher: Callable[..., None] = backend.launch
     x, gamma, *rest = tensors
-    call = RowCall(spec, x, gamma, 1e-5, 0.5, *rest)
-    launcher(call._replace(scale_ub=3.0, n=n, geom=geom, strides=strides))
+    call = RowCall(spec, x, gamma, 1e-5, 0.5, *rest)._replace(n=n, geom=geom, strides=strides)
+    backend.launch(call if len(rest) > 7 else call._replace(scale_ub=3.0))
     return Recorder.calls[-1]
 
 
@@ -80,7 +81,7 @@ def full_spec() -> RowSpec:
     return row_spec(BF16, BF16, BF16, BF16, "once", silu_and_mul.key, operands, E4M3FN.dtype, E4M3FN.max, rule)
 
 
-def test_every_argument_in_its_place() -> None:
+def test_kernel_receives_every_argument() -> None:
     x, gamma, residual, gate, norm, codes, scale, new = (OnDevice(0x1000 * i) for i in range(1, 9))
     scale.last = 7
     strides = [(10 * i, 10 * i + 1, 10 * i + 2) for i in range(1, 8)]
@@ -96,12 +97,14 @@ def test_every_argument_in_its_place() -> None:
         "scale": scale,
         "new_residual": new,
     }
-    assert {name: got[name] for name in expected} == {name: t.address for name, t in expected.items()}
-    assert got["p0"] == gate.address and got["p1"] is None and got["static_scale"] is None
-    order = ("x", "residual", "norm", "codes", "scale", "new_residual", "p0")
+    found = {name: got[name if name == "gamma" else f"{name}.at"] for name in expected}
+    assert found == {name: t.address for name, t in expected.items()}
+    assert got["operands.0.at"] == gate.address and got["operands.1.at"] is None and got["static_scale"] is None
+    order = ("x", "residual", "norm", "codes", "scale", "new_residual", "operands.0")
     for name, triple in zip(order, strides, strict=True):
-        assert tuple(got[stride] for stride in backend.STRIDES[name]) == triple
-    assert (got["rows"], got["n"], got["n1"], got["n2"], got["sg"]) == (30, 4097 * 64, 3, 2, 7)
+        assert tuple(got[f"{name}.s{level}"] for level in range(3)) == triple
+    shape = tuple(got[f"shape.{name}"] for name in ("rows", "n", "n1", "n2"))
+    assert (*shape, got["scale_group"]) == (30, 4097 * 64, 3, 2, 7)
     assert (got["eps"], got["weight_offset"], got["bound"]) == (1e-5, 0.5, 3.0)
 
 
@@ -111,15 +114,15 @@ def plain(x: OnDevice, rows: int = 1000, n: int = 512, step: int = 512) -> tuple
     return launch(spec, Geometry(rows, 1, 1), [(step, 0, 0)] * 6, n, *tensors)
 
 
-def test_rows_share_programs_wherever_they_lie() -> None:
+def test_rows_share_programs_at_any_alignment() -> None:
     assert plain(OnDevice(16))[0] == plain(OnDevice(18))[0] == plain(OnDevice(16), step=513)[0] == 250
     assert plain(OnDevice(16), rows=1, step=513)[0] == 1
-    assert plain(OnDevice(16), rows=200)[0] == 200, "few rows have a program each"
-    sums = [call["SIZE"] for _, call in Recorder.calls]
+    assert plain(OnDevice(16), rows=200)[0] == 200, "in a small batch each row has a program"
+    sums = [call["TILE.size"] for _, call in Recorder.calls]
     assert sums == [32, 256, 256, 64, 64], "the second and third load single columns"
 
 
-def test_a_kernel_is_loaded_once() -> None:
+def test_kernel_is_loaded_once() -> None:
     for n in (304, 400, 512, 304):
         plain(OnDevice(16), n=n, step=n)
     assert len(Recorder.made) == 1
@@ -148,10 +151,12 @@ def test_threads_load_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join(600)
     assert len(Recorder.made) == 1
-    assert {(call["x"], call["rows"]) for _, call in Recorder.calls} == {(16 * (me + 1), me + 1) for me in range(8)}
+    assert {(call["x.at"], call["shape.rows"]) for _, call in Recorder.calls} == {
+        (16 * (me + 1), me + 1) for me in range(8)
+    }
 
 
-def test_a_pool_of_counters_that_another_thread_empties(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_of_counters_emptied_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     class EmptiedMeanwhile(list[torch.Tensor]):
         def __bool__(self) -> bool:
             return True
@@ -172,22 +177,23 @@ def test_static_scale_is_passed_by_address() -> None:
     )
     tensors = (OnDevice(16), OnDevice(32), None, (), OnDevice(77), None, OnDevice(48), None, None)
     _, got = launch(spec, Geometry(3, 1, 1), [(512, 0, 0)] * 6, 512, *tensors)
-    assert got["static_scale"] == 77 and got["scale"] is None
+    assert got["static_scale"] == 77 and got["scale.at"] is None
 
 
-def test_a_bound_in_memory_and_a_least_scale_are_passed() -> None:
+def test_bound_and_smallest_scale_are_passed() -> None:
     rule = ScaleRule("row", torch.float32, has_least=True, bound_in_memory=True)
     spec = row_spec(BF16, BF16, None, None, "once", "", (), E4M3FN.dtype, E4M3FN.max, rule)
     tensors = (OnDevice(16), OnDevice(32), None, (), None, None, OnDevice(48), OnDevice(64), None)
-    launcher: Callable[..., None] = backend.launch
-    launcher(spec, Geometry(3, 1, 1), [(512, 0, 0)] * 6, 512, *tensors, 1e-5, 0.5, 3.0, OnDevice(77), 0.25)
-    got = Recorder.calls[-1][1]
+    bounds = (3.0, OnDevice(77), 0.25)
+    _, got = launch(spec, Geometry(3, 1, 1), [(512, 0, 0)] * 6, 512, *tensors, *bounds)
     assert got["scale_ub"] == 77 and got["least"] == 0.25
-    _, got = launch(full_spec(), Geometry(3, 1, 1), [(64, 0, 0)] * 7, 64, *tensors[:3], [OnDevice(80)], *tensors[4:])
+    x, gamma, residual, gate, norm, codes, scale, new = (OnDevice(16 * i) for i in range(1, 9))
+    every = (x, gamma, residual, [gate], None, norm, codes, scale, new)
+    _, got = launch(full_spec(), Geometry(3, 1, 1), [(64, 0, 0)] * 7, 64, *every)
     assert got["scale_ub"] is None and got["least"] is None
 
 
-def test_too_many_rows_are_refused() -> None:
+def test_too_many_rows_are_rejected() -> None:
     from onepass.errors import Unsupported
 
     with pytest.raises(Unsupported, match=r"at most 2\*\*31 - 1 rows"):
@@ -195,11 +201,22 @@ def test_too_many_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize("contracts", [True, False])
-def test_whether_operations_fuse_is_said_outright(contracts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fusion_of_products_and_sums_is_always_specified(contracts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's default changes with 3.10, and results with it."""
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("triton.compiler", lambda source, target, options: asked.append(options))
-    config = row_config(512, 2, 32, "norm", "many")
+    monkeypatch.setattr("triton.compile", lambda source, target, options: asked.append(options))
+    config = row_config(512, 2, records.H200, "norm", "large")
     build = backend.build_for(row_spec(BF16, BF16, None, BF16, "once"), config, 1, True, records.H200)
     compiler.compile_build(replace(build, contracts=contracts), records.H200)
     assert [options["enable_fp_fusion"] for options in asked] == [contracts]
+
+
+def test_generated_code_is_visible() -> None:
+    plain(OnDevice(16))
+    (name,) = Recorder.made
+    source = launcher.generated_sources()[f"launch {name}"]
+    assert source.startswith("def pack(call, programs):") and "x.data_ptr()" in source
+
+
+def test_chips_without_a_table_use_the_default() -> None:
+    assert tuning(Chip("hip", "gfx942", 64)) is tuning(records.H200) is h200.TUNING

@@ -1,4 +1,4 @@
-"""Modules: state dicts, results and refusals, against the modules they replace."""
+"""Modules compared with those they replace: state dicts, results and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
     else:
         assert (got == expected).float().mean() >= 0.999
         torch.testing.assert_close(got, expected, rtol=2.0**-7, atol=1e-6)
-    assert expected.abs().max() > 0.5  # zeros would not pass
+    assert expected.abs().max() > 0.5  # zeros would fail
 
 
 def randomized(module: nn.Module) -> nn.Module:
@@ -44,7 +44,7 @@ def test_replaces_torch_rms_norm(dtype: torch.dtype, eps: float | None) -> None:
     ours = RMSNorm(192, eps, dtype=dtype)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict())
-    for scale in (1.0, 1e-3):  # the second is small enough for eps=None to show
+    for scale in (1.0, 1e-3):  # with the second, eps=None makes a difference
         x = (torch.randn(4, 5, 192) * scale).to(dtype)
         assert_close(ours(x), theirs(x))
 
@@ -81,13 +81,13 @@ def test_replaces_hugging_face_norms() -> None:
         assert torch.equal(shared(x), ours(x))
 
 
-def test_a_new_norm_multiplies_by_one() -> None:
+def test_new_norms_multiply_by_one() -> None:
     x = torch.randn(4, 64)
     assert_close(RMSNorm(64, weight_offset=1.0)(x), nn.RMSNorm(64)(x))
 
 
-def test_narrower_weights_are_widened() -> None:
-    """A bfloat16 weight with float32 activations: as if the weight were float32."""
+def test_narrow_weights_are_widened() -> None:
+    """A bfloat16 weight with float32 activations gives the same result as a float32 weight."""
     norm = randomized(RMSNorm(64, 1e-6, dtype=torch.bfloat16))
     x = torch.randn(4, 64)
     assert torch.equal(norm(x), onepass.rms_norm(x, norm.get_parameter("weight").float()))
@@ -114,13 +114,13 @@ def test_qk_norm(per_head: bool) -> None:
         assert_close(got[1], theirs.k_norm(k))
     with pytest.raises(onepass.ContractError, match="QKNorm: `k_norm` must have q_norm's epsilon"):
         QKNorm.from_modules(nn.RMSNorm(64, 1e-6), nn.RMSNorm(64, 1e-5), per_head=True)
-    with pytest.raises(onepass.ContractError, match="QKNorm: `k_dim` must be given unless per_head"):
+    with pytest.raises(onepass.ContractError, match="QKNorm: `k_dim` must be given unless `per_head`"):
         QKNorm(64)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_fp8_linear(bias: bool) -> None:
-    """Within what two roundings to three mantissa bits can do to a sum of 256 products; and the formula to the last bit."""
+    """The error is within two roundings to three mantissa bits in a sum of 256 products, and the formula is exact."""
     norm = randomized(nn.RMSNorm(256, 1e-6, dtype=torch.bfloat16))
     linear = nn.Linear(256, 96, bias=bias, dtype=torch.bfloat16)
     fp8_norm, fp8_linear = RMSNormFP8(256, 1e-6, dtype=torch.bfloat16), LinearFP8(256, 96, bias)
@@ -140,7 +140,7 @@ def test_fp8_linear(bias: bool) -> None:
     torch.testing.assert_close(y, exact.bfloat16(), rtol=2.0**-7, atol=1e-6)
 
     again = LinearFP8(256, 96, bias)
-    again.load_state_dict(fp8_linear.state_dict())  # fp8 weights, as they are
+    again.load_state_dict(fp8_linear.state_dict())  # fp8 weights, unchanged
     assert torch.equal(again(quantized), y)
     assert torch.equal(LinearFP8.from_linear(linear)(quantized), y)
     assert fp8_linear.kernel(codes) == "decoded"
@@ -165,7 +165,7 @@ def test_quantize_rows() -> None:
     assert ((codes.float() * scale - weight).abs() <= weight.abs() * 2**-4 + scale * 2**-9).all()
 
 
-def test_refusals() -> None:
+def test_bad_arguments_are_rejected() -> None:
     with pytest.raises(onepass.ContractError, match="LinearFP8: `quantized` must be float8_e4m3fn codes"):
         LinearFP8(64, 32)((torch.randn(4, 64), torch.ones(4, 1)))
     with pytest.raises(onepass.ContractError, match="RMSNormFP8: `normalized_shape` must be the last dimension"):
@@ -174,8 +174,8 @@ def test_refusals() -> None:
         RMSNorm.from_module(nn.Identity())
 
 
-def test_gradients_are_refused() -> None:
-    with torch.inference_mode(False), pytest.raises(onepass.ContractError, match="`gamma` must need no gradient"):
+def test_gradients_are_rejected() -> None:
+    with torch.inference_mode(False), pytest.raises(onepass.ContractError, match="`gamma` must not require a gradient"):
         RMSNorm(64)(torch.randn(2, 64))
 
 

@@ -1,4 +1,4 @@
-"""That a prologue computes what its Python function computes: the function itself is evaluated, not the lowered program."""
+"""A prologue computes what its Python function computes: the function itself is evaluated, not the lowered program."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ def result_is_a_parameter(x, y):  # type: ignore[no-untyped-def]
     return x
 
 
+ROOT = Path(__file__).parents[2]
 FUNCTIONS: list[Callable[..., Any]] = [
     swap, swap_at_once, assigned, augmented, annotated, operand_only, rotated, in_a_row, flags, signs, generated_names,
     helpers_hidden, unused, result_is_a_parameter,
@@ -114,7 +115,7 @@ def arguments(function: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
 
 
 def kernel(fused: onepass.Prologue, x: Tensor, *operands: Tensor) -> Tensor:
-    """What a kernel makes of it: with a residual of -0 the new residual is the prologue's own value."""
+    """The kernel's result: with a residual of -0 the new residual is the prologue's value."""
     residual = torch.full_like(x, -0.0)
     results = onepass.rms_norm_fused_fp8(
         x, torch.ones(x.shape[-1]), residual=residual, prologue=fused, prologue_args=operands
@@ -123,7 +124,7 @@ def kernel(fused: onepass.Prologue, x: Tensor, *operands: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_the_program_computes_what_the_function_does(function: Callable[..., Any]) -> None:
+def test_program_matches_the_function(function: Callable[..., Any]) -> None:
     fused, given = prologue(function), arguments(function, torch.float64)
     expected = direct(function, *given)
     assert same_numbers(direct(fused, *given), expected)
@@ -132,7 +133,7 @@ def test_the_program_computes_what_the_function_does(function: Callable[..., Any
 
 
 @pytest.mark.parametrize("function", EXACT, ids=lambda f: f.__name__)
-def test_the_cpu_kernel_computes_what_the_function_does(function: Callable[..., Any]) -> None:
+def test_cpu_kernel_matches_the_function(function: Callable[..., Any]) -> None:
     given = arguments(function, torch.float32)
     assert same_numbers(kernel(prologue(function), *given), direct(function, *given))
 
@@ -154,14 +155,10 @@ def test_random_functions_in_the_cpu_kernel(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_triton_source_computes_what_the_function_does() -> None:
+def test_triton_source_matches_the_function() -> None:
     pytest.importorskip("triton")
-    here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join((str(here.parent / "src"), str(here))),
-    }
-    command = [sys.executable, "-W", "ignore", str(here / "prologue_worker.py")]
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.prologue_worker"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0 and done.stdout == f"{len(EXACT) + 8} compared\n", done.stdout + done.stderr

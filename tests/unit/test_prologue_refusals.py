@@ -1,4 +1,4 @@
-"""Functions that no kernel can fuse as Python means them: each is refused at decoration, with the line that is to blame."""
+"""Functions that kernels cannot fuse with Python's meaning raise at decoration, naming the line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TABLE = [1.0]
 
 
 def refused(source: str, line: int, **names: Any) -> str:
-    """The message of a refusal, which must name the cell and the line."""
+    """The error message, which must name the cell and the line."""
     function = define(source, exp=exp, where=prologues.where, **names)
     with pytest.raises(onepass.ContractError) as caught:
         prologue(function)
@@ -58,23 +58,23 @@ def test_global_numbers_that_float32_cannot_hold() -> None:
     assert "digits is beyond float32" in refused("def f(x):\n    return x * LARGE\n", 2, LARGE=10**5000)
 
 
-def test_the_ends_of_float32_are_numbers() -> None:
+def test_limits_of_float32_are_accepted() -> None:
     fused = prologue(define("def f(x):\n    return -math.inf * x - 1.4e-45 if x > 1 else 3.4028235677973362e38\n"))
     assert fused(torch.zeros(1)).item() == torch.finfo(torch.float32).max
     assert fused(torch.full((1,), 2.0)).item() == -math.inf
     assert math.copysign(1, prologue(define("def f(x):\n    return ZERO\n", ZERO=-0.0))(torch.ones(1)).item()) == -1
 
 
-def test_a_function_that_is_too_long_or_too_deep() -> None:
+def test_function_is_too_long_or_too_deep() -> None:
     assert "more than 1000 operations" in refused("def f(x):\n    return " + " + ".join(["x"] * 2000) + "\n", 2)
     assert "more than 1000 operations" in refused("def f(x):\n" + "    x += x\n" * 5000 + "    return x\n", 1002)
-    assert "nested 100 deep" in refused("def f(x):\n    return " + "-" * 500 + "x\n", 2)
-    assert "nested 100 deep" in refused("def f(x):\n    return " + "exp(" * 150 + "x" + ")" * 150 + "\n", 2)
-    assert "nested 100 deep" in refused("def f(x):\n    return " + "x if x > 0 else " * 400 + "x\n", 2)
+    assert "nested at most 100 deep" in refused("def f(x):\n    return " + "-" * 500 + "x\n", 2)
+    assert "nested at most 100 deep" in refused("def f(x):\n    return " + "exp(" * 150 + "x" + ")" * 150 + "\n", 2)
+    assert "nested at most 100 deep" in refused("def f(x):\n    return " + "x if x > 0 else " * 400 + "x\n", 2)
     assert "nested too deeply" in refused("def f(x):\n    return G" + ".real" * 2000 + "\n", 1, G=1.0)
 
 
-def test_a_source_that_python_compiled_but_cannot_parse_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_that_cannot_be_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     function = define("def f(x):\n    return x\n")
     for error in (RecursionError(), MemoryError()):
 
@@ -143,8 +143,8 @@ def test_a_long_sum_works() -> None:
         ("def f(x):\n    yield x\n", 1, "must end with"),
         ("def f(x):\n    pass\n", 1, "must end with"),
     ],
-)  # fmt: skip
-def test_what_a_function_may_not_contain(source: str, line: int, why: str) -> None:
+)
+def test_unsupported_syntax(source: str, line: int, why: str) -> None:
     message = refused(source, line, TABLE=TABLE, FLAG=True, HALF=0.5, pi=3.0, tanh=math.tanh)
     assert why in message
 

@@ -1,4 +1,4 @@
-"""Prologues: what may be written, what it means, and that what may not is refused where it is written."""
+"""Prologues: supported syntax, its meaning, and errors that name the line of what is not supported."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_compiles_into_the_cpu_kernel(fused: onepass.Prologue) -> None:
 
 @prologue
 def edges(x, a):  # type: ignore[no-untyped-def]
-    """Every comparison, each with a digit of its own."""
+    """Every comparison, each with its own digit."""
     low = where(x < a, 1.0, 2.0) + where(x <= a, 10.0, 20.0) + where(x > a, 100.0, 200.0)
     return low + where(x >= a, 1000.0, 2000.0) + where(x == a, 4000.0, 0.0) + where(x != a, 8000.0, 0.0)
 
 
-def test_comparisons_where_both_sides_are_equal() -> None:
+def test_comparisons_of_equal_values() -> None:
     x = torch.tensor([[-1.0, 0.0, 1.0, 4.0, torch.inf]])
     a = torch.tensor([[0.0, 0.0, 0.0, 4.0, torch.inf]])
     expected = torch.tensor([[10211.0, 5212.0, 9122.0, 5212.0, 5212.0]])
@@ -183,7 +183,7 @@ def boolean(x):  # type: ignore[no-untyped-def]
     ],
     ids=lambda v: getattr(v, "__name__", None),
 )
-def test_refused_at_decoration(function: Callable[..., Any], why: str) -> None:
+def test_rejected_at_decoration(function: Callable[..., Any], why: str) -> None:
     with pytest.raises(onepass.ContractError) as caught:
         prologue(function)
     assert why in str(caught.value)

@@ -1,4 +1,4 @@
-"""Launches remembered: calls like an earlier one launch what that one did, on their own tensors, and nothing else does."""
+"""Replay: calls like an earlier one repeat its launch on their own tensors, and no other calls do."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONTRACT = Contract(
 
 
 class Launcher:
-    """As much of a loaded kernel as a call needs."""
+    """A stand-in for a loaded kernel."""
 
     addresses = (0, 1, 2, 3)
 
@@ -61,7 +61,7 @@ class Launcher:
 
 
 class Op:
-    """The contract with a kernel that counts how often it is asked; ``scratch`` passes an address of its own."""
+    """The contract with a kernel that counts its calls; ``scratch`` passes an address of unknown origin."""
 
     def __init__(
         self,
@@ -83,9 +83,7 @@ class Op:
             on_gpu=lambda tensor: True,
         )
 
-    def kernel(
-        self, notes: Any, x: Tensor, y: Tensor | None, places: Tensor | None, factor: float, out: Tensor, sums: Tensor
-    ) -> None:
+    def kernel(self, spec_cache: Any, a: Any) -> None:
         self.asked += 1
         mine = 0
         if self.source is not None:
@@ -93,16 +91,15 @@ class Op:
             replay.mark(mine, self.source)
         elif self.scratch:
             mine = torch.empty(4).data_ptr()
-        second = None if y is None else y.data_ptr()
-        self.launcher(
-            x.shape[0], [x.data_ptr(), second, out.data_ptr(), mine if self.scratch else sums.data_ptr(), factor]
-        )
+        second = None if a.y is None else a.y.data_ptr()
+        last = mine if self.scratch else a.sums_out.data_ptr()
+        self.launcher(a.x.shape[0], [a.x.data_ptr(), second, a.out.data_ptr(), last, a.factor])
 
     def __call__(self, x: Tensor, y: Tensor | None = None, places: Tensor | None = None, factor: float = 1.0) -> Any:
         return self.call(x, y, places, factor, None, None)
 
 
-def test_a_call_like_another_asks_nobody_and_has_its_own_tensors() -> None:
+def test_like_call_skips_the_kernel_function_and_uses_its_own_tensors() -> None:
     op = Op()
     first, second = torch.randn(3, 8), torch.randn(3, 8)
     a = op(first, second)
@@ -128,7 +125,7 @@ def test_a_call_like_another_asks_nobody_and_has_its_own_tensors() -> None:
     ],
     ids=["rows", "dtype", "strides", "alignment", "absent", "option", "indices"],
 )
-def test_whatever_the_launch_depends_on_is_asked_anew(change: Any) -> None:
+def test_different_calls_are_not_replayed(change: Any) -> None:
     op = Op()
     x, y = torch.randn(3, 8), torch.randn(3, 8)
     op(x, y)
@@ -138,14 +135,14 @@ def test_whatever_the_launch_depends_on_is_asked_anew(change: Any) -> None:
     assert op.asked == 2
 
 
-def test_what_cannot_be_told_apart_is_not_replayed() -> None:
+def test_launches_with_unknown_addresses_are_not_replayed() -> None:
     op = Op(scratch=True)
     for _ in range(3):
         op(torch.randn(3, 8), torch.randn(3, 8))
     assert op.asked == 3
 
 
-def test_one_tensor_twice_is_replayed_as_one_and_not_as_two() -> None:
+def test_same_tensor_twice_is_replayed_only_as_such() -> None:
     op = Op()
     same, other = torch.randn(3, 8), torch.randn(3, 8)
     for tensor in (same, other):
@@ -156,8 +153,8 @@ def test_one_tensor_twice_is_replayed_as_one_and_not_as_two() -> None:
     assert op.asked == 2 and op.launcher.launched[-1][:2] == (same.data_ptr(), other.data_ptr())
 
 
-def test_inputs_that_meet_may_do_so_anywhere() -> None:
-    """Where nothing is written, no distance matters."""
+def test_inputs_may_overlap_anywhere() -> None:
+    """Distances between tensors that are only read do not matter."""
     op = Op()
     for place in (4, 8, 12):
         parent = torch.randn(3, 32)
@@ -167,12 +164,12 @@ def test_inputs_that_meet_may_do_so_anywhere() -> None:
 
 
 def negated(shape: tuple[int, ...]) -> Tensor:
-    """Ones that torch negates when it reads them: -1, one element apart from the next."""
+    """A negated view of ones: -1, with other elements in between."""
     return torch.complex(torch.zeros(shape), torch.ones(shape)).conj().imag
 
 
-def test_a_negated_view_is_not_replayed_as_what_lies_in_memory() -> None:
-    """With one column it has the shape and strides of a good call."""
+def test_negated_view_is_not_replayed() -> None:
+    """With one column it has the shape and strides of a valid call."""
     op = Op()
     for asked in (1, 1):
         op(torch.randn(4, 2)[:, :1])
@@ -180,7 +177,7 @@ def test_a_negated_view_is_not_replayed_as_what_lies_in_memory() -> None:
     view = negated((4, 1))
     assert view.is_neg() and view.stride() == (2, 2) and len(op.launcher.launched) == 2
     for x in (view, view.flatten().unsqueeze(1)):
-        with pytest.raises(onepass.ContractError, match="`x` must hold its values as they are"):
+        with pytest.raises(onepass.ContractError, match="`x` must not be a negated view"):
             op(x)
     assert len(op.launcher.launched) == 2
 
@@ -194,7 +191,7 @@ class TestTheCallersOutputs:
             assert op.asked == asked and results[0] is out and results[1] is sums
             assert op.launcher.launched[-1] == (x.data_ptr(), None, out.data_ptr(), sums.data_ptr(), 1.0)
 
-    def test_in_place_is_another_call_than_out_of_place(self) -> None:
+    def test_in_place_and_out_of_place_are_different_calls(self) -> None:
         op = Op()
         x, out, sums = torch.randn(3, 8), torch.empty(3, 8), torch.empty(3, 1)
         op.call(x, None, None, 1.0, x, sums)
@@ -204,8 +201,8 @@ class TestTheCallersOutputs:
         assert op.asked == 2
 
     @pytest.mark.parametrize("shift", [-20, -16, -8, 8, 16, 20])
-    def test_overlap_is_judged_anew(self, shift: int) -> None:
-        """Rows of 3 x 8 lie apart from those 24 elements on; the judge of the first call must see any that do not."""
+    def test_overlap_is_validated_again(self, shift: int) -> None:
+        """Tensors of 3 x 8 do not overlap from 24 elements on; closer ones must be validated again."""
         judged: list[Any] = []
         op = Op(memory=lambda inputs, outputs: judged.append(outputs))
         parent, sums = torch.randn(128), torch.empty(3, 1)
@@ -216,15 +213,15 @@ class TestTheCallersOutputs:
         op.call(x, None, None, 1.0, parent[32 + shift : 56 + shift].view(3, 8), sums)
         assert len(judged) == 2
 
-    def test_a_negated_view_is_refused_after_a_good_one(self) -> None:
+    def test_negated_view_is_rejected_after_a_valid_call(self) -> None:
         op = Op()
         x, out = torch.randn(3, 8), torch.empty(3, 8)
         op.call(x, None, None, 1.0, out, torch.empty(3, 2)[:, :1])
-        with pytest.raises(onepass.ContractError, match="`sums_out` must hold its values as they are"):
+        with pytest.raises(onepass.ContractError, match="`sums_out` must not be a negated view"):
             op.call(x, None, None, 1.0, out, negated((3, 1)))
         assert len(op.launcher.launched) == 1
 
-    def test_slices_of_one_parent_keep_their_distance(self) -> None:
+    def test_slices_of_one_parent_must_keep_their_distance(self) -> None:
         op = Op()
         sums = torch.empty(3, 1)
         for asked, places in ((1, (0, 8)), (1, (0, 8)), (2, (0, 12)), (3, (8, 0))):
@@ -234,7 +231,7 @@ class TestTheCallersOutputs:
             assert op.asked == asked, places
 
 
-def test_marked_memory_is_asked_for_anew() -> None:
+def test_marked_memory_is_allocated_again() -> None:
     pieces: list[Tensor] = []
     discarded: list[int] = []
 
@@ -252,7 +249,7 @@ def test_marked_memory_is_asked_for_anew() -> None:
     assert discarded == [4]
 
 
-def test_debugging_asks_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_replays_nothing_with_indices(monkeypatch: pytest.MonkeyPatch) -> None:
     op = Op()
     places = torch.zeros(3, dtype=torch.int64)
     op(torch.randn(3, 8), None, places)
@@ -263,7 +260,7 @@ def test_debugging_asks_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert op.asked == 2
 
 
-def test_a_remembered_call_still_refuses_gradients() -> None:
+def test_replayed_call_still_rejects_gradients() -> None:
     op = Op()
     x = torch.randn(3, 8)
     op(x)
@@ -274,14 +271,19 @@ def test_a_remembered_call_still_refuses_gradients() -> None:
     assert op.asked == 1
 
 
-def test_a_failing_launch_is_not_remembered() -> None:
+def test_failed_launch_is_not_recorded() -> None:
     def broken(*arguments: Any) -> None:
         raise RuntimeError("out of memory")
 
     call = compile_call(
-        CONTRACT, broken, watched=lambda: False, special=lambda *v: False, dispatch=lambda *v: None,
-        memory=lambda *v: None, on_gpu=lambda t: True,
-    )  # fmt: skip
+        CONTRACT,
+        broken,
+        watched=lambda: False,
+        special=lambda *v: False,
+        dispatch=lambda *v: None,
+        memory=lambda *v: None,
+        on_gpu=lambda t: True,
+    )
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
             call(torch.randn(3, 8), None, None, 1.0, None, None)
@@ -289,7 +291,7 @@ def test_a_failing_launch_is_not_remembered() -> None:
 
 
 def test_threads_do_not_record_each_other() -> None:
-    """A call that is recorded while another thread's is: both are remembered, each with its own launch alone."""
+    """Two threads record at the same time: each recording contains only its own launch."""
     op = Op()
     inside, done = threading.Event(), threading.Event()
     x, out = torch.randn(3, 8), torch.randn(3, 8)
@@ -320,16 +322,22 @@ def test_threads_do_not_record_each_other() -> None:
     assert slow.launched[1] == (other.data_ptr(), None, made.data_ptr(), None, 1.0)
 
 
-def test_a_launch_of_another_thread_is_not_part_of_the_call() -> None:
-    """Threads that record at the same time, in every order of beginning and ending, remember one launch each, or none of two."""
+def test_launches_of_other_threads_are_not_recorded() -> None:
+    """Threads that record at the same time, in every order, record a call of one launch and never one of two."""
     for launches in ((1, 1), (1, 2), (2, 1)):
         tensors = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in launches]
         launchers = [Launcher(), Launcher()]
         steps = threading.Barrier(2, timeout=600)
         found: list[Any] = [None, None]
 
-        def work(me: int, launches: Any = launches, tensors: Any = tensors, launchers: Any = launchers,
-                 steps: Any = steps, found: Any = found) -> None:  # fmt: skip
+        def work(
+            me: int,
+            launches: Any = launches,
+            tensors: Any = tensors,
+            launchers: Any = launchers,
+            steps: Any = steps,
+            found: Any = found,
+        ) -> None:
             x, out = tensors[me]
 
             def run() -> None:
@@ -351,7 +359,7 @@ def test_a_launch_of_another_thread_is_not_part_of_the_call() -> None:
 
 
 def test_many_threads_record_and_replay() -> None:
-    """Eight threads with shapes of their own and shared ones: every launch has the addresses of its own call."""
+    """Eight threads with own and shared shapes: every launch has the addresses of its own call."""
     op = Op()
     wrong: list[Any] = []
     start = threading.Barrier(8, timeout=600)
@@ -378,7 +386,7 @@ def test_many_threads_record_and_replay() -> None:
     assert op.asked == asked, "all five are remembered"
 
 
-def test_the_oldest_are_forgotten() -> None:
+def test_number_of_recordings_is_limited() -> None:
     op = Op()
     for rows in range(1, 5000):
         op(torch.empty(rows, 1))

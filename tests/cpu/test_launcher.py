@@ -1,0 +1,62 @@
+"""What all CPU kernel families share: argument blocks, generated code, LLVM IR."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("llvmlite")
+
+import onepass
+from onepass.cpu import gemv_norm, launcher, mla_cache, qk_norm, rms_norm
+from onepass.specs.mla_cache import mla_spec
+from onepass.specs.qk_norm import RopeRule, qk_spec
+from tests.helpers import cpu_gemv_reference, cpu_reference
+
+BF16, F32 = torch.bfloat16, torch.float32
+SPECS: dict[str, tuple[launcher.Family, Any]] = {
+    **{f"rms_norm {name}": (rms_norm.FAMILY, spec) for name, spec in cpu_reference.SPECS.items()},
+    **{f"gemv_norm {name}": (gemv_norm.FAMILY, spec) for name, spec in cpu_gemv_reference.SPECS.items()},
+    "qk_norm means": (qk_norm.FAMILY, qk_spec("means", BF16)),
+    "qk_norm rope": (qk_norm.FAMILY, qk_spec("fused", BF16, F32, BF16, rope=RopeRule("half", 64, 32, torch.int64))),
+    "mla_cache": (mla_cache.FAMILY, mla_spec(BF16, BF16, BF16, BF16, BF16, slots=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_packer_fills_every_field_once(name: str) -> None:
+    """The generated code passes as many values as the block has fields."""
+    family, spec = SPECS[name]
+    before = set(launcher.generated_sources())
+    family.packer(spec)
+    (source,) = (text for file, text in launcher.generated_sources().items() if file not in before)
+    values = source[source.index("return pack(") :].splitlines()[1:-1]
+    assert 8 * (len(values) - 1) == max(family.offsets(spec).values())
+    assert source.startswith("# The argument block of ")
+
+
+@pytest.mark.parametrize("name", ["rms_norm norm_bf16", "gemv_norm bf16", "qk_norm rope", "mla_cache"])
+def test_ir_of_defines_the_kernels_symbols(name: str) -> None:
+    family, spec = SPECS[name]
+    text = launcher.ir_of(spec)
+    assert set(re.findall(r'define void @"(\w+)"', text)) == set(family.symbols)
+    assert "define internal void" in text
+
+
+def test_tracebacks_show_generated_code() -> None:
+    x = torch.ones(2, 8)
+    onepass.rms_norm(x, x[0])
+    kernel = next(iter(rms_norm.FAMILY.kernels.values()))
+    with pytest.raises(TypeError) as caught:
+        kernel.pack(0, (1, 2, 3), None)
+    assert any("= call" in line for line in traceback.format_tb(caught.tb))
+
+
+def test_specs_that_share_code_share_a_kernel() -> None:
+    """MLA's index tensors do not shape code."""
+    specs = [mla_spec(BF16, BF16, BF16, BF16, BF16, F32, slots=dtype) for dtype in (None, torch.int32, torch.int64)]
+    assert len({mla_cache.FAMILY.kernel(spec) for spec in specs}) == 1

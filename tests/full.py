@@ -1,0 +1,154 @@
+"""The tests that `make test` leaves out, with the reasons.
+
+`make test-rest` runs them, `make test-all` runs all tests, and `.ci/run` runs them after the others.
+They check at greater length what a test in `make test` checks: more cases, chips, ranks, models or
+random calls. Tests that only read files do not belong here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+from zlib import crc32
+
+SAMPLE: Final = "triton/test_interpreter.py interprets one case of each group"
+FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
+    "tests/triton/test_rms_norm.py": {
+        "test_interpreted_kernels_pass_their_cases": (0, SAMPLE),
+        "test_compiles_for_other_chips": (0, "100 CPU-seconds; part of the other families stays"),
+        "test_sampled_kernels_compile_to_the_recorded_machine_code[1": (0, "the other half stays: one build in 200"),
+        "test_group_occupies_adjacent_lanes": (4, "each lowers a kernel"),
+        "test_group_operands_do_not_change_the_row_layout": (4, "each lowers a kernel"),
+    },
+    "tests/triton/test_gemv_norm.py": {
+        "test_interpreted_kernel_passes_its_cases": (0, SAMPLE),
+        "test_compiles_for_other_chips[80-": (0, "qk_norm compiles for this chip"),
+        "test_compiles_for_other_chips[100-": (0, "each compiles a kernel"),
+        "test_compiles_for_other_chips[gfx": (4, "each compiles a kernel"),
+        "test_untraced_kernel_has_no_trace_code": (0, "each compiles two kernels"),
+        "test_order_of_summation_does_not_depend_on_layouts": (3, "each compiles a kernel"),
+    },
+    "tests/triton/test_qk_norm.py": {
+        "test_compiles_for_other_chips": (4, "one chip stays"),
+    },
+    "tests/triton/test_mla_cache.py": {
+        "test_interpreted_kernel_passes_its_cases": (0, SAMPLE),
+        "test_compiles_for_other_chips": (0, "20 CPU-seconds; part of the other families stays"),
+        "test_multi_level_search_finds_the_request_of_each_token": (0, SAMPLE),
+        "test_cuts_do_not_change_results": (0, "interprets a kernel with every tile size"),
+        "test_hot_kernels_use_wide_accesses_and_few_registers": (3, "each compiles a kernel"),
+    },
+    "tests/triton/test_bins.py": {
+        "test_every_tile_sums_a_row_as_defined": (0, "interprets 400 tiles"),
+    },
+    "tests/ops/test_ops.py": {
+        "test_case": (10, "each group of each op stays"),
+        "test_zeros_fail_every_case": (10, "stays for the cases of test_case that stay"),
+    },
+    "tests/ops/test_levels.py": {
+        "test_interpreted_kernels": (0, SAMPLE),
+    },
+    "tests/ops/test_gammas.py": {
+        "test_bytes_are_those_of_the_same_gamma_in_float32": (4, "test_ops.py has cases of these dtypes"),
+    },
+    "tests/ops/test_compat.py": {
+        "test_vllm_bytes_of_other_lengths": (4, "test_vllm_bytes stays"),
+    },
+    "tests/ops/test_gemv_norm_compile.py": {
+        "test_compile_whole_graph[inductor": (0, "aot_eager stays"),
+        "test_first_call_of_a_process_may_be_compiled": (0, "torch.compile in a separate process"),
+    },
+    "tests/ops/test_gemv_norm_host.py": {
+        "test_gpu_backend_checks_the_counter_too": (0, SAMPLE),
+    },
+    "tests/ops/test_qk_norm.py": {
+        "test_compile_whole_graph_dynamic[inductor": (0, "aot_eager stays"),
+        "test_opcheck": (4, "four signatures stay"),
+    },
+    "tests/ops/test_mla_cache.py": {
+        "test_compile_whole_graph_dynamic[inductor": (0, "aot_eager stays"),
+    },
+    "tests/ops/test_concurrency.py": {
+        "test_two_spawned_processes_share_a_cold_cache": (0, "the tests with threads and forks stay"),
+        "test_processes_fill_one_cache_concurrently": (0, "the tests with threads and forks stay"),
+        "test_process_killed_while_writing": (0, "cpu/test_object_cache.py has damaged files"),
+        "test_interrupts": (0, "the tests with threads and forks stay"),
+    },
+    "tests/cpu/test_rms_norm.py": {
+        "test_kernel_agrees_with_float64": (3, "test_case runs the same kernels"),
+    },
+    "tests/cpu/test_half.py": {
+        "test_ops_give_the_same_bytes_without_f16c": (0, "compiles every op twice"),
+    },
+    "tests/models/test_patch_compile.py": {
+        "test_one_graph_for_all_batch_sizes": (4, "one model stays"),
+    },
+    "tests/dist/test_dist.py": {
+        "test_check[1-": (0, "two ranks stay"),
+        "test_check[3-": (0, "two ranks stay"),
+        "test_check[4-": (0, "two ranks stay"),
+        "test_two_hosts_under_torchrun": (0, "starts torchrun twice"),
+        "test_olmo2_attention_of_transformers": (0, "test_check has the same norms"),
+        "test_times_are_measured": (0, "test_check makes the same calls"),
+    },
+    "tests/tools/test_properties.py": {
+        "test_random_calls": (0, "8,000 calls; test_case has chosen ones"),
+        "test_random_calls_of_the_gpu_kernels": (0, SAMPLE),
+    },
+    "tests/tools/test_fuzz.py": {
+        "test_wrong_options_are_detected": (3, "one option stays"),
+        "test_zeros_are_detected": (0, "compiles the kernels of test_random_calls"),
+    },
+    "tests/tools/test_bench_models.py": {
+        "test_compiled_steps_are_compiled_with_and_without_onepass": (0, "the uncompiled steps stay"),
+    },
+    "tests/tools/test_determinism.py": {
+        "test_promise": (3, "each promise stays, with fewer dtypes and lengths"),
+    },
+    "tests/tools/test_fence.py": {
+        "test_every_case_stays_within_its_memory": (0, "all cases of test_case, between guard pages"),
+    },
+    "tests/tools/test_evidence.py": {
+        "TestSourceDigests::test_digests_are_the_same_in_every_process": (0, "starts two processes"),
+    },
+    "tests/system/test_cli.py": {
+        "test_demo_of_each_model": (4, "one model stays"),
+    },
+    "tests/system/test_examples.py": {
+        "test_example_prints_what_it_should[tensor_parallel": (0, "the other examples stay"),
+    },
+}
+"""By file: a test's name, or the beginning of one with parameters, then a number and the reason.
+
+Number 0 leaves out the whole test. With a number n, about one parameter set in n stays in
+`make test`, and at least the first of each group of cases. A case's name is "group: details".
+"""
+
+
+def full(names: Iterable[str]) -> set[str]:
+    """The node ids among ``names`` that `make test` leaves out.
+
+    The choice among parameter sets depends on their names and their order alone, so every run on
+    every machine makes the same one.
+    """
+    found, seen = set(), set()
+    for name in names:
+        entry = entry_of(name)
+        if entry is None:
+            continue
+        one_in, _ = FULL[entry[0]][entry[1]]
+        parameters = name.partition("[")[2]
+        group = (*entry, parameters.partition(":")[0] * (":" in parameters))
+        if not one_in or (group in seen and crc32(parameters.encode()) % one_in):
+            found.add(name)
+        seen.add(group)
+    return found
+
+
+def entry_of(name: str) -> tuple[str, str] | None:
+    """The file and the entry of `FULL` that a node id belongs to."""
+    file, _, test = name.partition("::")
+    for entry in FULL.get(file, ()):
+        if test.partition("[")[0] == entry or ("[" in entry and test.startswith(entry)):
+            return file, entry
+    return None

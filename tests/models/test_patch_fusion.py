@@ -1,0 +1,198 @@
+"""Which launches of a patched model are fused, with and without hooks, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+import onepass
+from onepass.integrations import forwards
+
+pytest.importorskip("transformers")
+
+from tests.helpers.models import close, fresh, logits, tokens
+
+
+class Launches:
+    """Counts the ops that `forwards` calls; norms with an addition count separately."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[str, int] = {}
+        for name in ("rms_norm", "qk_rms_norm", "gemv_and_partial_norm"):
+            monkeypatch.setattr(forwards, name, self._counted(name, getattr(forwards, name)))
+
+    def _counted(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            key = "add + norm" if kwargs.get("residual") is not None else name
+            self.counts[key] = self.counts.get(key, 0) + 1
+            return op(*args, **kwargs)
+
+        return counted
+
+    def of(self, model: Any, ids: Tensor) -> dict[str, int]:
+        self.counts = {}
+        logits(model, ids)
+        return self.counts
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "hooked", "free"),
+    [
+        ("Llama", "model.layers.0.post_attention_layernorm", (1, 0, 0, 4), (2, 0, 0, 3)),
+        ("Llama", "model.layers.0.self_attn", (2, 0, 0, 3), (2, 0, 0, 3)),
+        ("Llama", "model.layers.0.input_layernorm", (2, 0, 0, 3), (2, 0, 0, 3)),
+        ("Qwen3", "model.layers.1.self_attn.q_norm", (2, 1, 0, 5), (2, 2, 0, 3)),
+        ("Qwen3", "model.layers.1.self_attn.q_proj", (2, 2, 0, 3), (2, 2, 0, 3)),
+        ("DeepSeek-V3", "model.layers.0.self_attn.kv_a_proj_with_mqa", (2, 0, 2, 5), (2, 0, 4, 3)),
+        ("DeepSeek-V3", "model.layers.0.self_attn.kv_b_proj", (2, 0, 4, 3), (2, 0, 4, 3)),
+    ],
+)
+def test_hooks_prevent_the_fusion_of_their_module_only(
+    name: str, place: str, hooked: tuple[int, ...], free: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches of additions with their norm, q with k, projections with their norm, and single norms.
+
+    Only the launch that would skip the hooked module is split. Hooks on modules that are called anyway prevent no
+    fusion. Once a hook is removed, everything is fused again.
+    """
+    launches = Launches(monkeypatch)
+    model = fresh(name)
+    ids = tokens(2, 5)
+    kinds = ("add + norm", "qk_rms_norm", "gemv_and_partial_norm", "rms_norm")
+
+    def counted() -> tuple[int, ...]:
+        counts = launches.of(model, ids)
+        return tuple(counts.get(kind, 0) for kind in kinds)
+
+    with onepass.patch(model, rounding="once") as handle:
+        assert counted() == free
+        for register in ("register_forward_hook", "register_forward_pre_hook"):
+            hook = getattr(model.get_submodule(place), register)(lambda *_: None)
+            assert counted() == hooked
+            assert ("unfused now 1 x" in repr(handle)) == (hooked != free)
+            hook.remove()
+            assert counted() == free
+            assert "unfused now" not in repr(handle)
+
+
+def test_norms_replaced_after_the_patch_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module or forward that replaces the norm is called with one tensor, as in the unpatched model."""
+    launches = Launches(monkeypatch)
+    model = fresh("Llama")
+    ids = tokens(2, 5)
+    layer = model.model.layers[0]
+    norm = layer.post_attention_layernorm
+
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    layer.post_attention_layernorm = Double()
+    expected = logits(model, ids)
+    layer.post_attention_layernorm = norm
+    with onepass.patch(model):
+        layer.post_attention_layernorm = Double()
+        assert launches.of(model, ids)["add + norm"] == 1
+        close(logits(model, ids), expected)
+        layer.post_attention_layernorm = norm
+        assert launches.of(model, ids)["add + norm"] == 2
+        ours = norm.forward
+        norm.forward = lambda x: x * 2
+        close(logits(model, ids), expected)
+        norm.forward = ours
+        assert launches.of(model, ids)["add + norm"] == 2
+
+
+class Compiled:
+    """A compiled module: one graph without breaks."""
+
+    def __init__(self, model: Any) -> None:
+        torch._dynamo.reset()
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.call: Any = torch.compile(model, fullgraph=True, backend=self._keep)
+
+    def _keep(self, graph: torch.fx.GraphModule, _: Any) -> Any:
+        self.graphs.append(graph)
+        return graph.forward
+
+    def fused(self) -> int:
+        """How many launches in the latest graph fuse an addition and a norm."""
+        nodes = [node for node in self.graphs[-1].graph.nodes if str(node.target) == "onepass.rms_norm.default"]
+        assert nodes
+        return sum(node.args[2] is not None for node in nodes)
+
+
+@pytest.fixture
+def steerable() -> Iterator[tuple[Any, Callable[[Any], Tensor], Callable[[], Any]]]:
+    """A decoder layer, a function that runs it, and one that hooks its norm so that the output changes."""
+    model = fresh("Qwen3", layers=1).model
+    layer, h = model.layers[0], torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
+    angles = model.rotary_emb(h, torch.arange(8)[None])
+    norm = layer.post_attention_layernorm
+
+    def run(call: Any) -> Tensor:
+        found: Tensor = call(h, position_embeddings=angles)
+        return found
+
+    with torch.no_grad():
+        yield layer, run, lambda: norm.register_forward_hook(lambda _, args, output: output + 1)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_layer_runs_the_hooks_it_was_compiled_with(steerable: Any) -> None:
+    layer, run, steer = steerable
+    plain = run(layer)
+    hook = steer()
+    expected = run(layer)
+    assert (expected - plain).abs().max() > 1e-2 * plain.abs().max()
+    with onepass.patch(layer):
+        compiled = Compiled(layer)
+        close(run(compiled.call), expected)
+        assert compiled.fused() == 0
+        hook.remove()
+        compiled = Compiled(layer)
+        close(run(compiled.call), plain)
+        assert compiled.fused() == 1
+
+
+@pytest.mark.usefixtures("clean_global_hooks")
+def test_a_compiled_layer_runs_global_hooks(steerable: Any) -> None:
+    layer, run, _ = steerable
+    norm = type(layer.input_layernorm)
+
+    def double(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 2 if type(module) is norm else None
+
+    hook = torch_module.register_module_forward_hook(double)
+    try:
+        expected = run(layer)
+        with onepass.patch(layer):
+            compiled = Compiled(layer)
+            close(run(compiled.call), expected)
+            assert compiled.fused() == 0
+    finally:
+        hook.remove()
+
+
+def test_a_compiled_layer_sees_later_hooks_if_torch_guards_them(steerable: Any) -> None:
+    """By default torch.compile ignores hooks that are added later, in any model. With guards on hooks it sees them."""
+    layer, run, steer = steerable
+    plain = run(layer)
+    hook = steer()
+    expected = run(layer)
+    hook.remove()
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False), onepass.patch(layer):
+        compiled = Compiled(layer)
+        close(run(compiled.call), plain)
+        assert compiled.fused() == 1
+        hook = steer()
+        close(run(compiled.call), expected)
+        assert compiled.fused() == 0 and len(compiled.graphs) == 2
+        hook.remove()
+        close(run(compiled.call), plain)
+        assert len(compiled.graphs) == 2  # the first graph again

@@ -1,0 +1,59 @@
+"""One case of each group of each op, run by Triton's interpreter in one process.
+
+The sweeps over all cases are left out of `make test` (tests/full.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from onepass.testing import runner
+from onepass.testing.case import Check
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = {
+    "gemv_and_partial_norm": {"rows", "dtypes", "gammas", "fp8 output", "layouts", "wide norms", "two launches"},
+    "fused_rope_rmsnorm_quantization": {
+        "model",
+        "widths",
+        "dtypes",
+        "gammas",
+        "nope",
+        "scales",
+        "options",
+        "ragged",
+        "values",
+    },
+}
+"""Groups whose first case takes a second or more in the interpreter."""
+PROGRAM = """
+import json, sys
+from onepass.testing.runner import CASES, run_cases
+chosen = [CASES[index] for index in json.loads(sys.argv[1])]
+print(json.dumps([f"{r.op} {r.case}: {r.message}" for r in run_cases(chosen, "interpreter") if not r.passed]))
+"""
+
+
+def first_of_each_group() -> list[Check]:
+    """The first interpretable case of each group of each op."""
+    cases = (c for c in runner.CASES if c.interpretable and c.group not in LEFT_OUT.get(c.op, ()))
+    return list({(case.op, case.group): case for case in reversed(list(cases))}.values())
+
+
+def test_one_case_of_each_group_passes() -> None:
+    cases = first_of_each_group()
+    assert {case.op for case in cases} == set(runner.MODULES) and len(cases) > 80
+    indices = json.dumps([runner.CASES.index(case) for case in cases])
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, indices]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []

@@ -1,0 +1,209 @@
+"""The import rules between the packages of `src/onepass`. Imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+BASE = {"errors", "formats", "contract", "rope", "prologues", "specs", "fastpath", "kvcache", "trace"}
+LIBRARY = {*BASE, "ops", "nn", "dist", "compat", "integrations"}
+BACKENDS = {"cpu", "triton"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "formats": set(),
+    "rope": set(),
+    "contract": {"errors"},
+    "prologues": {"contract", "errors"},
+    "fastpath": {"contract", "errors"},
+    "kvcache": {"contract", "errors", "formats"},
+    "specs": {"formats", "prologues", "rope"},
+    "trace": {"contract", "errors"},
+    "ops": BASE,
+    "cpu": {"errors", "fastpath", "formats", "prologues", "specs"},
+    "triton": {"errors", "fastpath", "formats", "prologues", "specs"},
+    "nn": {*BASE, "ops"},
+    "dist": {*BASE, "ops"},
+    "compat": {*BASE, "ops"},
+    "integrations": {*BASE, "ops", "nn"},
+    "testing": {*LIBRARY, *BACKENDS},
+    "bench": {*LIBRARY, *BACKENDS, "testing", "onepass"},
+    "cli": {*LIBRARY, *BACKENDS, "testing", "bench", "onepass"},
+    "__main__": {"cli"},
+    "onepass": LIBRARY,
+}
+"""What each top-level package or module of onepass may import. "onepass" is the package itself."""
+
+LAZY = {
+    "__init__.py": "`import onepass` must not import what most programs do not use",
+    "compat/__init__.py": "each module mirrors one library",
+    "dist": "DTensor is slow to import",
+    "integrations/__init__.py": "transformers is optional",
+    "trace/__init__.py": "programs that only record a trace need no page",
+    "cpu": "kernel generators and llvmlite load only when a kernel is not in the object cache",
+    "triton": "the interpreter is only needed without a GPU",
+    "testing": "Triton is optional",
+    "bench": "peers and Triton are optional",
+    "cli": "each command imports what it needs, so that `onepass --help` is fast",
+}
+"""Files and folders that may import inside functions, with the reasons. A cycle is not a reason."""
+
+BY_NAME = {
+    "__init__.py": "imported at first use",
+    "compat/__init__.py": "imported at first use",
+    "ops/dispatch.py": "a family in the backend of a device",
+    "testing/runner.py": "a family in the interpreter",
+    "cpu/launcher.py": "code generators, only where a kernel must be compiled",
+    "triton/tuning/__init__.py": "one module per chip",
+    "cli/source.py": "the backends that are installed",
+}
+"""Files that may import modules by a computed name, and why."""
+
+
+class Import(NamedTuple):
+    """One imported module: where, what, and whether inside a function."""
+
+    file: str
+    line: int
+    importer: str
+    target: str
+    lazy: bool
+
+    @property
+    def where(self) -> str:
+        return f"src/onepass/{self.file}:{self.line}"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package(module: str) -> str:
+    """The package or module directly below onepass, or another root (tools, tests)."""
+    root, *rest = module.split(".")
+    return rest[0] if root == "onepass" and rest else root
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {module_name(path): path for path in sorted((SOURCE / "onepass").rglob("*.py"))}
+
+
+def targets(node: ast.Import | ast.ImportFrom, importer: str, is_package: bool) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    base = node.module or ""
+    if node.level:
+        parents = importer.split(".")
+        parents = parents[: len(parents) - node.level + is_package]
+        base = ".".join([*parents, base] if base else parents)
+    for alias in node.names:
+        submodule = f"{base}.{alias.name}"
+        yield submodule if submodule in modules() else base
+
+
+def walk(node: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import that runs: those under ``if TYPE_CHECKING`` are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, lazy
+        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from walk(child, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    found = []
+    for importer, path in modules().items():
+        file = str(path.relative_to(SOURCE / "onepass"))
+        for node, lazy in walk(ast.parse(path.read_text())):
+            for target in targets(node, importer, path.name == "__init__.py"):
+                found.append(Import(file, node.lineno, importer, target, lazy))
+    return tuple(found)
+
+
+def internal() -> Iterator[Import]:
+    return (i for i in imports() if i.target.split(".")[0] in ("onepass", "tools", "tests"))
+
+
+def test_packages_import_only_what_the_table_allows() -> None:
+    wrong = []
+    for i in internal():
+        source, target = package(i.importer), package(i.target)
+        if source != target and target not in ALLOWED[source]:
+            wrong.append(f"{i.where}: {source} must not import {i.target}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_table_lists_every_package() -> None:
+    assert {package(name) for name in modules()} == set(ALLOWED)
+
+
+def test_only_listed_files_import_inside_functions() -> None:
+    def listed(file: str) -> bool:
+        return any(file == path or file.startswith(f"{path}/") for path in LAZY)
+
+    wrong = [f"{i.where}: import {i.target} at the top of the file" for i in imports() if i.lazy and not listed(i.file)]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_only_listed_files_import_by_computed_name() -> None:
+    wrong = []
+    for path in modules().values():
+        file = str(path.relative_to(SOURCE / "onepass"))
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        for call in calls:
+            if ast.unparse(call.func).split(".")[-1] in ("import_module", "__import__") and file not in BY_NAME:
+                wrong.append(f"src/onepass/{file}:{call.lineno}: {ast.unparse(call)}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def cycles(edges: dict[str, dict[str, str]]) -> Iterator[list[str]]:
+    """One cycle per set of modules that import each other, as lines that name each import."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> Iterator[list[str]]:
+        if module in path:
+            ring = [*path[path.index(module) :], module]
+            yield [f"{edges[a][b]}: {a} imports {b}" for a, b in pairwise(ring)]
+        elif module not in done:
+            for target in edges.get(module, {}):
+                yield from visit(target, [*path, module])
+            done.add(module)
+
+    for module in edges:
+        yield from visit(module, [])
+
+
+def import_graph() -> dict[str, dict[str, str]]:
+    """Importer -> imported module -> where."""
+    edges: dict[str, dict[str, str]] = {}
+    for i in internal():
+        if i.target != i.importer and i.target in modules():
+            edges.setdefault(i.importer, {}).setdefault(i.target, i.where)
+    return edges
+
+
+def test_there_are_no_import_cycles() -> None:
+    found = ["\n".join(cycle) for cycle in cycles(import_graph())]
+    assert not found, "\n" + "\n\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("edges", "lines"),
+    [
+        ({"a": {"b": "1"}, "b": {"c": "2"}}, []),
+        ({"a": {"b": "1"}, "b": {"c": "2"}, "c": {"b": "3"}}, ["2: b imports c", "3: c imports b"]),
+    ],
+)
+def test_cycles_are_found(edges: dict[str, dict[str, str]], lines: list[str]) -> None:
+    assert [line for cycle in cycles(edges) for line in cycle] == lines
