@@ -1,4 +1,4 @@
-"""An RMSNorm and the linear layer behind it in fp8: the norm writes codes and row scales, the layer multiplies codes.
+"""An RMSNorm and the linear layer after it in fp8: the norm writes codes and row scales, and the layer multiplies codes.
 
 Both take the state dicts of the modules they replace. On a GPU with fp8 matmuls the layer is one `torch._scaled_mm`.
 

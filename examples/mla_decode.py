@@ -1,4 +1,4 @@
-"""Decode steps of an MLA layer's "A" side over a paged fp8 cache: two launches a step, and a matmul between them.
+"""Decode steps of an MLA layer's "A" side over a paged fp8 cache: two launches per step, with a matmul in between.
 
 Run: python examples/mla_decode.py (on a GPU if there is one).
 """
@@ -36,7 +36,7 @@ def main() -> None:
     for _ in range(STEPS):
         hidden = torch.randn(REQUESTS, HIDDEN, **weights)
         seen.append(hidden)
-        # q's columns are normed here; kv stays as it is, since the cache write norms it
+        # normalizes q's columns only; the cache write normalizes kv
         q_latent, kv = onepass.gemv_and_partial_norm(hidden, weight_a, gamma_q)
         q = (q_latent @ weight_b.T).view(REQUESTS, HEADS, NOPE + ROPE)
         q_rope = q[..., NOPE:]

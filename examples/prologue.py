@@ -1,4 +1,4 @@
-"""Your own elementwise function, compiled into the load of the norm: one launch instead of three.
+"""An elementwise function of your own, compiled into the load of the norm: one launch instead of three.
 
 Run: python examples/prologue.py
 """
@@ -11,13 +11,13 @@ from onepass.prologues import sigmoid
 
 @onepass.prologue
 def gated(x, gate, bias):
-    """A gate on what comes in."""
+    """Gate the input."""
     return (x + bias) * sigmoid(gate)
 
 
 torch.manual_seed(0)
 x, gate = torch.randn(128, 2048, dtype=torch.bfloat16), torch.randn(128, 2048, dtype=torch.bfloat16)
-bias, gamma = torch.randn(2048), torch.ones(2048)  # a tensor may be a row that all rows share
+bias, gamma = torch.randn(2048), torch.ones(2048)  # bias is shared by all rows
 
 codes, scale, norm = onepass.rms_norm_fused_fp8(x, gamma, prologue=gated, prologue_args=(gate, bias), return_norm=True)
 

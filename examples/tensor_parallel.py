@@ -1,4 +1,4 @@
-"""QK-RMSNorm of whole projections under tensor parallelism: each rank has some of the columns, one all-reduce of 8 bytes a row.
+"""QK-RMSNorm of whole projections under tensor parallelism: ranks hold parts of the columns and share 8 bytes per row.
 
 Run: torchrun --nproc-per-node 2 examples/tensor_parallel.py
 """
@@ -13,7 +13,7 @@ dist.init_process_group("nccl" if cuda else "gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
 
-torch.manual_seed(0)  # the same tensors everywhere: each rank takes its part
+torch.manual_seed(0)  # the same tensors on every rank, each of which takes its part
 q, k = torch.randn(16, 4096).bfloat16(), torch.randn(16, 1024).bfloat16()
 gammas = 1 + 0.1 * torch.randn(4096), 1 + 0.1 * torch.randn(1024)
 shards = [t.chunk(world, -1)[rank].contiguous().to(device) for t in (q, k, *gammas)]
