@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 from onepass.cpu import compiler, gemv_norm, launcher, object_cache, rms_norm, threads
+from onepass.cpu.gemv_norm_config import trace_blocks
 from onepass.cpu.sizes import TILE
 from onepass.formats import ScaleRule
 from onepass.specs import gemv_norm as gemv
@@ -248,7 +249,7 @@ def test_many_small_calls(team: pytest.MonkeyPatch) -> None:
 def test_blocks() -> None:
     spec = SPECS["bf16"]
     for n, widths in ((TILE, (1, 2)), (100, (60, 40)), (2112, (1536, 512))):
-        assert gemv_norm.trace_blocks(spec.act, spec.weight, 1, n, 8, widths) == sum(gemv.tiles(n, widths, TILE))
+        assert trace_blocks(spec.act, spec.weight, 1, n, 8, widths) == sum(gemv.tiles(n, widths, TILE))
     assert [gemv_norm.row_blocks(m) for m in (1, 2, 3, 5, 8, 9, 16)] == [
         (1, 1),
         (2, 1),
@@ -270,7 +271,7 @@ def test_trace(team: pytest.MonkeyPatch) -> None:
         one = Case(SPECS["traced"], m, 8 * TILE, 800, *widths).run()
         end = time.monotonic_ns()
         assert one.trace is not None and one.units is not None
-        count = gemv_norm.trace_blocks(one.spec.act, one.spec.weight, 1, one.n, one.k, widths)
+        count = trace_blocks(one.spec.act, one.spec.weight, 1, one.n, one.k, widths)
         assert count == len(one.units) - 1 == 9
         assert ((one.units[:-1] >= 0) & (one.units[:-1] < 2)).all() and one.units[-1] == -1
         assert (one.trace[16 * count :] == -1).all()

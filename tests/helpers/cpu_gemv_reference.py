@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 from onepass.cpu import gemv_norm
+from onepass.cpu.gemv_norm_config import trace_blocks
 from onepass.formats import E4M3FN, E4M3FNUZ
 from onepass.specs.gemv_norm import GemvCall, GemvSpec, gemv_spec
 from tests.helpers.cpu_reference import BF16, F16, F32, between, encode64, one_of, rounder, spread
@@ -55,7 +56,7 @@ class Case:
         self.counter: Tensor | None = torch.zeros(len(widths), dtype=torch.int32)
         self.trace = self.units = None
         if spec.traced:
-            count = gemv_norm.trace_blocks(spec.act, spec.weight, m, n, k, widths)
+            count = trace_blocks(spec.act, spec.weight, m, n, k, widths)
             self.trace, self.units = torch.full((16 * count + 8,), -1), torch.full((count + 1,), -1, dtype=torch.int32)
         self.outputs(m)
 

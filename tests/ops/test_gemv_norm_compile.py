@@ -156,6 +156,21 @@ class TestNoMemory:
         normed, unnormed = onepass.gemv_and_partial_norm(act, weight, gamma, fused=False)
         assert (normed.shape, unnormed.shape) == ((3, 30), (3, 20)) and normed.is_meta and unnormed.is_meta
 
+    def test_trace_blocks_of_meta_tensors_need_no_triton(self) -> None:
+        code = (
+            "import sys; sys.modules['triton'] = sys.modules['llvmlite'] = None\n"
+            "import torch, onepass\n"
+            "for device in ('cpu', 'meta'):\n"
+            "    act, weight, gamma = (torch.empty(shape, device=device) for shape in ((1, 64), (48, 64), (16,)))\n"
+            "    print(onepass.gemv_trace_blocks(act, weight, gamma))\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(Path(onepass.__file__).parent.parent)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert all(int(line) > 0 for line in done.stdout.splitlines()) and len(done.stdout.splitlines()) == 2
+
     def test_fake_scratch_call_writes_nothing(self) -> None:
         with torch._subclasses.FakeTensorMode():
             act, weight, gamma = inputs()

@@ -165,7 +165,7 @@ def test_configurations_are_valid(act: torch.dtype, weight: torch.dtype) -> None
                     "blocks must not depend on alignment"
                 )
                 programs = sum(tiles(n, widths, config.columns)) * -(-m // config.rows)
-                assert gemv_norm_config.blocks(act, weight, m, n, k, widths) == programs
+                assert gemv_norm_config.trace_blocks(act, weight, m, n, k, widths) == programs
 
 
 def test_tiles_do_not_span_segments() -> None:

@@ -18,11 +18,6 @@ SERIAL_BELOW: Final = 131072
 not."""
 
 
-def trace_blocks(act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...]) -> int:
-    """The number of blocks of a trace: one per tile, whatever the dtypes and M."""
-    return sum(gemv_norm.tiles(n, widths, TILE))
-
-
 def row_blocks(m: int) -> tuple[int, int]:
     """The size and number of the blocks that ``m`` rows are divided into; the last may be partly empty."""
     count = -(-m // ROW_BLOCKS[-1])

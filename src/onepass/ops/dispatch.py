@@ -32,10 +32,13 @@ class Family:
         found = self._launch[device] = import_module(f"onepass.{_BACKENDS[device]}.{self.name}").launch
         return found
 
-    def function(self, tensor: Tensor, name: str) -> Any:
-        """Another function of the backend's module. Devices without kernels (meta) use the GPU backend's."""
+    def config(self, tensor: Tensor, name: str) -> Any:
+        """A function of the backend's ``<name>_config``, which needs neither Triton nor llvmlite.
+
+        The GPU backend also answers for devices without kernels (meta).
+        """
         backend = _BACKENDS.get(tensor.device.type, "triton")
-        return getattr(import_module(f"onepass.{backend}.{self.name}"), name)
+        return getattr(import_module(f"onepass.{backend}.{self.name}_config"), name)
 
 
 def extension(name: str) -> Any:

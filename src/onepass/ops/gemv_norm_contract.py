@@ -19,7 +19,7 @@ family = Family("gemv_norm")
 def blocks_of(act: Tensor, weight: Tensor, widths: tuple[int, ...]) -> int:
     """The number of blocks of a launch, each of which has slots in a trace."""
     m, k = act.shape
-    blocks: int = family.function(act, "trace_blocks")(act.dtype, weight.dtype, m, weight.shape[0], k, widths)
+    blocks: int = family.config(act, "trace_blocks")(act.dtype, weight.dtype, m, weight.shape[0], k, widths)
     return blocks
 
 

@@ -13,7 +13,6 @@ from . import counters
 from .chip import Chip
 from .compiler import Build
 from .gemv_norm_config import CHUNK, GemvConfig, gemv_config
-from .gemv_norm_config import blocks as trace_blocks  # noqa: F401
 from .gemv_norm_kernels import _gemv_partial_norm_kernel
 from .launcher import SHORT_NAMES, Family
 from .quantization import quant

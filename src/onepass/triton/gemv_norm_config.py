@@ -102,9 +102,9 @@ def _group(m: int, warps: int, chunks: int, most_values: int) -> int:
     return group
 
 
-def blocks(
+def trace_blocks(
     act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...], chip: Chip = INTERPRETER
 ) -> int:
-    """Programs of a launch."""
+    """The number of blocks of a trace: the programs of a launch."""
     config = gemv_config(act, weight, m, n, k, widths, True, chip)
     return sum(tiles(n, widths, config.columns)) * -(-m // config.rows)
