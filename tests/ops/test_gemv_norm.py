@@ -14,10 +14,11 @@ from onepass.cpu import gemv_norm as cpu_gemv_norm
 from onepass.errors import ContractError
 from onepass.ops import gemv_norm
 from onepass.ops.dispatch import launching_with
-from onepass.testing import compare, oracle
+from onepass.testing import oracle
 from onepass.testing.case import poison, same_bytes
 from tests.helpers.gemv_inputs import all_same, inputs
 from tools.promises.gemv_norm import gemv_promises
+from tools.ulps import floats
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 F8 = torch.float8_e4m3fn
@@ -114,7 +115,7 @@ class TestResults:
         act, weight, gamma = inputs(width=50)
         normed, unnormed = onepass.gemv_and_partial_norm(act, weight, gamma)
         assert unnormed.shape == (3, 0)
-        assert compare.floats(normed, oracle.rms_norm(oracle.matmul(act, weight)[0], gamma, 1e-6).y) is None
+        assert floats(normed, oracle.rms_norm(oracle.matmul(act, weight)[0], gamma, 1e-6).y) is None
 
     def test_norm_uses_the_unrounded_product(self) -> None:
         """y = 1 + j/1024 is exact in float32 for any order of summation, but not in bfloat16."""

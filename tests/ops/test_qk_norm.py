@@ -17,11 +17,12 @@ from onepass.errors import ContractError
 from onepass.formats import FLOATS
 from onepass.ops import registration
 from onepass.ops.dispatch import launching_with
-from onepass.testing import compare, oracle
+from onepass.testing import oracle
 from onepass.testing.case import same_bytes
 from onepass.testing.samples import sample
 from tests.helpers.mistakes import Mistake, mistakes
 from tools.promises.qk_norm import qk_promises
+from tools.ulps import floats
 
 OPS = {op.contract.name: op for op in registration._ops if "q" in op.contract.args}
 SIZES = {"Nq": 96, "Nk": 32, "Gq": 96, "Gk": 32, "Hq": 3, "Hk": 1, "D": 32, "P": 4, "R": 16}
@@ -180,10 +181,10 @@ def test_rotation_uses_the_unrounded_norm(style: Any) -> None:
     exact = oracle.rotate(oracle.rms_norm(q, gq, 1e-6).y, freqs, 128, style=style)
     rounded = oracle.rotate(oracle.rms_norm(q, gq, 1e-6).y.bfloat16(), freqs, 128, style=style)
     y, _ = onepass.qk_rms_norm(q, k, gq, gk, rope=rope)
-    assert compare.floats(y, exact.y, size=exact.size) is None
-    assert compare.floats(y, rounded.y, size=rounded.size) is not None
+    assert floats(y, exact.y, size=exact.size) is None
+    assert floats(y, rounded.y, size=rounded.size) is not None
     hf, _ = onepass.qk_rms_norm(q, k, gq, gk, rope=rope, rounding="hf")
-    assert compare.floats(hf, exact.y, size=exact.size) is not None
+    assert floats(hf, exact.y, size=exact.size) is not None
 
 
 def test_rotation_by_complex_numbers() -> None:
@@ -212,7 +213,7 @@ def test_heads_dimension_is_optional() -> None:
         assert b.dim() == 4 and same_bytes(a, b.flatten(-2))
     one = onepass.rms_norm(q.unflatten(-1, (4, 64)), gamma)
     plain, _ = onepass.qk_rms_norm(q, k, gamma, gamma, per_head=True)
-    assert compare.floats(plain, oracle.rms_norm(q.unflatten(-1, (4, 64)), gamma, 1e-6).y.flatten(-2)) is None
+    assert floats(plain, oracle.rms_norm(q.unflatten(-1, (4, 64)), gamma, 1e-6).y.flatten(-2)) is None
     assert (plain.unflatten(-1, (4, 64)) == one).double().mean() > 0.999
 
 
@@ -279,7 +280,7 @@ def test_overflow_gives_a_nan_row_and_an_infinite_sum() -> None:
     q[1] = 1e25
     assert onepass.row_sum_of_squares_qk(q, q)[1].isinf().all()
     y, _ = onepass.qk_rms_norm(q, q.clone(), torch.ones(64), torch.ones(64))
-    assert y[1].isnan().all() and compare.floats(y[0], torch.full((64,), (1 + 1e-6) ** -0.5).double()) is None
+    assert y[1].isnan().all() and floats(y[0], torch.full((64,), (1 + 1e-6) ** -0.5).double()) is None
 
 
 def test_eps_is_at_least_the_smallest_normal_number() -> None:

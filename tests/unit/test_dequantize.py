@@ -15,7 +15,8 @@ from torch import Tensor
 import onepass
 from onepass.formats import FLOATS, FP8_FORMATS, OPERAND_GROUPS, QUANTIZED
 from onepass.prologues import dequantize, prologue
-from onepass.testing import compare, oracle
+from onepass.testing import oracle
+from tools.ulps import floats
 
 BF16, F16, F32 = FLOATS
 N = 512
@@ -91,9 +92,9 @@ def test_scale_per_group_equals_scale_per_column(dtype: torch.dtype, group: int)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     exact = oracle.rms_norm(x, gamma, 1e-6, prologue=dequantize, prologue_args=[scale])
-    assert compare.floats(results[0][2], exact.y) is None
+    assert floats(results[0][2], exact.y) is None
     swapped = oracle.rms_norm(x, gamma, 1e-6, prologue=dequantize, prologue_args=[scale.flip(-1)])
-    assert compare.floats(results[0][2], swapped.y) is not None
+    assert floats(results[0][2], swapped.y) is not None
 
 
 def test_an_8_bit_row_gives_the_bytes_of_its_float32_copy() -> None:
@@ -115,7 +116,7 @@ def test_the_norm_of_an_8_bit_row_has_gammas_dtype(gamma: torch.dtype, residual:
     )
     assert (codes.dtype, new_residual.dtype, norm.dtype) == (torch.float8_e4m3fn, residual, gamma)
     exact = oracle.rms_norm(x, torch.ones(64), 1e-6)
-    assert compare.floats(norm, exact.y) is None
+    assert floats(norm, exact.y) is None
 
 
 def test_compiled_calls_have_the_same_bytes() -> None:

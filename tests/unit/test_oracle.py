@@ -13,6 +13,7 @@ import torch
 from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, Fp8Format, ScaleRule
 from onepass.testing import bounds, compare, mla_cache_inputs, oracle, runner
 from onepass.testing.case import Case
+from tools.ulps import floats
 
 F32 = torch.float32
 
@@ -40,7 +41,7 @@ def test_hf_mode_rounds_as_hugging_face_does(dtype: torch.dtype) -> None:
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
     expected = gamma * h.to(dtype)
     exact = oracle.rms_norm(x, gamma, 1e-6, rounding="hf").y
-    assert compare.floats(expected, exact, ulps=2) is None
+    assert floats(expected, exact, ulps=2) is None
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ], ids=lambda f: f.name)
@@ -76,17 +77,17 @@ class TestNoToleranceAcceptsZero:
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_floats(self, dtype: torch.dtype) -> None:
-        assert compare.floats(self.y.to(dtype), self.y) is None
-        assert compare.floats(torch.zeros_like(self.y, dtype=dtype), self.y) is not None
+        assert floats(self.y.to(dtype), self.y) is None
+        assert floats(torch.zeros_like(self.y, dtype=dtype), self.y) is not None
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_floats_two_ulps_off(self, dtype: torch.dtype) -> None:
         off = (self.y.to(dtype).view(torch.int16) + 2).view(dtype)
-        assert compare.floats(off, self.y) is not None
+        assert floats(off, self.y) is not None
 
     def test_one_ulp_everywhere_is_too_much(self) -> None:
         off = (self.y.to(torch.bfloat16).view(torch.int16) + 1).view(torch.bfloat16)
-        assert compare.floats(off, self.y) is not None
+        assert floats(off, self.y) is not None
 
     def test_scales(self) -> None:
         amax = self.y.abs().amax(-1, keepdim=True)

@@ -12,7 +12,7 @@ import torch
 import onepass
 from onepass import prologues
 from onepass.prologues import exp, log, maximum, minimum, prologue, rsqrt, sigmoid, silu, sqrt, tanh, where
-from onepass.testing import compare
+from tools.ulps import floats
 
 SHIFT = 0.25
 
@@ -64,7 +64,7 @@ def test_compiles_into_the_cpu_kernel(fused: onepass.Prologue) -> None:
     exact = h / (h.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     # sums that nearly cancel (t - pi) keep the absolute error of their terms, a few float32 steps of about 4
     assert ((norm.double() - exact).abs() <= 1e-6 * exact.abs() + 1e-6).all()
-    assert compare.floats(torch.zeros_like(norm), exact) is not None
+    assert floats(torch.zeros_like(norm), exact) is not None
 
 
 @prologue
@@ -80,7 +80,7 @@ def test_comparisons_of_equal_values() -> None:
     expected = torch.tensor([[10211.0, 5212.0, 9122.0, 5212.0, 5212.0]])
     assert torch.equal(edges(x.double(), a.double()).float(), expected)
     _, _, norm = onepass.rms_norm_fused_fp8(x, torch.ones(5), prologue=edges, prologue_args=[a], return_norm=True)
-    assert compare.floats(norm, expected.double() / expected.double().square().mean().sqrt()) is None
+    assert floats(norm, expected.double() / expected.double().square().mean().sqrt()) is None
 
 
 def test_equal_functions_have_equal_keys() -> None:

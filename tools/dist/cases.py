@@ -21,8 +21,9 @@ from onepass import dist
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
 from onepass.testing import oracle
 from onepass.testing.case import same_bytes
-from onepass.testing.compare import FLOAT32_ERROR, floats
+from onepass.testing.compare import FLOAT32_ERROR
 from tools.dist.ranks import Place
+from tools.ulps import floats
 
 UNIT = 2.0**-24
 """Half the distance between 1 and the next float32: the relative error of one rounded operation."""
