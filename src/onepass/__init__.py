@@ -12,12 +12,14 @@ from .ops.gemv_norm import (
     gemv_and_partial_norm_with_scratch,
     gemv_trace_blocks,
 )
+from .ops.linear import linear
 from .ops.mla_cache import fused_rope_rmsnorm_quantization
 from .ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from .ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .prologues import Prologue, prologue
 from .rope import Rope
 from .trace import GEMV_TRACE_EVENTS_PER_BLOCK, GemvEvent, GmemTrace, NullTrace, TraceBuf
+from .weights import dequantize_weight, quantize_weight
 
 if TYPE_CHECKING:
     from . import compat as compat
@@ -31,8 +33,9 @@ __version__ = "0.1.0"
 __all__ = ["ContractError", "Prologue", "Rope", "Unsupported", "__version__", "patch", "prologue", "prologues"]
 __all__ += ["GEMV_TRACE_EVENTS_PER_BLOCK", "GemvEvent", "GmemTrace", "NullTrace", "TraceBuf", "gemv_trace_blocks"]
 __all__ += ["gemv_and_partial_norm", "gemv_and_partial_norm_unfused_with_scratch", "gemv_and_partial_norm_with_scratch"]
-__all__ += ["PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla", "rms_norm", "rms_norm_fused_fp8"]
+__all__ += ["PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla", "linear", "rms_norm", "rms_norm_fused_fp8"]
 __all__ += ["apply_qk_rms_norm", "qk_rms_norm", "row_mean_of_squares_qk", "row_sum_of_squares_qk"]
+__all__ += ["dequantize_weight", "quantize_weight"]
 
 _AT_FIRST_USE = ("compat", "dist", "integrations", "nn", "patch")
 """Names that are imported at first use. ``import *`` includes only `patch`."""

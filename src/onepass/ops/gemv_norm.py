@@ -28,7 +28,7 @@ from ..contract.validation import validation_of
 from ..fastpath import replay
 from ..fastpath.debug import debugging
 from ..formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
-from ..specs.gemv_norm import GemvCall, WeightScale, gemv_spec
+from ..specs.gemv_norm import MOST_COLUMNS, GemvCall, gemv_spec
 from ..trace import GmemTrace, NullTrace, TraceBuf
 from .gemv_norm_contract import FURTHER, GEMV, GEMV_WITH_SCRATCH, blocks_of, family
 from .gemv_norm_contract import PLAIN_GEMV as _PLAIN_GEMV
@@ -36,6 +36,7 @@ from .gemv_norm_contract import UNFUSED as _UNFUSED
 from .gemv_norm_contract import UNFUSED_WITH_SCRATCH as _UNFUSED_WITH_SCRATCH
 from .registration import Op, check_memory, plain
 from .rms_norm import rms_norm
+from .weight_scale import kind_of, split
 
 __all__ = ["GEMV", "GEMV_WITH_SCRATCH", "gemv_and_partial_norm", "gemv_trace_blocks"]
 __all__ += ["gemv_and_partial_norm_unfused_with_scratch", "gemv_and_partial_norm_with_scratch"]
@@ -70,18 +71,17 @@ def _normed(a: Any) -> list[Tensor]:
 def _run(
     a: Any, gammas: list[Tensor], normed: list[Tensor], codes: torch.dtype | None, eps: float, **rest: Tensor | None
 ) -> None:
-    """Launch once, unless there are no rows. In the workspace every segment of y begins at a multiple of 16 columns."""
-    act, weight, weight_scale = a.act, a.weight, a.weight_scale
+    """Launch once, unless there are no rows. In the workspace every segment of y has whole tiles."""
+    act, weight = a.act, a.weight
     m = act.shape[0]
     if m == 0:
         return
-    kind: WeightScale = "none" if weight_scale is None else "tensor" if weight_scale.shape[0] == 1 else "row"
-    if kind == "tensor" and weight.shape[0] == 1:
-        kind = "row"
+    kind = kind_of(weight, a.weight_scale, a.block_scale)
+    weight_scale = a.block_scale if a.weight_scale is None else a.weight_scale
     dtypes = tuple([g.dtype for g in gammas])
     spec = gemv_spec(act.dtype, weight.dtype, kind, dtypes, codes, rest.get("trace") is not None)
     widths = tuple([g.shape[0] for g in gammas])
-    columns = sum([w + 15 & -16 for w in widths])
+    columns = sum([w + MOST_COLUMNS - 1 & -MOST_COLUMNS for w in widths])
     y = None
     if columns:
         workspace = partial(torch.empty, m, columns, dtype=torch.float32, device=act.device)
@@ -119,17 +119,18 @@ def gemv_and_partial_norm(
     """``act @ weight.T`` with RMSNorm of its first columns, in one launch. Returns (normed, unnormed).
 
     ``act`` [M, K] and ``weight`` [N, K] are bfloat16, float16 or float32, with any row stride. weight
-    may also be float8_e4m3fn, with ``weight_scale`` float32 of one element or N. ``gamma`` [Nn] has any
-    float dtype. M is 1 to 16; K, N and Nn <= N are arbitrary. ``normed`` is [M, Nn] and ``unnormed``
-    [M, N - Nn].
+    may also be float8_e4m3fn or int8. ``weight_scale`` is float32 with one element, or one per row: [N] or
+    [N, 1]. For float8_e4m3fn weights it may be [ceil(N / 128), ceil(K / 128)], one scale per block,
+    float32 or float8_e8m0fnu. ``gamma`` [Nn] has any float dtype. M is 1 to 16; K, N and Nn <= N are
+    arbitrary. ``normed`` is [M, Nn] and ``unnormed`` [M, N - Nn].
 
     ``segments`` are further gammas, each of which norms the columns that follow separately.
     ``normed_dtype``, an fp8 dtype, stores the first segment as codes with one float32 scale per row.
     The result is then (normed[, scale][, further...], unnormed), and ``out`` takes tensors in that order.
 
-    Rounding: y is float32, summed in an order that depends only on K and the dtypes, and each stored
-    value is rounded once. The bytes of a row do not depend on its batch. With ``fused=False``, which
-    accepts any M, y comes rounded from `torch.matmul` (or, for fp8 weights, from our own kernel),
+    Rounding: y is float32, summed in an order that depends only on N, K, the dtypes and the kind of scale,
+    and each stored value is rounded once. The bytes of a row do not depend on its batch. With ``fused=False``, which
+    accepts any M, y comes rounded from `torch.matmul` (or, for 8-bit weights, from our own kernel),
     `rms_norm` reads it, and unnormed is a view of it.
 
     >>> import torch, onepass
@@ -156,7 +157,8 @@ def gemv_and_partial_norm(
             GEMV.fail("out", f"hold {len(indices)} tensors", got)
         for index, tensor in zip(indices, out, strict=True):
             given[index] = tensor
-    results = _gemv.call(act, weight, gamma, *further, weight_scale, eps, normed_dtype, *given)
+    scales = split(weight, weight_scale)
+    results = _gemv.call(act, weight, gamma, *further, *scales, eps, normed_dtype, *given)
     return tuple([t for t in results if t is not None])
 
 
@@ -206,7 +208,7 @@ def gemv_and_partial_norm_with_scratch(
     if codes is not None and scale_output is None:
         contract.fail("scale_output", "be given with an fp8 normed_output", "None")
     outputs = [*segment_outputs, *[None] * (len(FURTHER) - len(segment_outputs))]
-    tensors = (act, weight, gamma, *further, weight_scale, finish_counter)
+    tensors = (act, weight, gamma, *further, *split(weight, weight_scale), finish_counter)
     rest = (eps, codes, normed_output, scale_output, *outputs, unnormed_output)
     own = None
     if trace_buf.stored_by_host:
@@ -256,7 +258,7 @@ def gemv_trace_blocks(act: Tensor, weight: Tensor, gamma: Tensor, segments: Sequ
     """
     further = _further(GEMV, segments)
     GEMV.blame(act=act, weight=weight, gamma=gamma, segments=segments)
-    _PREPARE[GEMV.name](act, weight, gamma, *further, None, 0.0, None)
+    _PREPARE[GEMV.name](act, weight, gamma, *further, None, None, 0.0, None)
     return blocks_of(act, weight, tuple([g.shape[0] for g in (gamma, *segments)]))
 
 
@@ -275,11 +277,12 @@ def _two_launches(
     """The norm, and all of y rounded to act's dtype. Everything is validated before the first launch."""
     normed, y = outs
     contract.blame(act=act, weight=weight, gamma=gamma, weight_scale=weight_scale, normed_output=normed, y_scratch=y)
-    _PREPARE[contract.name](act, weight, gamma, weight_scale, eps, normed, y)
+    scales = split(weight, weight_scale)
+    _PREPARE[contract.name](act, weight, gamma, *scales, eps, normed, y)
     if y is not None and plain(act, weight, gamma, weight_scale, normed, y):
-        check_memory(contract, (act, weight, gamma, weight_scale, eps), (normed, y))
+        check_memory(contract, (act, weight, gamma, *scales, eps), (normed, y))
     if weight.dtype in FLOATS and weight_scale is None:
         y = torch.matmul(act, weight.T, out=y)
     else:
-        y = cast(Tensor, _plain.call(act, weight, weight_scale, y)[0])
+        y = cast(Tensor, _plain.call(act, weight, *scales, y)[0])
     return rms_norm(y[:, : gamma.shape[0]], gamma, eps, out=normed), y

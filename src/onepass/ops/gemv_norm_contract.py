@@ -9,6 +9,7 @@ from ..contract.declaration import Arg, Contract, Option, Out, Rule
 from ..formats import FLOATS, FP8_FORMATS
 from ..specs.gemv_norm import MAX_ROWS, MAX_SEGMENTS
 from ..trace import GEMV_TRACE_EVENTS_PER_BLOCK as _EVENTS
+from . import weight_scale
 from .dispatch import Family
 from .options import MAX_COLUMNS, eps
 
@@ -27,22 +28,24 @@ def _gamma(i: int, which: str) -> Arg:
     return Arg(f"W{i}", f"weight of {which}'s norm; any float dtype", FLOATS, optional=i > 0, sample="gamma")
 
 
-_F32 = (torch.float32,)
+_WEIGHTS = "(act.dtype, torch.float8_e4m3fn, torch.int8)"
 _ARGS = {
     "act": Arg("M K", "activations", FLOATS),
-    "weight": Arg("N K", "one row per column of y; act's dtype or float8_e4m3fn", "(act.dtype, torch.float8_e4m3fn)"),
+    "weight": Arg("N K", "one row per column of y; act's dtype, float8_e4m3fn or int8", _WEIGHTS),
     "gamma": _gamma(0, "the first segment"),
     **{f"gamma{i}": _gamma(i, f"segment {i}") for i in FURTHER},
-    "weight_scale": Arg("S", "factor of all weights, or of each row", _F32, optional=True, sample="positive"),
+    **weight_scale.ARGS,
 }
 _CODES = Option(
     "ScalarType", None, "fp8 format of the first segment; None: act's dtype", tuple(FP8_FORMATS), optional=True
 )
 _OPTIONS = {"eps": eps(), "normed_dtype": _CODES}
 _SIZES = {"T": "N - W0 - (W1 or 0) - (W2 or 0) - (W3 or 0)"}
+_COLUMNS = Rule("K > 0", "act", "have at least one column")
+_LIMIT = Rule(f"N <= {MAX_COLUMNS} and K <= {MAX_COLUMNS}", "weight", "have at most 2**24 rows and columns")
 _RULES = (
     Rule(f"M <= {MAX_ROWS}", "act", f"have at most {MAX_ROWS} rows (fused=False takes any number)"),
-    Rule("K > 0", "act", "have at least one column"),
+    _COLUMNS,
     Rule("W0 > 0", "gamma", "have at least one element"),
     *(Rule(f"W{i} is None or W{i} > 0", f"gamma{i}", "have at least one element") for i in FURTHER),
     Rule("T >= 0", "gamma", "have at most as many elements, further segments included, as weight has rows"),
@@ -50,8 +53,8 @@ _RULES = (
         Rule(f"gamma{i} is None or gamma{i - 1} is not None", f"gamma{i}", f"be None without gamma{i - 1}")
         for i in FURTHER[1:]
     ),
-    Rule("weight_scale is None or S == 1 or S == N", "weight_scale", "have one element, or one per row of weight"),
-    Rule(f"N <= {MAX_COLUMNS} and K <= {MAX_COLUMNS}", "weight", "have at most 2**24 rows and columns"),
+    *weight_scale.RULES,
+    _LIMIT,
 )
 _CODED = "normed_dtype is not None"
 _OUTS = {
@@ -64,7 +67,8 @@ _OUTS = {
     "unnormed": Out("M T", "act.dtype", "the other columns", "unnormed_output"),
 }
 _ROUNDING = "once: y in float32, normed = round((y*rs)*gamma), unnormed = round(y)"
-_CARRIED = {"segments": tuple(f"gamma{i}" for i in FURTHER)}
+_SEGMENTS = {"segments": tuple(f"gamma{i}" for i in FURTHER)}
+_CARRIED = {**_SEGMENTS, **weight_scale.CARRIED}
 
 GEMV = Contract(
     "gemv_and_partial_norm",
@@ -76,6 +80,7 @@ GEMV = Contract(
     rules=_RULES,
     replaces={},
     carried={**_CARRIED, "fused": (), "out": tuple(out.argument for out in _OUTS.values())},
+    known_as=weight_scale.KNOWN_AS,
 )
 
 _COUNTER = "zero before the first call; zero again after each call"
@@ -114,16 +119,19 @@ GEMV_WITH_SCRATCH = Contract(
         "normed_output": ("normed_output", "normed_dtype"),
         "trace_buf": ("trace", "units"),
     },
+    known_as=weight_scale.KNOWN_AS,
 )
 
 PLAIN_GEMV = Contract(
     "gemv",
-    args={name: _ARGS[name] for name in ("act", "weight", "weight_scale")},
+    args={name: _ARGS[name] for name in ("act", "weight", *weight_scale.ARGS)},
     options={},
     outs={"y": Out("M N", "act.dtype", "act @ weight.T", "y_scratch")},
-    rules=(_RULES[1], *_RULES[-2:]),
+    rules=(_COLUMNS, *weight_scale.RULES, _LIMIT),
     rounding="once: y = round((act @ weight.T) * weight_scale)",
     replaces={},
+    carried=weight_scale.CARRIED,
+    known_as=weight_scale.KNOWN_AS,
     form_of="gemv_and_partial_norm",
 )
 
@@ -132,16 +140,18 @@ def _two_launches_contract(name: str, given: bool, form_of: str = "") -> Contrac
     """What both launches together require, including outputs if the caller has ``given`` them."""
     return Contract(
         name,
-        args={name: _ARGS[name] for name in ("act", "weight", "gamma", "weight_scale")},
+        args={name: _ARGS[name] for name in ("act", "weight", "gamma", *weight_scale.ARGS)},
         options={"eps": eps()},
         outs={
             "normed": Out("M W0", "act.dtype", "norm of the first columns", "normed_output", when=str(given)),
             "y": Out("M N", "act.dtype", "act @ weight.T", "y_scratch", when=str(given)),
         },
         sizes={"T": "N - W0"},
-        rules=tuple(rule for rule in _RULES if rule.argument in ("gamma", "weight_scale") or rule.condition == "K > 0"),
+        rules=(_COLUMNS, *(rule for rule in _RULES if rule.argument == "gamma"), *weight_scale.RULES),
         rounding="y to act's dtype, then normed",
         replaces={},
+        carried=weight_scale.CARRIED,
+        known_as=weight_scale.KNOWN_AS,
         form_of=form_of,
     )
 

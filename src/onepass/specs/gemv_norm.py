@@ -20,10 +20,16 @@ from ..formats import FP8_FORMATS, Fp8Format
 
 MAX_ROWS: Final = 16
 """Maximum number of rows of ``act`` per launch."""
+MOST_COLUMNS: Final = 32
+"""Most columns of a tile; in the workspace every segment begins at a multiple of this."""
 MAX_SEGMENTS: Final = 4
 """Maximum number of normed segments per call."""
 
-WeightScale = Literal["none", "row", "tensor"]
+WeightScale = Literal["none", "row", "tensor", "block", "ue8m0_block"]
+"""How weights are scaled: per row, as a whole, or per block of `SCALE_BLOCK` rows and columns, with
+float32 scales or powers of two (float8_e8m0fnu). The last blocks may be smaller."""
+SCALE_BLOCK: Final = 128
+"""Rows and columns of weight that share a scale."""
 
 
 @dataclass(frozen=True, eq=False)
