@@ -18,7 +18,7 @@ pytest.importorskip("llvmlite")
 
 from onepass.cpu import compiler, gemv_norm, launcher, object_cache, rms_norm, threads
 from onepass.cpu.gemv_norm_config import trace_blocks
-from onepass.cpu.sizes import TILE
+from onepass.cpu.sizes import TILE, row_blocks
 from onepass.formats import ScaleRule
 from onepass.specs import gemv_norm as gemv
 from onepass.specs.gemv_norm import GemvSpec, gemv_spec
@@ -146,7 +146,7 @@ def test_a_bad_weight_affects_only_its_segment() -> None:
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bf16", "f32", "f16_fp8_tensor", "codes"])
+@pytest.mark.parametrize("name", ["bf16", "f32", "f16_fp8_tensor", "bf16_fp8_blocks", "f16_int8_rows", "codes"])
 def test_a_row_gives_the_same_bytes_in_any_batch(name: str) -> None:
     whole = case(name, 16, 70, 1100, 41, 13).run()
     for m, first in [(1, row) for row in range(16)] + [(m, 1) for m in range(2, 16)]:
@@ -193,7 +193,7 @@ def test_bytes_do_not_depend_on_threads(spec: GemvSpec, team: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif("+avx2" not in compiler.host()[1], reason="runs code for an x86 CPU with AVX2")
-@pytest.mark.parametrize("name", ["bf16", "bf16_fp8_rows"])
+@pytest.mark.parametrize("name", ["bf16", "bf16_fp8_rows", "f32_fp8_ue8m0", "f16_int8_rows"])
 def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS[name]
     here = [case(name, m, 70, 600, 30, 29).run() for m in (1, 2, 3, 6, 8, 11, 16)]
@@ -205,7 +205,7 @@ def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pyte
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-@pytest.mark.parametrize("name", ["bf16", "f16", "f32", "bf16_fp8_rows"])
+@pytest.mark.parametrize("name", ["bf16", "f16", "f32", "bf16_fp8_rows", "bf16_fp8_blocks", "f16_int8_rows"])
 def test_no_reads_beyond_the_row(name: str) -> None:
     """Every input ends where an inaccessible page begins: reading one more byte would crash."""
     pages: list[mmap.mmap] = []
@@ -219,7 +219,7 @@ def test_no_reads_beyond_the_row(name: str) -> None:
         assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(raw.data_ptr() + room), mmap.PAGESIZE, 0) == 0
         return raw[room - size : room].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    for m, n, k in ((1, 3, 1), (2, 25, 31), (5, 9, 45), (16, 27, 513)):
+    for m, n, k in ((1, 3, 1), (2, 25, 31), (5, 9, 145), (16, 137, 513)):
         one = case(name, m, n, k, 2, 1)
         one.act, one.weight = against_the_edge(one.act), against_the_edge(one.weight)
         one.gammas = [against_the_edge(gamma) for gamma in one.gammas]
@@ -250,7 +250,7 @@ def test_blocks() -> None:
     spec = SPECS["bf16"]
     for n, widths in ((TILE, (1, 2)), (100, (60, 40)), (2112, (1536, 512))):
         assert trace_blocks(spec.act, spec.weight, 1, n, 8, widths) == sum(gemv.tiles(n, widths, TILE))
-    assert [gemv_norm.row_blocks(m) for m in (1, 2, 3, 5, 8, 9, 16)] == [
+    assert [row_blocks(m) for m in (1, 2, 3, 5, 8, 9, 16)] == [
         (1, 1),
         (2, 1),
         (4, 1),

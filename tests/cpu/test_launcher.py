@@ -12,15 +12,16 @@ import torch
 pytest.importorskip("llvmlite")
 
 import onepass
-from onepass.cpu import gemv_norm, launcher, mla_cache, qk_norm, rms_norm
+from onepass.cpu import gemv_norm, launcher, linear, mla_cache, qk_norm, rms_norm
 from onepass.specs.mla_cache import mla_spec
 from onepass.specs.qk_norm import RopeRule, qk_spec
-from tests.helpers import cpu_gemv_reference, cpu_reference
+from tests.helpers import cpu_gemv_reference, cpu_linear_reference, cpu_reference
 
 BF16, F32 = torch.bfloat16, torch.float32
 SPECS: dict[str, tuple[launcher.Family, Any]] = {
     **{f"rms_norm {name}": (rms_norm.FAMILY, spec) for name, spec in cpu_reference.SPECS.items()},
     **{f"gemv_norm {name}": (gemv_norm.FAMILY, spec) for name, spec in cpu_gemv_reference.SPECS.items()},
+    **{f"linear {name}": (linear.FAMILY, spec) for name, spec in cpu_linear_reference.SPECS.items()},
     "qk_norm means": (qk_norm.FAMILY, qk_spec("means", BF16)),
     "qk_norm rope": (qk_norm.FAMILY, qk_spec("fused", BF16, F32, BF16, rope=RopeRule("half", 64, 32, torch.int64))),
     "mla_cache": (mla_cache.FAMILY, mla_spec(BF16, BF16, BF16, BF16, BF16, slots=torch.int64)),
@@ -39,7 +40,7 @@ def test_packer_fills_every_field_once(name: str) -> None:
     assert source.startswith("# The argument block of ")
 
 
-@pytest.mark.parametrize("name", ["rms_norm norm_bf16", "gemv_norm bf16", "qk_norm rope", "mla_cache"])
+@pytest.mark.parametrize("name", ["rms_norm norm_bf16", "gemv_norm bf16", "linear gelu", "qk_norm rope", "mla_cache"])
 def test_ir_of_defines_the_kernels_symbols(name: str) -> None:
     family, spec = SPECS[name]
     text = launcher.ir_of(spec)

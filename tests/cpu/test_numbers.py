@@ -120,6 +120,7 @@ FUNCTIONS: dict[str, tuple[Callable[[vec.Float], vec.Float], Callable[[Tensor], 
     "exp": (math_functions.exp, torch.exp),
     "log": (math_functions.log, torch.log),
     "tanh": (math_functions.tanh, torch.tanh),
+    "erf": (math_functions.erf, torch.erf),
     "sigmoid": (math_functions.sigmoid, lambda x: torch.where(x < 0, x.exp(), 1.0) / (1 + (-x.abs()).exp())),
     "rsqrt": (math_functions.rsqrt, torch.rsqrt),
 }

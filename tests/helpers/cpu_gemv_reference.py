@@ -25,6 +25,9 @@ SPECS = {
     "f32": gemv_spec(F32, F32, "none", (F32,), None, False),
     "bf16_fp8_rows": gemv_spec(BF16, FP8, "row", (BF16,), None, False),
     "f16_fp8_tensor": gemv_spec(F16, FP8, "tensor", (F32,), E4M3FNUZ.dtype, False),
+    "bf16_fp8_blocks": gemv_spec(BF16, FP8, "block", (BF16,), None, False),
+    "f32_fp8_ue8m0": gemv_spec(F32, FP8, "ue8m0_block", (F32,), None, False),
+    "f16_int8_rows": gemv_spec(F16, torch.int8, "row", (F16,), None, False),
     "codes": gemv_spec(BF16, BF16, "row", (BF16, BF16), FP8, False),
     "traced": gemv_spec(BF16, BF16, "none", (BF16, F32), None, True),
 }
@@ -48,9 +51,14 @@ class Case:
 
         self.spec, self.n, self.k, self.widths, self.eps = spec, n, k, widths, eps
         self.act = (normal(m, k) * normal(m, 1).exp()).to(spec.act)
-        self.weight = (normal(n, k) * (8.0 if spec.weight == FP8 else 1.0)).to(spec.weight)
+        self.weight = (normal(n, k) * {FP8: 8.0, torch.int8: 40.0}.get(spec.weight, 1.0)).to(spec.weight)
         self.weight_scale = None
-        if spec.weight_scale != "none":
+        if spec.weight_scale in ("block", "ue8m0_block"):
+            blocks = normal(-(-n // 128), -(-k // 128) + 3)[:, :-3].exp2()  # rows of scales are apart
+            self.weight_scale = blocks
+            if spec.weight_scale == "ue8m0_block":
+                self.weight_scale = blocks.log2().round().exp2().to(torch.float8_e8m0fnu)
+        elif spec.weight_scale != "none":
             self.weight_scale = normal(n if spec.weight_scale == "row" else 1).exp()
         self.gammas = [normal(width).to(dtype) for width, dtype in zip(widths, spec.gammas, strict=True)]
         self.counter: Tensor | None = torch.zeros(len(widths), dtype=torch.int32)
@@ -91,11 +99,20 @@ class Case:
         outs = [self.y, *self.normed, self.unnormed, *([self.scale] if self.spec.fp8 else [])]
         return [out.contiguous().view(torch.uint8) for out in outs]
 
+    def scales(self) -> Tensor:
+        """The scale of every weight, in float64."""
+        if self.weight_scale is None:
+            return torch.ones(1, 1).double()
+        scale = self.weight_scale.double()
+        if "block" not in self.spec.weight_scale:
+            return scale.view(-1, 1)
+        return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: self.n, : self.k]
+
     def check(self) -> None:
         """Compare with float64, and check the guard bytes."""
-        scale = self.weight_scale.double() if self.weight_scale is not None else torch.ones(1).double()
-        exact = self.act.double() @ self.weight.double().T * scale
-        error = 4 * 2.0**-24 * (self.act.double().abs() @ self.weight.double().abs().T * scale)
+        weight = self.weight.double() * self.scales()
+        exact = self.act.double() @ weight.T
+        error = 4 * 2.0**-24 * (self.act.double().abs() @ weight.abs().T)
         total = sum(self.widths)
         assert ((self.y.double() - exact[:, :total]).abs() <= error[:, :total]).all()
         tail = exact[:, total:]

@@ -11,17 +11,11 @@ import torch
 from ..specs import gemv_norm
 from ..specs.gemv_norm import MAX_ROWS, GemvCall, GemvSpec
 from .launcher import Family, Fields
-from .sizes import CHUNK, ROW_BLOCKS, TILE
+from .sizes import CHUNK, TILE, row_blocks
 
 SERIAL_BELOW: Final = 131072
 """Weights below which waking other threads costs more than it saves: with two threads 192 rows of 1024 gain, 96 do
 not."""
-
-
-def row_blocks(m: int) -> tuple[int, int]:
-    """The size and number of the blocks that ``m`` rows are divided into; the last may be partly empty."""
-    count = -(-m // ROW_BLOCKS[-1])
-    return next(block for block in ROW_BLOCKS if block * count >= m), count
 
 
 @cache
@@ -49,6 +43,7 @@ def _fields(spec: GemvSpec) -> tuple[Fields, Sequence[str]]:
     fields |= {f"gamma{i}": f"gammas[{i}].data_ptr()" for i in segments}
     if spec.weight_scale != "none":
         fields["weight_scale"] = "weight_scale.data_ptr()"
+        fields["weight_scale.stride"] = "weight_scale.stride(0)"
     if spec.fp8 is not None:
         fields |= {"scale": "scale.data_ptr()", "scale.stride": "scale.stride(0)"}
     fields["counter"] = "0 if counter is None else counter.data_ptr()"

@@ -19,8 +19,8 @@ from .emit import bits, dot
 from .emit.bits import load_row, load_scalar, magnitude, store_row, store_scalar
 from .emit.dot import VECTOR
 from .emit.function import Arguments, Cell, Function
-from .emit.loops import SumOfSquares, each_block, take
-from .emit.vec import F32, I32, I64, LANES, Bool, Float, Int, constant, declare, type_of
+from .emit.loops import SumOfSquares, each_block, reciprocal_root, take
+from .emit.vec import I32, I64, LANES, Bool, Float, Int, declare
 from .sizes import SUM, TILE
 
 _SCALE: Final = ScaleRule("row", torch.float32)
@@ -32,14 +32,15 @@ _ENTER, _K_BEGIN, _K_END, _BEFORE, _AFTER, _APPLY, _LOADED, _REDUCED, _APPLIED, 
 def build(spec: GemvSpec, offsets: dict[str, int], features: str) -> str:
     """The LLVM module of ``spec``. The CPU's features affect loops, never results. ``prepare`` expands ``act``."""
     module = ir.Module(name="onepass")
-    expand = dot.expand_act(module, spec)
+    product = dot.Product(spec.act, spec.weight, spec.weight_scale)
+    expand = dot.expand_act(module, product)
     prepare = Function(module, "prepare", 1)
     args = Arguments(prepare, offsets)
     act, m, k, target = (args.integer(name) for name in ("act", "m", "k", "scratch"))
     stride = args.integer("act.stride") * spec.act.itemsize
     prepare.call(expand, act, stride, m, args.integer("block") * args.integer("blocks"), k, target)
     prepare.builder.ret_void()
-    walks = dot.walks(module, spec, wide="+avx512f" in features)
+    walks = dot.walks(module, product, wide="+avx512f" in features)
     norms = _norms(module, spec, offsets)
     tile = TileKernel(module, spec, offsets).emit(walks, norms)
 
@@ -139,10 +140,7 @@ def _norm(f: Function, spec: GemvSpec, offsets: dict[str, int], gamma: torch.dty
             f.store(top.get().ir, tops + m * (4 * LANES))
     trace.mark(_LOADED)
     with f.loop(zero, rows) as m:
-        sums = f.floats(totals + m * (4 * LANES))
-        v = sums.sum_lanes() / segment.width.to_float() + eps
-        rs = v.eq(0.0).where(v.number(0.0), v.number(1.0) / v.sqrt())
-        rs = bits.is_finite(v).where(rs, v.number(float("nan")))
+        rs = reciprocal_root(f.floats(totals + m * (4 * LANES)), segment.width.to_float(), eps)
         if fp8 is not None:
             amax = Int(f.builder, f.load(tops + m * (4 * LANES), I32)).max_lane().float() * rs
             scale = bits.make_scale(_SCALE, fp8.max, amax, amax.number(float("inf")))
@@ -210,16 +208,17 @@ class TileKernel:
                 f.store(f.builder.trunc(f.parameters[2].ir, I32), units + index * 4)
         column, width = self.span(index)
         sums = f.allocate(MAX_ROWS * TILE * VECTOR)
-        with f.loop(f.index(0), args.integer("block") * args.integer("blocks") * TILE, 2) as at:
-            f.store(f.zeros()[0].ir, sums + at * VECTOR)
+        dot.clear(f, sums, args.integer("block") * args.integer("blocks"))
         trace.mark(_K_BEGIN)
         weight, stride = args.integer("weight"), args.integer("weight.stride") * spec.weight.itemsize
         blocks = args.integer("blocks")
+        scaled = "weight_scale" in args
+        scales = [args.integer(name) if scaled else f.index(0) for name in ("weight_scale", "weight_scale.stride")]
         following = weight + self.span(index + args.integer("team"))[0] * stride  # this thread's next tile, likely
         for size, walk in walks.items():
             with f.when(args.integer("block").eq(size)):
                 first, act, k = weight + column * stride, args.integer("scratch"), args.integer("k")
-                f.call(walk, first, stride, width, act, blocks, k, sums, following)
+                f.call(walk, first, stride, width, act, blocks, k, sums, following, *scales, column)
         with f.choice(index < self.parts[-1].tile) as (normed, tail):
             with normed:
                 y, y_stride = args.integer("y") + column * 4, args.integer("y.stride") * 4
@@ -250,30 +249,17 @@ class TileKernel:
 
     def reduce(self, sums: Int, column: Int, width: Int, dtype: torch.dtype, out: Int, stride: Int) -> None:
         """Fold the sums of a tile's lanes into values of y, apply the weights' scales and store."""
-        f = self.f
-        zero = Float(f.builder, constant(type_of(F32, SUM), 0.0))
+        f, args, kind = self.f, self.args, self.spec.weight_scale
+        scales = args.integer("weight_scale") if kind != "none" else f.index(0)
         for first in range(0, TILE, SUM):
             with f.when(width > first):
                 lanes = f.first_lanes((width - first).min(SUM), SUM)
-                scale = self.weight_scale(column + first, lanes)
-                with f.loop(f.index(0), self.args.integer("m")) as m:
-                    vectors = [zero] * SUM
-                    for n in range(min(SUM, TILE - first)):
-                        address = sums + (m * TILE + (first + n)) * VECTOR
-                        vectors[n] = f.floats(address, SUM)
-                    value = dot.fold(vectors)
+                scale = dot.column_scale(f, kind, scales, column + first, lanes)
+                with f.loop(f.index(0), args.integer("m")) as m:
+                    value = dot.tile_sums(f, sums, m, first)
                     if scale is not None:
                         value = value * scale
                     store_row(f, dtype, value, out + m * stride + first * dtype.itemsize, lanes, False)
-
-    def weight_scale(self, column: Int, lanes: Bool) -> Float | None:
-        """The scales of some columns of y."""
-        if self.spec.weight_scale == "none":
-            return None
-        address = self.args.integer("weight_scale")
-        if self.spec.weight_scale == "tensor":
-            return load_scalar(self.f, torch.float32, address).splat(SUM)
-        return load_row(self.f, torch.float32, address + column * 4, lanes, False, SUM)
 
     def arrive(self, norm: Function, i: int) -> None:
         """Count a tile of segment ``i``; the last one's thread normalizes the segment."""

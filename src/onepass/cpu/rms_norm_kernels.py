@@ -18,7 +18,7 @@ from ..specs.rms_norm import RowSpec
 from .emit import bits, prologue
 from .emit.bits import load_row, load_scalar, magnitude, round_to, store_row
 from .emit.function import Arguments, Cell, Function
-from .emit.loops import SumOfSquares, each_block, entry_points, prefetch
+from .emit.loops import SumOfSquares, each_block, entry_points, prefetch, reciprocal_root
 from .emit.vec import LANES, Bool, Float, Int
 from .rms_norm import keeps_h
 
@@ -213,12 +213,11 @@ class RowKernel:
 
     def statistics(self) -> tuple[Float, Int]:
         """``rs`` and the bits of the maximum of what was collected; both start over."""
-        v = self.squares.get().sum_lanes() / self.count + self.eps
-        rs = v.eq(0.0).where(v.number(0.0), v.number(1.0) / v.sqrt())
+        rs = reciprocal_root(self.squares.get(), self.count, self.eps)
         top = self.top.get().max_lane()
         self.squares.clear()
         self.top.set(self.f.zeros()[1])
-        return bits.is_finite(v).where(rs, v.number(float("nan"))), top
+        return rs, top
 
     def largest(self, row: Row, begin: Int, end: Int, rs: Float) -> Int:
         """The bits of the largest magnitude to be quantized in a range of columns."""

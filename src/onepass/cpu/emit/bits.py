@@ -88,6 +88,10 @@ def _widen(f: Function, dtype: torch.dtype, raw: Any, words: Any) -> Float:
         return (Int(f.builder, f.builder.zext(raw, words)) << 16).float()
     if dtype in FP8_FORMATS:
         return decode(FP8_FORMATS[dtype], Int(f.builder, f.builder.zext(raw, words)))
+    if dtype == torch.float8_e8m0fnu:  # the byte is the exponent field, except that 0 is 2**-127 and 255 is NaN
+        exponents = Int(f.builder, f.builder.zext(raw, words))
+        powers = exponents.eq(0).where(exponents.number(0x400000), exponents << 23)
+        return exponents.eq(255).where(exponents.number(0x7FC00000), powers).float()
     if dtype == torch.int8:
         return Int(f.builder, f.builder.sext(raw, words)).to_float()
     value = Float(f.builder, raw)

@@ -124,10 +124,10 @@ class Function:
         function = declare(self.builder, name, ir.VoidType(), [value.type, _POINTER, I32, mask.ir.type])
         self.builder.call(function, [value, self.pointer(address), _UNALIGNED, mask.ir])
 
-    def prefetch(self, address: Int) -> None:
-        """Prefetch the cache line at an address, which need not be valid."""
+    def prefetch(self, address: Int, level: int = 1) -> None:
+        """Prefetch the cache line at an address, which need not be valid, into cache ``level`` and those beyond it."""
         function = declare(self.builder, "llvm.prefetch.p0", ir.VoidType(), [_POINTER, I32, I32, I32])
-        hint = [ir.Constant(I32, v) for v in (0, 3, 1)]  # to read, into every cache level, data
+        hint = [ir.Constant(I32, v) for v in (0, 4 - level, 1)]  # to read; the level; data
         self.builder.call(function, [self.pointer(address), *hint])
 
 
@@ -155,6 +155,14 @@ class Arguments:
         """Add to a 64-bit field that threads share; returns the value before."""
         counter = self.f.pointer(self.block + self.offsets[name])
         return Int(self.f.builder, self.f.builder.atomic_rmw("add", counter, by.ir, "monotonic"))
+
+    def counter(self, name: str, index: Int) -> Any:
+        """The address of one of several 64-bit fields that threads share."""
+        return self.f.pointer(self.block + self.offsets[name] + index * 8)
+
+    def count(self, name: str, index: Int) -> None:
+        """Count up one of several fields that threads share, after everything that was written before."""
+        self.f.builder.atomic_rmw("add", self.counter(name, index), ir.Constant(I64, 1), "release")
 
 
 def _short(element: Any) -> str:

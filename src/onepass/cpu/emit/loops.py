@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import torch
 
+from . import bits
 from .function import Arguments, Cell, Function
-from .vec import LANES, Bool, Float, Int
+from .vec import I32, I64, LANES, Bool, Float, Int, declare
 
 Body = Callable[[Int, "Bool | None"], None]
 """Emits the work on the block at a column offset; the mask, if any, selects the columns that exist."""
@@ -65,6 +66,13 @@ class SumOfSquares:
             cell.set(self.f.zeros()[0])
 
 
+def reciprocal_root(sums: Float, count: Float, eps: Float) -> Float:
+    """``rs = 1 / sqrt(mean + eps)`` of sums of squares per lane: 0 for 0, NaN if the mean is not finite."""
+    v = sums.sum_lanes() / count + eps
+    rs = v.eq(0.0).where(v.number(0.0), v.number(1.0) / v.sqrt())
+    return bits.is_finite(v).where(rs, v.number(float("nan")))
+
+
 def take(f: Function, args: Arguments, total: Int, chunk: Int, body: Callable[[Int], None]) -> None:
     """On every thread of a team: take ``chunk`` of ``total`` items from a shared counter until none is left."""
     taking, working, done = (f.builder.append_basic_block(name) for name in ("take", "work", "done"))
@@ -77,6 +85,20 @@ def take(f: Function, args: Arguments, total: Int, chunk: Int, body: Callable[[I
     f.builder.branch(taking)
     f.builder.position_at_end(done)
     f.builder.ret_void()
+
+
+def wait(f: Function, args: Arguments, name: str, index: Int, least: Int) -> None:
+    """Wait until one of the counters ``name`` is at least ``least``, and see what was written before it was counted up."""
+    counter = args.counter(name, index)
+    testing, waiting, done = (f.builder.append_basic_block(name) for name in ("test", "wait", "done"))
+    f.builder.branch(testing)
+    f.builder.position_at_end(testing)
+    count = Int(f.builder, f.builder.load_atomic(counter, "acquire", 8, typ=I64))
+    f.builder.cbranch((count < least).ir, waiting, done)
+    f.builder.position_at_end(waiting)
+    f.builder.call(declare(f.builder, "sched_yield", I32, []), [])
+    f.builder.branch(testing)
+    f.builder.position_at_end(done)
 
 
 def entry_points(

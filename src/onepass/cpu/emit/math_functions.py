@@ -1,4 +1,4 @@
-"""exp, log, tanh, sigmoid and rsqrt in float32: within 4 ulp, and correct at 0, infinity, NaN and overflow.
+"""exp, log, tanh, erf, sigmoid and rsqrt in float32: within 4 ulp, and correct at 0, infinity, NaN and overflow.
 
 The polynomials are those of the Cephes library (Stephen L. Moshier), evaluated with fused multiply-adds.
 """
@@ -22,6 +22,12 @@ _LOG: Final = (
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
 )
 _TANH: Final = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+
+_ERF_NEAR: Final = (-5.96761703e-4, 4.99119423e-3, -2.67681349e-2, 1.12819925e-1, -3.76125336e-1, 1.28379166e-1)
+_ERF_FAR: Final = (
+    *(-1.72853470e-5, 3.83197126e-4, -3.88396438e-3, 2.42546219e-2),
+    *(-1.06777877e-1, -6.34846687e-1, -1.28717512e-1),
+)
 
 
 def _polynomial(x: Float, coefficients: tuple[float, ...]) -> Float:
@@ -70,6 +76,15 @@ def tanh(x: Float) -> Float:
     far = x.number(1.0) - x.number(2.0) / (exp(a + a) + 1.0)
     far = (far.bits() | (x.bits() & 0x80000000)).float()
     return (a < 0.625).where(near, far)
+
+
+def erf(x: Float) -> Float:
+    """``x + x * P(x**2)`` near 0, elsewhere ``1 - exp(Q(|x|))`` with the sign of ``x``."""
+    a = abs(x)
+    near = _polynomial(x * x, _ERF_NEAR).fma(x, x)
+    far = x.number(1.0) - exp(_polynomial(a, _ERF_FAR).fma(a, -a))
+    far = (far.bits() | (x.bits() & 0x80000000)).float()
+    return (a > 0.927734375).where(far, near)
 
 
 def sigmoid(x: Float) -> Float:
