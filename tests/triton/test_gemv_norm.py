@@ -20,12 +20,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import onepass
-from onepass.specs.gemv_norm import MAX_ROWS, GemvSpec, gemv_spec, tiles
-from onepass.triton import gemv_norm, gemv_norm_config, gemv_norm_kernels
+from onepass.specs.gemv_norm import MAX_ROWS, MOST_COLUMNS, SCALE_BLOCK, GemvSpec, WeightScale, gemv_spec, tiles
+from onepass.triton import gemv_norm, gemv_norm_config, gemv_norm_kernels, product_config
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
-from onepass.triton.device import gemv_stream as _gemv_stream
+from onepass.triton.device import weight_stream
 from onepass.triton.gemv_norm_config import GemvConfig, gemv_config
+from onepass.triton.product_config import StreamTile
 from onepass.triton.tuning import tuning
 from tools.evidence import records
 from tools.evidence.records import lowered
@@ -33,7 +34,16 @@ from tools.evidence.records import lowered
 ROOT = Path(__file__).parents[2]
 OTHER_CHIPS = [Chip("cuda", 80, 32), Chip("cuda", 100, 32), Chip("hip", "gfx942", 64)]
 BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-PAIRS = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, F8), (F16, F8), (F32, F8)]
+INT8 = torch.int8
+KINDS_OF_PRODUCT: list[tuple[torch.dtype, torch.dtype, WeightScale]] = [
+    (BF16, BF16, "none"),
+    (F16, F16, "row"),
+    (F32, F32, "none"),
+    (BF16, F8, "row"),
+    (F16, F8, "block"),
+    (F32, F8, "ue8m0_block"),
+    (BF16, INT8, "tensor"),
+]
 
 
 def plain_spec(gammas: int = 1, traced: bool = False) -> GemvSpec:
@@ -43,7 +53,7 @@ def plain_spec(gammas: int = 1, traced: bool = False) -> GemvSpec:
 def build(
     spec: GemvSpec, m: int, n: int, k: int, widths: tuple[int, ...], chip: Chip = records.H200, aligned: bool = True
 ) -> Build:
-    config = gemv_config(spec.act, spec.weight, m, n, k, widths, aligned, chip)
+    config = gemv_config(spec.act, spec.weight, spec.weight_scale, m, n, k, widths, aligned, chip)
     return gemv_norm.build_for(spec, config, aligned, not any(w % 16 for w in widths), chip)
 
 
@@ -100,71 +110,90 @@ def test_untraced_kernel_has_no_trace_code(m: int, n: int, k: int, widths: tuple
 WIDTHS: list[tuple[int, ...]] = [(), (1,), (512,), (513, 3), (1536, 512), (4096,), (4097,), (9000, 1, 1, 1)]
 
 
-def configurations(act: torch.dtype, weight: torch.dtype, widths: tuple[int, ...]) -> list[tuple[Any, GemvConfig]]:
+def configurations(kind: tuple[Any, Any, WeightScale], widths: tuple[int, ...]) -> list[tuple[Any, GemvConfig]]:
     """(m, n, k, aligned) of many calls, each with its configuration."""
     found = []
     lengths = (1, 33, 255, 256, 1001, 2048, 2560, 4096, 7168, 16384, 28672, 40000)
-    for m, tail, k in itertools.product((*range(1, 17), 17, 40, 1000), (0, 5, 64, 2112, 5000), lengths):
+    for m, tail, k in itertools.product((*range(1, 17), 17, 40, 1000), (0, 5, 64, 2112, 9000), lengths):
         for aligned in (True, False) if k % 16 == 0 else (False,):
             n = sum(widths) + tail or 1
-            found.append(((m, n, k, aligned), gemv_config(act, weight, m, n, k, widths, aligned, records.H200)))
+            found.append(((m, n, k, aligned), gemv_config(*kind, m, n, k, widths, aligned, records.H200)))
     return found
 
 
-@pytest.mark.parametrize(("act", "weight"), PAIRS)
-def test_settings_that_affect_bits_depend_only_on_dtypes_and_widths(act: torch.dtype, weight: torch.dtype) -> None:
-    """Elements per load and use of tensor cores depend on dtypes, the norm's blocks on its width too."""
-    decided = set()
+@pytest.mark.parametrize("kind", KINDS_OF_PRODUCT, ids=str)
+def test_settings_that_affect_bits_do_not_depend_on_rows(kind: tuple[Any, Any, WeightScale]) -> None:
+    """Pieces and blocks depend on the dtypes, the kind of scale and N, the norm's chunks on its width."""
+    act, weight, scaled = kind
+    decided: dict[int, set[tuple[int, int, bool, int]]] = {}
     for widths in WIDTHS:
-        chosen = [config for _, config in configurations(act, weight, widths)]
-        decided |= {(config.vec, config.dot) for config in chosen}
-        assert len({(config.chunks, config.longs) for config in chosen}) == 1
-        assert len(set(chosen)) > 4, "the other settings depend on sizes"
-    assert len(decided) == 1
-    vec, dot = decided.pop()
-    assert dot == (act != F32) and vec * weight.itemsize <= 16
+        calls = configurations(kind, widths)
+        for (_, n, _, _), (stream, _) in calls:
+            decided.setdefault(n, set()).add((stream.pieces, stream.block, stream.dot, stream.vec))
+        assert len({(norm.chunks, norm.longs) for _, (_, norm) in calls}) == 1
+        assert len({config for _, config in calls}) > 4, "the other settings depend on sizes"
+    blocks = scaled.endswith("block")
+    for n, settings in decided.items():
+        ((pieces, block, dot, vec),) = settings
+        assert dot == (act != F32) and vec * (weight.itemsize if dot else 4) == 16
+        assert block == (SCALE_BLOCK if blocks else 64 if dot else 16)
+        assert pieces == (4 if dot and n >= 8192 else 16)
+    assert any(n >= 8192 for n in decided) and any(n < 8192 for n in decided)
 
 
 def test_kernel_and_config_constants_agree() -> None:
-    assert _gemv_stream.PIECES.value * 4 == gemv_norm_config.STEP
+    assert weight_stream.SCALED.value == SCALE_BLOCK
     assert gemv_norm_kernels.CHUNK.value == gemv_norm_config.CHUNK
-    for m, warps in ((1, 4), (2, 4), (3, 8), (8, 8), (9, 16), (16, 16)):
-        made = build(plain_spec(), m, 40, 1024, (24,))
+    for m, n, warps in ((1, 40, 4), (2, 40, 4), (3, 40, 8), (8, 40, 8), (9, 40, 16), (16, 40, 16), (1, 9000, 2)):
+        made = build(plain_spec(), m, n, 1024, (24,))
         assert made.warps == dict(made.constants)["TILE.warps"] == warps
 
 
-@pytest.mark.parametrize(("act", "weight"), PAIRS)
-def test_configurations_are_valid(act: torch.dtype, weight: torch.dtype) -> None:
+def check_stream(tile: StreamTile, m: int, k: int, weight: torch.dtype, aligned: bool) -> None:
+    """What kernels assume about a tile."""
+    parts = tile.pieces // tile.warps
+    assert parts * tile.warps == tile.pieces and parts in (1, 2, 4, 8)
+    assert tile.rows & (tile.rows - 1) == 0
+    if tile.dot:  # whole fragments
+        assert tile.columns % (16 // parts) == 0 and tile.rows % (8 // parts) == 0
+        assert (8 if m > MAX_ROWS else m) <= tile.rows <= 32, "programs are fully unrolled"
+    else:
+        assert (tile.warps, tile.columns) == (4, 4) and tile.rows == (1 if m == 1 else 4)
+    assert 1 <= tile.depth <= tile.steps and 1 <= tile.ahead <= tile.steps
+    # a block takes whole loads, of four lanes
+    assert tile.loads * 4 * tile.vec == tile.block and tile.steps % tile.loads == 0
+    step = tile.pieces * tile.block
+    covered = tile.steps // tile.loads * step
+    # without a loop the steps cover k, and only those of the last blocks, which are masked, exceed it
+    assert tile.long or covered - step < k <= covered
+    assert tile.mask == (k % covered != 0)
+    assert tile.long or tile.steps <= product_config.MOST_LOADS
+    assert aligned or (tile.long and tile.steps == tile.loads)
+    assert tile.pace == 0 or (tile.pace > 0 and aligned and not tile.long)
+    assert tile.words == (tile.dot and aligned and weight.itemsize == 1)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_PRODUCT, ids=str)
+def test_configurations_are_valid(kind: tuple[Any, Any, WeightScale]) -> None:
+    act, weight, _ = kind
     for widths in WIDTHS:
-        for (m, n, k, aligned), config in configurations(act, weight, widths):
-            step = gemv_norm_config.STEP * config.vec
-            parts = _gemv_stream.PIECES.value // config.warps
-            assert config.rows & (config.rows - 1) == 0
-            if config.dot:  # whole fragments
-                assert config.columns % (16 // parts) == 0 and config.rows % (8 // parts) == 0
-                assert (8 if m > MAX_ROWS else m) <= config.rows <= 32, "programs are fully unrolled"
-            else:
-                assert (config.warps, config.columns) == (4, 4)
-            assert 1 <= config.depth <= config.steps and 1 <= config.ahead <= config.steps
-            assert 0 <= config.pace <= config.depth
-            # without a loop the steps cover k exactly; without a mask they never exceed k
-            assert config.long or config.steps * step == k
-            assert config.mask or k % (config.steps * step) == 0
-            assert aligned or (config.long and config.pace == 0)
-            assert len(config.chunks) == len(config.longs) == len(widths)
-            side = config.warps // 4
-            for width, chunks, long in zip(widths, config.chunks, config.longs, strict=True):
+        for (m, n, k, aligned), (stream, norm) in configurations(kind, widths):
+            check_stream(stream, m, k, weight, aligned)
+            assert MOST_COLUMNS % stream.columns == 0, "the workspace has whole tiles"
+            assert len(norm.chunks) == len(norm.longs) == len(widths)
+            side = max(1, stream.warps // 4)
+            for width, chunks, long in zip(widths, norm.chunks, norm.longs, strict=True):
                 assert long == (chunks * gemv_norm_config.CHUNK < width) and chunks <= gemv_norm_config.MOST_CHUNKS
-                held = config.group // side * 4 * chunks
-                assert config.group == side or held <= tuning(records.H200).gemv.most_values
-            assert config.group & (config.group - 1) == 0
-            assert config.group % side == 0 if widths else config.group == 1
+                held = norm.group * chunks * gemv_norm_config.CHUNK // (32 * stream.warps)
+                assert norm.group == side or held <= tuning(records.H200).stream.most_values
+            assert norm.group & (norm.group - 1) == 0
+            assert norm.group % side == 0 if widths else norm.group == 1
             if m <= MAX_ROWS:
-                other = gemv_config(act, weight, m, n, k, widths, not aligned, records.H200)
-                assert (other.columns, other.rows) == (config.columns, config.rows), (
+                other, _ = gemv_config(*kind, m, n, k, widths, not aligned, records.H200)
+                assert (other.columns, other.rows) == (stream.columns, stream.rows), (
                     "blocks must not depend on alignment"
                 )
-                programs = sum(tiles(n, widths, config.columns)) * -(-m // config.rows)
+                programs = sum(tiles(n, widths, stream.columns)) * -(-m // stream.rows)
                 assert gemv_norm_config.trace_blocks(act, weight, m, n, k, widths) == programs
 
 
@@ -221,7 +250,7 @@ def test_order_of_summation_does_not_depend_on_layouts(m: int, aligned: bool, co
         r'"tt.reduce"\(%\w+\) <\{axis = (\d) : i32\}> .*?arith\.(\w+) .*?: \(tensor<([\dx]+)xf32', text, re.DOTALL
     )
     assert len(reductions) >= 7
-    parts = _gemv_stream.PIECES.value // made.warps
+    parts = dict(made.constants)["TILE.pieces"] // made.warps
     for axis, kind, shape in reductions:
         size = [int(v) for v in shape.split("x")][int(axis)]
         assert kind == "addf" and (size == 2 or (size == parts and shape.startswith(f"{made.warps}x16x"))), (

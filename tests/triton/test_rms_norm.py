@@ -93,7 +93,6 @@ def test_sampled_kernels_compile_to_the_recorded_machine_code(index: int) -> Non
 _DIVIDE = "rms_norm_row x=bf16 gamma=bf16 "
 _LONG = "rms_norm_long x=bf16 gamma=bf16 e4m3fn:448/row:{} least bound 1x4096/16w/v8/r32"
 SPILLING = {
-    "gemv act=bf16 weight=e4m3fn scale=row norm=bf16:512/16 16x16/16w/dot/v16u/1+m d1a1p0": 312,
     "rms_norm_row x=f16 gamma=f16 residual=f16 norm hf 4x2*256-/2w/v8": 8,
     _DIVIDE + "e4m3fn:448/row:f32 divide least hf 4*1024/4w/v8": 8,
     _DIVIDE + "e4m3fn:448/row:f32 divide least hf 4*2048/8w/v8": 8,
@@ -101,10 +100,12 @@ SPILLING = {
     _DIVIDE + "norm e4m3fn:448/static:f32 divide 4*1024/4w/v8": 8,
     **{_LONG.format(scale): 8 for scale in ("ue8m0:f32", "f16", "f32")},
 }
-"""Bytes of stack that these configurations use. Misaligned fp8 weights of 16 rows would not spill in
-programs of 8 rows, but the number of blocks in a trace must not depend on alignment."""
+"""Bytes of stack that these configurations use."""
 CAPPED = 32
 """Bytes that a row kernel with capped registers may spill: the cap gains more than a few bytes cost."""
+MISALIGNED = 2048
+"""Bytes that a product of misaligned rows may spill: each element is loaded into a register of its own, and the number of
+blocks in a trace must not depend on alignment."""
 
 
 def test_spills_stay_within_their_limits() -> None:
@@ -115,10 +116,12 @@ def test_spills_stay_within_their_limits() -> None:
         proven = proofs.get(build.name)
         if proven is None:
             continue  # the test above reports it
-        capped = build.name.startswith("rms_norm_row") and build.registers > 0
-        assert proven.stack is not None and proven.stack <= SPILLING.get(build.name, CAPPED if capped else 0), (
-            build.name
-        )
+        limit = SPILLING.get(build.name, 0)
+        if build.name.startswith("rms_norm_row") and build.registers > 0:
+            limit = max(limit, CAPPED)
+        elif build.name.startswith(("gemv", "linear")) and re.search(r"v\d+u/|g8m?u ", build.name):
+            limit = MISALIGNED
+        assert proven.stack is not None and proven.stack <= limit, build.name
 
 
 def covering_builds(chip: Chip) -> list[Build]:

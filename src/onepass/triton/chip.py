@@ -23,6 +23,13 @@ class Chip(NamedTuple):
         return self.backend == "cuda" and int(self.arch) >= 89
 
     @property
+    def sums_sixteen(self) -> bool:
+        """Whether tensor cores add sixteen products at once, in any order, with the same result for
+        every instruction and tile. Measured on this chip only.
+        """
+        return self.backend == "cuda" and self.arch == 90
+
+    @property
     def rounds_casts(self) -> bool:
         """Whether float casts round to nearest even; the interpreter truncates to bfloat16."""
         return self.backend != "interpreter"

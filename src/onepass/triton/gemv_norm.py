@@ -8,20 +8,22 @@ import torch
 
 from ..errors import Unsupported
 from ..fastpath import replay
-from ..specs.gemv_norm import MAX_SEGMENTS, GemvCall, GemvSpec, tiles
+from ..specs.gemv_norm import MAX_SEGMENTS, GemvCall, GemvSpec, WeightScale, tiles
 from . import counters
 from .chip import Chip
 from .compiler import Build
 from .gemv_norm_config import CHUNK, GemvConfig, gemv_config
 from .gemv_norm_kernels import _gemv_partial_norm_kernel
 from .launcher import SHORT_NAMES, Family
+from .product_config import WEIGHTS, describe_tile, tile_registers
 from .quantization import quant
-from .tuning import tuning
 
-GemvStrides = namedtuple("GemvStrides", "act weight y tail scale")
+GemvStrides = namedtuple("GemvStrides", "act weight weight_scale y tail scale")
 """Strides from row to row."""
-GemvMath = namedtuple("GemvMath", "segments pack fp8 hardware scaled hw_rounding pdl traced")
-"""What a kernel computes; ``pack`` weights fill 32 bits, ``hardware`` decodes ``fp8`` weights."""
+GemvMath = namedtuple(
+    "GemvMath", "segments pack weight scaled gated normed residual round_sum hf hw_rounding pdl traced"
+)
+"""What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm."""
 
 
 def _segments(entry: str) -> tuple[str, ...]:
@@ -47,6 +49,7 @@ TABLE: Final = {
     "strides": GemvStrides(
         act="i64 act.stride(0)",
         weight="i64 weight.stride(0)",
+        weight_scale="i64 0 if weight_scale is None or weight_scale.dim() < 2 else weight_scale.stride(0)",
         y="i64 y.stride(0)",
         tail="i64 0 if unnormed is None else unnormed.stride(0)",
         scale="i64 scale.stride(0)",
@@ -54,6 +57,13 @@ TABLE: Final = {
     "normed_strides": _segments("i64 normed[{}].stride(0)"),
     "eps": "fp32 eps",
 }
+
+
+def scale_dtype(scaled: WeightScale) -> torch.dtype | None:
+    """The dtype of the scales of weights."""
+    if scaled == "none":
+        return None
+    return torch.float8_e8m0fnu if scaled == "ue8m0_block" else torch.float32
 
 
 def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chip: Chip) -> Build:
@@ -71,7 +81,7 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
     dtypes: dict[str, torch.dtype | None] = {
         "act": spec.act,
         "weight": spec.weight,
-        "weight_scale": torch.float32 if spec.weight_scale != "none" else None,
+        "weight_scale": scale_dtype(spec.weight_scale),
         "y": torch.float32 if segments else None,
         "unnormed": spec.act,
         "scale": torch.float32 if fp8 else None,
@@ -91,40 +101,37 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
             divisible |= {f"gammas.{s}": 4 * spec.gammas[s].itemsize, f"normed.{s}": 4 * outputs[s].itemsize}
     if not segments:
         unused["strides.y"] = None
+    if not spec.weight_scale.endswith("block"):
+        unused["strides.weight_scale"] = 0
     if not fp8:
         unused["strides.scale"] = None
     if aligned:
-        divisible |= {"act": 16, "weight": 16, "k": config.vec}
+        divisible |= {"act": 16, "weight": 16, "k": config.stream.vec}
         divisible |= {"strides.act": 16 // spec.act.itemsize, "strides.weight": 16 // spec.weight.itemsize}
+    tile = config.stream
     constants = {
-        "TILE": config if chip.has_pdl else config._replace(pace=0),
+        "TILE": tile if chip.has_pdl else tile._replace(pace=0),
+        "NORM": config.norm,
         "MATH": GemvMath(
             segments,
-            pack=4 // spec.weight.itemsize,
-            fp8=spec.weight.itemsize == 1,
-            hardware=chip.casts_e4m3fn,
+            pack=1 if tile.words else 4 // spec.weight.itemsize,
+            weight=WEIGHTS.get(spec.weight, "float"),
             scaled=spec.weight_scale,
+            gated=False,
+            normed=False,
+            residual=False,
+            round_sum=False,
+            hf=False,
             hw_rounding=chip.rounds_casts,
             pdl=chip.has_pdl,
             traced=spec.traced,
         ),
         "QUANT": quant(fp8, chip),
     }
-    name, registers = _describe(spec, config, aligned, even), _registers(config, aligned, chip)
+    name, registers = _describe(spec, config, aligned, even), tile_registers(tile, aligned, chip)
     return FAMILY.make_build(
-        name, _gemv_partial_norm_kernel, chip, dtypes, constants, unused, divisible, config.warps, registers
+        name, _gemv_partial_norm_kernel, chip, dtypes, constants, unused, divisible, tile.warps, registers
     )
-
-
-def _registers(config: GemvConfig, aligned: bool, chip: Chip) -> int:
-    """The register limit per thread; 0 leaves it to the assembler."""
-    table = tuning(chip).gemv
-    if not aligned:
-        return min(table.unaligned_registers, 2048 // config.warps)
-    # a 134th register made 4096 x 4096 two waves, 11.8 us instead of 9.0; by default 32 rows get 64
-    # to 92 registers, 13.8 us instead of 12.5
-    few, many = config.warps == 4 and config.columns == 8, config.rows == table.most_rows and not config.long
-    return 128 if few or many else 0
 
 
 def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> str:
@@ -133,17 +140,13 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
     parts = ["gemv", f"act={short[spec.act]}", f"weight={short[spec.weight]}"]
     if spec.weight_scale != "none":
         parts.append(f"scale={spec.weight_scale}")
-    segments = zip(spec.gammas, config.chunks, config.longs, strict=True)
+    segments = zip(spec.gammas, config.norm.chunks, config.norm.longs, strict=True)
     gammas = ",".join(f"{short[gamma]}:{chunks * CHUNK}{'+' * long}" for gamma, chunks, long in segments)
-    parts.append(f"norm={gammas}/{config.group}" if gammas else "plain")
+    parts.append(f"norm={gammas}/{config.norm.group}" if gammas else "plain")
     parts += [option for option, chosen in (("even", even), ("traced", spec.traced)) if chosen]
     if spec.fp8:
         parts.append(spec.fp8.name)
-    shape = "dot" if config.dot else "products"
-    extent = f"{config.steps}{'+' if config.long else ''}{'m' if config.mask else ''}"
-    vec = f"v{config.vec}{'' if aligned else 'u'}"
-    parts.append(f"{config.columns}x{config.rows}/{config.warps}w/{shape}/{vec}/{extent}")
-    parts.append(f"d{config.depth}a{config.ahead}p{config.pace}")
+    parts.append(describe_tile(config.stream, aligned))
     return " ".join(parts)
 
 
@@ -168,11 +171,14 @@ def _facts(call: GemvCall, chip: Chip) -> GemvFacts:
             or out.data_ptr() % (4 * out.element_size())
             or (m > 1 and out.stride(0) % 4)
         )
-    return GemvFacts(gemv_config(spec.act, spec.weight, m, n, k, call.widths, aligned, chip), aligned, even)
+    return GemvFacts(
+        gemv_config(spec.act, spec.weight, spec.weight_scale, m, n, k, call.widths, aligned, chip), aligned, even
+    )
 
 
 def _grid(call: GemvCall, config: GemvConfig) -> tuple[int]:
-    return (sum(tiles(call.n, call.widths, config.columns)) * -(-call.act.shape[0] // config.rows),)
+    tile = config.stream
+    return (sum(tiles(call.n, call.widths, tile.columns)) * -(-call.act.shape[0] // tile.rows),)
 
 
 FAMILY: Final = Family(

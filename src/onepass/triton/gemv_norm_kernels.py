@@ -10,128 +10,15 @@ launch. Constants are the named tuples of `gemv_norm`.
 import triton
 import triton.language as tl
 
-from .device.gemv_stream import (
-    PIECES,
-    add_four,
-    arrived,
-    decode,
-    fold_parts,
-    fold_products,
-    fragment_w,
-    fragment_x,
-    lane_row,
-    load_tile,
-)
+from .device.fragments import add_four
 from .device.numbers import cast, encode_fp8, make_scale, quotient
 from .device.pdl import launch_dependents, wait
 from .device.row import magnitude, reciprocal_rms
 from .device.trace import name_unit, stamp
+from .device.weight_stream import first_weights, fold, stream
 
 CHUNK = tl.constexpr(512)
 """Columns of a norm's tile: 4 for each thread of 4 warps."""
-
-
-@triton.jit
-def _load_weights(weight, at, k, WT: tl.constexpr, TILE: tl.constexpr):
-    """One step of the weights; ``weight`` is their address, first row, row limit and stride."""
-    PARTS: tl.constexpr = PIECES // TILE.warps
-    base, row0, limit, stride = weight
-    tiles = ()
-    for i in tl.static_range(WT):
-        row = row0 + i * (8 // PARTS) + lane_row() // PARTS
-        tiles = tiles + (load_tile(base, row, limit, stride, at, k, TILE, "evict_first"),)
-    return tiles
-
-
-@triton.jit
-def _load_act(act, at, k, XT: tl.constexpr, TILE: tl.constexpr):
-    """One step of the program's rows of act; ``act`` is the address, the number of rows and the
-    stride.
-    """
-    PARTS: tl.constexpr = PIECES // TILE.warps
-    base, m, stride = act
-    tiles = ()
-    for i in tl.static_range(XT):
-        if TILE.dot:
-            row = i * (8 // PARTS) + lane_row() // PARTS
-        else:
-            row = i + lane_row() * 0
-        tiles = tiles + (load_tile(base, row, m, stride, at, k, TILE, "evict_last"),)
-    return tiles
-
-
-@triton.jit
-def _multiply(
-    ws, xs, totals, DTYPE: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr
-):
-    """Add one step's products to the accumulators."""
-    sums = ()
-    if TILE.dot:
-        for i in tl.static_range(WT // 2):
-            first = decode(ws[2 * i], DTYPE, MATH.fp8, MATH.hardware)
-            second = decode(ws[2 * i + 1], DTYPE, MATH.fp8, MATH.hardware)
-            left = fragment_w(first, second, TILE.vec, TILE.warps)
-            for j in tl.static_range(XT):
-                right = fragment_x(xs[j], TILE.vec, TILE.warps)
-                if not MATH.hw_rounding:  # the interpreter multiplies bfloat16 as integers
-                    left, right = left.to(tl.float32), right.to(tl.float32)
-                sums = sums + (tl.dot(left, right, totals[i * XT + j]),)
-    else:
-        for i in tl.static_range(WT):
-            w = decode(ws[i], DTYPE, MATH.fp8, MATH.hardware).to(tl.float32)
-            for j in tl.static_range(XT):
-                sums = sums + (tl.fma(w, xs[j].to(tl.float32), totals[i * XT + j]),)
-    return sums
-
-
-@triton.jit
-def _stream(
-    act, weight, k, trace, block,
-    DTYPE: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr,
-):  # fmt: skip
-    """Accumulators over all of k. The first weights are requested before the previous kernel has
-    ended.
-
-    Steps are unrolled: a value that is still being loaded must not be carried around a loop, where
-    the compiler would move its halves and so wait for them. Very long K is walked in unrolled
-    stretches.
-    """
-    STEP: tl.constexpr = PIECES * 4 * TILE.vec
-    STEPS: tl.constexpr = TILE.steps
-    DEPTH: tl.constexpr = TILE.depth
-    ws = ()
-    for s in tl.static_range(DEPTH):
-        if TILE.pace > 0 and s >= TILE.pace:
-            arrived(ws[s - TILE.pace][WT - 1], MATH.pack)
-        ws = ws + (_load_weights(weight, s * STEP, k, WT, TILE),)
-    wait(MATH.pdl)
-    stamp(trace, block, 1, block, MATH.traced)
-    totals = ()
-    for i in tl.static_range(WT // 2 * XT if TILE.dot else WT * XT):
-        if TILE.dot:
-            totals = totals + (tl.zeros((TILE.warps, 16, 8), tl.float32),)
-        else:
-            totals = totals + (tl.zeros((4, 8, TILE.warps, TILE.vec), tl.float32),)
-    xs = ()
-    for s in tl.static_range(TILE.ahead):
-        xs = xs + (_load_act(act, s * STEP, k, XT, TILE),)
-    for s in tl.static_range(STEPS):
-        if s + DEPTH < STEPS:
-            ws = ws + (_load_weights(weight, (s + DEPTH) * STEP, k, WT, TILE),)
-        if s + TILE.ahead < STEPS:
-            xs = xs + (_load_act(act, (s + TILE.ahead) * STEP, k, XT, TILE),)
-        totals = _multiply(ws[s], xs[s], totals, DTYPE, WT, XT, TILE, MATH)
-    if TILE.long:
-        for begin in tl.range(STEPS * STEP, k, STEPS * STEP, num_stages=1):
-            more = ()
-            for s in tl.static_range(DEPTH):
-                more = more + (_load_weights(weight, begin + s * STEP, k, WT, TILE),)
-            for s in tl.static_range(STEPS):
-                if s + DEPTH < STEPS:
-                    more = more + (_load_weights(weight, begin + (s + DEPTH) * STEP, k, WT, TILE),)
-                x = _load_act(act, begin + s * STEP, k, XT, TILE)
-                totals = _multiply(more[s], x, totals, DTYPE, WT, XT, TILE, MATH)
-    return totals
 
 
 @triton.jit
@@ -189,7 +76,7 @@ def _norm_segment(
     trace,
     block,
     S: tl.constexpr,
-    TILE: tl.constexpr,
+    NORM: tl.constexpr,
     QUANT: tl.constexpr,
     MATH: tl.constexpr,
 ):
@@ -201,9 +88,9 @@ def _norm_segment(
     """
     y, y_stride, gamma = source
     normed, stride, scale, scale_stride = out
-    CHUNKS: tl.constexpr = TILE.chunks[S]
-    LONG: tl.constexpr = TILE.longs[S]
-    GROUP: tl.constexpr = TILE.group
+    CHUNKS: tl.constexpr = NORM.chunks[S]
+    LONG: tl.constexpr = NORM.longs[S]
+    GROUP: tl.constexpr = NORM.group
     CODES: tl.constexpr = S == 0 and scale is not None
     place = tl.arange(0, CHUNK)[None, :]
     for first in tl.range(0, m, GROUP):
@@ -269,7 +156,7 @@ def _norm_segment(
 def _gemv_partial_norm_kernel(
     act, weight, weight_scale, y, unnormed, scale, counter, trace, units, gammas, normed,
     m, k, widths, tail, strides, normed_strides, eps,
-    TILE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr,
+    TILE: tl.constexpr, NORM: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of y; the last program of a segment to finish norms the segment."""
     SEGMENTS: tl.constexpr = MATH.segments
@@ -305,23 +192,24 @@ def _gemv_partial_norm_kernel(
     rows = tl.minimum(m - first_row, TILE.rows)
     lead = first_row.to(tl.int64)
 
-    PARTS: tl.constexpr = PIECES // TILE.warps
-    WT: tl.constexpr = COLUMNS // (8 // PARTS)
+    PARTS: tl.constexpr = TILE.pieces // TILE.warps
+    WT: tl.constexpr = COLUMNS // (16 // PARTS if TILE.dot else 8 // PARTS)
     XT: tl.constexpr = TILE.rows // (8 // PARTS) if TILE.dot else TILE.rows
     lines = (act + lead * strides.act, rows, strides.act)
-    matrix = (weight, row0, limit, strides.weight)
-    totals = _stream(lines, matrix, k, trace, block, act.dtype.element_ty, WT, XT, TILE, MATH)
+    matrix = (weight, row0, limit, strides.weight, 0)
+    ws = first_weights(matrix, k, WT, TILE, MATH)
+    wait(MATH.pdl)
+    stamp(trace, block, 1, block, TRACED)
+    scales = (weight_scale, strides.weight_scale)
+    totals = stream(ws, lines, (), matrix, scales, k, act.dtype.element_ty, WT, XT, TILE, MATH)
     WIDE: tl.constexpr = 16 // PARTS if TILE.dot else 2
     HIGH: tl.constexpr = 8 // PARTS if TILE.dot else 1
     span = (row0, limit, start, is_tail)
     out = (y, tile * COLUMNS, strides.y, unnormed, strides.tail)
     done = 0.0
-    for i in tl.static_range(WT // 2 if TILE.dot else WT):
+    for i in tl.static_range(WT):
         for j in tl.static_range(XT):
-            if TILE.dot:
-                v = fold_parts(totals[i * XT + j], TILE.warps)
-            else:
-                v = fold_products(totals[i * XT + j], TILE.warps)
+            v = fold(totals[i * XT + j], TILE)
             if TRACED:
                 done += tl.sum(tl.sum(v, 1), 0)
             columns = i * WIDE + tl.arange(0, WIDE)
@@ -341,7 +229,7 @@ def _gemv_partial_norm_kernel(
                     stamp(trace, block, 5, order, TRACED)
                     source = (y + from_tile * COLUMNS, strides.y, gammas[s])
                     target = (normed[s], normed_strides[s], scale, strides.scale)
-                    _norm_segment(source, target, m, widths[s], eps, trace, block, s, TILE, QUANT, MATH)
+                    _norm_segment(source, target, m, widths[s], eps, trace, block, s, NORM, QUANT, MATH)
                     tl.store(counter + s, 0)
                     stamp(trace, block, 8, order, TRACED)
                 from_tile += count

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from .table import ANY, GemvCut, GemvTuning, MlaTuning, QkTuning, RowTuning, Tile, Tuning
+from .table import ANY, LinearTuning, MlaTuning, QkTuning, RowTuning, StreamCut, StreamTuning, Tile, Tuning
 
 CHIPS: Final = (("cuda", 90),)
 
@@ -66,38 +66,91 @@ ROWS: Final = RowTuning(
     long_prologue_registers=128,
 )
 
-GEMV: Final = GemvTuning(
-    most_rows=32,  # of act per program: M = 128 with fp8 weights took 51 (16 rows: 79, 64: 94)
+STREAM: Final = StreamTuning(
+    most_rows=32,  # of act per program: M = 128 with fp8 weights took 51 (16 rows: 79, 64: 94) [38]
     # where elements are loaded one by one, each into a register of its own
     unaligned_rows=16,
-    unaligned_fp8_rows=8,
+    unaligned_8bit_rows=8,
     unaligned_registers=168,  # by default the assembler uses 128 where it needs a few more, and spills
     most_values=80,  # of a norm that a thread holds
-    # Bfloat16 [20]. A multiprocessor runs one block for every 4 columns of its share of N, as long
-    # as all fit at once: 2112 x 7168 took 7.7 (8 columns: 8.2), 2624 x 6144 8.4 with fewer
-    # registers (9.5 with as many), 4096 x 4096 9.0 with 8 columns (10.7). More rows of act are
-    # worth more columns and warps, which read act less often: M = 4 took 8.1 (4 warps: 9.2), M = 8
-    # 9.0 (4 warps: 12.9; 16: 9.7), M = 16 11.9 with 16 warps (8: 12.3). More than 16 rows [38]: M =
-    # 32 14.2 (2 deep: 17.8), 64 23.1 (3 deep: 26.7).
-    cuts=(
-        (2, 2112, GemvCut(4, 4, 9, 1, 3)),
-        (2, 2640, GemvCut(4, 4, 5, 1, 2)),
-        (2, ANY, GemvCut(4, 8, 4, 1, 1)),
-        (4, ANY, GemvCut(8, 8, 8, 2, 3)),
-        (8, ANY, GemvCut(8, 8, 7, 2, 2)),
-        (16, ANY, GemvCut(16, 16, 8, 2, 2)),
-        (32, ANY, GemvCut(16, 16, 3, 1, 2)),
-        (ANY, ANY, GemvCut(16, 16, 2, 1, 0)),
-    ),
-    # The same four calls with fp8 weights: 8.6, 9.1, 9.6 and 11.7 [21]; M = 32 and 64 12.4 and 23.7
-    # (paced: 13.8, 26.4) [38].
-    fp8_cuts=(
-        (2, ANY, GemvCut(4, 4, 5, 1, 2)),
-        (4, ANY, GemvCut(8, 8, 5, 1, 2)),
-        (16, ANY, GemvCut(16, 16, 3, 1, 1)),
-        (ANY, ANY, GemvCut(16, 16, 2, 1, 0)),
-    ),
-    unaligned_fp8_cut=GemvCut(8, 8, 1, 1, 0),  # of more than 16 rows
+    # Bfloat16, in a chain of itself [40]. 16 pieces, M = 1: 2112 x 7168 took 8.05 (8 warps: 8.16; 8
+    # columns: 8.66), 4096 x 4096 8.6 (16 columns: 8.7; 8 warps: 10.1), 7168 x 18432 65.9 with 8
+    # warps (4: 73.4). M = 4: 4096 x 4096 9.2 (8 columns: 11.3). M = 8: 11.0 (16 warps: 12.2). M =
+    # 16: 12.5 with 32 columns (16: 15.1). More than 16 rows [38]. 4 pieces, M = 1: 24576 x 4096 49.8
+    # (4 warps: 51.5), 36864 x 7168 126.8 (1 warp: 135.3). M = 8: 24576 x 1536 20.2 (deeper: 21.2).
+    cuts={
+        (16, 16): (
+            (2, 2112, StreamCut(4, 4, 9, 1, 3)),
+            (2, 2640, StreamCut(4, 4, 5, 1, 2)),
+            (2, 6144, StreamCut(4, 8, 4, 1, 1)),
+            (2, ANY, StreamCut(8, 8, 8, 1, 2)),
+            (4, 2640, StreamCut(8, 8, 8, 1, 2)),
+            (4, ANY, StreamCut(8, 16, 4, 1, 1)),
+            (8, 2640, StreamCut(8, 8, 7, 2, 2)),
+            (8, ANY, StreamCut(8, 16, 4, 2, 1)),
+            (16, ANY, StreamCut(16, 32, 3, 2, 1)),
+            (32, ANY, StreamCut(16, 16, 3, 1, 2)),
+            (ANY, ANY, StreamCut(16, 16, 2, 1, 0)),
+        ),
+        # fp8, 16 pieces: 2112 x 7168 5.3 (4 warps: 6.0), 4096 x 12288 13.5 (deeper: 16.7); M = 8, 4096 x
+        # 4096 7.2 (deeper: 8.1); M = 16 10.1 (16 columns: 10.8). 4 pieces: 36864 x 7168 63.3 with 2 warps
+        # (less deep: 70.1; 4 warps: 68.9); M = 8 81.1 (16 columns: 93.3) [40, 41].
+        (16, 8): (
+            (4, ANY, StreamCut(8, 8, 4, 1, 2)),
+            (8, ANY, StreamCut(16, 16, 3, 2, 1)),
+            (16, ANY, StreamCut(16, 32, 2, 1, 1)),
+            (ANY, ANY, StreamCut(16, 16, 2, 1, 0)),
+        ),
+        (4, 16): (
+            (2, ANY, StreamCut(2, 8, 8, 1, 2)),
+            (4, ANY, StreamCut(2, 16, 4, 1, 1)),
+            (8, ANY, StreamCut(4, 16, 6, 2, 2)),
+            (ANY, ANY, StreamCut(4, 16, 8, 2, 0)),
+        ),
+        (4, 8): ((4, ANY, StreamCut(2, 8, 8, 1, 3)), (ANY, ANY, StreamCut(4, 32, 3, 1, 1))),
+    },
+    unaligned_8bit_cut=StreamCut(8, 8, 1, 1, 0),  # of more than 16 rows
+)
+
+LINEAR: Final = LinearTuning(
+    # One row with the norm in the product and before it: 6144 x 4096 16.5 and 14.7, 2112 x 7168 15.5 and
+    # 9.3; fp8 blocks, 2112 x 7168 8.6 and 10.4 (behind an ordinary kernel 10.5 and 8.9). The limit for
+    # 16 bits is not measured [linear.json].
+    normed_rows=4,
+    normed_columns={16: 2048, 8: ANY},
+    # Times streamed and in tiles, bfloat16: M = 16, 2112 x 7168 12.3 and 17.7, 4096 x 4096 12.2 and
+    # 11.9; M = 8, 4096 x 12288 28.8 and 35.3, 7168 x 18432 72.2 and 69.2, 24576 x 4096 56.3 and 49.7.
+    # fp8: M = 16, 24576 x 4096 40.4 and 66.0 [40, 41].
+    few_rows={
+        (16, 16): ((2640, ANY, 16), (6144, ANY, 8), (ANY, ANY, 4)),
+        (4, 16): ((ANY, 4095, 4), (ANY, ANY, 2)),
+        (16, 8): ((ANY, ANY, 16),),
+        (4, 8): ((ANY, ANY, 16),),
+    },
+    group=8,
+    # M = 16: 4096 x 12288 29.5 (64 columns: 35.0), 6144 x 4096 16.4 (16 columns: 17.0), 24576 x 4096
+    # 49.4 (one block per step, 128 columns: 51.3). M = 32 to 4096, 24576 x 4096: 51.1 (128 columns:
+    # 56.1), 50.8 (128: 58.0), 70.0 (128 rows and columns: 68.9; 64 rows: 73.7), 91.1 (one warp group:
+    # 100), 1316 (three stages: 1561; 256 columns: 3289). M = 256, 4096 x 4096 22.8 (one block per
+    # step: 31.6) [40, 41].
+    tiles={
+        (64, 16): (
+            (16, 4096, (16, 16, 4, 4, 1)),
+            (16, 6144, (64, 16, 2, 4, 4)),
+            (8, 8191, (64, 16, 2, 4, 4)),
+            (16, 8191, (16, 16, 4, 4, 1)),
+            (16, ANY, (64, 16, 2, 3, 4)),
+            (32, ANY, (64, 32, 1, 6, 4)),
+            (64, 8191, (64, 64, 2, 3, 4)),
+            (64, ANY, (64, 64, 1, 4, 4)),
+            (128, 8191, (64, 64, 2, 3, 4)),
+            (128, ANY, (64, 128, 1, 4, 4)),
+            (256, 8191, (64, 128, 2, 3, 4)),
+            (ANY, ANY, (128, 128, 1, 5, 8)),
+        ),
+        (64, 8): ((32, ANY, (64, 32, 1, 6, 4)), (64, ANY, (64, 64, 1, 4, 4)), (ANY, ANY, (128, 128, 1, 4, 8))),
+        (128, 8): ((32, ANY, (64, 32, 1, 4, 4)), (ANY, ANY, (64, 64, 1, 3, 4))),
+    },
 )
 
 QK: Final = QkTuning(
@@ -131,4 +184,4 @@ MLA: Final = MlaTuning(
     kv_columns=((1023, 512), (4095, 1024), (ANY, 2048)),
 )
 
-TUNING: Final = Tuning(ROWS, GEMV, QK, MLA)
+TUNING: Final = Tuning(ROWS, STREAM, LINEAR, QK, MLA)

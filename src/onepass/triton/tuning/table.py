@@ -61,8 +61,8 @@ class RowTuning:
     long_prologue_registers: int
 
 
-class GemvCut(NamedTuple):
-    """Warps and columns per program; steps of weights (``depth``) and act (``ahead``) in flight,
+class StreamCut(NamedTuple):
+    """Warps and columns per program; loads of weights (``depth``) and act (``ahead``) in flight,
     and of weights before the previous kernel ends (``pace``).
     """
 
@@ -74,17 +74,33 @@ class GemvCut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GemvTuning:
-    """GEMV kernels: cuts by the largest M and N they are for."""
+class StreamTuning:
+    """Products with few rows: cuts by pieces and bits per weight, then by the largest M and N they are for."""
 
     most_rows: int
     unaligned_rows: int
-    unaligned_fp8_rows: int
+    unaligned_8bit_rows: int
     unaligned_registers: int
     most_values: int
-    cuts: tuple[tuple[int, int, GemvCut], ...]
-    fp8_cuts: tuple[tuple[int, int, GemvCut], ...]
-    unaligned_fp8_cut: GemvCut
+    cuts: dict[tuple[int, int], tuple[tuple[int, int, StreamCut], ...]]
+    unaligned_8bit_cut: StreamCut
+
+
+@dataclass(frozen=True)
+class LinearTuning:
+    """`linear`: up to ``normed_rows`` rows of up to ``normed_columns`` columns, by bits per weight, are
+    normed by the product's programs.
+
+    ``few_rows`` are streamed, by pieces and bits per weight, then by the largest N and K a number is
+    for. More rows take a tile of columns, rows, blocks per step, stages and warps, by block and bits per weight,
+    then by the largest M and N it is for.
+    """
+
+    normed_rows: int
+    normed_columns: dict[int, int]
+    few_rows: dict[tuple[int, int], tuple[tuple[int, int, int], ...]]
+    group: int
+    tiles: dict[tuple[int, int], tuple[tuple[int, int, tuple[int, int, int, int, int]], ...]]
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,7 @@ class Tuning:
     """All thresholds and tiles of a chip."""
 
     rows: RowTuning
-    gemv: GemvTuning
+    stream: StreamTuning
+    linear: LinearTuning
     qk: QkTuning
     mla: MlaTuning

@@ -1,0 +1,213 @@
+"""Launches of `linear` without a GPU: kernels, grids, arguments, alignment, and the norm apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from onepass.specs.linear import LinearCall, linear_spec
+from onepass.triton import compiler, launcher, linear, rms_norm
+from tests.triton.test_gemv_norm import BF16, F8, F16, F32, INT8
+from tests.triton.test_gemv_norm_launch import OnDevice, Recorder
+from tools.evidence import records
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder.made, Recorder.calls = [], []
+    monkeypatch.setattr(compiler, "Launcher", Recorder)
+    monkeypatch.setattr(compiler, "_loaded", {})
+    for family in (linear.FAMILY, rms_norm.FAMILY):
+        monkeypatch.setattr(family, "plans", {})
+    monkeypatch.setitem(launcher.chips, 0, records.H200)
+
+
+def made_call(m: int, n: int = 96, k: int = 640, *, add: bool = False, shift: int = 0, **dtypes: Any) -> LinearCall:
+    """A call with contiguous tensors; x begins ``shift`` elements into its memory."""
+    spec = linear_spec(BF16, dtypes.pop("weight", BF16), add=BF16 if add else None, **dtypes)
+    x = torch.zeros(m * k + 16, dtype=BF16)[shift : shift + m * k].view(m, k).as_subclass(OnDevice)
+    out = torch.empty(m, n // 2 if spec.activation else n, dtype=spec.out)
+    optional = {"gamma": (k,), "residual": (m, k), "bias": (n,), "add": out.shape}
+    given: dict[str, Any] = {
+        name: torch.zeros(shape, dtype=getattr(spec, name))
+        for name, shape in optional.items()
+        if getattr(spec, name) is not None
+    }
+    if spec.residual is not None:
+        given["residual_out"] = torch.empty_like(given["residual"])
+    if spec.weight_scale != "none":
+        given["weight_scale"] = torch.empty((-(-n // 128), -(-k // 128)) if spec.weight_scale == "block" else n)
+    return LinearCall(spec, x, torch.empty(n, k, dtype=spec.weight), out, eps=1e-6, **given)
+
+
+def apart(rows: int, columns: int, gap: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose rows are ``gap`` elements apart."""
+    return torch.empty(rows, columns + gap, dtype=dtype)[:, :columns]
+
+
+@pytest.mark.parametrize("m", [3, 40], ids=["few rows", "many rows"])
+def test_kernel_receives_every_argument(m: int) -> None:
+    n, k, normed = 96, 640, m == 3
+    first = {"gamma": F32, "residual": F32} if normed else {}
+    spec = linear_spec(
+        BF16, F8, "block", bias=F16, activation="gelu_mul", add=F32, out=F32, rounding="once", **first
+    )  # fmt: skip
+    tensors = {
+        "x": apart(m, k, 16, BF16).as_subclass(OnDevice),
+        "weight": apart(n, k, 32, torch.uint8).view(F8),
+        "weight_scale": apart(1, 5, 2, F32),
+        "bias": torch.empty(n, dtype=F16),
+        "add": apart(m, n // 2, 7, F32),
+        "out": apart(m, n // 2, 9, F32),
+    }
+    if normed:
+        rows = {"residual": apart(m, k, 4, F32), "residual_out": apart(m, k, 8, F32)}
+        tensors |= rows | {"gamma": torch.empty(k)}
+    linear.launch(LinearCall(spec, eps=0.25, weight_offset=2.0, **tensors))
+    ((grid, got),) = Recorder.calls
+    assert {name: got[name] for name in tensors} == {name: t.data_ptr() for name, t in tensors.items()}
+    numbers: dict[str, float] = {
+        "m": m, "n": n // 2, "k": k, "strides.x": 656, "strides.weight": 672, "strides.weight_scale": 7,
+        "strides.add": 55, "strides.out": 57,
+    }  # fmt: skip
+    if normed:
+        numbers |= {"strides.residual": 644, "strides.residual_out": 648, "eps": 0.25, "weight_offset": 2.0}
+    assert {name: got[name] for name in numbers} == numbers
+    constants = {"MATH.weight": "fp8", "MATH.scaled": "block", "MATH.activation": "gelu_mul", "MATH.gated": True}
+    constants |= {"TILE.pieces": 16, "TILE.block": 128, "MATH.hf": False}
+    assert {name: got[name] for name in constants} == constants
+    assert (got["MATH.normed"], got["MATH.residual"], got["MATH.offset"]) == (normed, normed, True)
+    # a program has half as many columns of the result as it has weight rows
+    assert grid == -(-n // got["TILE.columns"]) * -(-m // got["TILE.rows"])
+    assert ("TILE.run" in got) == (not normed) and ("STATS.bins" in got) == normed
+
+
+def test_missing_tensors_are_passed_as_none() -> None:
+    linear.launch(made_call(1))
+    ((grid, got),) = Recorder.calls
+    absent = ("weight_scale", "gamma", "residual", "bias", "add", "residual_out")
+    assert all(got[name] is None for name in absent)
+    assert all(got[f"strides.{name}"] == 0 for name in ("weight_scale", "residual", "add", "residual_out"))
+    assert (got["MATH.normed"], got["MATH.residual"], got["MATH.gated"], got["MATH.scaled"]) == (
+        False,
+        False,
+        False,
+        "none",
+    )
+    assert grid == 96 // got["TILE.columns"]
+
+
+@pytest.mark.parametrize("weight", [BF16, F8, INT8], ids=str)
+@pytest.mark.parametrize("m", [1, 3, 4, 5, 16, 17, 300])
+def test_norm_is_a_launch_of_its_own_beyond_four_rows(m: int, weight: torch.dtype) -> None:
+    call = made_call(m, weight=weight, gamma=BF16, residual=F32, activation="silu_mul")
+    linear.launch(call)
+    *first, (_, product) = Recorder.calls
+    assert len(first) == (0 if m <= 4 else 1)
+    assert product["MATH.normed"] == product["MATH.residual"] == (m <= 4)
+    if first:
+        ((_, norm),) = first
+        assert "STATS.bins" not in product and Recorder.made[0].startswith("rms_norm_row ")
+        pointers = {value for value in norm.values() if isinstance(value, int)}
+        given = (call.x, call.gamma, call.residual, call.residual_out)
+        assert {t.data_ptr() for t in given if t is not None} <= pointers
+        # the product reads what the norm wrote
+        assert product["x"] in pointers and product["x"] != call.x.data_ptr() and product["strides.x"] == 640
+    else:
+        assert product["x"] == call.x.data_ptr() and product["STATS.rows"] >= m
+    names = [build.name for build in linear.builds(records.H200, call)]
+    assert names == Recorder.made, "builds are what launch runs"
+
+
+@pytest.mark.parametrize("m", [1, 4, 5])
+def test_in_place_residual_has_a_launch_of_its_own(m: int) -> None:
+    """Programs read the residual while one of them writes the sum."""
+    call = made_call(m, gamma=BF16, residual=BF16)
+    linear.launch(call._replace(residual_out=call.residual))
+    assert len(Recorder.calls) == 2 and not Recorder.calls[1][1]["MATH.normed"]
+    Recorder.calls.clear()
+    linear.launch(call)
+    assert len(Recorder.calls) == (1 if m <= 4 else 2)
+
+
+@pytest.mark.parametrize(("m", "in_place"), [(2, False), (2, True), (5, False), (5, True)])
+def test_residual_without_a_norm(m: int, in_place: bool) -> None:
+    call = made_call(m, residual=F32)
+    assert call.residual is not None and call.residual_out is not None
+    call.x.fill_(1.5)
+    call.residual.fill_(0.25)
+    call.residual_out.zero_()
+    linear.launch(call._replace(residual_out=call.residual) if in_place else call)
+    ((_, got),) = Recorder.calls
+    fused = m <= 4 and not in_place
+    assert got["MATH.residual"] == fused and (got["x"] == call.x.data_ptr()) == fused
+    written = call.residual if in_place else call.residual_out
+    assert written.unique().tolist() == [0.0 if fused else 1.75], "the kernel, which did not run, writes the sum"
+
+
+def test_kernel_is_loaded_once() -> None:
+    for m, n, k in ((9, 96, 640), (16, 96, 640), (12, 304, 1008), (9, 96, 640)):
+        linear.launch(made_call(m, n, k))
+    assert len(Recorder.made) == 1 and len(Recorder.calls) == 4
+    for m in (3000, 300, 1000):
+        linear.launch(made_call(m, 8192, 640))
+    assert len(Recorder.made) == 2
+    linear.launch(made_call(9, shift=1))
+    linear.launch(made_call(1, bias=BF16))
+    linear.launch(made_call(1, bias=F32))
+    assert len(Recorder.made) == len(set(Recorder.made)) == 5
+
+
+def shifted(t: Tensor) -> Tensor:
+    """A copy one element into its memory."""
+    return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
+
+
+def with_tensor(call: LinearCall, name: str, tensor: Tensor) -> LinearCall:
+    changed: dict[str, Any] = {name: tensor}
+    return call._replace(**changed)
+
+
+def test_alignment() -> None:
+    """What is read in 16 bytes is aligned, or else another kernel is chosen."""
+    whole = made_call(2, gamma=BF16, residual=F32, add=True)
+    facts = linear._facts(whole, records.H200)
+    assert facts.aligned and facts.even and not facts.offset
+    for name in ("x", "weight", "gamma", "residual", "residual_out"):
+        moved = linear._facts(with_tensor(whole, name, shifted(getattr(whole, name))), records.H200)
+        assert not moved.aligned and moved.even, name
+    for name in ("out", "add"):
+        moved = linear._facts(with_tensor(whole, name, shifted(getattr(whole, name))), records.H200)
+        assert moved.aligned and not moved.even, name
+    for name, gap in (("x", 1), ("weight", 1), ("residual", 2), ("residual_out", 2)):
+        given = getattr(whole, name)
+        wide = with_tensor(whole, name, apart(given.shape[0], given.shape[1], gap, given.dtype))
+        assert not linear._facts(wide, records.H200).aligned, name
+        if name != "weight":  # the distance to a second row does not count if there is none
+            single = {n: getattr(wide, n)[:1] for n in ("x", "residual", "residual_out", "add", "out")}
+            assert linear._facts(wide._replace(**single), records.H200).aligned, name
+    assert not linear._facts(whole._replace(out=apart(2, 96, 1, BF16)), records.H200).even
+    assert linear._facts(whole._replace(weight_offset=1.0), records.H200).offset
+    for n, even in ((96, True), (88, False)):
+        assert linear._facts(made_call(2, n), records.H200).even == even
+    for k, aligned in ((640, True), (648, False), (641, False)):
+        assert linear._facts(made_call(2, 96, k), records.H200).aligned == aligned
+
+
+@pytest.mark.parametrize("m", [2, 64], ids=["few rows", "many rows"])
+def test_builds_assume_the_alignment_of_a_call(m: int) -> None:
+    call = made_call(m, weight=F8, weight_scale="row", residual=F32 if m == 2 else None, add=True)
+    (build,) = linear.builds(records.H200, call)
+    divisible = dict(build.divisible)
+    expected = {"x": 16, "weight": 16, "k": 16, "strides.x": 8, "strides.weight": 16}
+    expected |= {"n": 16, "out": 16, "strides.out": 8, "add": 16, "strides.add": 8}
+    if m == 2:
+        expected |= {"residual": 16, "residual_out": 16, "strides.residual": 4, "strides.residual_out": 4}
+    assert {name: divisible.get(name) for name in expected} == expected
+    (build,) = linear.builds(records.H200, call._replace(x=shifted(call.x), out=shifted(call.out)))
+    assert not dict(build.divisible).keys() & expected.keys()
