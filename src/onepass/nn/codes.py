@@ -1,0 +1,36 @@
+"""Modules whose ``weight`` holds 8-bit codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Self
+
+import torch
+from torch import Tensor, nn
+
+INTEGERS: Final = {1: torch.uint8, 4: torch.int32}
+"""By size in bytes: integers, which ``Module.to(dtype)`` does not convert."""
+
+
+class CodesModule(nn.Module):
+    """A module that ``to(dtype)``, ``half()`` and the like do not damage.
+
+    They convert every floating parameter, and fp8 codes and scales count as floating. Here ``weight`` and
+    ``weight_scale`` keep their dtypes, and only move, as long as there is a ``weight_scale``.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        scale = self._parameters.get("weight_scale")
+        kept = () if scale is None else (self._parameters["weight"], scale)
+
+        def moved(tensor: Tensor) -> Tensor:
+            if not any(tensor is parameter for parameter in kept):
+                return fn(tensor)
+            integers = tensor.view(INTEGERS[tensor.element_size()])
+            made = fn(integers)
+            if made.dtype is not integers.dtype:  # Module.type converts integers too
+                made = integers.to(made.device)
+            return made.view(tensor.dtype)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
