@@ -1,4 +1,4 @@
-"""A valid call of every op in each of its forms, and the memory that calls touch: for tests of bad input."""
+"""A valid call of every op in each of its forms: for tests of bad input."""
 
 from __future__ import annotations
 
@@ -12,19 +12,32 @@ from torch import Tensor
 
 import onepass
 from onepass.contract.declaration import Contract
-from onepass.contract.validation import validation_of
 from onepass.formats import FP8_FORMATS
 from onepass.ops import gemv_norm, gemv_norm_contract, mla_cache, registration
 from onepass.ops import qk_norm as qk
 from onepass.ops import rms_norm as rows
+from onepass.ops.linear import LINEAR
 from onepass.ops.qk_norm_contract import QK_RMS_NORM_HEADS
-from onepass.testing.samples import sample
 from onepass.trace import TraceBuf
 from tests.helpers.contract_oracle import faults
+from tests.helpers.valid_calls import (
+    BF16,
+    FP8,
+    Arguments,
+    blocks_arguments,
+    copied,
+    fp8_arguments,
+    gemv_arguments,
+    linear_arguments,
+    mla_arguments,
+    names,
+    norm_arguments,
+    qk_arguments,
+    static_arguments,
+    vllm_arguments,
+    with_outputs,
+)
 
-BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
-FP8 = torch.float8_e4m3fn
-Arguments = dict[str, Any]
 Call = Callable[[Arguments], Any]
 
 
@@ -82,94 +95,6 @@ def _dispatchable(value: object, many: bool) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_neg()
 
 
-def names(contract: Contract) -> list[str]:
-    return [*contract.args, *contract.options, *contract.out_names]
-
-
-# --- valid calls -----------------------------------------------------------------------------------------------------
-
-
-def arguments(
-    contract: Contract,
-    sizes: dict[str, int],
-    lead: tuple[int, ...],
-    first: str,
-    optional: tuple[str, ...] = (),
-    **changes: Any,
-) -> Arguments:
-    dtypes = {first: BF16, **{n: v for n, v in changes.items() if n in contract.args and isinstance(v, torch.dtype)}}
-    tensors = sample(contract, sizes, lead, dtypes=dtypes, optional=optional)
-    found: Arguments = {n: () if a.many else tensors.get(n) for n, a in contract.args.items()}
-    found |= {n: option.default for n, option in contract.options.items()}
-    found |= {n: v for n, v in changes.items() if n not in dtypes}
-    return found
-
-
-def with_outputs(contract: Contract, given: Arguments) -> Arguments:
-    """Add caller-allocated outputs, filled with a pattern."""
-    given = {**given, **{out.argument: None for out in contract.outs.values()}}
-    made = validation_of(contract).prepare(*[given[name] for name in names(contract)])
-    for out, tensor in zip(contract.outs.values(), made, strict=True):
-        given[out.argument] = None if tensor is None else poisoned(tensor)
-    return given
-
-
-def poisoned(tensor: Tensor) -> Tensor:
-    whole(tensor).fill_(0x5A)
-    return tensor
-
-
-def norm_arguments(contract: Contract = rows.RMS_NORM) -> Arguments:
-    return arguments(contract, {"N": 64}, (3, 2), "x", ("residual",), eps=1.0, weight_offset=0.0)
-
-
-def fp8_arguments() -> Arguments:
-    given = norm_arguments(rows.RMS_NORM_FUSED_FP8)
-    given |= {"group_size": 64, "return_norm": True, "scale_ub": 1.0, "fp8_max": 448.0, "weight_offset": 1.0}
-    given["prologue_args"] = [torch.randn(3, 2, 64).bfloat16()]
-    return given | {"prologue": onepass.prologues.silu_and_mul.key}
-
-
-def static_arguments() -> Arguments:
-    optional = ("residual", "static_scale")
-    return arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
-
-
-def vllm_arguments() -> Arguments:
-    optional = ("residual", "scale_ub_tensor")
-    given = arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
-    return given | {"rounding": "hf", "round_sum": False, "quantize": "divide", "min_scale": 0.25}
-
-
-def gemv_arguments(contract: Contract, **changes: Any) -> Arguments:
-    sizes = {"M": 3, "N": 40, "K": 32, "W0": 24, "W1": 8, "S": 40, "C": 2, "E": 48, "B": 3}
-    optional = ("gamma1", "weight_scale", "trace", "units")
-    given = arguments(contract, sizes, (), "act", optional, eps=1.0, **changes)
-    for name in ("finish_counter", "trace", "units"):
-        if name in given:
-            given[name].zero_()
-    return given
-
-
-def qk_arguments(contract: Contract, lead: tuple[int, ...] = (2, 3), **changes: Any) -> Arguments:
-    sizes = {"Nq": 48, "Nk": 16, "Gq": 48, "Gk": 16, "Hq": 3, "Hk": 2, "D": 16, "P": 4, "R": 16}
-    optional = ("freqs", "positions") if "freqs" in contract.args else ()
-    options = {"weight_offset": 1.0, "dim": 8, "head_dim": 16} if optional else {}
-    return arguments(contract, sizes, lead, "q", optional, **(options | changes))
-
-
-def mla_arguments(scale: str) -> Arguments:
-    contract = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION
-    sizes = {"T": 5, "H": 3, "R": 8, "C": 40, "L": 32, "F": 6, "W": 8, "O": 3, "B": 2, "X": 4, "P": 8, "S": 4}
-    optional = ["freqs_cis", "input_row_offsets", "cache_lengths", "lookup_table", "positions", scale]
-    index = dict.fromkeys(("input_row_offsets", "cache_lengths", "lookup_table"), I32)
-    given = arguments(contract, sizes, (), "q_rope", tuple(optional), epsilon=1.0, rope_dim=8, **index)
-    given["input_row_offsets"] = torch.tensor([0, 2, 5], dtype=I32)
-    given["cache_lengths"] = torch.tensor([3, 1], dtype=I32)
-    given["lookup_table"] = torch.tensor([[5, 1, 0, 3], [2, 7, 6, 4]], dtype=I32)
-    return given
-
-
 # --- calls by the contract's names ----------------------------------------------------------------------------------
 
 
@@ -210,6 +135,27 @@ def split_bound(given: Arguments) -> Arguments:
     return given | {"scale_ub": None if tensor else bound, "scale_ub_tensor": bound if tensor else None}
 
 
+def public_scale(given: Arguments) -> Arguments:
+    """The public function's arguments: one ``weight_scale`` of either kind."""
+    scale = given["block_scale"] if given["weight_scale"] is None else given["weight_scale"]
+    return {name: value for name, value in given.items() if name != "block_scale"} | {"weight_scale": scale}
+
+
+def split_scale(given: Arguments) -> Arguments:
+    """The contract's two arguments for the public function's ``weight_scale``: blocks have two dimensions."""
+    scale, weight = public_scale(given)["weight_scale"], given["weight"]
+    if not isinstance(scale, Tensor) or scale.is_nested or scale.layout is not torch.strided or scale.dim() != 2:
+        return given | {"weight_scale": scale, "block_scale": None}
+    rows = len(weight) if isinstance(weight, Tensor) and not weight.is_nested and weight.dim() else 0
+    if tuple(scale.shape) == (rows, 1) and scale.dtype is not torch.float8_e8m0fnu:
+        return given | {"weight_scale": scale.squeeze(1), "block_scale": None}
+    return given | {"weight_scale": None, "block_scale": scale}
+
+
+def call_linear(given: Arguments) -> Any:
+    return onepass.linear(**public_scale(given))
+
+
 def _further(given: Arguments, name: str) -> list[Any]:
     """The values of several numbered arguments as a list, up to the last that is not None."""
     found = [given.pop(f"{name}{i}") for i in (1, 2, 3)]
@@ -219,7 +165,7 @@ def _further(given: Arguments, name: str) -> list[Any]:
 
 
 def call_gemv(given: Arguments) -> Any:
-    given = dict(given)
+    given = public_scale(given)
     segments = _further(given, "gamma")
     out = _out(given)
     inputs = {name: given[name] for name in ("act", "weight", "gamma", "weight_scale", "eps", "normed_dtype")}
@@ -234,7 +180,7 @@ def _out(given: Arguments) -> list[Any]:
 
 
 def call_scratch(given: Arguments) -> Any:
-    given = dict(given)
+    given = public_scale(given)
     del given["normed_dtype"]
     trace = RawTrace(given.pop("trace"), given.pop("units"))
     further, outputs = _further(given, "gamma"), _further(given, "normed_output")
@@ -247,7 +193,7 @@ def codes_of(given: Arguments) -> Arguments:
     """With the caller's scratch, the codes have the output's dtype."""
     out = given["normed_output"]
     dtype = out.dtype if isinstance(out, Tensor) and out.dtype in FP8_FORMATS else None
-    return {**given, "normed_dtype": dtype}
+    return {**split_scale(given), "normed_dtype": dtype}
 
 
 def lacks_scratch(given: Arguments) -> list[str]:
@@ -265,6 +211,7 @@ def lacks_outputs(given: Arguments) -> list[str]:
 
 
 def call_unfused(given: Arguments) -> Any:
+    given = public_scale(given)
     inputs = {name: given[name] for name in ("act", "weight", "gamma", "weight_scale", "eps")}
     return onepass.gemv_and_partial_norm(**inputs, fused=False)
 
@@ -319,7 +266,14 @@ def public_subjects() -> list[Subject]:
     add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=split_bound)
     add("rms_norm_fused_fp8, static", fp8, static_arguments, call_fp8, False, derived=split_bound)
     add("rms_norm_fused_fp8, as vLLM", fp8, vllm_arguments, call_fp8, False, derived=split_bound)
-    add("gemv", gemv_norm.GEMV, lambda: gemv_arguments(gemv_norm.GEMV), call_gemv, own_rules=lacks_outputs)
+    add(
+        "gemv",
+        gemv_norm.GEMV,
+        lambda: gemv_arguments(gemv_norm.GEMV),
+        call_gemv,
+        derived=split_scale,
+        own_rules=lacks_outputs,
+    )
     codes = {"normed_dtype": FP8, "weight": FP8}
     add(
         "gemv, codes",
@@ -327,6 +281,7 @@ def public_subjects() -> list[Subject]:
         lambda: gemv_arguments(gemv_norm.GEMV, **codes),
         call_gemv,
         False,
+        derived=split_scale,
         own_rules=lacks_outputs,
     )
     add(
@@ -347,6 +302,7 @@ def public_subjects() -> list[Subject]:
             gemv_norm_contract.UNFUSED,
             lambda: {**gemv_arguments(gemv_norm_contract.UNFUSED), "normed_output": None, "y_scratch": None},
             call_unfused,
+            derived=split_scale,
             fixed=("normed_output", "y_scratch"),
         )
     )
@@ -354,9 +310,12 @@ def public_subjects() -> list[Subject]:
         "gemv, unfused with scratch",
         unfused,
         lambda: gemv_arguments(unfused, weight=FP8),
-        lambda given: onepass.gemv_and_partial_norm_unfused_with_scratch(**given),
+        lambda given: onepass.gemv_and_partial_norm_unfused_with_scratch(**public_scale(given)),
+        derived=split_scale,
         required=("normed_output", "y_scratch"),
     )
+    add("linear", LINEAR, linear_arguments, call_linear, derived=split_scale)
+    add("linear, blocks", LINEAR, blocks_arguments, call_linear, False, derived=split_scale)
     add(
         "sums",
         qk.ROW_SUM_OF_SQUARES_QK,
@@ -389,6 +348,7 @@ def dispatched_subjects() -> list[Subject]:
         "rms_norm": norm_arguments,
         "rms_norm_fused_fp8": fp8_arguments,
         "gemv": lambda: gemv_arguments(gemv_norm_contract.PLAIN_GEMV, weight=FP8),
+        "linear": linear_arguments,
         mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION.name: lambda: mla_arguments("kv_scale"),
     }
     return [_dispatched(op, good.get(op.contract.name)) for op in registration._ops]
@@ -407,32 +367,3 @@ def _dispatched(op: registration.Op, good: Callable[[], Arguments] | None) -> Su
         tensors_only=True,
         volatile=("trace", "units"),
     )
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------
-
-
-def tensors_of(given: Mapping[str, Any]) -> list[Tensor]:
-    """Every tensor that owns memory."""
-    found: list[Tensor] = []
-    for value in given.values():
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if type(item) in (Tensor, torch.nn.Parameter) and item.layout is torch.strided and not item.is_meta:
-                found.append(item.detach())
-    return found
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's storage."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-
-
-def memory(given: Mapping[str, Any]) -> dict[int, Tensor]:
-    return {t.untyped_storage().data_ptr(): whole(t) for t in tensors_of(given)}
-
-
-def copied(given: Arguments) -> Arguments:
-    return {
-        n: [t.clone() for t in v] if isinstance(v, list) else v.clone() if isinstance(v, Tensor) else v
-        for n, v in given.items()
-    }

@@ -11,6 +11,7 @@ from torch import Tensor
 import onepass
 from onepass import GmemTrace
 from onepass.cpu import gemv_norm as cpu_gemv_norm
+from onepass.cpu import sizes
 from onepass.errors import ContractError
 from onepass.ops import gemv_norm
 from onepass.ops.dispatch import launching_with
@@ -95,12 +96,12 @@ class TestResults:
         act, weight, y = (torch.empty(shape) for shape in ((40, 8), (5, 8), (40, 5)))
         seen: list[int] = []
         with launching_with(lambda family: lambda call: seen.append(call.act.shape[0])):
-            gemv_norm._plain.call(act, weight, None, y)
+            gemv_norm._plain.call(act, weight, None, None, y)
         assert seen == [40]
 
     def test_cpu_splits_a_plain_product_into_kernel_sized_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[int] = []
-        divide = cpu_gemv_norm.row_blocks
+        divide = sizes.row_blocks
 
         def counted(m: int) -> tuple[int, int]:
             seen.append(m)

@@ -32,7 +32,7 @@ def seed() -> None:
 def op_arguments(dtype: torch.dtype = F32, codes: torch.dtype | None = None) -> tuple[Any, ...]:
     """Positional arguments of ``torch.ops.onepass.gemv_and_partial_norm``."""
     act, weight, gamma = inputs(dtype=dtype)
-    return act, weight, gamma, torch.ones(5), None, None, torch.rand(50), 1e-6, codes
+    return act, weight, gamma, torch.ones(5), None, None, torch.rand(50), None, 1e-6, codes
 
 
 def scratch_arguments(traced: bool) -> tuple[Any, ...]:

@@ -138,8 +138,8 @@ def test_there_are_many_bad_arguments_and_the_good_calls_pass() -> None:
 REFUSED: list[tuple[str, Any, str]] = [
     ("act", torch.zeros(17, 64).bfloat16(), r"have at most 16 rows \(fused=False takes any number\), got"),
     ("weight", torch.zeros(40, 63).bfloat16(), r"have shape \[N, K\] with .*K=64, got \[40, 63\]"),
-    ("weight", torch.zeros(40, 64).half(), r"have dtype bfloat16 or float8_e4m3fn, got float16"),
-    ("weight", torch.zeros(40, 64).to(torch.float8_e5m2), r"have dtype bfloat16 or float8_e4m3fn, got"),
+    ("weight", torch.zeros(40, 64).half(), r"have dtype bfloat16 or float8_e4m3fn or int8, got float16"),
+    ("weight", torch.zeros(40, 64).to(torch.float8_e5m2), r"have dtype bfloat16 or float8_e4m3fn or int8, got"),
     ("gamma", torch.ones(0).bfloat16(), r"have at least one element, got"),
     (
         "gamma",

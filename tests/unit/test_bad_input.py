@@ -19,8 +19,9 @@ from onepass.fastpath.call import compile_call
 from onepass.ops.dispatch import launching_with
 from tests.helpers import bad_input
 from tests.helpers.argument_mutations import Mutation, mutations
-from tests.helpers.bad_input import Subject, copied, memory
+from tests.helpers.bad_input import Subject
 from tests.helpers.contract_oracle import faults
+from tests.helpers.valid_calls import copied, memory, names
 
 PUBLIC = bad_input.public_subjects()
 DISPATCHED = bad_input.dispatched_subjects()
@@ -134,6 +135,8 @@ def test_output_may_alias_only_the_input_that_it_replaces() -> None:
         "`y_scratch` must not overlap `act`": lambda: onepass.gemv_and_partial_norm_unfused_with_scratch(
             y[:, :32], q, weight[:64], gamma[:32], 0.0, q
         ),
+        "`out` must not overlap `x`": lambda: onepass.linear(q, weight[:64], out=q),
+        "`residual_out` must not overlap `x`": lambda: onepass.linear(q, weight, residual=k, residual_out=q),
     }
     for message, call in refused.items():
         with pytest.raises(ContractError, match=message):
@@ -164,7 +167,8 @@ class Launcher:
 
 
 @pytest.mark.parametrize(
-    "name", ["rms_norm, allocating", "rms_norm_fused_fp8, static", "gemv, allocating", "qk, allocating"]
+    "name",
+    ["rms_norm, allocating", "rms_norm_fused_fp8, static", "gemv, allocating", "linear, allocating", "qk, allocating"],
 )
 def test_recorded_launch_is_not_used_for_options_of_another_type(name: str) -> None:
     """On a GPU a recorded call is not validated again. 1, 1.0 and True are equal but must not count as the same option."""
@@ -190,7 +194,7 @@ def test_recorded_launch_is_not_used_for_options_of_another_type(name: str) -> N
         on_gpu=lambda tensor: True,
     )
     for _ in range(3):
-        call(*[good[n] for n in bad_input.names(contract)])
+        call(*[good[n] for n in names(contract)])
     assert asked == 1, "the good call is not replayed, so this tests nothing"
     wrong, tried = [], 0
     for mutation, _ in cases(subject, 0):
@@ -199,7 +203,7 @@ def test_recorded_launch_is_not_used_for_options_of_another_type(name: str) -> N
         if faulty:
             tried += 1
             try:
-                call(*[bad[n] for n in bad_input.names(contract)])
+                call(*[bad[n] for n in names(contract)])
                 wrong.append(mutation.label)
             except ContractError as error:
                 wrong += [] if blame(subject, str(error), set(faulty)) is None else [f"{mutation.label}: {error}"]
@@ -260,6 +264,32 @@ MADE: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "QKNorm": (nn.QKNorm, {"q_dim": 8, "k_dim": 8, "eps": 1.0, "per_head": True, "weight_offset": 0.0, "rounding": "once"}, "k_dim"),
     "LinearFP8": (nn.LinearFP8, {"in_features": 8, "out_features": 4, "bias": True, "dtype": torch.bfloat16}, ""),
+    "Linear": (
+        nn.Linear,
+        {"in_features": 8, "out_features": 4, "bias": True, "dtype": torch.bfloat16, "scheme": "fp8_row", "rounding": "once"},
+        "dtype scheme",
+    ),
+    "Linear.from_linear": (
+        nn.Linear.from_linear,
+        {"linear": torch.nn.Linear(8, 4), "scheme": "fp8_row", "rounding": "once"},
+        "scheme",
+    ),
+    "MergedLinear": (
+        nn.MergedLinear,
+        {"in_features": 8, "out_features": [4, 4], "scheme": "fp8_row", "activation": "silu_mul", "rounding": "once"},
+        "scheme activation",
+    ),
+    "MergedLinear.from_linears": (
+        nn.MergedLinear.from_linears,
+        {"linears": [torch.nn.Linear(8, 4)], "scheme": "int8_row", "share": True, "activation": None, "rounding": "once"},
+        "scheme activation",
+    ),
+    "quantize_weight": (onepass.quantize_weight, {"weight": torch.ones(3, 4), "scheme": "fp8_row"}, ""),
+    "dequantize_weight": (
+        onepass.dequantize_weight,
+        {"codes": torch.ones(3, 4, dtype=torch.int8), "scale": torch.ones(3), "dtype": torch.float32},
+        "",
+    ),
 }  # fmt: skip
 """A function, a good call, and the arguments that may be None."""
 LEGAL = {"new_tokens": ("minus one", "2**70"), "eps": ("2**70",), "weight_offset": ("minus one", "2**70")}

@@ -17,7 +17,7 @@ from onepass.contract.declaration import Arg, Contract, Option, Out, moved_bytes
 from onepass.contract.validation import validation_of
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
-from onepass.ops import gemv_norm, mla_cache, qk_norm_contract, rms_norm
+from onepass.ops import gemv_norm, linear, mla_cache, qk_norm_contract, rms_norm
 from onepass.ops.registration import generated_sources
 from onepass.ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8
 from onepass.testing.samples import sample
@@ -32,7 +32,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 CONTRACTS = [
     value
-    for module in (rms_norm, qk_norm_contract, gemv_norm, mla_cache)
+    for module in (rms_norm, qk_norm_contract, gemv_norm, linear, mla_cache)
     for value in vars(module).values()
     if isinstance(value, Contract)
 ]
@@ -283,7 +283,7 @@ def test_other_shapes_get_no_hint(k: torch.Tensor) -> None:
 def test_bool_options_reject_other_types(value: Any) -> None:
     """Every switch of the public functions rejects values that are not bools: "no" would be true."""
     x, gamma, norm = torch.ones(2, 64), torch.ones(64), torch.nn.RMSNorm(64)
-    dist, nn = onepass.dist, onepass.nn
+    dist, nn, linear = onepass.dist, onepass.nn, torch.nn.Linear(64, 64)
     calls: dict[str, Callable[[], Any]] = {
         "patch: `fuse`": lambda: onepass.patch(norm, fuse=value),
         "qk_rms_norm: `per_head`": lambda: onepass.qk_rms_norm(x, x, gamma, gamma, per_head=value),
@@ -298,6 +298,8 @@ def test_bool_options_reject_other_types(value: Any) -> None:
         "RMSNorm: `elementwise_affine`": lambda: nn.RMSNorm(64, elementwise_affine=value),
         "QKNorm: `per_head`": lambda: nn.QKNorm.from_modules(norm, norm, per_head=value),
         "LinearFP8: `bias`": lambda: nn.LinearFP8(64, 64, bias=value),
+        "Linear: `bias`": lambda: nn.Linear(64, 64, bias=value),
+        "MergedLinear: `share`": lambda: nn.MergedLinear.from_linears([linear], share=value),
     }
     for named, call in calls.items():
         with pytest.raises(ContractError, match=f"^{re.escape(named)} must be a bool, got "):

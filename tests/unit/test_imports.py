@@ -13,7 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
-BASE = {"errors", "formats", "contract", "rope", "prologues", "specs", "fastpath", "kvcache", "trace"}
+BASE = {"errors", "formats", "contract", "rope", "prologues", "specs", "fastpath", "kvcache", "trace", "weights"}
 LIBRARY = {*BASE, "ops", "nn", "dist", "compat", "integrations"}
 BACKENDS = {"cpu", "triton"}
 ALLOWED: dict[str, set[str]] = {
@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "kvcache": {"contract", "errors", "formats"},
     "specs": {"formats", "prologues", "rope"},
     "trace": {"contract", "errors"},
+    "weights": {"contract", "errors", "formats", "specs"},
     "ops": BASE,
     "cpu": {"errors", "fastpath", "formats", "prologues", "specs"},
     "triton": {"errors", "fastpath", "formats", "prologues", "specs"},

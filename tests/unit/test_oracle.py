@@ -16,6 +16,11 @@ from onepass.testing.case import Case
 from tools.ulps import floats
 
 F32 = torch.float32
+ACTIVATIONS: dict[str, Any] = {
+    "silu_mul": torch.nn.functional.silu,
+    "gelu_tanh_mul": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "gelu_mul": torch.nn.functional.gelu,
+}
 
 
 def test_imports_only_torch() -> None:
@@ -42,6 +47,52 @@ def test_hf_mode_rounds_as_hugging_face_does(dtype: torch.dtype) -> None:
     expected = gamma * h.to(dtype)
     exact = oracle.rms_norm(x, gamma, 1e-6, rounding="hf").y
     assert floats(expected, exact, ulps=2) is None
+
+
+@pytest.mark.parametrize(("activation", "function"), ACTIVATIONS.items())
+@pytest.mark.parametrize("rounding", ["once", "hf"])
+def test_linear_equals_torch(rounding: str, activation: str, function: Any) -> None:
+    """As a decoder layer of transformers computes it in float64, with its roundings in "hf"."""
+    functional = torch.nn.functional
+    x, residual, add = (torch.randn(5, n).bfloat16() for n in (300, 300, 65))
+    weight, bias, gamma = torch.randn(130, 300).to(E4M3FN.dtype), torch.randn(130), torch.randn(300)
+    scale = torch.rand(2, 3)
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        return t.bfloat16().double() if rounding == "hf" else t
+
+    h = x.double() + residual.double()
+    if rounding == "hf":
+        h = h.bfloat16().double()
+    normed = functional.rms_norm(h, (300,), None, 1e-5)
+    a = (rounded(normed) * gamma.double()).bfloat16().double()
+    blocks = scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[:130, :300]
+    y = rounded(functional.linear(a, weight.double() * blocks, bias.double()))
+    y = rounded(rounded(function(y[:, :65])) * y[:, 65:])
+    y = rounded(y + add.double())
+    named = {"gamma": gamma, "residual": residual, "bias": bias, "add": add, "weight_scale": scale}
+    found = oracle.linear(x, weight, eps=1e-5, activation=activation, rounding=rounding, **named)  # type: ignore[arg-type]
+    if rounding == "once":
+        torch.testing.assert_close(found.y, y, rtol=1e-6, atol=1e-9)
+    else:
+        assert float((found.y == y).double().mean()) > 0.98
+
+
+def test_products_with_scales() -> None:
+    x, weight = torch.randn(3, 200), torch.randn(130, 200)
+    y, slack = oracle.matmul(x, weight)
+    torch.testing.assert_close(y, x.double() @ weight.double().T)
+    assert (slack > 0).all() and (slack < 1e-3).all()
+    rows = torch.rand(130)
+    for scale in (rows, rows.unsqueeze(1), torch.tensor([0.5])):
+        torch.testing.assert_close(oracle.matmul(x, weight, scale)[0], y * scale.double().reshape(1, -1))
+    exponents = torch.tensor([[120, 128], [127, 255]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    scaled = oracle.matmul(x, weight, exponents)[0]
+    left, right = (
+        part[0].double() @ part[1].double().T for part in ((x[:, :128], weight[:, :128]), (x[:, 128:], weight[:, 128:]))
+    )
+    torch.testing.assert_close(scaled[:, :128], (left / 128 + right * 2)[:, :128])
+    assert scaled[:, 128:].isnan().all()
 
 
 @pytest.mark.parametrize("fmt", [E4M3FN, E4M3FNUZ], ids=lambda f: f.name)

@@ -155,7 +155,7 @@ def scales(
     """Stored scales against the bounds of amax; ``least`` is the smallest scale, and a NaN ``bound`` means none."""
     bound = None if bound is None or math.isnan(bound) else float(torch.tensor(bound, dtype=torch.float32))
     ends = [(amax if bound is None else amax.clamp(max=bound)).clamp(min=0.0) / fp8_max for amax in (low, high)]
-    value = compare.scale_values(actual)
+    value = oracle.scale_values(actual)
     if actual.shape != low.shape:
         return f"scale shape {list(actual.shape)}, expected {list(low.shape)}"
     if not torch.equal(value.isnan(), low.isnan()):

@@ -79,14 +79,6 @@ def _rank(code: Tensor) -> Tensor:
     return torch.where(code >= 0x80, -size, size)
 
 
-def scale_values(scale: Tensor) -> Tensor:
-    """Stored scales as float64."""
-    if scale.dtype != torch.float8_e8m0fnu:
-        return scale.double()
-    exponent = scale.view(torch.uint8).double()
-    return torch.where(exponent == 255, torch.nan, torch.exp2(exponent - 127))
-
-
 def stored_scale(step: Tensor, rule: ScaleRule) -> Tensor:
     """The scale that is stored for a quotient ``amax / fp8_max``, as float64."""
     if rule.ue8m0:

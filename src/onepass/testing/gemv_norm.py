@@ -19,7 +19,7 @@ from ..ops.gemv_norm import (
     gemv_trace_blocks,
 )
 from ..trace import GemvEvent, GmemTrace, NullTrace, TraceBuf
-from . import bounds, compare, oracle
+from . import bounds, compare, linear_bounds, oracle
 from .bounds import FLOOR, Bounds
 from .case import (
     GPU_ONLY,
@@ -36,11 +36,12 @@ from .case import (
     to_cpu,
 )
 from .samples import sample
+from .weights import scales, whole_numbers
 
 BF16, F16, F32 = FLOATS
 E4M3, E4M3UZ = FP8_FORMATS
-_SCALED = 256
-"""Products with fp8 weights are summed at 1/256 of their size, so many more of them are subnormal."""
+INT8 = torch.int8
+_BLOCKS = ("block", "ue8m0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,11 @@ def _cases() -> Iterator[Case]:
         yield from c("values", 9, 48, 256, (24, 8), act, values="special")
     yield from c("fp8 weights", [1, 4], 40, 1040, (24,), BF16, E4M3, scale=["none", "tensor"])
     yield from c("fp8 weights", 2, 40, 1041, (24,), BF16, E4M3, scale="row")
+    for act in FLOATS:
+        yield from c("int8 weights", 2, 40, 1040, (24,), act, INT8, scale=["none", "tensor", "row"])
+        yield from c("block scales", 3, 140, 520, (130,), act, E4M3, scale=list(_BLOCKS))
+    yield from c("int8 weights", [1, 16], 41, 1041, (24, 7), weight=INT8, scale="row")
+    yield from c("block scales", [1, 16], 300, 257, (24, 150), weight=E4M3, scale="block", codes=[None, E4M3])
     yield from c("fp8 output", 3, 70, 384, (64,), codes=[E4M3, E4M3UZ])
     yield from c("fp8 output", 16, 70, 384, (40,), codes=[E4M3, E4M3UZ])
     yield from c("fp8 output", 2, 70, 384, (64,), F32, codes=E4M3)
@@ -105,6 +111,8 @@ def _cases() -> Iterator[Case]:
     yield from c("layouts", [1, 3, 11], 40, 512, (24,), layout=layouts)
     yield from c("layouts", 2, 40, 512, (24,), F32, layout=layouts)
     yield from c("layouts", 2, 40, 1024, (24,), layout=layouts, **fp8)
+    yield from c("layouts", 2, 140, 300, (24,), weight=E4M3, scale="block", layout=layouts)
+    yield from c("layouts", 2, 40, 512, (24,), weight=INT8, scale="row", layout=layouts)
     yield from c("traced", [1, 16], 60, 1024, (24, 20), traced=True)
     yield from c("traced", 1, 2112, 7168, (1536,), traced=True)
     yield from c("traced", 2, 60, 1024, (24,), F32, traced=True)
@@ -134,6 +142,8 @@ def _cases() -> Iterator[Case]:
     yield from c("two launches", 33, 40, 700, (24,), list(FLOATS), E4M3)
     yield from c("two launches", 65, 30, 320, (30,), list(FLOATS), scale="tensor")
     yield from c("two launches", 40, 40, 512, (24,), weight=[E4M3, None], scale="row", layout=layouts)
+    yield from c("two launches", [1, 17, 64], 140, 300, (24,), weight=E4M3, scale=list(_BLOCKS))
+    yield from c("two launches", 33, 40, 300, (24,), weight=INT8, scale="row")
     yield from c("two launches", 20, 48, 256, (24,), weight=E4M3, values="special")
     yield from c("large", [32, 64, 1000], 2112, 7168, (1536,), **fp8)
     yield from c("large", 64, 2112, 7168, (1536,), scale="row")
@@ -150,10 +160,17 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     gamma, weight = case.gamma or case.act, case.weight or case.act
     names = ["gamma", *(f"gamma{i}" for i in range(1, len(case.widths)))]
     dtypes = {"act": case.act, "weight": weight, "weight_scale": F32, **dict.fromkeys(names, gamma)}
-    optional = [*names[1:], *(["weight_scale"] if case.scale != "none" else [])]
+    optional = [*names[1:], *(["weight_scale"] if case.scale in ("row", "tensor") else [])]
     sizes = {"M": case.m, "N": case.n, "K": case.k, "S": case.n if case.scale == "row" else 1}
     sizes.update({f"W{i}": width for i, width in enumerate(case.widths)})
+    if weight == INT8:
+        dtypes["weight"] = F32
     tensors: dict[str, Any] = {**sample(GEMV, sizes, (), dtypes=dtypes, optional=optional, seed=seed + case.n)}
+    if weight == INT8:
+        tensors["weight"] = whole_numbers(tensors["weight"])
+    if case.scale in _BLOCKS:
+        generator = torch.Generator().manual_seed(seed + case.n)
+        tensors["weight_scale"] = scales(case.scale, case.n, case.k, generator, case.layout != "contiguous")
     if case.values == "special":
         set_special(tensors["act"], large=1e3)
     for name in ("act", "weight"):
@@ -255,21 +272,8 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
 
 
 def products(host: dict[str, Any], on_gpu: bool) -> Bounds:
-    """``act @ weight.T`` and the error of float32 sums; the sign of a zero depends on the order of the sum."""
-    act, weight, scale = host["act"], host["weight"], host.get("weight_scale")
-    y, slack = oracle.matmul(act, weight, scale)
-    if on_gpu:
-        slack = oracle.matmul(_as_tensor_cores_align(act), _as_tensor_cores_align(weight), scale)[1]
-    factor = 1.0 if scale is None else 1 + scale.double().abs()
-    exact = ~y.isfinite() | (slack == 0)
-    slack = slack + FLOOR * act.shape[1] * factor * (1 if weight.dtype in FLOATS else _SCALED)
-    low, high = torch.where(exact, y, y - slack), torch.where(exact, y, y + slack)
-    return Bounds(torch.where(low == 0, -0.0, low), torch.where(high == 0, 0.0, high))
-
-
-def _as_tensor_cores_align(t: Tensor) -> Tensor:
-    """Magnitudes that determine the error of sums: a subnormal float16 number counts as the smallest normal one."""
-    return torch.where(t == 0, t, t.abs().clamp_min(2.0**-14)) if t.dtype == torch.float16 else t
+    """``act @ weight.T`` and the error of float32 sums."""
+    return linear_bounds.products(host["act"], host["weight"], host.get("weight_scale"), on_gpu)
 
 
 def verify_call(

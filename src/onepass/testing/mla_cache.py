@@ -14,7 +14,7 @@ from ..kvcache import PagedKVCache
 from ..ops.mla_cache import fused_rope_rmsnorm_quantization
 from . import bounds, compare, oracle
 from .bounds import Bounds
-from .case import memory_of, moved, same_bytes, set_special, to_cpu
+from .case import fetched, memory_of, moved, same_bytes, set_special, to_cpu
 from .mla_cache_inputs import CASES, F16, F32, OP, MlaCase
 
 __all__ = ["CASES", "OP", "call", "inputs", "run_once", "variants", "verify", "zeroable"]
@@ -208,19 +208,19 @@ def run_once(
     """The results of a call into guarded tensors, and what is wrong with them or with the memory around them."""
     given = moved(arguments, guard=guard)
     memory = {t.untyped_storage().data_ptr(): memory_of(t) for t in given.values() if isinstance(t, Tensor)}
-    before = {at: t.clone() for at, t in memory.items()}
+    before = [t.clone() for t in memory.values()]
     results = call_with(case, given)
-    ours = {at: torch.zeros_like(t) for at, t in memory.items()}
-    for t in results:
+    was, now, stored = fetched(results[0].device.type, before, memory.values(), results)
+    ours = {t.untyped_storage().data_ptr(): torch.zeros_like(t) for t in now}
+    for t in stored:
         storage = ours[t.untyped_storage().data_ptr()].untyped_storage()
-        mine = torch.empty(0, dtype=t.dtype, device=t.device)
-        mine = mine.set_(storage, t.storage_offset(), t.shape, t.stride())
+        mine = torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
         mine.unsqueeze(-1).view(torch.uint8).fill_(1)
-    for at, now in memory.items():
-        outside = (now != before[at]) & (ours[at] == 0)
+    for old, new in zip(was, now, strict=True):
+        outside = (new != old) & (ours[new.untyped_storage().data_ptr()] == 0)
         if outside.any():
             return results, f"{int(outside.sum())} bytes beside the outputs were written"
-    return results, (check or verify)(case, arguments, results)
+    return results, (check or verify)(case, arguments, stored)
 
 
 # --- verification ---------------------------------------------------------------------------------------------------

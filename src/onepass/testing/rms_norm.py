@@ -13,7 +13,7 @@ from torch import Tensor
 from ..formats import FLOATS, FP8_FORMATS, QUANTIZED, ScaleRule
 from ..ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8, rms_norm, rms_norm_fused_fp8
 from ..prologues import add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
-from . import bounds, compare
+from . import bounds, compare, oracle
 from .batch_regime import assuming, others
 from .case import Case, grid, lay_out, moved, poisoned_like, set_special, to_cpu
 from .oracle import per_column
@@ -334,7 +334,7 @@ def _verify_codes(
         wrong = bounds.scales(scale, *ends, bound, fp8_max, rule, host.get("min_scale", 0.0))
         if wrong is not None:
             return wrong
-        stored = compare.scale_values(scale).repeat_interleave(group or out.shape[-1], -1)
+        stored = oracle.scale_values(scale).repeat_interleave(group or out.shape[-1], -1)
     if hf or divides:
         stored = torch.where(rs.isnan(), torch.nan, stored)
         codes = (bounds.codes_divided if divides else bounds.codes_rounded)(y, stored)

@@ -1,0 +1,149 @@
+"""Valid arguments of every op, by its contract's names, and the memory that calls touch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import onepass
+from onepass.contract.declaration import Contract
+from onepass.contract.validation import validation_of
+from onepass.ops import mla_cache
+from onepass.ops import rms_norm as rows
+from onepass.ops.linear import LINEAR
+from onepass.testing.samples import sample
+
+BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
+FP8 = torch.float8_e4m3fn
+Arguments = dict[str, Any]
+
+
+def names(contract: Contract) -> list[str]:
+    return [*contract.args, *contract.options, *contract.out_names]
+
+
+def arguments(
+    contract: Contract,
+    sizes: dict[str, int],
+    lead: tuple[int, ...],
+    first: str,
+    optional: tuple[str, ...] = (),
+    **changes: Any,
+) -> Arguments:
+    dtypes = {first: BF16, **{n: v for n, v in changes.items() if n in contract.args and isinstance(v, torch.dtype)}}
+    tensors = sample(contract, sizes, lead, dtypes=dtypes, optional=optional)
+    found: Arguments = {n: () if a.many else tensors.get(n) for n, a in contract.args.items()}
+    found |= {n: option.default for n, option in contract.options.items()}
+    found |= {n: v for n, v in changes.items() if n not in dtypes}
+    return found
+
+
+def with_outputs(contract: Contract, given: Arguments) -> Arguments:
+    """Add caller-allocated outputs, filled with a pattern."""
+    given = {**given, **{out.argument: None for out in contract.outs.values()}}
+    made = validation_of(contract).prepare(*[given[name] for name in names(contract)])
+    for out, tensor in zip(contract.outs.values(), made, strict=True):
+        given[out.argument] = None if tensor is None else poisoned(tensor)
+    return given
+
+
+def poisoned(tensor: Tensor) -> Tensor:
+    whole(tensor).fill_(0x5A)
+    return tensor
+
+
+def norm_arguments(contract: Contract = rows.RMS_NORM) -> Arguments:
+    return arguments(contract, {"N": 64}, (3, 2), "x", ("residual",), eps=1.0, weight_offset=0.0)
+
+
+def fp8_arguments() -> Arguments:
+    given = norm_arguments(rows.RMS_NORM_FUSED_FP8)
+    given |= {"group_size": 64, "return_norm": True, "scale_ub": 1.0, "fp8_max": 448.0, "weight_offset": 1.0}
+    given["prologue_args"] = [torch.randn(3, 2, 64).bfloat16()]
+    return given | {"prologue": onepass.prologues.silu_and_mul.key}
+
+
+def static_arguments() -> Arguments:
+    optional = ("residual", "static_scale")
+    return arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
+
+
+def vllm_arguments() -> Arguments:
+    optional = ("residual", "scale_ub_tensor")
+    given = arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
+    return given | {"rounding": "hf", "round_sum": False, "quantize": "divide", "min_scale": 0.25}
+
+
+def linear_arguments(**changes: Any) -> Arguments:
+    """All arguments, with a scale per row."""
+    optional = ("gamma", "residual", "bias", "weight_scale", "add")
+    options = {"eps": 1.0, "weight_offset": 1.0, "activation": "silu_mul"}
+    return arguments(LINEAR, {"N": 24, "K": 32, "S": 24, "D": 12}, (3, 2), "x", optional, **(options | changes))
+
+
+def blocks_arguments() -> Arguments:
+    """Weights in fp8 with a scale per block, and a float32 result."""
+    sizes = {"N": 130, "K": 140, "P": 2, "Q": 2, "D": 130}
+    options = {"weight": FP8, "add": F32, "eps": 0.0, "out_dtype": F32}
+    return arguments(LINEAR, sizes, (3,), "x", ("block_scale", "add"), **options)
+
+
+def gemv_arguments(contract: Contract, **changes: Any) -> Arguments:
+    sizes = {"M": 3, "N": 40, "K": 32, "W0": 24, "W1": 8, "S": 40, "C": 2, "E": 48, "B": 3}
+    optional = ("gamma1", "weight_scale", "trace", "units")
+    given = arguments(contract, sizes, (), "act", optional, eps=1.0, **changes)
+    for name in ("finish_counter", "trace", "units"):
+        if name in given:
+            given[name].zero_()
+    return given
+
+
+def qk_arguments(contract: Contract, lead: tuple[int, ...] = (2, 3), **changes: Any) -> Arguments:
+    sizes = {"Nq": 48, "Nk": 16, "Gq": 48, "Gk": 16, "Hq": 3, "Hk": 2, "D": 16, "P": 4, "R": 16}
+    optional = ("freqs", "positions") if "freqs" in contract.args else ()
+    options = {"weight_offset": 1.0, "dim": 8, "head_dim": 16} if optional else {}
+    return arguments(contract, sizes, lead, "q", optional, **(options | changes))
+
+
+def mla_arguments(scale: str) -> Arguments:
+    contract = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION
+    sizes = {"T": 5, "H": 3, "R": 8, "C": 40, "L": 32, "F": 6, "W": 8, "O": 3, "B": 2, "X": 4, "P": 8, "S": 4}
+    optional = ["freqs_cis", "input_row_offsets", "cache_lengths", "lookup_table", "positions", scale]
+    index = dict.fromkeys(("input_row_offsets", "cache_lengths", "lookup_table"), I32)
+    given = arguments(contract, sizes, (), "q_rope", tuple(optional), epsilon=1.0, rope_dim=8, **index)
+    given["input_row_offsets"] = torch.tensor([0, 2, 5], dtype=I32)
+    given["cache_lengths"] = torch.tensor([3, 1], dtype=I32)
+    given["lookup_table"] = torch.tensor([[5, 1, 0, 3], [2, 7, 6, 4]], dtype=I32)
+    return given
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(given: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor that owns memory."""
+    found: list[Tensor] = []
+    for value in given.values():
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if type(item) in (Tensor, torch.nn.Parameter) and item.layout is torch.strided and not item.is_meta:
+                found.append(item.detach())
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def memory(given: Mapping[str, Any]) -> dict[int, Tensor]:
+    return {t.untyped_storage().data_ptr(): whole(t) for t in tensors_of(given)}
+
+
+def copied(given: Arguments) -> Arguments:
+    return {
+        n: [t.clone() for t in v] if isinstance(v, list) else v.clone() if isinstance(v, Tensor) else v
+        for n, v in given.items()
+    }
