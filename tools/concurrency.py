@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS
-from onepass.testing import gemv_norm, mla_cache, qk_norm, rms_norm
+from onepass.testing import gemv_norm, linear, mla_cache, qk_norm, rms_norm
 from onepass.testing.case import Case, same_bytes
 from onepass.testing.mla_cache_inputs import MlaCase
 from onepass.testing.qk_norm import QkCase, Turn
@@ -38,12 +38,18 @@ def jobs() -> list[Job]:
         gemv_norm.Case("threads", 3, 96, 320, (64,)),
         gemv_norm.Case("threads", 2, 400, 700, (130, 129)),
     ]
+    linears = [
+        linear.Case("threads", 3, 96, 320),
+        linear.Case("threads", 2, 400, 700, gamma=BF16, residual=F32, options={"activation": "silu_mul"}),
+        linear.Case("threads", 40, 300, 400, weight=torch.float8_e4m3fn, scale="block", gamma=F32),
+    ]
     qks = [QkCase(op, "threads", (5,), 256, 64) for op in (qk_norm.SUMS, qk_norm.MEANS, qk_norm.APPLY, qk_norm.FUSED)]
     qks.append(QkCase(qk_norm.FUSED, "threads", (70,), 1536, 512, turn=Turn("half", 32, 64)))
     mlas = [MlaCase("threads"), MlaCase("threads", ((0, 70), (3, 50)), heads=16, scale="token", style="half")]
     return [
         *((rms_norm, case) for case in rows),
         *((gemv_norm, case) for case in gemvs),
+        *((linear, case) for case in linears),
         *((qk_norm, case) for case in qks),
         *((mla_cache, case) for case in mlas),
     ]
@@ -81,7 +87,7 @@ def at_once(device: str, rounds: int = 3, together: bool = False) -> str | None:
         try:
             for turn in range(rounds):
                 for step in range(len(work)):
-                    index = step if together else (step * 5 + me * 3 + turn) % len(work)  # 5 shares no factor with 13
+                    index = step if together else (step * 5 + me * 3 + turn) % len(work)  # 5 shares no factor with 16
                     if together or step == 0:
                         gate.wait()
                     module, case = work[index]

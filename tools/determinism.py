@@ -17,6 +17,7 @@ from torch import Tensor
 from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS
 from onepass.kvcache import PagedKVCache
 from onepass.ops.gemv_norm import gemv_and_partial_norm
+from onepass.ops.linear import linear
 from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
@@ -118,6 +119,18 @@ def _gemv(t: Tensors, **options: Any) -> list[Tensor]:
     return list(gemv_and_partial_norm(t["act"], t["weight"], t["gamma"], **options))
 
 
+def _linear(t: Tensors, **options: Any) -> list[Tensor]:
+    return list(linear(t["x"], t["weight"], residual=t["r"], add=t["add"], **options))
+
+
+def _linear_blocks(t: Tensors) -> list[Tensor]:
+    """Norm and activation. The scales of blocks depend on the number of columns."""
+    blocks = -(-t["x"].shape[1] // 128)
+    scale = torch.arange(1, 2 * blocks + 1, device=t["x"].device).float().view(2, blocks) / 64
+    named: dict[str, Any] = {"gamma": t["gamma"], "bias": t["bias"], "weight_scale": scale}
+    return [linear(t["x"], t["weight"], activation="silu_mul", rounding="hf", **named)]
+
+
 def _mla(t: Tensors, **options: Any) -> list[Tensor]:
     """q, entries and scales in token order; slots run backwards."""
     count, device = t["kv"].shape[0], t["kv"].device
@@ -175,6 +188,22 @@ SUBJECTS: Final = (
     ),
     Subject(
         "gemv_and_partial_norm, two launches, fp8 weights", call=partial(_gemv, fused=False), own=_FP8_WEIGHT, **_GEMV
+    ),
+    Subject(
+        "linear",
+        {"x": 0, "r": 0, "add": 70},
+        {"weight": (70, 0)},
+        _linear,
+        own={"r": torch.float32},
+        shared_out=2000,
+    ),
+    Subject(
+        "linear, norm, activation, fp8 weights in blocks",
+        {"x": 0},
+        {"weight": (140, 0), "gamma": (0,), "bias": (140,)},
+        _linear_blocks,
+        own=_FP8_WEIGHT,
+        shared_out=2000,
     ),
     Subject("fused_rope_rmsnorm_quantization", _MLA, {}, lambda t: _mla({**t, "gamma": _latent(t)})),
     Subject(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onepass.cpu.rms_norm import scratch
 from onepass.ops.gemv_norm import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
-from onepass.testing import gemv_norm, mla_cache, qk_norm, rms_norm
+from onepass.testing import gemv_norm, linear, mla_cache, qk_norm, rms_norm
 from onepass.testing.case import Check, same_bytes
 from onepass.testing.runner import MODULES, select
 from onepass.trace import GmemTrace, NullTrace
@@ -33,7 +33,7 @@ PAGE: Final = mmap.PAGESIZE
 POISON: Final = 0xA5
 GAP: Final = 5
 """Elements between the rows of outputs."""
-ODD: Final = ("dtypes", "layouts", "values", "fp8 weights", "fp8 output", "scales")
+ODD: Final = ("dtypes", "layouts", "values", "fp8 weights", "int8 weights", "block scales", "fp8 output", "scales")
 """Groups that also run at odd addresses."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -184,6 +184,9 @@ def _call_into(
             del named["scale_output"]
         with fenced_scratch(place.edge):
             return outs, rms_norm.call(case, {**given, **named})
+    if module is linear:
+        with fenced_scratch(place.edge):
+            return outs, linear.call_into(given, tuple(outs))
     assert module is gemv_norm
     if not case.fused:
         with fenced_scratch(place.edge):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ import onepass
 from onepass.formats import FLOATS, FP8_FORMATS, OPERAND_GROUPS, QUANTIZE, QUANTIZED
 from onepass.testing import bounds, compare, oracle
 from onepass.testing import gemv_norm as testing_gemv
-from tools.fuzz import OPS, cases, draw, gemv_norm, numbered, shrink
+from tools.fuzz import OPS, cases, draw, gemv_norm, linear, numbered, shrink
 from tools.fuzz import __main__ as fuzz_driver
 from tools.fuzz import qk_norm as qk
 from tools.fuzz import rms_norm as rows
@@ -75,6 +76,51 @@ def test_wrong_options_are_detected(option: str, other: dict[Any, Any], monkeypa
         assert any(rows.inputs(c).get(option) in other and c.run("cpu") is not None for c in drawn)
 
 
+def test_cases_of_linear_cover_all_options() -> None:
+    found = drawn("linear", 4000)
+    configs = {case.config for case in found}
+    expected: dict[str, Any] = {
+        "x": FLOATS,
+        "weight": (*FLOATS, torch.float8_e4m3fn, torch.int8),
+        "scale": ("none", "tensor", "row", "column", "block", "ue8m0"),
+        **dict.fromkeys(("gamma", "bias"), (None, *FLOATS)),
+        **dict.fromkeys(("residual", "add"), (None, *FLOATS)),
+        "activation": (None, "silu_mul", "gelu_tanh_mul", "gelu_mul"),
+        "rounding": ("once", "hf"),
+    }
+    for name, values in expected.items():
+        assert {getattr(c, name) for c in configs} == set(values), name
+    assert {c.out for c in configs} == {None, *FLOATS}
+    assert {len(case.lead) for case in found} == {0, 1, 2, 3, 4} and any(0 in case.lead for case in found)
+    assert {1, 2, 31, 127, 128, 129, 257} <= {case.k for case in found}
+    assert max(math.prod(case.lead) for case in found) > 64 and max(case.n for case in found) > 1000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: {"rounding": "once" if a["rounding"] == "hf" else "hf", "out_dtype": None},
+        lambda a: {"activation": "gelu_mul" if a["activation"] == "silu_mul" else a["activation"]},
+        lambda a: {"bias": None},
+        lambda a: {"add": None},
+        lambda a: {"eps": 1e-2},
+    ],
+)
+def test_wrong_steps_of_linear_are_detected(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of a call with another value of one option are rejected."""
+    honest = onepass.linear
+
+    def faulty(**given: Any) -> Any:
+        changed = given | {k: v for k, v in change(given).items() if k in given}
+        return honest(**(changed if changed["out_dtype"] == given["out_dtype"] else given))
+
+    monkeypatch.setattr(linear, "linear", faulty)
+    drawn: list[Any] = [numbered(3, index, ("linear",), POOL, False) for index in range(200)]
+    with torch.inference_mode():
+        found = [c.run("cpu") for c in drawn]
+    assert any(message is not None and "values out of bounds" in message for message in found)
+
+
 def test_mla_batches_cover_all_layouts() -> None:
     found = [case.case for case in drawn("fused_rope_rmsnorm_quantization", 8000)]
     assert len({c.page for c in found}) > 100 and {c.page for c in found} >= {1, 2, 3, 64}
@@ -111,7 +157,7 @@ def test_places_hold_values_between_guards(place: Place, lead: tuple[int, ...]) 
     assert int((memory == memory).sum()) == values.numel()  # all else is NaN
 
 
-@pytest.mark.parametrize("family", [rows, qk, gemv_norm])
+@pytest.mark.parametrize("family", [rows, qk, gemv_norm, linear])
 def test_zeros_are_detected(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nonzero results of ordinary values are replaced by zeros."""
     verify, tried = family.verify, []
@@ -162,8 +208,15 @@ def test_rows_that_change_in_larger_batches_are_detected(result: int, monkeypatc
 
 def test_tensor_cores_may_lose_more_of_subnormal_numbers() -> None:
     """Products cut off 25 bits below the largest exponent, with -14 for subnormals: one value differs, as on an H200."""
-    case: Any = cases.numbered(2027, 530330, tuple(OPS), 12, True)
-    case = replace(case, config=replace(case.config, gammas=(torch.float16,)))
+    half = torch.float16
+    case = gemv_norm.GemvCase(
+        gemv_norm.GemvConfiguration("gemv_and_partial_norm", half, half, "row", (half,)),
+        *(14, 36, 8, (35,), 1e-5),
+        act=Values("subnormal", 6, start=531560),
+        weight=Values("ties", start=698210),
+        scale=Values(start=5),
+        gamma=Values(start=94035),
+    )
     host = gemv_norm.inputs(case)
     act, weight = host["act"].double()[:, None], host["weight"].double()
     exponents = [t.abs().clamp_min(2.0**-14).log2().floor() for t in (act, weight)]

@@ -133,7 +133,7 @@ def on_device(value: Any, device: str) -> Any:
         return [on_device(v, device) for v in value]
     if not isinstance(value, Tensor) or device == "cpu":
         return value
-    storage = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(device)
+    storage = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()).to(device, non_blocking=True)
     return storage.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
@@ -155,6 +155,11 @@ def snapshot(tensors: dict[str, Any]) -> dict[str, Tensor]:
 def changed(tensors: dict[str, Any], before: dict[str, Tensor]) -> str | None:
     """The name of an input whose memory has changed."""
     return next((name for name, was in before.items() if not torch.equal(was, memory_of(tensors[name]))), None)
+
+
+def named(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors among arguments."""
+    return {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
 
 
 # --- values ---------------------------------------------------------------------------------------------------------

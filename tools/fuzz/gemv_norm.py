@@ -18,16 +18,14 @@ from onepass.ops.gemv_norm import (
 )
 from onepass.specs.gemv_norm import MAX_ROWS, MAX_SEGMENTS
 from onepass.testing.bounds import Bounds
-from onepass.testing.case import same_bytes
+from onepass.testing.case import fetched, same_bytes
 from onepass.testing.gemv_norm import products, verify_call, verify_norm_of_stored
-from tools.fuzz import draw
-from tools.fuzz.draw import NORMAL, PLAIN, Kind, Place, Values
+from tools.fuzz import draw, weights
+from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 
 OPS = ("gemv_and_partial_norm",)
 VALUES = ("act", "weight", "scale", "gamma", "eps")
 """Fields of a case that do not affect machine code."""
-_KINDS: tuple[Kind, ...] = ("normal", "normal", "ties", "small", "equal", "one hot", "zero", "-zero")
-"""Kinds of weights. ``act`` has larger ones too; sums must not exceed float32."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,13 @@ class GemvConfiguration:
 def configuration(op: str, r: Random, bounded: bool) -> GemvConfiguration:
     """A random configuration that the contract allows."""
     act = r.choice(FLOATS)
+    weight = weights.dtype(r, act)
     segments = r.choice((1, 1, 1, 2, MAX_SEGMENTS))
     c = GemvConfiguration(
         op,
         act,
-        weight=r.choice((act, act, torch.float8_e4m3fn)),
-        scale=r.choice(("none", "none", "row", "tensor")),
+        weight=weight,
+        scale=weights.scale_kind(r, weight),
         gammas=tuple(r.choice((act, *FLOATS)) for _ in range(segments)),
         codes=r.choice((None, None, None, *FP8_FORMATS)),
     )
@@ -108,7 +107,7 @@ def _place(r: Random, *, inputs: bool = True) -> Place:
     return replace(draw.place(r, inputs=inputs), reverse=False)
 
 
-def _weights(r: Random) -> Values:
+def _gammas(r: Random) -> Values:
     """No infinite gamma: its product with a sum that may be zero is undetermined."""
     found = draw.weights(r)
     return replace(found, spoil="nan") if found.spoil else found
@@ -128,9 +127,9 @@ def draw_case(c: GemvConfiguration, r: Random) -> GemvCase:
         widths,
         eps=draw.epsilon(r),
         act=act,
-        weight=Values(r.choice(_KINDS), start=r.randrange(1 << 20)),
-        scale=Values(r.choice(("normal", "equal", "zero")), start=5),
-        gamma=_weights(r),
+        weight=weights.weights(r),
+        scale=weights.scale_values(r),
+        gamma=_gammas(r),
         places=(_place(r), _place(r, inputs=False), _place(r, inputs=False)),
         unfused=r.random() < 0.3,
     )
@@ -139,40 +138,29 @@ def draw_case(c: GemvConfiguration, r: Random) -> GemvCase:
 def inputs(case: GemvCase) -> dict[str, Any]:
     """Keyword arguments of the public function, on the CPU."""
     c = case.config
-    weight = case.weight.make((case.n, case.k), c.act).to(c.weight)
     gammas = [
         draw.gamma(replace(case.gamma, start=case.gamma.start + i), w, dtype)
         for i, (w, dtype) in enumerate(zip(case.widths, c.gammas, strict=True))
     ]
     found: dict[str, Any] = {
         "act": case.places[0].put(case.act.make((case.m, case.k), c.act)),
-        "weight": _put(case.places[1], weight),
+        "weight": weights.made(case.weight, (case.n, case.k), c.act, c.weight, case.places[1]),
         "gamma": gammas[0],
         "segments": gammas[1:],
         "eps": case.eps,
         "normed_dtype": c.codes,
     }
-    if c.scale != "none":
-        found["weight_scale"] = case.scale.make((case.n if c.scale == "row" else 1,), torch.float32)
-    return found
-
-
-def _put(place: Place, values: Tensor) -> Tensor:
-    """`Place.put` of any dtype: fp8 is copied as bytes."""
-    if values.dtype in FLOATS or place == PLAIN:
-        return place.put(values)
-    room = place.room(values.shape, values.dtype)
-    room.view(torch.uint8).copy_(values.view(torch.uint8))
-    return room
+    scale = weights.scale(case.scale, c.scale, case.n, case.k, case.places[1] != PLAIN)
+    return found if scale is None else found | {"weight_scale": scale}
 
 
 def _run(case: GemvCase, device: str) -> str | None:
     c, host = case.config, inputs(case)
     arguments = {k: draw.on_device(v, device) for k, v in host.items()}
-    before = draw.snapshot(arguments)
+    before = draw.snapshot(host)
     results = gemv_and_partial_norm(**arguments)
     rooms = [case.places[2].room(t.shape, t.dtype) for t in results]
-    forms = {"out": gemv_and_partial_norm(**arguments, out=_fresh(rooms, device))}
+    given = gemv_and_partial_norm(**arguments, out=_fresh(rooms, device))
     scratch = _fresh(rooms, device)
     counter = torch.zeros(len(case.widths), dtype=torch.int32, device=device)
     rest = list(scratch)
@@ -181,20 +169,21 @@ def _run(case: GemvCase, device: str) -> str | None:
     named = (arguments["act"], arguments["weight"], arguments["gamma"], case.eps, counter)
     more = {"segments": arguments["segments"], "weight_scale": arguments.get("weight_scale")}
     gemv_and_partial_norm_with_scratch(normed, unnormed, *named, segment_outputs=rest, scale_output=scale, **more)
-    forms["scratch"] = tuple(scratch)
+    inside = draw.named(arguments)
+    seen, results, given, made, (counter,) = fetched(device, inside.values(), results, given, scratch, (counter,))
     if counter.any():
         return f"the counter is {counter.tolist()} after a call"
-    touched = draw.changed(arguments, before)
+    touched = draw.changed(dict(zip(inside, seen, strict=True)), before)
     if touched is not None:
         return f"{touched} was written"
-    for form, others in forms.items():
+    for form, others in (("out", given), ("scratch", made)):
         for index, (first, second) in enumerate(zip(results, others, strict=True)):
             if not same_bytes(first, second):
                 return f"result {index} differs with {form}"
             if draw.spilt(rooms[index], second):
                 return f"bytes beside result {index} were written with {form}"
     y = products(host, device == "cuda")
-    wrong = verify(case, host, tuple(t.cpu() for t in results), y)
+    wrong = verify(case, host, results, y)
     if wrong is None and case.unfused:
         wrong = _run_unfused(case, host, arguments, device, y)
     return wrong
@@ -221,14 +210,14 @@ def _run_unfused(
     again = torch.empty_like(normed)
     scale = given.pop("weight_scale", None)
     gemv_and_partial_norm_unfused_with_scratch(again, **given, y_scratch=room, weight_scale=scale)
+    ((normed, unnormed, again, room),) = fetched(device, (normed, unnormed, again, room))
     width = case.widths[0]
     if not same_bytes(again, normed) or not same_bytes(room[:, width:], unnormed):
         return "fused=False differs with scratch"
-    y = room.cpu()
-    wrong = (exact.stored(y) or _run_often(given, normed, unnormed, scale)) if _summed_by_us(case) else None
+    wrong = (exact.stored(room) or _run_often(given, normed, unnormed, scale)) if _summed_by_us(case) else None
     if wrong is not None:
         return f"fused=False: {wrong}"
-    wrong = verify_norm_of_stored(host, normed.cpu(), y)
+    wrong = verify_norm_of_stored(host, normed, room)
     return wrong and f"fused=False: {wrong}"
 
 
@@ -238,6 +227,7 @@ def _run_often(given: dict[str, Any], normed: Tensor, unnormed: Tensor, scale: T
     many = gemv_and_partial_norm(
         given["act"].repeat(times, 1), given["weight"], given["gamma"], given["eps"], weight_scale=scale, fused=False
     )
+    (many,) = fetched(given["act"].device.type, many)
     same = all(same_bytes(t, once.repeat(times, 1)) for t, once in zip(many, (normed, unnormed), strict=True))
     return None if same else "rows differ among more rows"
 

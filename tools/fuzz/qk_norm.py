@@ -14,7 +14,7 @@ from onepass.formats import FLOATS, ROUNDINGS
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import STYLES, Rope
 from onepass.testing import bounds, qk_norm
-from onepass.testing.case import moved, same_bytes
+from onepass.testing.case import fetched, moved, same_bytes
 from onepass.testing.qk_norm import APPLY, FUSED, MEANS, SUMS, Turn, verify_call
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
@@ -198,11 +198,17 @@ def _call(case: QkCase, given: dict[str, Any], out: tuple[Tensor, ...] | None) -
 def _run(case: QkCase, device: str) -> str | None:
     c, host = case.config, inputs(case)
     arguments = {k: draw.on_device(v, device) for k, v in host.items()}
-    before = draw.snapshot(arguments)
+    before = draw.snapshot(host)
     results = _call(case, arguments, None)
     rooms = [p.room(t.shape, t.dtype) for p, t in zip(case.places[2:], results, strict=False)]
     again = _call(case, arguments, tuple(draw.fresh(t, device) for t in rooms))
-    touched = draw.changed(arguments, before)
+    others: tuple[Tensor, ...] = ()
+    if c.op in (APPLY, FUSED) and c.out in (None, c.x) and not any(p.expanded for p in case.places[:2]):
+        fresh = moved(host, device)
+        others = _call(case, fresh, (fresh["q"], fresh["k"]))
+    inside = draw.named(arguments)
+    seen, results, again, others = fetched(device, inside.values(), results, again, others)
+    touched = draw.changed(dict(zip(inside, seen, strict=True)), before)
     if touched is not None:
         return f"{touched} was written"
     for index, (first, second) in enumerate(zip(results, again, strict=True)):
@@ -210,13 +216,10 @@ def _run(case: QkCase, device: str) -> str | None:
             return f"result {index} differs when written into the caller's tensor"
         if draw.spilt(rooms[index], second):
             return f"bytes beside result {index} were written"
-    if c.op in (APPLY, FUSED) and c.out in (None, c.x) and not any(p.expanded for p in case.places[:2]):
-        fresh = moved(host, device)
-        others = _call(case, fresh, (fresh["q"], fresh["k"]))
-        for index, (first, second) in enumerate(zip(results, others, strict=True)):
-            if not same_bytes(first, second):
-                return f"result {index} differs in place"
-    return verify(case, host, tuple(t.cpu() for t in results))
+    for index, (first, second) in enumerate(zip(results, others, strict=False)):
+        if not same_bytes(first, second):
+            return f"result {index} differs in place"
+    return verify(case, host, results)
 
 
 def verify(case: QkCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:

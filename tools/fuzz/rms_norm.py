@@ -16,7 +16,7 @@ from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from onepass.prologues import Prologue, add, dequantize, silu_and_mul
 from onepass.testing import rms_norm as testing
 from onepass.testing.batch_regime import REGIMES, assuming
-from onepass.testing.case import same_bytes
+from onepass.testing.case import fetched, same_bytes
 from onepass.testing.rms_norm import soft_cap_gate
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
@@ -264,7 +264,7 @@ def _run(case: RowCase, device: str) -> str | None:
     c = case.config
     host = inputs(case)
     arguments = {k: draw.on_device(v, device) for k, v in host.items()}
-    before = draw.snapshot(arguments)
+    before = draw.snapshot(host)
     results = _call(c.op, arguments)
     names = result_names(c)
     rooms: dict[str, Tensor] = {}
@@ -275,7 +275,14 @@ def _run(case: RowCase, device: str) -> str | None:
         rooms[name] = where.room(like.shape, like.dtype)
     given = {name: draw.fresh(t, device) for name, t in rooms.items()}
     again = _call(c.op, {**arguments, **given})
-    touched = draw.changed(arguments, before)
+    others: tuple[Tensor, ...] = ()
+    if c.residual == c.x and not c.prologue and not any(p.expanded for p in case.places[:2]):
+        fresh = {k: draw.fresh(v, device) for k, v in host.items()}
+        own = {"residual_out": fresh["residual"], **({"out": fresh["x"]} if c.op == "rms_norm" else {})}
+        others = _call(c.op, {**fresh, **own})
+    inside = draw.named(arguments)
+    seen, results, again, others = fetched(device, inside.values(), results, again, others)
+    touched = draw.changed(dict(zip(inside, seen, strict=True)), before)
     if touched is not None:
         return f"{touched} was written"
     for name, first, second in zip(names, results, again, strict=True):
@@ -283,13 +290,10 @@ def _run(case: RowCase, device: str) -> str | None:
             return f"{name} differs when written into the caller's tensor"
         if name in rooms and draw.spilt(rooms[name], second):
             return f"bytes beside {name} were written"
-    if c.residual == c.x and not c.prologue and not any(p.expanded for p in case.places[:2]):
-        fresh = {k: draw.fresh(v, device) for k, v in host.items()}
-        own = {"residual_out": fresh["residual"], **({"out": fresh["x"]} if c.op == "rms_norm" else {})}
-        for name, first, second in zip(names, results, _call(c.op, {**fresh, **own}), strict=True):
-            if not same_bytes(first, second):
-                return f"{name} differs in place"
-    return verify(case, host, tuple(t.cpu() for t in results))
+    for name, first, second in zip(names if others else (), results, others, strict=False):
+        if not same_bytes(first, second):
+            return f"{name} differs in place"
+    return verify(case, host, results)
 
 
 def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:

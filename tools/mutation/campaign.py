@@ -46,6 +46,8 @@ TESTS: Final = (
     "tests/ops/test_gemv_norm.py",
     "tests/ops/test_gemv_norm_compile.py",
     "tests/ops/test_gemv_norm_refusals.py",
+    "tests/ops/test_linear.py",
+    "tests/ops/test_linear_torch.py",
     "tests/ops/test_qk_norm.py",
     "tests/ops/test_mla_cache.py",
     "tests/ops/test_mla_cache_refusals.py",

@@ -17,6 +17,7 @@ from onepass.testing.runner import Result, matches, running_on, timed
 from tools.concurrency import thread_promises
 from tools.determinism import determinism_promises
 from tools.promises.gemv_norm import gemv_promises
+from tools.promises.linear import linear_promises
 from tools.promises.mla_cache import mla_promises
 from tools.promises.qk_norm import qk_promises
 from tools.promises.rms_norm import Promise, rms_promises
@@ -26,6 +27,7 @@ _ALL = (
     rms_promises,
     determinism_promises,
     gemv_promises,
+    linear_promises,
     qk_promises,
     mla_promises,
     vllm_promises,

@@ -1,0 +1,97 @@
+"""On a GPU, the fuzzer fetches all memory of a case in one transfer. Here "elsewhere" is the CPU, and everything is copied."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass.testing import mla_cache
+from onepass.testing.case import fetched, memory_of
+from tools.fuzz import OPS, gemv_norm, linear, numbered
+from tools.fuzz import qk_norm as qk
+from tools.fuzz import rms_norm as rows
+
+
+def test_copies_have_the_same_values_strides_and_surroundings() -> None:
+    memory = torch.arange(40, dtype=torch.float32)
+    first, second = memory[3:11].view(2, 4), memory[1:].as_strided((3, 2), (5, 2), 7)
+    odd, empty = torch.arange(7, dtype=torch.uint8)[2:], torch.empty(0, 5)
+    wide = torch.randn(3, 4, dtype=torch.bfloat16).t()
+    (group, others, none) = fetched("elsewhere", (first, second), (odd, empty, wide), ())
+    assert none == ()
+    for copy, original in zip((*group, *others), (first, second, odd, empty, wide), strict=True):
+        assert torch.equal(copy, original) and copy.stride() == original.stride() and copy.dtype == original.dtype
+        assert torch.equal(memory_of(copy), memory_of(original))
+        assert not copy.numel() or copy.data_ptr() != original.data_ptr()
+    assert group[0].untyped_storage().data_ptr() == group[1].untyped_storage().data_ptr()
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    t = torch.ones(3)
+    ((same,),) = fetched("cpu", (t,))
+    assert same is t
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (rows, qk, gemv_norm, linear, mla_cache):
+        monkeypatch.setattr(module, "fetched", lambda device, *groups: fetched("elsewhere", *groups))
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("op", OPS)
+def test_cases_pass(op: str) -> None:
+    for index in range(60):
+        case = numbered(5, index, (op,), 4, False)
+        assert case is not None and case.run("cpu") is None, case
+
+
+def _writing(function: Any, name: str, **arguments: Any) -> Any:
+    """The op, which also changes the last byte of an input's memory."""
+    memory_of(arguments[name])[-1:] += 1
+    return function(**arguments)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("family", "op", "name"),
+    [(rows, "rms_norm", "gamma"), (linear, "linear", "weight"), (qk, "qk_rms_norm", "gamma_k")],
+)
+def test_a_changed_input_is_detected(family: Any, op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, op, partial(_writing, getattr(family, op), name))
+    found = [numbered(5, index, (op,), 4, False) for index in range(20)]
+    assert {case.run("cpu") for case in found if case is not None and 0 not in case.lead} == {f"{name} was written"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_bytes_beside_an_entry_of_the_cache_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last byte of the memory around the blocks belongs to no output."""
+    right: Any = vars(mla_cache)["call_with"]
+
+    def wrong(case: Any, given: dict[str, Any], *way: Any) -> Any:
+        memory_of(given["blocks"])[-1:] += 1
+        return right(case, given, *way)
+
+    monkeypatch.setattr(mla_cache, "call_with", wrong)
+    found = [numbered(5, index, ("fused_rope_rmsnorm_quantization",), 4, False) for index in range(10)]
+    assert {case.run("cpu") for case in found if case is not None} == {"1 bytes beside the outputs were written"}
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_wrong_result_in_place_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    right: Any = vars(rows)["rms_norm"]
+
+    def wrong(**arguments: Any) -> Any:
+        result = right(**arguments)
+        if arguments.get("out") is arguments["x"]:
+            first: Tensor = result[0]
+            first.view(torch.uint8)[..., :1] ^= 1
+        return result
+
+    monkeypatch.setattr(rows, "rms_norm", wrong)
+    found = {case.run("cpu") for index in range(300) if (case := numbered(5, index, ("rms_norm",), 40, False))}
+    assert "out differs in place" in found and found <= {None, "out differs in place"}

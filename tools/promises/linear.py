@@ -1,0 +1,147 @@
+"""Promises of `linear`.
+
+A fused call has the bytes of separate steps, a product those of the GEMV, and a call in place those of one that is not.
+Graphs replay on new inputs, and kernels wait for their inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from onepass.formats import E4M3FN, FLOATS
+from onepass.ops.gemv_norm import gemv_and_partial_norm
+from onepass.ops.linear import linear
+from onepass.ops.rms_norm import rms_norm
+from onepass.testing.case import same_bytes
+from onepass.testing.weights import scales, whole_numbers
+
+Promise = Callable[[], str | None]
+_ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 130)
+_SHAPES: Final = ((40, 1001), (300, 2100), (600, 520), (1536, 300), (3000, 264), (4224, 136), (8200, 1088))
+"""N and K: on a GPU, a sum has 16 pieces below 8192 rows of weight and 4 from there on. Two have several blocks per piece."""
+_KINDS: Final = ("float", "fp8 row", "fp8 block", "int8 row")
+
+
+def linear_promises(device: str) -> Iterator[tuple[str, Promise]]:
+    """Name and test of every promise that can be tested on ``device``."""
+    for kind in _KINDS:
+        for n, k in _SHAPES:
+            label = f"{kind} weights, N = {n}, K = {k}"
+            yield f"a row alone is the row in a batch: linear, {label}", partial(_batch, device, n, k, kind)
+            yield f"linear: its product is the GEMV's: {label}", partial(_gemv, device, n, k, kind)
+    for dtype in FLOATS:
+        label = str(dtype).removeprefix("torch.")
+        yield f"linear: fused is separate: {label}", partial(_separate, device, dtype)
+    yield "linear: a residual and an addition in place, a thousand times", partial(_in_place, device)
+    if device == "cuda":
+        yield "linear: a graph replays on new inputs", _graph
+        yield "linear: x is read after the kernel that writes it", _chain
+
+
+def _weights(device: str, n: int, k: int, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weights and their scale."""
+    generator = torch.Generator().manual_seed(n + k)
+    normal = torch.randn(n, k, generator=generator)
+    name, _, scale = kind.partition(" ")
+    weight = whole_numbers(normal) if name == "int8" else normal.to(E4M3FN.dtype if name == "fp8" else dtype)
+    return weight.to(device), scales(scale, n, k, generator).to(device) if scale else None
+
+
+def _batch(device: str, n: int, k: int, kind: str) -> str | None:
+    """A row alone and in batches, with norm and activation."""
+    weight, scale = _weights(device, n, k, kind, torch.bfloat16)
+    x, gamma = torch.randn(_ROWS[-1], k, device=device).bfloat16(), torch.ones(k, device=device)
+    options: dict[str, Any] = {"gamma": gamma, "weight_scale": scale, "activation": "silu_mul"}
+    whole = linear(x, weight, **options)
+    for m in _ROWS:
+        for begin in {0, _ROWS[-1] - m}:
+            rows = slice(begin, begin + m)
+            if not same_bytes(linear(x[rows], weight, **options), whole[rows]):
+                return f"rows {begin} to {begin + m} differ from the whole batch's"
+    return None
+
+
+def _gemv(device: str, n: int, k: int, kind: str) -> str | None:
+    for dtype in FLOATS:
+        weight, scale = _weights(device, n, k, kind, dtype)
+        x, gamma = torch.randn(16, k, device=device).to(dtype), torch.ones(1, device=device)
+        whole = linear(x, weight, weight_scale=scale)
+        for m in (1, 7, 16):
+            unnormed = gemv_and_partial_norm(x[:m], weight, gamma, weight_scale=scale)[1]
+            if not same_bytes(unnormed, whole[:m, 1:]):
+                return f"{m} rows of {dtype} differ"
+    return None
+
+
+def _separate(device: str, dtype: torch.dtype) -> str | None:
+    """Norm, product, bias, activation and addition, each alone."""
+    n, k = 1408, 520
+    for kind in _KINDS:
+        weight, scale = _weights(device, n, k, kind, dtype)
+        for m in (1, 5, 40):
+            x, residual = torch.randn(m, k, device=device).to(dtype), torch.randn(m, k, device=device)
+            gamma, bias = torch.randn(k, device=device).to(dtype), torch.randn(n, device=device)
+            add = torch.randn(m, n // 2, device=device).to(dtype)
+            a, h = rms_norm(x, gamma, residual=residual)
+            y = linear(a, weight, weight_scale=scale, out_dtype=torch.float32) + bias
+            gated = linear(y, torch.eye(n, device=device), activation="silu_mul")
+            options: dict[str, Any] = {"gamma": gamma, "bias": bias, "weight_scale": scale, "add": add}
+            got = linear(x, weight, residual=residual, activation="silu_mul", **options)
+            if not same_bytes(got[1], h) or not same_bytes(got[0], (gated + add.float()).to(dtype)):
+                return f"{m} rows with {kind} weights differ"
+    return None
+
+
+def _in_place(device: str) -> str | None:
+    """In one launch, every block would read the residual while one of them overwrites it."""
+    x, weight = torch.randn(3, 1024, device=device).bfloat16(), torch.randn(4224, 1024, device=device).bfloat16()
+    first, addition = torch.randn(3, 1024, device=device), torch.randn(3, 4224, device=device).bfloat16()
+    gamma = torch.ones(1024, device=device)
+    expected = linear(x, weight, gamma=gamma, residual=first, add=addition)
+    for repeat in range(1000 if device == "cuda" else 20):
+        residual, add = first.clone(), addition.clone()
+        linear(x, weight, gamma=gamma, residual=residual, add=add, out=add, residual_out=residual)
+        if not same_bytes(add, expected[0]) or not same_bytes(residual, expected[1]):
+            return f"repeat {repeat} differs"
+    return None
+
+
+def _graph() -> str | None:
+    x, weight = torch.randn(2, 2048, device="cuda").bfloat16(), torch.randn(3000, 2048, device="cuda").bfloat16()
+    gamma, residual = torch.ones(2048, device="cuda"), torch.randn(2, 2048, device="cuda")
+    linear(x, weight, gamma=gamma, residual=residual)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain = [linear(x, weight, gamma=gamma, residual=residual) for _ in range(20)]
+    for _ in range(20):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = linear(x, weight, gamma=gamma, residual=residual)
+        for call in chain:
+            if not all(same_bytes(a, b) for a, b in zip(call, expected, strict=True)):
+                return "a replay differs from an eager call"
+    return None
+
+
+def _chain() -> str | None:
+    """Each product reads what the previous one wrote."""
+    weight = torch.randn(2048, 2048, device="cuda").bfloat16() / 45
+    x = torch.randn(4, 2048, device="cuda").bfloat16()
+    expected = x
+    for _ in range(50):
+        expected = linear(expected, weight, add=expected)
+        torch.cuda.synchronize()
+    for repeat in range(50):
+        y = x
+        for _ in range(50):
+            y = linear(y, weight, add=y)
+        if not same_bytes(y, expected):
+            return f"repeat {repeat}: a product did not wait for its input"
+    return None
