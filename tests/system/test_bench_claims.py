@@ -147,7 +147,10 @@ def test_committed_pages_name_the_peers() -> None:
     pages = [page for page in (root / "README.md", *root.glob("docs/*.md")) if "speed:begin" in page.read_text()]
     for file in (*pages, H200.parent / "README.md", H200.parent / "bench.html"):
         assert found.peer_words in file.read_text(), file
-    assert pages and set(found.measured) | set(found.absent) == set(peers.PEERS)
+    others = {
+        name for name, peer in peers.PEERS.items() if peer.ops and all(op.startswith("linear") for op in peer.ops)
+    }
+    assert pages and set(found.measured) | set(found.absent) == set(peers.PEERS) - others
 
 
 def test_nothing_is_called_out_of_reach() -> None:

@@ -57,6 +57,8 @@ def test_shapes_in_words() -> None:
     assert shape_words({"shape": [16, 6144, 1024]}) == ("16", "(6144 + 1024)")
     assert shape_words({"shape": [1, 2112, 7168], "normed": 1536}) == ("1", "2112 x 7168, 1536 normed")
     assert shape_words({"shape": [8]}) == ("batch 8", "")
+    product = {"op": "linear, fp8", "shape": [4, 2112, 7168], "with": "fp8 rows"}
+    assert shape_words(product) == ("4", "2112 x 7168, fp8 rows")
 
 
 def test_floor_share_and_peers_of_a_row() -> None:

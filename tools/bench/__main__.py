@@ -19,10 +19,12 @@ def main() -> int:
     """Check, measure and print progress; the exit status is 1 if an op was refused."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     add = parser.add_argument
-    add("--op", "--only", action="append", default=[], help="an op, or rows, gemv, qk, mla, decode-step, host")
+    add("--op", "--only", action="append", default=[], help="an op, or rows, gemv, linear, qk, mla, decode-step, host")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--shapes", default="all", help="decode, prefill, all, or shapes like 64x4096,1x2112x7168x1536")
     add("--peers", default="all", help="all, none, or parts of names: compile,liger")
+    add("--match", default="", help="only what matches this expression: '^linear (1|4)x', 'x7168', 'fp8 blocks'")
+    add("--slow", help="measure slow peers (max-autotune) only at what matches this expression; '^$' for none")
     add("--json", type=Path, help="write results here, after every row")
     add("--html", type=Path, help="write an HTML page here")
     add("--baseline", type=Path, help="show what got faster or slower since this result file")
@@ -32,9 +34,10 @@ def main() -> int:
     add("--seconds", type=float, default=4.0, help="how long to measure a row on a CPU")
     add("--note", help="a remark about the machine, stored with the results")
     options = parser.parse_args()
+    chosen = {"match": options.match, "slow": options.slow}
     measured = (tuple(options.op), options.shapes, options.peers, options.seconds)
     try:
-        plan = Plan(options.device, *measured, behind=not options.no_behind, limit=options.limit)
+        plan = Plan(options.device, *measured, behind=not options.no_behind, limit=options.limit, **chosen)
         old = results.load([options.baseline]) if options.baseline else None
         resumed = options.resume and options.json and options.json.exists()
         report = run(plan, Lines(options.json), document(options.json) if resumed else None)

@@ -49,6 +49,7 @@ _ROW = {
     "bytes!": _COUNT,
     "us!": {"onepass!": _TIMES, "*": _TIMES},
     "behind_us": {"*": _DIFFERENCES},
+    "refused": {"*": _STRING},
     "normed": _COUNT,
     "others": _SHARE,
     **dict.fromkeys(("with", "cache", "stream", "dtype"), _STRING),

@@ -9,7 +9,7 @@ import torch
 import onepass
 
 from ..ops import dispatch
-from . import gemv_norm, mla_cache, qk_norm
+from . import gemv_norm, linear, mla_cache, qk_norm
 from . import rms_norm as rows
 from .timing import alternate
 from .workload import Call
@@ -32,6 +32,7 @@ def contenders(device: str) -> dict[str, Call]:
         "F.rms_norm": lambda: torch.nn.functional.rms_norm(x, (4096,), gamma, eps),
         "rms_norm": lambda: onepass.rms_norm(x, gamma),
         "rms_norm_fused_fp8": lambda: onepass.rms_norm_fused_fp8(x, gamma),
+        linear.OP: lambda: onepass.linear(act, weight),
         gemv_norm.OP: lambda: onepass.gemv_and_partial_norm(act, weight, width),
         qk_norm.MEANS: lambda: onepass.row_mean_of_squares_qk(q, k),
         qk_norm.APPLY: lambda: onepass.apply_qk_rms_norm(*outs, gamma_q, gamma_k, var, q, k, 1e-6),

@@ -34,7 +34,8 @@ class Lines(Watcher):
                 behind = found.behind_us.get(name)
                 times.append(f"{name} {min(found.us[name]):.2f}")
                 times[-1] += f" (behind a kernel {min(behind):.2f})" if behind else ""
-        self.shown[id(row)] = set(found.us)
+        times += [f"{name} refused" for name in found.refused if name not in self.shown.get(id(row), ())]
+        self.shown[id(row)] = {*found.us, *found.refused}
         self._print(f"{found.op:24} {found.words:>22}  us: {'  '.join(times) or 'nothing new'}")
         if self.to:
             results.write(report, self.to)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .workload import EPS, Call, Problem
+from .workload import EPS, Call, Problem, grouped, quantized
 
 NORM, ADDED, FP8 = "rms_norm", "rms_norm, residual", "rms_norm_fused_fp8"
 QK, GEMV = "qk_rms_norm", "gemv_and_partial_norm"
+LINEAR, LINEAR_ADD, LINEAR_ROWS, LINEAR_BLOCKS = "linear", "linear, add", "linear, fp8 rows", "linear, fp8 blocks"
 ALIKE = 0.01
 """The largest error of a peer's result, relative to torch's. One more rounding to bfloat16 is 0.002."""
 
@@ -69,7 +70,7 @@ _compiled: dict[tuple[Any, str], Callable[..., object]] = {}
 
 def _compile(p: Problem, mode: str) -> Call:
     if (p.composed, mode) not in _compiled:
-        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 512  # one per shape
         _compiled[p.composed, mode] = torch.compile(p.composed, mode=mode, dynamic=False, fullgraph=True)
     return partial(_compiled[p.composed, mode], *p.arguments)
 
@@ -180,6 +181,34 @@ def transformers(p: Problem) -> Call:
     return lambda: tuple(norm(x) for norm, x in work)
 
 
+def cublas(p: Problem) -> Call:
+    """cuBLAS through torch.mm, or torch.addmm where something is added, with outputs allocated beforehand."""
+    x, weight, *add = p.arguments
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    if add:
+        return partial(torch.addmm, *add, x, weight.t(), out=out)
+    return partial(torch.mm, x, weight.t(), out=out)
+
+
+def scaled_mm(p: Problem) -> Call:
+    """torch._scaled_mm. Its rows are fp8 too, so it is less accurate than ours. Their quantization is not timed."""
+    x, weight, scale = p.arguments
+    if p.op == LINEAR_ROWS:
+        codes, factors = quantized(x.float())
+        return partial(
+            torch._scaled_mm,
+            codes,
+            weight.t(),
+            scale_a=factors,
+            scale_b=scale[None],
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+    codes, factors = grouped(x.float())
+    factors = factors.t().contiguous().t()  # it requires the scales of 1 x 128 columns to be stored by column
+    return partial(torch._scaled_mm, codes, weight.t(), scale_a=factors, scale_b=scale.t(), out_dtype=x.dtype)
+
+
 def _qk(p: Problem) -> list[tuple[Tensor, Tensor]]:
     """q and k, each with its gamma in its dtype."""
     q, k, gamma_q, gamma_k = p.arguments
@@ -212,6 +241,8 @@ PEERS: dict[str, Peer] = {
         Peer("torch eager", eager),
         Peer("F.rms_norm", f_rms_norm, ops=(NORM,)),
         Peer("transformers", transformers, "transformers", ops=(NORM, QK)),
+        Peer("cuBLAS", cublas, device="cuda", ops=(LINEAR, LINEAR_ADD)),
+        Peer("torch._scaled_mm", scaled_mm, device="cuda", ops=(LINEAR_ROWS, LINEAR_BLOCKS)),
     )
 }
 """In the order of table columns."""

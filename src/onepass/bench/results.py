@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .document import document
-from .peers import PEERS
+from .peers import LINEAR, PEERS
 from .timing import BUSY
 
 OURS = "onepass"
@@ -49,6 +49,11 @@ class Row:
     """The same contenders behind an ordinary kernel, where that was measured."""
     others: float = 0.0
     """The share of all cores that other processes used meanwhile."""
+    shape: tuple[int, ...] = ()
+    kind: str = ""
+    """What distinguishes rows of one op and shape."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why a peer has no time here, if it raised."""
 
     @property
     def ours(self) -> float:
@@ -132,9 +137,11 @@ class Results:
 
     @property
     def absent(self) -> dict[str, str]:
-        """The peers without a time in any row, and why."""
+        """The peers without a time in any row, and why. Peers that do the work of none of these ops are left out."""
         reasons = {name: why for run in self.runs for name, why in (run.get("peers") or {}).items()}
-        return {n: reasons.get(n) or "not measured" for n in PEERS if n not in self.measured}
+        ops = {op.split(",")[0] for op in self.ops}
+        could = [n for n, peer in PEERS.items() if not peer.ops or ops & {op.split(",")[0] for op in peer.ops}]
+        return {n: reasons.get(n) or "not measured" for n in could if n not in self.measured}
 
     @property
     def peer_words(self) -> str:
@@ -199,7 +206,7 @@ class Results:
 
 def shape_words(row: Mapping[str, Any]) -> tuple[str, str]:
     """The rows and the columns in words: ``16`` and ``7168``, ``7168, residual``, ``(6144 + 1024)``, ``2112 x 7168, 1536 normed``,
-    ``128 heads, fp8``.
+    ``128 heads, fp8``, ``2112 x 7168, fp8 rows``.
     """
     rows, *columns = row["shape"]
     if "latent" in row:
@@ -209,6 +216,8 @@ def shape_words(row: Mapping[str, Any]) -> tuple[str, str]:
     if not columns:
         return f"batch {rows}", ""
     more = f", {row['with']}" if "with" in row else ""
+    if row.get("op", "").split(",")[0] == LINEAR:
+        return str(rows), f"{' x '.join(map(str, columns))}{more}"
     return str(rows), f"{columns[0]}{more}" if len(columns) == 1 else f"({' + '.join(map(str, columns))})"
 
 
@@ -233,7 +242,8 @@ def row_of(row: Mapping[str, Any], report: Mapping[str, Any], run: int = 0) -> R
     # This is a difference of two times: where it is not positive it is only noise.
     behind = {name: found for name, times in row.get("behind_us", {}).items() if min(found := _times(times)) > 0}
     words, floor = f"{m} x {columns}" if columns else m, _floor(row, report, us)
-    return Row(row["op"], words, row["shape"][0], columns, row["bytes"], us, floor, run, behind, row.get("others", 0.0))
+    head = row["op"], words, row["shape"][0], columns, row["bytes"], us, floor, run, behind, row.get("others", 0.0)
+    return Row(*head, tuple(row["shape"]), row.get("with", ""), row.get("refused", {}))
 
 
 def of_reports(reports: Iterable[dict[str, Any]]) -> Results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -14,21 +15,25 @@ from typing import Any
 import torch
 
 from ..testing.case import Check
-from ..testing.runner import Result, run_cases, select
-from . import decode_step, gemv_norm, host, mla_cache, qk_norm, rms_norm
+from ..testing.runner import MODULES, Result, run_cases, select
+from . import decode_step, gemv_norm, host, linear, mla_cache, qk_norm, rms_norm
 from .machine import describe
 from .peers import Peer, chosen, disagreement
 from .results import BEST, OURS, STREAM
 from .timing import Behind, graph_times, turns
 from .workload import Call, Family, Problem, Workload, parse_shapes, wanted
 
-FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (rms_norm, gemv_norm, qk_norm, mla_cache, decode_step))
+FAMILIES: tuple[Family, ...] = tuple(
+    module.FAMILY for module in (rms_norm, gemv_norm, linear, qk_norm, mla_cache, decode_step)
+)
 Calls = Mapping[str, list[Call]]
 """Calls on all sets of inputs, by contender."""
 Lazy = Mapping[str, Callable[[], list[Call]]]
 HOST = "host"
 COLD = {"cuda": 300_000_000, "cpu": 200_000_000}
 """Bytes that inputs rotate through where a few sets suffice. An H200's L2 and a server's last-level cache hold about 60 MB."""
+COLD_WEIGHTS = {"cuda": 420_000_000, "cpu": 200_000_000}
+"""The same for weights, of which the next call must find nothing in a cache."""
 MOST_SETS = {"cuda": 32, "cpu": 6}
 LEAST_COLD_SETS = 6
 LARGE = 1_000_000
@@ -42,6 +47,8 @@ class Plan:
     """What to measure: ops or families by name (all when empty), shapes, peers, where, and for how long (CPU, per row).
 
     ``behind``: on a GPU every call is also timed behind an ordinary kernel. ``limit``: seconds after which nothing new starts.
+    ``match``: only the workloads whose `Workload.where` contains this expression. ``slow``: the same
+    for the workloads at which slow peers are measured. By default these are the workloads marked ``slow``.
     """
 
     device: str
@@ -51,6 +58,8 @@ class Plan:
     seconds: float = 4.0
     behind: bool = True
     limit: float | None = None
+    match: str = ""
+    slow: str | None = None
     workloads: tuple[Workload, ...] = field(init=False)
     chosen: dict[str, Peer] = field(init=False)
     host: bool = field(init=False)
@@ -61,11 +70,23 @@ class Plan:
         if unknown:
             raise ValueError(f"no op {unknown[0]!r}; choose from {', '.join(dict.fromkeys(names))}")
         given = parse_shapes(self.shapes)
-        object.__setattr__(self, "workloads", tuple(self._workloads(given)))
+        for pattern in (self.match, self.slow or ""):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        found = tuple(w for w in self._workloads(given) if re.search(self.match, w.where))
+        object.__setattr__(self, "workloads", found)
         object.__setattr__(self, "chosen", chosen(self.peers))
         object.__setattr__(self, "host", HOST in self.ops or not (self.ops or given or self.shapes == "prefill"))
         if not self.workloads and not self.host:
-            raise ValueError(f"none of the chosen ops supports the shape {self.shapes}")
+            matching = f" and matches {self.match!r}" if self.match else ""
+            raise ValueError(f"none of the chosen ops supports the shape {self.shapes}{matching}")
+
+    def peers_of(self, workload: Workload, peers: Mapping[str, Peer]) -> dict[str, Peer]:
+        """Those of the peers that are measured at a workload: slow ones only at some."""
+        slow = workload.slow if self.slow is None else re.search(self.slow, workload.where) is not None
+        return {name: peer for name, peer in peers.items() if slow or not peer.slow}
 
     def _workloads(self, given: list[tuple[int, ...]] | None) -> Iterator[Workload]:
         for family in FAMILIES:
@@ -106,6 +127,13 @@ def check(op: str, device: str) -> list[Result]:
     return run_cases(cases(op), device)
 
 
+def sets_of(workload: Workload, device: str) -> int:
+    """How many sets of inputs a workload rotates through."""
+    size, least = (COLD_WEIGHTS, LEAST_COLD_SETS) if workload.cold else (COLD, 2)
+    enough = -(-size[device] // (workload.reads or workload.bytes))
+    return workload.sets or max(least, min(MOST_SETS[device], enough))
+
+
 def run(plan: Plan, watch: Watcher | None = None, before: dict[str, Any] | None = None) -> dict[str, Any]:
     """Check, measure, report. ``before`` is a report to continue: what it has measured stays."""
     return Run(plan, watch or Watcher(), before).go()
@@ -120,15 +148,16 @@ class Run:
         self.spent: defaultdict[str, float] = defaultdict(float)
         self.usable = {name: peer for name, peer in plan.chosen.items() if not peer.why_not(plan.device)}
         done = {_key(row): row for row in before["rows"]} if before else {}
-        self.workloads = [w for w in plan.workloads if not self._complete(done.get(_key(_about(w))))]
+        self.workloads = [w for w in plan.workloads if not self._complete(w, done.get(_key(_about(w))))]
         self.behind: Behind | None = None
+        self.streams: dict[tuple[Any, ...], Any] = {}
 
-    def _complete(self, row: Mapping[str, Any] | None) -> bool:
+    def _complete(self, workload: Workload, row: Mapping[str, Any] | None) -> bool:
         """Whether nothing of a row is missing. On a CPU contenders take turns, so a row is complete or absent."""
         if row is None or self.plan.device == "cpu":
             return row is not None
         maps = [row["us"], *([row.get("behind_us", {})] if self.plan.behind else [])]
-        needed = {OURS, *self.usable} - set(row.get("without", ()))
+        needed = {OURS, *self.plan.peers_of(workload, self.usable)} - set(row.get("without", ()))
         return all(needed <= set(found) for found in maps)
 
     def time_is_up(self) -> bool:
@@ -150,9 +179,9 @@ class Run:
         device = self.plan.device
         checked = list(dict.fromkeys(op for workload in self.workloads for op in workload.checked))
         if self.plan.host:
-            measured = [op for family in FAMILIES[:-1] for op in family.ops if op != qk_norm.SUMS]
-            checked += [op for op in measured if op not in checked]
-        self.watch.begin(len(checked) + len(self.workloads) * (len(self.usable) + 2) + self.plan.host)
+            checked += [op for op in MODULES if op != qk_norm.SUMS and op not in checked]
+        steps = sum(len(self.plan.peers_of(workload, self.usable)) + 2 for workload in self.workloads)
+        self.watch.begin(len(checked) + steps + self.plan.host)
         report = self.report = describe(device)
         if self.before is not None:
             self._continue(self.before)
@@ -199,8 +228,11 @@ class Run:
         rows = {_key(row): row for row in report["rows"]}
         # Peers that take long to prepare come last, so that a run that is cut short has every row.
         for slow in (False, True) if any(peer.slow for peer in self.usable.values()) else (False,):
-            peers = {name: peer for name, peer in self.usable.items() if peer.slow == slow}
+            some = {name: peer for name, peer in self.usable.items() if peer.slow == slow}
             for workload in self.workloads:
+                peers = self.plan.peers_of(workload, some)
+                if slow and not peers:
+                    continue
                 if any(op in report["refused"] for op in workload.checked):
                     for _ in range(len(peers) + 2 * (not slow)):
                         self.watch.step(f"{workload.op}: refused")
@@ -225,20 +257,19 @@ class Run:
     def measure(self, workload: Workload, row: dict[str, Any], peers: Mapping[str, Peer], ours: bool) -> None:
         """Fill in two medians per contender that a row lacks, one after the other on a GPU, in turns on a CPU."""
         device = self.plan.device
-        sets = max(2, min(MOST_SETS[device], -(-COLD[device] // workload.bytes)))
-        row["sets"] = max(sets, LEAST_COLD_SETS) if workload.cold else sets
-        problems = [workload.make(device) for _ in range(row["sets"])]
+        row["sets"] = sets_of(workload, device)
+        problems = workload.problems(device, row["sets"])
         mine = {name: [p.ours[name] for p in problems] for name in problems[0].ours} if ours else {}
-        calls = {name: partial(self._calls_of, name, peer, problems, _where(workload)) for name, peer in peers.items()}
+        calls = {name: partial(self._calls_of, name, peer, problems, workload.where) for name, peer in peers.items()}
         (self._on_gpu if device == "cuda" else self._on_cpu)(workload, row, mine, calls)
 
     def _on_cpu(self, workload: Workload, row: dict[str, Any], mine: Calls, peers: Lazy) -> None:
         from . import streams  # needs llvmlite
 
-        calls = {STREAM: streams.calls(workload.stream, workload.bytes, row["sets"]), **mine}
+        calls = {STREAM: streams.calls(workload.stream, workload.reads or workload.bytes, row["sets"]), **mine}
         calls |= {name: made for name, make in peers.items() if (made := make())}
         for _ in (STREAM, OURS):  # one step each, as on a GPU
-            self.watch.step(f"{_where(workload)}: taking turns")
+            self.watch.step(f"{workload.where}: taking turns")
         # Large eager code evicts everything from the caches, so it is measured separately.
         eager = ("torch eager", "transformers") if workload.bytes > LARGE else ()
         alone = {name: calls.pop(name) for name in eager if name in calls}
@@ -250,14 +281,12 @@ class Run:
 
     def _on_gpu(self, workload: Workload, row: dict[str, Any], mine: Calls, peers: Lazy) -> None:
         """The ceiling, our calls, the peers; each in a chain of its own and behind an ordinary kernel."""
-        from . import gpu  # needs Triton
-
-        where, behind, us = _where(workload), self.behind, row["us"]
+        where, behind, us = workload.where, self.behind, row["us"]
         pairs: dict[str, list[float]] = row.setdefault("behind_us", {}) if behind is not None else {}
         if mine:
             self.watch.step(f"{where}: {BEST}")
             if BEST not in us:
-                found = self.spend(BEST, lambda: gpu.best_stream(workload.stream, workload.bytes, row["sets"]))
+                found = self.spend(BEST, partial(self._best_stream, workload, row["sets"]))
                 us[BEST], row["tile"] = found[0], found[1]._asdict()
             self.watch.step(f"{where}: {OURS}")
 
@@ -289,6 +318,17 @@ class Run:
                     problem_of[name] = f"{where}: {_first_line(error)}"
             elif problem_of.get(name) == earlier:
                 row.setdefault("without", []).append(name)  # it does not do this work
+            if problem_of.get(name) != earlier:
+                row.setdefault("refused", {})[name] = problem_of[name].removeprefix(f"{where}: ")
+
+    def _best_stream(self, workload: Workload, sets: int) -> Any:
+        """The ceiling. Workloads that read the same weights share it."""
+        from . import gpu  # needs Triton
+
+        key = (workload.stream, workload.reads, sets)
+        if key not in self.streams or not workload.reads:
+            self.streams[key] = gpu.best_stream(workload.stream, workload.reads or workload.bytes, sets)
+        return self.streams[key]
 
     def _calls_of(self, name: str, peer: Peer, problems: list[Problem], where: str) -> list[Call]:
         """A peer's calls. One that raises, or a library whose result differs from torch's, is reported and left out."""
@@ -315,10 +355,6 @@ def in_order(report: dict[str, Any]) -> None:
     """Sort rows that were measured in several sessions into the order of a single one."""
     order = {_key(_about(w)): place for place, w in enumerate(Plan(report["device"]).workloads)}
     report["rows"].sort(key=lambda row: order.get(_key(row), len(order)))
-
-
-def _where(workload: Workload) -> str:
-    return f"{workload.op} {'x'.join(map(str, workload.shape))}"
 
 
 def _about(workload: Workload) -> dict[str, Any]:

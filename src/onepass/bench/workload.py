@@ -43,11 +43,29 @@ class Workload:
     needs: tuple[str, ...] = ()
     cold: bool = False
     """Inputs rotate through more than a cache holds, however many sets that takes (a GEMV's weights)."""
+    many: Callable[[str, int], list[Problem]] | None = None
+    """Makes several sets of inputs at once, where workloads share some of them. It is used instead of ``make``."""
+    reads: int = 0
+    """Bytes of the stream that this is compared with, if not ``bytes``. Workloads with the same number share its time."""
+    sets: int = 0
+    """How many sets of inputs rotate. 0 means as many as exceed a cache."""
+    slow: bool = True
+    """Whether peers that take long to prepare are measured too."""
 
     @property
     def checked(self) -> tuple[str, ...]:
         """Ops whose checks must pass; by default the op itself."""
         return self.needs or (self.op,)
+
+    @property
+    def where(self) -> str:
+        """The op, the shape and what belongs to it: ``linear, fp8 1x4096x4096, fp8 rows``."""
+        more = f", {self.about['with']}" if "with" in self.about else ""
+        return f"{self.op} {'x'.join(map(str, self.shape))}{more}"
+
+    def problems(self, device: str, sets: int) -> list[Problem]:
+        """Sets of inputs."""
+        return self.many(device, sets) if self.many else [self.make(device) for _ in range(sets)]
 
 
 @dataclass(frozen=True)

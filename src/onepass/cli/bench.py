@@ -47,7 +47,9 @@ class _Bar(Watcher):
 def bench(
     op: Annotated[
         list[str] | None,
-        typer.Option(help="Only this op, or rows, gemv, qk, mla, decode-step, host; repeatable.", metavar="NAME"),
+        typer.Option(
+            help="Only this op, or rows, gemv, linear, qk, mla, decode-step, host; repeatable.", metavar="NAME"
+        ),
     ] = None,
     device: DeviceOption = "",
     shapes: Annotated[
