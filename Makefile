@@ -17,6 +17,9 @@ CHIP ?= h200
 RESULTS = benchmarks/$(if $(filter cuda,$(DEVICE)),$(CHIP),cpu)
 # tables in these documents are about the H200
 PAGES = $(if $(filter h200,$(CHIP)),--readme README.md docs/performance.md)
+LINEAR_PAGES = $(if $(filter h200,$(CHIP)),--readme docs/performance.md)
+# linear has its own file and tables
+MEASURED = --op rows --op gemv --op qk --op mla --op decode-step --op host
 MINUTES ?= 20
 FUZZ_cpu = --cases 1000000 --seed 2026 --configurations 40 --json $(RESULTS)/fuzz.json
 FUZZ_cuda = --device cuda --cases 1000000 --seed 2027 --configurations 12 --jobs $$(nproc) --json $(RESULTS)/fuzz.json
@@ -89,8 +92,10 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(CHECKS) --jobs $$(nproc) $(EXTEND) --evidence
 	$(CHECKS) --promises --jobs $$(nproc) --json $(RESULTS)/promises.json
 	for tool in memcheck racecheck initcheck synccheck; do $(SANITIZE) --tool $$tool $(CHECKS) --match "$(SANITIZED)"; done
-	$(PYTHON) -m tools.bench --device cuda --json $(RESULTS)/bench.json
+	$(PYTHON) -m tools.bench --device cuda $(MEASURED) --json $(RESULTS)/bench.json
 	$(PYTHON) -m tools.bench.report $(RESULTS)/bench.json $(PAGES)
+	$(PYTHON) -m tools.bench --device cuda --op linear --json $(RESULTS)/linear.json
+	$(PYTHON) -m tools.bench.linear $(RESULTS)/linear.json $(LINEAR_PAGES)
 	$(PYTHON) -m tools.bench.models --device cuda --generate --json $(RESULTS)/models.json
 	$(PYTHON) -m tools.bench.agreement --device cuda --json $(RESULTS)/agreement.json
 	$(PYTHON) -m tools.bench.model_tables

@@ -28,6 +28,14 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_untraced_kernel_has_no_trace_code": (0, "each compiles two kernels"),
         "test_order_of_summation_does_not_depend_on_layouts": (3, "each compiles a kernel"),
     },
+    "tests/triton/test_linear.py": {
+        "test_interpreted_kernel_passes_its_cases": (0, SAMPLE),
+        "test_kernel_for_many_rows_agrees_with_float64[1": (0, "the other half stays"),
+        "test_compiles_for_other_chips": (6, "each compiles a kernel"),
+        "test_columns_of_a_fragment_are_those_that_kernels_assume": (5, "each lowers a kernel"),
+        "test_aligned_weights_do_not_pass_through_shared_memory": (5, "each compiles a kernel"),
+        "test_tiles_use_asynchronous_loads_and_warp_groups": (4, "each compiles a kernel"),
+    },
     "tests/triton/test_qk_norm.py": {
         "test_compiles_for_other_chips": (4, "one chip stays"),
     },
@@ -61,6 +69,12 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "tests/ops/test_gemv_norm_host.py": {
         "test_gpu_backend_checks_the_counter_too": (0, SAMPLE),
     },
+    "tests/ops/test_linear.py": {
+        "test_fused_is_separate": (6, "each compiles three kernels"),
+        "test_bytes_are_those_of_the_gemv": (3, "each compiles three kernels"),
+        "test_bytes_of_a_row_are_its_own": (3, "each compiles a kernel"),
+        "test_promise": (4, "test_bytes_are_those_of_the_gemv has other sizes"),
+    },
     "tests/ops/test_qk_norm.py": {
         "test_compile_whole_graph_dynamic[inductor": (0, "aot_eager stays"),
         "test_opcheck": (4, "four signatures stay"),
@@ -76,6 +90,10 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     },
     "tests/cpu/test_rms_norm.py": {
         "test_kernel_agrees_with_float64": (3, "test_case runs the same kernels"),
+    },
+    "tests/cpu/test_linear.py": {
+        "test_product_has_the_bytes_of_the_gemv": (4, "each compiles three kernels"),
+        "test_other_instruction_sets_give_the_same_bytes": (3, "each compiles two kernels"),
     },
     "tests/cpu/test_half.py": {
         "test_ops_give_the_same_bytes_without_f16c": (0, "compiles every op twice"),
@@ -97,6 +115,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     },
     "tests/tools/test_fuzz.py": {
         "test_wrong_options_are_detected": (3, "one option stays"),
+        "test_wrong_steps_of_linear_are_detected": (3, "one step stays"),
         "test_zeros_are_detected": (0, "compiles the kernels of test_random_calls"),
     },
     "tests/tools/test_bench_models.py": {
