@@ -206,7 +206,8 @@ def _addition(layer: Any, calls: int, device: str) -> Pair:
 
 def _queries_and_keys(module: Any, calls: int, device: str) -> Pair:
     how: AttentionCall = module._onepass
-    q, k = (torch.randn(1, 1, p.out_features, device=device) for p in (module.q_proj, module.k_proj))
+    widths = module.q_proj.out_features // (2 if how.gated else 1), module.k_proj.out_features
+    q, k = (torch.randn(1, 1, width, device=device) for width in widths)
     name = f"qk_rms_norm, {q.shape[-1]} + {k.shape[-1]}"
     if how.per_head:
         q, k = (t.view(1, 1, -1, module.head_dim) for t in (q, k))

@@ -1,14 +1,16 @@
-"""onepass in transformers models: `patch`, and `MlaCache`, which alone imports transformers."""
+"""onepass in transformers models: `patch`, `register`, and `MlaCache`, which alone imports transformers."""
 
 from typing import TYPE_CHECKING
 
 from .families import FAMILIES, Family
+from .forms import Attention, Layer, Mla, Norm, register
 from .patching import Change, NothingPatchedWarning, Patched, patch
 
 if TYPE_CHECKING:
     from .mla_cache import MlaCache as MlaCache
 
 __all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
+__all__ += ["Attention", "Layer", "Mla", "Norm", "register"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,78 +1,44 @@
-"""The model families that `onepass.patch` supports, with all their differences as data.
+"""The model families that are tested in detail, each as a row of forms.
 
-A row names classes of ``transformers.models.<module>.modeling_<module>``, each with the fingerprint
-of the forward that the row was written for (transformers 5.17). A class whose code differs in
-another release is not patched, and the report lists it. If `Family` cannot express a difference,
-add a field, never a per-model function.
+`onepass.patch` does not read this table. It finds forms by code (`forms.py`), in these families and
+in all others. The evidence from GPUs, the tests and docs/models.md are about these rows.
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import io
-import textwrap
-import tokenize
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final
+from typing import Final
 
 from ..formats import Rounding
-
-_LAYOUT: Final = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A class of a model, and the fingerprint of its forward."""
-
-    cls: str
-    fingerprint: str
-
-
-@dataclass(frozen=True)
-class Layer(Part):
-    """A decoder layer in which a norm follows an addition, ``residual + attention``.
-
-    ``norm`` is the attribute of that norm, "" if there is none. ``after_attention`` and
-    ``after_mlp`` name modules (norms, dropouts) that are applied to the results before they are
-    added to the residual, if any.
-    """
-
-    norm: str = "post_attention_layernorm"
-    after_attention: str = ""
-    after_mlp: str = ""
-
-
-@dataclass(frozen=True)
-class Attention(Part):
-    """An attention that norms queries and keys, ``per_head`` or over whole projections."""
-
-    per_head: bool
-    window: bool = False
-    """Whether it passes ``sliding_window`` to the attention function."""
-
-
-@dataclass(frozen=True)
-class Mla(Part):
-    """A multi-head latent attention: two down projections with norms over their first columns."""
+from .forms import (
+    DROPOUT,
+    FORMS,
+    GLM_SANDWICH,
+    HEADS_WINDOW,
+    HF,
+    LATENT,
+    OFFSET,
+    ONCE,
+    POST_NORM,
+    PRE_NORM,
+    SANDWICH,
+    TORCH,
+    WHOLE,
+    Attention,
+    Layer,
+    Mla,
+    Norm,
+)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row: the norm's class, its epsilon's name, the offset of its weight, its rounding.
-
-    ``rounding`` is "hf", ``round(round(x * rs) * w)``, or "once", ``round((x * rs) * (w + offset))``.
-    """
+    """One row: a name, the Python module, the norm's class, and the forms of its modules."""
 
     name: str
     module: str
     norm: str
-    fingerprint: str
-    eps: str
-    weight_offset: float
-    rounding: Rounding
+    form: Norm
     layer: Layer | None = None
     attention: Attention | None = None
     mla: Mla | None = None
@@ -82,64 +48,42 @@ class Family:
         """The Python module that defines the classes."""
         return self.module if "." in self.module else f"transformers.models.{self.module}.modeling_{self.module}"
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the norm's code; "" for torch's, which is matched by identity."""
+        return next((fingerprint for fingerprint, form in FORMS if form is self.form), "")
+
+    @property
+    def eps(self) -> str:
+        """The attribute that is the norm's epsilon."""
+        return self.form.eps
+
+    @property
+    def weight_offset(self) -> float:
+        """What the norm adds to its weight."""
+        return self.form.weight_offset
+
+    @property
+    def rounding(self) -> Rounding:
+        """How the norm rounds."""
+        return self.form.rounding
+
 
 # fmt: off
 FAMILIES: Final = (
-    #       name           module         norm                 forward     epsilon            offset rounding
-    Family("torch.nn",    "torch.nn.modules.normalization", "RMSNorm", "", "eps",        0.0, "once"),
-    Family("Llama",       "llama",       "LlamaRMSNorm",      "43166e7d", "variance_epsilon",   0.0, "hf",
-           Layer("LlamaDecoderLayer", "0fa2ba01")),
-    Family("Mistral",     "mistral",     "MistralRMSNorm",    "43166e7d", "variance_epsilon",   0.0, "hf",
-           Layer("MistralDecoderLayer", "0fa2ba01")),
-    Family("Qwen2",       "qwen2",       "Qwen2RMSNorm",      "43166e7d", "variance_epsilon",   0.0, "hf",
-           Layer("Qwen2DecoderLayer", "0fa2ba01")),
-    Family("Qwen3",       "qwen3",       "Qwen3RMSNorm",      "43166e7d", "variance_epsilon",   0.0, "hf",
-           Layer("Qwen3DecoderLayer", "0fa2ba01"),
-           Attention("Qwen3Attention", "aa2aaae3", per_head=True, window=True)),
-    Family("Gemma 2",     "gemma2",      "Gemma2RMSNorm",     "87bafa09", "eps",                1.0, "once",
-           Layer("Gemma2DecoderLayer", "8a3eb29f", "pre_feedforward_layernorm",
-                 "post_attention_layernorm", "post_feedforward_layernorm")),
-    Family("Gemma 3",     "gemma3",      "Gemma3RMSNorm",     "87bafa09", "eps",                1.0, "once",
-           Layer("Gemma3DecoderLayer", "d3619338", "pre_feedforward_layernorm",
-                 "post_attention_layernorm", "post_feedforward_layernorm"),
-           Attention("Gemma3Attention", "8dd871ba", per_head=True, window=True)),
-    Family("OLMo-2",      "olmo2",       "Olmo2RMSNorm",      "ed842e24", "variance_epsilon",   0.0, "once",
-           Layer("Olmo2DecoderLayer", "", norm=""),
-           Attention("Olmo2Attention", "240a00f2", per_head=False)),
-    Family("Phi-3",       "phi3",        "Phi3RMSNorm",       "43166e7d", "variance_epsilon",   0.0, "hf",
-           Layer("Phi3DecoderLayer", "b9f7f168", "post_attention_layernorm", "resid_attn_dropout", "resid_mlp_dropout")),
-    Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3RMSNorm", "43166e7d", "variance_epsilon",   0.0, "hf",
-           Layer("DeepseekV3DecoderLayer", "0fa2ba01"), mla=Mla("DeepseekV3Attention", "e48d29de")),
-    Family("MiniMax-M2",  "minimax_m2",  "MiniMaxM2RMSNorm",  "43166e7d", "variance_epsilon",   0.0, "hf",
-           Layer("MiniMaxM2DecoderLayer", "18d2f81e"),
-           Attention("MiniMaxM2Attention", "240a00f2", per_head=False)),
-    Family("GLM-4",       "glm4",        "Glm4RMSNorm",       "43166e7d", "variance_epsilon",   0.0, "hf",
-           Layer("Glm4DecoderLayer", "74588e07", "post_attention_layernorm",
-                 "post_self_attn_layernorm", "post_mlp_layernorm")),
-    Family("gpt-oss",     "gpt_oss",     "GptOssRMSNorm",     "ed842e24", "variance_epsilon",   0.0, "once",
-           Layer("GptOssDecoderLayer", "5a0aa7d6")),
+    #       name           module         norm                 form    layer         attention
+    Family("torch.nn",    "torch.nn.modules.normalization", "RMSNorm", TORCH),
+    Family("Llama",       "llama",       "LlamaRMSNorm",      HF,     PRE_NORM),
+    Family("Mistral",     "mistral",     "MistralRMSNorm",    HF,     PRE_NORM),
+    Family("Qwen2",       "qwen2",       "Qwen2RMSNorm",      HF,     PRE_NORM),
+    Family("Qwen3",       "qwen3",       "Qwen3RMSNorm",      HF,     PRE_NORM,     HEADS_WINDOW),
+    Family("Gemma 2",     "gemma2",      "Gemma2RMSNorm",     OFFSET, SANDWICH),
+    Family("Gemma 3",     "gemma3",      "Gemma3RMSNorm",     OFFSET, SANDWICH,     HEADS_WINDOW),
+    Family("OLMo-2",      "olmo2",       "Olmo2RMSNorm",      ONCE,   POST_NORM,    WHOLE),
+    Family("Phi-3",       "phi3",        "Phi3RMSNorm",       HF,     DROPOUT),
+    Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3RMSNorm", HF,     PRE_NORM,     mla=LATENT),
+    Family("MiniMax-M2",  "minimax_m2",  "MiniMaxM2RMSNorm",  HF,     PRE_NORM,     WHOLE),
+    Family("GLM-4",       "glm4",        "Glm4RMSNorm",       HF,     GLM_SANDWICH),
+    Family("gpt-oss",     "gpt_oss",     "GptOssRMSNorm",     ONCE,   PRE_NORM),
 )
 # fmt: on
-
-
-@cache
-def classes() -> dict[tuple[str, str], tuple[Family, Part | None]]:
-    """(Python module, class name) -> the row, and its part for the class; None: the norm."""
-    found: dict[tuple[str, str], tuple[Family, Part | None]] = {}
-    for family in FAMILIES:
-        found[family.path, family.norm] = (family, None)
-        parts = filter(None, (family.layer, family.attention, family.mla))
-        found |= {(family.path, part.cls): (family, part) for part in parts}
-    return found
-
-
-@cache
-def fingerprint(function: Callable[..., Any]) -> str:
-    """A short hash of a function's source without comments and layout; "" if there is no source."""
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        return ""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    words = " ".join(token.string for token in tokens if token.type not in _LAYOUT)
-    return hashlib.sha256(words.encode()).hexdigest()[:8]

@@ -45,7 +45,7 @@ class NormCall(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """The attributes of a decoder layer; see `families.Layer`.
+    """The attributes of a decoder layer; see `forms.Layer`.
 
     ``names`` are the parameters of its forward after the first, ``defaults`` those that have a
     default, with its value. The models' layers pass all of them to the attention by name.
@@ -54,25 +54,35 @@ class LayerCall(NamedTuple):
     names: tuple[str, ...]
     defaults: tuple[tuple[str, Any], ...]
     norm: str
+    before: str
+    mlp: str
     after_attention: str
     after_mlp: str
+    multiplier: str
 
 
 class AttentionCall(NamedTuple):
-    """How q and k are normed, and whether the attention function takes ``sliding_window``."""
+    """How q and k are normed, and what is passed on; see `forms.Attention`.
+
+    ``home`` is the Python module whose functions the model's own forward calls.
+    """
 
     eps: float
     weight_offset: float
     rounding: Rounding
     per_head: bool
     window: bool
+    cache_position: bool
+    gated: bool
+    home: str
 
 
 class MlaCall(NamedTuple):
-    """The epsilons of MLA's two norms."""
+    """The epsilons of MLA's two norms, and the Python module of the model's functions."""
 
     q_eps: float
     kv_eps: float
+    home: str
 
 
 def hooked(module: nn.Module) -> bool:
@@ -130,9 +140,14 @@ def norm_forward(self: Any, x: Tensor | None = None, /, **named: Tensor) -> Tens
 
 
 def add_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:
-    """``norm(x)``, or with a residual ``(norm(x + residual), x + residual)``, in one launch."""
+    """``norm(x)``, or with a residual ``(norm(x + residual), x + residual)``, in one launch.
+
+    Rows that are not contiguous are copied. Models norm such rows after a convolution.
+    """
     how: NormCall = norm._onepass
     gamma = gamma_of(norm.weight)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     refuse_gradient(norm, x, gamma, residual)
     options: dict[str, Any] = {"weight_offset": how.weight_offset, "rounding": how.rounding}
     return rms_norm(x, gamma, how.eps, residual=residual, **options)
@@ -141,24 +156,28 @@ def add_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A decoder layer with its first addition and the norm after it in one launch::
 
-    residual = h + after_attention(attention(input_layernorm(h)))
-    return residual + after_mlp(mlp(norm(residual)))
+    residual = h + multiplier * after_attention(attention(before(h)))
+    return residual + multiplier * after_mlp(mlp(norm(residual)))
     """
     how: LayerCall = self._onepass
     kwargs = {**dict(how.defaults), **dict(zip(how.names, args, strict=False)), **kwargs}
-    x = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
+    x = self.self_attn(hidden_states=getattr(self, how.before)(hidden_states), **kwargs)[0]
     if how.after_attention:
         x = getattr(self, how.after_attention)(x)
+    if how.multiplier:
+        x = x * getattr(self, how.multiplier)
     if runs_fused(self):
         x, residual = add_norm(getattr(self, how.norm), x, hidden_states)
     else:
         residual = hidden_states + x
         x = getattr(self, how.norm)(residual)
-    x = self.mlp(x)
+    x = getattr(self, how.mlp)(x)
     if isinstance(x, tuple):  # a mixture of experts may also return its scores
         x = x[0]
     if how.after_mlp:
         x = getattr(self, how.after_mlp)(x)
+    if how.multiplier:
+        x = x * getattr(self, how.multiplier)
     return cast(Tensor, residual + x)
 
 
@@ -177,6 +196,9 @@ def attention_forward(
         return cast(Attended, own)
     heads = (*hidden_states.shape[:-1], -1, self.head_dim)
     q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+    gate = None
+    if how.gated:
+        q, gate = torch.chunk(q.view(*hidden_states.shape[:-1], -1, 2 * self.head_dim), 2, dim=-1)
     if how.per_head:
         q, k = q.view(heads), k.view(heads)
     gammas = gamma_of(self.q_norm.weight), gamma_of(self.k_norm.weight)
@@ -184,22 +206,39 @@ def attention_forward(
     options: dict[str, Any] = {"weight_offset": how.weight_offset, "rounding": how.rounding, "per_head": how.per_head}
     q, k = qk_rms_norm(q, k, *gammas, how.eps, **options)
     q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))
-    model = sys.modules[type(self).__module__]
-    q, k = model.apply_rotary_pos_emb(q, k, *position_embeddings)
+    model = sys.modules[how.home]
+    cos, sin = position_embeddings
+    q, k = model.apply_rotary_pos_emb(q, k, cos, sin)
+    more: tuple[Any, ...] = ()
+    if how.cache_position:
+        more = ({"sin": sin, "cos": cos, "cache_position": kwargs.pop("cache_position", None)},)
     if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+        k, v = past_key_values.update(k, v, self.layer_idx, *more)
     if how.window:
         kwargs["sliding_window"] = self.sliding_window
-    return _attend(self, model, q, k, v, attention_mask, **kwargs)
+    return _attend(self, model, (q, k, v), attention_mask, gate, **kwargs)
 
 
-def _attend(self: Any, model: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Attended:
-    """The attention function that the model is configured for, and the output projection."""
+def _attend(
+    self: Any,
+    model: Any,
+    states: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    gate: Tensor | None = None,
+    **kwargs: Any,
+) -> Attended:
+    """The attention function that the model is configured for, the gate and the output projection."""
     functions, implementation = model.ALL_ATTENTION_FUNCTIONS, self.config._attn_implementation
-    function = functions.get_interface(implementation, model.eager_attention_forward)
+    if hasattr(functions, "get_interface"):
+        function = functions.get_interface(implementation, model.eager_attention_forward)
+    else:  # transformers 4.57
+        function = model.eager_attention_forward if implementation == "eager" else functions[implementation]
     dropout = self.attention_dropout if self.training else 0.0
-    out, weights = function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
-    return self.o_proj(out.reshape(q.shape[0], q.shape[2], -1).contiguous()), weights
+    out, weights = function(self, *states, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+    out = out.reshape(states[0].shape[0], states[0].shape[2], -1).contiguous()
+    if gate is not None:
+        out = out * torch.sigmoid(gate.reshape(out.shape))
+    return self.o_proj(out), weights
 
 
 def mla_forward(
@@ -220,7 +259,7 @@ def mla_forward(
         return cast(Attended, own)
     skipped = (self.q_a_proj, self.q_a_layernorm, self.kv_a_proj_with_mqa, self.kv_a_layernorm)
     refuse_gradient(self, hidden_states, *(module.weight for module in skipped))
-    model = sys.modules[type(self).__module__]
+    model = sys.modules[self._onepass.home]
     if getattr(past_key_values, "onepass_mla", False):
         q, latent, k_rot = _write_entries(self, hidden_states, position_embeddings, past_key_values)
     else:
@@ -228,7 +267,7 @@ def mla_forward(
         if past_key_values is not None:
             latent, k_rot = past_key_values.update(latent, k_rot, self.layer_idx)
     k, v = self.expand_kv(latent, k_rot)
-    return _attend(self, model, q, k, v, attention_mask, **kwargs)
+    return _attend(self, model, (q, k, v), attention_mask, **kwargs)
 
 
 def _write_entries(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, Final, Literal, Self
+from functools import cache, partial
+from typing import Any, Final, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,8 @@ from torch.nn import Parameter
 
 from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
-from ..formats import FLOATS, Rounding
-from ..nn import eps_of
-from .families import Attention, Family, Layer, Mla, classes, fingerprint
+from ..formats import FLOATS
+from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, match
 from .forwards import FORWARDS, FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, runs_fused
 
 PatchRounding = Literal["model", "once"]
@@ -31,10 +31,9 @@ NORM_BEFORE_ADD: Final = "no norm follows these additions within the layer"
 ROPE_ROUNDS: Final = "the model rounds every product of its rotation, but one launch would round once"
 TWO_ROUNDINGS: Final = 'the model rounds between projection and norm, but one launch does not (needs rounding="once")'
 CACHE_LAYOUT: Final = "transformers' caches separate latent and rotated key, but one launch writes them as one entry"
-OTHER_CODE: Final = "its forward differs from the one that is supported (transformers 5.17)"
 REPLACED_BEFORE: Final = "its forward was replaced by other code"
+REPLACED_METHOD: Final = "one of its methods was replaced by other code"
 PATCHED_BEFORE: Final = "already patched"
-NO_ROW: Final = "no supported family has this class"
 OTHER_NORM: Final = "it is not an RMSNorm"
 NOT_AS_PATCHED: Final = "a module that it would skip has a hook, or was replaced after patch"
 
@@ -139,9 +138,9 @@ def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = T
     """Replace the norms of a transformers model in place; returns a handle with ``.undo()``.
 
     It replaces RMSNorms (`rms_norm`), the addition before a norm together with it, and the norms of
-    queries and keys (`qk_rms_norm`, one launch for both). ``print(handle)`` shows what was
-    replaced, what was left, and why. docs/models.md has a table of families. Weights, buffers and
-    state dict are untouched.
+    queries and keys (`qk_rms_norm`, one launch for both). Modules are matched by what their code
+    does; docs/models.md lists models, and `onepass.integrations.register` adds code. ``print(handle)``
+    shows what was replaced, what was left, and why. Weights, buffers and state dict are untouched.
 
     Hooks see what they see in the unpatched model, including those added later: if a fused launch
     would skip a module that has a forward hook or pre-hook, the modules are called one by one. Once
@@ -174,17 +173,15 @@ def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = T
     require_bool("patch", "fuse", fuse)
     require_bool("patch", "strict", strict)
     handle = Patched(model, rounding)
-    steps: dict[type, Callable[..., None]] = {Layer: _layer, Attention: _attention, Mla: _mla}
-    found = [(where, module, classes().get(_class(module))) for where, module in model.named_modules()]
-    for where, module, row in found:  # norms first, because fused modules rely on them
-        if row is None:
-            if _looks_like_a_norm(module):
-                handle._leave(where, module, "norm", OTHER_NORM if isinstance(module, _TORCH_NORMS) else NO_ROW)
-        elif row[1] is None:
-            _norm(handle, where, module, row[0])
-    for where, module, row in found:
-        if row is not None and row[1] is not None and fuse:
-            steps[type(row[1])](handle, where, module, *row)
+    matches: Callable[..., Match] = cache(match)  # for this call only, because classes may be changed later
+    modules = list(model.named_modules())
+    for where, module in modules:  # norms first, because fused modules rely on them
+        if _may_be_a_norm(module):
+            _norm(handle, where, module, matches(type(module), Norm))
+    for where, module in modules if fuse else ():
+        for kind, step in _STEPS.items():
+            if _may_be(kind, module):
+                step(handle, where, module, matches(type(module), kind))
     _warn_or_raise(handle, strict)
     return handle
 
@@ -200,11 +197,18 @@ def _warn_or_raise(handle: Patched, strict: bool) -> None:
         raise ContractError(f"patch: `strict=True`, but {what} {name}, which is unchanged ({norms})")
     if not handle.replaced:
         warnings.warn(
-            f"onepass.patch replaced nothing in {name}, which runs as before ({norms}). docs/models.md lists the supported "
-            "model families; strict=True makes this an error.",
+            f"onepass.patch replaced nothing in {name}, which runs as before ({norms}). docs/models.md explains what can be "
+            "replaced; strict=True makes this an error.",
             NothingPatchedWarning,
             stacklevel=3,
         )
+
+
+def _may_be_a_norm(module: nn.Module) -> bool:
+    """Whether it has a weight and no submodules, or is named like a norm. torch's modules have to be named so."""
+    leaf = "weight" in module._parameters and not module._modules
+    ours = not type(module).__module__.startswith("torch.")
+    return (leaf and ours) or _looks_like_a_norm(module)
 
 
 def _looks_like_a_norm(module: nn.Module) -> bool:
@@ -213,61 +217,90 @@ def _looks_like_a_norm(module: nn.Module) -> bool:
     return named and (bool(module._parameters) or not module._modules)
 
 
-def _class(module: nn.Module) -> tuple[str, str]:
-    return type(module).__module__, type(module).__qualname__
+def _may_be(kind: type[Form], module: nn.Module) -> bool:
+    """Whether a module has submodules that one of this kind has, among them a norm that was patched."""
+    children = module._modules
+    if not _MARKS[kind] <= children.keys():
+        return False
+    norms = children.values() if kind is Layer else map(children.get, _MARKS[kind])
+    return any(map(_patched_norm, norms))
 
 
-def _objection(module: nn.Module, expected: str) -> str:
+def _objection(module: nn.Module, found: Match, flag: str = "") -> str:
     """Why a module's forward cannot be replaced; "" if it can."""
     if "forward" in module.__dict__:
         return PATCHED_BEFORE if _MARK in module.__dict__ else REPLACED_BEFORE
-    return OTHER_CODE if expected and fingerprint(type(module).forward) != expected else ""
+    if found.form is None:
+        return found.why
+    if found.code is not None and any(name in module.__dict__ for name in found.code.methods):
+        return REPLACED_METHOD
+    return _unless(not flag or getattr(module, flag, False) is True, f"its {flag} is not True")
 
 
 def _unless(condition: bool, why: str) -> str:
     return "" if condition else why
 
 
-def _norm(handle: Patched, where: str, module: nn.Module, family: Family) -> None:
-    weight = getattr(module, "weight", None)
+def _missing(module: object, *names: str) -> str:
+    """Which of these attributes an object lacks. Registered forms may name anything."""
+    absent = [name for name in names if name and not hasattr(module, name)]
+    return _unless(not absent, f"it has no {' and no '.join(absent)}")
+
+
+def _norm(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
+    form = found.form
+    if not isinstance(form, Norm):
+        if _looks_like_a_norm(module):
+            other = isinstance(module, _TORCH_NORMS)
+            handle._leave(where, module, "norm", OTHER_NORM if other else _objection(module, found))
+        return
+    weight, eps = getattr(module, "weight", None), cast(Any, getattr(module, form.eps, None))
+    if eps is None and form is TORCH:
+        eps = torch.finfo(torch.float32).eps
     objection = (
-        _objection(module, family.fingerprint)
+        _objection(module, found, form.flag)
+        or _unless(type(module).__call__ is nn.Module.__call__, "its class replaces __call__")
         or _unless(weight is not None and weight.dim() == 1, "it has no 1-D weight")
         or _unless(type(weight) in (Tensor, Parameter), f"its weight is a {type(weight).__name__}")
         or _unless(weight.dtype in FLOATS, f"its weight is {weight.dtype}")  # type: ignore[union-attr]
+        or _missing(module, form.eps)
+        or _unless(type(eps) in (float, int), f"its epsilon, {form.eps}, is {describe(eps)}")
     )
     if objection:
         handle._leave(where, module, "norm", objection)
         return
-    call = _norm_call(handle, module, family)
-    handle._bind(where, module, call, "norm", f"rms_norm, rounding {call.rounding}")
-
-
-def _norm_call(handle: Patched, module: nn.Module, family: Family) -> NormCall:
-    eps = eps_of(module, family.eps)
-    rounding: Rounding = "once" if handle.rounding == "once" else family.rounding
-    return NormCall(torch.finfo(torch.float32).eps if eps is None else eps, family.weight_offset, rounding)
+    rounding = "once" if handle.rounding == "once" else form.rounding
+    handle._bind(
+        where, module, NormCall(float(eps), form.weight_offset, rounding), "norm", f"rms_norm, rounding {rounding}"
+    )
 
 
 def _patched_norm(module: Any) -> bool:
     return module is not None and isinstance(module.__dict__.get(_MARK), NormCall)
 
 
-def _layer(handle: Patched, where: str, module: nn.Module, family: Family, layer: Layer) -> None:
+def _layer(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
+    layer = found.form
+    if not isinstance(layer, Layer):
+        handle._leave(where, module, "additions", _objection(module, found))
+        return
     if not layer.norm:
         handle._leave(where, module, "additions", NORM_BEFORE_ADD)
         return
     handle._leave(where, module, "addition after the MLP", NEXT_LAYER)
     what = "addition after the attention"
+    norm: Any = getattr(module, layer.norm, None)
+    names = (layer.norm, layer.before, layer.mlp, layer.after_attention, layer.after_mlp, layer.multiplier)
     objection = (
-        _objection(module, layer.fingerprint)
-        or _unless(_patched_norm(getattr(module, layer.norm, None)), f"its {layer.norm} was left")
-        or _unless(family.rounding == "hf" or handle.rounding == "once", SUM_IS_ROUNDED)
+        _objection(module, found)
+        or _missing(module, *names)
+        or _unless(_patched_norm(norm), f"its {layer.norm} was left")
+        or _unless(norm._onepass.rounding == "hf" or handle.rounding == "once", SUM_IS_ROUNDED)
     )
     if objection:
         handle._leave(where, module, what, objection)
         return
-    call = LayerCall(*_parameters(type(module)), layer.norm, layer.after_attention, layer.after_mlp)
+    call = LayerCall(*_parameters(type(module)), *names)
     handle._bind(where, module, call, what, f"in the launch of {layer.norm}")
 
 
@@ -278,46 +311,73 @@ def _parameters(cls: type[nn.Module]) -> tuple[tuple[str, ...], tuple[tuple[str,
     return tuple(p.name for p in named), tuple((p.name, p.default) for p in named if p.default is not p.empty)
 
 
-def _attention(handle: Patched, where: str, module: nn.Module, family: Family, attention: Attention) -> None:
+def _attention(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
     what = "norms of q and k"
+    form = found.form
     q_norm, k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
     objection = (
-        _objection(module, attention.fingerprint)
+        _objection(module, found, form.flag if isinstance(form, Attention) else "")
         or _unless(_patched_norm(q_norm) and _patched_norm(k_norm), "one of them was left")
         or _unless(q_norm._onepass == k_norm._onepass, "they have different epsilons")  # type: ignore[union-attr]
+        or _not_importable(found)
+        or _missing(sys.modules[_home(found)], *sorted(Attention.called))
     )
-    if objection:
+    if objection or not isinstance(form, Attention):
         handle._leave(where, module, what, objection)
         return
-    norm = _norm_call(handle, q_norm, family)  # type: ignore[arg-type]
-    extent = "per head" if attention.per_head else "whole projections"
-    call = AttentionCall(*norm, attention.per_head, attention.window)
+    norm: NormCall = q_norm._onepass  # type: ignore[union-attr]
+    extent = "per head" if form.per_head else "whole projections"
+    options = (form.per_head, form.window, form.cache_position, form.gated)
+    call = AttentionCall(*norm, *options, _home(found))
     handle._bind(where, module, call, what, f"qk_rms_norm, {extent}, rounding {norm.rounding}")
     handle._leave(where, module, "rotation of q and k", ROPE_ROUNDS)
 
 
-def _mla(handle: Patched, where: str, module: nn.Module, family: Family, mla: Mla) -> None:
+def _mla(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
     write = "norm of the latent, rotation and cache write"
-    handle._leave(where, module, f"{write}, other caches", CACHE_LAYOUT)
     what = "down projections and their norms"
-    norms = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
+    if found.form is None:
+        handle._leave(where, module, what, _objection(module, found))
+        return
+    handle._leave(where, module, f"{write}, other caches", CACHE_LAYOUT)
+    norms: list[Any] = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
     linears = [getattr(module, name, None) for name in ("q_a_proj", "kv_a_proj_with_mqa")]
     objection = (
-        _objection(module, mla.fingerprint)
+        _objection(module, found)
         or _unless(linears[0] is not None, "queries have no down projection in this model")
         or _unless(handle.rounding == "once", TWO_ROUNDINGS)
         or _unless(all(map(_patched_norm, norms)), "one of these norms was left")
+        or _unless(not any(norm._onepass.weight_offset for norm in norms), "their weights have an offset")
         or _unless(all(map(_is_linear, linears)), "they are not plain torch.nn.Linear modules without bias")
         or _unless(not any("forward" in vars(linear) for linear in linears), REPLACED_BEFORE)
+        or _not_importable(found)
     )
     if objection:
         handle._leave(where, module, what, objection)
         return
-    call = MlaCall(*(norm._onepass.eps for norm in norms))  # type: ignore[union-attr]
+    call = MlaCall(norms[0]._onepass.eps, norms[1]._onepass.eps, _home(found))
     handle._bind(where, module, call, what, f"gemv_and_partial_norm for up to {FUSED_ROWS} tokens, one launch each")
     how = "fused_rope_rmsnorm_quantization, if past_key_values is an onepass.integrations.MlaCache"
     handle.replaced.append(Change(where, type(module).__name__, write, how))
 
 
+def _home(found: Match) -> str:
+    """The Python module in which the forward looks up its functions."""
+    return found.code.module if found.code is not None else ""
+
+
+def _not_importable(found: Match) -> str:
+    return _unless(bool(_home(found)), "its Python module is not in sys.modules")
+
+
 def _is_linear(module: nn.Module | None) -> bool:
     return type(module) is nn.Linear and module.bias is None
+
+
+_STEPS: Final[dict[type[Form], Callable[..., None]]] = {Layer: _layer, Attention: _attention, Mla: _mla}
+_MARKS: Final[dict[type[Form], set[str]]] = {
+    Layer: {"self_attn"},
+    Attention: {"q_norm", "k_norm"},
+    Mla: {"kv_a_layernorm"},
+}
+"""The submodules that each kind has. Only modules that have them are compared with the forms."""

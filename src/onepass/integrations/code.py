@@ -1,0 +1,263 @@
+"""What a module's forward does, as a fingerprint that does not depend on names of models.
+
+Two forwards have the same fingerprint if their code is the same, and that of everything they reach:
+methods of their class, properties, ``super()``, functions and constants of their module, closures.
+Annotations, docstrings, comments, layout and decorators do not count, nor do the names of the
+functions and methods that are reached. Modules, classes and torch's functions count by name.
+
+Fingerprints are the same on every Python from 3.11 on.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import inspect
+import sys
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+_IGNORED: Final = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
+_WRAPPERS: Final = ("transformers.utils.deprecation",)
+"""Modules whose decorators only rename deprecated arguments."""
+_seen: Final[WeakKeyDictionary[FunctionType, tuple[CodeType, tuple[str | _Reference, ...]]]] = WeakKeyDictionary()
+"""What was parsed before. Not by code object, because those of different source may be equal."""
+
+
+class NotComparable(Exception):
+    """Some code that a forward reaches cannot be read. The message is the reason, as in a report."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a class's forward does.
+
+    ``module`` is the Python module whose names the forward uses, "" if it cannot be imported.
+    ``methods`` are the methods and properties of its class that it uses.
+    """
+
+    fingerprint: str
+    module: str
+    methods: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A name that has to be looked up: of the first parameter ("self"), "super" or a "global"."""
+
+    kind: str
+    name: str
+
+
+def code_of(cls: type[nn.Module], called: frozenset[str] = frozenset()) -> Code:
+    """The code of a class's forward. Raises `NotComparable` if it cannot be read.
+
+    ``called`` are names that count by name only. The caller runs the module's own functions and
+    methods of these names, so what they do may differ.
+    """
+    reader = _Reader(cls, called)
+    try:
+        text = "".join(reader.read(cls.forward, _owner(cls.__mro__, "forward")))
+    except RecursionError:
+        raise NotComparable("it is nested too deeply") from None
+    names = _function(cls.forward).__globals__
+    home = str(names.get("__name__"))
+    importable = vars(sys.modules.get(home, object)) is names
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Code(digest[:12], home if importable else "", frozenset(reader.methods))
+
+
+class _Reader:
+    """Writes a function and all that it reaches, each once. Functions and methods are numbered."""
+
+    def __init__(self, cls: type[nn.Module], called: frozenset[str]) -> None:
+        self.cls = cls
+        self.called = called
+        self.methods: set[str] = set()
+        self.numbers: dict[int, int] = {}
+
+    def read(self, value: object, owner: type | None = None) -> Iterator[str]:
+        """A function's code, or only its number if it was written before. ``owner`` is the class that defines it."""
+        function = _function(value)
+        seen = id(function) in self.numbers
+        yield f"@{self.numbers.setdefault(id(function), len(self.numbers))}"
+        if not seen:
+            for part in _parsed(function):
+                yield from (part,) if isinstance(part, str) else self.resolve(part, function, owner)
+
+    def resolve(self, reference: _Reference, function: FunctionType, owner: type | None) -> Iterator[str]:
+        """What a name stands for."""
+        name = reference.name
+        if name in self.called:
+            yield name
+        elif reference.kind == "global":
+            yield from self.value(name, _looked_up(name, function), function)
+        elif owner is None:  # the first parameter of a function that is not a method
+            yield f".{name}"
+        else:
+            yield from self.attribute(reference, owner)
+
+    def attribute(self, reference: _Reference, owner: type) -> Iterator[str]:
+        """What ``self.name`` or ``super().name`` stands for. Attributes of instances count by name."""
+        name = reference.name
+        classes = self.cls.__mro__
+        if reference.kind == "super":
+            classes = classes[classes.index(owner) + 1 :]
+        definer = _owner(classes, name)
+        if definer is None or definer is nn.Module or definer is object:
+            yield f"{reference.kind}.{name}"
+            return
+        value = vars(definer)[name]
+        if isinstance(value, staticmethod | classmethod):
+            yield f"{type(value).__name__} "
+            value = value.__func__
+        if isinstance(value, property):
+            yield "property "
+            value = value.fget
+        if callable(value):
+            self.methods.add(name)
+            yield from self.read(value, definer)
+        else:
+            yield _constant(name, value, definer.__module__)
+
+    def value(self, name: str, value: object, function: FunctionType) -> Iterator[str]:
+        """What a global name stands for."""
+        value = _called_by(value)
+        home = str(getattr(value, "__module__", ""))
+        torchs = home.partition(".")[0] == "torch"
+        if isinstance(value, ModuleType):
+            yield f"module {value.__name__}"
+        elif isinstance(value, FunctionType) and not torchs:
+            yield from self.read(value)
+        elif isinstance(value, FunctionType | BuiltinFunctionType | type):
+            yield f"{home}.{value.__qualname__}"
+        else:
+            yield _constant(name, value, function.__module__)
+
+
+def _constant(name: str, value: object, home: str) -> str:
+    """A constant by its value, any other object by its name and the module that uses it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return f"{home}.{name}"
+
+
+def _owner(classes: tuple[type, ...], name: str) -> type | None:
+    return next((cls for cls in classes if name in vars(cls)), None)
+
+
+def _looked_up(name: str, function: FunctionType) -> object:
+    if name in function.__code__.co_freevars:
+        cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
+        try:
+            return cell.cell_contents
+        except ValueError:
+            raise NotComparable(f"{name} has no value yet") from None
+    if name in function.__globals__:
+        return function.__globals__[name]
+    return getattr(builtins, name, None)
+
+
+def _called_by(value: object) -> object:
+    """The function that a module of Hugging Face's ``kernels`` calls, whose decorators make modules of functions."""
+    wraps = type(value).__qualname__.endswith("_create_func_module.<locals>.Func")
+    if wraps and isinstance(value, nn.Module) and "forward" not in vars(value):
+        return _looked_up("func", type(value).forward)  # type: ignore[arg-type]
+    return value
+
+
+def _function(value: object) -> FunctionType:
+    """The function itself, without decorators that change nothing."""
+    while isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
+        wrapper = value.__globals__.get("__name__", "")
+        if wrapper not in _WRAPPERS:
+            raise NotComparable(f"{value.__name__} is wrapped by code of {wrapper}")
+        value = value.__wrapped__
+    if not isinstance(value, FunctionType):
+        raise NotComparable(f"{getattr(value, '__name__', value)} is a {type(value).__name__}, not a function")
+    return value
+
+
+def _parsed(function: FunctionType) -> tuple[str | _Reference, ...]:
+    """A function's code as text, with the names that have to be looked up."""
+    code, parts = _seen.get(function, (None, ()))
+    if code is not function.__code__:
+        parts = tuple(_parse(function.__code__))
+        _seen[function] = function.__code__, parts
+    return parts
+
+
+def _parse(code: CodeType) -> Iterator[str | _Reference]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError, ValueError, tokenize.TokenError):
+        raise NotComparable(f"the source of {code.co_name} is not available") from None
+    found = tree.body[0] if tree.body else None
+    if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) or found.name != code.co_name:
+        raise NotComparable(f"the source of {code.co_name} is not a function definition")
+    found.name, found.decorator_list = "", []  # what decorators made is what was looked up
+    parameters = [*found.args.posonlyargs, *found.args.args]
+    return _Writer(_locals(code), parameters[0].arg if parameters else "").write(found)
+
+
+def _locals(code: CodeType) -> frozenset[str]:
+    nested = (_locals(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset({*code.co_varnames, *code.co_cellvars}).union(*nested)
+
+
+class _Writer:
+    """Writes a syntax tree as text. `ast.dump` and `ast.unparse` depend on Python's version."""
+
+    def __init__(self, names: frozenset[str], this: str) -> None:
+        self.locals = names
+        self.this = this
+
+    def write(self, node: ast.AST) -> Iterator[str | _Reference]:
+        match node:
+            case ast.Constant():
+                yield repr(node.value)
+            case ast.Name() if node.id not in self.locals:
+                yield _Reference("global", node.id)
+            case ast.Attribute(value=ast.Name(id=this)) if this == self.this:
+                yield from (f"{this}.", _Reference("self", node.attr))
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[])):
+                yield _Reference("super", node.attr)
+            case ast.AnnAssign(value=ast.expr() as value):
+                yield from self.write(ast.Assign(targets=[node.target], value=value))
+            case _:
+                yield from self.fields(node)
+
+    def fields(self, node: ast.AST) -> Iterator[str | _Reference]:
+        yield f"{type(node).__name__}("
+        for name, value in ast.iter_fields(node):
+            if name in _IGNORED or value is None or value == []:
+                continue
+            yield f"{name}="
+            if name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                value = value[1:] if ast.get_docstring(node, clean=False) is not None else value
+            if isinstance(node, ast.JoinedStr):  # Python 3.12 adds empty strings
+                value = [part for part in value if not (isinstance(part, ast.Constant) and part.value == "")]
+            yield from self.items(value)
+        yield ")"
+
+    def items(self, value: Any) -> Iterator[str | _Reference]:
+        if isinstance(value, list):
+            yield "["
+            for item in value:
+                if isinstance(item, ast.AnnAssign) and item.value is None:
+                    continue
+                yield from self.items(item)
+                yield ","
+            yield "]"
+        elif isinstance(value, ast.AST):
+            yield from self.write(value)
+        else:
+            yield repr(value)

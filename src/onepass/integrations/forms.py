@@ -1,0 +1,262 @@
+"""The forms of norms, decoder layers and attentions that `onepass.patch` can replace, and `register`.
+
+A form says how a forward computes. It is found by the forward's fingerprint (`code.py`), so a row is
+about code, not about a model: all classes with this code are replaced, in any model and release. If
+a form cannot express a difference, add a field, never a per-model function.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+from torch import nn
+
+from ..contract.declaration import describe
+from ..errors import ContractError
+from ..formats import Rounding
+from ..nn.norm import check_options
+from .code import Code, NotComparable, code_of
+
+OTHER_CODE: Final = "its code is not one of the supported forms (onepass.integrations.register adds one)"
+_ATTEND: Final = frozenset({"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"})
+
+
+def _require_fields(form: Any) -> None:
+    """Reject fields of a wrong type; their names do not have to exist before `patch`."""
+    for field in fields(form):
+        value = getattr(form, field.name)
+        expected = {"str": str, "bool": bool}.get(str(field.type))
+        if expected is not None and type(value) is not expected:
+            raise ContractError(
+                f"{type(form).__name__}: `{field.name}` must be a {expected.__name__}, got {describe(value)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A norm: its rounding, the offset of its weight, and the attribute that is its epsilon.
+
+    ``rounding`` is "hf", ``round(round(x * rs) * w)``, or "once", ``round((x * rs) * (w + offset))``.
+    If ``flag`` is set, the form applies only to norms whose attribute of this name is True.
+    """
+
+    called: ClassVar[frozenset[str]] = frozenset()
+    rounding: Rounding
+    weight_offset: float = 0.0
+    eps: str = "eps"
+    flag: str = ""
+
+    def __post_init__(self) -> None:
+        check_options(type(self), rounding=self.rounding, weight_offset=self.weight_offset)
+        _require_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A decoder layer in which a norm follows the addition after the attention::
+
+        residual = h + multiplier * after_attention(self_attn(before(h)))
+        return residual + multiplier * after_mlp(mlp(norm(residual)))
+
+    All fields are names of attributes. ``after_attention`` and ``after_mlp`` are modules such as
+    norms and dropouts. They and ``multiplier`` are "" if there are none. With ``norm=""`` no norm
+    follows an addition, so there is nothing to fuse. The layer passes all its arguments to the
+    attention by name.
+    """
+
+    called: ClassVar[frozenset[str]] = frozenset()
+    norm: str = "post_attention_layernorm"
+    before: str = "input_layernorm"
+    mlp: str = "mlp"
+    after_attention: str = ""
+    after_mlp: str = ""
+    multiplier: str = ""
+
+    def __post_init__(self) -> None:
+        _require_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """An attention that norms queries and keys by ``q_norm`` and ``k_norm``, then rotates them.
+
+    ``per_head`` is whether the norms see heads or whole projections, ``window`` whether
+    ``sliding_window`` is passed to the attention function, ``cache_position`` whether cos, sin and
+    cache_position are passed to the cache, as in transformers 4.57. With ``gated`` the projection
+    of a query head is followed by that of a gate, whose sigmoid is multiplied with the head's
+    output. If ``flag`` is set, the form applies only to attentions whose attribute of this name is
+    True.
+    """
+
+    called: ClassVar[frozenset[str]] = _ATTEND | {"apply_rotary_pos_emb"}
+    per_head: bool
+    window: bool = False
+    cache_position: bool = False
+    gated: bool = False
+    flag: str = ""
+
+    def __post_init__(self) -> None:
+        _require_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mla:
+    """A multi-head latent attention: two down projections with norms over their first columns.
+
+    Its rotation is part of the form, because the fused cache write computes it.
+    """
+
+    called: ClassVar[frozenset[str]] = _ATTEND | {"expand_kv"}
+
+
+Form: TypeAlias = Norm | Layer | Attention | Mla
+
+HF: Final = Norm(rounding="hf", eps="variance_epsilon")
+ONCE: Final = Norm(rounding="once", eps="variance_epsilon")
+OFFSET: Final = Norm(rounding="once", weight_offset=1.0)
+TORCH: Final = Norm(rounding="once")
+"""torch.nn.RMSNorm; an epsilon of None is allowed there."""
+PRE_NORM: Final = Layer()
+DROPOUT: Final = Layer(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout")
+SANDWICH: Final = Layer(
+    norm="pre_feedforward_layernorm",
+    after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+GLM_SANDWICH: Final = Layer(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+POST_NORM: Final = Layer(
+    norm="", before="", after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm"
+)
+HEADS: Final = Attention(per_head=True)
+HEADS_WINDOW: Final = Attention(per_head=True, window=True)
+WHOLE: Final = Attention(per_head=False)
+LATENT: Final = Mla()
+
+# fmt: off
+FORMS: Final[tuple[tuple[str, Form], ...]] = (
+    # norms
+    ("eabce2cafc0b", HF),  # Llama, and most others
+    ("df74e8ad73cd", Norm(rounding="hf")),  # Llama 4
+    ("56ce46e19bc5", ONCE),  # OLMo-2, gpt-oss
+    ("7b4c953159fb", ONCE),  # Helium
+    ("facdcf2c34ee", Norm(rounding="once")),  # Moshi
+    ("f18841b7e57a", OFFSET),  # Gemma
+    ("d79fb167f4dc", Norm(rounding="once", flag="with_scale")),  # Gemma 3n, Gemma 4: pow(mean, -0.5) in float32
+    # decoder layers
+    ("eb0ee7e37d7b", PRE_NORM),  # Llama, and most others
+    ("bb3842315df8", PRE_NORM),  # the same in transformers 4.57, which passes cache_position
+    ("7e4bc97f330a", PRE_NORM),  # Mixtral
+    ("bfca195cf6f4", PRE_NORM),  # Qwen3-MoE, transformers 4.57
+    ("1d95e69c4e47", PRE_NORM),  # Qwen3-VL
+    ("d8607c6c40a9", PRE_NORM),  # Qwen3-VL, transformers 4.57
+    ("e552ce142994", PRE_NORM),  # gpt-oss
+    ("a165cd7858d4", PRE_NORM),  # gpt-oss, transformers 4.57
+    ("9fc3e242c13c", Layer(mlp="block_sparse_moe")),  # Mixtral, transformers 4.57
+    ("25fac184cc81", Layer(norm="pre_ff_layernorm", mlp="feed_forward")),  # Jamba
+    ("b3d8de0c312a", Layer(norm="feedforward_layernorm", before="attention_layernorm")),  # Apertus
+    ("679ab5639e43", Layer(norm="feedforward_layernorm", before="attention_layernorm")),  # Apertus, transformers 4.57
+    ("caa7a7f58c91", Layer(norm="pre_feedforward_layernorm")),  # VaultGemma
+    ("505e8a71da96", Layer(multiplier="residual_multiplier")),  # Granite
+    ("f68e69a59490", Layer(multiplier="residual_multiplier", mlp="block_sparse_moe")),  # GraniteMoe
+    ("cdc44c12e84c", Layer(multiplier="residual_scale")),  # MiniCPM3
+    ("2cd107747f6c", DROPOUT),  # Phi-3
+    ("cd5f38ddd51a", DROPOUT),  # Phi-3, transformers 4.57
+    ("dd80ce4c75b7", Layer(after_attention="dropout", after_mlp="dropout")),  # Emu3
+    ("8f189359f943", SANDWICH),  # Gemma 2, Gemma 3
+    ("edab62a4aac0", Layer(norm="pre_mlp_layernorm", after_attention="post_attention_layernorm",
+                           after_mlp="post_mlp_layernorm")),  # AFMoE
+    ("2178d1222389", GLM_SANDWICH),  # GLM-4
+    ("34e9d562d3f1", GLM_SANDWICH),  # GLM-4, transformers 4.57
+    ("328f4e587d58", GLM_SANDWICH),  # GLM-4V
+    ("aa4e50886855", Layer(after_attention="post_norm1", after_mlp="post_norm2",
+                           multiplier="residual_multiplier")),  # HyperCLOVA X
+    ("f317064730f2", POST_NORM),  # OLMo-2, EXAONE 4
+    ("4aa41ca22899", POST_NORM),  # the same in transformers 4.57
+    ("ecd5a058ac28", POST_NORM),  # FlexOlmo
+    # attentions
+    ("eea86af35e9e", HEADS_WINDOW),  # Qwen3
+    ("c6e44f8ace5f", HEADS_WINDOW),  # Gemma 3
+    ("aa00dabc5073", HEADS),  # Qwen3-VL
+    ("9ec9ee313f52", HEADS),  # Apertus
+    ("4631fb0baa38", Attention(per_head=True, flag="use_qk_norm")),  # GLM-4-MoE
+    ("3995af2d93ee", Attention(per_head=True, gated=True)),  # Qwen3-Next, Qwen3.5
+    ("13d95b4e16be", WHOLE),  # OLMo-2, MiniMax-M2
+    ("98b88fbd3c19", Attention(per_head=False, window=True)),  # OLMo-3
+    # the same in transformers 4.57
+    ("77696cfebdb4", Attention(per_head=True, window=True, cache_position=True)),  # Qwen3
+    ("12558cab2314", Attention(per_head=True, window=True, cache_position=True)),  # Gemma 3
+    ("b807a943f710", Attention(per_head=True, cache_position=True)),  # Qwen3-VL
+    ("eaa0ffcdab9d", Attention(per_head=True, cache_position=True)),  # Apertus
+    ("b93fd2880146", Attention(per_head=True, cache_position=True, flag="use_qk_norm")),  # GLM-4-MoE
+    ("60f87d138760", Attention(per_head=True, gated=True, cache_position=True)),  # Qwen3-Next
+    ("f9b58822822b", Attention(per_head=False, cache_position=True)),  # OLMo-2
+    ("63edb047aee0", Attention(per_head=False, window=True, cache_position=True)),  # OLMo-3
+    # latent attentions
+    ("7950afb51ebc", LATENT),  # DeepSeek-V3
+)
+# fmt: on
+"""Fingerprint -> form; a comment names models that have this code, in transformers 5.17 unless stated."""
+
+_registered: Final[dict[tuple[type, str], Form]] = {(type(form), fingerprint): form for fingerprint, form in FORMS}
+_lock: Final = threading.Lock()
+
+
+class Match(NamedTuple):
+    """The form of a class and its code, or why there is none."""
+
+    form: Form | None
+    code: Code | None = None
+    why: str = ""
+
+
+def match(cls: type[nn.Module], kind: type[Form]) -> Match:
+    """The form of this kind that a class has."""
+    if kind is Norm and cls.forward is nn.RMSNorm.forward:
+        return Match(TORCH)
+    try:
+        code = code_of(cls, kind.called)
+    except NotComparable as error:
+        return Match(None, why=f"its code cannot be compared: {error}")
+    form = _registered.get((kind, code.fingerprint))
+    return Match(form, code, "" if form else OTHER_CODE)
+
+
+def register(cls: type[nn.Module], form: Form) -> None:
+    """Let `onepass.patch` replace a class, and all other classes whose forward does the same.
+
+    ``form`` says how the forward computes: a `Norm`, a decoder `Layer`, an `Attention` or an `Mla`.
+    It is a promise that `patch` cannot check, so compare the outputs once. Registering the same
+    form again does nothing. A different form for the same code raises.
+
+    >>> import torch, onepass
+    >>> from onepass.integrations import Norm, register
+    >>> class ScaleNorm(torch.nn.Module):
+    ...     def __init__(self, size):
+    ...         super().__init__()
+    ...         self.scale_eps, self.weight = 1e-6, torch.nn.Parameter(torch.zeros(size))
+    ...     def forward(self, x):
+    ...         y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.scale_eps)
+    ...         return (y * (1 + self.weight.float())).to(x.dtype)
+    >>> register(ScaleNorm, Norm(rounding="once", weight_offset=1.0, eps="scale_eps"))
+    >>> onepass.patch(torch.nn.Sequential(ScaleNorm(8)))
+    Sequential: 1 replaced, 0 left
+      replaced 1 x ScaleNorm norm: rms_norm, rounding once
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ContractError(f"register: `cls` must be a subclass of torch.nn.Module, got {describe(cls)}")
+    if not isinstance(form, Form):
+        raise ContractError(f"register: `form` must be a Norm, Layer, Attention or Mla, got {describe(form)}")
+    try:
+        key = type(form), code_of(cls, form.called).fingerprint
+    except NotComparable as error:
+        raise ContractError(
+            f"register: `cls` must have a forward whose code can be read; {cls.__name__}: {error}"
+        ) from None
+    with _lock:
+        known = _registered.setdefault(key, form)
+    if known != form:
+        raise ContractError(
+            f"register: `form` must be the one that {cls.__name__}'s code already has, {known}, got {form}"
+        )
