@@ -58,7 +58,7 @@ lint: $(READY) ## ruff (rules and format) and mypy --strict
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy --no-error-summary
 
-docs: $(READY) ## write docs/ops.md from the contracts and docs/dist.md from docstrings
+docs: $(READY) ## write docs/ops.md from the contracts, docs/dist.md from docstrings, the table of architectures from its data
 	@$(BIN)/python -m tools.docs
 
 fuzz: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## compare a million random calls with the oracle on DEVICE= (CPU: an hour of one core; FUZZ= for less)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VOCABULARY = 128
+from tools.architectures.small import VOCABULARY, logits, randomize, tokens
+
+__all__ = ["COMMON", "CONFIGS", "close", "fresh", "logits", "small", "tokens"]
 COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96}
 COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
@@ -45,29 +47,13 @@ def small(family: str, dtype: torch.dtype, layers: int = 2, seed: int = 0) -> An
     torch.manual_seed(seed)
     make: Any = transformers.AutoModelForCausalLM.from_config
     model = make(config, dtype=dtype).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "norm" in key:
-                parameter.add_(0.2 * torch.randn(parameter.shape))
-            elif parameter.dim() > 1:
-                parameter.mul_(4)
+    randomize(model)
     return model
-
-
-def tokens(rows: int = 2, length: int = 12, seed: int = 0) -> Tensor:
-    """Token ids without padding."""
-    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def fresh(name: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
     """A copy of the small model that a test may change."""
     return copy.deepcopy(small(name, dtype, layers))
-
-
-@torch.inference_mode()
-def logits(model: Any, ids: Tensor) -> Tensor:
-    found: Tensor = model(ids).logits
-    return found
 
 
 def close(got: Tensor, expected: Tensor) -> None:

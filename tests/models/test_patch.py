@@ -13,7 +13,7 @@ from torch import nn
 
 import onepass
 from onepass.integrations import FAMILIES
-from onepass.integrations.families import Layer, classes, fingerprint
+from onepass.integrations.forms import FORMS, Attention, Layer, Mla, Norm, match
 
 pytest.importorskip("transformers")
 
@@ -27,22 +27,26 @@ def test_every_family_has_a_model_here() -> None:
     assert set(NAMES) == set(FAMILY) - {"torch.nn"}
 
 
-def test_rows_match_the_installed_transformers() -> None:
-    """Otherwise the tests below would run on unpatched models."""
-    for (path, name), (family, part) in classes().items():
-        expected = family.fingerprint if part is None else part.fingerprint
-        if expected:
-            assert fingerprint(getattr(importlib.import_module(path), name).forward) == expected, name
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_match_the_installed_transformers(name: str) -> None:
+    """The code of each family's modules has the forms of its row. Otherwise the tests below would run unpatched."""
+    family = FAMILY[name]
+    norm: Any = getattr(importlib.import_module(family.path), family.norm)
+    found = match(norm, Norm)
+    assert found.form == family.form and found.code is not None
+    row = (family.fingerprint, family.eps, family.weight_offset, family.rounding)
+    assert row == (found.code.fingerprint, found.form.eps, found.form.weight_offset, found.form.rounding)
+    layer = small(name, torch.float32).model.layers[0]
+    assert match(type(layer), Layer).form == family.layer
+    for kind, form in ((Attention, family.attention), (Mla, family.mla)):
+        assert match(type(layer.self_attn), kind).form == form
+    assert isinstance(family.layer, Layer)
+    for attribute in (family.layer.norm, family.layer.before, family.layer.after_attention, family.layer.after_mlp):
+        assert not attribute or isinstance(getattr(layer, attribute), nn.Module)
 
 
-def test_layer_rows_name_existing_attributes() -> None:
-    for name in NAMES:
-        layer = FAMILY[name].layer
-        assert isinstance(layer, Layer)
-        module = small(name, torch.float32).model.layers[0]
-        assert type(module).__name__ == layer.cls
-        for attribute in (layer.norm, layer.after_attention, layer.after_mlp):
-            assert not attribute or isinstance(getattr(module, attribute), nn.Module)
+def test_every_fingerprint_has_one_form() -> None:
+    assert len({(type(form), fingerprint) for fingerprint, form in FORMS}) == len(FORMS)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import onepass
 from onepass.integrations import NothingPatchedWarning
+from onepass.integrations.forms import OTHER_CODE
 
 pytest.importorskip("transformers")
 
@@ -51,20 +52,19 @@ def test_the_report_is_the_repr() -> None:
 
 
 def unknown(name: str) -> Any:
-    """A model in which no norm is in a row of `FAMILIES`."""
+    """A model in which no norm has a form that is supported."""
     import transformers
 
     sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
     if name == "T5":
         return transformers.T5Model(
             transformers.T5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4)
         )
     if name == "Cohere 2":
-        return transformers.Cohere2Model(transformers.Cohere2Config(**sizes, **heads, pad_token_id=0))
-    if name == "Llama 4":
-        special: dict[str, Any] = {"intermediate_size_mlp": 96, "num_local_experts": 2, "pad_token_id": 0}
-        return transformers.Llama4TextModel(transformers.Llama4TextConfig(**sizes, **heads, **special))
+        return transformers.Cohere2Model(transformers.Cohere2Config(**sizes, **heads))
+    if name == "nanochat":
+        return transformers.NanoChatModel(transformers.NanoChatConfig(**sizes, **heads))
     return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8))
 
 
@@ -73,14 +73,14 @@ def unknown(name: str) -> Any:
     [
         ("T5", {"T5LayerNorm": 7}),
         ("Cohere 2", {"Cohere2LayerNorm": 3}),
-        ("Llama 4", {"Llama4TextL2Norm": 2, "Llama4TextRMSNorm": 5}),
+        ("nanochat", {"NanoChatRMSNorm": 9}),
         ("LayerNorm", {}),
     ],
 )
 def test_unknown_models_warn_or_raise(name: str, left: dict[str, int]) -> None:
     """`patch` warns and lists the norms as left; strict=True raises. Neither changes the model."""
     model = unknown(name)
-    words = [f"{count} x {cls} norm: no supported family has this class" for cls, count in left.items()]
+    words = [f"{count} x {cls} norm: {OTHER_CODE}" for cls, count in left.items()]
     reasons = words or ["it has no norm that could be replaced"]
     with pytest.warns(NothingPatchedWarning) as caught:
         handle = onepass.patch(model)
@@ -175,25 +175,32 @@ def test_torch_norms_and_unknown_norms() -> None:
         torch.testing.assert_close(model(x), expected, rtol=2e-6, atol=1e-6)
     assert [change.where for change in handle.replaced] == ["0"]
     assert {change.where: change.why for change in handle.left} == {
-        "1": "no supported family has this class",
+        "1": OTHER_CODE,
         "2": "it has no 1-D weight",
         "3": "it is not an RMSNorm",
     }
 
 
 def test_changed_code_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder layer whose forward differs from the row's fingerprint keeps it; its norms are still replaced."""
+    """A decoder layer whose code has no form keeps it; its norms are still replaced. Patching again sees changes."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
     model = small("Llama", torch.float32)
+    with onepass.patch(model) as handle:
+        assert "addition after the attention" in {change.what for change in handle.replaced}
     original = LlamaDecoderLayer.forward
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda self, *a, **k: original(self, *a, **k))
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", changed)
     with onepass.patch(model) as handle:
         assert {change.what for change in handle.replaced} == {"norm"}
-        reasons = [c.why for c in handle.left if "attention" in c.what]
-        assert reasons == ["its forward differs from the one that is supported (transformers 5.17)"] * 2
-    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: x)
-    with pytest.warns(NothingPatchedWarning, match="its forward differs from the one"), onepass.patch(model) as handle:
+        assert [(c.cls, c.what, c.why) for c in handle.left] == [("LlamaDecoderLayer", "additions", OTHER_CODE)] * 2
+    monkeypatch.setattr(LlamaRMSNorm, "forward", changed)
+    with (
+        pytest.warns(NothingPatchedWarning, match="its code is not one of the supported"),
+        onepass.patch(model) as handle,
+    ):
         assert not handle.replaced
 
 

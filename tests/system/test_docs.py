@@ -19,7 +19,7 @@ from onepass.testing import runner
 from tools.bench import model_tables, report
 from tools.bench.markdown import filled
 from tools.docs import __main__ as docs
-from tools.docs import dist_page, ops_page
+from tools.docs import architectures_page, dist_page, ops_page
 
 ROOT = Path(__file__).parents[2]
 MARKDOWN = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")))
@@ -31,7 +31,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [ops_page, dist_page], ids=lambda page: page.PATH.name)
+@pytest.mark.parametrize("page", docs.PAGES, ids=lambda page: page.PATH.name)
 def test_generated_page_is_current(page: Any) -> None:
     assert (ROOT / page.PATH).read_text() == page.render(), f"{page.PATH} is stale: run `make docs`"
 
@@ -91,11 +91,13 @@ def test_ops_md_names_every_argument() -> None:
 
 def test_docs_command_writes_pages_that_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     docs.main(["--root", str(tmp_path)])
-    assert capsys.readouterr().out == "docs/ops.md written\ndocs/dist.md written\n"
+    assert capsys.readouterr().out == "".join(f"{page.PATH} written\n" for page in docs.PAGES)
     assert (tmp_path / "docs/ops.md").read_text() == ops_page.render()
     (tmp_path / "docs/dist.md").write_text("stale")
     docs.main(["--root", str(tmp_path)])
-    assert capsys.readouterr().out == "docs/ops.md is up to date\ndocs/dist.md written\n"
+    states = {dist_page: "written"}
+    expected = [f"{page.PATH} {states.get(page, 'is up to date')}" for page in docs.PAGES]
+    assert capsys.readouterr().out.splitlines() == expected
 
 
 def test_model_tables_match_the_measurements() -> None:
@@ -233,6 +235,25 @@ def test_models_md_lists_every_family() -> None:
         kinds = {None: "", True: "per head", False: "whole projections"}
         assert heads == kinds[family.attention.per_head if family.attention else None]
         assert ("MLA" in more) == (family.mla is not None)
+
+
+def test_models_md_states_what_was_compared() -> None:
+    """The numbers of classes and architectures are those of benchmarks/cpu/architectures*.json."""
+    data = [json.loads((ROOT / "benchmarks/cpu" / name).read_text()) for name in architectures_page.DATA]
+    text = " ".join((ROOT / "docs/models.md").read_text().split())
+    tested, newer, older = (architectures_page.matched(found["classes"]) for found in data)
+    assert f"{tested.replace(' of ', ' of the ')} RMSNorm classes of transformers 5.17 " in text
+    assert f"In transformers 5.22 it is {newer}, in 4.57 {older}" in text
+    assert [found["transformers"] for found in data] == ["5.17.0", "5.22.2", "4.57.6"]
+    for found in data:
+        rows = found["models"]
+        errors = sorted((row["error"], name) for name, row in rows.items())
+        assert errors[-1][1] == "mamba" and errors[-2][0] <= 5e-6
+        assert all(row["tokens_equal"] is not False for row in rows.values())
+    assert f"Tiny models of {len(data[0]['models'])} architectures" in text
+    equal = sum(row["equal"] for row in data[0]["models"].values() if row["norms"])
+    assert f"equal to the byte for {equal} of " in (ROOT / "docs/reliability.md").read_text()
+    assert f"Mamba's logits agree to {data[0]['models']['mamba']['error'] * 1e6:.1f}e-6" in text
 
 
 def test_numerics_states_the_tolerances() -> None:

@@ -1,11 +1,14 @@
-"""``python -m tools.docs``: write docs/ops.md and docs/dist.md."""
+"""``python -m tools.docs``: write the generated pages."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Final
 
-from . import dist_page, ops_page
+from . import architectures_page, dist_page, ops_page
+
+PAGES: Final = (ops_page, dist_page, architectures_page)
 
 
 def write(path: Path, text: str) -> bool:
@@ -18,11 +21,12 @@ def write(path: Path, text: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write both pages and report which changed."""
-    parser = argparse.ArgumentParser(prog="python -m tools.docs", description="Write docs/ops.md and docs/dist.md.")
+    """Write all pages and report which changed."""
+    names = ", ".join(map(str, (page.PATH for page in PAGES)))
+    parser = argparse.ArgumentParser(prog="python -m tools.docs", description=f"Write {names}.")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository (default: the current directory)")
     root = parser.parse_args(arguments).root
-    for page in (ops_page, dist_page):
+    for page in PAGES:
         changed = write(root / page.PATH, page.render())
         print(f"{page.PATH} {'written' if changed else 'is up to date'}")
 

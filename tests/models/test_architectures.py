@@ -1,0 +1,130 @@
+"""`onepass.patch` on tiny models of every architecture of transformers that has an RMSNorm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onepass
+from onepass.integrations import forwards
+from onepass.integrations.forms import Norm, match
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from onepass.integrations import MlaCache
+from tools.architectures import classes
+from tools.architectures.compare import TOLERANCE, Agreement, compare, coverage, generated, patched
+from tools.architectures.small import ARCHITECTURES, build, logits, tokens
+
+RECORDED: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "benchmarks/cpu/architectures.json").read_text(encoding="utf-8")
+)
+MLA = ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu")
+
+
+def test_the_record_is_about_these_architectures() -> None:
+    assert list(RECORDED["models"]) == ARCHITECTURES
+    assert len(ARCHITECTURES) > 100
+    assert RECORDED["transformers"] == "5.17.0"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_patched_models_agree(architecture: str) -> None:
+    """Logits in float32 and bfloat16, and greedily generated tokens. The report says what it said when it was recorded."""
+    found, agreement = compare(architecture)
+    assert agreement.objection() == ""
+    recorded = RECORDED["models"][architecture]
+    if transformers.__version__ == RECORDED["transformers"]:
+        assert {name: recorded[name] for name in vars(found)} == vars(found)
+    assert found.norms > 0 or architecture in ("hrm_text", "nanochat", "qwen4_exp_text")  # no weights, or groups
+
+
+def test_wrong_norms_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros, another rounding and a small error all fail the comparison."""
+    own = onepass.rms_norm
+
+    def objection(wrong: Any) -> str:
+        monkeypatch.setattr(forwards, "rms_norm", wrong)
+        return compare("qwen3_next")[1].objection()
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **{**kwargs, "rounding": "hf" if kwargs["rounding"] == "once" else "once"})
+
+    assert "float32 logits differ by" in objection(lambda *args, **kwargs: torch.zeros_like(args[0]))
+    assert "float32 logits differ by" in objection(lambda *args, **kwargs: own(*args, **kwargs) * (1 + 2e-4))
+    assert objection(once) == "no prompt has the same bfloat16 logits"
+    assert objection(own) == ""
+
+
+def test_differences_are_objections() -> None:
+    """Each limit of `Agreement`. Not a number is never within one."""
+    good: dict[str, Any] = {"error": 1e-7, "limit": TOLERANCE, "bytes_equal": False, "tokens_equal": True}
+    good |= {"equal": 3, "apart": 0.0}
+    assert Agreement(**good).objection() == ""
+    for name, bad in {"error": float("nan"), "tokens_equal": False, "equal": 0, "apart": 1.5}.items():
+        assert Agreement(**{**good, name: bad}).objection(), name
+
+
+@pytest.mark.parametrize("architecture", MLA)
+def test_latent_attentions_with_their_cache(architecture: str) -> None:
+    """rounding="once" fuses down projections, norms, rotations and cache writes of all models with this code."""
+    model = build(architecture)
+    ids = tokens(2, 5)
+    expected, expected_tokens = logits(model, ids), generated(model, ids)
+    with onepass.patch(model, rounding="once") as handle:
+        what = [change.what for change in handle.replaced]
+        assert (
+            what.count("down projections and their norms")
+            == what.count("norm of the latent, rotation and cache write")
+            == 2
+        )
+        got = logits(model, ids)
+        cache = MlaCache(model.config.num_hidden_layers, 16)
+        assert torch.equal(generated(model, ids, past_key_values=cache), expected_tokens)
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("architecture", ["granite", "olmo3", "glm4_moe", "qwen3_5_text"])
+def test_rounding_once_generates_the_same_tokens(architecture: str) -> None:
+    """In float32 there is nothing to round."""
+    model = build(architecture)
+    ids = tokens(2, 5)
+    expected, expected_tokens = logits(model, ids), generated(model, ids)
+    with patched(model, rounding="once"):
+        got, got_tokens = logits(model, ids), generated(model, ids)
+    assert torch.equal(got_tokens, expected_tokens)
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
+
+
+def test_coverage_counts_what_was_replaced_and_left() -> None:
+    with patched(build("glm4_moe")) as handle:
+        found = coverage(handle)
+    assert (found.model, found.norms, found.additions, found.heads, found.left) == ("Glm4MoeForCausalLM", 9, 2, 2, {})
+    with patched(build("exaone4")) as handle:
+        found = coverage(handle)
+    assert list(found.left) == ["2 x Exaone4DecoderLayer additions", "2 x Exaone4Attention norms of q and k"]
+
+
+def test_every_class_has_the_form_that_was_recorded() -> None:
+    """All RMSNorm classes of transformers."""
+    if transformers.__version__ != RECORDED["transformers"]:
+        pytest.skip("the record is about another release")
+    found = {cls.__name__: classes.describe(cls) for cls in classes.rms_norms()}
+    assert found == RECORDED["classes"]
+    assert len(found) == 184 and sum(map(bool, found.values())) == 161
+
+
+def test_a_class_in_words() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    described = [classes.describe(cls) for cls in (LlamaRMSNorm, Gemma3RMSNorm, Qwen3NextRMSNormGated)]
+    assert described == ["twice", "once, offset 1", ""]
+    assert match(Qwen3NextRMSNormGated, Norm).form is None
