@@ -117,8 +117,8 @@ def test_wrong_steps_of_linear_are_detected(change: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(linear, "linear", faulty)
     drawn: list[Any] = [numbered(3, index, ("linear",), POOL, False) for index in range(200)]
     with torch.inference_mode():
-        found = [c.run("cpu") for c in drawn]
-    assert any(message is not None and "values out of bounds" in message for message in found)
+        found = (c.run("cpu") for c in drawn)
+        assert any(message is not None and "values out of bounds" in message for message in found)
 
 
 def test_mla_batches_cover_all_layouts() -> None:

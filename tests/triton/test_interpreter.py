@@ -20,7 +20,16 @@ from onepass.testing.case import Check
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {
-    "gemv_and_partial_norm": {"rows", "dtypes", "gammas", "fp8 output", "layouts", "wide norms", "two launches"},
+    "gemv_and_partial_norm": {
+        "rows",
+        "dtypes",
+        "gammas",
+        "fp8 output",
+        "layouts",
+        "wide norms",
+        "two launches",
+        "segments",
+    },
     "linear": {"layouts", "bias", "add", "activation"},
     "fused_rope_rmsnorm_quantization": {
         "model",
