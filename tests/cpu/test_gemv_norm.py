@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,6 @@ from tests.helpers.cpu_gemv_reference import FP8, SPECS, Case, case, same
 from tests.helpers.cpu_reference import BF16, F32, INF, NAN, kernel_for
 
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-
-
-@pytest.fixture
-def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Two threads share the work, however little it is."""
-    monkeypatch.setattr(gemv_norm, "SERIAL_BELOW", 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield monkeypatch
-    torch.set_num_threads(before)
 
 
 # --- values --------------------------------------------------------------------------------------------------------

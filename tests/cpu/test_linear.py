@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -24,16 +23,6 @@ from tests.helpers.cpu_reference import BF16, F16, F32, INF, NAN, kernel_for
 
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 ROWS = (1, 2, 3, 5, 16, 17, 64, 200)
-
-
-@pytest.fixture
-def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Two threads share the work, however little it is."""
-    monkeypatch.setattr(linear, "SERIAL_BELOW", 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield monkeypatch
-    torch.set_num_threads(before)
 
 
 # --- values --------------------------------------------------------------------------------------------------------
