@@ -21,6 +21,8 @@ from onepass.triton import linear, linear_config, product_config
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build
 from onepass.triton.linear_config import LinearConfig
+from onepass.triton.product_config import GRAIN, PieceTile
+from onepass.triton.tuning.table import PieceKind
 
 SILU = {"activation": "silu_mul"}
 CASES = (
@@ -35,21 +37,28 @@ CASES = (
     Case("tiles", 130, 10, 64, options=SILU),
     Case("tiles", 6, 22, 256, gamma=BF16, residual=F32, options=SILU),
     Case("tiles", 9, 40, 160, layout="sliced", values="special"),
-    Case("tiles", 260, 10, 1000),
+    Case("tiles", 260, 10, 1008),
 )
-"""Every branch of the kernel for many rows. Those with 1000 columns have four pieces, of several blocks."""
-COLUMNS = 2300
+"""Every branch of the kernels for many rows. With 1000 columns or more, 8-bit weights have four pieces,
+of several blocks, and 16-bit weights one.
+"""
+COLUMNS = 2320
 """K of the sums below: several blocks in every piece, and more in some of them."""
 
 
 class Sums(NamedTuple):
-    """Dtypes and scales of a product, by the kernel for many rows (``tiled``) or few, in 4 (``wide``) or 16 pieces."""
+    """Dtypes and scales of a product, and whether it has few pieces (``wide``) or many.
+
+    16-bit weights are multiplied in tiles of ``kind``, others by the kernel for many rows (``tiled``) or
+    few.
+    """
 
     act: torch.dtype
     weight: torch.dtype
     scaled: WeightScale
     tiled: bool = False
     wide: bool = False
+    kind: PieceKind = "cube"
 
     @property
     def block(self) -> int:
@@ -57,8 +66,9 @@ class Sums(NamedTuple):
         return 128 if self.scaled == "block" else 16 if self.act == F32 else 64
 
 
+KINDS: tuple[PieceKind, ...] = ("cube", "flat", "descriptors")
 SUMS = (
-    *(Sums(BF16, BF16, "none", tiled, wide) for tiled in (False, True) for wide in (False, True)),
+    *(Sums(BF16, BF16, "none", kind != "cube", wide, kind) for kind in KINDS for wide in (False, True)),
     *(Sums(BF16, E4M3, "block", tiled, wide) for tiled in (False, True) for wide in (False, True)),
     Sums(F16, E4M3, "row"),
     Sums(F16, E4M3, "row", True),
@@ -67,10 +77,19 @@ SUMS = (
 )
 
 
-def force(tiled: bool, wide: bool) -> None:
-    """Use the kernel for many rows for 16-bit x, and the pieces of a product with many columns."""
+def force(tiled: bool, wide: bool, kind: PieceKind = "flat") -> None:
+    """Use the kernel for many rows for 16-bit x, tiles of ``kind``, and the pieces of a product with many columns."""
+
+    def piece_tile(m: int, n: int, k: int, aligned: bool, chip: Chip, descriptors: bool) -> PieceTile:
+        pieces = 1 if wide else 4
+        length = -(-k // (pieces * GRAIN)) * GRAIN
+        chosen = kind if aligned or kind != "descriptors" else "flat"
+        mask = pieces * length != k
+        return PieceTile(chosen, 32, 16, GRAIN, 2, 4, pieces, mask, m % 2 == 0, late=wide, group=8)
+
     Chip.sums_sixteen = property(lambda chip: tiled)  # type: ignore[assignment, method-assign]
     linear_config._few_rows = lambda *_: 0
+    linear_config.piece_tile = piece_tile  # type: ignore[assignment, attr-defined]
     product_config.WIDE = 1 if wide else 8192  # type: ignore[misc]
     for cached in (linear_config.linear_config, product_config.stream_tile):
         cached.cache_clear()
@@ -111,8 +130,9 @@ def run_cases(indices: list[int]) -> dict[str, list[str]]:
     made, failed = watch_kernels(), []
     with running_on("interpreter"):
         for index in indices:
-            force(True, CASES[index].k == 1000)
-            result = run_case(CASES[index], "interpreter")
+            case = CASES[index]
+            force(True, case.k >= 1000, "descriptors" if case.k % 16 == 0 and case.gamma is None else "flat")
+            result = run_case(case, "interpreter")
             if not result.passed:
                 failed.append(f"{result.case}: {result.message}")
     return {"failed": failed, "kernels": made}
@@ -123,7 +143,7 @@ def run_sums() -> dict[str, Any]:
     made, found = watch_kernels(), []
     with running_on("interpreter"):
         for call in SUMS:
-            force(call.tiled, call.wide)
+            force(call.tiled, call.wide, call.kind)
             found.append(onepass.linear(**sparse(call), out_dtype=F32).tolist())
     return {"sums": found, "kernels": made}
 

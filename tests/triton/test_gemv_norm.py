@@ -24,9 +24,9 @@ from onepass.specs.gemv_norm import MAX_ROWS, MOST_COLUMNS, SCALE_BLOCK, GemvSpe
 from onepass.triton import gemv_norm, gemv_norm_config, gemv_norm_kernels, product_config
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
-from onepass.triton.device import weight_stream
+from onepass.triton.device import product, weight_stream
 from onepass.triton.gemv_norm_config import GemvConfig, gemv_config
-from onepass.triton.product_config import StreamTile
+from onepass.triton.product_config import PieceTile, StreamTile
 from onepass.triton.tuning import tuning
 from tools.evidence import records
 from tools.evidence.records import lowered
@@ -125,27 +125,36 @@ def configurations(kind: tuple[Any, Any, WeightScale], widths: tuple[int, ...]) 
 def test_settings_that_affect_bits_do_not_depend_on_rows(kind: tuple[Any, Any, WeightScale]) -> None:
     """Pieces and blocks depend on the dtypes, the kind of scale and N, the norm's chunks on its width."""
     act, weight, scaled = kind
-    decided: dict[int, set[tuple[int, int, bool, int]]] = {}
+    decided: dict[int, set[tuple[Any, ...]]] = {}
     for widths in WIDTHS:
         calls = configurations(kind, widths)
-        for (_, n, _, _), (stream, _) in calls:
-            decided.setdefault(n, set()).add((stream.pieces, stream.block, stream.dot, stream.vec))
+        for (_, n, _, _), (tile, _) in calls:
+            own: tuple[Any, ...] = ("pieces", tile.pieces)
+            if isinstance(tile, StreamTile):
+                own = ("stream", tile.pieces, tile.block, tile.dot, tile.vec)
+            decided.setdefault(n, set()).add(own)
         assert len({(norm.chunks, norm.longs) for _, (_, norm) in calls}) == 1
         assert len({config for _, config in calls}) > 4, "the other settings depend on sizes"
     blocks = scaled.endswith("block")
     for n, settings in decided.items():
-        ((pieces, block, dot, vec),) = settings
+        (decision,) = settings
+        if act != F32 and weight == act:
+            assert decision == ("pieces", 1 if n >= 7168 else 4)
+            continue
+        _, pieces, block, dot, vec = decision
         assert dot == (act != F32) and vec * (weight.itemsize if dot else 4) == 16
         assert block == (SCALE_BLOCK if blocks else 64 if dot else 16)
         assert pieces == (4 if dot and n >= 8192 else 16)
-    assert any(n >= 8192 for n in decided) and any(n < 8192 for n in decided)
+    assert any(n >= 8192 for n in decided) and any(n < 7168 for n in decided)
 
 
 def test_kernel_and_config_constants_agree() -> None:
     assert weight_stream.SCALED.value == SCALE_BLOCK
     assert gemv_norm_kernels.CHUNK.value == gemv_norm_config.CHUNK
-    for m, n, warps in ((1, 40, 4), (2, 40, 4), (3, 40, 8), (8, 40, 8), (9, 40, 16), (16, 40, 16), (1, 9000, 2)):
-        made = build(plain_spec(), m, n, 1024, (24,))
+    assert product.GRAIN.value == product_config.GRAIN
+    spec = gemv_spec(BF16, F8, "row", (BF16,), None, False)
+    for m, n, warps in ((1, 40, 8), (4, 40, 8), (8, 40, 16), (16, 40, 16), (1, 9000, 2), (8, 9000, 4)):
+        made = build(spec, m, n, 1024, (24,))
         assert made.warps == dict(made.constants)["TILE.warps"] == warps
 
 
@@ -178,7 +187,10 @@ def test_configurations_are_valid(kind: tuple[Any, Any, WeightScale]) -> None:
     act, weight, _ = kind
     for widths in WIDTHS:
         for (m, n, k, aligned), (stream, norm) in configurations(kind, widths):
-            check_stream(stream, m, k, weight, aligned)
+            if isinstance(stream, PieceTile):
+                assert stream.kind != "descriptors"
+            else:
+                check_stream(stream, m, k, weight, aligned)
             assert MOST_COLUMNS % stream.columns == 0, "the workspace has whole tiles"
             assert len(norm.chunks) == len(norm.longs) == len(widths)
             side = max(1, stream.warps // 4)
@@ -238,11 +250,15 @@ def test_norm_sums_in_the_documented_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codes", [None, F8], ids=["norm", "codes"])
-@pytest.mark.parametrize(("m", "aligned"), [(1, True), (1, False), (4, True), (16, True), (16, False)])
-def test_order_of_summation_does_not_depend_on_layouts(m: int, aligned: bool, codes: torch.dtype | None) -> None:
+@pytest.mark.parametrize("weight", [BF16, F8])
+@pytest.mark.parametrize(("m", "aligned"), [(1, True), (4, True), (16, True), (16, False)])
+def test_order_of_summation_does_not_depend_on_layouts(
+    m: int, aligned: bool, weight: torch.dtype, codes: torch.dtype | None
+) -> None:
     """Float reductions add two numbers, except where a fragment holds one number and zeros."""
+    scaled: WeightScale = "row" if weight == F8 else "none"
     made = build(
-        gemv_spec(BF16, BF16, "none", (BF16,), codes, False), m, 96, 1024 if aligned else 1001, (64,), aligned=aligned
+        gemv_spec(BF16, weight, scaled, (BF16,), codes, False), m, 96, 1024 if aligned else 1001, (64,), aligned=aligned
     )
     assert not made.contracts
     text = lowered(made, records.H200, "ttgir")
@@ -253,10 +269,8 @@ def test_order_of_summation_does_not_depend_on_layouts(m: int, aligned: bool, co
     parts = dict(made.constants)["TILE.pieces"] // made.warps
     for axis, kind, shape in reductions:
         size = [int(v) for v in shape.split("x")][int(axis)]
-        assert kind == "addf" and (size == 2 or (size == parts and shape.startswith(f"{made.warps}x16x"))), (
-            kind,
-            shape,
-        )
+        one_number = weight == F8 and size == parts and shape.startswith(f"{made.warps}x16x")
+        assert kind == "addf" and (size == 2 or one_number), (kind, shape)
 
 
 # --- other chips ---------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from onepass.triton.chip import INTERPRETER, Chip
 from onepass.triton.compiler import Build, compile_build
 from onepass.triton.gemv_norm_config import gemv_config
 from onepass.triton.linear_config import LinearConfig, fuses_norm, linear_config
-from onepass.triton.product_config import Order, order_of
+from onepass.triton.product_config import GRAIN, PieceTile, order_of, piece_tile
 from tests.helpers import linear_worker
 from tests.triton.test_gemv_norm import BF16, F8, F16, F32, INT8, OTHER_CHIPS, check_stream
 from tools.evidence import records
@@ -66,18 +66,52 @@ def configurations(spec: LinearSpec, chip: Chip) -> Iterator[tuple[tuple[int, in
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 def test_order_of_summation_depends_on_dtypes_scale_and_columns(spec: LinearSpec) -> None:
-    """Both kernels have the order of `gemv_and_partial_norm`, which documents state."""
-    kernels = set()
+    """All kernels have the order of `gemv_and_partial_norm`, which documents state."""
+    kernels: set[str] = set()
     for (m, n, k, aligned), config in configurations(spec, records.H200):
-        tile = config.stream or config.product
+        tile = config.stream or config.product or config.pieces
         assert tile is not None
-        kernels.add(config.stream is None)
+        order = order_of(spec.x, spec.weight, spec.weight_scale, n)
+        other = gemv_config(spec.x, spec.weight, spec.weight_scale, m, n, k, (), aligned, records.H200).tile
+        if isinstance(tile, PieceTile):
+            kernels.add(tile.kind)
+            assert isinstance(other, PieceTile) and tile.pieces == other.pieces
+            assert order == (tile.pieces, 0) == (1 if n >= 7168 else 4, 0)
+            continue
+        kernels.add("tile" if config.stream is None else "stream")
+        assert not isinstance(other, PieceTile)
         block = SCALE_BLOCK if spec.weight_scale.endswith("block") else 16 if spec.x == F32 else 64
         assert (tile.pieces, tile.block) == (4 if n >= 8192 and spec.x != F32 else 16, block)
-        other, _ = gemv_config(spec.x, spec.weight, spec.weight_scale, m, n, k, (), aligned, records.H200)
-        assert Order(tile.pieces, tile.block) == Order(other.pieces, other.block)
-        assert order_of(spec.x, spec.weight_scale, n) == (other.pieces, other.block)
-    assert kernels == ({False} if spec.x == F32 else {False, True})
+        assert order == (tile.pieces, tile.block) == (other.pieces, other.block)
+    if spec.x == F32:
+        assert kernels == {"stream"}
+    elif spec.weight.itemsize == 1:
+        assert kernels == {"stream", "tile"}
+    else:
+        assert kernels == {"cube", "flat", "descriptors"}
+
+
+def check_pieces(tile: PieceTile, k: int, aligned: bool) -> None:
+    """What kernels assume about a tile of 16-bit weights."""
+    for size in (tile.columns, tile.rows, tile.step, tile.warps):
+        assert size & (size - 1) == 0
+    assert tile.columns >= 16 and tile.rows >= 8 and tile.step >= 64
+    length = -(-k // (tile.pieces * GRAIN)) * GRAIN
+    assert tile.mask == (tile.pieces * length != k or length % tile.step != 0)
+    if tile.kind != "cube":  # a step does not reach into the next piece
+        assert tile.pieces == 1 or length % tile.step == 0
+        held = tile.columns + tile.rows
+    else:
+        held = (tile.columns + tile.rows) * tile.pieces
+    assert aligned or tile.kind != "descriptors"
+    assert 2 * held * tile.step * (tile.stages if tile.kind == "descriptors" else tile.stages - 1) <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
+def test_chips_whose_sums_are_not_known_use_one_instruction(chip: Chip) -> None:
+    """Batched products are never computed by warp groups or by tensor memory."""
+    for m, n, k in itertools.product(ROWS, COLUMNS, LENGTHS):
+        assert piece_tile(m, n, k, k % 16 == 0, chip, True).kind == "cube"
 
 
 def bins_of(k: int) -> int:
@@ -87,8 +121,11 @@ def bins_of(k: int) -> int:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 def test_configurations_are_valid(spec: LinearSpec) -> None:
-    for (m, _, k, aligned), (stream, stats, product) in configurations(spec, records.H200):
-        assert (stream is None) != (product is None)
+    for (m, _, k, aligned), (stream, stats, product, pieces) in configurations(spec, records.H200):
+        assert [stream, product, pieces].count(None) == 2
+        if pieces is not None:
+            assert stats is None
+            check_pieces(pieces, k, aligned)
         if stream is not None:
             check_stream(stream, m, k, spec.weight, aligned)
             # with an activation, a fragment has as many columns of either half
@@ -119,34 +156,27 @@ def test_configurations_are_valid(spec: LinearSpec) -> None:
 def test_programs_that_norm_have_all_rows(chip: Chip, spec: LinearSpec) -> None:
     """Only the kernel for few rows computes norms, of rows that are all in one tile."""
     fused = set()
-    for (m, _, k, _), (stream, _, _) in configurations(spec, chip):
+    for (m, _, k, _), (stream, _, product, _) in configurations(spec, chip):
         if fuses_norm(spec, m, k, chip):
             fused.add(m)
             assert stream is not None and stream.rows >= m
             assert spec.weight.itemsize == 1 or k <= 2048
         if chip.arch != 90:  # whether its tensor cores' sums depend on the tile is not known
-            assert stream is not None
-    assert fused == {1, 2, 3, 4}
+            assert product is None
+    assert fused == (set() if spec.x != F32 and spec.weight.itemsize == 2 else {1, 2, 3, 4})
 
 
 # --- machine code --------------------------------------------------------------------------------------------------
 
 STREAMED: dict[str, tuple[LinearSpec, int, int, int, bool]] = {
-    "bf16": (SPECS["bf16"], 1, 4096, 1024, True),
-    "bf16, 8 rows": (SPECS["bf16"], 8, 4096, 1024, True),
-    "bf16, 4 pieces": (SPECS["bf16"], 1, 9008, 512, True),
-    "bf16, masked": (SPECS["bf16"], 1, 4096, 1040, True),
-    "bf16, loop": (SPECS["bf16"], 1, 4096, 17408, True),
-    "bf16, norm and residual": (linear_spec(BF16, BF16, "none", BF16, F32), 2, 4096, 1024, True),
-    "f16, norm and gate": (SPECS["f16, norm, gate"], 2, 4096, 1024, True),
     "fp8 rows": (linear_spec(BF16, F8, "row"), 1, 4096, 1024, True),
+    "fp8 rows, 4 pieces": (linear_spec(BF16, F8, "row"), 1, 9008, 512, True),
     "fp8 rows, norm": (SPECS["fp8 rows"], 2, 4096, 1040, True),
     "fp8 blocks": (SPECS["fp8 blocks"], 1, 4096, 2048, True),
     "fp8 blocks, 16 rows, 4 pieces": (SPECS["fp8 blocks"], 16, 9008, 1024, True),
     "fp8 powers, gate": (SPECS["fp8 powers, gate"], 4, 4096, 2048, True),
     "int8, masked": (linear_spec(BF16, INT8, "row"), 1, 4096, 1040, True),
     "int8, residual": (SPECS["int8"], 4, 4096, 1024, True),
-    "bf16, unaligned": (SPECS["bf16"], 1, 4096, 1001, False),
     "fp8 blocks, unaligned": (SPECS["fp8 blocks"], 1, 4096, 2001, False),
     "int8, unaligned": (linear_spec(F16, INT8, "row"), 16, 4096, 1001, False),
 }
@@ -154,13 +184,12 @@ STREAMED: dict[str, tuple[LinearSpec, int, int, int, bool]] = {
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_columns_of_a_fragment_are_those_that_kernels_assume(name: str) -> None:
-    """`fragments` numbers columns for an MMA that takes 2 neighbours at a time, or 4 of 8-bit weights."""
-    spec = STREAMED[name][0]
+    """`fragments` numbers columns for an MMA that takes 4 neighbours of 8-bit weights at a time."""
     made = build(*STREAMED[name])
     text = lowered(made, records.H200, "ttgir")
     operands = re.findall(r"#ttg\.dot_op<\{opIdx = (\d), parent = #\w+, kWidth = (\d)\}>", text)
     assert {int(index) for index, _ in operands} == {0, 1}
-    assert {int(width) for _, width in operands} == {2 if spec.weight.itemsize == 2 else 4}
+    assert {int(width) for _, width in operands} == {4}
     assert "warp_group_dot" not in text
 
 
@@ -180,7 +209,7 @@ def test_aligned_weights_do_not_pass_through_shared_memory(name: str) -> None:
 
 def test_unaligned_weights_pass_through_shared_memory() -> None:
     """What the test above looks for is there if lanes do not exchange weights by shuffles."""
-    text = lowered(build(*STREAMED["bf16, unaligned"]), records.H200, "ptx")
+    text = lowered(build(*STREAMED["int8, unaligned"]), records.H200, "ptx")
     assert re.search(r"\bbar\.sync\b", text[text.index("mma.sync") : text.rindex("mma.sync")])
 
 
@@ -209,14 +238,15 @@ def test_compiles_for_other_chips(chip: Chip, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "m"),
-    [(SPECS["bf16"], 16), (SPECS["bf16"], 64), (SPECS["bf16"], 300), (SPECS["fp8 blocks"], 64)],
+    [(SPECS["bf16"], 1), (SPECS["bf16"], 64), (SPECS["bf16"], 300), (SPECS["fp8 blocks"], 64)],
     ids=lambda v: str(v) if isinstance(v, int) else "",
 )
 def test_tiles_use_asynchronous_loads_and_warp_groups(spec: LinearSpec, m: int) -> None:
     made = build(spec, m, 4096, 1024)
     text = lowered(made, records.H200, "ptx")
-    assert "cp.async" in text
-    assert ("wgmma.mma_async" in text) == (made.warps >= 4)
+    copies = "cp.async.bulk.tensor.2d" if m == 300 else "cp.async.cg.shared.global"
+    assert copies in text and not re.search(r"ld\.global[\w:.]*\.b16", text)
+    assert ("wgmma.mma_async" in text) == (m > 1), "a batched product of few rows is one of warps"
 
 
 # --- the interpreter -----------------------------------------------------------------------------------------------
@@ -239,9 +269,9 @@ def test_kernel_for_many_rows_agrees_with_float64(part: int) -> None:
     indices = list(range(part, len(linear_worker.CASES), 2))
     found = interpret("-m", "tests.helpers.linear_worker", json.dumps(indices))
     assert found["failed"] == []
-    assert len(found["kernels"]) >= 2 * len(indices) and all(" tile " in name for name in found["kernels"])
-    runs = {int(re.findall(r" tile \d+x\d+x(\d)/", name)[0]) for name in found["kernels"]}
-    assert len(runs) > 1
+    assert len(found["kernels"]) >= 2 * len(indices)
+    kinds = {re.findall(r" (tile|cube|flat|descriptors) ", name)[0] for name in found["kernels"]}
+    assert kinds == {"tile", "flat", "descriptors"}
 
 
 def documented_sums(call: linear_worker.Sums) -> list[float]:
@@ -250,6 +280,16 @@ def documented_sums(call: linear_worker.Sums) -> list[float]:
     x, scale = given["x"].float(), given.get("weight_scale")
     block, pieces = call.block, 4 if call.wide else 16
     blocks = -(-x.shape[1] // block)
+    if call.weight == BF16:  # neighbouring pieces; the interpreter adds a whole step at a time
+        pieces = 1 if call.wide else 4
+        length = -(-x.shape[1] // (64 * pieces)) * 64
+        total = torch.zeros(x.shape[0])
+        for piece in x.split(length, 1):
+            own = torch.zeros(x.shape[0])
+            for step in piece.split(block, 1):
+                own = own + step.double().sum(1).float()  # one number and zeros
+            total = total + own
+        return [float(value) for value in total]
     if call.act == F32:  # elements of a piece have sums of their own, which are added as a tree
         padded = torch.zeros(x.shape[0], -(-blocks // pieces) * pieces * block)
         padded[:, : x.shape[1]] = x
@@ -276,18 +316,20 @@ def documented_sums(call: linear_worker.Sums) -> list[float]:
 @pytest.mark.slow
 def test_pieces_are_added_in_the_documented_order() -> None:
     found = interpret("-m", "tests.helpers.linear_worker")
-    kernels = [" tile " in name for name in found["kernels"]]
-    assert kernels == [call.tiled for call in linear_worker.SUMS]
+    for name, call in zip(found["kernels"], linear_worker.SUMS, strict=True):
+        assert (f" {call.kind} " if call.weight == BF16 else " tile " if call.tiled else " ") in name
+        assert call.tiled or " tile " not in name
     for call, sums in zip(linear_worker.SUMS, found["sums"], strict=True):
         expected = documented_sums(call)
         assert sums == [[value] * 2 for value in expected], call
         x, scale = linear_worker.sparse(call)["x"].float(), linear_worker.sparse(call).get("weight_scale")
         if call.scaled == "block" and scale is not None:
             x = x * scale.repeat_interleave(call.block, 1)[:, : x.shape[1]]
-        in_turn = torch.zeros(x.shape[0])
-        for column in x.unbind(1):
-            in_turn = in_turn + column
-        assert in_turn.tolist() != expected, "sums that do not depend on their order"
+        other = torch.zeros(x.shape[0])
+        # one piece is added in the order of columns
+        for column in reversed(x.unbind(1)) if call.weight == BF16 and call.wide else x.unbind(1):
+            other = other + column
+        assert other.tolist() != expected, "sums that do not depend on their order"
 
 
 INTERPRETED = "|".join(

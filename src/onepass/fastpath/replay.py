@@ -56,7 +56,7 @@ switch: Final = Switch()
 
 
 def note(launcher: Any, grid: int, arguments: Sequence[Any]) -> None:
-    """Record a launch."""
+    """Record a launch; one without a launcher cannot be repeated."""
     tape.launches.append((launcher, grid, arguments))
 
 
@@ -87,6 +87,8 @@ def record(
     if len(launches) != 1:
         return None
     launcher, grid, arguments = launches[0]
+    if launcher is None:
+        return None
     owners = {t.data_ptr(): i for i, t in enumerate(after) if t is not None and t.numel()}
     moved: list[tuple[int, int]] = []
     asked: list[tuple[int, Source]] = []

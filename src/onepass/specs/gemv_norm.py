@@ -20,7 +20,7 @@ from ..formats import FP8_FORMATS, Fp8Format
 
 MAX_ROWS: Final = 16
 """Maximum number of rows of ``act`` per launch."""
-MOST_COLUMNS: Final = 32
+MOST_COLUMNS: Final = 64
 """Most columns of a tile; in the workspace every segment begins at a multiple of this."""
 MAX_SEGMENTS: Final = 4
 """Maximum number of normed segments per call."""

@@ -151,6 +151,8 @@ class Launcher:
         kinds = [kind for _, _, kind in build.leaves()]
         self.addresses = [i for i, kind in enumerate(kinds) if kind.startswith("*")]
         """Indices of the flattened arguments that are addresses."""
+        # A descriptor holds an address that a replay could not replace.
+        self._recorder = None if any(kind.startswith("tensordesc") for kind in kinds) else self
         # Triton's own launcher object only adds scratch buffers and hooks, which these kernels do
         # not use.
         bare = getattr(run, "launch", None)
@@ -186,7 +188,7 @@ class Launcher:
         """Launch on the current stream."""
         device = self._device
         if replay.tape.on:
-            replay.note(self, grid, list(flat(self._shape, tuple(arguments))))
+            replay.note(self._recorder, grid, list(flat(self._shape, tuple(arguments))))
         stream = torch._C._cuda_getCurrentRawStream(device)
         if torch._C._cuda_getDevice() == device:
             self._run(grid, 1, 1, stream, *self._fixed, *arguments)

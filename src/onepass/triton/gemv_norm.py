@@ -15,15 +15,17 @@ from .compiler import Build
 from .gemv_norm_config import CHUNK, GemvConfig, gemv_config
 from .gemv_norm_kernels import _gemv_partial_norm_kernel
 from .launcher import SHORT_NAMES, Family
-from .product_config import WEIGHTS, describe_tile, tile_registers
+from .product_config import WEIGHTS, PieceTile, StreamTile, describe_pieces, describe_tile, tile_registers
 from .quantization import quant
 
 GemvStrides = namedtuple("GemvStrides", "act weight weight_scale y tail scale")
 """Strides from row to row."""
 GemvMath = namedtuple(
-    "GemvMath", "segments pack weight scaled gated normed residual round_sum hf hw_rounding pdl traced"
+    "GemvMath", "segments contiguous pack weight scaled gated normed residual round_sum hf hw_rounding pdl traced"
 )
-"""What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm."""
+"""What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm.
+``contiguous``: the tile is a `product_config.PieceTile`.
+"""
 
 
 def _segments(entry: str) -> tuple[str, ...]:
@@ -106,15 +108,20 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
     if not fp8:
         unused["strides.scale"] = None
     if aligned:
-        divisible |= {"act": 16, "weight": 16, "k": config.stream.vec}
+        divisible |= {"act": 16, "weight": 16, "k": 16 // spec.weight.itemsize if spec.act != torch.float32 else 4}
         divisible |= {"strides.act": 16 // spec.act.itemsize, "strides.weight": 16 // spec.weight.itemsize}
-    tile = config.stream
+    tile = config.tile
+    pack = 4 // spec.weight.itemsize
+    if isinstance(tile, StreamTile):
+        tile = tile if chip.has_pdl else tile._replace(pace=0)
+        pack = 1 if tile.words else pack
     constants = {
-        "TILE": tile if chip.has_pdl else tile._replace(pace=0),
+        "TILE": tile,
         "NORM": config.norm,
         "MATH": GemvMath(
             segments,
-            pack=1 if tile.words else 4 // spec.weight.itemsize,
+            contiguous=isinstance(tile, PieceTile),
+            pack=pack,
             weight=WEIGHTS.get(spec.weight, "float"),
             scaled=spec.weight_scale,
             gated=False,
@@ -128,7 +135,8 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
         ),
         "QUANT": quant(fp8, chip),
     }
-    name, registers = _describe(spec, config, aligned, even), tile_registers(tile, aligned, chip)
+    name = _describe(spec, config, aligned, even)
+    registers = 0 if isinstance(tile, PieceTile) else tile_registers(tile, aligned, chip)
     return FAMILY.make_build(
         name, _gemv_partial_norm_kernel, chip, dtypes, constants, unused, divisible, tile.warps, registers
     )
@@ -146,7 +154,8 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
     parts += [option for option, chosen in (("even", even), ("traced", spec.traced)) if chosen]
     if spec.fp8:
         parts.append(spec.fp8.name)
-    parts.append(describe_tile(config.stream, aligned))
+    tile = config.tile
+    parts.append(describe_pieces(tile, aligned) if isinstance(tile, PieceTile) else describe_tile(tile, aligned))
     return " ".join(parts)
 
 
@@ -177,7 +186,7 @@ def _facts(call: GemvCall, chip: Chip) -> GemvFacts:
 
 
 def _grid(call: GemvCall, config: GemvConfig) -> tuple[int]:
-    tile = config.stream
+    tile = config.tile
     return (sum(tiles(call.n, call.widths, tile.columns)) * -(-call.act.shape[0] // tile.rows),)
 
 

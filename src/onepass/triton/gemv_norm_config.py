@@ -9,7 +9,7 @@ import torch
 
 from ..specs.gemv_norm import WeightScale, tiles
 from .chip import INTERPRETER, Chip
-from .product_config import StreamTile, stream_tile
+from .product_config import PieceTile, StreamTile, is_contiguous, piece_tile, stream_tile
 from .tuning import tuning
 
 CHUNK: Final = 512
@@ -28,7 +28,7 @@ class NormTile(NamedTuple):
 class GemvConfig(NamedTuple):
     """How a call is divided."""
 
-    stream: StreamTile
+    tile: StreamTile | PieceTile
     norm: NormTile
 
 
@@ -45,11 +45,19 @@ def gemv_config(
     chip: Chip,
 ) -> GemvConfig:
     """The configuration of a call."""
-    stream = stream_tile(act, weight, scaled, m, n, k, aligned, chip)
+    tile = _tile(act, weight, scaled, m, n, k, aligned, chip)
     chunks = tuple(min(MOST_CHUNKS, -(-w // CHUNK)) for w in widths)
     longs = tuple(w > MOST_CHUNKS * CHUNK for w in widths)
-    group = _group(m, stream.warps, max(chunks), tuning(chip).stream.most_values) if chunks else 1
-    return GemvConfig(stream, NormTile(group, chunks, longs))
+    group = _group(m, tile.warps, max(chunks), tuning(chip).stream.most_values) if chunks else 1
+    return GemvConfig(tile, NormTile(group, chunks, longs))
+
+
+def _tile(
+    act: torch.dtype, weight: torch.dtype, scaled: WeightScale, m: int, n: int, k: int, aligned: bool, chip: Chip
+) -> StreamTile | PieceTile:
+    if is_contiguous(act, weight):
+        return piece_tile(m, n, k, aligned, chip, descriptors=False)
+    return stream_tile(act, weight, scaled, m, n, k, aligned, chip)
 
 
 def _group(m: int, warps: int, chunks: int, most_values: int) -> int:
@@ -65,5 +73,5 @@ def trace_blocks(
     act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...], chip: Chip = INTERPRETER
 ) -> int:
     """The number of blocks of a trace: the programs of a launch. It does not depend on scales."""
-    tile = stream_tile(act, weight, "none", m, n, k, True, chip)
+    tile = _tile(act, weight, "none", m, n, k, True, chip)
     return sum(tiles(n, widths, tile.columns)) * -(-m // tile.rows)

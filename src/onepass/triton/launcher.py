@@ -3,7 +3,8 @@ a GPU or in Triton's interpreter.
 
 A family states its parameters once, in a table: each leaf is a type and a Python expression over
 the fields of the family's Call, such as ``"i64 strides[0][1]"``. A pointer (``"* x"``) gets its
-type from the dtype that a build gives it. Parameters that are not in the table are constants. The
+type from the dtype that a build gives it. ``"[] x"`` is a descriptor of a matrix, from which the copy
+engine loads blocks. Parameters that are not in the table are constants. The
 table and the constants determine a build's signature and the function that packs its arguments.
 """
 
@@ -33,6 +34,7 @@ SHORT_NAMES: Final = {
 """Dtypes in the names of builds."""
 _SMALLEST_NORMAL: Final = torch.finfo(torch.float32).tiny
 _GENERATED: Final = "<onepass "
+_DESCRIPTOR: Final = "tensordesc"
 
 chips: Final[dict[int, Chip]] = {}
 """The chip of each device used so far."""
@@ -144,7 +146,8 @@ class Family:
     def _packer(self, build: Build, config: Any, interpreted: bool = False) -> Callable[[Any, Any], tuple[Any, ...]]:
         """``pack(call, programs)``: the kernel's arguments, nested as in its signature."""
         constants = dict(build.constants)
-        scope: dict[str, Any] = {"config": config, "view": _view, "number": _number}
+        blocks = {name: _block(kind) for name, kind in build.signature if str(kind).startswith(_DESCRIPTOR)}
+        scope: dict[str, Any] = {"config": config, "view": _view, "number": _number, "descriptor": _descriptor}
 
         def expression(name: str, entry: str) -> str:
             if name in constants:
@@ -152,6 +155,8 @@ class Family:
             kind, _, value = entry.partition(" ")
             if kind == "*":
                 return f"view({value})" if interpreted else f"{value}.data_ptr()"
+            if kind == "[]":
+                return f"descriptor({value}, {blocks[name]})"
             return f"number({value})" if interpreted and kind == "fp32" else f"({value})"
 
         def written(tree: Any) -> str:
@@ -187,11 +192,13 @@ class Family:
         divisible: Mapping[str, int],
         warps: int,
         registers: int,
+        blocks: Mapping[str, tuple[int, int]] | None = None,
     ) -> Build:
         """The `Build` of a configuration.
 
         ``dtypes`` are those of the table's pointers, None for an absent tensor, whose strides are
-        then 0. ``unused`` leaves are constants with the given values. Products are never contracted
+        then 0. ``unused`` leaves are constants with the given values. ``blocks`` are the sizes that
+        descriptors load. Products are never contracted
         into sums, because contraction would depend on the layout.
         """
         fixed: dict[str, Any] = {}
@@ -200,6 +207,10 @@ class Family:
             tensor = leaf.removesuffix(".at")
             if leaf in unused:
                 fixed[leaf] = unused[leaf]
+            elif entry.startswith("["):
+                dtype, block = dtypes[leaf], (blocks or {})[leaf]
+                assert dtype is not None
+                return f"{_DESCRIPTOR}<{POINTERS[dtype][1:]}[{block[0]},{block[1]}]>"
             elif entry.startswith("*"):
                 dtype = dtypes[tensor]
                 if dtype is not None:
@@ -221,7 +232,8 @@ class Family:
             else (each, _tree(constants[each], constant, each, plain=False))
             for each in kernel.arg_names
         )
-        runtime = tuple((leaf, by) for leaf, by in divisible.items() if leaf not in fixed)
+        present = {leaf for leaf in divisible if leaf not in fixed and leaf.partition(".")[0] in kernel.arg_names}
+        runtime = tuple((leaf, by) for leaf, by in divisible.items() if leaf in present)
         facts = (signature, tuple(fixed.items()), runtime)
         return Build(name, kernel, *facts, warps, chip.has_pdl, registers, contracts=False)
 
@@ -230,6 +242,20 @@ def arguments_by_name(build: Build, arguments: Any) -> dict[str, Any]:
     """Packed arguments by the names of their leaves."""
     found = compiler.flat(build.shape, tuple(arguments))
     return {name: value for (name, _, _), value in zip(build.leaves(), found, strict=True)}
+
+
+def _block(kind: str) -> list[int]:
+    """The sizes that a descriptor of this type loads."""
+    return [int(size) for size in kind[kind.index("[") + 1 : kind.index("]")].split(",")]
+
+
+def _descriptor(tensor: Tensor, block: list[int]) -> Any:
+    """A descriptor of a matrix whose rows start on 16 bytes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if tensor.shape[0] == 1:  # the stride of a single row means nothing, and may not be a multiple of 16 bytes
+        tensor = tensor.as_strided(tensor.shape, (-(-tensor.shape[1] // 8) * 8, 1))
+    return TensorDescriptor.from_tensor(tensor, block)
 
 
 def _view(tensor: Tensor) -> Tensor:

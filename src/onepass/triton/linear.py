@@ -1,4 +1,4 @@
-"""`linear`: its two kernels, their parameters, configuration, alignment and names.
+"""`linear`: its kernels, their parameters, configuration, alignment and names.
 
 With more rows than a program norms itself, the norm is a launch of its own, with the same bytes.
 """
@@ -18,8 +18,13 @@ from .compiler import Build
 from .gemv_norm import scale_dtype
 from .launcher import SHORT_NAMES, Family, chips
 from .linear_config import LinearConfig, fuses_norm, linear_config
-from .linear_kernels import _linear_rows_kernel, _linear_tile_kernel
-from .product_config import WEIGHTS, describe_tile, tile_registers
+from .linear_kernels import (
+    _linear_descriptors_kernel,
+    _linear_pieces_kernel,
+    _linear_rows_kernel,
+    _linear_tile_kernel,
+)
+from .product_config import WEIGHTS, describe_pieces, describe_tile, tile_registers
 
 LinearStrides = namedtuple("LinearStrides", "x weight weight_scale residual add out residual_out")
 """Strides from row to row."""
@@ -39,6 +44,8 @@ def _stride(name: str) -> str:
 TABLE: Final = {
     "x": "* x",
     "weight": "* weight",
+    "x_tiles": "[] x",
+    "weight_tiles": "[] weight",
     "weight_scale": "* weight_scale",
     "gamma": "* gamma",
     "residual": "* residual",
@@ -124,10 +131,22 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
         return FAMILY.make_build(
             name, _linear_rows_kernel, chip, dtypes, constants, unused, divisible, stream.warps, registers
         )
-    assert product is not None
-    constants = {"TILE": product, "MATH": math}
+    pieces = config.pieces
+    if product is not None:
+        constants = {"TILE": product, "MATH": math}
+        return FAMILY.make_build(
+            name, _linear_tile_kernel, chip, dtypes, constants, unused, divisible, product.warps, registers=0
+        )
+    assert pieces is not None
+    constants = {"TILE": pieces, "MATH": math}
+    kernel, blocks = _linear_pieces_kernel, None
+    if pieces.kind == "descriptors":
+        kernel = _linear_descriptors_kernel
+        wide = pieces.columns // (2 if math.gated else 1)
+        blocks = {"x_tiles": (pieces.rows, pieces.step), "weight_tiles": (wide, pieces.step)}
+        dtypes |= {"x_tiles": spec.x, "weight_tiles": spec.weight}
     return FAMILY.make_build(
-        name, _linear_tile_kernel, chip, dtypes, constants, unused, divisible, product.warps, registers=0
+        name, kernel, chip, dtypes, constants, unused, divisible, pieces.warps, registers=0, blocks=blocks
     )
 
 
@@ -158,6 +177,8 @@ def _describe(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
             f"tile {tile.columns}x{tile.rows}x{tile.run}/{tile.warps}w/s{tile.stages}g{tile.group}{mask}{unaligned} "
             f"p{tile.pieces}b{tile.block}"
         )
+    elif config.pieces is not None:
+        parts.append(describe_pieces(config.pieces, aligned))
     return " ".join(parts)
 
 
@@ -192,7 +213,7 @@ def _facts(call: LinearCall, chip: Chip) -> LinearFacts:
 
 
 def _grid(call: LinearCall, config: LinearConfig) -> tuple[int]:
-    tile = config.stream or config.product
+    tile = config.stream or config.product or config.pieces
     assert tile is not None
     columns = tile.columns // (1 if call.spec.activation is None else 2)
     return (-(-call.out.shape[1] // columns) * -(-call.x.shape[0] // tile.rows),)

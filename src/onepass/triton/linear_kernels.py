@@ -1,7 +1,8 @@
-"""``linear``: a product with what surrounds it. One kernel is for few rows of x, one for many.
+"""``linear``: a product with what surrounds it. Constants are the named tuples of `linear`.
 
-Both sum in the order of `device.fragments`, so a row has the same bytes in either. The kernel for
-few rows can norm x as it is loaded. Constants are the named tuples of `linear`.
+16-bit weights have two kernels that sum in the order of `device.product`. Other weights have one for few
+rows of x and one for many, which sum in the order of `device.fragments`. So a row has the same bytes in
+either. Of these four, the kernel that streams few rows can norm x as it is loaded.
 """
 
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 from .device.fragments import decode
 from .device.numbers import cast, convert
 from .device.pdl import launch_dependents, wait
+from .device.product import descriptor_product, product
 from .device.row import reciprocal_rms
 from .device.weight_stream import SCALED, act_row, add_residual, first_weights, fold, scale_value, stream
 from .prologue import tanh
@@ -229,3 +231,58 @@ def _linear_tile_kernel(
         y, up = total, total
         column = column0 + place
     _finish(y, up, column, rows, n, m, weight_scale, bias, add, out, strides, MATH)
+
+
+@triton.jit
+def _tile_at(block, m, n, SIDES: tl.constexpr, TILE: tl.constexpr):
+    """The first row and column of a program's tile. Programs that run at the same time share rows of
+    weights, then rows of x.
+    """
+    down, across = tl.cdiv(m, TILE.rows), tl.cdiv(n, TILE.columns // SIDES)
+    band = block // (TILE.group * across)
+    height = tl.minimum(down - band * TILE.group, TILE.group)
+    row0 = (band * TILE.group + block % (TILE.group * across) % height) * TILE.rows
+    return row0, block % (TILE.group * across) // height * (TILE.columns // SIDES)
+
+
+@triton.jit
+def _linear_pieces_kernel(
+    x, weight, weight_scale, bias, add, out, m, n, k, strides,
+    TILE: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """A tile of a product with 16-bit weights."""
+    launch_dependents(MATH.pdl and not TILE.late)
+    SIDES: tl.constexpr = 2 if MATH.gated else 1
+    WIDE: tl.constexpr = TILE.columns // SIDES
+    row0, column0 = _tile_at(tl.program_id(0), m, n, SIDES, TILE)
+    place = tl.arange(0, TILE.columns)
+    column = tl.minimum(column0 + place % WIDE, n - 1)
+    if MATH.gated:
+        column += place // WIDE * n
+    row = row0 + tl.arange(0, TILE.rows)
+    wait(MATH.pdl)
+    total = product(x, weight, column, row, m, k, strides.x, strides.weight, TILE, MATH)
+    launch_dependents(MATH.pdl and TILE.late)
+    if MATH.gated:
+        y, up = tl.split(tl.permute(tl.reshape(total, (2, WIDE, TILE.rows)), (1, 2, 0)))
+    else:
+        y, up = total, total
+    _finish(y, up, column0 + tl.arange(0, WIDE), row, n, m, weight_scale, bias, add, out, strides, MATH)
+
+
+@triton.jit
+def _linear_descriptors_kernel(
+    x_tiles, weight_tiles, weight_scale, bias, add, out, m, n, k, strides,
+    TILE: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """The same for many rows, loaded by the copy engine."""
+    launch_dependents(MATH.pdl and not TILE.late)
+    SIDES: tl.constexpr = 2 if MATH.gated else 1
+    WIDE: tl.constexpr = TILE.columns // SIDES
+    row0, column0 = _tile_at(tl.program_id(0), m, n, SIDES, TILE)
+    wait(MATH.pdl)
+    totals = descriptor_product(x_tiles, weight_tiles, row0, (column0, n + column0), k, SIDES, TILE, MATH)
+    launch_dependents(MATH.pdl and TILE.late)
+    row = row0 + tl.arange(0, TILE.rows)
+    column = column0 + tl.arange(0, WIDE)
+    _finish(totals[0], totals[SIDES - 1], column, row, n, m, weight_scale, bias, add, out, strides, MATH)

@@ -233,7 +233,7 @@ def add_four(values, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _add_from_left(values, A: tl.constexpr, B: tl.constexpr, COUNT: tl.constexpr):
+def add_from_left(values, A: tl.constexpr, B: tl.constexpr, COUNT: tl.constexpr):
     """``[A, B, COUNT]`` to ``[A, B]``: the first plus the second, plus the third, and so on."""
     parts = (values,)
     for i in tl.static_range(5):
@@ -265,7 +265,7 @@ def fold_parts(total, TILE: tl.constexpr):
         diagonal = tl.sum(tl.reshape(total, (W, 16, 8 // PARTS, PARTS)), axis=3)
         each = tl.reshape(diagonal, (W, 16 // PARTS, PARTS, 8 // PARTS))
         pieces = tl.reshape(tl.permute(each, (1, 3, 0, 2)), (16 // PARTS, 8 // PARTS, TILE.pieces))
-    return _add_from_left(pieces, 16 // PARTS, 8 // PARTS, TILE.pieces)
+    return add_from_left(pieces, 16 // PARTS, 8 // PARTS, TILE.pieces)
 
 
 @triton.jit

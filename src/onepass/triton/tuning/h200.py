@@ -2,7 +2,19 @@
 
 from typing import Final
 
-from .table import ANY, LinearTuning, MlaTuning, QkTuning, RowTuning, StreamCut, StreamTuning, Tile, Tuning
+from .table import (
+    ANY,
+    LinearTuning,
+    MlaTuning,
+    PieceCut,
+    PieceTuning,
+    QkTuning,
+    RowTuning,
+    StreamCut,
+    StreamTuning,
+    Tile,
+    Tuning,
+)
 
 CHIPS: Final = (("cuda", 90),)
 
@@ -68,88 +80,91 @@ ROWS: Final = RowTuning(
 
 STREAM: Final = StreamTuning(
     most_rows=32,  # of act per program: M = 128 with fp8 weights took 51 (16 rows: 79, 64: 94) [38]
-    # where elements are loaded one by one, each into a register of its own
-    unaligned_rows=16,
-    unaligned_8bit_rows=8,
+    unaligned_rows=8,  # where elements are loaded one by one, each into a register of its own
     unaligned_registers=168,  # by default the assembler uses 128 where it needs a few more, and spills
     most_values=80,  # of a norm that a thread holds
-    # Bfloat16, in a chain of itself [40]. 16 pieces, M = 1: 2112 x 7168 took 8.05 (8 warps: 8.16; 8
-    # columns: 8.66), 4096 x 4096 8.6 (16 columns: 8.7; 8 warps: 10.1), 7168 x 18432 65.9 with 8
-    # warps (4: 73.4). M = 4: 4096 x 4096 9.2 (8 columns: 11.3). M = 8: 11.0 (16 warps: 12.2). M =
-    # 16: 12.5 with 32 columns (16: 15.1). More than 16 rows [38]. 4 pieces, M = 1: 24576 x 4096 49.8
-    # (4 warps: 51.5), 36864 x 7168 126.8 (1 warp: 135.3). M = 8: 24576 x 1536 20.2 (deeper: 21.2).
+    # fp8, 16 pieces: 2112 x 7168 5.3 (4 warps: 6.0), 4096 x 12288 13.5 (deeper: 16.7); M = 8, 4096 x
+    # 4096 7.2 (deeper: 8.1); M = 16 10.1 (16 columns: 10.8). 4 pieces: 36864 x 7168 63.3 with 2 warps
+    # (less deep: 70.1; 4 warps: 68.9); M = 8 81.1 (16 columns: 93.3) [40, 41].
     cuts={
-        (16, 16): (
-            (2, 2112, StreamCut(4, 4, 9, 1, 3)),
-            (2, 2640, StreamCut(4, 4, 5, 1, 2)),
-            (2, 6144, StreamCut(4, 8, 4, 1, 1)),
-            (2, ANY, StreamCut(8, 8, 8, 1, 2)),
-            (4, 2640, StreamCut(8, 8, 8, 1, 2)),
-            (4, ANY, StreamCut(8, 16, 4, 1, 1)),
-            (8, 2640, StreamCut(8, 8, 7, 2, 2)),
-            (8, ANY, StreamCut(8, 16, 4, 2, 1)),
-            (16, ANY, StreamCut(16, 32, 3, 2, 1)),
-            (32, ANY, StreamCut(16, 16, 3, 1, 2)),
-            (ANY, ANY, StreamCut(16, 16, 2, 1, 0)),
-        ),
-        # fp8, 16 pieces: 2112 x 7168 5.3 (4 warps: 6.0), 4096 x 12288 13.5 (deeper: 16.7); M = 8, 4096 x
-        # 4096 7.2 (deeper: 8.1); M = 16 10.1 (16 columns: 10.8). 4 pieces: 36864 x 7168 63.3 with 2 warps
-        # (less deep: 70.1; 4 warps: 68.9); M = 8 81.1 (16 columns: 93.3) [40, 41].
-        (16, 8): (
+        16: (
             (4, ANY, StreamCut(8, 8, 4, 1, 2)),
             (8, ANY, StreamCut(16, 16, 3, 2, 1)),
             (16, ANY, StreamCut(16, 32, 2, 1, 1)),
             (ANY, ANY, StreamCut(16, 16, 2, 1, 0)),
         ),
-        (4, 16): (
-            (2, ANY, StreamCut(2, 8, 8, 1, 2)),
-            (4, ANY, StreamCut(2, 16, 4, 1, 1)),
-            (8, ANY, StreamCut(4, 16, 6, 2, 2)),
-            (ANY, ANY, StreamCut(4, 16, 8, 2, 0)),
-        ),
-        (4, 8): ((4, ANY, StreamCut(2, 8, 8, 1, 3)), (ANY, ANY, StreamCut(4, 32, 3, 1, 1))),
+        4: ((4, ANY, StreamCut(2, 8, 8, 1, 3)), (ANY, ANY, StreamCut(4, 32, 3, 1, 1))),
     },
-    unaligned_8bit_cut=StreamCut(8, 8, 1, 1, 0),  # of more than 16 rows
+    unaligned_cut=StreamCut(8, 8, 1, 1, 0),  # of more than 16 rows
+)
+
+PIECES: Final = PieceTuning(
+    group=8,
+    # Bfloat16, chain of itself and behind an ordinary kernel [42]. Cubes of few rows must all be resident
+    # at once, which limits their stages: 4096 x 4096 10.2 / 11.0 (128 columns of K, four stages: 12.6 / 11.0;
+    # 32 columns: 10.3 / 11.2), 6144 x 4096 14.3 / 15.2 (five stages, at once: 15.3 / 16.3), M = 16 15.2 / 16.2
+    # (four: 18.0 / 19.0). With one piece the next kernel starts late: 24576 x 4096, M = 8, 48.5 / 47.0 (at
+    # once: 49.1 / 47.3). M = 64 to 8192: 6144 x 4096 17.8 (flat: 18.3), 26.1 for 256 rows (four stages:
+    # 30.1), 24576 x 4096 136.9 for 512 (256 columns: 161.6), 565 for 2048 (256 columns: 638), 2343 for 8192
+    # (four stages: 2569).
+    cuts={
+        4: (
+            (8, 2112, PieceCut("cube", 16, 8, 128, 5, 4)),
+            (8, 4224, PieceCut("cube", 16, 8, 256, 3, 4)),
+            (8, ANY, PieceCut("cube", 16, 8, 128, 3, 4, late=True)),
+            (16, 4224, PieceCut("cube", 16, 16, 128, 4, 4)),
+            (16, ANY, PieceCut("cube", 16, 16, 128, 3, 4)),
+            (32, 2112, PieceCut("cube", 16, 32, 128, 4, 4)),
+            (32, 4224, PieceCut("cube", 16, 32, 128, 3, 4)),
+            (32, ANY, PieceCut("flat", 64, 32, 64, 8, 4)),
+            (64, 2640, PieceCut("cube", 32, 32, 64, 4, 4)),
+            (64, 4224, PieceCut("flat", 64, 32, 64, 8, 4, late=True)),
+            (64, ANY, PieceCut("descriptors", 64, 32, 64, 8, 4, late=True)),
+            (128, 2640, PieceCut("flat", 64, 32, 128, 4, 4)),
+            (128, 4224, PieceCut("descriptors", 64, 64, 128, 4, 4)),
+            (128, ANY, PieceCut("descriptors", 64, 128, 64, 6, 4)),
+            (256, 2640, PieceCut("descriptors", 64, 64, 128, 4, 4)),
+            (256, 4224, PieceCut("descriptors", 64, 128, 64, 6, 4)),
+            (256, ANY, PieceCut("descriptors", 128, 128, 64, 6, 8)),
+            (512, 2640, PieceCut("descriptors", 64, 128, 64, 6, 4)),
+            (512, 4224, PieceCut("descriptors", 128, 128, 64, 6, 8)),
+            (ANY, 2640, PieceCut("descriptors", 128, 128, 64, 6, 8)),
+            (ANY, ANY, PieceCut("descriptors", 256, 128, 64, 4, 8)),
+            (ANY, ANY, PieceCut("flat", 64, 64, 128, 3, 4)),
+            (ANY, ANY, PieceCut("cube", 32, 64, 64, 3, 8)),
+        ),
+        1: (
+            (16, 8448, PieceCut("flat", 64, 16, 128, 5, 4, late=True)),
+            (16, ANY, PieceCut("flat", 64, 16, 128, 3, 4, late=True)),
+            (32, 8448, PieceCut("flat", 64, 32, 64, 8, 4, late=True)),
+            (32, ANY, PieceCut("flat", 64, 32, 128, 3, 4)),
+            (64, 8448, PieceCut("descriptors", 128, 32, 64, 8, 4, late=True)),
+            (64, ANY, PieceCut("descriptors", 128, 64, 64, 6, 4, late=True)),
+            (128, 8448, PieceCut("descriptors", 128, 64, 64, 6, 4)),
+            (128, ANY, PieceCut("descriptors", 256, 128, 64, 4, 8)),
+            (256, ANY, PieceCut("descriptors", 128, 128, 64, 6, 8)),
+            (512, ANY, PieceCut("descriptors", 128, 256, 64, 4, 8)),
+            (2048, 8448, PieceCut("descriptors", 128, 128, 64, 6, 8)),
+            (2048, ANY, PieceCut("descriptors", 128, 256, 64, 4, 8)),
+            (ANY, ANY, PieceCut("descriptors", 128, 256, 64, 3, 8)),
+            (ANY, ANY, PieceCut("flat", 64, 64, 64, 6, 4)),
+            (16, ANY, PieceCut("cube", 64, 16, 128, 3, 4)),
+            (ANY, ANY, PieceCut("cube", 64, 64, 64, 3, 8)),
+        ),
+    },
 )
 
 LINEAR: Final = LinearTuning(
-    # One row with the norm in the product and before it: 6144 x 4096 16.5 and 14.7, 2112 x 7168 15.5 and
-    # 9.3; fp8 blocks, 2112 x 7168 8.6 and 10.4 (behind an ordinary kernel 10.5 and 8.9). The limit for
-    # 16 bits is not measured [linear.json].
+    # fp8 blocks, one row, with the norm in the product and before it: 2112 x 7168 8.6 and 10.4 (behind an
+    # ordinary kernel 10.5 and 8.9). The limit for float32 is not measured [linear.json].
     normed_rows=4,
-    normed_columns={16: 2048, 8: ANY},
-    # Times streamed and in tiles, bfloat16: M = 16, 2112 x 7168 12.3 and 17.7, 4096 x 4096 12.2 and
-    # 11.9; M = 8, 4096 x 12288 28.8 and 35.3, 7168 x 18432 72.2 and 69.2, 24576 x 4096 56.3 and 49.7.
-    # fp8: M = 16, 24576 x 4096 40.4 and 66.0 [40, 41].
-    few_rows={
-        (16, 16): ((2640, ANY, 16), (6144, ANY, 8), (ANY, ANY, 4)),
-        (4, 16): ((ANY, 4095, 4), (ANY, ANY, 2)),
-        (16, 8): ((ANY, ANY, 16),),
-        (4, 8): ((ANY, ANY, 16),),
-    },
+    normed_float32_columns=2048,
+    # Times streamed and in tiles: M = 16, 24576 x 4096 40.4 and 66.0 [40, 41].
+    few_rows={16: ((ANY, ANY, 16),), 4: ((ANY, ANY, 16),)},
     group=8,
-    # M = 16: 4096 x 12288 29.5 (64 columns: 35.0), 6144 x 4096 16.4 (16 columns: 17.0), 24576 x 4096
-    # 49.4 (one block per step, 128 columns: 51.3). M = 32 to 4096, 24576 x 4096: 51.1 (128 columns:
-    # 56.1), 50.8 (128: 58.0), 70.0 (128 rows and columns: 68.9; 64 rows: 73.7), 91.1 (one warp group:
-    # 100), 1316 (three stages: 1561; 256 columns: 3289). M = 256, 4096 x 4096 22.8 (one block per
-    # step: 31.6) [40, 41].
     tiles={
-        (64, 16): (
-            (16, 4096, (16, 16, 4, 4, 1)),
-            (16, 6144, (64, 16, 2, 4, 4)),
-            (8, 8191, (64, 16, 2, 4, 4)),
-            (16, 8191, (16, 16, 4, 4, 1)),
-            (16, ANY, (64, 16, 2, 3, 4)),
-            (32, ANY, (64, 32, 1, 6, 4)),
-            (64, 8191, (64, 64, 2, 3, 4)),
-            (64, ANY, (64, 64, 1, 4, 4)),
-            (128, 8191, (64, 64, 2, 3, 4)),
-            (128, ANY, (64, 128, 1, 4, 4)),
-            (256, 8191, (64, 128, 2, 3, 4)),
-            (ANY, ANY, (128, 128, 1, 5, 8)),
-        ),
-        (64, 8): ((32, ANY, (64, 32, 1, 6, 4)), (64, ANY, (64, 64, 1, 4, 4)), (ANY, ANY, (128, 128, 1, 4, 8))),
-        (128, 8): ((32, ANY, (64, 32, 1, 4, 4)), (ANY, ANY, (64, 64, 1, 3, 4))),
+        64: ((32, ANY, (64, 32, 1, 6, 4)), (64, ANY, (64, 64, 1, 4, 4)), (ANY, ANY, (128, 128, 1, 4, 8))),
+        128: ((32, ANY, (64, 32, 1, 4, 4)), (ANY, ANY, (64, 64, 1, 3, 4))),
     },
 )
 
@@ -184,4 +199,4 @@ MLA: Final = MlaTuning(
     kv_columns=((1023, 512), (4095, 1024), (ANY, 2048)),
 )
 
-TUNING: Final = Tuning(ROWS, STREAM, LINEAR, QK, MLA)
+TUNING: Final = Tuning(ROWS, STREAM, PIECES, LINEAR, QK, MLA)

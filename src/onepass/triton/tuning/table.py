@@ -75,32 +75,59 @@ class StreamCut(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamTuning:
-    """Products with few rows: cuts by pieces and bits per weight, then by the largest M and N they are for."""
+    """Products of few rows with 8-bit weights: cuts by pieces, then by the largest M and N they are for."""
 
     most_rows: int
     unaligned_rows: int
-    unaligned_8bit_rows: int
     unaligned_registers: int
     most_values: int
-    cuts: dict[tuple[int, int], tuple[tuple[int, int, StreamCut], ...]]
-    unaligned_8bit_cut: StreamCut
+    cuts: dict[int, tuple[tuple[int, int, StreamCut], ...]]
+    unaligned_cut: StreamCut
+
+
+PieceKind = Literal["cube", "flat", "descriptors"]
+
+
+class PieceCut(NamedTuple):
+    """A tile of 16-bit weights: columns, rows, columns of K per step, stages and warps.
+
+    ``late``: the next kernel may start after the sums, not at once.
+    """
+
+    kind: PieceKind
+    columns: int
+    rows: int
+    step: int
+    stages: int
+    warps: int
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class PieceTuning:
+    """Products with 16-bit weights: tiles by pieces, then by the largest M and N they are for. The
+    first that fits is taken; each list ends with cubes for chips that use nothing else.
+    """
+
+    group: int
+    cuts: dict[int, tuple[tuple[int, int, PieceCut], ...]]
 
 
 @dataclass(frozen=True)
 class LinearTuning:
-    """`linear`: up to ``normed_rows`` rows of up to ``normed_columns`` columns, by bits per weight, are
-    normed by the product's programs.
+    """`linear` with 8-bit weights: up to ``normed_rows`` rows are normed by the product's programs, and so are
+    float32 rows of up to ``normed_float32_columns`` columns.
 
-    ``few_rows`` are streamed, by pieces and bits per weight, then by the largest N and K a number is
-    for. More rows take a tile of columns, rows, blocks per step, stages and warps, by block and bits per weight,
-    then by the largest M and N it is for.
+    ``few_rows`` are streamed, by pieces, then by the largest N and K a number is for. More rows take
+    a tile of columns, rows, blocks per step, stages and warps, by block, then by the largest M and N it is
+    for.
     """
 
     normed_rows: int
-    normed_columns: dict[int, int]
-    few_rows: dict[tuple[int, int], tuple[tuple[int, int, int], ...]]
+    normed_float32_columns: int
+    few_rows: dict[int, tuple[tuple[int, int, int], ...]]
     group: int
-    tiles: dict[tuple[int, int], tuple[tuple[int, int, tuple[int, int, int, int, int]], ...]]
+    tiles: dict[int, tuple[tuple[int, int, tuple[int, int, int, int, int]], ...]]
 
 
 @dataclass(frozen=True)
@@ -135,6 +162,7 @@ class Tuning:
 
     rows: RowTuning
     stream: StreamTuning
+    pieces: PieceTuning
     linear: LinearTuning
     qk: QkTuning
     mla: MlaTuning
