@@ -14,6 +14,7 @@ from .ops.gemv_norm import (
 )
 from .ops.linear import linear
 from .ops.mla_cache import fused_rope_rmsnorm_quantization
+from .ops.qk_cache import qk_norm_rope_cache
 from .ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from .ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from .prologues import Prologue, prologue
@@ -35,7 +36,7 @@ __all__ += ["GEMV_TRACE_EVENTS_PER_BLOCK", "GemvEvent", "GmemTrace", "NullTrace"
 __all__ += ["gemv_and_partial_norm", "gemv_and_partial_norm_unfused_with_scratch", "gemv_and_partial_norm_with_scratch"]
 __all__ += ["PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla", "linear", "rms_norm", "rms_norm_fused_fp8"]
 __all__ += ["apply_qk_rms_norm", "qk_rms_norm", "row_mean_of_squares_qk", "row_sum_of_squares_qk"]
-__all__ += ["dequantize_weight", "quantize_weight"]
+__all__ += ["dequantize_weight", "qk_norm_rope_cache", "quantize_weight"]
 
 _AT_FIRST_USE = ("compat", "dist", "integrations", "nn", "patch")
 """Names that are imported at first use. ``import *`` includes only `patch`."""

@@ -92,23 +92,23 @@ def extent(t: Tensor) -> tuple[int, int]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose extents overlap share a byte. Adjacent slices of one parent do not."""
-    (wide, *far), (width, *others) = _run_and_steps(a), _run_and_steps(b)
-    steps = {*far, *others}
-    period = min(steps, default=0)
-    if period and all(s % period == 0 for s in steps):
+    """Whether two tensors whose extents overlap may share a byte. Slices of one parent do not.
+
+    They are apart if they occupy different parts of every period, for some stride as the period: all larger strides
+    are multiples of it, and the smaller ones stay within a part.
+    """
+    steps = [
+        [(stride * t.element_size(), n) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1] for t in (a, b)
+    ]
+    strides = {step for one in steps for step, _ in one}
+    for period in sorted(strides - {0}):
+        if any(step > period and step % period for step in strides):
+            continue
+        first, second = (
+            t.element_size() + sum((n - 1) * step for step, n in one if step < period)
+            for t, one in zip((a, b), steps, strict=True)
+        )
         offset = (b.data_ptr() - a.data_ptr()) % period
-        return not (offset >= wide and offset + width <= period)
+        if offset >= first and offset + second <= period:
+            return False
     return True
-
-
-def _run_and_steps(t: Tensor) -> list[int]:
-    """The bytes in each contiguous run, and the strides between runs."""
-    run = 1
-    steps: list[int] = []
-    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
-        if size > 1 and stride == run and not steps:
-            run *= size
-        elif size > 1:
-            steps.append(stride * t.element_size())
-    return [run * t.element_size(), *steps]

@@ -139,6 +139,32 @@ def rotated(y: Bounds, turn: Callable[[Tensor], oracle.Rotated]) -> Bounds:
     return Bounds(low, high)
 
 
+def rotated_stepwise(
+    y: Bounds, freqs: Tensor, dtype: torch.dtype, *, positions: Tensor | None, style: str, dim: int
+) -> Bounds:
+    """The bounds of [..., heads, columns] after a rotation that rounds angles, products and sums to ``dtype``.
+
+    Every step is one float32 operation and one rounding, so what is known exactly before is known exactly after.
+    """
+    cos, sin = (
+        t.to(dtype).double().unsqueeze(-2) for t in oracle.token_angles(freqs, y.low.shape[:-2], positions, dim)
+    )
+
+    def times(ends: Bounds, factor: Tensor) -> Bounds:
+        first, second = ((end * factor).float().to(dtype).double() for end in ends)
+        rising = ~(first > second)
+        return Bounds(torch.where(rising, first, second), torch.where(rising, second, first))
+
+    def plus(a: Bounds, b: Bounds) -> Bounds:
+        return Bounds(*((one + two).float().to(dtype).double() for one, two in zip(a, b, strict=True)))
+
+    pairs = [oracle.pairs(end[..., :dim], style) for end in y]
+    a, b = (Bounds(*ends) for ends in zip(*pairs, strict=True))
+    left, right = plus(times(a, cos), times(b, -sin)), plus(times(b, cos), times(a, sin))
+    ends = (oracle.from_pairs(one, two, style) for one, two in zip(left, right, strict=True))
+    return Bounds(*(torch.cat((end, old[..., dim:]), -1) for end, old in zip(ends, y, strict=True)))
+
+
 # --- fp8 ------------------------------------------------------------------------------------------------------------
 
 

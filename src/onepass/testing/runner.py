@@ -14,14 +14,21 @@ from typing import Any
 
 import torch
 
-from . import gemv_norm, linear, mla_cache, qk_norm, rms_norm
+from . import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from .case import Check, same_bytes
 
 MODULES: dict[str, Any] = {
-    case.op: module for module in (rms_norm, gemv_norm, linear, qk_norm, mla_cache) for case in module.CASES
+    case.op: module for module in (rms_norm, gemv_norm, linear, qk_norm, mla_cache, qk_cache) for case in module.CASES
 }
 """The module of each op, which defines CASES, inputs, call, variants, verify and zeroable."""
-CASES: tuple[Check, ...] = (*rms_norm.CASES, *gemv_norm.CASES, *linear.CASES, *qk_norm.CASES, *mla_cache.CASES)
+CASES: tuple[Check, ...] = (
+    *rms_norm.CASES,
+    *gemv_norm.CASES,
+    *linear.CASES,
+    *qk_norm.CASES,
+    *mla_cache.CASES,
+    *qk_cache.CASES,
+)
 DEVICES = ("cpu", "cuda", "interpreter")
 
 

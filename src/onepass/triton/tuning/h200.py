@@ -8,6 +8,7 @@ from .table import (
     MlaTuning,
     PieceCut,
     PieceTuning,
+    QkCacheTuning,
     QkTuning,
     RowTuning,
     StreamCut,
@@ -199,4 +200,12 @@ MLA: Final = MlaTuning(
     kv_columns=((1023, 512), (4095, 1024), (ANY, 2048)),
 )
 
-TUNING: Final = Tuning(ROWS, STREAM, PIECES, LINEAR, QK, MLA)
+QK_CACHE: Final = QkCacheTuning(
+    early_programs=16,
+    # Elements of q, k and v together, and columns per program; those of MLA's rotation.
+    columns=((1 << 17, 512), (1 << 20, 1024), (ANY, 2048)),
+    whole_columns=1024,
+    most_warps=8,
+)
+
+TUNING: Final = Tuning(ROWS, STREAM, PIECES, LINEAR, QK, MLA, QK_CACHE)

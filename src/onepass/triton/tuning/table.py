@@ -157,6 +157,19 @@ class MlaTuning:
 
 
 @dataclass(frozen=True)
+class QkCacheTuning:
+    """Cache-write kernels of q, k and v: columns per program by the most elements of a call they are for.
+
+    Programs have one warp, unless statistics cover all heads: then a warp per ``whole_columns``.
+    """
+
+    early_programs: int
+    columns: tuple[tuple[int, int], ...]
+    whole_columns: int
+    most_warps: int
+
+
+@dataclass(frozen=True)
 class Tuning:
     """All thresholds and tiles of a chip."""
 
@@ -166,3 +179,4 @@ class Tuning:
     linear: LinearTuning
     qk: QkTuning
     mla: MlaTuning
+    qk_cache: QkCacheTuning

@@ -1,0 +1,312 @@
+"""Cases of the norm, rotation and cache write of q, k and v: inputs, calls and verification."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from ..formats import FP8_FORMATS
+from ..ops.qk_cache import qk_norm_rope_cache
+from ..rope import Rope
+from . import bounds, compare, oracle
+from .bounds import Bounds
+from .case import fetched, memory_of, moved, same_bytes, set_special, to_cpu
+from .qk_cache_inputs import CASES, OP, QkCacheCase
+
+__all__ = ["CASES", "OP", "call", "inputs", "run_once", "variants", "verify", "zeroable"]
+
+POSITIONS: Final = 48
+"""Rows of freqs."""
+SCALES: Final = {"k_scale": 0.0218437, "v_scale": 0.0317519}
+"""Not close to the reciprocal of a small integer: bfloat16 values would have multiples at the ties of fp8."""
+GUARD: Final = 4096
+"""Bytes of a pattern around every buffer; a multiple of every alignment."""
+START: Final = 2
+"""Where a dense cache's tokens begin if start is one number."""
+
+
+# --- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def inputs(case: QkCacheCase, device: str, seed: int = 0) -> dict[str, Any]:
+    """Tensors and options by their names in the contract; outputs and caches are filled with noise."""
+    generator = torch.Generator().manual_seed(seed + case.head)
+    value = case.head if case.value is None else case.value
+    shapes = (case.q_heads, case.head), (case.k_heads, case.head), (case.k_heads, value)
+    made = [torch.randn(*case.lead, *shape, generator=generator).to(case.x) for shape in shapes]
+    if case.values == "special":
+        for i, t in enumerate(made):
+            set_special(t.view(-1, t.shape[-1])[i:], large=1e4 if case.x != torch.float16 else 1e2)
+    found: dict[str, Any] = dict(zip("qkv", _laid_out(case, made, generator), strict=True))
+    if case.norm != "none":
+        for name, heads, dtype in (("gamma_q", case.q_heads, case.gamma), ("gamma_k", case.k_heads, case.gamma_k)):
+            n = case.head if case.norm == "head" else heads * case.head
+            found[name] = (1 + 0.25 * torch.randn(n, generator=generator)).to(dtype or case.gamma)
+    found |= _angles(case, generator)
+    noise = (_noise(generator, *case.lead, h, case.head * (case.out or case.x).itemsize) for h in shapes_heads(case))
+    found |= {name: t.view(case.out or case.x) for name, t in zip(("q_out", "k_out"), noise, strict=True)}
+    if case.cache is None:
+        del found["v"]
+    else:
+        del found["k_out"]
+        found |= _cache(case, value, generator)
+    options: dict[str, Any] = dict(case.options)
+    if "first" in found:
+        options["first"] = found.pop("first")
+    if case.norm == "whole":
+        options["per_head"] = False
+    if case.rounding != "once":
+        options["rounding"] = case.rounding
+    return moved(found, device) | options
+
+
+def shapes_heads(case: QkCacheCase) -> tuple[int, int]:
+    """The numbers of heads of q and k."""
+    return case.q_heads, case.k_heads
+
+
+def _noise(generator: torch.Generator, *shape: int) -> Tensor:
+    """Random bytes."""
+    count = math.prod(shape)
+    words = torch.randint(-(2**63), 2**63 - 1, (-(-count // 8),), generator=generator)
+    return words.view(torch.uint8)[:count].view(shape)
+
+
+def _laid_out(case: QkCacheCase, made: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    if case.memory in ("packed", "misaligned"):
+        before = 8 if case.memory == "packed" else 1
+        edge = torch.zeros(*case.lead, before, dtype=case.x)
+        whole = torch.cat([edge, *(t.flatten(-2) for t in made), edge], -1)
+        widths = [t.shape[-2] * t.shape[-1] for t in made]
+        slices = whole.split((before, *widths, before), -1)[1:4]
+        return [part.unflatten(-1, t.shape[-2:]) for part, t in zip(slices, made, strict=True)]
+    if case.memory == "transposed":
+        return [t.transpose(-3, -2).contiguous().transpose(-3, -2) for t in made]
+    if case.memory == "parts" and len(case.lead) == 2:
+        longer = [torch.cat((t, t[:, :1] * 0 + 3), 1) for t in made]
+        return [t[:, : case.lead[1]] for t in longer]
+    return made
+
+
+def _angles(case: QkCacheCase, generator: torch.Generator) -> dict[str, Any]:
+    turn = case.angles
+    if turn is None:
+        return {}
+    if turn.pair is not None:
+        lead = (1, *case.lead[1:]) if turn.shared else case.lead
+        angle = torch.rand(*lead, turn.dim // 2, generator=generator) * 6.3
+        angle = torch.cat((angle, angle), -1)
+        return {"cos": angle.cos().to(turn.pair), "sin": angle.sin().to(turn.pair)}
+    angle = torch.rand(POSITIONS, turn.dim // 2, generator=generator) * 6.3
+    found = {"freqs": torch.stack((angle.cos(), angle.sin()), -1).flatten(-2)}
+    if turn.positions is not None:
+        # some lie outside freqs and use its first or last row
+        at = torch.randint(-2, POSITIONS + 2, case.lead, generator=generator)
+        found["positions"] = at.to(turn.positions)
+    return found
+
+
+def _cache(case: QkCacheCase, value: int, generator: torch.Generator) -> dict[str, Any]:
+    """Caches of noise, indices and scales."""
+    cache = case.cache
+    assert cache is not None
+    size, found = case.entries, dict[str, Any]()
+    if case.layout == "dense":
+        pages = case.lead[0]
+        if case.start == "int":
+            found["first"] = START
+        elif case.start == "one":
+            found["starts"] = torch.tensor([START], dtype=case.index)
+        elif case.start == "each":  # some entries lie outside the cache
+            found["starts"] = (torch.arange(pages) * 4 - 2).to(case.index)
+    else:
+        pages = -(-2 * case.tokens // size) + 1
+        slots = torch.randperm(pages * size, generator=generator)[: case.tokens]
+        slots[::3] = torch.tensor([-1, -7, pages * size, -(2**31), 2**31 - 1])[torch.arange(slots[::3].shape[0]) % 5]
+        found["slots"] = slots.to(case.slots).view(case.lead)
+    middle = (size, case.k_heads) if case.layout == "NHD" else (case.k_heads, size)
+    extra = {"misaligned": 3, "packed": 16}.get(case.memory, 0) * cache.itemsize
+    widths = [n * cache.itemsize for n in (case.head, value)]
+    if case.memory == "packed":
+        parent = _noise(generator, pages, 2, *middle, max(widths) + extra)
+        both = parent[:, 0], parent[:, 1]
+    else:
+        first, second = (_noise(generator, pages, *middle, width + extra) for width in widths)
+        both = first, second
+    for name, t, width in zip(("k_cache", "v_cache"), both, widths, strict=True):
+        found[name] = t.view(cache)[..., : width // cache.itemsize]
+    for name in ("k", "v"):
+        if name in case.scale:
+            found[f"{name}_scale"] = torch.tensor(SCALES[f"{name}_scale"])
+    return found
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+Verify = Callable[[QkCacheCase, dict[str, Any], tuple[Tensor, ...]], str | None]
+Way = Literal["given", "allocated", "in place"]
+
+
+def call(case: QkCacheCase, arguments: dict[str, Any], way: Way = "given") -> tuple[Tensor, ...]:
+    """q_out, then k_out or both caches, after a call with copies of the arguments."""
+    return call_with(case, moved(arguments), way)
+
+
+def call_with(case: QkCacheCase, arguments: dict[str, Any], way: Way = "given") -> tuple[Tensor, ...]:
+    """The same after a call with the arguments themselves."""
+    given = dict(arguments)
+    freqs, positions = given.pop("freqs", None), given.pop("positions", None)
+    cos, sin, turn = given.pop("cos", None), given.pop("sin", None), case.angles
+    if turn is not None and freqs is not None:
+        given["rope"] = Rope(freqs, positions, turn.style, turn.dim)  # type: ignore[arg-type]
+    elif turn is not None:
+        given["rope"] = (cos, sin) if turn.style == "half" else (cos, sin, turn.style)
+    start = given.pop("starts", None)
+    first = given.pop("first", None)
+    given["start"] = first if start is None else start
+    q, k, q_out, k_out = given.pop("q"), given.pop("k"), given.pop("q_out"), given.pop("k_out", None)
+    if way == "in place":
+        q_out, k_out = q, None if k_out is None else k
+    if way != "allocated":
+        given["out"] = q_out if k_out is None else (q_out, k_out)
+    q_made, k_made = qk_norm_rope_cache(q, k, **given, layout=case.layout)
+    return (q_made, k_made) if k_made is not None else (q_made, given["k_cache"], given["v_cache"])
+
+
+def zeroable(case: QkCacheCase) -> list[tuple[int, str]]:
+    """Position and name of each result."""
+    return list(enumerate(("q_out", "k_out") if case.cache is None else ("q_out", "k_cache", "v_cache")))
+
+
+def variants(case: QkCacheCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
+    """Other ways to make the same call: into guarded memory, into allocated outputs, and in place."""
+    given, wrong = run_once(case, arguments, check=lambda *_: None)
+    if wrong is not None:
+        raise AssertionError(wrong)
+    yield "in guarded memory", given
+    if case.out in (None, case.x):
+        yield "when outputs are allocated", call(case, arguments, "allocated")
+        yield "when outputs are in place", call(case, arguments, "in place")
+
+
+def run_once(
+    case: QkCacheCase, arguments: dict[str, Any], check: Verify | None = None, guard: int = GUARD
+) -> tuple[tuple[Tensor, ...], str | None]:
+    """The results of a call into guarded tensors, and what is wrong with them or with the memory around them."""
+    given = moved(arguments, guard=guard)
+    memory = {t.untyped_storage().data_ptr(): memory_of(t) for t in given.values() if isinstance(t, Tensor)}
+    before = [t.clone() for t in memory.values()]
+    results = call_with(case, given)
+    was, now, stored = fetched(results[0].device.type, before, memory.values(), results)
+    ours = {t.untyped_storage().data_ptr(): torch.zeros_like(t) for t in now}
+    for t in stored:
+        storage = ours[t.untyped_storage().data_ptr()].untyped_storage()
+        mine = torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
+        mine.unsqueeze(-1).view(torch.uint8).fill_(1)
+    for old, new in zip(was, now, strict=True):
+        outside = (new != old) & (ours[new.untyped_storage().data_ptr()] == 0)
+        if outside.any():
+            return results, f"{int(outside.sum())} bytes beside the outputs were written"
+    return results, (check or verify)(case, arguments, stored)
+
+
+# --- verification ---------------------------------------------------------------------------------------------------
+
+
+def verify(case: QkCacheCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
+    """None, or what is wrong: every value lies between bounds, and only entries of tokens were written."""
+    host = to_cpu(arguments)
+    q, *others = (t.cpu() for t in results)
+    wrong = side(case, host, "q").stored(q)
+    if wrong is not None:
+        return f"q: {wrong}"
+    k = side(case, host, "k")
+    if case.cache is None:
+        wrong = k.stored(others[0])
+        return wrong and f"k: {wrong}"
+    v = host["v"].double()
+    page, entry = places(case, host)
+    here = page >= 0
+    for name, after, values in (("k", others[0], k), ("v", others[1], Bounds(v, v))):
+        before, now = (by_entry(case, t) for t in (host[f"{name}_cache"], after))
+        free = torch.ones(now.shape[:2], dtype=torch.bool)
+        free[page[here], entry[here]] = False
+        if not same_bytes(before[free], now[free]):
+            return f"{name}_cache: entries that belong to no token were written"
+        ends = Bounds(*(end.flatten(0, len(case.lead) - 1)[here] for end in values))
+        scale = host.get(f"{name}_scale")
+        if scale is not None:
+            ends = bounds.product_error(*(oracle.divided(end, scale) for end in ends))
+        got = now[page[here], entry[here]].view(after.dtype)
+        wrong = compare.between(got, *ends, FP8_FORMATS.get(after.dtype))
+        if wrong is not None:
+            return f"{name}_cache: {wrong}"
+    return None
+
+
+def by_entry(case: QkCacheCase, cache: Tensor) -> Tensor:
+    """A cache's bytes as [pages, entries, heads, bytes]."""
+    ordered = cache if case.layout == "NHD" else cache.transpose(1, 2)
+    return ordered.contiguous().view(torch.uint8)
+
+
+def places(case: QkCacheCase, host: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Page and entry of every token, token by token, by the definition; the page is -1 for none."""
+    found: list[tuple[int, int]] = []
+    entries, pages = case.entries, host["k_cache"].shape[0]
+    for token in range(case.tokens):
+        if case.layout == "dense":
+            sequence, index = divmod(token, case.lead[1])
+            starts = host["starts"].tolist() if "starts" in host else [host.get("first", 0)]
+            entry = (starts[sequence] if len(starts) > 1 else starts[0]) + index
+            found.append((sequence, entry) if 0 <= entry < entries else (-1, 0))
+        else:
+            slot = int(host["slots"].flatten()[token])
+            found.append(divmod(slot, entries) if 0 <= slot < pages * entries else (-1, 0))
+    both = torch.tensor(found, dtype=torch.int64).view(-1, 2)
+    return both[:, 0], both[:, 1]
+
+
+def side(case: QkCacheCase, host: dict[str, Any], name: str) -> Bounds:
+    """Bounds of q or k before scale and store: normed, rotated and rounded as the case asks."""
+    x = host[name]
+    y = Bounds(x.double(), x.double())
+    if not x.numel():
+        return y
+    if case.norm != "none":
+        rows = x.double() if case.norm == "head" else x.double().flatten(-2)
+        rs = bounds.reciprocal_rms(rows, host.get("eps", 1e-6))
+        g = bounds.weight(host[f"gamma_{name}"], host.get("weight_offset", 0.0))
+        y = bounds.normed(rows, rs, g, x.dtype if case.rounding == "hf" else None)
+        y = Bounds(*(end.reshape(x.shape) for end in y))
+        if case.rounding == "hf_rope":
+            y = y.rounded(x.dtype)
+    if case.angles is None:
+        return y
+    freqs, positions = _table(case, host)
+    turn: dict[str, Any] = {"positions": positions, "style": case.angles.style, "dim": case.angles.dim}
+    if case.rounding == "once":
+
+        def rotated(t: Tensor) -> oracle.Rotated:
+            found = oracle.rotate(t.flatten(-2), freqs, case.head, **turn)
+            return oracle.Rotated(*(part.view(t.shape) for part in found))
+
+        turned = bounds.rotated(y, rotated)
+    else:
+        turned = bounds.rotated_stepwise(y, freqs, x.dtype, **turn)
+    still = torch.arange(case.head) >= case.angles.dim
+    return Bounds(*(torch.where(still, end, new) for end, new in zip(y, turned, strict=True)))
+
+
+def _table(case: QkCacheCase, host: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Angles as a table: a pair's rows become one, with a row per token."""
+    if "freqs" in host:
+        return host["freqs"], host.get("positions")
+    half = host["cos"].shape[-1] // 2
+    cos, sin = (host[name][..., :half].double().expand(*case.lead, half) for name in ("cos", "sin"))
+    table = torch.stack((cos, sin), -1).flatten(-2).reshape(-1, 2 * half)
+    return table, torch.arange(case.tokens).view(case.lead)
