@@ -42,13 +42,13 @@ def _head(args: Arguments, thread: Int) -> Int:
 
 
 class SideKernel:
-    """Emits the work on the rows of q or of k; ``head`` is the address of a head in scratch memory."""
+    """Emits the work on the rows of q or of k, of ``n`` columns; ``head`` is the address of a head in scratch memory."""
 
-    def __init__(self, f: Function, spec: QkSpec, args: Arguments, side: str, head: Int) -> None:
+    def __init__(self, f: Function, spec: QkSpec, args: Arguments, side: str, head: Int, n: Int | None = None) -> None:
         self.f, self.spec, self.args, self.head = f, spec, args, head
         self.side, self.column = side, SIDES.index(side)
         self.paired = spec.x == torch.bfloat16
-        self.n = args.integer(f"{side}.n")
+        self.n = args.integer(f"{side}.n") if n is None else n
         self.count = self.n.to_float()
         self.eps, self.offset = args.number("eps"), args.number("weight_offset")
         self.squares = SumOfSquares(Cell(f, f.zeros()[0]), Cell(f, f.zeros()[0]))
