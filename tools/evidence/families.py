@@ -23,7 +23,9 @@ from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from onepass.testing import gemv_norm, qk_norm
 from onepass.testing.case import Case, Check
 from onepass.testing.mla_cache_inputs import FP8, MlaCase
+from onepass.testing.qk_cache_inputs import QkCacheCase
 from onepass.testing.qk_norm import APPLY, FUSED, MEANS, QkCase, Turn
+from tools.evidence import attentions
 from tools.evidence.published import FAMILIES, Latent, Model, Published
 
 if TYPE_CHECKING:
@@ -227,6 +229,7 @@ def _work() -> Iterator[Check]:
             if model.latent is not None:
                 yield from _gemv_work(model, model.latent)
                 yield from _mla_work(model.latent)
+    yield from attentions.work(GROUP)
 
 
 WORK: Final[tuple[Check, ...]] = tuple({(case.op, case.name): case for case in _work()}.values())
@@ -243,6 +246,8 @@ def calls(case: Check) -> Iterator[Callable[[], Any]]:
         return _gemv_calls(case)
     if isinstance(case, MlaCase):
         return _mla_calls(case)
+    if isinstance(case, QkCacheCase):
+        return attentions.calls(case)
     raise TypeError(f"no calls for a case of type {type(case).__name__}")
 
 

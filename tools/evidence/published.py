@@ -11,6 +11,8 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from onepass.formats import Rounding
+from onepass.rope import RopeStyle
+from onepass.specs.qk_cache import CacheRounding, NormKind
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -48,6 +50,20 @@ class Published(NamedTuple):
     models: tuple[Model, ...]
     norms: Literal["", "heads", "whole"] = ""
     rotated: int = 0
+
+
+class Attention(NamedTuple):
+    """Heads of q and k, how they are normed, and how many of their columns rotate: what the write of k and v needs."""
+
+    name: str
+    rounding: CacheRounding
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotated: int
+    norm: NormKind = "none"
+    weight_offset: float = 0.0
+    style: RopeStyle = "half"
 
 
 _V3: Final = Latent(1536, 512, 64, 128)
@@ -148,3 +164,14 @@ FAMILIES: Final = (
     Published("GLM-4", "hf", 0.0, (Model("9B-0414", 4096), Model("32B-0414", 6144))),
     Published("gpt-oss", "once", 0.0, (Model("20B, 120B", 2880),)),
 )  # fmt: skip
+
+ATTENTIONS: Final = (
+    Attention("Llama 3 8B, Mistral 7B", "hf", 32, 8, 128, 128),
+    Attention("Qwen3 8B", "hf", 32, 8, 128, 128, "head"),
+    Attention("Gemma 3 12B", "hf_rope", 16, 8, 256, 256, "head", 1.0),
+    Attention("OLMo-2 7B", "hf_rope", 32, 32, 128, 128, "whole"),
+    Attention("Phi-3 mini", "hf", 32, 32, 96, 96),
+    Attention("Phi-4 mini", "hf", 24, 8, 128, 96),
+    Attention("GLM-4 9B", "hf", 32, 2, 128, 64, style="interleaved"),
+)
+"""One size per kind of attention, bfloat16."""
