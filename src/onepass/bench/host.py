@@ -9,7 +9,7 @@ import torch
 import onepass
 
 from ..ops import dispatch
-from . import gemv_norm, linear, mla_cache, qk_norm
+from . import gemv_norm, linear, mla_cache, qk_cache, qk_norm
 from . import rms_norm as rows
 from .timing import alternate
 from .workload import Call
@@ -26,6 +26,7 @@ def contenders(device: str) -> dict[str, Call]:
     act, weight, width, _ = gemv_norm.problem(1, 64, 256, 64, device).arguments
     p = mla_cache.problem(1, 16, mla_cache.CACHES["fp8"], mla_cache.angles(device), device)
     outs = torch.empty_like(q), torch.empty_like(k)
+    cached = qk_cache.problem(1, 8, 2, 64, qk_cache.CACHES["bf16"], device)
     return {
         "torch.empty_like": lambda: torch.empty_like(x),
         "x.add(1)": lambda: x.add(1),
@@ -40,6 +41,7 @@ def contenders(device: str) -> dict[str, Call]:
         mla_cache.OP: lambda: onepass.fused_rope_rmsnorm_quantization(
             None, p.q, p.kv, p.offsets, p.freqs, p.gamma, p.cache
         ),
+        qk_cache.OP: lambda: qk_cache.ours(cached._replace(out=None)),
     }
 
 

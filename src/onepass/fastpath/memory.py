@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
 
-import torch
 from torch import Tensor
 
 from ..errors import ContractError
 
-_NO_MEMORY: Final = frozenset({type(None), bool, int, float, str, torch.dtype})
 
+def lie_apart(read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
+    """Whether no element of a written tensor shares memory with any other element: a fast test for the common case.
 
-def lie_apart(values: Sequence[object]) -> bool:
-    """Whether no two elements of these tensors share memory: a fast test for the common case.
-
-    False if first and last addresses do not suffice to decide, or if there are lists.
+    False if first and last addresses do not suffice to decide.
     """
-    spans: list[tuple[int, int]] = []
-    for value in values:
-        if type(value) in _NO_MEMORY:
-            continue
-        if not isinstance(value, Tensor):
+    taken: list[tuple[int, int]] = []
+    for tensor in written:
+        if not tensor.is_contiguous() and _overlaps_itself(tensor):
             return False
-        start = value.data_ptr()
-        if value.is_contiguous():
-            spans.append((start, start + value.nbytes))
-        elif _overlaps_itself(value):
-            return False
-        else:
-            spans.append(extent(value))
-    spans.sort()
-    end = 0
-    for start, stop in spans:
-        if start < end:
-            return False
-        end = stop
+        start, stop = extent(tensor)
+        for first, last in taken:
+            if start < last and first < stop:
+                return False
+        taken.append((start, stop))
+    for tensor in read:
+        start, stop = extent(tensor)
+        for first, last in taken:
+            if start < last and first < stop:
+                return False
     return True
 
 

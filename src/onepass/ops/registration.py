@@ -105,16 +105,23 @@ class Op:
 
 def check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) -> None:
     """Reject outputs of the caller that overlap one another or partially overlap an input."""
-    if lie_apart((*inputs, *outputs)):
+    read: list[Tensor] = []
+    written = [t for t in outputs if t is not None]
+    for arg, value in zip(contract.args.values(), inputs, strict=False):
+        if isinstance(value, Tensor):
+            (written if arg.mutable else read).append(value)
+        elif value:
+            read += value
+    if lie_apart(read, written):
         return
     named: list[tuple[str, Tensor]] = []
-    written = [(o.argument, t) for o, t in zip(contract.outs.values(), outputs, strict=True) if t is not None]
+    by_name = [(o.argument, t) for o, t in zip(contract.outs.values(), outputs, strict=True) if t is not None]
     for (name, arg), value in zip(contract.args.items(), inputs, strict=False):
         if isinstance(value, Tensor):
-            (written if arg.mutable else named).append((name, value))
+            (by_name if arg.mutable else named).append((name, value))
         elif value:
             named += [(name, item) for item in value]
-    check_outputs(contract.public_name, named, written, contract.replaces)
+    check_outputs(contract.public_name, named, by_name, contract.replaces)
 
 
 def plain(*values: object) -> bool:
