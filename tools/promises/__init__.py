@@ -19,6 +19,7 @@ from tools.determinism import determinism_promises
 from tools.promises.gemv_norm import gemv_promises
 from tools.promises.linear import linear_promises
 from tools.promises.mla_cache import mla_promises
+from tools.promises.qk_cache import qk_cache_promises
 from tools.promises.qk_norm import qk_promises
 from tools.promises.rms_norm import Promise, rms_promises
 from tools.vllm_bytes import vllm_promises
@@ -30,6 +31,7 @@ _ALL = (
     linear_promises,
     qk_promises,
     mla_promises,
+    qk_cache_promises,
     vllm_promises,
     thread_promises,
 )

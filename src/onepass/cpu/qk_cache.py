@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Final
 
-from ..specs.qk_cache import QkCacheCall, QkCacheRows, QkCacheSpec
+from ..specs.qk_cache import QkCacheCall, QkCacheRows, QkCacheSpec, qk_cache_spec
 from .launcher import Family, Fields, share
 
 
 def _fields(spec: QkCacheSpec) -> tuple[Fields, Sequence[str]]:
     turn, cached = spec.turn, spec.placing != "none"
-    fields: Fields = {"next": "0", "chunk": "chunk", "tokens": "rows.tokens"}
-    fields["rows"] = ("rows", len(QkCacheRows._fields))
+    found: Fields = {"next": "0", "chunk": "chunk", "tokens": "rows.tokens"}
+    found["rows"] = ("rows", len(QkCacheRows._fields))
     present = {
         "q": True,
         "k": True,
@@ -32,8 +33,10 @@ def _fields(spec: QkCacheSpec) -> tuple[Fields, Sequence[str]]:
         "k_cache": cached,
         "v_cache": cached,
     }
-    fields |= {name: f"{name}.data_ptr()" for name, here in present.items() if here}
-    return fields, ("eps", "weight_offset")
+    found |= {name: f"{name}.data_ptr()" for name, here in present.items() if here}
+    if turn is not None:
+        found["dim"] = "spec.turn.dim"
+    return found, ("eps", "weight_offset")
 
 
 def _config(call: QkCacheCall) -> tuple[int, int, int]:
@@ -42,6 +45,14 @@ def _config(call: QkCacheCall) -> tuple[int, int, int]:
     return threads, 0, chunk
 
 
-FAMILY: Final = Family(QkCacheCall, _fields, _config, ("threads", "size", "chunk"))
+def _canonical(spec: QkCacheSpec) -> QkCacheSpec:
+    """The number of columns that rotate does not affect the code."""
+    if spec.turn is None or not spec.turn.dim:
+        return spec
+    values = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    return qk_cache_spec(**{**values, "turn": spec.turn._replace(dim=0)})
+
+
+FAMILY: Final = Family(QkCacheCall, _fields, _config, ("threads", "size", "chunk"), canonical=_canonical)
 launch = FAMILY.launcher()
 precompile = FAMILY.precompile

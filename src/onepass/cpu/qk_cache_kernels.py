@@ -75,9 +75,10 @@ class TokenKernel:
         self.f, self.spec, self.args = f, spec, args
         self.n = {name: args.integer("rows", i) for i, name in enumerate(QkCacheRows._fields)}
         self.paired = spec.x == torch.bfloat16
-        self.dim = 0 if spec.turn is None else spec.turn.dim
+        self.dim = f.index(0)
         if spec.turn is not None:
-            self.cosines, self.sines = (f.allocate(4 * (self.dim // 2 + LANES)) for _ in range(2))
+            self.dim = args.integer("dim")
+            self.cosines, self.sines = (f.allocate(4 * (MAX_HEAD // 2 + LANES)) for _ in range(2))
         self.norms: dict[str, NormKernel] = {}
         if spec.norm != "none":
             self.head = f.allocate(4 * (MAX_HEAD + LANES))
@@ -175,7 +176,7 @@ class TokenKernel:
                     value = load_row(f, dtype, base + at * dtype.itemsize, mask, False)
                     f.store(rounded(value).ir, target + at * 4)
 
-                each_block(f, f.index(0), f.index(turn.dim // 2), body)
+                each_block(f, f.index(0), self.dim >> 1, body)
             return
         position = self.index
         if turn.positions is not None:
@@ -189,7 +190,7 @@ class TokenKernel:
             f.store(cosine.ir, self.cosines + at * 2)
             f.store(sine.ir, self.sines + at * 2)
 
-        each_block(f, f.index(0), f.index(turn.dim), both)
+        each_block(f, f.index(0), self.dim, both)
 
     # --- heads ---
 
@@ -230,7 +231,7 @@ class TokenKernel:
     def write_head(self, head: Int, target: Target, read: Read) -> None:
         """Rotate and store one head."""
         f, dim, turn = self.f, self.dim, self.spec.turn
-        half = dim // 2
+        half = dim >> 1
 
         def halves(at: Int, mask: Bool | None) -> None:
             a, b = read(at, mask, False), read(at + half, mask, False)
@@ -245,9 +246,9 @@ class TokenKernel:
             target.store(f, head, at, a.shuffle(b, range(LANES)), mask, True)
 
         if turn is not None and turn.style == "half":
-            each_block(f, f.index(0), f.index(half), halves)
+            each_block(f, f.index(0), half, halves)
         elif turn is not None:
-            each_block(f, f.index(0), f.index(dim), neighbours)
+            each_block(f, f.index(0), dim, neighbours)
         self.copy(head, target, read, dim, self.n["head"])
 
     def turned(self, a: Float, b: Float, cosine: Float, sine: Float) -> tuple[Float, Float]:
@@ -266,12 +267,14 @@ class TokenKernel:
         f, spec, n = self.f, self.spec, self.n
         v = self.place("v", token, spec.x)
         with f.loop(f.index(0), n["k_heads"]) as head:
-            self.copy(head, target, self.reader(spec.x, v + head * n["v_head"] * spec.x.itemsize), 0, n["value"])
+            self.copy(
+                head, target, self.reader(spec.x, v + head * n["v_head"] * spec.x.itemsize), f.index(0), n["value"]
+            )
 
-    def copy(self, head: Int, target: Target, read: Read, begin: int, end: Int) -> None:
+    def copy(self, head: Int, target: Target, read: Read, begin: Int, end: Int) -> None:
         """Store columns of a head without rotation."""
 
         def body(at: Int, mask: Bool | None) -> None:
             target.store(self.f, head, at, read(at, mask, self.paired), mask, self.paired)
 
-        each_block(self.f, self.f.index(begin), end, body)
+        each_block(self.f, begin, end, body)

@@ -1,11 +1,14 @@
 """The cache-write kernel of q, k and v: its parameters, programs, alignment and names."""
 
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..errors import Unsupported
+from ..errors import ContractError, Unsupported
+from ..fastpath import replay
 from ..formats import FP8_FORMATS
 from ..specs.qk_cache import QkCacheCall, QkCacheRows, QkCacheSpec
 from .chip import Chip
@@ -275,10 +278,34 @@ def _known(call: QkCacheCall) -> Known:
     )
 
 
+class _Forced:
+    """The columns of an open `columns_as`, if any."""
+
+    columns = 0
+
+
+@contextmanager
+def columns_as(columns: int) -> Iterator[None]:
+    """For experiments: programs of about ``columns`` columns in every launch of this process while the context is open.
+
+    Results do not change. ``columns`` is a power of two.
+    """
+    if not isinstance(columns, int) or columns < 1 or columns & (columns - 1):
+        raise ContractError(f"columns_as: `columns` must be a power of two, got {columns!r}")
+    before, replays = _Forced.columns, replay.switch.on
+    _Forced.columns, replay.switch.on = columns, False
+    try:
+        yield
+    finally:
+        _Forced.columns, replay.switch.on = before, replays
+
+
 def _facts(call: QkCacheCall, chip: Chip) -> QkCacheFacts:
     rows = call.rows
     elements = rows.tokens * (rows.head * (rows.q_heads + rows.k_heads) + rows.value * rows.k_heads)
-    return QkCacheFacts(columns_for(elements, chip), rows.q_heads, rows.k_heads, rows.head, rows.value, _known(call))
+    return QkCacheFacts(
+        _Forced.columns or columns_for(elements, chip), rows.q_heads, rows.k_heads, rows.head, rows.value, _known(call)
+    )
 
 
 def _configure(spec: QkCacheSpec, facts: QkCacheFacts, chip: Chip) -> QkCacheConfig:
