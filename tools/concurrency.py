@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS
-from onepass.testing import gemv_norm, linear, mla_cache, qk_norm, rms_norm
+from onepass.testing import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from onepass.testing.case import Case, same_bytes
 from onepass.testing.mla_cache_inputs import MlaCase
+from onepass.testing.qk_cache_inputs import QkCacheCase
 from onepass.testing.qk_norm import QkCase, Turn
 
 Promise = Callable[[], str | None]
@@ -46,12 +47,14 @@ def jobs() -> list[Job]:
     qks = [QkCase(op, "threads", (5,), 256, 64) for op in (qk_norm.SUMS, qk_norm.MEANS, qk_norm.APPLY, qk_norm.FUSED)]
     qks.append(QkCase(qk_norm.FUSED, "threads", (70,), 1536, 512, turn=Turn("half", 32, 64)))
     mlas = [MlaCase("threads"), MlaCase("threads", ((0, 70), (3, 50)), heads=16, scale="token", style="half")]
+    writes = [QkCacheCase("threads"), QkCacheCase("threads", (4, 60), 16, 4, norm="whole", layout="dense")]
     return [
         *((rms_norm, case) for case in rows),
         *((gemv_norm, case) for case in gemvs),
         *((linear, case) for case in linears),
         *((qk_norm, case) for case in qks),
         *((mla_cache, case) for case in mlas),
+        *((qk_cache, case) for case in writes),
     ]
 
 

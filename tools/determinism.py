@@ -19,6 +19,7 @@ from onepass.kvcache import PagedKVCache
 from onepass.ops.gemv_norm import gemv_and_partial_norm
 from onepass.ops.linear import linear
 from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
+from onepass.ops.qk_cache import qk_norm_rope_cache
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from onepass.prologues import dequantize
@@ -143,6 +144,20 @@ def _mla(t: Tensors, **options: Any) -> list[Tensor]:
     return [q, blocks.view(torch.uint8).flatten(0, 1)[slots], scale.flatten()[slots]]
 
 
+def _write(t: Tensors, layout: Any, cache: torch.dtype, **options: Any) -> list[Tensor]:
+    """q and the entries of k and v in token order; slots run backwards. k and v are the columns after q's."""
+    count, device = t["q"].shape[0], t["q"].device
+    heads = [t[name].unflatten(1, (-1, 32)) for name in ("q", "k", "v")]
+    pages = -(-count // 4) + 1
+    shape = (pages, 4, 3, 32) if layout == "NHD" else (pages, 3, 4, 32)
+    caches = [torch.zeros(shape, device=device).to(cache) for _ in range(2)]
+    slots = torch.arange(count, device=device).flip(0) + 3
+    rope = Rope(_angles(t["q"]), _positions(t), "half", 32)
+    q, _ = qk_norm_rope_cache(*heads, *caches, rope=rope, slots=slots, layout=layout, **options)
+    ordered = (c if layout == "NHD" else c.transpose(1, 2) for c in caches)
+    return [q, *(c.contiguous().view(torch.uint8).flatten(0, 1)[slots].flatten(1) for c in ordered)]
+
+
 _ROW, _GAMMA = {"x": 0, "r": 0}, {"gamma": (0,)}
 _QK, _GAMMAS = {"q": 0, "k": 96}, {"gamma": (0,), "gamma_k": (96,)}
 _MLA = {"q": 64, "kv": 0}
@@ -211,6 +226,18 @@ SUBJECTS: Final = (
         _MLA,
         {},
         lambda t: _mla({**t, "gamma": _latent(t)}, rounding="reference", rope_style="half"),
+    ),
+    Subject(
+        "qk_norm_rope_cache",
+        {"q": 160, "k": 96, "v": 96},
+        {"gamma": (32,), "gamma_k": (32,)},
+        lambda t: _write(t, "NHD", t["q"].dtype, gamma_q=t["gamma"], gamma_k=t["gamma_k"], rounding="hf"),
+    ),
+    Subject(
+        "qk_norm_rope_cache, whole rows to fp8",
+        {"q": 160, "k": 96, "v": 96},
+        {"gamma": (160,), "gamma_k": (96,)},
+        lambda t: _write(t, "HND", E4M3FN.dtype, gamma_q=t["gamma"], gamma_k=t["gamma_k"], per_head=False),
     ),
 )
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onepass.cpu.rms_norm import scratch
 from onepass.ops.gemv_norm import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
-from onepass.testing import gemv_norm, linear, mla_cache, qk_norm, rms_norm
+from onepass.testing import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from onepass.testing.case import Check, same_bytes
 from onepass.testing.runner import MODULES, select
 from onepass.trace import GmemTrace, NullTrace
@@ -152,9 +152,9 @@ def run_fenced(case: Any, edge: Edge) -> str | None:
     expected = module.call(case, arguments)
     place = Place(edge)
     given = place.arguments(arguments)
-    if module is mla_cache:
+    if module in (mla_cache, qk_cache):
         with fenced_scratch(edge):
-            got = mla_cache.call_with(case, given)
+            got = module.call_with(case, given)
         wrong = module.verify(case, arguments, got)
         if wrong is not None:
             return str(wrong)

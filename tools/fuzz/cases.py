@@ -8,7 +8,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any, Final, Protocol
 
-from tools.fuzz import gemv_norm, linear, mla_cache
+from tools.fuzz import gemv_norm, linear, mla_cache, qk_cache
 from tools.fuzz import qk_norm as qk
 from tools.fuzz import rms_norm as rows
 
@@ -27,7 +27,7 @@ class Fuzzed(Protocol):
         """Cases that are simpler in one respect."""
 
 
-_FAMILIES: Final[tuple[Any, ...]] = (rows, qk, gemv_norm, linear, mla_cache)
+_FAMILIES: Final[tuple[Any, ...]] = (rows, qk, gemv_norm, linear, mla_cache, qk_cache)
 OPS: Final[dict[str, Any]] = {op: family for family in _FAMILIES for op in family.OPS}
 TURNS: Final = (
     *(rows.OPS * 3),
@@ -37,6 +37,7 @@ TURNS: Final = (
     *gemv_norm.OPS,
     *(linear.OPS * 2),
     *mla_cache.OPS,
+    *qk_cache.OPS,
 )
 """The order of ops: more of those with many options, fewer of slow ones."""
 CONFIGURATIONS: Final = 120
