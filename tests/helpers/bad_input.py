@@ -13,7 +13,7 @@ from torch import Tensor
 import onepass
 from onepass.contract.declaration import Contract
 from onepass.formats import FP8_FORMATS
-from onepass.ops import gemv_norm, gemv_norm_contract, mla_cache, registration
+from onepass.ops import gemv_norm, gemv_norm_contract, mla_cache, qk_cache, registration
 from onepass.ops import qk_norm as qk
 from onepass.ops import rms_norm as rows
 from onepass.ops.linear import LINEAR
@@ -33,6 +33,7 @@ from tests.helpers.valid_calls import (
     names,
     norm_arguments,
     qk_arguments,
+    qk_cache_arguments,
     static_arguments,
     vllm_arguments,
     with_outputs,
@@ -245,6 +246,29 @@ def call_mla(given: Arguments) -> Any:
     return onepass.fused_rope_rmsnorm_quantization(**given, k_cache=cache)
 
 
+def call_qk_cache(given: Arguments) -> Any:
+    given = dict(given)
+    freqs, positions, cos, sin, style, dim = (
+        given.pop(n) for n in ("freqs", "positions", "cos", "sin", "style", "dim")
+    )
+    given["rope"] = onepass.Rope(freqs, positions, style, dim) if cos is sin is None else (cos, sin, style)
+    starts, first = given.pop("starts"), given.pop("first")
+    return onepass.qk_norm_rope_cache(
+        start=first if starts is None else starts, out=(given.pop("q_out"), given.pop("k_out")), **given
+    )
+
+
+def as_stored(given: Arguments) -> Arguments:
+    """A start that is no tensor is a number, one of no dimension is one for all, and one sequence's angles serve all."""
+    starts = given["starts"]
+    if starts is not None and not isinstance(starts, Tensor):
+        given, starts = given | {"first": starts}, None
+    if isinstance(starts, Tensor) and starts.layout is torch.strided and not starts.is_nested and starts.dim() == 0:
+        starts = starts.view(1)
+    angles = {name: qk_cache._per_token(given[name], given["q"]) for name in ("cos", "sin")}
+    return given | {"starts": starts} | angles
+
+
 def public_subjects() -> list[Subject]:
     found: list[Subject] = []
 
@@ -340,6 +364,11 @@ def public_subjects() -> list[Subject]:
     written = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION
     add("mla, scale", written, lambda: mla_arguments("kv_scale"), call_mla)
     add("mla, scales of tokens", written, lambda: mla_arguments("per_token_scale"), call_mla, False)
+    cached, table, pair = qk_cache.QK_NORM_ROPE_CACHE, ("freqs", "positions"), ("cos", "sin")
+    forms: dict[str, Any] = {"derived": as_stored, "fixed": ("first", *pair)}
+    add("cache write, paged", cached, lambda: qk_cache_arguments("NHD", table), call_qk_cache, False, **forms)
+    forms = {"derived": as_stored, "fixed": ("first", "dim", *table)}
+    add("cache write, dense", cached, lambda: qk_cache_arguments("dense", pair), call_qk_cache, False, **forms)
     return found
 
 
@@ -350,6 +379,7 @@ def dispatched_subjects() -> list[Subject]:
         "gemv": lambda: gemv_arguments(gemv_norm_contract.PLAIN_GEMV, weight=FP8),
         "linear": linear_arguments,
         mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION.name: lambda: mla_arguments("kv_scale"),
+        qk_cache.QK_NORM_ROPE_CACHE.name: lambda: qk_cache_arguments("NHD", ("freqs", "positions")),
     }
     return [_dispatched(op, good.get(op.contract.name)) for op in registration._ops]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import onepass
 from onepass.contract.declaration import Contract
 from onepass.contract.validation import validation_of
-from onepass.ops import mla_cache
+from onepass.ops import mla_cache, qk_cache
 from onepass.ops import rms_norm as rows
 from onepass.ops.linear import LINEAR
 from onepass.testing.samples import sample
@@ -118,6 +118,18 @@ def mla_arguments(scale: str) -> Arguments:
     given["cache_lengths"] = torch.tensor([3, 1], dtype=I32)
     given["lookup_table"] = torch.tensor([[5, 1, 0, 3], [2, 7, 6, 4]], dtype=I32)
     return given
+
+
+def qk_cache_arguments(layout: str, angles: tuple[str, str]) -> Arguments:
+    """A paged fp8 cache, or a dense one of bfloat16; angles from a table or as a pair."""
+    dense = layout == "dense"
+    sizes = {"Hq": 3, "Hk": 2, "D": 16, "V": 8, "Gq": 16, "Gk": 16, "P": 4, "R": 16, "C": 8, "F": 2}
+    sizes |= {"A0": 2, "A1": 2, "A2": 5} if dense else {"A0": 4, "A1": 3, "A2": 2}
+    optional = ("v", "gamma_q", "gamma_k", *angles, "k_cache", "v_cache")
+    places = ("starts",) if dense else ("slots", "k_scale", "v_scale")
+    dtypes = {} if not dense else {"k_cache": BF16, "v_cache": BF16}
+    options = {"eps": 1.0, "weight_offset": 1.0, "layout": layout, "dim": None if dense else 8}
+    return arguments(qk_cache.QK_NORM_ROPE_CACHE, sizes, (2, 3), "q", (*optional, *places), **(options | dtypes))
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
