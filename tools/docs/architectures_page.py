@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from onepass.integrations import patching
 from onepass.integrations.forms import OTHER_CODE
+from onepass.integrations.report import OTHER_NORM
 
 PATH: Final = Path("docs/notebook/architectures.md")
 DATA: Final = ("architectures.json", "architectures-5.22.json", "architectures-4.57.json")
@@ -20,7 +21,7 @@ _SHORT: Final = {
     patching.TWO_ROUNDINGS: 'needs `rounding="once"`',
     patching.NORM_BEFORE_ADD: "no norm follows",
 }
-_HIDDEN: Final = {patching.CACHE_LAYOUT, patching.OTHER_NORM}
+_HIDDEN: Final = {patching.CACHE_LAYOUT, OTHER_NORM}
 _TOKENS: Final = {True: "equal", False: "**differ**", None: "no head"}
 _HEAD: Final = """\
 # Architectures

@@ -3,14 +3,15 @@
 from typing import TYPE_CHECKING
 
 from .families import FAMILIES, Family
-from .forms import Attention, Layer, Mla, Norm, register
-from .patching import Change, NothingPatchedWarning, Patched, patch
+from .forms import Attention, Layer, Mla, Mlp, Norm, PlainAttention, register
+from .patching import NothingPatchedWarning, patch
+from .report import Change, Patched
 
 if TYPE_CHECKING:
     from .mla_cache import MlaCache as MlaCache
 
 __all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
-__all__ += ["Attention", "Layer", "Mla", "Norm", "register"]
+__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "PlainAttention", "register"]
 
 
 def __getattr__(name: str) -> object:

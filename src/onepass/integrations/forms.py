@@ -1,4 +1,4 @@
-"""The forms of norms, decoder layers and attentions that `onepass.patch` can replace, and `register`.
+"""The forms of norms, decoder layers, attentions and MLPs that `onepass.patch` can replace, and `register`.
 
 A form says how a forward computes. It is found by the forward's fingerprint (`code.py`), so a row is
 about code, not about a model: all classes with this code are replaced, in any model and release. If
@@ -102,6 +102,46 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlainAttention:
+    """An attention that rotates queries and keys without norms. Only ``decode=True`` replaces it.
+
+    ``window`` is the attribute that is passed to the attention function as ``sliding_window``
+    ("config.sliding_window" is the configuration's), ``softcap`` the one passed as ``softcap``.
+    ``packed`` is the projection of q, k and v in this order; "" means ``q_proj``, ``k_proj`` and
+    ``v_proj``. If ``rotates`` is set, heads are rotated only where this attribute is true. Fields that do
+    not apply are "".
+    """
+
+    called: ClassVar[frozenset[str]] = _ATTEND | {"apply_rotary_pos_emb"}
+    window: str = ""
+    softcap: str = ""
+    packed: str = ""
+    rotates: str = ""
+
+    def __post_init__(self) -> None:
+        _require_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """A gated MLP, ``down(act(gate(x)) * up(x))``. Only ``decode=True`` replaces it.
+
+    ``packed`` is the projection of gate and up in this order; "" means ``gate`` and ``up``. All fields are
+    names of attributes.
+    """
+
+    called: ClassVar[frozenset[str]] = frozenset()
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    act: str = "act_fn"
+    packed: str = ""
+
+    def __post_init__(self) -> None:
+        _require_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mla:
     """A multi-head latent attention: two down projections with norms over their first columns.
 
@@ -111,7 +151,7 @@ class Mla:
     called: ClassVar[frozenset[str]] = _ATTEND | {"expand_kv"}
 
 
-Form: TypeAlias = Norm | Layer | Attention | Mla
+Form: TypeAlias = Norm | Layer | Attention | PlainAttention | Mla | Mlp
 
 HF: Final = Norm(rounding="hf", eps="variance_epsilon")
 ONCE: Final = Norm(rounding="once", eps="variance_epsilon")
@@ -132,7 +172,11 @@ POST_NORM: Final = Layer(
 HEADS: Final = Attention(per_head=True)
 HEADS_WINDOW: Final = Attention(per_head=True, window=True)
 WHOLE: Final = Attention(per_head=False)
+PLAIN: Final = PlainAttention()
+PLAIN_WINDOW: Final = PlainAttention(window="sliding_window")
 LATENT: Final = Mla()
+GATED: Final = Mlp()
+GATED_PACKED: Final = Mlp(packed="gate_up_proj", act="activation_fn")
 
 # fmt: off
 FORMS: Final[tuple[tuple[str, Form], ...]] = (
@@ -193,8 +237,18 @@ FORMS: Final[tuple[tuple[str, Form], ...]] = (
     ("60f87d138760", Attention(per_head=True, gated=True, cache_position=True)),  # Qwen3-Next
     ("f9b58822822b", Attention(per_head=False, cache_position=True)),  # OLMo-2
     ("63edb047aee0", Attention(per_head=False, window=True, cache_position=True)),  # OLMo-3
+    # attentions without norms of q and k
+    ("1a198f44f686", PLAIN),  # Llama, GLM-4, and most others
+    ("f1e5366947d6", PLAIN_WINDOW),  # Qwen2
+    ("7ca9edc75d6f", PlainAttention(window="config.sliding_window")),  # Mistral, Mixtral
+    ("fd2f54ad47ee", PlainAttention(window="config.sliding_window", packed="qkv_proj")),  # Phi-3
+    ("4f8fa3577f15", PlainAttention(window="sliding_window", softcap="attn_logit_softcapping")),  # Gemma 2
+    ("57859d3f3173", PlainAttention(window="sliding_window", rotates="use_rope")),  # SmolLM3
     # latent attentions
     ("7950afb51ebc", LATENT),  # DeepSeek-V3
+    # MLPs
+    ("83086cd3f24b", GATED),  # Llama, and most others
+    ("06cb54b8875d", GATED_PACKED),  # Phi-3, GLM-4
 )
 # fmt: on
 """Fingerprint -> form; a comment names models that have this code, in transformers 5.17 unless stated."""
@@ -226,7 +280,8 @@ def match(cls: type[nn.Module], kind: type[Form]) -> Match:
 def register(cls: type[nn.Module], form: Form) -> None:
     """Let `onepass.patch` replace a class, and all other classes whose forward does the same.
 
-    ``form`` says how the forward computes: a `Norm`, a decoder `Layer`, an `Attention` or an `Mla`.
+    ``form`` says how the forward computes: a `Norm`, a decoder `Layer`, an `Attention`, and for
+    ``decode=True`` also a `PlainAttention`, an `Mla` or an `Mlp`.
     It is a promise that `patch` cannot check, so compare the outputs once. Registering the same
     form again does nothing. A different form for the same code raises.
 
@@ -247,7 +302,8 @@ def register(cls: type[nn.Module], form: Form) -> None:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ContractError(f"register: `cls` must be a subclass of torch.nn.Module, got {describe(cls)}")
     if not isinstance(form, Form):
-        raise ContractError(f"register: `form` must be a Norm, Layer, Attention or Mla, got {describe(form)}")
+        kinds = "Norm, Layer, Attention, PlainAttention, Mla or Mlp"
+        raise ContractError(f"register: `form` must be a {kinds}, got {describe(form)}")
     try:
         key = type(form), code_of(cls, form.called).fingerprint
     except NotComparable as error:

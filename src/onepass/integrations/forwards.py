@@ -13,6 +13,7 @@ its class. This is decided at every call, because hooks can be added and removed
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
@@ -83,6 +84,13 @@ class MlaCall(NamedTuple):
     q_eps: float
     kv_eps: float
     home: str
+
+
+def parameters_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
+    """The parameters of a layer's forward after the hidden states, and their defaults."""
+    every = list(inspect.signature(cls.forward).parameters.values())[2:]
+    named = [parameter for parameter in every if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    return tuple(p.name for p in named), tuple((p.name, p.default) for p in named if p.default is not p.empty)
 
 
 def hooked(module: nn.Module) -> bool:
@@ -228,17 +236,22 @@ def _attend(
     **kwargs: Any,
 ) -> Attended:
     """The attention function that the model is configured for, the gate and the output projection."""
-    functions, implementation = model.ALL_ATTENTION_FUNCTIONS, self.config._attn_implementation
-    if hasattr(functions, "get_interface"):
-        function = functions.get_interface(implementation, model.eager_attention_forward)
-    else:  # transformers 4.57
-        function = model.eager_attention_forward if implementation == "eager" else functions[implementation]
+    function = attention_function(self, model)
     dropout = self.attention_dropout if self.training else 0.0
     out, weights = function(self, *states, mask, dropout=dropout, scaling=self.scaling, **kwargs)
     out = out.reshape(states[0].shape[0], states[0].shape[2], -1).contiguous()
     if gate is not None:
         out = out * torch.sigmoid(gate.reshape(out.shape))
     return self.o_proj(out), weights
+
+
+def attention_function(self: Any, model: Any) -> Any:
+    """The attention function that the model is configured for."""
+    functions, implementation = model.ALL_ATTENTION_FUNCTIONS, self.config._attn_implementation
+    if hasattr(functions, "get_interface"):
+        return functions.get_interface(implementation, model.eager_attention_forward)
+    # transformers 4.57
+    return model.eager_attention_forward if implementation == "eager" else functions[implementation]
 
 
 def mla_forward(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from functools import cache, partial
-from typing import Any, Final, Literal, Self, cast
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +16,10 @@ from torch.nn import Parameter
 from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS
+from .decode_patch import patch_decode
 from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, match
-from .forwards import FORWARDS, FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, runs_fused
-
-PatchRounding = Literal["model", "once"]
-_MARK: Final = "_onepass"
+from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
+from .report import MARK, OTHER_NORM, REPLACED_BEFORE, Change, Patched, PatchRounding, counted, missing, unless, why_not
 
 NEXT_LAYER: Final = "the norm that follows this addition belongs to the next layer's forward"
 SUM_IS_ROUNDED: Final = 'the model rounds the sum before the norm, but one launch does not (needs rounding="once")'
@@ -31,11 +27,6 @@ NORM_BEFORE_ADD: Final = "no norm follows these additions within the layer"
 ROPE_ROUNDS: Final = "the model rounds every product of its rotation, but one launch would round once"
 TWO_ROUNDINGS: Final = 'the model rounds between projection and norm, but one launch does not (needs rounding="once")'
 CACHE_LAYOUT: Final = "transformers' caches separate latent and rotated key, but one launch writes them as one entry"
-REPLACED_BEFORE: Final = "its forward was replaced by other code"
-REPLACED_METHOD: Final = "one of its methods was replaced by other code"
-PATCHED_BEFORE: Final = "already patched"
-OTHER_NORM: Final = "it is not an RMSNorm"
-NOT_AS_PATCHED: Final = "a module that it would skip has a hook, or was replaced after patch"
 
 _TORCH_NORMS: Final = (
     nn.LayerNorm,
@@ -52,89 +43,16 @@ class NothingPatchedWarning(UserWarning):
     """`patch` found nothing to replace in a model, which runs as before."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """A part of a model: its path, its class, what was replaced or left, and how or why not."""
-
-    where: str
-    cls: str
-    what: str
-    why: str = ""
-
-
-class Patched:
-    """What `patch` did, with `undo`; also a context manager.
-
-    ``replaced`` and ``left`` list every module and addition that `patch` considered.
-    ``print(handle)`` shows the report: what was replaced, what was left and why, grouped by kind.
-    It also counts the fused modules that currently run unfused because of hooks.
-    """
-
-    def __init__(self, model: nn.Module, rounding: PatchRounding) -> None:
-        self.model = model
-        self.rounding = rounding
-        self.replaced: list[Change] = []
-        self.left: list[Change] = []
-        self._bound: list[tuple[str, nn.Module, Any]] = []
-
-    def _bind(self, where: str, module: nn.Module, call: Any, what: str, how: str) -> None:
-        forward = partial(FORWARDS[type(call)], module)  # can be pickled with the module, unlike a method
-        module.__dict__[_MARK] = call
-        module.__dict__["forward"] = forward
-        self._bound.append((where, module, forward))
-        self.replaced.append(Change(where, type(module).__name__, what, how))
-
-    def _leave(self, where: str, module: nn.Module, what: str, why: str) -> None:
-        self.left.append(Change(where, type(module).__name__, what, why))
-
-    def undo(self) -> None:
-        """Restore every module's own forward. A second call does nothing."""
-        foreign = []
-        for where, module, forward in self._bound:
-            if module.__dict__.get("forward") is forward:
-                del module.__dict__["forward"], module.__dict__[_MARK]
-            else:
-                foreign.append(where)
-        self._bound.clear()
-        if foreign:
-            raise ContractError(
-                f"undo: the forward of {', '.join(foreign)} was replaced after patch; all others were restored"
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return {
-            "model": type(self.model).__name__,
-            "rounding": self.rounding,
-            "replaced": [asdict(change) for change in self.replaced],
-            "left": [asdict(change) for change in self.left],
-        }
-
-    def __repr__(self) -> str:
-        undone = "" if self._bound or not self.replaced else ", undone"
-        lines = [f"{type(self.model).__name__}: {len(self.replaced)} replaced, {len(self.left)} left{undone}"]
-        unfused_at = {where for where, module, _ in self._bound if not runs_fused(module)}
-        unfused = [Change(c.where, c.cls, c.what, NOT_AS_PATCHED) for c in self.replaced if c.where in unfused_at]
-        for title, changes in (("replaced", self.replaced), ("unfused now", unfused), ("left", self.left)):
-            lines += [f"  {title} {count} x {what}: {why}" for (what, why), count in _counted(changes)]
-        return "\n".join(lines)
-
-    def left_norms(self) -> list[Change]:
-        """The norms that were left and may be RMSNorms: not torch's norms of other kinds."""
-        return [change for change in self.left if change.what == "norm" and change.why != OTHER_NORM]
-
-
-def _counted(changes: Iterable[Change]) -> Iterable[tuple[tuple[str, str], int]]:
-    return Counter((f"{change.cls} {change.what}", change.why) for change in changes).items()
-
-
-def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = True, strict: bool = False) -> Patched:
+def patch(
+    model: nn.Module,
+    *,
+    rounding: PatchRounding = "model",
+    fuse: bool = True,
+    strict: bool = False,
+    decode: bool = False,
+    batch_invariant: bool = False,
+    weights: Literal["fp8"] | None = None,
+) -> Patched:
     """Replace the norms of a transformers model in place; returns a handle with ``.undo()``.
 
     It replaces RMSNorms (`rms_norm`), the addition before a norm together with it, and the norms of
@@ -155,6 +73,14 @@ def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = T
     which allows more fusion: additions in families whose norms round once, and MLA's down
     projections with their norms. ``fuse=False`` replaces norms only.
 
+    ``decode=True`` also replaces projections. For up to 16 tokens a decoder layer is a chain of calls of
+    `linear`, each with the norm before it, the activation or the residual after it. Weights that have
+    the same input are merged once, and the model's parameters become views of them. With
+    ``batch_invariant=True`` this is so for any number of tokens, and every other `torch.nn.Linear` is
+    replaced as well, so that a token's bytes do not depend on what else is computed. ``weights="fp8"``
+    quantizes the projections of layers, a scale per row, and uses them for any number of tokens. The
+    model keeps its own weights.
+
     There is no backward: call the patched model under ``torch.inference_mode()`` or ``no_grad()``,
     otherwise it raises.
 
@@ -172,6 +98,15 @@ def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = T
         raise ContractError(f"patch: `rounding` must be 'model' or 'once', got {describe(rounding)}")
     require_bool("patch", "fuse", fuse)
     require_bool("patch", "strict", strict)
+    require_bool("patch", "decode", decode)
+    require_bool("patch", "batch_invariant", batch_invariant)
+    if weights not in (None, "fp8"):
+        raise ContractError(f"patch: `weights` must be None or 'fp8', got {describe(weights)}")
+    for name, given in (("batch_invariant", batch_invariant), ("weights", weights is not None)):
+        if given and not decode:
+            raise ContractError(f"patch: `{name}` must not be given without decode=True")
+    if decode and not fuse:
+        raise ContractError("patch: `fuse` must be True with decode=True, got False")
     handle = Patched(model, rounding)
     matches: Callable[..., Match] = cache(match)  # for this call only, because classes may be changed later
     modules = list(model.named_modules())
@@ -182,13 +117,15 @@ def patch(model: nn.Module, *, rounding: PatchRounding = "model", fuse: bool = T
         for kind, step in _STEPS.items():
             if _may_be(kind, module):
                 step(handle, where, module, matches(type(module), kind))
+    if decode:
+        patch_decode(handle, modules, matches, "fp8_row" if weights == "fp8" else None, batch_invariant)
     _warn_or_raise(handle, strict)
     return handle
 
 
 def _warn_or_raise(handle: Patched, strict: bool) -> None:
     """Warn if nothing was patched. If ``strict``, raise instead, also if norms were left."""
-    reasons = [f"{count} x {what}: {why}" for (what, why), count in _counted(handle.left_norms())]
+    reasons = [f"{count} x {what}: {why}" for (what, why), count in counted(handle.left_norms())]
     norms = "; ".join(reasons) if reasons else "it has no norm that could be replaced"
     name = type(handle.model).__name__
     if strict and (reasons or not handle.replaced):
@@ -226,45 +163,24 @@ def _may_be(kind: type[Form], module: nn.Module) -> bool:
     return any(map(_patched_norm, norms))
 
 
-def _objection(module: nn.Module, found: Match, flag: str = "") -> str:
-    """Why a module's forward cannot be replaced; "" if it can."""
-    if "forward" in module.__dict__:
-        return PATCHED_BEFORE if _MARK in module.__dict__ else REPLACED_BEFORE
-    if found.form is None:
-        return found.why
-    if found.code is not None and any(name in module.__dict__ for name in found.code.methods):
-        return REPLACED_METHOD
-    return _unless(not flag or getattr(module, flag, False) is True, f"its {flag} is not True")
-
-
-def _unless(condition: bool, why: str) -> str:
-    return "" if condition else why
-
-
-def _missing(module: object, *names: str) -> str:
-    """Which of these attributes an object lacks. Registered forms may name anything."""
-    absent = [name for name in names if name and not hasattr(module, name)]
-    return _unless(not absent, f"it has no {' and no '.join(absent)}")
-
-
 def _norm(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
     form = found.form
     if not isinstance(form, Norm):
         if _looks_like_a_norm(module):
             other = isinstance(module, _TORCH_NORMS)
-            handle._leave(where, module, "norm", OTHER_NORM if other else _objection(module, found))
+            handle._leave(where, module, "norm", OTHER_NORM if other else why_not(module, found))
         return
     weight, eps = getattr(module, "weight", None), cast(Any, getattr(module, form.eps, None))
     if eps is None and form is TORCH:
         eps = torch.finfo(torch.float32).eps
     objection = (
-        _objection(module, found, form.flag)
-        or _unless(type(module).__call__ is nn.Module.__call__, "its class replaces __call__")
-        or _unless(weight is not None and weight.dim() == 1, "it has no 1-D weight")
-        or _unless(type(weight) in (Tensor, Parameter), f"its weight is a {type(weight).__name__}")
-        or _unless(weight.dtype in FLOATS, f"its weight is {weight.dtype}")  # type: ignore[union-attr]
-        or _missing(module, form.eps)
-        or _unless(type(eps) in (float, int), f"its epsilon, {form.eps}, is {describe(eps)}")
+        why_not(module, found, form.flag)
+        or unless(type(module).__call__ is nn.Module.__call__, "its class replaces __call__")
+        or unless(weight is not None and weight.dim() == 1, "it has no 1-D weight")
+        or unless(type(weight) in (Tensor, Parameter), f"its weight is a {type(weight).__name__}")
+        or unless(weight.dtype in FLOATS, f"its weight is {weight.dtype}")  # type: ignore[union-attr]
+        or missing(module, form.eps)
+        or unless(type(eps) in (float, int), f"its epsilon, {form.eps}, is {describe(eps)}")
     )
     if objection:
         handle._leave(where, module, "norm", objection)
@@ -276,13 +192,13 @@ def _norm(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
 
 
 def _patched_norm(module: Any) -> bool:
-    return module is not None and isinstance(module.__dict__.get(_MARK), NormCall)
+    return module is not None and isinstance(module.__dict__.get(MARK), NormCall)
 
 
 def _layer(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
     layer = found.form
     if not isinstance(layer, Layer):
-        handle._leave(where, module, "additions", _objection(module, found))
+        handle._leave(where, module, "additions", why_not(module, found))
         return
     if not layer.norm:
         handle._leave(where, module, "additions", NORM_BEFORE_ADD)
@@ -292,23 +208,16 @@ def _layer(handle: Patched, where: str, module: nn.Module, found: Match) -> None
     norm: Any = getattr(module, layer.norm, None)
     names = (layer.norm, layer.before, layer.mlp, layer.after_attention, layer.after_mlp, layer.multiplier)
     objection = (
-        _objection(module, found)
-        or _missing(module, *names)
-        or _unless(_patched_norm(norm), f"its {layer.norm} was left")
-        or _unless(norm._onepass.rounding == "hf" or handle.rounding == "once", SUM_IS_ROUNDED)
+        why_not(module, found)
+        or missing(module, *names)
+        or unless(_patched_norm(norm), f"its {layer.norm} was left")
+        or unless(norm._onepass.rounding == "hf" or handle.rounding == "once", SUM_IS_ROUNDED)
     )
     if objection:
         handle._leave(where, module, what, objection)
         return
-    call = LayerCall(*_parameters(type(module)), *names)
+    call = LayerCall(*parameters_of(type(module)), *names)
     handle._bind(where, module, call, what, f"in the launch of {layer.norm}")
-
-
-def _parameters(cls: type[nn.Module]) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
-    """The parameters of a layer's forward after the hidden states, and their defaults."""
-    every = list(inspect.signature(cls.forward).parameters.values())[2:]
-    named = [parameter for parameter in every if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    return tuple(p.name for p in named), tuple((p.name, p.default) for p in named if p.default is not p.empty)
 
 
 def _attention(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
@@ -316,11 +225,11 @@ def _attention(handle: Patched, where: str, module: nn.Module, found: Match) -> 
     form = found.form
     q_norm, k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
     objection = (
-        _objection(module, found, form.flag if isinstance(form, Attention) else "")
-        or _unless(_patched_norm(q_norm) and _patched_norm(k_norm), "one of them was left")
-        or _unless(q_norm._onepass == k_norm._onepass, "they have different epsilons")  # type: ignore[union-attr]
+        why_not(module, found, form.flag if isinstance(form, Attention) else "")
+        or unless(_patched_norm(q_norm) and _patched_norm(k_norm), "one of them was left")
+        or unless(q_norm._onepass == k_norm._onepass, "they have different epsilons")  # type: ignore[union-attr]
         or _not_importable(found)
-        or _missing(sys.modules[_home(found)], *sorted(Attention.called))
+        or missing(sys.modules[_home(found)], *sorted(Attention.called))
     )
     if objection or not isinstance(form, Attention):
         handle._leave(where, module, what, objection)
@@ -337,19 +246,19 @@ def _mla(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
     write = "norm of the latent, rotation and cache write"
     what = "down projections and their norms"
     if found.form is None:
-        handle._leave(where, module, what, _objection(module, found))
+        handle._leave(where, module, what, why_not(module, found))
         return
     handle._leave(where, module, f"{write}, other caches", CACHE_LAYOUT)
     norms: list[Any] = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
     linears = [getattr(module, name, None) for name in ("q_a_proj", "kv_a_proj_with_mqa")]
     objection = (
-        _objection(module, found)
-        or _unless(linears[0] is not None, "queries have no down projection in this model")
-        or _unless(handle.rounding == "once", TWO_ROUNDINGS)
-        or _unless(all(map(_patched_norm, norms)), "one of these norms was left")
-        or _unless(not any(norm._onepass.weight_offset for norm in norms), "their weights have an offset")
-        or _unless(all(map(_is_linear, linears)), "they are not plain torch.nn.Linear modules without bias")
-        or _unless(not any("forward" in vars(linear) for linear in linears), REPLACED_BEFORE)
+        why_not(module, found)
+        or unless(linears[0] is not None, "queries have no down projection in this model")
+        or unless(handle.rounding == "once", TWO_ROUNDINGS)
+        or unless(all(map(_patched_norm, norms)), "one of these norms was left")
+        or unless(not any(norm._onepass.weight_offset for norm in norms), "their weights have an offset")
+        or unless(all(map(_is_linear, linears)), "they are not plain torch.nn.Linear modules without bias")
+        or unless(not any("forward" in vars(linear) for linear in linears), REPLACED_BEFORE)
         or _not_importable(found)
     )
     if objection:
@@ -367,7 +276,7 @@ def _home(found: Match) -> str:
 
 
 def _not_importable(found: Match) -> str:
-    return _unless(bool(_home(found)), "its Python module is not in sys.modules")
+    return unless(bool(_home(found)), "its Python module is not in sys.modules")
 
 
 def _is_linear(module: nn.Module | None) -> bool:

@@ -1,0 +1,158 @@
+"""Attentions for few tokens: one projection of q, k and v, rotation, cache, attention without copies, output.
+
+The forwards are bound by ``onepass.patch(model, decode=True)``; `decode.py` explains how.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..nn import gamma_of
+from ..ops.qk_norm import qk_rms_norm
+from .forwards import Attended, add_norm, attention_forward, attention_function, mla_forward, refuse_gradient
+from .steps import AttentionStep, LatentStep, is_ready, no_global_hooks, project, takes
+
+
+def attention_step(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Attended:
+    """An attention for few tokens."""
+    how: AttentionStep | LatentStep = self._onepass_decode
+    latent = type(how) is LatentStep
+    arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
+    here = takes(how, how.projections[0], hidden_states) and no_global_hooks() and not self.training and is_ready(self)
+    if here and not getattr(past_key_values, "onepass_mla", False):
+        return (attend_latent if latent else attend_heads)(self, *arguments, **kwargs)
+    if how.fused:
+        return (mla_forward if latent else attention_forward)(self, *arguments, **kwargs)  # type: ignore[arg-type]
+    return cast(Attended, type(self).forward(self, *arguments, **kwargs))
+
+
+def attend_heads(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    norm: Any = None,
+    add: Tensor | None = None,
+    **kwargs: Any,
+) -> Attended:
+    """``o_proj(attention(norm(h))) + add``."""
+    how: AttentionStep = self._onepass_decode
+    refuse_gradient(self, hidden_states, how.qkv.weights[0], how.out.weights[0])
+    rounding = how.rounding if norm is None else norm._onepass.rounding
+    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q, k, v = project(how.qkv, hidden_states, norm, rounding=rounding).split(how.columns, dim=-1)
+    gate = None
+    if how.gated:
+        q, gate = torch.chunk(q.view(*hidden_states.shape[:-1], -1, 2 * self.head_dim), 2, dim=-1)
+    states = q.view(heads) if gate is None else q, k.view(heads), v.view(heads)
+    if how.window:
+        owner = self.config if how.window.startswith("config.") else self
+        kwargs["sliding_window"] = getattr(owner, how.window.removeprefix("config."), None)
+    if how.softcap:
+        kwargs["softcap"] = getattr(self, how.softcap)
+    q, k, v = _rotate_and_store(self, states, position_embeddings, past_key_values, kwargs)
+    out, weights = _attend(self, how.home, (q, k, v), attention_mask, kwargs)
+    if gate is not None:
+        out = out * torch.sigmoid(gate.reshape(out.shape))
+    return project(how.out, out, rounding=how.rounding, add=add), weights
+
+
+def _rotate_and_store(
+    self: Any, states: tuple[Tensor, Tensor, Tensor], angles: Any, cache: Any, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and rotate heads [batch, tokens, heads, columns] and write keys and values.
+
+    Returns queries, and the keys and values to attend to, [batch, heads, tokens, columns].
+    """
+    how: AttentionStep = self._onepass_decode
+    q, k, v = states
+    if how.norm is not None:
+        q, k = _normed(self, how, q, k)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if not how.rotates or getattr(self, how.rotates):
+        q, k = sys.modules[how.home].apply_rotary_pos_emb(q, k, *angles)
+    more: tuple[Any, ...] = ()
+    if how.cache_position:
+        more = ({"sin": angles[1], "cos": angles[0], "cache_position": kwargs.pop("cache_position", None)},)
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx, *more)
+    return q, k, v
+
+
+def _normed(self: Any, how: AttentionStep, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys after their norms, per head or over all heads."""
+    assert how.norm is not None
+    eps, weight_offset, rounding = how.norm
+    gammas = gamma_of(self.q_norm.weight), gamma_of(self.k_norm.weight)
+    options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "per_head": how.per_head}
+    if how.per_head:
+        return qk_rms_norm(q, k, *gammas, eps, **options)
+    rows = qk_rms_norm(q.flatten(-2), k.flatten(-2), *gammas, eps, **options)
+    return rows[0].view(q.shape), rows[1].view(k.shape)
+
+
+def _attend(
+    self: Any, home: str, states: tuple[Tensor, Tensor, Tensor], mask: Any, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that the model is configured for, as rows [batch, tokens, columns].
+
+    torch's attention needs no copies of keys and values for groups of query heads. transformers makes
+    them if there is a mask. Where it relies on causality instead, or has other arguments, its function is
+    called.
+    """
+    q, k, v = states
+    batch, _, length, _ = q.shape
+    plain = self.config._attn_implementation == "sdpa" and (length == 1 or mask is not None)
+    if plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None:
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=grouped)
+        return out.transpose(1, 2).reshape(batch, length, -1), None
+    function = attention_function(self, sys.modules[home])
+    out, weights = function(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
+    return out.reshape(batch, length, -1), weights
+
+
+def attend_latent(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    norm: Any = None,
+    add: Tensor | None = None,
+    **kwargs: Any,
+) -> Attended:
+    """``o_proj(attention(norm(h))) + add`` with latents, which are normed and rotated as in the model."""
+    how: LatentStep = self._onepass_decode
+    refuse_gradient(self, hidden_states, how.down.weights[0], how.out.weights[0])
+    batch, length = hidden_states.shape[:-1]
+    rounding = how.rounding if norm is None else norm._onepass.rounding
+    down = project(how.down, hidden_states, norm, rounding=rounding)
+    q, latent, k_rot = down.split([how.down.sizes[0], self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+    if how.q_up is not None:
+        q = project(how.q_up, q, self.q_a_layernorm, rounding=self.q_a_layernorm._onepass.rounding)
+    latent = add_norm(self.kv_a_layernorm, latent).view(batch, 1, length, -1)
+    k_rot = k_rot.reshape(batch, 1, length, -1)
+    q = q.reshape(batch, length, -1, self.qk_head_dim).transpose(1, 2)
+    q_pass, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+    model = sys.modules[how.home]
+    rotate = model.apply_rotary_pos_emb_interleave if self.config.rope_interleave else model.apply_rotary_pos_emb
+    q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings)
+    if past_key_values is not None:
+        latent, k_rot = past_key_values.update(latent, k_rot, self.layer_idx)
+    k, v = self.expand_kv(latent, k_rot)
+    out, weights = _attend(self, how.home, (torch.cat((q_pass, q_rot), dim=-1), k, v), attention_mask, kwargs)
+    return project(how.out, out, rounding=how.rounding, add=add), weights

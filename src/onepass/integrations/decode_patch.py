@@ -1,0 +1,299 @@
+"""``decode=True`` of `onepass.patch`: which layers of a model run as decode steps, and with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple, cast
+
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import ContractError
+from ..formats import Rounding
+from ..specs.linear import Activation
+from ..weights import Scheme
+from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention
+from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
+from .projections import Projection, memory_owners, mergeable
+from .report import MARK, Patched, missing, unless, why_not
+from .steps import AttentionStep, LatentStep, LayerStep, LinearStep, MlpStep
+
+WHAT: Final = "decode"
+_SILU: Final = ("SiLUActivation", "SiLU")
+_GELU: Final = ("GELUActivation", "GELUTanh", "PytorchGELUTanh", "GELU")
+
+
+class Decoding(NamedTuple):
+    """What `patch` was asked for, and what it found on its way.
+
+    ``parts`` are the layers of all projections, with the projection and their place in it.
+    """
+
+    handle: Patched
+    matches: Callable[[type, type[Form]], Match]
+    scheme: Scheme | None
+    invariant: bool
+    owners: dict[int, int]
+    parts: dict[int, tuple[Projection, int]]
+
+    @property
+    def rounding(self) -> Rounding:
+        """How activations and additions round."""
+        return "once" if self.handle.rounding == "once" else "hf"
+
+    @property
+    def always(self) -> bool:
+        """Whether the steps run for any number of tokens, so that a token's bytes do not depend on it."""
+        return self.invariant or self.scheme is not None
+
+    @property
+    def tokens(self) -> str:
+        """For how many tokens the steps run, as in the report."""
+        return "for any number of tokens" if self.always else f"for up to {FUSED_ROWS} tokens"
+
+
+def patch_decode(
+    handle: Patched,
+    modules: Iterable[tuple[str, nn.Module]],
+    matches: Callable[[type, type[Form]], Match],
+    scheme: Scheme | None,
+    invariant: bool,
+) -> None:
+    """Bind the decode steps of a model whose norms and additions are patched."""
+    modules = list(modules)
+    decoding = Decoding(handle, matches, scheme, invariant, memory_owners(handle.model), {})
+    for where, module in modules:
+        if "self_attn" in module._modules:
+            _layer(decoding, where, module)
+    head = _head(handle.model)
+    for where, module in modules:
+        _linear(decoding, where, module, module is head)
+
+
+def _layer(decoding: Decoding, where: str, module: nn.Module) -> None:
+    handle, found = decoding.handle, decoding.matches(type(module), Layer)
+    form = found.form
+    call = module.__dict__.get(MARK)
+    fused = isinstance(call, LayerCall) and _bound_by(handle, module)
+    if not isinstance(form, Layer):
+        handle._leave(where, module, WHAT, why_not(module, found))
+        return
+    names = (form.norm, form.before, form.mlp, form.after_attention, form.after_mlp, form.multiplier)
+    objection = "" if fused else why_not(module, found) or missing(module, *names)
+    if objection:
+        handle._leave(where, module, WHAT, objection)
+        return
+    attention = _attention(decoding, f"{where}.self_attn", module.self_attn)
+    mlp = _mlp(decoding, f"{where}.{form.mlp}", getattr(module, form.mlp))
+    if not attention and not mlp:
+        return
+    if not fused:
+        call = LayerCall(*parameters_of(type(module)), *names)
+    step = LayerStep(cast(LayerCall, call), fused, decoding.rounding, decoding.always)
+    handle._bind_decode(where, module, step, WHAT, f"{' and '.join(filter(None, (attention, mlp)))}, {decoding.tokens}")
+
+
+def _bound_by(handle: Patched, module: nn.Module) -> bool:
+    return any(bound is module for _, bound, _ in handle._bound)
+
+
+def _attention(decoding: Decoding, where: str, module: Any) -> str:
+    """Bind an attention's step. Returns its launches as in the report, or "" if it was left."""
+    kinds: tuple[type[Form], ...] = (Mla, PlainAttention, Attention)
+    every = [decoding.matches(type(module), kind) for kind in kinds]
+    found = next((match for match in every if match.form is not None), every[-1])
+    latent = isinstance(found.form, Mla)
+    made = (_latent_step if latent else _attention_step)(decoding, module, found)
+    if isinstance(made, str):
+        decoding.handle._leave(where, module, WHAT, made)
+        return ""
+    norms = "q/k norm, " if isinstance(made, AttentionStep) and made.norm is not None else ""
+    how = f"linear {' + '.join(made.names[:-1])}, {norms}rotation, cache, attention without copies, linear {made.names[-1]}"
+    decoding.handle._bind_decode(where, module, made, f"{WHAT} attention", how)
+    inputs = "latents" if latent else "qkv"
+    return f"norm + {inputs} in one linear, o + residual in one"
+
+
+def _attention_step(decoding: Decoding, module: Any, found: Match) -> AttentionStep | str:
+    form = found.form
+    call = module.__dict__.get(MARK)
+    fused = isinstance(call, AttentionCall) and _bound_by(decoding.handle, module)
+    if not isinstance(form, Attention | PlainAttention):
+        return why_not(module, found)
+    packed = form.packed if isinstance(form, PlainAttention) else ""
+    names = (packed, "o_proj") if packed else ("q_proj", "k_proj", "v_proj", "o_proj")
+    objection = (
+        ("" if fused else why_not(module, found))
+        or unless(fused or isinstance(form, PlainAttention), "its norms of q and k were left")
+        or missing(module, *names, "head_dim", "scaling", "layer_idx", "config")
+        or _not_linear(decoding, [getattr(module, name) for name in names])
+    )
+    if objection or found.code is None:
+        return objection
+    *inputs, out = (getattr(module, name) for name in names)
+    try:
+        qkv, output = _project(decoding, inputs), _project(decoding, [out])
+    except ContractError as error:
+        return str(error)
+    return AttentionStep(
+        qkv,
+        output,
+        _columns(module, qkv.sizes),
+        NormCall(*call[:3]) if fused else None,
+        per_head=getattr(form, "per_head", True),
+        gated=getattr(form, "gated", False),
+        rotates=getattr(form, "rotates", ""),
+        window=_window(form),
+        softcap=getattr(form, "softcap", ""),
+        cache_position=getattr(form, "cache_position", False),
+        fused=fused,
+        rounding=decoding.rounding,
+        always=decoding.always,
+        home=found.code.module,
+        names=names,
+    )
+
+
+def _window(form: Attention | PlainAttention) -> str:
+    """The attribute that is passed as ``sliding_window``."""
+    if isinstance(form, PlainAttention):
+        return form.window
+    return "sliding_window" if form.window else ""
+
+
+def _columns(module: Any, sizes: Sequence[int]) -> tuple[int, int, int]:
+    """The columns of q, k and v in their projection."""
+    if len(sizes) == 3:
+        return sizes[0], sizes[1], sizes[2]
+    keys = module.num_key_value_heads * module.head_dim
+    return sizes[0] - 2 * keys, keys, keys
+
+
+def _latent_step(decoding: Decoding, module: Any, found: Match) -> LatentStep | str:
+    fused = isinstance(module.__dict__.get(MARK), MlaCall) and _bound_by(decoding.handle, module)
+    ranked = getattr(module, "q_a_proj", None) is not None
+    names = (
+        ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj")
+        if ranked
+        else ("q_proj", "kv_a_proj_with_mqa", "o_proj")
+    )
+    norms = [module._modules.get(name) for name in ("q_a_layernorm", "kv_a_layernorm")[not ranked :]]
+    objection = (
+        ("" if fused else why_not(module, found))
+        or missing(module, *names)
+        or unless(
+            all(norm is not None and isinstance(norm.__dict__.get(MARK), NormCall) for norm in norms), "a norm was left"
+        )
+        or _not_linear(decoding, [getattr(module, name) for name in names])
+    )
+    if objection or found.code is None:
+        return objection
+    linears = [getattr(module, name) for name in names]
+    try:
+        down, *others = (_project(decoding, group) for group in (linears[:2], *([layer] for layer in linears[2:])))
+    except ContractError as error:
+        return str(error)
+    q_up = others[0] if ranked else None
+    if decoding.scheme is not None and not mergeable([module.kv_b_proj], decoding.owners):
+        _project(decoding, [module.kv_b_proj])
+    return LatentStep(down, q_up, others[-1], fused, decoding.rounding, decoding.always, found.code.module, names)
+
+
+def _mlp(decoding: Decoding, where: str, module: Any) -> str:
+    """Bind an MLP's step. Returns its launches as in the report, or "" if it was left."""
+    made = _mlp_step(decoding, module)
+    if isinstance(made, str):
+        decoding.handle._leave(where, module, WHAT, made)
+        return ""
+    how = f"linear {' + '.join(made.names[:-1])} with {made.activation}, linear {made.names[-1]}"
+    decoding.handle._bind_decode(where, module, made, f"{WHAT} MLP", how)
+    return f"norm + gate-up + {made.activation} in one, down + residual in one"
+
+
+def _mlp_step(decoding: Decoding, module: Any) -> MlpStep | str:
+    found = decoding.matches(type(module), Mlp)
+    form = found.form
+    if not isinstance(form, Mlp):
+        return why_not(module, found)
+    names = (form.packed, form.down) if form.packed else (form.gate, form.up, form.down)
+    objection = (
+        why_not(module, found)
+        or missing(module, *names, form.act)
+        or unless(_activation(getattr(module, form.act, None)) is not None, "its activation is not SiLU or GELU")
+        or _not_linear(decoding, [getattr(module, name) for name in names])
+    )
+    if objection:
+        return objection
+    *inputs, out = (getattr(module, name) for name in names)
+    try:
+        gate_up, down = _project(decoding, inputs), _project(decoding, [out])
+    except ContractError as error:
+        return str(error)
+    activation = cast(Activation, _activation(getattr(module, form.act)))
+    return MlpStep(gate_up, down, activation, decoding.rounding, decoding.always, form.act, names)
+
+
+def _activation(act: object) -> Activation | None:
+    """The activation that a module computes; None if `linear` does not have it."""
+    name, home = type(act).__name__, type(act).__module__
+    if not isinstance(act, nn.Module) or not home.startswith(("torch.nn.", "transformers.activations")):
+        return None
+    if name in _SILU:
+        return "silu_mul"
+    if name not in _GELU:
+        return None
+    function = getattr(act, "act", None)
+    approximate = getattr(act, "approximate", None)
+    if isinstance(function, partial) and function.func is F.gelu:
+        approximate = function.keywords.get("approximate")
+    elif function is F.gelu:
+        approximate = "none"
+    return {"tanh": "gelu_tanh_mul", "none": "gelu_mul"}.get(str(approximate))  # type: ignore[return-value]
+
+
+def _not_linear(decoding: Decoding, linears: list[Any]) -> str:
+    """Why these layers cannot be projections of their own; "" if they can."""
+    for linear in linears:
+        if "forward" in linear.__dict__:
+            return "the forward of a projection was replaced by other code"
+    return mergeable(linears, decoding.owners)
+
+
+def _project(decoding: Decoding, linears: Sequence[nn.Module]) -> Projection:
+    """The projection of these layers, which is remembered for calls of the layers themselves."""
+    made = Projection(linears, decoding.scheme)
+    for index, linear in enumerate(linears):
+        decoding.parts[id(linear)] = made, index
+    return made
+
+
+def _head(model: Any) -> nn.Module | None:
+    """The layer that computes logits."""
+    find = getattr(model, "get_output_embeddings", None)
+    return find() if callable(find) else None
+
+
+def _linear(decoding: Decoding, where: str, module: nn.Module, is_head: bool) -> None:
+    """Bind a layer of its own: the head, and with `batch_invariant` or codes every other one."""
+    known = decoding.parts.get(id(module))
+    if known is not None:
+        if decoding.always or known[0].quantized:
+            _bind_linear(decoding, where, module, *known)
+        return
+    if type(module) is not nn.Linear or not (is_head or decoding.invariant):
+        return
+    objection = unless("forward" not in module.__dict__, "its forward was replaced by other code")
+    objection = objection or mergeable([module], decoding.owners)
+    if objection:
+        decoding.handle._leave(where, module, WHAT, objection)
+        return
+    _bind_linear(decoding, where, module, Projection([module]), 0)
+
+
+def _bind_linear(decoding: Decoding, where: str, module: nn.Module, projection: Projection, index: int) -> None:
+    always = decoding.invariant or projection.quantized
+    tokens = "for any number of tokens" if always else f"for up to {FUSED_ROWS} tokens"
+    decoding.handle._bind_decode(
+        where, module, LinearStep(projection, index, always), f"{WHAT} layer", f"linear, {tokens}"
+    )

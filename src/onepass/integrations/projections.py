@@ -1,0 +1,171 @@
+"""Linear layers with the same input as one weight: merged or quantized once, and kept in step with the model.
+
+A `Projection` holds the layers of a model and one `Linear` or `MergedLinear` that shares their memory: the
+model's parameters become views of the merged weight, so state dicts and `tie_weights` see what they
+saw before. Quantized weights are copies, and the model keeps its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ..errors import ContractError
+from ..formats import FLOATS
+from ..nn import Linear, MergedLinear
+from ..specs.gemv_norm import SCALE_BLOCK
+from ..weights import Scheme
+
+SHARED: Final = "a projection shares memory with another parameter"
+_TENSORS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv")
+
+
+class Projection:
+    """Layers that multiply the same input, as one layer.
+
+    ``scheme`` quantizes float weights. Layers that are quantized already keep their codes and scales.
+    """
+
+    weight: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, linears: Sequence[nn.Module], scheme: Scheme | None = None) -> None:
+        self.linears: tuple[Any, ...] = tuple(linears)
+        self.scheme = scheme
+        self.sizes = [len(linear.weight) for linear in self.linears]
+        self.layer: Linear | MergedLinear | None = None
+        self.merge()
+
+    def merge(self) -> None:
+        """Make the merged layer of what the layers hold now, and remember where that is."""
+        floats = all(linear.weight.dtype in FLOATS for linear in self.linears)
+        scheme = self.scheme if floats else None
+        if len(self.linears) > 1:
+            self._hold(MergedLinear.from_linears(self.linears, scheme), shares=scheme is None)
+        else:
+            self._hold(Linear.from_linear(self.linears[0], scheme), shares=scheme is None)
+
+    def _hold(self, layer: Linear | MergedLinear, shares: bool) -> None:
+        """Use this layer. ``shares`` is whether the model's parameters are its weight, or views of it."""
+        self.layer, self.shares, self.quantized = layer, shares, layer.weight_scale is not None
+        self.weight, self.scale, self.bias = layer.weight, layer.weight_scale, layer.bias
+        self.weights = tuple(linear._parameters["weight"] for linear in self.linears)
+        self.pointers = tuple(weight.data_ptr() for weight in self.weights)
+
+    def current(self) -> bool:
+        """Whether the merged layer has what the layers hold. If a parameter was replaced, it is merged again.
+
+        A traced call only compares objects. `Module.to` and the like merge again by themselves (`applied`).
+        """
+        if self.layer is None:
+            return False
+        if not self.shares:
+            return True
+        for linear, weight in zip(self.linears, self.weights, strict=True):
+            if linear._parameters["weight"] is not weight:
+                return not torch.compiler.is_compiling() and self._merged_again()
+        if len(self.linears) == 1 or torch.compiler.is_compiling():
+            return True
+        for weight, pointer in zip(self.weights, self.pointers, strict=True):
+            if weight.data_ptr() != pointer:
+                return self._merged_again()
+        return True
+
+    def _merged_again(self) -> bool:
+        try:
+            self.merge()
+        except ContractError:
+            self.layer = None
+        return self.layer is not None
+
+    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Do to the merged layer what ``Module._apply`` did to the layers."""
+        if self.layer is None or self.shares:
+            self._merged_again()
+        else:
+            self._hold(self.layer._apply(fn), shares=False)
+
+    def part(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """The weight of one of the layers, and its scale."""
+        start = sum(self.sizes[:index])
+        stop = start + self.sizes[index]
+        scale = self.scale
+        if scale is not None and scale.dim() == 2:
+            scale = scale[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
+        elif scale is not None and len(scale) > 1:
+            scale = scale[start:stop]
+        return self.weight[start:stop], scale
+
+    def release(self) -> None:
+        """Give the parameters memory of their own again."""
+        if len(self.linears) > 1 and self.layer is not None and self.shares and self.current():
+            for linear in self.linears:
+                for name in _TENSORS:
+                    tensor = linear._parameters.get(name)
+                    if tensor is not None:
+                        with torch.inference_mode(tensor.is_inference()):
+                            tensor.data = tensor.data.clone()
+        self.layer = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Projection:
+        made = Projection.__new__(Projection)
+        memo[id(self)] = made
+        made.linears = copy.deepcopy(self.linears, memo)
+        made.scheme, made.sizes, made.layer = self.scheme, list(self.sizes), None
+        if self.layer is not None and self.shares:
+            made._merged_again()
+        elif self.layer is not None:
+            made._hold(copy.deepcopy(self.layer, memo), shares=False)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Projection, (self.linears, self.scheme)
+
+
+def applied(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """``Module._apply`` of a module with projections: ``to``, ``half``, ``cuda`` and the like, then merge again."""
+    result = type(module)._apply(module, fn, recurse)
+    for projection in module._onepass_decode.projections:
+        projection.follow(fn)
+    return result
+
+
+def mergeable(linears: Sequence[Any], owners: dict[int, int]) -> str:
+    """Why layers cannot become a projection; "" if they can. ``owners`` counts parameters by their memory."""
+    for linear in linears:
+        weight = linear._parameters.get("weight")
+        if not _takes(type(linear)):
+            return f"a projection is a {type(linear).__name__}"
+        if type(weight) not in (Tensor, Parameter) or weight.is_meta:
+            return f"the weight of a projection is a {type(weight).__name__}"
+        if len(linears) > 1 and owners.get(weight.untyped_storage().data_ptr(), 1) > 1:
+            return SHARED
+        if getattr(linear, "activation_scale", None) is not None:
+            return "a projection has static scales of activations"
+    return ""
+
+
+def _takes(cls: type) -> bool:
+    """torch's Linear, or transformers' FP8Linear, which has codes and scales."""
+    return cls is nn.Linear or (cls.__name__ == "FP8Linear" and cls.__module__.startswith("transformers."))
+
+
+def memory_owners(model: nn.Module) -> dict[int, int]:
+    """How many parameters and buffers use each piece of memory."""
+    counts: dict[int, int] = {}
+    for tensor in _tensors(model):
+        if type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
+            pointer = tensor.untyped_storage().data_ptr()
+            counts[pointer] = counts.get(pointer, 0) + 1
+    return counts
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
