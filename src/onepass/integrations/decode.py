@@ -145,7 +145,7 @@ def mlp_step(self: Any, x: Tensor | None = None, /, **named: Tensor) -> Tensor:
 def gated(self: Any, x: Tensor, norm: Any = None, residual: Tensor | None = None, add: Tensor | None = None) -> Any:
     """``down(act(gate(a)) * up(a)) + add`` with ``a = norm(x + residual)``."""
     how: MlpStep = self._onepass_decode
-    refuse_gradient(self, x, how.gate_up.weights[0], how.down.weights[0])
+    refuse_gradient(self, x, how.gate_up.weight, how.down.weight)
     y = project(how.gate_up, x, norm, residual=residual, activation=how.activation, rounding=how.rounding)
     if residual is None:
         return project(how.down, y, rounding=how.rounding, add=add)

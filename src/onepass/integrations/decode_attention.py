@@ -50,7 +50,7 @@ def attend_heads(
 ) -> Attended:
     """``o_proj(attention(norm(h))) + add``."""
     how: AttentionStep = self._onepass_decode
-    refuse_gradient(self, hidden_states, how.qkv.weights[0], how.out.weights[0])
+    refuse_gradient(self, hidden_states, how.qkv.weight, how.out.weight)
     rounding = how.rounding if norm is None else norm._onepass.rounding
     heads = (*hidden_states.shape[:-1], -1, self.head_dim)
     q, k, v = project(how.qkv, hidden_states, norm, rounding=rounding).split(how.columns, dim=-1)
@@ -137,7 +137,7 @@ def attend_latent(
 ) -> Attended:
     """``o_proj(attention(norm(h))) + add`` with latents, which are normed and rotated as in the model."""
     how: LatentStep = self._onepass_decode
-    refuse_gradient(self, hidden_states, how.down.weights[0], how.out.weights[0])
+    refuse_gradient(self, hidden_states, how.down.weight, how.out.weight)
     batch, length = hidden_states.shape[:-1]
     rounding = how.rounding if norm is None else norm._onepass.rounding
     down = project(how.down, hidden_states, norm, rounding=rounding)

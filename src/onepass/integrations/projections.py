@@ -7,9 +7,8 @@ saw before. Quantized weights are copies, and the model keeps its own.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,15 @@ from ..weights import Scheme
 
 SHARED: Final = "a projection shares memory with another parameter"
 _TENSORS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv")
+
+
+class _Shared(NamedTuple):
+    """A parameter of a layer that is the merged tensor or a view of it, and where it is."""
+
+    linear: Any
+    name: str
+    tensor: Tensor
+    pointer: int
 
 
 class Projection:
@@ -40,6 +48,8 @@ class Projection:
         self.scheme = scheme
         self.sizes = [len(linear.weight) for linear in self.linears]
         self.layer: Linear | MergedLinear | None = None
+        self.shared: list[_Shared] = []
+        self.pending = False
         self.merge()
 
     def merge(self) -> None:
@@ -55,8 +65,11 @@ class Projection:
         """Use this layer. ``shares`` is whether the model's parameters are its weight, or views of it."""
         self.layer, self.shares, self.quantized = layer, shares, layer.weight_scale is not None
         self.weight, self.scale, self.bias = layer.weight, layer.weight_scale, layer.bias
-        self.weights = tuple(linear._parameters["weight"] for linear in self.linears)
-        self.pointers = tuple(weight.data_ptr() for weight in self.weights)
+        self.pending = False
+        self.shared = []
+        for linear in self.linears if shares else ():
+            named = ((name, linear._parameters.get(name)) for name in _TENSORS)
+            self.shared += [_Shared(linear, name, t, t.data_ptr()) for name, t in named if t is not None]
 
     def current(self) -> bool:
         """Whether the merged layer has what the layers hold. If a parameter was replaced, it is merged again.
@@ -64,24 +77,18 @@ class Projection:
         A traced call only compares objects. `Module.to` and the like merge again by themselves (`applied`).
         """
         if self.layer is None:
-            return False
-        if not self.shares:
-            return True
-        for linear, weight in zip(self.linears, self.weights, strict=True):
-            if linear._parameters["weight"] is not weight:
-                return not torch.compiler.is_compiling() and self._merged_again()
-        if len(self.linears) == 1 or torch.compiler.is_compiling():
-            return True
-        for weight, pointer in zip(self.weights, self.pointers, strict=True):
-            if weight.data_ptr() != pointer:
-                return self._merged_again()
+            return self.pending and not torch.compiler.is_compiling() and self._merged_again()
+        tracing = torch.compiler.is_compiling()
+        for linear, name, tensor, pointer in self.shared:
+            if linear._parameters[name] is not tensor or not (tracing or tensor.data_ptr() == pointer):
+                return not tracing and self._merged_again()
         return True
 
     def _merged_again(self) -> bool:
         try:
             self.merge()
         except ContractError:
-            self.layer = None
+            self.layer, self.pending = None, False
         return self.layer is not None
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -104,28 +111,27 @@ class Projection:
 
     def release(self) -> None:
         """Give the parameters memory of their own again."""
-        if len(self.linears) > 1 and self.layer is not None and self.shares and self.current():
-            for linear in self.linears:
-                for name in _TENSORS:
-                    tensor = linear._parameters.get(name)
-                    if tensor is not None:
-                        with torch.inference_mode(tensor.is_inference()):
-                            tensor.data = tensor.data.clone()
-        self.layer = None
+        for linear, name, tensor, pointer in self.shared if len(self.linears) > 1 else ():
+            if linear._parameters.get(name) is tensor and tensor.data_ptr() == pointer:
+                with torch.inference_mode(tensor.is_inference()):
+                    tensor.data = tensor.data.clone()
+        self.layer, self.shared = None, []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Projection:
-        made = Projection.__new__(Projection)
-        memo[id(self)] = made
-        made.linears = copy.deepcopy(self.linears, memo)
-        made.scheme, made.sizes, made.layer = self.scheme, list(self.sizes), None
-        if self.layer is not None and self.shares:
-            made._merged_again()
-        elif self.layer is not None:
-            made._hold(copy.deepcopy(self.layer, memo), shares=False)
-        return made
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or pickle needs: codes of its own; weights that are shared are merged again."""
+        codes = None if self.shares else self.layer
+        kept = {"linears": self.linears, "scheme": self.scheme, "sizes": self.sizes, "quantized": self.quantized}
+        return {**kept, "layer": codes}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Projection, (self.linears, self.scheme)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.layer, self.shares, self.shared, self.pending = None, True, [], False
+        if state["layer"] is not None:
+            self._hold(state["layer"], shares=False)
+        elif all("_parameters" in linear.__dict__ for linear in self.linears):
+            self._merged_again()
+        else:  # the layers are being copied: merge at the first call
+            self.pending = True
 
 
 def applied(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

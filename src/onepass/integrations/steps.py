@@ -152,9 +152,11 @@ def is_ready(module: Any) -> bool:
 
 def takes(how: Any, weight: Projection, x: Tensor) -> bool:
     """Whether this many rows of this dtype are computed here."""
-    few = how.always or weight.quantized or math.prod(x.shape[:-1]) <= FUSED_ROWS
-    same = weight.quantized or (weight.layer is not None and weight.weight.dtype is x.dtype)
-    return few and same and not torch.is_autocast_enabled(x.device.type)
+    if not (how.always or weight.quantized or math.prod(x.shape[:-1]) <= FUSED_ROWS):
+        return False
+    if torch.is_autocast_enabled(x.device.type) or not weight.current():
+        return False
+    return weight.quantized or weight.weight.dtype is x.dtype
 
 
 def project(
