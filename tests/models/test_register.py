@@ -228,7 +228,10 @@ def test_threads_agree_on_one_form() -> None:
     [
         (lambda: register(ScaleNorm(8), NORM), r"register: `cls` must be a subclass of torch\.nn\.Module, got "),  # type: ignore[arg-type]
         (lambda: register(int, NORM), r"register: `cls` must be a subclass of torch\.nn\.Module, got "),  # type: ignore[arg-type]
-        (lambda: register(ScaleNorm, "hf"), "register: `form` must be a Norm, Layer, Attention, PlainAttention, Mla or Mlp, got 'hf'"),  # type: ignore[arg-type]
+        (
+            lambda: register(ScaleNorm, "hf"),  # type: ignore[arg-type]
+            "register: `form` must be a Norm, Layer, Attention, PlainAttention, Mla or Mlp, got 'hf'",
+        ),
         (lambda: register(OPAQUE, NORM), "register: `cls` must have a forward whose code can be read; Opaque: print"),
         (lambda: Norm(rounding="twice"), "Norm: `rounding` must be 'once' or 'hf', got 'twice'"),  # type: ignore[arg-type]
         (lambda: Norm(rounding="hf", weight_offset=float("inf")), "Norm: `weight_offset` must be a number"),

@@ -118,20 +118,14 @@ class Projection:
         self.layer, self.shared = None, []
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or pickle needs: codes of its own; weights that are shared are merged again."""
-        codes = None if self.shares else self.layer
-        kept = {"linears": self.linears, "scheme": self.scheme, "sizes": self.sizes, "quantized": self.quantized}
-        return {**kept, "layer": codes}
+        """What a copy or pickle needs. It merges or quantizes what its own layers hold."""
+        return {name: getattr(self, name) for name in ("linears", "scheme", "sizes", "quantized", "shares")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.layer, self.shares, self.shared, self.pending = None, True, [], False
-        if state["layer"] is not None:
-            self._hold(state["layer"], shares=False)
-        elif all("_parameters" in linear.__dict__ for linear in self.linears):
+        self.layer, self.shared, self.pending = None, [], True
+        if all("_parameters" in linear.__dict__ for linear in self.linears):  # otherwise they are being copied
             self._merged_again()
-        else:  # the layers are being copied: merge at the first call
-            self.pending = True
 
 
 def applied(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

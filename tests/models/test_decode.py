@@ -1,0 +1,205 @@
+"""`onepass.patch(model, decode=True)` on small models of every family: launches, logits, tokens, undo, batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import onepass
+
+pytest.importorskip("transformers")
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StaticCache
+
+from tests.helpers.models import CONFIGS, close, fresh, logits, small, tokens
+
+NAMES = [name for name in CONFIGS if name != "gpt-oss"]
+"""gpt-oss's attention has sinks, and its MLP is a mixture: only its head is replaced."""
+SANDWICHES = ("Gemma 2", "Gemma 3", "OLMo-2", "GLM-4")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(function).removesuffix(".default")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def step_counts(model: Any) -> Counter[str]:
+    """The operations of one step of one token."""
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with torch.inference_mode():
+        model(tokens(1, 4), past_key_values=cache)
+        launches = Launches()
+        with launches:
+            model(tokens(1, 1), past_key_values=cache)
+    return launches.count
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_is_a_chain_of_linear(name: str) -> None:
+    """Four calls per layer and one for logits. No projection is left to torch."""
+    model = small(name, torch.float32)
+    dense = [hasattr(layer.mlp, "down_proj") for layer in model.model.layers]
+    latent = name == "DeepSeek-V3"
+    with onepass.patch(model, decode=True):
+        count = step_counts(model)
+    assert count["onepass.linear"] == 1 + sum((3 if latent else 2) + 2 * is_dense for is_dense in dense)
+    if all(dense) and not latent:
+        assert not {"aten.linear", "aten.mm", "aten.addmm"} & count.keys()
+    if all(dense) and name not in SANDWICHES:
+        assert count["onepass.rms_norm"] == 1, "all norms but the last are part of a projection"
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"rounding": "once"}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_logits_and_tokens_are_the_models_own(name: str, options: dict[str, Any]) -> None:
+    model = small(name, torch.float32)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    few, many = tokens(2, 5), tokens(3, 9)
+    asked = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True}
+    caches: list[dict[str, Any]] = [{}, {"cache_implementation": "static"}]
+    with torch.inference_mode():
+        expected = [logits(model, ids) for ids in (few, many)]
+        expected_tokens = [model.generate(few, **asked, **cache) for cache in caches]
+        with onepass.patch(model, decode=True, **options):
+            got = [logits(model, ids) for ids in (few, many)]
+            got_tokens = [model.generate(few, **asked, **cache) for cache in caches]
+            state = model.state_dict()
+        after = [logits(model, ids) for ids in (few, many)]
+    for mine, theirs, restored in zip(got, expected, after, strict=True):
+        assert theirs.abs().max() > 1
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-6 * float(theirs.abs().max()))
+        assert torch.equal(restored, theirs), "undo must restore the bytes"
+    assert all(map(torch.equal, got_tokens, expected_tokens))
+    assert list(state) == list(before) and all(torch.equal(state[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_as_accurate_as_the_model(name: str) -> None:
+    """Only the order of sums differs from the model, so the error against float32 is about the model's own."""
+    low = small(name, torch.bfloat16)
+    ids = tokens(4, 4)
+    truth = logits(fresh(name, torch.bfloat16).float(), ids)
+    own = logits(low, ids).float()
+    with onepass.patch(low, decode=True):
+        got = logits(low, ids).float()
+    error, usual = ((found - truth).norm(dim=-1).median() for found in (got, own))
+    assert 0 < usual < 0.1 * truth.norm(dim=-1).median()
+    assert error <= 1.2 * usual
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma 3", "OLMo-2", "Phi-3", "GLM-4"])
+def test_batch_invariance(name: str, dtype: torch.dtype) -> None:
+    """A sequence has the bytes that it has alone in every batch, also beyond the rows of a decode step."""
+    model = small(name, dtype)
+    ids = tokens(24, 1)
+    with onepass.patch(model, decode=True, batch_invariant=True), torch.inference_mode():
+        alone = torch.cat([model(row[None]).logits for row in ids])
+        for rows in (2, 7, 16, 24):
+            assert torch.equal(model(ids[:rows]).logits, alone[:rows])
+    assert alone.abs().max() > 1
+
+
+def test_prefill_and_decode_have_the_same_bytes() -> None:
+    """Projections, norms and rotations of a token do not depend on the tokens that are computed with it."""
+    model = small("Llama", torch.bfloat16, layers=1)
+    ids = tokens(2, 12)
+    caches: list[Any] = []
+    with onepass.patch(model, decode=True, batch_invariant=True), torch.inference_mode():
+        for pieces in (ids.split(12, 1), ids.split(5, 1), ids.split(1, 1)):
+            cache = StaticCache(config=model.config, max_cache_len=16)
+            for piece in pieces:
+                model(piece, past_key_values=cache)
+            caches.append(cache.layers[0])
+    first = caches[0]
+    assert first.keys.abs().max() > 1
+    for other in caches[1:]:
+        assert torch.equal(other.keys, first.keys) and torch.equal(other.values, first.values)
+        assert int(other.cumulative_length) == 12
+
+
+def test_padding_and_windows_are_respected() -> None:
+    """Masks of padded prompts, and sliding windows that are shorter than the prompt."""
+    for name in ("Qwen2", "Gemma 3"):
+        model = small(name, torch.float32)
+        ids = tokens(2, 12)
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        asked = {"max_new_tokens": 4, "do_sample": False, "disable_compile": True, "attention_mask": mask}
+        for cache in ({}, {"cache_implementation": "static"}):
+            options: dict[str, Any] = {**asked, **cache, "return_dict_in_generate": True, "output_logits": True}
+            with torch.inference_mode():
+                expected = model.generate(ids, **options)
+                with onepass.patch(model, decode=True):
+                    got = model.generate(ids, **options)
+            assert torch.equal(got.sequences, expected.sequences)
+            for mine, theirs in zip(got.logits, expected.logits, strict=True):
+                close(mine, theirs)
+
+
+def test_mixtures_keep_their_experts() -> None:
+    model = small("MiniMax-M2", torch.float32)
+    with onepass.patch(model, decode=True) as handle:
+        report = repr(handle)
+    assert "replaced 2 x MiniMaxM2Attention decode attention" in report
+    assert "left 2 x MiniMaxM2SparseMoeBlock decode: its code is not one of the supported forms" in report
+
+
+def test_the_report_says_what_runs_how() -> None:
+    with onepass.patch(small("Llama", torch.float32), decode=True) as handle:
+        report = repr(handle)
+    lines = [
+        "2 x LlamaDecoderLayer decode: norm + qkv in one linear, o + residual in one and norm + gate-up + silu_mul in one, "
+        "down + residual in one, for up to 16 tokens",
+        "2 x LlamaMLP decode MLP: linear gate_proj + up_proj with silu_mul, linear down_proj",
+        "1 x Linear decode layer: linear, for up to 16 tokens",
+    ]
+    for line in lines:
+        assert f"  replaced {line}" in report
+
+
+def test_bad_arguments_are_rejected() -> None:
+    model = small("Llama", torch.float32)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"decode": 1}, "`decode` must be a bool, got 1"),
+        ({"decode": True, "batch_invariant": "yes"}, "`batch_invariant` must be a bool, got 'yes'"),
+        ({"decode": True, "weights": "int4"}, "`weights` must be None or 'fp8', got 'int4'"),
+        ({"batch_invariant": True}, "`batch_invariant` must not be given without decode=True"),
+        ({"weights": "fp8"}, "`weights` must not be given without decode=True"),
+        ({"decode": True, "fuse": False}, "`fuse` must be True with decode=True, got False"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(onepass.ContractError, match=f"patch: {message}"):
+            onepass.patch(model, **options)
+    assert "forward" not in model.lm_head.__dict__
+
+
+@pytest.mark.parametrize("name", ["Llama", "DeepSeek-V3"])
+def test_gradients_are_rejected(name: str) -> None:
+    model = small(name, torch.float32)
+    layer, h = model.model.layers[0], torch.randn(1, 4, 64)
+    angles = model.model.rotary_emb(h, torch.arange(4)[None])
+    with onepass.patch(model, decode=True):
+        calls: list[Callable[[], Any]] = [
+            lambda: layer(h, position_embeddings=angles),
+            lambda: layer.self_attn(h, position_embeddings=angles, attention_mask=None),
+            lambda: layer.mlp(h),
+            lambda: model.lm_head(h),
+        ]
+        for call in calls:
+            with pytest.raises(onepass.ContractError, match=r"was patched by onepass\.patch"):
+                call()
+            with torch.no_grad():
+                call()
