@@ -75,6 +75,12 @@ def code_of(cls: type[nn.Module], called: frozenset[str] = frozenset()) -> Code:
     return Code(digest[:12], home if importable else "", frozenset(reader.methods))
 
 
+def fingerprint_of(function: object) -> str:
+    """The fingerprint of a function, without that of a class. Raises `NotComparable` if it cannot be read."""
+    text = "".join(_Reader(nn.Module, frozenset()).read(_called_by(function)))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 class _Reader:
     """Writes a function and all that it reaches, each once. Functions and methods are numbered."""
 

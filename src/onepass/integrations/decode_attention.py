@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..nn import gamma_of
+from ..ops.qk_cache import qk_norm_rope_cache
 from ..ops.qk_norm import qk_rms_norm
 from .forwards import Attended, add_norm, attention_forward, attention_function, mla_forward, refuse_gradient
 from .steps import AttentionStep, LatentStep, is_ready, no_global_hooks, project, takes
@@ -79,10 +80,19 @@ def _rotate_and_store(
     """
     how: AttentionStep = self._onepass_decode
     q, k, v = states
-    if how.norm is not None:
+    turns = not how.rotates or bool(getattr(self, how.rotates))
+    known = how.turn is not None and (not turns or how.turn.wide or angles[0].dtype is q.dtype)
+    if how.norm is not None and not (known and how.norms_in_turn):
         q, k = _normed(self, how, q, k)
+    layer = _dense_layer(cache, self.layer_idx, k) if known else None
+    if layer is not None:
+        q, _ = _turned(self, how, (q, k, v), angles if turns else None, layer)
+        layer.cumulative_length.add_(k.shape[1])
+        return q.transpose(1, 2), layer.keys, layer.values
+    if known:
+        q, k = _turned(self, how, (q, k, None), angles if turns else None)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if not how.rotates or getattr(self, how.rotates):
+    if turns and not known:
         q, k = sys.modules[how.home].apply_rotary_pos_emb(q, k, *angles)
     more: tuple[Any, ...] = ()
     if how.cache_position:
@@ -90,6 +100,37 @@ def _rotate_and_store(
     if cache is not None:
         k, v = cache.update(k, v, self.layer_idx, *more)
     return q, k, v
+
+
+def _turned(
+    self: Any, how: AttentionStep, states: tuple[Any, Any, Any], angles: Any, layer: Any = None
+) -> tuple[Any, Any]:
+    """Queries and keys after the norms that belong to this launch and the rotation; or written to the layer's tensors."""
+    assert how.turn is not None
+    rounding = "hf" if how.norm is None or how.norm.rounding == "hf" else "hf_rope"
+    options: dict[str, Any] = {"rounding": "once" if how.turn.wide or how.rounding == "once" else rounding}
+    if how.norm is not None and how.norms_in_turn:
+        eps, weight_offset, _ = how.norm
+        options |= {"gamma_q": gamma_of(self.q_norm.weight), "gamma_k": gamma_of(self.k_norm.weight)}
+        options |= {"eps": eps, "weight_offset": weight_offset, "per_head": how.per_head}
+    if angles is not None:
+        options["rope"] = (*angles, how.turn.style)
+    if layer is None:
+        return qk_norm_rope_cache(*states, **options)
+    options |= {"start": layer.cumulative_length, "layout": "dense"}
+    return qk_norm_rope_cache(*states, layer.keys, layer.values, **options)
+
+
+def _dense_layer(cache: Any, index: int, k: Tensor) -> Any:
+    """The layer of transformers' static cache that keys are written into directly; None for other caches."""
+    caches = sys.modules.get("transformers.cache_utils")
+    if cache is None or caches is None or type(cache) is not caches.StaticCache or cache.offloading:
+        return None
+    layer = cache.layers[index]
+    if type(layer) is not caches.StaticLayer or not layer.is_initialized:
+        return None
+    fits = layer.keys.dtype is k.dtype and layer.keys.shape[0] == k.shape[0] and layer.keys.device == k.device
+    return layer if fits and hasattr(layer, "cumulative_length") else None
 
 
 def _normed(self: Any, how: AttentionStep, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

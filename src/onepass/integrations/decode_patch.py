@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
@@ -13,7 +14,7 @@ from ..errors import ContractError
 from ..formats import Rounding
 from ..specs.linear import Activation
 from ..weights import Scheme
-from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention
+from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
 from .projections import Projection, memory_owners, mergeable
 from .report import MARK, Patched, missing, unless, why_not
@@ -108,11 +109,20 @@ def _attention(decoding: Decoding, where: str, module: Any) -> str:
     if isinstance(made, str):
         decoding.handle._leave(where, module, WHAT, made)
         return ""
-    norms = "q/k norm, " if isinstance(made, AttentionStep) and made.norm is not None else ""
-    how = f"linear {' + '.join(made.names[:-1])}, {norms}rotation, cache, attention without copies, linear {made.names[-1]}"
+    how = f"linear {' + '.join(made.names[:-1])}, {_launches(made)}, attention without copies, linear {made.names[-1]}"
     decoding.handle._bind_decode(where, module, made, f"{WHAT} attention", how)
     inputs = "latents" if latent else "qkv"
     return f"norm + {inputs} in one linear, o + residual in one"
+
+
+def _launches(step: AttentionStep | LatentStep) -> str:
+    """What runs between the projections and the attention, as in the report."""
+    if isinstance(step, LatentStep):
+        return "rotation, cache"
+    if step.turn is None:
+        return f"{'q/k norm, ' if step.norm is not None else ''}rotation, cache"
+    alone = step.norm is not None and not step.norms_in_turn
+    return f"{'q/k norm, ' if alone else ''}qk_norm_rope_cache"
 
 
 def _attention_step(decoding: Decoding, module: Any, found: Match) -> AttentionStep | str:
@@ -143,6 +153,7 @@ def _attention_step(decoding: Decoding, module: Any, found: Match) -> AttentionS
         NormCall(*call[:3]) if fused else None,
         per_head=getattr(form, "per_head", True),
         gated=getattr(form, "gated", False),
+        turn=rotation_of(sys.modules.get(found.code.module)),
         rotates=getattr(form, "rotates", ""),
         window=_window(form),
         softcap=getattr(form, "softcap", ""),

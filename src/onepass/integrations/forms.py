@@ -17,7 +17,8 @@ from ..contract.declaration import describe
 from ..errors import ContractError
 from ..formats import Rounding
 from ..nn.norm import check_options
-from .code import Code, NotComparable, code_of
+from ..rope import RopeStyle
+from .code import Code, NotComparable, code_of, fingerprint_of
 
 OTHER_CODE: Final = "its code is not one of the supported forms (onepass.integrations.register adds one)"
 _ATTEND: Final = frozenset({"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"})
@@ -253,6 +254,27 @@ FORMS: Final[tuple[tuple[str, Form], ...]] = (
 # fmt: on
 """Fingerprint -> form; a comment names models that have this code, in transformers 5.17 unless stated."""
 
+
+class Rotation(NamedTuple):
+    """A rotation of queries and keys by cosines and sines: which columns form a pair, and how it rounds.
+
+    ``wide`` computes in float32 and rounds once, given cosines in float32. Otherwise every product is rounded.
+    """
+
+    style: RopeStyle
+    wide: bool = False
+
+
+ROTATIONS: Final = {
+    "3b29858bdce3": Rotation("half"),  # Llama, and most others
+    "1f8505550fc1": Rotation("half"),  # GLM-4-MoE, MiniMax-M2: may rotate only the first columns
+    "fb6121735f00": Rotation("half"),  # Phi-3: the same
+    "9c04339a09dd": Rotation("interleaved"),  # GLM-4
+    "b0e8eb9e1827": Rotation("half", wide=True),  # OLMo-2
+    "27ebeabc7ece": Rotation("interleaved", wide=True),  # ERNIE 4.5
+}
+"""Fingerprint of ``apply_rotary_pos_emb`` -> what `qk_norm_rope_cache` does instead in a decode step."""
+
 _registered: Final[dict[tuple[type, str], Form]] = {(type(form), fingerprint): form for fingerprint, form in FORMS}
 _lock: Final = threading.Lock()
 
@@ -275,6 +297,14 @@ def match(cls: type[nn.Module], kind: type[Form]) -> Match:
         return Match(None, why=f"its code cannot be compared: {error}")
     form = _registered.get((kind, code.fingerprint))
     return Match(form, code, "" if form else OTHER_CODE)
+
+
+def rotation_of(home: object) -> Rotation | None:
+    """The rotation of a Python module's ``apply_rotary_pos_emb``; None if it is another one."""
+    try:
+        return ROTATIONS.get(fingerprint_of(getattr(home, "apply_rotary_pos_emb", None)))
+    except (NotComparable, RecursionError):
+        return None
 
 
 def register(cls: type[nn.Module], form: Form) -> None:

@@ -16,6 +16,7 @@ from ..formats import Rounding
 from ..nn import gamma_of
 from ..ops.linear import linear
 from ..specs.linear import Activation
+from .forms import Rotation
 from .forwards import FUSED_ROWS, LayerCall, NormCall, is_plain, refuse_gradient
 from .projections import Projection
 
@@ -43,6 +44,7 @@ class AttentionStep(NamedTuple):
     norm: NormCall | None
     per_head: bool
     gated: bool
+    turn: Rotation | None
     rotates: str
     window: str
     softcap: str
@@ -57,6 +59,11 @@ class AttentionStep(NamedTuple):
     def projections(self) -> tuple[Projection, ...]:
         """What has to follow the model's parameters."""
         return self.qkv, self.out
+
+    @property
+    def norms_in_turn(self) -> bool:
+        """Whether norms of q and k are in the launch of the rotation: not where the model rounds between them."""
+        return self.norm is not None and self.turn is not None and not (self.turn.wide and self.rounding == "hf")
 
 
 class LatentStep(NamedTuple):
