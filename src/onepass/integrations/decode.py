@@ -137,7 +137,7 @@ def mlp_step(self: Any, x: Tensor | None = None, /, **named: Tensor) -> Tensor:
     how: MlpStep = self._onepass_decode
     if x is None:
         (x,) = named.values()
-    if not (takes(how, how.gate_up, x) and no_global_hooks() and is_ready(self)):
+    if x.dim() != 3 or not (takes(how, how.gate_up, x) and no_global_hooks() and is_ready(self)):
         return cast(Tensor, type(self).forward(self, x))
     return cast(Tensor, gated(self, x))
 

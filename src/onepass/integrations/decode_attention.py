@@ -31,7 +31,7 @@ def attention_step(
     how: AttentionStep | LatentStep = self._onepass_decode
     latent = type(how) is LatentStep
     arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
-    here = takes(how, how.projections[0], hidden_states) and no_global_hooks() and not self.training and is_ready(self)
+    here = takes(how, how.projections[0], hidden_states) and no_global_hooks() and is_ready(self)
     if here and not getattr(past_key_values, "onepass_mla", False):
         return (attend_latent if latent else attend_heads)(self, *arguments, **kwargs)
     if how.fused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
 
@@ -17,7 +18,7 @@ from ..weights import Scheme
 from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
 from .projections import Projection, memory_owners, mergeable
-from .report import MARK, Patched, missing, unless, why_not
+from .report import AFTER_MLP, MARK, ROTATION, Change, Patched, missing, unless, why_not
 from .steps import AttentionStep, LatentStep, LayerStep, LinearStep, MlpStep
 
 WHAT: Final = "decode"
@@ -70,6 +71,15 @@ def patch_decode(
     head = _head(handle.model)
     for where, module in modules:
         _linear(decoding, where, module, module is head)
+    decoded = {change.where for change in handle.replaced if change.what.startswith(WHAT)}
+    handle.left = [made for change in handle.left if (made := _still_left(decoding, change, decoded)) is not None]
+
+
+def _still_left(decoding: Decoding, change: Change, decoded: set[str]) -> Change | None:
+    """What a decode step does not do either. What it does is left for more tokens only."""
+    if change.where not in decoded or change.what not in (AFTER_MLP, ROTATION):
+        return change
+    return None if decoding.always else replace(change, what=f"{change.what}, more than {FUSED_ROWS} tokens")
 
 
 def _layer(decoding: Decoding, where: str, module: nn.Module) -> None:

@@ -104,7 +104,7 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainAttention:
-    """An attention that rotates queries and keys without norms. Only ``decode=True`` replaces it.
+    """An attention that rotates queries and keys without norms. Only ``decode=True`` replaces it, and not in training.
 
     ``window`` is the attribute that is passed to the attention function as ``sliding_window``
     ("config.sliding_window" is the configuration's), ``softcap`` the one passed as ``softcap``.
@@ -125,7 +125,7 @@ class PlainAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Mlp:
-    """A gated MLP, ``down(act(gate(x)) * up(x))``. Only ``decode=True`` replaces it.
+    """A gated MLP, ``down(act(gate(x)) * up(x))``. Only ``decode=True`` replaces it, and not in training.
 
     ``packed`` is the projection of gate and up in this order; "" means ``gate`` and ``up``. All fields are
     names of attributes.
@@ -244,11 +244,13 @@ FORMS: Final[tuple[tuple[str, Form], ...]] = (
     ("7ca9edc75d6f", PlainAttention(window="config.sliding_window")),  # Mistral, Mixtral
     ("fd2f54ad47ee", PlainAttention(window="config.sliding_window", packed="qkv_proj")),  # Phi-3
     ("4f8fa3577f15", PlainAttention(window="sliding_window", softcap="attn_logit_softcapping")),  # Gemma 2
+    ("d7063512355b", PLAIN),  # Seed-OSS, with a dropout for training
     ("57859d3f3173", PlainAttention(window="sliding_window", rotates="use_rope")),  # SmolLM3
     # latent attentions
     ("7950afb51ebc", LATENT),  # DeepSeek-V3
     # MLPs
     ("83086cd3f24b", GATED),  # Llama, and most others
+    ("5e12bac77364", GATED),  # Seed-OSS, with a dropout for training
     ("06cb54b8875d", GATED_PACKED),  # Phi-3, GLM-4
 )
 # fmt: on

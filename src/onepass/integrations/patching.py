@@ -19,7 +19,20 @@ from ..formats import FLOATS
 from .decode_patch import patch_decode
 from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, match
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
-from .report import MARK, OTHER_NORM, REPLACED_BEFORE, Change, Patched, PatchRounding, counted, missing, unless, why_not
+from .report import (
+    AFTER_MLP,
+    MARK,
+    OTHER_NORM,
+    REPLACED_BEFORE,
+    ROTATION,
+    Change,
+    Patched,
+    PatchRounding,
+    counted,
+    missing,
+    unless,
+    why_not,
+)
 
 NEXT_LAYER: Final = "the norm that follows this addition belongs to the next layer's forward"
 SUM_IS_ROUNDED: Final = 'the model rounds the sum before the norm, but one launch does not (needs rounding="once")'
@@ -203,7 +216,7 @@ def _layer(handle: Patched, where: str, module: nn.Module, found: Match) -> None
     if not layer.norm:
         handle._leave(where, module, "additions", NORM_BEFORE_ADD)
         return
-    handle._leave(where, module, "addition after the MLP", NEXT_LAYER)
+    handle._leave(where, module, AFTER_MLP, NEXT_LAYER)
     what = "addition after the attention"
     norm: Any = getattr(module, layer.norm, None)
     names = (layer.norm, layer.before, layer.mlp, layer.after_attention, layer.after_mlp, layer.multiplier)
@@ -239,7 +252,7 @@ def _attention(handle: Patched, where: str, module: nn.Module, found: Match) -> 
     options = (form.per_head, form.window, form.cache_position, form.gated)
     call = AttentionCall(*norm, *options, _home(found))
     handle._bind(where, module, call, what, f"qk_rms_norm, {extent}, rounding {norm.rounding}")
-    handle._leave(where, module, "rotation of q and k", ROPE_ROUNDS)
+    handle._leave(where, module, ROTATION, ROPE_ROUNDS)
 
 
 def _mla(handle: Patched, where: str, module: nn.Module, found: Match) -> None:

@@ -20,6 +20,8 @@ PatchRounding = Literal["model", "once"]
 MARK: Final = "_onepass"
 DECODE: Final = "_onepass_decode"
 
+AFTER_MLP: Final = "addition after the MLP"
+ROTATION: Final = "rotation of q and k"
 REPLACED_BEFORE: Final = "its forward was replaced by other code"
 REPLACED_METHOD: Final = "one of its methods was replaced by other code"
 PATCHED_BEFORE: Final = "already patched"

@@ -146,7 +146,7 @@ def _intact(module: Any, names: tuple[str, ...], projections: tuple[Projection, 
 def is_ready(module: Any) -> bool:
     """Whether an attention's or MLP's own calls can be skipped."""
     how = module._onepass_decode
-    if not _intact(module, how.names, how.projections):
+    if module.training or not _intact(module, how.names, how.projections):
         return False
     if type(how) is AttentionStep and how.norm is not None:
         return is_plain(module.q_norm) and is_plain(module.k_norm)
@@ -173,14 +173,28 @@ def project(
     *,
     rounding: Rounding,
     residual: Tensor | None = None,
-    **more: Any,
+    add: Tensor | None = None,
+    activation: Activation | None = None,
 ) -> Any:
-    """`linear` with a projection's weight, and with a patched norm before it."""
+    """`linear` with a projection's weight, and with a patched norm before it.
+
+    Tensors [batch, tokens, columns] are passed as rows, which costs the host less.
+    """
+    options: dict[str, Any] = {"bias": projection.bias, "weight_scale": projection.scale, "rounding": rounding}
     if norm is not None:
         call: NormCall = norm._onepass
-        more |= {"gamma": gamma_of(norm.weight), "eps": call.eps, "weight_offset": call.weight_offset}
-    options: dict[str, Any] = {"bias": projection.bias, "weight_scale": projection.scale, "rounding": rounding}
-    return linear(x, projection.weight, residual=residual, **options, **more)
+        options |= {"gamma": gamma_of(norm.weight), "eps": call.eps, "weight_offset": call.weight_offset}
+    batch, length = x.shape[:2]
+    rows = [None if t is None else t.flatten(0, 1) for t in (residual, add)]
+    made: Any = linear(_rows(x), projection.weight, residual=rows[0], add=rows[1], activation=activation, **options)
+    if residual is None:
+        return made.view(batch, length, -1)
+    return made[0].view(batch, length, -1), made[1].view(batch, length, -1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Tokens as rows with contiguous columns."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
 
 
 def linear_step(self: Any, input: Tensor) -> Tensor:
@@ -190,4 +204,5 @@ def linear_step(self: Any, input: Tensor) -> Tensor:
         return cast(Tensor, type(self).forward(self, input))
     refuse_gradient(self, input, self.weight)
     weight, scale = how.projection.part(how.place)
-    return linear(input, weight, weight_scale=scale, bias=self.bias)
+    x = input if input.stride(-1) == 1 else input.contiguous()
+    return linear(x, weight, weight_scale=scale, bias=self.bias)
