@@ -14,9 +14,10 @@ import onepass
 pytest.importorskip("transformers")
 
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from tests.helpers.models import CONFIGS, close, fresh, logits, small, tokens
+from tools.architectures.small import build
 
 NAMES = [name for name in CONFIGS if name != "gpt-oss"]
 """gpt-oss's attention has sinks, and its MLP is a mixture: only its head is replaced."""
@@ -128,6 +129,57 @@ def test_prefill_and_decode_have_the_same_bytes() -> None:
     for other in caches[1:]:
         assert torch.equal(other.keys, first.keys) and torch.equal(other.values, first.values)
         assert int(other.cumulative_length) == 12
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_launch_rotates_and_writes_as_the_model_does(name: str, static: bool) -> None:
+    """`qk_norm_rope_cache` has the bytes of the model's own rotation and of its cache's update."""
+    model = fresh(name, torch.bfloat16)
+    found = []
+    with onepass.patch(model, decode=True), torch.inference_mode():
+        for in_one_launch in (True, False):
+            kind: Any = StaticCache if static else DynamicCache
+            cache = kind(config=model.config, **({"max_cache_len": 16} if static else {}))
+            pieces = [model(tokens(2, count, seed=count), past_key_values=cache).logits for count in (3, 1, 2)]
+            layers = [(layer.keys, layer.values) for layer in cache.layers]
+            found.append([*pieces, *(tensor for pair in layers for tensor in pair)])
+            assert int(cache.get_seq_length()) == 6
+            for attention in (layer.self_attn.__dict__ for layer in model.model.layers if name != "DeepSeek-V3"):
+                step = attention["_onepass_decode"]
+                assert (step.turn is not None) == in_one_launch
+                attention["_onepass_decode"] = step._replace(turn=None)
+    assert all(map(torch.equal, *found))
+    assert all(tensor.abs().max() > 0 for tensor in found[0])
+
+
+OTHERS = [
+    "mixtral",
+    "qwen3_moe",
+    "qwen2_moe",
+    "glm4_moe",
+    "granite",
+    "smollm3",
+    "seed_oss",
+    "ernie4_5",
+    "olmo3",
+    "helium",
+]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_with_the_same_code(name: str) -> None:
+    model = build(name)
+    few, many = tokens(2, 5), tokens(3, 9)
+    asked = {"max_new_tokens": 4, "do_sample": False}
+    with torch.inference_mode():
+        expected, expected_tokens = [logits(model, ids) for ids in (few, many)], model.generate(few, **asked)
+        with onepass.patch(model, decode=True) as handle:
+            got, got_tokens = [logits(model, ids) for ids in (few, many)], model.generate(few, **asked)
+    assert sum(change.what == "decode attention" for change in handle.replaced) == 2
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    assert torch.equal(got_tokens, expected_tokens)
 
 
 def test_padding_and_windows_are_respected() -> None:

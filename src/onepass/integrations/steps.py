@@ -161,9 +161,11 @@ def takes(how: Any, weight: Projection, x: Tensor) -> bool:
     """Whether this many rows of this dtype are computed here."""
     if not (how.always or weight.quantized or math.prod(x.shape[:-1]) <= FUSED_ROWS):
         return False
-    if torch.is_autocast_enabled(x.device.type) or not weight.current():
+    if torch.is_autocast_enabled(x.device.type):
         return False
-    return weight.quantized or weight.weight.dtype is x.dtype
+    if weight.layer is not None and (weight.quantized or weight.weight.dtype is x.dtype):
+        return True
+    return weight.current() and (weight.quantized or weight.weight.dtype is x.dtype)
 
 
 def project(
