@@ -111,6 +111,16 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "tests/models/test_patch_compile.py": {
         "test_one_graph_for_all_batch_sizes": (4, "one model stays"),
     },
+    "tests/models/test_decode.py": {
+        "test_float32_logits_and_tokens_are_the_models_own[once": (0, "each compiles kernels"),
+        "test_float32_logits_and_tokens_are_the_models_own[all": (3, "some families stay"),
+        "test_bfloat16_is_as_accurate_as_the_model": (4, "each compiles kernels"),
+        "test_one_launch_rotates_and_writes_as_the_model_does": (3, "some models stay"),
+        "test_other_architectures_with_the_same_code": (3, "some architectures stay"),
+    },
+    "tests/models/test_decode_compile.py": {
+        "test_one_graph_for_all_steps[OLMo-2": (0, "one model stays"),
+    },
     "tests/dist/test_dist.py": {
         "test_check[1-": (0, "two ranks stay"),
         "test_check[3-": (0, "two ranks stay"),

@@ -62,8 +62,8 @@ def test_a_step_is_a_chain_of_linear(name: str) -> None:
         assert count["onepass.rms_norm"] == 1, "all norms but the last are part of a projection"
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"rounding": "once"}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"rounding": "once"}], ids=["few", "all", "once"])
 def test_float32_logits_and_tokens_are_the_models_own(name: str, options: dict[str, Any]) -> None:
     model = small(name, torch.float32)
     before = {key: value.clone() for key, value in model.state_dict().items()}
