@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import onepass
 
@@ -151,6 +152,29 @@ def test_one_launch_rotates_and_writes_as_the_model_does(name: str, static: bool
                 attention["_onepass_decode"] = step._replace(turn=None)
     assert all(map(torch.equal, *found))
     assert all(tensor.abs().max() > 0 for tensor in found[0])
+
+
+def test_a_mask_that_is_changed_between_steps_is_converted_again() -> None:
+    """A mask is converted once per step. The caller may write the next step's mask into the same tensor."""
+    model = small("Llama", torch.float32)
+    found: list[list[Tensor]] = []
+    with torch.inference_mode():
+        for patched in (False, True):
+            cache = StaticCache(config=model.config, max_cache_len=8)
+            mask = torch.zeros(1, 1, 1, 8, dtype=torch.bool)
+            handle = onepass.patch(model, decode=True) if patched else None
+            found.append([])
+            launches = Launches()
+            for step in range(4):
+                mask[..., step] = True
+                mask[..., 1] = step == 1  # forget the second token
+                with launches:
+                    found[-1].append(model(tokens(1, 1, seed=step), attention_mask=mask, past_key_values=cache).logits)
+            if handle is not None:
+                handle.undo()
+                assert launches.count["aten.logical_not"] == 4, "once per step, not per layer"
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        close(mine, theirs)
 
 
 OTHERS = [

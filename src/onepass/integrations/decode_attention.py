@@ -6,6 +6,7 @@ The forwards are bound by ``onepass.patch(model, decode=True)``; `decode.py` exp
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any, cast
 
 import torch
@@ -145,6 +146,34 @@ def _normed(self: Any, how: AttentionStep, q: Tensor, k: Tensor) -> tuple[Tensor
     return rows[0].view(q.shape), rows[1].view(k.shape)
 
 
+class _Biases(threading.local):
+    """Masks as what is added to scores, converted once per step and thread instead of once per layer.
+
+    Layers are called in order, so a layer that is not behind the last one starts a new step. A mask may have been
+    changed since the step before.
+    """
+
+    def __init__(self) -> None:
+        self.last = -1
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, mask: Tensor, dtype: torch.dtype, layer: int) -> Tensor:
+        """The bias of a mask that is True where attention is allowed, as torch's attention computes it."""
+        if torch.compiler.is_compiling():  # finds equal expressions itself
+            return mask
+        if layer <= self.last:
+            self.made.clear()
+        self.last = layer
+        source, bias = self.made.get(id(mask), (None, mask))
+        if source is not mask or bias.dtype is not dtype:
+            bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+            self.made[id(mask)] = mask, bias
+        return bias
+
+
+_biases = _Biases()
+
+
 def _attend(
     self: Any, home: str, states: tuple[Tensor, Tensor, Tensor], mask: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
@@ -159,6 +188,8 @@ def _attend(
     plain = self.config._attn_implementation == "sdpa" and (length == 1 or mask is not None)
     if plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None:
         grouped = q.shape[1] != k.shape[1]
+        if mask is not None and mask.dtype is torch.bool:
+            mask = _biases.of(mask, q.dtype, self.layer_idx)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=grouped)
         return out.transpose(1, 2).reshape(batch, length, -1), None
     function = attention_function(self, sys.modules[home])
