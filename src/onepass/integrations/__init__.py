@@ -1,4 +1,4 @@
-"""onepass in transformers models: `patch`, `register`, and `MlaCache`, which alone imports transformers."""
+"""onepass in transformers models: `patch` and `register`; `generate` and `MlaCache`, which alone import transformers."""
 
 from typing import TYPE_CHECKING
 
@@ -8,14 +8,19 @@ from .patching import NothingPatchedWarning, patch
 from .report import Change, Patched
 
 if TYPE_CHECKING:
+    from .generation import generate as generate
     from .mla_cache import MlaCache as MlaCache
 
 __all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
-__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "PlainAttention", "register"]
+__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "PlainAttention", "generate", "register"]
 
 
 def __getattr__(name: str) -> object:
-    """Import `MlaCache`, a subclass of transformers' Cache, at first use."""
+    """Import what needs transformers at first use."""
+    if name == "generate":
+        from . import generation
+
+        return generation.generate
     if name == "MlaCache":
         from . import mla_cache
 

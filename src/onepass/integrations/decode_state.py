@@ -1,0 +1,198 @@
+"""The tensors of a decode step that can be recorded, and the step: model, choice of the token, next position.
+
+All tensors keep their addresses, and nothing in a step is read by the host. The cache has one
+transformers `StaticLayer` of the full length per layer, for sliding windows too: a mask cuts the
+window. transformers' own static layers of a window decide on the host when the window is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+PATTERNS: Final = (FULL, SLIDING)
+"""The kinds of attention whose masks are known here."""
+LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+"""The layers of given caches that can be read and written."""
+
+
+class Shape(NamedTuple):
+    """What the tensors of a step depend on."""
+
+    batch: int
+    length: int
+    """Slots of the cache."""
+    eos: int
+    """The number of end-of-sequence ids."""
+    patterns: tuple[str, ...]
+    """The kinds of attention of the model."""
+    by_pattern: bool
+    """Whether the model takes its masks as a dictionary."""
+    window: int
+    additive: bool
+    """Whether masks are added to the scores (attention implementation "eager"), rather than boolean."""
+
+
+class State:
+    """The tensors of one decode step, and the step."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        given: Any,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        warpers: Sequence[Callable[..., Any]],
+        sampling: bool,
+    ) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.warpers, self.sampling = list(warpers), sampling
+        batch, length = shape.batch, shape.length
+        # Tensors of inference mode could not be written outside of it by a later call.
+        with torch.inference_mode(mode=False):
+            self.layers: list[Any] = [StaticLayer(max_cache_len=length) for _ in given.layers]
+            self.cache = StaticCache(config=config, max_cache_len=length)
+            self.cache.layers = self.layers
+            for layer, source in zip(self.layers, given.layers, strict=True):
+                layer.lazy_initialization(source.keys, source.values)
+            self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
+            self.positions = torch.zeros(batch, 1, dtype=torch.long, device=device)
+            self.slot = torch.zeros(1, dtype=torch.long, device=device)
+            self.row = torch.zeros(1, dtype=torch.long, device=device)
+            self.running = torch.ones(batch, dtype=torch.bool, device=device)
+            self.eos = torch.zeros(max(1, shape.eos), dtype=torch.long, device=device)
+            self.pad = torch.zeros(1, dtype=torch.long, device=device)
+            self.slots = torch.arange(length, device=device)
+            self.full = torch.zeros(batch, 1, 1, length, dtype=torch.bool, device=device)
+            self.sliding = torch.zeros_like(self.full)
+            added = shape.patterns if shape.additive else ()
+            self.added = {name: torch.zeros(self.full.shape, dtype=dtype, device=device) for name in added}
+            self.history = torch.zeros(length, batch, dtype=torch.long, device=device)
+        self.generator = torch.Generator(device) if sampling else None
+
+    def load(self, given: Any, mask: Tensor, positions: Tensor, eos: Sequence[int], pad: int) -> None:
+        """Start behind a prompt: its cache, its mask [batch, tokens], the positions of its last tokens."""
+        tokens = mask.shape[1]
+        for layer, source in zip(self.layers, given.layers, strict=True):
+            held = _held(source, tokens)
+            for ours, theirs in ((layer.keys, source.keys), (layer.values, source.values)):
+                # Masked entries count as zero only while they are finite, so nothing old may stay.
+                ours[:, :, : tokens - held].zero_()
+                ours[:, :, tokens - held : tokens].copy_(theirs[:, :, :held])
+                ours[:, :, tokens:].zero_()
+            layer.cumulative_length.fill_(tokens)
+        self.full.zero_()
+        self.full[:, 0, 0, :tokens].copy_(mask)
+        self.slot.fill_(tokens - 1)
+        self.row.zero_()
+        self.running.fill_(True)
+        self.positions.copy_(positions)
+        if eos:
+            self.eos.copy_(torch.tensor(list(eos)))
+            self.pad.fill_(pad)
+        self._cut_masks()
+
+    def save(self) -> Callable[[], None]:
+        """A function that restores what a step changes, except for entries and tokens that the next step overwrites."""
+        tensors = [self.tokens, self.positions, self.slot, self.row, self.running, self.full, self.sliding]
+        tensors += [*self.added.values(), *(layer.cumulative_length for layer in self.layers)]
+        copies = [tensor.clone() for tensor in tensors]
+
+        def restore() -> None:
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+
+        return restore
+
+    @property
+    def masks(self) -> Tensor | dict[str, Tensor]:
+        """What the model takes as ``attention_mask``."""
+        ready = {FULL: self.full, SLIDING: self.sliding}
+        found = {name: self.added[name] if self.shape.additive else ready[name] for name in self.shape.patterns}
+        return found if self.shape.by_pattern else found[self.shape.patterns[0]]
+
+    def step(self, model: Any) -> None:
+        """Run the model on the last tokens, and choose the next ones."""
+        self.choose(model(**self.inputs(), return_dict=True).logits[:, -1])
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of the model."""
+        return {
+            "input_ids": self.tokens,
+            "attention_mask": self.masks,
+            "position_ids": self.positions,
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+
+    def choose(self, logits: Tensor) -> None:
+        """Choose the next tokens, record them, and go on by one position."""
+        chosen = self._sampled(logits) if self.sampling else logits.argmax(-1)
+        if self.shape.eos:
+            chosen = torch.where(self.running, chosen, self.pad)
+            self.running.logical_and_((chosen.unsqueeze(1) != self.eos).all(1))
+        self.history.index_copy_(0, self.row, chosen.unsqueeze(0))
+        self.row.add_(1)
+        self.tokens.copy_(chosen.unsqueeze(1))
+        self.positions.add_(1)
+        self.slot.add_(1)
+        self.full.index_fill_(3, self.slot, True)
+        self._cut_masks()
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """The float32 logits behind temperature, top-k and top-p, which are transformers' own."""
+        scores = logits.to(dtype=torch.float32)
+        for warper in self.warpers:
+            scores = warper(None, scores)
+        return scores
+
+    def _sampled(self, logits: Tensor) -> Tensor:
+        """Draw a token, as `torch.multinomial` does; that function also reads its argument on the host."""
+        probabilities = self.filtered(logits).softmax(-1)
+        noise = torch.empty_like(probabilities).exponential_(1, generator=self.generator)
+        return probabilities.div_(noise).argmax(-1)
+
+    def _cut_masks(self) -> None:
+        if SLIDING in self.shape.patterns:
+            torch.logical_and(self.full, self.slots > self.slot - self.shape.window, out=self.sliding)
+        if self.shape.additive:
+            lowest = torch.finfo(self.dtype).min
+            for name, added in self.added.items():
+                added.fill_(lowest).masked_fill_(self.full if name == FULL else self.sliding, 0.0)
+
+    def store(self, given: Any, tokens: int) -> None:
+        """Write the entries of the first ``tokens`` tokens into a cache that the caller passed."""
+        for layer, target in zip(self.layers, given.layers, strict=True):
+            static = isinstance(target, StaticLayer)
+            held = min(tokens, target.max_cache_len if static else tokens)
+            if type(target) is DynamicSlidingWindowLayer:
+                held = min(tokens, target.sliding_window - 1)
+            keys, values = (part[:, :, tokens - held : tokens] for part in (layer.keys, layer.values))
+            if static:
+                target.keys[:, :, :held].copy_(keys)
+                target.values[:, :, :held].copy_(values)
+                target.cumulative_length.fill_(held)
+                if isinstance(target, StaticSlidingWindowLayer):
+                    target.cumulative_length_int = tokens
+            else:
+                target.keys, target.values = keys.clone(), values.clone()
+                if isinstance(target, DynamicSlidingWindowLayer):
+                    target.cumulative_length = tokens
+
+
+def _held(layer: Any, tokens: int) -> int:
+    """How many of the last tokens a layer of a given cache holds."""
+    return min(tokens, int(layer.keys.shape[2]))
