@@ -38,7 +38,7 @@ class Identity:
         if self.pointers != tuple(self._pointers(model)):
             return False
         now = list(self._forwards(model))
-        return len(now) == len(self.forwards) and all(old() is new for old, new in zip(self.forwards, now, strict=True))
+        return len(now) == len(self.forwards) and all(map(_refers_to, self.forwards, now))
 
     @staticmethod
     def _pointers(model: torch.nn.Module) -> Iterator[object]:
@@ -65,9 +65,14 @@ def _pointer(tensor: Tensor | None) -> object:
     return None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape)
 
 
-def _reference(value: object) -> Any:
-    """A weak reference to a replaced forward; None refers to None."""
-    return (lambda: None) if value is None else weakref.ref(value)
+def _reference(forward: object) -> weakref.ref[object] | None:
+    """A weak reference to a replaced forward; None stands for the class's own."""
+    return None if forward is None else weakref.ref(forward)
+
+
+def _refers_to(reference: weakref.ref[object] | None, forward: object) -> bool:
+    """Whether a module still has this forward. One that is gone is not the class's own."""
+    return forward is None if reference is None else forward is not None and reference() is forward
 
 
 _KEPT: weakref.WeakKeyDictionary[Any, OrderedDict[Any, Kept]] = weakref.WeakKeyDictionary()
