@@ -166,6 +166,38 @@ def test_model_tables_with_torch_compile() -> None:
         filled("<!-- steps:begin --> no end", {"steps": "x"})
 
 
+def test_model_tables_with_decode() -> None:
+    """The floor, `decode=True` and fp8 weights are columns of a run that has them, and so are all forms of `generate`."""
+    us = {"unpatched": 300.0, "patched": 200.0, "torch.compile": 150.0, "max-autotune": 90.0}
+    us |= {"decode": 100.0, "decode, fp8": 50.0}
+    agreed = {"patched": {"equal": 1.0, "same_token": True}}
+    rows = [{"model": "One", "batch": 4, "agreement": agreed, "failed": {}, "us": us, "floor": {"": 80.2, "fp8": 42.0}}]
+    report: dict[str, Any] = {
+        "machine": "NVIDIA H200",
+        "date": "today",
+        "torch": "2",
+        "transformers": "5",
+        "rows": rows,
+    }
+    per_token = {"unpatched": 700.0, "captured": 350.0, "captured, decode": 100.0}
+    report["generated"] = [{"model": "One", "batch": 4, "prompt": 63, "new_tokens": 64, "us_per_token": per_token}]
+    report["generated"][0] |= {"same_tokens": dict.fromkeys(per_token, 1.0), "failed": {"patched": "TypeError: no"}}
+    text = model_tables.steps(report)
+    assert (
+        '| floor | unpatched | patched | torch.compile | max-autotune | `decode=True` | `decode=True, weights="fp8"` |'
+        in text
+    )
+    assert "| One | 4 | 80 (42) | 300 | 200 (1.50x) | 150 (2.00x) | 90 (3.33x) | 100 (3.00x) | 50 (6.00x) |" in text
+    assert "`decode=True` was faster than torch.compile in 1 of 1 rows." in text
+    assert "`decode=True` was faster than max-autotune in 0 of 1 rows." in text
+    assert (
+        "| One | 4 | 700 | failed | 350 (2.00x) | 100 (7.00x) |" in text
+        and "`patched` failed: `TypeError: no`." in text
+    )
+    assert "`captured`, unpatched, generated the tokens of the first column in 1 of 1 rows." in text
+    assert model_tables.headline(report).endswith("with `decode=True` 3.00 to 3.00.")
+
+
 @pytest.mark.parametrize(("machine", "minutes"), [("cpu", 20), ("h200", 10)])
 def test_long_runs_cited_by_reliability_md_passed(machine: str, minutes: int) -> None:
     """A million random calls without a failure, and a soak without a fault."""

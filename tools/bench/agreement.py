@@ -115,10 +115,10 @@ def main() -> None:
     """Measure, print progress, write JSON after each model if asked; exit status 1 if most likely tokens differ much."""
     options = common.parser("agreement", __doc__, LAYERS).parse_args()
     report: dict[str, Any] = {**common.head(options.device), "models": []}
-    if options.models and options.json and options.json.exists():  # keep the models that are not measured again
+    if options.model and options.json and options.json.exists():  # keep the models that are not measured again
         report["models"] = json.loads(options.json.read_text())["models"]
     agreed = True
-    for name in common.chosen(options.models):
+    for name in common.chosen(options.model):
         title, config, sizes = common.sized(name, options.layers)
         if options.device == "cpu":
             sizes |= {**_SMALL, "num_key_value_heads": _SMALL_KV.get(name, 2)}

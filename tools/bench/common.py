@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """The configuration class and layer sizes of each model."""
+_CPU_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+CPU_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 1024": ("LlamaConfig", _sizes(1024, 2816, **_CPU_HEADS, num_hidden_layers=16)),
+}
+"""Models for a CPU, with all of their layers."""
 
 
 def sized(name: str, layers: int) -> tuple[str, str, dict[str, Any]]:
     """A title, the configuration class and its sizes with a number of decoder layers (DeepSeek-V3 has three dense ones)."""
-    config, sizes = MODELS[name]
+    config, sizes = {**MODELS, **CPU_MODELS}[name]
+    layers = sizes.get("num_hidden_layers", layers)
     more: dict[str, Any] = {}
     dense = ""
     if name.startswith("DeepSeek"):
@@ -74,14 +80,24 @@ def parser(module: str, description: str | None, layers: int) -> argparse.Argume
     made = argparse.ArgumentParser(prog=f"python -m tools.bench.{module}", description=description)
     made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--json", type=Path, help="write results here as they come")
-    made.add_argument("--models", default="", help="models whose name contains one of these, separated by commas")
+    made.add_argument(
+        "--model", nargs="+", metavar="NAME", help="only models whose name contains this: qwen3-8b, llama"
+    )
     made.add_argument("--layers", type=int, default=layers, help=f"decoder layers (default {layers})")
     return made
 
 
-def chosen(parts: str) -> Iterator[str]:
-    """The names of the models that ``--models`` selects."""
-    return (name for name in MODELS if any(part in name for part in parts.split(",")))
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+def chosen(parts: Sequence[str] | None, device: str = "cuda") -> list[str]:
+    """The names of the models that ``--model`` selects. Case and punctuation do not matter."""
+    names = list(MODELS if device == "cuda" else CPU_MODELS)
+    found = [name for name in names if not parts or any(_letters(part) in _letters(name) for part in parts)]
+    if not found:
+        raise SystemExit(f"no model has a name like {', '.join(parts or ())}; there are {', '.join(names)}")
+    return found
 
 
 def head(device: str) -> dict[str, Any]:

@@ -12,11 +12,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .generating import FORMS
 from .markdown import filled, markers, table
-from .models import AUTOTUNED, BASELINE, COMPILED, EAGER, LATENT
+from .ways import BASELINE, WAYS
 
-_TITLES = {"patched, once": '`rounding="once"`', LATENT.name: "with `MlaCache`"}
-_WAYS = [way.name for way in (*EAGER, LATENT, *COMPILED, *AUTOTUNED)]
+_TITLES = {
+    WAYS["once"].name: '`rounding="once"`',
+    WAYS["latent"].name: "with `MlaCache`",
+    WAYS["decode"].name: "`decode=True`",
+    WAYS["fp8"].name: '`decode=True, weights="fp8"`',
+}
+_WAYS = [way.name for way in WAYS.values()]
+_PATCHED, _COMPILED, _BOTH, _DECODE = (WAYS[n].name for n in ("patched", "compile", "compile-patched", "decode"))
+_AUTOTUNED = WAYS["max-autotune"].name
 
 
 def _cell(row: dict[str, Any], way: str) -> str:
@@ -24,6 +32,11 @@ def _cell(row: dict[str, Any], way: str) -> str:
     if us is None:
         return "failed" if way in row.get("failed", {}) else ""
     return f"{us:.0f}" if way == BASELINE else f"{us:.0f} ({plain / us:.2f}x)"
+
+
+def _floor(row: dict[str, Any]) -> list[str]:
+    floor = row.get("floor")
+    return [f"{floor['']:.0f} ({floor['fp8']:.0f})" if floor else ""]
 
 
 def _times(rows: list[dict[str, Any]], way: str) -> str:
@@ -41,6 +54,7 @@ def _counted(rows: list[dict[str, Any]], faster: str, slower: str) -> tuple[int,
 def steps(report: dict[str, Any]) -> str:
     """The table of decode steps and its conclusions."""
     rows = report["rows"]
+    floor = any(row.get("floor") for row in rows)
     ways = [way for way in _WAYS if any(way in row["us"] or way in row.get("failed", {}) for row in rows)]
     lines = [
         "One decode step of models with the layer sizes of well-known ones, with random bfloat16 weights and static caches, "
@@ -49,19 +63,27 @@ def steps(report: dict[str, Any]) -> str:
         "not compiled, in a CUDA graph like all the others. Brackets show the speed-up over this baseline.",
         "",
         *table(
-            ["model", "batch", *(_TITLES.get(way, way) for way in ways)],
-            ([row["model"], str(row["batch"]), *(_cell(row, way) for way in ways)] for row in rows),
+            ["model", "batch", *(["floor"] if floor else []), *(_TITLES.get(way, way) for way in ways)],
+            (
+                [row["model"], str(row["batch"]), *(_floor(row) if floor else []), *(_cell(row, way) for way in ways)]
+                for row in rows
+            ),
             1,
         ),
         "",
     ]
-    compiled, both = (way.name for way in COMPILED)
-    if compiled in ways:
-        wins, total = _counted(rows, compiled, "patched")
+    if floor:
+        lines.append("The floor reads all weights of a step once at 4.55 TB/s; in brackets with fp8 projections.")
+    if _DECODE in ways:
+        for name in (_COMPILED, _AUTOTUNED):
+            wins, total = _counted(rows, _DECODE, name)
+            lines += [f"`decode=True` was faster than {name} in {wins} of {total} rows."] if total else []
+    if _COMPILED in ways:
+        wins, total = _counted(rows, _COMPILED, _PATCHED)
         lines.append(
             f"**torch.compile without onepass was faster than a patched model that is not compiled in {wins} of {total} rows.**"
         )
-        wins, total = _counted(rows, both, compiled)
+        wins, total = _counted(rows, _BOTH, _COMPILED)
         lines.append(f"Compiled and patched was faster than compiled alone in {wins} of {total} rows.")
     else:
         lines.append("This run did not measure torch.compile.")
@@ -74,7 +96,9 @@ def steps(report: dict[str, Any]) -> str:
         f"in the others at least {min(a['equal'] for a in compared):.0%} did. The most likely token was the same in "
         f"{sum(a['same_token'] for a in compared)} of {len(compared)} rows."
     )
-    if report.get("generate"):
+    if report.get("generated"):
+        lines += ["", *_generated(report["generated"])]
+    elif report.get("generate"):
         lines += ["", *_generate(report["generate"])]
     return "\n".join(lines)
 
@@ -100,6 +124,39 @@ def _generate(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _generated(rows: list[dict[str, Any]]) -> list[str]:
+    """The table of `generate()` in all forms that were measured."""
+    names = [title for title, _ in FORMS.values()]
+    names = [name for name in names if any(name in row["us_per_token"] or name in row["failed"] for row in rows)]
+    lines = [
+        "`model.generate()` as users call it, microseconds per token: the time of a call, with its prompt of "
+        f"{rows[0]['prompt']} tokens, divided by {rows[0]['new_tokens']} new tokens. `captured` is "
+        "`custom_generate=onepass.integrations.generate`; the first three columns have the default, growing cache.",
+        "",
+        *table(
+            ["model", "batch", *names],
+            (
+                [
+                    row["model"],
+                    str(row["batch"]),
+                    *(_cell({"us": row["us_per_token"], "failed": row["failed"]}, name) for name in names),
+                ]
+                for row in rows
+            ),
+            1,
+        ),
+        "",
+    ]
+    failed = {(name, error) for row in rows for name, error in row["failed"].items()}
+    lines += [f"`{name}` failed: `{error}`." for name, error in sorted(failed)]
+    captured = FORMS["captured"][0]
+    same = [row["same_tokens"][captured] for row in rows if captured in row["same_tokens"]]
+    if same:
+        equal = sum(share == 1 for share in same)
+        lines.append(f"`captured`, unpatched, generated the tokens of the first column in {equal} of {len(same)} rows.")
+    return lines
+
+
 def headline(report: dict[str, Any]) -> str:
     """One sentence."""
     rows = report["rows"]
@@ -108,10 +165,11 @@ def headline(report: dict[str, Any]) -> str:
         f"In a CUDA graph on an {report['machine'].removeprefix('NVIDIA ')}, a decode step of {count} models is "
         f"{_times(rows, 'patched')} times as fast as uncompiled transformers"
     )
-    compiled, both = (_times(rows, way.name) for way in COMPILED)
+    compiled, both = _times(rows, _COMPILED), _times(rows, _BOTH)
     if compiled:
         text += f"; with `torch.compile` instead it is {compiled}" + (f", with both {both}" if both else "")
-    return text + "."
+    decode = _times(rows, _DECODE)
+    return text + (f", with `decode=True` {decode}" if decode else "") + "."
 
 
 def agreement(reports: list[dict[str, Any]]) -> str:

@@ -1,0 +1,216 @@
+"""One decode step of a model in several ways: captured in a CUDA graph, compared with the eager step, and timed in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ways import BASELINE, Models, Way, first_line
+
+PROMPT, LENGTH = 63, 128
+BANDWIDTH = 4.55e12
+"""Bytes per second that an H200 reads at most: the rate of a 1 GiB read (docs/performance.md)."""
+
+
+class Step:
+    """One decode step of a model with a static cache that can be reset."""
+
+    def __init__(self, model: Any, batch: int, device: str, latent: bool = False) -> None:
+        self.model = model
+        self.call: Callable[..., Any] = model
+        self.compiled: list[Any] = []  # compiled code: a captured graph runs its kernels
+        self.device = device
+        self.cache = self._cache(latent)
+        vocabulary = model.config.vocab_size
+        generator = torch.Generator().manual_seed(0)
+        prompt = torch.randint(2, vocabulary, (batch, PROMPT), generator=generator).to(device)
+        self.ids = torch.randint(2, vocabulary, (batch, 1), generator=generator).to(device)
+        self.positions = torch.full((batch, 1), PROMPT, device=device)
+        # four dimensions: the model uses it unchanged and builds none on the host
+        self.mask = (torch.arange(LENGTH, device=device) <= PROMPT).expand(batch, 1, 1, LENGTH).contiguous()
+        model(prompt, past_key_values=self.cache, use_cache=True)
+        self.saved = [[t.clone() for t in self._state(layer)] for layer in self.cache.layers]
+
+    def _cache(self, latent: bool) -> Any:
+        if latent:
+            from onepass.integrations import MlaCache
+
+            return MlaCache(self.model.config.num_hidden_layers, LENGTH, static=True)
+        import transformers
+
+        make: Any = transformers.StaticCache
+        return make(config=self.model.config, max_cache_len=LENGTH)
+
+    @staticmethod
+    def _state(layer: Any) -> tuple[Tensor, ...]:
+        """The tensors that a step changes."""
+        if hasattr(layer, "paged"):
+            return layer.paged.blocks, layer.paged.cache_lengths
+        return layer.keys, layer.values, layer.cumulative_length
+
+    def reset(self) -> None:
+        """Restore the cache to its state after the prompt."""
+        for layer, saved in zip(self.cache.layers, self.saved, strict=True):
+            for now, then in zip(self._state(layer), saved, strict=True):
+                now.copy_(then)
+
+    def __call__(self) -> Tensor:
+        """The logits of the next token."""
+        out = self.call(
+            self.ids, attention_mask=self.mask, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+        )
+        logits: Tensor = out.logits
+        return logits
+
+    def compile(self, mode: str, only_trace: bool = False) -> None:
+        """Compile the step in a mode of torch.compile, or only trace it."""
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            if only_trace:
+                made: Any = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+            else:
+                from torch._inductor import list_mode_options
+                from torch._inductor.compile_fx import compile_fx
+
+                made = compile_fx(graph, inputs, config_patches=list_mode_options(mode))
+            self.compiled.append(made)
+            return made
+
+        self.call = torch.compile(self.model, backend=backend, dynamic=False)
+
+    def captured(self) -> tuple[Callable[[], None], Tensor]:
+        """A function that replays the step, and the tensor of its logits. On a CPU it calls the step."""
+        if self.device == "cpu":
+            logits = self().clone()
+
+            def call() -> None:
+                logits.copy_(self())
+
+            return call, logits
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.reset()
+                self()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.reset()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self()
+        return graph.replay, logits
+
+
+def measure(
+    models: Models, batch: int, device: str, replays: int, ways: tuple[Way, ...], only_trace: bool = False
+) -> dict[str, Any]:
+    """Agreement with the eager step, and microseconds per step, of each way that did not fail.
+
+    All ways are timed in turns, twice: ``medians`` has both medians, and ``us`` that of all samples.
+    """
+    torch._dynamo.reset()
+    plain = Step(models.model, batch, device)
+    plain.reset()
+    eager = plain().float()
+    captured: dict[str, tuple[Step, Callable[[], None], Tensor]] = {}
+    row: dict[str, Any] = {"batch": batch, "agreement": {}, "us": {}, "medians": {}, "replaced": {}, "compiled": {}}
+    row |= {"failed": {}, "floor": floors(models.model) if device == "cuda" else {}}
+    for way in ways:
+        start = time.perf_counter()
+        try:
+            model, handle = models.of(way)
+            step = plain if way.name == BASELINE else Step(model, batch, device, latent=way.latent)
+            if way.mode:
+                step.compile(way.mode, only_trace)
+            step.reset()
+            captured[way.name] = (step, *step.captured())
+        except Exception as error:  # the other ways continue
+            row["failed"][way.name] = first_line(error)
+            continue
+        if way.mode:
+            row["compiled"][way.name] = {"seconds": time.perf_counter() - start, "graphs": len(step.compiled)}
+        if handle is not None:
+            lines = [f"{c.cls} {c.what}: {c.why}" for c in handle.replaced]
+            row["replaced"][way.name] = {line: lines.count(line) for line in lines}
+    for name, (step, replay, logits) in captured.items():
+        step.reset()
+        replay()
+        wait(device)
+        got = logits.float()
+        row["agreement"][name] = {
+            "equal": float((got == eager).float().mean()),
+            "max_difference": float((got - eager).abs().max()),
+            "largest_logit": float(eager.abs().max()),
+            "same_token": bool(torch.equal(got[:, -1].argmax(-1), eager[:, -1].argmax(-1))),
+        }
+    halves = [_turns(captured, replays, device) for _ in range(2)]
+    for name in captured:
+        row["medians"][name] = [statistics.median(half[name]) for half in halves]
+        row["us"][name] = statistics.median(halves[0][name] + halves[1][name])
+    return row
+
+
+def _turns(captured: dict[str, Any], replays: int, device: str) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {name: [] for name in captured}
+    for _ in range(replays):
+        for name, (step, replay, _) in captured.items():
+            step.reset()
+            samples[name].append(_timed(replay, device))
+    return samples
+
+
+def floors(model: Any) -> dict[str, float]:
+    """Microseconds in which an H200 reads all weights of a step once, and the same with projections of one byte per weight.
+
+    A step reads one row of the embedding, but all of it where it is also the output projection.
+    """
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is embedding
+    weights = [p for p in model.parameters() if p is not embedding or tied]
+    total = sum(p.numel() * p.element_size() for p in weights)
+    layers = model.get_decoder().layers
+    saved = sum(m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear))
+    return {"": total / BANDWIDTH * 1e6, "fp8": (total - saved) / BANDWIDTH * 1e6}
+
+
+def wait(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _timed(call: Callable[[], None], device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def agrees(row: dict[str, Any], ways: dict[str, Way]) -> bool:
+    """Whether all of our ways ran, and every way gives the eager step's logits up to rounding.
+
+    Patched models were within 0.034 of the largest logit (benchmarks/h200/models.json); compilers round elsewhere,
+    and fp8 weights have 4 significant bits.
+    """
+
+    def limit(way: Way) -> float:
+        return 0.3 if "weights" in dict(way.options) else 0.1 if way.mode else 0.05
+
+    ours = [name for name in row["failed"] if ways[name].ours]
+    return not ours and all(
+        a["largest_logit"] > 0 and a["max_difference"] <= limit(ways[name]) * a["largest_logit"]
+        for name, a in row["agreement"].items()
+    )
