@@ -30,6 +30,7 @@ from tests.helpers.stand_in_graph import StandIn
 
 OURS = onepass.integrations.generate
 EOS = [5, 7, 9, 11]
+PATCHES: list[dict[str, Any]] = [{}, {"decode": True}, {"decode": True, "weights": "fp8"}]
 FAMILIES = [name for name in CONFIGS if name != "MiniMax-M2"]
 
 
@@ -271,9 +272,10 @@ def test_steps_are_kept_and_renewed(graphs: StandIn) -> None:
     assert recordings() == 0, "weights changed in place are read where they were"
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(2 * model.model.layers[0].mlp.up_proj.weight)
     assert recordings() == 1
-    with onepass.patch(model):
-        assert recordings() == 1 and recordings() == 0
-    assert recordings() == 1
+    for options in PATCHES:
+        with onepass.patch(model, **options):
+            assert recordings() == 1 and recordings() == 0
+        assert recordings() == 1
     model.model.layers[1].register_forward_hook(lambda *_: None)
     assert recordings() == 1
     model.double()
@@ -289,7 +291,7 @@ def test_steps_are_kept_and_renewed(graphs: StandIn) -> None:
 def test_memory_is_released_with_the_model() -> None:
     generation._KEPT.clear()
     model = fresh("Llama")
-    with onepass.patch(model):
+    with onepass.patch(model, decode=True):
         both(model, prompts())
     cache = weakref.ref(next(iter(generation._KEPT[model].values())).state.layers[0].keys)
     assert cache() is not None
@@ -322,9 +324,11 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("options", [None, *PATCHES], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma 3", "OLMo-2", "Phi-3", "GLM-4"])
-def test_a_step_reads_nothing_on_the_host(name: str, patched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_nothing_on_the_host(
+    name: str, options: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise it could not be recorded. Choice, filters, masks and the model are all part of it."""
     model, steps = fresh(name), []
     right = decode_state.State.step
@@ -337,19 +341,21 @@ def test_a_step_reads_nothing_on_the_host(name: str, patched: bool, monkeypatch:
     with pytest.raises(AssertionError, match="on the host"), NoHostReads():  # type: ignore[no-untyped-call]
         torch.ones(1).item()
     monkeypatch.setattr(decode_state.State, "step", watched)
-    options = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": EOS, "custom_generate": OURS}
-    handle = onepass.patch(model) if patched else None
-    model.generate(**prompts(), **options, do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
-    model.generate(**prompts(), **options, do_sample=False)
+    call = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": EOS, "custom_generate": OURS}
+    if options is not None:
+        onepass.patch(model, **options)
+    model.generate(**prompts(), **call, do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
+    model.generate(**prompts(), **call, do_sample=False)
     assert len(steps) >= 4
-    if handle is not None:
-        handle.undo()
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma 3"])
-def test_patched_models_generate_the_tokens_of_their_plain_loop(name: str, graphs: StandIn) -> None:
+@pytest.mark.parametrize("options", PATCHES, ids=str)
+@pytest.mark.parametrize("name", ["Llama", "Gemma 3", "DeepSeek-V3"])
+def test_patched_models_generate_the_tokens_of_their_plain_loop(
+    name: str, options: dict[str, Any], graphs: StandIn
+) -> None:
     model = fresh(name)
-    with onepass.patch(model):
+    with onepass.patch(model, **options):
         expected, got = both(model, prompts(), eos_token_id=EOS)
     assert torch.equal(got, expected)
 
