@@ -1,8 +1,8 @@
 """The tensors of a decode step that can be recorded, and the step: model, choice of the token, next position.
 
-All tensors keep their addresses, and nothing in a step is read by the host. The cache has one
-transformers `StaticLayer` of the full length per layer, for sliding windows too: a mask cuts the
-window. transformers' own static layers of a window decide on the host when the window is full.
+All tensors keep their addresses, and nothing in a step is read by the host. The cache has layers of the
+full length, for sliding windows too: a mask cuts the window. transformers' own static layers of a
+window decide on the host when the window is full.
 """
 
 from __future__ import annotations
@@ -45,6 +45,24 @@ class Shape(NamedTuple):
     """Whether masks are added to the scores (attention implementation "eager"), rather than boolean."""
 
 
+class SlotLayer(StaticLayer):
+    """A static layer that writes one token to the slot that all layers share. The step counts it, once for all layers."""
+
+    def __init__(self, max_cache_len: int, slot: Tensor) -> None:
+        super().__init__(max_cache_len=max_cache_len)  # type: ignore[no-untyped-call]
+        self.slot = slot
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write the token's entries; all keys and values."""
+        keys: Any = self.keys
+        values: Any = self.values
+        return keys.index_copy_(2, self.slot, key_states), values.index_copy_(2, self.slot, value_states)
+
+    def get_seq_length(self) -> Any:
+        """The slot of the token, as a tensor."""
+        return self.slot.view(())
+
+
 class State:
     """The tensors of one decode step, and the step."""
 
@@ -63,15 +81,16 @@ class State:
         batch, length = shape.batch, shape.length
         # Tensors of inference mode could not be written outside of it by a later call.
         with torch.inference_mode(mode=False):
-            self.layers: list[Any] = [StaticLayer(max_cache_len=length) for _ in given.layers]
+            # One addition moves all positions on: the slot, the row of the history, and each sequence's position.
+            self.counters = torch.zeros(2 + batch, dtype=torch.long, device=device)
+            self.slot, self.row = self.counters[0:1], self.counters[1:2]
+            self.positions = self.counters[2:].view(batch, 1)
+            self.layers: list[Any] = [SlotLayer(length, self.slot) for _ in given.layers]
             self.cache = StaticCache(config=config, max_cache_len=length)
             self.cache.layers = self.layers
             for layer, source in zip(self.layers, given.layers, strict=True):
                 layer.lazy_initialization(source.keys, source.values)
             self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
-            self.positions = torch.zeros(batch, 1, dtype=torch.long, device=device)
-            self.slot = torch.zeros(1, dtype=torch.long, device=device)
-            self.row = torch.zeros(1, dtype=torch.long, device=device)
             self.running = torch.ones(batch, dtype=torch.bool, device=device)
             self.eos = torch.zeros(max(1, shape.eos), dtype=torch.long, device=device)
             self.pad = torch.zeros(1, dtype=torch.long, device=device)
@@ -93,7 +112,6 @@ class State:
                 ours[:, :, : tokens - held].zero_()
                 ours[:, :, tokens - held : tokens].copy_(theirs[:, :, :held])
                 ours[:, :, tokens:].zero_()
-            layer.cumulative_length.fill_(tokens)
         self.full.zero_()
         self.full[:, 0, 0, :tokens].copy_(mask)
         self.slot.fill_(tokens - 1)
@@ -107,8 +125,7 @@ class State:
 
     def save(self) -> Callable[[], None]:
         """A function that restores what a step changes, except for entries and tokens that the next step overwrites."""
-        tensors = [self.tokens, self.positions, self.slot, self.row, self.running, self.full, self.sliding]
-        tensors += [*self.added.values(), *(layer.cumulative_length for layer in self.layers)]
+        tensors = [self.tokens, self.counters, self.running, self.full, self.sliding, *self.added.values()]
         copies = [tensor.clone() for tensor in tensors]
 
         def restore() -> None:
@@ -145,10 +162,8 @@ class State:
             chosen = torch.where(self.running, chosen, self.pad)
             self.running.logical_and_((chosen.unsqueeze(1) != self.eos).all(1))
         self.history.index_copy_(0, self.row, chosen.unsqueeze(0))
-        self.row.add_(1)
         self.tokens.copy_(chosen.unsqueeze(1))
-        self.positions.add_(1)
-        self.slot.add_(1)
+        self.counters.add_(1)
         self.full.index_fill_(3, self.slot, True)
         self._cut_masks()
 
