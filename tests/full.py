@@ -144,6 +144,10 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "tests/tools/test_fuzz_transfer.py": {
         "test_cases_pass": (4, "one op stays; test_properties.py runs random calls of all"),
     },
+    "tests/models/test_generate.py": {
+        "test_a_step_reads_nothing_on_the_host": (5, "one family stays with each kind of patch"),
+        "test_tokens_are_those_of_the_plain_loop": (3, "one family in three stays"),
+    },
     "tests/tools/test_bench_models.py": {
         "test_compiled_steps_are_compiled_with_and_without_onepass": (0, "the uncompiled steps stay"),
     },

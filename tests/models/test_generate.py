@@ -300,6 +300,19 @@ def test_memory_is_released_with_the_model() -> None:
     assert cache() is None and not len(generation._KEPT)
 
 
+def test_memory_of_a_replaced_step_is_released_at_once() -> None:
+    """Without waiting for Python's collector of cycles: the next step may need the memory."""
+    model = fresh("Llama")
+    both(model, prompts())
+    caches = [weakref.ref(layer.keys) for kept in generation._KEPT[model].values() for layer in kept.state.layers]
+    gc.disable()
+    try:
+        generation._KEPT[model].clear()
+        assert caches and all(cache() is None for cache in caches)
+    finally:
+        gc.enable()
+
+
 def test_a_failed_call_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     generation._KEPT.clear()
     model = small("Llama", torch.float32)

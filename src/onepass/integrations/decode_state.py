@@ -45,22 +45,22 @@ class Shape(NamedTuple):
     """Whether masks are added to the scores (attention implementation "eager"), rather than boolean."""
 
 
-class SlotLayer(StaticLayer):
-    """A static layer that writes one token to the slot that all layers share. The step counts it, once for all layers."""
+def slot_layer(length: int, slot: Tensor, like: Any) -> Any:
+    """A static layer with heads like another's that writes one token to ``slot``, which the step moves on.
 
-    def __init__(self, max_cache_len: int, slot: Tensor) -> None:
-        super().__init__(max_cache_len=max_cache_len)  # type: ignore[no-untyped-call]
-        self.slot = slot
+    Layers that count for themselves would spend three launches each. The class stays transformers', because a patched
+    model writes into its tensors directly; it then counts in ``cumulative_length``, as for every static cache.
+    """
+    layer: Any = StaticLayer(max_cache_len=length)
+    layer.lazy_initialization(like.keys, like.values)
+    keys, values = layer.keys, layer.values  # a reference to the layer would be a cycle, and keep its memory
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write the token's entries; all keys and values."""
-        keys: Any = self.keys
-        values: Any = self.values
-        return keys.index_copy_(2, self.slot, key_states), values.index_copy_(2, self.slot, value_states)
+    def update(key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return keys.index_copy_(2, slot, key_states), values.index_copy_(2, slot, value_states)
 
-    def get_seq_length(self) -> Any:
-        """The slot of the token, as a tensor."""
-        return self.slot.view(())
+    layer.update = update
+    layer.get_seq_length = lambda: slot.view(())
+    return layer
 
 
 class State:
@@ -85,11 +85,9 @@ class State:
             self.counters = torch.zeros(2 + batch, dtype=torch.long, device=device)
             self.slot, self.row = self.counters[0:1], self.counters[1:2]
             self.positions = self.counters[2:].view(batch, 1)
-            self.layers: list[Any] = [SlotLayer(length, self.slot) for _ in given.layers]
+            self.layers: list[Any] = [slot_layer(length, self.slot, like) for like in given.layers]
             self.cache = StaticCache(config=config, max_cache_len=length)
             self.cache.layers = self.layers
-            for layer, source in zip(self.layers, given.layers, strict=True):
-                layer.lazy_initialization(source.keys, source.values)
             self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
             self.running = torch.ones(batch, dtype=torch.bool, device=device)
             self.eos = torch.zeros(max(1, shape.eos), dtype=torch.long, device=device)
@@ -112,6 +110,7 @@ class State:
                 ours[:, :, : tokens - held].zero_()
                 ours[:, :, tokens - held : tokens].copy_(theirs[:, :, :held])
                 ours[:, :, tokens:].zero_()
+            layer.cumulative_length.fill_(tokens)
         self.full.zero_()
         self.full[:, 0, 0, :tokens].copy_(mask)
         self.slot.fill_(tokens - 1)
@@ -126,6 +125,7 @@ class State:
     def save(self) -> Callable[[], None]:
         """A function that restores what a step changes, except for entries and tokens that the next step overwrites."""
         tensors = [self.tokens, self.counters, self.running, self.full, self.sliding, *self.added.values()]
+        tensors += [layer.cumulative_length for layer in self.layers]
         copies = [tensor.clone() for tensor in tensors]
 
         def restore() -> None:
