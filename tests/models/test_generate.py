@@ -463,3 +463,13 @@ def test_transformers_passes_what_is_expected() -> None:
     assert seen["generator"] is generator and seen.keys() >= {"logits_processor", "stopping_criteria"}
     assert type(seen["past_key_values"]) is DynamicCache and seen["position_ids"].shape == (1, 12)
     assert isinstance(seen["generation_config"], transformers.GenerationConfig)
+
+
+def test_several_sequences_per_prompt() -> None:
+    model = small("Llama", torch.float32)
+    found = []
+    for way in ({}, {"custom_generate": OURS}):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "pad_token_id": 0, **way}
+        found.append(model.generate(**prompts(2), max_new_tokens=6, **options))
+    assert torch.equal(*found) and len(found[1]) == 6 and not torch.equal(found[1][0], found[1][1])
