@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -247,6 +247,10 @@ def variants(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...])
 # --- verification ---------------------------------------------------------------------------------------------------
 
 
+LONG: Final = 8192
+"""Terms beyond which 2 % of float16 sums may differ from the rounded oracle, instead of 1 %."""
+
+
 def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong: every value lies between bounds, and most are those of the exact products."""
     host, results = as_rows(to_cpu(arguments)), tuple(t.cpu() for t in results)
@@ -256,7 +260,9 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
     wrong = verify_call(host, rows, arguments["x"].is_cuda)
     if wrong is not None:
         return wrong
-    wrong = compare.mostly_equal(rows[0], _exact(host))
+    # the error of a long sum reaches the midpoint between two float16 numbers more often
+    long = rows[0].dtype == torch.float16 and case.k > LONG
+    wrong = compare.mostly_equal(rows[0], _exact(host), share=0.98 if long else 0.99)
     return wrong and f"y: {wrong}"
 
 
