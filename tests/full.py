@@ -46,6 +46,12 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_cuts_do_not_change_results": (0, "interprets a kernel with every tile size"),
         "test_hot_kernels_use_wide_accesses_and_few_registers": (3, "each compiles a kernel"),
     },
+    "tests/triton/test_qk_cache.py": {
+        "test_interpreted_kernel_passes_its_cases": (0, SAMPLE),
+        "test_programs_of_any_size_give_the_same_bytes": (0, SAMPLE),
+        "test_compiles_for_other_chips": (0, "20 CPU-seconds; part of the other families stays"),
+        "test_hot_kernels_use_wide_accesses_and_few_registers": (3, "each compiles a kernel"),
+    },
     "tests/triton/test_bins.py": {
         "test_every_tile_sums_a_row_as_defined": (0, "interprets 400 tiles"),
     },
@@ -84,6 +90,12 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     },
     "tests/ops/test_mla_cache.py": {
         "test_compile_whole_graph_dynamic[inductor": (0, "aot_eager stays"),
+    },
+    "tests/ops/test_qk_cache.py": {
+        "test_bytes_are_those_of_the_separate_calls": (9, "each compiles kernels"),
+        "test_hf_keeps_the_bits_of_transformers": (3, "each compiles a kernel"),
+        "test_hf_keeps_the_bits_of_partial_rotations": (3, "each compiles a kernel"),
+        "test_promises": (4, "test_determinism.py has the same promises"),
     },
     "tests/ops/test_concurrency.py": {
         "test_two_spawned_processes_share_a_cold_cache": (0, "the tests with threads and forks stay"),
