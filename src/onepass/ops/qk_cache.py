@@ -94,13 +94,14 @@ def qk_norm_rope_cache(
       `PagedKVCache.slot_mapping`.
     - ``layout="dense"`` [B, Hk, L, D], such as transformers' StaticCache: token s of sequence b goes to entry
       ``start[b] + s``. ``start`` is an int (default 0), or a tensor with one element or B, int32 or int64, which is
-      read on the device. Entries outside 0 to L - 1 are not stored.
+      read on the device. Entries outside 0 to L - 1 are not stored. Compiled and captured code keeps the value of an
+      int, so a decode loop passes a tensor.
 
     If two tokens have the same entry, it holds one of them, but k and v may be of different ones. q is written for
     every token. Caches have any float dtype or fp8. With fp8, values are divided by ``k_scale`` and ``v_scale``
     (float32, one element, default 1), then saturate and are rounded once.
 
-    Without caches the second result is k, otherwise it is None. ``out`` is the tensor for q's result, of any float dtype, which may
+    Without caches the second result is k and v is not read, otherwise it is None. ``out`` is the tensor for q's result, of any float dtype, which may
     be q itself; without a cache also a pair of tensors for both results.
 
     Rounding: "once" computes in float32 and rounds at each store and nowhere else. "hf" keeps the bits of transformers: the

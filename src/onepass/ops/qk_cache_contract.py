@@ -17,8 +17,8 @@ _DENSE = "layout == 'dense'"
 _PER_HEAD = "gamma_q is None or (Gq == D if per_head else Gq == Hq * D)"
 _PER_HEAD_K = "gamma_k is None or (Gk == D if per_head else Gk == Hk * D)"
 _ADJACENT = "gamma_q is None or per_head or {x}.stride(-2) == D or {h} == 1"
-_ONE_ROW = "be adjacent heads with per_head=False"
-_WITH = "come with the other cache, and with v"
+_ONE_ROW = "have adjacent heads with per_head=False"
+_WITH = "be given with k_cache, or both be None"
 
 
 def _index(dims: str, doc: str) -> Arg:
@@ -98,13 +98,23 @@ QK_NORM_ROPE_CACHE = Contract(
         Rule(f"k_cache is None or not {_DENSE} or q.dim() == 4", "q", "have shape [B, S, Hq, D] with a dense cache"),
         Rule(f"k_cache is None or not {_DENSE} or A0 == q.shape[0]", "k_cache", "have one sequence for each of q's"),
         Rule(
-            f"(slots is not None) == (k_cache is not None and not {_DENSE})", "slots", "come with a paged cache alone"
+            f"(slots is not None) == (k_cache is not None and not {_DENSE})",
+            "slots",
+            "be given with a paged cache, and only then",
         ),
-        Rule(f"starts is None or (k_cache is not None and {_DENSE})", "starts", "come with a dense cache alone"),
-        Rule(f"first == 0 or (k_cache is not None and {_DENSE})", "first", "come with a dense cache alone"),
+        Rule(f"starts is None or (k_cache is not None and {_DENSE})", "starts", "be None without a dense cache"),
+        Rule(f"first == 0 or (k_cache is not None and {_DENSE})", "first", "be None without a dense cache"),
         Rule("starts is None or F == 1 or F == q.shape[0]", "starts", "have one element, or one for each sequence"),
-        Rule("k_scale is None or (k_cache is not None and k_cache.dtype in FP8)", "k_scale", "come with an fp8 cache"),
-        Rule("v_scale is None or (k_cache is not None and k_cache.dtype in FP8)", "v_scale", "come with an fp8 cache"),
+        Rule(
+            "k_scale is None or (k_cache is not None and k_cache.dtype in FP8)",
+            "k_scale",
+            "be None unless the cache is fp8",
+        ),
+        Rule(
+            "v_scale is None or (k_cache is not None and k_cache.dtype in FP8)",
+            "v_scale",
+            "be None unless the cache is fp8",
+        ),
     ),
     scope={**output_dtype(FLOATS), "FP8": tuple(FP8_FORMATS)},
     rounding=(
