@@ -101,8 +101,8 @@ def qk_norm_rope_cache(
     every token. Caches have any float dtype or fp8. With fp8, values are divided by ``k_scale`` and ``v_scale``
     (float32, one element, default 1), then saturate and are rounded once.
 
-    Without caches the second result is k and v is not read, otherwise it is None. ``out`` is the tensor for q's result, of any float dtype, which may
-    be q itself; without a cache also a pair of tensors for both results.
+    Without caches the second result is k, and v is not read. Otherwise it is None. ``out`` is the tensor for q's
+    result, of any float dtype, which may be q itself; without a cache also a pair of tensors for both results.
 
     Rounding: "once" computes in float32 and rounds at each store and nowhere else. "hf" keeps the bits of transformers: the
     norm rounds as "hf" of `rms_norm`, cos and sin are rounded to q's dtype, and so are each product of the rotation
