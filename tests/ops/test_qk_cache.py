@@ -196,6 +196,70 @@ def test_caches_may_share_a_tensor(memory: str) -> None:
     assert int(parent.flatten(3).any(-1).sum()) == 6
 
 
+@pytest.mark.parametrize("case", ["the same", "shifted by an entry", "rows of q"])
+def test_overlapping_outputs_are_rejected(case: str) -> None:
+    q, k, v = tokens(3)
+    parent = torch.zeros(9, 4, 2, 64, dtype=BF16)
+    caches = {
+        "the same": (parent, parent),
+        "shifted by an entry": (parent[:-1], parent.view(36, 2, 64)[1:33].view(8, 4, 2, 64)),
+    }
+    given = caches.get(case, (parent, torch.zeros_like(parent)))
+    out = torch.as_strided(q, q.shape, q.stride(), 8) if case == "rows of q" else None
+    with pytest.raises(onepass.ContractError, match=r"`\w+` must not overlap `\w+`"):
+        onepass.qk_norm_rope_cache(q, k, v, *given, slots=torch.tensor([0, 1, 2]), out=out)
+
+
+_Q, _K, _V = (torch.zeros(2, 3, heads, 8) for heads in (4, 2, 2))
+_PAGED = {"v": _V, "k_cache": torch.zeros(5, 4, 2, 8), "v_cache": torch.zeros(5, 4, 2, 8)}
+_DENSE = {"v": _V, "k_cache": torch.zeros(2, 2, 9, 8), "v_cache": torch.zeros(2, 2, 9, 8), "layout": "dense"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gamma_q": torch.ones(8)}, "`gamma_k` must be given with gamma_q, or both be None"),
+        ({"gamma_q": torch.ones(32), "gamma_k": torch.ones(8)}, "`gamma_q` must have q's columns per head, D=8"),
+        ({"gamma_q": torch.ones(8), "gamma_k": torch.ones(8), "per_head": False}, "`gamma_q` must have q's columns per head"),
+        ({"rope": 3}, r"`rope` must be a Rope, a pair \(cos, sin\) or None, got 3"),
+        ({"rope": (_Q,)}, r"`rope` must be a Rope, a pair \(cos, sin\) or None"),
+        ({"rope": (_V[:, :, 0], None)}, "`sin` must come with cos"),
+        ({"rope": (_V[:, :, 0], _V[:, :, 0].half())}, "`sin` must have cos' dtype"),
+        ({"rope": (torch.zeros(2, 3, 10),) * 2}, "`dim` must be at most q's columns per head, D=8"),
+        ({"rope": (torch.zeros(2, 3, 7),) * 2}, "`dim` must be even"),
+        ({"rope": (_V[:, :, 0], _V[:, :, 0], "both")}, "`style` must be 'half' or 'interleaved'"),
+        ({"rope": onepass.Rope(torch.zeros(4, 8), head_dim=4)}, "`head_dim` must be None or q's last dimension"),
+        ({"rope": onepass.Rope(torch.zeros(4, 8), dim=9)}, "`dim` must be even and at most the width of the angles"),
+        (_PAGED, "`slots` must be given with a paged cache, and only then, got None"),
+        ({"slots": torch.zeros(2, 3, dtype=torch.int64)}, "`slots` must be given with a paged cache, and only then"),
+        (_PAGED | {"v_cache": None}, "`v_cache` must be given with k_cache, or both be None"),
+        (_PAGED | {"v": None}, r"`v_cache` must have shape|`v` must be given with a cache"),
+        (_PAGED | {"layout": "HND"}, "`k_cache` must have k's heads, Hk=2"),
+        (_PAGED | {"start": 1, "slots": torch.zeros(2, 3, dtype=torch.int64)}, "`start` must be None without a dense cache"),
+        (_PAGED | {"layout": "paged"}, "`layout` must be 'NHD' or 'HND' or 'dense'"),
+        (_DENSE | {"start": 1.5}, "`start` must be an int"),
+        (_DENSE | {"start": torch.zeros(3, dtype=torch.int64)}, "`start` must have one element, or one for each sequence"),
+        (_DENSE | {"start": torch.zeros(1)}, "`start` must have dtype int32 or int64"),
+        (_DENSE | {"k_scale": torch.ones(1)}, "`k_scale` must be None unless the cache is fp8"),
+        ({"q": _Q[:, 0], "k": _K[:, 0], **_DENSE, "v": _V[:, 0]}, r"`q` must have shape \[B, S, Hq, D\] with a dense cache"),
+        ({"q": _Q[0, 0], "k": _K[0, 0]}, r"`q` must have shape \[T, Hq, D\] or \[B, S, Hq, D\]"),
+        ({"out": (_Q,)}, "`out` must be a tensor or a pair of tensors"),
+        (_DENSE | {"out": (_Q, _K)}, "`k_out` must be None unless k_cache is None"),
+        ({"rounding": "twice"}, "`rounding` must be 'once' or 'hf' or 'hf_rope'"),
+    ],
+)  # fmt: skip
+def test_error_messages(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(onepass.ContractError, match="^qk_norm_rope_cache: " + message):
+        onepass.qk_norm_rope_cache(**{"q": _Q, "k": _K, **change})
+
+
+def test_whole_rows_need_adjacent_heads() -> None:
+    q = torch.zeros(2, 4, 3, 8).transpose(1, 2)
+    gammas: dict[str, Any] = {"gamma_q": torch.ones(32), "gamma_k": torch.ones(16)}
+    with pytest.raises(onepass.ContractError, match="`q` must have adjacent heads with per_head=False"):
+        onepass.qk_norm_rope_cache(q, _K, **gammas, per_head=False)
+
+
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 

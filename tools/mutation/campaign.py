@@ -51,6 +51,7 @@ TESTS: Final = (
     "tests/ops/test_qk_norm.py",
     "tests/ops/test_mla_cache.py",
     "tests/ops/test_mla_cache_refusals.py",
+    "tests/ops/test_qk_cache.py",
     "tests/ops/test_gradients.py",
     "tests/ops/test_compile.py",
     "tests/tools/test_fuzz.py",
