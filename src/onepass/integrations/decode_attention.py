@@ -149,8 +149,8 @@ def _normed(self: Any, how: AttentionStep, q: Tensor, k: Tensor) -> tuple[Tensor
 class _Biases(threading.local):
     """Masks as what is added to scores, converted once per step and thread instead of once per layer.
 
-    Layers are called in order, so a layer that is not behind the last one starts a new step. A mask may have been
-    changed since the step before.
+    A compiler finds equal expressions itself. Layers are called in order, so a layer that is not behind the last one
+    starts a new step. A mask may have been changed since the step before.
     """
 
     def __init__(self) -> None:
@@ -159,8 +159,6 @@ class _Biases(threading.local):
 
     def of(self, mask: Tensor, dtype: torch.dtype, layer: int) -> Tensor:
         """The bias of a mask that is True where attention is allowed, as torch's attention computes it."""
-        if torch.compiler.is_compiling():  # finds equal expressions itself
-            return mask
         if layer <= self.last:
             self.made.clear()
         self.last = layer
@@ -188,7 +186,7 @@ def _attend(
     plain = self.config._attn_implementation == "sdpa" and (length == 1 or mask is not None)
     if plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None:
         grouped = q.shape[1] != k.shape[1]
-        if mask is not None and mask.dtype is torch.bool:
+        if mask is not None and mask.dtype is torch.bool and not torch.compiler.is_compiling():
             mask = _biases.of(mask, q.dtype, self.layer_idx)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=grouped)
         return out.transpose(1, 2).reshape(batch, length, -1), None

@@ -156,6 +156,7 @@ def _attention_step(decoding: Decoding, module: Any, found: Match) -> AttentionS
         qkv, output = _project(decoding, inputs), _project(decoding, [out])
     except ContractError as error:
         return str(error)
+    turn = rotation_of(sys.modules.get(found.code.module))
     return AttentionStep(
         qkv,
         output,
@@ -163,7 +164,8 @@ def _attention_step(decoding: Decoding, module: Any, found: Match) -> AttentionS
         NormCall(*call[:3]) if fused else None,
         per_head=getattr(form, "per_head", True),
         gated=getattr(form, "gated", False),
-        turn=rotation_of(sys.modules.get(found.code.module)),
+        turn=turn,
+        norms_in_turn=fused and turn is not None and not (turn.wide and decoding.rounding == "hf"),
         rotates=getattr(form, "rotates", ""),
         window=_window(form),
         softcap=getattr(form, "softcap", ""),
@@ -173,6 +175,7 @@ def _attention_step(decoding: Decoding, module: Any, found: Match) -> AttentionS
         always=decoding.always,
         home=found.code.module,
         names=names,
+        projections=(qkv, output),
     )
 
 
@@ -218,7 +221,8 @@ def _latent_step(decoding: Decoding, module: Any, found: Match) -> LatentStep | 
     q_up = others[0] if ranked else None
     if decoding.scheme is not None and not mergeable([module.kv_b_proj], decoding.owners):
         _project(decoding, [module.kv_b_proj])
-    return LatentStep(down, q_up, others[-1], fused, decoding.rounding, decoding.always, found.code.module, names)
+    options = (fused, decoding.rounding, decoding.always, found.code.module, names, (down, *others))
+    return LatentStep(down, q_up, others[-1], *options)
 
 
 def _mlp(decoding: Decoding, where: str, module: Any) -> str:
@@ -252,7 +256,7 @@ def _mlp_step(decoding: Decoding, module: Any) -> MlpStep | str:
     except ContractError as error:
         return str(error)
     activation = cast(Activation, _activation(getattr(module, form.act)))
-    return MlpStep(gate_up, down, activation, decoding.rounding, decoding.always, form.act, names)
+    return MlpStep(gate_up, down, activation, decoding.rounding, decoding.always, form.act, names, (gate_up, down))
 
 
 def _activation(act: object) -> Activation | None:
@@ -312,9 +316,9 @@ def _linear(decoding: Decoding, where: str, module: nn.Module, is_head: bool) ->
     _bind_linear(decoding, where, module, Projection([module]), 0)
 
 
-def _bind_linear(decoding: Decoding, where: str, module: nn.Module, projection: Projection, index: int) -> None:
+def _bind_linear(decoding: Decoding, where: str, module: nn.Module, projection: Projection, place: int) -> None:
     always = decoding.invariant or projection.quantized
     tokens = "for any number of tokens" if always else f"for up to {FUSED_ROWS} tokens"
-    decoding.handle._bind_decode(
-        where, module, LinearStep(projection, index, always), f"{WHAT} layer", f"linear, {tokens}"
-    )
+    followed = (projection,) if len(projection.linears) == 1 else ()  # otherwise the parent's record has it
+    step = LinearStep(projection, place, always, followed)
+    decoding.handle._bind_decode(where, module, step, f"{WHAT} layer", f"linear, {tokens}")

@@ -1,5 +1,7 @@
 """The data of a decode step, one record per kind of module, and what its forwards share.
 
+``projections`` of a record are those that follow the parameters of its module, ``names`` those of their layers.
+
 `decode.py` and `decode_attention.py` have the forwards.
 """
 
@@ -36,7 +38,10 @@ class LayerStep(NamedTuple):
 
 
 class AttentionStep(NamedTuple):
-    """An attention: its projections, norms of q and k, rotation, and what is passed on; see `forms`."""
+    """An attention: its projections, norms of q and k, rotation, and what is passed on; see `forms`.
+
+    ``norms_in_turn`` is whether the norms are in the launch of the rotation: not where the model rounds between them.
+    """
 
     qkv: Projection
     out: Projection
@@ -45,6 +50,7 @@ class AttentionStep(NamedTuple):
     per_head: bool
     gated: bool
     turn: Rotation | None
+    norms_in_turn: bool
     rotates: str
     window: str
     softcap: str
@@ -54,16 +60,7 @@ class AttentionStep(NamedTuple):
     always: bool
     home: str
     names: tuple[str, ...]
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """What has to follow the model's parameters."""
-        return self.qkv, self.out
-
-    @property
-    def norms_in_turn(self) -> bool:
-        """Whether norms of q and k are in the launch of the rotation: not where the model rounds between them."""
-        return self.norm is not None and self.turn is not None and not (self.turn.wide and self.rounding == "hf")
+    projections: tuple[Projection, ...]
 
 
 class LatentStep(NamedTuple):
@@ -77,11 +74,7 @@ class LatentStep(NamedTuple):
     always: bool
     home: str
     names: tuple[str, ...]
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """What has to follow the model's parameters."""
-        return (self.down, self.out) if self.q_up is None else (self.down, self.q_up, self.out)
+    projections: tuple[Projection, ...]
 
 
 class MlpStep(NamedTuple):
@@ -94,11 +87,7 @@ class MlpStep(NamedTuple):
     always: bool
     act: str
     names: tuple[str, ...]
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """What has to follow the model's parameters."""
-        return self.gate_up, self.down
+    projections: tuple[Projection, ...]
 
 
 class LinearStep(NamedTuple):
@@ -107,11 +96,7 @@ class LinearStep(NamedTuple):
     projection: Projection
     place: int
     always: bool
-
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """What has to follow the model's parameters: the owner of a merged projection does."""
-        return (self.projection,) if len(self.projection.linears) == 1 else ()
+    projections: tuple[Projection, ...]
 
 
 Step: TypeAlias = LayerStep | AttentionStep | LatentStep | MlpStep | LinearStep
@@ -136,11 +121,15 @@ def is_own(module: Any, step: Any) -> bool:
 def _intact(module: Any, names: tuple[str, ...], projections: tuple[Projection, ...]) -> bool:
     """Whether the layers of the projections are as `patch` left them. ``names`` are theirs, in order."""
     children = module._modules
-    linears = [linear for projection in projections for linear in projection.linears]
-    for name, layer in zip(names, linears, strict=True):
-        if children.get(name) is not layer or not is_own(layer, linear_step):
+    place = 0
+    for projection in projections:
+        for layer in projection.linears:
+            if children.get(names[place]) is not layer or not is_own(layer, linear_step):
+                return False
+            place += 1
+        if not projection.current():
             return False
-    return all(projection.current() for projection in projections)
+    return True
 
 
 def is_ready(module: Any) -> bool:
