@@ -132,6 +132,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     },
     "tests/models/test_decode_compile.py": {
         "test_one_graph_for_all_steps[OLMo-2": (0, "one model stays"),
+        "test_generate_compiles_one_graph": (0, "test_one_graph_for_all_steps compiles the same step"),
     },
     "tests/dist/test_dist.py": {
         "test_check[1-": (0, "two ranks stay"),

@@ -13,7 +13,9 @@ import onepass
 
 pytest.importorskip("transformers")
 
+import transformers
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import StaticCache
 
 from tests.helpers.models import close, fresh, logits, small, tokens
@@ -54,6 +56,48 @@ def test_one_graph_for_all_steps(name: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=5e-6 * float(expected.abs().max()))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_generate_compiles_one_graph() -> None:
+    """transformers compiles the step over its static cache itself."""
+    model = fresh("Llama", layers=1)
+    make: Any = transformers.CompileConfig
+    config = make(backend="aot_eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    expected = model.generate(IDS, **options, disable_compile=True)
+    with onepass.patch(model, decode=True), torch.inference_mode():
+        got = model.generate(IDS, **options, compile_config=config)
+    assert torch.equal(got, expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_fake_tensors_and_export_leave_the_weights_alone() -> None:
+    """A fake step is a decode step. An exported program runs as without decode, because it has the model's parameters."""
+    model = fresh("Llama", layers=1)
+    expected = logits(model, IDS)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), onepass.patch(model, decode=True):
+        made = model(torch.ones(2, 8, dtype=torch.int64), use_cache=False).logits
+    assert made.shape == (2, 8, 128) and type(made).__name__ == "FakeTensor"
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    with torch.no_grad(), onepass.patch(model, decode=True):
+        program = torch.export.export(Logits(model), (IDS,))
+        close(program.module()(IDS), expected)
+        assert not any(name.startswith("merged") for name in program.state_dict)
+    assert torch.equal(logits(model, IDS), expected)
+
+
+class Logits(nn.Module):
+    """A model that returns logits."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.model(ids, use_cache=False).logits
 
 
 HOOKED = ["self_attn", "self_attn.q_proj", "self_attn.o_proj", "mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm"]

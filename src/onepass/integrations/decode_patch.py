@@ -18,7 +18,7 @@ from ..weights import Scheme
 from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
 from .projections import Projection, memory_owners, mergeable
-from .report import AFTER_MLP, MARK, ROTATION, Change, Patched, missing, unless, why_not
+from .report import AFTER_MLP, MARK, ROTATION, Change, Patched, bound_before, missing, unless, why_not
 from .steps import AttentionStep, LatentStep, LayerStep, LinearStep, MlpStep
 
 WHAT: Final = "decode"
@@ -219,8 +219,9 @@ def _latent_step(decoding: Decoding, module: Any, found: Match) -> LatentStep | 
     except ContractError as error:
         return str(error)
     q_up = others[0] if ranked else None
-    if decoding.scheme is not None and not mergeable([module.kv_b_proj], decoding.owners):
-        _project(decoding, [module.kv_b_proj])
+    codes = decoding.scheme is not None or down.quantized
+    if codes and not _not_linear(decoding, [module.kv_b_proj]):
+        _project(decoding, [module.kv_b_proj])  # called by the model's own expand_kv
     options = (fused, decoding.rounding, decoding.always, found.code.module, names, (down, *others))
     return LatentStep(down, q_up, others[-1], *options)
 
@@ -280,8 +281,8 @@ def _activation(act: object) -> Activation | None:
 def _not_linear(decoding: Decoding, linears: list[Any]) -> str:
     """Why these layers cannot be projections of their own; "" if they can."""
     for linear in linears:
-        if "forward" in linear.__dict__:
-            return "the forward of a projection was replaced by other code"
+        if bound_before(linear):
+            return f"a projection: {bound_before(linear)}"
     return mergeable(linears, decoding.owners)
 
 
@@ -308,8 +309,7 @@ def _linear(decoding: Decoding, where: str, module: nn.Module, is_head: bool) ->
         return
     if type(module) is not nn.Linear or not (is_head or decoding.invariant):
         return
-    objection = unless("forward" not in module.__dict__, "its forward was replaced by other code")
-    objection = objection or mergeable([module], decoding.owners)
+    objection = bound_before(module) or mergeable([module], decoding.owners)
     if objection:
         decoding.handle._leave(where, module, WHAT, objection)
         return

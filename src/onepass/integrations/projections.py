@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Parameter
 
 from ..errors import ContractError
@@ -56,10 +57,11 @@ class Projection:
         """Make the merged layer of what the layers hold now, and remember where that is."""
         floats = all(linear.weight.dtype in FLOATS for linear in self.linears)
         scheme = self.scheme if floats else None
-        if len(self.linears) > 1:
-            self._hold(MergedLinear.from_linears(self.linears, scheme), shares=scheme is None)
-        else:
-            self._hold(Linear.from_linear(self.linears[0], scheme), shares=scheme is None)
+        with unset_fake_temporarily():  # fake tensors must not replace the parameters' data
+            if len(self.linears) > 1:
+                self._hold(MergedLinear.from_linears(self.linears, scheme), shares=scheme is None)
+            else:
+                self._hold(Linear.from_linear(self.linears[0], scheme), shares=scheme is None)
 
     def _hold(self, layer: Linear | MergedLinear, shares: bool) -> None:
         """Use this layer. ``shares`` is whether the model's parameters are its weight, or views of it."""
@@ -113,7 +115,7 @@ class Projection:
         """Give the parameters memory of their own again."""
         for linear, name, tensor, pointer in self.shared if len(self.linears) > 1 else ():
             if linear._parameters.get(name) is tensor and tensor.data_ptr() == pointer:
-                with torch.inference_mode(tensor.is_inference()):
+                with torch.inference_mode(tensor.is_inference()), unset_fake_temporarily():
                     tensor.data = tensor.data.clone()
         self.layer, self.shared = None, []
 
@@ -142,8 +144,10 @@ def mergeable(linears: Sequence[Any], owners: dict[int, int]) -> str:
         weight = linear._parameters.get("weight")
         if not _takes(type(linear)):
             return f"a projection is a {type(linear).__name__}"
-        if type(weight) not in (Tensor, Parameter) or weight.is_meta:
+        if type(weight) not in (Tensor, Parameter):
             return f"the weight of a projection is a {type(weight).__name__}"
+        if weight.is_meta:
+            return "the weight of a projection has no data"
         if len(linears) > 1 and owners.get(weight.untyped_storage().data_ptr(), 1) > 1:
             return SHARED
         if getattr(linear, "activation_scale", None) is not None:

@@ -142,13 +142,20 @@ def counted(changes: Iterable[Change]) -> Iterable[tuple[tuple[str, str], int]]:
 
 def why_not(module: nn.Module, found: Match, flag: str = "") -> str:
     """Why a module's forward cannot be replaced; "" if it can."""
-    if "forward" in module.__dict__:
-        return PATCHED_BEFORE if {MARK, DECODE} & module.__dict__.keys() else REPLACED_BEFORE
+    if bound_before(module):
+        return bound_before(module)
     if found.form is None:
         return found.why
     if found.code is not None and any(name in module.__dict__ for name in found.code.methods):
         return REPLACED_METHOD
     return unless(not flag or getattr(module, flag, False) is True, f"its {flag} is not True")
+
+
+def bound_before(module: nn.Module) -> str:
+    """Who replaced a module's forward; "" if nobody did."""
+    if "forward" not in module.__dict__:
+        return ""
+    return PATCHED_BEFORE if {MARK, DECODE} & module.__dict__.keys() else REPLACED_BEFORE
 
 
 def unless(condition: bool, why: str) -> str:

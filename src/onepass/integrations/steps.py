@@ -179,8 +179,8 @@ def project(
     rows = [None if t is None else t.flatten(0, 1) for t in (residual, add)]
     made: Any = linear(_rows(x), projection.weight, residual=rows[0], add=rows[1], activation=activation, **options)
     if residual is None:
-        return made.view(batch, length, -1)
-    return made[0].view(batch, length, -1), made[1].view(batch, length, -1)
+        return made.view(batch, length, made.shape[-1])
+    return made[0].view(batch, length, made[0].shape[-1]), made[1].view(residual.shape)
 
 
 def _rows(x: Tensor) -> Tensor:
