@@ -88,7 +88,7 @@ def _rotate_and_store(
     layer = _dense_layer(cache, self.layer_idx, k) if known else None
     if layer is not None:
         q, _ = _turned(self, how, (q, k, v), angles if turns else None, layer)
-        layer.cumulative_length.add_(k.shape[1])
+        _count(layer, k.shape[1])
         return q.transpose(1, 2), layer.keys, layer.values
     if known:
         q, k = _turned(self, how, (q, k, None), angles if turns else None)
@@ -123,15 +123,30 @@ def _turned(
 
 
 def _dense_layer(cache: Any, index: int, k: Tensor) -> Any:
-    """The layer of transformers' static cache that keys are written into directly; None for other caches."""
+    """The layer of transformers' static cache that keys are written into directly; None for other caches.
+
+    A layer with a sliding window qualifies until its window is full. Then it moves its entries itself.
+    """
     caches = sys.modules.get("transformers.cache_utils")
     if cache is None or caches is None or type(cache) is not caches.StaticCache or cache.offloading:
         return None
     layer = cache.layers[index]
-    if type(layer) is not caches.StaticLayer or not layer.is_initialized:
+    if type(layer) is caches.StaticSlidingWindowLayer:
+        if layer.cumulative_length_int + k.shape[1] > layer.max_cache_len:
+            return None
+    elif type(layer) is not caches.StaticLayer:
+        return None
+    if not layer.is_initialized or not hasattr(layer, "cumulative_length"):
         return None
     fits = layer.keys.dtype is k.dtype and layer.keys.shape[0] == k.shape[0] and layer.keys.device == k.device
-    return layer if fits and hasattr(layer, "cumulative_length") else None
+    return layer if fits else None
+
+
+def _count(layer: Any, tokens: int) -> None:
+    """What the layer's own update does after it has written tokens."""
+    layer.cumulative_length.add_(tokens)
+    if hasattr(layer, "cumulative_length_int"):
+        layer.cumulative_length_int += tokens
 
 
 def _normed(self: Any, how: AttentionStep, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
