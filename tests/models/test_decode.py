@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.integrations import NothingPatchedWarning
 
 pytest.importorskip("transformers")
 
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from tests.helpers.models import CONFIGS, close, fresh, logits, small, tokens
-from tools.architectures.small import build
+from tools.architectures.small import ARCHITECTURES, build
 
 NAMES = [name for name in CONFIGS if name != "gpt-oss"]
 """gpt-oss's attention has sinks, and its MLP is a mixture: only its head is replaced."""
@@ -209,6 +210,21 @@ def test_other_architectures_with_the_same_code(name: str) -> None:
     assert torch.equal(got_tokens, expected_tokens)
 
 
+@pytest.mark.filterwarnings("ignore::onepass.integrations.NothingPatchedWarning")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_all_architectures_agree(name: str) -> None:
+    """Also where only the head, or with batch_invariant every torch.nn.Linear, is replaced."""
+    model = build(name)
+    ids = tokens(2, 5)
+    expected = logits(model, ids)
+    options: list[dict[str, Any]] = [{}, {"batch_invariant": True}]
+    for option in options:
+        with onepass.patch(model, decode=True, **option):
+            got = logits(model, ids)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert torch.equal(logits(model, ids), expected)
+
+
 def test_padding_and_windows_are_respected() -> None:
     """Masks of padded prompts, and sliding windows that are shorter than the prompt."""
     for name in ("Qwen2", "Gemma 3"):
@@ -247,6 +263,18 @@ def test_the_report_says_what_runs_how() -> None:
     ]
     for line in lines:
         assert f"  replaced {line}" in report
+
+
+def test_models_without_decode_steps_are_reported() -> None:
+    model = small("gpt-oss", torch.float32)
+    reason = "no layer of GptOssForCausalLM runs as a decode step .2 x GptOssAttention decode: its code"
+    with pytest.warns(NothingPatchedWarning, match=reason):
+        handle = onepass.patch(model, decode=True)
+    assert handle.replaced
+    handle.undo()
+    with pytest.raises(onepass.ContractError, match=reason):
+        onepass.patch(model, decode=True, strict=True)
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 def test_bad_arguments_are_rejected() -> None:

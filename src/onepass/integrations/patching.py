@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS
-from .decode_patch import patch_decode
+from .decode_patch import WHAT, patch_decode
 from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, match
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
 from .report import (
@@ -53,7 +53,7 @@ _LOOKS_LIKE_A_NORM: Final = re.compile(r"norm(?!al|ed)", re.IGNORECASE)
 
 
 class NothingPatchedWarning(UserWarning):
-    """`patch` found nothing to replace in a model, which runs as before."""
+    """`patch` found nothing to replace in a model, or with ``decode=True`` no layer, which runs as before."""
 
 
 def patch(
@@ -133,6 +133,8 @@ def patch(
     if decode:
         patch_decode(handle, modules, matches, "fp8_row" if weights == "fp8" else None, batch_invariant)
     _warn_or_raise(handle, strict)
+    if decode:
+        _warn_or_raise_decode(handle, strict)
     return handle
 
 
@@ -152,6 +154,21 @@ def _warn_or_raise(handle: Patched, strict: bool) -> None:
             NothingPatchedWarning,
             stacklevel=3,
         )
+
+
+def _warn_or_raise_decode(handle: Patched, strict: bool) -> None:
+    """Warn if no layer runs as a decode step. If ``strict``, raise instead."""
+    if not handle.replaced or any(change.what == WHAT for change in handle.replaced):
+        return
+    left = [change for change in handle.left if change.what == WHAT]
+    reasons = "; ".join(f"{count} x {what}: {why}" for (what, why), count in counted(left))
+    why = f"no layer of {type(handle.model).__name__} runs as a decode step ({reasons or 'none has a self_attn'})"
+    if strict:
+        handle.undo()
+        raise ContractError(f"patch: `strict=True`, but {why}, and the model is unchanged")
+    warnings.warn(
+        f"onepass.patch(decode=True): {why}. Everything else is patched.", NothingPatchedWarning, stacklevel=3
+    )
 
 
 def _may_be_a_norm(module: nn.Module) -> bool:
