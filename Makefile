@@ -36,7 +36,7 @@ READY := .venv/.ready
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## see it work: a model generates without and with onepass; checks, speed, batch invariance
+demo: $(READY) ## see it work: tokens per second without and with onepass; checks, speed, batch invariance
 	@$(BIN)/onepass demo $(DEMO)
 
 # No test needs a GPU. tests/full.py lists the tests that `make test` leaves out.

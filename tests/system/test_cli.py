@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
 import onepass
-from onepass.cli import common, demo, demo_model, env, screen, source
+from onepass.cli import common, demo, demo_generate, demo_model, env, screen, source
 from onepass.cli.main import app
 from onepass.ops.dispatch import launching_with
 from onepass.testing import runner
@@ -37,7 +38,8 @@ def wrong_kernel() -> Iterator[None]:
     """A kernel that writes zeros."""
 
     def zeros(call: Any) -> None:
-        for tensor in (call.norm, call.codes, call.scale, call.new_residual):
+        for name in ("norm", "codes", "scale", "new_residual", "out", "residual_out"):
+            tensor = getattr(call, name, None)
             if tensor is not None:
                 tensor.view(torch.uint8).zero_()
 
@@ -242,6 +244,8 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
     monkeypatch.setattr(demo_model, "_SIZES", {**demo_model._SIZES, **sizes})
+    monkeypatch.setattr(demo_generate, "SIZES", {**demo_generate.SIZES, **sizes, "num_key_value_heads": 16})
+    monkeypatch.setattr(demo_generate, "NEW_TOKENS", 5)
     monkeypatch.setattr(demo_model, "ROUNDS", 1)
     monkeypatch.setattr(demo_model, "NEW_TOKENS", 6)
     monkeypatch.setattr(screen, "SECONDS", 0.01)
@@ -309,6 +313,31 @@ def test_demo(small_model: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert f"{rows} x {columns}" in result.output
     assert "16 of 16" in result.output
     assert "What to try next" in result.output
+    assert "with fp8 weights" in result.output and "of 5 next tokens are the same" in result.output
+    generated = json.loads((tmp_path / "report.json").read_text())["generate"]
+    ways = [(run["way"], run["batch"]) for run in generated["runs"]]
+    assert ways == [(way, batch) for way in demo_generate.WAYS for batch in demo_generate.BATCHES]
+    assert all(run["tokens_per_second"] > 0 and run["tokens"] == 5 * run["batch"] for run in generated["runs"])
+    assert all(run["same_tokens"] == run["tokens"] for run in generated["runs"] if run["way"] == demo_generate.WITHOUT)
+    errors = generated["largest_difference_of_logits"]
+    assert 0 <= errors["with onepass"] < errors["with fp8 weights"] < 0.3, "fp8 weights are used"
+
+
+def test_demo_counts_tokens_up_to_the_first_that_differs() -> None:
+    expected = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert demo_generate.agreeing(expected.clone(), expected) == 8
+    assert demo_generate.agreeing(torch.tensor([[1, 2, 0, 4], [0, 6, 7, 8]]), expected) == 2
+
+
+def test_demo_bars_show_tokens_per_second() -> None:
+    """The rate of a batch, without the time of the prompt and the first token."""
+    progress = Progress()
+    meter = demo_generate.Meter(progress, progress.add_task("", total=3, rate=""), batch=4)
+    for _ in range(4):
+        meter.put(torch.zeros(4))
+    assert progress.tasks[0].completed == 3 and "tokens/s" in progress.tasks[0].fields["rate"]
+    meter.times = [0.0, 10.0, 10.5, 11.0]
+    assert meter.rate == 8.0
 
 
 def test_demo_reports_a_wrong_kernel(
@@ -319,6 +348,7 @@ def test_demo_reports_a_wrong_kernel(
     assert result.exit_code == 1
     model, checks = result.output.split("A dozen checks")
     assert "WRONG  same tokens" in model and "WRONG  largest difference" in model
+    assert "WRONG  with onepass: after the same text" in model
     assert "WRONG" in checks
     assert not json.loads((tmp_path / "report.json").read_text())["fine"]
 

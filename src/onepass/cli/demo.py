@@ -26,7 +26,7 @@ from ..prologues import prologue, sigmoid
 from ..testing import oracle
 from ..testing.case import same_bytes
 from ..testing.runner import CASES, run_case
-from . import demo_model
+from . import demo_generate, demo_model
 from .common import DeviceOption, cannot_write, choose_device, live, table
 from .screen import Screen, verdict
 
@@ -52,7 +52,7 @@ NEXT: Final = {
     "onepass check --device {device}": "every case against the oracle",
     "onepass check --device interpreter": "the GPU kernels, interpreted on the CPU",
     "onepass env": "versions, devices, which backends work",
-    "docs/models.md": "what onepass.patch replaces in which family",
+    "docs/models.md": "what onepass.patch replaces in which family, and captured decode on a GPU",
     "docs/ops.md": "every argument of every op",
     "docs/numerics.md": "what is rounded where",
 }
@@ -74,7 +74,7 @@ def demo(
         "onepass-demo.json"
     ),
 ) -> None:
-    """Start here: a model generates without and with onepass; checks, speed, a fused prologue, batch invariance."""
+    """Start here: tokens per second without and with onepass; checks, speed, a fused prologue, batch invariance."""
     for value, allowed, option in (
         (model, tuple(demo_model.MODELS), "--model"),
         (rounding, ("model", "once"), "--rounding"),
@@ -92,8 +92,11 @@ def demo(
     with torch.inference_mode():
         screen.console.print(Text(f"onepass on {label(chosen)}, torch {torch.__version__}", style="bold"))
         screen.warn()
-        screen.heading(1, "A transformers model generates without and with onepass.patch(model)")
+        screen.heading(1, "Tokens per second: onepass.patch(model, decode=True)")
+        generated = demo_generate.show(path, screen)
+        screen.heading(2, "What onepass.patch(model) replaces, and how close the results are")
         found = demo_model.show(model, path, rounding, screen)
+        found |= {"generate": generated, "fine": found["fine"] and generated["fine"]}
         try:
             report.parent.mkdir(parents=True, exist_ok=True)
             report.write_text(json.dumps(found, indent=1) + "\n")
@@ -159,7 +162,7 @@ def _compare(shown: Table, ours: Callable[[], Any], theirs: Callable[[], Any], e
 
 
 def _show_checks(screen: Screen) -> bool:
-    screen.heading(2, "A dozen checks against a float64 oracle")
+    screen.heading(3, "A dozen checks against a float64 oracle")
     shown = table("", "op", "case", right=("time",))
     by_name = {(case.op, case.name): case for case in CASES}
     right = True
@@ -174,7 +177,7 @@ def _show_checks(screen: Screen) -> bool:
 
 
 def _show_speed(screen: Screen) -> None:
-    screen.heading(3, "rms_norm_fused_fp8 against the same thing written with torch operators")
+    screen.heading(4, "rms_norm_fused_fp8 against the same thing written with torch operators")
     shown = _comparison()
     with live(screen.console, shown):
         for rows, columns in SHAPES:
@@ -198,7 +201,7 @@ def _show_speed(screen: Screen) -> None:
 
 
 def _show_prologue(screen: Screen) -> None:
-    screen.heading(4, "Your own function, compiled into the load")
+    screen.heading(5, "Your own function, compiled into the load")
     body = inspect.getsource(gated).replace("  # type: ignore[no-untyped-def]", "").splitlines()
     code = ["@onepass.prologue", *(line for line in body if '"""' not in line), ""]
     code += ["rms_norm_fused_fp8(x, gamma, prologue=gated, prologue_args=(gate,))", ""]
@@ -219,7 +222,7 @@ def _show_prologue(screen: Screen) -> None:
 
 
 def _show_invariance(screen: Screen) -> bool:
-    screen.heading(5, "A row gives the same bytes alone and in any batch")
+    screen.heading(6, "A row gives the same bytes alone and in any batch")
     x, gamma = (tensor.to(screen.device) for tensor in _inputs(1024, 7168, 1))
     whole = rms_norm_fused_fp8(x, gamma, EPS)
     shown = table("rows per call", "calls", "calls whose codes and scales equal those of the batch of 1024")

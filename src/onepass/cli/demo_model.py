@@ -1,4 +1,4 @@
-"""The first part of ``onepass demo``: a model generates text without and with onepass.
+"""The second part of ``onepass demo``: a small model in float32, without and with onepass, and each op alone.
 
 The model is a small one of a family with random weights, or one of yours. With random weights the
 text is meaningless, but the tokens agree only if the logits do.

@@ -1,0 +1,212 @@
+"""The first part of ``onepass demo``: tokens per second of a bfloat16 model without onepass, with it, and with fp8 weights.
+
+The model is a Llama with random weights, large enough that its weights do not fit into a CPU's caches, or one
+of yours. On a GPU, onepass's decode steps are replayed from a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+from torch import Tensor
+
+from ..integrations import patch
+from .common import table
+from .screen import Screen, verdict
+
+PROMPT: Final = 16
+CHUNK: Final = 8
+"""Tokens of a text that run at once. Up to 16 rows run as a decode step."""
+NEW_TOKENS: Final = 32
+BATCHES: Final = (1, 4)
+SIZES: Final[dict[str, Any]] = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+EMBEDDING: Final = 64.0
+"""How much larger the embedding is than transformers' random one."""
+WITHOUT: Final = "without onepass"
+WAYS: Final[dict[str, dict[str, Any]]] = {
+    WITHOUT: {},
+    "with onepass": {"decode": True},
+    "with fp8 weights": {"decode": True, "weights": "fp8"},
+}
+"""The options of `onepass.patch`, by what the table shows."""
+LARGEST_ERROR: Final = {"weights": 0.3, "decode": 0.05}
+"""How much logits may differ, as a share of the largest; the first option that a way has counts.
+
+Patched models were within 0.034 of the largest logit (benchmarks/h200/models.json); fp8 weights have 4 significant bits.
+"""
+
+
+@dataclass
+class Run:
+    """One way with one batch."""
+
+    way: str
+    batch: int
+    tokens_per_second: float
+    same_tokens: int
+    """Tokens that are equal to those without onepass, of all sequences, up to the first that differs in each."""
+    tokens: int
+
+
+class Meter:
+    """A streamer that moves a bar on, and knows the time of the first and the last token."""
+
+    def __init__(self, progress: Progress, task: Any, batch: int) -> None:
+        self.progress, self.task, self.batch = progress, task, batch
+        self.times: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:
+        """Count a token of each sequence. The prompt comes first."""
+        self.times.append(time.perf_counter())
+        if len(self.times) > 1:
+            self.progress.update(self.task, advance=1, rate=f"{self.rate:6.1f} tokens/s" if len(self.times) > 2 else "")
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second behind the first token, which also takes the prompt."""
+        count = len(self.times) - 2
+        return self.batch * count / (self.times[-1] - self.times[1])
+
+
+def load(path: Path | None, device: str) -> Any:
+    """The model in bfloat16, ready to generate."""
+    import transformers  # not installed with onepass
+
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    make: Any = transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    if path is not None:
+        return make.from_pretrained(path, dtype=torch.bfloat16, local_files_only=True).eval().to(device)
+    with torch.device(device):
+        model = make.from_config(transformers.LlamaConfig(**SIZES), dtype=torch.bfloat16).eval()
+    with torch.no_grad():  # as large as what the layers add, so that tokens do not depend on roundings alone
+        model.get_input_embeddings().weight.mul_(EMBEDDING)
+    return model
+
+
+def agreeing(tokens: Tensor, expected: Tensor) -> int:
+    """How many tokens of all sequences are equal up to the first that differs in each."""
+    return int((tokens == expected).long().cumprod(1).sum())
+
+
+def show(path: Path | None, screen: Screen) -> dict[str, Any]:
+    """Generate in all ways, compare and time; return what the report contains."""
+    model = load(path, screen.device)
+    count = sum(p.numel() for p in model.parameters())
+    where = f"{torch.get_num_threads()} threads" if screen.device == "cpu" else "CUDA graphs with onepass"
+    label = str(path) if path is not None else "random weights"
+    screen.console.print(f"{type(model).__name__} ({label}): {count / 1e6:.0f} M parameters, bfloat16, {where}")
+    runs: list[Run] = []
+    errors: dict[str, float] = {}
+    forced: dict[str, int] = {}
+    columns = (TextColumn("{task.description:28}"), BarColumn(32), TextColumn("{task.fields[rate]}"))
+    expected: dict[int, Tensor] = {}
+    with Progress(*columns, console=screen.console, transient=True, disable=not screen.console.is_terminal) as progress:
+        for way, options in WAYS.items():
+            with patch(model, **options) if options else nullcontext():
+                for batch in BATCHES:
+                    name = f"{way}, batch {batch}"
+                    tokens, rate = _generate(model, batch, progress, name, screen.device, bool(options))
+                    same = agreeing(tokens, expected.setdefault(batch, tokens))
+                    runs.append(Run(way, batch, rate, same, tokens.numel()))
+                text = torch.cat([_prompt(model, 1, PROMPT), expected[BATCHES[0]][:1]], dim=1)
+                logits = _logits(model, text)[PROMPT - 1 : -1]
+                if not options:
+                    plain = logits
+                    continue
+                errors[way] = float((logits - plain).abs().max() / plain.abs().max())
+                forced[way] = int((logits.argmax(-1) == plain.argmax(-1)).sum())
+    _show_table(runs, screen)
+    for way, error in errors.items():
+        words = f"{way}: after the same text, {forced[way]} of {plain.shape[0]} next tokens are the same; "
+        words += f"logits differ by up to {error:.1%} of the largest"
+        screen.console.print(Text.assemble(verdict(_close(way, error)), f"  {words}"), soft_wrap=True)
+    return {
+        "model": label,
+        "parameters": count,
+        "fine": all(_close(way, error) for way, error in errors.items()) and bool(plain.abs().max() > 0),
+        "runs": [asdict(run) for run in runs],
+        "largest_difference_of_logits": errors,
+        "same_next_token": forced,
+        "next_tokens": plain.shape[0],
+    }
+
+
+def _prompt(model: Any, batch: int, tokens: int) -> Tensor:
+    """The first rows and tokens of the same random prompts."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(2, vocabulary, (max(BATCHES), PROMPT), generator=torch.Generator().manual_seed(0))
+    return ids[:batch, :tokens].to(model.device)
+
+
+def _logits(model: Any, text: Tensor) -> Tensor:
+    """The logits behind each token of a text, [tokens, vocabulary], in pieces that run as decode steps."""
+    found, cache = [], None
+    for piece in text.split(CHUNK, dim=1):
+        out = model(piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        found.append(out.logits[0].float())
+    return torch.cat(found)
+
+
+def _close(way: str, error: float) -> bool:
+    limit = next(limit for option, limit in LARGEST_ERROR.items() if option in WAYS[way])
+    return error <= limit
+
+
+def _generate(
+    model: Any, batch: int, progress: Progress, name: str, device: str, captured: bool
+) -> tuple[Tensor, float]:
+    """New tokens [batch, NEW_TOKENS], and tokens per second. A first call warms up and is not shown."""
+    ids = _prompt(model, batch, PROMPT)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW_TOKENS}
+    if device == "cuda" and captured:
+        from ..integrations import generate  # needs transformers
+
+        options["custom_generate"] = generate
+    model.generate(ids, **{**options, "max_new_tokens": 2 if device == "cpu" else NEW_TOKENS})
+    meter = Meter(progress, progress.add_task(name, total=NEW_TOKENS, rate=""), batch)
+    tokens: Tensor = model.generate(ids, **options, streamer=meter)
+    return tokens[:, ids.shape[1] :], meter.rate
+
+
+def _show_table(runs: list[Run], screen: Screen) -> None:
+    slow = {run.batch: run.tokens_per_second for run in runs if run.way == WITHOUT}
+    fastest = max(run.tokens_per_second for run in runs)
+    shown = table("", right=("batch", "tokens/s", "speed-up"))
+    shown.add_column("")
+    shown.add_column("same tokens", justify="right", no_wrap=True)
+    for run in runs:
+        bar = Text(
+            "━" * max(1, round(24 * run.tokens_per_second / fastest)), style="dim" if run.way == WITHOUT else "green"
+        )
+        speedup = "" if run.way == WITHOUT else screen.speedup(1 / slow[run.batch], 1 / run.tokens_per_second)
+        same = "" if run.way == WITHOUT else f"{run.same_tokens} of {run.tokens}"
+        shown.add_row(run.way, str(run.batch), f"{run.tokens_per_second:.1f}", speedup, bar, same)
+    screen.console.print(shown)
+    screen.console.print(
+        "Tokens count as the same up to the first that differs in a sequence. onepass adds products in another order than torch, so some "
+        "bfloat16 values round the other way. Logits of random weights are close together, and then a token may change.",
+        style="dim",
+    )
