@@ -1,0 +1,215 @@
+"""``python -m tools.batch_invariance``: how many prompts decode to the same bytes alone and in batches.
+
+A model with random bfloat16 weights decodes prompts greedily, each alone and then in batches of several
+sizes. A prompt is equal if the logits of its prompt's last token and of every new token have the same bytes
+as alone. Prompts have equal lengths, so that nothing is padded. Ways:
+
+- ``unpatched``: transformers and torch;
+- ``decode``: ``onepass.patch(model, decode=True)``;
+- ``invariant``: the same with ``batch_invariant=True``;
+- ``invariant-rows`` and ``unpatched-rows``: with torch's attention called for each sequence alone, which shows what
+  attention does to the others.
+
+Results are written after each way and length, and merged into the file that ``--json`` names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+import onepass
+from tools.bench import common
+from tools.bench.markdown import table
+from tools.bench.ways import first_line
+
+BATCHES: Final = (2, 4, 8, 16)
+TOKENS: Final = 16
+PROMPTS: Final = {"cuda": 1000, "cpu": 32}
+CONTEXTS: Final = {"cuda": [64, 1024], "cpu": [32]}
+_SMALL: Final[dict[str, Any]] = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024}
+_SMALL_HEADS: Final = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+ROWS: Final = "sdpa_per_sequence"
+"""The name under which transformers knows the attention of one sequence at a time."""
+
+
+class Way(NamedTuple):
+    """The options of `onepass.patch`, or none, and whether each sequence's attention is a call of its own."""
+
+    title: str
+    options: dict[str, Any]
+    rows: bool = False
+
+
+_INVARIANT: Final = {"decode": True, "batch_invariant": True}
+WAYS: Final = {
+    "unpatched": Way("unpatched", {}),
+    "unpatched-rows": Way("unpatched, attention per sequence", {}, rows=True),
+    "decode": Way("`decode=True`", {"decode": True}),
+    "invariant": Way("`decode=True, batch_invariant=True`", _INVARIANT),
+    "invariant-rows": Way("the same, attention per sequence", _INVARIANT, rows=True),
+}
+
+
+def per_sequence(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+    """transformers' attention with torch's kernels, called for each sequence of a batch alone."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    found = []
+    for row in range(q.shape[0]):
+        own = slice(row, row + 1)
+        of_row = None if mask is None else mask[own]
+        found.append(sdpa_attention_forward(module, q[own], k[own], v[own], of_row, **options)[0])
+    return torch.cat(found), None
+
+
+@contextmanager
+def attention(model: Any, rows: bool) -> Iterator[None]:
+    """Let a model attend to each sequence alone, if asked."""
+    if not rows:
+        yield
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(ROWS, per_sequence)
+    AttentionMaskInterface.register(ROWS, sdpa_mask)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = ROWS
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def decoded(model: Any, prompts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Greedy tokens [batch, tokens], and the logits they were chosen from [batch, tokens, vocabulary]."""
+    ids, cache = prompts, None
+    chosen, logits = [], []
+    for _ in range(tokens):
+        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        logits.append(out.logits[:, -1])
+        ids = logits[-1].argmax(-1, keepdim=True)
+        chosen.append(ids)
+    return torch.cat(chosen, 1), torch.stack(logits, 1)
+
+
+def digests(logits: Tensor) -> Tensor:
+    """One number per sequence that depends on every byte of its logits and on their order."""
+    words = logits.contiguous().view(torch.int16).flatten(1).long()
+    # Odd weights, so that a change of one value always changes the sum. Sums wrap around.
+    weights = torch.arange(words.shape[1], device=words.device) * 2654435761 * 2 + 1
+    return (words * weights).sum(1)
+
+
+def run(model: Any, prompts: Tensor, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """The tokens and the digests of all prompts, in batches of a size. The last batch is filled with the first prompts."""
+    missing = -len(prompts) % batch
+    filled = torch.cat([prompts, prompts[:missing]])
+    parts = [decoded(model, part, tokens) for part in filled.split(batch)]
+    found = torch.cat([part[0] for part in parts]), torch.cat([digests(part[1]) for part in parts])
+    return found[0][: len(prompts)], found[1][: len(prompts)]
+
+
+def measure(model: Any, prompts: Tensor, way: Way, batches: tuple[int, ...], tokens: int) -> dict[str, Any]:
+    """How many prompts have the bytes, and the tokens, that they have alone."""
+    row: dict[str, Any] = {"way": way.title, "context": prompts.shape[1], "prompts": len(prompts), "tokens": tokens}
+    row |= {"equal": {}, "equal_tokens": {}}
+    try:
+        with ExitStack() as stack:
+            if way.options:
+                stack.enter_context(onepass.patch(model, **way.options))
+            stack.enter_context(attention(model, way.rows))
+            alone, bytes_alone = run(model, prompts, 1, tokens)
+            row["distinct_tokens"] = len(alone.unique())
+            for batch in batches:
+                chosen, found = run(model, prompts, batch, tokens)
+                row["equal"][str(batch)] = int((found == bytes_alone).sum())
+                row["equal_tokens"][str(batch)] = int((chosen == alone).all(1).sum())
+    except Exception as error:  # the other ways continue
+        row["failed"] = first_line(error)
+    return row
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table of a report."""
+    rows = report["rows"]
+    batches = sorted({int(batch) for row in rows for batch in row["equal"]})
+    heads = ["model", "context", "way", *(f"batch {batch}" for batch in batches)]
+    lines = []
+    for row in rows:
+        cells = []
+        for batch in map(str, batches):
+            if batch in row["equal"]:
+                cells.append(f"{row['equal'][batch]} ({row['equal_tokens'][batch]})")
+            else:
+                cells.append("failed" if "failed" in row else "")
+        lines.append([row["model"], str(row["context"]), row["way"], *cells])
+    tokens, prompts = rows[0]["tokens"], rows[0]["prompts"]
+    return "\n".join(
+        [
+            f"Prompts of {prompts} that decode {tokens} tokens with the same logits, to the byte, in a batch as alone; in brackets "
+            f"those with the same tokens. Random bfloat16 weights, {report['machine']}, torch {report['torch']}.",
+            "",
+            *table(heads, lines, 3),
+        ]
+    )
+
+
+def merge(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
+    """Add a row, in place of one of the same model, way and length."""
+    same = ("model", "way", "context")
+    rows[:] = [row for row in rows if any(row[key] != new[key] for key in same)] + [new]
+
+
+def main() -> None:
+    """Measure, print the table, write files if asked; exit status 1 if a way failed, or an invariant one is not."""
+    parser = common.parser("batch_invariance", __doc__, 4)
+    parser.prog = "python -m tools.batch_invariance"
+    parser.add_argument("--way", nargs="+", choices=tuple(WAYS), default=tuple(WAYS), help="default: all")
+    parser.add_argument("--batch", type=int, nargs="+", default=BATCHES, help="batch sizes (default: 2 4 8 16)")
+    parser.add_argument("--prompts", type=int, help="how many (default 1000; CPU: 32)")
+    parser.add_argument("--context", type=int, nargs="+", help="tokens of a prompt (default 64 1024; CPU: 32)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"new tokens (default {TOKENS})")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    options = parser.parse_args()
+    count, contexts = options.prompts or PROMPTS[options.device], options.context or CONTEXTS[options.device]
+    report: dict[str, Any] = {**common.head(options.device), "rows": []}
+    if options.json and options.json.exists():
+        report["rows"] = json.loads(options.json.read_text())["rows"]
+    fine = True
+    with torch.inference_mode():
+        for name in common.chosen(options.model or ["qwen3-8b"]):
+            title, config, sizes = common.sized(name, options.layers)
+            if options.device == "cpu":
+                title, sizes = f"{title}, small", {**sizes, **_SMALL, **_SMALL_HEADS}
+            model = common.build(config, sizes, options.device)
+            for context in contexts:
+                generator = torch.Generator().manual_seed(0)
+                prompts = torch.randint(2, model.config.vocab_size, (count, context), generator=generator)
+                for way in (WAYS[name] for name in options.way):
+                    found = measure(model, prompts.to(options.device), way, tuple(options.batch), options.tokens)
+                    row = {"model": title, **found}
+                    print(json.dumps(row), flush=True)
+                    held = all(equal == count for equal in row["equal"].values())
+                    fine = (
+                        fine and "failed" not in row and (held or "batch_invariant" not in way.options or not way.rows)
+                    )
+                    merge(report["rows"], row)
+                    common.write(report, options.json)
+            del model
+    print(markdown(report))
+    if options.markdown:
+        options.markdown.write_text(markdown(report) + "\n")
+    raise SystemExit(0 if fine else 1)
+
+
+if __name__ == "__main__":
+    main()
