@@ -326,6 +326,21 @@ def test_a_failed_call_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not generation._KEPT.get(model)
 
 
+def test_a_step_that_cannot_be_recorded_is_named(graphs: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, right = fresh("Llama"), decode_state.State.step
+
+    def reading(state: decode_state.State, model: Any) -> None:
+        if graphs.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing\nand a long trace")
+        right(state, model)
+
+    monkeypatch.setattr(decode_state.State, "step", reading)
+    with pytest.raises(
+        onepass.Unsupported, match=r"cannot be recorded .*\(operation not permitted when stream is capturing\)"
+    ):
+        both(model, prompts())
+
+
 class NoHostReads(TorchDispatchMode):
     """Raises where a value of a tensor would reach the host."""
 

@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..errors import Unsupported
+
 WARM_UP: Final = 3
 """Steps before the recording, in which kernels are compiled and libraries allocate their workspaces."""
 STEPS_PER_LOOK: Final = 8
@@ -71,8 +73,16 @@ class Graph:
         if self.generator is not None:
             graph.register_generator_state(self.generator)
         # Other threads, such as the reader of a streamer, may use the device meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise Unsupported(
+                f"generate: a step of this model cannot be recorded in a CUDA graph ({why}); leave out `custom_generate`"
+            ) from error
         return graph
 
 

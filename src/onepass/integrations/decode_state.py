@@ -41,8 +41,9 @@ class Shape(NamedTuple):
     by_pattern: bool
     """Whether the model takes its masks as a dictionary."""
     window: int
-    additive: bool
-    """Whether masks are added to the scores (attention implementation "eager"), rather than boolean."""
+    mask_dtype: torch.dtype
+    blocked: float
+    """What masks add to scores that do not count: the value that the model's attention adds."""
 
 
 def slot_layer(length: int, slot: Tensor, like: Any) -> Any:
@@ -71,12 +72,11 @@ class State:
         shape: Shape,
         given: Any,
         config: Any,
-        dtype: torch.dtype,
         device: torch.device,
         warpers: Sequence[Callable[..., Any]],
         sampling: bool,
     ) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+        self.shape = shape
         self.warpers, self.sampling = list(warpers), sampling
         batch, length = shape.batch, shape.length
         # Tensors of inference mode could not be written outside of it by a later call.
@@ -93,10 +93,10 @@ class State:
             self.eos = torch.zeros(max(1, shape.eos), dtype=torch.long, device=device)
             self.pad = torch.zeros(1, dtype=torch.long, device=device)
             self.slots = torch.arange(length, device=device)
-            self.full = torch.zeros(batch, 1, 1, length, dtype=torch.bool, device=device)
+            # Masks are what is added to scores: torch would make that of a boolean mask in every layer.
+            self.full = torch.zeros(batch, 1, 1, length, dtype=shape.mask_dtype, device=device)
             self.sliding = torch.zeros_like(self.full)
-            added = shape.patterns if shape.additive else ()
-            self.added = {name: torch.zeros(self.full.shape, dtype=dtype, device=device) for name in added}
+            self.blocked = torch.full((), shape.blocked, dtype=shape.mask_dtype, device=device)
             self.history = torch.zeros(length, batch, dtype=torch.long, device=device)
         self.generator = torch.Generator(device) if sampling else None
 
@@ -111,8 +111,8 @@ class State:
                 ours[:, :, tokens - held : tokens].copy_(theirs[:, :, :held])
                 ours[:, :, tokens:].zero_()
             layer.cumulative_length.fill_(tokens)
-        self.full.zero_()
-        self.full[:, 0, 0, :tokens].copy_(mask)
+        self.full.fill_(self.shape.blocked)
+        self.full[:, 0, 0, :tokens].masked_fill_(mask.bool(), 0.0)
         self.slot.fill_(tokens - 1)
         self.row.zero_()
         self.running.fill_(True)
@@ -120,11 +120,11 @@ class State:
         if eos:
             self.eos.copy_(torch.tensor(list(eos)))
             self.pad.fill_(pad)
-        self._cut_masks()
+        self._cut_window()
 
     def save(self) -> Callable[[], None]:
         """A function that restores what a step changes, except for entries and tokens that the next step overwrites."""
-        tensors = [self.tokens, self.counters, self.running, self.full, self.sliding, *self.added.values()]
+        tensors = [self.tokens, self.counters, self.running, self.full, self.sliding]
         tensors += [layer.cumulative_length for layer in self.layers]
         copies = [tensor.clone() for tensor in tensors]
 
@@ -137,8 +137,8 @@ class State:
     @property
     def masks(self) -> Tensor | dict[str, Tensor]:
         """What the model takes as ``attention_mask``."""
-        ready = {FULL: self.full, SLIDING: self.sliding}
-        found = {name: self.added[name] if self.shape.additive else ready[name] for name in self.shape.patterns}
+        every = {FULL: self.full, SLIDING: self.sliding}
+        found = {name: every[name] for name in self.shape.patterns}
         return found if self.shape.by_pattern else found[self.shape.patterns[0]]
 
     def step(self, model: Any) -> None:
@@ -164,8 +164,8 @@ class State:
         self.history.index_copy_(0, self.row, chosen.unsqueeze(0))
         self.tokens.copy_(chosen.unsqueeze(1))
         self.counters.add_(1)
-        self.full.index_fill_(3, self.slot, True)
-        self._cut_masks()
+        self.full.index_fill_(3, self.slot, 0.0)
+        self._cut_window()
 
     def filtered(self, logits: Tensor) -> Tensor:
         """The float32 logits behind temperature, top-k and top-p, which are transformers' own."""
@@ -180,13 +180,10 @@ class State:
         noise = torch.empty_like(probabilities).exponential_(1, generator=self.generator)
         return probabilities.div_(noise).argmax(-1)
 
-    def _cut_masks(self) -> None:
+    def _cut_window(self) -> None:
         if SLIDING in self.shape.patterns:
-            torch.logical_and(self.full, self.slots > self.slot - self.shape.window, out=self.sliding)
-        if self.shape.additive:
-            lowest = torch.finfo(self.dtype).min
-            for name, added in self.added.items():
-                added.fill_(lowest).masked_fill_(self.full if name == FULL else self.sliding, 0.0)
+            within = self.slots > self.slot - self.shape.window
+            torch.where(within, self.full, self.blocked, out=self.sliding)
 
     def store(self, given: Any, tokens: int) -> None:
         """Write the entries of the first ``tokens`` tokens into a cache that the caller passed."""

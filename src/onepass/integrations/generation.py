@@ -178,7 +178,7 @@ def _take(model: Any, request: Request) -> Kept:
     del kept  # its memory is free before the new one needs it
     device = request.mask.device
     shape = step_shape(model, request)
-    state = State(shape, request.cache, model.config, model.dtype, device, request.warpers, request.sampling)
+    state = State(shape, request.cache, model.config, device, request.warpers, request.sampling)
     return Kept(state, _runner(device, state.generator), Identity(model))
 
 

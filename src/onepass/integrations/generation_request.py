@@ -208,6 +208,8 @@ def step_shape(model: Any, request: Request) -> Shape:
     for kind in kinds:
         if kind not in PATTERNS:
             _fail(f"a layer of type {kind!r} is not supported")
+    eager = text._attn_implementation == "eager"
+    dtype = model.dtype if eager else request.cache.layers[0].keys.dtype
     return Shape(
         batch=len(request.mask),
         length=request.length,
@@ -215,7 +217,8 @@ def step_shape(model: Any, request: Request) -> Shape:
         patterns=tuple(sorted(set(kinds))),
         by_pattern=getattr(text, "layer_types", None) is not None,
         window=window or 0,
-        additive=text._attn_implementation == "eager",
+        mask_dtype=dtype,
+        blocked=torch.finfo(dtype).min if eager else -torch.inf,
     )
 
 
@@ -241,5 +244,7 @@ def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, dict):
         return isinstance(ours, dict) and all(_same(ours.get(name), value) for name, value in theirs.items())
     if isinstance(theirs, Tensor):
+        if theirs.dtype is torch.bool and isinstance(ours, Tensor):  # as torch's attention reads it
+            theirs = torch.zeros_like(theirs, dtype=ours.dtype).masked_fill_(~theirs, -torch.inf)
         return isinstance(ours, Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     return bool(ours is theirs)
