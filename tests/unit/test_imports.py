@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "nn": {*BASE, "ops"},
     "dist": {*BASE, "ops"},
     "compat": {*BASE, "ops"},
-    "integrations": {*BASE, "ops", "nn"},
+    "integrations": {*BASE, "ops", "nn", "onepass"},
     "testing": {*LIBRARY, *BACKENDS},
     "bench": {*LIBRARY, *BACKENDS, "testing", "onepass"},
     "cli": {*LIBRARY, *BACKENDS, "testing", "bench", "onepass"},

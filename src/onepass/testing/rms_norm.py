@@ -83,7 +83,7 @@ def _rms_norm_cases(op: str) -> Iterator[Case]:
     yield from c("chunks", (3, 4), 5000, layout=["misaligned", "transposed"])
     yield from c("chunks", (9,), 3072, values="special")
     yield from sum_cases(op, "once", True, [64, 640, 4096, 5000, 20000])
-    yield from sum_cases(op, "hf", False, [640, 4096])
+    yield from sum_cases(op, "hf", False, [64, 640, 2048, 4096, 5000, 5120, 7168, 8192, 20000])
     yield from c("large", (2048,), 4096, residual=BF16)
 
 

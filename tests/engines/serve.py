@@ -1,0 +1,97 @@
+"""A vLLM server in a process of its own: serve a saved model, print what happened as one line of JSON.
+
+``python -m tests.engines.serve MODEL --provider onepass``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from typing import Any
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+}
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.ir.op import IrOp
+
+from tests.engines.small_models import VOCABULARY
+
+REPORT = "report: "
+"""What the line of JSON begins with."""
+OPS = ("rms_norm", "fused_add_rms_norm")
+LENGTHS = (5, 17, 33, 2, 64, 48, 9, 1)
+"""Tokens of the prompts that are served at once."""
+NEW_TOKENS = 32
+
+
+def count_calls() -> Counter[str]:
+    """Count the calls of every implementation from now on, by op and provider."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    for op in OPS:
+        for provider, implementation in IrOp.registry[op].impls.items():
+            implementation.impl_fn = counted(f"{op}: {provider}", implementation.impl_fn)
+    return calls
+
+
+def main() -> None:
+    """Serve eight requests at once, then each by itself."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--provider", default="native")
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    priority = ["native"] if options.provider == "native" else [options.provider, "native"]
+    llm = LLM(
+        options.model,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=128,
+        enforce_eager=not options.compile,
+        ir_op_priority=dict.fromkeys(OPS, priority),
+    )
+    calls = count_calls()
+    generator = torch.Generator().manual_seed(1)
+    prompts: list[Any] = [
+        {"prompt_token_ids": torch.randint(2, VOCABULARY, (n,), generator=generator).tolist()} for n in LENGTHS
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    llm.generate(prompts[:2], greedy, use_tqdm=False)  # compiles what is compiled
+    calls.clear()
+    started = time.perf_counter()
+    together = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, greedy, use_tqdm=False)]
+    seconds = time.perf_counter() - started
+    counted = dict(calls)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        llm.generate(prompts[:1], greedy, use_tqdm=False)
+    operators = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("onepass::")}
+    alone = [list(llm.generate([p], greedy, use_tqdm=False)[0].outputs[0].token_ids) for p in prompts]
+    report = {
+        "tokens": together,
+        "alone": alone,
+        "calls": counted,
+        "operators": operators,
+        "per_second": sum(map(len, together)) / seconds,
+        "priority": {op: IrOp.registry[op].get_priority() for op in OPS},
+    }
+    print(REPORT + json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""vLLM serves small models with onepass as the provider of its norms: the same tokens as with its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.serve import LENGTHS, NEW_TOKENS, REPORT
+from tests.engines.small_models import CONFIGS, LAYERS, saved
+
+ROOT = Path(__file__).parents[2]
+TIME_LIMIT = 600
+
+
+class Served:
+    """What one server process reported, and its log."""
+
+    def __init__(self, report: dict[str, Any], log: str) -> None:
+        self.report = report
+        self.log = log
+
+    def __getattr__(self, name: str) -> Any:
+        return self.report[name]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@cache
+def served(directory: Path, family: str, *words: str, attempt: int = 1, **settings: str) -> Served:
+    """Start a server, serve, and stop it. ``attempt`` 2 is a restart."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING"} | settings
+    command = [sys.executable, "-m", "tests.engines.serve", str(saved(family, directory)), *words]
+    done = subprocess.run(
+        command, env=environment, cwd=directory, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith(REPORT))[len(REPORT) :])
+    how = " ".join((*words, *(f"{name}={value}" for name, value in settings.items())))
+    print(f"\n{family} {how or 'native'}: {report['per_second']:.0f} tokens/s on this machine, {len(LENGTHS)} requests")
+    return Served(report, done.stdout + done.stderr)
+
+
+def onepass(directory: Path, family: str, **settings: Any) -> Served:
+    return served(directory, family, "--provider", "onepass", **settings)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tokens_are_those_of_vllms_own_norms(models: Path, family: str) -> None:
+    mine, theirs = onepass(models, family), served(models, family)
+    assert mine.tokens == theirs.tokens and mine.alone == theirs.alone
+    assert [len(tokens) for tokens in mine.tokens] == [NEW_TOKENS] * len(LENGTHS)
+    assert len({tuple(tokens) for tokens in mine.tokens}) == len(LENGTHS), "a model that repeats itself shows nothing"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_norm_is_computed_by_the_provider(models: Path, family: str) -> None:
+    mine, theirs = onepass(models, family).calls, served(models, family).calls
+    for op in ("rms_norm", "fused_add_rms_norm"):
+        assert mine[f"{op}: onepass"] == theirs[f"{op}: native"] > 0
+    assert all(name.endswith("onepass") for name in mine) and all(name.endswith("native") for name in theirs)
+
+
+def test_restarted_server_gives_the_same_tokens(models: Path) -> None:
+    first, second = onepass(models, "qwen3"), onepass(models, "qwen3", attempt=2)
+    assert first.tokens == second.tokens and first.alone == second.alone
+
+
+def test_engine_in_its_own_process_loads_the_plugin(models: Path) -> None:
+    """As `vllm serve` runs: the model is in a child process, which calls the entry point itself."""
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    apart = onepass(models, "llama", **settings)
+    assert apart.tokens == onepass(models, "llama").tokens
+    lines = [line for line in apart.log.splitlines() if "provides rms_norm and fused_add_rms_norm" in line]
+    assert any("EngineCore" in line for line in lines), lines
+
+
+def test_vllm_plugins_can_leave_it_out(models: Path) -> None:
+    """`VLLM_PLUGINS` names the plugins to load; without onepass in it, the provider does not exist."""
+    with pytest.raises(AssertionError, match="must be registered implementations"):
+        onepass(models, "llama", VLLM_PLUGINS="none")
+
+
+def test_compiled_model_calls_the_provider(models: Path) -> None:
+    """Inductor's code calls onepass through torch's dispatcher, once per norm and step. Eager calls bypass it.
+
+    Tokens need not be those of eager mode: Inductor fuses and rounds other parts of the model differently.
+    """
+    settings = {"VLLM_DISABLE_COMPILE_CACHE": "1"}
+    compiled = served(models, "llama", "--provider", "onepass", "--compile", **settings)
+    norms = 2 * LAYERS + 1
+    assert sum(compiled.operators.values()) == norms * NEW_TOKENS, compiled.operators
+    assert onepass(models, "llama").operators == {}
+    assert [len(tokens) for tokens in compiled.tokens] == [NEW_TOKENS] * len(LENGTHS)
+    agree = sum(a == b for a, b in zip(compiled.tokens, onepass(models, "llama").tokens, strict=True))
+    print(f"compiled: {agree} of {len(LENGTHS)} sequences equal those of eager mode")
