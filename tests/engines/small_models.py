@@ -36,7 +36,8 @@ def made(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     name, special = CONFIGS[family]
     torch.manual_seed(len(family))
     config = getattr(transformers, name)(**{**_COMMON, **special})
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    model = make(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

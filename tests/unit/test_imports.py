@@ -47,6 +47,8 @@ LAZY = {
     "compat/__init__.py": "each module mirrors one library",
     "dist": "DTensor is slow to import",
     "integrations/__init__.py": "transformers is optional",
+    "integrations/vllm.py": "vLLM is optional",
+    "integrations/kernels.py": "Hugging Face kernels is optional",
     "trace/__init__.py": "programs that only record a trace need no page",
     "cpu": "kernel generators and llvmlite load only when a kernel is not in the object cache",
     "triton": "the interpreter is only needed without a GPU",
