@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -323,25 +321,3 @@ def test_flashinfer_heads() -> None:
     assert torch.equal(out, flashinfer.rmsnorm(q, weight, EPS))
     flashinfer.qk_rmsnorm(q, weight, out, EPS, 1.0)
     assert_close(out, rounded_once(q, weight, torch.bfloat16, 1.0))
-
-
-SIGNATURES = {
-    "rms_norm": "out, input, weight, epsilon",
-    "fused_add_rms_norm": "input, residual, weight, epsilon",
-    "rms_norm_dynamic_per_token_quant": "input, weight, epsilon, quant_dtype, scale_ub=None, residual=None",
-    "rms_norm_per_block_quant": "input, weight, epsilon, quant_dtype, group_size, scale_ub=None, residual=None, "
-    "is_scale_transposed=False, tma_alignment=0",
-    "rmsnorm": "input, weight, eps=1e-06, out=None, enable_pdl=None",
-    "fused_add_rmsnorm": "input, residual, weight, eps=1e-06, enable_pdl=None",
-    "gemma_rmsnorm": "input, weight, eps=1e-06, out=None, enable_pdl=None",
-    "gemma_fused_add_rmsnorm": "input, residual, weight, eps=1e-06, enable_pdl=None",
-    "qk_rmsnorm": "input, weight, output, eps=1e-06, weight_bias=0.0, enable_pdl=False",
-}
-
-
-@pytest.mark.parametrize("module", [vllm, vllm_0_19, flashinfer], ids=lambda m: m.__name__.split(".")[-1])
-def test_signatures(module: ModuleType) -> None:
-    for name in module.__all__:
-        parameters = inspect.signature(getattr(module, name)).parameters.values()
-        shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-        assert ", ".join(shown) == SIGNATURES[name]

@@ -402,10 +402,10 @@ def test_dir_shows_public_names() -> None:
 def test_submodules_are_attributes() -> None:
     """After `import onepass` every module in the README is an attribute."""
     program = "import json, onepass as o; print(json.dumps([m.__name__ for m in (%s)]))"
-    names = ["compat.vllm", "compat.vllm_0_19", "compat.flashinfer", "dist", "integrations", "nn"]
+    names = ["compat.vllm", "compat.vllm_0_19", "compat.flashinfer", "compat.sglang", "dist", "integrations", "nn"]
     assert modules_of(program % ", ".join(f"o.{name}" for name in names)) == [f"onepass.{name}" for name in names]
-    with pytest.raises(AttributeError, match="has no attribute 'sglang'"):
-        onepass.compat.sglang  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'tensorrt'"):
+        onepass.compat.tensorrt  # noqa: B018
 
 
 def test_python_m_onepass() -> None:

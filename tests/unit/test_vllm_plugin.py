@@ -48,7 +48,7 @@ def install(monkeypatch: pytest.MonkeyPatch, ops: Any = None, version: str = "9.
     platform = SimpleNamespace(is_cuda_alike=lambda: False, is_cpu=lambda: True)
     parts = {"platforms": SimpleNamespace(current_platform=platform)}
     for name, part in (parts | ({"ir": SimpleNamespace(ops=ops)} if ops else {})).items():
-        monkeypatch.setitem(sys.modules, f"vllm.{name}", part)  # type: ignore[misc]
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", part)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Drop-in replacements: other libraries' names, argument order, in-place semantics, rounding.
 
 - `onepass.compat.vllm`: ``vllm._custom_ops`` of vLLM 0.20 and later; `onepass.compat.vllm_0_19`: of earlier releases.
-- `onepass.compat.flashinfer`: ``flashinfer.norm``.
+- `onepass.compat.flashinfer`: ``flashinfer.norm``, and MLA's rotation to fp8.
+- `onepass.compat.sglang`: the norms of ``sgl_kernel`` and ``fused_inplace_qknorm``.
 
 onepass adds sums in its own order (a row gives the same bytes in any batch), so results can differ
 from the originals' in the last bit. Docstrings list all other differences. The libraries
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from . import flashinfer as flashinfer
+    from . import sglang as sglang
     from . import vllm as vllm
     from . import vllm_0_19 as vllm_0_19
 
-__all__ = ["flashinfer", "vllm", "vllm_0_19"]
+__all__ = ["flashinfer", "sglang", "vllm", "vllm_0_19"]
 
 
 def __getattr__(name: str) -> object:

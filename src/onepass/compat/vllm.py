@@ -7,6 +7,8 @@ What vLLM 0.20 and later compute, where ``round`` rounds to the tensors' dtype::
     the two with fp8     h = x + residual, unrounded;  y = round(round(h * rs) * w)
                          scale = max(min(max |y|, scale_ub) / qmax, 1 / (qmax * 512));  code = fp8(y / scale)
 
+    static fp8           h = round(x + residual);  y = round(round(h * rs) * w);  code = fp8(y * (1 / scale))
+
 ``qmax`` is 448 for float8_e4m3fn and 224 for float8_e4m3fnuz. Results have the same bytes as
 vLLM's, with two exceptions. vLLM adds squares in another order, and on a GPU its reciprocal square
 root may differ in the last bit; where that changes ``rs``, a value at a rounding boundary can round
@@ -14,6 +16,9 @@ the other way. And a row that contains NaN or infinity, or whose sum of squares 
 here; vLLM's fp8 functions store finite codes for it.
 
 vLLM 0.19 and earlier also round ``x * rs`` in the first two: see `onepass.compat.vllm_0_19`.
+
+The norms around attention, MLA's cache write and its projection are in `onepass.compat.vllm_attention`; their
+docstrings state their rounding. Weights may have any float dtype, whatever the input's.
 
 Every function checks all of its arguments before it writes anything.
 """
@@ -30,11 +35,23 @@ from ..contract.declaration import describe
 from ..errors import ContractError, Unsupported
 from ..ops.rms_norm import rms_norm as _rms_norm
 from ..ops.rms_norm import rms_norm_fused_fp8
+from .vllm_attention import concat_and_cache_mla, dsv3_fused_a_gemm, fused_q_kv_rmsnorm, fused_qk_norm_rope
 
 _MAXIMA = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 """The largest value of each format in vLLM."""
 
-__all__ = ["fused_add_rms_norm", "rms_norm", "rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"]
+__all__ = [
+    "concat_and_cache_mla",
+    "dsv3_fused_a_gemm",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_static_fp8_quant",
+    "fused_q_kv_rmsnorm",
+    "fused_qk_norm_rope",
+    "rms_norm",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_per_block_quant",
+    "rms_norm_static_fp8_quant",
+]
 
 
 def weight_or_ones(weight: Tensor | None, like: Tensor) -> Tensor:
@@ -51,6 +68,40 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
     """``residual += input``, then ``input = round((residual * rs) * weight)``, in one launch."""
     weight = weight_or_ones(weight, input)
     _rms_norm(input, weight, epsilon, residual=residual, round_sum=True, out=input, residual_out=residual)
+
+
+def rms_norm_static_fp8_quant(out: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
+    """``out = fp8(norm(input) * weight * (1 / scale))``, with one float32 scale in memory."""
+    _static("rms_norm_static_fp8_quant", out, input, None, weight, scale, epsilon)
+
+
+def fused_add_rms_norm_static_fp8_quant(
+    out: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
+) -> None:
+    """``residual += input``, then ``out = fp8(norm(residual) * weight * (1 / scale))``; input is not changed."""
+    _static("fused_add_rms_norm_static_fp8_quant", out, input, residual, weight, scale, epsilon)
+
+
+def _static(
+    name: str, out: Tensor, input: Tensor, residual: Tensor | None, weight: Tensor, scale: Tensor, epsilon: float
+) -> None:
+    if not isinstance(out, Tensor) or out.dtype not in _MAXIMA:
+        found = out.dtype if isinstance(out, Tensor) else type(out).__name__
+        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, _MAXIMA))}), got {found}")
+    if not isinstance(scale, Tensor) or scale.numel() != 1:
+        raise ContractError(f"{name}: `scale` must be a tensor of one element, got {describe(scale)}")
+    rms_norm_fused_fp8(
+        input,
+        weight,
+        epsilon,
+        out_dtype=out.dtype,
+        fp8_max=_MAXIMA[out.dtype],
+        static_scale=scale.reshape(()),
+        residual=residual,
+        rounding="hf",
+        out=out,
+        residual_out=residual,
+    )
 
 
 def rms_norm_dynamic_per_token_quant(

@@ -3,7 +3,7 @@
     rms_norm             y = round(round(x * rs) * w)
     fused_add_rms_norm   h = round(x + residual);  y = round(round(h * rs) * w),  rs from the rounded h
 
-The fp8 functions are those of `onepass.compat.vllm`.
+The other functions are those of `onepass.compat.vllm`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,30 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..ops.rms_norm import rms_norm as _rms_norm
-from .vllm import rms_norm_dynamic_per_token_quant, rms_norm_per_block_quant, weight_or_ones
+from .vllm import (
+    concat_and_cache_mla,
+    dsv3_fused_a_gemm,
+    fused_add_rms_norm_static_fp8_quant,
+    fused_q_kv_rmsnorm,
+    fused_qk_norm_rope,
+    rms_norm_dynamic_per_token_quant,
+    rms_norm_per_block_quant,
+    rms_norm_static_fp8_quant,
+    weight_or_ones,
+)
 
-__all__ = ["fused_add_rms_norm", "rms_norm", "rms_norm_dynamic_per_token_quant", "rms_norm_per_block_quant"]
+__all__ = [
+    "concat_and_cache_mla",
+    "dsv3_fused_a_gemm",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_static_fp8_quant",
+    "fused_q_kv_rmsnorm",
+    "fused_qk_norm_rope",
+    "rms_norm",
+    "rms_norm_dynamic_per_token_quant",
+    "rms_norm_per_block_quant",
+    "rms_norm_static_fp8_quant",
+]
 
 
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:

@@ -1,0 +1,129 @@
+"""vLLM's functions around attention: norms of q and k with their rotation, MLA's norms, cache write and projection.
+
+`onepass.compat.vllm` exports them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..contract.declaration import describe
+from ..errors import ContractError, Unsupported
+from ..ops.linear import linear
+from ..ops.qk_norm import qk_rms_norm
+from ..rope import Rope
+
+__all__ = ["concat_and_cache_mla", "dsv3_fused_a_gemm", "fused_q_kv_rmsnorm", "fused_qk_norm_rope", "weight_of"]
+
+_FP8 = ("fp8", "fp8_e4m3")
+
+
+def fused_qk_norm_rope(
+    qkv: Tensor,
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int,
+    head_dim: int,
+    eps: float,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    position_ids: Tensor,
+    forced_token_heads_per_warp: int = -1,
+) -> None:
+    """Norm and rotate the heads of q and k in ``qkv`` [tokens, (Hq + Hk + Hv) * head_dim], in place; v is not touched.
+
+    ``x = round(rope((x * rs) * w))``, where vLLM computes ``x * (rs * w)``: both are float32, and a value at a rounding
+    boundary can differ in its last bit. ``cos_sin_cache`` [positions, rotated columns] has all cosines, then all sines,
+    in any float dtype; its rows are gathered by torch before the launch. The last argument is ignored.
+    """
+    name = "fused_qk_norm_rope"
+    heads = num_heads_q + num_heads_k + num_heads_v
+    if qkv.dim() != 2 or qkv.shape[1] != heads * head_dim:
+        raise ContractError(f"{name}: `qkv` must be [tokens, {heads} heads of {head_dim}], got {list(qkv.shape)}")
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2 or cos_sin_cache.shape[1] > head_dim:
+        raise ContractError(
+            f"{name}: `cos_sin_cache` must be [positions, at most {head_dim}] with an even number of columns, "
+            f"got {list(cos_sin_cache.shape)}"
+        )
+    if position_ids.shape != qkv.shape[:1]:
+        raise ContractError(f"{name}: `position_ids` must be [{qkv.shape[0]}], got {list(position_ids.shape)}")
+    # onepass wants the two of a pair next to each other
+    cos, sin = cos_sin_cache[position_ids].float().chunk(2, -1)
+    freqs = torch.stack((cos, sin), -1).flatten(-2)
+    rope = Rope(freqs, style="half" if is_neox else "interleaved", head_dim=head_dim)
+    middle, end = num_heads_q * head_dim, (num_heads_q + num_heads_k) * head_dim
+    q, k = qkv[:, :middle], qkv[:, middle:end]
+    qk_rms_norm(q, k, q_weight, k_weight, eps, rope=rope, per_head=True, out=(q, k))
+
+
+def fused_q_kv_rmsnorm(
+    qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The norms of MLA's two latents, ``round((x * rs) * w)``, in one launch. Rows may be slices of one projection."""
+    return qk_rms_norm(qr, kv, q_weight, kv_weight, eps, out=(_like(qr), _like(kv)))
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def concat_and_cache_mla(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor
+) -> None:
+    """Write ``concat(kv_c, k_pe)`` of each token to its slot of ``kv_cache`` [pages, page size, columns].
+
+    "auto" stores the values in the cache's dtype. "fp8" and "fp8_e4m3" store ``fp8(value / scale)`` in a cache of
+    uint8 or float8_e4m3fn. A negative slot means that a token is not stored. slot_mapping may be shorter than kv_c, whose
+    remaining rows are padding. "fp8_ds_mla" is not supported.
+
+    There is no norm here, so torch does the work, without waiting for the device. If the latent still has to be
+    normed, `onepass.fused_rope_rmsnorm_quantization` does all of it in one launch.
+    """
+    name = "concat_and_cache_mla"
+    tokens, width = slot_mapping.shape[0], kv_c.shape[-1] + k_pe.shape[-1]
+    if kv_cache.dim() != 3 or kv_cache.shape[-1] != width:
+        raise ContractError(f"{name}: `kv_cache` must be [pages, page size, {width}], got {list(kv_cache.shape)}")
+    if tokens > kv_c.shape[0]:
+        raise ContractError(f"{name}: `slot_mapping` must have at most {kv_c.shape[0]} elements, got {tokens}")
+    entries = torch.cat((kv_c[:tokens], k_pe.reshape(k_pe.shape[0], -1)[:tokens]), -1)
+    if kv_cache_dtype in _FP8:
+        if kv_cache.dtype not in (torch.uint8, torch.float8_e4m3fn):
+            raise ContractError(f"{name}: `kv_cache` must be uint8 or float8_e4m3fn, got {kv_cache.dtype}")
+        divided = entries.float() / scale.reshape(())
+        entries = divided.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+        kv_cache = kv_cache.view(torch.uint8)
+    elif kv_cache_dtype != "auto":
+        raise Unsupported(f"{name}: `kv_cache_dtype` must be auto, fp8 or fp8_e4m3, got {describe(kv_cache_dtype)}")
+    if not tokens:
+        return
+    entries = entries.to(kv_cache.dtype)
+    # A token without a slot repeats the write of one that has a slot, and if there is none, rewrites the first entry.
+    slots = slot_mapping.long()
+    stored = slots.argmax(0, keepdim=True)  # one element and not a scalar, which torch would read on the host
+    last = slots[stored]
+    replacement = torch.where((last < 0).unsqueeze(-1), kv_cache[0, 0], entries[stored])
+    skipped = slots < 0
+    slots = torch.where(skipped, last.clamp(min=0), slots)
+    entries = torch.where(skipped.unsqueeze(-1), replacement, entries)
+    size = kv_cache.shape[1]
+    kv_cache[slots // size, slots % size] = entries
+
+
+def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor, enable_pdl: bool = False) -> None:
+    """``output = mat_a @ mat_b``, rounded once. ``mat_b`` [K, N] is the transposed weight, as vLLM passes it.
+
+    Any number of tokens and any sizes, bfloat16, float16 or float32. A row's bytes do not depend on its batch.
+    """
+    linear(mat_a, weight_of("dsv3_fused_a_gemm", mat_b), out=output)
+
+
+def weight_of(name: str, mat_b: Tensor) -> Tensor:
+    """The weight [N, K] whose transpose ``mat_b`` is."""
+    if mat_b.dim() != 2 or (mat_b.stride(0) != 1 and mat_b.shape[0] != 1):
+        raise ContractError(
+            f"{name}: `mat_b` must be the transpose of a contiguous weight, with strides (1, K), got {mat_b.stride()}"
+        )
+    return mat_b.t()

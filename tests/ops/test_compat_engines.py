@@ -1,0 +1,364 @@
+"""Compatibility functions with static scales, rotations, caches and projections, compared with plain torch.
+
+The references are written from the semantics of vLLM's, FlashInfer's and SGLang's kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onepass import ContractError, Unsupported
+from onepass.compat import flashinfer, sglang, vllm, vllm_0_19
+from onepass.compat.flashinfer import norm as flashinfer_norm
+from onepass.testing.case import same_bytes
+from tools.vllm_bytes import rows_that_differ
+
+EPS = 1e-5
+BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+MIXED = [(BF16, BF16), (F16, F16), (F32, F32), (F16, BF16), (F32, BF16)]
+"""Dtypes of the input and of the weight."""
+
+
+def inputs(dtype: torch.dtype, weight: torch.dtype, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x, residual = (torch.randn(*shape, generator=generator).to(dtype) for _ in range(2))
+    return x, residual, (1 + 0.2 * torch.randn(shape[-1], generator=generator)).to(weight)
+
+
+def near(h: Tensor) -> list[Tensor]:
+    """Float32 roots within a few units of the exact one: the order of a sum and the hardware choose among them."""
+    exact = (h.double().square().mean(-1, keepdim=True) + torch.tensor(EPS)).rsqrt().float()
+    return [(exact.view(torch.int32) + step).view(torch.float32) for step in range(-4, 5)]
+
+
+def fp8(values: Tensor, dtype: torch.dtype = F8) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return values.clamp(-limit, limit).to(dtype)
+
+
+def assert_close(got: Tensor, expected: Tensor, equal: float = 0.998) -> None:
+    """Equal but for a value in 500, which may differ by one unit in the last place. Zeros fail."""
+    assert got.dtype == expected.dtype and got.shape == expected.shape and expected.float().abs().max() > 0.5
+    if got.dtype is F32:
+        torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
+        return
+    assert (got == expected).float().mean() >= equal
+    spacing = expected.float().abs().clamp(min=2.0**-10) * torch.finfo(got.dtype).eps
+    assert ((got.float() - expected.float()).abs() <= spacing).all()
+
+
+# --- static scales ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED)
+def test_vllm_static_codes(dtype: torch.dtype, weight_dtype: torch.dtype, added: bool) -> None:
+    """``fp8(round(round(h * rs) * w) * (1 / scale))``, of the rounded sum: all bytes, for some root."""
+    x, residual, weight = inputs(dtype, weight_dtype, 24, 640)
+    out, scale = torch.empty(24, 640, dtype=F8), torch.tensor([0.013])
+    total = (x.float() + residual.float()).to(dtype) if added else x
+    before, stored = x.clone(), residual.clone()
+    if added:
+        vllm.fused_add_rms_norm_static_fp8_quant(out, x, stored, weight, scale, EPS)
+        assert same_bytes(stored, total)
+    else:
+        vllm.rms_norm_static_fp8_quant(out, x, weight, scale, EPS)
+    assert same_bytes(x, before)
+
+    def codes(rs: Tensor, once: bool = False) -> Tensor:
+        normed = total.float() * rs
+        y = (normed if once else normed.to(dtype).float()) * weight.float()
+        return fp8(y.to(dtype).float() * (1.0 / scale))
+
+    assert rows_that_differ([out], ([codes(rs)] for rs in near(total))) == []
+    if dtype is BF16:
+        assert len(rows_that_differ([out], ([codes(rs, once=True)] for rs in near(total)))) > 20
+    assert out.float().abs().max() > 50
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED)
+@pytest.mark.parametrize("scale", [0.0625, 0.013])
+def test_flashinfer_static_codes(dtype: torch.dtype, weight_dtype: torch.dtype, scale: float, added: bool) -> None:
+    """``fp8(((h * rs) * w) * (1 / scale))`` in float32, of the unrounded sum."""
+    x, residual, weight = inputs(dtype, weight_dtype, 24, 640)
+    out = torch.empty(24, 640, dtype=F8)
+    total = x.float() + residual.float() if added else x.float()
+    before, stored = x.clone(), residual.clone()
+    if added:
+        flashinfer.fused_add_rmsnorm_quant(out, x, stored, weight, torch.tensor([scale]), EPS)
+        assert same_bytes(stored, total.to(dtype))
+    else:
+        flashinfer_norm.rmsnorm_quant(out, x, weight, scale, EPS, enable_pdl=True)
+    assert same_bytes(x, before)
+
+    def codes(rs: Tensor) -> Tensor:
+        return fp8(total * rs * weight.float() * (1.0 / torch.tensor(scale)))
+
+    wrong = rows_that_differ([out], ([codes(rs)] for rs in near(total)))
+    assert wrong == [] if scale == 0.0625 else len(wrong) <= 1, "another scale may change a code at a boundary"
+    assert (out.float() - codes(near(total)[4]).float()).abs().max() <= 32 and out.float().abs().max() > 20
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x, w: vllm.rms_norm_static_fp8_quant(x, x, w, torch.ones(1), EPS), "rms_norm_static_fp8_quant: `out`"),
+        (
+            lambda x, w: vllm.fused_add_rms_norm_static_fp8_quant(x.to(torch.int8), x, x, w, torch.ones(1), EPS),
+            "fused_add_rms_norm_static_fp8_quant: `out`",
+        ),
+        (lambda x, w: flashinfer.rmsnorm_quant(x.to(torch.float8_e5m2), x, w, 1.0), "rmsnorm_quant: `out`"),
+        (
+            lambda x, w: vllm.concat_and_cache_mla(
+                x, x, x.new_zeros(1, 4, 128), torch.zeros(2), "fp8_ds_mla", torch.ones(1)
+            ),
+            "concat_and_cache_mla: `kv_cache_dtype`",
+        ),
+        (
+            lambda x, w: flashinfer.mla_rope_quantize_fp8(
+                x, x, x, x, torch.ones(2, 64), torch.zeros(2), quantize_dtype=torch.int8
+            ),
+            "mla_rope_quantize_fp8: `quantize_dtype`",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_named(call: Any, words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        call(torch.ones(2, 64), torch.ones(64))
+
+
+# --- norms of q and k -------------------------------------------------------------------------------------------------
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, neox: bool, columns: int) -> Tensor:
+    """Rotate the first columns of [..., heads, head_dim] in float64, pair by pair."""
+    x, cos, sin = x.double().clone(), cos.double(), sin.double()
+    for i in range(columns // 2):
+        first, second = (i, i + columns // 2) if neox else (2 * i, 2 * i + 1)
+        a, b = x[..., first].clone(), x[..., second].clone()
+        x[..., first] = a * cos[:, None, i] - b * sin[:, None, i]
+        x[..., second] = b * cos[:, None, i] + a * sin[:, None, i]
+    return x
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize(("dtype", "cache", "columns"), [(BF16, F32, 64), (F16, F16, 32), (BF16, BF16, 64)])
+def test_fused_qk_norm_rope(dtype: torch.dtype, cache: torch.dtype, columns: int, neox: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    heads, dim, tokens = (4, 2, 2), 64, 9
+    qkv = torch.randn(tokens, sum(heads) * dim, generator=generator).to(dtype)
+    weights: Any = [(1 + 0.3 * torch.randn(dim, generator=generator)).to(dtype) for _ in range(2)]
+    angle = torch.rand(40, columns // 2, generator=generator) * 6
+    table = torch.cat((angle.cos(), angle.sin()), -1).to(cache)
+    positions = torch.randint(0, 40, (tokens,), generator=generator)
+    before = qkv.clone()
+    vllm.fused_qk_norm_rope(qkv, *heads, dim, EPS, *weights, table, neox, positions)
+    cos, sin = table[positions].chunk(2, -1)
+    assert same_bytes(qkv[:, 6 * dim :], before[:, 6 * dim :]), "v is not touched"
+    for part, weight in ((slice(0, 4), weights[0]), (slice(4, 6), weights[1])):
+        x = before.view(tokens, 8, dim)[:, part].double()
+        y = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+        expected = rotated(y, cos, sin, neox, columns).to(dtype)
+        assert_close(qkv.view(tokens, 8, dim)[:, part], expected)
+
+
+def test_fused_qk_norm_rope_checks_its_arguments() -> None:
+    qkv, weight = torch.zeros(3, 8 * 64), torch.ones(64)
+    table, positions = torch.ones(4, 64), torch.zeros(3, dtype=torch.long)
+    for wrong, words in (
+        ((qkv[:, :-1], weight, table, positions), "`qkv`"),
+        ((qkv, weight, table[:, :63], positions), "`cos_sin_cache`"),
+        ((qkv, weight, table, positions[:2]), "`position_ids`"),
+    ):
+        a, w, t, p = wrong
+        with pytest.raises(ContractError, match=f"fused_qk_norm_rope: {words}"):
+            vllm.fused_qk_norm_rope(a, 4, 2, 2, 64, EPS, w, w, t, True, p)
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED)
+def test_fused_q_kv_rmsnorm(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    both, _, weight = inputs(dtype, weight_dtype, 7, 192 + 64 + 8)
+    q, kv = both[:, :192], both[:, 192:256]  # slices of one projection
+    results = vllm.fused_q_kv_rmsnorm(q, kv, weight[:192].clone(), weight[192:256].clone(), EPS)
+    for x, got, w in zip((q, kv), results, (weight[:192], weight[192:256]), strict=True):
+        made = ([(x.float() * rs * w.float()).to(dtype)] for rs in near(x.float()))
+        assert got.is_contiguous() and rows_that_differ([got], made) == []
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED)
+def test_sglang_qknorm(dtype: torch.dtype, weight_dtype: torch.dtype, flat: bool) -> None:
+    qkv, _, _ = inputs(dtype, dtype, 7, 8 * 64)
+    _, _, weight = inputs(dtype, weight_dtype, 1, 64)
+    before = qkv.clone()
+    q, k = qkv[:, : 4 * 64], qkv[:, 4 * 64 : 6 * 64]
+    if flat:
+        sglang.fused_inplace_qknorm(q, k, weight, weight * 2, EPS, head_dim=64)
+    else:
+        sglang.fused_inplace_qknorm(q.unflatten(1, (4, 64)), k.unflatten(1, (2, 64)), weight, weight * 2, EPS)
+    assert same_bytes(qkv[:, 6 * 64 :], before[:, 6 * 64 :])
+    for heads, w in ((slice(0, 4), weight), (slice(4, 6), weight * 2)):
+        x = before.view(7, 8, 64)[:, heads].reshape(-1, 64).float()
+        got = qkv.view(7, 8, 64)[:, heads].reshape(-1, 64)
+        assert rows_that_differ([got], ([(x * rs * w.float()).to(dtype)] for rs in near(x))) == []
+
+
+def test_sglang_norms_are_flashinfers() -> None:
+    names = ("rmsnorm", "fused_add_rmsnorm", "gemma_rmsnorm", "gemma_fused_add_rmsnorm")
+    assert all(getattr(sglang, name) is getattr(flashinfer_norm, name) for name in names)
+    with pytest.raises(ContractError, match="fused_inplace_qknorm: `k`"):
+        sglang.fused_inplace_qknorm(torch.ones(2, 64), torch.ones(2, 60), torch.ones(32), torch.ones(32), head_dim=32)
+
+
+# --- MLA --------------------------------------------------------------------------------------------------------------
+
+
+def latents(dtype: torch.dtype, tokens: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    both = torch.randn(tokens, 48 + 16, generator=generator).to(dtype)
+    return both[:, :48], both[:, 48:]
+
+
+@pytest.mark.parametrize("slots", [[5, 0, 11, 7, 2, 9], [5, -1, 0, -1, 3, -1], [-1] * 6, [-1, 0, -1, 4]], ids=str)
+@pytest.mark.parametrize("kind", ["auto", "fp8", "fp8_e4m3"])
+def test_concat_and_cache_mla(kind: str, slots: list[int]) -> None:
+    kv_c, k_pe = latents(BF16)
+    pages = torch.randn(3, 5, 64).to(BF16) if kind == "auto" else torch.randint(0, 120, (3, 5, 64)).to(torch.uint8)
+    cache, scale = pages[:, :4], torch.tensor([0.37])  # pages with a stride of their own
+    expected = pages.clone()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            entry = torch.cat((kv_c[token], k_pe[token]))
+            code = entry if kind == "auto" else fp8(entry.float() / scale).view(torch.uint8)
+            expected[slot // 4, slot % 4] = code
+    assert vllm.concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor(slots), kind, scale) is None  # type: ignore[func-returns-value]
+    assert same_bytes(pages, expected)
+    assert not same_bytes(pages, torch.zeros_like(pages))
+
+
+def test_concat_and_cache_mla_compiles_in_one_graph() -> None:
+    kv_c, k_pe = latents(BF16)
+    caches = [torch.zeros(3, 4, 64, dtype=F8) for _ in range(2)]
+    slots, scale = torch.tensor([3, -1, 8, 1, 0, 7]), torch.tensor([0.5])
+    vllm.concat_and_cache_mla(kv_c, k_pe, caches[0], slots, "fp8", scale)
+    compiled: Any = torch.compile(vllm.concat_and_cache_mla, fullgraph=True, backend="aot_eager")
+    compiled(kv_c, k_pe, caches[1], slots, "fp8", scale)
+    assert same_bytes(*caches) and caches[0].float().abs().sum() > 0
+
+
+def test_concat_and_cache_mla_checks_its_arguments() -> None:
+    kv_c, k_pe = latents(BF16)
+    good = torch.zeros(3, 4, 64, dtype=BF16)
+    for cache, slots, kind, words in (
+        (good[..., :63], [0] * 6, "auto", "`kv_cache`"),
+        (good, [0] * 7, "auto", "`slot_mapping`"),
+        (good, [0] * 6, "fp8", "`kv_cache`"),
+    ):
+        with pytest.raises(ContractError, match=f"concat_and_cache_mla: {words}"):
+            vllm.concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor(slots), kind, torch.ones(1))
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("dtype", [F8, torch.float8_e5m2])
+def test_mla_rope_quantize_fp8(dtype: torch.dtype, neox: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    q, k = torch.randn(5, 3, 80, generator=generator).bfloat16(), torch.randn(5, 80, generator=generator).bfloat16()
+    q_rope, k_rope, q_nope, k_nope = q[..., :16], k[..., :16], q[..., 16:], k[..., 16:]
+    angle = torch.rand(30, 8, generator=generator) * 6
+    table = torch.cat((angle.cos(), angle.sin()), -1)
+    positions = torch.tensor([3, 29, 0, 7, 7], dtype=torch.int32)
+    given = torch.zeros(5, 3, 16, dtype=dtype)
+    results = flashinfer.mla_rope_quantize_fp8(
+        q_rope, k_rope, q_nope, k_nope, table, positions, neox, dtype, 1.5, 100.0, q_rope_out=given
+    )
+    assert results[0] is given
+    cos, sin = table[positions.long()].chunk(2, -1)
+    expected = (
+        rotated(q_rope, cos, sin, neox, 16) * 1.5,
+        rotated(k_rope[:, None], cos, sin, neox, 16)[:, 0] * 100.0,
+        q_nope.double() * 1.5,
+        k_nope.double() * 100.0,
+    )
+    for got, value in zip(results, expected, strict=True):
+        wanted = fp8(value.float(), dtype)
+        assert got.dtype == dtype and (got.float() == wanted.float()).float().mean() > 0.99
+        assert ((got.float() - wanted.float()).abs() <= wanted.float().abs() * 0.26 + 1e-3).all()
+    assert float(results[1].float().abs().max()) <= torch.finfo(dtype).max
+    with pytest.raises(ContractError, match="`cos_sin_cache` must be float32"):
+        flashinfer.mla_rope_quantize_fp8(q_rope, k_rope, q_nope, k_nope, table.half(), positions)
+    with pytest.raises(ContractError, match="`k_rope` must have the 16 columns"):
+        flashinfer.mla_rope_quantize_fp8(q_rope, k, q_nope, k_nope, table, positions)
+
+
+def test_dsv3_fused_a_gemm() -> None:
+    generator = torch.Generator().manual_seed(6)
+    a, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((5, 256), (96, 256)))
+    output = torch.zeros(5, 96, dtype=BF16)
+    vllm.dsv3_fused_a_gemm(output, a, weight.t(), enable_pdl=True)
+    expected = (a.double() @ weight.double().t()).to(BF16)
+    assert_close(output, expected, 0.97)
+    assert same_bytes(sglang.dsv3_fused_a_gemm(a, weight.t()), output)
+    again = torch.zeros_like(output)
+    assert sglang.dsv3_fused_a_gemm(a, weight.t(), again) is again and same_bytes(again, output)
+    with pytest.raises(ContractError, match="dsv3_fused_a_gemm: `mat_b`"):
+        vllm.dsv3_fused_a_gemm(output, a, weight.t().contiguous())
+
+
+# --- signatures -------------------------------------------------------------------------------------------------------
+
+_PAIR = "input, residual, weight, eps=1e-06, enable_pdl=None"
+_NORM = "input, weight, eps=1e-06, out=None, enable_pdl=None"
+SIGNATURES: dict[str, dict[str, str]] = {
+    "vllm": {
+        "rms_norm": "out, input, weight, epsilon",
+        "fused_add_rms_norm": "input, residual, weight, epsilon",
+        "rms_norm_static_fp8_quant": "out, input, weight, scale, epsilon",
+        "fused_add_rms_norm_static_fp8_quant": "out, input, residual, weight, scale, epsilon",
+        "rms_norm_dynamic_per_token_quant": "input, weight, epsilon, quant_dtype, scale_ub=None, residual=None",
+        "rms_norm_per_block_quant": "input, weight, epsilon, quant_dtype, group_size, scale_ub=None, residual=None, "
+        "is_scale_transposed=False, tma_alignment=0",
+        "fused_qk_norm_rope": "qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight, cos_sin_cache, "
+        "is_neox, position_ids, forced_token_heads_per_warp=-1",
+        "fused_q_kv_rmsnorm": "qr, kv, q_weight, kv_weight, eps",
+        "concat_and_cache_mla": "kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale",
+        "dsv3_fused_a_gemm": "output, mat_a, mat_b, enable_pdl=False",
+    },
+    "flashinfer": {
+        "rmsnorm": _NORM,
+        "rmsnorm_quant": "out, input, weight, scale, eps=1e-06, enable_pdl=None",
+        "fused_add_rmsnorm": _PAIR,
+        "fused_add_rmsnorm_quant": "out, input, residual, weight, scale, eps=1e-06, enable_pdl=None",
+        "gemma_rmsnorm": _NORM,
+        "gemma_fused_add_rmsnorm": _PAIR,
+        "qk_rmsnorm": "input, weight, output, eps=1e-06, weight_bias=0.0, enable_pdl=False",
+        "mla_rope_quantize_fp8": "q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox=True, quantize_dtype=None, "
+        "quant_scale_q=1.0, quant_scale_kv=1.0, q_rope_out=None, k_rope_out=None, q_nope_out=None, k_nope_out=None, "
+        "enable_pdl=False",
+    },
+    "sglang": {
+        "rmsnorm": _NORM,
+        "fused_add_rmsnorm": _PAIR,
+        "gemma_rmsnorm": _NORM,
+        "gemma_fused_add_rmsnorm": _PAIR,
+        "fused_inplace_qknorm": "q, k, q_weight, k_weight, eps=1e-06, head_dim=0",
+        "dsv3_fused_a_gemm": "mat_a, mat_b, output=None",
+    },
+}
+
+
+@pytest.mark.parametrize("module", [vllm, vllm_0_19, flashinfer, sglang], ids=lambda m: m.__name__.split(".")[-1])
+def test_signatures(module: ModuleType) -> None:
+    expected = SIGNATURES[module.__name__.split(".")[-1].removesuffix("_0_19")]
+    functions = {name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)}
+    assert functions == expected.keys()
+    for name in functions:
+        parameters = inspect.signature(getattr(module, name)).parameters.values()
+        shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+        assert ", ".join(shown) == expected[name]
