@@ -159,7 +159,8 @@ def test_fused_qk_norm_rope(dtype: torch.dtype, cache: torch.dtype, columns: int
     table = torch.cat((angle.cos(), angle.sin()), -1).to(cache)
     positions = torch.randint(0, 40, (tokens,), generator=generator)
     before = qkv.clone()
-    vllm.fused_qk_norm_rope(qkv, *heads, dim, EPS, *weights, table, neox, positions)
+    arguments: tuple[Any, ...] = (qkv, *heads, dim, EPS, *weights, table, neox, positions)
+    vllm.fused_qk_norm_rope(*arguments)
     cos, sin = table[positions].chunk(2, -1)
     assert same_bytes(qkv[:, 6 * dim :], before[:, 6 * dim :]), "v is not touched"
     for part, weight in ((slice(0, 4), weights[0]), (slice(4, 6), weights[1])):

@@ -59,8 +59,19 @@ def vllm_cases(op: str) -> Iterator[Case]:
     yield from c("scales", (9,), 384, values="special", options=[{"min_scale": 0.01} | way for way in ways])
     yield from c("scales", (4,), 20480, options=[{"bounded": 1.5, "min_scale": 1e-5} | way for way in ways])
     yield from sum_cases(op, "once", True, [640, 4096])
+    yield from _static_cases(op)
     fused = {"prologue": silu_and_mul, **bounds}
     yield from c("prologues", (4,), 1536, operands=("full",), residual=BF16, options=fused)
+
+
+def _static_cases(op: str) -> Iterator[Case]:
+    """Given scales as in vLLM's and FlashInfer's kernels: a norm rounded twice, and an unrounded one that is divided."""
+    c = partial(grid, Case, op, "static")
+    vllm: dict[str, Any] = {"static_scale": True, "rounding": "hf"}
+    flashinfer: dict[str, Any] = {"static_scale": True, "quantize": "divide"}
+    yield from c((3,), [640, 2048, 4096, 7168, 20000], residual=[None, BF16], options=[vllm, flashinfer])
+    yield from c((3,), 640, F16, BF16, residual=F16, options=[vllm, flashinfer])
+    yield from c((9,), 384, residual=BF16, values="special", options=[vllm, flashinfer])
 
 
 def verify_division(host: dict[str, Any], out: Tensor, scale: Tensor, norm: Tensor) -> str | None:
