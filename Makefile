@@ -58,7 +58,7 @@ lint: $(READY) ## ruff (rules and format) and mypy --strict
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy --no-error-summary
 
-docs: $(READY) ## write docs/ops.md from the contracts, docs/dist.md from docstrings, the table of architectures from its data
+docs: $(READY) ## write docs/ops.md from the contracts, docs/dist.md from docstrings, architectures and batch invariance from their data
 	@$(BIN)/python -m tools.docs
 
 fuzz: $(if $(filter cuda,$(DEVICE)),,$(READY)) ## compare a million random calls with the oracle on DEVICE= (CPU: an hour of one core; FUZZ= for less)
@@ -113,6 +113,8 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(PYTHON) -m tools.bench.models --device cuda --generate --json $(RESULTS)/models.json
 	$(PYTHON) -m tools.bench.agreement --device cuda --json $(RESULTS)/agreement.json
 	$(PYTHON) -m tools.bench.model_tables
+	$(PYTHON) -m onepass.bench.invariance --device cuda --json $(RESULTS)/invariance.json
+	$(PYTHON) -m tools.docs
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf .venv .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

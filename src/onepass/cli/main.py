@@ -1,4 +1,4 @@
-"""``onepass demo | check | bench | trace | source | env``."""
+"""``onepass demo | check | bench | invariance | trace | source | env``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, check, demo, env, source, trace
+from . import bench, check, demo, env, invariance, source, trace
 
 app = typer.Typer(
     add_completion=False,
@@ -15,7 +15,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Fused RMSNorm-family kernels for LLM inference. Start with [bold]onepass demo[/].",
 )
-for command in (demo.demo, check.check, bench.bench, source.source, env.env):
+for command in (demo.demo, check.check, bench.bench, invariance.invariance, source.source, env.env):
     app.command()(command)
 app.add_typer(trace.app, name="trace")
 
