@@ -144,7 +144,7 @@ def _compiled_norm(weight: Tensor) -> Call:
 
 def _compiled_fp8(weight: Tensor) -> Call:
     quantized = _compiled(_fp8_as_written)
-    return lambda x: quantized(x, weight)  # type: ignore[no-any-return]
+    return lambda x: quantized(x, weight)
 
 
 CONTENDERS: Final = (
