@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -82,6 +83,29 @@ def test_engine_in_its_own_process_loads_the_plugin(models: Path) -> None:
     assert apart.tokens == onepass(models, "llama").tokens
     lines = [line for line in apart.log.splitlines() if "provides rms_norm and fused_add_rms_norm" in line]
     assert any("EngineCore" in line for line in lines), lines
+
+
+def test_batch_invariant_mode_creates_our_layer(models: Path) -> None:
+    """On a CPU the layer's forward is vLLM's, which calls the IR op, so tokens do not change."""
+    settings = {"VLLM_BATCH_INVARIANT": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    invariant = onepass(models, "qwen3", **settings)
+    created = [line for line in invariant.log.splitlines() if "vllm_layer.OnepassRMSNorm" in line]
+    assert len(created) == 4 * LAYERS + 1, "two norms of a layer, two of its heads, and the last"
+    assert invariant.tokens == onepass(models, "qwen3").tokens
+
+
+def test_command_line_chooses_the_provider(models: Path) -> None:
+    """The options in docs/engines.md."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    options = re.search(r"vllm serve MODEL (--.*)", (ROOT / "docs/engines.md").read_text())
+    assert options is not None
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    chosen = EngineArgs.from_cli_args(
+        parser.parse_args([*options[1].split(), "--model", str(saved("llama", models))])
+    ).ir_op_priority
+    assert chosen.rms_norm == chosen.fused_add_rms_norm == ["onepass", "native"]
 
 
 def test_vllm_plugins_can_leave_it_out(models: Path) -> None:
