@@ -1,11 +1,12 @@
-"""`onepass.compat.vllm` equals vLLM's formulas byte for byte; part of ``python -m tools.checks --promises``.
+"""`onepass.compat.vllm` and the vLLM plugin equal vLLM's formulas byte for byte; part of ``python -m tools.checks --promises``.
 
 Only ``rs``, the reciprocal root of a row, depends on the order of a sum and on the hardware. So the formulas, in plain
 torch, are evaluated for every float32 within a few ulp of the exact root, and a row passes if all of its bytes are those
 of one such root. Nothing else may differ.
 
 The formulas are those of vLLM's ``csrc``: ``layernorm_kernels.cu``, and ``layernorm_utils.cuh``, ``quant_conversions.cuh`` and
-``utils.cuh`` of its quantization. ``scalar_t(a)`` there is a rounding to the tensors' dtype.
+``utils.cuh`` of its quantization. ``scalar_t(a)`` there is a rounding to the tensors' dtype. The plugin's are those of the native
+functions in ``vllm/ir/ops/layernorm.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from onepass.compat import vllm, vllm_0_19
 from onepass.formats import FLOATS
+from onepass.integrations import vllm as plugin
 from onepass.testing.case import same_bytes
 
 Promise = Callable[[], str | None]
@@ -133,6 +135,49 @@ def code_bytes(
     return _message(rows_that_differ([codes.cpu(), scales.cpu()], candidates))
 
 
+def native_bytes(device: str, dtype: torch.dtype, n: int) -> str | None:
+    """The plugin's two functions: the norm of the unrounded sum, rounded twice, or once with another weight or none."""
+    x, residual, weight = inputs(dtype, n)
+    total = x.float() + residual.float()
+    for gamma in (weight, weight.float(), None):
+        own = torch.ones(n) if gamma is None else gamma
+        norm = normed_twice if gamma is not None and gamma.dtype == dtype else normed_once
+        given = None if gamma is None else gamma.to(device)
+        y = plugin.norm(x.to(device), given, EPS).cpu()
+        wrong = rows_that_differ([y], ([norm(x.float(), rs, own).to(dtype)] for rs in roots(x)))
+        a, b = x.to(device, copy=True), residual.to(device, copy=True)
+        results = plugin.norm_of_sum(a, b, given, EPS)
+        if results[0].data_ptr() != a.data_ptr() or results[1].data_ptr() != b.data_ptr():
+            return "the activations are not overwritten"
+        if not same_bytes(b.cpu(), total.to(dtype)):
+            return "the residual is not the rounded sum"
+        wrong += rows_that_differ([a.cpu()], ([norm(total, rs, own).to(dtype)] for rs in roots(total)))
+        if wrong:
+            return f"weight {None if gamma is None else gamma.dtype}: {_message(wrong)}"
+    return None
+
+
+def static_bytes(device: str, dtype: torch.dtype, n: int, added: bool) -> str | None:
+    """The two functions with a given scale: a norm rounded twice, of the rounded sum, times the scale's reciprocal.
+
+    Many values lie halfway between two codes times this scale, so a division would give other codes.
+    """
+    x, residual, weight = inputs(dtype, n)
+    scale, out = torch.tensor([7 / 1024]), torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device)
+    moved = (weight.to(device), scale.to(device), EPS)
+    given = residual.to(device, copy=True)
+    if added:
+        vllm.fused_add_rms_norm_static_fp8_quant(out, x.to(device), given, *moved)
+    else:
+        vllm.rms_norm_static_fp8_quant(out, x.to(device), *moved)
+    h = x + residual if added else x
+    if added and not same_bytes(given.cpu(), h):
+        return "the residual is not the rounded sum"
+    limit = QMAX[torch.float8_e4m3fn]
+    codes = ((normed_twice(h, rs, weight).float() * (1.0 / scale)).clamp(-limit, limit) for rs in roots(h))
+    return _message(rows_that_differ([out.cpu()], ([values.to(torch.float8_e4m3fn)] for values in codes)))
+
+
 def every_quotient(device: str, dtype: torch.dtype, group: int | None) -> str | None:
     """Every value of few exponents over every largest value: all ties there are, with a root that is exactly 1.
 
@@ -196,6 +241,10 @@ def vllm_promises(device: str) -> Iterator[tuple[str, Promise]]:
         label = str(dtype).removeprefix("torch.")
         for n in (100, 640, 4096, 7168, 20480):
             yield f"vLLM's bytes: norms, {n} columns of {label}", partial(norm_bytes, device, dtype, n)
+            yield f"vLLM's bytes: native norms, {n} columns of {label}", partial(native_bytes, device, dtype, n)
+            for added in (False, True):
+                name = f"vLLM's bytes: static codes, {n} columns of {label}{', residual' if added else ''}"
+                yield name, partial(static_bytes, device, dtype, n, added)
             for group in (None, 64, 128):
                 if n % (group or 1) or (n > 4096 and group == 64):
                     continue

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import onepass
 from onepass.compat import flashinfer, vllm, vllm_0_19
+from onepass.integrations import vllm as plugin
 from onepass.ops.dispatch import launching_with
 from tools import vllm_bytes
 
@@ -126,6 +127,21 @@ def test_the_comparison_of_norms_can_fail(monkeypatch: pytest.MonkeyPatch) -> No
     before: Callable[..., Any] = onepass.rms_norm
     monkeypatch.setattr(vllm, "_rms_norm", lambda *a, **k: before(*a, **{**k, "round_sum": None}))
     assert vllm_bytes.norm_bytes("cpu", BF16, 640) is not None
+
+
+def test_the_comparison_of_native_norms_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It detects a norm of the rounded sum, and a norm that is rounded once."""
+    before: Callable[..., Any] = onepass.rms_norm
+    for change in ({"round_sum": True}, {"rounding": "once"}):
+        monkeypatch.setattr(plugin, "_rms_norm", lambda *a, change=change, **k: before(*a, **{**k, **change}))
+        assert vllm_bytes.native_bytes("cpu", BF16, 640) is not None
+
+
+@pytest.mark.parametrize("change", [{"rounding": "once"}, {"quantize": "divide"}, {"round_sum": False}], ids=str)
+def test_the_comparison_of_static_codes_can_fail(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = onepass.rms_norm_fused_fp8
+    monkeypatch.setattr(vllm, "rms_norm_fused_fp8", lambda *a, **k: before(*a, **{**k, **change}))
+    assert vllm_bytes.static_bytes("cpu", BF16, 4096, True) is not None
 
 
 def test_vllm_codes_are_divided_by_the_scale() -> None:
