@@ -128,8 +128,8 @@ def linear(
     ``residual_out`` receive the results and may be ``add`` and ``residual`` themselves.
 
     It is one launch, with one exception: on a GPU, norm and residual are computed first where that is
-    faster (more than 4 rows, or long rows), and if ``residual_out`` is ``residual``. That does not change
-    the bytes.
+    faster (16-bit weights, or more than 4 rows), and if ``residual_out`` is ``residual``. That does not
+    change the bytes.
 
     Rounding: "once" computes y in float32 and rounds at the store. "hf" rounds y, the activation, the
     product of the halves and the sum with ``add``. The order of each sum depends on N, K, the dtypes and
