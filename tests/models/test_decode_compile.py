@@ -179,6 +179,33 @@ def test_replaced_modules_are_called(where: str) -> None:
     assert not torch.allclose(got, plain)
 
 
+@pytest.mark.parametrize("where", ["mlp.act_fn", "mlp", "self_attn", "self_attn.o_proj", "input_layernorm"])
+def test_replaced_forwards_are_called(where: str) -> None:
+    model = fresh("Llama")
+    plain = logits(model, IDS)
+    with onepass.patch(model, decode=True) as handle:
+        module = model.get_submodule(f"model.layers.0.{where}")
+        bound, own = module.__dict__.get("forward"), module.forward
+
+        def doubled(*args: Any, **kwargs: Any) -> Any:
+            made = own(*args, **kwargs)
+            return (made[0] * 2, *made[1:]) if isinstance(made, tuple) else made * 2
+
+        module.forward = doubled
+        got = logits(model, IDS)
+        assert "unfused now 1 x LlamaDecoderLayer decode" in repr(handle)
+        del module.__dict__["forward"]
+        if bound is not None:
+            module.forward = bound
+        close(logits(model, IDS), plain)
+    module = model.get_submodule(f"model.layers.0.{where}")
+    with module.register_forward_hook(
+        lambda _, __, made: (made[0] * 2, *made[1:]) if isinstance(made, tuple) else made * 2
+    ):
+        close(got, logits(model, IDS))
+    assert not torch.allclose(got, plain)
+
+
 def test_autocast_runs_as_without_decode() -> None:
     model = small("Llama", torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -152,6 +152,24 @@ def test_memory_that_others_use_is_not_moved() -> None:
     assert "left 2 x LlamaAttention decode: a projection shares memory with another parameter" in repr(handle)
 
 
+def test_inference_mode_makes_no_difference() -> None:
+    """Patched, loaded and undone under inference mode, parameters are as before."""
+    model = fresh("Qwen2")
+    before = copy.deepcopy(model.state_dict())
+    expected = logits(model, IDS)
+    with torch.inference_mode():
+        with onepass.patch(model, decode=True):
+            close(logits(model, IDS), expected)
+            model.load_state_dict({key: value.clone() for key, value in before.items()}, assign=True)
+            close(logits(model, IDS), expected)
+            assert_shared(model)
+        made = copy.deepcopy(model)
+        with onepass.patch(made, decode=True):
+            close(logits(made, IDS), expected)
+    assert torch.equal(logits(model, IDS), expected)
+    assert all(owned(parameter) for parameter in (*model.parameters(), *made.parameters()))
+
+
 def test_fp8_quantizes_rows_and_keeps_the_weights() -> None:
     """A step has the bytes of the quantized weights, for few and for many tokens."""
     model = fresh("Llama")

@@ -102,6 +102,8 @@ class Projection:
 
     def part(self, index: int) -> tuple[Tensor, Tensor | None]:
         """The weight of one of the layers, and its scale."""
+        if len(self.linears) == 1:
+            return self.weight, self.scale
         start = sum(self.sizes[:index])
         stop = start + self.sizes[index]
         scale = self.scale

@@ -115,7 +115,7 @@ def no_global_hooks() -> bool:
 def is_own(module: Any, step: Any) -> bool:
     """Whether a call of the module would run this function, or its class's forward, and nothing else."""
     forward = module.__dict__.get("forward")
-    return quiet(module) and (forward is None or getattr(forward, "func", None) is step)
+    return quiet(module) and (forward is None or (step is not None and getattr(forward, "func", None) is step))
 
 
 def _intact(module: Any, names: tuple[str, ...], projections: tuple[Projection, ...]) -> bool:
