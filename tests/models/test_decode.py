@@ -252,17 +252,35 @@ def test_mixtures_keep_their_experts() -> None:
     assert "left 2 x MiniMaxM2SparseMoeBlock decode: its code is not one of the supported forms" in report
 
 
-def test_the_report_says_what_runs_how() -> None:
-    with onepass.patch(small("Llama", torch.float32), decode=True) as handle:
+LAUNCHES = {
+    "Llama": "norm + qkv, o + residual, norm + gate-up + silu_mul, down + residual",
+    "Phi-3": "norm + qkv, o + residual, norm + gate-up + silu_mul, down + residual",
+    "Gemma 3": "norm + qkv, o, gate-up + gelu_tanh_mul, down",
+    "OLMo-2": "qkv, o, gate-up + silu_mul, down",
+    "GLM-4": "norm + qkv, o, norm + gate-up + silu_mul, down",
+    "MiniMax-M2": "norm + qkv, o + residual",
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_report_says_what_runs_how(name: str) -> None:
+    model = small(name, torch.float32)
+    with onepass.patch(model, decode=True) as handle:
         report = repr(handle)
-    lines = [
-        "2 x LlamaDecoderLayer decode: norm + qkv in one linear, o + residual in one and norm + gate-up + silu_mul in one, "
-        "down + residual in one, for up to 16 tokens",
-        "2 x LlamaMLP decode MLP: linear gate_proj + up_proj with silu_mul, linear down_proj",
-        "1 x Linear decode layer: linear, for up to 16 tokens",
-    ]
-    for line in lines:
-        assert f"  replaced {line}" in report
+    layer = type(model.model.layers[0]).__name__
+    assert f"  replaced 2 x {layer} decode: {LAUNCHES[name]}: one linear each, for up to 16 tokens" in report
+    assert "  replaced 1 x Linear decode layer: linear, for up to 16 tokens" in report
+
+
+def test_layers_that_cannot_be_merged_stay_as_they_are() -> None:
+    """q has a bias and k has none."""
+    model = fresh("Llama")
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.bias = torch.nn.Parameter(torch.ones(64))
+    expected = logits(model, tokens(2, 4))
+    with onepass.patch(model, decode=True) as handle:
+        close(logits(model, tokens(2, 4)), expected)
+    assert "left 1 x LlamaAttention decode: MergedLinear: `linears` must have the same bias" in repr(handle)
 
 
 def test_models_without_decode_steps_are_reported() -> None:

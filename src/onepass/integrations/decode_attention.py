@@ -55,7 +55,7 @@ def attend_heads(
     refuse_gradient(self, hidden_states, how.qkv.weight, how.out.weight)
     rounding = how.rounding if norm is None else norm._onepass.rounding
     heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-    q, k, v = project(how.qkv, hidden_states, norm, rounding=rounding).split(how.columns, dim=-1)
+    q, k, v = project(how.qkv, hidden_states, norm, rounding=rounding).split_with_sizes(how.columns, dim=-1)
     gate = None
     if how.gated:
         q, gate = torch.chunk(q.view(*hidden_states.shape[:-1], -1, 2 * self.head_dim), 2, dim=-1)
@@ -226,13 +226,13 @@ def attend_latent(
     batch, length = hidden_states.shape[:-1]
     rounding = how.rounding if norm is None else norm._onepass.rounding
     down = project(how.down, hidden_states, norm, rounding=rounding)
-    q, latent, k_rot = down.split([how.down.sizes[0], self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+    q, latent, k_rot = down.split_with_sizes([how.down.sizes[0], self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
     if how.q_up is not None:
         q = project(how.q_up, q, self.q_a_layernorm, rounding=self.q_a_layernorm._onepass.rounding)
     latent = add_norm(self.kv_a_layernorm, latent).view(batch, 1, length, -1)
     k_rot = k_rot.reshape(batch, 1, length, -1)
     q = q.reshape(batch, length, -1, self.qk_head_dim).transpose(1, 2)
-    q_pass, q_rot = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+    q_pass, q_rot = q.split_with_sizes([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
     model = sys.modules[how.home]
     rotate = model.apply_rotary_pos_emb_interleave if self.config.rope_interleave else model.apply_rotary_pos_emb
     q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings)

@@ -95,14 +95,36 @@ def _layer(decoding: Decoding, where: str, module: nn.Module) -> None:
     if objection:
         handle._leave(where, module, WHAT, objection)
         return
-    attention = _attention(decoding, f"{where}.self_attn", module.self_attn)
-    mlp = _mlp(decoding, f"{where}.{form.mlp}", getattr(module, form.mlp))
-    if not attention and not mlp:
+    inputs = _attention(decoding, f"{where}.self_attn", module.self_attn)
+    gate_up = _mlp(decoding, f"{where}.{form.mlp}", getattr(module, form.mlp))
+    if not inputs and not gate_up:
         return
     if not fused:
         call = LayerCall(*parameters_of(type(module)), *names)
     step = LayerStep(cast(LayerCall, call), fused, decoding.rounding, decoding.always)
-    handle._bind_decode(where, module, step, WHAT, f"{' and '.join(filter(None, (attention, mlp)))}, {decoding.tokens}")
+    launches = []
+    if inputs:
+        launches += [
+            _with_norm(module, form.before, "", inputs),
+            _with_residual(module, form, form.after_attention, "o"),
+        ]
+    if gate_up:
+        launches += [_with_norm(module, form.norm, step.rounding, gate_up)]
+        launches += [_with_residual(module, form, form.after_mlp, "down")]
+    handle._bind_decode(where, module, step, WHAT, f"{', '.join(launches)}: one linear each, {decoding.tokens}")
+
+
+def _with_norm(module: nn.Module, name: str, rounding: str, what: str) -> str:
+    """A projection as in the report, with its norm if that is part of the launch."""
+    call = getattr(module, name).__dict__.get(MARK) if name else None
+    fused = isinstance(call, NormCall) and rounding in ("", call.rounding)
+    return f"norm + {what}" if fused else what
+
+
+def _with_residual(module: nn.Module, form: Layer, after: str, what: str) -> str:
+    """A projection as in the report, with the residual if nothing is between them."""
+    adds = not form.multiplier and (not after or type(getattr(module, after)) is nn.Dropout)
+    return f"{what} + residual" if adds else what
 
 
 def _bound_by(handle: Patched, module: nn.Module) -> bool:
@@ -110,7 +132,7 @@ def _bound_by(handle: Patched, module: nn.Module) -> bool:
 
 
 def _attention(decoding: Decoding, where: str, module: Any) -> str:
-    """Bind an attention's step. Returns its launches as in the report, or "" if it was left."""
+    """Bind an attention's step. Returns what it projects first, or "" if it was left."""
     kinds: tuple[type[Form], ...] = (Mla, PlainAttention, Attention)
     every = [decoding.matches(type(module), kind) for kind in kinds]
     found = next((match for match in every if match.form is not None), every[-1])
@@ -121,8 +143,7 @@ def _attention(decoding: Decoding, where: str, module: Any) -> str:
         return ""
     how = f"linear {' + '.join(made.names[:-1])}, {_launches(made)}, attention without copies, linear {made.names[-1]}"
     decoding.handle._bind_decode(where, module, made, f"{WHAT} attention", how)
-    inputs = "latents" if latent else "qkv"
-    return f"norm + {inputs} in one linear, o + residual in one"
+    return "latents" if latent else "qkv"
 
 
 def _launches(step: AttentionStep | LatentStep) -> str:
@@ -153,7 +174,7 @@ def _attention_step(decoding: Decoding, module: Any, found: Match) -> AttentionS
         return objection
     *inputs, out = (getattr(module, name) for name in names)
     try:
-        qkv, output = _project(decoding, inputs), _project(decoding, [out])
+        qkv, output = _project(decoding, inputs, [out])
     except ContractError as error:
         return str(error)
     turn = rotation_of(sys.modules.get(found.code.module))
@@ -215,7 +236,7 @@ def _latent_step(decoding: Decoding, module: Any, found: Match) -> LatentStep | 
         return objection
     linears = [getattr(module, name) for name in names]
     try:
-        down, *others = (_project(decoding, group) for group in (linears[:2], *([layer] for layer in linears[2:])))
+        down, *others = _project(decoding, linears[:2], *([layer] for layer in linears[2:]))
     except ContractError as error:
         return str(error)
     q_up = others[0] if ranked else None
@@ -227,14 +248,14 @@ def _latent_step(decoding: Decoding, module: Any, found: Match) -> LatentStep | 
 
 
 def _mlp(decoding: Decoding, where: str, module: Any) -> str:
-    """Bind an MLP's step. Returns its launches as in the report, or "" if it was left."""
+    """Bind an MLP's step. Returns its first launch as in the report, or "" if it was left."""
     made = _mlp_step(decoding, module)
     if isinstance(made, str):
         decoding.handle._leave(where, module, WHAT, made)
         return ""
     how = f"linear {' + '.join(made.names[:-1])} with {made.activation}, linear {made.names[-1]}"
     decoding.handle._bind_decode(where, module, made, f"{WHAT} MLP", how)
-    return f"norm + gate-up + {made.activation} in one, down + residual in one"
+    return f"gate-up + {made.activation}"
 
 
 def _mlp_step(decoding: Decoding, module: Any) -> MlpStep | str:
@@ -253,7 +274,7 @@ def _mlp_step(decoding: Decoding, module: Any) -> MlpStep | str:
         return objection
     *inputs, out = (getattr(module, name) for name in names)
     try:
-        gate_up, down = _project(decoding, inputs), _project(decoding, [out])
+        gate_up, down = _project(decoding, inputs, [out])
     except ContractError as error:
         return str(error)
     activation = cast(Activation, _activation(getattr(module, form.act)))
@@ -286,11 +307,19 @@ def _not_linear(decoding: Decoding, linears: list[Any]) -> str:
     return mergeable(linears, decoding.owners)
 
 
-def _project(decoding: Decoding, linears: Sequence[nn.Module]) -> Projection:
-    """The projection of these layers, which is remembered for calls of the layers themselves."""
-    made = Projection(linears, decoding.scheme)
-    for index, linear in enumerate(linears):
-        decoding.parts[id(linear)] = made, index
+def _project(decoding: Decoding, *groups: Sequence[nn.Module]) -> list[Projection]:
+    """The projections of these layers, which are remembered for calls of the layers themselves; all or none."""
+    made: list[Projection] = []
+    try:
+        for linears in groups:
+            made.append(Projection(linears, decoding.scheme))
+    except ContractError:
+        for projection in made:
+            projection.release()
+        raise
+    for projection in made:
+        for place, linear in enumerate(projection.linears):
+            decoding.parts[id(linear)] = projection, place
     return made
 
 
