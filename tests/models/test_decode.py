@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
+from onepass.integrations import MlaCache
 from tests.helpers.models import CONFIGS, close, fresh, logits, small, tokens
 from tools.architectures.small import ARCHITECTURES, build
 
@@ -223,6 +224,22 @@ def test_all_architectures_agree(name: str) -> None:
             got = logits(model, ids)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert torch.equal(logits(model, ids), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"rounding": "once"}, {"batch_invariant": True}], ids=str)
+def test_latent_caches(options: dict[str, Any]) -> None:
+    """An `MlaCache` is written as without decode, transformers' caches by their own update."""
+    model = small("DeepSeek-V3", torch.float32)
+    makes: list[Callable[[], Any]] = [lambda: DynamicCache(config=model.config), lambda: MlaCache(2, 16)]
+
+    def run(cache: Any) -> Tensor:
+        return torch.cat([model(tokens(2, n, seed=n), past_key_values=cache).logits for n in (5, 1, 2)], dim=1)
+
+    with torch.inference_mode():
+        expected = run(makes[0]())
+        with onepass.patch(model, decode=True, **options):
+            for make in makes:
+                close(run(make()), expected)
 
 
 def test_padding_and_windows_are_respected() -> None:
