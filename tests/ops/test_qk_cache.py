@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -300,9 +301,9 @@ def test_fake_tensors_have_the_results_shapes() -> None:
     assert both[1] is not None and both[1].shape == k.shape
 
 
-@pytest.mark.parametrize(("name", "promise"), list(qk_cache_promises("cpu")), ids=lambda value: str(value)[:60])
-def test_promises(name: str, promise: Any) -> None:
-    assert promise() is None, name
+@pytest.mark.parametrize("promise", [pytest.param(test, id=name) for name, test in qk_cache_promises("cpu")])
+def test_promises(promise: Callable[[], str | None]) -> None:
+    assert promise() is None
 
 
 @pytest.mark.parametrize("wrong", ["entry", "scale", "rounding", "rotation"])
