@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ..contract.declaration import Contract
 from ..fastpath.debug import debugging
 from ..formats import SMALLEST_EPS
@@ -12,51 +10,47 @@ from .dispatch import Family
 from .qk_norm_call import check_positions
 
 _family = Family("qk_cache")
-_WITH_HEADS = ("q", "k", "v", "q_out", "k_out")
+_ABSENT = (0, 0, 0, 0)
 
 
 def run_qk_cache(contract: Contract, call: QkCacheCall, first: int, layout: CacheLayout) -> None:
     """Launch once, unless there are no tokens."""
-    q, k, v, freqs = call.q, call.k, call.v, call.freqs
+    q, k, v, freqs, starts = call.q, call.k, call.v, call.freqs, call.starts
     launch = _family.launch(q)
     *lead, q_heads, head = q.shape
-    tokens, sequence = lead[0] * lead[-1] if len(lead) == 2 else lead[0], lead[-1]
+    sequence = lead[-1]
+    tokens = sequence if len(lead) == 1 else lead[0] * sequence
     if not tokens:
         return
     if debugging():
         _check(contract, call, layout)
-    steps = [_steps(getattr(call, name), lead) for name in _WITH_HEADS]
-    steps += [_steps(t, lead) for t in (call.slots, call.positions, call.cos, call.sin)]
-    folded = all(outer == sequence * inner for outer, inner in steps) or len(lead) == 1 or 1 in lead
-    if len(lead) == 2 and lead[1] == 1:
-        steps = [(0, outer) for outer, _ in steps]
+    with_heads = [_ABSENT if t is None else t.stride() for t in (q, k, v, call.q_out, call.k_out)]
+    others = [_ABSENT if t is None else t.stride() for t in (call.slots, call.positions, call.cos, call.sin)]
     strides: list[int] = []
-    for i, name in enumerate(_WITH_HEADS):
-        tensor = getattr(call, name)
-        strides += (*steps[i], 0 if tensor is None else tensor.stride(-2))
-    for outer, inner in steps[len(_WITH_HEADS) :]:
-        strides += (outer, inner)
+    if len(lead) == 1 or sequence == 1:  # one stride reaches every token, and the head's is the last but one
+        folded = True
+        for step in with_heads:
+            strides += (0, step[0], step[-2])
+        for step in others:
+            strides += (0, step[0])
+    else:
+        folded = lead[0] == 1 or all(step[0] == sequence * step[1] for step in (*with_heads, *others))
+        for step in with_heads:
+            strides += (step[0], step[1], step[2])
+        for step in others:
+            strides += (step[0], step[1])
     limit, freqs_row = (0, 0) if freqs is None else (freqs.shape[0], freqs.stride(0))
-    starts = call.starts
     start_step = 0 if starts is None or starts.shape[0] == 1 else starts.stride(0)
-    pages, entries, caches = 0, 0, [0] * 6
-    if call.k_cache is not None and call.v_cache is not None:
-        entry, step = (1, 2) if layout == "NHD" else (2, 1)
-        pages, entries = call.k_cache.shape[0], call.k_cache.shape[entry]
-        caches = [t.stride(d) for t in (call.k_cache, call.v_cache) for d in (0, entry, step)]
-    value = 0 if v is None else v.shape[-1]
+    pages = entries = value = 0
+    caches: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
+    if v is not None and call.k_cache is not None and call.v_cache is not None:
+        entry, by_head = (1, 2) if layout == "NHD" else (2, 1)
+        pages, entries, value = call.k_cache.shape[0], call.k_cache.shape[entry], v.shape[-1]
+        of_k, of_v = call.k_cache.stride(), call.v_cache.stride()
+        caches = (of_k[0], of_k[entry], of_k[by_head], of_v[0], of_v[entry], of_v[by_head])
     sizes = (tokens, sequence, q_heads, k.shape[-2], head, value, pages, entries, limit, int(folded), first)
     rows = QkCacheRows._make((*sizes, *strides, freqs_row, start_step, *caches))
     launch(call._replace(rows=rows, eps=max(call.eps, SMALLEST_EPS)))
-
-
-def _steps(tensor: Tensor | None, lead: list[int]) -> tuple[int, int]:
-    """The strides between sequences and between tokens."""
-    if tensor is None:
-        return 0, 0
-    strides = tensor.stride()
-    inner = len(lead) - 1
-    return (strides[0] if inner else 0), strides[inner]
 
 
 def _check(contract: Contract, call: QkCacheCall, layout: CacheLayout) -> None:
