@@ -261,6 +261,13 @@ def test_steps_are_kept_and_renewed(graphs: StandIn) -> None:
         with onepass.patch(model, **options):
             assert recordings() == 1 and recordings() == 0
         assert recordings() == 1
+    with onepass.patch(model, decode=True, weights="fp8"):
+        assert recordings() == 1
+        (codes, *_) = model.model.layers[0].mlp._onepass_decode.projections
+        before = codes.weight.data_ptr(), codes.weight  # as long as it is alive, the new codes lie elsewhere
+        codes.merge()
+        assert codes.weight.data_ptr() != before[0]
+        assert recordings() == 1 and recordings() == 0, "weights of a patched model may be at new addresses"
     model.model.layers[1].register_forward_hook(lambda *_: None)
     assert recordings() == 1
     model.double()

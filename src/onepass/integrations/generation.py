@@ -45,6 +45,8 @@ class Identity:
         for module in model.modules():
             yield module.training
             yield from map(_pointer, (*module._parameters.values(), *module._buffers.values()))
+            for merged in getattr(module.__dict__.get("_onepass_decode"), "projections", ()):
+                yield from (_pointer(getattr(merged, name, None)) for name in ("weight", "scale", "bias"))
             yield from (*module._forward_hooks, *module._forward_pre_hooks)
 
     @staticmethod
