@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,11 +82,21 @@ def test_a_model_with_inputs_of_its_own_is_refused(monkeypatch: pytest.MonkeyPat
         both(model, prompts())
 
 
-def test_hooks_are_refused_where_replays_would_skip_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_are_refused_where_replays_would_skip_them(clean_global_hooks: None) -> None:
     model = fresh("Llama")
+    generation_request._check_hooks(model)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+    with pytest.raises(onepass.ContractError, match="got one on all modules: replays would not call it"):
+        generation_request._check_hooks(model)
+    hook.remove()
     model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     expected, got = both(model, prompts())
     assert torch.equal(got, expected), "a CPU calls them"
-    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0), raising=False)
+    cuda = torch.device("cuda", 0)
+    on_a_gpu = SimpleNamespace(
+        config=model.config, named_modules=model.named_modules, parameters=lambda: [SimpleNamespace(device=cuda)]
+    )
     with pytest.raises(onepass.ContractError, match=r"a forward hook .* got one on model.layers.1.mlp"):
-        generation_request._check_model(model, torch.device("cuda", 0))
+        generation_request._check_model(on_a_gpu, cuda)
+    with pytest.raises(onepass.ContractError, match="must be on one device, got cpu and cuda:0"):
+        generation_request._check_model(model, cuda)

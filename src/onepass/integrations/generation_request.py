@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as torch_module
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -138,9 +139,17 @@ def _check_model(model: Any, device: torch.device) -> None:
     for kind in _rope_types(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)):
         if kind in _ROPES:
             _fail(f"`rope_type` {kind!r} is not supported")
-    hooked = next((n for n, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks), None)
-    if device.type == "cuda" and hooked is not None:
-        _fail(f"a forward hook is not supported, got one on {hooked or 'the model'}: replays would not call it")
+    if device.type == "cuda":
+        _check_hooks(model)
+
+
+def _check_hooks(model: Any) -> None:
+    """Raise if a module has a hook, which replays would not call."""
+    hooked = [name or "the model" for name, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        hooked.append("all modules")
+    if hooked:
+        _fail(f"a forward hook is not supported, got one on {hooked[0]}: replays would not call it")
 
 
 def _rope_types(parameters: object) -> Iterator[object]:
