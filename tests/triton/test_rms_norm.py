@@ -140,6 +140,7 @@ def covering_builds(chip: Chip) -> list[Build]:
         "sums",
         "vllm",
         "divide",
+        "static",
     )
     cases = [case for case in rms_norm.CASES if case.n in lengths and case.group in groups]
     return list(proof.distinct_builds(cases, chip).values())
