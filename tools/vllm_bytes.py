@@ -235,6 +235,34 @@ def captured(group: int | None) -> str | None:
     return None
 
 
+def captured_cache(kind: str) -> str | None:
+    """A graph writes MLA's cache by the slots that it finds when it is replayed: nothing was read on the host."""
+    generator = torch.Generator().manual_seed(9)
+    kv_c, k_pe = (torch.randn(8, n, generator=generator).bfloat16().cuda() for n in (512, 64))
+    scale = torch.tensor([0.37], device="cuda")
+    dtype = torch.bfloat16 if kind == "auto" else torch.float8_e4m3fn
+    given, expected = (torch.zeros(6, 4, 576, dtype=dtype, device="cuda") for _ in range(2))
+    slots = torch.arange(8, device="cuda")
+    vllm.concat_and_cache_mla(kv_c, k_pe, given, slots, kind, scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        vllm.concat_and_cache_mla(kv_c, k_pe, given, slots, kind, scale)
+    for places in ([3, -1, 17, 0, -1, 8, 9, 22], [-1] * 8, [7, 6, 5, 4, 3, 2, 1, 0]):
+        slots.copy_(torch.tensor(places))
+        for cache in (given, expected):
+            cache.zero_()
+        graph.replay()
+        for token, slot in enumerate(places):
+            if slot >= 0:
+                entry = torch.cat((kv_c[token], k_pe[token]))
+                code = entry if kind == "auto" else (entry.float() / scale).clamp(-448, 448).to(dtype)
+                expected[slot // 4, slot % 4] = code
+        if not same_bytes(given, expected):
+            return f"a replay with the slots {places} wrote something else"
+    return None
+
+
 def vllm_promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of each."""
     for dtype in FLOATS:
@@ -259,6 +287,8 @@ def vllm_promises(device: str) -> Iterator[tuple[str, Promise]]:
                         name = f"vLLM's bytes: codes, {', '.join(p for p in parts if p)}"
                         yield name, partial(code_bytes, device, dtype, n, group, added, bound, torch.float8_e4m3fn)
     if device == "cuda":
+        for kind in ("auto", "fp8"):
+            yield f"a captured graph writes the slots in memory, {kind}", partial(captured_cache, kind)
         for group in (None, 128):
             yield f"a captured graph reads the bound in memory, group {group}", partial(captured, group)
     fnuz = torch.float8_e4m3fnuz
