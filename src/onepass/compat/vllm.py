@@ -20,6 +20,9 @@ vLLM 0.19 and earlier also round ``x * rs`` in the first two: see `onepass.compa
 The norms around attention, MLA's cache write and its projection are in `onepass.compat.vllm_attention`; their
 docstrings state their rounding. Weights may have any float dtype, whatever the input's.
 
+Not all are in ``vllm._custom_ops``: those with static scales are ``torch.ops._C`` functions, and `fused_q_kv_rmsnorm` is in
+``vllm.models.common.ops``.
+
 Every function checks all of its arguments before it writes anything.
 """
 
