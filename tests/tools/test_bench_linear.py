@@ -134,13 +134,15 @@ def test_the_command_writes_the_page_and_the_section(
 
 def test_committed_pages_are_current() -> None:
     """docs/performance.md has the goals of the committed results, and linear.md every row of them."""
-    found = Sheet(load([RESULTS])) if RESULTS.exists() else None
+    files = [RESULTS, RESULTS.with_name("linear-fp8.json")]
+    found = Sheet(load(files)) if RESULTS.exists() else None
     text = (ROOT / "docs/performance.md").read_text()
     assert markers(linear.MARKER)[0] in text
-    command = "python -m tools.bench.linear benchmarks/h200/linear.json --readme docs/performance.md"
+    shown = " ".join(f"benchmarks/h200/{file.name}" for file in files)
+    command = f"python -m tools.bench.linear {shown} --readme docs/performance.md"
     assert text == linear.with_section(text, found, "../benchmarks/h200"), f"stale; run: {command}"
     if found is not None:
-        assert (RESULTS.parent / linear.FILE).read_text() == linear.full(found, [RESULTS.name]), (
+        assert (RESULTS.parent / linear.FILE).read_text() == linear.full(found, [file.name for file in files]), (
             f"stale; run: {command}"
         )
     cpu = ROOT / "benchmarks/cpu/linear.json"
