@@ -99,11 +99,13 @@ SPILLING = {
     _DIVIDE + "e4m3fn:448/row:f32 divide least bound hf 4*1024/4w/v8": 16,
     _DIVIDE + "norm e4m3fn:448/static:f32 divide 4*1024/4w/v8": 8,
     **{_LONG.format(scale): 8 for scale in ("ue8m0:f32", "f16", "f32")},
+    "linear x=bf16 weight=bf16 even cube 32x32x64/4w/s4g8m p4": 16,
+    "gemv act=bf16 weight=bf16 norm=bf16:512,bf16:512/1 cube 16x8x128/4w/s5g8 p4": 8,
 }
 """Bytes of stack that these configurations use."""
 CAPPED = 32
 """Bytes that a row kernel with capped registers may spill: the cap gains more than a few bytes cost."""
-MISALIGNED = 2048
+MISALIGNED = 3072
 """Bytes that a product of misaligned rows may spill: each element is loaded into a register of its own, and the number of
 blocks in a trace must not depend on alignment."""
 
