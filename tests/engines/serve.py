@@ -1,6 +1,6 @@
-"""A vLLM server in a process of its own: serve a saved model, print what happened as one line of JSON.
+"""A vLLM server in a process of its own: serve a saved model, write what happened as JSON.
 
-``python -m tests.engines.serve MODEL --provider onepass``
+``python -m tests.engines.serve MODEL REPORT --provider onepass``
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 os.environ |= {
@@ -25,8 +26,6 @@ from vllm.ir.op import IrOp
 
 from tests.engines.small_models import VOCABULARY
 
-REPORT = "report: "
-"""What the line of JSON begins with."""
 OPS = ("rms_norm", "fused_add_rms_norm")
 LENGTHS = (5, 17, 33, 2, 64, 48, 9, 1)
 """Tokens of the prompts that are served at once."""
@@ -54,6 +53,7 @@ def main() -> None:
     """Serve eight requests at once, then each by itself."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
+    parser.add_argument("report", type=Path, help="the file that results are written to as JSON")
     parser.add_argument("--provider", default="native")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
@@ -90,7 +90,7 @@ def main() -> None:
         "per_second": sum(map(len, together)) / seconds,
         "priority": {op: IrOp.registry[op].get_priority() for op in OPS},
     }
-    print(REPORT + json.dumps(report))
+    options.report.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

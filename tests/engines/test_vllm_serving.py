@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.serve import LENGTHS, NEW_TOKENS, REPORT
+from tests.engines.serve import LENGTHS, NEW_TOKENS
 from tests.engines.small_models import CONFIGS, LAYERS, saved
 
 ROOT = Path(__file__).parents[2]
@@ -40,12 +40,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(directory: Path, family: str, *words: str, attempt: int = 1, **settings: str) -> Served:
     """Start a server, serve, and stop it. ``attempt`` 2 is a restart."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING"} | settings
-    command = [sys.executable, "-m", "tests.engines.serve", str(saved(family, directory)), *words]
+    # A file, because processes of vLLM write their logs to the same output.
+    file = directory / f"report-{len(list(directory.glob('report-*')))}.json"
+    command = [sys.executable, "-m", "tests.engines.serve", str(saved(family, directory)), str(file), *words]
     done = subprocess.run(
         command, env=environment, cwd=directory, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith(REPORT))[len(REPORT) :])
+    report = json.loads(file.read_text())
     how = " ".join((*words, *(f"{name}={value}" for name, value in settings.items())))
     print(f"\n{family} {how or 'native'}: {report['per_second']:.0f} tokens/s on this machine, {len(LENGTHS)} requests")
     return Served(report, done.stdout + done.stderr)
