@@ -21,9 +21,11 @@ from .quantization import quant
 GemvStrides = namedtuple("GemvStrides", "act weight weight_scale y tail scale")
 """Strides from row to row."""
 GemvMath = namedtuple(
-    "GemvMath", "segments contiguous pack weight scaled gated normed residual round_sum hf hw_rounding pdl traced"
+    "GemvMath",
+    "segments contiguous pack weight regroups scaled gated normed residual round_sum hf hw_rounding pdl traced",
 )
-"""What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm.
+"""What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm. ``regroups``: see
+`device.codes`.
 ``contiguous``: the tile is a `product_config.PieceTile`.
 """
 
@@ -114,7 +116,6 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
     pack = 4 // spec.weight.itemsize
     if isinstance(tile, StreamTile):
         tile = tile if chip.has_pdl else tile._replace(pace=0)
-        pack = 1 if tile.words else pack
     constants = {
         "TILE": tile,
         "NORM": config.norm,
@@ -123,6 +124,7 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
             contiguous=isinstance(tile, PieceTile),
             pack=pack,
             weight=WEIGHTS.get(spec.weight, "float"),
+            regroups=chip.sums_sixteen,
             scaled=spec.weight_scale,
             gated=False,
             normed=False,
@@ -155,7 +157,7 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
     if spec.fp8:
         parts.append(spec.fp8.name)
     tile = config.tile
-    parts.append(describe_pieces(tile, aligned) if isinstance(tile, PieceTile) else describe_tile(tile, aligned))
+    parts.append(describe_pieces(tile) if isinstance(tile, PieceTile) else describe_tile(tile, aligned))
     return " ".join(parts)
 
 

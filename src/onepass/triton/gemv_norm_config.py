@@ -55,9 +55,9 @@ def gemv_config(
 def _tile(
     act: torch.dtype, weight: torch.dtype, scaled: WeightScale, m: int, n: int, k: int, aligned: bool, chip: Chip
 ) -> StreamTile | PieceTile:
-    if is_contiguous(act, weight):
-        return piece_tile(m, n, k, aligned, chip, descriptors=False)
-    return stream_tile(act, weight, scaled, m, n, k, aligned, chip)
+    if is_contiguous(act):
+        return piece_tile(weight, scaled, m, n, k, aligned, chip, descriptors=False)
+    return stream_tile(scaled, m, k, aligned)
 
 
 def _group(m: int, warps: int, chunks: int, most_values: int) -> int:

@@ -10,11 +10,11 @@ launch. Constants are the named tuples of `gemv_norm`.
 import triton
 import triton.language as tl
 
-from .device.fragments import add_four
 from .device.numbers import cast, encode_fp8, make_scale, quotient
 from .device.pdl import launch_dependents, wait
 from .device.product import product
 from .device.row import magnitude, reciprocal_rms
+from .device.sums import add_four
 from .device.trace import name_unit, stamp
 from .device.weight_stream import first_weights, fold, stream
 
@@ -199,7 +199,8 @@ def _gemv_partial_norm_kernel(
         columns = tl.arange(0, COLUMNS)
         column = tl.minimum(row0 + columns, limit - 1)
         numbers = first_row + tl.arange(0, TILE.rows)
-        v = product(act, weight, column, numbers, m, k, strides.act, strides.weight, TILE, MATH)
+        steps = (strides.act, strides.weight, strides.weight_scale)
+        v = product(act, weight, weight_scale, column, numbers, m, k, steps, TILE, MATH)
         if TRACED:
             done += tl.sum(tl.sum(v, 1), 0)
         _store_columns(v, columns, numbers, m, span, out, weight_scale, SEGMENTS, MATH)
@@ -207,8 +208,9 @@ def _gemv_partial_norm_kernel(
         rows = tl.minimum(m - first_row, TILE.rows)
         lead = first_row.to(tl.int64)
         PARTS: tl.constexpr = TILE.pieces // TILE.warps
-        WT: tl.constexpr = COLUMNS // (16 // PARTS if TILE.dot else 8 // PARTS)
-        XT: tl.constexpr = TILE.rows // (8 // PARTS) if TILE.dot else TILE.rows
+        WIDE: tl.constexpr = 8 // PARTS
+        WT: tl.constexpr = COLUMNS // WIDE
+        XT: tl.constexpr = TILE.rows
         lines = (act + lead * strides.act, rows, strides.act)
         matrix = (weight, row0, limit, strides.weight, 0)
         ws = first_weights(matrix, k, WT, TILE, MATH)
@@ -216,15 +218,13 @@ def _gemv_partial_norm_kernel(
         stamp(trace, block, 1, block, TRACED)
         scales = (weight_scale, strides.weight_scale)
         totals = stream(ws, lines, (), matrix, scales, k, act.dtype.element_ty, WT, XT, TILE, MATH)
-        WIDE: tl.constexpr = 16 // PARTS if TILE.dot else 2
-        HIGH: tl.constexpr = 8 // PARTS if TILE.dot else 1
         for i in tl.static_range(WT):
             for j in tl.static_range(XT):
                 v = fold(totals[i * XT + j], TILE)
                 if TRACED:
                     done += tl.sum(tl.sum(v, 1), 0)
                 columns = i * WIDE + tl.arange(0, WIDE)
-                numbers = first_row + j * HIGH + tl.arange(0, HIGH)
+                numbers = first_row + j + tl.arange(0, 1)
                 _store_columns(v, columns, numbers, m, span, out, weight_scale, SEGMENTS, MATH)
     stamp(trace, block, 2, done, TRACED)
     if SEGMENTS > 0:

@@ -22,7 +22,6 @@ from .linear_kernels import (
     _linear_descriptors_kernel,
     _linear_pieces_kernel,
     _linear_rows_kernel,
-    _linear_tile_kernel,
 )
 from .product_config import WEIGHTS, describe_pieces, describe_tile, tile_registers
 
@@ -30,9 +29,9 @@ LinearStrides = namedtuple("LinearStrides", "x weight weight_scale residual add 
 """Strides from row to row."""
 LinearMath = namedtuple(
     "LinearMath",
-    "pack weight hardware scaled gated activation normed residual round_sum offset shift_gamma hf hw_rounding pdl",
+    "pack weight regroups scaled gated activation normed residual round_sum offset shift_gamma hf hw_rounding pdl",
 )
-"""What a kernel computes; ``pack`` weights fill 32 bits, ``hardware`` decodes fp8 weights.
+"""What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `device.codes`.
 ``offset`` and ``shift_gamma``: see `device.row.factor`.
 """
 
@@ -93,7 +92,7 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
         unused["strides.weight_scale"] = 0
     if spec.gamma is None:
         unused |= {"eps": 0.0, "weight_offset": 0.0}
-    stream, product = config.stream, config.product
+    stream = config.stream
     divisible: dict[str, int] = {}
     if aligned:
         divisible |= {"x": 16, "weight": 16, "k": 16}
@@ -108,9 +107,9 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
             divisible |= {"add": 16, "strides.add": 16 // spec.add.itemsize}
     hf = spec.rounding == "hf"
     math = LinearMath(
-        pack=1 if stream is not None and stream.words else max(1, 4 // spec.weight.itemsize),
+        pack=4 // spec.weight.itemsize,
         weight=WEIGHTS.get(spec.weight, "float"),
-        hardware=chip.casts_e4m3fn,
+        regroups=chip.sums_sixteen,
         scaled=spec.weight_scale,
         gated=spec.activation is not None,
         activation=spec.activation or "",
@@ -127,16 +126,11 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
     if stream is not None:
         tile = stream if chip.has_pdl else stream._replace(pace=0)
         constants: dict[str, Any] = {"TILE": tile, "STATS": config.stats, "MATH": math}
-        registers = tile_registers(stream, aligned, chip, config.stats is not None)
+        registers = tile_registers(stream, aligned, chip)
         return FAMILY.make_build(
             name, _linear_rows_kernel, chip, dtypes, constants, unused, divisible, stream.warps, registers
         )
     pieces = config.pieces
-    if product is not None:
-        constants = {"TILE": product, "MATH": math}
-        return FAMILY.make_build(
-            name, _linear_tile_kernel, chip, dtypes, constants, unused, divisible, product.warps, registers=0
-        )
     assert pieces is not None
     constants = {"TILE": pieces, "MATH": math}
     kernel, blocks = _linear_pieces_kernel, None
@@ -170,15 +164,8 @@ def _describe(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
         parts.append(f"norm={config.stats.rows}x{config.stats.bins}")
     if config.stream is not None:
         parts.append(describe_tile(config.stream, aligned))
-    elif config.product is not None:
-        tile = config.product
-        mask, unaligned = "m" if tile.mask else "", "" if aligned else "u"
-        parts.append(
-            f"tile {tile.columns}x{tile.rows}x{tile.run}/{tile.warps}w/s{tile.stages}g{tile.group}{mask}{unaligned} "
-            f"p{tile.pieces}b{tile.block}"
-        )
     elif config.pieces is not None:
-        parts.append(describe_pieces(config.pieces, aligned))
+        parts.append(describe_pieces(config.pieces))
     return " ".join(parts)
 
 
@@ -213,7 +200,7 @@ def _facts(call: LinearCall, chip: Chip) -> LinearFacts:
 
 
 def _grid(call: LinearCall, config: LinearConfig) -> tuple[int]:
-    tile = config.stream or config.product or config.pieces
+    tile = config.stream or config.pieces
     assert tile is not None
     columns = tile.columns // (1 if call.spec.activation is None else 2)
     return (-(-call.out.shape[1] // columns) * -(-call.x.shape[0] // tile.rows),)

@@ -1,10 +1,11 @@
-"""Products with 16-bit weights: tiles of weights and of x pass through shared memory in the order of K.
+"""Products of 16-bit rows: tiles of weights and of x pass through shared memory in the order of K.
 
-**Order.** K is cut into ``pieces`` neighbouring pieces of equal length, a multiple of `GRAIN`; the
+**Order.** K is cut into ``pieces`` neighbouring pieces of equal length, a multiple of ``grain``; the
 last ones may be shorter or empty. Tensor cores add the products of a piece sixteen columns at a time,
-in the order of k. Then the pieces are added, from the first to the last. The result depends only on
-the number of pieces, which follows from N. M, the tile, the number of warps and alignment do not
-matter.
+in the order of k. With a scale per block, the sum of each block starts at zero and is added to its piece
+in one fused multiply-add. Then the pieces are added, from the first to the last. The result depends only
+on the number of pieces and the grain, which follow from N, the dtype of the weights and the kind of their
+scales. M, the tile, the number of warps and alignment do not matter.
 
 A *cube* computes all pieces at the same time, as a batched product. It keeps every multiprocessor busy
 when there are few columns. A *flat* tile walks along all of K and adds its sums to a total at the end
@@ -16,16 +17,28 @@ of each piece. `descriptor_product` is a flat tile that the copy engine loads.
 import triton
 import triton.language as tl
 
-from .fragments import add_from_left
+from .codes import decode, decode_fragments, decode_words, regroup, regrouped
+from .sums import add_from_left
 
-GRAIN = tl.constexpr(64)
-"""Columns by which the pieces of K grow."""
+SCALED = tl.constexpr(128)
+"""Weight rows that share a scale, and columns of K."""
 
 
 @triton.jit
-def piece_length(k, PIECES: tl.constexpr):
+def piece_length(k, TILE: tl.constexpr):
     """Columns of each piece but the last ones."""
-    return tl.cdiv(tl.cdiv(k, PIECES), GRAIN) * GRAIN
+    return tl.cdiv(tl.cdiv(k, TILE.pieces), TILE.grain) * TILE.grain
+
+
+@triton.jit
+def scale_value(scale, KIND: tl.constexpr):
+    """A stored scale as float32; e8m0 codes are exponents, 255 is NaN, and 0 is 2**-127."""
+    if KIND == "ue8m0_block":
+        code = scale.to(tl.int32)
+        bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return scale
 
 
 @triton.jit
@@ -38,32 +51,81 @@ def _operand(values, MATH: tl.constexpr):
 
 
 @triton.jit
-def _cube_product(x, weight, column, row, m, k, x_stride, weight_stride, TILE: tl.constexpr, MATH: tl.constexpr):
-    length = piece_length(k, TILE.pieces)
+def _codes(weight, MATH: tl.constexpr):
+    """The address of 8-bit weights as that of bytes."""
+    if MATH.weight == "float":
+        return weight
+    else:
+        return weight.to(tl.pointer_type(tl.int8))
+
+
+@triton.jit
+def _weights(w, DTYPE: tl.constexpr, REGROUPS: tl.constexpr, MATH: tl.constexpr):
+    """Loaded weights as a product's left side."""
+    if MATH.weight == "float":
+        return _operand(w, MATH)
+    elif not MATH.regroups:
+        return _operand(decode(w, DTYPE, MATH.weight), MATH)
+    elif REGROUPS:
+        return decode_fragments(w, DTYPE, MATH.weight)
+    else:
+        return decode_words(w, DTYPE, MATH.weight)
+
+
+@triton.jit
+def _cube_product(
+    x, weight, scale, column, row, m, k, x_stride, weight_stride, scale_stride,
+    TILE: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = MATH.scaled == "block" or MATH.scaled == "ue8m0_block"
+    CODES: tl.constexpr = MATH.weight != "float" and MATH.regroups
+    length = piece_length(k, TILE)
     first = tl.arange(0, TILE.pieces)[:, None, None] * length
     inner = tl.arange(0, TILE.step)[None, None, :]
-    w_at = weight + column.to(tl.int64)[None, :, None] * weight_stride + first + inner
+    if CODES and not TILE.aligned:
+        inner = regrouped(inner)
+    w_at = _codes(weight, MATH) + column.to(tl.int64)[None, :, None] * weight_stride + first + inner
     x_at = x + row.to(tl.int64)[None, :, None] * x_stride + first + inner
+    if BLOCKS:
+        block = tl.arange(0, TILE.pieces)[:, None] * (length // SCALED)
+        s_at = scale + (column // SCALED).to(tl.int64)[None, :] * scale_stride
     rows = (row < m)[None, :, None]
     sums = tl.zeros((TILE.pieces, TILE.columns, TILE.rows), tl.float32)
     for at in tl.range(0, length, TILE.step, num_stages=TILE.stages):
         if TILE.mask:
             inside = (inner < length - at) & (first + inner < k - at)
-            w = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            w = tl.load(
+                w_at + at, mask=inside, other=0 if MATH.weight != "float" else 0.0, eviction_policy="evict_first"
+            )
             v = tl.load(x_at + at, mask=rows & inside, other=0.0)
         else:
             w = tl.load(w_at + at, eviction_policy="evict_first")
             v = tl.load(x_at + at, mask=rows, other=0.0)
-        sums = tl.dot(_operand(w, MATH), tl.permute(_operand(v, MATH), (0, 2, 1)), sums)
+        if CODES and TILE.aligned:
+            v = regroup(v)
+        w = _weights(w, x.dtype.element_ty, TILE.aligned, MATH)
+        if BLOCKS:
+            each = tl.minimum(block + at // SCALED, tl.cdiv(k, SCALED) - 1)
+            s = scale_value(tl.load(s_at + each), MATH.scaled)
+            s = tl.broadcast_to(s[:, :, None], (TILE.pieces, TILE.columns, TILE.rows))
+            sums = tl.fma(tl.dot(w, tl.permute(_operand(v, MATH), (0, 2, 1))), s, sums)
+        else:
+            sums = tl.dot(w, tl.permute(_operand(v, MATH), (0, 2, 1)), sums)
     return add_from_left(tl.permute(sums, (1, 2, 0)), TILE.columns, TILE.rows, TILE.pieces)
 
 
 @triton.jit
-def _flat_product(x, weight, column, row, m, k, x_stride, weight_stride, TILE: tl.constexpr, MATH: tl.constexpr):
-    length = piece_length(k, TILE.pieces)
+def _flat_product(
+    x, weight, scale, column, row, m, k, x_stride, weight_stride, scale_stride,
+    TILE: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = MATH.scaled == "block" or MATH.scaled == "ue8m0_block"
+    length = piece_length(k, TILE)
     inner = tl.arange(0, TILE.step)[None, :]
-    w_at = weight + column.to(tl.int64)[:, None] * weight_stride + inner
+    w_at = _codes(weight, MATH) + column.to(tl.int64)[:, None] * weight_stride + inner
     x_at = x + row.to(tl.int64)[:, None] * x_stride + inner
+    if BLOCKS:
+        s_at = scale + (column // SCALED).to(tl.int64) * scale_stride
     rows = (row < m)[:, None]
     HIGH: tl.constexpr = TILE.columns if TILE.weights_first else TILE.rows
     BROAD: tl.constexpr = TILE.rows if TILE.weights_first else TILE.columns
@@ -72,15 +134,25 @@ def _flat_product(x, weight, column, row, m, k, x_stride, weight_stride, TILE: t
     left = length
     for at in tl.range(0, TILE.pieces * length, TILE.step, num_stages=TILE.stages):
         if TILE.mask:
-            w = tl.load(w_at + at, mask=inner < k - at, other=0.0, eviction_policy="evict_first")
+            w = tl.load(
+                w_at + at,
+                mask=inner < k - at,
+                other=0 if MATH.weight != "float" else 0.0,
+                eviction_policy="evict_first",
+            )
             v = tl.load(x_at + at, mask=rows & (inner < k - at), other=0.0)
         else:
             w = tl.load(w_at + at, eviction_policy="evict_first")
             v = tl.load(x_at + at, mask=rows, other=0.0)
-        if TILE.weights_first:
-            sums = tl.dot(_operand(w, MATH), tl.trans(_operand(v, MATH)), sums)
+        w = _weights(w, x.dtype.element_ty, False, MATH)
+        if BLOCKS:
+            s = scale_value(tl.load(s_at + tl.minimum(at, k - 1) // SCALED), MATH.scaled)
+            s = tl.broadcast_to(s[:, None], (HIGH, BROAD))
+            sums = tl.fma(tl.dot(w, tl.trans(_operand(v, MATH))), s, sums)
+        elif TILE.weights_first:
+            sums = tl.dot(w, tl.trans(_operand(v, MATH)), sums)
         else:
-            sums = tl.dot(_operand(v, MATH), tl.trans(_operand(w, MATH)), sums)
+            sums = tl.dot(_operand(v, MATH), tl.trans(w), sums)
         if TILE.pieces > 1:
             left -= TILE.step
             if left == 0:
@@ -95,15 +167,15 @@ def _flat_product(x, weight, column, row, m, k, x_stride, weight_stride, TILE: t
 
 
 @triton.jit
-def product(x, weight, column, row, m, k, x_stride, weight_stride, TILE: tl.constexpr, MATH: tl.constexpr):
+def product(x, weight, scale, column, row, m, k, strides, TILE: tl.constexpr, MATH: tl.constexpr):
     """The sums ``[columns, rows]`` over k of the weight rows ``column`` times the rows ``row`` of x.
 
-    Rows of x from m on are not read. Every ``column`` must exist.
+    ``strides`` are those of x, weight and scale. Rows of x from m on are not read. Every ``column`` must exist.
     """
     if TILE.kind == "cube":
-        return _cube_product(x, weight, column, row, m, k, x_stride, weight_stride, TILE, MATH)
+        return _cube_product(x, weight, scale, column, row, m, k, strides[0], strides[1], strides[2], TILE, MATH)
     else:
-        return _flat_product(x, weight, column, row, m, k, x_stride, weight_stride, TILE, MATH)
+        return _flat_product(x, weight, scale, column, row, m, k, strides[0], strides[1], strides[2], TILE, MATH)
 
 
 @triton.jit
@@ -113,7 +185,7 @@ def descriptor_product(x, weight, row0, columns, k, SIDES: tl.constexpr, TILE: t
     The sums of each side are ``[columns / SIDES, rows]``. The copy engine writes zeros for what lies
     beyond either matrix.
     """
-    length = piece_length(k, TILE.pieces)
+    length = piece_length(k, TILE)
     HIGH: tl.constexpr = TILE.columns // SIDES if TILE.weights_first else TILE.rows
     BROAD: tl.constexpr = TILE.rows if TILE.weights_first else TILE.columns // SIDES
     totals = ()

@@ -1,7 +1,13 @@
-"""Products of few rows of act with a tile of weight rows: loads far ahead, then multiply and add.
+"""Products of few float32 rows with a tile of weight rows: loads far ahead, then multiply and add.
 
-Constants: ``TILE`` is a `product_config.StreamTile`, and ``MATH`` says what is computed. The order
-of additions is that of `fragments`.
+Constants: ``TILE`` is a `product_config.StreamTile`, and ``MATH`` says what is computed.
+
+**Order.** K is cut into blocks of neighbouring columns. Block b belongs to piece ``b % pieces``. A thread adds
+the products of its columns in the order of k. `fold` adds the threads' sums, then the pieces. The result
+depends only on the blocks and pieces, which follow from the scales. M, the tile and alignment do not matter.
+
+A program has WARPS warps, and each processes PARTS = pieces / WARPS neighbouring pieces. Tiles are
+``[4, 8, WARPS, 1, VEC]``; Triton puts the first two dimensions into the lanes of a warp.
 
 With a scale per block of weights, the sum of each block starts at zero and is added to its piece's
 total in one fused multiply-add. With a norm, act is normed as it is loaded: `rms_norm`'s result,
@@ -11,51 +17,85 @@ rounded, as if it had been stored.
 import triton
 import triton.language as tl
 
-from .fragments import (
-    arrived,
-    decode,
-    fold_parts,
-    fold_products,
-    fragment_w,
-    fragment_x,
-    lane_row,
-    load_at,
-    load_w,
-    load_x,
-)
+from .codes import decode
 from .numbers import cast, convert
+from .product import SCALED, scale_value
 from .row import factor
-
-SCALED = tl.constexpr(128)
-"""Weight rows that share a scale."""
+from .sums import add_four
 
 
 @triton.jit
-def scale_value(scale, KIND: tl.constexpr):
-    """A stored scale as float32; e8m0 codes are exponents, 255 is NaN, and 0 is 2**-127."""
-    if KIND == "ue8m0_block":
-        code = scale.to(tl.int32)
-        bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
-        return bits.to(tl.float32, bitcast=True)
+def _lane_row():
+    """The place of a lane in its group of eight, as a tile."""
+    return tl.arange(0, 8)[None, :, None, None, None]
+
+
+@triton.jit
+def _lane_k(TILE: tl.constexpr):
+    """The offset of each lane's first element within a step."""
+    PARTS: tl.constexpr = TILE.pieces // TILE.warps
+    piece = tl.arange(0, TILE.warps)[None, None, :, None, None] * PARTS + _lane_row() % PARTS
+    return piece * TILE.block + tl.arange(0, 4)[:, None, None, None, None] * TILE.vec
+
+
+@triton.jit
+def _load_w(base, row, stride, at, k, MASK: tl.constexpr, TILE: tl.constexpr):
+    """One load of the weight rows ``row``, a tile; zero beyond k."""
+    inner = _lane_k(TILE) + tl.arange(0, TILE.vec)[None, None, None, None, :]
+    places = base + row.to(tl.int64) * stride + inner + at  # `at` is added last, to become the load's offset
+    if MASK:
+        return tl.load(places, mask=inner + at < k, other=0, eviction_policy="evict_first")
     else:
-        return scale
+        return tl.load(places, eviction_policy="evict_first")
 
 
 @triton.jit
-def _weight_row(weight, i, second, g, TILE: tl.constexpr, MATH: tl.constexpr):
-    """The row of lane g in tile i, of its second group of rows where ``second`` is 1. With an
-    activation that group is of the second half of the weights.
+def _load_x(base, row, stride, at, k, MASK: tl.constexpr, TILE: tl.constexpr):
+    """The part of the rows ``row``, a tile, that goes with one load of weights."""
+    inner = _lane_k(TILE) + tl.arange(0, TILE.vec)[None, None, None, None, :]
+    places = base + row.to(tl.int64) * stride + inner + at
+    if MASK:
+        return tl.load(places, mask=inner + at < k, other=0.0, eviction_policy="evict_last")
+    else:
+        return tl.load(places, eviction_policy="evict_last")
+
+
+@triton.jit
+def _load_at(INDEX: tl.constexpr, TILE: tl.constexpr):
+    """Where load INDEX of a program begins: a block takes one or more loads, then come the blocks
+    of the other pieces.
+    """
+    return INDEX // TILE.loads * (TILE.pieces * TILE.block) + INDEX % TILE.loads * (4 * TILE.vec)
+
+
+@triton.jit
+def _arrived(tile, PACK: tl.constexpr):
+    """Wait for a load, by an instruction that its value practically never enables. (A branch would
+    make the compiler guard every later exchange between lanes.)
+
+    Requests issued all at once queue up, and everything else waits behind them: the previous
+    kernel's counter, its result, this kernel's act. So a prefetch is issued in portions.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b64 a; mov.b64 a, 0; setp.eq.u32 p, $1, 0x7FC1DEAD; @p prefetch.global.L2 [a]; mov.u32 $0, $1; }",
+        "=r,r",
+        [tile],
+        dtype=tile.dtype,
+        is_pure=False,
+        pack=PACK,
+    )
+
+
+@triton.jit
+def _weight_row(weight, i, second, g, TILE: tl.constexpr):
+    """The row of lane g in tile i. With an activation, ``second`` is 1 in the second half of the weights.
 
     ``weight`` is the address, the tile's first row, the row limit, the stride, and the offset of
     the second half.
     """
     PARTS: tl.constexpr = TILE.pieces // TILE.warps
-    if MATH.gated:
-        return tl.minimum(weight[1] + i * (8 // PARTS) + g // PARTS, weight[2] - 1) + second * weight[4]
-    elif TILE.dot:
-        return tl.minimum(weight[1] + (2 * i + second) * (8 // PARTS) + g // PARTS, weight[2] - 1)
-    else:
-        return tl.minimum(weight[1] + i * (8 // PARTS) + g // PARTS, weight[2] - 1)
+    row = tl.minimum(weight[1] + i * (8 // PARTS) + g // PARTS, weight[2] - 1)
+    return row + second * weight[4]
 
 
 @triton.jit
@@ -64,23 +104,18 @@ def _load_weights(weight, begin, k, S: tl.constexpr, WT: tl.constexpr, TILE: tl.
     MASK: tl.constexpr = TILE.mask and (TILE.long or S >= TILE.steps - TILE.loads)
     tiles = ()
     for i in tl.static_range(WT):
-        if TILE.dot:
-            row = _weight_row(weight, i, tl.arange(0, 2)[None, None, None, :, None], lane_row(), TILE, MATH)
-        elif MATH.gated:
-            row = _weight_row(weight, i // 2, i % 2, lane_row(), TILE, MATH)
+        if MATH.gated:
+            row = _weight_row(weight, i // 2, i % 2, _lane_row(), TILE)
         else:
-            row = _weight_row(weight, i, 0, lane_row(), TILE, MATH)
-        tiles = tiles + (load_w(weight[0], row, weight[3], begin + load_at(S, TILE), k, MASK, TILE),)
+            row = _weight_row(weight, i, 0, _lane_row(), TILE)
+        tiles = tiles + (_load_w(weight[0], row, weight[3], begin + _load_at(S, TILE), k, MASK, TILE),)
     return tiles
 
 
 @triton.jit
-def act_row(j, TILE: tl.constexpr):
+def act_row(j):
     """The row of act of each lane in tile j."""
-    if TILE.dot:
-        return j * (8 // (TILE.pieces // TILE.warps)) + lane_row() // (TILE.pieces // TILE.warps)
-    else:
-        return j + lane_row() * 0
+    return j + _lane_row() * 0
 
 
 @triton.jit
@@ -90,16 +125,16 @@ def _load_act(act, norm, begin, k, S: tl.constexpr, XT: tl.constexpr, TILE: tl.c
     ``act`` is the address, the number of rows and the stride; ``norm`` gamma, weight_offset, the
     residual, its stride and the reciprocal roots.
     """
-    at = begin + load_at(S, TILE)
+    at = begin + _load_at(S, TILE)
     MASK: tl.constexpr = TILE.mask and (TILE.long or S >= TILE.steps - TILE.loads)
     rows = ()
     for j in tl.static_range(XT):
-        rows = rows + (load_x(act[0], tl.minimum(act_row(j, TILE), act[1] - 1), act[2], at, k, MASK, TILE),)
+        rows = rows + (_load_x(act[0], tl.minimum(act_row(j), act[1] - 1), act[2], at, k, MASK, TILE),)
     if MATH.normed:
-        rows = rows + (load_x(norm[0], lane_row() * 0, 0, at, k, MASK, TILE),)
+        rows = rows + (_load_x(norm[0], _lane_row() * 0, 0, at, k, MASK, TILE),)
     if MATH.residual:
         for j in tl.static_range(XT):
-            rows = rows + (load_x(norm[2], tl.minimum(act_row(j, TILE), act[1] - 1), norm[3], at, k, MASK, TILE),)
+            rows = rows + (_load_x(norm[2], tl.minimum(act_row(j), act[1] - 1), norm[3], at, k, MASK, TILE),)
     return rows
 
 
@@ -145,27 +180,13 @@ def _multiply(
     W: tl.constexpr = TILE.warps
     acts = ()
     for j in tl.static_range(XT):
-        x = _act(xs, norm, j, DTYPE, XT, MATH)
-        if not TILE.dot:
-            acts = acts + (tl.reshape(x.to(tl.float32), (4, 8, W, 4)),)
-        elif MATH.hw_rounding:
-            acts = acts + (fragment_x(x, TILE),)
-        else:  # the interpreter multiplies bfloat16 as integers
-            acts = acts + (fragment_x(x, TILE).to(tl.float32),)
+        acts = acts + (tl.reshape(_act(xs, norm, j, DTYPE, XT, MATH).to(tl.float32), (4, 8, W, 4)),)
     added = ()
     for i in tl.static_range(WT):
-        if TILE.dot:
-            w = fragment_w(ws[i], DTYPE, TILE, MATH)
-            if not MATH.hw_rounding:
-                w = w.to(tl.float32)
-        else:
-            w = ws[i].to(tl.float32) if MATH.weight == "float" else decode(ws[i], tl.float32, MATH.weight)
-            w = tl.reshape(w, (4, 8, W, 4))
+        w = ws[i].to(tl.float32) if MATH.weight == "float" else decode(ws[i], tl.float32, MATH.weight)
+        w = tl.reshape(w, (4, 8, W, 4))
         for j in tl.static_range(XT):
-            if TILE.dot:
-                added = added + (tl.dot(w, acts[j], sums[i * XT + j]),)
-            else:
-                added = added + (tl.fma(w, acts[j], sums[i * XT + j]),)
+            added = added + (tl.fma(w, acts[j], sums[i * XT + j]),)
     return added
 
 
@@ -173,10 +194,7 @@ def _multiply(
 def _zeros(COUNT: tl.constexpr, TILE: tl.constexpr):
     totals = ()
     for _ in tl.static_range(COUNT):
-        if TILE.dot:
-            totals = totals + (tl.zeros((TILE.warps, 16, 8), tl.float32),)
-        else:
-            totals = totals + (tl.zeros((4, 8, TILE.warps, TILE.vec), tl.float32),)
+        totals = totals + (tl.zeros((4, 8, TILE.warps, TILE.vec), tl.float32),)
     return totals
 
 
@@ -188,20 +206,14 @@ def _add_block(
     PARTS: tl.constexpr = TILE.pieces // TILE.warps
     columns = tl.cdiv(k, TILE.block)
     added = ()
-    if TILE.dot:
-        r = tl.arange(0, 16)[None, :, None]
-        piece = tl.arange(0, TILE.warps)[:, None, None] * PARTS + r % PARTS
-    else:
-        r = tl.arange(0, 8)[None, :, None, None]
-        piece = tl.arange(0, TILE.warps)[None, None, :, None] * PARTS + r % PARTS
+    r = tl.arange(0, 8)[None, :, None, None]
+    piece = tl.arange(0, TILE.warps)[None, None, :, None] * PARTS + r % PARTS
     block = tl.minimum(at // TILE.block + piece, columns - 1)
     for i in tl.static_range(WT):
-        if TILE.dot:
-            row = _weight_row(weight, i, r // 8, r % 8, TILE, MATH)
-        elif MATH.gated:
-            row = _weight_row(weight, i // 2, i % 2, r, TILE, MATH)
+        if MATH.gated:
+            row = _weight_row(weight, i // 2, i % 2, r, TILE)
         else:
-            row = _weight_row(weight, i, 0, r, TILE, MATH)
+            row = _weight_row(weight, i, 0, r, TILE)
         s = scale_value(tl.load(scale[0] + (row // SCALED).to(tl.int64) * scale[1] + block), MATH.scaled)
         for j in tl.static_range(XT):
             added = added + (tl.fma(sums[i * XT + j], s + tl.zeros_like(sums[0]), totals[i * XT + j]),)
@@ -228,7 +240,7 @@ def _stretch(
             sums = _zeros(WT * XT, TILE)
         sums = _multiply(ws[s], xs[s], norm, sums, DTYPE, WT, XT, TILE, MATH)
         if BLOCKS and s % TILE.loads == TILE.loads - 1:
-            at = begin + load_at(s - TILE.loads + 1, TILE)
+            at = begin + _load_at(s - TILE.loads + 1, TILE)
             totals = _add_block(sums, totals, weight, scale, at, k, WT, XT, TILE, MATH)
     if BLOCKS:
         return totals
@@ -242,7 +254,7 @@ def first_weights(weight, k, WT: tl.constexpr, TILE: tl.constexpr, MATH: tl.cons
     ws = ()
     for s in tl.static_range(TILE.depth):
         if TILE.pace > 0 and s >= TILE.pace:
-            arrived(ws[s - TILE.pace][WT - 1], MATH.pack)
+            _arrived(ws[s - TILE.pace][WT - 1], MATH.pack)
         ws = ws + (_load_weights(weight, 0, k, s, WT, TILE, MATH),)
     return ws
 
@@ -271,8 +283,13 @@ def stream(
 
 @triton.jit
 def fold(total, TILE: tl.constexpr):
-    """An accumulator to columns and rows of y."""
-    if TILE.dot:
-        return fold_parts(total, TILE)
-    else:
-        return fold_products(total, TILE)
+    """Products ``[4, columns x parts, WARPS, 4]`` to ``[columns, 1]``: elements, t, pieces."""
+    W: tl.constexpr = TILE.warps
+    PARTS: tl.constexpr = TILE.pieces // W
+    total = tl.permute(total, (1, 2, 0, 3))
+    total = add_four(tl.reshape(total, (8 * W, 4, 4)), 8 * W, 4)
+    total = add_four(tl.reshape(total, (8, W, 4)), 8, W)
+    each = tl.permute(tl.reshape(total, (8 // PARTS, PARTS, W)), (0, 2, 1))
+    square = tl.permute(tl.reshape(each, (8 // PARTS, 4, 4)), (0, 2, 1))
+    by_column = add_four(square, 8 // PARTS, 4)
+    return add_four(tl.reshape(by_column, (8 // PARTS, 1, 4)), 8 // PARTS, 1)

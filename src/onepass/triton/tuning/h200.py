@@ -11,7 +11,6 @@ from .table import (
     QkCacheTuning,
     QkTuning,
     RowTuning,
-    StreamCut,
     StreamTuning,
     Tile,
     Tuning,
@@ -80,23 +79,8 @@ ROWS: Final = RowTuning(
 )
 
 STREAM: Final = StreamTuning(
-    most_rows=32,  # of act per program: M = 128 with fp8 weights took 51 (16 rows: 79, 64: 94) [38]
-    unaligned_rows=8,  # where elements are loaded one by one, each into a register of its own
     unaligned_registers=168,  # by default the assembler uses 128 where it needs a few more, and spills
     most_values=80,  # of a norm that a thread holds
-    # fp8, 16 pieces: 2112 x 7168 5.3 (4 warps: 6.0), 4096 x 12288 13.5 (deeper: 16.7); M = 8, 4096 x
-    # 4096 7.2 (deeper: 8.1); M = 16 10.1 (16 columns: 10.8). 4 pieces: 36864 x 7168 63.3 with 2 warps
-    # (less deep: 70.1; 4 warps: 68.9); M = 8 81.1 (16 columns: 93.3) [40, 41].
-    cuts={
-        16: (
-            (4, ANY, StreamCut(8, 8, 4, 1, 2)),
-            (8, ANY, StreamCut(16, 16, 3, 2, 1)),
-            (16, ANY, StreamCut(16, 32, 2, 1, 1)),
-            (ANY, ANY, StreamCut(16, 16, 2, 1, 0)),
-        ),
-        4: ((4, ANY, StreamCut(2, 8, 8, 1, 3)), (ANY, ANY, StreamCut(4, 32, 3, 1, 1))),
-    },
-    unaligned_cut=StreamCut(8, 8, 1, 1, 0),  # of more than 16 rows
 )
 
 PIECES: Final = PieceTuning(
@@ -153,21 +137,34 @@ PIECES: Final = PieceTuning(
             (ANY, ANY, PieceCut("cube", 64, 64, 64, 3, 8)),
         ),
     },
+    # Fp8, chain of itself and behind an ordinary kernel, scale per row and per block [44]. M = 1: 4096 x 4096 6.7 / 7.4
+    # and 6.4 / 7.3 (16 columns: 6.6 / 7.6 and 6.4 / 7.5), 4096 x 12288 14.4 / 15.7 and 14.3 / 15.6, 24576 x 4096 26.4 /
+    # 27.5 and 27.1 / 28.3 (64 columns: 28.3 / 29.3 and 27.7 / 28.3), 24576 x 1536 12.1 / 13.1 and 11.4 / 12.3 (32
+    # columns: 11.5 / 12.4 and 12.4 / 13.2). M = 16: 4096 x 4096 7.1 / 7.7 and 8.1 / 8.7 (four stages: 9.6 / 7.7), 24576
+    # x 4096 29.4 / 30.4 and 30.6 / 31.5 (four: 32.5 / 33.5). M = 32: 4096 x 4096 8.9 / 9.3 (flat: 31 / 26). M = 256:
+    # 24576 x 4096 179 / 180, 4096 x 4096 40 / 41. Steps of 256 columns become 128 with a scale per block.
+    codes=(
+        (8, 2640, ANY, PieceCut("cube", 16, 8, 256, 4, 4)),
+        (8, 4224, ANY, PieceCut("cube", 32, 8, 256, 4, 4)),
+        (8, 6800, ANY, PieceCut("cube", 16, 8, 128, 4, 4, late=True)),
+        (8, 8448, ANY, PieceCut("cube", 32, 8, 256, 3, 4, late=True)),
+        (8, ANY, 2048, PieceCut("cube", 64, 8, 128, 2, 4, late=True)),
+        (8, ANY, ANY, PieceCut("cube", 16, 8, 256, 2, 4)),
+        (16, 2640, ANY, PieceCut("cube", 16, 16, 128, 5, 4)),
+        (16, 4224, ANY, PieceCut("cube", 32, 16, 128, 5, 4)),
+        (16, 8448, ANY, PieceCut("cube", 32, 16, 128, 3, 4, late=True)),
+        (16, ANY, 2048, PieceCut("cube", 64, 16, 128, 2, 4, late=True)),
+        (16, ANY, ANY, PieceCut("cube", 32, 16, 128, 3, 4)),
+        (64, 6800, ANY, PieceCut("cube", 16, 32, 128, 3, 4)),
+        (32, ANY, ANY, PieceCut("flat", 64, 32, 128, 4, 4)),
+        (64, ANY, ANY, PieceCut("flat", 64, 64, 128, 3, 4)),
+        (256, 6800, ANY, PieceCut("flat", 64, 64, 128, 4, 4)),
+        (ANY, ANY, ANY, PieceCut("flat", 128, 128, 128, 4, 8)),
+        (ANY, ANY, ANY, PieceCut("cube", 32, 64, 64, 3, 4)),
+    ),
 )
 
-LINEAR: Final = LinearTuning(
-    # fp8 blocks, one row, with the norm in the product and before it: 2112 x 7168 8.6 and 10.4 (behind an
-    # ordinary kernel 10.5 and 8.9). The limit for float32 is not measured [linear.json].
-    normed_rows=4,
-    normed_float32_columns=2048,
-    # Times streamed and in tiles: M = 16, 24576 x 4096 40.4 and 66.0 [40, 41].
-    few_rows={16: ((ANY, ANY, 16),), 4: ((ANY, ANY, 16),)},
-    group=8,
-    tiles={
-        64: ((32, ANY, (64, 32, 1, 6, 4)), (64, ANY, (64, 64, 1, 4, 4)), (ANY, ANY, (128, 128, 1, 4, 8))),
-        128: ((32, ANY, (64, 32, 1, 4, 4)), (ANY, ANY, (64, 64, 1, 3, 4))),
-    },
-)
+LINEAR: Final = LinearTuning(normed_rows=4, normed_columns=2048)  # not measured
 
 QK: Final = QkTuning(
     tile=4096,  # elements of a tile of short rows; 1024 per warp

@@ -61,35 +61,19 @@ class RowTuning:
     long_prologue_registers: int
 
 
-class StreamCut(NamedTuple):
-    """Warps and columns per program; loads of weights (``depth``) and act (``ahead``) in flight,
-    and of weights before the previous kernel ends (``pace``).
-    """
-
-    warps: int
-    columns: int
-    depth: int
-    ahead: int
-    pace: int
-
-
 @dataclass(frozen=True)
 class StreamTuning:
-    """Products of few rows with 8-bit weights: cuts by pieces, then by the largest M and N they are for."""
+    """Products of float32 rows, and the norms that follow a product."""
 
-    most_rows: int
-    unaligned_rows: int
     unaligned_registers: int
     most_values: int
-    cuts: dict[int, tuple[tuple[int, int, StreamCut], ...]]
-    unaligned_cut: StreamCut
 
 
 PieceKind = Literal["cube", "flat", "descriptors"]
 
 
 class PieceCut(NamedTuple):
-    """A tile of 16-bit weights: columns, rows, columns of K per step, stages and warps.
+    """A tile of weights: columns, rows, columns of K per step, stages and warps.
 
     ``late``: the next kernel may start after the sums, not at once.
     """
@@ -105,29 +89,24 @@ class PieceCut(NamedTuple):
 
 @dataclass(frozen=True)
 class PieceTuning:
-    """Products with 16-bit weights: tiles by pieces, then by the largest M and N they are for. The
-    first that fits is taken; each list ends with cubes for chips that use nothing else.
+    """Products of 16-bit rows. ``cuts``: tiles of 16-bit weights by pieces, then by the largest M and N they are
+    for. ``codes``: tiles of 8-bit weights by the largest M, N and K. The first that fits is taken; each list
+    ends with cubes for chips that use nothing else.
     """
 
     group: int
     cuts: dict[int, tuple[tuple[int, int, PieceCut], ...]]
+    codes: tuple[tuple[int, int, int, PieceCut], ...]
 
 
 @dataclass(frozen=True)
 class LinearTuning:
-    """`linear` with 8-bit weights: up to ``normed_rows`` rows are normed by the product's programs, and so are
-    float32 rows of up to ``normed_float32_columns`` columns.
-
-    ``few_rows`` are streamed, by pieces, then by the largest N and K a number is for. More rows take
-    a tile of columns, rows, blocks per step, stages and warps, by block, then by the largest M and N it is
-    for.
+    """`linear` of float32 rows: up to ``normed_rows`` rows of up to ``normed_columns`` columns are normed by the
+    product's programs.
     """
 
     normed_rows: int
-    normed_float32_columns: int
-    few_rows: dict[int, tuple[tuple[int, int, int], ...]]
-    group: int
-    tiles: dict[int, tuple[tuple[int, int, tuple[int, int, int, int, int]], ...]]
+    normed_columns: int
 
 
 @dataclass(frozen=True)
