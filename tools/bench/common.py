@@ -38,6 +38,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """The configuration class and layer sizes of each model."""
+MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral 7B": ("MistralConfig", {**_sizes(4096, 14336, **_HEADS), "sliding_window": None}),
+    "Qwen2 7B": ("Qwen2Config", _sizes(3584, 18944, num_attention_heads=28, num_key_value_heads=4)),
+    "Gemma 2 9B": ("Gemma2Config", _sizes(3584, 14336, **_GEMMA_HEADS)),
+    "Phi-3 mini": (
+        "Phi3Config",
+        {**_sizes(3072, 8192, num_attention_heads=32, num_key_value_heads=32), "sliding_window": None},
+    ),
+    "GLM-4 9B": ("Glm4Config", _sizes(4096, 13696, num_attention_heads=32, num_key_value_heads=2, head_dim=128)),
+}
+"""Models that are measured only if they are named."""
 _CPU_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
 CPU_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 1024": ("LlamaConfig", _sizes(1024, 2816, **_CPU_HEADS, num_hidden_layers=16)),
@@ -47,7 +58,7 @@ CPU_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def sized(name: str, layers: int) -> tuple[str, str, dict[str, Any]]:
     """A title, the configuration class and its sizes with a number of decoder layers (DeepSeek-V3 has three dense ones)."""
-    config, sizes = {**MODELS, **CPU_MODELS}[name]
+    config, sizes = {**MODELS, **MORE_MODELS, **CPU_MODELS}[name]
     layers = sizes.get("num_hidden_layers", layers)
     more: dict[str, Any] = {}
     dense = ""
@@ -91,10 +102,17 @@ def _letters(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
+def _matches(part: str, name: str) -> bool:
+    return part[1:] == name if part.startswith("=") else _letters(part) in _letters(name)
+
+
 def chosen(parts: Sequence[str] | None, device: str = "cuda") -> list[str]:
-    """The names of the models that ``--model`` selects. Case and punctuation do not matter."""
-    names = list(MODELS if device == "cuda" else CPU_MODELS)
-    found = [name for name in names if not parts or any(_letters(part) in _letters(name) for part in parts)]
+    """The names of the models that ``--model`` selects. Case and punctuation do not matter.
+
+    A part that starts with "=" is a whole name.
+    """
+    names = list({**MODELS, **(MORE_MODELS if parts else {})} if device == "cuda" else CPU_MODELS)
+    found = [name for name in names if not parts or any(_matches(part, name) for part in parts)]
     if not found:
         raise SystemExit(f"no model has a name like {', '.join(parts or ())}; there are {', '.join(names)}")
     return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .ways import BASELINE, Models, Way, first_line
+from .limits import until
+from .ways import BASELINE, Models, Way, effort, first_line
 
 PROMPT, LENGTH = 63, 128
 BANDWIDTH = 4.55e12
@@ -107,53 +108,102 @@ class Step:
         return graph.replay, logits
 
 
-def measure(
-    models: Models, batch: int, device: str, replays: int, ways: tuple[Way, ...], only_trace: bool = False
-) -> dict[str, Any]:
-    """Agreement with the eager step, and microseconds per step, of each way that did not fail.
+class Row:
+    """One model and batch size: the ways that were prepared, and what is known about each.
 
-    All ways are timed in turns, twice: ``medians`` has both medians, and ``us`` that of all samples.
+    ``found`` is the row of the report. A way that fails is recorded there with the first line of its error.
     """
-    torch._dynamo.reset()
-    plain = Step(models.model, batch, device)
-    plain.reset()
-    eager = plain().float()
-    captured: dict[str, tuple[Step, Callable[[], None], Tensor]] = {}
-    row: dict[str, Any] = {"batch": batch, "agreement": {}, "us": {}, "medians": {}, "replaced": {}, "compiled": {}}
-    row |= {"failed": {}, "floor": floors(models.model) if device == "cuda" else {}}
-    for way in ways:
+
+    def __init__(self, models: Models, batch: int, device: str) -> None:
+        self.models, self.batch, self.device = models, batch, device
+        self.captured: dict[str, tuple[Step, Callable[[], None], Tensor]] = {}
+        self.plain = Step(models.model, batch, device)
+        self.plain.reset()
+        self.eager = self.plain().float()
+        self.found: dict[str, Any] = {"batch": batch, "agreement": {}, "us": {}, "medians": {}, "replaced": {}}
+        self.found |= {"compiled": {}, "failed": {}, "floor": floors(models.model) if device == "cuda" else {}}
+
+    def prepare(self, way: Way, only_trace: bool = False, deadline: float | None = None) -> None:
+        """Patch, compile and capture a step. Nothing is timed."""
         start = time.perf_counter()
         try:
-            model, handle = models.of(way)
-            step = plain if way.name == BASELINE else Step(model, batch, device, latent=way.latent)
-            if way.mode:
-                step.compile(way.mode, only_trace)
-            step.reset()
-            captured[way.name] = (step, *step.captured())
+            with until(deadline):
+                model, handle = self.models.of(way)
+                step = self.plain if way.name == BASELINE else Step(model, self.batch, self.device, latent=way.latent)
+                if way.mode:
+                    step.compile(way.mode, only_trace)
+                step.reset()
+                self.captured[way.name] = (step, *step.captured())
         except Exception as error:  # the other ways continue
-            row["failed"][way.name] = first_line(error)
-            continue
+            self.found["failed"][way.name] = first_line(error)
+            return
         if way.mode:
-            row["compiled"][way.name] = {"seconds": time.perf_counter() - start, "graphs": len(step.compiled)}
+            seconds = time.perf_counter() - start
+            self.found["compiled"][way.name] = {"seconds": seconds, "graphs": len(step.compiled)}
         if handle is not None:
             lines = [f"{c.cls} {c.what}: {c.why}" for c in handle.replaced]
-            row["replaced"][way.name] = {line: lines.count(line) for line in lines}
-    for name, (step, replay, logits) in captured.items():
-        step.reset()
-        replay()
-        wait(device)
-        got = logits.float()
-        row["agreement"][name] = {
-            "equal": float((got == eager).float().mean()),
-            "max_difference": float((got - eager).abs().max()),
-            "largest_logit": float(eager.abs().max()),
-            "same_token": bool(torch.equal(got[:, -1].argmax(-1), eager[:, -1].argmax(-1))),
-        }
-    halves = [_turns(captured, replays, device) for _ in range(2)]
-    for name in captured:
-        row["medians"][name] = [statistics.median(half[name]) for half in halves]
-        row["us"][name] = statistics.median(halves[0][name] + halves[1][name])
-    return row
+            self.found["replaced"][way.name] = {line: lines.count(line) for line in lines}
+
+    def measured(self, replays: int) -> dict[str, Any]:
+        """The row with agreement and times of all ways that were prepared.
+
+        All ways are timed in turns, twice: ``medians`` has both medians, and ``us`` that of all samples.
+        """
+        row = self.found
+        for name, (step, replay, logits) in self.captured.items():
+            step.reset()
+            replay()
+            wait(self.device)
+            row["agreement"][name] = _agreement(logits.float(), self.eager)
+        halves = [_turns(self.captured, replays, self.device) for _ in range(2)]
+        for name in self.captured:
+            row["medians"][name] = [statistics.median(half[name]) for half in halves]
+            row["us"][name] = statistics.median(halves[0][name] + halves[1][name])
+        return row
+
+
+def _agreement(got: Tensor, eager: Tensor) -> dict[str, Any]:
+    return {
+        "equal": float((got == eager).float().mean()),
+        "max_difference": float((got - eager).abs().max()),
+        "largest_logit": float(eager.abs().max()),
+        "same_token": bool(torch.equal(got[:, -1].argmax(-1), eager[:, -1].argmax(-1))),
+    }
+
+
+def prepared(
+    models: Models,
+    batches: Sequence[int],
+    device: str,
+    ways: Sequence[Way],
+    only_trace: bool = False,
+    deadline: float | None = None,
+) -> list[Row]:
+    """Rows of several batch sizes with every way prepared, those first that take least time to prepare."""
+    rows = [Row(models, batch, device) for batch in batches]
+    for way in sorted(ways, key=effort):
+        for row in rows:
+            if way.mode:
+                torch._dynamo.reset()  # it compiles the same code only a few times; captured steps do not need it
+            row.prepare(way, only_trace, deadline)
+    return rows
+
+
+def measure(
+    models: Models,
+    batch: int,
+    device: str,
+    replays: int,
+    ways: tuple[Way, ...],
+    only_trace: bool = False,
+    deadline: float | None = None,
+) -> dict[str, Any]:
+    """Agreement with the eager step, and microseconds per step, of each way that did not fail."""
+    torch._dynamo.reset()
+    row = Row(models, batch, device)
+    for way in ways:
+        row.prepare(way, only_trace, deadline)
+    return row.measured(replays)
 
 
 def _turns(captured: dict[str, Any], replays: int, device: str) -> dict[str, list[float]]:

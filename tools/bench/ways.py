@@ -54,8 +54,13 @@ def chosen(names: Iterable[str] | None, latent: bool) -> tuple[Way, ...]:
     return tuple(way for name, way in WAYS.items() if name in wanted and (latent or not way.latent))
 
 
+def effort(way: Way) -> int:
+    """How long it takes to prepare a way, to sort by: not compiled, compiled, tuned."""
+    return 0 if not way.mode else 2 if way.mode == _MAX else 1
+
+
 class Models:
-    """A model and its patched copies. Copies share its weights, unless `patch` moves or quantizes them.
+    """A model and its patched copies. Copies share its weights, unless `patch` moves them. Quantized weights are new.
 
     A captured graph reads weights where they were, so copies stay patched until all is measured.
     """
@@ -70,7 +75,8 @@ class Models:
             return self.model, None
         if way.options not in self.copies:
             options: Any = dict(way.options)
-            shared = {} if "decode" in options else {id(p): p for p in self.model.parameters()}
+            moves = "decode" in options and "weights" not in options
+            shared = {} if moves else {id(p): p for p in self.model.parameters()}
             made = copy.deepcopy(self.model, shared)
             self.copies[way.options] = made, onepass.patch(made, **options)
         return self.copies[way.options]
