@@ -16,6 +16,7 @@ Results are written after each way and length, and merged into the file that ``-
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor
 
 import onepass
 from tools.bench import common
+from tools.bench.limits import deadline_after, over, until
 from tools.bench.markdown import table
 from tools.bench.ways import first_line
 
@@ -109,33 +111,86 @@ def digests(logits: Tensor) -> Tensor:
     return (words * weights).sum(1)
 
 
-def run(model: Any, prompts: Tensor, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """The tokens and the digests of all prompts, in batches of a size. The last batch is filled with the first prompts."""
+class Decoder:
+    """Decodes batches of one shape: tokens and digests of each sequence.
+
+    On a GPU all steps, prompt included, are recorded in one CUDA graph and replayed: the launches are those of the eager
+    loop, without Python between them. A model that cannot be recorded is called.
+    """
+
+    def __init__(self, model: Any, like: Tensor, tokens: int) -> None:
+        self.model, self.tokens = model, tokens
+        self.ids = like.clone()
+        self.found: tuple[Tensor, Tensor] | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.why = ""
+        if like.device.type == "cuda":
+            try:
+                self.graph = self._recorded()
+            except RuntimeError as error:
+                self.why = first_line(error)
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._decoded()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.found = self._decoded()
+        return graph
+
+    def _decoded(self) -> tuple[Tensor, Tensor]:
+        chosen, logits = decoded(self.model, self.ids, self.tokens)
+        return chosen, digests(logits)
+
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens and digests of a batch."""
+        self.ids.copy_(ids)
+        if self.graph is None:
+            return self._decoded()
+        self.graph.replay()
+        assert self.found is not None
+        return self.found[0].clone(), self.found[1].clone()
+
+
+def run(model: Any, prompts: Tensor, batch: int, tokens: int) -> tuple[Tensor, Tensor, str]:
+    """The tokens and the digests of all prompts, in batches of a size, and why nothing was recorded.
+
+    The last batch is filled with the first prompts.
+    """
     missing = -len(prompts) % batch
     filled = torch.cat([prompts, prompts[:missing]])
-    parts = [decoded(model, part, tokens) for part in filled.split(batch)]
-    found = torch.cat([part[0] for part in parts]), torch.cat([digests(part[1]) for part in parts])
-    return found[0][: len(prompts)], found[1][: len(prompts)]
+    decoder = Decoder(model, filled[:batch], tokens)
+    parts = [decoder(part) for part in filled.split(batch)]
+    found = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return found[0][: len(prompts)], found[1][: len(prompts)], decoder.why
 
 
-def measure(model: Any, prompts: Tensor, way: Way, batches: tuple[int, ...], tokens: int) -> dict[str, Any]:
+def measure(
+    model: Any, prompts: Tensor, way: Way, batches: tuple[int, ...], tokens: int, deadline: float | None = None
+) -> dict[str, Any]:
     """How many prompts have the bytes, and the tokens, that they have alone."""
+    start = time.perf_counter()
     row: dict[str, Any] = {"way": way.title, "context": prompts.shape[1], "prompts": len(prompts), "tokens": tokens}
     row |= {"equal": {}, "equal_tokens": {}}
     try:
         with ExitStack() as stack:
+            stack.enter_context(until(deadline))
             if way.options:
                 stack.enter_context(onepass.patch(model, **way.options))
             stack.enter_context(attention(model, way.rows))
-            alone, bytes_alone = run(model, prompts, 1, tokens)
+            alone, bytes_alone, row["not_recorded"] = run(model, prompts, 1, tokens)
             row["distinct_tokens"] = len(alone.unique())
             for batch in batches:
-                chosen, found = run(model, prompts, batch, tokens)
+                chosen, found, _ = run(model, prompts, batch, tokens)
                 row["equal"][str(batch)] = int((found == bytes_alone).sum())
                 row["equal_tokens"][str(batch)] = int((chosen == alone).all(1).sum())
     except Exception as error:  # the other ways continue
         row["failed"] = first_line(error)
-    return row
+    return {**row, "seconds": time.perf_counter() - start}
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -169,6 +224,12 @@ def merge(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
     rows[:] = [row for row in rows if any(row[key] != new[key] for key in same)] + [new]
 
 
+def known(rows: list[dict[str, Any]], model: str, way: Way, context: int) -> bool:
+    """Whether a report has this row, and it did not fail."""
+    asked = (model, way.title, context)
+    return any((row["model"], row["way"], row["context"]) == asked and "failed" not in row for row in rows)
+
+
 def main() -> None:
     """Measure, print the table, write files if asked; exit status 1 if a way failed, or an invariant one is not."""
     parser = common.parser("batch_invariance", __doc__, 4)
@@ -178,9 +239,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="how many (default 1000; CPU: 32)")
     parser.add_argument("--context", type=int, nargs="+", help="tokens of a prompt (default 64 1024; CPU: 32)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"new tokens (default {TOKENS})")
+    parser.add_argument("--limit", type=float, help="start nothing after this many seconds, and interrupt what runs")
+    parser.add_argument("--resume", action="store_true", help="measure only what the --json file does not have")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     options = parser.parse_args()
     count, contexts = options.prompts or PROMPTS[options.device], options.context or CONTEXTS[options.device]
+    deadline = deadline_after(options.limit)
     report: dict[str, Any] = {**common.head(options.device), "rows": []}
     if options.json and options.json.exists():
         report["rows"] = json.loads(options.json.read_text())["rows"]
@@ -195,7 +259,10 @@ def main() -> None:
                 generator = torch.Generator().manual_seed(0)
                 prompts = torch.randint(2, model.config.vocab_size, (count, context), generator=generator)
                 for way in (WAYS[name] for name in options.way):
-                    found = measure(model, prompts.to(options.device), way, tuple(options.batch), options.tokens)
+                    if over(deadline) or (options.resume and known(report["rows"], title, way, context)):
+                        continue
+                    given = prompts.to(options.device)
+                    found = measure(model, given, way, tuple(options.batch), options.tokens, deadline)
                     row = {"model": title, **found}
                     print(json.dumps(row), flush=True)
                     held = all(equal == count for equal in row["equal"].values())

@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """The configuration class and layer sizes of each model."""
 MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral 7B": ("MistralConfig", {**_sizes(4096, 14336, **_HEADS), "sliding_window": None}),
-    "Qwen2 7B": ("Qwen2Config", _sizes(3584, 18944, num_attention_heads=28, num_key_value_heads=4)),
+    "Qwen2 7B": ("Qwen2Config", _sizes(3584, 18944, num_attention_heads=28, num_key_value_heads=4, head_dim=128)),
     "Gemma 2 9B": ("Gemma2Config", _sizes(3584, 14336, **_GEMMA_HEADS)),
     "Phi-3 mini": (
         "Phi3Config",
