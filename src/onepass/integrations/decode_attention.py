@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..nn import gamma_of
 from ..ops.qk_cache import qk_norm_rope_cache
 from ..ops.qk_norm import qk_rms_norm
+from .counts import count, settle
 from .forwards import Attended, add_norm, attention_forward, attention_function, mla_forward, refuse_gradient
 from .steps import AttentionStep, LatentStep, is_ready, no_global_hooks, project, takes
 
@@ -35,6 +36,7 @@ def attention_step(
     here = takes(how, how.projections[0], hidden_states) and no_global_hooks() and is_ready(self)
     if here and not getattr(past_key_values, "onepass_mla", False):
         return (attend_latent if latent else attend_heads)(self, *arguments, **kwargs)
+    settle(past_key_values)
     if how.fused:
         return (mla_forward if latent else attention_forward)(self, *arguments, **kwargs)  # type: ignore[arg-type]
     return cast(Attended, type(self).forward(self, *arguments, **kwargs))
@@ -88,7 +90,7 @@ def _rotate_and_store(
     layer = _dense_layer(cache, self.layer_idx, k) if known else None
     if layer is not None:
         q, _ = _turned(self, how, (q, k, v), angles if turns else None, layer)
-        _count(layer, k.shape[1])
+        count(cache, self.layer_idx, layer, k.shape[1])
         return q.transpose(1, 2), layer.keys, layer.values
     if known:
         q, k = _turned(self, how, (q, k, None), angles if turns else None)
@@ -99,6 +101,7 @@ def _rotate_and_store(
     if how.cache_position:
         more = ({"sin": angles[1], "cos": angles[0], "cache_position": kwargs.pop("cache_position", None)},)
     if cache is not None:
+        settle(cache)
         k, v = cache.update(k, v, self.layer_idx, *more)
     return q, k, v
 
@@ -140,13 +143,6 @@ def _dense_layer(cache: Any, index: int, k: Tensor) -> Any:
         return None
     fits = layer.keys.dtype is k.dtype and layer.keys.shape[0] == k.shape[0] and layer.keys.device == k.device
     return layer if fits else None
-
-
-def _count(layer: Any, tokens: int) -> None:
-    """What the layer's own update does after it has written tokens."""
-    layer.cumulative_length.add_(tokens)
-    if hasattr(layer, "cumulative_length_int"):
-        layer.cumulative_length_int += tokens
 
 
 def _normed(self: Any, how: AttentionStep, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

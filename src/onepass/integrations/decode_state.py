@@ -20,6 +20,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from .counts import OUTSIDE
+
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 PATTERNS: Final = (FULL, SLIDING)
@@ -50,10 +52,12 @@ def slot_layer(length: int, slot: Tensor, like: Any) -> Any:
     """A static layer with heads like another's that writes one token to ``slot``, which the step moves on.
 
     Layers that count for themselves would spend three launches each. The class stays transformers', because a patched
-    model writes into its tensors directly; it then counts in ``cumulative_length``, as for every static cache.
+    model writes into its tensors directly, at the slot.
     """
     layer: Any = StaticLayer(max_cache_len=length)
     layer.lazy_initialization(like.keys, like.values)
+    layer.cumulative_length = slot
+    setattr(layer, OUTSIDE, True)
     keys, values = layer.keys, layer.values  # a reference to the layer would be a cycle, and keep its memory
 
     def update(key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -110,7 +114,6 @@ class State:
                 ours[:, :, : tokens - held].zero_()
                 ours[:, :, tokens - held : tokens].copy_(theirs[:, :, :held])
                 ours[:, :, tokens:].zero_()
-            layer.cumulative_length.fill_(tokens)
         self.full.fill_(self.shape.blocked)
         self.full[:, 0, 0, :tokens].masked_fill_(mask.bool(), 0.0)
         self.slot.fill_(tokens - 1)
@@ -125,7 +128,6 @@ class State:
     def save(self) -> Callable[[], None]:
         """A function that restores what a step changes, except for entries and tokens that the next step overwrites."""
         tensors = [self.tokens, self.counters, self.running, self.full, self.sliding]
-        tensors += [layer.cumulative_length for layer in self.layers]
         copies = [tensor.clone() for tensor in tensors]
 
         def restore() -> None:
