@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
-from onepass.integrations import MlaCache
+from onepass.integrations import MlaCache, decode_attention
 from tests.helpers.models import CONFIGS, close, fresh, logits, small, tokens
 from tools.architectures.small import ARCHITECTURES, build
 
@@ -155,6 +155,32 @@ def test_one_launch_rotates_and_writes_as_the_model_does(name: str, static: bool
                 step = attention["_onepass_decode"]
                 assert (step.turn is not None) == in_one_launch
                 attention["_onepass_decode"] = step._replace(turn=None)
+    assert all(map(torch.equal, *found))
+    assert all(tensor.abs().max() > 0 for tensor in found[0])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_latents_are_rotated_and_written_as_by_the_model(
+    static: bool, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh("DeepSeek-V3", torch.bfloat16)
+    model.config.rope_interleave = interleaved
+    found = []
+    own = decode_attention._rotate_as_the_model
+    with onepass.patch(model, decode=True), torch.inference_mode():
+        for in_one_launch in (True, False):
+            if not in_one_launch:
+
+                def by_the_model(self: Any, q: Tensor, *others: Any) -> Any:
+                    return own(self, q[..., self.qk_nope_head_dim :], *others)
+
+                monkeypatch.setattr(decode_attention, "_rotate_latent", by_the_model)
+            kind: Any = StaticCache if static else DynamicCache
+            cache = kind(config=model.config, **({"max_cache_len": 16} if static else {}))
+            pieces = [model(tokens(2, count, seed=count), past_key_values=cache).logits for count in (3, 1, 2)]
+            found.append([*pieces, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))])
+            assert [int(layer.get_seq_length()) for layer in cache.layers] == [6] * len(cache.layers)
     assert all(map(torch.equal, *found))
     assert all(tensor.abs().max() > 0 for tensor in found[0])
 

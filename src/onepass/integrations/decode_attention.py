@@ -225,15 +225,58 @@ def attend_latent(
     q, latent, k_rot = down.split_with_sizes([how.down.sizes[0], self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
     if how.q_up is not None:
         q = project(how.q_up, q, self.q_a_layernorm, rounding=self.q_a_layernorm._onepass.rounding)
-    latent = add_norm(self.kv_a_layernorm, latent).view(batch, 1, length, -1)
-    k_rot = k_rot.reshape(batch, 1, length, -1)
-    q = q.reshape(batch, length, -1, self.qk_head_dim).transpose(1, 2)
-    q_pass, q_rot = q.split_with_sizes([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-    model = sys.modules[how.home]
-    rotate = model.apply_rotary_pos_emb_interleave if self.config.rope_interleave else model.apply_rotary_pos_emb
-    q_rot, k_rot = rotate(q_rot, k_rot, *position_embeddings)
-    if past_key_values is not None:
-        latent, k_rot = past_key_values.update(latent, k_rot, self.layer_idx)
+    latent = add_norm(self.kv_a_layernorm, latent).view(batch, length, 1, -1)
+    q = q.view(batch, length, -1, self.qk_head_dim)
+    latent, k_rot = _rotate_latent(self, q, k_rot.unsqueeze(2), latent, position_embeddings, past_key_values)
     k, v = self.expand_kv(latent, k_rot)
-    out, weights = _attend(self, how.home, (torch.cat((q_pass, q_rot), dim=-1), k, v), attention_mask, kwargs)
+    out, weights = _attend(self, how.home, (q.transpose(1, 2), k, v), attention_mask, kwargs)
     return project(how.out, out, rounding=how.rounding, add=add), weights
+
+
+def _rotate_latent(self: Any, q: Tensor, k: Tensor, latent: Tensor, angles: Any, cache: Any) -> tuple[Tensor, Tensor]:
+    """Rotate the last columns of queries in place, and the key; write it and the latent into the cache.
+
+    All have the shape [batch, tokens, heads, columns]. Returns the latents and keys to attend to, [batch, 1, tokens, columns].
+    One launch rotates and writes. transformers moves both columns of a pair apart, which takes a copy before.
+    """
+    how: LatentStep = self._onepass_decode
+    rotated = q[..., self.qk_nope_head_dim :]
+    if angles[0].dtype is not q.dtype:  # the model would not round its products to this dtype
+        return _rotate_as_the_model(self, rotated, k, latent, angles, cache)
+    turned = (_apart(rotated), _apart(k)) if self.config.rope_interleave else (rotated, k)
+    options: dict[str, Any] = {"rope": (*angles, "half"), "rounding": how.rounding}
+    layer = _dense_layer(cache, self.layer_idx, latent)
+    if layer is not None:
+        options |= {"start": layer.cumulative_length, "layout": "dense", "out": rotated}
+        # transformers stores the latent as keys and the rotated key as values
+        qk_norm_rope_cache(*turned, latent, layer.values, layer.keys, **options)
+        count(cache, self.layer_idx, layer, k.shape[1])
+        return layer.keys, layer.values
+    k_turned = qk_norm_rope_cache(*turned, out=(rotated, None), **options)[1]
+    assert k_turned is not None
+    return _updated(self, cache, latent, k_turned.transpose(1, 2))
+
+
+def _rotate_as_the_model(
+    self: Any, rotated: Tensor, k: Tensor, latent: Tensor, angles: Any, cache: Any
+) -> tuple[Tensor, Tensor]:
+    """The same by the model's own functions."""
+    model = sys.modules[self._onepass_decode.home]
+    rotate = model.apply_rotary_pos_emb_interleave if self.config.rope_interleave else model.apply_rotary_pos_emb
+    turned, k = rotate(rotated.transpose(1, 2), k.transpose(1, 2), *angles)
+    rotated.copy_(turned.transpose(1, 2))
+    return _updated(self, cache, latent, k)
+
+
+def _updated(self: Any, cache: Any, latent: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The latents and keys to attend to, by the cache's own update."""
+    latent = latent.transpose(1, 2)
+    if cache is None:
+        return latent, k
+    settle(cache)
+    return cast(tuple[Tensor, Tensor], cache.update(latent, k, self.layer_idx))
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The first columns of all pairs, then the second ones."""
+    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

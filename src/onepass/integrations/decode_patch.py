@@ -149,7 +149,7 @@ def _attention(decoding: Decoding, where: str, module: Any) -> str:
 def _launches(step: AttentionStep | LatentStep) -> str:
     """What runs between the projections and the attention, as in the report."""
     if isinstance(step, LatentStep):
-        return "rotation, cache"
+        return "qk_norm_rope_cache"
     if step.turn is None:
         return f"{'q/k norm, ' if step.norm is not None else ''}rotation, cache"
     alone = step.norm is not None and not step.norms_in_turn
