@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final, cast
 
+import torch
 from torch import Tensor, nn
 
 from .decode_attention import attend_heads, attend_latent, attention_step
@@ -28,6 +29,7 @@ from .steps import (
     LayerStep,
     LinearStep,
     MlpStep,
+    as_rows,
     is_own,
     is_ready,
     linear_step,
@@ -49,11 +51,12 @@ def layer_step(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> T
     call = how.call
     kwargs = {**dict(call.defaults), **dict(zip(call.names, args, strict=False)), **kwargs}
     x, residual = _attention_side(self, hidden_states, kwargs)
-    return _mlp_side(self, x, residual)
+    made = _mlp_side(self, x, residual, hidden_states.shape)
+    return made if made.dim() == 3 else made.view(hidden_states.shape)
 
 
 def _attention_side(self: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor]:
-    """The layer up to its first addition: (None, the sum), or what has to be added first."""
+    """The layer up to its first addition: (None, the sum as rows), or what has to be added first."""
     call: LayerCall = self._onepass_decode.call
     attention = self.self_attn
     norm = getattr(self, call.before) if call.before else None
@@ -61,9 +64,10 @@ def _attention_side(self: Any, hidden_states: Tensor, kwargs: dict[str, Any]) ->
     adds = after is None and not call.multiplier
     if _fusable(attention, hidden_states) and (norm is None or is_plain(norm)) and not _writes_mla(kwargs):
         attend = attend_latent if type(attention._onepass_decode) is LatentStep else attend_heads
-        x, _ = attend(attention, hidden_states, norm=norm, add=hidden_states if adds else None, **kwargs)
         if adds:
-            return None, x
+            rows, shape = as_rows(hidden_states), (hidden_states.shape[0], hidden_states.shape[1])
+            return None, attend(attention, rows, norm=norm, add=rows, shape=shape, **kwargs)[0]
+        x, _ = attend(attention, hidden_states, norm=norm, **kwargs)
     else:
         x = attention(hidden_states=hidden_states if norm is None else norm(hidden_states), **kwargs)[0]
     if after is not None:
@@ -71,8 +75,11 @@ def _attention_side(self: Any, hidden_states: Tensor, kwargs: dict[str, Any]) ->
     return x * getattr(self, call.multiplier) if call.multiplier else x, hidden_states
 
 
-def _mlp_side(self: Any, x: Tensor | None, residual: Tensor) -> Tensor:
-    """The layer from its first addition on. ``x`` has to be added to the residual, unless it is None."""
+def _mlp_side(self: Any, x: Tensor | None, residual: Tensor, shape: torch.Size) -> Tensor:
+    """The layer from its first addition on. ``x`` has to be added to the residual, unless it is None.
+
+    ``shape`` is that of the hidden states. The result has it too, or is rows.
+    """
     how: LayerStep = self._onepass_decode
     call = how.call
     norm, mlp = getattr(self, call.norm) if call.norm else None, getattr(self, call.mlp)
@@ -81,10 +88,12 @@ def _mlp_side(self: Any, x: Tensor | None, residual: Tensor) -> Tensor:
     fused = _fusable(mlp, residual)
     if norm is not None and fused and is_plain(norm) and norm._onepass.rounding == mlp._onepass_decode.rounding:
         if x is None:
+            residual = residual if adds else residual.view(shape)
             x = gated(mlp, residual, norm, add=residual if adds else None)
         else:
             x, residual = gated(mlp, x, norm, residual, add=residual if adds else None)
         return x if adds else _added(self, x, residual, after)
+    residual = residual.view(shape)  # modules take and return hidden states
     if norm is None:
         residual = residual if x is None else residual + x
         x = residual

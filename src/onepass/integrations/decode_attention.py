@@ -50,18 +50,23 @@ def attend_heads(
     past_key_values: Any = None,
     norm: Any = None,
     add: Tensor | None = None,
+    shape: tuple[int, int] | None = None,
     **kwargs: Any,
 ) -> Attended:
-    """``o_proj(attention(norm(h))) + add``."""
+    """``o_proj(attention(norm(h))) + add``.
+
+    If ``shape`` is given, (batch, tokens), ``hidden_states``, ``add`` and the result are rows.
+    """
     how: AttentionStep = self._onepass_decode
     refuse_gradient(self, hidden_states, how.qkv.weight, how.out.weight)
     rounding = how.rounding if norm is None else norm._onepass.rounding
-    heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-    q, k, v = project(how.qkv, hidden_states, norm, rounding=rounding).split_with_sizes(how.columns, dim=-1)
+    batch, length = hidden_states.shape[:2] if shape is None else shape
+    qkv = project(how.qkv, hidden_states, norm, rounding=rounding).view(batch, length, -1, self.head_dim)
+    q, k, v = states = qkv.split_with_sizes([columns // self.head_dim for columns in how.columns], dim=2)
     gate = None
     if how.gated:
-        q, gate = torch.chunk(q.view(*hidden_states.shape[:-1], -1, 2 * self.head_dim), 2, dim=-1)
-    states = q.view(heads) if gate is None else q, k.view(heads), v.view(heads)
+        q, gate = q.reshape(batch, length, -1, 2 * self.head_dim).chunk(2, dim=-1)
+        states = q, k, v
     if how.window:
         owner = self.config if how.window.startswith("config.") else self
         kwargs["sliding_window"] = getattr(owner, how.window.removeprefix("config."), None)
@@ -71,6 +76,7 @@ def attend_heads(
     out, weights = _attend(self, how.home, (q, k, v), attention_mask, kwargs)
     if gate is not None:
         out = out * torch.sigmoid(gate.reshape(out.shape))
+    out = out if shape is None else out.view(batch * length, -1)
     return project(how.out, out, rounding=how.rounding, add=add), weights
 
 
@@ -214,22 +220,24 @@ def attend_latent(
     past_key_values: Any = None,
     norm: Any = None,
     add: Tensor | None = None,
+    shape: tuple[int, int] | None = None,
     **kwargs: Any,
 ) -> Attended:
     """``o_proj(attention(norm(h))) + add`` with latents, which are normed and rotated as in the model."""
     how: LatentStep = self._onepass_decode
     refuse_gradient(self, hidden_states, how.down.weight, how.out.weight)
-    batch, length = hidden_states.shape[:-1]
+    batch, length = hidden_states.shape[:2] if shape is None else shape
     rounding = how.rounding if norm is None else norm._onepass.rounding
     down = project(how.down, hidden_states, norm, rounding=rounding)
     q, latent, k_rot = down.split_with_sizes([how.down.sizes[0], self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
     if how.q_up is not None:
         q = project(how.q_up, q, self.q_a_layernorm, rounding=self.q_a_layernorm._onepass.rounding)
     latent = add_norm(self.kv_a_layernorm, latent).view(batch, length, 1, -1)
-    q = q.view(batch, length, -1, self.qk_head_dim)
-    latent, k_rot = _rotate_latent(self, q, k_rot.unsqueeze(2), latent, position_embeddings, past_key_values)
+    q, k_rot = q.view(batch, length, -1, self.qk_head_dim), k_rot.view(batch, length, 1, -1)
+    latent, k_rot = _rotate_latent(self, q, k_rot, latent, position_embeddings, past_key_values)
     k, v = self.expand_kv(latent, k_rot)
     out, weights = _attend(self, how.home, (q.transpose(1, 2), k, v), attention_mask, kwargs)
+    out = out if shape is None else out.view(batch * length, -1)
     return project(how.out, out, rounding=how.rounding, add=add), weights
 
 

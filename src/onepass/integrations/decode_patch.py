@@ -19,7 +19,7 @@ from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention, rota
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
 from .projections import Projection, memory_owners, mergeable
 from .report import AFTER_MLP, MARK, ROTATION, Change, Patched, bound_before, missing, unless, why_not
-from .steps import AttentionStep, LatentStep, LayerStep, LinearStep, MlpStep
+from .steps import AttentionStep, LatentStep, LayerStep, LinearStep, MlpStep, Watch
 
 WHAT: Final = "decode"
 _SILU: Final = ("SiLUActivation", "SiLU")
@@ -197,6 +197,7 @@ def _attention_step(decoding: Decoding, module: Any, found: Match) -> AttentionS
         home=found.code.module,
         names=names,
         projections=(qkv, output),
+        watch=Watch(),
     )
 
 
@@ -243,7 +244,7 @@ def _latent_step(decoding: Decoding, module: Any, found: Match) -> LatentStep | 
     codes = decoding.scheme is not None or down.quantized
     if codes and not _not_linear(decoding, [module.kv_b_proj]):
         _project(decoding, [module.kv_b_proj])  # called by the model's own expand_kv
-    options = (fused, decoding.rounding, decoding.always, found.code.module, names, (down, *others))
+    options = (fused, decoding.rounding, decoding.always, found.code.module, names, (down, *others), Watch())
     return LatentStep(down, q_up, others[-1], *options)
 
 
@@ -278,7 +279,9 @@ def _mlp_step(decoding: Decoding, module: Any) -> MlpStep | str:
     except ContractError as error:
         return str(error)
     activation = cast(Activation, _activation(getattr(module, form.act)))
-    return MlpStep(gate_up, down, activation, decoding.rounding, decoding.always, form.act, names, (gate_up, down))
+    return MlpStep(
+        gate_up, down, activation, decoding.rounding, decoding.always, form.act, names, (gate_up, down), Watch()
+    )
 
 
 def _activation(act: object) -> Activation | None:

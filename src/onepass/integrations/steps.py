@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -37,6 +38,43 @@ class LayerStep(NamedTuple):
     projections: tuple[Projection, ...] = ()
 
 
+class Watch:
+    """The submodules that a step skips, as they were when the step was found to be ready.
+
+    To compare them costs a tenth of what it costs to decide again. Copies and pickles start without a record.
+    """
+
+    __slots__ = ("children", "entries")
+
+    def __init__(self) -> None:
+        self.children: dict[str, Any] = {}
+        self.entries: list[tuple[str, Any, dict[str, Any], Any]] = []
+
+    def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
+        return Watch, ()
+
+    def keep(self, module: Any, names: Iterable[str]) -> None:
+        """Record the submodules of these names. None of them has hooks."""
+        self.children = module._modules
+        found = [(name, module._modules[name]) for name in names]
+        self.entries = [(name, child, child.__dict__, child.__dict__.get("forward")) for name, child in found]
+
+    def holds(self, module: Any) -> bool:
+        """Whether no submodule was replaced since, has another forward, or a hook."""
+        children = module._modules
+        if children is not self.children:
+            return False
+        for name, child, own, forward in self.entries:
+            if (
+                children.get(name) is not child
+                or own.get("forward") is not forward
+                or own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+            ):
+                return False
+        return True
+
+
 class AttentionStep(NamedTuple):
     """An attention: its projections, norms of q and k, rotation, and what is passed on; see `forms`.
 
@@ -61,6 +99,7 @@ class AttentionStep(NamedTuple):
     home: str
     names: tuple[str, ...]
     projections: tuple[Projection, ...]
+    watch: Watch
 
 
 class LatentStep(NamedTuple):
@@ -75,6 +114,7 @@ class LatentStep(NamedTuple):
     home: str
     names: tuple[str, ...]
     projections: tuple[Projection, ...]
+    watch: Watch
 
 
 class MlpStep(NamedTuple):
@@ -88,6 +128,7 @@ class MlpStep(NamedTuple):
     act: str
     names: tuple[str, ...]
     projections: tuple[Projection, ...]
+    watch: Watch
 
 
 class LinearStep(NamedTuple):
@@ -135,15 +176,30 @@ def _intact(module: Any, names: tuple[str, ...], projections: tuple[Projection, 
 def is_ready(module: Any) -> bool:
     """Whether an attention's or MLP's own calls can be skipped."""
     how = module._onepass_decode
-    if module.training or not _intact(module, how.names, how.projections):
+    if module.training:
         return False
-    if type(how) is AttentionStep and how.norm is not None:
-        return is_plain(module.q_norm) and is_plain(module.k_norm)
-    if type(how) is LatentStep:
-        return is_plain(module.kv_a_layernorm) and (how.q_up is None or is_plain(module.q_a_layernorm))
-    if type(how) is MlpStep:
-        return is_own(getattr(module, how.act), None)
+    if torch.compiler.is_compiling():
+        return _intact(module, how.names, how.projections) and _others_are_plain(module, how)
+    if how.watch.holds(module):
+        return all(projection.current() for projection in how.projections)
+    if not _intact(module, how.names, how.projections) or not _others_are_plain(module, how):
+        return False
+    how.watch.keep(module, (*how.names, *_others(how)))
     return True
+
+
+def _others(how: AttentionStep | LatentStep | MlpStep) -> tuple[str, ...]:
+    """The submodules that a step skips, besides its projections."""
+    if type(how) is MlpStep:
+        return (how.act,)
+    if type(how) is LatentStep:
+        return ("kv_a_layernorm",) if how.q_up is None else ("kv_a_layernorm", "q_a_layernorm")
+    return ("q_norm", "k_norm") if type(how) is AttentionStep and how.norm is not None else ()
+
+
+def _others_are_plain(module: Any, how: AttentionStep | LatentStep | MlpStep) -> bool:
+    others = [getattr(module, name) for name in _others(how)]
+    return all(is_own(other, None) for other in others) if type(how) is MlpStep else all(map(is_plain, others))
 
 
 def takes(how: Any, weight: Projection, x: Tensor) -> bool:
@@ -169,21 +225,26 @@ def project(
 ) -> Any:
     """`linear` with a projection's weight, and with a patched norm before it.
 
-    Tensors [batch, tokens, columns] are passed as rows, which costs the host less.
+    All tensors are rows [tokens, columns], or [batch, tokens, columns]. Those are passed as rows, which costs the
+    host less.
     """
     options: dict[str, Any] = {"bias": projection.bias, "weight_scale": projection.scale, "rounding": rounding}
     if norm is not None:
         call: NormCall = norm._onepass
         options |= {"gamma": gamma_of(norm.weight), "eps": call.eps, "weight_offset": call.weight_offset}
+    options["activation"] = activation
+    if x.dim() == 2:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return linear(x, projection.weight, residual=residual, add=add, **options)
     batch, length = x.shape[:2]
-    rows = [None if t is None else t.flatten(0, 1) for t in (residual, add)]
-    made: Any = linear(_rows(x), projection.weight, residual=rows[0], add=rows[1], activation=activation, **options)
+    others = [None if t is None else t.flatten(0, 1) for t in (residual, add)]
+    made: Any = linear(as_rows(x), projection.weight, residual=others[0], add=others[1], **options)
     if residual is None:
         return made.view(batch, length, made.shape[-1])
     return made[0].view(batch, length, made[0].shape[-1]), made[1].view(residual.shape)
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """Tokens as rows with contiguous columns."""
     return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
 
