@@ -140,12 +140,12 @@ def _dense_layer(cache: Any, index: int, k: Tensor) -> Any:
     if cache is None or caches is None or type(cache) is not caches.StaticCache or cache.offloading:
         return None
     layer = cache.layers[index]
+    if not layer.is_initialized or not isinstance(getattr(layer, "cumulative_length", None), Tensor):
+        return None  # transformers 4.57 counts on the host
     if type(layer) is caches.StaticSlidingWindowLayer:
         if layer.cumulative_length_int + k.shape[1] > layer.max_cache_len:
             return None
     elif type(layer) is not caches.StaticLayer:
-        return None
-    if not layer.is_initialized or not hasattr(layer, "cumulative_length"):
         return None
     fits = layer.keys.dtype is k.dtype and layer.keys.shape[0] == k.shape[0] and layer.keys.device == k.device
     return layer if fits else None

@@ -110,7 +110,7 @@ class PlainAttention:
     ("config.sliding_window" is the configuration's), ``softcap`` the one passed as ``softcap``.
     ``packed`` is the projection of q, k and v in this order; "" means ``q_proj``, ``k_proj`` and
     ``v_proj``. If ``rotates`` is set, heads are rotated only where this attribute is true. Fields that do
-    not apply are "".
+    not apply are "". ``cache_position`` is as in `Attention`.
     """
 
     called: ClassVar[frozenset[str]] = _ATTEND | {"apply_rotary_pos_emb"}
@@ -118,6 +118,7 @@ class PlainAttention:
     softcap: str = ""
     packed: str = ""
     rotates: str = ""
+    cache_position: bool = False
 
     def __post_init__(self) -> None:
         _require_fields(self)
@@ -246,6 +247,14 @@ FORMS: Final[tuple[tuple[str, Form], ...]] = (
     ("4f8fa3577f15", PlainAttention(window="sliding_window", softcap="attn_logit_softcapping")),  # Gemma 2
     ("d7063512355b", PLAIN),  # Seed-OSS, with a dropout for training
     ("57859d3f3173", PlainAttention(window="sliding_window", rotates="use_rope")),  # SmolLM3
+    # the same in transformers 4.57
+    ("0d0ed7951ea4", PlainAttention(cache_position=True)),  # Llama, GLM-4, and most others
+    ("bcc721618c26", PlainAttention(window="sliding_window", cache_position=True)),  # Qwen2
+    ("ee92b5fcc51a", PlainAttention(window="config.sliding_window", cache_position=True)),  # Mistral, Mixtral
+    ("65dc1e452e97", PlainAttention(window="config.sliding_window", packed="qkv_proj", cache_position=True)),  # Phi-3
+    ("a0d948dbc7e7", PlainAttention(window="sliding_window", softcap="attn_logit_softcapping",
+                                    cache_position=True)),  # Gemma 2
+    ("851afb91f0aa", PlainAttention(window="sliding_window", rotates="use_rope", cache_position=True)),  # SmolLM3
     # latent attentions
     ("7950afb51ebc", LATENT),  # DeepSeek-V3
     # MLPs
@@ -274,6 +283,13 @@ ROTATIONS: Final = {
     "9c04339a09dd": Rotation("interleaved"),  # GLM-4
     "b0e8eb9e1827": Rotation("half", wide=True),  # OLMo-2
     "27ebeabc7ece": Rotation("interleaved", wide=True),  # ERNIE 4.5
+    # the same in transformers 4.57
+    "794f0c43c0d8": Rotation("half"),
+    "58d853b23e82": Rotation("half"),
+    "386e1d53f7e3": Rotation("half"),
+    "3aa676a3df31": Rotation("interleaved"),
+    "1443c6ec9f0e": Rotation("half", wide=True),
+    "5d77221fa8d1": Rotation("interleaved", wide=True),
 }
 """Fingerprint of ``apply_rotary_pos_emb`` -> what `qk_norm_rope_cache` does instead in a decode step."""
 
