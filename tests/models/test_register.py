@@ -299,7 +299,7 @@ def test_attentions_call_functions_of_their_own_module(monkeypatch: pytest.Monke
 
     from tests.helpers.models import close, fresh, logits, tokens
 
-    class Elsewhere(modeling_qwen3.Qwen3Attention):
+    class Elsewhere(modeling_qwen3.Qwen3Attention):  # type: ignore[misc]
         pass
 
     model, ids = fresh("Qwen3"), tokens(2, 6)

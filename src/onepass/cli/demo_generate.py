@@ -93,7 +93,7 @@ def load(path: Path | None, device: str) -> Any:
     """The model in bfloat16, ready to generate."""
     import transformers  # not installed with onepass
 
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.set_verbosity_error()
     make: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     if path is not None:
