@@ -10,13 +10,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+from triton.language import core
+from triton.runtime import interpreter
+
 from onepass.testing import runner
 from onepass.testing.case import Check
+from onepass.testing.interpreter import _types_kept
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {
@@ -67,3 +72,29 @@ def test_one_case_of_each_group_passes() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
+
+
+def test_kept_types_are_those_of_triton() -> None:
+    """The second type and tensor of a shape take what the first computed; afterwards Triton computes all of it again."""
+    kinds = [core.float32, core.bfloat16, core.pointer_type(core.int8), core.pointer_type(core.int8, const=True)]
+    shapes: list[list[Any]] = [[8], [2, 4], [core.constexpr(2), 4], [4, 2], [1, 1]]
+
+    def described() -> list[str]:
+        made = [core.tensor(None, core.block_type(kind, shape)) for kind in kinds for shape in shapes]
+        made += [core.tensor(None, kind) for kind in kinds]
+        types = [
+            (t.type, t.dtype, t.shape, str(t.shape.type) if t.shape else "", t.numel, interpreter._get_np_dtype(t.type))
+            for t in made
+        ]
+        blocks = [vars(t.type) | {"shape": str(t.type.shape)} for t in made if t.type.is_block()]
+        return [*map(repr, types), *map(repr, blocks)]
+
+    owners = (core.block_type, core.tensor)
+    originals = [owner.__init__ for owner in owners]
+    expected = described()
+    with _types_kept():
+        assert [owner.__init__ for owner in owners] != originals, "this version of Triton is not known"
+        assert described() == described() == expected
+        with pytest.raises(ValueError, match="power of 2"):
+            core.block_type(core.float32, [3])
+    assert [owner.__init__ for owner in owners] == originals

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from . import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from .case import Check, same_bytes
+from .interpreter import quick_interpreter
 
 MODULES: dict[str, Any] = {
     case.op: module for module in (rms_norm, gemv_norm, linear, qk_norm, mla_cache, qk_cache) for case in module.CASES
@@ -68,26 +68,6 @@ def _interpreted(family: str) -> Callable[..., None]:
 
 
 @contextmanager
-def _language_interpreted() -> Iterator[None]:
-    """Patch Triton's language for its interpreter once instead of at every call of a device function: a third of the time."""
-    import triton.language
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "_LangPatchScope"):
-        yield  # other versions of Triton patch differently
-        return
-    original, undo = interpreter._patch_lang, interpreter._LangPatchScope()
-    seen_by_kernels = SimpleNamespace(__globals__={"tl": triton.language, "core": triton.language.core})
-    scope = original(seen_by_kernels)
-    interpreter._patch_lang = lambda _: undo  # there is nothing to undo
-    try:
-        yield
-    finally:
-        interpreter._patch_lang = original
-        scope.restore()
-
-
-@contextmanager
 def running_on(device: str) -> Iterator[None]:
     """Inference mode and, for ``interpreter``, the GPU kernels interpreted on the CPU (needs TRITON_INTERPRET=1)."""
     with torch.inference_mode():
@@ -96,7 +76,7 @@ def running_on(device: str) -> Iterator[None]:
             return
         from ..ops.dispatch import launching_with
 
-        with launching_with(_interpreted), _language_interpreted(), warnings.catch_warnings():
+        with launching_with(_interpreted), quick_interpreter(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # 0/0 is intended
             yield
 
