@@ -68,7 +68,8 @@ def _types_kept() -> Iterator[None]:
 
 def _block_types(core: Any) -> Callable[[Any, Any, Any], None]:
     """`block_type.__init__`, which takes the shape and the size of the first type with this shape."""
-    original, known = core.block_type.__init__, {}
+    original = core.block_type.__init__
+    known: dict[tuple[int, ...], tuple[Any, Any, str]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         key = tuple([s.value if isinstance(s, core.constexpr) else s for s in shape])
@@ -86,7 +87,8 @@ def _block_types(core: Any) -> Callable[[Any, Any, Any], None]:
 
 def _tensors(core: Any) -> Callable[[Any, Any, Any], None]:
     """`tensor.__init__`, which takes the shape and the size of the first tensor with this shape."""
-    original, known = core.tensor.__init__, {}
+    original = core.tensor.__init__
+    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def init(self: Any, handle: Any, type: Any) -> None:
         shape = (*type.shape,) if type.is_block() else ()
@@ -103,7 +105,8 @@ def _tensors(core: Any) -> Callable[[Any, Any, Any], None]:
 
 def _numpy_types(core: Any, interpreter: Any) -> Callable[[Any], Any]:
     """`_get_np_dtype`, which builds its table once per type of elements."""
-    original, known = interpreter._get_np_dtype, {}
+    original = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
 
     def numpy_type(kind: Any) -> Any:
         element = kind.element_ty if isinstance(kind, core.block_type) else kind
