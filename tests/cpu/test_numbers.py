@@ -11,10 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
-from llvmlite import ir
-
 from onepass.cpu import compiler
-from onepass.cpu.emit import bits, math_functions, prologue, vec
+from onepass.cpu.emit import bf16, bits, math_functions, prologue, vec
 from onepass.cpu.emit import function as _function
 from onepass.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from onepass.prologues import OPCODES
@@ -25,14 +23,15 @@ from tests.helpers.cpu_reference import BF16, F16, F32, INF, NAN, random_bits
 
 def elementwise(function: Callable[[vec.Float], vec.Value], x: Tensor, cpu: tuple[str, str] | None = None) -> Tensor:
     """``function`` of every element of ``x`` [multiple of LANES]; the 32-bit results as int32."""
-    module = ir.Module(name="test")
+    cpu = cpu or compiler.host()
+    module = _function.Module(cpu[1])
     f = _function.Function(module, "serial", 3)
     source, target, count = f.parameters
     with f.loop(f.index(0), count, vec.LANES) as i:
         value = function(vec.Float(f.builder, f.load(source + i * 4, vec.F32)))
         f.store(value.ir, target + i * 4)
     f.builder.ret_void()
-    code = compiler.link(compiler.compile_ir(str(module), *(cpu or compiler.host())), "serial")
+    code = compiler.link(compiler.compile_ir(str(module), *cpu), "serial")
     assert x.dtype == F32 and x.is_contiguous() and x.numel() % vec.LANES == 0
     out = torch.full(x.shape, 0x5A5A5A5A, dtype=torch.int32)
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(code["serial"])(x.data_ptr(), out.data_ptr(), x.numel())
@@ -93,6 +92,36 @@ def test_rounding_agrees_with_torch(dtype: torch.dtype) -> None:
     want = x.to(dtype).float()
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(got[~got.isnan()].view(torch.int32), want[~want.isnan()].view(torch.int32))
+
+
+TARGETS = {"this": compiler.host(), "avx2": ("haswell", ""), "avx512": ("skylake-avx512", "")}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("how", ["rounded", "in order", "paired"])
+def test_every_way_to_bfloat16_has_the_same_bits(how: str, target: str) -> None:
+    """Blocks of random bits, of which many have a NaN or a subnormal; ties; and single ones among plain numbers."""
+    needs = {"avx2": "+avx2", "avx512": "+avx512bw"}.get(target, "")
+    if needs not in compiler.host()[1]:
+        pytest.skip(f"runs code for {target}")
+    exact = all_values(BF16)
+    ties = (exact.view(torch.int32) + 0x8000).view(F32)  # of NaNs too: their payloads are cut off, not rounded
+    few = torch.linspace(-3, 3, 32 * 64).reshape(-1, 32)
+    odd = torch.tensor([0x00012345, 0x7F800001, 0x7FFFFFFF, 0x007FFFFF]).to(torch.int32).view(F32)
+    few[torch.arange(64), torch.arange(64) % 32] = odd.repeat(16)
+    x = pad(torch.cat([random_bits(1 << 17), exact, neighbours(ties), few.flatten()]))
+
+    def columns(value: vec.Float) -> vec.Int:
+        """In both orders the bits of a column end up in its lane."""
+        if how == "paired":
+            value = value.shuffle(value, [*range(0, 32, 2), *range(1, 32, 2)])
+        narrow = bf16.columns(value, how == "paired")
+        return vec.Int(value.builder, value.builder.zext(narrow, vec.type_of(vec.I32, vec.LANES))) << 16
+
+    got = elementwise(bf16.rounded if how == "rounded" else columns, x, TARGETS[target])
+    word = x.view(torch.int32).long() & 0xFFFFFFFF
+    want = torch.where(x.isnan(), word | 0x400000, word + 0x7FFF + ((word >> 16) & 1)) & 0xFFFF0000
+    assert torch.equal(got.long() & 0xFFFFFFFF, want)
 
 
 def test_power_of_two_scale() -> None:

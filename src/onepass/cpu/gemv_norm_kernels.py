@@ -18,7 +18,7 @@ from ..specs.gemv_norm import MAX_ROWS, GemvSpec
 from .emit import bits, dot
 from .emit.bits import load_row, load_scalar, magnitude, store_row, store_scalar
 from .emit.dot import VECTOR
-from .emit.function import Arguments, Cell, Function
+from .emit.function import Arguments, Cell, Function, Module
 from .emit.loops import SumOfSquares, each_block, reciprocal_root, take
 from .emit.vec import I32, I64, LANES, Bool, Float, Int, declare
 from .sizes import SUM, TILE
@@ -31,7 +31,7 @@ _ENTER, _K_BEGIN, _K_END, _BEFORE, _AFTER, _APPLY, _LOADED, _REDUCED, _APPLIED, 
 
 def build(spec: GemvSpec, offsets: dict[str, int], features: str) -> str:
     """The LLVM module of ``spec``. The CPU's features affect loops, never results. ``prepare`` expands ``act``."""
-    module = ir.Module(name="onepass")
+    module = Module(features)
     product = dot.Product(spec.act, spec.weight, spec.weight_scale)
     expand = dot.expand_act(module, product)
     prepare = Function(module, "prepare", 1)

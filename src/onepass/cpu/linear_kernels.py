@@ -15,13 +15,12 @@ import math
 from typing import Any, Final
 
 import torch
-from llvmlite import ir
 
 from ..specs.linear import LinearSpec
 from .emit import dot
 from .emit.bits import load_row, round_to, store_row
 from .emit.dot import VECTOR
-from .emit.function import Arguments, Cell, Function
+from .emit.function import Arguments, Cell, Function, Module
 from .emit.loops import SumOfSquares, each_block, reciprocal_root, take, wait
 from .emit.math_functions import erf, exp, tanh
 from .emit.vec import Bool, Float, Int
@@ -33,7 +32,7 @@ _MAX_ROWS: Final = MAX_BLOCKS * ROW_BLOCKS[-1]
 
 def build(spec: LinearSpec, offsets: dict[str, int], features: str) -> str:
     """The LLVM module of ``spec``. The CPU's features affect loops, never results."""
-    module = ir.Module(name="onepass")
+    module = Module(features)
     product = dot.Product(spec.x, spec.weight, spec.weight_scale)
     prepare = _prepare(module, spec, product, offsets)
     tile = _Tile(module, spec, offsets).emit(dot.walks(module, product, wide="+avx512f" in features))

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
-from llvmlite import ir
 
 from ..formats import FP8_FORMATS, ScaleRule
 from ..specs.mla_cache import MAX_LATENT, MAX_ROPE, MlaRows, MlaSpec
 from .emit import bits
 from .emit.bits import load_row, round_to, store_row
-from .emit.function import Arguments, Cell, Function
+from .emit.function import Arguments, Cell, Function, Module
 from .emit.loops import LINE, each_block, entry_points
 from .emit.vec import I32, I64, LANES, Bool, Float, Int
 
@@ -39,7 +38,7 @@ Emit = Callable[[Int, Float, "Bool | None", bool], None]
 
 def build(spec: MlaSpec, offsets: dict[str, int], features: str) -> str:
     """The LLVM module of ``spec``."""
-    module = ir.Module(name="onepass")
+    module = Module(features)
     worker = Function(module, "tokens_", 3, private=True)
     _, begin, end = worker.parameters
     TokenKernel(worker, spec, Arguments(worker, offsets)).run(begin, end)

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from llvmlite import ir
 
 from ..specs.qk_cache import MAX_HEAD, QkCacheRows, QkCacheSpec
 from ..specs.qk_norm import qk_spec
 from .emit.bits import load_row, load_scalar, round_to, store_row
-from .emit.function import Arguments, Cell, Function
+from .emit.function import Arguments, Cell, Function, Module
 from .emit.loops import each_block, entry_points
 from .emit.vec import I32, I64, LANES, Bool, Float, Int
 from .qk_norm_kernels import SideKernel
@@ -28,7 +27,7 @@ Read = Callable[[Int, "Bool | None", bool], Float]
 
 def build(spec: QkCacheSpec, offsets: dict[str, int], features: str) -> str:
     """The LLVM module of ``spec``."""
-    module = ir.Module(name="onepass")
+    module = Module(features)
     worker = Function(module, "tokens_", 3, private=True)
     _, begin, end = worker.parameters
     TokenKernel(worker, spec, Arguments(worker, offsets)).run(begin, end)

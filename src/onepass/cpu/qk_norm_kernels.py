@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from llvmlite import ir
 
 from ..specs.qk_norm import QkSpec
 from .emit.bits import is_finite, load_row, load_scalar, round_to, store_row, store_scalar
-from .emit.function import Arguments, Cell, Function
+from .emit.function import Arguments, Cell, Function, Module
 from .emit.loops import SumOfSquares, each_block, entry_points, prefetch
 from .emit.vec import I32, I64, LANES, Bool, Float, Int
 
@@ -26,7 +25,7 @@ _HIGH: Final = [lane + LANES // 2 for lane in _LOW]
 
 def build(spec: QkSpec, offsets: dict[str, int], features: str) -> str:
     """The LLVM module of ``spec``."""
-    module = ir.Module(name="onepass")
+    module = Module(features)
     worker = Function(module, "tokens_", 4, private=True)
     _, begin, end, head = worker.parameters
     for side in SIDES:

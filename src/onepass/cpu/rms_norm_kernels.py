@@ -2,8 +2,9 @@
 
 A row is read once for its statistics and again, from the cache, to write its outputs. A group of columns, or a row
 whose norm itself is quantized (``rounding="hf"``, or division by the scale), is read once more for its largest value.
-All writes of an element follow all reads of it, so an output may overwrite its input. One thread processes a row and
-no step depends on other rows: the result is a function of the row alone.
+A residual sum that is rounded before the norm is stored by the first pass, and the others read it instead of the
+inputs. No input is read after an output was written over it, so an output may overwrite its input. One thread processes
+a row and no step depends on other rows: the result is a function of the row alone.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from llvmlite import ir
 
 from ..specs.layout import LEVELS
 from ..specs.rms_norm import RowSpec
 from .emit import bits, prologue
 from .emit.bits import load_row, load_scalar, magnitude, round_to, store_row
-from .emit.function import Arguments, Cell, Function
+from .emit.function import Arguments, Cell, Function, Module
 from .emit.loops import SumOfSquares, each_block, entry_points, prefetch, reciprocal_root
 from .emit.vec import LANES, Bool, Float, Int
 from .rms_norm import keeps_h
@@ -25,7 +25,7 @@ from .rms_norm import keeps_h
 
 def build(spec: RowSpec, offsets: dict[str, int], features: str) -> str:
     """The LLVM module of ``spec``."""
-    module = ir.Module(name="onepass")
+    module = Module(features)
     prepare = _prepare(module, spec, offsets)
     worker = Function(module, "rows", 4, private=True)
     _, begin, end, saved = worker.parameters
@@ -129,6 +129,8 @@ class RowKernel:
         self.group_stride = args.integer("scale.group") if "scale.group" in args else None
         total, self.top = (Cell(f, zero) for zero in f.zeros())
         self.squares = SumOfSquares(total, Cell(f, f.zeros()[0]))
+        self.stores_early = spec.residual is not None and spec.round_sum and saved is None
+        """Whether ``h`` is stored as the new residual by the first pass and loaded from there by the others."""
         self.collects_top = spec.scale is not None and spec.scale.kind == "row" and not spec.quantizes_norm
 
     def row(self, cursor: Cursor) -> Row:
@@ -143,9 +145,16 @@ class RowKernel:
         """A block of a tensor's row."""
         return load_row(self.f, dtype, base + at * dtype.itemsize, mask, self.paired)
 
-    def store(self, dtype: torch.dtype, value: Float, base: Int, at: Int, mask: Bool | None) -> None:
-        """Store a block of a tensor's row."""
-        store_row(self.f, dtype, value, base + at * dtype.itemsize, mask, self.paired)
+    def store(
+        self, dtype: torch.dtype, value: Float, base: Int, at: Int, mask: Bool | None, exact: bool = False
+    ) -> None:
+        """Store a block of a tensor's row. ``exact``: the value is rounded to ``dtype``."""
+        store_row(self.f, dtype, value, base + at * dtype.itemsize, mask, self.paired, exact)
+
+    def store_residual(self, row: Row, h: Float, at: Int, mask: Bool | None) -> None:
+        """Store a block of the new residual, if there is one."""
+        if self.spec.residual is not None:
+            self.store(self.spec.residual, h, row.at["new_residual"], at, mask, exact=self.spec.round_sum)
 
     def g(self, at: Int) -> Float:
         """``gamma + weight_offset``, as `_prepare` stored it."""
@@ -178,6 +187,8 @@ class RowKernel:
 
     def h_again(self, row: Row, at: Int, mask: Bool | None) -> Float:
         """``h`` of a block that was collected before."""
+        if self.stores_early and self.spec.residual is not None:
+            return self.load(self.spec.residual, row.at["new_residual"], at, mask)
         if self.saved is None:
             return self.h(row, at, mask)
         return self.f.floats(self.saved + at * 4)
@@ -206,6 +217,8 @@ class RowKernel:
         h = self.h(row, at, mask)
         if self.saved is not None:
             self.f.store(h.ir, self.saved + at * 4)
+        if self.stores_early:
+            self.store_residual(row, h, at, mask)
         self.squares.add(h)
         if self.collects_top:
             self.top.set(self.top.get().max(magnitude(h * self.g(at))))
@@ -257,10 +270,11 @@ class RowKernel:
                 if mask is None:
                     self.fetch(following, at)
                 self.collect(following, at, mask)
-            if spec.residual is not None:
-                self.store(spec.residual, h, row.at["new_residual"], at, mask)
+            if not self.stores_early:
+                self.store_residual(row, h, at, mask)
             if spec.norm is not None:
-                self.store(spec.norm, self.normed(h, g, rs), row.at["norm"], at, mask)
+                exact = spec.rounding == "hf" and spec.norm == spec.x
+                self.store(spec.norm, self.normed(h, g, rs), row.at["norm"], at, mask, exact)
             if fp8 is not None:
                 value = self.quantized(h, g, rs)
                 value = value / k if divides else value * k

@@ -14,12 +14,12 @@ import torch
 from llvmlite import ir
 
 from ...formats import FLOAT32_MAX, FP8_FORMATS, QUANTIZED, SMALLEST_SCALE, Fp8Format, ScaleRule
+from . import bf16
 from .function import Function
 from .vec import F16, F32, I8, I16, I32, LANES, Bool, Float, Int, type_of
 
 _HALF: Final = LANES // 2
 _EVEN_ODD: Final = [*range(0, LANES, 2), *range(1, LANES, 2)]
-_INTERLEAVE: Final = [lane // 2 + _HALF * (lane % 2) for lane in range(LANES)]
 _INFINITY: Final = 0x7F800000
 _ABS: Final = 0x7FFFFFFF
 _ELEMENT: Final = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16, torch.float8_e8m0fnu: I8}
@@ -44,13 +44,6 @@ def lane_mask(mask: Bool, paired: bool) -> Bool:
 # --- bf16, f16 and f32 ---------------------------------------------------------------------------------------------
 
 
-def _bf16_word(value: Float) -> Int:
-    """Words whose upper halves are ``value`` in bf16, rounded to nearest even; lower halves are arbitrary."""
-    bits = value.bits()
-    rounded = bits + ((bits >> 16) & 1) + 0x7FFF
-    return value.is_nan().where(bits | 0x400000, rounded)
-
-
 def _cast(value: Float, element: Any, how: str) -> Any:
     return getattr(value.builder, how)(value.ir, type_of(element, value.lanes))
 
@@ -58,7 +51,7 @@ def _cast(value: Float, element: Any, how: str) -> Any:
 def round_to(dtype: torch.dtype, value: Float) -> Float:
     """``value`` rounded to ``dtype`` (to nearest even), as float32."""
     if dtype == torch.bfloat16:
-        return (_bf16_word(value) & 0xFFFF0000).float()
+        return bf16.rounded(value)
     if dtype == torch.float16:
         half = Float(value.builder, _cast(value, F16, "fptrunc"))
         return Float(value.builder, _cast(half, F32, "fpext"))
@@ -98,17 +91,23 @@ def _widen(f: Function, dtype: torch.dtype, raw: Any, words: Any) -> Float:
     return value if dtype == torch.float32 else Float(f.builder, _cast(value, F32, "fpext"))
 
 
-def store_row(f: Function, dtype: torch.dtype, value: Float, address: Int, mask: Bool | None, paired: bool) -> None:
-    """Write a block of columns, rounded to ``dtype`` or, if that is an 8-bit format, saturated."""
+def store_row(
+    f: Function,
+    dtype: torch.dtype,
+    value: Float,
+    address: Int,
+    mask: Bool | None,
+    paired: bool,
+    exact: bool = False,
+) -> None:
+    """Write a block of columns, rounded to ``dtype`` or, if that is an 8-bit format, saturated. ``exact``: it is rounded."""
     if dtype in FP8_FORMATS:
         fmt = FP8_FORMATS[dtype]
         store_codes(f, encode(fmt, fmt.max, value, may_be_nan=True), address, mask, paired)
-    elif dtype == torch.bfloat16 and paired:
-        even, odd = _bf16_word(value).halves()
-        words = (even >> 16) | (odd & 0xFFFF0000)
-        f.store(f.builder.bitcast(words.ir, ir.VectorType(I16, LANES)), address, mask)
+    elif dtype == torch.bfloat16 and value.lanes == LANES:
+        f.store(bf16.columns(value, paired, exact), address, mask)
     else:
-        value = value.shuffle(value, _INTERLEAVE) if paired else value
+        value = value.shuffle(value, bf16.INTERLEAVED) if paired else value
         f.store(_narrow(dtype, value), address, mask)
 
 
@@ -119,7 +118,7 @@ def store_scalar(f: Function, dtype: torch.dtype, value: Float, address: Int) ->
 
 def _narrow(dtype: torch.dtype, value: Float) -> Any:
     if dtype == torch.bfloat16:
-        word = _bf16_word(value) >> 16
+        word = bf16.words(value) >> 16
         return value.builder.trunc(word.ir, type_of(I16, value.lanes))
     if dtype == torch.float8_e8m0fnu:  # 2**-127 is a float32 subnormal, whose exponent field is its byte, 0
         byte = magnitude(value) >> 23

@@ -14,6 +14,15 @@ _POINTER: Final = ir.PointerType()
 _UNALIGNED: Final = ir.Constant(I32, 1)
 
 
+class Module(ir.Module):  # type: ignore[misc]
+    """A module under construction, and the features of the CPU that it is for."""
+
+    def __init__(self, features: str) -> None:
+        """``features`` is a list as LLVM writes it: ``+avx2,-avx512f``."""
+        super().__init__(name="onepass")
+        self.features = frozenset(word[1:] for word in features.split(",") if word.startswith("+"))
+
+
 class Cell:
     """A local variable: set and read anywhere in the function; LLVM turns it into a register."""
 

@@ -169,6 +169,10 @@ class Int(Value):
         """The smaller."""
         return self._call("umin", other)
 
+    def add_saturated(self, other: Int) -> Int:
+        """The sum of signed integers, at most the largest."""
+        return self._call("sadd.sat", other)
+
     def float(self) -> Float:
         """The float32 with these bits."""
         return Float(self.builder, self.builder.bitcast(self.ir, type_of(F32, self.lanes)))
