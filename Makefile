@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all pytest lint docs fuzz soak mutate engines dist bounds gpu clean
+.PHONY: help demo test test-rest test-all pytest lint docs fuzz soak mutate engines cpu dist bounds gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -75,6 +75,11 @@ ENGINES := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
 engines: $(ENGINES_READY) ## serve small models with vLLM and kernelize others, with and without onepass; downloads 3.5 GB once
 	@$(ENGINES)/bin/python -m pytest -n0 -s -p no:cacheprovider tests/engines
+
+# Needs a quiet machine: rows during which others used more than a tenth of the cores are measured again. Commit the changes.
+cpu: $(ENGINES_READY) ## measure rms_norm on this CPU next to vLLM's C++ ops: benchmarks/cpu/rows.json and its table
+	@$(ENGINES)/bin/python -m tools.bench --device cpu --op rms_norm --json benchmarks/cpu/rows.json
+	@$(ENGINES)/bin/python -m tools.bench.engine benchmarks/cpu/rows.json --readme docs/performance.md
 
 $(ENGINES_READY): pyproject.toml
 	@echo "making $(ENGINES) (once; 3.5 GB from pip's index)"

@@ -289,6 +289,11 @@ def test_libraries_agree_with_torch_where_they_do_the_work(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
     monkeypatch.setitem(sys.modules, "flashinfer", flash)
+    vllm, its_ops = ModuleType("vllm"), ModuleType("vllm._custom_ops")
+    its_ops.rms_norm = lambda out, x, gamma, eps: (out.copy_(rows.norm(x, gamma, eps)), None)[1]  # type: ignore[attr-defined]
+    its_ops.fused_add_rms_norm = add  # type: ignore[attr-defined]
+    vllm._custom_ops = its_ops  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     problems = {
         "rms_norm": rows.problem("rms_norm", 4, 64, "cpu"),
         "rms_norm, residual": rows.problem("rms_norm", 4, 64, "cpu", more=True),
@@ -297,7 +302,7 @@ def test_libraries_agree_with_torch_where_they_do_the_work(monkeypatch: pytest.M
         "gemv_and_partial_norm": gemv_norm.problem(2, 48, 64, 32, "cpu"),
     }
     done = {}
-    for name in ("Liger-Kernel", "FlashInfer"):
+    for name in ("Liger-Kernel", "FlashInfer", "vLLM"):
         made = {op: peers.PEERS[name].calls([p]) for op, p in problems.items()}
         done[name] = [op for op, calls in made.items() if calls]
         for op, calls in made.items():
@@ -309,6 +314,7 @@ def test_libraries_agree_with_torch_where_they_do_the_work(monkeypatch: pytest.M
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a peer changed its inputs"
     assert done["Liger-Kernel"] == ["rms_norm", "rms_norm, residual", "qk_rms_norm"]
     assert done["FlashInfer"] == ["rms_norm", "rms_norm, residual", "qk_rms_norm", "gemv_and_partial_norm"]
+    assert done["vLLM"] == ["rms_norm", "rms_norm, residual"]  # on a CPU
 
 
 def test_disagreements_are_described() -> None:

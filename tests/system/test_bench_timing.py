@@ -63,14 +63,29 @@ def test_contenders_take_turns_over_their_inputs(monkeypatch: pytest.MonkeyPatch
         name: [lambda name=name, i=i: order.append(f"{name}{i}") for i in range(2)]  # type: ignore[misc]
         for name in ("a", "b")
     }
+    monkeypatch.setattr(timing, "IN_A_ROW", 1)
     times, others = timing.turns(calls, seconds=0.0, least=3)
     once = ["a0", "b1", "a1", "b0", "a0", "b1"]
     assert order == ["a0", "b0", "a1", "b1", *once, *once]
     assert set(times) == {"a", "b"} and all(len(us) == 2 and min(us) > 0 for us in times.values()) and others == 0
 
 
+def test_a_turn_of_short_calls_is_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_clocks", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(timing, "IN_A_ROW", 3)
+    order: list[str] = []
+    calls: dict[str, list[workload.Call]] = {"a": [lambda: order.append("a")], "b": [lambda: order.append("b")]}
+    timing.turns(calls, seconds=0.0, least=1)
+    assert "".join(order) == "ab" + "ab" + 2 * "aaabbb"
+    order.clear()
+    monkeypatch.setattr(timing, "SHORT_US", 0.0)
+    timing.turns(calls, seconds=0.0, least=1)
+    assert "".join(order) == "ab" + "ab" + 2 * "ab"
+
+
 def test_a_busy_machine_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes use 40, then 20, then 30 % of two cores: the second of three attempts counts."""
+    monkeypatch.setattr(timing, "IN_A_ROW", 1)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     readings = iter(
         [(0.0, 0.0, 0.0), (1.0, 1.8, 1.0), (2.0, 3.0, 2.0), (3.0, 3.9, 2.5), (4.0, 5.0, 3.0), (5.0, 6.0, 3.4)]

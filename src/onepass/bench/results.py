@@ -21,7 +21,7 @@ BEST = "best copy"
 _OLD_STREAMS = ("copy of as many bytes", "read of the weights", "stream", "copy")
 """Names of the memory stream in older files."""
 CEILINGS = (STREAM, BEST)
-WAYS = ("norm, then onepass", "statistics, then application")
+WAYS = ("onepass, in place", "norm, then onepass", "statistics, then application")
 """Other ways to use onepass; not peers."""
 COMPILED = ("torch.compile", "torch.compile max")
 EAGER = "torch eager"

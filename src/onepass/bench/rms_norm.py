@@ -11,19 +11,24 @@ import onepass
 
 from ..contract.declaration import moved_bytes
 from ..formats import E4M3FN
-from .workload import EPS, GROUP, Family, Problem, Stream, Workload, grouped, metas, normed, quantized, randoms
+from .workload import EPS, GROUP, Call, Family, Problem, Stream, Workload, grouped, metas, normed, quantized, randoms
 
 _MODEL = tuple((m, 7168) for m in (1, 32, 128, 1024, 4096, 16384))
 _CPU = (*((m, 4096) for m in (1, 16, 256, 4096)), (4096, 7168))
+_ENGINE = ((1, 64), *((m, 4096) for m in (1, 4, 16, 1024, 4096)), (4096, 16384))
+"""What an engine on a CPU calls, from one short row to a long prefill."""
 SHAPES = {
     ("rms_norm_fused_fp8", "cuda"): (*_MODEL, (128, 4096), (16384, 4096), (1024, 8192), (8192, 16384), (2048, 40960)),
     ("rms_norm", "cuda"): (*_MODEL, (16384, 4096), (8192, 16384), (262144, 128)),
     ("rms_norm_fused_fp8", "cpu"): _CPU,
-    ("rms_norm", "cpu"): _CPU,
+    ("rms_norm", "cpu"): (*_ENGINE, (4096, 7168)),
 }
-WITH_MORE = ((1, 7168), (4096, 7168))
+_MORE = ((1, 7168), (4096, 7168))
+WITH_MORE = {"rms_norm": (*_ENGINE, *_MORE), "rms_norm_fused_fp8": _MORE}
 """Shapes that are also measured with a residual, or with one scale per group."""
 MORE = {"rms_norm": "residual", "rms_norm_fused_fp8": f"groups of {GROUP}"}
+IN_PLACE = "onepass, in place"
+"""The sum in place, as engines call it. On a GPU it has the kernel of the other form, and is not measured."""
 STREAMS: dict[str, Stream] = {"rms_norm": "copy", "rms_norm_fused_fp8": "halve"}
 
 
@@ -61,7 +66,12 @@ def problem(op: str, m: int, n: int, device: str, more: bool = False) -> Problem
             return Problem(name, {"onepass": ours}, norm, (x, gamma, EPS))
         residual = torch.randn_like(x)
         both = partial(ours, residual=residual, residual_out=torch.empty_like(x))
-        return Problem(name, {"onepass": both}, added, (x, gamma, EPS, residual))
+        contenders: dict[str, Call] = {"onepass": both}
+        if device == "cpu":
+            mine, total = x.clone(), residual.clone()
+            given = {"residual": total, "out": mine, "residual_out": total}
+            contenders[IN_PLACE] = partial(onepass.rms_norm, mine, gamma, EPS, **given)
+        return Problem(name, contenders, added, (x, gamma, EPS, residual))
     codes, scale = torch.empty_like(x, dtype=E4M3FN.dtype), torch.empty(m, n // GROUP if more else 1, device=device)
     group = GROUP if more else None
     fp8 = partial(onepass.rms_norm_fused_fp8, x, gamma, EPS, group_size=group, out=codes, scale_output=scale)
@@ -69,13 +79,13 @@ def problem(op: str, m: int, n: int, device: str, more: bool = False) -> Problem
 
 
 def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
-    """[M, N]; at two shapes also with a residual, or with one scale per group."""
+    """[M, N]; at some shapes also with a residual, or with one scale per group."""
     if len(shape) != 2:
         return []
     m, n = shape
     x, gamma = metas((m, n), (n,))
     found = []
-    for more in (False, True) if shape in WITH_MORE else (False,):
+    for more in (False, True) if shape in WITH_MORE[op] else (False,):
         if op == "rms_norm":
             others: tuple[Tensor, ...] = (x, x, x) if more else (x,)
         else:

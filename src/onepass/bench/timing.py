@@ -6,8 +6,9 @@ a kernel with programmatic launch overlaps the previous call. Every call is ther
 behind an ordinary kernel: a graph of (kernel, call) pairs, less the same graph of the kernel alone.
 
 On a CPU, the contenders take turns, round after round, over rotating inputs, so that a slow moment
-of the machine affects all of them; the results are the medians of each half of the rounds. A
-measurement is repeated if other processes used the cores meanwhile.
+of the machine affects all of them. A turn is one call, or several if calls are short. The results are
+the medians of each half of the rounds. A measurement is repeated if other processes used the cores
+meanwhile.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ PAIRS_US, PAIR_REPLAYS = 800.0, 9
 """The same for calls behind an ordinary kernel; shorter, because every contender is timed this way too."""
 ALONE = 100
 """Ordinary kernels in the graph that times them alone."""
+SHORT_US, IN_A_ROW = 100.0, 20
+"""On a CPU, a turn of contenders that take less than this on average is so many calls in a row, as in a tight loop."""
 BUSY = 0.1
 """The share of all cores that other processes may use during a measurement."""
 
@@ -122,8 +125,10 @@ def turns(
         start = time.perf_counter()
         for members in calls.values():
             members[-1]()
-        rounds = max(least, min(most, int(seconds / 2 / max(time.perf_counter() - start, 1e-9))))
-        found = alternate(calls, rounds)
+        once = max(time.perf_counter() - start, 1e-9)
+        inner = IN_A_ROW if once * 1e6 < SHORT_US * len(calls) else 1
+        rounds = max(least, min(most, int(seconds / 2 / inner / once)))
+        found = alternate(calls, rounds, inner)
         best = min(best, (found, others(before, _clocks())), key=lambda item: item[1])
         if best[1] <= BUSY:
             break
