@@ -373,11 +373,11 @@ def modules_of(program: str) -> list[str]:
 
 
 def test_import_is_light() -> None:
-    """Beyond torch, about forty modules of onepass, no other package, no backend and no tools."""
+    """Beyond torch, about fifty modules of onepass, no other package, no backend and no tools."""
     found = modules_of(IMPORT)
     assert [name for name in found if name.split(".")[0] != "onepass"] == []
     assert [name for name in found if name.startswith(tuple(f"onepass.{part}" for part in HEAVY))] == []
-    assert 20 < len(found) < 50
+    assert 20 < len(found) < 60
 
 
 def test_the_import_test_sees_heavy_modules() -> None:

@@ -50,7 +50,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake = Driver()
-    monkeypatch.setattr(cuda_launch, "_driver", lambda: fake)
+    monkeypatch.setattr(cuda_launch, "driver", lambda: fake)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     cuda_launch._writer.cache_clear()

@@ -15,6 +15,7 @@ from rich.text import Text
 from .. import __version__
 from ..bench.machine import version
 from ..contract.declaration import short
+from ..fastpath import native
 from ..formats import FLOATS, FP8_FORMATS, GROUP_SIZES, SCALE_FORMATS
 from .common import backend_status, table
 
@@ -22,6 +23,7 @@ PACKAGES = ("torch", "triton", "llvmlite", "numpy", "transformers")
 VARIABLES = {
     "ONEPASS_DEBUG": "1: check values on the host that kernels cannot check; this waits for the device",
     "ONEPASS_CACHE_DIR": "where compiled CPU kernels are cached; off: no cache",
+    "ONEPASS_NATIVE": "0: do not use the compiled fast path of eager calls",
     "ONEPASS_UNPROVEN": "1: run GPU kernels that are listed as not yet run on a GPU",
     "TRITON_INTERPRET": "1: Triton interprets kernels instead of compiling them",
 }
@@ -49,6 +51,7 @@ def _environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: version(name) for name in PACKAGES},
         "environment": {name: os.environ.get(name) for name in VARIABLES},
+        "native": native.describe(),
         "gpus": gpus,
         "backends": backends,
         "formats": {
@@ -75,6 +78,7 @@ def env(
     shown.add_row("packages", ", ".join(f"{name} {number or '-'}" for name, number in found["packages"].items()))
     for name, value in found["environment"].items():
         shown.add_row(name, Text(f"{'not set' if value is None else repr(value)} ({VARIABLES[name]})"))
+    shown.add_row("eager calls", f"compiled fast path: {found['native']}")
     for gpu in found["gpus"]:
         shown.add_row("gpu", f"{gpu['name']} (architecture {gpu['arch']}, e4m3fn cast in {gpu['e4m3fn']})")
     for name, backend in found["backends"].items():

@@ -17,10 +17,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..fastpath import replay
+from ..fastpath.plan import Step
 from . import compiler, object_cache, threads
 
 SERIAL_BELOW: Final = 131072
@@ -162,6 +164,11 @@ class Family:
         function: Callable[..., bytes] = scope["packed"]
         return function
 
+    def addresses(self, spec: Any) -> tuple[int, ...]:
+        """The words of the argument block that are addresses."""
+        integers, offsets = self.fields(spec)[0], self.offsets(spec)
+        return tuple(offsets[n] // 8 for n, v in integers.items() if n == "scratch" or ".data_ptr()" in str(v))
+
     def kernel(self, spec: Any) -> Kernel:
         """The kernel of ``spec``, from memory, from disk or from the compiler."""
         with compiler.lock:
@@ -190,6 +197,9 @@ class Family:
             if size and scratch.size < size:
                 scratch.grow(size)
             block = kernel.pack(scratch.address, chosen, call)
+            if replay.tape.on:
+                words = struct.unpack(f"={len(block) // 8}q", block)
+                replay.note(Repeat(kernel, block, chosen[0], size, scratch.address), 1, words)
             if chosen[0] == 1:
                 kernel.serial(block)
             else:
@@ -202,17 +212,46 @@ class Family:
 class Kernel:
     """Machine code of one spec and the packer of its argument block."""
 
-    __slots__ = ("_code", "pack", "parallel", "prepare", "serial")
+    __slots__ = ("_code", "addresses", "entries", "pack", "parallel", "prepare", "serial")
 
     def __init__(self, family: Family, spec: Any, code: Any) -> None:
         self._code = code
         self.pack = family.packer(spec)
+        self.addresses = family.addresses(spec)
+        self.entries: tuple[int, int, int] = (
+            code["serial"],
+            code["prepare"] if family.prepares else 0,
+            code["parallel"],
+        )
         self.parallel: int = code["parallel"]
         self.serial: Callable[[bytes], object] = _ENTRY(code["serial"])
         self.prepare: Callable[[bytes], object] = _ENTRY(code["prepare"]) if family.prepares else _nothing
         if family.writes_block:
             serial: Any = self.serial
             self.serial = lambda block: serial(ctypes.create_string_buffer(block, len(block)))
+
+
+class Repeat(NamedTuple):
+    """A launch that was recorded."""
+
+    kernel: Kernel
+    block: bytes
+    threads: int
+    size: int
+    scratch: int
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """The words of the block that are addresses."""
+        return self.kernel.addresses
+
+    def step(self, grid: int, arguments: Sequence[int]) -> Step | None:
+        """The launch as the C path makes it. Only torch's own threads can be used from there."""
+        team = threads.entry() if self.threads > 1 else 0
+        if self.threads > 1 and not team:
+            return None
+        head = (*self.kernel.entries, team, self.threads, 4 * self.size)
+        return Step(False, head, self.block, None, self.scratch if self.size else 0)
 
 
 def _nothing(block: bytes) -> None:

@@ -123,6 +123,15 @@ def run(function: int, block: bytes, threads: int) -> None:
     team(function, ctypes.addressof(memory), threads)
 
 
+@cache
+def entry() -> int:
+    """The address of ``GOMP_parallel`` in the runtime that `run` uses, or 0 if each call starts its own threads."""
+    for path in (*_openmp_libraries(), None):
+        if _openmp_team(path) is not None:
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, ctypes.c_void_p).value or 0
+    return 0
+
+
 def describe() -> str:
     """The name of the thread layer."""
     return _OWN if forked() else _team()[0]

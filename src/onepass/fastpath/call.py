@@ -1,7 +1,7 @@
 """Generates the function behind plain eager calls: validation and the kernel, with what both remember.
 
-Each combination of options is validated once and remembered. On a GPU whole calls are remembered too
-(`onepass.fastpath.replay`).
+Each combination of options is validated once and remembered. Whole calls are remembered too: by the path in C
+(`onepass.fastpath.native`), or without it on a GPU (`onepass.fastpath.replay`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from torch import Tensor
 from ..contract import validation
 from ..contract.declaration import Contract
 from ..contract.validation import Writer, check_list_lines, check_option_lines, needs_grad
-from . import replay
+from . import native, replay
 from .debug import debugging
 
 MAX_REMEMBERED: Final = 4096
 """Combinations of options that are remembered, and calls for each of them."""
+MAX_OVERLAPS: Final = 4
+"""Recordings of calls that differ only in which tensors overlap, such as in place and into another tensor."""
 
 
-def _write_replay(write: Writer, contract: Contract) -> None:
+def _write_replay(write: Writer, contract: Contract, table: bool = False) -> None:
     """On a GPU, repeat the launch of an earlier call that was like this one.
 
     ``like`` is what the launch depends on besides the options: dtype, shape, strides, alignment and
-    device of every tensor. Calls with lists of tensors are not replayed. In debug mode calls with
-    indices or counters are not either, since their values are read.
+    device of every tensor. A call that the path in C is about to record is left to it. Calls with lists
+    of tensors are not replayed. In debug mode calls with indices or counters are not either, since their
+    values are read.
     """
     single = [name for name, arg in contract.args.items() if not arg.many]
     tensors = {**{name: contract.args[name] for name in single}, **dict.fromkeys(contract.out_names)}
@@ -47,17 +50,19 @@ def _write_replay(write: Writer, contract: Contract) -> None:
     write(f"""
         like = found = None
         try:
-            if switch.on and on_gpu({single[0]}){lists}{" and not debugging()" if indices else ""}:
+            if {"not done and " if table else ""}switch.on and on_gpu({single[0]}){lists}{" and not debugging()" if indices else ""}:
                 like = ({", ".join(parts)},)
                 found = replays.get(like)
         except AttributeError:  # not a tensor: validation reports it
             like = None
         if found is not None:
-            like = None
-            if found and not (is_grad_enabled() and ({grads})):
-                done = found({", ".join(tensors)})
-                if done is not None:
-                    return done
+            if not (is_grad_enabled() and ({grads})):
+                for again in found:
+                    results = again({", ".join(tensors)})
+                    if results is not None:
+                        return results
+            if not found or len(found) >= {MAX_OVERLAPS}:  # such calls cannot be repeated, or overlap in many ways
+                like = None
         """)
 
 
@@ -70,6 +75,7 @@ def compile_call(
     dispatch: Callable[..., Any],
     memory: Callable[..., None],
     on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda"),
+    table: Any = None,
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """Generate the eager entry: ``prepare`` and ``kernel`` in one function, with no argument passed twice.
 
@@ -77,6 +83,7 @@ def compile_call(
     and the contract's named tuple of `arguments`. ``dispatch(inputs, outs)`` makes the call if torch's
     dispatcher must see it: if it is ``watched``, or if a tensor is ``special``, which is tested only for
     tensors of an uncommon type or device. ``memory(inputs, outputs)`` validates the caller's outputs.
+    ``table`` is the op's table of `onepass.fastpath.native`, if calls are remembered there.
     """
     write = Writer(contract, eager=True)
     options, arguments = ", ".join(contract.options), ", ".join(contract.args)
@@ -97,6 +104,15 @@ def compile_call(
         check_option_lines(write, name, option)
     write("return")
     write(f"def call({inputs}, {outs}):", 0)
+    if table is not None:
+        # a compiler can trace the first test alone
+        write(f"""
+            done = 0
+            if not compiling():
+                done = remembered({inputs}, {outs})
+                if type(done) is tuple:
+                    return done
+            """)
     write("try:")
     write.indent += 1
     write(f"given = ({outs},)")
@@ -118,7 +134,7 @@ def compile_call(
             known = seen[key] = ({{}}, {{}})
         spec_cache, replays = known
         """)
-    _write_replay(write, contract)
+    _write_replay(write, contract, table is not None)
     write(f"allocates_all = {allocates_all}")
     validation.write_body(write, contract, options=False)
     single = [name for name, arg in contract.args.items() if not arg.many]
@@ -129,6 +145,16 @@ def compile_call(
         if not allocates_all:
             memory(({inputs},), ({outs},))
         arguments = Arguments({inputs}, {outs})
+        """)
+    if table is not None:
+        args = ", ".join(contract.args)
+        write(f"""
+            if done == {native.RECORD}:
+                run = partial(kernel, spec_cache, arguments)
+                remember(table, run, ({inputs}, *given), ({args}, *given), ({args}, {outs}), models)
+                return {outs},
+            """)
+    write(f"""
         if like is None:
             kernel(spec_cache, arguments)
         else:
@@ -136,7 +162,8 @@ def compile_call(
                 replays.clear()
             before, after = ({tensors}, *given), ({tensors}, {outs})
             run = partial(kernel, spec_cache, arguments)
-            replays[like] = record(run, before, after, {written}, {len(contract.outs)}) or False
+            again = record(run, before, after, {written}, {len(contract.outs)})
+            replays[like] = (*(found or ()), again) if again else ()
         return {outs},
         """)
     write.indent -= 1
@@ -165,11 +192,27 @@ def compile_call(
         dispatch=dispatch,
         memory=memory,
         seen={},
+        table=table,
+        remembered=None if table is None else table.call,
+        remember=native.remember,
+        compiling=torch.compiler.is_compiling,
+        models=_models(write, contract),
         PLAIN=frozenset({Tensor, torch.nn.Parameter, type(None)}),
     )
     validation.run_source("\n".join(write.lines) + "\n", f"eager call of {contract.name}", write.scope)
     call: Callable[..., tuple[Tensor | None, ...]] = write.scope["call"]
     return call
+
+
+def _models(write: Writer, contract: Contract) -> dict[int, int]:
+    """The positions of outputs that are allocated like a tensor, and the position of that tensor."""
+    positions = {name: i for i, name in enumerate(contract.args)}
+    found: dict[int, int] = {}
+    for i, out in enumerate(contract.outs.values(), start=len(contract.args)):
+        shape = write.shapes.get(out.dims)
+        if shape is not None and shape.removesuffix("_shape") in positions:
+            found[i] = positions[shape.removesuffix("_shape")]
+    return found
 
 
 def generated_source(op_name: str) -> str:

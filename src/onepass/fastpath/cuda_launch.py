@@ -44,7 +44,7 @@ class _Config(ctypes.Structure):
 
 
 @cache
-def _driver() -> Any:
+def driver() -> Any:
     """The CUDA driver that torch has loaded; None if there is none, or if it lacks this launch function."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -63,6 +63,12 @@ class Direct:
         self._shape = (32 * warps, shared, pdl)
         self._device = device
 
+    def step(self, grid: int, values: Sequence[Any]) -> tuple[tuple[Any, ...], bytes]:
+        """The launch as the C path makes it: function, grid and configuration, and the words of its arguments."""
+        words = [_word(kind, value) for kind, value in zip(self._kinds, values, strict=True)] + [0] * SCRATCH
+        head = (self._function.value, grid, *self._shape, self._device)
+        return head, struct.pack(f"<{len(words)}Q", *words)
+
     def prepare(self, grid: int, values: Sequence[Any], changing: Sequence[int], otherwise: Prepared) -> Prepared:
         """Return ``launch(*addresses)``: the kernel on ``values``, with those at indices ``changing`` replaced.
 
@@ -70,7 +76,7 @@ class Direct:
         ``otherwise``, Triton's launcher, creates one and launches.
         """
         words = [_word(kind, value) for kind, value in zip(self._kinds, values, strict=True)] + [0] * SCRATCH
-        launch = _driver().cuLaunchKernelEx
+        launch = driver().cuLaunchKernelEx
         device = self._device
 
         def elsewhere(*arguments: Any) -> int:
@@ -122,7 +128,7 @@ def make(launch, elsewhere, otherwise, function, device, lay_out):
     scope: dict[str, Any] = {
         "current_stream": torch._C._cuda_getCurrentRawStream,
         "current_device": torch._C._cuda_getDevice,
-        "fail": _fail,
+        "fail": fail,
     }
     filename = f"<onepass cuda launch {changing}>"
     linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)
@@ -131,7 +137,8 @@ def make(launch, elsewhere, otherwise, function, device, lay_out):
     return make
 
 
-def _fail(error: int) -> None:
+def fail(error: int) -> None:
+    """Raise for a launch that CUDA rejected."""
     raise RuntimeError(f"a kernel could not be launched: CUDA error {error}, {_message(error)}")
 
 
@@ -144,7 +151,7 @@ def _word(kind: str, value: Any) -> int:
 
 def _message(error: int) -> str:
     text = ctypes.c_char_p()
-    _driver().cuGetErrorString(error, ctypes.byref(text))
+    driver().cuGetErrorString(error, ctypes.byref(text))
     return (text.value or b"unknown").decode()
 
 
@@ -155,6 +162,6 @@ def direct(compiled: Any, kinds: Sequence[str], warps: int, pdl: bool, device: i
     expected = [".u64" if kind.startswith("*") else SIZES.get(kind, "?") for kind in kinds] + [".u64"] * SCRATCH
     found = re.findall(r"\.param\s+(\.\w+)", entry[1]) if entry is not None else None
     plain = compiled.metadata.num_ctas == 1 and not compiled.metadata.launch_cooperative_grid
-    if found != expected or not plain or torch.version.hip or _driver() is None:
+    if found != expected or not plain or torch.version.hip or driver() is None:
         return None
     return Direct(compiled.function, kinds, warps, compiled.metadata.shared, pdl, device)

@@ -49,7 +49,20 @@ _forms: Final = count(1)
 class Switch:
     """Whether calls are recorded and replayed: not while something other than a backend receives the launches."""
 
-    on = True
+    def __init__(self) -> None:
+        self._on = True
+        self.listeners: list[Callable[[bool], object]] = []
+
+    @property
+    def on(self) -> bool:
+        """Whether it is on."""
+        return self._on
+
+    @on.setter
+    def on(self, value: bool) -> None:
+        self._on = value
+        for listener in self.listeners:
+            listener(value)
 
 
 switch: Final = Switch()
@@ -66,6 +79,16 @@ def mark(address: int, source: Source) -> None:
         tape.sources[address] = source
 
 
+def traced(run: Callable[[], None]) -> tuple[list[Launch], dict[int, Source]]:
+    """Run a call and return its launches, and the sources of the memory that it marked."""
+    tape.launches, tape.sources, tape.on = [], {}, True
+    try:
+        run()
+        return tape.launches, tape.sources
+    finally:
+        tape.launches, tape.sources, tape.on = [], {}, False
+
+
 def record(
     run: Callable[[], None],
     before: Sequence[Tensor | None],
@@ -78,12 +101,7 @@ def record(
     ``before`` are the caller's tensors, outputs last. ``after`` are the same, with allocated outputs
     in place of None. ``written`` are the indices of the tensors that the kernel writes.
     """
-    tape.launches, tape.sources, tape.on = [], {}, True
-    try:
-        run()
-        launches, sources = tape.launches, tape.sources
-    finally:
-        tape.launches, tape.sources, tape.on = [], {}, False
+    launches, sources = traced(run)
     if len(launches) != 1:
         return None
     launcher, grid, arguments = launches[0]

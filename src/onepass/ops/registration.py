@@ -22,7 +22,7 @@ from ..contract import validation
 from ..contract.declaration import Contract
 from ..contract.validation import refuse_gradient, validation_of
 from ..errors import Unsupported
-from ..fastpath import call
+from ..fastpath import call, native
 from ..fastpath.memory import check_outputs, lie_apart
 
 _library = torch.library.Library("onepass", "DEF")
@@ -65,6 +65,8 @@ class Op:
         self._prepare, self._present = validation_of(contract)
         self.functional, self.out = _define(contract, kernel)
         self._kernel = kernel
+        self.table: Any = None
+        """The calls that are repeated in C; None before the first call, or if Python makes them all."""
         self.call: Callable[..., Outputs] = self._first_call
         _ops.append(self)
 
@@ -79,6 +81,7 @@ class Op:
     def write_eager_entry(self) -> None:
         """Generate the function for plain eager calls and assign it to ``call``, once."""
         if self.call == self._first_call:
+            self.table = native.table(self.contract)
             self.call = call.compile_call(
                 self.contract,
                 self._kernel,
@@ -86,6 +89,7 @@ class Op:
                 special=_special,
                 dispatch=self._dispatch,
                 memory=partial(check_memory, self.contract),
+                table=self.table,
             )
 
     def _dispatch(self, inputs: tuple[Any, ...], given: Outputs) -> Outputs:

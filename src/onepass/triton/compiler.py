@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from ..errors import Unsupported
 from ..fastpath import replay
 from ..fastpath.cuda_launch import Prepared, direct
+from ..fastpath.plan import Step
 from .chip import Chip, current_chip
 
 POINTERS = {
@@ -183,6 +184,13 @@ class Launcher:
             return launch
         slots = [self._runtime.index(index) for index in changing]
         return self._direct.prepare(grid, [arguments[i] for i in self._runtime], slots, launch)
+
+    def step(self, grid: int, arguments: Sequence[Any]) -> Step | None:
+        """The launch as the C path makes it, or None if only Triton's launcher can."""
+        if self._direct is None:
+            return None
+        head, words = self._direct.step(grid, [arguments[i] for i in self._runtime])
+        return Step(True, head, words, {index: place for place, index in enumerate(self._runtime)})
 
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
         """Launch on the current stream."""

@@ -4,11 +4,13 @@ With more rows than a program norms itself, the norm is a launch of its own, wit
 """
 
 from collections import namedtuple
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..fastpath import replay
 from ..specs.layout import Geometry
 from ..specs.linear import LinearCall, LinearSpec, linear_spec
 from ..specs.rms_norm import RowCall, row_spec
@@ -272,8 +274,10 @@ def launch(call: LinearCall) -> None:
     if _is_fused(call, chip):
         FAMILY.launch(call)
         return
-    x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    make = partial(torch.empty, call.x.shape, dtype=call.x.dtype, device=call.x.device)
+    x = make()
     if call.gamma is not None:
+        replay.mark(x.data_ptr(), (lambda: (make(), None), lambda key: None))
         rms_norm.launch(_norm_call(call, x))
     elif call.residual is not None and call.residual_out is not None:
         sums = call.x.float() + call.residual.float()
