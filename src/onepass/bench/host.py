@@ -1,4 +1,4 @@
-"""What a call costs the host: an eager call at M = 1, outputs allocated, next to torch's own ops in the same run."""
+"""What a call costs the host: an eager call at M = 1 in every form that engines use, next to torch's own ops in the same run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 import onepass
 
+from ..compat import vllm
+from ..nn import RMSNorm
 from ..ops import dispatch
 from . import gemv_norm, linear, mla_cache, qk_cache, qk_norm
 from . import rms_norm as rows
@@ -17,6 +19,32 @@ from .workload import Call
 TORCH = ("torch.empty_like", "x.add(1)", "F.rms_norm")
 ROUNDS, INNER = 60, 50
 """Rounds in which each contender makes INNER calls. The fastest of each half counts: it is what the code costs."""
+
+
+def forms(device: str, n: int) -> dict[str, Call]:
+    """The forms of a norm of one row of ``n`` columns. The weights are 1, so that rows that replace themselves stay finite."""
+    x, h, out = (torch.randn(1, n, device=device).bfloat16() for _ in range(3))
+    wide = torch.randn(2, 2 * n, device=device).bfloat16()
+    gamma = torch.ones(n, device=device, dtype=torch.bfloat16)
+    codes, scale = onepass.rms_norm_fused_fp8(x, gamma)
+    module = RMSNorm(n, 1e-6, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    norm, fp8 = onepass.rms_norm, onepass.rms_norm_fused_fp8
+    return {
+        "rms_norm, out=": lambda: norm(x, gamma, out=out),
+        "rms_norm, in place": lambda: norm(out, gamma, out=out),
+        "rms_norm, residual": lambda: norm(x, gamma, residual=h),
+        "rms_norm, residual in place": lambda: norm(out, gamma, residual=h, out=out, residual_out=h),
+        "rms_norm, strided rows": lambda: norm(wide[:1, :n], gamma),
+        "rms_norm, new views": lambda: norm(x.view(1, 1, n), gamma),
+        "rms_norm_fused_fp8, out=": lambda: fp8(x, gamma, out=codes, scale_output=scale),
+        "rms_norm_fused_fp8, residual in place": lambda: fp8(
+            x, gamma, residual=h, out=codes, scale_output=scale, residual_out=h
+        ),
+        "compat.vllm.rms_norm": lambda: vllm.rms_norm(out, x, gamma, 1e-6),
+        "compat.vllm.fused_add_rms_norm": lambda: vllm.fused_add_rms_norm(out, h, gamma, 1e-6),
+        "nn.RMSNorm": lambda: module(x),
+        "nn.RMSNorm, residual": lambda: module(x, h),
+    }
 
 
 def contenders(device: str) -> dict[str, Call]:
@@ -33,6 +61,8 @@ def contenders(device: str) -> dict[str, Call]:
         "F.rms_norm": lambda: torch.nn.functional.rms_norm(x, (4096,), gamma, eps),
         "rms_norm": lambda: onepass.rms_norm(x, gamma),
         "rms_norm_fused_fp8": lambda: onepass.rms_norm_fused_fp8(x, gamma),
+        **forms(device, 4096),
+        **{f"{name}, 64 columns": call for name, call in forms(device, 64).items() if name.startswith("rms_norm, ")},
         linear.OP: lambda: onepass.linear(act, weight),
         gemv_norm.OP: lambda: onepass.gemv_and_partial_norm(act, weight, width),
         qk_norm.MEANS: lambda: onepass.row_mean_of_squares_qk(q, k),
@@ -45,6 +75,7 @@ def contenders(device: str) -> dict[str, Call]:
     }
 
 
+@torch.inference_mode()
 def times(device: str, skip: Callable[[str], bool] = lambda op: False) -> dict[str, list[float]]:
     """Microseconds per call, overlapping with the GPU's work; on a CPU also without kernels (validation, allocation, dispatch).
 

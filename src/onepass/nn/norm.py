@@ -16,6 +16,7 @@ from ..ops.rms_norm import RMS_NORM, rms_norm
 from ..rope import Rope
 
 _EPS_NAMES: Final = ("eps", "variance_epsilon")
+_TORCHS_EPS: Final = torch.finfo(torch.float32).eps
 
 
 def gamma_of(weight: Tensor) -> Tensor:
@@ -113,16 +114,22 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or (y, new_residual)."""
+        options = self._options()
+        if len(self.normalized_shape) == 1 and x.dim():  # no dimensions to join
+            if residual is None:
+                return rms_norm(x, self._gamma(x), self._eps(), **options)
+            if residual.shape == x.shape:
+                return rms_norm(x, self._gamma(x), self._eps(), residual=residual, **options)
         lead = x.shape[: x.dim() - len(self.normalized_shape)]
         flat = x.view(*lead, -1)
         if residual is None:
-            return rms_norm(flat, self._gamma(flat), self._eps(), **self._options()).view(x.shape)
+            return rms_norm(flat, self._gamma(flat), self._eps(), **options).view(x.shape)
         h = residual.view(*lead, -1)
-        y, h = rms_norm(flat, self._gamma(flat), self._eps(), residual=h, **self._options())
+        y, h = rms_norm(flat, self._gamma(flat), self._eps(), residual=h, **options)
         return y.view(x.shape), h.view(x.shape)
 
     def _eps(self) -> float:
-        return torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        return _TORCHS_EPS if self.eps is None else self.eps
 
     def _options(self) -> dict[str, Any]:
         return {"weight_offset": self.weight_offset, "rounding": self.rounding}
@@ -130,7 +137,7 @@ class RMSNorm(nn.Module):
     def _gamma(self, x: Tensor) -> Tensor:
         if self.weight is None:
             return torch.full((x.shape[-1],), 1.0 - self.weight_offset, dtype=x.dtype, device=x.device)
-        return gamma_of(self.weight.view(-1))
+        return gamma_of(self.weight if self.weight.dim() == 1 else self.weight.view(-1))
 
     def extra_repr(self) -> str:
         """All parameters except the weight."""
