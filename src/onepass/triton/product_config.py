@@ -26,6 +26,10 @@ WIDE: Final = 7168
 """Rows of 16-bit weights from which on one piece keeps every multiprocessor busy."""
 
 
+NARROW: Final = 2640
+"""Rows of 8-bit weights up to which a multiprocessor has one program, which needs more warps and pieces."""
+
+
 class Order(NamedTuple):
     """The order of summation over K, in ``pieces`` pieces that are added from the first to the last.
 
@@ -45,7 +49,7 @@ def order_of(act: torch.dtype, weight: torch.dtype, scaled: WeightScale, n: int)
         return Order(16, SCALE_BLOCK if blocks else 16, 0)
     if weight.itemsize == 2:
         return Order(1 if n >= WIDE else 4, 0, GRAIN)
-    return Order(4, 0, SCALE_BLOCK if blocks else GRAIN)
+    return Order(8 if n <= NARROW else 4, 0, SCALE_BLOCK if blocks else GRAIN)
 
 
 def has_blocks(scaled: WeightScale) -> bool:
@@ -123,7 +127,8 @@ def piece_tile(
     mask = pieces * length != k or length % step != 0
     first = codes or cut.rows <= 64
     group = tuning(chip).pieces.group
-    tile = (cut.kind, cut.columns, cut.rows, step, stages, cut.warps)
+    warps = pieces if codes and cut.kind == "cube" else cut.warps  # each decodes other weights
+    tile = (cut.kind, cut.columns, cut.rows, step, stages, warps)
     return PieceTile(*tile, pieces, grain, aligned, mask, first, cut.late, group)
 
 

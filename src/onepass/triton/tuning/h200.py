@@ -144,17 +144,18 @@ PIECES: Final = PieceTuning(
     # x 4096 29.4 / 30.4 and 30.6 / 31.5 (four: 32.5 / 33.5). M = 32: 4096 x 4096 8.9 / 9.3 (flat: 31 / 26). M = 256:
     # 24576 x 4096 179 / 180, 4096 x 4096 40 / 41. Steps of 256 columns become 128 with a scale per block.
     codes=(
-        (8, 2640, ANY, PieceCut("cube", 16, 8, 256, 4, 4)),
+        (8, 2640, ANY, PieceCut("cube", 16, 8, 128, 5, 8)),
         (8, 4224, ANY, PieceCut("cube", 32, 8, 256, 4, 4)),
         (8, 6800, ANY, PieceCut("cube", 16, 8, 128, 4, 4, late=True)),
         (8, 8448, ANY, PieceCut("cube", 32, 8, 256, 3, 4, late=True)),
         (8, ANY, 2048, PieceCut("cube", 64, 8, 128, 2, 4, late=True)),
         (8, ANY, ANY, PieceCut("cube", 16, 8, 256, 2, 4)),
-        (16, 2640, ANY, PieceCut("cube", 16, 16, 128, 5, 4)),
+        (16, 2640, ANY, PieceCut("cube", 16, 16, 128, 4, 8)),
         (16, 4224, ANY, PieceCut("cube", 32, 16, 128, 5, 4)),
         (16, 8448, ANY, PieceCut("cube", 32, 16, 128, 3, 4, late=True)),
         (16, ANY, 2048, PieceCut("cube", 64, 16, 128, 2, 4, late=True)),
         (16, ANY, ANY, PieceCut("cube", 32, 16, 128, 3, 4)),
+        (64, 2640, ANY, PieceCut("cube", 16, 32, 128, 2, 8)),
         (64, 6800, ANY, PieceCut("cube", 16, 32, 128, 3, 4)),
         (32, ANY, ANY, PieceCut("flat", 64, 32, 128, 4, 4)),
         (64, ANY, ANY, PieceCut("flat", 64, 64, 128, 3, 4)),
