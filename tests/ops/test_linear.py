@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from onepass.ops.dispatch import launching_with
 from onepass.specs.linear import ACTIVATIONS, LinearCall
 from onepass.testing.case import poison, same_bytes
 from onepass.testing.weights import scales, whole_numbers
+from tests.helpers.pairs import Pair, covering, every_pair, pairs_of
 from tools.promises.linear import linear_promises
 
 BF16, F16, F32 = FLOATS
@@ -78,27 +78,16 @@ CHOICES = Options(
 )
 
 
-def some_options(count: int) -> list[Options]:
-    """Random legal combinations."""
-    chance = random.Random(5)
-    found: list[Options] = []
-    while len(found) < count:
-        chosen = Options(*(chance.choice(values) for values in CHOICES))  # type: ignore[arg-type]
-        if chosen.rounding == "once" or chosen.out is None:
-            found.append(chosen)
-    return found
+def legal(pair: Pair) -> bool:
+    return pair[2:] != ("hf", F32)
 
 
-SOME = some_options(140)
+SOME = [Options(*values) for values in covering(CHOICES, legal, seed=5)]  # type: ignore[arg-type]
 
 
 def test_combinations_contain_every_pair_of_values() -> None:
-    """All but the pairs that the contract forbids."""
-    forbidden = {("hf", F32)}
-    for a, b in itertools.combinations(range(len(CHOICES)), 2):
-        seen = {(o[a], o[b]) for o in SOME}
-        expected = set(itertools.product(CHOICES[a], CHOICES[b])) - forbidden  # type: ignore[arg-type]
-        assert len(expected - seen) <= 2, (CHOICES._fields[a], CHOICES._fields[b], expected - seen)
+    expected = every_pair(CHOICES, legal)  # type: ignore[arg-type]
+    assert len(expected) > 400 and set().union(*map(pairs_of, SOME)) == expected
 
 
 def given(o: Options, m: int = 5, columns: int = 66) -> dict[str, Any]:
