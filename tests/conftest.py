@@ -82,12 +82,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{spent:8.1f}  {name}")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Path]:
-    """The kernel cache of this run, shared by its workers."""
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder of this run alone, shared by its workers."""
     base = tmp_path_factory.getbasetemp()
-    chosen = os.environ.get("ONEPASS_TEST_CACHE")  # tools.mutation keeps one from run to run
-    directory = Path(chosen) if chosen else (base if worker_id == "master" else base.parent) / "objects"
+    return base if worker_id == "master" else base.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(run_folder: Path) -> Iterator[Path]:
+    """The kernel cache, shared by the workers of this run."""
+    chosen = os.environ.get("ONEPASS_TEST_CACHE")  # .ci/run and tools.mutation keep one from run to run
+    directory = Path(chosen) if chosen else run_folder / "objects"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEPASS_CACHE_DIR", str(directory))
         yield directory

@@ -33,11 +33,11 @@ PATIENT: dict[str, Any] = {"seconds": 900, "collective_seconds": 300}
 
 
 @pytest.fixture(scope="session")
-def found(cache: Path) -> Found:
+def found(run_folder: Path) -> Found:
     """The results of `dist_workers.everything` on a number of ranks, by rank. Parallel tests share one run."""
 
     def run(size: int) -> list[dict[str, Any]]:
-        known = cache.parent / f"ranks-{size}.json"
+        known = run_folder / f"ranks-{size}.json"
         with open(known.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not known.exists():
