@@ -50,8 +50,9 @@ test-rest: ## run the tests that `make test` leaves out: long sweeps, other chip
 test-all: ## lint and run all tests
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
+# Bytecode files are wanted, because each worker, and each process that a test starts, imports the same source.
 pytest: $(READY)
-	@$(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -m '$(SELECT)'
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -m '$(SELECT)'
 
 lint: $(READY) ## ruff (rules and format) and mypy --strict
 	@$(BIN)/ruff check --quiet .
