@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from onepass.testing.interpreter import quick_interpreter
 from onepass.triton.chip import INTERPRETER
 from onepass.triton.device.bins import bin_squares, sum_bins, sum_bins_and_peak
 from onepass.triton.device.row import tile_columns
@@ -59,8 +60,8 @@ def wrong(config: RowConfig, n: int, vectors: bool, with_peak: bool) -> bool:
     return not all(found)
 
 
-if __name__ == "__main__":
-    torch.manual_seed(0)
+def main() -> None:
+    """Try every tile."""
     tried = 0
     for n in (33, 64, 100, 128, 300, 512, 600, 1024, 1536, 2048, 2050, 4096, 5000, 7168, 8192, 16384):
         for itemsize in (2, 4):
@@ -72,3 +73,9 @@ if __name__ == "__main__":
                         if wrong(config, n, vectors, with_peak):
                             print("wrong:", n, vectors, with_peak, config)
     print(tried, "tried")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    with quick_interpreter():
+        main()

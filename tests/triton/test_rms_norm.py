@@ -150,9 +150,9 @@ def covering_builds(chip: Chip) -> list[Build]:
 
 
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_compiles_for_other_chips(chip: Chip, part: int) -> None:
-    """Each configuration for one of the other chips, in turn."""
+    """Half of the configurations, each for one of the other chips, in turn."""
     for build in covering_builds(chip)[4 * part + OTHER_CHIPS.index(chip) :: 16]:
         assert compile_build(build, chip).asm
 
