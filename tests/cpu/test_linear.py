@@ -36,23 +36,23 @@ def test_agrees_with_float64(spec: LinearSpec) -> None:
     Case(spec, 2, 5, 7168).run().check()
 
 
-def test_check_rejects_wrong_outputs() -> None:
-    for spec in SPECS.values():
-        one = Case(spec, 3, 60, 300).run()
-        outs = [one.out, *([] if one.residual_out is None else [one.residual_out])]
-        for out in outs:
-            kept = out.clone()
-            for wrong in (torch.zeros_like(out), kept.roll(1, -1), kept.roll(1, 0)):
-                out.copy_(wrong)
-                with pytest.raises(AssertionError):
-                    one.check()
-            out.copy_(kept)
-        one.check()
-        for frame, _ in one.frames:
-            frame.view(torch.uint8)[0, 0] ^= 1
+@each_spec
+def test_check_rejects_wrong_outputs(spec: LinearSpec) -> None:
+    one = Case(spec, 3, 60, 300).run()
+    outs = [one.out, *([] if one.residual_out is None else [one.residual_out])]
+    for out in outs:
+        kept = out.clone()
+        for wrong in (torch.zeros_like(out), kept.roll(1, -1), kept.roll(1, 0)):
+            out.copy_(wrong)
             with pytest.raises(AssertionError):
                 one.check()
-            frame.view(torch.uint8)[0, 0] ^= 1
+        out.copy_(kept)
+    one.check()
+    for frame, _ in one.frames:
+        frame.view(torch.uint8)[0, 0] ^= 1
+        with pytest.raises(AssertionError):
+            one.check()
+        frame.view(torch.uint8)[0, 0] ^= 1
 
 
 def test_long_sums_stay_accurate() -> None:

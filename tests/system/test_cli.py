@@ -409,7 +409,13 @@ def test_submodules_are_attributes() -> None:
 
 
 def test_python_m_onepass() -> None:
-    for module in ("onepass", "onepass.cli", "onepass.cli.main"):
-        command = [sys.executable, "-m", module, "--version"]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == (0, f"onepass {onepass.__version__}\n"), done.stderr
+    """The package, its command line and the module of that, each as what ``python -m`` runs, in one process."""
+    program = (
+        "import contextlib, runpy, sys\n"
+        "modules, sys.argv[1:] = sys.argv[1:], ['--version']\n"
+        "for module in modules:\n"
+        "    with contextlib.suppress(SystemExit): runpy.run_module(module, run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", program, "onepass", "onepass.cli", "onepass.cli.main"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, 3 * f"onepass {onepass.__version__}\n"), done.stderr
