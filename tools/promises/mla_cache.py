@@ -14,6 +14,14 @@ from onepass.formats import E4M3FN
 from onepass.kvcache import PagedKVCache
 from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
 from onepass.testing.case import same_bytes
+from tools.promises.tokens import (
+    difference_of_layouts,
+    difference_of_parts,
+    difference_of_threads,
+    first_difference,
+    moved,
+    moved_heads,
+)
 
 Promise = Callable[[], str | None]
 PAGE = 16
@@ -86,46 +94,29 @@ def _all(x: Inputs) -> list[Tensor]:
     return [result for way in _WAYS for result in _written(x, **way)]
 
 
-def _differs(some: list[Tensor], others: list[Tensor]) -> int | None:
-    found = (i for i, (a, b) in enumerate(zip(some, others, strict=True)) if not same_bytes(a, b))
-    return next(found, None)
+def _part(x: Inputs, begin: int, end: int) -> list[Tensor]:
+    return _all(x.part(begin, end))
 
 
 def _batch(device: str, latent: int, rope: int, dtype: torch.dtype) -> str | None:
     x = _inputs(device, 300 if device == "cuda" else 70, 5, latent, rope, dtype)
     whole = _all(x)
-    for tokens in (1, 3, 17, 64):
-        for begin in (0, 1, x.q.shape[0] - tokens):
-            part = _all(x.part(begin, begin + tokens))
-            wrong = _differs(part, [t[begin : begin + tokens] for t in whole])
-            if wrong is not None:
-                return f"result {wrong} of tokens {begin} to {begin + tokens} differs from the whole batch's"
-    one = _all(replace(x, q=x.q[:, 2:3]))
+    wrong = difference_of_parts(x, whole, _part, (1, 3, 17, 64))
+    if wrong is not None:
+        return wrong
     heads = [t[:, 2:3] if i in (0, 2, 5) else t for i, t in enumerate(whole)]
-    wrong = _differs(one, heads)
-    return None if wrong is None else f"result {wrong} depends on the number of heads"
+    number = first_difference(_all(replace(x, q=x.q[:, 2:3])), heads)
+    return None if number is None else f"result {number} depends on the number of heads"
 
 
 def _layout(device: str, latent: int, rope: int, dtype: torch.dtype) -> str | None:
     x = _inputs(device, 9, 3, latent, rope, dtype)
-    expected = _all(x)
 
-    def moved(t: Tensor, shift: int) -> Tensor:
-        *lead, n = t.shape
-        return torch.empty(*lead, n + 2 * shift, device=device, dtype=t.dtype)[..., shift : shift + n].copy_(t)
+    def changes(shift: int) -> dict[str, dict[str, Tensor]]:
+        made = {name: {name: moved(getattr(x, name), shift)} for name in ("q", "kv", "freqs", "gamma")}
+        return {**made, "heads": {"q": moved_heads(x.q, shift)}}
 
-    for shift in (1, 2, 4, 8):
-        changes: dict[str, dict[str, Tensor]] = {
-            name: {name: moved(getattr(x, name), shift)} for name in ("q", "kv", "freqs")
-        }
-        changes["gamma"] = {"gamma": torch.empty(latent + shift, device=device, dtype=dtype)[shift:].copy_(x.gamma)}
-        changes["heads"] = {"q": moved(x.q.transpose(0, 1), shift).transpose(0, 1)}
-        changes["everything"] = {name: t for change in changes.values() for name, t in change.items()}
-        for label, change in changes.items():
-            wrong = _differs(_all(replace(x, **change)), expected)
-            if wrong is not None:
-                return f"result {wrong} differs with {label} moved by {shift} elements"
-    return None
+    return difference_of_layouts(x, _all, changes, (1, 2, 4, 8))
 
 
 def _paged(device: str, tokens: int = 24, heads: int = 16) -> tuple[Inputs, PagedKVCache, Tensor]:
@@ -156,22 +147,13 @@ def _repeats(device: str) -> str | None:
     x, cache, offsets = _paged(device)
     first = [_step(x, cache, offsets), cache.blocks.clone()]
     for repeat in range(1000):
-        if _differs([_step(x, cache, offsets), cache.blocks], first) is not None:
+        if first_difference([_step(x, cache, offsets), cache.blocks], first) is not None:
             return f"repeat {repeat} differs"
     return None
 
 
 def _threads() -> str | None:
-    x = _inputs("cpu", 300, 8, 512, 64, torch.bfloat16)
-    before, seen = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            seen.append(_all(x))
-    finally:
-        torch.set_num_threads(before)
-    wrong = [_differs(some, seen[0]) for some in seen[1:]]
-    return None if wrong == [None, None] else f"results {wrong} differ"
+    return difference_of_threads(partial(_all, _inputs("cpu", 300, 8, 512, 64, torch.bfloat16)))
 
 
 def _cuts(device: str) -> str | None:
@@ -182,7 +164,7 @@ def _cuts(device: str) -> str | None:
         expected = _written(x, scaled=True)
         for cut in (MlaCut(32, 64, 512), MlaCut(64, 4096, 4096), MlaCut(128, 1024, 128), MlaCut(256, 256, 1 << 16)):
             with cut_as(cut):
-                wrong = _differs(_written(x, scaled=True), expected)
+                wrong = first_difference(_written(x, scaled=True), expected)
             if wrong is not None:
                 return f"result {wrong} of {tokens} x {heads} x {rope} differs with {cut}"
     return None

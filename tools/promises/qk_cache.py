@@ -15,6 +15,14 @@ from onepass.ops.qk_cache import qk_norm_rope_cache
 from onepass.ops.qk_norm import qk_rms_norm
 from onepass.rope import Rope
 from onepass.testing.case import same_bytes
+from tools.promises.tokens import (
+    difference_of_layouts,
+    difference_of_parts,
+    difference_of_threads,
+    first_difference,
+    moved,
+    moved_heads,
+)
 
 Promise = Callable[[], str | None]
 PAGE = 16
@@ -110,42 +118,28 @@ def _all(x: Inputs) -> list[Tensor]:
     return [result for way in _WAYS for result in _written(x, **way)]
 
 
-def _differs(some: list[Tensor], others: list[Tensor]) -> int | None:
-    found = (i for i, (a, b) in enumerate(zip(some, others, strict=True)) if not same_bytes(a, b))
-    return next(found, None)
+def _part(x: Inputs, begin: int, end: int) -> list[Tensor]:
+    return _all(x.part(begin, end))
 
 
 def _batch(device: str, head: int, dim: int, dtype: torch.dtype) -> str | None:
     for whole in (False, True):
         x = _inputs(device, 300 if device == "cuda" else 40, head, dim, dtype, whole=whole)
-        expected = _all(x)
-        for tokens in (1, 3, 17):
-            for begin in (0, 1, x.q.shape[0] - tokens):
-                part = _all(x.part(begin, begin + tokens))
-                wrong = _differs(part, [t[begin : begin + tokens] for t in expected])
-                if wrong is not None:
-                    return f"result {wrong} of tokens {begin} to {begin + tokens} differs from the whole batch's"
+        wrong = difference_of_parts(x, _all(x), _part, (1, 3, 17))
+        if wrong is not None:
+            return wrong
     return None
 
 
 def _layout(device: str, head: int, dim: int, dtype: torch.dtype) -> str | None:
     x = _inputs(device, 9, head, dim, dtype)
-    expected = _all(x)
 
-    def moved(t: Tensor, shift: int) -> Tensor:
-        *lead, n = t.shape
-        return torch.empty(*lead, n + 2 * shift, device=device, dtype=t.dtype)[..., shift : shift + n].copy_(t)
-
-    for shift in (1, 4, 8):
+    def changes(shift: int) -> dict[str, dict[str, Tensor]]:
         names = ("q", "k", "v", "gamma_q", "gamma_k", "freqs")
-        changes = {name: {name: moved(getattr(x, name), shift)} for name in names}
-        changes["heads"] = {name: moved(getattr(x, name).transpose(0, 1), shift).transpose(0, 1) for name in "qkv"}
-        changes["everything"] = {name: t for change in changes.values() for name, t in change.items()}
-        for label, change in changes.items():
-            wrong = _differs(_all(replace(x, **change)), expected)
-            if wrong is not None:
-                return f"result {wrong} differs with {label} moved by {shift} elements"
-    return None
+        made = {name: {name: moved(getattr(x, name), shift)} for name in names}
+        return {**made, "heads": {name: moved_heads(getattr(x, name), shift) for name in "qkv"}}
+
+    return difference_of_layouts(x, _all, changes, (1, 4, 8))
 
 
 def _separate(device: str, head: int, dim: int, dtype: torch.dtype) -> str | None:
@@ -158,7 +152,7 @@ def _separate(device: str, head: int, dim: int, dtype: torch.dtype) -> str | Non
             q, k = qk_rms_norm(x.q.flatten(1), x.k.flatten(1), x.gamma_q, x.gamma_k, **options)
             got = _written(x, style=style, weight_offset=0.5)
             expected = [q.view(x.q.shape), *(t.view(x.k.shape).view(torch.uint8) for t in (k, x.v))]
-            wrong = _differs(got, expected)
+            wrong = first_difference(got, expected)
             if wrong is not None:
                 return f"result {wrong} differs ({'whole' if whole else 'heads'}, {style})"
     return None
@@ -173,7 +167,7 @@ def _paged_and_dense(device: str) -> str | None:
     start = torch.tensor([2], device=device)
     made, _ = qk_norm_rope_cache(q, k, v, *caches, **given, layout="dense", start=start)
     stored = [t[:, :, 2:8].transpose(1, 2).contiguous().view(torch.uint8).flatten(0, 1) for t in caches]
-    wrong = _differs([made.flatten(0, 1), *stored], expected)
+    wrong = first_difference([made.flatten(0, 1), *stored], expected)
     return None if wrong is None else f"result {wrong} differs"
 
 
@@ -181,22 +175,13 @@ def _repeats(device: str) -> str | None:
     x = _inputs(device, 5, 128, 128, torch.bfloat16)
     first = _written(x)
     for repeat in range(1000 if device != "interpreter" else 3):
-        if _differs(_written(x), first) is not None:
+        if first_difference(_written(x), first) is not None:
             return f"repeat {repeat} differs"
     return None
 
 
 def _threads() -> str | None:
-    x = _inputs("cpu", 200, 128, 128, torch.bfloat16)
-    before, seen = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            seen.append(_all(x))
-    finally:
-        torch.set_num_threads(before)
-    wrong = [_differs(some, seen[0]) for some in seen[1:]]
-    return None if wrong == [None, None] else f"results {wrong} differ"
+    return difference_of_threads(partial(_all, _inputs("cpu", 200, 128, 128, torch.bfloat16)))
 
 
 def _programs(device: str) -> str | None:
@@ -207,7 +192,7 @@ def _programs(device: str) -> str | None:
         expected = _all(x)
         for columns in (64, 256, 2048):
             with columns_as(columns):
-                wrong = _differs(_all(x), expected)
+                wrong = first_difference(_all(x), expected)
             if wrong is not None:
                 return f"result {wrong} of {heads} heads of {head} differs with {columns} columns per program"
     return None
