@@ -177,7 +177,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_agreement_is_within_the_bound_and_not_far_below": (0, "needs four ranks, test_check has two"),
     },
     "tests/tools/test_properties.py": {
-        "test_random_calls": (0, "8,000 calls; test_case has chosen ones"),
+        "test_random_calls": (0, "500 calls of each op; test_case has chosen ones"),
         "test_random_calls_of_the_gpu_kernels": (0, SAMPLE),
     },
     "tests/tools/test_fuzz.py": {

@@ -44,7 +44,7 @@ def examples(number: int) -> settings:
 
 @pytest.mark.parametrize("op", OPS)
 @given(r=st.randoms(use_true_random=False))
-@examples(1000)
+@examples(500)
 def test_random_calls(op: str, r: Random) -> None:
     case = draw_case(op, r, configuration(op, 11, r.randrange(POOL), False))
     with torch.inference_mode():
