@@ -23,7 +23,7 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: dict[str, int] = {}
-        for name in ("rms_norm", "qk_rms_norm", "gemv_and_partial_norm"):
+        for name in ("rms_norm", "qk_norm_rope_cache", "gemv_and_partial_norm"):
             monkeypatch.setattr(forwards, name, self._counted(name, getattr(forwards, name)))
 
     def _counted(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def test_hooks_prevent_the_fusion_of_their_module_only(
     launches = Launches(monkeypatch)
     model = fresh(name)
     ids = tokens(2, 5)
-    kinds = ("add + norm", "qk_rms_norm", "gemv_and_partial_norm", "rms_norm")
+    kinds = ("add + norm", "qk_norm_rope_cache", "gemv_and_partial_norm", "rms_norm")
 
     def counted() -> tuple[int, ...]:
         counts = launches.of(model, ids)

@@ -24,9 +24,10 @@ def test_report() -> None:
     model = small("Qwen3", torch.float32)
     with onepass.patch(model) as handle:
         text = str(handle)
-        assert "Qwen3ForCausalLM: 13 replaced, 4 left" in text
+        assert "Qwen3ForCausalLM: 13 replaced, 2 left" in text
         assert "replaced 9 x Qwen3RMSNorm norm: rms_norm, rounding hf" in text
-        assert "replaced 2 x Qwen3Attention norms of q and k: qk_rms_norm, per head, rounding hf" in text
+        how = "norms of q and k, and their rotation: qk_norm_rope_cache, per head, rounding hf"
+        assert f"replaced 2 x Qwen3Attention {how}" in text
         assert "left 2 x Qwen3DecoderLayer addition after the MLP: the norm that follows" in text
         assert {change.where for change in handle.replaced if change.what == "norm"} >= {
             "model.norm",

@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from .angles import AnglesStep, angles_step
 from .decode_attention import attend_heads, attend_latent, attention_step
 from .forwards import FUSED_ROWS, LayerCall, add_norm, is_plain, layer_forward, refuse_gradient, runs_fused
 from .steps import (
@@ -164,6 +165,8 @@ def gated(self: Any, x: Tensor, norm: Any = None, residual: Tensor | None = None
 def runs_decode(module: Any) -> bool:
     """Whether the next step of few tokens will skip the modules whose work it does."""
     how = module._onepass_decode
+    if type(how) is AnglesStep:
+        return True
     if not no_global_hooks():
         return False
     if type(how) is LayerStep:
@@ -189,5 +192,6 @@ STEPS: Final[dict[type, Any]] = {
     LatentStep: attention_step,
     MlpStep: mlp_step,
     LinearStep: linear_step,
+    AnglesStep: angles_step,
 }
 """The forward of a module, by the type of its ``_onepass_decode``."""

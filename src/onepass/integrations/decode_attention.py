@@ -181,7 +181,8 @@ class _Biases(threading.local):
         self.last = layer
         source, bias = self.made.get(id(mask), (None, mask))
         if source is not mask or bias.dtype is not dtype:
-            bias = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
+            # The logarithm of one is zero, and that of zero is -inf: one launch.
+            bias = torch.log(mask, out=torch.empty_like(mask, dtype=dtype))
             self.made[id(mask)] = mask, bias
         return bias
 

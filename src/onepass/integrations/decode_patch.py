@@ -15,6 +15,7 @@ from ..errors import ContractError
 from ..formats import Rounding
 from ..specs.linear import Activation
 from ..weights import Scheme
+from .angles import AnglesStep, Frequencies, angles_of
 from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
 from .projections import Projection, memory_owners, mergeable
@@ -71,6 +72,9 @@ def patch_decode(
     head = _head(handle.model)
     for where, module in modules:
         _linear(decoding, where, module, module is head)
+    if any(change.what == WHAT for change in handle.replaced):
+        for where, module in modules:
+            _angles(decoding, where, module)
     decoded = {change.where for change in handle.replaced if change.what.startswith(WHAT)}
     handle.left = [made for change in handle.left if (made := _still_left(decoding, change, decoded)) is not None]
 
@@ -346,6 +350,14 @@ def _linear(decoding: Decoding, where: str, module: nn.Module, is_head: bool) ->
         decoding.handle._leave(where, module, WHAT, objection)
         return
     _bind_linear(decoding, where, module, Projection([module]), 0)
+
+
+def _angles(decoding: Decoding, where: str, module: nn.Module) -> None:
+    """Bind a rotary embedding; every other module is left alone."""
+    form = angles_of(module)
+    if form is not None and not bound_before(module):
+        how = f"three launches, for up to {FUSED_ROWS} tokens"
+        decoding.handle._bind_decode(where, module, AnglesStep(form, Frequencies()), f"{WHAT} cosines and sines", how)
 
 
 def _bind_linear(decoding: Decoding, where: str, module: nn.Module, projection: Projection, place: int) -> None:

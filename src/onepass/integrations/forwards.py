@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,12 @@ from ..formats import Rounding
 from ..nn import gamma_of
 from ..ops.gemv_norm import gemv_and_partial_norm
 from ..ops.mla_cache import fused_rope_rmsnorm_quantization
+from ..ops.qk_cache import qk_norm_rope_cache
 from ..ops.qk_norm import qk_rms_norm
 from ..ops.rms_norm import rms_norm
+from ..rope import RopeStyle
 from ..specs.gemv_norm import MAX_ROWS
+from ..specs.qk_cache import CacheRounding
 
 FUSED_ROWS: Final = MAX_ROWS
 """The op's limit; up to this many tokens one launch is faster (docs/performance.md)."""
@@ -65,7 +68,8 @@ class LayerCall(NamedTuple):
 class AttentionCall(NamedTuple):
     """How q and k are normed, and what is passed on; see `forms.Attention`.
 
-    ``home`` is the Python module whose functions the model's own forward calls.
+    ``home`` is the Python module whose functions the model's own forward calls. ``style`` is which columns form a pair where
+    the launch of the norms also rotates with the model's rounding; "" means that the model's own function rotates.
     """
 
     eps: float
@@ -76,6 +80,7 @@ class AttentionCall(NamedTuple):
     cache_position: bool
     gated: bool
     home: str
+    style: RopeStyle | Literal[""] = ""
 
 
 class MlaCall(NamedTuple):
@@ -197,7 +202,7 @@ def attention_forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> Attended:
-    """An attention that norms queries and keys in one launch."""
+    """An attention that norms and rotates queries and keys in one launch."""
     how: AttentionCall = self._onepass
     if not runs_fused(self):
         own = type(self).forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
@@ -211,12 +216,16 @@ def attention_forward(
         q, k = q.view(heads), k.view(heads)
     gammas = gamma_of(self.q_norm.weight), gamma_of(self.k_norm.weight)
     refuse_gradient(self, q, k, *gammas)
-    options: dict[str, Any] = {"weight_offset": how.weight_offset, "rounding": how.rounding, "per_head": how.per_head}
-    q, k = qk_rms_norm(q, k, *gammas, how.eps, **options)
-    q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))
     model = sys.modules[how.home]
     cos, sin = position_embeddings
-    q, k = model.apply_rotary_pos_emb(q, k, cos, sin)
+    if how.style and cos.dtype is q.dtype:
+        q, k = _normed_and_rotated(how, q.view(heads), k.view(heads), gammas, (cos, sin, how.style))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.view(heads).transpose(1, 2)
+    else:
+        options: dict[str, Any] = {"weight_offset": how.weight_offset, "rounding": how.rounding}
+        q, k = qk_rms_norm(q, k, *gammas, how.eps, per_head=how.per_head, **options)
+        q, k, v = (t.view(heads).transpose(1, 2) for t in (q, k, v))
+        q, k = model.apply_rotary_pos_emb(q, k, cos, sin)
     more: tuple[Any, ...] = ()
     if how.cache_position:
         more = ({"sin": sin, "cos": cos, "cache_position": kwargs.pop("cache_position", None)},)
@@ -225,6 +234,16 @@ def attention_forward(
     if how.window:
         kwargs["sliding_window"] = self.sliding_window
     return _attend(self, model, (q, k, v), attention_mask, gate, **kwargs)
+
+
+def _normed_and_rotated(
+    how: AttentionCall, q: Tensor, k: Tensor, gammas: tuple[Tensor, Tensor], rope: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Heads [batch, tokens, heads, columns] after norms and rotation, with the bits of the model's own rotation."""
+    options: dict[str, Any] = {"eps": how.eps, "weight_offset": how.weight_offset, "per_head": how.per_head}
+    rounding: CacheRounding = "hf" if how.rounding == "hf" else "hf_rope"
+    made = qk_norm_rope_cache(q, k, gamma_q=gammas[0], gamma_k=gammas[1], rope=rope, rounding=rounding, **options)
+    return cast(tuple[Tensor, Tensor], made)
 
 
 def _attend(

@@ -17,7 +17,7 @@ from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS
 from .decode_patch import WHAT, patch_decode
-from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, match
+from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, match, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
 from .report import (
     AFTER_MLP,
@@ -37,7 +37,8 @@ from .report import (
 NEXT_LAYER: Final = "the norm that follows this addition belongs to the next layer's forward"
 SUM_IS_ROUNDED: Final = 'the model rounds the sum before the norm, but one launch does not (needs rounding="once")'
 NORM_BEFORE_ADD: Final = "no norm follows these additions within the layer"
-ROPE_ROUNDS: Final = "the model rounds every product of its rotation, but one launch would round once"
+ROPE_ROUNDS: Final = "the model rounds between the norm and a rotation in float32, but one launch does not"
+ROPE_OTHER: Final = "its code is not one of the supported rotations"
 TWO_ROUNDINGS: Final = 'the model rounds between projection and norm, but one launch does not (needs rounding="once")'
 CACHE_LAYOUT: Final = "transformers' caches separate latent and rotated key, but one launch writes them as one entry"
 
@@ -267,9 +268,15 @@ def _attention(handle: Patched, where: str, module: nn.Module, found: Match) -> 
     norm: NormCall = q_norm._onepass  # type: ignore[union-attr]
     extent = "per head" if form.per_head else "whole projections"
     options = (form.per_head, form.window, form.cache_position, form.gated)
-    call = AttentionCall(*norm, *options, _home(found))
-    handle._bind(where, module, call, what, f"qk_rms_norm, {extent}, rounding {norm.rounding}")
-    handle._leave(where, module, ROTATION, ROPE_ROUNDS)
+    turn = rotation_of(sys.modules[_home(found)])
+    if turn is None or turn.wide:
+        call = AttentionCall(*norm, *options, _home(found))
+        handle._bind(where, module, call, what, f"qk_rms_norm, {extent}, rounding {norm.rounding}")
+        handle._leave(where, module, ROTATION, ROPE_OTHER if turn is None else ROPE_ROUNDS)
+        return
+    call = AttentionCall(*norm, *options, _home(found), turn.style)
+    how = f"qk_norm_rope_cache, {extent}, rounding {norm.rounding}"
+    handle._bind(where, module, call, f"{what}, and their rotation", how)
 
 
 def _mla(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
