@@ -114,18 +114,21 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or (y, new_residual)."""
-        options = self._options()
-        if len(self.normalized_shape) == 1 and x.dim():  # no dimensions to join
-            if residual is None:
-                return rms_norm(x, self._gamma(x), self._eps(), **options)
-            if residual.shape == x.shape:
-                return rms_norm(x, self._gamma(x), self._eps(), residual=residual, **options)
+        if len(self.normalized_shape) == 1 and x.dim() and (residual is None or residual.dim() == x.dim()):
+            return rms_norm(  # no dimensions to join
+                x,
+                self._gamma(x),
+                _TORCHS_EPS if self.eps is None else self.eps,
+                weight_offset=self.weight_offset,
+                rounding=self.rounding,
+                residual=residual,
+            )
         lead = x.shape[: x.dim() - len(self.normalized_shape)]
         flat = x.view(*lead, -1)
         if residual is None:
-            return rms_norm(flat, self._gamma(flat), self._eps(), **options).view(x.shape)
+            return rms_norm(flat, self._gamma(flat), self._eps(), **self._options()).view(x.shape)
         h = residual.view(*lead, -1)
-        y, h = rms_norm(flat, self._gamma(flat), self._eps(), residual=h, **options)
+        y, h = rms_norm(flat, self._gamma(flat), self._eps(), residual=h, **self._options())
         return y.view(x.shape), h.view(x.shape)
 
     def _eps(self) -> float:
@@ -135,9 +138,10 @@ class RMSNorm(nn.Module):
         return {"weight_offset": self.weight_offset, "rounding": self.rounding}
 
     def _gamma(self, x: Tensor) -> Tensor:
-        if self.weight is None:
+        weight = self.weight
+        if weight is None:
             return torch.full((x.shape[-1],), 1.0 - self.weight_offset, dtype=x.dtype, device=x.device)
-        return gamma_of(self.weight if self.weight.dim() == 1 else self.weight.view(-1))
+        return gamma_of(weight if weight.dim() == 1 else weight.view(-1))
 
     def extra_repr(self) -> str:
         """All parameters except the weight."""
