@@ -1,27 +1,37 @@
-"""Number formats as data: FP8 encodings, formats of scales, and how scales are computed.
+"""Number formats as data: codes of 8 and 4 bits, formats and layouts of scales, and how scales are computed.
 
 Contracts, both backends, the oracle and the tests read these objects, so a format is described once.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
 
 Rounding = Literal["once", "hf"]
+QuantRounding = Literal["once", "hf", "stored"]
 Quantize = Literal["reciprocal", "divide"]
 ScaleFormat = Literal["float", "ue8m0"]
+QuantScaleFormat = Literal["float", "ue8m0", "ue8m0_floor", "e4m3"]
 ScaleLayout = Literal["row", "column"]
+QuantScaleLayout = Literal["row", "column", "column_tma", "column_packed", "128x4"]
 ScaleKind = Literal["row", "group", "static"]
+Packing = Literal["", "words", "128x4"]
+QuantFormatName = Literal["e4m3fn", "e4m3fnuz", "e5m2", "int8", "mxfp8", "mxfp4", "nvfp4"]
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 ROUNDINGS: Final[tuple[Rounding, ...]] = ("once", "hf")
+QUANT_ROUNDINGS: Final[tuple[QuantRounding, ...]] = (*ROUNDINGS, "stored")
 QUANTIZE: Final[tuple[Quantize, ...]] = ("reciprocal", "divide")
 SCALE_LAYOUTS: Final[tuple[ScaleLayout, ...]] = ("row", "column")
+QUANT_SCALE_LAYOUTS: Final[tuple[QuantScaleLayout, ...]] = (*SCALE_LAYOUTS, "column_tma", "column_packed", "128x4")
 GROUP_SIZES: Final = (64, 128)
-"""Numbers of columns that may share a scale."""
+"""Numbers of columns that may share a scale of `rms_norm_fused_fp8`."""
+QUANT_GROUP_SIZES: Final = (16, 32, 64, 128)
+"""Numbers of columns that may share a scale of `rms_norm_fused_quant`."""
 OPERAND_GROUPS: Final = (32, 64, 128, 256)
 """Numbers of columns that may share one element of a prologue's tensor."""
 
@@ -33,12 +43,14 @@ SMALLEST_EPS: Final = 2.0**-126
 
 
 @dataclass(frozen=True)
-class Fp8Format:
-    """An 8-bit float: a sign, 4 exponent bits and 3 mantissa bits.
+class CodeFormat:
+    """How a number becomes a code of ``bits`` bits: a float with ``mantissa`` mantissa bits, or an ``integer``.
 
-    ``bias`` is the exponent bias: the smallest normal is ``2**(1 - bias)`` and the step below it
-    ``2**(-2 - bias)``. ``nan_code`` is the code of NaN, which has either sign if the format has a
-    negative zero. ``maxima`` lists the saturation limits that a caller may choose, the default first.
+    ``bias`` is a float's exponent bias: the smallest normal is ``2**(1 - bias)`` and the step below it
+    ``2**(1 - bias - mantissa)``. ``nan_code`` is the code of NaN, which has either sign if the format has a
+    negative zero. It is 0 in formats without a NaN: their scale is NaN instead. ``maxima`` lists the
+    saturation limits that a caller may choose, the default first. 4-bit codes are stored in pairs, the even
+    column in the low half of a byte of ``dtype``.
     """
 
     name: str
@@ -47,27 +59,51 @@ class Fp8Format:
     nan_code: int
     has_negative_zero: bool
     maxima: tuple[float, ...]
+    mantissa: int = 3
+    bits: int = 8
+    integer: bool = False
 
     @property
     def max(self) -> float:
         """The default saturation limit."""
         return self.maxima[0]
 
+    @property
+    def has_nan(self) -> bool:
+        """Whether a code stands for NaN."""
+        return self.nan_code != 0
 
-E4M3FN: Final = Fp8Format("e4m3fn", torch.float8_e4m3fn, 7, 0x7F, True, (448.0,))
-E4M3FNUZ: Final = Fp8Format("e4m3fnuz", torch.float8_e4m3fnuz, 8, 0x80, False, (240.0, 224.0))
+    @property
+    def largest_power(self) -> float:
+        """The largest power of two that is a code: OCP's MX formats divide amax by it."""
+        return float(2 ** math.floor(math.log2(self.max)))
+
+
+Fp8Format = CodeFormat
+"""A `CodeFormat` with 8-bit floats."""
+
+E4M3FN: Final = CodeFormat("e4m3fn", torch.float8_e4m3fn, 7, 0x7F, True, (448.0,))
+E4M3FNUZ: Final = CodeFormat("e4m3fnuz", torch.float8_e4m3fnuz, 8, 0x80, False, (240.0, 224.0))
+E5M2: Final = CodeFormat("e5m2", torch.float8_e5m2, 15, 0x7F, True, (57344.0,), mantissa=2)
+INT8: Final = CodeFormat("int8", torch.int8, 0, 0, False, (127.0,), mantissa=0, integer=True)
+E2M1: Final = CodeFormat("e2m1", torch.uint8, 1, 0, True, (6.0,), mantissa=1, bits=4)
 FP8_FORMATS: Final = {f.dtype: f for f in (E4M3FN, E4M3FNUZ)}
+CODE_FORMATS: Final = {f.dtype: f for f in (E4M3FN, E4M3FNUZ, E5M2, INT8, E2M1)}
 QUANTIZED: Final = (*FP8_FORMATS, torch.int8)
 """Dtypes of an x that needs a prologue to interpret it."""
 
 
 @dataclass(frozen=True)
 class ScaleEncoding:
-    """How a computed scale is stored: the ``dtypes`` it may have, and whether it is rounded up to a power of two."""
+    """How a computed scale is stored: the ``dtypes`` it may have, and whether it is a power of two.
 
-    name: ScaleFormat
+    A power of two is rounded up, or with ``floor`` down, as OCP's MX specification has it.
+    """
+
+    name: QuantScaleFormat
     dtypes: tuple[torch.dtype, ...]
     power_of_two: bool
+    floor: bool = False
 
 
 SCALE_FORMATS: Final = {
@@ -78,6 +114,44 @@ SCALE_FORMATS: Final = {
     )
 }
 SCALE_DTYPES: Final = tuple(dict.fromkeys(dtype for s in SCALE_FORMATS.values() for dtype in s.dtypes))
+_POWERS: Final = (torch.float8_e8m0fnu, torch.float32, torch.int32)
+QUANT_SCALE_FORMATS: Final = {
+    s.name: s
+    for s in (
+        ScaleEncoding("float", (torch.float32, torch.float16, torch.bfloat16), power_of_two=False),
+        ScaleEncoding("ue8m0", _POWERS, power_of_two=True),
+        ScaleEncoding("ue8m0_floor", _POWERS, power_of_two=True, floor=True),
+        ScaleEncoding("e4m3", (torch.float8_e4m3fn,), power_of_two=False),
+    )
+}
+"""Formats of the scales of `rms_norm_fused_quant`, each with its default dtype first; int32 holds four exponents."""
+QUANT_SCALE_DTYPES: Final = tuple(dict.fromkeys(dtype for s in QUANT_SCALE_FORMATS.values() for dtype in s.dtypes))
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """A format of `rms_norm_fused_quant`: its codes, group sizes (None: a row) and scale formats, the defaults first."""
+
+    name: QuantFormatName
+    codes: CodeFormat
+    groups: tuple[int | None, ...]
+    scales: tuple[QuantScaleFormat, ...]
+
+
+_ANY_GROUP: Final = (None, *QUANT_GROUP_SIZES)
+_MX_SCALES: Final[tuple[QuantScaleFormat, ...]] = ("ue8m0", "ue8m0_floor")
+QUANT_FORMATS: Final = {
+    f.name: f
+    for f in (
+        QuantFormat("e4m3fn", E4M3FN, _ANY_GROUP, ("float", *_MX_SCALES)),
+        QuantFormat("e4m3fnuz", E4M3FNUZ, _ANY_GROUP, ("float", *_MX_SCALES)),
+        QuantFormat("e5m2", E5M2, _ANY_GROUP, ("float", *_MX_SCALES)),
+        QuantFormat("int8", INT8, _ANY_GROUP, ("float",)),
+        QuantFormat("mxfp8", E4M3FN, (32,), _MX_SCALES),
+        QuantFormat("mxfp4", E2M1, (32,), _MX_SCALES),
+        QuantFormat("nvfp4", E2M1, (16,), ("e4m3",)),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +160,9 @@ class ScaleRule:
 
     ``divides``: the norm is divided by the scale; otherwise it is multiplied by the reciprocal.
     ``has_least``: the call sets a smallest scale. ``bound_in_memory``: the upper bound of amax is a tensor.
+    ``floor``: powers of two are rounded down. ``has_global``: scales are multiples of the reciprocal of one
+    number in memory. ``packing``: scales of four neighboring groups are four neighboring bytes, in
+    ``words`` or in tiles of 128 x 4. ``dtype`` is that of one scale.
     """
 
     kind: ScaleKind
@@ -95,3 +172,6 @@ class ScaleRule:
     divides: bool = False
     has_least: bool = False
     bound_in_memory: bool = False
+    floor: bool = False
+    has_global: bool = False
+    packing: Packing = ""

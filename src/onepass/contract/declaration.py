@@ -90,7 +90,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Out:
-    """An output: present when ``when`` holds, and written to the caller's tensor ``argument`` if given."""
+    """An output: present when ``when`` holds, and written to the caller's tensor ``argument`` if given.
+
+    ``*S`` in ``dims`` stands for all sizes of the derived tuple S.
+    """
 
     dims: str
     dtype: str
@@ -99,6 +102,8 @@ class Out:
     when: str = "True"
     column: str = "False"
     """Condition under which the last dimension is the slowest one: stored as [last, ...]."""
+    make: str = ""
+    """An expression that allocates it, for layouts that ``column`` cannot describe; the caller's may then have any strides."""
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ class Writer:
 
     def _fail_shape(self, argument: str, dims: str, known: dict[str, object], got: Tensor, index: str = "") -> NoReturn:
         """``index`` identifies one tensor of a list. In ``N/32`` the known symbol is N."""
-        shapes = " or ".join(f"[{', '.join(shape.split())}]" for shape in dims.split("|"))
-        tokens = (d.split("/")[0] for d in dims.replace("|", " ").split())
+        shapes = " or ".join(f"[{', '.join(shape.split())}]" for shape in dims.split("|")).replace("[*S]", "S")
+        tokens = (d.split("/")[0].removeprefix("*") for d in dims.replace("|", " ").split())
         mentioned = dict.fromkeys(d for d in tokens if d in known)
         with_ = ", ".join(
             f"{d}={list(v) if isinstance(v, tuple) else v}" for d in mentioned if (v := known[d]) is not None
@@ -125,7 +125,7 @@ def _bind_shape(write: Writer, name: str, dims: str, depth: int) -> None:
         write(f"if {name}.numel() != 1:", depth)
         write(f"    fail('{name}', 'have one element', str(list({name}.shape)))", depth)
         return
-    fresh = [("lead" if t == "..." else t) for t in tokens if not t.isdigit()]
+    fresh = [("lead" if t == "..." else t.removeprefix("*")) for t in tokens if not t.isdigit()]
     if all(s in write.symbols and s not in write.absent for s in fresh):
         same = write.shapes.get(dims)
         write(f"if {name}.shape != {same or _shape(dims)}:", depth)
@@ -257,7 +257,9 @@ def _allocate(write: Writer, out: Out) -> None:
     else:
         write(f"if {name} is None:")
     same = write.shapes.get(out.dims)
-    if same:
+    if out.make:
+        write(f"{name} = {out.make}", 2)
+    elif same:
         source = same.removesuffix("_shape")
         # passing a memory format costs 1.2 us, so it is passed only where it matters
         like = f"empty_like({source}, dtype={out.dtype})"
@@ -272,7 +274,7 @@ def _allocate(write: Writer, out: Out) -> None:
             plain = f"{column} if {out.column} else {plain}"
         write(f"{name} = {plain}", 2)
     write("else:")
-    layout: Layout = "any" if out.column != "False" else "rows"
+    layout: Layout = "any" if out.make or out.column != "False" else "rows"
     _check_tensor(write, name, Arg(out.dims, out.doc, f"({out.dtype},)", layout=layout), 2)
     write(f"if {name}.requires_grad and is_grad_enabled():", 2)
     write(f"    fail_grad({name}={name})", 2)

@@ -10,6 +10,7 @@ import torch
 
 from ..specs.layout import LEVELS
 from ..specs.rms_norm import RowCall, RowSpec
+from ..specs.scale_layout import TILE_BYTES
 from .launcher import CHUNK, CHUNKS_PER_THREAD, Family, Fields, describe, scratch
 from .sizes import BLOCK
 
@@ -59,8 +60,8 @@ def _fields(spec: RowSpec) -> tuple[Fields, Sequence[str]]:
             fields[name] = f"{expression}.data_ptr()"
             fields[f"{name}.strides"] = (f"strides[{position}]", LEVELS)
     if rule is not None and rule.kind == "group":
-        fields["scale.group"] = "scale.stride(-1)"
-    if rule is not None and rule.kind == "static":
+        fields["scale.group"] = "scale.stride(-1)" if rule.packing != "128x4" else str(TILE_BYTES)
+    if rule is not None and (rule.kind == "static" or rule.has_global):
         fields["static_scale"] = "static_scale.data_ptr()"
     if rule is not None and rule.bound_in_memory:
         fields["scale_ub_tensor"] = "scale_ub_tensor.data_ptr()"

@@ -15,11 +15,12 @@ import torch
 
 from ..specs.layout import LEVELS
 from ..specs.rms_norm import RowSpec
-from .emit import bits, prologue
+from ..specs.scale_layout import TILE_BYTES, TILE_GROUPS, TILE_ROWS
+from .emit import bf16, bits, prologue
 from .emit.bits import load_row, load_scalar, magnitude, round_to, store_row
 from .emit.function import Arguments, Cell, Function, Module
 from .emit.loops import SumOfSquares, each_block, entry_points, prefetch, reciprocal_root
-from .emit.vec import LANES, Bool, Float, Int
+from .emit.vec import I8, LANES, Bool, Float, Int
 from .rms_norm import keeps_h
 
 
@@ -89,6 +90,12 @@ class Cursor:
             offset = offset + cell.get() * stride
         return self.base[name] + offset * self.sizes[name]
 
+    def number(self) -> Int:
+        """The number of the current row."""
+        i0, i1, i2 = (cell.get() for cell in self.indices)
+        number: Int = (i0 * self.n1 + i1) * self.n2 + i2
+        return number
+
     def advance(self) -> None:
         """Go to the next row: count up the innermost index and carry."""
         i0, i1, i2 = (cell.get() for cell in self.indices)
@@ -101,10 +108,14 @@ class Cursor:
 
 
 class Row(NamedTuple):
-    """One row: its address in each tensor, and its values of the prologue's row operands."""
+    """One row: its address in each tensor, and its values of the prologue's row operands.
+
+    ``scale`` is the address of its first scale, if it has any.
+    """
 
     at: dict[str, Int]
     scalars: dict[int, Float]
+    scale: Int | None = None
 
 
 class RowKernel:
@@ -124,8 +135,9 @@ class RowKernel:
             bound = load_scalar(f, torch.float32, args.integer("scale_ub_tensor"))
             self.bound = bound.is_nan().where(bound.number(float("inf")), bound)
         self.least = args.number("min_scale") if "min_scale" in args else None
-        static = "static_scale" in args
-        self.static = load_scalar(f, torch.float32, args.integer("static_scale")) if static else None
+        number = load_scalar(f, torch.float32, args.integer("static_scale")) if "static_scale" in args else None
+        static = spec.scale is not None and spec.scale.kind == "static"
+        self.static, self.overall = (number, None) if static else (None, number)
         self.group_stride = args.integer("scale.group") if "scale.group" in args else None
         total, self.top = (Cell(f, zero) for zero in f.zeros())
         self.squares = SumOfSquares(total, Cell(f, f.zeros()[0]))
@@ -136,8 +148,20 @@ class RowKernel:
     def row(self, cursor: Cursor) -> Row:
         """The row that ``cursor`` is at."""
         at = {name: cursor.address(name) for name in cursor.names}
+        rule = self.spec.scale
+        scale = at.get("scale")
+        if rule is not None and rule.packing == "128x4":
+            scale = self.tile_row(cursor)
         operands = [(i, o) for i, o in enumerate(self.spec.operands) if o.kind == "row"]
-        return Row(at, {i: load_scalar(self.f, o.dtype, at[f"operand{i}"]) for i, o in operands})
+        return Row(at, {i: load_scalar(self.f, o.dtype, at[f"operand{i}"]) for i, o in operands}, scale)
+
+    def tile_row(self, cursor: Cursor) -> Int:
+        """Where a row's scales begin in tiles of 128 rows and four groups."""
+        rule, row = self.spec.scale, cursor.number()
+        assert rule is not None
+        tiles = (self.n // rule.group + (TILE_GROUPS - 1)) // TILE_GROUPS
+        inside = (row & 31) * 16 + ((row & (TILE_ROWS - 1)) // 32) * TILE_GROUPS
+        return cursor.base["scale"] + row // TILE_ROWS * tiles * TILE_BYTES + inside
 
     # --- values of a block ---
 
@@ -195,13 +219,16 @@ class RowKernel:
 
     def normed(self, h: Float, g: Float, rs: Float) -> Float:
         """The norm, before it is rounded to the output's dtype."""
-        if self.spec.rounding == "once":
+        if self.spec.rounding != "hf":
             return h * rs * g
         return round_to(self.spec.x, round_to(self.spec.x, h * rs) * g)
 
     def quantized(self, h: Float, g: Float, rs: Float) -> Float:
         """The values to be quantized, before the scale: ``h * g``, or the norm with its roundings."""
-        return self.normed(h, g, rs) if self.spec.quantizes_norm else h * g
+        if not self.spec.quantizes_norm:
+            return h * g
+        y = self.normed(h, g, rs)
+        return round_to(self.spec.x, y) if self.spec.rounding == "stored" else y
 
     # --- passes over a row ---
 
@@ -245,47 +272,118 @@ class RowKernel:
         return found
 
     def scale(self, row: Row, top: Int, rs: Float, group: Int | None = None) -> Float:
-        """Compute and store the scale of the row or of one group; returns the stored value."""
+        """Compute and store the scale of the row or of one group; returns what it stands for."""
+        scale = self.make_scale(top, rs)
+        self.store_scale(row, scale, group)
+        return bits.applied_scale(scale, self.overall)
+
+    def make_scale(self, top: Int, rs: Float) -> Float:
+        """The scale of a row or group whose largest magnitude has the bits ``top``."""
+        rule, fmt = self.spec.scale, self.spec.fp8
+        assert rule is not None
+        assert fmt is not None
+        amax = top.float() if self.spec.quantizes_norm else top.float() * rs
+        unit = fmt.largest_power if rule.floor else self.spec.fp8_max
+        return bits.make_scale(rule, unit, amax, self.bound, self.least, self.overall)
+
+    def store_scale(self, row: Row, scale: Float, group: Int | None) -> None:
+        """Store the scale of the row or of one group."""
         rule = self.spec.scale
         assert rule is not None
-        amax = top.float() if self.spec.quantizes_norm else top.float() * rs
-        scale = bits.make_scale(rule, self.spec.fp8_max, amax, self.bound, self.least)
-        address = row.at["scale"]
-        if group is not None and self.group_stride is not None:
-            address = address + group * self.group_stride * rule.dtype.itemsize
-        bits.store_scalar(self.f, rule.dtype, scale, address)
-        return scale
+        bits.store_scalar(self.f, rule.dtype, scale, self.scale_address(row, group))
+
+    def scale_address(self, row: Row, group: Int | None) -> Int:
+        """Where the scale of the row or of one group is."""
+        rule, address = self.spec.scale, row.scale
+        assert rule is not None
+        assert address is not None
+        if group is None or self.group_stride is None:
+            return address
+        if rule.packing:
+            return address + group // TILE_GROUPS * self.group_stride + (group & (TILE_GROUPS - 1))
+        return address + group * self.group_stride * rule.dtype.itemsize
+
+    def pad_scales(self, row: Row, groups: Int) -> None:
+        """Zeros for the groups that a row lacks to a multiple of four."""
+        end = (groups + (TILE_GROUPS - 1)) & -TILE_GROUPS
+        with self.f.loop(groups, end) as group:
+            self.f.store(ir.Constant(I8, 0), self.scale_address(row, group))
+
+    def factor(self, rs: Float, scale: Float | None) -> Float:
+        """What values are multiplied by (with division: divided by) to become codes."""
+        rule = self.spec.scale
+        if scale is None or rule is None:
+            return rs
+        if rule.divides:
+            return bits.divisor(scale)
+        return bits.multiplier(1.0 if self.spec.quantizes_norm else rs, scale)
+
+    def encoded(self, h: Float, g: Float, rs: Float, k: Float, row: Row, at: Int, mask: Bool | None) -> None:
+        """Quantize a block and store its codes."""
+        spec, fmt = self.spec, self.spec.fp8
+        assert fmt is not None
+        value = self.quantized(h, g, rs)
+        value = value / k if spec.scale is not None and spec.scale.divides else value * k
+        # A row or group with its own scale is NaN as a whole: then `write` replaces the codes.
+        codes = bits.encode(fmt, spec.fp8_max, value, may_be_nan=self.static is not None or bool(k.lanes))
+        store = bits.store_codes if fmt.bits == 8 else bits.store_nibbles
+        store(self.f, codes, self.code_address(row, at), mask, self.paired)
+
+    def code_address(self, row: Row, at: Int) -> Int:
+        """Where the code of a column is."""
+        fmt = self.spec.fp8
+        return row.at["codes"] + (at if fmt is None or fmt.bits == 8 else at // 2)
+
+    def outputs(self, row: Row, following: Row | None, h: Float, rs: Float, at: Int, mask: Bool | None) -> None:
+        """Store a block's sum and norm, and collect the same columns of the following row."""
+        spec = self.spec
+        if following is not None:
+            if mask is None:
+                self.fetch(following, at)
+            self.collect(following, at, mask)
+        if not self.stores_early:
+            self.store_residual(row, h, at, mask)
+        if spec.norm is not None:
+            exact = spec.rounding == "hf" and spec.norm == spec.x
+            self.store(spec.norm, self.normed(h, self.g(at), rs), row.at["norm"], at, mask, exact)
 
     def write(self, row: Row, following: Row | None, begin: Int, end: Int, rs: Float, scale: Float | None) -> None:
         """Store every output of a range of columns, and collect the same columns of the following row."""
-        f, spec, fp8 = self.f, self.spec, self.spec.fp8
-        divides = spec.scale is not None and spec.scale.divides
-        k = rs
-        if scale is not None:
-            k = bits.divisor(scale) if divides else bits.multiplier(1.0 if spec.rounding == "hf" else rs, scale)
+        f, fmt = self.f, self.spec.fp8
+        k = self.factor(rs, scale)
+
+        def body(at: Int, mask: Bool | None) -> None:
+            h = self.h_again(row, at, mask)
+            self.outputs(row, following, h, rs, at, mask)
+            if fmt is not None:
+                self.encoded(h, self.g(at), rs, k, row, at, mask)
+
+        each_block(f, begin, end, body)
+        if fmt is not None and self.static is None and scale is not None:
+            # A row or group with its own scale is NaN as a whole. That is rare: rewrite it rather than test every value.
+            with f.when(scale.is_nan()):
+                each_block(f, begin, end, lambda at, mask: bits.fill_nan(f, fmt, self.code_address(row, at), mask))
+
+    def write_halves(self, row: Row, following: Row | None, rs: Float) -> None:
+        """The same for a row whose groups are half a block: each block has two scales."""
+        f = self.f
+        half = LANES // 2
 
         def body(at: Int, mask: Bool | None) -> None:
             h, g = self.h_again(row, at, mask), self.g(at)
-            if following is not None:
-                if mask is None:
-                    self.fetch(following, at)
-                self.collect(following, at, mask)
-            if not self.stores_early:
-                self.store_residual(row, h, at, mask)
-            if spec.norm is not None:
-                exact = spec.rounding == "hf" and spec.norm == spec.x
-                self.store(spec.norm, self.normed(h, g, rs), row.at["norm"], at, mask, exact)
-            if fp8 is not None:
-                value = self.quantized(h, g, rs)
-                value = value / k if divides else value * k
-                codes = bits.encode(fp8, spec.fp8_max, value, may_be_nan=self.static is not None)
-                bits.store_codes(f, codes, row.at["codes"] + at, mask, self.paired)
+            sizes = magnitude(self.quantized(h, g, rs))
+            if self.paired:
+                sizes = sizes.shuffle(sizes, bf16.INTERLEAVED)
+            scales = [self.make_scale(part.max_lane(), rs) for part in sizes.halves()]
+            self.store_scale(row, scales[0], at // half)
+            with f.when((at + half) < self.n):
+                self.store_scale(row, scales[1], at // half + 1)
+            first, second = (self.factor(rs, bits.applied_scale(s, self.overall)).splat(half) for s in scales)
+            k = first.shuffle(second, range(LANES))
+            self.outputs(row, following, h, rs, at, mask)
+            self.encoded(h, g, rs, k.shuffle(k, bits.EVEN_ODD) if self.paired else k, row, at, mask)
 
-        each_block(f, begin, end, body)
-        if fp8 is not None and self.static is None and scale is not None:
-            # A row or group with its own scale is NaN as a whole. That is rare: rewrite it rather than test every value.
-            with f.when(scale.is_nan()):
-                each_block(f, begin, end, lambda at, mask: bits.fill_nan(f, fp8, row.at["codes"] + at, mask))
+        each_block(f, f.index(0), self.n, body)
 
     def finish(self, row: Row, following: Row | None, rs: Float, top: Int) -> None:
         """Store the scales and outputs of a row whose statistics are known."""
@@ -299,6 +397,11 @@ class RowKernel:
             self.write(row, following, zero, self.n, rs, self.scale(row, top, rs))
         else:
             groups = (self.n + (rule.group - 1)) // rule.group
+            if rule.packing:
+                self.pad_scales(row, groups)
+            if rule.group < LANES:
+                self.write_halves(row, following, rs)
+                return
             with self.f.loop(zero, groups) as group:
                 begin = group * rule.group
                 end = (begin + rule.group).min(self.n)

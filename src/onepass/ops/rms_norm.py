@@ -1,4 +1,4 @@
-"""RMSNorm, plain and with FP8 quantization, in one launch and one read of each row.
+"""RMSNorm, plain and with quantization, in one launch and one read of each row.
 
 With ``h = prologue(x, *prologue_args) + residual`` in float32 (either may be absent)::
 
@@ -22,6 +22,9 @@ Three options change one step each, for callers who must match other code:
   ``code = saturate(y / scale)``, with a correctly rounded division. "hf" then differs from its
   default only in the division.
 - ``min_scale`` is the smallest scale: ``scale = max(min(amax, scale_ub) / fp8_max, min_scale)``.
+
+`rms_norm_fused_quant` does the same for all formats of `onepass.formats.QUANT_FORMATS`, and adds
+``rounding="stored"``, which quantizes the norm as `rms_norm` stores it: ``y = round((h * rs) * g)``.
 """
 
 from __future__ import annotations
@@ -33,15 +36,38 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from ..contract.declaration import describe
-from ..formats import FP8_FORMATS, SCALE_FORMATS, Quantize, Rounding, ScaleFormat, ScaleKind, ScaleLayout, ScaleRule
+from ..contract.declaration import Contract, describe
+from ..formats import (
+    FP8_FORMATS,
+    QUANT_FORMATS,
+    QUANT_SCALE_FORMATS,
+    CodeFormat,
+    QuantFormatName,
+    Quantize,
+    QuantRounding,
+    QuantScaleFormat,
+    QuantScaleLayout,
+    Rounding,
+    ScaleFormat,
+    ScaleKind,
+    ScaleLayout,
+    ScaleRule,
+)
 from ..prologues import Prologue
 from ..specs.rms_norm import Operand, RowCall, RowSpec, row_spec
+from ..specs.scale_layout import PACKINGS, bytes_of_words
 from .registration import Op
 from .rms_norm_call import run_rows
-from .rms_norm_contract import RMS_NORM, RMS_NORM_FUSED_FP8
+from .rms_norm_contract import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
 
-__all__ = ["RMS_NORM", "RMS_NORM_FUSED_FP8", "rms_norm", "rms_norm_fused_fp8"]
+__all__ = [
+    "RMS_NORM",
+    "RMS_NORM_FUSED_FP8",
+    "RMS_NORM_FUSED_QUANT",
+    "rms_norm",
+    "rms_norm_fused_fp8",
+    "rms_norm_fused_quant",
+]
 
 SpecCache = dict[tuple[object, ...], RowSpec]
 """The specs of one combination of options, by the tensors' dtypes and kinds."""
@@ -55,29 +81,58 @@ def _norm(spec_cache: SpecCache, a: Any) -> None:
     run_rows(RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, norm=a.out, new_residual=a.residual_out))
 
 
-def _quantized_norm(spec_cache: SpecCache, a: Any) -> None:
+def _fp8_norm(spec_cache: SpecCache, a: Any) -> None:
+    _quantized_norm(spec_cache, a, FP8_FORMATS[a.out_dtype], a.fp8_max, a.scale_output)
+
+
+def _quantized_in_any_format(spec_cache: SpecCache, a: Any) -> None:
+    scale = bytes_of_words(a.scale_output) if a.scale_layout == "column_packed" else a.scale_output
+    _quantized_norm(spec_cache, a, QUANT_FORMATS[a.format].codes, a.code_max, scale, a.global_scale)
+
+
+def _quantized_norm(
+    spec_cache: SpecCache,
+    a: Any,
+    codes: CodeFormat,
+    limit: float | None,
+    scale: Tensor | None,
+    global_scale: Tensor | None = None,
+) -> None:
     operands = tuple([_operand(t, a.x) for t in a.prologue_args]) if a.prologue_args else ()
     residual_dtype = None if a.residual is None else a.residual.dtype
     dtypes = (a.x.dtype, a.gamma.dtype, residual_dtype)
-    key = (*dtypes, a.static_scale is None, a.scale_ub_tensor is None, operands)
+    key = (*dtypes, a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, operands)
     spec = spec_cache.get(key)
     if spec is None:
         kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
+        encoding = QUANT_SCALE_FORMATS[a.scale_format]
+        one_scale = torch.float8_e8m0fnu if a.scales_dtype == torch.int32 else a.scales_dtype
         rule = ScaleRule(
             kind,
-            torch.float32 if kind == "static" else a.scales_dtype,
+            torch.float32 if kind == "static" else one_scale,
             a.group_size or 0,
-            ue8m0=SCALE_FORMATS[a.scale_format].power_of_two,
+            ue8m0=encoding.power_of_two,
             divides=a.quantize == "divide",
             has_least=a.min_scale > 0,
             bound_in_memory=a.scale_ub_tensor is not None,
+            floor=encoding.floor,
+            has_global=global_scale is not None,
+            packing=PACKINGS.get(a.scale_layout, ""),
         )
         norm_dtype = None if a.norm_out is None else a.norm_out.dtype
-        fp8_max = a.fp8_max or FP8_FORMATS[a.out_dtype].max
-        options: tuple[Any, ...] = (a.rounding, a.prologue, operands, a.out_dtype, fp8_max, rule, a.round_sum)
+        options: tuple[Any, ...] = (
+            a.rounding,
+            a.prologue,
+            operands,
+            codes.dtype,
+            limit or codes.max,
+            rule,
+            a.round_sum,
+        )
         spec = spec_cache[key] = row_spec(*dtypes, norm_dtype, *options)
-    inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, a.prologue_args, a.static_scale)
-    outs = (a.norm_out, a.out, a.scale_output, a.residual_out)
+    number = a.static_scale if global_scale is None else global_scale
+    inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, a.prologue_args, number)
+    outs = (a.norm_out, a.out, scale, a.residual_out)
     scale_ub = math.inf if a.scale_ub is None else a.scale_ub
     run_rows(RowCall(spec, *inputs, *outs, scale_ub, a.scale_ub_tensor, a.min_scale))
 
@@ -91,8 +146,18 @@ def _operand(tensor: Tensor, x: Tensor) -> Operand:
     return Operand("row", tensor.dtype) if last == 1 else Operand("group", tensor.dtype, n // last)
 
 
+def _key(contract: Contract, prologue: object) -> str:
+    """The name under which the kernels find a prologue."""
+    if prologue is None:
+        return ""
+    if not isinstance(prologue, Prologue):
+        contract.fail("prologue", "be a function decorated with onepass.prologue", describe(prologue))
+    return prologue.key
+
+
 _rms_norm = Op(RMS_NORM, _norm)
-_rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, _quantized_norm)
+_rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, _fp8_norm)
+_rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, _quantized_in_any_format)
 
 
 @overload
@@ -218,14 +283,87 @@ def rms_norm_fused_fp8(
     >>> q.float() * scale
     tensor([[ 0.8081, -1.1314]])
     """
-    if prologue is not None and not isinstance(prologue, Prologue):
-        RMS_NORM_FUSED_FP8.fail("prologue", "be a function decorated with onepass.prologue", describe(prologue))
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
     tensors = (x, gamma, residual, static_scale, bound, prologue_args)
     scaling = (number, out_dtype, fp8_max, scales_dtype, group_size, scale_format, scale_layout)
-    rest = (prologue.key if prologue is not None else "", return_norm, round_sum, quantize, min_scale)
+    rest = (_key(RMS_NORM_FUSED_FP8, prologue), return_norm, round_sum, quantize, min_scale)
     given = (out, scale_output, residual_out, norm_out)
     results = _rms_norm_fused_fp8.call(*tensors, eps, weight_offset, rounding, *scaling, *rest, *given)
+    codes, scale, new_residual, norm = results
+    stored = scale if static_scale is None else static_scale
+    return tuple([t for t in (codes, stored, new_residual, norm) if t is not None])
+
+
+def rms_norm_fused_quant(
+    x: Tensor,
+    gamma: Tensor,
+    eps: float = 1e-6,
+    *,
+    format: QuantFormatName = "e4m3fn",
+    weight_offset: float = 0.0,
+    scale_ub: float | Tensor | None = None,
+    code_max: float | None = None,
+    scales_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    prologue: Prologue | None = None,
+    prologue_args: Sequence[Tensor] = (),
+    group_size: int | None = None,
+    scale_format: QuantScaleFormat | None = None,
+    scale_layout: QuantScaleLayout = "row",
+    static_scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    return_norm: bool = False,
+    rounding: QuantRounding = "once",
+    round_sum: bool | None = None,
+    quantize: Quantize = "reciprocal",
+    min_scale: float = 0.0,
+    out: Tensor | None = None,
+    scale_output: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    norm_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """RMSNorm and quantization to any format in one read. Returns (out, scale[, new_residual][, norm]).
+
+    ``format`` names the codes and, where the format implies it, the groups and scales:
+
+    - "e4m3fn", "e4m3fnuz", "e5m2", "int8": one byte per column, and a scale per row, per ``group_size``
+      of 16, 32, 64 or 128 columns, or ``static_scale``. int8 codes are -127 to 127.
+    - "mxfp8": e4m3fn codes, "mxfp4": e2m1 codes; a power of two per 32 columns.
+    - "nvfp4": e2m1 codes, a float8_e4m3fn scale per 16 columns. ``global_scale``, one float32 in
+      memory, multiplies the scales before they are rounded, so ``out * scale / global_scale`` is the norm.
+
+    e2m1 codes are stored in pairs as uint8 [..., N / 2], the even column in the low half.
+    ``scale_format``: "float"; "ue8m0", the smallest power of two that makes nothing saturate;
+    "ue8m0_floor", OCP's rule ``2**(floor(log2(amax)) - emax)``, where the largest values may saturate.
+
+    ``scale_layout``: "row" and "column" as in `rms_norm_fused_fp8`; "column_tma" pads columns to 16 bytes;
+    "column_packed" stores the exponents of four groups per int32, in such columns; "128x4" is the
+    [M padded to 128, G padded to 4] swizzle of block-scaled GEMMs. All leading dimensions together are M rows.
+
+    ``rounding="stored"`` quantizes the norm as `rms_norm` stores it, rounded once to x's dtype. All other
+    arguments are those of `rms_norm_fused_fp8`, which is the form for fp8 of this function: same bytes.
+
+    A row with NaN or infinity has a NaN scale. Its codes are NaN, or 0 in int8 and e2m1, which have no
+    NaN; with a NaN scale that is NaN again. int8 with ``static_scale`` stores such a row as zeros.
+
+    >>> import torch, onepass
+    >>> q, scale = onepass.rms_norm_fused_quant(torch.tensor([[3.0, -4.0]]), torch.ones(2), eps=0.0, format="int8")
+    >>> q, q * scale
+    (tensor([[  95, -127]], dtype=torch.int8), tensor([[ 0.8463, -1.1314]]))
+    """
+    known = QUANT_FORMATS.get(format)
+    if known is not None:
+        group_size = known.groups[0] if group_size is None else group_size
+        scale_format = known.scales[0] if scale_format is None else scale_format
+        encoding = QUANT_SCALE_FORMATS.get(scale_format)
+        if scales_dtype is None and encoding is not None:
+            scales_dtype = torch.int32 if scale_layout == "column_packed" else encoding.dtypes[0]
+    bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
+    tensors = (x, gamma, residual, static_scale, bound, global_scale, prologue_args)
+    scaling = (number, format, code_max, scales_dtype, group_size, scale_format, scale_layout)
+    rest = (_key(RMS_NORM_FUSED_QUANT, prologue), return_norm, round_sum, quantize, min_scale)
+    given = (out, scale_output, residual_out, norm_out)
+    results = _rms_norm_fused_quant.call(*tensors, eps, weight_offset, rounding, *scaling, *rest, *given)
     codes, scale, new_residual, norm = results
     stored = scale if static_scale is None else static_scale
     return tuple([t for t in (codes, stored, new_residual, norm) if t is not None])

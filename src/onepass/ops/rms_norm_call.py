@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..errors import Unsupported
 from ..formats import SMALLEST_EPS
 from ..specs.layout import Geometry, geometry, smallest_dimension
 from ..specs.rms_norm import RowCall
@@ -15,6 +16,8 @@ from .dispatch import Family
 
 _family = Family("rms_norm")
 _ROW_SCALE = (1, 0, 0)
+_SCALE = 4
+"""The index of scale among a call's row tensors: x, residual, norm, codes, scale, ..."""
 
 
 def run_rows(call: RowCall) -> None:
@@ -22,7 +25,7 @@ def run_rows(call: RowCall) -> None:
     launch = _family.launch(call.x)
     if call.x.dim() == 1:
         call = _with_rows(call, [None if t is None else t.unsqueeze(0) for t in _row_tensors(call)])
-    x, scale = call.x, call.scale
+    x, scale = call.x, None if _tiled(call) else call.scale
     n, total = x.shape[-1], x.numel()
     if total == 0:
         return
@@ -31,13 +34,16 @@ def run_rows(call: RowCall) -> None:
     if not call.operands and all(t is None or t.is_contiguous() for t in rows):
         step = (n, 0, 0)
         scale_step = _ROW_SCALE if scale is None else (scale.shape[-1], 0, 0)
-        strides = (step, step, step, step, scale_step, step)
+        code_step = step if call.codes is None else (call.codes.shape[-1], 0, 0)
+        strides = (step, step, step, code_step, scale_step, step)
         launch(call._replace(eps=eps, n=n, geom=Geometry(total // n, 1, 1), strides=strides))
         return
     folded = geometry(rows)
     if folded is not None:
         launch(call._replace(eps=eps, n=n, geom=folded[0], strides=folded[1]))
         return
+    if _tiled(call):
+        raise Unsupported("rms_norm_fused_quant: `scale_layout` '128x4' needs rows that fold to three strides")
     dim = smallest_dimension(x.shape[:-1])
     for i in range(x.shape[dim]):
         run_rows(_with_rows(call, [None if t is None else t.select(dim, i) for t in rows]))
@@ -49,7 +55,14 @@ def _row_tensors(call: RowCall) -> list[Tensor | None]:
     for i, operand in enumerate(call.spec.operands, start=len(rows) - len(call.operands)):
         if operand.kind == "column":
             rows[i] = None
+    if _tiled(call):
+        rows[_SCALE] = None
     return rows
+
+
+def _tiled(call: RowCall) -> bool:
+    """Whether scales are in tiles, which rows of x find by their number."""
+    return call.spec.scale is not None and call.spec.scale.packing == "128x4"
 
 
 def _with_rows(call: RowCall, rows: list[Tensor | None]) -> RowCall:
@@ -57,6 +70,8 @@ def _with_rows(call: RowCall, rows: list[Tensor | None]) -> RowCall:
     x, residual, norm, codes, scale, new_residual, *others = rows
     assert x is not None
     operands = [t if other is None else other for t, other in zip(call.operands, others, strict=True)]
+    if _tiled(call):
+        scale = call.scale
     return call._replace(
         x=x, residual=residual, norm=norm, codes=codes, scale=scale, new_residual=new_residual, operands=operands
     )

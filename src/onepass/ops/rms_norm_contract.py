@@ -1,6 +1,9 @@
-"""The contracts of `rms_norm` and `rms_norm_fused_fp8`."""
+"""The contracts of `rms_norm`, `rms_norm_fused_fp8` and `rms_norm_fused_quant`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
 
 import torch
 
@@ -11,12 +14,19 @@ from ..formats import (
     GROUP_SIZES,
     OPERAND_GROUPS,
     QUANTIZE,
+    QUANT_FORMATS,
+    QUANT_GROUP_SIZES,
+    QUANT_ROUNDINGS,
+    QUANT_SCALE_DTYPES,
+    QUANT_SCALE_FORMATS,
+    QUANT_SCALE_LAYOUTS,
     QUANTIZED,
     SCALE_DTYPES,
     SCALE_FORMATS,
     SCALE_LAYOUTS,
 )
 from ..prologues import find
+from ..specs.scale_layout import PACKINGS, empty_scale, scale_shape
 from .options import ROUNDING, WEIGHT_OFFSET, columns, eps
 
 _F32 = (torch.float32,)
@@ -56,56 +66,68 @@ def _arity(prologue: str) -> int:
     return len(find(prologue).parameters) - 1 if prologue else 0
 
 
+_INPUTS: Final = {
+    "x": Arg("... N", "activations; 8 bits if a prologue dequantizes them", (*FLOATS, *QUANTIZED)),
+    "gamma": _GAMMA,
+    "residual": _RESIDUAL_OF_ANY_X,
+    "static_scale": Arg("", "scale of the whole tensor", _F32, True, layout="any", sample="positive"),
+    "scale_ub_tensor": Arg("", "upper bound of amax, in memory", _F32, True, layout="any", sample="positive"),
+}
+_PROLOGUE_ARGS: Final = Arg(_OPERAND_SHAPES, _OPERANDS, FLOATS, many=True)
+_SCALE_UB: Final = Option("float", None, "upper bound of amax", where="scale_ub > 0", optional=True)
+_STEPS: Final = {
+    "prologue": Option("str", "", "elementwise function fused into the load; its globals are frozen at decoration"),
+    "return_norm": Option("bool", False, "also return the unquantized norm"),
+    "round_sum": _ROUND_SUM,
+    "quantize": Option("str", "reciprocal", "multiply by 1 / scale, or divide by scale", choices=QUANTIZE),
+    "min_scale": Option("float", 0.0, "smallest scale, before rounding to scales_dtype", where=_FINITE),
+}
+_NORM: Final = Out("... N", _NORM_DTYPE, "the norm, as rms_norm returns it", "norm_out", when="return_norm")
+_DIVIDES: Final = Rule("group_size is None or N % group_size == 0", "group_size", "divide the number of columns, N={N}")
+_TENSOR_RULES: Final = (
+    Rule("static_scale is None or scale_ub is None", "scale_ub", "be None with static_scale"),
+    Rule("static_scale is None or scale_ub_tensor is None", "scale_ub_tensor", "be None with static_scale"),
+    Rule("scale_ub is None or scale_ub_tensor is None", "scale_ub_tensor", "be either a number or a tensor"),
+    Rule("static_scale is None or min_scale == 0", "min_scale", "be 0 with static_scale"),
+    Rule("static_scale is None or group_size is None", "group_size", "be None with static_scale"),
+    Rule("static_scale is None or scale_format == 'float'", "scale_format", "be 'float' with static_scale"),
+)
+_PROLOGUE_RULES: Final = (
+    Rule("x.dtype in FLOATS or prologue", "x", "be bfloat16, float16 or float32 without a prologue"),
+    Rule("x.dtype in FLOATS or rounding == 'once'", "rounding", "be 'once' for an 8-bit x ('hf' rounds to x's dtype)"),
+    Rule("arity(prologue) == len(prologue_args)", "prologue_args", "hold one tensor per parameter after x"),
+)
+
 RMS_NORM_FUSED_FP8 = Contract(
     "rms_norm_fused_fp8",
-    args={
-        "x": Arg("... N", "activations; 8 bits if a prologue dequantizes them", (*FLOATS, *QUANTIZED)),
-        "gamma": _GAMMA,
-        "residual": _RESIDUAL_OF_ANY_X,
-        "static_scale": Arg("", "scale of the whole tensor", _F32, True, layout="any", sample="positive"),
-        "scale_ub_tensor": Arg("", "upper bound of amax, in memory", _F32, True, layout="any", sample="positive"),
-        "prologue_args": Arg(_OPERAND_SHAPES, _OPERANDS, FLOATS, many=True),
-    },
+    args={**_INPUTS, "prologue_args": _PROLOGUE_ARGS},
     options={
         "eps": eps(),
         "weight_offset": WEIGHT_OFFSET,
         "rounding": ROUNDING,
-        "scale_ub": Option("float", None, "upper bound of amax", where="scale_ub > 0", optional=True),
+        "scale_ub": _SCALE_UB,
         "out_dtype": Option("ScalarType", torch.float8_e4m3fn, "fp8 format", choices=tuple(FP8_FORMATS)),
         "fp8_max": Option("float", None, f"saturation limit ({_LIMITS}); None: the first", _MAXIMA, optional=True),
         "scales_dtype": Option("ScalarType", torch.float32, "dtype of stored scales", choices=SCALE_DTYPES),
         "group_size": Option("int", None, "columns per scale; None: the whole row", choices=GROUP_SIZES, optional=True),
         "scale_format": Option("str", "float", "any value, or powers of two", choices=tuple(SCALE_FORMATS)),
         "scale_layout": Option("str", "row", "which dimension of scale is contiguous", choices=SCALE_LAYOUTS),
-        "prologue": Option("str", "", "elementwise function fused into the load; its globals are frozen at decoration"),
-        "return_norm": Option("bool", False, "also return the unquantized norm"),
-        "round_sum": _ROUND_SUM,
-        "quantize": Option("str", "reciprocal", "multiply by 1 / scale, or divide by scale", choices=QUANTIZE),
-        "min_scale": Option("float", 0.0, "smallest scale, before rounding to scales_dtype", where=_FINITE),
+        **_STEPS,
     },
     sizes={"G": "N // group_size if group_size else 1"},
     outs={
         "out": Out("... N", "out_dtype", "fp8 codes", "out"),
         "scale": Out("... G", "scales_dtype", "one scale per row or group", "scale_output", _DYNAMIC, _BY_COLUMN),
         "new_residual": _NEW_RESIDUAL,
-        "norm": Out("... N", _NORM_DTYPE, "the norm, as rms_norm returns it", "norm_out", when="return_norm"),
+        "norm": _NORM,
     },
     rules=(
         columns("N", "x"),
-        Rule("group_size is None or N % group_size == 0", "group_size", "divide the number of columns, N={N}"),
+        _DIVIDES,
         Rule("fp8_max is None or fp8_max in maxima(out_dtype)", "fp8_max", f"be a limit of out_dtype ({_LIMITS})"),
         Rule("scales_dtype in scale_dtypes(scale_format)", "scales_dtype", f"suit scale_format ({_SCALES})"),
-        Rule("static_scale is None or scale_ub is None", "scale_ub", "be None with static_scale"),
-        Rule("static_scale is None or scale_ub_tensor is None", "scale_ub_tensor", "be None with static_scale"),
-        Rule("scale_ub is None or scale_ub_tensor is None", "scale_ub_tensor", "be either a number or a tensor"),
-        Rule("static_scale is None or min_scale == 0", "min_scale", "be 0 with static_scale"),
-        Rule("static_scale is None or group_size is None", "group_size", "be None with static_scale"),
-        Rule("static_scale is None or scale_format == 'float'", "scale_format", "be 'float' with static_scale"),
-        Rule("x.dtype in FLOATS or prologue", "x", "be bfloat16, float16 or float32 without a prologue"),
-        Rule(
-            "x.dtype in FLOATS or rounding == 'once'", "rounding", "be 'once' for an 8-bit x ('hf' rounds to x's dtype)"
-        ),
-        Rule("arity(prologue) == len(prologue_args)", "prologue_args", "hold one tensor per parameter after x"),
+        *_TENSOR_RULES,
+        *_PROLOGUE_RULES,
     ),
     scope={
         "FLOATS": FLOATS,
@@ -115,6 +137,106 @@ RMS_NORM_FUSED_FP8 = Contract(
     },
     rounding="once: code = round((h*(gamma+offset))*(rs/scale)); hf: y as in rms_norm, code = round(y*(1/scale)); "
     "divide: y as in rms_norm (once: before its rounding), code = round(y/scale)",
+    carried={"scale_ub": ("scale_ub", "scale_ub_tensor")},
+    known_as={"scale_ub_tensor": "scale_ub"},
+)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return " or ".join(map(str, values))
+
+
+_QUANT_LIMITS = tuple(dict.fromkeys(m for f in QUANT_FORMATS.values() for m in f.codes.maxima))
+_GROUPS = ", ".join(f"{f.name}: {_listed(f.groups)}" for f in QUANT_FORMATS.values())
+_QUANT_SCALES = ", ".join(f"{f.name}: {_listed(f.scales)}" for f in QUANT_FORMATS.values())
+_QUANT_DTYPES = ", ".join(f"{s.name}: {_listed(map(short, s.dtypes))}" for s in QUANT_SCALE_FORMATS.values())
+
+RMS_NORM_FUSED_QUANT = Contract(
+    "rms_norm_fused_quant",
+    args={
+        **_INPUTS,
+        "global_scale": Arg(
+            "", "what nvfp4's scales are multiplied by before rounding", _F32, True, layout="any", sample="positive"
+        ),
+        "prologue_args": _PROLOGUE_ARGS,
+    },
+    options={
+        "eps": eps(),
+        "weight_offset": WEIGHT_OFFSET,
+        "rounding": Option("str", "once", "where values are rounded", choices=QUANT_ROUNDINGS),
+        "scale_ub": _SCALE_UB,
+        "format": Option("str", "e4m3fn", "format of codes and scales", choices=tuple(QUANT_FORMATS)),
+        "code_max": Option("float", None, "saturation limit; None: the format's first", _QUANT_LIMITS, optional=True),
+        "scales_dtype": Option("ScalarType", torch.float32, "dtype of stored scales", choices=QUANT_SCALE_DTYPES),
+        "group_size": Option(
+            "int", None, "columns per scale; None: the whole row", choices=QUANT_GROUP_SIZES, optional=True
+        ),
+        "scale_format": Option("str", "float", "any value, powers of two, or fp8", choices=tuple(QUANT_SCALE_FORMATS)),
+        "scale_layout": Option("str", "row", "where scales are in memory", choices=QUANT_SCALE_LAYOUTS),
+        **_STEPS,
+    },
+    sizes={
+        "C": "N // 2 if codes(format).bits == 4 else N",
+        "G": "N // group_size if group_size else 1",
+        "S": "scale_shape(lead, G, scale_layout)",
+    },
+    outs={
+        "out": Out("... C", "codes(format).dtype", "codes; of 4 bits two in a byte", "out"),
+        "scale": Out(
+            "*S",
+            "scales_dtype",
+            "one scale per row or group",
+            "scale_output",
+            _DYNAMIC,
+            make="empty_scale(lead, G, scale_layout, scales_dtype, device)",
+        ),
+        "new_residual": _NEW_RESIDUAL,
+        "norm": _NORM,
+    },
+    rules=(
+        columns("N", "x"),
+        Rule("group_size in groups(format)", "group_size", f"suit format ({_GROUPS})"),
+        _DIVIDES,
+        Rule("scale_format in scales(format)", "scale_format", f"suit format ({_QUANT_SCALES})"),
+        Rule("code_max is None or code_max in codes(format).maxima", "code_max", "be a limit of format"),
+        Rule("scales_dtype in scale_dtypes(scale_format)", "scales_dtype", f"suit scale_format ({_QUANT_DTYPES})"),
+        Rule(
+            "(scales_dtype == torch.int32) == (scale_layout == 'column_packed')",
+            "scales_dtype",
+            "be int32 for scale_layout 'column_packed', and only for it",
+        ),
+        Rule(
+            "scale_layout != '128x4' or scales_dtype.itemsize == 1",
+            "scales_dtype",
+            "be float8_e8m0fnu or float8_e4m3fn for scale_layout '128x4'",
+        ),
+        Rule(
+            "group_size or scale_layout not in PACKINGS",
+            "group_size",
+            "not be None for scale_layout 'column_packed' and '128x4'",
+        ),
+        Rule(
+            "scale_layout != '128x4' or scale_output is None or scale_output.is_contiguous()",
+            "scale_output",
+            "be contiguous for scale_layout '128x4'",
+        ),
+        Rule("global_scale is None or format == 'nvfp4'", "global_scale", "be None unless format is 'nvfp4'"),
+        *_TENSOR_RULES,
+        *_PROLOGUE_RULES,
+    ),
+    scope={
+        "FLOATS": FLOATS,
+        "PACKINGS": PACKINGS,
+        "scale_dtypes": lambda name: QUANT_SCALE_FORMATS[name].dtypes,
+        "codes": lambda name: QUANT_FORMATS[name].codes,
+        "groups": lambda name: QUANT_FORMATS[name].groups,
+        "scales": lambda name: QUANT_FORMATS[name].scales,
+        "scale_shape": scale_shape,
+        "empty_scale": empty_scale,
+        "arity": _arity,
+    },
+    rounding="once, hf, divide: as in rms_norm_fused_fp8; stored: y = round((h*rs)*(gamma+offset)), "
+    "code = round(y*(1/scale))",
     carried={"scale_ub": ("scale_ub", "scale_ub_tensor")},
     known_as={"scale_ub_tensor": "scale_ub"},
 )

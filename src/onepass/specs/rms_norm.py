@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import FP8_FORMATS, Fp8Format, Rounding, ScaleRule
+from ..formats import CODE_FORMATS, CodeFormat, QuantRounding, ScaleRule
 from ..prologues import Prologue, find
 from .layout import Geometry, Strides
 
@@ -35,7 +35,7 @@ class RowSpec:
     """Everything that affects the machine code of one row kernel, and nothing that varies between calls.
 
     With ``h = prologue(x, *operands) + residual`` the kernel writes any of: ``h`` (if ``residual`` is
-    set), the norm (``norm``), fp8 codes and scales (``fp8``). Instances are interned by `row_spec`, so
+    set), the norm (``norm``), codes and scales (``fp8``, which may also be another format). Instances are interned by `row_spec`, so
     identity is equality.
     """
 
@@ -43,19 +43,19 @@ class RowSpec:
     gamma: torch.dtype
     residual: torch.dtype | None
     norm: torch.dtype | None
-    fp8: Fp8Format | None
+    fp8: CodeFormat | None
     fp8_max: float
     scale: ScaleRule | None
     prologue: Prologue | None
     operands: tuple[Operand, ...]
-    rounding: Rounding
+    rounding: QuantRounding
     round_sum: bool
     """Whether ``h`` is rounded to the residual's dtype before the norm."""
 
     @property
     def quantizes_norm(self) -> bool:
         """Whether amax and codes are computed from the norm itself, not from ``h * g`` with the row's factor applied later."""
-        return self.rounding == "hf" or (self.scale is not None and self.scale.divides)
+        return self.rounding != "once" or (self.scale is not None and self.scale.divides)
 
     @property
     def itemsize(self) -> int:
@@ -68,7 +68,7 @@ def row_spec(
     gamma: torch.dtype,
     residual: torch.dtype | None,
     norm: torch.dtype | None,
-    rounding: Rounding,
+    rounding: QuantRounding,
     prologue: str = "",
     operands: tuple[Operand, ...] = (),
     codes: torch.dtype | None = None,
@@ -85,7 +85,7 @@ def row_spec(
 @cache
 def _interned(*properties: Any) -> RowSpec:
     x, gamma, residual, norm, codes, fp8_max, scale, prologue, operands, rounding, round_sum = properties
-    fp8 = None if codes is None else FP8_FORMATS[codes]
+    fp8 = None if codes is None else CODE_FORMATS[codes]
     found = find(prologue) if prologue else None
     return RowSpec(x, gamma, residual, norm, fp8, fp8_max, scale, found, operands, rounding, round_sum)
 

@@ -1,6 +1,6 @@
-"""Number formats as bits: loads and stores of rows, bf16/f16 rounding, FP8 codes and scales.
+"""Number formats as bits: loads and stores of rows, bf16/f16 rounding, codes and scales.
 
-Everything that emitted code knows about an 8-bit format is here and derived from its `Fp8Format`. Everything works on
+Everything that emitted code knows about a format of codes is here and derived from its `CodeFormat`. Everything works on
 vectors and on scalars. A kernel holds the columns of a block in one of two orders: in order, or *paired* (even columns
 in the first half of the lanes, odd columns in the second). Paired is the cheapest way to split bf16: one 32-bit word
 holds an even column in its low half and an odd one in its high half.
@@ -13,13 +13,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from llvmlite import ir
 
-from ...formats import FLOAT32_MAX, FP8_FORMATS, QUANTIZED, SMALLEST_SCALE, Fp8Format, ScaleRule
+from ...formats import E4M3FN, FLOAT32_MAX, FP8_FORMATS, QUANTIZED, SMALLEST_SCALE, CodeFormat, ScaleRule
 from . import bf16
 from .function import Function
 from .vec import F16, F32, I8, I16, I32, LANES, Bool, Float, Int, type_of
 
 _HALF: Final = LANES // 2
-_EVEN_ODD: Final = [*range(0, LANES, 2), *range(1, LANES, 2)]
+EVEN_ODD: Final = [*range(0, LANES, 2), *range(1, LANES, 2)]
 _INFINITY: Final = 0x7F800000
 _ABS: Final = 0x7FFFFFFF
 _ELEMENT: Final = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16, torch.float8_e8m0fnu: I8}
@@ -38,7 +38,7 @@ def is_finite(value: Float) -> Bool:
 
 def lane_mask(mask: Bool, paired: bool) -> Bool:
     """A mask over columns as a mask over lanes."""
-    return mask.shuffle(mask, _EVEN_ODD) if paired else mask
+    return mask.shuffle(mask, EVEN_ODD) if paired else mask
 
 
 # --- bf16, f16 and f32 ---------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def load_row(
         even, odd = words << 16, words & 0xFFFF0000
         return even.shuffle(odd, range(LANES)).float()
     value = _widen(f, dtype, raw, ir.VectorType(I32, lanes))
-    return value.shuffle(value, _EVEN_ODD) if paired else value
+    return value.shuffle(value, EVEN_ODD) if paired else value
 
 
 def load_scalar(f: Function, dtype: torch.dtype, address: Int) -> Float:
@@ -112,7 +112,7 @@ def store_row(
 
 
 def store_scalar(f: Function, dtype: torch.dtype, value: Float, address: Int) -> None:
-    """Write one number; as float8_e8m0fnu it must be a power of two or NaN."""
+    """Write one number; as float8_e8m0fnu it must be a power of two or NaN, as float8_e4m3fn at most 448 or NaN."""
     f.store(_narrow(dtype, value), address)
 
 
@@ -123,14 +123,17 @@ def _narrow(dtype: torch.dtype, value: Float) -> Any:
     if dtype == torch.float8_e8m0fnu:  # 2**-127 is a float32 subnormal, whose exponent field is its byte, 0
         byte = magnitude(value) >> 23
         return value.builder.trunc(byte.ir, I8)
+    if dtype == torch.float8_e4m3fn:
+        code = encode(E4M3FN, E4M3FN.max, value, may_be_nan=True).bytes()
+        return value.builder.trunc(code.ir, I8)
     return value.ir if dtype == torch.float32 else _cast(value, F16, "fptrunc")
 
 
-# --- FP8 codes -----------------------------------------------------------------------------------------------------
+# --- codes ---------------------------------------------------------------------------------------------------------
 
 
 class Codes(NamedTuple):
-    """FP8 codes in two words per lane: the low 7 bits of ``magnitude`` and the top bit of ``sign``; others are arbitrary."""
+    """Codes in two words per lane: the low 7 bits of ``magnitude`` and the top bit of ``sign``; others are arbitrary."""
 
     magnitude: Int
     sign: Int
@@ -140,7 +143,7 @@ class Codes(NamedTuple):
         return (self.magnitude & 0x7F) | ((self.sign >> 24) & 0x80)
 
 
-def decode(fmt: Fp8Format, codes: Int) -> Float:
+def decode(fmt: CodeFormat, codes: Int) -> Float:
     """The numbers of FP8 codes, exactly; a subnormal code is the difference of two normal float32 numbers."""
     size = codes & 0x7F
     least = (128 - fmt.bias) << 23
@@ -151,17 +154,21 @@ def decode(fmt: Fp8Format, codes: Int) -> Float:
     return nan.where(value.number(float("nan")), value)
 
 
-def encode(fmt: Fp8Format, limit: float, value: Float, may_be_nan: bool = False) -> Codes:
-    """FP8 codes of ``value`` clamped to ``+-limit``, rounded to nearest even. NaN only if it ``may_be_nan``.
+def encode(fmt: CodeFormat, limit: float, value: Float, may_be_nan: bool = False) -> Codes:
+    """Codes of ``value`` clamped to ``+-limit``, rounded to nearest even. NaN only if it ``may_be_nan``.
 
-    With ``t`` the power of two at or below ``|value|`` (at least the smallest normal), the sum
-    ``t * (2**20 + bias) + |value|`` has its last bit at ``t * 2**-3``, one step of the format: the float32 adder
-    rounds, its low bits are the code's mantissa, and ``bias`` makes the exponents below bit 7 come out right.
+    With m mantissa bits and ``t`` the power of two at or below ``|value|`` (at least the smallest normal), the sum
+    ``t * (2**(23 - m) + bias) + |value|`` has its last bit at ``t * 2**-m``, one step of the format: the float32 adder
+    rounds, its low bits are the code's mantissa, and ``bias`` makes the exponents below bit 7 come out right. Of a
+    4-bit code the low 3 bits of the magnitude count.
     """
+    if fmt.integer:
+        return _integers(limit, value, may_be_nan)
+    shift = 23 - fmt.mantissa
     largest = torch.tensor(limit, dtype=torch.float32).view(torch.int32)
     clamped = magnitude(value).min(int(largest))
     power = (clamped & _INFINITY).max((128 - fmt.bias) << 23)
-    rounded = power.float().fma(float(2**20 + fmt.bias), clamped.float()).bits() + (power >> 20)
+    rounded = power.float().fma(float(2**shift + fmt.bias), clamped.float()).bits() + (power >> shift)
     sign = value.bits()
     if not fmt.has_negative_zero:
         sign = (rounded & 0x7F).eq(0).where(sign.number(0), sign)
@@ -172,8 +179,29 @@ def encode(fmt: Fp8Format, limit: float, value: Float, may_be_nan: bool = False)
     return Codes(nan.where(rounded.number(fmt.nan_code), rounded), nan.where(nan_sign, sign))
 
 
+def _integers(limit: float, value: Float, may_be_nan: bool) -> Codes:
+    """The nearest integers of numbers up to ``limit``, ties to even, as bytes in two's complement; NaN is 0.
+
+    Adding 1.5 * 2**23 leaves the integer in the low bits of the sum, negative ones too.
+    """
+    clamped = (value > limit).where(value.number(limit), value)
+    clamped = (clamped < -limit).where(value.number(-limit), clamped)
+    rounded = (clamped + 1.5 * 2**23).bits()
+    if may_be_nan:
+        rounded = value.is_nan().where(rounded.number(0), rounded)
+    return Codes(rounded, rounded << 24)
+
+
+def store_nibbles(f: Function, codes: Codes, address: Int, mask: Bool | None, paired: bool) -> None:
+    """Write a block of 4-bit codes in pairs: the even column in the low half of a byte."""
+    codes4 = (codes.magnitude & 7) | ((codes.sign >> 28) & 8)
+    even, odd = (codes4 if paired else codes4.shuffle(codes4, EVEN_ODD)).halves()
+    pairs = f.builder.trunc((even | (odd << 4)).ir, ir.VectorType(I8, _HALF))
+    f.store(pairs, address, None if mask is None else mask.shuffle(mask, range(0, LANES, 2)))
+
+
 def store_codes(f: Function, codes: Codes, address: Int, mask: Bool | None, paired: bool) -> None:
-    """Write a block of codes."""
+    """Write a block of 8-bit codes."""
     if paired:
         low, high = codes.magnitude.halves()
         low_sign, high_sign = codes.sign.halves()
@@ -190,28 +218,50 @@ def _select(bits: int, yes: Int, no: Int) -> Int:
     return (yes & bits) | (no & (~bits & 0xFFFFFFFF))
 
 
-def fill_nan(f: Function, fmt: Fp8Format, address: Int, mask: Bool | None) -> None:
-    """Write NaN codes to a whole block."""
-    f.store(ir.Constant(ir.VectorType(I8, LANES), [fmt.nan_code] * LANES), address, mask)
+def fill_nan(f: Function, fmt: CodeFormat, address: Int, mask: Bool | None) -> None:
+    """Write NaN codes to a whole block; zeros in a format without NaN."""
+    count = LANES if fmt.bits == 8 else _HALF
+    if mask is not None and count == _HALF:
+        mask = mask.shuffle(mask, range(0, LANES, 2))
+    f.store(ir.Constant(ir.VectorType(I8, count), [fmt.nan_code] * count), address, mask)
 
 
 # --- scales --------------------------------------------------------------------------------------------------------
 
 
-def make_scale(rule: ScaleRule, fp8_max: float, amax: Float, bound: Float, least: Float | None = None) -> Float:
-    """The stored scale ``max(min(amax, bound) / fp8_max, least)`` as float32; NaN if ``amax`` is infinite or NaN."""
+def make_scale(
+    rule: ScaleRule,
+    fp8_max: float,
+    amax: Float,
+    bound: Float,
+    least: Float | None = None,
+    overall: Float | None = None,
+) -> Float:
+    """The stored scale ``max(min(amax, bound) / fp8_max, least)`` as float32; NaN if ``amax`` is infinite or NaN.
+
+    ``overall`` multiplies the quotient. If the rule rounds down, ``fp8_max`` is the largest power of two of the codes.
+    """
     wanted = (amax < bound).where(amax, bound) / fp8_max
-    if least is None and rule.bound_in_memory:  # the bound may be negative
+    if overall is not None:
+        wanted = wanted * overall
+    if least is None and (rule.bound_in_memory or overall is not None):  # the bound may be negative
         least = wanted.number(0.0)
     if least is not None:
         wanted = (wanted > least).where(wanted, least)
-    if rule.ue8m0:
+    if rule.dtype == torch.float8_e4m3fn:
+        scale = _nearest_e4m3(wanted)
+    elif rule.floor:
+        scale = _power_of_two_below(wanted)
+    elif rule.ue8m0:
         scale = _power_of_two_above(wanted)
     else:
         scale = (wanted < SMALLEST_SCALE).where(wanted.number(0.0), wanted)
         largest = torch.finfo(rule.dtype).max
         scale = round_to(rule.dtype, (scale > largest).where(scale.number(largest), scale))
-    return is_finite(amax).where(scale, amax.number(float("nan")))
+    known = is_finite(amax)
+    if overall is not None:
+        known = known & ~overall.is_nan()
+    return known.where(scale, amax.number(float("nan")))
 
 
 def _power_of_two_above(value: Float) -> Float:
@@ -220,6 +270,27 @@ def _power_of_two_above(value: Float) -> Float:
     exponent = (bits + 0x7FFFFF) >> 23
     # Subnormals: up to 2**-127 the answer is that subnormal, above it is 2**-126, which the sum above gives too.
     return (bits < 0x400001).where(bits.number(0x400000), exponent << 23).float()
+
+
+def _power_of_two_below(value: Float) -> Float:
+    """The largest power of two that is at most ``value``, and at least ``2**-127``."""
+    bits = value.bits()
+    return (bits < 0x800000).where(bits.number(0x400000), bits & _INFINITY).float()
+
+
+def _nearest_e4m3(value: Float) -> Float:
+    """``value``, which is not negative, rounded to a float8_e4m3fn number, at most 448; NaN stays NaN."""
+    top = E4M3FN.max
+    held = (value > top).where(value.number(top), value)
+    power = (held.bits() & _INFINITY).max((128 - E4M3FN.bias) << 23).float() * float(2**20)
+    return (held + power) - power
+
+
+def applied_scale(scale: Float, overall: Float | None) -> Float:
+    """What codes are multiplied by to give numbers: the stored scale, divided by the one of all groups."""
+    if overall is None:
+        return scale
+    return scale.eq(0.0).where(scale.number(0.0), scale / overall)
 
 
 def divisor(scale: Float) -> Float:
