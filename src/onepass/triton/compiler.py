@@ -29,6 +29,8 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*u8",
     torch.float8_e4m3fnuz: "*u8",
+    torch.float8_e5m2: "*u8",
+    torch.uint8: "*u8",
     torch.float8_e8m0fnu: "*u8",
     torch.int8: "*i8",
     torch.int32: "*i32",

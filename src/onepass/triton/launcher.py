@@ -26,6 +26,8 @@ SHORT_NAMES: Final = {
     torch.float8_e8m0fnu: "e8m0",
     torch.float8_e4m3fn: "e4m3fn",
     torch.float8_e4m3fnuz: "e4m3fnuz",
+    torch.float8_e5m2: "e5m2",
+    torch.uint8: "u8",
     torch.int8: "int8",
     torch.int32: "i32",
     torch.int64: "i64",

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..formats import FLOAT32_MAX, Fp8Format, ScaleRule
+from ..formats import FLOAT32_MAX, CodeFormat, ScaleRule
 from .chip import Chip
 
 
@@ -13,7 +13,9 @@ class Quant(NamedTuple):
 
     ``hardware``: the chip's own cast encodes values. ``e8m0``: scales are stored as exponents.
     ``normed``: codes are made from the norm itself; otherwise the row's factor is applied together
-    with the scale. ``divide``: values are divided by the scale.
+    with the scale. ``divide``: values are divided by the scale. ``unit``: what amax is divided by.
+    ``floor``: powers of two are rounded down. ``e4m3``: scales are stored as float8_e4m3fn.
+    ``overall``: scales are multiplied by one number in memory. ``packing``: `ScaleRule.packing`.
     """
 
     max: float
@@ -28,22 +30,38 @@ class Quant(NamedTuple):
     e8m0: bool
     normed: bool
     divide: bool
+    unit: float
+    mantissa: int = 3
+    bits: int = 8
+    integer: bool = False
+    floor: bool = False
+    e4m3: bool = False
+    overall: bool = False
+    packing: str = ""
 
 
-def hardware_cast(fmt: Fp8Format | None, chip: Chip) -> bool:
+def hardware_cast(fmt: CodeFormat | None, chip: Chip) -> bool:
     """Whether the chip converts to and from this format itself."""
-    return fmt is not None and fmt.name == "e4m3fn" and chip.casts_e4m3fn
+    return fmt is not None and fmt.name in ("e4m3fn", "e5m2") and chip.casts_e4m3fn
 
 
 def quant(
-    fmt: Fp8Format | None, chip: Chip, rule: ScaleRule | None = None, maximum: float | None = None, normed: bool = False
+    fmt: CodeFormat | None,
+    chip: Chip,
+    rule: ScaleRule | None = None,
+    maximum: float | None = None,
+    normed: bool = False,
 ) -> Quant:
     """The constants of a format and a scale rule; by default float32 scales per row."""
     facts = (0.0, 0, 0, False) if fmt is None else (fmt.max, fmt.bias, fmt.nan_code, fmt.has_negative_zero)
     if maximum is not None:
         facts = (maximum, *facts[1:])
     hardware = hardware_cast(fmt, chip)
+    codes = (3, 8, False) if fmt is None else (fmt.mantissa, fmt.bits, fmt.integer)
     if rule is None:
-        return Quant(*facts, hardware, "none", 0, FLOAT32_MAX, False, False, normed, False)
+        return Quant(*facts, hardware, "none", 0, FLOAT32_MAX, False, False, normed, False, facts[0], *codes)
     largest, e8m0 = torch.finfo(rule.dtype).max, rule.dtype == torch.float8_e8m0fnu
-    return Quant(*facts, hardware, rule.kind, rule.group, largest, rule.ue8m0, e8m0, normed, rule.divides)
+    e4m3 = rule.dtype == torch.float8_e4m3fn
+    unit = fmt.largest_power if rule.floor and fmt is not None else facts[0]
+    scales = (rule.kind, rule.group, largest, rule.ue8m0, e8m0, normed, rule.divides, unit)
+    return Quant(*facts, hardware, *scales, *codes, rule.floor, e4m3, rule.has_global, rule.packing)

@@ -29,9 +29,9 @@ _FIRST_OPERAND: Final = 6
 
 RowShape = namedtuple("RowShape", "rows n n1 n2")
 """Rows, columns, and the sizes of the two inner leading dimensions."""
-RowMath = namedtuple("RowMath", "hf round_sum offset shift_gamma hw_rounding")
+RowMath = namedtuple("RowMath", "hf round_sum offset shift_gamma hw_rounding stored")
 """What a kernel computes, apart from quantization. ``offset``: gamma has an offset.
-``shift_gamma``: see `device.row.factor`.
+``shift_gamma``: see `device.row.factor`. ``stored``: the norm is rounded before it is quantized.
 """
 
 TABLE: Final = {
@@ -65,7 +65,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "codes": spec.fp8.dtype if spec.fp8 else None,
         "scale": rule.dtype if rule and rule.kind != "static" else None,
         "new_residual": spec.residual,
-        "static_scale": torch.float32 if rule and rule.kind == "static" else None,
+        "static_scale": torch.float32 if rule and (rule.kind == "static" or rule.has_global) else None,
         "scale_ub": torch.float32 if rule and rule.bound_in_memory else None,
         **{f"operands.{i}": None for i in range(MAX_OPERANDS)},
         **{f"operands.{i}": operand.dtype for i, operand in enumerate(spec.operands)},
@@ -78,7 +78,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     shift_gamma = hf and (spec.x, spec.gamma) == (torch.float16, torch.bfloat16)
     constants = {
         "PROLOGUE": _prologue(spec, chip, config.chunk if ordered else 0),
-        "MATH": RowMath(hf, spec.round_sum, offset, shift_gamma, chip.rounds_casts),
+        "MATH": RowMath(hf, spec.round_sum, offset, shift_gamma, chip.rounds_casts, spec.rounding == "stored"),
         "QUANT": quant(spec.fp8, chip, rule, spec.fp8_max, spec.quantizes_norm),
         "TILE": config.laid_out(vectors, chip.warp_size, levels)._replace(
             early_rows=table.fp8_early_rows if variant_of(spec) == "fp8" else table.early_rows,
@@ -144,9 +144,11 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
         parts.append("norm")
     if spec.fp8 and spec.scale:
         rule = spec.scale
-        scale = f"{rule.kind}{rule.group or ''}:{'ue8m0:' if rule.ue8m0 else ''}{short[rule.dtype]}"
+        powers = "floor:" if rule.floor else "ue8m0:" if rule.ue8m0 else ""
+        scale = f"{rule.kind}{rule.group or ''}:{powers}{short[rule.dtype]}"
         parts.append(f"{spec.fp8.name}:{spec.fp8_max:g}/{scale}")
         options = {"divide": rule.divides, "least": rule.has_least, "bound": rule.bound_in_memory}
+        options |= {"global": rule.has_global, rule.packing: rule.packing != ""}
         parts += [option for option, chosen in options.items() if chosen]
     if spec.rounding != "once":
         parts.append(spec.rounding)
@@ -185,7 +187,7 @@ def variant_of(spec: RowSpec) -> Variant:
             return "residual" if narrow_gamma else "more"
         return "norm" if narrow_gamma else "wide gamma"
     row_scale = spec.scale is not None and spec.scale.kind == "row"
-    if spec.norm or not narrow_gamma or not row_scale or spec.fp8.name != "e4m3fn":
+    if spec.norm or not narrow_gamma or not row_scale or spec.fp8.name == "e4m3fnuz":
         return "more"
     return "fp8, residual" if spec.residual else "fp8"
 

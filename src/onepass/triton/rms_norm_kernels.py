@@ -11,10 +11,20 @@ import triton.language as tl
 
 from ..prologues import MAX_OPERANDS
 from .device.bins import bin_squares, neighbours, sum_bins, sum_bins_and_peak
-from .device.groups import store_groups, store_groups_by_lane
-from .device.numbers import cast, divisor, encode_fp8, make_scale, quotient, scaled, store_scale
+from .device.groups import pad_scales, scale_start, store_groups, store_groups_by_lane
+from .device.numbers import cast, divisor, encode, make_scale, quotient, scaled, store_scale
 from .device.pdl import launch_dependents, wait
-from .device.row import chunk_mask, factor, magnitude, normalize, reciprocal_rms, row_start, store, tile_columns
+from .device.row import (
+    chunk_mask,
+    factor,
+    magnitude,
+    normalize,
+    quantized_norm,
+    reciprocal_rms,
+    row_start,
+    store,
+    tile_columns,
+)
 
 OPERANDS = tl.constexpr(MAX_OPERANDS)
 
@@ -94,10 +104,10 @@ def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr, MATH: tl.constex
 def _normed_peaks(chunks, weights, weight_offset, rs, DTYPE: tl.constexpr, COUNT: tl.constexpr, MATH: tl.constexpr):
     """`_peaks` of the norm."""
     g = factor(weights[0], weight_offset, MATH)
-    peaks = magnitude(normalize(chunks[0].to(tl.float32), rs, g, DTYPE, MATH.hf, MATH.hw_rounding))
+    peaks = magnitude(quantized_norm(chunks[0].to(tl.float32), rs, g, DTYPE, MATH))
     for c in tl.static_range(1, COUNT):
         g = factor(weights[c], weight_offset, MATH)
-        y = normalize(chunks[c].to(tl.float32), rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+        y = quantized_norm(chunks[c].to(tl.float32), rs, g, DTYPE, MATH)
         peaks = tl.maximum(peaks, magnitude(y))
     return peaks
 
@@ -166,7 +176,10 @@ def _rms_norm_row_kernel(
     wait(PDL)
     if scale_ub is not None:
         bound = _bound(scale_ub)
-    limits = (bound, least)
+    if QUANT.overall:
+        limits = (bound, least, tl.load(static_scale))
+    else:
+        limits = (bound, least)
     weights = ()
     if TILE.early_gamma:
         weights = _load_weights(gamma, inner, n, TILE)
@@ -195,7 +208,9 @@ def _rms_norm_row_kernel(
         total = sum_bins(squares, TILE)
     rs = reciprocal_rms(total, n, eps)
     codes_at = row_start(row, shape, codes, LEVELS)
-    scale_at = row_start(row, shape, scale, LEVELS)
+    scale_at = scale_start(row, shape, scale, LEVELS, QUANT)
+    if codes.at is not None:
+        pad_scales(scale.at, scale_at, scale_group, n, present, QUANT)
     out = (codes.at, codes_at, scale.at, scale_at, scale_group)
     if codes.at is not None and QUANT.kind != "group":
         if QUANT.kind == "row" and QUANT.normed:
@@ -227,13 +242,13 @@ def _rms_norm_row_kernel(
             store(norm.at, row_start(row, shape, norm, LEVELS), columns, mask, y, MATH.hw_rounding)
         if codes.at is not None and not TILE.lane_scales:
             if QUANT.normed:
-                v = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+                v = quantized_norm(h, rs, g, DTYPE, MATH)
             else:
                 v = h * g
             if QUANT.kind == "group":
                 store_groups(v, rs, limits, out, c * TILE.chunk, n, present, TILE, QUANT, MATH.hw_rounding)
             else:
-                q = encode_fp8(scaled(v, k[:, None], QUANT.divide), QUANT)
+                q = encode(scaled(v, k[:, None], QUANT.divide), QUANT)
                 tl.store(codes.at + codes_at[:, None] + columns[None, :], q, mask=mask)
 
 
@@ -254,14 +269,19 @@ def _rms_norm_long_kernel(
     wait(PDL)
     if scale_ub is not None:
         bound = _bound(scale_ub)
-    limits = (bound, least)
+    if QUANT.overall:
+        limits = (bound, least, tl.load(static_scale))
+    else:
+        limits = (bound, least)
     row = tl.zeros((1,), tl.int64) + tl.program_id(0)
     present = row < shape.rows
     x_at = row_start(row, shape, x, LEVELS)
     r_at = row_start(row, shape, residual, LEVELS)
     starts = _starts(row, shape, operands, LEVELS)
     codes_at = row_start(row, shape, codes, LEVELS)
-    scale_at = row_start(row, shape, scale, LEVELS)
+    scale_at = scale_start(row, shape, scale, LEVELS, QUANT)
+    if codes.at is not None:
+        pad_scales(scale.at, scale_at, scale_group, n, present, QUANT)
     out = (codes.at, codes_at, scale.at, scale_at, scale_group)
     squares = tl.zeros((1, CHUNK), tl.float32)
     peaks = tl.zeros((1, CHUNK), tl.int32)
@@ -287,7 +307,7 @@ def _rms_norm_long_kernel(
             mask = (columns < n)[None, :]
             h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
             g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
-            y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+            y = quantized_norm(h, rs, g, DTYPE, MATH)
             peaks = tl.maximum(peaks, magnitude(tl.where(mask, y, 0.0)))
         peak = tl.max(peaks, axis=1)
     if codes.at is not None and QUANT.kind != "group":
@@ -304,11 +324,11 @@ def _rms_norm_long_kernel(
             store(norm.at, row_start(row, shape, norm, LEVELS), columns, mask, y, MATH.hw_rounding)
         if codes.at is not None:
             if QUANT.normed:
-                v = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+                v = quantized_norm(h, rs, g, DTYPE, MATH)
             else:
                 v = h * g
             if QUANT.kind == "group":
                 store_groups(v, rs, limits, out, first, n, present, TILE, QUANT, MATH.hw_rounding)
             else:
-                q = encode_fp8(scaled(v, k[:, None], QUANT.divide), QUANT)
+                q = encode(scaled(v, k[:, None], QUANT.divide), QUANT)
                 tl.store(codes.at + codes_at[:, None] + columns[None, :], q, mask=mask)

@@ -242,8 +242,10 @@ def make_scale(
     ``overall`` multiplies the quotient. If the rule rounds down, ``fp8_max`` is the largest power of two of the codes.
     """
     wanted = (amax < bound).where(amax, bound) / fp8_max
+    known = is_finite(amax)
     if overall is not None:
         wanted = wanted * overall
+        known = known & ~wanted.is_nan()
     if least is None and (rule.bound_in_memory or overall is not None):  # the bound may be negative
         least = wanted.number(0.0)
     if least is not None:
@@ -258,9 +260,6 @@ def make_scale(
         scale = (wanted < SMALLEST_SCALE).where(wanted.number(0.0), wanted)
         largest = torch.finfo(rule.dtype).max
         scale = round_to(rule.dtype, (scale > largest).where(scale.number(largest), scale))
-    known = is_finite(amax)
-    if overall is not None:
-        known = known & ~overall.is_nan()
     return known.where(scale, amax.number(float("nan")))
 
 

@@ -11,8 +11,19 @@ the compiler's output to check that nothing moves them.
 import triton
 import triton.language as tl
 
-from .numbers import cast, divisor, encode_fp8, make_scale, quotient, scaled, store_scale
-from .row import column_order, factor, magnitude, normalize
+from .numbers import (
+    applied_scale,
+    cast,
+    divisor,
+    e4m3_code,
+    encode,
+    make_e4m3_scale,
+    make_scale,
+    quotient,
+    scaled,
+    store_scale,
+)
+from .row import column_order, factor, magnitude, quantized_norm, row_start
 
 
 @triton.jit
@@ -25,7 +36,56 @@ def _scales(amax, row_factor, limits, QUANT: tl.constexpr, DTYPE: tl.constexpr, 
     else:
         amax *= row_factor
         numerator = row_factor
-    return make_scale(amax, limits[0], limits[1], QUANT, DTYPE, HW_ROUNDING), numerator
+    if QUANT.e4m3:
+        return make_e4m3_scale(amax, limits, QUANT), numerator
+    else:
+        return make_scale(amax, limits[0], limits[1], QUANT, DTYPE, HW_ROUNDING), numerator
+
+
+@triton.jit
+def scale_start(row, shape, scale, LEVELS: tl.constexpr, QUANT: tl.constexpr):
+    """Where the scales of rows begin: by strides, or in tiles of 128 rows and 4 groups."""
+    if QUANT.packing == "128x4":
+        tiles = (shape.n // QUANT.group + 3) // 4
+        return row // 128 * (tiles.to(tl.int64) * 512) + row % 32 * 16 + row % 128 // 32 * 4
+    else:
+        return row_start(row, shape, scale, LEVELS)
+
+
+@triton.jit
+def _offset(group, step, QUANT: tl.constexpr):
+    """Where the scales of groups are, counted from the first of their row."""
+    if QUANT.packing == "128x4":
+        return group // 4 * 512 + group % 4
+    elif QUANT.packing == "words":
+        return group // 4 * step + group % 4
+    else:
+        return group * step
+
+
+@triton.jit
+def pad_scales(scale, scale_at, step, n, present, QUANT: tl.constexpr):
+    """Zeros for the groups that rows lack to a multiple of four, where four share a word or tile."""
+    if QUANT.packing != "":
+        group = n // QUANT.group + tl.arange(0, 4)
+        inside = present[:, None] & (group < (n // QUANT.group + 3) // 4 * 4)[None, :]
+        places = scale + scale_at[:, None] + _offset(group.to(tl.int64)[None, :], step, QUANT)
+        tl.store(places, tl.zeros(inside.shape, tl.uint8), mask=inside)
+
+
+@triton.jit
+def _store_codes(pointer, start, values, first, n, present, TILE: tl.constexpr, QUANT: tl.constexpr):
+    """Encode and store a tile whose columns are in order."""
+    q = encode(values, QUANT)
+    if QUANT.bits == 4:
+        low, high = tl.split(tl.reshape(q, (TILE.rows, TILE.chunk // 2, 2)))
+        columns = first // 2 + tl.arange(0, TILE.chunk // 2)
+        mask = present[:, None] & (columns < n // 2)[None, :]
+        tl.store(pointer + start[:, None] + columns[None, :], (low | (high << 4)).to(tl.uint8), mask=mask)
+    else:
+        columns = first + tl.arange(0, TILE.chunk)
+        mask = present[:, None] & (columns < n)[None, :]
+        tl.store(pointer + start[:, None] + columns[None, :], q, mask=mask)
 
 
 @triton.jit
@@ -43,7 +103,8 @@ def store_groups(
 ):
     """Quantize a tile (columns ``first`` onwards) by groups of columns; store codes and scales.
 
-    ``limits`` are the upper bound of amax and the least scale. ``out`` holds the address of the
+    ``limits`` are the upper bound of amax, the least scale and, if any, what multiplies all
+    scales. ``out`` holds the address of the
     codes, where their rows begin, the same for the scales, and the stride from one group's scale to
     the next.
     """
@@ -60,13 +121,11 @@ def store_groups(
     s, numerator = _scales(amax, row_factor, limits, QUANT, scale.dtype.element_ty, HW_ROUNDING)
     group = first // QUANT.group + tl.arange(0, GROUPS)
     inside = present[:, None] & (group < n // QUANT.group)[None, :]
-    store_scale(scale, scale_at[:, None] + group.to(tl.int64)[None, :] * step, inside, s, QUANT, HW_ROUNDING)
-    k = _group_factor(numerator, s, QUANT.divide)
+    places = scale_at[:, None] + _offset(group.to(tl.int64)[None, :], step, QUANT)
+    store_scale(scale, places, inside, s, QUANT, HW_ROUNDING)
+    k = _group_factor(numerator, applied_scale(s, limits, QUANT.overall), QUANT.divide)
     quantized = tl.reshape(scaled(grouped, k[:, :, None], QUANT.divide), (TILE.rows, TILE.chunk))
-    columns = first + tl.arange(0, TILE.chunk)
-    mask = present[:, None] & (columns < n)[None, :]
-    q = encode_fp8(quantized, QUANT)
-    tl.store(codes + codes_at[:, None] + columns[None, :], q, mask=mask)
+    _store_codes(codes, codes_at, quantized, first, n, present, TILE, QUANT)
 
 
 @triton.constexpr_function
@@ -115,10 +174,12 @@ def _from_lane(chunk, count, lanes):
 
 
 @triton.jit
-def _scale_word(scale, DTYPE: tl.constexpr, E8M0: tl.constexpr, HW_ROUNDING: tl.constexpr):
+def _scale_word(scale, DTYPE: tl.constexpr, QUANT: tl.constexpr, HW_ROUNDING: tl.constexpr):
     """What `store_scale` would store, in the low bits of an integer."""
-    if E8M0:
+    if QUANT.e8m0:
         return tl.where(scale == scale, scale.to(tl.int32, bitcast=True) >> 23, 255)
+    elif QUANT.e4m3:
+        return e4m3_code(scale)
     elif DTYPE == tl.float32:
         return scale.to(tl.int32, bitcast=True)
     else:
@@ -153,7 +214,7 @@ def store_groups_by_lane(
         h = held[c].to(tl.float32)
         g = factor(weights[c], weight_offset, MATH)
         if QUANT.normed:
-            v = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+            v = quantized_norm(h, rs, g, DTYPE, MATH)
         else:
             v = h * g
         v = tl.reshape(v, (GROUPS, LANES, TILE.vec))
@@ -170,15 +231,20 @@ def store_groups_by_lane(
     chunk = lane // SHARE
     group = chunk * GROUPS + tl.arange(0, GROUPS)[:, None]
     stores = (chunk < COUNT) & (lane % SHARE == 0)
-    places = scale + tl.sum(scale_at, axis=0) + group.to(tl.int64) * step
-    words = [places.to(tl.int64), _scale_word(s, SCALE, QUANT.e8m0, MATH.hw_rounding), stores.to(tl.int32)]
+    places = scale + tl.sum(scale_at, axis=0) + _offset(group.to(tl.int64), step, QUANT)
+    words = [places.to(tl.int64), _scale_word(s, SCALE, QUANT, MATH.hw_rounding), stores.to(tl.int32)]
     tl.inline_asm_elementwise(_store_word(SCALE), "=r,l,r,r", words, dtype=tl.int32, is_pure=False, pack=1)
-    k = _group_factor(numerator + tl.zeros_like(s), s, QUANT.divide)
+    k = _group_factor(numerator + tl.zeros_like(s), applied_scale(s, limits, QUANT.overall), QUANT.divide)
     for c in tl.static_range(COUNT):
         own = tl.inline_asm_elementwise(
             _from_lane(c, COUNT, LANES), "=r,r", [k.to(tl.int32, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
         )
         factors = own.to(tl.float32, bitcast=True)[:, :, None]
         quantized = tl.reshape(scaled(values[c], factors, QUANT.divide), (1, TILE.chunk))
-        q = encode_fp8(quantized, QUANT)
-        tl.store(codes + codes_at[:, None] + (c * TILE.chunk + inner)[None, :], q)
+        q = encode(quantized, QUANT)
+        if QUANT.bits == 4:
+            low, high = tl.split(tl.reshape(q, (1, TILE.chunk // 2, 2)))
+            columns = c * (TILE.chunk // 2) + tl.arange(0, TILE.chunk // 2)
+            tl.store(codes + codes_at[:, None] + columns[None, :], (low | (high << 4)).to(tl.uint8))
+        else:
+            tl.store(codes + codes_at[:, None] + (c * TILE.chunk + inner)[None, :], q)

@@ -94,6 +94,16 @@ def normalize(h, rs, g, DTYPE: tl.constexpr, HF: tl.constexpr, HW_ROUNDING: tl.c
 
 
 @triton.jit
+def quantized_norm(h, rs, g, DTYPE: tl.constexpr, MATH: tl.constexpr):
+    """The norm that is quantized: `normalize`, or that rounded once, as it would be stored."""
+    y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+    if MATH.stored:
+        return convert(y, DTYPE, MATH.hw_rounding)
+    else:
+        return y
+
+
+@triton.jit
 def factor(weight, weight_offset, MATH: tl.constexpr):
     """``gamma + weight_offset`` in float32; nothing is added where the offset is zero.
 
