@@ -208,7 +208,8 @@ def test_configurations_that_differ_have_different_names() -> None:
     builds: dict[str, Build] = {}
     flags = tuple(product((False, True), repeat=3))
     for flag, rounding, residual, round_sum in product(flags, ROUNDINGS, (None, BF16), (None, True, False)):
-        rule = ScaleRule("row", torch.float32, 0, False, *flag)
+        divides, least, bound = flag
+        rule = ScaleRule("row", torch.float32, divides=divides, has_least=least, bound_in_memory=bound)
         spec = row_spec(BF16, BF16, residual, None, rounding, "", (), E4M3FN.dtype, 448.0, rule, round_sum)
         build = build_for(spec, config, 1, True, records.H200)
         assert builds.setdefault(build.name, build) == build

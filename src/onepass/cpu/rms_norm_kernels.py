@@ -137,7 +137,8 @@ class RowKernel:
         self.least = args.number("min_scale") if "min_scale" in args else None
         number = load_scalar(f, torch.float32, args.integer("static_scale")) if "static_scale" in args else None
         static = spec.scale is not None and spec.scale.kind == "static"
-        self.static, self.overall = (number, None) if static else (None, number)
+        self.static = number if static else None
+        self.overall = None if static else number
         self.group_stride = args.integer("scale.group") if "scale.group" in args else None
         total, self.top = (Cell(f, zero) for zero in f.zeros())
         self.squares = SumOfSquares(total, Cell(f, f.zeros()[0]))

@@ -176,11 +176,24 @@ def largest(sizes: Tensor, group: int | None) -> Tensor:
 
 
 def scales(
-    actual: Tensor, low: Tensor, high: Tensor, bound: float | None, fp8_max: float, rule: ScaleRule, least: float = 0.0
+    actual: Tensor,
+    low: Tensor,
+    high: Tensor,
+    bound: float | None,
+    fp8_max: float,
+    rule: ScaleRule,
+    least: float = 0.0,
+    overall: float = 1.0,
 ) -> str | None:
-    """Stored scales against the bounds of amax; ``least`` is the smallest scale, and a NaN ``bound`` means none."""
+    """Stored scales against the bounds of amax.
+
+    ``least`` is the smallest scale, a NaN ``bound`` means none, and ``overall`` multiplies them all.
+    """
     bound = None if bound is None or math.isnan(bound) else float(torch.tensor(bound, dtype=torch.float32))
     ends = [(amax if bound is None else amax.clamp(max=bound)).clamp(min=0.0) / fp8_max for amax in (low, high)]
+    ends = [(end * overall).clamp(min=0.0) for end in ends]
+    if math.isnan(overall):
+        low = torch.full_like(low, math.nan)
     value = oracle.scale_values(actual)
     if actual.shape != low.shape:
         return f"scale shape {list(actual.shape)}, expected {list(low.shape)}"

@@ -219,16 +219,27 @@ def power_of_two_above(t: Tensor) -> Tensor:
     return torch.where(t.isnan(), torch.nan, torch.where(t == 0, 2.0**-127, power))
 
 
-def decode_table(bias: int) -> Tensor:
-    """The values of the codes 0 to 0x7E of an fp8 format with 4 exponent and 3 mantissa bits, then of 0x7F read as a number."""
-    code = torch.arange(128, dtype=torch.float64)
-    exponent, mantissa = torch.div(code, 8, rounding_mode="floor"), code % 8
-    return torch.where(exponent == 0, mantissa * 2.0 ** (-2 - bias), (8 + mantissa) * 2.0 ** (exponent - bias - 3))
+def power_of_two_below(t: Tensor) -> Tensor:
+    """The largest power of two that is at most ``t``, within 2**-127 to 2**127."""
+    exponent = (torch.frexp(t).exponent - 1).clamp(-127, 127)
+    power = torch.ldexp(torch.ones_like(t), exponent)
+    return torch.where(t.isnan(), torch.nan, torch.where(t == 0, 2.0**-127, power))
 
 
-def encode(values: Tensor, bias: int, fp8_max: float, nan_code: int, negative_zero: bool) -> Tensor:
-    """fp8 codes (uint8) of float64 values: saturating, round to nearest, ties to even."""
-    table = decode_table(bias).to(values.device)
+def decode_table(bias: int, mantissa: int = 3) -> Tensor:
+    """The values of the codes 0 to 0x7F of a float format, all of them read as numbers.
+
+    By default it has 4 exponent and 3 mantissa bits.
+    """
+    code, steps = torch.arange(128, dtype=torch.float64), 2**mantissa
+    exponent, rest = torch.div(code, steps, rounding_mode="floor"), code % steps
+    smallest = rest * 2.0 ** (1 - bias - mantissa)
+    return torch.where(exponent == 0, smallest, (steps + rest) * 2.0 ** (exponent - bias - mantissa))
+
+
+def encode(values: Tensor, bias: int, fp8_max: float, nan_code: int, negative_zero: bool, mantissa: int = 3) -> Tensor:
+    """Codes (uint8) of float64 values: saturating, round to nearest, ties to even. The sign is bit 7."""
+    table = decode_table(bias, mantissa).to(values.device)
     size = values.abs().clamp(max=fp8_max)
     upper = torch.searchsorted(table, size).clamp(max=127)
     lower = (upper - 1).clamp(min=0)
@@ -238,6 +249,12 @@ def encode(values: Tensor, bias: int, fp8_max: float, nan_code: int, negative_ze
     negative = values.signbit() & ((code != 0) | negative_zero)
     code = torch.where(negative, code | 0x80, code)
     return torch.where(values.isnan(), nan_code, code).to(torch.uint8)
+
+
+def nearest_code_value(values: Tensor, bias: int, largest: float, mantissa: int = 3) -> Tensor:
+    """Non-negative numbers rounded to a float format, saturating; NaN stays NaN."""
+    codes = encode(values, bias, largest, 0, True, mantissa)
+    return torch.where(values.isnan(), torch.nan, decode_table(bias, mantissa)[codes.long()])
 
 
 class Slots(NamedTuple):

@@ -1,4 +1,4 @@
-"""Cases of rms_norm and rms_norm_fused_fp8: inputs, calls and verification."""
+"""Cases of rms_norm, rms_norm_fused_fp8 and rms_norm_fused_quant: inputs, calls and verification."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import FLOATS, FP8_FORMATS, QUANTIZED, ScaleRule
-from ..ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8, rms_norm, rms_norm_fused_fp8
+from ..formats import FLOATS, FP8_FORMATS, QUANTIZED
+from ..ops.rms_norm import (
+    RMS_NORM,
+    RMS_NORM_FUSED_FP8,
+    RMS_NORM_FUSED_QUANT,
+    rms_norm,
+    rms_norm_fused_fp8,
+    rms_norm_fused_quant,
+)
 from ..prologues import add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
-from . import bounds, compare, oracle
+from . import bounds, compare
 from .batch_regime import assuming, others
 from .case import Case, grid, lay_out, moved, poisoned_like, set_special, to_cpu
 from .oracle import per_column
+from .quantized import Quantized, described, without_padding
 from .rms_norm_options import sum_cases, verify_division, vllm_cases
+from .rms_norm_quant import quant_cases
 from .samples import sample
 
 BF16, F16, F32 = FLOATS
@@ -172,7 +181,16 @@ def _fp8_cases(op: str) -> Iterator[Case]:
     yield from c("large", (2048,), 7168)
 
 
-CASES = (*_rms_norm_cases("rms_norm"), *_fp8_cases("rms_norm_fused_fp8"))
+CASES = (
+    *_rms_norm_cases("rms_norm"),
+    *_fp8_cases("rms_norm_fused_fp8"),
+    *quant_cases("rms_norm_fused_quant"),
+)
+_OPS: dict[str, Any] = {
+    "rms_norm": (RMS_NORM, rms_norm),
+    "rms_norm_fused_fp8": (RMS_NORM_FUSED_FP8, rms_norm_fused_fp8),
+    "rms_norm_fused_quant": (RMS_NORM_FUSED_QUANT, rms_norm_fused_quant),
+}
 
 
 # --- inputs and calls -----------------------------------------------------------------------------------------------
@@ -180,9 +198,9 @@ CASES = (*_rms_norm_cases("rms_norm"), *_fp8_cases("rms_norm_fused_fp8"))
 
 def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     """Keyword arguments of the public function."""
-    contract = RMS_NORM if case.op == "rms_norm" else RMS_NORM_FUSED_FP8
+    contract, _ = _OPS[case.op]
     options = dict(case.options)
-    static, bound = options.pop("static_scale", False), options.pop("bounded", None)
+    static, bound, overall = (options.pop(name, None) for name in ("static_scale", "bounded", "global_scale"))
     optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
     own = case.x if case.x in FLOATS else F32
     dtypes = {"x": own, "gamma": case.gamma or case.x, "residual": case.residual or own, "static_scale": F32}
@@ -196,6 +214,8 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
         tensors[name] = lay_out(tensors[name], case.layout)
     if bound is not None:
         tensors["scale_ub"] = torch.tensor(bound)
+    if overall is not None:
+        tensors["global_scale"] = torch.tensor(overall)
     if case.operands:
         generator = torch.Generator().manual_seed(seed)
         made = [torch.randn(_operand_shape(case, kind), generator=generator).to(own) for kind in case.operands]
@@ -225,13 +245,16 @@ def _set_values(tensors: dict[str, Tensor], case: Case) -> None:
 
 def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The public function's results as a tuple."""
-    result = (rms_norm if case.op == "rms_norm" else rms_norm_fused_fp8)(**arguments)
-    return result if isinstance(result, tuple) else (result,)
+    result = _OPS[case.op][1](**arguments)
+    result = result if isinstance(result, tuple) else (result,)
+    if case.options.get("scale_layout") == "128x4":
+        return result[0], without_padding(result[1], math.prod(case.lead)), *result[2:]
+    return result
 
 
 def result_names(case: Case) -> list[str]:
     """The output keyword of each result, in order."""
-    quantized = case.op == "rms_norm_fused_fp8"
+    quantized = case.op != "rms_norm"
     return _names(quantized, case.residual is not None, bool(case.options.get("return_norm")))
 
 
@@ -272,7 +295,7 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
 
 def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results of any call: every value lies between bounds."""
-    quantized, residual = results[0].dtype in FP8_FORMATS, host.get("residual")
+    quantized, residual = results[0].dtype not in FLOATS, host.get("residual")
     names = _names(quantized, residual is not None, bool(host.get("return_norm")))
     named, hf = dict(zip(names, results, strict=True)), host.get("rounding") == "hf"
     x, error, doubt = host["x"], compare.FLOAT32_ERROR, None
@@ -300,12 +323,17 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
     wrong = y.stored(named[shown]) if shown in named else None
     if wrong is not None:
         return f"{shown}: {wrong}"
-    return _verify_codes(host, named, h, rs, g, y, error, doubt) if quantized else None
+    if not quantized:
+        return None
+    if host.get("rounding") == "stored":
+        y = y.rounded(x.dtype)
+    q = described(host, named["out"], named["scale_output"])
+    return q if isinstance(q, str) else _verify_codes(host, q, h, rs, g, y, error, doubt)
 
 
 def _verify_codes(
     host: dict[str, Any],
-    named: dict[str, Tensor],
+    q: Quantized,
     h: Tensor,
     rs: Tensor,
     g: Tensor,
@@ -313,31 +341,28 @@ def _verify_codes(
     error: float,
     doubt: Tensor | None,
 ) -> str | None:
-    out, scale, group = named["out"], named["scale_output"], host.get("group_size")
-    fmt = FP8_FORMATS[out.dtype]
-    fp8_max = host.get("fp8_max") or fmt.max
-    divides, hf = host.get("quantize") == "divide", host.get("rounding") == "hf"
-    if "static_scale" in host:
-        stored = scale.double().reshape(()).expand(out.shape)
+    group, rule, n = q.rule.group or None, q.rule, q.codes.shape[-1]
+    normed = rule.divides or host.get("rounding", "once") != "once"
+    if rule.kind == "static":
+        stored = q.scale.double().reshape(()).expand(q.codes.shape)
     else:
         low, high = bounds.sizes(y)
-        if not (hf or divides):  # amax is that of h * g, times rs
+        if not normed:  # amax is that of h * g, times rs
             size = (h * g).abs()
             off = (size if doubt is None else (h.abs() + doubt) * g.abs()) * rs * error + bounds.FLOOR * rs
             if doubt is not None:
                 off = off + doubt * rs * g.abs() + size * rs * bounds.spread(doubt, rs)
             off = torch.where(size == 0, 0.0 if doubt is None else off, off)
             low, high = size * rs - off, size * rs + off
-        rule = ScaleRule("group" if group else "row", scale.dtype, group or 0, host.get("scale_format") == "ue8m0")
         bound = None if host.get("scale_ub") is None else float(host["scale_ub"])
         ends = bounds.largest(low, group), bounds.largest(high, group)
-        wrong = bounds.scales(scale, *ends, bound, fp8_max, rule, host.get("min_scale", 0.0))
+        wrong = bounds.scales(q.scale, *ends, bound, q.unit, rule, host.get("min_scale", 0.0), q.overall)
         if wrong is not None:
             return wrong
-        stored = oracle.scale_values(scale).repeat_interleave(group or out.shape[-1], -1)
-    if hf or divides:
+        stored = q.applied().repeat_interleave(group or n, -1)
+    if normed:
         stored = torch.where(rs.isnan(), torch.nan, stored)
-        codes = (bounds.codes_divided if divides else bounds.codes_rounded)(y, stored)
+        codes = (bounds.codes_divided if rule.divides else bounds.codes_rounded)(y, stored)
     else:
         codes = bounds.codes_once(h, rs, g, stored, error, doubt)
-    return compare.between(out, *codes, fmt, fp8_max)
+    return compare.between(q.codes, *codes, q.fmt, q.limit)

@@ -63,5 +63,6 @@ def quant(
     largest, e8m0 = torch.finfo(rule.dtype).max, rule.dtype == torch.float8_e8m0fnu
     e4m3 = rule.dtype == torch.float8_e4m3fn
     unit = fmt.largest_power if rule.floor and fmt is not None else facts[0]
-    scales = (rule.kind, rule.group, largest, rule.ue8m0, e8m0, normed, rule.divides, unit)
-    return Quant(*facts, hardware, *scales, *codes, rule.floor, e4m3, rule.has_global, rule.packing)
+    scales = (largest, rule.ue8m0, e8m0, normed, rule.divides, unit)
+    layout = (rule.floor, e4m3, rule.has_global, rule.packing)
+    return Quant(*facts, hardware, rule.kind, rule.group, *scales, *codes, *layout)

@@ -76,16 +76,16 @@ def pad_scales(scale, scale_at, step, n, present, QUANT: tl.constexpr):
 @triton.jit
 def _store_codes(pointer, start, values, first, n, present, TILE: tl.constexpr, QUANT: tl.constexpr):
     """Encode and store a tile whose columns are in order."""
-    q = encode(values, QUANT)
     if QUANT.bits == 4:
-        low, high = tl.split(tl.reshape(q, (TILE.rows, TILE.chunk // 2, 2)))
+        low, high = tl.split(tl.reshape(encode(values, QUANT), (TILE.rows, TILE.chunk // 2, 2)))
         columns = first // 2 + tl.arange(0, TILE.chunk // 2)
         mask = present[:, None] & (columns < n // 2)[None, :]
-        tl.store(pointer + start[:, None] + columns[None, :], (low | (high << 4)).to(tl.uint8), mask=mask)
+        q = (low | (high << 4)).to(tl.uint8)
     else:
         columns = first + tl.arange(0, TILE.chunk)
         mask = present[:, None] & (columns < n)[None, :]
-        tl.store(pointer + start[:, None] + columns[None, :], q, mask=mask)
+        q = encode(values, QUANT)
+    tl.store(pointer + start[:, None] + columns[None, :], q, mask=mask)
 
 
 @triton.jit
