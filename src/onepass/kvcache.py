@@ -5,12 +5,17 @@ A cache has pages of ``page_size`` entries. The entry of token p of request b is
     page = lookup_table[b, p // page_size]        entry = p % page_size        slot = page * page_size + entry
 
 A *slot* identifies an entry by one number. A negative slot means no entry.
+
+The columns of an entry have one dtype ("plain"), or they are packed into 656 bytes ("fp8_ds_mla", what
+vLLM and FlashMLA store for DeepSeek-V3.2)::
+
+    512 float8_e4m3fn codes of the latent | 4 float32 scales, one per 128 codes | 64 bfloat16 columns of k
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, NoReturn
+from typing import Final, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,12 +28,23 @@ from .formats import FLOATS, FP8_FORMATS
 CACHE_DTYPES: Final = (*FP8_FORMATS, *FLOATS)
 INDEX_DTYPES: Final = (torch.uint32, torch.int32, torch.int64)
 
+EntryFormat = Literal["plain", "fp8_ds_mla"]
+ENTRY_FORMATS: Final[tuple[EntryFormat, ...]] = ("plain", "fp8_ds_mla")
+DS_MLA: Final[EntryFormat] = "fp8_ds_mla"
+DS_MLA_COLUMNS: Final = (512, 64)
+"""Columns of the latent, and columns after it."""
+DS_MLA_TILE: Final = 128
+"""Columns of the latent that share a scale."""
+DS_MLA_BYTES: Final = 656
+
 
 class PagedKVCache:
     """A paged cache: ``blocks`` [pages, page_size, columns], and each request's length and pages.
 
     ``blocks`` is fp8, bfloat16, float16 or float32 with contiguous columns. Pages and entries may have
-    any stride, so it can be one layer's view of a larger cache. ``cache_lengths`` [requests] counts each
+    any stride, so it can be one layer's view of a larger cache. Engines that allocate bytes pass uint8
+    blocks and ``blocks_dtype``, that of the columns; the cache then has a view of that dtype. With the
+    ``entry_format`` "fp8_ds_mla", blocks are uint8 with 656 bytes per entry. ``cache_lengths`` [requests] counts each
     request's tokens and ``lookup_table`` [requests, max pages] lists its pages in order. Both are uint32,
     int32 or int64, and entries of the table that no token needs yet may have any value. Without these
     two, every call needs ``slot_mapping``.
@@ -59,15 +75,16 @@ class PagedKVCache:
         lookup_table: Tensor | None = None,
         *,
         page_size: int | None = None,
+        blocks_dtype: torch.dtype | None = None,
+        entry_format: EntryFormat = "plain",
     ) -> None:
-        _check_tensor("blocks", blocks, "[pages, page_size, columns]", 3, CACHE_DTYPES)
+        blocks = _entries(blocks, blocks_dtype, entry_format)
         if blocks.shape[1] < 1:
             _fail("blocks", "have at least one entry per page", str(list(blocks.shape)))
-        if blocks.stride(2) != 1 and blocks.shape[2] != 1:
-            _fail("blocks", "have a contiguous last dimension", f"strides {blocks.stride()}")
         if page_size is not None and (not isinstance(page_size, int) or page_size != blocks.shape[1]):
             _fail("page_size", f"be the page size of blocks, {blocks.shape[1]}", describe(page_size))
         self.blocks = blocks
+        self.entry_format = entry_format
         self.cache_lengths = cache_lengths
         self.lookup_table = lookup_table
         self.page_size: int = blocks.shape[1]
@@ -96,6 +113,8 @@ class PagedKVCache:
         *,
         table_width: int | None = None,
         dtype: torch.dtype = torch.int32,
+        blocks_dtype: torch.dtype | None = None,
+        entry_format: EntryFormat = "plain",
     ) -> PagedKVCache:
         """Create a cache from the slots [tokens] of all its tokens, one request after another.
 
@@ -110,7 +129,7 @@ class PagedKVCache:
         (tensor([[ 2,  0],
                  [ 1, -1]], dtype=torch.int32), tensor([3, 2], dtype=torch.int32))
         """
-        _check_tensor("blocks", blocks, "[pages, page_size, columns]", 3, CACHE_DTYPES)
+        blocks = _entries(blocks, blocks_dtype, entry_format)
         _check_tensor("slots", slots, "[tokens]", 1, (torch.int32, torch.int64))
         _check_tensor("input_row_offsets", input_row_offsets, "[requests + 1]", 1, INDEX_DTYPES)
         if not isinstance(dtype, torch.dtype) or dtype not in INDEX_DTYPES:
@@ -136,7 +155,8 @@ class PagedKVCache:
         table = torch.full((counts.shape[0], width), -1)
         begins = within == 0
         table[request[begins], index[begins] // size] = slot_of[begins] // size
-        return cls(blocks, counts.to(dtype).to(blocks.device), table.to(dtype).to(blocks.device))
+        tables = (t.to(dtype).to(blocks.device) for t in (counts, table))
+        return cls(blocks, *tables, entry_format=entry_format)
 
     def slot_mapping(self, input_row_offsets: Tensor, tokens: int | None = None) -> Tensor:
         """The slots [tokens] int64 of the tokens that follow those in the cache; -1 for a token without one.
@@ -200,6 +220,28 @@ class PagedKVCache:
         return f"PagedKVCache({list(self.blocks.shape)} {short(self.blocks.dtype)} on {self.blocks.device}, {requests})"
 
 
+def _entries(blocks: Tensor, dtype: torch.dtype | None, entry_format: EntryFormat) -> Tensor:
+    """The blocks in the dtype of their columns; packed entries stay bytes."""
+    if entry_format not in ENTRY_FORMATS:
+        _fail("entry_format", f"be {' or '.join(map(repr, ENTRY_FORMATS))}", describe(entry_format))
+    packed = entry_format == DS_MLA
+    if dtype is not None and (packed or dtype not in CACHE_DTYPES):
+        allowed = "None with fp8_ds_mla" if packed else " or ".join(short(d) for d in CACHE_DTYPES)
+        _fail("blocks_dtype", f"be {allowed}", describe(dtype))
+    allowed_dtypes = (torch.uint8,) if packed else CACHE_DTYPES if dtype is None else (torch.uint8, dtype)
+    _check_tensor("blocks", blocks, "[pages, page_size, columns]", 3, allowed_dtypes)
+    if blocks.stride(2) != 1 and blocks.shape[2] != 1:
+        _fail("blocks", "have a contiguous last dimension", f"strides {blocks.stride()}")
+    if packed and blocks.shape[2] != DS_MLA_BYTES:
+        _fail("blocks", f"have {DS_MLA_BYTES} bytes per entry", str(blocks.shape[2]))
+    if dtype is None or blocks.dtype == dtype:
+        return blocks
+    bytes_of = (blocks.shape[2], blocks.storage_offset(), *blocks.stride()[:2])
+    if any(number % dtype.itemsize for number in bytes_of):
+        _fail("blocks", f"have entries of whole, aligned columns of {dtype.itemsize} bytes", describe(blocks))
+    return blocks.view(dtype)
+
+
 def gather_mla(
     cache: PagedKVCache,
     request: int,
@@ -210,7 +252,8 @@ def gather_mla(
 ) -> Tensor:
     """A request's entries [length, columns] in order, times their scale, as `fused_rope_rmsnorm_quantization` wrote them.
 
-    ``kv_scale`` and ``per_token_scale`` must be those of the write. The product is computed in float32 and
+    ``kv_scale`` and ``per_token_scale`` must be those of the write; entries of the format "fp8_ds_mla" contain
+    their scales. The product is computed in float32 and
     rounded once, to ``dtype``. Plain torch on the cache's device; the length is read on the host.
 
     >>> import torch, onepass
@@ -243,6 +286,10 @@ def gather_mla(
     length = int(lengths[request])
     pages = table[request].long()[: -(-length // cache.page_size)]
     dtype_of_blocks = cache.blocks.dtype
+    if cache.entry_format == DS_MLA:
+        if kv_scale is not None or per_token_scale is not None:
+            fail("kv_scale" if per_token_scale is None else "per_token_scale", "be None with fp8_ds_mla", "a tensor")
+        return _unpacked(cache.blocks[pages].flatten(0, 1)[:length]).to(dtype)
     indexable = cache.blocks.view(torch.uint8) if dtype_of_blocks in FP8_FORMATS else cache.blocks
     entries = indexable[pages].flatten(0, 1)[:length].view(dtype_of_blocks).float()
     if per_token_scale is not None:
@@ -250,6 +297,15 @@ def gather_mla(
     elif kv_scale is not None:
         entries = entries * kv_scale.reshape(())
     return entries.to(dtype)
+
+
+def _unpacked(entries: Tensor) -> Tensor:
+    """The columns of packed entries [tokens, 656], in float32."""
+    latent, rope = DS_MLA_COLUMNS
+    codes, scales, rest = entries.split((latent, latent // DS_MLA_TILE * 4, 2 * rope), -1)
+    tiles = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (-1, DS_MLA_TILE))
+    values = tiles * scales.contiguous().view(torch.float32).unsqueeze(-1)
+    return torch.cat((values.flatten(-2), rest.contiguous().view(torch.bfloat16).float()), -1)
 
 
 def table_fault(

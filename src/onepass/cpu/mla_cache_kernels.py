@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ..formats import FP8_FORMATS, ScaleRule
-from ..specs.mla_cache import MAX_LATENT, MAX_ROPE, MlaRows, MlaSpec
+from ..formats import FP8_FORMATS, SMALLEST_SCALE, ScaleRule
+from ..specs.mla_cache import MAX_LATENT, MAX_ROPE, TILE, MlaRows, MlaSpec
 from .emit import bits
 from .emit.bits import load_row, round_to, store_row
 from .emit.function import Arguments, Cell, Function, Module
@@ -300,30 +300,52 @@ class TokenKernel:
         page, slot = self.page.get(), self.slot.get()
         out = self.address("blocks", page * n["block_page"] + slot * n["block_entry"], spec.cache)
         scale = None
+        if spec.scale == "tile":
+            self.write_tiles(out)
+            return
         if spec.scale == "tensor":
             scale = bits.load_scalar(f, torch.float32, self.args.integer("kv_scale.at"))
         elif spec.scale == "token":
-            scale = self.make_scale()
+            scale = self.make_scale(f.index(0), self.columns)
             at = page * n["scale_page"] + slot * n["scale_entry"]
             bits.store_scalar(f, torch.float32, scale, self.address("token_scale", at, torch.float32))
 
         def body(at: Int, mask: Bool | None) -> None:
             value = self.get(at, mask)
-            if scale is not None:  # a quotient beyond float32 saturates like the largest number
-                zero = scale.eq(0.0) & value.eq(value)
-                value = zero.where(value.number(0.0), value / scale)
+            if scale is not None:
+                value = bits.quotient(value, scale)
             store_row(f, spec.cache, value, out + at * spec.cache.itemsize, mask, False)
 
         each_block(f, f.index(0), self.columns, body)
 
-    def make_scale(self) -> Float:
-        """The entry's own scale."""
+    def write_tiles(self, out: Int) -> None:
+        """Store the codes and scales of the latent's tiles, then the other columns in bfloat16."""
+        f, dtype, latent = self.f, self.spec.cache, self.n["latent"]
+        scales = out + latent
+        rest = scales + latent // TILE * 4
+        with f.loop(f.index(0), latent, TILE) as first:
+            scale = self.make_scale(first, first + TILE, SMALLEST_SCALE)
+            bits.store_scalar(f, torch.float32, scale, scales + first // TILE * 4)
+
+            def encode(at: Int, mask: Bool | None) -> None:
+                store_row(f, dtype, bits.quotient(self.get(at, mask), scale), out + at, mask, False)
+
+            each_block(f, first, first + TILE, encode)
+
+        def copy(at: Int, mask: Bool | None) -> None:
+            store_row(f, torch.bfloat16, self.get(latent + at, mask), rest + at * 2, mask, False)
+
+        each_block(f, f.index(0), self.n["rope"], copy)
+
+    def make_scale(self, begin: Int, end: Int, least: float | None = None) -> Float:
+        """The scale of some columns of the entry."""
         f = self.f
         self.top.set(f.zeros()[1])
 
         def body(at: Int, mask: Bool | None) -> None:
             self.top.set(self.top.get().max(bits.magnitude(self.get(at, mask))))
 
-        each_block(f, f.index(0), self.columns, body)
+        each_block(f, begin, end, body)
         amax = self.top.get().max_lane().float()
-        return bits.make_scale(_SCALE, FP8_FORMATS[self.spec.cache].max, amax, amax.number(float("inf")))
+        limits = amax.number(float("inf")), None if least is None else amax.number(least)
+        return bits.make_scale(_SCALE, FP8_FORMATS[self.spec.cache].max, amax, *limits)

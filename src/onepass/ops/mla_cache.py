@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..kvcache import PagedKVCache, gather_mla
+from ..kvcache import DS_MLA, PagedKVCache, gather_mla
 from ..rope import RopeStyle
 from ..specs.mla_cache import MlaCall, MlaRounding, MlaSpec, ScaleKind, mla_spec
 from .mla_cache_call import run_mla
@@ -46,14 +46,17 @@ def _write_cache(spec_cache: dict[object, MlaSpec], a: Any) -> None:
         table = None
         if positions is not None or not turned:
             offsets = lengths = None
-    tensors = (a.q_rope, a.q_rope_output, a.kv, a.gamma, a.blocks, freqs, offsets, lengths, table, slots, positions)
-    dtypes = tuple([None if t is None else t.dtype for t in tensors])
     scale: ScaleKind = "tensor" if a.kv_scale is not None else "token" if a.per_token_scale is not None else "none"
+    blocks = a.blocks
+    if a.entry_format == DS_MLA:
+        blocks, scale = blocks.view(torch.float8_e4m3fn), "tile"
+    tensors = (a.q_rope, a.q_rope_output, a.kv, a.gamma, blocks, freqs, offsets, lengths, table, slots, positions)
+    dtypes = tuple([None if t is None else t.dtype for t in tensors])
     spec = spec_cache.get((dtypes, scale))
     if spec is None:
         spec = spec_cache[dtypes, scale] = mla_spec(*dtypes, a.rope_style, scale, a.rounding)
     indices = (offsets, lengths, table, slots, positions)
-    cache = (a.kv_scale, a.q_rope_output, a.blocks, a.per_token_scale)
+    cache = (a.kv_scale, a.q_rope_output, blocks, a.per_token_scale)
     call = MlaCall(spec, a.q_rope, a.kv, a.gamma, freqs, *indices, *cache, a.epsilon, a.weight_offset)
     run_mla(FUSED_ROPE_RMSNORM_QUANTIZATION, call, turned)
 
@@ -87,7 +90,7 @@ def fused_rope_rmsnorm_quantization(
     ``q_rope`` [T, H, R] and ``q_rope_output`` may be slices of wider tensors, and the output may be
     q_rope itself. With None it is allocated, contiguous, in ``q_dtype`` (default: q_rope's dtype). An
     fp8 output is cast with saturation. ``kv`` [T, L + R] is a latent of gamma's length and R columns
-    that are rotated like q's; its rows may be slices too. H is at most 256, R 256 and L 2048; L may be
+    that are rotated like q's; its rows may be slices too. H is at most 256, R 1024 and L 2048; L may be
     odd, R may be 0. With ``kv_norm_dim``, which must be gamma's length, kv may have more columns: those
     between the normed ones and the last R are converted to the cache's dtype (and scaled) without
     norm or rotation.
@@ -104,8 +107,9 @@ def fused_rope_rmsnorm_quantization(
     freqs_cis may be None), in pairs of neighbours ("interleaved") or of i and i + rope_dim/2 ("half").
 
     An fp8 cache may have ``kv_scale``, one float32 that entries are divided by, or ``per_token_scale``
-    [pages, page_size] float32, which receives ``amax / fp8_max`` of each entry written. `gather_mla`
-    reads entries back.
+    [pages, page_size] float32, which receives ``amax / fp8_max`` of each entry written. A cache of format
+    "fp8_ds_mla" (`PagedKVCache`) has a scale for each 128 columns of the latent in the entry itself.
+    `gather_mla` reads entries back.
 
     Rounding: "once" rounds at the store and nowhere else; "reference" rounds ``x * rs`` to kv's dtype,
     its product with gamma again, and rotated values to their input's dtype, then scales and casts. A
@@ -131,5 +135,5 @@ def fused_rope_rmsnorm_quantization(
     inputs = (q_rope, kv, gamma, freqs_cis)
     indices = (input_row_offsets, k_cache.cache_lengths, k_cache.lookup_table, slot_mapping, positions)
     cache = (kv_scale, k_cache.blocks, per_token_scale)
-    options = (epsilon, rope_style, rope_dim, weight_offset, rounding, q_dtype, kv_norm_dim)
+    options = (epsilon, rope_style, rope_dim, weight_offset, rounding, q_dtype, kv_norm_dim, k_cache.entry_format)
     return cast(Tensor, _write.call(*inputs, *indices, *cache, *options, q_rope_output)[0])

@@ -6,7 +6,7 @@ import torch
 
 from ..contract.declaration import Arg, Contract, Option, Out, Rule
 from ..formats import FLOATS, FP8_FORMATS
-from ..kvcache import CACHE_DTYPES, INDEX_DTYPES
+from ..kvcache import CACHE_DTYPES, DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, ENTRY_FORMATS, INDEX_DTYPES
 from ..rope import STYLES
 from ..specs.mla_cache import MAX_HEADS, MAX_LATENT, MAX_ROPE
 from .options import WEIGHT_OFFSET, eps, output_dtype
@@ -21,6 +21,11 @@ _NO_FREQS = "freqs_cis is not None or rope_dim == 0 or (R == 0 and rope_dim is N
 _ALL_COLUMNS = "C == L + R or (kv_norm_dim is not None and C > L + R)"
 _ONE_MORE = "input_row_offsets is None or cache_lengths is None or O == B + 1"
 _Q_DTYPE = "dtype of the result; None: that of q_rope_output, or q_rope's"
+_CACHES = (*CACHE_DTYPES, torch.uint8)
+_PACKED = f"entry_format == '{DS_MLA}'"
+_DS_MLA_KV = "have {} columns and then q_rope's {} with {}".format(*DS_MLA_COLUMNS, DS_MLA)
+_FITS = f"(C - R, R) == {DS_MLA_COLUMNS}"
+_ALIGNED = "(blocks.storage_offset() | blocks.stride(0) | blocks.stride(1)) % 4 == 0"
 _EVEN = "E % 2 == 0 and E <= R and (freqs_cis is None or E <= W)"
 
 
@@ -45,7 +50,7 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         "slot_mapping": _index("T", "slot of each token; negative: none", _SIGNED),
         "positions": _index("T", "row of freqs_cis of each token", _SIGNED),
         "kv_scale": Arg("", "what entries are divided by", _F32, optional=True, layout="any", sample="positive"),
-        "blocks": Arg("P S C", "pages of entries, written", CACHE_DTYPES, mutable=True),
+        "blocks": Arg("P S Z", "pages of entries, written; kv's columns, or bytes", _CACHES, mutable=True),
         "per_token_scale": Arg("P S", "receives each entry's divisor", _F32, optional=True, layout="any", mutable=True),
     },
     options={
@@ -56,6 +61,7 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         "rounding": Option("str", "once", "where values are rounded", choices=("once", "reference")),
         "q_dtype": Option("ScalarType", None, _Q_DTYPE, Q_DTYPES, optional=True),
         "kv_norm_dim": _integer("normed columns of kv; None: all but q_rope's", "kv_norm_dim > 0"),
+        "entry_format": Option("str", "plain", "one dtype, or codes, scales and bfloat16", choices=ENTRY_FORMATS),
     },
     sizes={"E": "0 if freqs_cis is None or rope_dim == 0 else W if rope_dim is None else rope_dim"},
     outs={"q_rope_output": Out("T H R", "q_dtype or dtype_of(q_rope_output, q_rope)", "rotated q", "q_rope_output")},
@@ -74,6 +80,11 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         Rule(f"lookup_table is not None or {_PLACED}", "lookup_table", "be given unless slot_mapping is"),
         Rule(_ONE_MORE, "input_row_offsets", "have one element more than cache_lengths"),
         Rule("S > 0", "blocks", "have at least one entry per page"),
+        Rule(f"Z == C or {_PACKED}", "blocks", "have kv's columns, C={C}"),
+        Rule(f"(blocks.dtype == torch.uint8) == ({_PACKED})", "blocks", f"be uint8 with {DS_MLA}, and only then"),
+        Rule(f"not ({_PACKED}) or {_FITS}", "kv", _DS_MLA_KV),
+        Rule(f"not ({_PACKED}) or Z == {DS_MLA_BYTES}", "blocks", f"have {DS_MLA_BYTES} bytes per entry with {DS_MLA}"),
+        Rule(f"not ({_PACKED}) or {_ALIGNED}", "blocks", f"have entries that begin on 4 bytes with {DS_MLA}"),
         Rule("kv_scale is None or blocks.dtype in FP8", "kv_scale", "be None unless the cache is fp8"),
         Rule("per_token_scale is None or blocks.dtype in FP8", "per_token_scale", "be None unless the cache is fp8"),
         Rule("per_token_scale is None or kv_scale is None", "per_token_scale", "be None with kv_scale"),
@@ -85,5 +96,5 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
     ),
     replaces={"q_rope_output": ("q_rope",)},
     in_place=True,
-    carried={"k_cache": ("blocks", "cache_lengths", "lookup_table")},
+    carried={"k_cache": ("blocks", "cache_lengths", "lookup_table", "entry_format")},
 )

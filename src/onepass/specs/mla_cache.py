@@ -18,14 +18,19 @@ from torch import Tensor
 
 from ..rope import RopeStyle
 
+TILE: Final = 128
+"""Columns of a latent that share a scale."""
 MAX_LATENT: Final = 2048
-MAX_ROPE: Final = 256
+MAX_ROPE: Final = 1024
 MAX_HEADS: Final = 256
 
 MlaRounding = Literal["once", "reference"]
 """Round once, at the store; or, like the kernel this op is named after, first round every product to its input's dtype."""
-ScaleKind = Literal["none", "tensor", "token"]
-"""What entries are divided by: nothing, one given number, or one number per entry, which is stored too."""
+ScaleKind = Literal["none", "tensor", "token", "tile"]
+"""What entries are divided by: nothing, one given number, or one number per entry, which is stored too.
+
+tile: the entry has the format "fp8_ds_mla", with one number for each `TILE` columns of the latent.
+"""
 
 
 @dataclass(frozen=True, eq=False)

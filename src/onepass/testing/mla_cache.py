@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from ..formats import FP8_FORMATS, ScaleRule
-from ..kvcache import PagedKVCache
+from ..formats import E4M3FN, FP8_FORMATS, SMALLEST_SCALE, ScaleRule
+from ..kvcache import DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, DS_MLA_TILE, PagedKVCache
 from ..ops.mla_cache import fused_rope_rmsnorm_quantization
 from . import bounds, compare, oracle
 from .bounds import Bounds
@@ -139,14 +139,17 @@ def _as_index(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cache(case: MlaCase, pages: int, generator: torch.Generator) -> dict[str, Any]:
     """Blocks and the tokens' scales, filled with noise; with "slices" in entries that are wider and shared."""
-    size = (case.latent + case.rope) * case.cache.itemsize
+    packed = case.scale == "tile"
+    size = DS_MLA_BYTES if packed else (case.latent + case.rope) * case.cache.itemsize
     room = {
         "contiguous": size,
         "transposed": size,
         "slices": (size + 31) & -16,
-        "misaligned": size + 3 * case.cache.itemsize,
+        "misaligned": size + (4 if packed else 3 * case.cache.itemsize),
     }
     parent = _noise(generator, pages, case.page, room[case.layout])
+    if packed:
+        return {"blocks": parent[..., :size]}
     found = {"blocks": parent.view(case.cache)[..., : case.latent + case.rope]}
     if case.scale == "token":
         if case.layout == "slices":
@@ -171,7 +174,7 @@ def call(case: MlaCase, arguments: dict[str, Any], way: Way = "given") -> tuple[
 def call_with(case: MlaCase, arguments: dict[str, Any], way: Way = "given") -> tuple[Tensor, ...]:
     """The same after a call with the arguments themselves."""
     given = dict(arguments)
-    cache = PagedKVCache(given.pop("blocks"))
+    cache = PagedKVCache(given.pop("blocks"), entry_format=DS_MLA if case.scale == "tile" else "plain")
     cache.cache_lengths, cache.lookup_table = given.pop("cache_lengths"), given.pop("lookup_table")  # unchecked
     out, q = given.pop("q_rope_output"), given.pop("q_rope")
     freqs, offsets = given.pop("freqs_cis", None), given.pop("input_row_offsets")
@@ -239,6 +242,8 @@ def verify(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]
         return wrong
     here = slots.slot >= 0
     entry, written = _entry(host, here, slots.position), slots.slot[here]
+    if blocks.dtype == torch.uint8:
+        return packed_fault(entry, blocks.flatten(0, 1)[written])
     got = blocks.view(torch.uint8).flatten(0, 1)[written].view(blocks.dtype)
     fmt = FP8_FORMATS.get(blocks.dtype)
     if fmt is not None and (scales or "kv_scale" in host):
@@ -252,6 +257,24 @@ def verify(case: MlaCase, arguments: dict[str, Any], results: tuple[Tensor, ...]
         entry = bounds.product_error(*(_divided(end, divisor) for end in entry))
     wrong = compare.between(got, *entry, fmt)
     return wrong and f"entries: {wrong}"
+
+
+def packed_fault(entry: Bounds, got: Tensor) -> str | None:
+    """None, or what is wrong with entries of the format "fp8_ds_mla": codes, scales, and columns in bfloat16."""
+    latent, rope = DS_MLA_COLUMNS
+    codes, scales, rest = got.split((latent, latent // DS_MLA_TILE * 4, 2 * rope), -1)
+    wrong = entry.part(slice(latent, None)).stored(rest.contiguous().view(torch.bfloat16))
+    if wrong is not None:
+        return f"entries: {wrong}"
+    tiles, stored = entry.part(slice(latent)), scales.contiguous().view(F32)
+    low, high = (bounds.largest(t, DS_MLA_TILE) for t in bounds.sizes(tiles))
+    wrong = bounds.scales(stored, low, high, None, E4M3FN.max, ScaleRule("group", F32), least=SMALLEST_SCALE)
+    if wrong is not None:
+        return wrong
+    divisor = stored.repeat_interleave(DS_MLA_TILE, -1)
+    quotients = bounds.product_error(*(_divided(end, divisor) for end in tiles))
+    wrong = compare.between(codes.contiguous().view(E4M3FN.dtype), *quotients, E4M3FN)
+    return wrong and f"codes: {wrong}"
 
 
 def slots_of(host: dict[str, Any], blocks: Tensor) -> oracle.Slots:

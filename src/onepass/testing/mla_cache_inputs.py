@@ -100,7 +100,10 @@ def _cases() -> Iterator[MlaCase]:
     yield from c("widths", latent=[1, 2, 31, 33, 127, 129, 577, 1000, 1536, 2047, 2048])
     for rope, turned in ((2, None), (6, None), (34, 18), (96, 64), (128, None), (250, 200), (256, None), (64, 2)):
         yield from c("widths", rope=rope, turned=turned, style=styles, latent=96)
+    for rope, turned in ((258, 40), (576, None), (1024, 1024)):
+        yield from c("widths", rope=rope, turned=turned, style=styles, latent=96, scale="token")
     yield from c("heads", ((3, 2), (0, 1)), [1, 2, 3, 7, 65, 256])
+    yield from c("heads", ((3, 2), (0, 1)), [1, 5], rope=[512, 1000], turned=64, out=FP8, layout="slices")
     # dtypes
     for q in FLOATS:
         yield from c("dtypes", q=q, kv=q, gamma=q)
@@ -132,6 +135,17 @@ def _cases() -> Iterator[MlaCase]:
         yield from c("scales", latent=latent, rope=rope, cache=[FP8, FNUZ], scale=["tensor", "token"])
     yield from c("scales", kv=F32, gamma=F32, scale="token")
     yield from c("scales", scale="token", layout="slices", latent=512)
+    # entries of 656 bytes
+    packed = partial(c, "packed", latent=512, rope=64, scale="tile")
+    for kv in FLOATS:
+        yield from packed(q=kv, kv=kv, gamma=F32, style=styles)
+    yield from packed(((70, 1),), 128, page=64, options=rounded)
+    yield from packed(RAGGED, 16, page=64, slots=I64, positions=I64, layout=["slices", "misaligned"])
+    yield from packed(turned=[0, 18], page=5, padding=(1, 2), layout="transposed")
+    yield from packed(normed=384, options=rounded | {"weight_offset": 1.0})
+    yield from packed(out=FP8, style="half", options={"epsilon": 1e-3})
+    yield from packed(((0, 16),), kv=[BF16, F32], gamma=BF16, values="special", options=[{}, {"epsilon": 0.0}])
+    yield from packed(RAGGED, fault="pages")
     # options
     yield from c("options", options=[{"weight_offset": 1.0}, {"epsilon": 1e-3}])
     yield from c("reference", options=rounded)
@@ -171,6 +185,7 @@ def _cases() -> Iterator[MlaCase]:
     yield from c("large", ((0, 150), (13, 0), (900, 37), (100, 1)), 128, 512, page=64)
     yield from c("large", ((0, 2000),), 1, 512, page=64, scale="token", layout="slices")
     yield from c("large", ((0, 2000),), 2, 512, normed=384, page=64)
+    yield from c("large", ((0, 700), (50, 30)), 16, 512, page=64, scale="tile")
 
 
 CASES = tuple(_cases())

@@ -10,6 +10,7 @@ import torch
 from ..errors import ContractError, Unsupported
 from ..fastpath import replay
 from ..formats import FP8_FORMATS
+from ..specs.mla_cache import TILE as COLUMNS_PER_SCALE
 from ..specs.mla_cache import MlaCall, MlaRows, MlaSpec
 from .chip import Chip
 from .compiler import Build
@@ -29,9 +30,9 @@ MlaTensors = namedtuple(
 )
 MlaNumbers = namedtuple("MlaNumbers", "kv_programs page_shift early eps weight_offset")
 """Programs of kv, log2 of the page size, programs for an early start, and two floats."""
-MlaMath = namedtuple("MlaMath", "rope turned half reference scale paged full part packed split hw_rounding pdl")
+MlaMath = namedtuple("MlaMath", "rope turned half reference scale group paged full part packed split hw_rounding pdl")
 """What a kernel computes. ``turned`` of ``rope`` columns rotate; ``half``: pairs are half of these
-apart. `Known` documents the rest.
+apart. ``group`` columns share a scale of kind "tile". `Known` documents the rest.
 """
 
 _SIZES: Final = MlaRows._fields[:11]
@@ -114,6 +115,7 @@ def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: K
             half=rotates and half,
             reference=spec.rounding == "reference",
             scale=spec.scale,
+            group=COLUMNS_PER_SCALE,
             paged=known.paged,
             full=known.full,
             part=known.part,
@@ -124,6 +126,7 @@ def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: K
         ),
         "TILE": config._replace(width=max(1, config.width), early=0, registers=0),
         "CACHE": quant(FP8_FORMATS.get(spec.cache), chip),
+        "K_OUT": quant(None if spec.scale == "tile" else FP8_FORMATS.get(spec.cache), chip),
         "Q_OUT": quant(FP8_FORMATS.get(spec.q_out), chip),
     }
     divisible: dict[str, int] = {"rows.latent": 16} if known.kv and not known.full else {}

@@ -144,9 +144,23 @@ def _scale_of(y, a, b, rest, MATH: tl.constexpr, CACHE: tl.constexpr):
 
 
 @triton.jit
-def _kv_tile(tile, tensors, rows, numbers, TILE: tl.constexpr, MATH: tl.constexpr, CACHE: tl.constexpr):
+def _tile_scales(y, GROUP: tl.constexpr, BLOCK: tl.constexpr, CACHE: tl.constexpr, HW_ROUNDING: tl.constexpr):
+    """The scale of each GROUP columns of a latent, and the latent divided by them. Scales are at
+    least 2**-126.
+    """
+    tiles = tl.reshape(y, (BLOCK // GROUP, GROUP))
+    amax = tl.max(magnitude(tiles), axis=1).to(tl.float32, bitcast=True)
+    scale = make_scale(amax, float("inf"), 1.1754943508222875e-38, CACHE, tl.float32, HW_ROUNDING)
+    return scale, tl.reshape(quotient(tiles, scale[:, None]), (1, BLOCK))
+
+
+@triton.jit
+def _kv_tile(
+    tile, tensors, rows, numbers,
+    TILE: tl.constexpr, MATH: tl.constexpr, CACHE: tl.constexpr, K_OUT: tl.constexpr,
+):  # fmt: skip
     """The entries of ``kv_tokens`` tokens. ``part``: the first ``normed`` columns are normed, the
-    others stored unchanged.
+    others stored unchanged. Scale "tile": an entry is codes, scales, and columns encoded as K_OUT.
     """
     kv, gamma, slots, positions = tensors.kv, tensors.gamma, tensors.slots, tensors.positions
     latent, normed, eps = rows.latent, rows.normed, numbers.eps
@@ -239,7 +253,9 @@ def _kv_tile(tile, tensors, rows, numbers, TILE: tl.constexpr, MATH: tl.constexp
                 given = _scale_of(y, y, y, y, MATH, CACHE)
             at = tensors.token_scale + page * rows.scale_page + entry * rows.scale_entry
             tl.store(at + tl.arange(0, 1), given, mask=valid)
-        if MATH.scale != "none":
+        if MATH.scale == "tile":
+            given, y = _tile_scales(y, MATH.group, BLOCK, CACHE, HW)
+        elif MATH.scale != "none":
             y = quotient(y, given[:, None])
             if ROPE > 0:
                 a = quotient(a, given[:, None])
@@ -251,14 +267,21 @@ def _kv_tile(tile, tensors, rows, numbers, TILE: tl.constexpr, MATH: tl.constexp
         else:
             mask = valid & (columns < latent)
         tl.store(out + columns, encode(y, tensors.blocks, CACHE, HW), mask=mask)
-        if ROPE > 0:
+        if MATH.scale == "tile":
+            COUNT: tl.constexpr = BLOCK // MATH.group
+            scales = (out + BLOCK).to(tl.pointer_type(tl.float32))
+            tl.store(scales + tl.arange(0, COUNT), given, mask=valid & (tl.arange(0, COUNT) >= 0))
+            after = (out + BLOCK + 4 * COUNT).to(tl.pointer_type(tl.bfloat16))
+            write_rope(after, only, there & valid, 0, a, b, rest, True, K_OUT, MATH)
+        elif ROPE > 0:
             write_rope(out, only, there & valid, n, a, b, rest, True, CACHE, MATH)
 
 
 @triton.jit
 def _mla_rope_norm_kernel(
-    tensors, rows, numbers, TILE: tl.constexpr, MATH: tl.constexpr, CACHE: tl.constexpr, Q_OUT: tl.constexpr
-):
+    tensors, rows, numbers,
+    TILE: tl.constexpr, MATH: tl.constexpr, CACHE: tl.constexpr, K_OUT: tl.constexpr, Q_OUT: tl.constexpr,
+):  # fmt: skip
     """The first ``kv_programs`` programs write entries, the others rotate q. With up to ``early``
     programs the next kernel may start at once.
     """
@@ -267,6 +290,6 @@ def _mla_rope_norm_kernel(
     wait(MATH.pdl)
     program = tl.program_id(0)
     if program < numbers.kv_programs:
-        _kv_tile(program, tensors, rows, numbers, TILE, MATH, CACHE)
+        _kv_tile(program, tensors, rows, numbers, TILE, MATH, CACHE, K_OUT)
     elif MATH.rope > 0:
         _q_tile(program - numbers.kv_programs, tensors, rows, TILE, MATH, Q_OUT)

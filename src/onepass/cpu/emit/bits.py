@@ -303,3 +303,9 @@ def multiplier(numerator: Float | float, scale: Float) -> Float:
     quotient = top / scale
     quotient = (quotient > FLOAT32_MAX).where(scale.number(FLOAT32_MAX), quotient)
     return scale.eq(0.0).where(top.is_nan().where(top, scale.number(0.0)), quotient)
+
+
+def quotient(value: Float, scale: Float) -> Float:
+    """``value / scale``: 0 where the scale is 0, NaN where either is. Beyond float32 it saturates like its largest number."""
+    zero = scale.eq(0.0) & value.eq(value)
+    return zero.where(value.number(0.0), value / scale)
