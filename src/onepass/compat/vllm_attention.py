@@ -63,7 +63,9 @@ def fused_q_kv_rmsnorm(
     qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The norms of MLA's two latents, ``round((x * rs) * w)``, in one launch. Rows may be slices of one projection."""
-    return qk_rms_norm(qr, kv, q_weight, kv_weight, eps, out=(_like(qr), _like(kv)))
+    out = (_like(qr), _like(kv))
+    qk_rms_norm(qr, kv, q_weight, kv_weight, eps, out=out)
+    return out
 
 
 def _like(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..specs.layout import LEVELS
-from ..specs.qk_norm import TENSORS, QkCall, QkRows, QkSpec
+from ..specs.qk_norm import TENSORS, WITH_HEADS, QkCall, QkRows, QkSpec
 from .launcher import Family, Fields, share
 from .sizes import BLOCK
 
@@ -21,15 +21,18 @@ def _fields(spec: QkSpec) -> tuple[Fields, Sequence[str]]:
     present = {"q": True, "k": True, "q_out": spec.applies, "k_out": spec.applies}
     present["stats"] = spec.stage != "fused"
     present["positions"] = spec.rope is not None and spec.rope.positions is not None
+    present |= dict.fromkeys(("q_scale_out", "k_scale_out"), spec.scale == "row")
     for i, name in enumerate(TENSORS):
         if present[name]:
             fields |= {name: f"{name}.data_ptr()", f"{name}.strides": (f"strides[{i}]", LEVELS)}
-            if i < 4:
-                fields[f"{name}.step"] = f"steps[{i}]"
+            if name in WITH_HEADS:
+                fields[f"{name}.step"] = f"steps[{WITH_HEADS.index(name)}]"
+    if spec.scale == "tensor":
+        fields |= {name: f"{name}.data_ptr()" for name in ("q_scale", "k_scale")}
     if spec.rope is not None:
         fields |= {"freqs": "freqs.data_ptr()", "freqs.stride": "freqs.stride(0)", "limit": "freqs.shape[0]"}
         fields |= {"sequence": "sequence", "scratch": "scratch", "room": "room"}
-    return fields, ("eps", "weight_offset")
+    return fields, ("eps", "weight_offset", "eps_k") if spec.two_eps else ("eps", "weight_offset")
 
 
 def _config(call: QkCall) -> tuple[int, int, int, int]:

@@ -7,16 +7,22 @@ element follow all reads of it, so an output may overwrite its input, and no ste
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
+from ..formats import FP8_FORMATS, ScaleRule
 from ..specs.qk_norm import QkSpec
+from .emit import bits
 from .emit.bits import is_finite, load_row, load_scalar, round_to, store_row, store_scalar
 from .emit.function import Arguments, Cell, Function, Module
 from .emit.loops import SumOfSquares, each_block, entry_points, prefetch
 from .emit.vec import I32, I64, LANES, Bool, Float, Int
 
+_SCALE: Final = ScaleRule("row", torch.float32)
+Emit = Callable[[Int, Float, "Bool | None", bool], None]
+"""Takes the values of a block: its first column, values, mask, and whether the values are paired (see `bits`)."""
 SIDES: Final = ("q", "k")
 _EVEN, _ODD = list(range(0, 2 * LANES, 2)), list(range(1, 2 * LANES, 2))
 _LOW: Final = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
@@ -49,8 +55,10 @@ class SideKernel:
         self.paired = spec.x == torch.bfloat16
         self.n = args.integer(f"{side}.n") if n is None else n
         self.count = self.n.to_float()
-        self.eps, self.offset = args.number("eps"), args.number("weight_offset")
+        self.eps = args.number("eps_k" if spec.two_eps and side == "k" else "eps")
+        self.offset = args.number("weight_offset")
         self.squares = SumOfSquares(Cell(f, f.zeros()[0]), Cell(f, f.zeros()[0]))
+        self.top = Cell(f, f.zeros()[1])
 
     def token(self, name: str, token: Int, size: int) -> Int:
         """The address of a token in a tensor whose elements have ``size`` bytes."""
@@ -80,7 +88,11 @@ class SideKernel:
                     store_scalar(f, torch.float32, v, stats)
                 elif target is not None and spec.out is not None:
                     out = target + head * args.integer(f"{self.side}_out.step") * spec.out.itemsize
-                    self.write(x, out, self.reciprocal_root(v + self.eps), angles)
+                    rs = self.reciprocal_root(v + self.eps)
+                    if spec.scale == "none":
+                        self.write(x, out, rs, angles)
+                    else:
+                        self.write_codes(x, out, rs, angles, self.scale(token, head, x, rs, angles))
 
     def mean(self, x: Int) -> Float:
         """The mean of a row's squares, or their sum if that is the stage."""
@@ -139,8 +151,64 @@ class SideKernel:
                 store_row(f, dtype, value, out + (begin + at) * dtype.itemsize, mask, False)
 
             each_block(f, f.index(0), f.index(head_dim), save)
-            self.rotate(angles, out + begin * dtype.itemsize)
+            self.rotate(angles, out + begin * dtype.itemsize, dtype)
             each_block(f, f.index(dim), f.index(head_dim), copy)
+
+    # --- codes ---
+
+    def finished(self, x: Int, rs: Float, angles: Int | None, emit: Emit) -> None:
+        """Emit the blocks of a row as they are before the division by a scale: normed, rotated, and rounded if "hf"."""
+        f, rope = self.f, self.spec.rope
+        if angles is None or rope is None:
+            each_block(
+                f, f.index(0), self.n, lambda at, mask: emit(at, self.normed(x, at, mask, rs), mask, self.paired)
+            )
+            return
+        with f.loop(f.index(0), self.n, rope.head_dim) as begin:
+
+            def save(at: Int, mask: Bool | None) -> None:
+                value = self.normed(x, begin + at, mask, rs)
+                store_row(f, torch.float32, value, self.head + at * 4, mask, self.paired)
+
+            def take(at: Int, mask: Bool | None) -> None:
+                value = load_row(f, torch.float32, self.head + at * 4, mask, False)
+                emit(begin + at, round_to(self.spec.x, value) if self.spec.rounding == "hf" else value, mask, False)
+
+            each_block(f, f.index(0), f.index(rope.head_dim), save)
+            self.rotate(angles, self.head, torch.float32)
+            each_block(f, f.index(0), f.index(rope.head_dim), take)
+
+    def scale(self, token: Int, head: Int, x: Int, rs: Float, angles: Int | None) -> Float:
+        """What a row is divided by: the given scale, or its own, which is stored."""
+        f, args, dtype = self.f, self.args, self.spec.out
+        if self.spec.scale == "tensor":
+            return load_scalar(f, torch.float32, args.integer(f"{self.side}_scale"))
+        assert dtype is not None
+        name = f"{self.side}_scale_out"
+        self.top.set(f.zeros()[1])
+
+        def emit(at: Int, value: Float, mask: Bool | None, paired: bool) -> None:
+            sizes = bits.magnitude(value)
+            if mask is not None:
+                sizes = bits.lane_mask(mask, paired).where(sizes, 0)
+            self.top.set(self.top.get().max(sizes))
+
+        self.finished(x, rs, angles, emit)
+        amax = self.top.get().max_lane().float()
+        scale = bits.make_scale(_SCALE, FP8_FORMATS[dtype].max, amax, amax.number(float("inf")))
+        at = self.token(name, token, 4) + head * args.integer(f"{name}.step") * 4
+        store_scalar(f, torch.float32, scale, at)
+        return scale
+
+    def write_codes(self, x: Int, out: Int, rs: Float, angles: Int | None, scale: Float) -> None:
+        """Store the codes of a row."""
+        f, dtype = self.f, self.spec.out
+        assert dtype is not None
+
+        def emit(at: Int, value: Float, mask: Bool | None, paired: bool) -> None:
+            store_row(f, dtype, bits.quotient(value, scale), out + at, mask, paired)
+
+        self.finished(x, rs, angles, emit)
 
     # --- rotation ---
 
@@ -159,10 +227,10 @@ class SideKernel:
         limit: Int = position.min(args.integer("limit") - 1)
         return args.integer("freqs") + limit * args.integer("freqs.stride") * 4
 
-    def rotate(self, angles: Int, out: Int) -> None:
-        """Rotate the pairs of the head in scratch memory, 32 at a time and the rest one by one."""
-        rope, dtype, f = self.spec.rope, self.spec.out, self.f
-        assert rope is not None and dtype is not None
+    def rotate(self, angles: Int, out: Int, dtype: torch.dtype) -> None:
+        """Rotate the pairs of the head in scratch memory, 32 at a time and the rest one by one; ``out`` may be the same."""
+        rope, f = self.spec.rope, self.f
+        assert rope is not None
         pairs = rope.dim // 2
         half = rope.style == "half"
         whole = pairs - pairs % LANES

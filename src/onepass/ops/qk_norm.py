@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..contract.declaration import Contract, describe
-from ..formats import Rounding
+from ..formats import FP8_FORMATS, Rounding
 from ..rope import Rope
-from ..specs.qk_norm import QkCall, QkSpec, RopeRule, Stage, qk_spec
+from ..specs.qk_norm import QkCall, QkScale, QkSpec, RopeRule, Stage, qk_spec
 from .dispatch import extension
 from .qk_norm_call import run_qk
 from .qk_norm_contract import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["APPLY_QK_RMS_NORM", "QK_RMS_NORM", "ROW_MEAN_OF_SQUARES_QK", "ROW_SUM_OF_SQUARES_QK"]
 __all__ += ["apply_qk_rms_norm", "qk_rms_norm", "row_mean_of_squares_qk", "row_sum_of_squares_qk"]
 
+_NEITHER = (None, None)
 SpecCache = dict[object, QkSpec]
 """The specs of one combination of options, by the tensors' dtypes and the rotation."""
 
@@ -61,23 +62,42 @@ def _apply(spec_cache: SpecCache, a: Any) -> None:
 
 def _flat(spec_cache: SpecCache, a: Any) -> None:
     head = a.gamma_q.shape[0] if a.per_head else 0
-    run_qk(QK_RMS_NORM, _call(spec_cache, a, "fused", a.head_dim or head, a.eps, per_head=a.per_head), head)
+    run_qk(QK_RMS_NORM, _fused(spec_cache, a, a.head_dim or head, a.per_head), head)
 
 
 def _heads(spec_cache: SpecCache, a: Any) -> None:
-    run_qk(QK_RMS_NORM_HEADS, _call(spec_cache, a, "fused", a.q.shape[-1], a.eps, per_head=True), -1)
+    run_qk(QK_RMS_NORM_HEADS, _fused(spec_cache, a, a.q.shape[-1], True), -1)
+
+
+def _fused(cache: SpecCache, a: Any, head: int, per_head: bool) -> QkCall:
+    """A call that computes its own statistics; results may be fp8, and k may have an eps of its own."""
+    scale: QkScale = "tensor" if a.q_scale is not None else "row" if a.q_scale_out is not None else "none"
+    two = a.eps_k is not None and a.eps_k != a.eps
+    call = _call(cache, a, "fused", head, a.eps, per_head=per_head, scale=scale, two_eps=two)
+    if scale == "none" and not two:
+        return call
+    scales = {name: getattr(a, name) for name in ("q_scale", "k_scale", "q_scale_out", "k_scale_out")}
+    return call._replace(eps_k=a.eps_k if two else a.eps, **scales)
 
 
 def _call(
-    cache: SpecCache, a: Any, stage: Stage, head: int, eps: float, stats: Tensor | None = None, per_head: bool = False
+    cache: SpecCache,
+    a: Any,
+    stage: Stage,
+    head: int,
+    eps: float,
+    stats: Tensor | None = None,
+    per_head: bool = False,
+    scale: QkScale = "none",
+    two_eps: bool = False,
 ) -> QkCall:
     rope = None
     if a.freqs is not None:
         rope = RopeRule(a.style, head, a.dim or a.freqs.shape[1], None if a.positions is None else a.positions.dtype)
-    key = (a.q.dtype, a.gamma_q.dtype, a.q_out.dtype, a.gamma_k.dtype, rope)
+    key = (a.q.dtype, a.gamma_q.dtype, a.q_out.dtype, a.gamma_k.dtype, rope, scale)
     spec = cache.get(key)
     if spec is None:
-        spec = cache[key] = qk_spec(stage, *key[:3], a.rounding, per_head, rope, a.gamma_k.dtype)
+        spec = cache[key] = qk_spec(stage, *key[:3], a.rounding, per_head, rope, a.gamma_k.dtype, scale, two_eps)
     outs = (a.q_out, a.k_out)
     return QkCall(spec, a.q, a.k, a.gamma_q, a.gamma_k, *outs, stats, a.freqs, a.positions, eps, a.weight_offset)
 
@@ -176,7 +196,11 @@ def qk_rms_norm(
     group: ProcessGroup | None = None,
     out_dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    eps_k: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    scale_out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
     """RMSNorm of q and k, each over its whole row or ``per_head``, in one launch: ``(x * rs) * (gamma + weight_offset)``.
 
     ``q`` [..., Nq] and ``k`` [..., Nk] may be slices of one packed projection. With ``per_head`` the
@@ -185,7 +209,12 @@ def qk_rms_norm(
     second-to-last one counts heads, unless rope's positions have it too, or neither q nor k has a
     dimension before it: [tokens, D] is one head per token. ``rope`` rotates the result in the same launch. ``out``
     is a pair of tensors for the results, of any float dtype, which may be q and k themselves. Otherwise
-    they have ``out_dtype``, or q's dtype.
+    they have ``out_dtype``, or q's dtype. ``eps_k`` is k's epsilon, if it differs from q's.
+
+    Results may be fp8: ``code = saturate(y / scale)``. With ``q_scale`` and ``k_scale``, one float32 each, the scales
+    are given. Otherwise each row, or with ``per_head`` each head, has its own, ``amax(|y|) / fp8_max``, and
+    the call returns (q_out, k_out, q_scales, k_scales). The scales are float32 [..., 1], [..., H] for heads within
+    a row, or [..., H, 1]; ``scale_out`` is a pair of tensors for them.
 
     ``group``: q and k are this rank's columns of rows that are sharded over a process group (`onepass.dist`).
 
@@ -199,20 +228,28 @@ def qk_rms_norm(
     (tensor([[0.8485, 1.1314]]), tensor([[0.0000, 1.4142, 1.4142, 0.0000]]))
     """
     if group is not None:
+        for name, value in (("eps_k", eps_k), ("q_scale", q_scale), ("k_scale", k_scale), ("scale_out", scale_out)):
+            if value is not None:
+                QK_RMS_NORM.fail(name, "be None with group", describe(value))
         options = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope, "per_head": per_head}
         over_group = extension("dist").qk_rms_norm
         results = over_group(q, k, gamma_q, gamma_k, eps, group=group, out_dtype=out_dtype, out=out, **options)
         return cast(tuple[Tensor, Tensor], results)
-    if out is not None and not (isinstance(out, (tuple, list)) and len(out) == 2):
-        QK_RMS_NORM.fail("out", "be a pair of tensors", repr(type(out).__name__))
-    given = (None, None) if out is None else out
+    for name, pair in (("out", out), ("scale_out", scale_out)):
+        if pair is not None and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            QK_RMS_NORM.fail(name, "be a pair of tensors", repr(type(pair).__name__))
+    if out_dtype is None and out is not None and isinstance(out[0], Tensor) and out[0].dtype in FP8_FORMATS:
+        out_dtype = out[0].dtype
+    given = (*(out or _NEITHER), *(scale_out or _NEITHER))
     freqs, positions, *turn = _unpacked(QK_RMS_NORM, rope)
-    common = (q, k, gamma_q, gamma_k, freqs, positions, eps, weight_offset, rounding, out_dtype)
+    tensors = (q, k, gamma_q, gamma_k, freqs, positions, q_scale, k_scale)
+    common = (*tensors, eps, weight_offset, rounding, out_dtype, eps_k)
     if per_head is True and _has_heads(q, k, gamma_q, positions):
         results = _qk_rms_norm_heads.call(*common, *turn, *given)
     else:
         results = _qk_rms_norm.call(*common, per_head, *turn, *given)
-    return cast(Tensor, results[0]), cast(Tensor, results[1])
+    made = results[:2] if results[2] is None else results
+    return cast(tuple[Tensor, ...], made)
 
 
 def _has_heads(q: object, k: object, gamma_q: object, positions: object) -> bool:

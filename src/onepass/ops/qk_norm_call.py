@@ -14,12 +14,12 @@ from ..contract.declaration import Contract
 from ..fastpath.debug import debugging
 from ..formats import SMALLEST_EPS
 from ..specs.layout import Geometry, geometry, smallest_dimension
-from ..specs.qk_norm import TENSORS, QkCall, QkRows
+from ..specs.qk_norm import TENSORS, WITH_HEADS, QkCall, QkRows
 from .dispatch import Family
 
 _family = Family("qk_norm")
 _ONE: Final = (1, 1)
-_NO_STEPS: Final = (0, 0, 0, 0)
+_NO_STEPS: Final = (0,) * len(WITH_HEADS)
 
 
 def run_qk(contract: Contract, call: QkCall, head: int) -> None:
@@ -31,35 +31,38 @@ def run_qk(contract: Contract, call: QkCall, head: int) -> None:
     launch = _family.launch(q)
     if not q.numel():
         return
-    eps = max(call.eps, SMALLEST_EPS)
+    call = call._replace(eps=max(call.eps, SMALLEST_EPS), eps_k=max(call.eps_k, SMALLEST_EPS))
     if freqs is not None and positions is not None and debugging():
         check_positions(contract, positions, "freqs", freqs.shape[0])
     with_heads: list[Tensor | None] = [q, k, call.q_out, call.k_out]
+    scales: list[Tensor | None] = [call.q_scale_out, call.k_scale_out]
     if head >= 0 and q.dim() == 2:  # nothing to fold
-        tensors = (*with_heads, call.stats, positions)
+        tensors = (*with_heads, call.stats, positions, *scales)
         strides = [(0, 0, 0) if t is None else (t.stride(0), 0, 0) for t in tensors]
         tokens, nq = q.shape
         nk = k.shape[1]
-        per_head = ((nq // head, nk // head), (head, head), (head,) * 4) if head else (_ONE, (nq, nk), _NO_STEPS)
-        launch(call._replace(eps=eps, rows=QkRows(Geometry(tokens, 1, 1), strides, *per_head, tokens)))
+        steps = (head, head, head, head, 1, 1)
+        per_head = ((nq // head, nk // head), (head, head), steps) if head else (_ONE, (nq, nk), _NO_STEPS)
+        launch(call._replace(rows=QkRows(Geometry(tokens, 1, 1), strides, *per_head, tokens)))
         return
     heads, steps = _ONE, _NO_STEPS
     if head > 0:
-        heads, steps = (q.shape[-1] // head, k.shape[-1] // head), (head,) * 4
+        heads, steps = (q.shape[-1] // head, k.shape[-1] // head), (head, head, head, head, 1, 1)
     elif head < 0:
         heads = (q.shape[-2], k.shape[-2])
-        steps = tuple(0 if t is None else t.stride(-2) for t in with_heads)  # type: ignore[assignment]
+        steps = tuple([0 if t is None else t.stride(-2) for t in (*with_heads, *scales)])
         with_heads = [None if t is None else t.select(-2, 0) for t in with_heads]
+        scales = [None if t is None else t.select(-2, 0) for t in scales]
     first, second, *_ = with_heads
     assert first is not None and second is not None
     widths = (head, head) if head > 0 else (first.shape[-1], second.shape[-1])
     sequence = first.shape[-2] if first.dim() > 1 else 1
-    rows = [*with_heads, call.stats, None if positions is None else positions.unsqueeze(-1)]
+    rows = [*with_heads, call.stats, None if positions is None else positions.unsqueeze(-1), *scales]
     if first.dim() == 1:
         rows = [None if t is None else t.unsqueeze(0) for t in rows]
     folded = geometry(rows)
     if folded is not None:
-        launch(call._replace(eps=eps, rows=QkRows(*folded, heads, widths, steps, sequence)))
+        launch(call._replace(rows=QkRows(*folded, heads, widths, steps, sequence)))
         return
     # the last leading dimension is kept: without positions its index is the token's position
     dim = smallest_dimension(first.shape[:-2])

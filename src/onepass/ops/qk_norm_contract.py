@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..contract.declaration import Arg, Contract, Option, Out, Rule
-from ..formats import FLOATS
+from ..formats import FLOATS, FP8_FORMATS
 from ..rope import STYLES
 from ..specs.qk_norm import MAX_HEAD
 from .options import ROUNDING, WEIGHT_OFFSET, columns, eps, output_dtype
@@ -39,8 +39,37 @@ _ROPE_OPTIONS = {
     "dim": Option("int", None, "rope: rotated columns per head; None: freqs' width", where="dim > 0", optional=True),
     "head_dim": Option("int", None, "rope: columns per head", where="head_dim > 0", optional=True),
 }
-_DTYPE = Option("ScalarType", None, "dtype of the results; None: that of out, or q's", choices=FLOATS, optional=True)
-_NORM_OPTIONS = {"eps": eps(), "weight_offset": WEIGHT_OFFSET, "rounding": ROUNDING, "out_dtype": _DTYPE}
+_OUTPUTS = (*FLOATS, *FP8_FORMATS)
+_DTYPE = Option("ScalarType", None, "dtype of the results; None: that of out, or q's", choices=_OUTPUTS, optional=True)
+_EPS_K = Option("float", None, "k's eps; None: q's", where="0 <= eps_k <= 3.4e38", optional=True)
+_NORM_OPTIONS = {
+    "eps": eps(),
+    "weight_offset": WEIGHT_OFFSET,
+    "rounding": ROUNDING,
+    "out_dtype": _DTYPE,
+    "eps_k": _EPS_K,
+}
+
+
+def _scale(side: str) -> Arg:
+    doc = f"what an fp8 {side} is divided by; None: each row has its own scale"
+    return Arg("", doc, (torch.float32,), optional=True, layout="any", sample="positive")
+
+
+_SCALES = {"q_scale": _scale("q"), "k_scale": _scale("k")}
+_CODES = "out_dtype in FP8"
+_OWN_SCALES = f"q_scale is None and {_CODES}"
+_SCALE_RULES = (
+    Rule("(q_scale is None) == (k_scale is None)", "k_scale", "be given with q_scale, or both be None"),
+    Rule(f"q_scale is None or {_CODES}", "q_scale", "be None unless the results are fp8"),
+)
+
+
+def _scale_out(side: str, dims: str) -> Out:
+    doc = f"scale of each row of {side}, or of each head"
+    return Out(dims, "torch.float32", doc, f"{side}_scale_out", when=_OWN_SCALES)
+
+
 _COLUMNS = (columns("Nq", "q"), columns("Nk", "k"))
 _SIZES = {"E": "0 if freqs is None else R if dim is None else dim"}
 _EVEN_HEADS = f"freqs is None or (0 < D <= {MAX_HEAD} and D % 2 == 0)"
@@ -55,8 +84,11 @@ _GAMMA_FITS = "Gq > 0 and Nq % Gq == 0 if per_head else Gq == Nq"
 _WHOLE_HEADS = "freqs is None or (Nq % D == 0 and Nk % D == 0)"
 _ROTATED = Rule(_WHOLE_HEADS, "head_dim", "divide the columns of q and of k, Nq={Nq} and Nk={Nk}")
 _ROUNDS = "once: y = round(rope((x*rs)*(gamma+offset))); hf: y = round(rope(round(round(x*rs)*(gamma+offset))))"
+_ROUNDS_CODES = f"{_ROUNDS}; fp8: code = round(y/scale), with a float32 y (hf: y in x's dtype)"
 _IN_PLACE: dict[str, tuple[str, ...]] = {"q_out": ("q",), "k_out": ("k",)}
+_FUSED_IN_PLACE = {**_IN_PLACE, "q_scale_out": (), "k_scale_out": ()}
 _SCOPE = output_dtype(FLOATS)
+_FUSED_SCOPE = {**_SCOPE, "FP8": tuple(FP8_FORMATS)}
 _STATS = "float32, summed in an order that depends only on the number of columns (and, on a CPU, on the dtype)"
 
 ROW_SUM_OF_SQUARES_QK = Contract(
@@ -110,16 +142,24 @@ QK_RMS_NORM = Contract(
         "gamma_q": _gamma("Gq", "q, or of each of its heads"),
         "gamma_k": _gamma("Gk", "k, or of each of its heads"),
         **_ROPE,
+        **_SCALES,
     },
     options={
         **_NORM_OPTIONS,
         "per_head": Option("bool", False, "norm each head separately; gammas have one head's columns"),
         **_ROPE_OPTIONS,
     },
-    sizes={"D": "head_dim or (Gq if per_head else 0)", **_SIZES},
+    sizes={
+        "D": "head_dim or (Gq if per_head else 0)",
+        **_SIZES,
+        "Hq": "Nq // Gq if per_head and Gq else 1",
+        "Hk": "Nk // Gq if per_head and Gq else 1",
+    },
     outs={
         "q_out": Out("... Nq", "out_dtype or dtype_of(q_out, q)", "the norm of q", "q_out"),
         "k_out": Out("... Nk", "q_out.dtype", "the norm of k", "k_out"),
+        "q_scales": _scale_out("q", "... Hq"),
+        "k_scales": _scale_out("k", "... Hk"),
     },
     rules=(
         *_COLUMNS,
@@ -131,11 +171,17 @@ QK_RMS_NORM = Contract(
         Rule("not per_head or D == Gq", "head_dim", "be gamma_q's length with per_head"),
         *_ROPE_RULES,
         _ROTATED,
+        *_SCALE_RULES,
     ),
-    replaces=_IN_PLACE,
-    scope=_SCOPE,
-    rounding=_ROUNDS,
-    carried={"rope": (*_ROPE, *_ROPE_OPTIONS), "out": ("q_out", "k_out"), "group": ()},
+    replaces=_FUSED_IN_PLACE,
+    scope=_FUSED_SCOPE,
+    rounding=_ROUNDS_CODES,
+    carried={
+        "rope": (*_ROPE, *_ROPE_OPTIONS),
+        "out": ("q_out", "k_out"),
+        "scale_out": ("q_scale_out", "k_scale_out"),
+        "group": (),
+    },
 )
 
 # q [..., Hq, D] and k [..., Hk, D]: heads have a separate stride
@@ -147,12 +193,15 @@ QK_RMS_NORM_HEADS = Contract(
         "gamma_q": _gamma("D", "q's heads"),
         "gamma_k": _gamma("D", "k's heads"),
         **_ROPE,
+        **_SCALES,
     },
     options={**_NORM_OPTIONS, **_ROPE_OPTIONS},
     sizes=_SIZES,
     outs={
         "q_out": Out("... Hq D", "out_dtype or dtype_of(q_out, q)", "the norm of q", "q_out"),
         "k_out": Out("... Hk D", "q_out.dtype", "the norm of k", "k_out"),
+        "q_scales": _scale_out("q", "... Hq 1"),
+        "k_scales": _scale_out("k", "... Hk 1"),
     },
     rules=(
         columns("D", "q"),
@@ -160,9 +209,10 @@ QK_RMS_NORM_HEADS = Contract(
         Rule("Hk > 0", "k", "have at least one head"),
         Rule("head_dim is None or head_dim == D", "head_dim", "be q's last dimension with per_head"),
         *_ROPE_RULES,
+        *_SCALE_RULES,
     ),
-    replaces=_IN_PLACE,
-    scope=_SCOPE,
-    rounding=_ROUNDS,
+    replaces=_FUSED_IN_PLACE,
+    scope=_FUSED_SCOPE,
+    rounding=_ROUNDS_CODES,
     form_of="qk_rms_norm",
 )

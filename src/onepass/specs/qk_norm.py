@@ -21,8 +21,12 @@ from .layout import Geometry, Strides
 Stage = Literal["sums", "means", "apply", "fused"]
 """Store the sums or the means of squares; norm with given means; or do both at once, storing no statistics."""
 
-TENSORS: Final = ("q", "k", "q_out", "k_out", "stats", "positions")
-"""In the order of `QkRows.strides`; the first four, in the order of `QkRows.steps`, have heads."""
+TENSORS: Final = ("q", "k", "q_out", "k_out", "stats", "positions", "q_scale_out", "k_scale_out")
+"""In the order of `QkRows.strides`."""
+WITH_HEADS: Final = ("q", "k", "q_out", "k_out", "q_scale_out", "k_scale_out")
+"""Tensors with heads, in the order of `QkRows.steps`."""
+QkScale = Literal["none", "tensor", "row"]
+"""What fp8 results are divided by: nothing, a given number, or one number per row, which is stored too."""
 MAX_HEAD: Final = 4096
 """Maximum number of columns of a rotated head."""
 
@@ -40,7 +44,7 @@ class RopeRule(NamedTuple):
 class QkSpec:
     """Everything except sizes that affects the machine code; interned by `qk_spec`, so identity is equality.
 
-    ``gamma`` and ``gamma_k`` are the dtypes of q's weight and of k's.
+    ``gamma`` and ``gamma_k`` are the dtypes of q's weight and of k's. ``two_eps``: k has its own epsilon.
     """
 
     stage: Stage
@@ -51,6 +55,8 @@ class QkSpec:
     rounding: Rounding
     heads: bool
     rope: RopeRule | None
+    scale: QkScale = "none"
+    two_eps: bool = False
 
     @property
     def applies(self) -> bool:
@@ -68,11 +74,14 @@ def qk_spec(
     heads: bool = False,
     rope: RopeRule | None = None,
     gamma_k: torch.dtype | None = None,
+    scale: QkScale = "none",
+    two_eps: bool = False,
 ) -> QkSpec:
     """The interned `QkSpec` with these properties. Without ``gamma_k``, k's weight has the dtype of q's."""
     if gamma_k is not None and gamma_k == gamma:
-        return qk_spec(stage, x, gamma, out, rounding, heads, rope)
-    return QkSpec(stage, x, gamma, gamma if gamma_k is None else gamma_k, out, rounding, heads, rope)
+        return qk_spec(stage, x, gamma, out, rounding, heads, rope, None, scale, two_eps)
+    gammas = (gamma, gamma if gamma_k is None else gamma_k)
+    return QkSpec(stage, x, *gammas, out, rounding, heads, rope, scale, two_eps)
 
 
 class QkRows(NamedTuple):
@@ -85,11 +94,11 @@ class QkRows(NamedTuple):
     strides: Sequence[Strides]
     heads: tuple[int, int]
     widths: tuple[int, int]
-    steps: tuple[int, int, int, int]
+    steps: tuple[int, ...]
     sequence: int
 
 
-NO_ROWS: Final = QkRows(Geometry(0, 1, 1), (), (1, 1), (0, 0), (0, 0, 0, 0), 1)
+NO_ROWS: Final = QkRows(Geometry(0, 1, 1), (), (1, 1), (0, 0), (0,) * len(WITH_HEADS), 1)
 """The rows of a call whose layout is not known yet."""
 
 
@@ -109,3 +118,8 @@ class QkCall(NamedTuple):
     eps: float = 0.0
     weight_offset: float = 0.0
     rows: QkRows = NO_ROWS
+    eps_k: float = 0.0
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    q_scale_out: Tensor | None = None
+    k_scale_out: Tensor | None = None

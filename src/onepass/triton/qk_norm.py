@@ -6,13 +6,15 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..errors import Unsupported
+from ..formats import FP8_FORMATS
 from ..specs.layout import LEVELS
-from ..specs.qk_norm import TENSORS, QkCall, QkRows, QkSpec
+from ..specs.qk_norm import TENSORS, WITH_HEADS, QkCall, QkRows, QkSpec
 from .chip import Chip
 from .compiler import Build
 from .launcher import SHORT_NAMES, Family, rows
 from .qk_norm_config import QkConfig, Side, qk_config
 from .qk_norm_kernels import _qk_norm_kernel
+from .quantization import quant
 from .tuning import tuning
 
 MAX_ROWS: Final = 2**31 - 2**13
@@ -23,18 +25,20 @@ Heads = namedtuple("Heads", "at s0 s1 s2 head")
 """A tensor of rows with heads: `launcher.Rows` and the stride to the next head."""
 Angles = namedtuple("Angles", "at row")
 """Cosines and sines, one row per position."""
-QkMath = namedtuple("QkMath", "stage hf heads rope head dim levels hw_rounding pdl")
-"""What a kernel computes: ``rope`` is the style of RoPE, for ``dim`` of every ``head`` columns."""
+QkMath = namedtuple("QkMath", "stage hf heads rope head dim levels scale hw_rounding pdl")
+"""What a kernel computes: ``rope`` is the style of RoPE, for ``dim`` of every ``head`` columns.
+``scale`` is what fp8 results are divided by (`QkScale`).
+"""
 QkShape = namedtuple(
     "QkShape",
-    "tokens q_heads k_heads nq nk n1 n2 sequence limit q_programs q_divisor k_divisor eps weight_offset",
+    "tokens q_heads k_heads nq nk n1 n2 sequence limit q_programs q_divisor k_divisor eps weight_offset eps_k",
 )
-"""Counts, programs of q, divisors of the statistics, eps and the offset of gamma."""
+"""Counts, programs of q, divisors of the statistics, eps, the offset of gamma, and k's eps or None."""
 
 
 def _heads(tensor: str) -> Heads:
-    i = TENSORS.index(tensor)
-    return Heads(*rows(tensor, f"rows.strides[{i}]"), f"i64 rows.steps[{i}]")
+    where = rows(tensor, f"rows.strides[{TENSORS.index(tensor)}]")
+    return Heads(*where, f"i64 rows.steps[{WITH_HEADS.index(tensor)}]")
 
 
 TABLE: Final = {
@@ -47,6 +51,10 @@ TABLE: Final = {
     "stats": rows("stats", "rows.strides[4]"),
     "freqs": Angles("* freqs", "i64 freqs.stride(0)"),
     "positions": rows("positions", "rows.strides[5]"),
+    "q_scale": "* q_scale",
+    "k_scale": "* k_scale",
+    "q_scale_out": _heads("q_scale_out"),
+    "k_scale_out": _heads("k_scale_out"),
     "shape": QkShape(
         tokens="i32 rows.geom[0]",
         q_heads="i32 rows.heads[0]",
@@ -62,6 +70,7 @@ TABLE: Final = {
         k_divisor="fp32 1.0 if spec.stage == 'sums' else float(rows.widths[1])",
         eps="fp32 eps",
         weight_offset="fp32 weight_offset",
+        eps_k="fp32 eps_k",
     ),
 }
 
@@ -84,11 +93,15 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, chip: Chip) -> Build:
         "stats": None if spec.stage == "fused" else torch.float32,
         "freqs": torch.float32 if rope else None,
         "positions": rope.positions if rope else None,
+        **dict.fromkeys(("q_scale", "k_scale"), torch.float32 if spec.scale == "tensor" else None),
+        **dict.fromkeys(("q_scale_out", "k_scale_out"), torch.float32 if spec.scale == "row" else None),
     }
     style = (rope.style, rope.head_dim, rope.dim) if rope else ("none", 1, 0)
-    math = QkMath(_stage(spec), spec.rounding == "hf", spec.heads, *style, levels, chip.rounds_casts, chip.has_pdl)
+    how = (_stage(spec), spec.rounding == "hf", spec.heads, *style, levels, spec.scale)
+    math = QkMath(*how, chip.rounds_casts, chip.has_pdl)
     constants = {"MATH": math, "Q": config.q, "K": config.k, "EARLY_ROWS": tuning(chip).rows.early_rows}
-    unused: dict[str, Any] = {}
+    constants["QUANT"] = quant(None if spec.out is None else FP8_FORMATS.get(spec.out), chip)
+    unused: dict[str, Any] = {} if spec.two_eps else {"shape.eps_k": None}
     divisible: dict[str, int] = {}
     for side, names in ((config.q, ("q", "q_out", "gamma_q")), (config.k, ("k", "k_out", "gamma_k"))):
         x, out, gamma = names
@@ -97,7 +110,7 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, chip: Chip) -> Build:
             divisible |= {f"{x}.at": 16, f"{out}.at": 16, gamma: 16, f"shape.n{x}": side.vec}
             divisible |= dict.fromkeys(strides, side.vec)
         if not spec.heads:
-            unused |= {f"{x}.head": 0, f"{out}.head": 0}
+            unused |= {f"{x}.head": 0, f"{out}.head": 0, f"{x}_scale_out.head": 0}
     for name in TENSORS:
         unused |= dict.fromkeys((f"{name}.s{level}" for level in range(levels, 3)), 0)
     if not rope or rope.positions is not None:
@@ -116,6 +129,10 @@ def _describe(spec: QkSpec, config: QkConfig, levels: int) -> str:
     if spec.gamma is not None and spec.out is not None:
         other = "" if spec.gamma_k in (None, spec.gamma) else f",{short[spec.gamma_k]}"
         parts += [f"gamma={short[spec.gamma]}{other}", f"out={short[spec.out]}"]
+    if spec.scale != "none":
+        parts.append(f"scale={spec.scale}")
+    if spec.two_eps:
+        parts.append("eps_k")
     if spec.rounding != "once":
         parts.append(spec.rounding)
     if spec.heads:

@@ -10,8 +10,9 @@ all sums is that of `device.tree`. Tensors and constants are the named tuples of
 import triton
 import triton.language as tl
 
+from .device.numbers import convert, encode_fp8, make_scale, quotient
 from .device.pdl import launch_dependents, wait
-from .device.row import normalize, reciprocal_root, row_start, store
+from .device.row import magnitude, normalize, reciprocal_root, row_start, store
 from .device.tree import FOLD, sum_chunks, sum_columns, sum_eights
 
 EARLY_CHUNKS = tl.constexpr(4)
@@ -42,12 +43,43 @@ def _norm_at(source, columns, mask, rs, MATH: tl.constexpr):
 
 
 @triton.jit
-def _write_halves(source, rs, out, out_at, freqs, angles_at, first, n, present, STEP: tl.constexpr, MATH: tl.constexpr):
+def _finished(y, DTYPE: tl.constexpr, MATH: tl.constexpr):
+    """What becomes a code: "hf" rounds rotated values to DTYPE first."""
+    if MATH.hf and MATH.rope != "none":
+        return convert(y, DTYPE, MATH.hw_rounding)
+    else:
+        return y
+
+
+@triton.jit
+def _put(
+    out, out_at, columns, mask, y, scale, DTYPE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """Store values, or their codes."""
+    if QUANT.max > 0:
+        codes = encode_fp8(quotient(_finished(y, DTYPE, MATH), scale[:, None]), QUANT)
+        tl.store(out + out_at[:, None] + columns[None, :], codes, mask=mask)
+    else:
+        store(out, out_at, columns, mask, y, MATH.hw_rounding)
+
+
+@triton.jit
+def _top(peak, mask, y, DTYPE: tl.constexpr, MATH: tl.constexpr):
+    """The larger of ``peak`` and each row's largest magnitude, as integers."""
+    return tl.maximum(peak, tl.max(tl.where(mask, magnitude(_finished(y, DTYPE, MATH)), 0), axis=1))
+
+
+@triton.jit
+def _write_halves(
+    source, rs, out, out_at, freqs, angles_at, first, n, present, scale,
+    STEP: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
     """Norm and rotate columns i and i + dim/2 of each head, for the heads within STEP columns from
     ``first`` on.
 
     Both columns of a pair are read, and then written, by the same thread.
     """
+    DTYPE: tl.constexpr = source[0].dtype.element_ty
     HEAD: tl.constexpr = MATH.head
     HALF: tl.constexpr = MATH.dim // 2
     REST: tl.constexpr = MATH.head - MATH.dim
@@ -60,26 +92,70 @@ def _write_halves(source, rs, out, out_at, freqs, angles_at, first, n, present, 
     at = angles_at[:, None] + 2 * place[None, :]
     cosine = tl.load(freqs + at, mask=mask, other=0.0)
     sine = tl.load(freqs + at + 1, mask=mask, other=0.0)
-    store(out, out_at, columns, mask, tl.fma(a, cosine, -(b * sine)), MATH.hw_rounding)
-    store(out, out_at, columns + HALF, mask, tl.fma(b, cosine, a * sine), MATH.hw_rounding)
+    _put(out, out_at, columns, mask, tl.fma(a, cosine, -(b * sine)), scale, DTYPE, MATH, QUANT)
+    _put(out, out_at, columns + HALF, mask, tl.fma(b, cosine, a * sine), scale, DTYPE, MATH, QUANT)
     if REST > 0:
         other = tl.arange(0, triton.next_power_of_2(STEP // HEAD * REST))
         columns = first + other // REST * HEAD + MATH.dim + other % REST
         mask = present[:, None] & ((columns < n) & (other < STEP // HEAD * REST))[None, :]
         y = _norm_at(source, columns, mask, rs, MATH)
-        store(out, out_at, columns, mask, y, MATH.hw_rounding)
+        _put(out, out_at, columns, mask, y, scale, DTYPE, MATH, QUANT)
+
+
+@triton.jit
+def _top_of_halves(peak, source, rs, freqs, angles_at, first, n, present, STEP: tl.constexpr, MATH: tl.constexpr):
+    """`_top` of what `_write_halves` writes."""
+    DTYPE: tl.constexpr = source[0].dtype.element_ty
+    HEAD: tl.constexpr = MATH.head
+    HALF: tl.constexpr = MATH.dim // 2
+    REST: tl.constexpr = MATH.head - MATH.dim
+    pair = tl.arange(0, triton.next_power_of_2(STEP // HEAD * HALF))
+    place = pair % HALF
+    columns = first + pair // HALF * HEAD + place
+    mask = present[:, None] & ((columns < n) & (pair < STEP // HEAD * HALF))[None, :]
+    a = _norm_at(source, columns, mask, rs, MATH)
+    b = _norm_at(source, columns + HALF, mask, rs, MATH)
+    at = angles_at[:, None] + 2 * place[None, :]
+    cosine = tl.load(freqs + at, mask=mask, other=0.0)
+    sine = tl.load(freqs + at + 1, mask=mask, other=0.0)
+    peak = _top(peak, mask, tl.fma(a, cosine, -(b * sine)), DTYPE, MATH)
+    peak = _top(peak, mask, tl.fma(b, cosine, a * sine), DTYPE, MATH)
+    if REST > 0:
+        other = tl.arange(0, triton.next_power_of_2(STEP // HEAD * REST))
+        columns = first + other // REST * HEAD + MATH.dim + other % REST
+        mask = present[:, None] & ((columns < n) & (other < STEP // HEAD * REST))[None, :]
+        peak = _top(peak, mask, _norm_at(source, columns, mask, rs, MATH), DTYPE, MATH)
+    return peak
+
+
+@triton.jit
+def _turned(
+    h, g, rs, freqs, angles_at, first,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """Normalize a tile whose first column is ``first`` and rotate neighbours."""
+    y = normalize(h.to(tl.float32), rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+    if MATH.rope == "interleaved":
+        y = _turn_neighbours(y, freqs, angles_at, first, ROWS, BLOCK, MATH)
+    return y
 
 
 @triton.jit
 def _write(
-    h, g, rs, out, out_at, freqs, angles_at, first, mask,
-    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MATH: tl.constexpr,
+    h, g, rs, out, out_at, freqs, angles_at, first, mask, scale,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
-    """Normalize, rotate neighbours and store a tile whose first column is ``first``."""
-    y = normalize(h.to(tl.float32), rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
-    if MATH.rope == "interleaved":
-        y = _turn_neighbours(y, freqs, angles_at, first, ROWS, BLOCK, MATH)
-    store(out, out_at, first + tl.arange(0, BLOCK), mask, y, MATH.hw_rounding)
+    """Normalize, rotate neighbours and store a tile."""
+    y = _turned(h, g, rs, freqs, angles_at, first, DTYPE, ROWS, BLOCK, MATH)
+    _put(out, out_at, first + tl.arange(0, BLOCK), mask, y, scale, DTYPE, MATH, QUANT)
+
+
+@triton.jit
+def _store_scale(peak, out, at, present, MATH: tl.constexpr, QUANT: tl.constexpr):
+    """Turn each row's largest magnitude into its scale, and store that."""
+    scale = make_scale(peak.to(tl.float32, bitcast=True), float("inf"), None, QUANT, tl.float32, MATH.hw_rounding)
+    tl.store(out + at, scale, mask=present)
+    return scale
 
 
 @triton.jit
@@ -101,8 +177,8 @@ def _load_weights(gamma, n, present, TILE: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def _side(
-    tile, x, gamma, out, stats, freqs, positions, heads, n, divisor, shape,
-    SIDE: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr,
+    tile, x, gamma, out, stats, freqs, positions, given_scale, scale_out, heads, n, divisor, shape,
+    SIDE: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr,
 ):  # fmt: skip
     """Process a tile of q or k: whole rows, or ``step`` columns of rows with given statistics."""
     STAGE: tl.constexpr = MATH.stage
@@ -115,6 +191,8 @@ def _side(
     PDL: tl.constexpr = MATH.pdl
     DTYPE: tl.constexpr = x.at.dtype.element_ty
     eps, weight_offset = shape.eps, shape.weight_offset
+    if SIDE == 1 and shape.eps_k is not None:
+        eps = shape.eps_k
     place = tl.arange(0, BLOCK)
     begin = 0
     if STAGE == "apply":
@@ -143,12 +221,18 @@ def _side(
             position = tl.load(positions.at + where, mask=present, other=0).to(tl.int64)
         angles_at = tl.minimum(tl.maximum(position, 0), shape.limit - 1) * freqs.row
     source = (x.at, x_at, gamma, weight_offset)
+    scale = None
+    if MATH.scale == "tensor":
+        scale = tl.load(given_scale + tl.zeros((ROWS,), tl.int32))
+    elif MATH.scale == "row":
+        scale_at = row_start(token64, shape, scale_out, MATH.levels) + head * scale_out.head
+        peak = tl.zeros((ROWS,), tl.int32)
     if STAGE == "apply":
         mean = tl.load(stats.at + stats_at, mask=present, other=0.0)
         if HALVES:
             rs = reciprocal_root(mean + eps)
             launch_dependents(PDL)
-            _write_halves(source, rs, out.at, out_at, freqs.at, angles_at, begin, n, present, STEP, MATH)
+            _write_halves(source, rs, out.at, out_at, freqs.at, angles_at, begin, n, present, scale, STEP, MATH, QUANT)
         else:
             columns = begin + place
             inside = columns < n
@@ -160,7 +244,7 @@ def _side(
             launch_dependents(PDL)
             g = weight.to(tl.float32) + weight_offset
             rs = reciprocal_root(mean + eps)
-            _write(h, g, rs, out.at, out_at, freqs.at, angles_at, begin, mask, DTYPE, ROWS, BLOCK, MATH)
+            _write(h, g, rs, out.at, out_at, freqs.at, angles_at, begin, mask, scale, DTYPE, ROWS, BLOCK, MATH, QUANT)
     elif TILE.long:
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
         for first in range(0, n, BLOCK):
@@ -175,9 +259,27 @@ def _side(
             tl.store(stats.at + stats_at, mean, mask=present)
         else:
             rs = reciprocal_root(mean + eps)
+            if MATH.scale == "row":
+                for first in range(0, n, STEP):
+                    if HALVES:
+                        peak = _top_of_halves(peak, source, rs, freqs.at, angles_at, first, n, present, STEP, MATH)
+                    else:
+                        columns = first + place
+                        inside = columns < n
+                        if STEP < BLOCK:
+                            inside = inside & (place < STEP)
+                        mask = present[:, None] & inside[None, :]
+                        weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
+                        h = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
+                        g = weight.to(tl.float32) + weight_offset
+                        y = _turned(h, g, rs, freqs.at, angles_at, first, DTYPE, ROWS, BLOCK, MATH)
+                        peak = _top(peak, mask, y, DTYPE, MATH)
+                scale = _store_scale(peak, scale_out.at, scale_at, present, MATH, QUANT)
             for first in range(0, n, STEP):
                 if HALVES:
-                    _write_halves(source, rs, out.at, out_at, freqs.at, angles_at, first, n, present, STEP, MATH)
+                    _write_halves(
+                        source, rs, out.at, out_at, freqs.at, angles_at, first, n, present, scale, STEP, MATH, QUANT
+                    )
                 else:
                     columns = first + place
                     inside = columns < n
@@ -187,7 +289,10 @@ def _side(
                     weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
                     h = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
                     g = weight.to(tl.float32) + weight_offset
-                    _write(h, g, rs, out.at, out_at, freqs.at, angles_at, first, mask, DTYPE, ROWS, BLOCK, MATH)
+                    _write(
+                        h, g, rs, out.at, out_at, freqs.at, angles_at, first, mask, scale,
+                        DTYPE, ROWS, BLOCK, MATH, QUANT,
+                    )  # fmt: skip
     else:
         values = ()
         for c in tl.static_range(COUNT):
@@ -215,23 +320,38 @@ def _side(
         else:
             rs = reciprocal_root(mean + eps)
             if HALVES:
-                _write_halves(source, rs, out.at, out_at, freqs.at, angles_at, 0, n, present, STEP, MATH)
+                if MATH.scale == "row":
+                    peak = _top_of_halves(peak, source, rs, freqs.at, angles_at, 0, n, present, STEP, MATH)
+                    scale = _store_scale(peak, scale_out.at, scale_at, present, MATH, QUANT)
+                _write_halves(source, rs, out.at, out_at, freqs.at, angles_at, 0, n, present, scale, STEP, MATH, QUANT)
             else:
                 if COUNT > EARLY_CHUNKS:
                     weights = _load_weights(gamma, n, present, TILE, MATH.heads)
+                if MATH.scale == "row":
+                    for c in tl.static_range(COUNT):
+                        mask = present[:, None]
+                        if c == COUNT - 1:
+                            mask = mask & (c * CHUNK + tl.arange(0, CHUNK) < n)[None, :]
+                        g = weights[c].to(tl.float32) + weight_offset
+                        y = _turned(values[c], g, rs, freqs.at, angles_at, c * CHUNK, DTYPE, ROWS, CHUNK, MATH)
+                        peak = _top(peak, mask, y, DTYPE, MATH)
+                    scale = _store_scale(peak, scale_out.at, scale_at, present, MATH, QUANT)
                 for c in tl.static_range(COUNT):
                     mask = present[:, None]
                     if c == COUNT - 1:
                         mask = mask & (c * CHUNK + tl.arange(0, CHUNK) < n)[None, :]
                     g = weights[c].to(tl.float32) + weight_offset
                     h = values[c]
-                    _write(h, g, rs, out.at, out_at, freqs.at, angles_at, c * CHUNK, mask, DTYPE, ROWS, CHUNK, MATH)
+                    _write(
+                        h, g, rs, out.at, out_at, freqs.at, angles_at, c * CHUNK, mask, scale,
+                        DTYPE, ROWS, CHUNK, MATH, QUANT,
+                    )  # fmt: skip
 
 
 @triton.jit
 def _qk_norm_kernel(
-    q, k, gamma_q, gamma_k, q_out, k_out, stats, freqs, positions, shape,
-    MATH: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, EARLY_ROWS: tl.constexpr,
+    q, k, gamma_q, gamma_k, q_out, k_out, stats, freqs, positions, q_scale, k_scale, q_scale_out, k_scale_out, shape,
+    MATH: tl.constexpr, QUANT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, EARLY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The first ``q_programs`` programs process q, the others k. Divisors apply to statistics."""
     if shape.tokens <= EARLY_ROWS:
@@ -239,8 +359,14 @@ def _qk_norm_kernel(
     program = tl.program_id(0)
     if program < shape.q_programs:
         n, heads, divisor = shape.nq, shape.q_heads, shape.q_divisor
-        _side(program, q, gamma_q, q_out, stats, freqs, positions, heads, n, divisor, shape, 0, Q, MATH)
+        _side(
+            program, q, gamma_q, q_out, stats, freqs, positions, q_scale, q_scale_out, heads, n, divisor, shape,
+            0, Q, MATH, QUANT,
+        )  # fmt: skip
     else:
         n, heads, divisor = shape.nk, shape.k_heads, shape.k_divisor
         tile = program - shape.q_programs
-        _side(tile, k, gamma_k, k_out, stats, freqs, positions, heads, n, divisor, shape, 1, K, MATH)
+        _side(
+            tile, k, gamma_k, k_out, stats, freqs, positions, k_scale, k_scale_out, heads, n, divisor, shape,
+            1, K, MATH, QUANT,
+        )  # fmt: skip
