@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS
-from onepass.kvcache import PagedKVCache
+from onepass.kvcache import DS_MLA_BYTES, PagedKVCache
 from onepass.ops.gemv_norm import gemv_and_partial_norm
 from onepass.ops.linear import linear
 from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
@@ -116,6 +116,13 @@ def _per_head(t: Tensors) -> list[Tensor]:
     return list(qk_rms_norm(t["h"], t["k"], gamma, gamma, rope=rope, per_head=True, rounding="hf"))
 
 
+def _qk_codes(t: Tensors) -> list[Tensor]:
+    """Codes and the scale of each head."""
+    rope = Rope(_angles(t["q"]), _positions(t), "interleaved", 32)
+    gamma = t["gamma_k"]
+    return list(qk_rms_norm(t["h"], t["k"], gamma, gamma, rope=rope, per_head=True, out_dtype=E4M3FN.dtype, eps_k=0.01))
+
+
 def _gemv(t: Tensors, **options: Any) -> list[Tensor]:
     return list(gemv_and_partial_norm(t["act"], t["weight"], t["gamma"], **options))
 
@@ -142,6 +149,17 @@ def _mla(t: Tensors, **options: Any) -> list[Tensor]:
     named = (t["q"].unflatten(1, (2, 32)), t["kv"], None, _angles(t["q"]), t["gamma"], PagedKVCache(blocks))
     q = fused_rope_rmsnorm_quantization(None, *named, **options)
     return [q, blocks.view(torch.uint8).flatten(0, 1)[slots], scale.flatten()[slots]]
+
+
+def _packed(t: Tensors) -> list[Tensor]:
+    """Entries of 656 bytes in token order."""
+    count, device = t["kv"].shape[0], t["kv"].device
+    blocks = torch.zeros(-(-count // 4) + 1, 4, DS_MLA_BYTES, dtype=torch.uint8, device=device)
+    slots = torch.arange(count, device=device).flip(0) + 3
+    cache = PagedKVCache(blocks, entry_format="fp8_ds_mla")
+    named = (t["q"].unflatten(1, (2, 64)), t["kv"], None, _angles(t["q"]), t["gamma"], cache)
+    q = fused_rope_rmsnorm_quantization(None, *named, slot_mapping=slots, positions=_positions(t))
+    return [q, blocks.flatten(0, 1)[slots]]
 
 
 def _write(t: Tensors, layout: Any, cache: torch.dtype, **options: Any) -> list[Tensor]:
@@ -193,6 +211,7 @@ SUBJECTS: Final = (
     Subject("apply_qk_rms_norm", {**_QK, "var": 2}, _GAMMAS, _apply, own={"var": torch.float32}),
     Subject("qk_rms_norm", _QK, _GAMMAS, lambda t: list(qk_rms_norm(t["q"], t["k"], t["gamma"], t["gamma_k"]))),
     Subject("qk_rms_norm, heads and RoPE", {**_QK, "h": 480}, {"gamma_k": (96,)}, _per_head),
+    Subject("qk_rms_norm, codes of heads", {**_QK, "h": 480}, {"gamma_k": (96,)}, _qk_codes),
     Subject("gemv_and_partial_norm", call=_gemv, most=MAX_ROWS, **_GEMV),
     Subject(
         "gemv_and_partial_norm, fp8 weights and result",
@@ -227,6 +246,7 @@ SUBJECTS: Final = (
         {},
         lambda t: _mla({**t, "gamma": _latent(t)}, rounding="reference", rope_style="half"),
     ),
+    Subject("fused_rope_rmsnorm_quantization, packed", {"q": 128, "kv": 576}, {"gamma": (512,)}, _packed),
     Subject(
         "qk_norm_rope_cache",
         {"q": 160, "k": 96, "v": 96},

@@ -229,8 +229,10 @@ def call_apply(given: Arguments) -> Any:
 
 def call_qk(given: Arguments) -> Any:
     given = _rope(dict(given))
-    out = given.pop("q_out"), given.pop("k_out")
-    return onepass.qk_rms_norm(**given, out=None if out[0] is out[1] is None else out)
+    for name in ("out", "scale_out"):
+        pair = given.pop(f"q_{name}"), given.pop(f"k_{name}")
+        given[name] = None if pair[0] is pair[1] is None else pair
+    return onepass.qk_rms_norm(**given)
 
 
 def qk_contract(given: Arguments) -> Contract:
@@ -241,7 +243,7 @@ def qk_contract(given: Arguments) -> Contract:
 def call_mla(given: Arguments) -> Any:
     given = dict(given)
     cache = onepass.PagedKVCache(torch.zeros(1, 1, 1))
-    for name in ("blocks", "cache_lengths", "lookup_table"):
+    for name in ("blocks", "cache_lengths", "lookup_table", "entry_format"):
         setattr(cache, name, given.pop(name))  # unchecked
     return onepass.fused_rope_rmsnorm_quantization(**given, k_cache=cache)
 

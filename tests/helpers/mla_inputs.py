@@ -13,7 +13,7 @@ from onepass.testing.samples import sample
 
 CONTRACT = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION
 FP8 = torch.float8_e4m3fn
-SIZES = {"T": 5, "H": 3, "R": 8, "C": 40, "L": 32, "F": 6, "W": 8, "O": 3, "B": 2, "X": 4, "P": 8, "S": 4}
+SIZES = {"T": 5, "H": 3, "R": 8, "C": 40, "L": 32, "F": 6, "W": 8, "O": 3, "B": 2, "X": 4, "P": 8, "S": 4, "Z": 40}
 SLOTS = torch.tensor([0, 1, 2, 3, 4])
 INDEX = dict.fromkeys(("input_row_offsets", "cache_lengths", "lookup_table"), torch.int32)
 

@@ -105,12 +105,13 @@ def qk_arguments(contract: Contract, lead: tuple[int, ...] = (2, 3), **changes: 
     sizes = {"Nq": 48, "Nk": 16, "Gq": 48, "Gk": 16, "Hq": 3, "Hk": 2, "D": 16, "P": 4, "R": 16}
     optional = ("freqs", "positions") if "freqs" in contract.args else ()
     options = {"weight_offset": 1.0, "dim": 8, "head_dim": 16} if optional else {}
+    options |= {"eps_k": 0.5} if "eps_k" in contract.options else {}
     return arguments(contract, sizes, lead, "q", optional, **(options | changes))
 
 
 def mla_arguments(scale: str) -> Arguments:
     contract = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION
-    sizes = {"T": 5, "H": 3, "R": 8, "C": 40, "L": 32, "F": 6, "W": 8, "O": 3, "B": 2, "X": 4, "P": 8, "S": 4}
+    sizes = {"T": 5, "H": 3, "R": 8, "C": 40, "L": 32, "F": 6, "W": 8, "O": 3, "B": 2, "X": 4, "P": 8, "S": 4, "Z": 40}
     optional = ["freqs_cis", "input_row_offsets", "cache_lengths", "lookup_table", "positions", scale]
     index = dict.fromkeys(("input_row_offsets", "cache_lengths", "lookup_table"), I32)
     given = arguments(contract, sizes, (), "q_rope", tuple(optional), epsilon=1.0, rope_dim=8, **index)

@@ -15,6 +15,7 @@ from onepass.testing.case import same_bytes
 from tests.helpers.mistakes import Mistake, mistakes
 from tests.helpers.mla_inputs import CONTRACT, FP8, SLOTS, Call, angles, positional
 
+PACKED = PagedKVCache(torch.zeros(8, 4, 656, dtype=torch.uint8), entry_format="fp8_ds_mla")
 MISTAKES = list(mistakes(CONTRACT, positional()))
 
 
@@ -42,7 +43,7 @@ def test_there_are_many_bad_arguments_and_good_calls_pass() -> None:
         ({"gamma": torch.ones(127).bfloat16()}, "`kv` must have gamma's and q_rope's columns"),
         ({"kv": torch.randn(4, 192).bfloat16()}, r"`kv` must have shape \[T, C\] with T=5, C=192, got \[4, 192\]"),
         ({"q": torch.randn(5, 257, 64).bfloat16()}, "`q_rope` must have 1 to 256 heads"),
-        ({"q": torch.randn(5, 4, 258).bfloat16()}, "`q_rope` must have at most 256 columns"),
+        ({"q": torch.randn(5, 4, 1026).bfloat16()}, "`q_rope` must have at most 1024 columns"),
         ({"gamma": torch.ones(2049).bfloat16()}, "`gamma` must have 1 to 2048 elements"),
         ({"gamma": torch.ones(128).double()}, "`gamma` must have dtype bfloat16 or float16 or float32"),
         ({"freqs": None}, "`freqs_cis` must be given unless rope_dim is 0"),
@@ -68,7 +69,8 @@ def test_there_are_many_bad_arguments_and_good_calls_pass() -> None:
         ({"cache": torch.zeros(8, 4, 192)}, "`k_cache` must be a PagedKVCache, got 'Tensor'"),
         ({"cache": PagedKVCache(torch.zeros(8, 4, 192))}, "`cache_lengths` must be given unless slot_mapping"),
         ({"cache": PagedKVCache(torch.zeros(8, 4, 192)), "slot_mapping": SLOTS}, "`cache_lengths` must be given unless slot_mapping"),
-        ({"cache": PagedKVCache(torch.zeros(8, 4, 191))}, r"`blocks` must have shape \[P, S, C\] with .*C=192"),
+        ({"cache": PagedKVCache(torch.zeros(8, 4, 191))}, "`blocks` must have kv's columns, C=192"),
+        ({"cache": PACKED}, "`kv` must have 512 columns and then q_rope's 64 with fp8_ds_mla"),
     ],
 )  # fmt: skip
 def test_error_messages(change: dict[str, Any], message: str) -> None:

@@ -107,7 +107,7 @@ def test_hf_keeps_the_bits_of_transformers(dtype: torch.dtype, norm: str) -> Non
     angle = torch.cat((angle, angle), -1)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     given: dict[str, Any] = {}
-    rows: tuple[Tensor, Tensor] = (q, k)
+    rows: tuple[Tensor, ...] = (q, k)
     rounding: Any = "hf_rope" if norm == "gemma" else "hf"
     if norm != "none":
         given = {"gamma_q": torch.randn(d).to(dtype), "gamma_k": torch.randn(d).to(dtype)}

@@ -316,7 +316,7 @@ def test_opcheck(name: str, rope: bool, lead: tuple[int, ...]) -> None:
     contract = OPS[name].contract
     arguments = tuple(positional(contract, lead, rope).values())
     torch.library.opcheck(getattr(torch.ops.onepass, name).default, arguments)
-    outs = tuple(torch.empty_like(t) for t in validation_of(contract).prepare(*arguments) if t is not None)
+    outs = tuple(None if t is None else torch.empty_like(t) for t in validation_of(contract).prepare(*arguments))
     torch.library.opcheck(getattr(torch.ops.onepass, f"{name}_out").default, (*arguments, *outs))
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from onepass.formats import FLOATS, FP8_FORMATS
+from onepass.formats import E4M3FN, FLOATS, FP8_FORMATS
+from onepass.kvcache import DS_MLA_COLUMNS
 from onepass.rope import STYLES
 from onepass.testing import mla_cache
 from onepass.testing.case import moved
@@ -51,16 +52,17 @@ def configuration(op: str, r: Random, bounded: bool) -> MlaConfiguration:
     """A random configuration that the contract allows."""
     q, kv = r.choice(FLOATS), r.choice(FLOATS)
     cache = r.choice((*_FP8, *_FP8, *FLOATS))
+    scale = r.choice(("none", "tensor", "token", "tile")) if cache in _FP8 else "none"
     return MlaConfiguration(
         op,
         q,
         kv,
         gamma=r.choice((kv, *FLOATS)),
-        cache=cache,
+        cache=E4M3FN.dtype if scale == "tile" else cache,
         out=r.choice((None, None, *FLOATS, *_FP8)),
         freqs=r.choice((torch.float32, torch.float32, *FLOATS)),
         style=r.choice(STYLES),
-        scale=r.choice(("none", "tensor", "token")) if cache in _FP8 else "none",
+        scale=scale,
         rounding=r.choice(("once", "reference")),
         index=r.choice((torch.uint32, torch.int32, torch.int64)),
         slots=r.choice((None, None, None, torch.int32, torch.int64)),
@@ -91,9 +93,9 @@ class MlaFuzzed:
         changes: list[dict[str, Any]] = [{name: value} for name, value in plain.items()]
         changes += [{"batch": c.batch[:count]} for count in range(len(c.batch))] + [{"batch": ((0, 1),)}]
         changes += [{"normed": None}, {"normed": 1}] if c.normed is not None else []
-        changes += [{"latent": n} for n in (1, 2, c.latent // 2) if n and (c.normed is None or c.normed <= n)] + [
-            {"rope": 2, "turned": None, "freqs": torch.float32}
-        ]
+        if c.scale != "tile":
+            changes += [{"latent": n} for n in (1, 2, c.latent // 2) if n and (c.normed is None or c.normed <= n)]
+            changes.append({"rope": 2, "turned": None, "freqs": torch.float32})
         changes.append({"options": {"rounding": c.options["rounding"]}})
         for change in changes:
             yield replace(self, case=replace(c, **change))
@@ -129,6 +131,8 @@ def draw_case(c: MlaConfiguration, r: Random) -> MlaFuzzed:
     latent = r.choice((draw.size(r, 64), draw.size(r, 700 if long and page <= 64 else 64)))
     if c.widths:
         latent, rope = r.choice(c.widths)
+    if c.scale == "tile":
+        latent, rope = DS_MLA_COLUMNS
     normed = r.choice((None, None, None, r.randint(1, latent)))
     turned = None if rope and rope % 2 == 0 and r.random() < 0.6 else 2 * r.randint(0, rope // 2)
     same = ("q", "kv", "gamma", "cache", "out", "style", "scale", "index", "slots", "positions")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.formats import FLOATS, ROUNDINGS
+from onepass.formats import FLOATS, FP8_FORMATS, ROUNDINGS
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import STYLES, Rope
 from onepass.testing import bounds, qk_norm
@@ -20,7 +20,7 @@ from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 
 OPS = qk_norm.OPS
-VALUES = ("values", "gammas", "means", "eps")
+VALUES = ("values", "gammas", "means", "eps", "eps_k", "scales")
 """Fields of a case that do not affect machine code."""
 _FREQS = 24
 """Rows of freqs."""
@@ -41,6 +41,8 @@ class QkConfiguration:
     head: int = 0
     dim: int = 0
     positions: torch.dtype | None = None
+    given_scales: bool = False
+    two_eps: bool = False
     widths: tuple[tuple[int, int], ...] = ()
 
 
@@ -58,7 +60,7 @@ def configuration(op: str, r: Random, bounded: bool) -> QkConfiguration:
             c,
             gamma=gamma,
             gamma_k=r.choice((gamma, gamma, *FLOATS)),
-            out=r.choice((None, None, *FLOATS)),
+            out=r.choice((None, None, *FLOATS, *(FP8_FORMATS if op == FUSED else ()))),
             rounding=r.choice(ROUNDINGS),
             per_head=per_head,
             style=style,
@@ -66,6 +68,9 @@ def configuration(op: str, r: Random, bounded: bool) -> QkConfiguration:
             dim=2 * r.randint(1, head // 2) if style else 0,
             positions=r.choice((None, torch.int32, torch.int64)) if style else None,
         )
+        if op == FUSED:
+            given = c.out in FP8_FORMATS and r.random() < 0.4
+            c = replace(c, given_scales=given, two_eps=r.random() < 0.25)
     if bounded:
         long = r.choice(((6144, 1024), (4096, 4096), (8193, 100), (20000, 1000)))
         c = replace(c, widths=(_widths(c, r, 300), _widths(c, r, 3000) if c.head else long))
@@ -87,6 +92,8 @@ class QkCase:
     nq: int = 1
     nk: int = 1
     eps: float = 1e-6
+    eps_k: float = 1e-6
+    scales: tuple[float, float] = (1.0, 1.0)
     offset: float = 0.0
     heads: bool = False
     packed: bool = False
@@ -129,6 +136,8 @@ def draw_case(c: QkConfiguration, r: Random) -> QkCase:
         nq,
         nk,
         eps=draw.epsilon(r),
+        eps_k=draw.epsilon(r),
+        scales=(draw_scale(r), draw_scale(r)),
         offset=draw.offset(r),
         heads=heads,
         packed=not heads and r.random() < 0.3,
@@ -137,6 +146,11 @@ def draw_case(c: QkConfiguration, r: Random) -> QkCase:
         means=r.choice(("own", "own", "own", "any", "special")),
         places=(draw.place(r), draw.place(r), draw.place(r, inputs=False), draw.place(r, inputs=False)),
     )
+
+
+def draw_scale(r: Random) -> float:
+    """A given scale: usually one that uses the codes, sometimes an extreme one."""
+    return r.choice((r.uniform(0.002, 0.1), r.uniform(0.002, 0.1), 0.0, 1e-30, 1e30, float("nan")))
 
 
 def inputs(case: QkCase) -> dict[str, Any]:
@@ -156,6 +170,8 @@ def inputs(case: QkCase) -> dict[str, Any]:
         found[f"gamma_{side}"] = draw.gamma(v, c.head if c.per_head else n, dtype)
     if c.op == APPLY:
         found["qk_var"] = _means(case, found["q"], found["k"])
+    if c.given_scales:
+        found["q_scale"], found["k_scale"] = (torch.tensor(scale) for scale in case.scales)
     if c.style:
         angle = Values(start=case.values[0].start).make((_FREQS, (c.dim + 1) // 2), torch.float32) * 3
         found["freqs"] = torch.stack((angle.cos(), angle.sin()), -1).flatten(-2)
@@ -188,7 +204,8 @@ def _call(case: QkCase, given: dict[str, Any], out: tuple[Tensor, ...] | None) -
     if c.style:
         options["rope"] = Rope(freqs, positions, c.style, c.dim, None if c.per_head else c.head)  # type: ignore[arg-type]
     if c.op == FUSED:
-        options |= {"out_dtype": c.out} if out is None else {"out": out}
+        options |= {"out_dtype": c.out} if out is None else {"out": out[:2], "scale_out": out[2:] or None}
+        options["eps_k"] = case.eps_k if c.two_eps else None
         return qk_rms_norm(**given, eps=case.eps, per_head=c.per_head, **options)
     made = out or tuple(torch.empty(t.shape, dtype=c.out or c.x, device=t.device) for t in (given["q"], given["k"]))
     apply_qk_rms_norm(made[0], made[1], **given, epsilon=case.eps, **options)
@@ -200,7 +217,7 @@ def _run(case: QkCase, device: str) -> str | None:
     arguments = {k: draw.on_device(v, device) for k, v in host.items()}
     before = draw.snapshot(host)
     results = _call(case, arguments, None)
-    rooms = [p.room(t.shape, t.dtype) for p, t in zip(case.places[2:], results, strict=False)]
+    rooms = [p.room(t.shape, t.dtype) for p, t in zip(case.places[2:] * 2, results, strict=False)]
     again = _call(case, arguments, tuple(draw.fresh(t, device) for t in rooms))
     others: tuple[Tensor, ...] = ()
     if c.op in (APPLY, FUSED) and c.out in (None, c.x) and not any(p.expanded for p in case.places[:2]):
@@ -226,6 +243,7 @@ def verify(case: QkCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> s
     """None, or what is wrong with the results."""
     c = case.config
     options = {"eps": case.eps, "weight_offset": case.offset, "rounding": c.rounding}
+    options |= {"eps_k": case.eps_k} if c.two_eps else {}
     split = c.head if c.per_head and not _has_heads(case) else 0
     turn = Turn(c.style, c.dim, c.head, c.positions) if c.style else None
     return verify_call(c.op, host | options, results, c.per_head, split, turn)

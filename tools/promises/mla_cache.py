@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import E4M3FN
-from onepass.kvcache import PagedKVCache
+from onepass.kvcache import DS_MLA_BYTES, DS_MLA_COLUMNS, PagedKVCache
 from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
 from onepass.testing.case import same_bytes
 from tools.promises.tokens import (
@@ -77,6 +77,17 @@ _WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
+def _packed(x: Inputs) -> list[Tensor]:
+    """q and entries of 656 bytes in token order."""
+    tokens, device = x.q.shape[0], x.q.device
+    blocks = torch.zeros(-(-tokens // PAGE) + 1, PAGE, DS_MLA_BYTES, dtype=torch.uint8, device=device)
+    slots = torch.arange(tokens, device=device).flip(0) + 3
+    cache = PagedKVCache(blocks, entry_format="fp8_ds_mla")
+    options: dict[str, Any] = {"slot_mapping": slots, "positions": x.positions}
+    q = fused_rope_rmsnorm_quantization(None, x.q, x.kv, None, x.freqs, x.gamma, cache, **options)
+    return [q, blocks.flatten(0, 1)[slots]]
+
+
 def _written(x: Inputs, *, scaled: bool = False, cache: torch.dtype = E4M3FN.dtype, **options: Any) -> list[Tensor]:
     """q, entries and scales in token order; slots run backwards."""
     tokens, device = x.q.shape[0], x.q.device
@@ -91,7 +102,9 @@ def _written(x: Inputs, *, scaled: bool = False, cache: torch.dtype = E4M3FN.dty
 
 
 def _all(x: Inputs) -> list[Tensor]:
-    return [result for way in _WAYS for result in _written(x, **way)]
+    found = [result for way in _WAYS for result in _written(x, **way)]
+    packed = (x.gamma.shape[0], x.q.shape[2]) == DS_MLA_COLUMNS
+    return [*found, *_packed(x)] if packed else found
 
 
 def _part(x: Inputs, begin: int, end: int) -> list[Tensor]:
@@ -104,7 +117,7 @@ def _batch(device: str, latent: int, rope: int, dtype: torch.dtype) -> str | Non
     wrong = difference_of_parts(x, whole, _part, (1, 3, 17, 64))
     if wrong is not None:
         return wrong
-    heads = [t[:, 2:3] if i in (0, 2, 5) else t for i, t in enumerate(whole)]
+    heads = [t[:, 2:3] if i in (0, 2, 5, 7) else t for i, t in enumerate(whole)]
     number = first_difference(_all(replace(x, q=x.q[:, 2:3])), heads)
     return None if number is None else f"result {number} depends on the number of heads"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.formats import ROUNDINGS
+from onepass.formats import E4M3FN, ROUNDINGS
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import Rope
 from onepass.testing.case import same_bytes
@@ -26,6 +27,7 @@ def qk_promises(device: str) -> Iterator[tuple[str, Promise]]:
             yield f"q and k, a row alone is the row in a batch: {label}", partial(_batch, *arguments)
             yield f"q and k, alignment and strides change no bit: {label}", partial(_layout, *arguments)
             yield f"q and k, statistics and application are the fused call: {label}", partial(_halves, *arguments)
+            yield f"q and k, codes are the division by the scale: {label}", partial(_codes, *arguments)
     if device == "cuda":
         yield "q and k, a captured graph replays on new inputs", _graph
 
@@ -44,6 +46,8 @@ def _all(q: Tensor, k: Tensor, gamma_q: Tensor, gamma_k: Tensor) -> list[Tensor]
     results = [row_sum_of_squares_qk(q, k), row_mean_of_squares_qk(q, k), *qk_rms_norm(q, k, gamma_q, gamma_k)]
     if q.shape[-1] % 64 == k.shape[-1] % 64 == 0:
         results += qk_rms_norm(q, k, gamma_q[:64], gamma_q[:64], per_head=True, rounding="hf")
+        codes = qk_rms_norm(q, k, gamma_q[:64], gamma_q[:64], per_head=True, out_dtype=E4M3FN.dtype, eps_k=0.1)
+        results += [codes[0].view(torch.uint8), codes[1].view(torch.uint8), *codes[2:]]
     if q.shape[-1] % 4 == k.shape[-1] % 4 == 0:
         positions = torch.full(q.shape[:-1], 3, device=q.device)
         results += qk_rms_norm(q, k, gamma_q, gamma_k, rope=_rope(str(q.device), positions))
@@ -96,6 +100,24 @@ def _halves(device: str, nq: int, nk: int, dtype: torch.dtype) -> str | None:
         for side, one, other in zip("qk", fused, parts, strict=True):
             if not same_bytes(one, other):
                 return f"{side} differs with rounding={rounding!r}"
+    return None
+
+
+def _codes(device: str, nq: int, nk: int, dtype: torch.dtype) -> str | None:
+    """The float32 result, divided by its scale; a given scale has the bytes of the same scale of a row's own."""
+    q, k, gamma_q, gamma_k = _inputs(device, 33, nq, nk, dtype)
+    *codes, q_scale, k_scale = qk_rms_norm(q, k, gamma_q, gamma_k, out_dtype=E4M3FN.dtype)
+    plain = qk_rms_norm(q, k, gamma_q, gamma_k, out_dtype=torch.float32)
+    for side, y, code, scale in zip("qk", plain, codes, (q_scale, k_scale), strict=True):
+        if not same_bytes(y.abs().amax(-1, keepdim=True) / E4M3FN.max, scale):
+            return f"a scale of {side} is not the largest magnitude over 448"
+        if not same_bytes((y / scale).to(E4M3FN.dtype), code):
+            return f"{side} is not the quotient"
+    for row in (0, 32):
+        given: dict[str, Any] = {"q_scale": q_scale[row], "k_scale": k_scale[row], "out_dtype": E4M3FN.dtype}
+        alone = qk_rms_norm(q[row : row + 1], k[row : row + 1], gamma_q, gamma_k, **given)
+        if not all(same_bytes(one, all_[row : row + 1]) for one, all_ in zip(alone, codes, strict=True)):
+            return "a given scale gives other codes"
     return None
 
 

@@ -160,7 +160,8 @@ def qk_rms_norm(
         q_out, k_out = local.wrap(*qk_rms_norm(q, k, gamma_q, gamma_k, eps, reproducible=reproducible, **options))
         return q_out, k_out
     if per_head:
-        return local_qk_rms_norm(q, k, gamma_q, gamma_k, eps, per_head=True, out=out, **options)
+        q_out, k_out = local_qk_rms_norm(q, k, gamma_q, gamma_k, eps, per_head=True, out=out, **options)
+        return q_out, k_out
     pending = start_qk_stats(
         q, k, group=group, plan=plan, counts=counts, kv_replicas=kv_replicas, reproducible=reproducible
     )

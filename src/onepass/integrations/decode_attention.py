@@ -158,7 +158,8 @@ def _normed(self: Any, how: AttentionStep, q: Tensor, k: Tensor) -> tuple[Tensor
     gammas = gamma_of(self.q_norm.weight), gamma_of(self.k_norm.weight)
     options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "per_head": how.per_head}
     if how.per_head:
-        return qk_rms_norm(q, k, *gammas, eps, **options)
+        q, k = qk_rms_norm(q, k, *gammas, eps, **options)
+        return q, k
     rows = qk_rms_norm(q.flatten(-2), k.flatten(-2), *gammas, eps, **options)
     return rows[0].view(q.shape), rows[1].view(k.shape)
 

@@ -213,4 +213,5 @@ class QKNorm(nn.Module):
         """The normed (and rotated) q and k, as new tensors."""
         norm = self.q_norm
         gammas = norm._gamma(q), self.k_norm._gamma(k)
-        return qk_rms_norm(q, k, *gammas, norm._eps(), rope=rope, per_head=self.per_head, **norm._options())
+        q, k = qk_rms_norm(q, k, *gammas, norm._eps(), rope=rope, per_head=self.per_head, **norm._options())
+        return q, k

@@ -19,7 +19,7 @@ from .dispatch import Family
 
 _family = Family("qk_norm")
 _ONE: Final = (1, 1)
-_NO_STEPS: Final = (0,) * len(WITH_HEADS)
+_NO_STEPS: Final[tuple[int, ...]] = (0,) * len(WITH_HEADS)
 
 
 def run_qk(contract: Contract, call: QkCall, head: int) -> None:
@@ -41,8 +41,8 @@ def run_qk(contract: Contract, call: QkCall, head: int) -> None:
         strides = [(0, 0, 0) if t is None else (t.stride(0), 0, 0) for t in tensors]
         tokens, nq = q.shape
         nk = k.shape[1]
-        steps = (head, head, head, head, 1, 1)
-        per_head = ((nq // head, nk // head), (head, head), steps) if head else (_ONE, (nq, nk), _NO_STEPS)
+        adjacent = (head, head, head, head, 1, 1)
+        per_head = ((nq // head, nk // head), (head, head), adjacent) if head else (_ONE, (nq, nk), _NO_STEPS)
         launch(call._replace(rows=QkRows(Geometry(tokens, 1, 1), strides, *per_head, tokens)))
         return
     heads, steps = _ONE, _NO_STEPS

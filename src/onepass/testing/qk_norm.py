@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..formats import FLOATS
+from ..formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, ScaleRule
 from ..ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from ..rope import Rope
 from . import bounds, compare, oracle
@@ -30,6 +30,9 @@ from .case import (
 )
 
 BF16, F16, F32 = FLOATS
+FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
+GIVEN_SCALES = (0.0218437, 0.0071093)
+"""Of q and of k. Not close to the reciprocals of small integers: bfloat16 values would have multiples at the ties of fp8."""
 SUMS, MEANS, APPLY, FUSED = OPS = (
     "row_sum_of_squares_qk",
     "row_mean_of_squares_qk",
@@ -74,6 +77,7 @@ class QkCase:
     turn: Turn | None = None
     layout: QkLayout = "contiguous"
     values: Values = "normal"
+    given_scales: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -89,9 +93,8 @@ class QkCase:
         gamma = f"gamma={short_dtype(self.gamma)}{other}" if self.op in (APPLY, FUSED) else ""
         out, head, rope = labelled("out", self.out), labelled("head", self.head or None), labelled("rope", self.turn)
         options = (f"{k}={v}" for k, v in self.options.items())
-        return case_name(
-            self.group, shape, short_dtype(self.x), gamma, out, head, rope, *options, self.layout, self.values
-        )
+        facts = (gamma, out, "given scales" if self.given_scales else "", head, rope, *options)
+        return case_name(self.group, shape, short_dtype(self.x), *facts, self.layout, self.values)
 
 
 WIDTHS = {
@@ -182,7 +185,45 @@ def _head_cases() -> Iterator[QkCase]:
     yield QkCase(FUSED, "large", (2048,), 4096, 1024, gamma=BF16, head=128, turn=whole, layout="packed")
 
 
-CASES = (*_stats_cases(SUMS), *_stats_cases(MEANS), *_norm_cases(APPLY), *_norm_cases(FUSED), *_head_cases())
+def _code_cases() -> Iterator[QkCase]:
+    """fp8 results, and an eps of k's own."""
+    c = partial(grid, QkCase, FUSED, "codes")
+    yield from c((3,), 640, 128, out=FP8, options=_ROUNDINGS, given_scales=[False, True])
+    yield from c((3,), 640, 128, F16, BF16, out=[FP8, FNUZ], options={"rounding": "hf"})
+    yield from c((3,), 640, 128, F32, out=FNUZ, given_scales=[False, True])
+    yield from c((5,), 4096, 1024, gamma=BF16, head=128, out=FP8, given_scales=[False, True], layout="packed")
+    yield from c((2, 3), 256, 128, head=64, out=FP8, layout=["heads", "transposed"])
+    for style in ("half", "interleaved"):
+        turn = partial(Turn, style)
+        yield from c((5,), 4096, 1024, gamma=BF16, out=FP8, head=128, turn=turn(128, 128, I64), layout="packed")
+        yield from c((3,), 512, 128, turn=turn(64, 128, I32), out=FP8, options={"rounding": "hf"})
+        yield from c((3,), 512, 128, turn=turn(64, 128, I32), out=FP8, given_scales=True)
+        yield from c((2, 5), 384, 96, head=96, turn=turn(40, 96), out=FNUZ)
+        yield from c((2, 3), 256, 128, F32, head=64, turn=turn(64, 64, I32), out=FP8, layout="heads")
+        yield from c((3,), 20160, 192, turn=turn(64, 96, I32), out=FP8)
+        yield from c((9,), 512, 128, turn=turn(64, 128), out=FP8, values="special")
+    yield from c((3, 4), 20000, 1000, out=FP8, layout="misaligned")
+    for x in (BF16, F32):
+        yield from c((9,), 640, 128, x, out=FP8, values="special", given_scales=[False, True], options={"eps": 0.0})
+    yield from c((9,), 384, 96, head=96, out=FNUZ, values="special")
+    yield from c((0,), 200, 512, out=FP8)
+    yield from c((1024,), 4096, 1024, gamma=BF16, out=FP8, head=128, layout="packed")
+    yield QkCase(FUSED, "levels", (2, 3, 2, 3), 256, 128, head=64, out=FP8, layout="reversed")
+    c = partial(grid, QkCase, FUSED, "two eps")
+    yield from c((4,), [640, 20000], 128, options={"eps": 1e-5, "eps_k": 0.5})
+    yield from c(
+        (4,), 256, 128, head=64, turn=Turn("half", 64, 64), options={"eps": 0.25, "eps_k": 1e-6}, out=[None, FP8]
+    )
+
+
+CASES = (
+    *_stats_cases(SUMS),
+    *_stats_cases(MEANS),
+    *_norm_cases(APPLY),
+    *_norm_cases(FUSED),
+    *_head_cases(),
+    *_code_cases(),
+)
 
 
 # --- inputs and calls -----------------------------------------------------------------------------------------------
@@ -212,6 +253,8 @@ def inputs(case: QkCase, device: str, seed: int = 0) -> dict[str, Any]:
             # some lie outside freqs and use its first or last row
             at = torch.randint(-2, POSITIONS + 2, case.lead, generator=generator)
             found["positions"] = at.to(case.turn.positions)
+    if case.given_scales:
+        found["q_scale"], found["k_scale"] = (torch.tensor(scale) for scale in GIVEN_SCALES)
     return moved(found, device) | case.options
 
 
@@ -244,7 +287,8 @@ def call(case: QkCase, arguments: dict[str, Any], out: tuple[Tensor, ...] | None
         given["rope"] = Rope(freqs, positions, case.turn.style, case.turn.dim, head)  # type: ignore[arg-type]
     if case.op == FUSED:
         if out is not None:
-            given["out"] = out
+            given["out"] = out[:2]
+            given["scale_out"] = out[2:] or None
         elif case.out is not None:
             given["out_dtype"] = case.out
         return qk_rms_norm(per_head=bool(case.head), **given)
@@ -257,7 +301,11 @@ def call(case: QkCase, arguments: dict[str, Any], out: tuple[Tensor, ...] | None
 
 def zeroable(case: QkCase) -> list[tuple[int, str]]:
     """Position and name of each result."""
-    return [(0, "out")] if case.op in (SUMS, MEANS) else [(0, "q_out"), (1, "k_out")]
+    if case.op in (SUMS, MEANS):
+        return [(0, "out")]
+    names = ("q_out", "k_out", "q_scale_out", "k_scale_out")
+    own = case.out in FP8_FORMATS and not case.given_scales
+    return list(enumerate(names if own else names[:2]))
 
 
 def variants(case: QkCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
@@ -290,8 +338,10 @@ def verify_call(
             totals.append(bounds.around(total, off))
         low, high = (torch.cat(ends, -1) for ends in zip(*totals, strict=True))
         return compare.between(results[0], low, high)
-    for index, (side, actual) in enumerate(zip("qk", results, strict=True)):
+    for index, (side, actual) in enumerate(zip("qk", results, strict=False)):
         x, eps = host[side], host.get("eps", 1e-6)
+        if side == "k" and host.get("eps_k") is not None:
+            eps = host["eps_k"]
         if split:
             x, actual = (t.unflatten(-1, (-1, split)) for t in (x, actual))
         rs = bounds.reciprocal_rms(x.double(), eps)
@@ -302,10 +352,32 @@ def verify_call(
         y = bounds.normed(x.double(), rs, g, x.dtype if hf else None, given=op == APPLY)
         if turn is not None and actual.numel():
             y = bounds.rotated(y, partial(_rotated, host, per_head, turn))
-        wrong = y.stored(actual)
+        if actual.dtype in FP8_FORMATS:
+            own = results[index + 2] if len(results) > 2 else None
+            scale = host[f"{side}_scale"] if own is None else own.reshape(*x.shape[:-1], 1)
+            rounded = x.dtype if hf and turn is not None else None
+            wrong = code_fault(y if rounded is None else y.rounded(rounded), actual, scale, own is not None)
+        else:
+            wrong = y.stored(actual)
         if wrong is not None:
             return f"{side}: {wrong}"
     return None
+
+
+def code_fault(y: bounds.Bounds, codes: Tensor, scale: Tensor, own: bool) -> str | None:
+    """None, or what is wrong with codes of ``y / scale``, and with each row's ``own`` scale."""
+    fmt = FP8_FORMATS[codes.dtype]
+    if own:
+        low, high = (bounds.largest(t, None) for t in bounds.sizes(y))
+        wrong = bounds.scales(scale, low, high, None, fmt.max, ScaleRule("row", F32))
+        if wrong is not None:
+            return wrong
+    divisor = scale.double()
+    ends = []
+    for end in y:
+        value = torch.where(divisor == 0, torch.where(end.isnan(), torch.nan, 0.0), end / divisor)
+        ends.append(torch.where(divisor.isnan(), torch.nan, value))
+    return compare.between(codes, *bounds.product_error(*ends), fmt)
 
 
 def _rotated(host: dict[str, Any], per_head: bool, turn: Turn, t: Tensor) -> oracle.Rotated:
