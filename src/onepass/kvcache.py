@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from .contract.declaration import describe, short
 from .errors import ContractError
-from .formats import FLOATS, FP8_FORMATS
+from .formats import E4M3FN, FLOATS, FP8_FORMATS, SMALLEST_SCALE
 
 CACHE_DTYPES: Final = (*FP8_FORMATS, *FLOATS)
 INDEX_DTYPES: Final = (torch.uint32, torch.int32, torch.int64)
@@ -297,6 +297,20 @@ def gather_mla(
     elif kv_scale is not None:
         entries = entries * kv_scale.reshape(())
     return entries.to(dtype)
+
+
+def pack_ds_mla(latent: Tensor, rope: Tensor) -> Tensor:
+    """Entries [tokens, 656] uint8 of the format "fp8_ds_mla", from [tokens, 512] and [tokens, 64]; plain torch.
+
+    Each 128 columns of the latent have the scale ``amax / 448``, at least 2**-126, and are divided by it. The other
+    columns are rounded to bfloat16.
+    """
+    tiles = latent.float().unflatten(-1, (-1, DS_MLA_TILE))
+    amax = tiles.abs().amax(-1, keepdim=True)
+    scale = torch.where(amax.isfinite(), (amax / E4M3FN.max).clamp(min=SMALLEST_SCALE), torch.nan)
+    codes = (tiles / scale).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype).flatten(-2)
+    parts = (codes, scale.squeeze(-1), rope.to(torch.bfloat16))
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
 
 
 def _unpacked(entries: Tensor) -> Tensor:

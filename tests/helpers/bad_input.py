@@ -230,9 +230,16 @@ def call_apply(given: Arguments) -> Any:
 def call_qk(given: Arguments) -> Any:
     given = _rope(dict(given))
     for name in ("out", "scale_out"):
-        pair = given.pop(f"q_{name}"), given.pop(f"k_{name}")
+        pair = given.pop(f"q_{name}", None), given.pop(f"k_{name}", None)
         given[name] = None if pair[0] is pair[1] is None else pair
     return onepass.qk_rms_norm(**given)
+
+
+def qk_dtype(given: Arguments) -> Arguments:
+    """Codes may be requested by the output's dtype alone."""
+    out = given["q_out"]
+    codes = given["out_dtype"] is None and isinstance(out, Tensor) and out.dtype in FP8_FORMATS
+    return given | {"out_dtype": out.dtype} if codes else given
 
 
 def qk_contract(given: Arguments) -> Contract:
@@ -357,12 +364,14 @@ def public_subjects() -> list[Subject]:
     apply = qk.APPLY_QK_RMS_NORM
     add("apply", apply, lambda: qk_arguments(apply, epsilon=1.0), call_apply, required=("q_out", "k_out"))
     flat = qk.QK_RMS_NORM
-    add("qk", flat, lambda: qk_arguments(flat, eps=1.0), call_qk, contract_of=qk_contract)
+    fused: dict[str, Any] = {"contract_of": qk_contract, "derived": qk_dtype}
+    add("qk", flat, lambda: qk_arguments(flat, eps=1.0), call_qk, **fused)
+    add("qk, codes", flat, lambda: qk_arguments(flat, eps=1.0, out_dtype=FP8), call_qk, False, **fused)
     heads = qk_arguments(QK_RMS_NORM_HEADS, eps=0.0, weight_offset=0.0) | {"per_head": True}
     in_order = {name: heads.get(name) for name in (*flat.args, *flat.options)}
     outs = {"q_out": torch.zeros(2, 3, 3, 16, dtype=BF16), "k_out": torch.zeros(2, 3, 2, 16, dtype=BF16)}
-    good_heads = partial(copied, {**in_order, **outs})
-    found.append(Subject("qk, heads", flat.name, flat, good_heads, call_qk, contract_of=qk_contract))
+    good_heads = partial(copied, {**in_order, **outs, "q_scale_out": None, "k_scale_out": None})
+    found.append(Subject("qk, heads", flat.name, flat, good_heads, call_qk, **fused))
     written = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION
     add("mla, scale", written, lambda: mla_arguments("kv_scale"), call_mla)
     add("mla, scales of tokens", written, lambda: mla_arguments("per_token_scale"), call_mla, False)

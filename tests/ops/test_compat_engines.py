@@ -117,7 +117,7 @@ def test_flashinfer_static_codes(dtype: torch.dtype, weight_dtype: torch.dtype, 
         (lambda x, w: flashinfer.rmsnorm_quant(x.to(torch.float8_e5m2), x, w, 1.0), "rmsnorm_quant: `out`"),
         (
             lambda x, w: vllm.concat_and_cache_mla(
-                x, x, x.new_zeros(1, 4, 128), torch.zeros(2), "fp8_ds_mla", torch.ones(1)
+                x, x, x.new_zeros(1, 4, 128), torch.zeros(2), "fp8_e5m2", torch.ones(1)
             ),
             "concat_and_cache_mla: `kv_cache_dtype`",
         ),
@@ -242,6 +242,29 @@ def test_concat_and_cache_mla(kind: str, slots: list[int]) -> None:
     assert vllm.concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor(slots), kind, scale) is None  # type: ignore[func-returns-value]
     assert same_bytes(pages, expected)
     assert not same_bytes(pages, torch.zeros_like(pages))
+
+
+def test_concat_and_cache_mla_packs_entries() -> None:
+    """The layout of vLLM's cache: 512 codes, four float32 scales, 64 bfloat16; the same bytes as the fused op's."""
+    generator = torch.Generator().manual_seed(3)
+    kv = torch.randn(5, 576, generator=generator).to(BF16)
+    kv[3, 128:256] = 0.0
+    slots, cache = torch.tensor([6, -1, 0, 3, 9]), torch.full((3, 4, 656), 0x5A, dtype=torch.uint8)
+    vllm.concat_and_cache_mla(kv[:, :512], kv[:, 512:], cache, slots, "fp8_ds_mla", torch.ones(1))
+    entries = cache.flatten(0, 1)
+    assert (entries == 0x5A).all(-1).sum() == 8
+    for token in (0, 2, 3, 4):
+        entry, tiles = entries[slots[token]], kv[token, :512].float().view(4, 128)
+        scale = entry[512:528].view(torch.float32)
+        expected = (tiles.abs().amax(-1) / 448).clamp(min=2.0**-126)
+        assert torch.equal(scale, expected)
+        assert same_bytes(entry[:512], fp8((tiles / scale.unsqueeze(-1)).flatten()).view(torch.uint8))
+        assert same_bytes(entry[528:].view(BF16), kv[token, 512:])
+    wide = torch.zeros(1, 1, 656, dtype=torch.bfloat16)
+    with pytest.raises(ContractError, match="concat_and_cache_mla: `kv_cache` must be uint8"):
+        vllm.concat_and_cache_mla(kv[:, :512], kv[:, 512:], wide, slots, "fp8_ds_mla", torch.ones(1))
+    with pytest.raises(ContractError, match="concat_and_cache_mla: `kv_c` must have 512 columns"):
+        vllm.concat_and_cache_mla(kv[:, :500], kv[:, 512:], cache, slots, "fp8_ds_mla", torch.ones(1))
 
 
 def test_concat_and_cache_mla_compiles_in_one_graph() -> None:

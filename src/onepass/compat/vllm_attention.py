@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..contract.declaration import describe
 from ..errors import ContractError, Unsupported
+from ..kvcache import DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, pack_ds_mla
 from ..ops.linear import linear
 from ..ops.qk_norm import qk_rms_norm
 from ..rope import Rope
@@ -78,27 +79,40 @@ def concat_and_cache_mla(
     """Write ``concat(kv_c, k_pe)`` of each token to its slot of ``kv_cache`` [pages, page size, columns].
 
     "auto" stores the values in the cache's dtype. "fp8" and "fp8_e4m3" store ``fp8(value / scale)`` in a cache of
-    uint8 or float8_e4m3fn. A negative slot means that a token is not stored. slot_mapping may be shorter than kv_c, whose
-    remaining rows are padding. "fp8_ds_mla" is not supported.
+    uint8 or float8_e4m3fn. "fp8_ds_mla" packs an entry into 656 bytes: codes of 512 columns with a scale for each 128,
+    at least 2**-126, and 64 columns in bfloat16; ``scale`` is ignored. There a tile with NaN or infinity has a NaN scale.
+    A negative slot means that a token is not stored. slot_mapping may be shorter than kv_c, whose remaining rows are
+    padding.
 
     There is no norm here, so torch does the work, without waiting for the device. If the latent still has to be
     normed, `onepass.fused_rope_rmsnorm_quantization` does all of it in one launch.
     """
     name = "concat_and_cache_mla"
     tokens, width = slot_mapping.shape[0], kv_c.shape[-1] + k_pe.shape[-1]
+    packed = kv_cache_dtype == DS_MLA
+    if packed and (kv_c.shape[-1], k_pe.shape[-1]) != DS_MLA_COLUMNS:
+        got = f"{kv_c.shape[-1]} and {k_pe.shape[-1]}"
+        raise ContractError(f"{name}: `kv_c` must have 512 columns and k_pe 64 with fp8_ds_mla, got {got}")
+    width = DS_MLA_BYTES if packed else width
     if kv_cache.dim() != 3 or kv_cache.shape[-1] != width:
         raise ContractError(f"{name}: `kv_cache` must be [pages, page size, {width}], got {list(kv_cache.shape)}")
     if tokens > kv_c.shape[0]:
         raise ContractError(f"{name}: `slot_mapping` must have at most {kv_c.shape[0]} elements, got {tokens}")
-    entries = torch.cat((kv_c[:tokens], k_pe.reshape(k_pe.shape[0], -1)[:tokens]), -1)
-    if kv_cache_dtype in _FP8:
+    rope = k_pe.reshape(k_pe.shape[0], -1)[:tokens]
+    entries = pack_ds_mla(kv_c[:tokens], rope) if packed else torch.cat((kv_c[:tokens], rope), -1)
+    if packed:
+        if kv_cache.dtype != torch.uint8:
+            raise ContractError(f"{name}: `kv_cache` must be uint8 with fp8_ds_mla, got {kv_cache.dtype}")
+    elif kv_cache_dtype in _FP8:
         if kv_cache.dtype not in (torch.uint8, torch.float8_e4m3fn):
             raise ContractError(f"{name}: `kv_cache` must be uint8 or float8_e4m3fn, got {kv_cache.dtype}")
         divided = entries.float() / scale.reshape(())
         entries = divided.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
         kv_cache = kv_cache.view(torch.uint8)
     elif kv_cache_dtype != "auto":
-        raise Unsupported(f"{name}: `kv_cache_dtype` must be auto, fp8 or fp8_e4m3, got {describe(kv_cache_dtype)}")
+        raise Unsupported(
+            f"{name}: `kv_cache_dtype` must be auto, fp8, fp8_e4m3 or fp8_ds_mla, got {describe(kv_cache_dtype)}"
+        )
     if not tokens:
         return
     entries = entries.to(kv_cache.dtype)
