@@ -46,7 +46,7 @@ def test_scales_follow_the_shape_of_rows() -> None:
 
 def test_given_scales_and_outputs() -> None:
     q, k, gq, gk = qk(6, 128, 64)
-    scales = {"q_scale": torch.tensor([0.02]), "k_scale": torch.tensor(0.05)}
+    scales: dict[str, Any] = {"q_scale": torch.tensor([0.02]), "k_scale": torch.tensor(0.05)}
     allocated = onepass.qk_rms_norm(q, k, gq, gk, out_dtype=FP8, **scales)
     assert len(allocated) == 2
     y = onepass.qk_rms_norm(q, k, gq, gk, out_dtype=F32)

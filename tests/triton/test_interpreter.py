@@ -44,6 +44,7 @@ LEFT_OUT = {
         "nope",
         "scales",
         "options",
+        "packed",
         "ragged",
         "values",
     },
