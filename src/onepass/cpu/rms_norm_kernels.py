@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from llvmlite import ir
 
 from ..specs.layout import LEVELS
 from ..specs.rms_norm import RowSpec
