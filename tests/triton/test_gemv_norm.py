@@ -24,7 +24,7 @@ from onepass.specs.gemv_norm import MAX_ROWS, MOST_COLUMNS, SCALE_BLOCK, GemvSpe
 from onepass.triton import gemv_norm, gemv_norm_config, gemv_norm_kernels, product_config
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
-from onepass.triton.device import product, weight_stream
+from onepass.triton.device import product
 from onepass.triton.gemv_norm_config import GemvConfig, gemv_config
 from onepass.triton.product_config import PieceTile, StreamTile
 from onepass.triton.tuning import tuning
@@ -123,51 +123,42 @@ def configurations(kind: tuple[Any, Any, WeightScale], widths: tuple[int, ...]) 
 
 @pytest.mark.parametrize("kind", KINDS_OF_PRODUCT, ids=str)
 def test_settings_that_affect_bits_do_not_depend_on_rows(kind: tuple[Any, Any, WeightScale]) -> None:
-    """Pieces and blocks depend on the dtypes, the kind of scale and N, the norm's chunks on its width."""
+    """Pieces, blocks and grains depend on the dtypes, the kind of scale and N, the norm's chunks on its width."""
     act, weight, scaled = kind
-    decided: dict[int, set[tuple[Any, ...]]] = {}
+    decided: dict[int, set[tuple[int, ...]]] = {}
     for widths in WIDTHS:
         calls = configurations(kind, widths)
         for (_, n, _, _), (tile, _) in calls:
-            own: tuple[Any, ...] = ("pieces", tile.pieces)
-            if isinstance(tile, StreamTile):
-                own = ("stream", tile.pieces, tile.block, tile.dot, tile.vec)
+            own = (tile.pieces, tile.block, tile.vec) if isinstance(tile, StreamTile) else (tile.pieces, tile.grain)
             decided.setdefault(n, set()).add(own)
         assert len({(norm.chunks, norm.longs) for _, (_, norm) in calls}) == 1
         assert len({config for _, config in calls}) > 4, "the other settings depend on sizes"
     blocks = scaled.endswith("block")
     for n, settings in decided.items():
         (decision,) = settings
-        if act != F32 and weight == act:
-            assert decision == ("pieces", 1 if n >= 7168 else 4)
-            continue
-        _, pieces, block, dot, vec = decision
-        assert dot == (act != F32) and vec * (weight.itemsize if dot else 4) == 16
-        assert block == (SCALE_BLOCK if blocks else 64 if dot else 16)
-        assert pieces == (4 if dot and n >= 8192 else 16)
+        if act == F32:
+            assert decision == (16, SCALE_BLOCK if blocks else 16, 4)
+        elif weight == act:
+            assert decision == (1 if n >= 7168 else 4, 64)
+        else:
+            assert decision == (4, SCALE_BLOCK if blocks else 64)
     assert any(n >= 8192 for n in decided) and any(n < 7168 for n in decided)
 
 
 def test_kernel_and_config_constants_agree() -> None:
-    assert weight_stream.SCALED.value == SCALE_BLOCK
+    assert product.SCALED.value == SCALE_BLOCK
     assert gemv_norm_kernels.CHUNK.value == gemv_norm_config.CHUNK
-    assert product.GRAIN.value == product_config.GRAIN
     spec = gemv_spec(BF16, F8, "row", (BF16,), None, False)
-    for m, n, warps in ((1, 40, 8), (4, 40, 8), (8, 40, 16), (16, 40, 16), (1, 9000, 2), (8, 9000, 4)):
+    for m, n in ((1, 40), (16, 40), (1, 9000), (8, 9000)):
         made = build(spec, m, n, 1024, (24,))
-        assert made.warps == dict(made.constants)["TILE.warps"] == warps
+        assert made.warps == dict(made.constants)["TILE.warps"] == 4
 
 
-def check_stream(tile: StreamTile, m: int, k: int, weight: torch.dtype, aligned: bool) -> None:
-    """What kernels assume about a tile."""
+def check_stream(tile: StreamTile, m: int, k: int, aligned: bool) -> None:
+    """What kernels assume about a tile of float32 x."""
     parts = tile.pieces // tile.warps
     assert parts * tile.warps == tile.pieces and parts in (1, 2, 4, 8)
-    assert tile.rows & (tile.rows - 1) == 0
-    if tile.dot:  # whole fragments
-        assert tile.columns % (16 // parts) == 0 and tile.rows % (8 // parts) == 0
-        assert (8 if m > MAX_ROWS else m) <= tile.rows <= 32, "programs are fully unrolled"
-    else:
-        assert (tile.warps, tile.columns) == (4, 4) and tile.rows == (1 if m == 1 else 4)
+    assert (tile.warps, tile.columns) == (4, 4) and tile.rows == (1 if m == 1 else 4)
     assert 1 <= tile.depth <= tile.steps and 1 <= tile.ahead <= tile.steps
     # a block takes whole loads, of four lanes
     assert tile.loads * 4 * tile.vec == tile.block and tile.steps % tile.loads == 0
@@ -179,19 +170,45 @@ def check_stream(tile: StreamTile, m: int, k: int, weight: torch.dtype, aligned:
     assert tile.long or tile.steps <= product_config.MOST_LOADS
     assert aligned or (tile.long and tile.steps == tile.loads)
     assert tile.pace == 0 or (tile.pace > 0 and aligned and not tile.long)
-    assert tile.words == (tile.dot and aligned and weight.itemsize == 1)
+
+
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program of an H200 may have."""
+
+
+def check_pieces(tile: PieceTile, weight: torch.dtype, scaled: WeightScale, k: int, aligned: bool) -> None:
+    """What kernels assume about a tile of 16-bit x."""
+    for size in (tile.columns, tile.rows, tile.step, tile.warps):
+        assert size & (size - 1) == 0
+    assert tile.columns >= 16 and tile.rows >= 8 and tile.step >= 64 and tile.stages >= 2
+    assert tile.grain == (SCALE_BLOCK if scaled.endswith("block") else 64) and tile.aligned == aligned
+    length = -(-k // (tile.pieces * tile.grain)) * tile.grain
+    assert tile.mask == (tile.pieces * length != k or length % tile.step != 0)
+    if tile.kind != "cube":  # a step does not reach into the next piece
+        assert tile.pieces == 1 or length % tile.step == 0
+    assert aligned or tile.kind != "descriptors"
+    if weight.itemsize == 1:
+        assert tile.kind != "descriptors" and tile.weights_first, "decoded weights are a product's left side"
+        assert tile.kind != "cube" or tile.warps == tile.pieces, "a warp has its fragments of one piece"
+        assert not scaled.endswith("block") or tile.step == SCALE_BLOCK, "a step has one scale, a scale one step"
+    together = tile.pieces if tile.kind == "cube" else 1
+    held = together * tile.step * (tile.columns * weight.itemsize + tile.rows * 2)
+    stages = tile.stages - (tile.kind != "descriptors")
+    assert held * stages <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_PRODUCT, ids=str)
 def test_configurations_are_valid(kind: tuple[Any, Any, WeightScale]) -> None:
-    act, weight, _ = kind
+    act, weight, scaled = kind
+    scales: tuple[WeightScale, ...] = ("none", "row", "block") if weight.itemsize == 1 else ("none", "row")
     for widths in WIDTHS:
         for (m, n, k, aligned), (stream, norm) in configurations(kind, widths):
             if isinstance(stream, PieceTile):
                 assert stream.kind != "descriptors"
+                check_pieces(stream, weight, scaled, k, aligned)
             else:
-                check_stream(stream, m, k, weight, aligned)
-            assert MOST_COLUMNS % stream.columns == 0, "the workspace has whole tiles"
+                check_stream(stream, m, k, aligned)
+            assert m > MAX_ROWS or MOST_COLUMNS % stream.columns == 0, "the workspace has whole tiles"
             assert len(norm.chunks) == len(norm.longs) == len(widths)
             side = max(1, stream.warps // 4)
             for width, chunks, long in zip(widths, norm.chunks, norm.longs, strict=True):
@@ -201,10 +218,11 @@ def test_configurations_are_valid(kind: tuple[Any, Any, WeightScale]) -> None:
             assert norm.group & (norm.group - 1) == 0
             assert norm.group % side == 0 if widths else norm.group == 1
             if m <= MAX_ROWS:
-                other, _ = gemv_config(*kind, m, n, k, widths, not aligned, records.H200)
-                assert (other.columns, other.rows) == (stream.columns, stream.rows), (
-                    "blocks must not depend on alignment"
-                )
+                for other_scale, other_place in itertools.product(scales, (True, False)):
+                    other, _ = gemv_config(act, weight, other_scale, m, n, k, widths, other_place, records.H200)
+                    assert (other.columns, other.rows) == (stream.columns, stream.rows), (
+                        "blocks must not depend on alignment or scales"
+                    )
                 programs = sum(tiles(n, widths, stream.columns)) * -(-m // stream.rows)
                 assert gemv_norm_config.trace_blocks(act, weight, m, n, k, widths) == programs
 
@@ -255,7 +273,7 @@ def test_norm_sums_in_the_documented_order(tmp_path: Path) -> None:
 def test_order_of_summation_does_not_depend_on_layouts(
     m: int, aligned: bool, weight: torch.dtype, codes: torch.dtype | None
 ) -> None:
-    """Float reductions add two numbers, except where a fragment holds one number and zeros."""
+    """Float reductions add two numbers."""
     scaled: WeightScale = "row" if weight == F8 else "none"
     made = build(
         gemv_spec(BF16, weight, scaled, (BF16,), codes, False), m, 96, 1024 if aligned else 1001, (64,), aligned=aligned
@@ -266,11 +284,8 @@ def test_order_of_summation_does_not_depend_on_layouts(
         r'"tt.reduce"\(%\w+\) <\{axis = (\d) : i32\}> .*?arith\.(\w+) .*?: \(tensor<([\dx]+)xf32', text, re.DOTALL
     )
     assert len(reductions) >= 7
-    parts = dict(made.constants)["TILE.pieces"] // made.warps
     for axis, kind, shape in reductions:
-        size = [int(v) for v in shape.split("x")][int(axis)]
-        one_number = weight == F8 and size == parts and shape.startswith(f"{made.warps}x16x")
-        assert kind == "addf" and (size == 2 or one_number), (kind, shape)
+        assert kind == "addf" and int(shape.split("x")[int(axis)]) == 2, (kind, shape)
 
 
 # --- other chips ---------------------------------------------------------------------------------------------------

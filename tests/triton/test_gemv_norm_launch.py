@@ -89,7 +89,7 @@ def test_kernel_receives_every_argument(gpu: Gpu) -> None:
         )
     )
     ((grid, got),) = Recorder.calls
-    assert grid == 2 + 1 + 1
+    assert grid == 4 + 2 + 1
     tensors = {
         "act": act, "weight": weight, "weight_scale": weight_scale, "y": y, "unnormed": unnormed, "scale": scale,
         "counter": counter, "trace": trace, "units": units, "gammas.0": gammas[0], "gammas.1": gammas[1],
@@ -104,7 +104,7 @@ def test_kernel_receives_every_argument(gpu: Gpu) -> None:
     assert {name: got[name] for name in numbers} == numbers
     constants = {
         "MATH.segments": 2,
-        "TILE.columns": 32,
+        "TILE.columns": 16,
         "TILE.rows": 16,
         "MATH.scaled": "row",
         "MATH.weight": "fp8",

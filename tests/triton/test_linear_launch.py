@@ -29,8 +29,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made_call(m: int, n: int = 96, k: int = 640, *, add: bool = False, shift: int = 0, **dtypes: Any) -> LinearCall:
     """A call with contiguous tensors; x begins ``shift`` elements into its memory."""
-    spec = linear_spec(BF16, dtypes.pop("weight", BF16), add=BF16 if add else None, **dtypes)
-    x = torch.zeros(m * k + 16, dtype=BF16)[shift : shift + m * k].view(m, k).as_subclass(OnDevice)
+    dtype = dtypes.pop("x", BF16)
+    spec = linear_spec(dtype, dtypes.pop("weight", BF16), add=BF16 if add else None, **dtypes)
+    x = torch.zeros(m * k + 16, dtype=dtype)[shift : shift + m * k].view(m, k).as_subclass(OnDevice)
     out = torch.empty(m, n // 2 if spec.activation else n, dtype=spec.out)
     optional = {"gamma": (k,), "residual": (m, k), "bias": (n,), "add": out.shape}
     given: dict[str, Any] = {
@@ -51,14 +52,16 @@ def apart(rows: int, columns: int, gap: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("m", [3, 40], ids=["few rows", "many rows"])
-def test_kernel_receives_every_argument(m: int) -> None:
-    n, k, normed = 96, 640, m == 3
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_kernel_receives_every_argument(dtype: torch.dtype, m: int) -> None:
+    """Few float32 rows are normed by the same kernel."""
+    n, k, normed = 96, 640, m == 3 and dtype == F32
     first = {"gamma": F32, "residual": F32} if normed else {}
     spec = linear_spec(
-        BF16, F8, "block", bias=F16, activation="gelu_mul", add=F32, out=F32, rounding="once", **first
+        dtype, F8, "block", bias=F16, activation="gelu_mul", add=F32, out=F32, rounding="once", **first
     )  # fmt: skip
     tensors = {
-        "x": apart(m, k, 16, BF16).as_subclass(OnDevice),
+        "x": apart(m, k, 16, dtype).as_subclass(OnDevice),
         "weight": apart(n, k, 32, torch.uint8).view(F8),
         "weight_scale": apart(1, 5, 2, F32),
         "bias": torch.empty(n, dtype=F16),
@@ -79,19 +82,22 @@ def test_kernel_receives_every_argument(m: int) -> None:
         numbers |= {"strides.residual": 644, "strides.residual_out": 648, "eps": 0.25, "weight_offset": 2.0}
     assert {name: got[name] for name in numbers} == numbers
     constants = {"MATH.weight": "fp8", "MATH.scaled": "block", "MATH.activation": "gelu_mul", "MATH.gated": True}
-    constants |= {"TILE.pieces": 16, "TILE.block": 128, "MATH.hf": False}
+    constants |= {"TILE.pieces": 4, "TILE.grain": 128} if dtype == BF16 else {"TILE.pieces": 16, "TILE.block": 128}
+    constants |= {"MATH.hf": False, "MATH.regroups": True}
     assert {name: got[name] for name in constants} == constants
     assert (got["MATH.normed"], got["MATH.residual"], got["MATH.offset"]) == (normed, normed, True)
     # a program has half as many columns of the result as it has weight rows
     assert grid == -(-n // got["TILE.columns"]) * -(-m // got["TILE.rows"])
-    assert ("TILE.run" in got) == (not normed) and ("STATS.bins" in got) == normed
+    assert ("TILE.kind" in got) == (dtype == BF16) and ("STATS.bins" in got) == normed
 
 
 def test_missing_tensors_are_passed_as_none() -> None:
+    linear.launch(made_call(1, x=F32, weight=INT8))
     linear.launch(made_call(1, weight=INT8))
-    ((grid, got),) = Recorder.calls
-    absent = ("weight_scale", "gamma", "residual", "bias", "add", "residual_out")
-    assert all(got[name] is None for name in absent)
+    (_, streamed), (grid, got) = Recorder.calls
+    assert all(streamed[name] is None for name in ("gamma", "residual", "residual_out"))
+    absent = ("weight_scale", "bias", "add")
+    assert all(given[name] is None for name in absent for given in (streamed, got))
     assert all(got[f"strides.{name}"] == 0 for name in ("weight_scale", "residual", "add", "residual_out"))
     assert (got["MATH.normed"], got["MATH.residual"], got["MATH.gated"], got["MATH.scaled"]) == (
         False,
@@ -117,11 +123,15 @@ def test_copy_engine_receives_both_matrices() -> None:
     assert grid == -(-96 // columns) * -(-300 // rows)
 
 
-@pytest.mark.parametrize("weight", [BF16, F8, INT8], ids=str)
-@pytest.mark.parametrize("m", [1, 3, 4, 5, 16, 17, 300])
-def test_norm_is_a_launch_of_its_own_except_for_few_rows_of_8_bit_weights(m: int, weight: torch.dtype) -> None:
-    call = made_call(m, weight=weight, gamma=BF16, residual=F32, activation="silu_mul")
-    fused = m <= 4 and weight != BF16
+@pytest.mark.parametrize(
+    ("dtype", "weight"), [(BF16, BF16), (BF16, F8), (BF16, INT8), (F32, F32), (F32, INT8)], ids=str
+)
+@pytest.mark.parametrize("m", [1, 4, 5, 17, 300])
+def test_norm_is_a_launch_of_its_own_except_for_few_float32_rows(
+    m: int, dtype: torch.dtype, weight: torch.dtype
+) -> None:
+    call = made_call(m, x=dtype, weight=weight, gamma=BF16, residual=F32, activation="silu_mul")
+    fused = m <= 4 and dtype == F32
     linear.launch(call)
     *first, (_, product) = Recorder.calls
     assert len(first) == (0 if fused else 1)
@@ -144,7 +154,7 @@ def test_norm_is_a_launch_of_its_own_except_for_few_rows_of_8_bit_weights(m: int
 @pytest.mark.parametrize("m", [1, 4, 5])
 def test_in_place_residual_has_a_launch_of_its_own(m: int) -> None:
     """Programs read the residual while one of them writes the sum."""
-    call = made_call(m, weight=F8, gamma=BF16, residual=BF16)
+    call = made_call(m, x=F32, weight=F8, gamma=BF16, residual=BF16)
     linear.launch(call._replace(residual_out=call.residual))
     assert len(Recorder.calls) == 2 and not Recorder.calls[1][1]["MATH.normed"]
     Recorder.calls.clear()
@@ -154,7 +164,7 @@ def test_in_place_residual_has_a_launch_of_its_own(m: int) -> None:
 
 @pytest.mark.parametrize(("m", "in_place"), [(2, False), (2, True), (5, False), (5, True)])
 def test_residual_without_a_norm(m: int, in_place: bool) -> None:
-    call = made_call(m, weight=F8, residual=F32)
+    call = made_call(m, x=F32, weight=F8, residual=F32)
     assert call.residual is not None and call.residual_out is not None
     call.x.fill_(1.5)
     call.residual.fill_(0.25)
@@ -216,14 +226,15 @@ def test_alignment() -> None:
         assert linear._facts(made_call(2, 96, k), records.H200).aligned == aligned
 
 
-@pytest.mark.parametrize("m", [2, 64], ids=["few rows", "many rows"])
-def test_builds_assume_the_alignment_of_a_call(m: int) -> None:
-    call = made_call(m, weight=F8, weight_scale="row", residual=F32 if m == 2 else None, add=True)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_builds_assume_the_alignment_of_a_call(dtype: torch.dtype) -> None:
+    fused = dtype == F32
+    call = made_call(2, x=dtype, weight=F8, weight_scale="row", residual=F32 if fused else None, add=True)
     (build,) = linear.builds(records.H200, call)
     divisible = dict(build.divisible)
-    expected = {"x": 16, "weight": 16, "k": 16, "strides.x": 8, "strides.weight": 16}
-    expected |= {"n": 16, "out": 16, "strides.out": 8, "add": 16, "strides.add": 8}
-    if m == 2:
+    expected = {"x": 16, "weight": 16, "k": 16, "strides.x": 16 // dtype.itemsize, "strides.weight": 16}
+    expected |= {"n": 16, "out": 16, "strides.out": 16 // dtype.itemsize, "add": 16, "strides.add": 8}
+    if fused:
         expected |= {"residual": 16, "residual_out": 16, "strides.residual": 4, "strides.residual_out": 4}
     assert {name: divisible.get(name) for name in expected} == expected
     (build,) = linear.builds(records.H200, call._replace(x=shifted(call.x), out=shifted(call.out)))

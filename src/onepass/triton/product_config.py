@@ -112,10 +112,12 @@ def piece_tile(
         kinds |= {"flat", "descriptors"} if aligned and descriptors else {"flat"}
     cut = _piece_cut(m, n, k, pieces, codes, kinds, chip)
     length = -(-k // (pieces * grain)) * grain
-    step, stages = cut.step, cut.stages
+    rows, step, stages = cut.rows, cut.step, cut.stages
     if codes:
         if step > SCALE_BLOCK and (length % step or has_blocks(scaled)):  # a step has one scale
             step, stages = SCALE_BLOCK, cut.stages * 3 // 2
+        if step < grain:  # and a scale one step
+            step, stages = grain, 2
         if cut.kind == "flat" and length % step:
             step, stages = GRAIN, stages * step // GRAIN
         if not aligned:  # each element is loaded into a register of its own
@@ -123,12 +125,12 @@ def piece_tile(
     elif cut.kind != "cube" and pieces > 1 and length % step:
         step, stages = GRAIN, cut.stages * cut.step // GRAIN
     if chip.backend == "hip":  # with less shared memory
-        step, stages = grain, 2
+        rows, step, stages = rows if grain == GRAIN else min(rows, 32), grain, 2
     mask = pieces * length != k or length % step != 0
-    first = codes or cut.rows <= 64
+    first = codes or rows <= 64
     group = tuning(chip).pieces.group
     warps = pieces if codes and cut.kind == "cube" else cut.warps  # each decodes other weights
-    tile = (cut.kind, cut.columns, cut.rows, step, stages, warps)
+    tile = (cut.kind, cut.columns, rows, step, stages, warps)
     return PieceTile(*tile, pieces, grain, aligned, mask, first, cut.late, group)
 
 
