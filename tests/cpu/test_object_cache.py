@@ -291,11 +291,12 @@ def test_warm_start_does_not_import_the_code_generator(cache: Path) -> None:
     )
     source = str(Path(rms_norm.__file__).parents[2])
     environment = {**os.environ, "ONEPASS_CACHE_DIR": str(cache), "PYTHONPATH": source}
-    outputs = [
-        subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-        for _ in range(2)
-    ]
-    assert outputs[1].stdout.strip() == "[]"
+
+    def imported() -> str:
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert imported() == "[]" or imported() == "[]", "the first process may have to compile"
 
 
 def test_files_of_another_user_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

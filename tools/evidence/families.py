@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -251,6 +251,7 @@ def calls(case: Check) -> Iterator[Callable[[], Any]]:
     raise TypeError(f"no calls for a case of type {type(case).__name__}")
 
 
+@cache
 def needed(chip: Chip) -> dict[str, dict[str, Build]]:
     """The configurations that each case needs on ``chip``, by its op and name; half a second, and no GPU."""
     from tools.evidence import records
