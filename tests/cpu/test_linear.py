@@ -284,6 +284,17 @@ def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pyte
     assert all(same(one, Case(spec, one.m, 70, 600).run()) for one in here)
 
 
+@pytest.mark.skipif("+avx2" not in compiler.host()[1], reason="runs code for an x86 CPU with AVX2")
+@pytest.mark.parametrize("scale", ["row", "block"])
+def test_fp8_weights_are_added_in_one_order(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However codes are converted: the steps at a row's end, and those that do not fill one, belong to the same sum."""
+    spec = linear_spec(F32, FP8, scale)
+    shapes = [(m, k) for m in (1, 3, 4) for k in (32, 96, 600, 1000)]
+    here = [Case(spec, m, 30, k).run() for m, k in shapes]
+    monkeypatch.setitem(linear.FAMILY.kernels, spec, kernel_for(linear.FAMILY, spec, "haswell"))
+    assert all(same(one, Case(spec, m, 30, k).run()) for one, (m, k) in zip(here, shapes, strict=True))
+
+
 # --- memory --------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 from onepass.cpu import compiler
-from onepass.cpu.emit import bf16, bits, math_functions, prologue, vec
+from onepass.cpu.emit import bf16, bits, lookup, math_functions, prologue, vec
 from onepass.cpu.emit import function as _function
 from onepass.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from onepass.prologues import OPCODES
@@ -141,6 +141,28 @@ def test_power_of_two_scale() -> None:
         (exact.mantissa == 0.5) & (x >= 2.0**-127), x.double(), (2.0 ** exact.exponent.double()).clamp(min=2.0**-127)
     )
     assert torch.equal(got, torch.where(x == 0, 2.0**-127, want))
+
+
+@pytest.mark.skipif("+avx512vbmi" not in compiler.host()[1], reason="runs code for a CPU with AVX512-VBMI")
+@pytest.mark.parametrize("whole", [True, False])
+def test_looked_up_codes(whole: bool) -> None:
+    """Every code in every place: lane l has the columns l and l + 16, and l + 32 and l + 48 in a second vector."""
+    width = 64 if whole else 32
+    codes = (torch.arange(256 * width) // width + torch.arange(256 * width) % width * 3).to(torch.uint8)
+    f = _function.Function(_function.Module(compiler.host()[1]), "serial", 3)
+    source, target, count = f.parameters
+    with f.loop(f.index(0), count, width) as i:
+        for place, words in enumerate(lookup.numbers(f, source + i, 1 / 256, whole)):
+            f.store((words << 16).ir, target + (i + 32 * place) * 4)
+            f.store((words & 0xFFFF0000).ir, target + (i + 32 * place + 16) * 4)
+    f.builder.ret_void()
+    code = compiler.link(compiler.compile_ir(str(f.builder.module), *compiler.host()), "serial")
+    out = torch.zeros(codes.numel())
+    entry = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(code["serial"])
+    entry(codes.data_ptr(), out.data_ptr(), codes.numel())
+    want = codes.view(E4M3FN.dtype).float() / 256
+    assert torch.equal(out.isnan(), want.isnan()) and want.isnan().any()
+    assert torch.equal(out.nan_to_num(1.0).view(torch.int32), want.nan_to_num(1.0).view(torch.int32))
 
 
 # --- functions of the prologue -------------------------------------------------------------------------------------

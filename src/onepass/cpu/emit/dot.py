@@ -9,9 +9,9 @@ The dot-product instructions for bfloat16 (vdpbf16ps) are not used: they flush s
 CPU.
 
 ``act`` is converted to float32 beforehand, chunk by chunk of all rows, in the order of the lanes. bfloat16 weights are
-split in registers, even columns first. FP8 weights are converted to float16, a chunk of a few rows at a time, as 1/256
-of their value; the sum of a chunk is scaled back, which is exact except for products below 2^-118. int8 weights are
-converted in registers.
+split in registers, even columns first. FP8 weights are converted to 1/256 of their value; the sum of a chunk is scaled
+back, which is exact except for products below 2^-118. They are looked up in registers (`lookup`) where a CPU can, or
+converted to float16 in memory, a chunk of a few rows at a time. int8 weights are converted in registers.
 
 With a scale per block of weights the sum is restarted at every block of K and added to the tile's sums as one fused
 multiply-add with the block's scale, lane by lane.
@@ -27,6 +27,7 @@ import torch
 from ...formats import E4M3FN
 from ...specs.gemv_norm import SCALE_BLOCK, WeightScale
 from ..sizes import BLOCK, CHUNK, MAX_BLOCKS, ROW_BLOCKS, SUM, TILE
+from . import lookup
 from .bits import load_row, load_scalar
 from .function import Cell, Function
 from .loops import LINE, each_block
@@ -44,9 +45,11 @@ _FP8_SCALE: Final = 2.0 ** (15 - E4M3FN.bias)
 """The value of an FP8 code over the float16 with the same sign, exponent and mantissa bits."""
 _FP8_NAN: Final = E4M3FN.nan_code
 _F16_NAN: Final = 0x7E00
+_LOOKED_UP: Final = 4
+"""Rows of ``act`` up to which FP8 codes are looked up. With eight, that took 1.13 times as long as float16 in memory."""
 _SCALES: Final = CHUNK // SCALE_BLOCK
 """Scales of a weight row's chunk, if blocks have scales."""
-_ELEMENT: Final = {torch.float32: I32, torch.float16: I16, torch.bfloat16: I16, torch.int8: I8}
+_ELEMENT: Final = {torch.float32: I32, torch.float16: I16, torch.bfloat16: I16, torch.int8: I8, E4M3FN.dtype: I8}
 
 
 class Product(NamedTuple):
@@ -62,8 +65,8 @@ class Product(NamedTuple):
         return self.weight == torch.bfloat16
 
     @property
-    def is_staged(self) -> bool:
-        """Whether weights are converted in memory."""
+    def is_fp8(self) -> bool:
+        """Whether weights are FP8 codes. Their products are added as 1/256 of their value."""
         return self.weight == E4M3FN.dtype
 
     @property
@@ -139,8 +142,8 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
     """
     f = Function(module, f"dot{shape.block}", 10, private=True)
     weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales = f.parameters
-    staged, size = product.is_staged, product.weight.itemsize
-    dtype = torch.float16 if staged else product.weight
+    size, looked_up = product.weight.itemsize, _looks_up(module, product, shape)
+    dtype = torch.float16 if product.is_fp8 else product.weight
     rows = [weight + stride * last.min(r) for r in range(shape.rows)]
     fetched = [fetch + fetch_stride * r for r in range(shape.rows)]
 
@@ -151,15 +154,52 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
         low, high = (load_row(f, dtype, address + i * SUM * dtype.itemsize, None, False, SUM) for i in range(2))
         return low, high
 
+    def prefetch(at: Int, columns: int) -> None:
+        for offset in range(0, columns * size, LINE):
+            for row in fetched:
+                f.prefetch(row + ((at * size >> slow) + offset), level=2)
+
+    def look_up(cells: list[list[Cell]], first: int, at: Int, whole: bool) -> None:
+        """Add `lookup.WIDTH` columns, or a step. Numbers are split where they are used, which saves registers."""
+        if first == 0:
+            prefetch(at, lookup.WIDTH)
+        parts = range(4 if whole else 2)
+
+        def number(pair: Int, part: int) -> Float:
+            return (pair & 0xFFFF0000 if part % 2 else pair << 16).float()
+
+        def acts(m: int, part: int) -> Float:
+            return f.floats(act + (at + ((first + m) * CHUNK + part * SUM)) * 4, SUM)
+
+        if shape.act_rows == 1:  # there are many weight rows: one is done before the next is loaded
+            mine = [acts(0, part) for part in parts]
+            for row, cell in zip(rows, cells[0], strict=True):
+                words = lookup.numbers(f, row + at, 1 / _FP8_SCALE, whole)
+                for part in parts:
+                    cell.set(mine[part].fma(number(words[part // 2], part), cell.get()))
+            return
+        several = [lookup.numbers(f, row + at, 1 / _FP8_SCALE, whole) for row in rows]
+        for part in parts:
+            weights = [number(words[part // 2], part) for words in several]
+            for m, line in enumerate(cells):
+                a = acts(m, part)
+                for cell, w in zip(line, weights, strict=True):
+                    cell.set(a.fma(w, cell.get()))
+
     def partial(first: int, begin: Int, end: Int) -> list[list[Cell]]:
         """Sums over a range of columns."""
         zero = Float(f.builder, constant(type_of(F32, SUM), 0.0))
         cells = [[Cell(f, zero) for _ in range(shape.rows)] for _ in range(shape.act_rows)]
+        if looked_up:
+            most = end - ((end - begin) & (lookup.WIDTH - 1))
+            with f.loop(begin, most, lookup.WIDTH) as at:
+                look_up(cells, first, at, True)
+            with f.when(most < end):
+                look_up(cells, first, most, False)
+            return cells
         with f.loop(begin, end, BLOCK) as at:
             if first == 0:
-                for offset in range(0, BLOCK * size, LINE):
-                    for row in fetched:
-                        f.prefetch(row + ((at * size >> slow) + offset), level=2)
+                prefetch(at, BLOCK)
             weights = [halves(row + at * dtype.itemsize) for row in rows]
             for half in range(2):
                 for m, line in enumerate(cells):
@@ -176,9 +216,9 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
                 total = f.floats(address, SUM)
                 value: Float = cell.get()
                 if scale is not None:
-                    total = (value * _FP8_SCALE if staged else value).fma(scale[r], total)
+                    total = (value * _FP8_SCALE if product.is_fp8 else value).fma(scale[r], total)
                 else:
-                    total = value.fma(_FP8_SCALE, total) if staged else total + value
+                    total = value.fma(_FP8_SCALE, total) if product.is_fp8 else total + value
                 f.store(total.ir, address)
 
     for first in range(0, shape.block, shape.act_rows):
@@ -197,11 +237,25 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
     return f
 
 
+def _looks_up(module: Any, product: Product, shape: Shape) -> bool:
+    """Whether FP8 weights are converted in registers. The sums of more rows leave too few for that."""
+    return product.is_fp8 and lookup.FEATURE in module.features and shape.act_rows <= _LOOKED_UP
+
+
 def _pad(module: Any, product: Product) -> Function:
     """``stage(source, count, target)``: the last weights of a row, padded with zeros to a whole step."""
     f = Function(module, "stage", 3, private=True)
     source, count, target = f.parameters
     f.store(f.load(source, _ELEMENT[product.weight], f.first_lanes(count)), target)
+    f.builder.ret_void()
+    return f
+
+
+def _copy(module: Any) -> Function:
+    """``copy(source, count, target)``: FP8 codes, padded with zeros to a whole step."""
+    f = Function(module, "copy", 3, private=True)
+    source, count, target = f.parameters
+    each_block(f, f.index(0), count, lambda at, mask: f.store(f.load(source + at, I8, mask), target + at))
     f.builder.ret_void()
     return f
 
@@ -239,8 +293,9 @@ def walks(module: Any, product: Product, wide: bool) -> dict[int, Function]:
     ``sums`` [act row, tile column], lane by lane. ``following`` is the address of the next tile's weights. ``column`` is
     the tile's first weight row, which selects the scales of its blocks.
     """
-    stage = _decode(module) if product.is_staged else _pad(module, product)
-    return {shape.block: _walk(module, product, shape, stage) for shape in shapes(wide)}
+    stage = _decode(module) if product.is_fp8 else _pad(module, product)
+    stages = {False: stage, True: _copy(module) if product.is_fp8 else stage}
+    return {s.block: _walk(module, product, s, stages[_looks_up(module, product, s)]) for s in shapes(wide)}
 
 
 def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Function:
@@ -248,7 +303,8 @@ def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Funct
     f = Function(module, f"walk{shape.block}", 11, private=True)
     weight, stride, rows, act, blocks, k, sums, following, scale, scale_stride, column = f.parameters
     size = product.weight.itemsize
-    staged_stride = CHUNK * 2 if product.is_staged else BLOCK * size
+    looked_up = _looks_up(module, product, shape)
+    staged_stride = CHUNK * (1 if looked_up else 2) if product.is_fp8 else BLOCK * size
     staged = f.allocate(_PANEL * staged_stride)
     scales = f.allocate(_PANEL * _SCALES * 4) if product.block_scale is not None else f.index(0)
     zero = f.index(0)
@@ -292,10 +348,19 @@ def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Funct
                         )
                         value = load_row(f, product.block_scale, place + line, there, False, _SCALES)
                         f.store(value.ir, own_scales + r * (_SCALES * 4))
-                if product.is_staged:
-                    expand(zero, count)
-            if product.is_staged:
-                add(own, f.index(staged_stride), zero, (count + (BLOCK - 1)) & -BLOCK)
+                if product.is_fp8:  # looked up where it is, unless the last step has to be padded
+                    with f.when((whole < count) if looked_up else count > 0):
+                        expand(zero, count)
+            if product.is_fp8:
+                steps = (count + (BLOCK - 1)) & -BLOCK
+                if looked_up:
+                    with f.choice(whole < count) as (padded, plain):
+                        with padded:
+                            add(own, f.index(staged_stride), zero, steps)
+                        with plain:
+                            add(origin, stride, zero, count)
+                else:
+                    add(own, f.index(staged_stride), zero, steps)
             else:
                 add(origin, stride, zero, whole)
                 with f.when(whole < count):
