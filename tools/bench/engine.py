@@ -22,8 +22,10 @@ def _cell(row: Row | None, name: str) -> str:
     return "" if row is None or name not in row.us else f"{min(row.us[name]):.1f}"
 
 
-def section(results: Results) -> str:
-    """The table, one line per shape, and what it was measured on."""
+def section(results: Results | None) -> str:
+    """The table, one line per shape, and what it was measured on. Without results, how to get them."""
+    if results is None:
+        return "Not measured yet: `make cpu` writes the table of `rms_norm` next to vLLM's C++ ops here."
     rows = {row.words: row for row in results.of(OP)}
     lines = []
     for words, row in rows.items():
@@ -43,7 +45,7 @@ def section(results: Results) -> str:
     return "\n".join((f"{about} {peer} {text}", "", *table(_HEADS, lines, 1)))
 
 
-def with_section(text: str, results: Results) -> str:
+def with_section(text: str, results: Results | None) -> str:
     """A page with the table between its markers."""
     return filled(text, {MARKER: section(results)})
 
