@@ -1,7 +1,7 @@
-"""Runs `linear` in Triton's interpreter, with either kernel, and prints JSON.
+"""Runs `linear` in Triton's interpreter, with tiles of any kind, and prints JSON.
 
-``cases``: what is wrong with each case, and the kernels that ran. ``order``: sums of products of which
-one per block of K is not zero, so that every addition and its place are known.
+With indices of `RUNS`: what is wrong with each of these cases, and the kernels that ran. Otherwise: sums of
+products of which one per block of K is not zero, so that every addition and its place are known.
 """
 
 from __future__ import annotations
@@ -11,52 +11,71 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 import onepass
-from onepass.specs.gemv_norm import WeightScale
+from onepass.specs.gemv_norm import SCALE_BLOCK, WeightScale
 from onepass.specs.linear import LinearSpec
 from onepass.testing.linear import BF16, E4M3, F16, F32, INT8, Case
 from onepass.testing.runner import run_case, running_on
 from onepass.triton import linear, linear_config, product_config
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build
+from onepass.triton.device import product
+from onepass.triton.device.codes import decode
 from onepass.triton.linear_config import LinearConfig
-from onepass.triton.product_config import GRAIN, PieceTile
+from onepass.triton.product_config import PieceTile, has_blocks, order_of
 from onepass.triton.tuning.table import PieceKind
 
 SILU = {"activation": "silu_mul"}
-CASES = (
-    Case("tiles", 5, 20, 1000),
-    Case("tiles", 5, 20, 200, F16, bias=F32),
-    Case("tiles", 70, 24, 1000, add=BF16),
-    Case("tiles", 3, 40, 200, weight=E4M3, scale="row", bias=BF16),
+
+
+class Run(NamedTuple):
+    """A case with tiles of ``kind``. With ``wide``, 16-bit weights have one piece, else four."""
+
+    case: Case
+    kind: PieceKind
+    wide: bool = False
+
+
+_CODES = (
+    Case("tiles", 3, 40, 200, weight=E4M3, bias=BF16),
+    Case("tiles", 9, 40, 208, weight=E4M3, scale="row", values="special"),
+    Case("tiles", 17, 24, 1024, weight=E4M3, scale="tensor"),
     Case("tiles", 3, 136, 1000, weight=E4M3, scale="block"),
+    Case("tiles", 3, 264, 1040, weight=E4M3, scale="block", options=SILU),
     Case("tiles", 3, 136, 200, F16, weight=E4M3, scale="ue8m0", options=SILU),
+    Case("tiles", 3, 136, 1536, F16, weight=E4M3, scale="ue8m0"),
     Case("tiles", 3, 24, 200, F16, weight=INT8, scale="row", add=F32),
     Case("tiles", 3, 24, 1000, weight=INT8, scale="tensor", layout="misaligned"),
-    Case("tiles", 130, 10, 64, options=SILU),
-    Case("tiles", 6, 22, 256, gamma=BF16, residual=F32, options=SILU),
-    Case("tiles", 9, 40, 160, layout="sliced", values="special"),
-    Case("tiles", 260, 10, 1008),
+    Case("tiles", 18, 46, 640, weight=INT8, scale="row", gamma=BF16, residual=F32, options=SILU),
+    Case("tiles", 9, 72, 528, F16, weight=INT8, layout="sliced"),
+    Case("tiles", 9, 136, 520, weight=E4M3, scale="block", values="special"),
+    Case("tiles", 3, 136, 512, weight=E4M3, scale="block", layout="misaligned"),
 )
-"""Every branch of the kernels for many rows. With 1000 columns or more, 8-bit weights have four pieces,
-of several blocks, and 16-bit weights one.
-"""
+"""8-bit weights: each kind of scale, K that fills its pieces or not, rows that are aligned or not."""
+RUNS = (
+    Run(Case("tiles", 5, 20, 1000), "flat", True),
+    Run(Case("tiles", 5, 20, 200, F16, bias=F32), "flat"),
+    Run(Case("tiles", 70, 24, 1000, add=BF16), "flat", True),
+    Run(Case("tiles", 130, 10, 64, options=SILU), "descriptors"),
+    Run(Case("tiles", 6, 22, 256, gamma=BF16, residual=F32, options=SILU), "flat"),
+    Run(Case("tiles", 9, 40, 160, layout="sliced", values="special"), "descriptors"),
+    Run(Case("tiles", 260, 10, 1008), "descriptors", True),
+    *(Run(case, kind) for case in _CODES for kind in ("cube", "flat")),
+)
+"""Every branch of the kernels for 16-bit x."""
 COLUMNS = 2320
 """K of the sums below: several blocks in every piece, and more in some of them."""
 
 
 class Sums(NamedTuple):
-    """Dtypes and scales of a product, and whether it has few pieces (``wide``) or many.
-
-    16-bit weights are multiplied in tiles of ``kind``, others by the kernel for many rows (``tiled``) or
-    few.
-    """
+    """Dtypes and scales of a product, multiplied in tiles of ``kind``. ``wide``: see `Run`."""
 
     act: torch.dtype
     weight: torch.dtype
     scaled: WeightScale
-    tiled: bool = False
     wide: bool = False
     kind: PieceKind = "cube"
 
@@ -68,31 +87,45 @@ class Sums(NamedTuple):
 
 KINDS: tuple[PieceKind, ...] = ("cube", "flat", "descriptors")
 SUMS = (
-    *(Sums(BF16, BF16, "none", kind != "cube", wide, kind) for kind in KINDS for wide in (False, True)),
-    *(Sums(BF16, E4M3, "block", tiled, wide) for tiled in (False, True) for wide in (False, True)),
-    Sums(F16, E4M3, "row"),
-    Sums(F16, E4M3, "row", True),
-    Sums(BF16, INT8, "none"),
+    *(Sums(BF16, BF16, "none", wide, kind) for kind in KINDS for wide in (False, True)),
+    *(Sums(BF16, E4M3, "block", wide, kind) for kind in KINDS[:2] for wide in (False, True)),
+    *(Sums(F16, E4M3, "row", False, kind) for kind in KINDS[:2]),
+    Sums(BF16, INT8, "none", True),
     Sums(F32, F32, "none"),
 )
 
 
-def force(tiled: bool, wide: bool, kind: PieceKind = "flat") -> None:
-    """Use the kernel for many rows for 16-bit x, tiles of ``kind``, and the pieces of a product with many columns."""
+@triton.jit
+def _decoded(codes, DTYPE: tl.constexpr, WEIGHT: tl.constexpr):
+    """In the place of assembly. Regrouping both sides in the same way does not change a product."""
+    return decode(codes, tl.float32, WEIGHT)
 
-    def piece_tile(m: int, n: int, k: int, aligned: bool, chip: Chip, descriptors: bool) -> PieceTile:
-        pieces = 1 if wide else 4
-        length = -(-k // (pieces * GRAIN)) * GRAIN
+
+@triton.jit
+def _unchanged(values):
+    return values
+
+
+def force(kind: PieceKind, wide: bool, longer: bool) -> None:
+    """Use tiles of ``kind`` with the columns that an H200 loads. ``longer``: steps of a cube may exceed its pieces."""
+
+    def piece_tile(
+        weight: torch.dtype, scaled: WeightScale, m: int, n: int, k: int, aligned: bool, chip: Chip, descriptors: bool
+    ) -> PieceTile:
+        pieces, _, grain = order_of(BF16, weight, scaled, n)
+        length = -(-k // (pieces * grain)) * grain
         chosen = kind if aligned or kind != "descriptors" else "flat"
-        mask = pieces * length != k
-        return PieceTile(chosen, 32, 16, GRAIN, 2, 4, pieces, mask, m % 2 == 0, late=wide, group=8)
+        step = SCALE_BLOCK if longer and chosen == "cube" and not has_blocks(scaled) else grain
+        mask = pieces * length != k or length % step != 0
+        first = weight.itemsize == 1 or m % 2 == 0
+        return PieceTile(chosen, 32, 16, step, 2, 4, pieces, grain, aligned, mask, first, late=wide, group=8)
 
-    Chip.sums_sixteen = property(lambda chip: tiled)  # type: ignore[assignment, method-assign]
-    linear_config._few_rows = lambda *_: 0
-    linear_config.piece_tile = piece_tile  # type: ignore[assignment, attr-defined]
+    Chip.sums_sixteen = property(lambda chip: True)  # type: ignore[assignment, method-assign]
+    product.decode_words = product.decode_fragments = _decoded
+    product.regroup = _unchanged
+    linear_config.piece_tile = piece_tile  # type: ignore[attr-defined]
     product_config.WIDE = 1 if wide else 8192  # type: ignore[misc]
-    for cached in (linear_config.linear_config, product_config.stream_tile):
-        cached.cache_clear()
+    linear_config.linear_config.cache_clear()
 
 
 def watch_kernels() -> list[str]:
@@ -130,11 +163,11 @@ def run_cases(indices: list[int]) -> dict[str, list[str]]:
     made, failed = watch_kernels(), []
     with running_on("interpreter"):
         for index in indices:
-            case = CASES[index]
-            force(True, case.k >= 1000, "descriptors" if case.k % 16 == 0 and case.gamma is None else "flat")
+            case, kind, wide = RUNS[index]
+            force(kind, wide, longer=True)
             result = run_case(case, "interpreter")
             if not result.passed:
-                failed.append(f"{result.case}: {result.message}")
+                failed.append(f"{kind} {result.case}: {result.message}")
     return {"failed": failed, "kernels": made}
 
 
@@ -143,7 +176,7 @@ def run_sums() -> dict[str, Any]:
     made, found = watch_kernels(), []
     with running_on("interpreter"):
         for call in SUMS:
-            force(call.tiled, call.wide, call.kind)
+            force(call.kind, call.wide, longer=False)
             found.append(onepass.linear(**sparse(call), out_dtype=F32).tolist())
     return {"sums": found, "kernels": made}
 
