@@ -95,14 +95,14 @@ SUMS = (
 )
 
 
-@triton.jit
-def _decoded(codes, DTYPE: tl.constexpr, WEIGHT: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _decoded(codes: tl.tensor, DTYPE: tl.constexpr, WEIGHT: tl.constexpr) -> tl.tensor:
     """In the place of assembly. Regrouping both sides in the same way does not change a product."""
     return decode(codes, tl.float32, WEIGHT)
 
 
-@triton.jit
-def _unchanged(values):
+@triton.jit  # type: ignore[untyped-decorator]
+def _unchanged(values: tl.tensor) -> tl.tensor:
     return values
 
 
@@ -121,9 +121,9 @@ def force(kind: PieceKind, wide: bool, longer: bool) -> None:
         return PieceTile(chosen, 32, 16, step, 2, 4, pieces, grain, aligned, mask, first, late=wide, group=8)
 
     Chip.sums_sixteen = property(lambda chip: True)  # type: ignore[assignment, method-assign]
-    product.decode_words = product.decode_fragments = _decoded
-    product.regroup = _unchanged
-    linear_config.piece_tile = piece_tile  # type: ignore[attr-defined]
+    for name, replacement in (("decode_words", _decoded), ("decode_fragments", _decoded), ("regroup", _unchanged)):
+        setattr(product, name, replacement)
+    linear_config.piece_tile = piece_tile  # type: ignore[assignment, attr-defined]
     product_config.WIDE = 1 if wide else 8192  # type: ignore[misc]
     linear_config.linear_config.cache_clear()
 

@@ -120,7 +120,8 @@ def test_columns_of_aligned_operands_are_neighbours(decoder: str, columns: int, 
         left_moves(getattr(codes, f"{decoder}_REGROUPED").value),
         right_moves(codes._REGROUP.value),
     )
-    weights, acts = {}, {}
+    weights: dict[int, int] = {}
+    acts: dict[int, int] = {}
     for lane in LANES:
         for place, column in gathered(registers(0, [4, columns, step], lane), left, 2):
             assert weights.setdefault(place[2] % 32, column) == column
