@@ -1,6 +1,6 @@
 """`linear`: its kernels, their parameters, configuration, alignment and names.
 
-With more rows than a program norms itself, the norm is a launch of its own, with the same bytes.
+The norm is a launch of its own, with the same bytes, except for few float32 rows.
 """
 
 from collections import namedtuple
