@@ -57,12 +57,21 @@ def quant(
     if maximum is not None:
         facts = (maximum, *facts[1:])
     hardware = hardware_cast(fmt, chip)
-    codes = (3, 8, False) if fmt is None else (fmt.mantissa, fmt.bits, fmt.integer)
+    none = Quant(*facts, hardware, "none", 0, FLOAT32_MAX, False, False, normed, False, facts[0])
+    if fmt is not None:
+        none = none._replace(mantissa=fmt.mantissa, bits=fmt.bits, integer=fmt.integer)
     if rule is None:
-        return Quant(*facts, hardware, "none", 0, FLOAT32_MAX, False, False, normed, False, facts[0], *codes)
-    largest, e8m0 = torch.finfo(rule.dtype).max, rule.dtype == torch.float8_e8m0fnu
-    e4m3 = rule.dtype == torch.float8_e4m3fn
-    unit = fmt.largest_power if rule.floor and fmt is not None else facts[0]
-    scales = (largest, rule.ue8m0, e8m0, normed, rule.divides, unit)
-    layout = (rule.floor, e4m3, rule.has_global, rule.packing)
-    return Quant(*facts, hardware, rule.kind, rule.group, *scales, *codes, *layout)
+        return none
+    return none._replace(
+        kind=rule.kind,
+        group=rule.group,
+        largest=torch.finfo(rule.dtype).max,
+        ue8m0=rule.ue8m0,
+        e8m0=rule.dtype == torch.float8_e8m0fnu,
+        divide=rule.divides,
+        unit=fmt.largest_power if rule.floor and fmt is not None else facts[0],
+        floor=rule.floor,
+        e4m3=rule.dtype == torch.float8_e4m3fn,
+        overall=rule.has_global,
+        packing=rule.packing,
+    )
