@@ -59,18 +59,20 @@ def quant_cases(op: str) -> Iterator[Case]:
     yield from c("groups", (5,), [384, 7168], options=_GROUPS)
     yield from c("groups", (3,), 20480, options=[_GROUPS[0], _GROUPS[4], _GROUPS[7]])
     for x in FLOATS:
-        gamma = list(dict.fromkeys((x, F32)))
-        yield from c("dtypes", (3,), 640, x, gamma, options=_each(FORMATS, {}, _STORED))
+        yield from c("dtypes", (3,), 640, x, F32, options=FORMATS)
+        yield from c("dtypes", (3,), 640, x, options=_each(FORMATS, _STORED))
         scales: list[dict[str, Any]] = [{"scales_dtype": x}, {"scales_dtype": x, "group_size": 32}]
         yield from c("dtypes", (3,), 640, options=_each([_format("int8")], *scales))
-    yield from c("rounding", (4,), [640, 4096], residual=BF16, options=_each(FORMATS, *_ROUNDINGS))
+    yield from c("rounding", (4,), 640, residual=BF16, options=_each(FORMATS, *_ROUNDINGS))
+    yield from c("rounding", (4,), 4096, residual=BF16, options=_each(FORMATS, _STORED))
     yield from c("rounding", (4,), 20480, options=_each([FORMATS[2], FORMATS[5]], _STORED))
-    yield from c("rounding", (4,), [640, 7168], residual=BF16, options=_each(FORMATS, _STORED | {"round_sum": True}))
+    yield from c("rounding", (4,), 7168, residual=BF16, options=_each(FORMATS, _STORED | {"round_sum": True}))
     yield from c("values", (9,), 384, values="special", options=_each(FORMATS, {}, _STORED, {"quantize": "divide"}))
     yield from c("values", (9,), [4096, 20480], values="special", options=FORMATS)
     yield from c("values", (9,), 384, values="special", options=_each(_GROUPS[:5], {}))
     yield from c("values", (9,), 384, values="special", options=_each(_PACKED, {}))
-    yield from c("layouts", (3, 4), [128, 1536], layout=_LAYOUTS, options=FORMATS)
+    yield from c("layouts", (3, 4), 1536, layout=_LAYOUTS, options=FORMATS)
+    yield from c("layouts", (3, 4), 128, layout="misaligned", options=FORMATS)
     yield from c("layouts", (3, 4), 1536, residual=BF16, layout="transposed", options=_each(_BLOCKS, _STORED))
     yield from c("levels", (2, 3, 2, 3), 128, layout="reversed", options=FORMATS)
     yield from c("levels", (2, 2, 3, 2, 2), 1536, layout="reversed", options=FORMATS[2:])
@@ -84,7 +86,7 @@ def quant_cases(op: str) -> Iterator[Case]:
     read = {"prologue": dequantize}
     yield from c("prologues", (4,), 1536, torch.int8, BF16, operands=("group128",), options=_each(FORMATS[2:], read))
     shown = {"return_norm": True}
-    yield from c("outputs", (4,), [640, 7168], residual=F32, options=_each(FORMATS, shown))
+    yield from c("outputs", (4,), 7168, residual=F32, options=_each(FORMATS, shown))
     yield from c("large", (2048,), 7168, options=[*FORMATS, *_PACKED])
 
 
@@ -95,12 +97,12 @@ def _scale_cases(op: str) -> Iterator[Case]:
     yield from c((5,), [384, 4096], options=_each(_BLOCKS[:2], floor, floor | {"scales_dtype": F32}))
     yield from c((5,), 640, options=_each([FORMATS[0], FORMATS[1]], floor, floor | {"group_size": 32}))
     limited: list[dict[str, Any]] = [{"scale_ub": 1.5}, {"bounded": 1.5}, {"min_scale": 0.25}]
-    yield from c((5,), [640, 4096], options=_each(FORMATS[1:], *limited))
+    yield from c((5,), 640, options=_each(FORMATS[1:], *limited))
     yield from c((9,), 384, values="special", options=_each(_BLOCKS, {"min_scale": 0.25}))
     for overall in (1.0, 37.5, 2.0**-4, 1e5, 0.0):
         wide = {"global_scale": overall}
-        yield from c((5,), [640, 4096], options=_each([FORMATS[5]], wide, wide | {"quantize": "divide"}))
-    yield from c((9,), [384, 20480], values="special", options=_each([FORMATS[5]], {"global_scale": 300.0}))
+        yield from c((5,), 640, options=_each([FORMATS[5]], wide, wide | {"quantize": "divide"}))
+    yield from c((9,), [384, 4096, 20480], values="special", options=_each([FORMATS[5]], {"global_scale": 300.0}))
     c = partial(grid, Case, op, "places")
     padded = [_format(f["format"], scale_layout=order) for f in _BLOCKS for order in ("column", "column_tma")]
     padded += [_format("int8", group_size=32, scale_layout="column_tma"), _format("int8", scale_layout="column_tma")]
