@@ -13,6 +13,7 @@ import onepass
 from onepass.compat import flashinfer, vllm, vllm_0_19
 from onepass.integrations import vllm as plugin
 from onepass.ops.dispatch import launching_with
+from onepass.testing.quantized import Quantized, described
 from tools import vllm_bytes
 
 EPS = 1e-5
@@ -299,9 +300,11 @@ def test_vllm_shapes_and_dtypes() -> None:
     codes, scales = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.float8_e4m3fnuz, residual=residual)
     assert codes.shape == x.shape and scales.shape == (10, 1) and codes.dtype is torch.float8_e4m3fnuz
     assert codes.float().abs().max() == 224  # the largest value of this format in vLLM
-    message = "rms_norm_dynamic_per_token_quant: `quant_dtype` must be an fp8 dtype"
+    message = "rms_norm_dynamic_per_token_quant: `quant_dtype` must be one of"
     with pytest.raises(onepass.Unsupported, match=message):
-        vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.int8)
+        vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.int16)
+    with pytest.raises(onepass.ContractError, match=r"`scale_ub` must be None with torch\.int8"):
+        vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.int8, torch.ones(1))
     with pytest.raises(onepass.ContractError, match="`group_size` must be"):
         vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 32])
     with pytest.raises(onepass.ContractError, match="`tma_alignment` must be 0 or 4"):
@@ -337,3 +340,62 @@ def test_flashinfer_heads() -> None:
     assert torch.equal(out, flashinfer.rmsnorm(q, weight, EPS))
     flashinfer.qk_rmsnorm(q, weight, out, EPS, 1.0)
     assert_close(out, rounded_once(q, weight, torch.bfloat16, 1.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [None, 64])
+def test_vllm_int8(dtype: torch.dtype, group: int | None) -> None:
+    """The bytes of vLLM's kernel in plain torch: rounded twice, multiplied by the reciprocal, no smaller scale than 2^-23."""
+    x, residual, weight = inputs(dtype, 40, 512)
+    x[1], residual[1] = 0.0, 0.0
+    kept = residual.clone()
+    total = x.float() + residual.float()
+    if group is None:
+        codes, scale = vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.int8, residual=residual)
+    else:
+        codes, scale = vllm.rms_norm_per_block_quant(x, weight, EPS, torch.int8, [1, group], residual=residual)
+    assert torch.equal(residual, total.to(dtype)) and not torch.equal(residual, kept)
+    y = rounded_twice(total, weight, dtype).float().unflatten(-1, (-1, group or 512))
+    expected = (y.abs().amax(-1) / 127).clamp(min=2.0**-23)
+    torch.testing.assert_close(scale, expected, rtol=2.0**-7 if dtype == BF16 else 2e-3, atol=0.0)
+    wanted = (y * (1 / scale).unsqueeze(-1)).flatten(-2).round().clamp(-128, 127).to(torch.int8)
+    assert codes.dtype == torch.int8 and (codes == wanted).float().mean() > 0.995
+    assert (codes.int() - wanted.int()).abs().max() <= 1 and codes.abs().max() == 127
+    assert scale[1].eq(2.0**-23).all() and codes[1].eq(0).all()
+
+
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_flashinfer_fp4(block: int, swizzled: bool) -> None:
+    x, residual, weight = inputs(BF16, 3, 5, 448)
+    overall = torch.tensor([8.0]) if block == 16 else None
+    kept = residual.clone()
+    codes, scale = flashinfer.add_rmsnorm_fp4quant(
+        x, residual, weight, global_scale=overall, eps=EPS, block_size=block, is_sf_swizzled_layout=swizzled
+    )
+    assert torch.equal(residual, x + kept) and codes.dtype == torch.float4_e2m1fn_x2
+    assert scale.dtype == (torch.float8_e4m3fn if block == 16 else torch.uint8)
+    assert scale.shape == ((128 * 28,) if block == 16 else (128 * 16,)) if swizzled else (3, 5, 448 // block)
+    y_fp4, given = torch.zeros_like(codes.view(torch.uint8)).view(codes.dtype), torch.zeros_like(scale)
+    again = flashinfer.rmsnorm_fp4quant(
+        residual, weight, y_fp4, given, overall, EPS, block, is_sf_swizzled_layout=swizzled
+    )
+    assert again[0] is y_fp4 and again[1] is given
+    assert torch.equal(y_fp4.view(torch.uint8), codes.view(torch.uint8))
+    arguments: dict[str, Any] = {"format": "nvfp4" if block == 16 else "mxfp4"}
+    if swizzled:
+        arguments["scale_layout"] = "128x4"
+        given = given.view(128, -1)
+    if overall is not None:
+        arguments["global_scale"] = overall
+    plain = described(arguments, y_fp4.view(torch.uint8), given if block == 16 else given.view(torch.float8_e8m0fnu))
+    assert isinstance(plain, Quantized)
+    y = rounded_once(residual, weight, torch.float32)
+    error = (plain.values().float() - y).abs() / y.unflatten(-1, (-1, block)).abs().amax(-1).repeat_interleave(
+        block, -1
+    )
+    assert error.max() < 0.26 and y.abs().max() > 0.5  # half of the largest step of e2m1, relative to the largest code
+    with pytest.raises(onepass.ContractError, match="`block_size` must be 16 or 32"):
+        flashinfer.rmsnorm_fp4quant(x, weight, block_size=64)
+    with pytest.raises(onepass.Unsupported, match="`scale_format` must be"):
+        flashinfer.rmsnorm_fp4quant(x, weight, block_size=block, scale_format="ue8m0" if block == 16 else "e4m3")

@@ -7,13 +7,15 @@ What vLLM 0.20 and later compute, where ``round`` rounds to the tensors' dtype::
     the two with fp8     h = x + residual, unrounded;  y = round(round(h * rs) * w)
                          scale = max(min(max |y|, scale_ub) / qmax, 1 / (qmax * 512));  code = fp8(y / scale)
 
+    the two with int8    y as with fp8;  scale = max(max |y| / 127, 2**-23);  code = int8(y * (1 / scale))
+
     static fp8           h = round(x + residual);  y = round(round(h * rs) * w);  code = fp8(y * (1 / scale))
 
 ``qmax`` is 448 for float8_e4m3fn and 224 for float8_e4m3fnuz. Results have the same bytes as
 vLLM's, with two exceptions. vLLM adds squares in another order, and on a GPU its reciprocal square
 root may differ in the last bit; where that changes ``rs``, a value at a rounding boundary can round
 the other way. And a row that contains NaN or infinity, or whose sum of squares overflows, is NaN
-here; vLLM's fp8 functions store finite codes for it.
+here (in int8 its scale is NaN and its codes are 0); vLLM's functions store finite codes for it.
 
 vLLM 0.19 and earlier also round ``x * rs`` in the first two: see `onepass.compat.vllm_0_19`.
 
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +40,13 @@ from torch import Tensor
 from ..contract.declaration import describe
 from ..errors import ContractError, Unsupported
 from ..ops.rms_norm import rms_norm as _rms_norm
-from ..ops.rms_norm import rms_norm_fused_fp8
+from ..ops.rms_norm import rms_norm_fused_fp8, rms_norm_fused_quant
 from .vllm_attention import concat_and_cache_mla, dsv3_fused_a_gemm, fused_q_kv_rmsnorm, fused_qk_norm_rope
 
 _MAXIMA = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
-"""The largest value of each format in vLLM."""
+"""The largest value of each fp8 format in vLLM."""
+_LEAST_INT8 = 2.0**-23
+"""The smallest scale of int8 in vLLM."""
 
 __all__ = [
     "concat_and_cache_mla",
@@ -115,11 +120,11 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Norm and quantize to fp8 with one scale per token: (codes, scales [tokens, 1]).
+    """Norm and quantize to fp8 or int8 with one scale per token: (codes, scales [tokens, 1]).
 
     ``residual`` is updated in place. ``scale_ub`` is one float32 on input's device. The kernel
     reads it, so the call works in CUDA graphs and in ``torch.compile(fullgraph=True)``.
-    ``quant_dtype`` is an fp8 dtype; int8 is not supported.
+    ``quant_dtype`` is an fp8 dtype or int8, which takes no ``scale_ub``.
     """
     return _quantized("rms_norm_dynamic_per_token_quant", input, weight, epsilon, quant_dtype, None, scale_ub, residual)
 
@@ -135,7 +140,7 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Norm and quantize to fp8 with one scale per ``group_size[1]`` columns, 64 or 128.
+    """Norm and quantize to fp8 or int8 with one scale per ``group_size[1]`` columns, 64 or 128.
 
     Scales are [tokens, N / group_size[1]]. ``is_scale_transposed`` stores the scales column by
     column; ``tma_alignment=4`` aligns each column to a multiple of four elements.
@@ -163,10 +168,11 @@ def _quantized(
     """``alignment``: store scales column by column, each aligned to this many elements."""
     if not isinstance(input, Tensor) or not input.dim():
         raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
-    if quant_dtype not in _MAXIMA:
-        raise Unsupported(
-            f"{name}: `quant_dtype` must be an fp8 dtype ({', '.join(map(str, _MAXIMA))}), got {quant_dtype}"
-        )
+    if quant_dtype not in (*_MAXIMA, torch.int8):
+        allowed = ", ".join(map(str, (*_MAXIMA, torch.int8)))
+        raise Unsupported(f"{name}: `quant_dtype` must be one of {allowed}, got {quant_dtype}")
+    if quant_dtype == torch.int8 and scale_ub is not None:
+        raise ContractError(f"{name}: `scale_ub` must be None with torch.int8, got {describe(scale_ub)}")
     lead, columns = input.shape[:-1], input.shape[-1]
     if columns % (group_size or 1):
         raise ContractError(f"{name}: `group_size` must divide the {columns} columns of `input`, got {group_size}")
@@ -177,22 +183,20 @@ def _quantized(
     if alignment is not None:
         stride = -(-tokens // alignment) * alignment
         scales = torch.empty_strided((tokens, groups), (1, stride), dtype=torch.float32, device=input.device)
-    limit = _MAXIMA[quant_dtype]
-    codes, scale, *_ = rms_norm_fused_fp8(
-        input,
-        weight,
-        epsilon,
-        scale_ub=scale_ub,
-        out_dtype=quant_dtype,
-        fp8_max=limit,
-        group_size=group_size,
-        scale_layout="row" if scales is None else "column",
-        residual=residual,
-        rounding="hf",
-        round_sum=False,
-        quantize="divide",
-        min_scale=1 / (limit * 512),
-        scale_output=None if scales is None else scales.view(*lead, groups),
-        residual_out=residual,
-    )
+    options: dict[str, Any] = {
+        "group_size": group_size,
+        "scale_layout": "row" if scales is None else "column",
+        "residual": residual,
+        "rounding": "hf",
+        "round_sum": False,
+        "scale_output": None if scales is None else scales.view(*lead, groups),
+        "residual_out": residual,
+    }
+    if quant_dtype == torch.int8:
+        results = rms_norm_fused_quant(input, weight, epsilon, format="int8", min_scale=_LEAST_INT8, **options)
+    else:
+        limit = _MAXIMA[quant_dtype]
+        options |= {"out_dtype": quant_dtype, "fp8_max": limit, "quantize": "divide", "min_scale": 1 / (limit * 512)}
+        results = rms_norm_fused_fp8(input, weight, epsilon, scale_ub=scale_ub, **options)
+    codes, scale = results[:2]
     return codes, scale.view(tokens, groups) if scales is None else scales

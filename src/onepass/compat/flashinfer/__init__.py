@@ -1,12 +1,14 @@
 """``flashinfer``: ``from onepass.compat import flashinfer`` replaces ``import flashinfer``.
 
 - `onepass.compat.flashinfer.norm`: ``flashinfer.norm``.
+- `onepass.compat.flashinfer.fp4`: its norms with FP4 quantization.
 - `onepass.compat.flashinfer.rope`: ``mla_rope_quantize_fp8`` of ``flashinfer.rope``.
 
 Their functions are also here, where FlashInfer has them too.
 """
 
-from . import norm, rope
+from . import fp4, norm, rope
+from .fp4 import add_rmsnorm_fp4quant, rmsnorm_fp4quant
 from .norm import (
     fused_add_rmsnorm,
     fused_add_rmsnorm_quant,
@@ -19,6 +21,8 @@ from .norm import (
 from .rope import mla_rope_quantize_fp8
 
 __all__ = [
+    "add_rmsnorm_fp4quant",
+    "fp4",
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_quant",
     "gemma_fused_add_rmsnorm",
@@ -27,6 +31,7 @@ __all__ = [
     "norm",
     "qk_rmsnorm",
     "rmsnorm",
+    "rmsnorm_fp4quant",
     "rmsnorm_quant",
     "rope",
 ]
