@@ -21,7 +21,7 @@ from onepass.ops.linear import linear
 from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
 from onepass.ops.qk_cache import qk_norm_rope_cache
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
-from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.prologues import dequantize
 from onepass.rope import Rope
 from onepass.specs.gemv_norm import MAX_ROWS
@@ -83,6 +83,10 @@ def _groups(t: Tensors) -> list[Tensor]:
 
 def _static(t: Tensors) -> list[Tensor]:
     return list(rms_norm_fused_fp8(t["x"], t["gamma"], static_scale=torch.full((), 0.02, device=t["x"].device))[:1])
+
+
+def _quant(t: Tensors, **options: Any) -> list[Tensor]:
+    return list(rms_norm_fused_quant(t["x"], t["gamma"], residual=t["r"], return_norm=True, **options))
 
 
 def _prologue(t: Tensors) -> list[Tensor]:
@@ -198,6 +202,14 @@ SUBJECTS: Final = (
     ),
     Subject("rms_norm_fused_fp8, groups", {"x": 320}, {"gamma": (320,)}, _groups),
     Subject("rms_norm_fused_fp8, static scale", {"x": 0}, _GAMMA, _static),
+    Subject("rms_norm_fused_quant", _ROW, _GAMMA, partial(_quant, format="int8", rounding="stored")),
+    Subject("rms_norm_fused_quant, nvfp4", {"x": 336, "r": 336}, {"gamma": (336,)}, partial(_quant, format="nvfp4")),
+    Subject(
+        "rms_norm_fused_quant, mxfp4",
+        {"x": 320, "r": 320},
+        {"gamma": (320,)},
+        partial(_quant, format="mxfp4", quantize="divide"),
+    ),
     Subject("rms_norm_fused_fp8, prologue", {**_ROW, "s": 1}, {**_GAMMA, "bias": (0,)}, _prologue),
     Subject(
         "rms_norm_fused_fp8, dequantize",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import onepass
 from onepass.contract.declaration import Contract
-from onepass.formats import FP8_FORMATS
+from onepass.formats import FP8_FORMATS, QUANT_FORMATS, QUANT_SCALE_FORMATS
 from onepass.ops import gemv_norm, gemv_norm_contract, mla_cache, qk_cache, registration
 from onepass.ops import qk_norm as qk
 from onepass.ops import rms_norm as rows
@@ -32,8 +32,10 @@ from tests.helpers.valid_calls import (
     mla_arguments,
     names,
     norm_arguments,
+    packed_arguments,
     qk_arguments,
     qk_cache_arguments,
+    quant_arguments,
     static_arguments,
     vllm_arguments,
     with_outputs,
@@ -116,12 +118,33 @@ def call_norm(given: Arguments) -> Any:
     return onepass.rms_norm(**given)
 
 
-def call_fp8(given: Arguments) -> Any:
+def call_fp8(given: Arguments, op: Callable[..., Any] = onepass.rms_norm_fused_fp8) -> Any:
     key = given["prologue"]
     if isinstance(key, str):
         key = onepass.prologues.find(key) if key else None
     bound, given = public_bound(given), {k: v for k, v in given.items() if k != "scale_ub_tensor"}
-    return onepass.rms_norm_fused_fp8(**{**given, "prologue": key, "scale_ub": bound})
+    return op(**{**given, "prologue": key, "scale_ub": bound})
+
+
+def call_quant(given: Arguments) -> Any:
+    return call_fp8(given, onepass.rms_norm_fused_quant)
+
+
+def with_defaults(given: Arguments) -> Arguments:
+    """The contract's arguments: None stands for what the format implies."""
+    given = split_bound(given)
+    found = QUANT_FORMATS.get(given["format"]) if isinstance(given["format"], str) else None
+    if found is None:
+        return given
+    if given["group_size"] is None:
+        given = given | {"group_size": found.groups[0]}
+    if given["scale_format"] is None:
+        given = given | {"scale_format": found.scales[0]}
+    if given["scales_dtype"] is None:
+        packed = given["scale_layout"] == "column_packed"
+        dtypes = QUANT_SCALE_FORMATS[given["scale_format"]].dtypes if given["scale_format"] in found.scales else (None,)
+        given = given | {"scales_dtype": torch.int32 if packed else dtypes[0]}
+    return given
 
 
 def public_bound(given: Arguments) -> Any:
@@ -299,6 +322,9 @@ def public_subjects() -> list[Subject]:
     add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=split_bound)
     add("rms_norm_fused_fp8, static", fp8, static_arguments, call_fp8, False, derived=split_bound)
     add("rms_norm_fused_fp8, as vLLM", fp8, vllm_arguments, call_fp8, False, derived=split_bound)
+    quant = rows.RMS_NORM_FUSED_QUANT
+    add("rms_norm_fused_quant", quant, quant_arguments, call_quant, False, derived=with_defaults)
+    add("rms_norm_fused_quant, packed", quant, packed_arguments, call_quant, False, derived=with_defaults)
     add(
         "gemv",
         gemv_norm.GEMV,
@@ -387,6 +413,7 @@ def dispatched_subjects() -> list[Subject]:
     good: dict[str, Callable[[], Arguments]] = {
         "rms_norm": norm_arguments,
         "rms_norm_fused_fp8": fp8_arguments,
+        "rms_norm_fused_quant": quant_arguments,
         "gemv": lambda: gemv_arguments(gemv_norm_contract.PLAIN_GEMV, weight=FP8),
         "linear": linear_arguments,
         mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION.name: lambda: mla_arguments("kv_scale"),

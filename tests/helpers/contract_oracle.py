@@ -143,7 +143,7 @@ class _Reading:
         if when is not _UNKNOWN and not when:
             self.found.append(out.argument)
             return
-        layout = "any" if out.column != "False" else "rows"
+        layout = "any" if out.make or out.column != "False" else "rows"
         if self._is_legal(value, out.dims, dtypes, layout):
             self.written.append((out.argument, value))
         else:
@@ -178,6 +178,9 @@ class _Reading:
         """Match a shape with symbols, binding those that are new."""
         if not tokens:
             return math.prod(shape) == 1
+        if tokens[0].startswith("*"):  # a whole shape, which is known unless something else is wrong
+            known = self.names.get(tokens[0][1:])
+            return known is None or tuple(shape) == tuple(known)
         if "..." in tokens:
             fixed = len(tokens) - 1
             if len(shape) < fixed:

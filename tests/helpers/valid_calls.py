@@ -66,6 +66,22 @@ def fp8_arguments() -> Arguments:
     return given | {"prologue": onepass.prologues.silu_and_mul.key}
 
 
+def quant_arguments() -> Arguments:
+    """Pairs of 4-bit codes, swizzled scales and a scale in memory."""
+    optional = ("residual", "global_scale")
+    given = arguments(rows.RMS_NORM_FUSED_QUANT, {"N": 96}, (3, 2), "x", optional, eps=1.0)
+    given |= {"format": "nvfp4", "group_size": 16, "scale_format": "e4m3", "scales_dtype": FP8}
+    return given | {"scale_layout": "128x4", "return_norm": True, "rounding": "stored"}
+
+
+def packed_arguments() -> Arguments:
+    """A prologue, and four exponents per word."""
+    given = arguments(rows.RMS_NORM_FUSED_QUANT, {"N": 160}, (5,), "x", ("scale_ub_tensor",), eps=0.0, weight_offset=1)
+    given |= {"format": "mxfp8", "group_size": 32, "scale_format": "ue8m0", "scales_dtype": I32, "min_scale": 0.25}
+    given["prologue_args"] = [torch.randn(5, 160).bfloat16()]
+    return given | {"scale_layout": "column_packed", "prologue": onepass.prologues.silu_and_mul.key}
+
+
 def static_arguments() -> Arguments:
     optional = ("residual", "static_scale")
     return arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)

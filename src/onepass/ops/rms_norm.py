@@ -351,11 +351,11 @@ def rms_norm_fused_quant(
     >>> q, q * scale
     (tensor([[  95, -127]], dtype=torch.int8), tensor([[ 0.8463, -1.1314]]))
     """
-    known = QUANT_FORMATS.get(format)
+    known = QUANT_FORMATS.get(format) if isinstance(format, str) else None
     if known is not None:
         group_size = known.groups[0] if group_size is None else group_size
         scale_format = known.scales[0] if scale_format is None else scale_format
-        encoding = QUANT_SCALE_FORMATS.get(scale_format)
+        encoding = QUANT_SCALE_FORMATS.get(scale_format) if isinstance(scale_format, str) else None
         if scales_dtype is None and encoding is not None:
             scales_dtype = torch.int32 if scale_layout == "column_packed" else encoding.dtypes[0]
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)

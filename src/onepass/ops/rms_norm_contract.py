@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from ..contract.declaration import Arg, Contract, Option, Out, Rule, short
 from ..formats import (
@@ -142,6 +143,12 @@ RMS_NORM_FUSED_FP8 = Contract(
 )
 
 
+def _is_dense(output: object) -> bool:
+    """Whether an output is contiguous; one that is no strided tensor is rejected elsewhere."""
+    strided = isinstance(output, Tensor) and output.layout is torch.strided and not output.is_nested
+    return not strided or output.is_contiguous()  # type: ignore[attr-defined]
+
+
 def _listed(values: Iterable[object]) -> str:
     return " or ".join(map(str, values))
 
@@ -216,7 +223,7 @@ RMS_NORM_FUSED_QUANT = Contract(
             "not be None for scale_layout 'column_packed' and '128x4'",
         ),
         Rule(
-            "scale_layout != '128x4' or scale_output is None or scale_output.is_contiguous()",
+            "scale_layout != '128x4' or is_dense(scale_output)",
             "scale_output",
             "be contiguous for scale_layout '128x4'",
         ),
@@ -232,6 +239,7 @@ RMS_NORM_FUSED_QUANT = Contract(
         "groups": lambda name: QUANT_FORMATS[name].groups,
         "scales": lambda name: QUANT_FORMATS[name].scales,
         "scale_shape": scale_shape,
+        "is_dense": _is_dense,
         "empty_scale": empty_scale,
         "arity": _arity,
     },
