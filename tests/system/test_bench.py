@@ -22,6 +22,7 @@ from onepass.bench import (
     mla_cache,
     peers,
     results,
+    rms_norm_quant,
     run,
     workload,
 )
@@ -108,6 +109,18 @@ def test_mla_peers_do_the_same_work(name: str, tokens: int) -> None:
     mla_cache.composed(*mla_cache.arguments(p))
     assert (ours == p.out).double().mean() > 0.99
     assert (entries.float() == p.cache.blocks.float()).double().mean() > 0.999
+
+
+@pytest.mark.parametrize("name", rms_norm_quant.FORMATS)
+def test_formats_in_torch_do_the_same_work(name: str) -> None:
+    p = rms_norm_quant.problem(8, 256, name, "cpu")
+    codes, scale = p.ours["onepass"]()  # type: ignore[misc]
+    theirs, their_scale = p.composed(*p.arguments)  # type: ignore[misc]
+    assert codes.dtype == theirs.dtype and codes.shape == theirs.shape and scale.numel() >= 8
+    assert (codes.view(torch.uint8) == theirs.view(torch.uint8)).double().mean() > 0.99
+    assert codes.view(torch.uint8).count_nonzero() > 200
+    if "scale_layout" not in rms_norm_quant.FORMATS[name]:
+        torch.testing.assert_close(scale.float(), their_scale.float(), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("batch", [1, 20])

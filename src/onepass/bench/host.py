@@ -63,6 +63,7 @@ def contenders(device: str) -> dict[str, Call]:
         "rms_norm_fused_fp8": lambda: onepass.rms_norm_fused_fp8(x, gamma),
         **forms(device, 4096),
         **{f"{name}, 64 columns": call for name, call in forms(device, 64).items() if name.startswith("rms_norm, ")},
+        "rms_norm_fused_quant": lambda: onepass.rms_norm_fused_quant(x, gamma, format="nvfp4"),
         linear.OP: lambda: onepass.linear(act, weight),
         gemv_norm.OP: lambda: onepass.gemv_and_partial_norm(act, weight, width),
         qk_norm.MEANS: lambda: onepass.row_mean_of_squares_qk(q, k),

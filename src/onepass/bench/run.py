@@ -16,7 +16,7 @@ import torch
 
 from ..testing.case import Check
 from ..testing.runner import MODULES, Result, run_cases, select
-from . import decode_step, gemv_norm, host, linear, mla_cache, qk_cache, qk_norm, rms_norm
+from . import decode_step, gemv_norm, host, linear, mla_cache, qk_cache, qk_norm, rms_norm, rms_norm_quant
 from .machine import describe
 from .peers import Peer, chosen, disagreement
 from .results import BEST, OURS, STREAM
@@ -24,7 +24,7 @@ from .timing import Behind, graph_times, turns
 from .workload import Call, Family, Problem, Workload, parse_shapes, wanted
 
 FAMILIES: tuple[Family, ...] = tuple(
-    module.FAMILY for module in (rms_norm, gemv_norm, linear, qk_norm, mla_cache, qk_cache, decode_step)
+    module.FAMILY for module in (rms_norm, rms_norm_quant, gemv_norm, linear, qk_norm, mla_cache, qk_cache, decode_step)
 )
 Calls = Mapping[str, list[Call]]
 """Calls on all sets of inputs, by contender."""
