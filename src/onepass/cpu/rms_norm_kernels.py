@@ -21,6 +21,7 @@ from .emit import bf16, bits, prologue
 from .emit.bits import load_row, load_scalar, magnitude, round_to, store_row
 from .emit.function import Arguments, Cell, Function, Module
 from .emit.loops import SumOfSquares, each_block, entry_points, prefetch, reciprocal_root
+from .emit.math_functions import sigmoid
 from .emit.vec import I8, LANES, Bool, Float, Int
 from .rms_norm import keeps_h
 
@@ -145,6 +146,7 @@ class RowKernel:
         self.squares = SumOfSquares(total, Cell(f, f.zeros()[0]))
         self.stores_early = spec.residual is not None and spec.round_sum and saved is None
         """Whether ``h`` is stored as the new residual by the first pass and loaded from there by the others."""
+        self.mean: Float | None = None
         self.collects_top = spec.scale is not None and spec.scale.kind == "row" and not spec.quantizes_norm
 
     def row(self, cursor: Cursor) -> Row:
@@ -201,7 +203,7 @@ class RowKernel:
         spec = self.spec
         value = self.load(spec.x, row.at["x"], at, mask)
         if spec.prologue is not None:
-            operands = [self.operand(row, i, at, mask) for i in range(len(spec.operands))]
+            operands = [self.operand(row, i, at, mask) for i in range(len(spec.operands) - sum(spec.after))]
             value = prologue.apply(spec.prologue, value, operands)
             if mask is not None:  # f(0) need not be 0
                 value = bits.lane_mask(mask, self.paired).where(value, 0.0)
@@ -219,17 +221,30 @@ class RowKernel:
             return self.h(row, at, mask)
         return self.f.floats(self.saved + at * 4)
 
-    def normed(self, h: Float, g: Float, rs: Float) -> Float:
-        """The norm, before it is rounded to the output's dtype."""
-        if self.spec.rounding != "hf":
-            return h * rs * g
-        return round_to(self.spec.x, round_to(self.spec.x, h * rs) * g)
+    def centered(self, h: Float) -> Float:
+        """``h`` minus the row's mean, if the norm subtracts it."""
+        return h if self.mean is None else h - self.mean
 
-    def quantized(self, h: Float, g: Float, rs: Float) -> Float:
+    def normed(self, h: Float, rs: Float, row: Row, at: Int, mask: Bool | None) -> Float:
+        """The norm with its bias and gate, before it is rounded to the output's dtype."""
+        spec, g, h = self.spec, self.g(at), self.centered(h)
+
+        def rounded(value: Float) -> Float:
+            return round_to(spec.x, value) if spec.rounding == "hf" else value
+
+        y = rounded(rounded(h * rs) * g)
+        if spec.bias >= 0:
+            y = rounded(y + self.operand(row, spec.bias, at, mask))
+        if spec.gate >= 0:
+            gate = self.operand(row, spec.gate, at, mask)
+            y = rounded(y * (gate * sigmoid(gate)))
+        return y
+
+    def quantized(self, h: Float, rs: Float, row: Row, at: Int, mask: Bool | None) -> Float:
         """The values to be quantized, before the scale: ``h * g``, or the norm with its roundings."""
         if not self.spec.quantizes_norm:
-            return h * g
-        y = self.normed(h, g, rs)
+            return self.centered(h) * self.g(at)
+        y = self.normed(h, rs, row, at, mask)
         return round_to(self.spec.x, y) if self.spec.rounding == "stored" else y
 
     # --- passes over a row ---
@@ -248,13 +263,34 @@ class RowKernel:
             self.f.store(h.ir, self.saved + at * 4)
         if self.stores_early:
             self.store_residual(row, h, at, mask)
-        self.squares.add(h)
-        if self.collects_top:
-            self.top.set(self.top.get().max(magnitude(h * self.g(at))))
+        if self.spec.centered:
+            self.squares.add_values(h)
+        else:
+            self.squares.add(h)
+            if self.collects_top:
+                self.top.set(self.top.get().max(magnitude(h * self.g(at))))
         self.squares.settle(at)
 
-    def statistics(self) -> tuple[Float, Int]:
+    def collect_centered(self, row: Row) -> None:
+        """Compute the row's mean from what was collected, and collect again without it."""
+        self.mean = self.squares.get().sum_lanes() / self.count
+        self.squares.clear()
+
+        def body(at: Int, mask: Bool | None) -> None:
+            h = self.centered(self.h_again(row, at, mask))
+            if mask is not None:
+                h = bits.lane_mask(mask, self.paired).where(h, 0.0)
+            self.squares.add(h)
+            if self.collects_top:
+                self.top.set(self.top.get().max(magnitude(h * self.g(at))))
+            self.squares.settle(at)
+
+        each_block(self.f, self.f.index(0), self.n, body)
+
+    def statistics(self, row: Row) -> tuple[Float, Int]:
         """``rs`` and the bits of the maximum of what was collected; both start over."""
+        if self.spec.centered:
+            self.collect_centered(row)
         rs = reciprocal_root(self.squares.get(), self.count, self.eps)
         top = self.top.get().max_lane()
         self.squares.clear()
@@ -266,7 +302,9 @@ class RowKernel:
         top = Cell(self.f, self.f.zeros()[1])
 
         def body(at: Int, mask: Bool | None) -> None:
-            value = self.quantized(self.h_again(row, at, mask), self.g(at), rs)
+            value = self.quantized(self.h_again(row, at, mask), rs, row, at, mask)
+            if mask is not None and self.spec.centered:  # there h is minus the mean
+                value = bits.lane_mask(mask, self.paired).where(value, 0.0)
             top.set(top.get().max(magnitude(value)))
 
         each_block(self.f, begin, end, body)
@@ -320,11 +358,11 @@ class RowKernel:
             return bits.divisor(scale)
         return bits.multiplier(1.0 if self.spec.quantizes_norm else rs, scale)
 
-    def encoded(self, h: Float, g: Float, rs: Float, k: Float, row: Row, at: Int, mask: Bool | None) -> None:
+    def encoded(self, h: Float, rs: Float, k: Float, row: Row, at: Int, mask: Bool | None) -> None:
         """Quantize a block and store its codes."""
         spec, fmt = self.spec, self.spec.fp8
         assert fmt is not None
-        value = self.quantized(h, g, rs)
+        value = self.quantized(h, rs, row, at, mask)
         value = value / k if spec.scale is not None and spec.scale.divides else value * k
         # A row or group with its own scale is NaN as a whole: then `write` replaces the codes.
         codes = bits.encode(fmt, spec.fp8_max, value, may_be_nan=self.static is not None or bool(k.lanes))
@@ -347,7 +385,7 @@ class RowKernel:
             self.store_residual(row, h, at, mask)
         if spec.norm is not None:
             exact = spec.rounding == "hf" and spec.norm == spec.x
-            self.store(spec.norm, self.normed(h, self.g(at), rs), row.at["norm"], at, mask, exact)
+            self.store(spec.norm, self.normed(h, rs, row, at, mask), row.at["norm"], at, mask, exact)
 
     def write(self, row: Row, following: Row | None, begin: Int, end: Int, rs: Float, scale: Float | None) -> None:
         """Store every output of a range of columns, and collect the same columns of the following row."""
@@ -358,7 +396,7 @@ class RowKernel:
             h = self.h_again(row, at, mask)
             self.outputs(row, following, h, rs, at, mask)
             if fmt is not None:
-                self.encoded(h, self.g(at), rs, k, row, at, mask)
+                self.encoded(h, rs, k, row, at, mask)
 
         each_block(f, begin, end, body)
         if fmt is not None and self.static is None and scale is not None:
@@ -372,8 +410,10 @@ class RowKernel:
         half = LANES // 2
 
         def body(at: Int, mask: Bool | None) -> None:
-            h, g = self.h_again(row, at, mask), self.g(at)
-            sizes = magnitude(self.quantized(h, g, rs))
+            h = self.h_again(row, at, mask)
+            sizes = magnitude(self.quantized(h, rs, row, at, mask))
+            if mask is not None and self.spec.centered:
+                sizes = bits.lane_mask(mask, self.paired).where(sizes, 0)
             if self.paired:
                 sizes = sizes.shuffle(sizes, bf16.INTERLEAVED)
             scales = [self.make_scale(part.max_lane(), rs) for part in sizes.halves()]
@@ -383,7 +423,7 @@ class RowKernel:
             first, second = (self.factor(rs, bits.applied_scale(s, self.overall)).splat(half) for s in scales)
             k = first.shuffle(second, range(LANES))
             self.outputs(row, following, h, rs, at, mask)
-            self.encoded(h, g, rs, k.shuffle(k, bits.EVEN_ODD) if self.paired else k, row, at, mask)
+            self.encoded(h, rs, k.shuffle(k, bits.EVEN_ODD) if self.paired else k, row, at, mask)
 
         each_block(f, f.index(0), self.n, body)
 
@@ -416,7 +456,7 @@ class RowKernel:
         each_block(self.f, self.f.index(0), self.n, lambda at, mask: self.collect(first, at, mask))
         with self.f.loop(begin, end) as index:
             row = self.row(cursor)
-            rs, top = self.statistics()
+            rs, top = self.statistics(row)
             with self.f.choice((index + 1).eq(end)) as (last, other):
                 with last:
                     self.finish(row, None, rs, top)

@@ -54,11 +54,12 @@ from ..formats import (
     ScaleRule,
 )
 from ..prologues import Prologue
-from ..specs.rms_norm import Operand, RowCall, RowSpec, row_spec
+from ..specs.rms_norm import NOTHING_AFTER, GateOrder, RowCall, Statistic, row_spec
 from ..specs.scale_layout import PACKINGS, bytes_of_words
 from .registration import Op
 from .rms_norm_call import run_rows
 from .rms_norm_contract import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
+from .rms_norm_finish import SpecCache, finished_norm, further, operand_of
 
 __all__ = [
     "RMS_NORM",
@@ -69,15 +70,15 @@ __all__ = [
     "rms_norm_fused_quant",
 ]
 
-SpecCache = dict[tuple[object, ...], RowSpec]
-"""The specs of one combination of options, by the tensors' dtypes and kinds."""
-
 
 def _norm(spec_cache: SpecCache, a: Any) -> None:
+    if a.gate is not None or a.bias is not None:
+        finished_norm(spec_cache, a, a.rounding, a.gate, a.gate_order)
+        return
     key = (a.x.dtype, a.gamma.dtype, None if a.residual is None else a.residual.dtype)
     spec = spec_cache.get(key)
     if spec is None:
-        spec = spec_cache[key] = row_spec(*key, a.x.dtype, a.rounding, round_sum=a.round_sum)
+        spec = spec_cache[key] = row_spec(*key, a.out.dtype, a.rounding, round_sum=a.round_sum)
     run_rows(RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, norm=a.out, new_residual=a.residual_out))
 
 
@@ -87,7 +88,8 @@ def _fp8_norm(spec_cache: SpecCache, a: Any) -> None:
 
 def _quantized_in_any_format(spec_cache: SpecCache, a: Any) -> None:
     scale = bytes_of_words(a.scale_output) if a.scale_layout == "column_packed" else a.scale_output
-    _quantized_norm(spec_cache, a, QUANT_FORMATS[a.format].codes, a.code_max, scale, a.global_scale)
+    further = (a.global_scale, a.gate, a.bias, a.statistic == "layer")
+    _quantized_norm(spec_cache, a, QUANT_FORMATS[a.format].codes, a.code_max, scale, *further)
 
 
 def _quantized_norm(
@@ -97,11 +99,17 @@ def _quantized_norm(
     limit: float | None,
     scale: Tensor | None,
     global_scale: Tensor | None = None,
+    gate: Tensor | None = None,
+    bias: Tensor | None = None,
+    centered: bool = False,
 ) -> None:
-    operands = tuple([_operand(t, a.x) for t in a.prologue_args]) if a.prologue_args else ()
+    tensors, prologue, after = a.prologue_args, a.prologue, NOTHING_AFTER
+    operands = tuple([operand_of(t, a.x) for t in tensors]) if tensors else ()
+    if gate is not None or bias is not None:
+        prologue, tensors, operands, after = further(prologue, tensors, gate, a.gate_order, bias, a.x)
     residual_dtype = None if a.residual is None else a.residual.dtype
     dtypes = (a.x.dtype, a.gamma.dtype, residual_dtype)
-    key = (*dtypes, a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, operands)
+    key = (*dtypes, a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, operands, after)
     spec = spec_cache.get(key)
     if spec is None:
         kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
@@ -122,28 +130,21 @@ def _quantized_norm(
         norm_dtype = None if a.norm_out is None else a.norm_out.dtype
         options: tuple[Any, ...] = (
             a.rounding,
-            a.prologue,
+            prologue,
             operands,
             codes.dtype,
             limit or codes.max,
             rule,
             a.round_sum,
+            after,
+            centered,
         )
         spec = spec_cache[key] = row_spec(*dtypes, norm_dtype, *options)
     number = a.static_scale if global_scale is None else global_scale
-    inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, a.prologue_args, number)
+    inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, number)
     outs = (a.norm_out, a.out, scale, a.residual_out)
     scale_ub = math.inf if a.scale_ub is None else a.scale_ub
     run_rows(RowCall(spec, *inputs, *outs, scale_ub, a.scale_ub_tensor, a.min_scale))
-
-
-def _operand(tensor: Tensor, x: Tensor) -> Operand:
-    if tensor.shape == x.shape:
-        return Operand("full", tensor.dtype)
-    n, last = x.shape[-1], tensor.shape[-1]
-    if tensor.dim() == 1 and last == n:
-        return Operand("column", tensor.dtype)
-    return Operand("row", tensor.dtype) if last == 1 else Operand("group", tensor.dtype, n // last)
 
 
 def _key(contract: Contract, prologue: object) -> str:
@@ -170,6 +171,10 @@ def rms_norm(
     residual: None = ...,
     rounding: Rounding = ...,
     round_sum: bool | None = ...,
+    gate: Tensor | None = ...,
+    gate_order: GateOrder = ...,
+    bias: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
     out: Tensor | None = ...,
     residual_out: None = ...,
 ) -> Tensor: ...
@@ -185,6 +190,10 @@ def rms_norm(
     residual: Tensor,
     rounding: Rounding = ...,
     round_sum: bool | None = ...,
+    gate: Tensor | None = ...,
+    gate_order: GateOrder = ...,
+    bias: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
     out: Tensor | None = ...,
     residual_out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -199,6 +208,10 @@ def rms_norm(
     residual: Tensor | None = None,
     rounding: Rounding = "once",
     round_sum: bool | None = None,
+    gate: Tensor | None = None,
+    gate_order: GateOrder = "after",
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -212,8 +225,13 @@ def rms_norm(
     Rounding: "once" rounds y (and separately h, for new_residual) at the store and nowhere else. "hf"
     rounds h to the residual's dtype, ``h * rs`` to x's dtype, then the product with gamma.
     ``round_sum`` controls h alone: with True, "once" norms the sum as stored in new_residual; with
-    False, "hf" norms the unrounded sum. It has no effect without a residual. The sum of squares is
-    float32 in an order that depends only on N and the dtypes, so the bytes of a row do not depend on
+    False, "hf" norms the unrounded sum. It has no effect without a residual.
+
+    ``bias`` [N] is added to the product with gamma. ``gate`` [..., N] multiplies the result by ``silu(gate)``, as
+    Qwen3-Next's gated norm does; with ``gate_order="before"`` it multiplies x instead, as Mamba-2's does. "hf" rounds
+    after each of these steps to x's dtype, except the product before the norm. ``out_dtype`` is the dtype of y.
+
+    The sum of squares is float32 in an order that depends only on N and the dtypes, so the bytes of a row do not depend on
     its batch.
 
     >>> import torch, onepass
@@ -222,7 +240,8 @@ def rms_norm(
     tensor([[0.8485, 1.1314],
             [0.0000, 0.0000]])
     """
-    y, h = _rms_norm.call(x, gamma, residual, eps, weight_offset, rounding, round_sum, out, residual_out)
+    options = (eps, weight_offset, rounding, round_sum, gate_order, out_dtype)
+    y, h = _rms_norm.call(x, gamma, residual, gate, bias, *options, out, residual_out)
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))
 
 
@@ -317,6 +336,10 @@ def rms_norm_fused_quant(
     round_sum: bool | None = None,
     quantize: Quantize = "reciprocal",
     min_scale: float = 0.0,
+    gate: Tensor | None = None,
+    gate_order: GateOrder = "after",
+    bias: Tensor | None = None,
+    statistic: Statistic = "rms",
     out: Tensor | None = None,
     scale_output: Tensor | None = None,
     residual_out: Tensor | None = None,
@@ -340,6 +363,9 @@ def rms_norm_fused_quant(
     "column_packed" stores the exponents of four groups per int32, in such columns; "128x4" is the
     [M padded to 128, G padded to 4] swizzle of block-scaled GEMMs. All leading dimensions together are M rows.
 
+    ``gate``, ``gate_order`` and ``bias`` are those of `rms_norm`, and ``statistic="layer"`` is `layer_norm`. Scale and codes
+    are computed from the result, as with ``quantize="divide"`` or from its product with ``1 / scale``.
+
     ``rounding="stored"`` quantizes the norm as `rms_norm` stores it, rounded once to x's dtype. All other
     arguments are those of `rms_norm_fused_fp8`, which is the form for fp8 of this function: same bytes.
 
@@ -359,9 +385,10 @@ def rms_norm_fused_quant(
         if scales_dtype is None and encoding is not None:
             scales_dtype = torch.int32 if scale_layout == "column_packed" else encoding.dtypes[0]
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
-    tensors = (x, gamma, residual, static_scale, bound, global_scale, prologue_args)
+    tensors = (x, gamma, residual, static_scale, bound, global_scale, gate, bias, prologue_args)
     scaling = (number, format, code_max, scales_dtype, group_size, scale_format, scale_layout)
-    rest = (_key(RMS_NORM_FUSED_QUANT, prologue), return_norm, round_sum, quantize, min_scale)
+    steps = (_key(RMS_NORM_FUSED_QUANT, prologue), return_norm, round_sum, quantize, min_scale)
+    rest = (*steps, gate_order, statistic)
     given = (out, scale_output, residual_out, norm_out)
     results = _rms_norm_fused_quant.call(*tensors, eps, weight_offset, rounding, *scaling, *rest, *given)
     codes, scale, new_residual, norm = results

@@ -1,4 +1,4 @@
-"""The contracts of `rms_norm`, `rms_norm_fused_fp8` and `rms_norm_fused_quant`."""
+"""The contracts of `rms_norm`, `layer_norm`, `rms_norm_fused_fp8` and `rms_norm_fused_quant`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from ..formats import (
     SCALE_FORMATS,
     SCALE_LAYOUTS,
 )
-from ..prologues import find
+from ..prologues import MAX_OPERANDS, find
+from ..specs.rms_norm import GATE_ORDERS, STATISTICS
 from ..specs.scale_layout import PACKINGS, empty_scale, scale_shape
 from .options import ROUNDING, WEIGHT_OFFSET, columns, eps
 
@@ -52,14 +53,43 @@ _NORM_DTYPE = "x.dtype if x.dtype in FLOATS else gamma.dtype"
 _OPERAND_SHAPES = " | ".join(("... N", "N", "... 1", *(f"... N/{group}" for group in OPERAND_GROUPS)))
 _OPERANDS = "the prologue's other tensors: a value per element, per column, per row, or per group of columns"
 
+_GATE = Arg("... N", "the norm (or x) is multiplied by its silu; any float dtype", FLOATS, optional=True)
+_BIAS = Arg("N", "added to the norm; any float dtype", FLOATS, optional=True)
+_GATE_ORDER = Option("str", "after", "gate the norm, or x before the norm", choices=GATE_ORDERS)
+_OUT_DTYPE = Option("ScalarType", None, "dtype of y; None: x's", choices=FLOATS, optional=True)
+_Y = Out("... N", "out_dtype or x.dtype", "the norm", "out")
+_SUMS = "round_sum=True: h = round(x+residual) with either; round_sum=False: h = x+residual"
+
 RMS_NORM = Contract(
     "rms_norm",
-    args={"x": Arg("... N", "activations", FLOATS), "gamma": _GAMMA, "residual": _RESIDUAL},
-    options={"eps": eps(), "weight_offset": WEIGHT_OFFSET, "rounding": ROUNDING, "round_sum": _ROUND_SUM},
-    outs={"y": Out("... N", "x.dtype", "the norm", "out"), "new_residual": _NEW_RESIDUAL},
+    args={
+        "x": Arg("... N", "activations", FLOATS),
+        "gamma": _GAMMA,
+        "residual": _RESIDUAL,
+        "gate": _GATE,
+        "bias": _BIAS,
+    },
+    options={
+        "eps": eps(),
+        "weight_offset": WEIGHT_OFFSET,
+        "rounding": ROUNDING,
+        "round_sum": _ROUND_SUM,
+        "gate_order": _GATE_ORDER,
+        "out_dtype": _OUT_DTYPE,
+    },
+    outs={"y": _Y, "new_residual": _NEW_RESIDUAL},
     rules=(columns("N", "x"),),
     rounding="once: y = round((h*rs)*(gamma+offset)); hf: h = round(x+residual), y = round(round(h*rs)*(gamma+offset)); "
-    "round_sum=True: h = round(x+residual) with either; round_sum=False: h = x+residual",
+    f"{_SUMS}; bias and gate: y = round(((h*rs)*(gamma+offset)+bias)*silu(gate)), and hf rounds each step",
+)
+
+LAYER_NORM = Contract(
+    "layer_norm",
+    args={"x": Arg("... N", "activations", FLOATS), "gamma": _GAMMA, "bias": _BIAS, "residual": _RESIDUAL},
+    options={"eps": eps(), "weight_offset": WEIGHT_OFFSET, "round_sum": _ROUND_SUM, "out_dtype": _OUT_DTYPE},
+    outs={"y": _Y, "new_residual": _NEW_RESIDUAL},
+    rules=(columns("N", "x"),),
+    rounding="once: d = h-mean(h), y = round((d*rs)*(gamma+offset)+bias); round_sum=True: h = round(x+residual)",
 )
 
 
@@ -165,6 +195,8 @@ RMS_NORM_FUSED_QUANT = Contract(
         "global_scale": Arg(
             "", "what nvfp4's scales are multiplied by before rounding", _F32, True, layout="any", sample="positive"
         ),
+        "gate": _GATE,
+        "bias": _BIAS,
         "prologue_args": _PROLOGUE_ARGS,
     },
     options={
@@ -181,6 +213,8 @@ RMS_NORM_FUSED_QUANT = Contract(
         "scale_format": Option("str", "float", "any value, powers of two, or fp8", choices=tuple(QUANT_SCALE_FORMATS)),
         "scale_layout": Option("str", "row", "where scales are in memory", choices=QUANT_SCALE_LAYOUTS),
         **_STEPS,
+        "gate_order": _GATE_ORDER,
+        "statistic": Option("str", "rms", "RMSNorm, or LayerNorm", choices=STATISTICS),
     },
     sizes={
         "C": "N // 2 if codes(format).bits == 4 else N",
@@ -228,6 +262,13 @@ RMS_NORM_FUSED_QUANT = Contract(
             "be contiguous for scale_layout '128x4'",
         ),
         Rule("global_scale is None or format == 'nvfp4'", "global_scale", "be None unless format is 'nvfp4'"),
+        Rule("gate is None or gate_order == 'after' or not prologue", "gate_order", "be 'after' with a prologue"),
+        Rule("statistic == 'rms' or rounding != 'hf'", "rounding", "be 'once' or 'stored' for LayerNorm"),
+        Rule(
+            f"len(prologue_args) + (gate is not None) + (bias is not None) <= {MAX_OPERANDS}",
+            "prologue_args",
+            f"hold at most {MAX_OPERANDS} tensors, gate and bias included",
+        ),
         *_TENSOR_RULES,
         *_PROLOGUE_RULES,
     ),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from ..formats import CODE_FORMATS, CodeFormat, QuantRounding, ScaleRule
 from ..prologues import Prologue, find
 from .layout import Geometry, Strides
 
+GateOrder = Literal["after", "before"]
+GATE_ORDERS: Final[tuple[GateOrder, ...]] = ("after", "before")
+Statistic = Literal["rms", "layer"]
+STATISTICS: Final[tuple[Statistic, ...]] = ("rms", "layer")
 OperandKind = Literal["full", "column", "row", "group"]
 
 
@@ -28,6 +32,16 @@ class Operand(NamedTuple):
     kind: OperandKind
     dtype: torch.dtype
     group: int = 0
+
+
+class After(NamedTuple):
+    """Whether the norm is multiplied by ``silu(gate)`` and, before that, a bias is added to it."""
+
+    gate: bool = False
+    bias: bool = False
+
+
+NOTHING_AFTER: Final = After()
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +65,25 @@ class RowSpec:
     rounding: QuantRounding
     round_sum: bool
     """Whether ``h`` is rounded to the residual's dtype before the norm."""
+    after: After = NOTHING_AFTER
+    """What follows the product with gamma. Its tensors are the last of ``operands``, the gate before the bias."""
+    centered: bool = False
+    """Whether the row's mean is subtracted from ``h`` first: LayerNorm."""
 
     @property
     def quantizes_norm(self) -> bool:
         """Whether amax and codes are computed from the norm itself, not from ``h * g`` with the row's factor applied later."""
-        return self.rounding != "once" or (self.scale is not None and self.scale.divides)
+        return self.rounding != "once" or any(self.after) or (self.scale is not None and self.scale.divides)
+
+    @property
+    def gate(self) -> int:
+        """The index of the gate among the operands, or -1."""
+        return len(self.operands) - sum(self.after) if self.after.gate else -1
+
+    @property
+    def bias(self) -> int:
+        """The index of the bias among the operands, or -1."""
+        return len(self.operands) - 1 if self.after.bias else -1
 
     @property
     def itemsize(self) -> int:
@@ -75,19 +103,22 @@ def row_spec(
     fp8_max: float = 0.0,
     scale: ScaleRule | None = None,
     round_sum: bool | None = None,
+    after: After = NOTHING_AFTER,
+    centered: bool = False,
 ) -> RowSpec:
     """The interned `RowSpec` with these properties. ``round_sum=None`` follows ``rounding``."""
     if round_sum is None or residual in (None, torch.float32):  # rounding does not change a float32 sum
         round_sum = rounding == "hf"
-    return _interned(x, gamma, residual, norm, codes, fp8_max, scale, prologue, operands, rounding, round_sum)
+    rest = (rounding, round_sum, after, centered)
+    return _interned(x, gamma, residual, norm, codes, fp8_max, scale, prologue, operands, *rest)
 
 
 @cache
 def _interned(*properties: Any) -> RowSpec:
-    x, gamma, residual, norm, codes, fp8_max, scale, prologue, operands, rounding, round_sum = properties
+    x, gamma, residual, norm, codes, fp8_max, scale, prologue, operands, *rest = properties
     fp8 = None if codes is None else CODE_FORMATS[codes]
     found = find(prologue) if prologue else None
-    return RowSpec(x, gamma, residual, norm, fp8, fp8_max, scale, found, operands, rounding, round_sum)
+    return RowSpec(x, gamma, residual, norm, fp8, fp8_max, scale, found, operands, *rest)
 
 
 class RowCall(NamedTuple):

@@ -29,9 +29,11 @@ _FIRST_OPERAND: Final = 6
 
 RowShape = namedtuple("RowShape", "rows n n1 n2")
 """Rows, columns, and the sizes of the two inner leading dimensions."""
-RowMath = namedtuple("RowMath", "hf round_sum offset shift_gamma hw_rounding stored")
+RowMath = namedtuple("RowMath", "hf round_sum offset shift_gamma hw_rounding stored centered finishes gate bias")
 """What a kernel computes, apart from quantization. ``offset``: gamma has an offset.
 ``shift_gamma``: see `device.row.factor`. ``stored``: the norm is rounded before it is quantized.
+``centered``: the mean is subtracted. ``finishes``: a gate or a bias, operands with these indices or
+-1, follows gamma.
 """
 
 TABLE: Final = {
@@ -78,7 +80,18 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     shift_gamma = hf and (spec.x, spec.gamma) == (torch.float16, torch.bfloat16)
     constants = {
         "PROLOGUE": _prologue(spec, chip, config.chunk if ordered else 0),
-        "MATH": RowMath(hf, spec.round_sum, offset, shift_gamma, chip.rounds_casts, spec.rounding == "stored"),
+        "MATH": RowMath(
+            hf,
+            spec.round_sum,
+            offset,
+            shift_gamma,
+            chip.rounds_casts,
+            spec.rounding == "stored",
+            spec.centered,
+            any(spec.after),
+            spec.gate,
+            spec.bias,
+        ),
         "QUANT": quant(spec.fp8, chip, rule, spec.fp8_max, spec.quantizes_norm),
         "TILE": config.laid_out(vectors, chip.warp_size, levels)._replace(
             early_rows=table.fp8_early_rows if variant_of(spec) == "fp8" else table.early_rows,
@@ -119,13 +132,14 @@ def _prologue(spec: RowSpec, chip: Chip, width: int) -> Any:
         return None
     width = width if any(operand.group for operand in spec.operands) else 0
     x = FP8_FORMATS.get(spec.x)
-    return device_function(spec.prologue, spec.operands, width, x, hardware_cast(x, chip))
+    own = spec.operands[: len(spec.operands) - sum(spec.after)]
+    return device_function(spec.prologue, own, width, x, hardware_cast(x, chip))
 
 
 def _scales_by_lane(spec: RowSpec, config: RowConfig, chip: Chip) -> bool:
     """Whether `store_groups_by_lane` applies: whole chunks, enough lanes of one warp per group."""
     rule = spec.scale
-    if rule is None or rule.kind != "group" or chip.backend != "cuda":
+    if rule is None or rule.kind != "group" or chip.backend != "cuda" or any(spec.after):
         return False
     lanes = rule.group // config.vec
     return config.whole and config.rows == 1 and not config.long and slots(config.count) <= lanes <= chip.warp_size
@@ -138,10 +152,16 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
     if spec.residual:
         parts.append(f"residual={short[spec.residual]}")
     if spec.prologue:
-        kinds = ",".join(f"{o.kind}{o.group or ''}:{short[o.dtype]}" for o in spec.operands)
+        own = spec.operands[: len(spec.operands) - sum(spec.after)]
+        kinds = ",".join(f"{o.kind}{o.group or ''}:{short[o.dtype]}" for o in own)
         parts.append(f"prologue={spec.prologue.key}({kinds})")
+    if spec.centered:
+        parts.append("centered")
+    for name, index in (("bias", spec.bias), ("gate", spec.gate)):
+        if index >= 0:
+            parts.append(f"{name}={short[spec.operands[index].dtype]}")
     if spec.norm:
-        parts.append("norm")
+        parts.append("norm" if spec.norm == spec.x or spec.x.itemsize == 1 else f"norm={short[spec.norm]}")
     if spec.fp8 and spec.scale:
         rule = spec.scale
         powers = "floor:" if rule.floor else "ue8m0:" if rule.ue8m0 else ""
@@ -171,7 +191,7 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
 
 def variant_of(spec: RowSpec) -> Variant:
     """The variant of a spec, by which `row_config` chooses the tile."""
-    if spec.prologue:
+    if spec.prologue or spec.centered or any(spec.after):
         return "prologue"
     if spec.x.itemsize != 2:
         return "more"

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from ..prologues import MAX_OPERANDS
-from .device.bins import bin_squares, neighbours, sum_bins, sum_bins_and_peak
+from .device.bins import bin_squares, bin_values, neighbours, sum_bins, sum_bins_and_peak
 from .device.groups import pad_scales, scale_start, store_groups, store_groups_by_lane
-from .device.numbers import cast, divisor, encode, make_scale, quotient, scaled, store_scale
+from .device.numbers import cast, convert, divisor, encode, make_scale, quotient, scaled, store_scale
 from .device.pdl import launch_dependents, wait
 from .device.row import (
     chunk_mask,
@@ -113,6 +113,61 @@ def _normed_peaks(chunks, weights, weight_offset, rs, DTYPE: tl.constexpr, COUNT
 
 
 @triton.jit
+def _finish(y, operands, starts, columns, mask, DTYPE: tl.constexpr, MATH: tl.constexpr):
+    """``(y + bias) * silu(gate)``, either of which may be absent; "hf" rounds both to DTYPE."""
+    if MATH.bias >= 0:
+        y += tl.load(operands[MATH.bias].at + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        if MATH.hf:
+            y = convert(y, DTYPE, MATH.hw_rounding)
+    if MATH.gate >= 0:
+        at = operands[MATH.gate].at + starts[MATH.gate][:, None] + columns[None, :]
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        y = y * (gate * tl.sigmoid(gate))
+        if MATH.hf:
+            y = convert(y, DTYPE, MATH.hw_rounding)
+    return y
+
+
+@triton.jit
+def _finished_norm(h, rs, g, operands, starts, columns, mask, DTYPE: tl.constexpr, MATH: tl.constexpr):
+    """The norm with its bias and gate, as it is quantized."""
+    y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+    y = _finish(y, operands, starts, columns, mask, DTYPE, MATH)
+    if MATH.stored:
+        return convert(y, DTYPE, MATH.hw_rounding)
+    else:
+        return y
+
+
+@triton.jit
+def _finished_peaks(
+    chunks, weights, weight_offset, rs, operands, starts, inner, n, present,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """`_peaks` of the norm with its bias and gate."""
+    peaks = tl.zeros((TILE.rows, TILE.chunk), tl.int32)
+    for c in tl.static_range(TILE.count):
+        columns = c * TILE.chunk + inner
+        mask = chunk_mask(columns, n, present, True)
+        g = factor(weights[c], weight_offset, MATH)
+        y = _finished_norm(chunks[c].to(tl.float32), rs, g, operands, starts, columns, mask, DTYPE, MATH)
+        peaks = tl.maximum(peaks, magnitude(tl.where(mask, y, 0.0)))
+    return peaks
+
+
+@triton.jit
+def _centered(chunks, inner, n, present, TILE: tl.constexpr):
+    """The chunks of rows minus the mean of the row; zero beyond its end."""
+    total = sum_bins(bin_values(chunks, TILE), TILE)
+    mean = tl.div_rn(total, tl.full(total.shape, n, tl.float32))
+    centered = ()
+    for c in tl.static_range(TILE.count):
+        mask = chunk_mask(c * TILE.chunk + inner, n, present, True)
+        centered = centered + (tl.where(mask, chunks[c].to(tl.float32) - mean[:, None], 0.0),)
+    return centered
+
+
+@triton.jit
 def _bound(scale_ub):
     """The upper bound of amax that the caller keeps in memory; NaN means none."""
     bound = tl.load(scale_ub)
@@ -198,6 +253,9 @@ def _rms_norm_row_kernel(
             sums = sums + (_combine(held[c], r, operands, starts, columns, mask, PROLOGUE, MATH),)
         held = sums
     launch_dependents(PDL)
+    whole = held
+    if MATH.centered:
+        held = _centered(held, inner, n, present, TILE)
     squares = bin_squares(held, TILE)
     if not TILE.early_gamma:
         weights = _load_weights(gamma, inner, n, TILE)
@@ -213,7 +271,12 @@ def _rms_norm_row_kernel(
         pad_scales(scale.at, scale_at, scale_group, n, present, QUANT)
     out = (codes.at, codes_at, scale.at, scale_at, scale_group)
     if codes.at is not None and QUANT.kind != "group":
-        if QUANT.kind == "row" and QUANT.normed:
+        if QUANT.kind == "row" and MATH.finishes:
+            peaks = _finished_peaks(
+                held, weights, weight_offset, rs, operands, starts, inner, n, present, DTYPE, TILE, MATH
+            )
+            peak = tl.max(peaks, axis=1)
+        elif QUANT.kind == "row" and QUANT.normed:
             peak = tl.max(_normed_peaks(held, weights, weight_offset, rs, DTYPE, COUNT, MATH), axis=1)
         elif QUANT.kind == "static":
             peak = tl.zeros((TILE.rows,), tl.int32)
@@ -236,12 +299,22 @@ def _rms_norm_row_kernel(
             h = held[c].to(tl.float32)
         g = factor(weights[c], weight_offset, MATH)
         if new_residual.at is not None:
-            store(new_residual.at, row_start(row, shape, new_residual, LEVELS), columns, mask, h, MATH.hw_rounding)
+            if MATH.centered:
+                sum_ = whole[c].to(tl.float32)
+            else:
+                sum_ = h
+            store(new_residual.at, row_start(row, shape, new_residual, LEVELS), columns, mask, sum_, MATH.hw_rounding)
+        if MATH.finishes:
+            inside = chunk_mask(columns, n, present, True)
         if norm.at is not None:
             y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+            if MATH.finishes:
+                y = _finish(y, operands, starts, columns, inside, DTYPE, MATH)
             store(norm.at, row_start(row, shape, norm, LEVELS), columns, mask, y, MATH.hw_rounding)
         if codes.at is not None and not TILE.lane_scales:
-            if QUANT.normed:
+            if MATH.finishes:
+                v = _finished_norm(h, rs, g, operands, starts, columns, inside, DTYPE, MATH)
+            elif QUANT.normed:
                 v = quantized_norm(h, rs, g, DTYPE, MATH)
             else:
                 v = h * g
@@ -283,12 +356,22 @@ def _rms_norm_long_kernel(
     if codes.at is not None:
         pad_scales(scale.at, scale_at, scale_group, n, present, QUANT)
     out = (codes.at, codes_at, scale.at, scale_at, scale_group)
+    if MATH.centered:
+        values = tl.zeros((1, CHUNK), tl.float32)
+        for first in range(0, n, CHUNK):
+            columns = first + inner
+            mask = (columns < n)[None, :]
+            values += _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
+        total = sum_bins((neighbours(values, TILE),), TILE)
+        mean = tl.div_rn(total, tl.full(total.shape, n, tl.float32))
     squares = tl.zeros((1, CHUNK), tl.float32)
     peaks = tl.zeros((1, CHUNK), tl.int32)
     for first in range(0, n, CHUNK):
         columns = first + inner
         mask = (columns < n)[None, :]
         h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
+        if MATH.centered:
+            h = tl.where(mask, h - mean[:, None], 0.0)
         squares = tl.fma(h, h, squares)
         if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
             g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
@@ -307,7 +390,12 @@ def _rms_norm_long_kernel(
             mask = (columns < n)[None, :]
             h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
             g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
-            y = quantized_norm(h, rs, g, DTYPE, MATH)
+            if MATH.centered:
+                h = tl.where(mask, h - mean[:, None], 0.0)
+            if MATH.finishes:
+                y = _finished_norm(h, rs, g, operands, starts, columns, mask, DTYPE, MATH)
+            else:
+                y = quantized_norm(h, rs, g, DTYPE, MATH)
             peaks = tl.maximum(peaks, magnitude(tl.where(mask, y, 0.0)))
         peak = tl.max(peaks, axis=1)
     if codes.at is not None and QUANT.kind != "group":
@@ -319,11 +407,17 @@ def _rms_norm_long_kernel(
         g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
         if new_residual.at is not None:
             store(new_residual.at, row_start(row, shape, new_residual, LEVELS), columns, mask, h, MATH.hw_rounding)
+        if MATH.centered:
+            h = tl.where(mask, h - mean[:, None], 0.0)
         if norm.at is not None:
             y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+            if MATH.finishes:
+                y = _finish(y, operands, starts, columns, mask, DTYPE, MATH)
             store(norm.at, row_start(row, shape, norm, LEVELS), columns, mask, y, MATH.hw_rounding)
         if codes.at is not None:
-            if QUANT.normed:
+            if MATH.finishes:
+                v = _finished_norm(h, rs, g, operands, starts, columns, mask, DTYPE, MATH)
+            elif QUANT.normed:
                 v = quantized_norm(h, rs, g, DTYPE, MATH)
             else:
                 v = h * g

@@ -49,6 +49,10 @@ class SumOfSquares:
         """Add the squares of a block."""
         self.total.set(h.fma(h, self.total.get()))
 
+    def add_values(self, h: Float) -> None:
+        """Add a block itself, for a mean."""
+        self.total.set(self.total.get() + h)
+
     def settle(self, at: Int) -> None:
         """Set the sum aside at regular intervals. To be called after the block at ``at``."""
         with self.f.when(((at + LANES) & (SETTLE - 1)).eq(0)):

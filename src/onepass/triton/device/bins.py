@@ -63,6 +63,21 @@ def bin_squares(chunks, TILE: tl.constexpr):
 
 
 @triton.jit
+def bin_values(chunks, TILE: tl.constexpr):
+    """`bin_squares` of the values themselves."""
+    sums = ()
+    for first in tl.static_range(TILE.sets):
+        if first < TILE.count:
+            values = chunks[first].to(tl.float32)
+            for c in tl.static_range(first + TILE.sets, TILE.count, TILE.sets):
+                values += chunks[c].to(tl.float32)
+            sums = sums + (neighbours(values, TILE),)
+        else:  # the row ends before this chunk
+            sums = sums + (tl.zeros((TILE.rows, TILE.size), tl.float32),)
+    return sums
+
+
+@triton.jit
 def _sum_and_larger(a_sum, a_peak, b_sum, b_peak):
     return a_sum + b_sum, tl.maximum(a_peak, b_peak)
 
