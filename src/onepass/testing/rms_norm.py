@@ -19,12 +19,14 @@ from ..ops.rms_norm import (
     rms_norm_fused_fp8,
     rms_norm_fused_quant,
 )
+from ..ops.rms_norm_finish import LAYER_NORM, layer_norm
 from ..prologues import add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
 from . import bounds, compare
 from .batch_regime import assuming, others
 from .case import Case, grid, lay_out, moved, poisoned_like, set_special, to_cpu
 from .oracle import per_column
 from .quantized import Quantized, described, without_padding
+from .rms_norm_finish import centered, code_cases, finished, layer_cases, norm_cases
 from .rms_norm_options import sum_cases, verify_division, vllm_cases
 from .rms_norm_quant import quant_cases
 from .samples import sample
@@ -185,9 +187,13 @@ CASES = (
     *_rms_norm_cases("rms_norm"),
     *_fp8_cases("rms_norm_fused_fp8"),
     *quant_cases("rms_norm_fused_quant"),
+    *norm_cases("rms_norm"),
+    *layer_cases("layer_norm"),
+    *code_cases("rms_norm_fused_quant"),
 )
 _OPS: dict[str, Any] = {
     "rms_norm": (RMS_NORM, rms_norm),
+    "layer_norm": (LAYER_NORM, layer_norm),
     "rms_norm_fused_fp8": (RMS_NORM_FUSED_FP8, rms_norm_fused_fp8),
     "rms_norm_fused_quant": (RMS_NORM_FUSED_QUANT, rms_norm_fused_quant),
 }
@@ -201,16 +207,19 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     contract, _ = _OPS[case.op]
     options = dict(case.options)
     static, bound, overall = (options.pop(name, None) for name in ("static_scale", "bounded", "global_scale"))
+    further = {name: options.pop(name) for name in ("gate", "bias") if name in options}
     optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
+    optional += further
     own = case.x if case.x in FLOATS else F32
     dtypes = {"x": own, "gamma": case.gamma or case.x, "residual": case.residual or own, "static_scale": F32}
+    dtypes |= further
     tensors: dict[str, Any] = {
         **sample(contract, {"N": case.n}, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
     }
     _set_values(tensors, case)
     if case.x not in FLOATS:
         tensors["x"] = (40 * tensors["x"]).clamp(-127, 127).to(case.x)
-    for name in tensors.keys() & {"x", "residual"}:
+    for name in tensors.keys() & {"x", "residual", "gate"}:
         tensors[name] = lay_out(tensors[name], case.layout)
     if bound is not None:
         tensors["scale_ub"] = torch.tensor(bound)
@@ -254,7 +263,7 @@ def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 def result_names(case: Case) -> list[str]:
     """The output keyword of each result, in order."""
-    quantized = case.op != "rms_norm"
+    quantized = case.op not in ("rms_norm", "layer_norm")
     return _names(quantized, case.residual is not None, bool(case.options.get("return_norm")))
 
 
@@ -287,6 +296,8 @@ def variants(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...])
 def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results."""
     host, results = to_cpu(arguments), tuple(t.cpu() for t in results)
+    if case.op == "layer_norm":
+        host["statistic"] = "layer"
     wrong = None
     if case.options.get("quantize") == "divide" and case.options.get("return_norm"):
         wrong = verify_division(host, results[0], results[1], results[-1])
@@ -304,6 +315,11 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
         error *= 8
         h = host["prologue"](h.double(), *(per_column(t.double(), x.shape[-1]) for t in host["prologue_args"]))
         doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
+    if host.get("gate") is not None and host.get("gate_order") == "before":
+        error *= 8
+        gate = host["gate"].double()
+        h = h.double() * (gate * gate.sigmoid())
+        doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
     if residual is not None:
         h = (h + residual.to(h.dtype)).double()
         summed = bounds.Bounds(h, h) if doubt is None else bounds.around(h, doubt)
@@ -316,9 +332,11 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
             doubt = None if doubt is None else torch.where(low.isfinite() & high.isfinite(), high - low, 0.0)
             h = h.to(residual.dtype)
     h = h.double()
+    if host.get("statistic") == "layer":
+        h, doubt = centered(h, doubt)
     rs = bounds.reciprocal_rms(h, host.get("eps", 1e-6))
     g = bounds.weight(host["gamma"], host.get("weight_offset", 0.0))
-    y = bounds.normed(h, rs, g, x.dtype if hf else None, error, doubt)
+    y = finished(bounds.normed(h, rs, g, x.dtype if hf else None, error, doubt), host)
     shown = "norm_out" if quantized else "out"
     wrong = y.stored(named[shown]) if shown in named else None
     if wrong is not None:
@@ -329,6 +347,11 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
         y = y.rounded(x.dtype)
     q = described(host, named["out"], named["scale_output"])
     return q if isinstance(q, str) else _verify_codes(host, q, h, rs, g, y, error, doubt)
+
+
+def _finishes(host: dict[str, Any]) -> bool:
+    """Whether a bias or a gate follows gamma."""
+    return host.get("bias") is not None or (host.get("gate") is not None and host.get("gate_order") != "before")
 
 
 def _verify_codes(
@@ -342,7 +365,7 @@ def _verify_codes(
     doubt: Tensor | None,
 ) -> str | None:
     group, rule, n = q.rule.group or None, q.rule, q.codes.shape[-1]
-    normed = rule.divides or host.get("rounding", "once") != "once"
+    normed = rule.divides or host.get("rounding", "once") != "once" or _finishes(host)
     if rule.kind == "static":
         stored = q.scale.double().reshape(()).expand(q.codes.shape)
     else:

@@ -1,0 +1,114 @@
+"""Cases of gates, biases, LayerNorm and output dtypes, and the bounds of what follows the product with gamma."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..formats import FLOATS
+from . import bounds, compare
+from .bounds import Bounds
+from .case import Case, grid
+
+BF16, F16, F32 = FLOATS
+GATE_ERROR: Final = 8 * compare.FLOAT32_ERROR
+"""Relative error of silu and its product, as for a prologue."""
+_HF: Final = {"rounding": "hf"}
+_BEFORE: Final = {"gate": BF16, "gate_order": "before"}
+_BOTH: Final = {"gate": BF16, "bias": F32}
+
+
+def norm_cases(op: str) -> Iterator[Case]:
+    """Of `rms_norm`: a gate and a bias, alone and together, and results of another dtype."""
+    c = partial(grid, Case, op)
+    ways: list[dict[str, Any]] = [{"gate": BF16}, _BEFORE, {"bias": BF16}]
+    yield from c("gate", (5,), [128, 2048, 5000, 20000], options=[ways[0], ways[1]])
+    yield from c("gate", (3,), 640, residual=BF16, options=[way | more for way in ways for more in ({}, _HF)])
+    yield from c("gate", (3, 4), 1536, layout=["sliced", "misaligned", "transposed"], options=_BOTH)
+    yield from c("gate", (2, 3, 2, 3), 128, layout="reversed", options=_BOTH)
+    for x in (F16, F32):
+        yield from c("gate", (3,), 640, x, BF16, options={"gate": F32, "bias": BF16, "rounding": "hf"})
+        yield from c("gate", (9,), 384, x, values="special", options={"gate": x, "weight_offset": 1.0})
+    yield from c("bias", (5,), [128, 4096, 20000], options=[{"bias": BF16}, {"bias": F32, **_HF}])
+    yield from c("bias", (9,), 384, values="special", options={"bias": F16, "eps": 0.0})
+    for x in FLOATS:
+        others = [{"out_dtype": out} for out in FLOATS if out != x]
+        yield from c("out dtype", (3,), [640, 5000], x, options=others)
+    yield from c("out dtype", (3, 4), 20000, layout="misaligned", residual=F32, options=_HF | {"out_dtype": F32})
+
+
+def layer_cases(op: str) -> Iterator[Case]:
+    """Of `layer_norm`."""
+    c = partial(grid, Case, op)
+    yield from c("short", (5,), [1, 2, 33, 64, 200, 512])
+    yield from c("model", (5,), [2048, 4096, 7168, 8192], options={"bias": BF16})
+    yield from c("odd", (5,), [1025, 7919])
+    yield from c("wide", (5,), [16384, 20000, 131072], options=[{}, {"bias": F32}])
+    yield from c("layouts", (3, 4), [128, 1536, 20000], layout=["misaligned", "transposed"], residual=BF16)
+    yield from c("levels", (2, 3, 2, 3), 128, layout="reversed", options={"bias": BF16})
+    yield from c("ranks", [(), (2, 1, 3, 2)], 300)
+    yield from c("empty", (0,), 64)
+    for x in FLOATS:
+        yield from c("dtypes", (3,), 640, x, BF16, [None, x, F32], options={"bias": F16})
+        yield from c("values", (9,), 384, x, values="special", options={"bias": x})
+    yield from c("values", (9,), 20000, values="special")
+    yield from c(
+        "options", (4,), 512, residual=BF16, options=[{"round_sum": True}, {"weight_offset": 1.0, "eps": 1e-3}]
+    )
+    yield from c("options", (4,), 512, options={"out_dtype": F32})
+    yield from c("large", (1024,), 8192, options={"bias": BF16})
+
+
+def code_cases(op: str) -> Iterator[Case]:
+    """Of `rms_norm_fused_quant`: the same, quantized."""
+    c = partial(grid, Case, op)
+    layer, shown = {"statistic": "layer"}, {"return_norm": True}
+    ways: list[dict[str, Any]] = [{"gate": BF16}, _BEFORE, layer | {"bias": BF16}, layer]
+    scales: list[dict[str, Any]] = [{}, {"group_size": 128}]
+    yield from c("gate", (4,), [640, 4096], options=[way | more for way in ways for more in scales])
+    yield from c("gate", (4,), 20480, residual=BF16, options=[way | shown for way in ways])
+    yield from c("gate", (4,), 640, F16, options=[ways[0] | _HF, ways[0] | {"rounding": "stored"}])
+    yield from c("gate", (4,), 640, F32, options=layer | {"gate": BF16, "bias": F32, "quantize": "divide"})
+    formats = [{"format": name} for name in ("int8", "mxfp8", "nvfp4")]
+    yield from c("gate", (5,), 896, options=[way | chosen for way in (ways[0], ways[2]) for chosen in formats])
+    yield from c("gate", (3, 4), 1536, layout="misaligned", options=[ways[0], ways[2]])
+    yield from c("gate", (9,), 384, values="special", options=ways)
+
+
+def centered(h: Tensor, doubt: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``h - mean(h)``, and how far it may be off: the mean is a float32 sum, and the difference is rounded."""
+    d = h - h.mean(-1, keepdim=True)
+    sizes = h.abs() if doubt is None else h.abs() + doubt
+    off = sizes.mean(-1, keepdim=True) * compare.FLOAT32_ERROR + (h.abs() + d.abs()) * bounds.PRODUCT
+    if doubt is not None:
+        off = off + doubt + doubt.mean(-1, keepdim=True)
+    return d, torch.where(d.isfinite() & off.isfinite(), off, 0.0)
+
+
+def finished(y: Bounds, host: dict[str, Any]) -> Bounds:
+    """``(y + bias) * silu(gate)``; "hf" rounds both."""
+    gate = host.get("gate") if host.get("gate_order", "after") == "after" else None
+    dtype = host["x"].dtype if host.get("rounding") == "hf" else None
+    if host.get("bias") is not None:
+        sums = (end + host["bias"].double() for end in y)
+        y = Bounds(*(_wider(end, end.abs() * bounds.PRODUCT, side) for side, end in enumerate(sums)))
+        y = y if dtype is None else y.rounded(dtype)
+    if gate is not None:
+        z = gate.double()
+        ends = [end * (z * z.sigmoid()) for end in y]
+        rising = ends[0] <= ends[1]  # minimum and maximum would lose the sign of zeros
+        low, high = torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0])
+        nan = ends[0].isnan() | ends[1].isnan()
+        low, high = torch.where(nan, ends[0], low), torch.where(nan, ends[1], high)
+        least = (y.low.abs() + y.high.abs() + 1.0) * 2.0**-125  # a subnormal sigmoid may be 0
+        y = Bounds(*(_wider(e, e.abs() * GATE_ERROR + least, side) for side, e in enumerate((low, high))))
+        y = y if dtype is None else y.rounded(dtype)
+    return y
+
+
+def _wider(end: Tensor, radius: Tensor, side: int) -> Tensor:
+    return bounds.around(end, radius)[side]
