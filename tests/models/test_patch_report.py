@@ -26,7 +26,7 @@ def test_report() -> None:
         text = str(handle)
         assert "Qwen3ForCausalLM: 13 replaced, 2 left" in text
         assert "replaced 9 x Qwen3RMSNorm norm: rms_norm, rounding hf" in text
-        how = "norms of q and k, and their rotation: qk_norm_rope_cache, per head, rounding hf"
+        how = "norms of q and k: qk_norm_rope_cache with the rotation, per head, rounding hf"
         assert f"replaced 2 x Qwen3Attention {how}" in text
         assert "left 2 x Qwen3DecoderLayer addition after the MLP: the norm that follows" in text
         assert {change.where for change in handle.replaced if change.what == "norm"} >= {

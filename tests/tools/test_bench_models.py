@@ -56,7 +56,7 @@ def test_decode_step_with_a_static_cache() -> None:
     assert all(len(pair) == 2 and min(pair) <= row["us"][name] <= max(pair) for name, pair in row["medians"].items())
     assert row["agreement"]["unpatched"]["equal"] == 1 and row["agreement"]["patched"]["equal"] > 0.5
     assert all(a["same_token"] and a["largest_logit"] > 0.5 for a in row["agreement"].values())
-    assert "qk_rms_norm" in str(row["replaced"]["patched"])
+    assert "qk_norm_rope_cache" in str(row["replaced"]["patched"])
     assert not any("forward" in module.__dict__ for module in model.modules()), "copies are patched"
     assert all(tensor.data_ptr() == model.state_dict()[key].data_ptr() for key, tensor in before.items())
     assert steps.agrees(row, NAMES)

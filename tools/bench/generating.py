@@ -12,7 +12,7 @@ from torch import Tensor
 
 import onepass
 
-from .limits import until
+from .limits import over, until
 from .steps import PROMPT, wait
 from .ways import BASELINE, WAYS, Models, first_line
 
@@ -100,6 +100,8 @@ def generating(
     expected: Tensor | None = None
     for title, form in (FORMS[name] for name in wanted):
         torch._dynamo.reset()
+        if over(deadline):
+            break
         try:
             with until(deadline):
                 model, _ = models.of(WAYS[form.way])

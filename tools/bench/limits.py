@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-AGAIN: Final = 5.0
+AGAIN: Final = 1.0
 """Seconds between interruptions, in case the interrupted code catches the first one."""
 
 

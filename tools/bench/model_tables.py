@@ -1,8 +1,8 @@
 """``python -m tools.bench.model_tables``: writes the measured numbers about models into the documents.
 
-It reads benchmarks/h200/models.json (`tools.bench.models`) and the agreement.json of each machine
-(`tools.bench.agreement`), and replaces the text between markers in README.md and docs/. Columns and
-sentences appear if the data contain them. A test fails if a document is stale.
+It reads benchmarks/h200/models.json (`tools.bench.models`), and of each machine agreement.json
+(`tools.bench.agreement`) and batch-invariance.json (`tools.batch_invariance`), and replaces the text between
+markers in README.md and docs/. Columns and sentences appear if the data contain them. A test fails if a document is stale.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tools.batch_invariance import markdown as invariance_table
+
 from .generating import FORMS
+from .limits import OutOfTime
 from .markdown import filled, markers, table
 from .ways import BASELINE, WAYS
 
@@ -27,11 +30,16 @@ _PATCHED, _COMPILED, _BOTH, _DECODE = (WAYS[n].name for n in ("patched", "compil
 _AUTOTUNED = WAYS["max-autotune"].name
 
 
+def _failed(row: dict[str, Any]) -> dict[str, str]:
+    """What failed, and not because a time limit was reached."""
+    return {way: error for way, error in row.get("failed", {}).items() if OutOfTime.__name__ not in error}
+
+
 def _cell(row: dict[str, Any], way: str) -> str:
-    us, plain = row["us"].get(way), row["us"][BASELINE]
+    us, plain = row["us"].get(way), row["us"].get(BASELINE)
     if us is None:
-        return "failed" if way in row.get("failed", {}) else ""
-    return f"{us:.0f}" if way == BASELINE else f"{us:.0f} ({plain / us:.2f}x)"
+        return "failed" if way in _failed(row) else ""
+    return f"{us:.0f}" if way == BASELINE or plain is None else f"{us:.0f} ({plain / us:.2f}x)"
 
 
 def _floor(row: dict[str, Any]) -> list[str]:
@@ -41,7 +49,7 @@ def _floor(row: dict[str, Any]) -> list[str]:
 
 def _times(rows: list[dict[str, Any]], way: str) -> str:
     """The range of speed-ups over the baseline, such as "1.13 to 1.50"; empty if nothing was measured."""
-    found = [row["us"][BASELINE] / row["us"][way] for row in rows if way in row["us"]]
+    found = [row["us"][BASELINE] / row["us"][way] for row in rows if {way, BASELINE} <= row["us"].keys()]
     return f"{min(found):.2f} to {max(found):.2f}" if found else ""
 
 
@@ -55,7 +63,7 @@ def steps(report: dict[str, Any]) -> str:
     """The table of decode steps and its conclusions."""
     rows = report["rows"]
     floor = any(row.get("floor") for row in rows)
-    ways = [way for way in _WAYS if any(way in row["us"] or way in row.get("failed", {}) for row in rows)]
+    ways = [way for way in _WAYS if any(way in row["us"] or way in _failed(row) for row in rows)]
     lines = [
         "One decode step of models with the layer sizes of well-known ones, with random bfloat16 weights and static caches, "
         f"captured in a CUDA graph and replayed on an {report['machine']} ({report['date']}, torch {report['torch']}, "
@@ -87,7 +95,7 @@ def steps(report: dict[str, Any]) -> str:
         lines.append(f"Compiled and patched was faster than compiled alone in {wins} of {total} rows.")
     else:
         lines.append("This run did not measure torch.compile.")
-    failed = {(way, error) for row in rows for way, error in row.get("failed", {}).items()}
+    failed = {(way, error) for row in rows for way, error in _failed(row).items()}
     lines += [f"`{way}` failed: `{error}`." for way, error in sorted(failed)]
     compared = [row["agreement"]["patched"] for row in rows if "patched" in row["agreement"]]
     equal = sum(a["equal"] == 1 for a in compared)
@@ -127,7 +135,7 @@ def _generate(rows: list[dict[str, Any]]) -> list[str]:
 def _generated(rows: list[dict[str, Any]]) -> list[str]:
     """The table of `generate()` in all forms that were measured."""
     names = [title for title, _ in FORMS.values()]
-    names = [name for name in names if any(name in row["us_per_token"] or name in row["failed"] for row in rows)]
+    names = [name for name in names if any(name in row["us_per_token"] or name in _failed(row) for row in rows)]
     lines = [
         "`model.generate()` as users call it, microseconds per token: the time of a call, with its prompt of "
         f"{rows[0]['prompt']} tokens, divided by {rows[0]['new_tokens']} new tokens. `captured` is "
@@ -147,7 +155,7 @@ def _generated(rows: list[dict[str, Any]]) -> list[str]:
         ),
         "",
     ]
-    failed = {(name, error) for row in rows for name, error in row["failed"].items()}
+    failed = {(name, error) for row in rows for name, error in _failed(row).items()}
     lines += [f"`{name}` failed: `{error}`." for name, error in sorted(failed)]
     captured = FORMS["captured"][0]
     same = [row["same_tokens"][captured] for row in rows if captured in row["same_tokens"]]
@@ -170,6 +178,32 @@ def headline(report: dict[str, Any]) -> str:
         text += f"; with `torch.compile` instead it is {compiled}" + (f", with both {both}" if both else "")
     decode = _times(rows, _DECODE)
     return text + (f", with `decode=True` {decode}" if decode else "") + "."
+
+
+def _against(rows: list[dict[str, Any]], slower: str) -> str:
+    """How often a decode step was faster than another way, by how much, and where it was not."""
+    both = [row for row in rows if {_DECODE, slower} <= row["us"].keys()]
+    if not both:
+        return ""
+    shares = [row["us"][slower] / row["us"][_DECODE] for row in both]
+    behind = [f"{row['model']}, batch {row['batch']}" for row, share in zip(both, shares, strict=True) if share <= 1]
+    text = f"in {len(both) - len(behind)} of {len(both)} rows than with {slower} ({min(shares):.2f} to {max(shares):.2f} times)"
+    return text + (f", but not for {'; '.join(behind)}" if behind else "")
+
+
+def gains(report: dict[str, Any]) -> str:
+    """What `decode=True` and captured decode gain, in one line."""
+    found = [text for text in (_against(report["rows"], way) for way in (_COMPILED, _AUTOTUNED)) if text]
+    lines = [f"With `decode=True` a step was faster {'; and '.join(found)}."] if found else []
+    captured, static = FORMS["captured-decode"][0], FORMS["static"][0]
+    for row in report.get("generated", []):
+        us = row["us_per_token"]
+        if {captured, static} <= us.keys():
+            lines.append(
+                f"Captured decode took {us[captured]:.0f} us per token of {row['model']}, at batch {row['batch']}, and "
+                f"transformers' own compiled static cache {us[static]:.0f}."
+            )
+    return " ".join(lines)
 
 
 def agreement(reports: list[dict[str, Any]]) -> str:
@@ -204,7 +238,10 @@ def render(root: Path) -> dict[Path, str]:
     measured = json.loads((root / "benchmarks/h200/models.json").read_text())
     files = [root / f"benchmarks/{machine}/agreement.json" for machine in ("cpu", "h200")]
     reports = [json.loads(file.read_text()) for file in files if file.exists()]
+    counted = [root / f"benchmarks/{machine}/batch-invariance.json" for machine in ("cpu", "h200")]
+    tables = [invariance_table(json.loads(file.read_text())) for file in counted if file.exists()]
     bodies = {"steps": steps(measured), "agreement": agreement(reports), "models": headline(measured)}
+    bodies |= {"gains": gains(measured), "batch-invariance": "\n\n".join(tables)}
     found = {path: path.read_text() for path in (root / "README.md", *sorted((root / "docs").rglob("*.md")))}
     return {
         path: filled(text, bodies) for path, text in found.items() if any(markers(name)[0] in text for name in bodies)

@@ -19,9 +19,9 @@ from typing import Any, Final, NamedTuple
 
 from .limits import over
 
-SHARE: Final = 0.8
+SHARE: Final = 0.75
 """The part of the time limit in which rows are prepared. The rest is for measuring."""
-GRACE: Final = 15.0
+GRACE: Final = 25.0
 """Seconds for a process to notice that its time is over."""
 POLL: Final = 0.05
 COMPILE_THREADS: Final = 4
@@ -89,7 +89,7 @@ def _round(
     while not over(late) and not all(worker.ready or worker.ended for worker in started):
         time.sleep(POLL)
     print(f"{sum(w.ready for w in started)} of {len(started)} ready after {time.monotonic() - start:.0f} s", flush=True)
-    end = None if seconds is None else start + seconds + GRACE
+    end = None if seconds is None else start + seconds
     for worker in started:
         if worker.ready:
             (worker.folder / "go").touch()

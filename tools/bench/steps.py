@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .limits import until
+from .limits import over, until
 from .ways import BASELINE, Models, Way, effort, first_line
 
 PROMPT, LENGTH = 63, 128
@@ -124,7 +124,9 @@ class Row:
         self.found |= {"compiled": {}, "failed": {}, "floor": floors(models.model) if device == "cuda" else {}}
 
     def prepare(self, way: Way, only_trace: bool = False, deadline: float | None = None) -> None:
-        """Patch, compile and capture a step. Nothing is timed."""
+        """Patch, compile and capture a step, unless time is over. Nothing is timed."""
+        if over(deadline):
+            return
         start = time.perf_counter()
         try:
             with until(deadline):

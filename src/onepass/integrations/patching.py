@@ -70,7 +70,7 @@ def patch(
     """Replace the norms of a transformers model in place; returns a handle with ``.undo()``.
 
     It replaces RMSNorms (`rms_norm`), the addition before a norm together with it, and the norms of
-    queries and keys (`qk_rms_norm`, one launch for both). Modules are matched by what their code
+    queries and keys together with their rotation (`qk_norm_rope_cache`, one launch). Modules are matched by what their code
     does; docs/models.md lists models, and `onepass.integrations.register` adds code. ``print(handle)``
     shows what was replaced, what was left, and why. Weights, buffers and state dict are untouched.
 
@@ -275,8 +275,8 @@ def _attention(handle: Patched, where: str, module: nn.Module, found: Match) -> 
         handle._leave(where, module, ROTATION, ROPE_OTHER if turn is None else ROPE_ROUNDS)
         return
     call = AttentionCall(*norm, *options, _home(found), turn.style)
-    how = f"qk_norm_rope_cache, {extent}, rounding {norm.rounding}"
-    handle._bind(where, module, call, f"{what}, and their rotation", how)
+    how = f"qk_norm_rope_cache with the rotation, {extent}, rounding {norm.rounding}"
+    handle._bind(where, module, call, what, how)
 
 
 def _mla(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
