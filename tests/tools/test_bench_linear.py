@@ -134,7 +134,7 @@ def test_the_command_writes_the_page_and_the_section(
 
 def test_committed_pages_are_current() -> None:
     """docs/performance.md has the goals of the committed results, and linear.md every row of them."""
-    files = [RESULTS, RESULTS.with_name("linear-fp8.json")]
+    files = [RESULTS, *map(RESULTS.with_name, ("linear-fp8.json", "linear-narrow.json"))]
     found = Sheet(load(files)) if RESULTS.exists() else None
     text = (ROOT / "docs/performance.md").read_text()
     assert markers(linear.MARKER)[0] in text
