@@ -19,8 +19,8 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_sampled_kernels_compile_to_the_recorded_machine_code[1": (0, "the other half stays: one build in 200"),
         "test_aligned_operands_do_not_widen_the_row_layout": (4, "each lowers a kernel"),
         "test_division_is_correctly_rounded": (3, "each lowers a kernel"),
-        "test_group_occupies_adjacent_lanes": (4, "each lowers a kernel"),
-        "test_group_operands_do_not_change_the_row_layout": (4, "each lowers a kernel"),
+        "test_group_occupies_adjacent_lanes": (10, "each lowers a kernel"),
+        "test_group_operands_do_not_change_the_row_layout": (10, "each lowers a kernel"),
     },
     "tests/triton/test_gemv_norm.py": {
         "test_interpreted_kernel_passes_its_cases": (0, SAMPLE),
@@ -28,7 +28,8 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_compiles_for_other_chips[100-": (0, "each compiles a kernel"),
         "test_compiles_for_other_chips[gfx": (4, "each compiles a kernel"),
         "test_untraced_kernel_has_no_trace_code": (0, "each compiles two kernels"),
-        "test_order_of_summation_does_not_depend_on_layouts": (3, "each compiles a kernel"),
+        "test_settings_that_affect_bits_do_not_depend_on_rows": (4, "some configurations stay"),
+        "test_order_of_summation_does_not_depend_on_layouts": (8, "each compiles a kernel"),
     },
     "tests/triton/test_linear.py": {
         "test_interpreted_kernel_passes_its_cases": (0, SAMPLE),
@@ -45,6 +46,8 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     },
     "tests/triton/test_qk_norm.py": {
         "test_compiles_for_other_chips": (4, "one chip stays"),
+        "test_sums_need_no_layout_conversions": (5, "each lowers a kernel"),
+        "test_hot_kernels_use_wide_accesses_and_few_registers": (4, "each compiles a kernel"),
     },
     "tests/triton/test_mla_cache.py": {
         "test_interpreted_kernel_passes_its_cases": (0, SAMPLE),
@@ -79,7 +82,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_bytes_are_those_of_the_same_gamma_in_float32": (8, "test_ops.py has cases of these dtypes"),
     },
     "tests/ops/test_compat.py": {
-        "test_vllm_bytes": (3, "each compiles kernels"),
+        "test_vllm_bytes": (8, "each compiles kernels"),
         "test_vllm_bytes_of_other_lengths": (0, "test_vllm_bytes stays"),
     },
     "tests/ops/test_gemv_norm_compile.py": {
@@ -95,6 +98,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "tests/ops/test_linear.py": {
         "test_fused_is_separate": (7, "each compiles three kernels"),
         "test_bytes_are_those_of_the_gemv": (12, "each compiles three kernels"),
+        "TestSpecialValues::test_bad_row_does_not_affect_others": (5, "each compiles a kernel"),
         "test_bytes_of_a_row_are_its_own": (6, "each compiles a kernel"),
         "test_promise": (20, "test_bytes_are_those_of_the_gemv has other sizes"),
     },
@@ -104,6 +108,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     },
     "tests/ops/test_mla_cache.py": {
         "test_compile_whole_graph_dynamic[inductor": (0, "aot_eager stays"),
+        "test_zeros_in_the_written_entries_fail": (5, "some cases stay"),
     },
     "tests/ops/test_qk_cache.py": {
         "test_bytes_are_those_of_the_separate_calls": (18, "each compiles kernels"),
@@ -113,6 +118,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     },
     "tests/ops/test_concurrency.py": {
         "test_threads_do_not_change_results[own order": (0, "the same call from all threads stays"),
+        "test_first_calls_from_eight_threads": (0, "threads with a warm cache stay"),
         "test_two_spawned_processes_share_a_cold_cache": (0, "the tests with threads and forks stay"),
         "test_processes_fill_one_cache_concurrently": (0, "the tests with threads and forks stay"),
         "test_process_killed_while_writing": (0, "cpu/test_object_cache.py has damaged files"),
@@ -139,6 +145,9 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "tests/unit/test_bad_input.py": {
         "test_bad_calls_name_the_argument_and_write_nothing": (5, "some calls of every op stay"),
     },
+    "tests/unit/test_dequantize.py": {
+        "test_scale_per_group_equals_scale_per_column": (4, "each compiles kernels"),
+    },
     "tests/unit/test_nn_merged.py": {
         "test_gate_and_up": (4, "each compiles kernels"),
         "test_residual_without_an_activation": (4, "each compiles kernels"),
@@ -153,6 +162,9 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_patched_models_agree": (9, "some architectures stay"),
         "test_every_class_has_the_form_that_was_recorded": (0, "imports every model of transformers"),
     },
+    "tests/models/test_linear_modules.py": {
+        "test_checkpoints_of_a_whole_model": (6, "each compiles kernels"),
+    },
     "tests/models/test_patch_compile.py": {
         "test_one_graph_for_all_batch_sizes": (16, "one model stays"),
     },
@@ -162,6 +174,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_float32_logits_and_tokens_are_the_models_own[all": (3, "some families stay"),
         "test_bfloat16_is_as_accurate_as_the_model": (8, "each compiles kernels"),
         "test_one_launch_rotates_and_writes_as_the_model_does": (3, "some models stay"),
+        "test_batch_invariance": (4, "each compiles kernels"),
         "test_all_architectures_agree": (0, "test_other_architectures_with_the_same_code has some of them"),
         "test_other_architectures_with_the_same_code": (3, "some architectures stay"),
     },
@@ -171,6 +184,8 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_generate_compiles_one_graph": (0, "test_one_graph_for_all_steps compiles the same step"),
     },
     "tests/dist/test_dist.py": {
+        "test_killed_rank[True": (0, "the other collective stays"),
+        "test_deadline_ends_ranks_that_hang": (0, "the ranks of the other tests end"),
         "test_check[1-": (0, "two ranks stay"),
         "test_check[3-": (0, "two ranks stay"),
         "test_check[4-": (0, "two ranks stay"),
@@ -209,6 +224,10 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     },
     "tests/tools/test_evidence.py": {
         "TestSourceDigests::test_digests_are_the_same_in_every_process": (0, "starts two processes"),
+        "TestPublishedModels::test_one_case_of_every_form_passes_and_fails_with_zeros": (
+            0,
+            "ops/test_ops.py has the same for other cases",
+        ),
     },
     "tests/system/test_cli.py": {
         "test_demo_of_each_model": (4, "one model stays"),

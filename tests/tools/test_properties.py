@@ -57,12 +57,12 @@ def test_random_calls_of_the_gpu_kernels() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-W", "ignore", "-m", "tools.fuzz", "--device", "interpreter"]
     done = subprocess.run(
-        [*command, "--cases", "240", "--configurations", "24", "--seed", "5"],
+        [*command, "--cases", "160", "--configurations", "16", "--seed", "5"],
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and re.match("2.. passed, 0 failed on interpreter", done.stdout), (
+    assert done.returncode == 0 and re.match("1.. passed, 0 failed on interpreter", done.stdout), (
         done.stdout + done.stderr
     )
 
