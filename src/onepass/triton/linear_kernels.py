@@ -126,13 +126,13 @@ def _linear_rows_kernel(
     scales = (weight_scale, strides.weight_scale)
     totals = stream(ws, rows, norm, matrix, scales, k, x.dtype.element_ty, WT, XT, TILE, MATH)
     for i in tl.static_range(WT // SIDES):
-        column = column0 + i * WIDE + tl.arange(0, WIDE)
         for j in tl.static_range(XT):
+            row = first_row + j + tl.arange(0, 1)
             y = fold(totals[i * SIDES * XT + j], TILE)
             up = y
             if MATH.gated:
                 up = fold(totals[(i * SIDES + 1) * XT + j], TILE)
-            row = first_row + j + tl.arange(0, 1)
+            column = column0 + i * WIDE + tl.arange(0, WIDE)
             _finish(y, up, column, row, n, m, weight_scale, bias, add, out, strides, MATH)
 
 

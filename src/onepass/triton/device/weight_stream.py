@@ -31,18 +31,20 @@ def _lane_row():
 
 
 @triton.jit
-def _lane_k(TILE: tl.constexpr):
-    """The offset of each lane's first element within a step."""
+def _lane_k(t, TILE: tl.constexpr):
+    """The offset of each lane's first element within a step, from its place ``t`` in a block."""
     PARTS: tl.constexpr = TILE.pieces // TILE.warps
     piece = tl.arange(0, TILE.warps)[None, None, :, None, None] * PARTS + _lane_row() % PARTS
-    return piece * TILE.block + tl.arange(0, 4)[:, None, None, None, None] * TILE.vec
+    return piece * TILE.block + t
 
 
 @triton.jit
 def _load_w(base, row, stride, at, k, MASK: tl.constexpr, TILE: tl.constexpr):
     """One load of the weight rows ``row``, a tile; zero beyond k."""
-    inner = _lane_k(TILE) + tl.arange(0, TILE.vec)[None, None, None, None, :]
-    places = base + row.to(tl.int64) * stride + inner + at  # `at` is added last, to become the load's offset
+    first = _lane_k(tl.arange(0, 4)[:, None, None, None, None] * TILE.vec, TILE)
+    start = row.to(tl.int64) * stride
+    inner = first + tl.arange(0, TILE.vec)[None, None, None, None, :]
+    places = base + start + inner + at  # `at` is added last, to become the load's offset
     if MASK:
         return tl.load(places, mask=inner + at < k, other=0, eviction_policy="evict_first")
     else:
@@ -52,7 +54,8 @@ def _load_w(base, row, stride, at, k, MASK: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def _load_x(base, row, stride, at, k, MASK: tl.constexpr, TILE: tl.constexpr):
     """The part of the rows ``row``, a tile, that goes with one load of weights."""
-    inner = _lane_k(TILE) + tl.arange(0, TILE.vec)[None, None, None, None, :]
+    t = tl.arange(0, 4)[:, None, None, None, None] * TILE.vec
+    inner = _lane_k(t, TILE) + tl.arange(0, TILE.vec)[None, None, None, None, :]
     places = base + row.to(tl.int64) * stride + inner + at
     if MASK:
         return tl.load(places, mask=inner + at < k, other=0.0, eviction_policy="evict_last")
