@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -350,9 +351,11 @@ def shared_out(
     ("rows", "n", "threads", "expected"),
     [
         (1, 131072, 4, None),
-        (2, 65535, 4, None),
-        (2, 65536, 4, (2, 1)),
-        (32, 4096, 4, (4, 4)),
+        (2, 32767, 4, None),
+        (2, 32768, 4, (2, 1)),
+        (16, 4096, 2, (2, 8)),
+        (32, 4096, 4, (4, 8)),
+        (64, 4096, 4, (4, 4)),
         (33, 4096, 64, (9, 4)),
         (16384, 128, 4, (4, 256)),
     ],
@@ -360,12 +363,35 @@ def shared_out(
 def test_threads_and_chunks_of_rows(
     rows: int, n: int, threads: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A thread takes all its rows at once, or at least a quarter of them. A residual is an input too."""
     x = torch.zeros(rows, n, dtype=BF16)
     assert shared_out(lambda: onepass.rms_norm(x, x[0]), threads, monkeypatch) == expected
-    if n % 2 == 0:
-        halves = x[:, : n // 2], x[:, n // 2 :]
-        both = shared_out(lambda: onepass.qk_rms_norm(*halves, halves[0][0], halves[1][0]), threads, monkeypatch)
-        assert both == expected, "as many columns of q and k together"
+    if rows == 16:
+        half = x[:8]
+        call = partial(onepass.rms_norm, half, x[0])
+        assert shared_out(call, threads, monkeypatch) is None
+        assert shared_out(partial(call, residual=half), threads, monkeypatch) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "threads", "expected"),
+    [
+        (1, 131072, 4, None),
+        (2, 65534, 4, None),
+        (2, 65536, 4, (2, 1)),
+        (32, 4096, 4, (4, 4)),
+        (33, 4096, 64, (9, 4)),
+        (16384, 128, 4, (4, 256)),
+    ],
+)
+def test_threads_and_chunks_of_q_and_k(
+    rows: int, n: int, threads: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns of q and k count together."""
+    x = torch.zeros(rows, n, dtype=BF16)
+    halves = x[:, : n // 2], x[:, n // 2 :]
+    call = partial(onepass.qk_rms_norm, *halves, halves[0][0], halves[1][0])
+    assert shared_out(call, threads, monkeypatch) == expected
 
 
 @pytest.mark.parametrize(
