@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -18,10 +19,14 @@ HERE = Path(__file__).parent
 NAME = "_native.abi3.so"
 
 
-def build(target: Path) -> None:
-    """Compile to ``target``, whose folder must exist. Raises if there is no compiler, or if it fails."""
+def build(target: Path, *further: str) -> None:
+    """Compile to ``target``, with ``further`` options. A FileNotFoundError says what is missing."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    include = sysconfig.get_paths()["include"]
+    include = Path(sysconfig.get_paths()["include"])
+    if shutil.which(compiler[0]) is None:
+        raise FileNotFoundError(f"there is no C compiler: {compiler[0]}")
+    if not (include / "Python.h").exists():
+        raise FileNotFoundError(f"Python's headers are not installed: {include / 'Python.h'}")
     sources = sorted(str(path) for path in (HERE / "csrc").glob("*.c"))
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     options = [
@@ -36,7 +41,7 @@ def build(target: Path) -> None:
         "-DPy_LIMITED_API=0x030B0000",
     ]
     try:
-        subprocess.run([*compiler, *options, f"-I{include}", *sources, "-o", str(unfinished)], check=True)
+        subprocess.run([*compiler, *options, *further, f"-I{include}", *sources, "-o", str(unfinished)], check=True)
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -47,7 +52,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m onepass.fastpath.build", description="Compile the fast path in C.")
     parser.add_argument("--out", type=Path, default=HERE / NAME, help="the file to write (default: %(default)s)")
     target: Path = parser.parse_args().out
-    build(target)
+    try:
+        build(target)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"not built, so eager calls are made in Python: {error}") from None
     print(target)
 
 
