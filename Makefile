@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all pytest lint docs fuzz soak mutate engines cpu dist bounds gpu clean
+.PHONY: help demo test test-rest test-all pytest native lint docs fuzz soak mutate engines cpu dist bounds gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -51,8 +51,15 @@ test-all: ## lint and run all tests
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
 # Bytecode files are wanted, because each worker, and each process that a test starts, imports the same source.
-pytest: $(READY)
+pytest: $(READY) native
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -m '$(SELECT)'
+
+# Without a compiler or Python's headers nothing is built, and eager calls are made in Python.
+NATIVE := src/onepass/fastpath/_native.abi3.so
+native: $(NATIVE) ## compile the fast path of eager calls, next to its sources
+
+$(NATIVE): $(wildcard src/onepass/fastpath/csrc/*) src/onepass/fastpath/build.py | $(READY)
+	@$(BIN)/python src/onepass/fastpath/build.py || true
 
 lint: $(READY) ## ruff (rules and format) and mypy --strict
 	@$(BIN)/ruff check --quiet .
@@ -123,7 +130,7 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(PYTHON) -m tools.docs
 
 clean: ## remove the virtual environment, caches and build output
-	@rm -rf .venv .venv-* build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-* build dist src/*.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

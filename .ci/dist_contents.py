@@ -9,8 +9,10 @@ import zipfile
 from pathlib import Path
 
 LARGEST = 1 << 20
-SHIPPED = (".py", ".typed", ".css", ".js", ".html", ".json")
+SHIPPED = (".py", ".pyi", ".c", ".h", ".typed", ".css", ".js", ".html", ".json")
 """Suffixes of the files in src/onepass that belong in the wheel."""
+NATIVE = "onepass/fastpath/_native.abi3.so"
+"""In the wheel if there was a compiler."""
 
 
 def check(directory: Path, root: Path) -> str:
@@ -28,6 +30,8 @@ def check(directory: Path, root: Path) -> str:
     package = (path for path in (root / "src" / "onepass").rglob("*") if path.suffix in SHIPPED)
     sources = {str(path.relative_to(root / "src")) for path in package}
     code = {name for name in names if not name.startswith(f"{info}/")}
+    native = NATIVE in code
+    code -= {NATIVE}
     if code != sources:  # so nothing of tools/ or tests/ is in it either
         raise SystemExit(f"the wheel differs from src/onepass: {sorted(code ^ sources)}")
     large = [name for name, size in sizes.items() if size > LARGEST]
@@ -51,10 +55,12 @@ def check(directory: Path, root: Path) -> str:
             raise SystemExit(f"{field} is {metadata[field]!r}, not {expected!r}")
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    for needed in ("LICENSE", "README.md", "pyproject.toml", "src/onepass/py.typed"):
+    if "-cp311-abi3-" not in wheel.name:
+        raise SystemExit(f"the wheel is not for Python 3.11 and later: {wheel.name}")
+    for needed in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "src/onepass/py.typed"):
         if needed not in packed:
             raise SystemExit(f"the sdist has no {needed}")
-    return f"{wheel.name}: {len(code)} files, {wheel.stat().st_size} bytes; {sdist.name}: {len(packed)} files"
+    return f"{wheel.name}: {len(code)} files, {'with' if native else 'without'} the fast path in C, {wheel.stat().st_size} bytes; {sdist.name}: {len(packed)} files"
 
 
 def _normal(requirement: str) -> str:
