@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import ContractError
-from ..formats import Rounding
+from ..formats import FLOATS, Rounding
 from ..specs.linear import Activation
 from ..weights import Scheme
 from .angles import AnglesStep, Frequencies, angles_of
@@ -245,9 +245,10 @@ def _latent_step(decoding: Decoding, module: Any, found: Match) -> LatentStep | 
     except ContractError as error:
         return str(error)
     q_up = others[0] if ranked else None
-    codes = decoding.scheme is not None or down.quantized
+    # The model's own expand_kv calls this one with the whole cache. That is too many rows to gain by quantizing it here.
+    codes = module.kv_b_proj.weight.dtype not in FLOATS
     if codes and not _not_linear(decoding, [module.kv_b_proj]):
-        _project(decoding, [module.kv_b_proj])  # called by the model's own expand_kv
+        _project(decoding, [module.kv_b_proj])
     options = (fused, decoding.rounding, decoding.always, found.code.module, names, (down, *others), Watch())
     return LatentStep(down, q_up, others[-1], *options)
 
