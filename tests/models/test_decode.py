@@ -159,6 +159,30 @@ def test_one_launch_rotates_and_writes_as_the_model_does(name: str, static: bool
     assert all(tensor.abs().max() > 0 for tensor in found[0])
 
 
+def test_caches_of_transformers_4_57_get_angles_and_positions() -> None:
+    """Where the form says so. Its attentions have other fingerprints and the same arithmetic."""
+    given: list[dict[str, Any]] = []
+
+    class Recording(DynamicCache):
+        def update(self, k: Tensor, v: Tensor, layer: int, *more: Any) -> Any:
+            given.extend(more)
+            return super().update(k, v, layer)
+
+    model = fresh("Llama", torch.float32)
+    at, ids = torch.arange(3), tokens(1, 3)
+    with torch.inference_mode():
+        expected = model(ids).logits
+        with onepass.patch(model, decode=True):
+            for layer in model.model.layers:
+                own = layer.self_attn.__dict__
+                own["_onepass_decode"] = own["_onepass_decode"]._replace(cache_position=True)
+            got = model(ids, past_key_values=Recording(config=model.config), cache_position=at).logits
+    close(got, expected)
+    cos, sin = model.model.rotary_emb(expected, at[None])
+    assert len(given) == 2 and all(more["cache_position"] is at for more in given)
+    assert all(torch.equal(more["cos"], cos) and torch.equal(more["sin"], sin) for more in given)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("static", [False, True])
 def test_latents_are_rotated_and_written_as_by_the_model(

@@ -80,6 +80,26 @@ def test_hooks_prevent_the_fusion_of_their_module_only(
             assert "unfused now" not in repr(handle)
 
 
+@pytest.mark.parametrize("rounding", ["model", "once"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma 3", "MiniMax-M2"])
+def test_the_launch_that_norms_and_rotates_has_the_models_bits(name: str, rounding: Any) -> None:
+    """The same logits as with `qk_rms_norm` and the model's own rotation, in prompts and in steps."""
+    model = fresh(name, torch.bfloat16)
+    found = []
+    with onepass.patch(model, rounding=rounding), torch.inference_mode():
+        for in_one_launch in (True, False):
+            cache: Any = None
+            for count in (20, 1, 3):
+                out = model(tokens(2, count, seed=count), past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                found.append(out.logits)
+            for layer in model.model.layers:
+                own = layer.self_attn.__dict__
+                assert (own["_onepass"].style == "half") == in_one_launch
+                own["_onepass"] = own["_onepass"]._replace(style="")
+    assert all(torch.equal(one, two) and one.abs().max() > 1 for one, two in zip(found[:3], found[3:], strict=True))
+
+
 def test_norms_replaced_after_the_patch_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module or forward that replaces the norm is called with one tensor, as in the unpatched model."""
     launches = Launches(monkeypatch)

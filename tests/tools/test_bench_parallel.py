@@ -1,0 +1,115 @@
+"""Time limits, processes that measure in turns, and resumed runs of `tools.bench.models`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tools.bench import limits, model_tables, models, parallel
+from tools.bench.limits import OutOfTime, deadline_after, over, until
+from tools.bench.parallel import Job, jobs
+from tools.bench.ways import WAYS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_takes_too_long_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, because code may catch the first interruption."""
+    monkeypatch.setattr(limits, "AGAIN", 0.05)
+    caught = 0
+    start = time.monotonic()
+    with pytest.raises(OutOfTime), until(start + 0.05):
+        while time.monotonic() < start + 10:
+            try:
+                time.sleep(10)
+            except OutOfTime:
+                caught += 1
+                if caught == 2:
+                    raise
+    assert caught == 2 and time.monotonic() < start + 5
+    time.sleep(0.1)  # nothing is left behind
+    with pytest.raises(OutOfTime, match="before it was started"), until(start):
+        pytest.fail("this must not run")
+    with until(None), until(deadline_after(60)):
+        assert not over(None) and not over(deadline_after(60)) and over(start)
+
+
+def test_jobs() -> None:
+    """Every model and batch size once, at most so many processes, unless there are more models."""
+    assert jobs(["a", "b"], (1, 4, 8, 16), 4) == [
+        Job("a", (1, 8)),
+        Job("a", (4, 16)),
+        Job("b", (1, 8)),
+        Job("b", (4, 16)),
+    ]
+    assert jobs(["a"], (1, 4), 16) == [Job("a", (1,)), Job("a", (4,))]
+    assert jobs(["a", "b", "c"], (1, 4), 2) == [Job(name, (1, 4)) for name in "abc"]
+
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+from tools.bench.parallel import wait_for_turn
+line = dict(zip(sys.argv[1::1], sys.argv[2::1]))
+folder, report = Path(line["--turn"]), Path(line["--json"])
+if line["--model"] == "=broken":
+    sys.exit("a reason")
+wait_for_turn(folder)
+begin = time.time()
+time.sleep(0.2)
+report.write_text(json.dumps({"rows": [{"model": line["--model"], "times": [begin, time.time()]}]}))
+"""
+
+
+def test_processes_measure_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """One after another, and one that fails does not stop the others."""
+    own = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        return own([sys.executable, "-c", SCRIPT, *command[3:]], cwd=ROOT, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    asked = [Job(name, (1,)) for name in ("one", "broken", "two")]
+    found = list(parallel.run(asked, 3, [], deadline_after(60), None))
+    (first,), (second,) = (report["rows"] for report in found)
+    assert [first["model"], second["model"]] == ["=one", "=two"]
+    assert first["times"][1] <= second["times"][0]
+    assert "2 of 3 ready" in (text := capfd.readouterr().out) and "broken, batches (1,): a reason" in text
+
+
+def test_resumed_runs_measure_what_is_missing() -> None:
+    ways = tuple(WAYS[name] for name in ("eager", "decode", "fp8"))
+    rows = [{"model": "M", "batch": 1, "us": {"unpatched": 3.0, "decode": 1.0}, "failed": {"decode, fp8": "no"}}]
+    assert [way.name for way in models.missing(ways, rows, "M", 1)] == ["unpatched", "decode, fp8"]
+    assert models.missing(ways, rows, "M", 4) == ways == models.missing(ways, [], "M", 1)
+    rows[0]["us"]["decode, fp8"] = 1.0  # type: ignore[index]
+    assert models.missing(ways, rows, "M", 1) == ()
+
+
+def test_gains_name_rows_where_a_compiler_is_ahead() -> None:
+    def row(model: str, batch: int, **us: float) -> dict[str, Any]:
+        return {"model": model, "batch": batch, "us": us, "failed": {}}
+
+    plain = {"unpatched": 9.0, "decode": 4.0}
+    rows = [row("One", 1, **plain, **{"torch.compile": 6.0}), row("Two", 8, **plain, **{"torch.compile": 3.0})]
+    tokens = {"captured, decode": 10.4, "static cache, compiled by transformers": 20.0}
+    report = {"rows": rows, "generated": [{"model": "One", "batch": 1, "us_per_token": tokens, "failed": {}}]}
+    assert model_tables.gains(report) == (
+        "With `decode=True` a step was faster in 1 of 2 rows than with torch.compile (0.75 to 1.50 times), but not for Two, "
+        "batch 8. Captured decode took 10 us per token of One, at batch 1, and transformers' own compiled static cache 20."
+    )
+    assert model_tables.gains({"rows": []}) == ""
+
+
+def test_limits_are_not_failures() -> None:
+    row = {"us": {"unpatched": 2.0}, "failed": {"max-autotune": "InductorError: OutOfTime: over", "decode": "no"}}
+    assert model_tables._cell(row, "max-autotune") == "" and model_tables._cell(row, "decode") == "failed"
+    assert json.loads(json.dumps(model_tables._failed(row))) == {"decode": "no"}
