@@ -1,4 +1,4 @@
-"""Random calls of rms_norm and rms_norm_fused_fp8."""
+"""Random calls of rms_norm, rms_norm_fused_fp8 and rms_norm_fused_quant."""
 
 from __future__ import annotations
 
@@ -11,12 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onepass.formats import FLOATS, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED, ROUNDINGS
-from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from onepass.formats import (
+    FLOATS,
+    FP8_FORMATS,
+    GROUP_SIZES,
+    OPERAND_GROUPS,
+    QUANT_FORMATS,
+    QUANT_ROUNDINGS,
+    QUANT_SCALE_FORMATS,
+    QUANT_SCALE_LAYOUTS,
+    QUANTIZE,
+    QUANTIZED,
+    ROUNDINGS,
+)
+from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.prologues import Prologue, add, dequantize, silu_and_mul
 from onepass.testing import rms_norm as testing
 from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import fetched, same_bytes
+from onepass.testing.quantized import without_padding
 from onepass.testing.rms_norm import soft_cap_gate
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
@@ -24,8 +37,8 @@ from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 if TYPE_CHECKING:
     from onepass.triton.tuning.table import Regime
 
-OPS = ("rms_norm", "rms_norm_fused_fp8")
-VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static")
+OPS = ("rms_norm", "rms_norm_fused_fp8", "rms_norm_fused_quant")
+VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static", "overall")
 """Fields of a case that do not affect machine code."""
 E8M0 = torch.float8_e8m0fnu
 _PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
@@ -40,6 +53,7 @@ _LONG = (4096, 4097, 7168, 12288, 16384, 16385, 20000)
 _BOUNDS = (1.5, 448.0, 1e-3, 0.0, -0.0, -2.0, float("inf"), float("-inf"), float("nan"), 1e-42)
 """A bound in memory may be anything."""
 _LEAST = (1 / (448 * 512), 0.01, 1e-30, 1e-40, 7e4)
+_OVERALL = (1.0, 37.5, 2.0**-4, 1e5, 0.0, 1e-30, float("nan"))
 _STATIC = (0.02, 1.0, 0.0, 2.0**-14, 3e4, float("nan"), float("inf"), 1e-40)
 
 
@@ -68,6 +82,12 @@ class RowConfiguration:
     least: bool = False
     bounded: bool = False
     """Whether the upper bound of amax is a tensor."""
+    format: str = ""
+    """Of rms_norm_fused_quant."""
+    scale_format: str = "float"
+    layout: str = "row"
+    overall: bool = False
+    """Whether a number in memory multiplies the scales."""
 
     @property
     def unit(self) -> int:
@@ -93,12 +113,20 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     static = r.random() < 0.15
     group = None if static or r.random() < 0.6 else r.choice(GROUP_SIZES)
     ue8m0 = not static and r.random() < 0.25
+    if op == "rms_norm_fused_quant":
+        c = _formatted(c, r)
+        static, group = c.static, c.group
     prologue = r.choice(("", "", "", *_PROLOGUES))
     c = replace(c, operand_group=r.choice(OPERAND_GROUPS) if prologue == "dequantize groups" else 0, group=group)
     if prologue and r.random() < 0.4:
         c = replace(
             c, x=r.choice(QUANTIZED), gamma=r.choice(FLOATS), residual=r.choice((None, *FLOATS)), rounding="once"
         )
+    if c.format:
+        least, bounded = (not static and r.random() < 0.3 for _ in range(2))
+        lengths = tuple(-(-n // c.unit) * c.unit for n in c.lengths)
+        c = replace(c, norm=r.random() < 0.3, prologue=prologue, quantize=r.choice(QUANTIZE), lengths=lengths)
+        return replace(c, least=least, bounded=bounded, operand=r.choice(FLOATS))
     return replace(
         c,
         out=out,
@@ -116,6 +144,35 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     )
 
 
+def _formatted(c: RowConfiguration, r: Random) -> RowConfiguration:
+    """A format, with scales that it may have."""
+    known = r.choice(tuple(QUANT_FORMATS.values()))
+    static = None in known.groups and r.random() < 0.15
+    scales = "float" if static else r.choice(known.scales)
+    group = None if static else r.choice(known.groups)
+    dtypes = QUANT_SCALE_FORMATS[scales].dtypes
+    layouts = [name for name in QUANT_SCALE_LAYOUTS if name in ("row", "column", "column_tma") or group]
+    layouts = [name for name in layouts if name != "128x4" or any(dtype.itemsize == 1 for dtype in dtypes)]
+    layouts = [name for name in layouts if name != "column_packed" or torch.int32 in dtypes]
+    layout = r.choice(layouts)
+    if layout == "column_packed":
+        dtypes = (torch.int32,)
+    elif layout == "128x4":
+        dtypes = tuple(dtype for dtype in dtypes if dtype.itemsize == 1)
+    return replace(
+        c,
+        rounding=r.choice(QUANT_ROUNDINGS),
+        format=known.name,
+        fp8_max=r.choice((None, *known.codes.maxima)),
+        static=static,
+        group=group,
+        scale_format=scales,
+        scales=r.choice([dtype for dtype in dtypes if dtype != torch.int32 or layout == "column_packed"]),
+        layout=layout,
+        overall=known.name == "nvfp4" and r.random() < 0.6,
+    )
+
+
 @dataclass(frozen=True)
 class RowCase:
     """One call."""
@@ -129,6 +186,7 @@ class RowCase:
     min_scale: float = 0.01
     """Where the configuration has one."""
     static: float = 0.02
+    overall: float = 1.0
     column: bool = False
     values: Values = NORMAL
     second: Values = NORMAL
@@ -159,6 +217,7 @@ class RowCase:
             scale_ub=1.5 if self.config.bounded else None,
             min_scale=0.01,
             static=0.02,
+            overall=1.0,
             column=False,
             shift=0,
             regime=None,
@@ -181,6 +240,8 @@ def draw_case(c: RowConfiguration, r: Random) -> RowCase:
         n = draw.size(r, 300)
     if not c.lengths:
         n = c.unit * max(1, n // c.unit)
+    if c.layout == "128x4":
+        lead = lead[:3]  # of which rows always fold to three strides
     tame = bool(c.prologue)
     bounds = _BOUNDS if c.bounded else (None,) if c.static else (None, None, 1.5, 448.0, 1e-3)
     return RowCase(
@@ -192,6 +253,7 @@ def draw_case(c: RowConfiguration, r: Random) -> RowCase:
         scale_ub=r.choice(bounds),
         min_scale=r.choice(_LEAST),
         static=r.choice(_STATIC),
+        overall=r.choice(_OVERALL),
         column=r.random() < 0.3,
         values=draw.values(r, tame=tame),
         second=draw.values(r, tame=tame),
@@ -218,7 +280,10 @@ def inputs(case: RowCase) -> dict[str, Any]:
         found["residual"] = other_place.put(case.second.make(shape, c.residual))
     if c.op == "rms_norm":
         return found
-    found |= {"out_dtype": c.out, "fp8_max": c.fp8_max, "return_norm": c.norm, "quantize": c.quantize}
+    found |= {"return_norm": c.norm, "quantize": c.quantize}
+    found |= {"format": c.format, "code_max": c.fp8_max} if c.format else {"out_dtype": c.out, "fp8_max": c.fp8_max}
+    if c.overall:
+        found["global_scale"] = torch.tensor(case.overall)
     if c.static:
         found["static_scale"] = torch.tensor(case.static)
     else:
@@ -226,7 +291,11 @@ def inputs(case: RowCase) -> dict[str, Any]:
         found["min_scale"] = case.min_scale if c.least else 0.0
         if c.bounded:
             found["scale_ub"] = torch.tensor(case.scale_ub)
-        found |= {"scale_format": "ue8m0" if c.ue8m0 else "float", "scale_layout": "column" if case.column else "row"}
+        if c.format:
+            found |= {"scale_format": c.scale_format, "scale_layout": c.layout}
+        else:
+            order = "column" if case.column else "row"
+            found |= {"scale_format": "ue8m0" if c.ue8m0 else "float", "scale_layout": order}
     if c.prologue:
         found["prologue"], kinds = _PROLOGUES[c.prologue]
         shapes = {"full": shape, "column": (case.n,), "row": (*case.lead, 1)}
@@ -250,8 +319,12 @@ def _x(values: Values, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    result = (rms_norm if op == "rms_norm" else rms_norm_fused_fp8)(**arguments)
-    return result if isinstance(result, tuple) else (result,)
+    functions: dict[str, Any] = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm_fused_fp8}
+    result = functions.get(op, rms_norm_fused_quant)(**arguments)
+    result = result if isinstance(result, tuple) else (result,)
+    if arguments.get("scale_layout") == "128x4":
+        return result[0], without_padding(result[1], arguments["x"].shape[:-1].numel()), *result[2:]
+    return result
 
 
 def result_names(c: RowConfiguration) -> list[str]:
@@ -269,7 +342,7 @@ def _run(case: RowCase, device: str) -> str | None:
     names = result_names(c)
     rooms: dict[str, Tensor] = {}
     for name, like in zip(names, results, strict=True):
-        if name == "scale_output" and (c.static or case.column):
+        if name == "scale_output" and (c.static or case.column or c.layout != "row"):
             continue
         where = case.places[2 if name == "out" else 3]
         rooms[name] = where.room(like.shape, like.dtype)

@@ -160,7 +160,13 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit, NaN payloads included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return torch.equal(*(_in_a_row(t).view(torch.uint8) for t in (a, b)))
+
+
+def _in_a_row(t: Tensor) -> Tensor:
+    """All elements, with stride 1: that of a single element may be anything."""
+    flat = t.contiguous().reshape(-1)
+    return flat if flat.numel() != 1 or flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def moved(arguments: dict[str, Any], device: str | None = None, guard: int = 0) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def encode(values: Tensor, bias: int, fp8_max: float, nan_code: int, negative_ze
 
 def nearest_code_value(values: Tensor, bias: int, largest: float, mantissa: int = 3) -> Tensor:
     """Non-negative numbers rounded to a float format, saturating; NaN stays NaN."""
-    codes = encode(values, bias, largest, 0, True, mantissa)
+    codes = encode(values.abs(), bias, largest, 0, True, mantissa)
     return torch.where(values.isnan(), torch.nan, decode_table(bias, mantissa)[codes.long()])
 
 

@@ -244,9 +244,9 @@ def make_scale(
     wanted = (amax < bound).where(amax, bound) / fp8_max
     known = is_finite(amax)
     if overall is not None:
-        wanted = wanted * overall
+        wanted = (wanted > 0.0).where(wanted, 0.0) * overall  # the bound may be negative
         known = known & ~wanted.is_nan()
-    if least is None and (rule.bound_in_memory or overall is not None):  # the bound may be negative
+    if least is None and (rule.bound_in_memory or overall is not None):  # either may be negative
         least = wanted.number(0.0)
     if least is not None:
         wanted = (wanted > least).where(wanted, least)

@@ -144,7 +144,7 @@ def make_e4m3_scale(amax, limits, QUANT: tl.constexpr):
     t = tl.div_rn(tl.minimum(amax, limits[0]), tl.full(amax.shape, QUANT.unit, tl.float32))
     known = amax < float("inf")
     if QUANT.overall:
-        t = t * limits[2]
+        t = tl.maximum(t, 0.0) * limits[2]
         known = known & (t == t)
     if limits[1] is not None:
         t = tl.maximum(t, limits[1])
