@@ -115,7 +115,7 @@ SCALE_FORMATS: Final = {
 }
 SCALE_DTYPES: Final = tuple(dict.fromkeys(dtype for s in SCALE_FORMATS.values() for dtype in s.dtypes))
 _POWERS: Final = (torch.float8_e8m0fnu, torch.float32, torch.int32)
-QUANT_SCALE_FORMATS: Final = {
+QUANT_SCALE_FORMATS: Final[dict[str, ScaleEncoding]] = {
     s.name: s
     for s in (
         ScaleEncoding("float", (torch.float32, torch.float16, torch.bfloat16), power_of_two=False),
@@ -140,7 +140,7 @@ class QuantFormat:
 
 _ANY_GROUP: Final = (None, *QUANT_GROUP_SIZES)
 _MX_SCALES: Final[tuple[QuantScaleFormat, ...]] = ("ue8m0", "ue8m0_floor")
-QUANT_FORMATS: Final = {
+QUANT_FORMATS: Final[dict[str, QuantFormat]] = {
     f.name: f
     for f in (
         QuantFormat("e4m3fn", E4M3FN, _ANY_GROUP, ("float", *_MX_SCALES)),

@@ -114,8 +114,8 @@ def test_mla_peers_do_the_same_work(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", rms_norm_quant.FORMATS)
 def test_formats_in_torch_do_the_same_work(name: str) -> None:
     p = rms_norm_quant.problem(8, 256, name, "cpu")
-    codes, scale = p.ours["onepass"]()  # type: ignore[misc]
-    theirs, their_scale = p.composed(*p.arguments)  # type: ignore[misc]
+    codes, scale = outputs(p.ours["onepass"]())
+    theirs, their_scale = outputs(p.composed(*p.arguments))
     assert codes.dtype == theirs.dtype and codes.shape == theirs.shape and scale.numel() >= 8
     assert (codes.view(torch.uint8) == theirs.view(torch.uint8)).double().mean() > 0.99
     assert codes.view(torch.uint8).count_nonzero() > 200
