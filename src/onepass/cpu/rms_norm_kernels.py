@@ -273,7 +273,8 @@ class RowKernel:
 
     def collect_centered(self, row: Row) -> None:
         """Compute the row's mean from what was collected, and collect again without it."""
-        self.mean = self.squares.get().sum_lanes() / self.count
+        mean = self.squares.get().sum_lanes() / self.count
+        self.mean = bits.is_finite(mean).where(mean, mean.number(float("nan")))
         self.squares.clear()
 
         def body(at: Int, mask: Bool | None) -> None:

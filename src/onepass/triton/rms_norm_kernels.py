@@ -156,10 +156,16 @@ def _finished_peaks(
 
 
 @triton.jit
+def _mean(total, n):
+    """``total / n``; NaN when that is not finite, so that the whole row becomes the same NaN."""
+    mean = tl.div_rn(total, tl.full(total.shape, n, tl.float32))
+    return tl.where(tl.abs(mean) < float("inf"), mean, float("nan"))
+
+
+@triton.jit
 def _centered(chunks, inner, n, present, TILE: tl.constexpr):
     """The chunks of rows minus the mean of the row; zero beyond its end."""
-    total = sum_bins(bin_values(chunks, TILE), TILE)
-    mean = tl.div_rn(total, tl.full(total.shape, n, tl.float32))
+    mean = _mean(sum_bins(bin_values(chunks, TILE), TILE), n)
     centered = ()
     for c in tl.static_range(TILE.count):
         mask = chunk_mask(c * TILE.chunk + inner, n, present, True)
@@ -362,8 +368,7 @@ def _rms_norm_long_kernel(
             columns = first + inner
             mask = (columns < n)[None, :]
             values += _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
-        total = sum_bins((neighbours(values, TILE),), TILE)
-        mean = tl.div_rn(total, tl.full(total.shape, n, tl.float32))
+        mean = _mean(sum_bins((neighbours(values, TILE),), TILE), n)
     squares = tl.zeros((1, CHUNK), tl.float32)
     peaks = tl.zeros((1, CHUNK), tl.int32)
     for first in range(0, n, CHUNK):
