@@ -22,6 +22,7 @@ from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
 from onepass.ops.qk_cache import qk_norm_rope_cache
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from onepass.ops.rms_norm_finish import layer_norm
 from onepass.prologues import dequantize
 from onepass.rope import Rope
 from onepass.specs.gemv_norm import MAX_ROWS
@@ -188,6 +189,18 @@ _FP8_WEIGHT = {"weight": E4M3FN.dtype}
 SUBJECTS: Final = (
     Subject("rms_norm", _ROW, _GAMMA, lambda t: list(rms_norm(t["x"], t["gamma"], residual=t["r"]))),
     Subject("rms_norm, hf", _ROW, _GAMMA, lambda t: [rms_norm(t["x"], t["gamma"], rounding="hf")]),
+    Subject(
+        "rms_norm, gate and bias",
+        {**_ROW, "z": 0},
+        {**_GAMMA, "bias": (0,)},
+        lambda t: [rms_norm(t["x"], t["gamma"], gate=t["z"], bias=t["bias"])],
+    ),
+    Subject(
+        "layer_norm",
+        _ROW,
+        {**_GAMMA, "bias": (0,)},
+        lambda t: list(layer_norm(t["x"], t["gamma"], t["bias"], residual=t["r"])),
+    ),
     Subject("rms_norm_fused_fp8", _ROW, _GAMMA, _fp8),
     Subject("rms_norm_fused_fp8, hf, UE8M0", _ROW, _GAMMA, partial(_fp8, rounding="hf", scale_format="ue8m0")),
     Subject(

@@ -18,6 +18,7 @@ from onepass.ops import qk_norm as qk
 from onepass.ops import rms_norm as rows
 from onepass.ops.linear import LINEAR
 from onepass.ops.qk_norm_contract import QK_RMS_NORM_HEADS
+from onepass.ops.rms_norm_finish import LAYER_NORM
 from onepass.trace import TraceBuf
 from tests.helpers.contract_oracle import faults
 from tests.helpers.valid_calls import (
@@ -27,7 +28,9 @@ from tests.helpers.valid_calls import (
     blocks_arguments,
     copied,
     fp8_arguments,
+    gated_arguments,
     gemv_arguments,
+    layer_arguments,
     linear_arguments,
     mla_arguments,
     names,
@@ -318,6 +321,8 @@ def public_subjects() -> list[Subject]:
 
     scratch, unfused = gemv_norm.GEMV_WITH_SCRATCH, gemv_norm_contract.UNFUSED_WITH_SCRATCH
     add("rms_norm", rows.RMS_NORM, norm_arguments, call_norm)
+    add("rms_norm, gated", rows.RMS_NORM, gated_arguments, call_norm, False)
+    add("layer_norm", LAYER_NORM, layer_arguments, lambda given: onepass.layer_norm(**given))
     fp8 = rows.RMS_NORM_FUSED_FP8
     add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=split_bound)
     add("rms_norm_fused_fp8, static", fp8, static_arguments, call_fp8, False, derived=split_bound)
@@ -412,6 +417,7 @@ def public_subjects() -> list[Subject]:
 def dispatched_subjects() -> list[Subject]:
     good: dict[str, Callable[[], Arguments]] = {
         "rms_norm": norm_arguments,
+        "layer_norm": layer_arguments,
         "rms_norm_fused_fp8": fp8_arguments,
         "rms_norm_fused_quant": quant_arguments,
         "gemv": lambda: gemv_arguments(gemv_norm_contract.PLAIN_GEMV, weight=FP8),

@@ -14,6 +14,7 @@ from onepass.contract.validation import validation_of
 from onepass.ops import mla_cache, qk_cache
 from onepass.ops import rms_norm as rows
 from onepass.ops.linear import LINEAR
+from onepass.ops.rms_norm_finish import LAYER_NORM
 from onepass.testing.samples import sample
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
@@ -57,6 +58,15 @@ def poisoned(tensor: Tensor) -> Tensor:
 
 def norm_arguments(contract: Contract = rows.RMS_NORM) -> Arguments:
     return arguments(contract, {"N": 64}, (3, 2), "x", ("residual",), eps=1.0, weight_offset=0.0)
+
+
+def gated_arguments() -> Arguments:
+    given = arguments(rows.RMS_NORM, {"N": 64}, (3,), "x", ("gate", "bias"), eps=1.0, weight_offset=0.0)
+    return given | {"rounding": "hf", "out_dtype": F32}
+
+
+def layer_arguments() -> Arguments:
+    return arguments(LAYER_NORM, {"N": 64}, (3, 2), "x", ("residual", "bias"), eps=1.0, weight_offset=0.0)
 
 
 def fp8_arguments() -> Arguments:

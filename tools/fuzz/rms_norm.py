@@ -1,4 +1,4 @@
-"""Random calls of rms_norm, rms_norm_fused_fp8 and rms_norm_fused_quant."""
+"""Random calls of rms_norm, layer_norm, rms_norm_fused_fp8 and rms_norm_fused_quant."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from onepass.formats import (
     ROUNDINGS,
 )
 from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from onepass.ops.rms_norm_finish import layer_norm
 from onepass.prologues import Prologue, add, dequantize, silu_and_mul
+from onepass.specs.rms_norm import GATE_ORDERS
 from onepass.testing import rms_norm as testing
 from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import fetched, same_bytes
@@ -37,7 +39,9 @@ from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 if TYPE_CHECKING:
     from onepass.triton.tuning.table import Regime
 
-OPS = ("rms_norm", "rms_norm_fused_fp8", "rms_norm_fused_quant")
+OPS = ("rms_norm", "rms_norm_fused_fp8", "rms_norm_fused_quant", "layer_norm")
+_PLAIN = ("rms_norm", "layer_norm")
+"""Ops that store the norm alone."""
 VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static", "overall")
 """Fields of a case that do not affect machine code."""
 E8M0 = torch.float8_e8m0fnu
@@ -88,6 +92,12 @@ class RowConfiguration:
     layout: str = "row"
     overall: bool = False
     """Whether a number in memory multiplies the scales."""
+    gate: torch.dtype | None = None
+    gate_order: str = "after"
+    bias: torch.dtype | None = None
+    layer: bool = False
+    y: torch.dtype | None = None
+    """The dtype of a norm that is not quantized."""
 
     @property
     def unit(self) -> int:
@@ -107,8 +117,8 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
         lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
         round_sum=r.choice((None, None, True, False)),
     )
-    if op == "rms_norm":
-        return c
+    if op in _PLAIN:
+        return _finished(replace(c, y=r.choice((None, None, *FLOATS))), r)
     out = r.choice(tuple(FP8_FORMATS))
     static = r.random() < 0.15
     group = None if static or r.random() < 0.6 else r.choice(GROUP_SIZES)
@@ -126,7 +136,8 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
         least, bounded = (not static and r.random() < 0.3 for _ in range(2))
         lengths = tuple(-(-n // c.unit) * c.unit for n in c.lengths)
         c = replace(c, norm=r.random() < 0.3, prologue=prologue, quantize=r.choice(QUANTIZE), lengths=lengths)
-        return replace(c, least=least, bounded=bounded, operand=r.choice(FLOATS))
+        c = replace(c, least=least, bounded=bounded, operand=r.choice(FLOATS))
+        return c if prologue else _finished(c, r)
     return replace(
         c,
         out=out,
@@ -141,6 +152,19 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
         bounded=not static and r.random() < 0.3,
         operand=r.choice(FLOATS),
         lengths=tuple(-(-n // c.unit) * c.unit for n in c.lengths),
+    )
+
+
+def _finished(c: RowConfiguration, r: Random) -> RowConfiguration:
+    """Perhaps with a gate, a bias, or the statistic of LayerNorm."""
+    layer = c.op == "layer_norm" or (c.op == "rms_norm_fused_quant" and r.random() < 0.2)
+    return replace(
+        c,
+        gate=r.choice((None, None, *FLOATS)) if c.op != "layer_norm" else None,
+        gate_order=r.choice(GATE_ORDERS),
+        bias=r.choice((None, None, *FLOATS)),
+        layer=layer,
+        rounding="once" if layer and c.rounding == "hf" else c.rounding,
     )
 
 
@@ -242,7 +266,7 @@ def draw_case(c: RowConfiguration, r: Random) -> RowCase:
         n = c.unit * max(1, n // c.unit)
     if c.layout == "128x4":
         lead = lead[:3]  # of which rows always fold to three strides
-    tame = bool(c.prologue)
+    tame = bool(c.prologue) or c.gate is not None or c.bias is not None or c.layer
     bounds = _BOUNDS if c.bounded else (None,) if c.static else (None, None, 1.5, 448.0, 1e-3)
     return RowCase(
         c,
@@ -278,8 +302,18 @@ def inputs(case: RowCase) -> dict[str, Any]:
     }
     if c.residual is not None:
         found["residual"] = other_place.put(case.second.make(shape, c.residual))
-    if c.op == "rms_norm":
+    if c.gate is not None:
+        gate = Values(start=case.second.start + 1).make(shape, torch.float32) * 3
+        found |= {"gate": other_place.put(gate.to(c.gate)), "gate_order": c.gate_order}
+    if c.bias is not None:
+        found["bias"] = Values(start=case.second.start + 2).make((case.n,), c.bias)
+    if c.op in _PLAIN:
+        found["out_dtype"] = c.y
+        if c.op == "layer_norm":
+            del found["rounding"]
         return found
+    if c.format:
+        found["statistic"] = "layer" if c.layer else "rms"
     found |= {"return_norm": c.norm, "quantize": c.quantize}
     found |= {"format": c.format, "code_max": c.fp8_max} if c.format else {"out_dtype": c.out, "fp8_max": c.fp8_max}
     if c.overall:
@@ -320,6 +354,7 @@ def _x(values: Values, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     functions: dict[str, Any] = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm_fused_fp8}
+    functions["layer_norm"] = layer_norm
     result = functions.get(op, rms_norm_fused_quant)(**arguments)
     result = result if isinstance(result, tuple) else (result,)
     if arguments.get("scale_layout") == "128x4":
@@ -329,7 +364,7 @@ def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 def result_names(c: RowConfiguration) -> list[str]:
     """The keyword by which each result can be given, in the order they are returned."""
-    names = ["out"] if c.op == "rms_norm" else ["out", "scale_output"]
+    names = ["out"] if c.op in _PLAIN else ["out", "scale_output"]
     return names + ["residual_out"] * (c.residual is not None) + ["norm_out"] * c.norm
 
 
@@ -351,7 +386,10 @@ def _run(case: RowCase, device: str) -> str | None:
     others: tuple[Tensor, ...] = ()
     if c.residual == c.x and not c.prologue and not any(p.expanded for p in case.places[:2]):
         fresh = {k: draw.fresh(v, device) for k, v in host.items()}
-        own = {"residual_out": fresh["residual"], **({"out": fresh["x"]} if c.op == "rms_norm" else {})}
+        own = {
+            "residual_out": fresh["residual"],
+            **({"out": fresh["x"]} if c.op in _PLAIN and c.y in (None, c.x) else {}),
+        }
         others = _call(c.op, {**fresh, **own})
     inside = draw.named(arguments)
     seen, results, again, others = fetched(device, inside.values(), results, again, others)
@@ -371,7 +409,7 @@ def _run(case: RowCase, device: str) -> str | None:
 
 def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results."""
-    return testing.verify_call(host, results)
+    return testing.verify_call(host | {"statistic": "layer" if case.config.layer else "rms"}, results)
 
 
 __all__ = ["OPS", "RowCase", "RowConfiguration", "configuration", "draw_case", "inputs", "verify"]

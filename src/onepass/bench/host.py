@@ -60,6 +60,7 @@ def contenders(device: str) -> dict[str, Call]:
         "x.add(1)": lambda: x.add(1),
         "F.rms_norm": lambda: torch.nn.functional.rms_norm(x, (4096,), gamma, eps),
         "rms_norm": lambda: onepass.rms_norm(x, gamma),
+        "layer_norm": lambda: onepass.layer_norm(x, gamma),
         "rms_norm_fused_fp8": lambda: onepass.rms_norm_fused_fp8(x, gamma),
         **forms(device, 4096),
         **{f"{name}, 64 columns": call for name, call in forms(device, 64).items() if name.startswith("rms_norm, ")},

@@ -1,4 +1,4 @@
-"""rms_norm and rms_norm_fused_fp8 of bfloat16 rows."""
+"""rms_norm, rms_norm_fused_fp8 and layer_norm of bfloat16 rows."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ SHAPES = {
     ("rms_norm", "cuda"): (*_MODEL, (16384, 4096), (8192, 16384), (262144, 128)),
     ("rms_norm_fused_fp8", "cpu"): _CPU,
     ("rms_norm", "cpu"): (*_ENGINE, (4096, 7168)),
+    ("layer_norm", "cuda"): ((1, 8192), (4096, 8192), (16384, 8192)),
+    ("layer_norm", "cpu"): ((1, 4096), (256, 4096)),
 }
 _MORE = ((1, 7168), (4096, 7168))
 WITH_MORE = {"rms_norm": (*_ENGINE, *_MORE), "rms_norm_fused_fp8": _MORE}
@@ -29,12 +31,18 @@ WITH_MORE = {"rms_norm": (*_ENGINE, *_MORE), "rms_norm_fused_fp8": _MORE}
 MORE = {"rms_norm": "residual", "rms_norm_fused_fp8": f"groups of {GROUP}"}
 IN_PLACE = "onepass, in place"
 """The sum in place, as engines call it. On a GPU it has the kernel of the other form, and is not measured."""
-STREAMS: dict[str, Stream] = {"rms_norm": "copy", "rms_norm_fused_fp8": "halve"}
+STREAMS: dict[str, Stream] = {"rms_norm": "copy", "rms_norm_fused_fp8": "halve", "layer_norm": "copy"}
 
 
 def norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """`onepass.rms_norm` in torch."""
     return normed(x, gamma, eps).to(x.dtype)
+
+
+def centered(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """`onepass.layer_norm` in torch."""
+    h = x.float()
+    return normed(h - h.mean(-1, keepdim=True), gamma, eps).to(x.dtype)
 
 
 def added(x: Tensor, gamma: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,6 +68,9 @@ def problem(op: str, m: int, n: int, device: str, more: bool = False) -> Problem
     """
     x, gamma = randoms(device, (m, n), (n,))
     name = f"{op}, {MORE[op]}" if more else op
+    if op == "layer_norm":
+        layer = partial(onepass.layer_norm, x, gamma, None, EPS, out=torch.empty_like(x))
+        return Problem(name, {"onepass": layer}, centered, (x, gamma, EPS))
     if op == "rms_norm":
         ours = partial(onepass.rms_norm, x, gamma, EPS, out=torch.empty_like(x))
         if not more:
@@ -85,8 +96,8 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     m, n = shape
     x, gamma = metas((m, n), (n,))
     found = []
-    for more in (False, True) if shape in WITH_MORE[op] else (False,):
-        if op == "rms_norm":
+    for more in (False, True) if shape in WITH_MORE.get(op, ()) else (False,):
+        if op != "rms_norm_fused_fp8":
             others: tuple[Tensor, ...] = (x, x, x) if more else (x,)
         else:
             others = onepass.rms_norm_fused_fp8(x, gamma, group_size=GROUP if more else None)
@@ -96,4 +107,4 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return found
 
 
-FAMILY = Family("rows", ("rms_norm_fused_fp8", "rms_norm"), SHAPES, workloads)
+FAMILY = Family("rows", ("rms_norm_fused_fp8", "rms_norm", "layer_norm"), SHAPES, workloads)

@@ -17,6 +17,7 @@ from .case import Case, grid
 BF16, F16, F32 = FLOATS
 GATE_ERROR: Final = 8 * compare.FLOAT32_ERROR
 """Relative error of silu and its product, as for a prologue."""
+_NOT_ZERO: Final = 1e-300
 _HF: Final = {"rounding": "hf"}
 _BEFORE: Final = {"gate": BF16, "gate_order": "before"}
 _BOTH: Final = {"gate": BF16, "bias": F32}
@@ -83,9 +84,11 @@ def centered(h: Tensor, doubt: Tensor | None) -> tuple[Tensor, Tensor]:
     """``h - mean(h)``, and how far it may be off: the mean is a float32 sum, and the difference is rounded."""
     d = h - h.mean(-1, keepdim=True)
     sizes = h.abs() if doubt is None else h.abs() + doubt
-    off = sizes.mean(-1, keepdim=True) * compare.FLOAT32_ERROR + (h.abs() + d.abs()) * bounds.PRODUCT
+    off = sizes.mean(-1, keepdim=True) * compare.FLOAT32_ERROR + d.abs() * bounds.PRODUCT
+    off = torch.where(off > 0, off + 2 * bounds.FLOOR, off)
     if doubt is not None:
         off = off + doubt + doubt.mean(-1, keepdim=True)
+    d = torch.where((d == 0) & (off > 0), _NOT_ZERO, d)  # bounds take zeros for exact
     return d, torch.where(d.isfinite() & off.isfinite(), off, 0.0)
 
 
