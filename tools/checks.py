@@ -46,8 +46,7 @@ def main() -> int:
         machine = MACHINES[options.chip]
         cases = published(machine, options.op, options.match)
         if options.refresh is not None:
-            print(proof.refresh(options.refresh or machine.evidence, cases, machine.chip))
-            return 0
+            return _refresh(options, machine, cases)
         if options.evidence is not None:
             return _record(options, machine, cases)
     else:
@@ -77,7 +76,7 @@ def _options() -> argparse.Namespace:
     add("--evidence", type=_path, nargs="?", const="", help="with --device cuda: record the machine code that passed")
     add("--extend", action="store_true", help="with --evidence: keep valid proofs and run only cases that add some")
     add("--refresh", type=_path, nargs="?", const="", help="update the sources in this evidence; no GPU needed")
-    add("--jobs", type=int, default=1, help="processes that share the cases of --evidence, or the promises")
+    add("--jobs", type=int, default=1, help="processes that share the cases, or the promises")
     add("--limit", type=float, default=math.inf, help="with --evidence: start no case after this many seconds")
     add("--share", help=argparse.SUPPRESS)  # i/n of the promises, one line of JSON each, or of the cases
     add("--part", type=Path, help=argparse.SUPPRESS)  # where a share of the cases writes its proofs
@@ -117,6 +116,18 @@ def _run_promises(options: argparse.Namespace, before: list[Result]) -> int:
     if options.json:
         _write(options.json, [*before, *results])
     return _summary(results, options.device, time.perf_counter() - start)
+
+
+def _refresh(options: argparse.Namespace, machine: Machine, cases: list[Check]) -> int:
+    """What ``--refresh`` does: all of it, or one share of the cases."""
+    path = options.refresh or machine.evidence
+    if options.share:
+        share, of = map(int, options.share.split("/"))
+        proof.refresh_share(path, cases[share::of], machine.chip, options.part)
+        return 0
+    command = [f"--chip={machine.name}", f"--match={options.match}", f"--refresh={path}"]
+    print(proof.refresh_in_shares(path, options.jobs, [*command, *(f"--op={op}" for op in options.op)]))
+    return 0
 
 
 def _record(options: argparse.Namespace, machine: Machine, cases: list[Check]) -> int:

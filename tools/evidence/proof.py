@@ -164,18 +164,14 @@ def joined(kept: dict[str, Proof], shares: Sequence[dict[str, Any]]) -> tuple[di
     return {name: proof for name, proof in proofs.items() if name not in failed}, failed
 
 
-def refresh(path: Path, cases: Iterable[Check], chip: Chip) -> str:
-    """Update source digests and IR hashes where the machine code is the proven one; returns a sentence for the user.
-
-    Needs no GPU and proves nothing. Without it the tests lower or compile such configurations on every run.
-    """
+def refreshed(path: Path, cases: Iterable[Check], chip: Chip) -> tuple[dict[str, Proof], int]:
+    """The proofs of these cases that need new source digests or IR hashes, and the number with new machine code."""
     from tools.evidence import records
     from tools.evidence.digest import SourceDigests
 
-    machine = json.loads(path.read_text())["machine"]
-    proofs = records.read(path)
-    digests = SourceDigests()
-    noted = changed = 0
+    proofs, digests = records.read(path), SourceDigests()
+    noted: dict[str, Proof] = {}
+    changed = 0
     for name, build in distinct_builds(cases, chip).items():
         proof = proofs.get(name)
         if proof is None:
@@ -188,12 +184,61 @@ def refresh(path: Path, cases: Iterable[Check], chip: Chip) -> str:
         else:
             found = records.prove(build, chip, proof.cases, digests)
         if found.machine_code == proof.machine_code:
-            proofs[name] = found
-            noted += 1
+            noted[name] = found
         else:
             changed += 1
-    records.write(path, machine, proofs)
+    return noted, changed
+
+
+def refresh_share(path: Path, cases: Iterable[Check], chip: Chip, to: Path) -> None:
+    """Write what `refreshed` finds, for `refresh_in_shares` to join."""
+    noted, changed = refreshed(path, cases, chip)
+    to.write_text(json.dumps({"changed": changed, "proofs": {name: asdict(proof) for name, proof in noted.items()}}))
+
+
+def refresh_in_shares(path: Path, jobs: int, command: Sequence[str]) -> str:
+    """Like `refresh`, in several processes that run ``command``, each with a share of the cases."""
+    from tools.evidence.records import Proof
+
+    told = _shares(jobs, command)
+    noted = {
+        name: Proof(**{**proof, "cases": tuple(proof["cases"])})
+        for part in told
+        for name, proof in part["proofs"].items()
+    }
+    return _note(path, noted, sum(part["changed"] for part in told))
+
+
+def refresh(path: Path, cases: Iterable[Check], chip: Chip) -> str:
+    """Update source digests and IR hashes where the machine code is the proven one; returns a sentence for the user.
+
+    Needs no GPU and proves nothing. Without it the tests lower or compile such configurations on every run.
+    """
+    return _note(path, *refreshed(path, cases, chip))
+
+
+def _note(path: Path, noted: dict[str, Proof], changed: int) -> str:
+    from tools.evidence import records
+
+    machine = json.loads(path.read_text())["machine"]
+    records.write(path, machine, {**records.read(path), **noted})
     return (
-        f"{noted} configurations have new sources but the proven machine code: updated in {path}. "
+        f"{len(noted)} configurations have new sources but the proven machine code: updated in {path}. "
         f"{changed} have new machine code and must run on a GPU."
     )
+
+
+def _shares(jobs: int, command: Sequence[str]) -> list[dict[str, Any]]:
+    """Run ``command`` in several processes, and return what they wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Path(folder, str(share)) for share in range(jobs)]
+        start = [sys.executable, "-m", "tools.checks", *command]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        running = [
+            subprocess.Popen([*start, f"--share={share}/{jobs}", f"--part={part}"], env=environment)
+            for share, part in enumerate(parts)
+        ]
+        for process in running:
+            if process.wait():
+                raise RuntimeError(f"a share of the cases ended with status {process.returncode}")
+        return [json.loads(part.read_text()) for part in parts]
