@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tools.bench import limits, model_tables, models, parallel
+from tools.bench import common, limits, model_tables, models, parallel
 from tools.bench.limits import OutOfTime, deadline_after, over, until
 from tools.bench.parallel import Job, jobs
 from tools.bench.ways import WAYS
@@ -79,10 +79,33 @@ def test_processes_measure_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(subprocess, "Popen", start)
     asked = [Job(name, (1,)) for name in ("one", "broken", "two")]
     found = list(parallel.run(asked, 3, [], deadline_after(60), None))
-    (first,), (second,) = (report["rows"] for report in found)
+    assert [job.model for job, _ in found] == ["one", "two"]
+    (first,), (second,) = (report["rows"] for _, report in found)
     assert [first["model"], second["model"]] == ["=one", "=two"]
     assert first["times"][1] <= second["times"][0]
     assert "2 of 3 ready" in (text := capfd.readouterr().out) and "broken, batches (1,): a reason" in text
+
+
+def test_resumed_processes_return_what_they_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files begin with the rows that are known, among them rows that another process measures again."""
+    file = tmp_path / "models.json"
+
+    def row(batch: int, us: float) -> dict[str, Any]:
+        return {"model": "Qwen3 8B, 2 layers", "batch": batch, "us": {"unpatched": us}, "agreement": {}, "failed": {}}
+
+    head = {**common.head("cpu"), "rows": [row(1, 1.0), row(4, 1.0)]}
+    file.write_text(json.dumps(head))
+
+    def run(*_: Any) -> Any:
+        for batch, other in ((1, 4), (4, 1)):
+            yield Job("Qwen3 8B", (batch,)), {"rows": [row(batch, 9.0), row(other, 1.0)]}
+
+    monkeypatch.setattr(parallel, "run", run)
+    line = ["models", "--device=cpu", "--tiny", "--model=qwen3", "--workers=2", "--resume", f"--json={file}"]
+    monkeypatch.setattr(sys, "argv", [*line, "--batch", "1", "4"])
+    with pytest.raises(SystemExit):
+        models.main()
+    assert [row["us"] for row in json.loads(file.read_text())["rows"]] == [{"unpatched": 9.0}] * 2
 
 
 def test_resumed_runs_measure_what_is_missing() -> None:

@@ -172,9 +172,11 @@ class Run:
         line += ["--contender", *self.options.contender] if self.options.contender else []
         if self.options.resume and self.options.json and self.options.json.exists():
             line += ["--resume"]
-        for found in parallel.run(jobs, self.options.workers, line, self.deadline, self.options.json):
+        for job, found in parallel.run(jobs, self.options.workers, line, self.deadline, self.options.json):
+            title = self.sized(job.model)[0]
             for row in found["rows"]:
-                self.keep(row)
+                if row["model"] == title and row["batch"] in job.batches:
+                    self.keep(row)
         measured = {(row["model"], row["batch"]) for row in self.report["rows"] if row["us"]}
         titles = {self.sized(name)[0] for name in self.names}
         self.fine = self.fine and all((title, batch) in measured for title in titles for batch in self.batches)

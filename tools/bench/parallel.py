@@ -70,8 +70,11 @@ def wait_for_turn(folder: Path) -> None:
 
 def run(
     jobs: Sequence[Job], workers: int, line: Sequence[str], deadline: float | None, known: Path | None
-) -> Iterator[dict[str, Any]]:
-    """The reports of all jobs, so many processes at once. One that fails prints the end of its log instead."""
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """The reports of all jobs, so many processes at once. One that fails prints the end of its log instead.
+
+    With ``--resume`` in the line, a report also has the rows of the file ``known``.
+    """
     rounds = [jobs[start : start + workers] for start in range(0, len(jobs), workers)]
     for number, some in enumerate(rounds):
         left = None if deadline is None else (deadline - time.monotonic()) / (len(rounds) - number)
@@ -81,7 +84,7 @@ def run(
 
 def _round(
     stack: ExitStack, jobs: Sequence[Job], line: Sequence[str], seconds: float | None, known: Path | None
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[tuple[Job, dict[str, Any]]]:
     start = time.monotonic()
     share = None if seconds is None else SHARE * seconds
     started = [_start(stack, job, line, share, known) for job in jobs]
@@ -97,7 +100,7 @@ def _round(
                 time.sleep(POLL)
         report = worker.folder / "found.json"
         if worker.ended and report.exists():
-            yield json.loads(report.read_text())
+            yield worker.job, json.loads(report.read_text())
         if worker.process.poll() != 0:
             log = (worker.folder / "log").read_text(errors="replace")
             print(f"{worker.job.model}, batches {worker.job.batches}: {log[-2000:]}", flush=True)

@@ -358,7 +358,11 @@ def _angles(decoding: Decoding, where: str, module: nn.Module) -> None:
     form = angles_of(module)
     if form is not None and not bound_before(module):
         how = f"three launches, for up to {FUSED_ROWS} tokens"
-        decoding.handle._bind_decode(where, module, AnglesStep(form, Frequencies()), f"{WHAT} cosines and sines", how)
+        frequencies = Frequencies()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name.endswith("inv_freq") and "original" not in name:
+                frequencies.of(name.removesuffix("inv_freq"), buffer)  # a first step may be on any stream
+        decoding.handle._bind_decode(where, module, AnglesStep(form, frequencies), f"{WHAT} cosines and sines", how)
 
 
 def _bind_linear(decoding: Decoding, where: str, module: nn.Module, projection: Projection, place: int) -> None:
