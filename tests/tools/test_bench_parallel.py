@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,21 +26,19 @@ def test_what_takes_too_long_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> 
     """Again and again, because code may catch the first interruption."""
     monkeypatch.setattr(limits, "AGAIN", 0.05)
     caught = 0
-    start = time.monotonic()
-    with pytest.raises(OutOfTime), until(start + 0.05):
-        while time.monotonic() < start + 10:
+    with pytest.raises(OutOfTime), until(deadline_after(0.05)):
+        while True:
             try:
-                time.sleep(10)
+                time.sleep(600)
             except OutOfTime:
                 caught += 1
                 if caught == 2:
                     raise
-    assert caught == 2 and time.monotonic() < start + 5
     time.sleep(0.1)  # nothing is left behind
-    with pytest.raises(OutOfTime, match="before it was started"), until(start):
+    with pytest.raises(OutOfTime, match="before it was started"), until(deadline_after(-1.0)):
         pytest.fail("this must not run")
-    with until(None), until(deadline_after(60)):
-        assert not over(None) and not over(deadline_after(60)) and over(start)
+    with until(None), until(deadline_after(600)):
+        assert not over(None) and not over(deadline_after(600)) and over(deadline_after(-1.0))
 
 
 def test_jobs() -> None:
@@ -63,9 +62,12 @@ folder, report = Path(line["--turn"]), Path(line["--json"])
 if line["--model"] == "=broken":
     sys.exit("a reason")
 wait_for_turn(folder)
-begin = time.time()
+measuring = folder.parent / "measuring"
+alone = not measuring.exists()
+measuring.touch()
 time.sleep(0.2)
-report.write_text(json.dumps({"rows": [{"model": line["--model"], "times": [begin, time.time()]}]}))
+measuring.unlink()
+report.write_text(json.dumps({"rows": [{"model": line["--model"], "alone": alone}]}))
 """
 
 
@@ -77,12 +79,12 @@ def test_processes_measure_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return own([sys.executable, "-c", SCRIPT, *command[3:]], cwd=ROOT, **options)
 
     monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # all folders are side by side
     asked = [Job(name, (1,)) for name in ("one", "broken", "two")]
-    found = list(parallel.run(asked, 3, [], deadline_after(60), None))
+    found = list(parallel.run(asked, 3, [], deadline_after(600), None))
     assert [job.model for job, _ in found] == ["one", "two"]
     (first,), (second,) = (report["rows"] for _, report in found)
-    assert [first["model"], second["model"]] == ["=one", "=two"]
-    assert first["times"][1] <= second["times"][0]
+    assert [first["model"], second["model"]] == ["=one", "=two"] and first["alone"] and second["alone"]
     assert "2 of 3 ready" in (text := capfd.readouterr().out) and "broken, batches (1,): a reason" in text
 
 
