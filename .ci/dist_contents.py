@@ -60,7 +60,8 @@ def check(directory: Path, root: Path) -> str:
     for needed in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "src/onepass/py.typed"):
         if needed not in packed:
             raise SystemExit(f"the sdist has no {needed}")
-    return f"{wheel.name}: {len(code)} files, {'with' if native else 'without'} the fast path in C, {wheel.stat().st_size} bytes; {sdist.name}: {len(packed)} files"
+    about = f"{len(code)} files, {'with' if native else 'without'} the fast path in C, {wheel.stat().st_size} bytes"
+    return f"{wheel.name}: {about}; {sdist.name}: {len(packed)} files"
 
 
 def _normal(requirement: str) -> str:

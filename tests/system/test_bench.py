@@ -379,6 +379,7 @@ def test_host_times_cover_every_op_with_and_without_kernels(monkeypatch: pytest.
     monkeypatch.setattr(host, "INNER", 2)
     with torch.inference_mode():
         found = host.times("cpu", lambda op: op == "qk_rms_norm")
-    ours = set(runner.MODULES) - {"qk_rms_norm", qk.SUMS}
+    ours = set(runner.MODULES) - {"qk_rms_norm", qk.SUMS} | set(host.forms("cpu", 64))
+    ours |= {f"{name}, 64 columns" for name in ours if name.startswith("rms_norm, ")}
     assert set(found) == {*host.TORCH, *ours, *(f"{op}, no kernel" for op in ours)}
     assert all(len(us) == 2 and min(us) > 0 for us in found.values())

@@ -359,7 +359,12 @@ class TestInterception:
         op.learn(rows())
         seen: list[bool] = []
         tensor = rows()
-        torch.func.vmap(lambda x: (seen.append(op.known(tensor)), x)[1])(torch.ones(2))
+
+        def mapped(x: Tensor) -> Tensor:
+            seen.append(op.known(tensor))
+            return x
+
+        torch.func.vmap(mapped)(torch.ones(2))
         with torch.autograd.forward_ad.dual_level():
             seen.append(op.known(tensor))
         assert seen == [False, False] and op.known(rows())
@@ -434,7 +439,12 @@ class TestInterception:
         """Its launch would be missing from the recording."""
         inner = Op()
         inner.learn(rows())
-        outer = Op(lambda op, a: (inner(rows()), op.one_launch(a))[1])
+
+        def kernel(op: Op, a: Any) -> None:
+            inner(rows())
+            op.one_launch(a)
+
+        outer = Op(kernel)
         for asked in (2, 3, 3):
             outer(rows())
             assert inner.asked == asked

@@ -26,8 +26,19 @@ from .memory import extent
 
 Launch = tuple[Any, int, Sequence[Any]]
 """A launcher, its grid and its arguments."""
-Source = tuple[Callable[[], tuple[Tensor, Any]], Callable[[Any], None]]
-"""``take() -> memory, key`` for a launch, and ``discard(key)`` in case the launch fails."""
+
+
+class Source(NamedTuple):
+    """``take() -> memory, key`` for a launch, and ``discard(key)`` in case the launch fails.
+
+    Memory that nobody reads after the launch is taken by ``torch.empty_like(template)``, which holds no memory.
+    """
+
+    take: Callable[[], tuple[Tensor, Any]]
+    discard: Callable[[Any], None]
+    template: Tensor | None = None
+
+
 Replay = Callable[..., tuple[Tensor | None, ...] | None]
 """``replay(*tensors of the call or None)``: allocate, launch and return the outputs; None if nothing was done."""
 
@@ -73,10 +84,24 @@ def note(launcher: Any, grid: int, arguments: Sequence[Any]) -> None:
     tape.launches.append((launcher, grid, arguments))
 
 
-def mark(address: int, source: Source) -> None:
+def mark(address: int, source: tuple[Callable[[], tuple[Tensor, Any]], Callable[[Any], None]]) -> None:
     """Register the source of memory at ``address``, which belongs to none of the call's tensors."""
     if tape.on:
-        tape.sources[address] = source
+        tape.sources[address] = Source(*source)
+
+
+def temporary(tensor: Tensor) -> None:
+    """Register memory that launches write and read, and nobody afterwards."""
+    if tape.on:
+        template = like(tensor)
+        tape.sources[tensor.data_ptr()] = Source(lambda: (torch.empty_like(template), None), lambda key: None, template)
+
+
+def like(tensor: Tensor) -> Tensor:
+    """A tensor of the same dtype, shape, strides and device without memory, for `torch.empty_like`."""
+    template = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    template.untyped_storage().resize_(0)
+    return template
 
 
 def traced(run: Callable[[], None]) -> tuple[list[Launch], dict[int, Source]]:
@@ -223,7 +248,7 @@ def _numbered(name: str, numbers: Iterable[int]) -> str:
 
 def _launch_with(launch: Callable[..., None], addresses: Sequence[int], sources: Sequence[Source]) -> None:
     """Launch with memory taken for it, which is discarded if the launch fails."""
-    taken = [(*take(), discard) for take, discard in sources]
+    taken = [(*source.take(), source.discard) for source in sources]
     try:
         launch(*addresses, *[memory.data_ptr() for memory, _, _ in taken])
     except BaseException:

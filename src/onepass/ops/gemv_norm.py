@@ -17,7 +17,6 @@ uses two launches instead, and the norm reads y after rounding to act's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -84,9 +83,8 @@ def _run(
     columns = sum([w + MOST_COLUMNS - 1 & -MOST_COLUMNS for w in widths])
     y = None
     if columns:
-        workspace = partial(torch.empty, m, columns, dtype=torch.float32, device=act.device)
-        y = workspace()
-        replay.mark(y.data_ptr(), (lambda: (workspace(), None), lambda key: None))
+        y = torch.empty(m, columns, dtype=torch.float32, device=act.device)
+        replay.temporary(y)
     eps = max(eps, SMALLEST_EPS)
     family.launch(act)(GemvCall(spec, widths, act, weight, weight_scale, gammas, y, normed, eps=eps, **rest))
 

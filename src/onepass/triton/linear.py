@@ -4,7 +4,6 @@ The norm is a launch of its own, with the same bytes, except for few float32 row
 """
 
 from collections import namedtuple
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -274,10 +273,9 @@ def launch(call: LinearCall) -> None:
     if _is_fused(call, chip):
         FAMILY.launch(call)
         return
-    make = partial(torch.empty, call.x.shape, dtype=call.x.dtype, device=call.x.device)
-    x = make()
+    x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     if call.gamma is not None:
-        replay.mark(x.data_ptr(), (lambda: (make(), None), lambda key: None))
+        replay.temporary(x)
         rms_norm.launch(_norm_call(call, x))
     elif call.residual is not None and call.residual_out is not None:
         sums = call.x.float() + call.residual.float()

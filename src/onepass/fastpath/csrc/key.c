@@ -56,12 +56,13 @@ static int add_tensor(Key *key, int position, PyObject *object, int flags, int g
     }
     if ((view.device_type != DL_CPU && view.device_type != DL_CUDA) || view.ndim < 0 || view.ndim > 255)
         return 0;
-    int contiguous = 1, empty = 0, dims = view.ndim;
+    int contiguous = 1, natural = 1, empty = 0, dims = view.ndim;
     int64_t expected = 1, last = 0;
     for (int d = dims - 1; d >= 0; d--) {
         int64_t size = view.shape[d];
         if (size == 0)
             empty = 1;
+        natural &= view.strides[d] == expected; /* a dimension of size 1 may have any stride */
         if (size != 1) {
             contiguous &= view.strides[d] == expected;
             expected *= size;
@@ -83,7 +84,7 @@ static int add_tensor(Key *key, int position, PyObject *object, int flags, int g
     }
     uint64_t header = (uint64_t)view.code | (uint64_t)view.bits << 8 | (uint64_t)view.lanes << 16;
     header |= (uint64_t)(view.device_id & 0xFFF) << 32 | (uint64_t)dims << 44 | (uint64_t)view.device_type << 52;
-    header |= (uint64_t)(start & 15) << 56 | (uint64_t)contiguous << 60;
+    header |= (uint64_t)(start & 15) << 56 | (uint64_t)contiguous << 60 | (uint64_t)natural << 61;
     if (key->count + 1 + 2 * dims > MAX_KEY)
         return 0;
     uint64_t *words = key->words + key->count;

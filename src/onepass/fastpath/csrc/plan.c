@@ -114,7 +114,8 @@ struct Plan {
     size_t scratch;
     Make *make;
     Launch *launch;
-    PyObject *take[MAX_SOURCES], *discard[MAX_SOURCES];
+    PyObject *take[MAX_SOURCES], *discard[MAX_SOURCES]; /* discard is None: take(template) is the memory */
+    PyObject *template[MAX_SOURCES];
     PyObject *kept; /* owns the machine code */
 };
 
@@ -132,6 +133,7 @@ void plan_free(Plan *plan)
     for (int i = 0; i < plan->sources; i++) {
         Py_XDECREF(plan->take[i]);
         Py_XDECREF(plan->discard[i]);
+        Py_XDECREF(plan->template[i]);
     }
     Py_XDECREF(plan->kept);
     free(plan->make);
@@ -235,11 +237,13 @@ static int parse(PyObject *description, const Form *form, Plan *plan)
             return fail_limit("outputs");
     }
     for (Py_ssize_t i = 0; i < PyTuple_Size(sources); i++) {
-        PyObject *take, *discard;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(sources, i), "OO", &take, &discard))
+        PyObject *take, *discard, *template;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(sources, i), "OOO", &take, &discard, &template))
             return -1;
         Py_INCREF(take);
         Py_INCREF(discard);
+        Py_INCREF(template);
+        plan->template[plan->sources] = template;
         plan->take[plan->sources] = take;
         plan->discard[plan->sources++] = discard;
     }
@@ -372,18 +376,20 @@ static int launch_with_sources(const Plan *plan, uintptr_t *bases, int tensors)
     PyObject *taken[MAX_SOURCES];
     int count = 0, status = 0;
     for (; count < plan->sources && status == 0; count++) {
-        taken[count] = PyObject_CallNoArgs(plan->take[count]); /* memory and the key to discard it */
+        int kept = plan->discard[count] != Py_None; /* memory and the key to discard it */
+        taken[count] = kept ? PyObject_CallNoArgs(plan->take[count])
+                            : PyObject_CallFunctionObjArgs(plan->take[count], plan->template[count], NULL);
         if (taken[count] == NULL) {
             status = -1;
             break;
         }
-        PyObject *memory = PyTuple_GetItem(taken[count], 0);
+        PyObject *memory = kept ? PyTuple_GetItem(taken[count], 0) : taken[count];
         status = memory == NULL ? -1 : address_of(memory, &bases[tensors + count]);
     }
     if (status == 0)
         status = run_launches(plan, bases);
     for (int i = 0; i < count; i++) {
-        if (status != 0) {
+        if (status != 0 && plan->discard[i] != Py_None) {
             PyObject *type, *value, *trace;
             PyErr_Fetch(&type, &value, &trace);
             PyObject *nothing =
