@@ -301,7 +301,7 @@ class TestLaunches:
 
         def kernel(op: Op, a: Any) -> None:
             memory = take()[0]
-            replay.mark(memory.data_ptr(), (take, discarded.append))
+            replay.mark(memory.data_ptr(), replay.Source(take, discarded.append))
             for _ in range(2):
                 op.launcher(1, [a.x.data_ptr(), memory.data_ptr(), a.out.data_ptr(), None])
 

@@ -239,7 +239,7 @@ def test_marked_memory_is_allocated_again() -> None:
         pieces.append(torch.empty(4))
         return pieces[-1], len(pieces)
 
-    op = Op(scratch=True, source=(take, discarded.append))
+    op = Op(scratch=True, source=replay.Source(take, discarded.append))
     for _ in range(3):
         op(torch.randn(3, 8))
     assert op.asked == 1 and [a[3] for a in op.launcher.launched] == [p.data_ptr() for p in pieces] and len(pieces) == 3

@@ -84,10 +84,10 @@ def note(launcher: Any, grid: int, arguments: Sequence[Any]) -> None:
     tape.launches.append((launcher, grid, arguments))
 
 
-def mark(address: int, source: tuple[Callable[[], tuple[Tensor, Any]], Callable[[Any], None]]) -> None:
+def mark(address: int, source: Source) -> None:
     """Register the source of memory at ``address``, which belongs to none of the call's tensors."""
     if tape.on:
-        tape.sources[address] = Source(*source)
+        tape.sources[address] = source
 
 
 def temporary(tensor: Tensor) -> None:
