@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS
-from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.testing.case import same_bytes
 
 Promise = Callable[[], str | None]
@@ -35,7 +35,11 @@ def rms_promises(device: str) -> Iterator[tuple[str, Promise]]:
 def _all(x: Tensor, gamma: Tensor) -> list[Tensor]:
     group = 64 if x.shape[-1] % 64 == 0 else None
     results = [rms_norm(x, gamma), *rms_norm(x, gamma, residual=x), *rms_norm_fused_fp8(x, gamma)]
-    return [*results, *rms_norm_fused_fp8(x, gamma, rounding="hf", return_norm=True, group_size=group)]
+    results += rms_norm_fused_fp8(x, gamma, rounding="hf", return_norm=True, group_size=group)
+    results += rms_norm_fused_quant(x, gamma, format="int8", rounding="stored")
+    if x.shape[-1] % 32 == 0:
+        results += [*rms_norm_fused_quant(x, gamma, format="mxfp4"), *rms_norm_fused_quant(x, gamma, format="nvfp4")]
+    return results
 
 
 def _inputs(device: str, rows: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,6 +87,7 @@ def _stored(device: str, n: int, dtype: torch.dtype) -> str | None:
     }
     if n % 64 == 0:
         norms["with groups"] = rms_norm_fused_fp8(x, gamma, group_size=64, return_norm=True)[-1]
+        norms["with pairs of codes"] = rms_norm_fused_quant(x, gamma, format="nvfp4", return_norm=True)[-1]
     scales = {"with a norm": row[1], "with a norm and a residual": both[1]}
     for label, other in norms.items():
         if not same_bytes(norm, other):
@@ -103,16 +108,22 @@ def _repeats(device: str) -> str | None:
 
 
 def _graph() -> str | None:
-    x, gamma = _inputs("cuda", 32, 4096, torch.bfloat16)
-    rms_norm_fused_fp8(x, gamma, residual=x)
+    x, gamma = _inputs("cuda", 128, 4096, torch.bfloat16)
+
+    def calls() -> list[Tensor]:
+        packed = rms_norm_fused_quant(x, gamma, format="mxfp8", scale_layout="column_packed")
+        tiled = rms_norm_fused_quant(x, gamma, format="nvfp4", scale_layout="128x4")
+        return [*rms_norm_fused_fp8(x, gamma, residual=x), *packed, *tiled]
+
+    calls()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = rms_norm_fused_fp8(x, gamma, residual=x)
+        results = calls()
     for _ in range(5):
         x.copy_(torch.randn_like(x))
         graph.replay()
-        expected = rms_norm_fused_fp8(x, gamma, residual=x)
+        expected = calls()
         if not all(same_bytes(a, b) for a, b in zip(results, expected, strict=True)):
             return "a replay differs from an eager call"
     return None
@@ -126,10 +137,13 @@ def _huge() -> str | None:
     gamma = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     y = rms_norm(x, gamma)
     q, scale = rms_norm_fused_fp8(x, gamma)
+    pairs, scales = rms_norm_fused_quant(x, gamma, format="nvfp4")
     for begin in (0, 2**31 // n - 2, 2**32 // n - 2, rows - 4):
         part = slice(begin, begin + 4)
-        ours = (y[part], q[part], scale[part])
-        expected = (rms_norm(x[part].clone(), gamma), *rms_norm_fused_fp8(x[part].clone(), gamma))
+        ours = (y[part], q[part], scale[part], pairs[part], scales[part])
+        few = x[part].clone()
+        quantized = rms_norm_fused_quant(few, gamma, format="nvfp4")
+        expected = (rms_norm(few, gamma), *rms_norm_fused_fp8(few, gamma), *quantized)
         if not all(same_bytes(a, b) for a, b in zip(ours, expected, strict=True)):
             return f"rows {begin} to {begin + 4} of {rows} differ"
     return None
