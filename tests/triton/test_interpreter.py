@@ -35,6 +35,7 @@ LEFT_OUT = {
         "two launches",
         "segments",
     },
+    "rms_norm_fused_quant": {"layouts", "outputs", "prologues", "int8"},
     "linear": {"layouts", "bias", "add", "activation"},
     "fused_rope_rmsnorm_quantization": {
         "model",
