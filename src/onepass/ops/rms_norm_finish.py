@@ -10,7 +10,7 @@ A gate before the norm is a prologue: ``h = x * silu(gate)``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -76,6 +76,38 @@ def operand_of(tensor: Tensor, x: Tensor) -> Operand:
 
 
 _layer_norm = Op(LAYER_NORM, _centered_norm)
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: None = ...,
+    round_sum: bool | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    out: Tensor | None = ...,
+    residual_out: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor,
+    round_sum: bool | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def layer_norm(
