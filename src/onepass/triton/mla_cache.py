@@ -252,7 +252,10 @@ def config_of(spec: MlaSpec, facts: MlaFacts, chip: Chip) -> MlaConfig:
     tokens, heads, latent, rope, turned, requests, _, cut = facts
     searches = spec.slots is None or (turned > 0 and spec.positions is None)
     cut = cut or mla_cut(tokens, heads, rope, chip)
-    return mla_config(cut, tokens, heads, latent, rope, requests if searches else 0, chip)
+    config = mla_config(cut, tokens, heads, latent, rope, requests if searches else 0, chip)
+    if spec.scale == "tile":  # the kernel writes one packed entry
+        config = config._replace(kv_tokens=1)
+    return config
 
 
 def _grid(call: MlaCall, config: MlaConfig) -> tuple[int, int]:
