@@ -163,7 +163,7 @@ def test_caches_of_transformers_4_57_get_angles_and_positions() -> None:
     """Where the form says so. Its attentions have other fingerprints and the same arithmetic."""
     given: list[dict[str, Any]] = []
 
-    class Recording(DynamicCache):
+    class Recording(DynamicCache):  # type: ignore[misc]
         def update(self, k: Tensor, v: Tensor, layer: int, *more: Any) -> Any:
             given.extend(more)
             return super().update(k, v, layer)
