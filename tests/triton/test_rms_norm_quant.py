@@ -1,0 +1,47 @@
+"""GPU kernels of `rms_norm_fused_quant`: interpreted, and what they compile to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import onepass
+from onepass.testing import runner
+from tests.triton.test_interpreter import PROGRAM
+from tools.evidence import records
+
+ROOT = Path(__file__).parents[2]
+GROUPS = ("formats", "groups", "values", "places", "int8")
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_pass_their_cases() -> None:
+    """Short rows of the groups that differ in codes, scales and places."""
+    short = [c for c in runner.select(["rms_norm_fused_quant"]) if c.interpretable and c.group in GROUPS]
+    indices = [runner.CASES.index(c) for c in short if getattr(c, "n", 0) <= 512]
+    assert len(indices) > 50
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(indices)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=ROOT)
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "stores"),
+    [({"format": "nvfp4"}, "st.global.b32"), ({"format": "mxfp4"}, "st.global.b32"), ({"format": "mxfp8"}, "st.global.v2.b32")],
+)  # fmt: skip
+def test_codes_of_a_thread_are_one_store(options: dict[str, Any], stores: str) -> None:
+    """A thread holds eight adjacent columns of a chunk: their codes are packed and stored together, once per chunk."""
+    x, gamma = torch.empty(4096, 7168, dtype=torch.bfloat16), torch.empty(7168, dtype=torch.bfloat16)
+    (build,) = records.builds_of(lambda: onepass.rms_norm_fused_quant(x, gamma, **options), records.H200)
+    assert "7*1024/4w/v8" in build.name
+    ptx = records.lowered(build, records.H200, "ptx")
+    assert len(re.findall(rf"{re.escape(stores)} ", ptx)) == 7
