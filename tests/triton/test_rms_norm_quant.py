@@ -19,15 +19,15 @@ from tests.triton.test_interpreter import PROGRAM
 from tools.evidence import records
 
 ROOT = Path(__file__).parents[2]
-GROUPS = ("formats", "groups", "values", "places", "int8")
+GROUPS = ("formats", "groups", "values", "places")
 
 
 @pytest.mark.slow
 def test_interpreted_kernels_pass_their_cases() -> None:
     """Short rows of the groups that differ in codes, scales and places."""
     short = [c for c in runner.select(["rms_norm_fused_quant"]) if c.interpretable and c.group in GROUPS]
-    indices = [runner.CASES.index(c) for c in short if getattr(c, "n", 0) <= 512]
-    assert len(indices) > 50
+    indices = [runner.CASES.index(c) for c in short if getattr(c, "n", 0) <= 384][::2]
+    assert len(indices) > 20
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(indices)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=ROOT)
