@@ -58,7 +58,8 @@ def test_opcheck_fp8(variant: str) -> None:
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3)])
 def test_opcheck_rms_norm(lead: tuple[int, ...], residual: bool) -> None:
     tensors = sample(RMS_NORM, {"N": 96}, lead, dtypes={"x": torch.float32}, optional=["residual"] if residual else [])
-    arguments = (tensors["x"], tensors["gamma"], tensors.get("residual"), 1e-6, 0.0, "once", None)
+    options = (1e-6, 0.0, "once", None, "after", None)
+    arguments = (tensors["x"], tensors["gamma"], tensors.get("residual"), None, None, *options)
     torch.library.opcheck(torch.ops.onepass.rms_norm.default, arguments)
     outs = (torch.empty_like(tensors["x"]), torch.empty_like(tensors["x"]) if residual else None)
     torch.library.opcheck(torch.ops.onepass.rms_norm_out.default, (*arguments, *outs))

@@ -38,7 +38,12 @@ def norm(x: Tensor) -> Tensor:
         ("residual", lambda: onepass.rms_norm(X, GAMMA, residual=needing_grad(3, 64))),
         ("out", lambda: onepass.rms_norm(X, GAMMA, out=needing_grad(3, 64))),
         ("out", lambda: onepass.rms_norm(X, GAMMA, out=needing_grad(3, 64) * 2)),
-        ("gamma", lambda: torch.ops.onepass.rms_norm(X, torch.nn.Parameter(GAMMA), None, 1e-6, 0.0, "once", None)),
+        (
+            "gamma",
+            lambda: torch.ops.onepass.rms_norm(
+                X, torch.nn.Parameter(GAMMA), None, None, None, 1e-6, 0.0, "once", None, "after", None
+            ),
+        ),
         ("x", lambda: torch.func.grad(lambda x: norm(x).sum())(X)),
         ("x", lambda: torch.func.vjp(norm, X)),
     ],
@@ -69,7 +74,10 @@ def test_runs_without_gradients(guard: Callable[[], torch.no_grad]) -> None:
     x, gamma = needing_grad(3, 64), torch.nn.Parameter(GAMMA.clone())
     expected = norm(x.detach())
     with guard():
-        for y in (onepass.rms_norm(x, gamma), torch.ops.onepass.rms_norm(x, gamma, None, 1e-6, 0.0, "once", None)[0]):
+        for y in (
+            onepass.rms_norm(x, gamma),
+            torch.ops.onepass.rms_norm(x, gamma, None, None, None, 1e-6, 0.0, "once", None, "after", None)[0],
+        ):
             assert not y.requires_grad and torch.equal(y, expected)
     assert torch.equal(norm(x.detach()), expected)
 
@@ -89,5 +97,7 @@ def test_autocast_does_not_affect_the_ops() -> None:
         assert torch.equal(onepass.rms_norm(X, GAMMA), norm(X))
         low = onepass.rms_norm(X.bfloat16(), GAMMA)
         assert low.dtype is torch.bfloat16
-        through_dispatcher = torch.ops.onepass.rms_norm(X.bfloat16(), GAMMA, None, 1e-6, 0.0, "once", None)[0]
+        through_dispatcher = torch.ops.onepass.rms_norm(
+            X.bfloat16(), GAMMA, None, None, None, 1e-6, 0.0, "once", None, "after", None
+        )[0]
     assert torch.equal(low, onepass.rms_norm(X.bfloat16(), GAMMA)) and torch.equal(low, through_dispatcher)
