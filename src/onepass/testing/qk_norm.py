@@ -206,8 +206,8 @@ def _code_cases() -> Iterator[QkCase]:
     for x in (BF16, F32):
         yield from c((9,), 640, 128, x, out=FP8, values="special", given_scales=[False, True], options={"eps": 0.0})
     yield from c((9,), 384, 96, head=96, out=FNUZ, values="special")
-    yield from c((0,), 200, 512, out=FP8)
-    yield from c((1024,), 4096, 1024, gamma=BF16, out=FP8, head=128, layout="packed")
+    yield QkCase(FUSED, "empty", (0,), 200, 512, out=FP8)
+    yield QkCase(FUSED, "large", (1024,), 4096, 1024, gamma=BF16, out=FP8, head=128, layout="packed")
     yield QkCase(FUSED, "levels", (2, 3, 2, 3), 256, 128, head=64, out=FP8, layout="reversed")
     c = partial(grid, QkCase, FUSED, "two eps")
     yield from c((4,), [640, 20000], 128, options={"eps": 1e-5, "eps_k": 0.5})
