@@ -182,11 +182,13 @@ x, gamma = torch.randn(128, 4096), torch.ones(4096)
 small = x[:1].clone()
 for _ in range(4):
     expected, one = onepass.rms_norm(x, gamma), onepass.rms_norm(small, gamma)
+def same(a, b):
+    return bytes(a.numpy()) == bytes(b.numpy())  # torch itself would wait for the team in a child
 child = os.fork()
 if not child:
-    same = all(torch.equal(onepass.rms_norm(x, gamma), expected) for _ in range(4))
-    os._exit(0 if same and all(torch.equal(onepass.rms_norm(small, gamma), one) for _ in range(4)) else 1)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or not torch.equal(onepass.rms_norm(x, gamma), expected))
+    many = all(same(onepass.rms_norm(x, gamma), expected) for _ in range(4))
+    os._exit(0 if many and all(same(onepass.rms_norm(small, gamma), one) for _ in range(4)) else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or not same(onepass.rms_norm(x, gamma), expected))
 """
 
 _GROWTH = """
