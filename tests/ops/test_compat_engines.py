@@ -339,6 +339,10 @@ def test_dsv3_fused_a_gemm() -> None:
 
 _PAIR = "input, residual, weight, eps=1e-06, enable_pdl=None"
 _NORM = "input, weight, eps=1e-06, out=None, enable_pdl=None"
+_FP4 = (
+    "y_fp4=None, block_scale=None, global_scale=None, eps=1e-06, block_size=16, scale_format=None, "
+    "is_sf_swizzled_layout=False"
+)
 SIGNATURES: dict[str, dict[str, str]] = {
     "vllm": {
         "rms_norm": "out, input, weight, epsilon",
@@ -365,6 +369,8 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "mla_rope_quantize_fp8": "q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox=True, quantize_dtype=None, "
         "quant_scale_q=1.0, quant_scale_kv=1.0, q_rope_out=None, k_rope_out=None, q_nope_out=None, k_nope_out=None, "
         "enable_pdl=False",
+        "rmsnorm_fp4quant": f"input, weight, {_FP4}",
+        "add_rmsnorm_fp4quant": f"input, residual, weight, {_FP4}, output_both_sf_layouts=False, block_scale_unswizzled=None",
     },
     "sglang": {
         "rmsnorm": _NORM,

@@ -63,14 +63,14 @@ def test_check_passes() -> None:
     result = invoke("check", "--op", "rms_norm", "--match", "short: 5x3")
     assert result.exit_code == 0, result.output
     assert "2/2" in result.output
-    assert "2 of 2 passed on cpu" in result.output
+    assert "3 of 3 passed on cpu" in result.output
 
 
 def test_check_reports_failures(wrong_kernel: None) -> None:
     result = invoke("check", "--match", "short: 5x33")
     assert result.exit_code == 1
     assert "0/1" in result.output
-    assert "0 of 2 passed" in result.output
+    assert "0 of 3 passed" in result.output
     assert "FAILED rms_norm short: 5x33 bf16" in result.output
     assert "out of bounds" in result.output
 
@@ -80,7 +80,7 @@ def test_check_json(tmp_path: Path) -> None:
     assert invoke("check", "--match", "short: 5x33", "--json", str(file)).exit_code == 0
     report = json.loads(file.read_text())
     assert set(report) == {"device", "passed", "failed", "left_out", "seconds", "results"}
-    assert (report["device"], report["passed"], report["failed"], report["left_out"]) == ("cpu", 2, 0, 0)
+    assert (report["device"], report["passed"], report["failed"], report["left_out"]) == ("cpu", 3, 0, 0)
     assert {r["op"] for r in report["results"]} == {"rms_norm", "rms_norm_fused_fp8"}
     assert set(report["results"][0]) == {"op", "case", "device", "passed", "message", "seconds"}
 
@@ -89,7 +89,7 @@ def test_check_json_with_failures(wrong_kernel: None) -> None:
     result = invoke("check", "--match", "short: 5x33", "--json", "-")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
-    assert report["failed"] == 2
+    assert report["failed"] == 3
     assert all(r["message"] for r in report["results"])
 
 
@@ -97,8 +97,8 @@ def test_check_process() -> None:
     """With JSON on stdout the table goes to stderr."""
     good = onepass_process("check", "--match", "short: 5x33", "--json", "-")
     assert good.returncode == 0, good.stderr
-    assert json.loads(good.stdout)["passed"] == 2
-    assert "2 of 2 passed" in good.stderr
+    assert json.loads(good.stdout)["passed"] == 3
+    assert "3 of 3 passed" in good.stderr
 
 
 def test_check_process_fails() -> None:
@@ -109,7 +109,7 @@ def test_check_process_fails() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert "0 of 2 passed" in done.stdout
+    assert "0 of 3 passed" in done.stdout
 
 
 @pytest.mark.skipif(not common.backend_status()["interpreter"][0], reason="needs Triton's interpreter")

@@ -185,7 +185,7 @@ def test_a_wrong_gather_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 NORMS = {
     "Llama": "rms_norm",
-    "Qwen3": "qk_rms_norm",
+    "Qwen3": "qk_norm_rope_cache",
     "OLMo-2": "qk_rms_norm",
     "DeepSeek-V3": "fused_rope_rmsnorm_quantization",
 }

@@ -75,7 +75,8 @@ def test_order_of_summation_depends_on_dtypes_scale_and_columns(spec: LinearSpec
         other = gemv_config(spec.x, spec.weight, spec.weight_scale, m, n, k, (), aligned, records.H200).tile
         if isinstance(tile, PieceTile):
             kernels.add(tile.kind)
-            pieces = 1 if n >= 7168 and spec.weight.itemsize == 2 else 4
+            few, many = (8 if n <= 2640 else 4, 4) if spec.weight.itemsize == 1 else (4, 1)
+            pieces = many if n >= 7168 else few
             assert isinstance(other, PieceTile)
             assert order == (tile.pieces, 0, tile.grain) == (other.pieces, 0, other.grain)
             assert order == (pieces, 0, SCALE_BLOCK if blocks else 64)
@@ -233,7 +234,7 @@ def documented_sums(call: linear_worker.Sums) -> list[float]:
             total = (total[..., 0] + total[..., 1]) + (total[..., 2] + total[..., 3])
         return [float(value) for value in total]
     # neighbouring pieces; the interpreter adds a whole step at a time
-    pieces = 1 if call.wide and call.weight == BF16 else 4
+    pieces = 8 if call.weight in (F8, INT8) else 1 if call.wide else 4
     length = -(-x.shape[1] // (block * pieces)) * block
     total = torch.zeros(rows)
     for piece in range(pieces):

@@ -82,7 +82,7 @@ def test_kernel_receives_every_argument(dtype: torch.dtype, m: int) -> None:
         numbers |= {"strides.residual": 644, "strides.residual_out": 648, "eps": 0.25, "weight_offset": 2.0}
     assert {name: got[name] for name in numbers} == numbers
     constants = {"MATH.weight": "fp8", "MATH.scaled": "block", "MATH.activation": "gelu_mul", "MATH.gated": True}
-    constants |= {"TILE.pieces": 4, "TILE.grain": 128} if dtype == BF16 else {"TILE.pieces": 16, "TILE.block": 128}
+    constants |= {"TILE.pieces": 8, "TILE.grain": 128} if dtype == BF16 else {"TILE.pieces": 16, "TILE.block": 128}
     constants |= {"MATH.hf": False, "MATH.regroups": True}
     assert {name: got[name] for name in constants} == constants
     assert (got["MATH.normed"], got["MATH.residual"], got["MATH.offset"]) == (normed, normed, True)

@@ -45,7 +45,7 @@ def norm_cases(op: str) -> Iterator[Case]:
 def layer_cases(op: str) -> Iterator[Case]:
     """Of `layer_norm`."""
     c = partial(grid, Case, op)
-    yield from c("short", (5,), [1, 2, 33, 64, 200, 512])
+    yield from c("short", (5,), [2, 33, 64, 200, 512])
     yield from c("model", (5,), [2048, 4096, 7168, 8192], options={"bias": BF16})
     yield from c("odd", (5,), [1025, 7919])
     yield from c("wide", (5,), [16384, 20000, 131072], options=[{}, {"bias": F32}])
@@ -54,7 +54,7 @@ def layer_cases(op: str) -> Iterator[Case]:
     yield from c("ranks", [(), (2, 1, 3, 2)], 300)
     yield from c("empty", (0,), 64)
     for x in FLOATS:
-        yield from c("dtypes", (3,), 640, x, BF16, [None, x, F32], options={"bias": F16})
+        yield from c("dtypes", (3,), 640, x, BF16, sorted({None, x, F32}, key=str), options={"bias": F16})
         yield from c("values", (9,), 384, x, values="special", options={"bias": x})
     yield from c("values", (9,), 20000, values="special")
     yield from c(

@@ -1,7 +1,7 @@
 """FP8 codes as numbers by table, 64 at a time: for CPUs that look bytes up in 128 (AVX512-VBMI).
 
 A number of an 8-bit format fits the upper half of a float32. Two tables have the bytes of these halves for codes
-without a sign, subnormals and NaN included, so that nothing has to be tested.
+without a sign, subnormals and NaN included. NaN has no sign.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ WIDTH: Final = 64
 _BYTES: Final = ir.VectorType(I8, WIDTH)
 _LANES: Final = WIDTH // 4
 FEATURE: Final = "avx512vbmi"
+_NAN: Final = E4M3FN.nan_code & 0x7F
 
 
 def _tables(scale: float) -> tuple[list[int], list[int]]:
     """The lower and upper bytes of ``scale`` times each number, as bfloat16."""
     codes = torch.arange(128, dtype=torch.uint8).view(E4M3FN.dtype)
     halves = (codes.float() * scale).to(torch.bfloat16).view(torch.int16).tolist()
+    halves[_NAN] = 0x7FC0  # as the other kernels decode it
     return [half & 0xFF for half in halves], [half >> 8 & 0xFF for half in halves]
 
 
@@ -55,7 +57,10 @@ def numbers(f: Function, address: Int, scale: float, whole: bool = True) -> list
     order = ir.Constant(_BYTES, _order())
     codes = builder.call(declare(builder, "llvm.x86.avx512.permvar.qi.512", _BYTES, [_BYTES, _BYTES]), [codes, order])
     low, high = (_found(builder, codes, table) for table in _tables(scale))
-    high = builder.or_(high, builder.and_(codes, constant(_BYTES, 0x80)))
+    size = builder.and_(codes, constant(_BYTES, 0x7F))
+    is_nan = builder.icmp_unsigned("==", size, constant(_BYTES, _NAN))
+    sign = builder.select(is_nan, constant(_BYTES, 0), builder.and_(codes, constant(_BYTES, 0x80)))
+    high = builder.or_(high, sign)
     words = []
     for half in range(2 if whole else 1):
         pairs = [
