@@ -13,10 +13,12 @@ from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
+import onepass
 from onepass.cpu import compiler, gemv_norm, linear, threads
 from onepass.cpu.sizes import CHUNK, MAX_SLOTS, SUM, TILE
 from onepass.specs.gemv_norm import GemvCall, gemv_spec
 from onepass.specs.linear import ACTIVATIONS, LinearCall, LinearSpec, linear_spec
+from onepass.testing.case import same_bytes
 from tests.helpers.cpu_gemv_reference import FP8
 from tests.helpers.cpu_linear_reference import INT8, SPECS, Case, activation64, case, same, without
 from tests.helpers.cpu_reference import BF16, F16, F32, INF, NAN, kernel_for
@@ -371,3 +373,16 @@ def test_panels_share_slots() -> None:
 
     assert slots(64, 500, 2) == 1 and slots(128, 500, 2) == 2 and slots(6400, 500, 2) == 2
     assert 2 < slots(6400, TILE, 4) <= MAX_SLOTS and slots(6400, 1, 64) == MAX_SLOTS
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("act", [torch.float32, torch.bfloat16])
+def test_nan_codes_are_one_nan_for_any_number_of_rows(code: int, act: torch.dtype) -> None:
+    """Found by fuzzing: up to four rows gave it the sign of a table's entry."""
+    codes = torch.full((3, 70), 0xB0, dtype=torch.uint8)
+    codes[1, 5] = code
+    x = torch.ones(9, 70, dtype=act)
+    whole = onepass.linear(x, codes.view(torch.float8_e4m3fn))
+    assert whole[:, 1].isnan().all() and not whole[:, ::2].isnan().any() and not whole[:, 1].signbit().any()
+    for rows in (1, 4, 5):
+        assert same_bytes(onepass.linear(x[:rows], codes.view(torch.float8_e4m3fn)), whole[:rows])
