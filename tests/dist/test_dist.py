@@ -26,7 +26,7 @@ from tools.dist.ranks import launch
 ROOT = Path(__file__).parents[2]
 SIZES = (1, 2, 3, 4)
 
-Found = Callable[[int], list[dict[str, Any]]]
+Found = Callable[[int | str], list[dict[str, Any]]]
 
 PATIENT: dict[str, Any] = {"seconds": 900, "collective_seconds": 300}
 """Time limits that only a hanging rank reaches, however busy the machine is."""
@@ -34,15 +34,22 @@ PATIENT: dict[str, Any] = {"seconds": 900, "collective_seconds": 300}
 
 @pytest.fixture(scope="session")
 def found(run_folder: Path) -> Found:
-    """The results of `dist_workers.everything` on a number of ranks, by rank. Parallel tests share one run."""
+    """The results of `dist_workers.everything` on a number of ranks, by rank, or those of "compiled" on two.
 
-    def run(size: int) -> list[dict[str, Any]]:
+    Parallel tests share one run.
+    """
+
+    def run(size: int | str) -> list[dict[str, Any]]:
         known = run_folder / f"ranks-{size}.json"
         with open(known.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not known.exists():
-                names = [*CHECKS, *(COMPILED if size == 2 else ())]
-                reports = launch(dist_workers.everything, size, names, **PATIENT)
+                if isinstance(size, str):
+                    names = [*COMPILED]
+                    reports = launch(dist_workers.compiled, 2, names, **PATIENT)
+                else:
+                    names = [*CHECKS]
+                    reports = launch(dist_workers.everything, size, names, **PATIENT)
                 # a rank without a report failed everything
                 failed = [{"checks": dict.fromkeys(names, r.error), "work": {}, "error": r.error} for r in reports]
                 known.write_text(json.dumps([r.value or no for r, no in zip(reports, failed, strict=True)]))
@@ -60,7 +67,7 @@ def test_check(found: Found, size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(found: Found, name: str) -> None:
-    assert [of_rank["checks"][name] for of_rank in found(2)] == ["", ""]
+    assert [of_rank["checks"][name] for of_rank in found("compiled")] == ["", ""]
 
 
 def values(ranks: list[dict[str, Any]], work: Callable[..., Any]) -> list[Any]:
@@ -130,7 +137,7 @@ def test_deadline_ends_ranks_that_hang() -> None:
 
 
 def test_compiling_never_exchanges(found: Found) -> None:
-    for of_rank in values(found(2), dist_workers.compiled_without_plan):
+    for of_rank in values(found("compiled"), dist_workers.compiled_without_plan):
         assert "`group` must have a plan for these widths before it is compiled" in of_rank["message"]
 
 
@@ -187,7 +194,7 @@ def test_the_measured_table_matches_the_record() -> None:
 
 
 def test_olmo2_attention_of_transformers(found: Found) -> None:
-    for of_rank in values(found(2), dist_workers.olmo2):
+    for of_rank in values(found("compiled"), dist_workers.olmo2):
         for name, seen in of_rank.items():
             assert seen["apart"] < 2e-6 * seen["scale"], name
         assert of_rank["two norms"]["collectives"] == ["all_reduce"] * 3  # q_norm, k_norm, o_proj
@@ -272,6 +279,6 @@ def test_importing_onepass_imports_nothing_distributed() -> None:
 
 
 def test_times_are_measured(found: Found) -> None:
-    rows = values(found(2), dist_workers.time_one_row)
+    rows = values(found("compiled"), dist_workers.time_one_row)
     assert set(rows[0][0]) == {"rows", "local", "all_reduce", "call", "reproducible", "gather_projections"}
     assert all(us > 0 for us in rows[0][0].values()) and rows[0] == rows[1]

@@ -267,11 +267,13 @@ def time_one_row(place: Place) -> list[dict[str, Any]]:
 
 
 WORK: dict[int, tuple[Callable[[Place], Any], ...]] = {
-    2: (refused, debugged, compiled_without_plan, passed_on, olmo2, time_one_row),
+    2: (refused, debugged, passed_on),
     3: (gathered_by_adding,),
     4: (agreement_of_sizes,),
 }
 """By number of ranks, functions to run after the checks, because starting ranks takes longer than most of them."""
+LONG: tuple[Callable[[Place], Any], ...] = (compiled_without_plan, olmo2, time_one_row)
+"""Functions for two ranks that compile graphs, import models or measure times."""
 
 
 def everything(place: Place, names: list[str]) -> dict[str, Any]:
@@ -279,6 +281,14 @@ def everything(place: Place, names: list[str]) -> dict[str, Any]:
     return {
         "checks": run_checks(place, names),
         "work": {work.__name__: _outcome(work, place) for work in WORK.get(place.size, ())},
+    }
+
+
+def compiled(place: Place, names: list[str]) -> dict[str, Any]:
+    """As `everything`, for the checks ``names`` and the functions in `LONG`."""
+    return {
+        "checks": run_checks(place, names),
+        "work": {work.__name__: _outcome(work, place) for work in LONG},
     }
 
 

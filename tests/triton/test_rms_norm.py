@@ -110,6 +110,7 @@ MISALIGNED = 3072
 blocks in a trace must not depend on alignment."""
 
 
+@pytest.mark.slow  # next to the test above, in whose process the configurations are known
 def test_spills_stay_within_their_limits() -> None:
     """Stack sizes come from the evidence, which the tests above compare with this machine code."""
     proofs = records.read(EVIDENCE)
@@ -322,6 +323,7 @@ def test_lane_scales_are_used_only_where_groups_fit() -> None:
     assert not dict(build_for(spec, many, 1, True, records.H200).constants)["TILE.lane_scales"]
 
 
+@pytest.mark.slow
 def test_builds_with_equal_names_are_equal() -> None:
     """For all cases, and for rows of many lengths in every regime."""
     found: dict[str, Build] = {}
@@ -441,6 +443,7 @@ class TestEvidence:
         with pytest.raises(ValueError, match="evidence format 0"):
             records.read(tmp_path / "e.json")
 
+    @pytest.mark.slow
     def test_every_case_has_a_configuration(self) -> None:
         for case, builds in builds_of_cases():
             assert bool(builds) == (case.group != "empty"), case.name
