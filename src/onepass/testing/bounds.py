@@ -97,7 +97,8 @@ def normed(
     if rounded is None:
         y = overflowed(a * g) if given else a * g
         low, high = around(y, torch.where(a == 0, 0.0, radius) * g.abs() + FLOOR)
-        either = (g == 0) & (a != 0) & a.isfinite() & (a.abs() <= radius)  # the sign of such a zero is that of h, which is in doubt
+        # zeros have the sign of h, which may be in doubt
+        either = (g == 0) & (a != 0) & a.isfinite() & (a.abs() <= radius)
         low, high = torch.where(either, -0.0, low), torch.where(either, 0.0, high)
         if not g.isfinite().all():  # infinity times what may be zero
             high = torch.where(g.isinf() & (a != 0) & (a.abs() <= radius), torch.nan, high)
