@@ -82,6 +82,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "TestEdges::test_smallest_scale": (5, "one way to divide stays"),
         "test_case[rms_norm_fused_quant-large": (0, "rms_norm has a large case"),
         "test_case[rms_norm_fused_fp8-large": (0, "rms_norm has a large case"),
+        "test_case[layer_norm-large": (0, "rms_norm has a large case"),
         "test_case": (40, "each group of each op stays"),
         "test_zeros_fail_every_case": (40, "stays for the cases of test_case that stay"),
     },
