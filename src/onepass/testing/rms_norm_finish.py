@@ -82,6 +82,8 @@ def code_cases(op: str) -> Iterator[Case]:
 
 def centered(h: Tensor, doubt: Tensor | None) -> tuple[Tensor, Tensor]:
     """``h - mean(h)``, and how far it may be off: the mean is a float32 sum, and the difference is rounded."""
+    if h.shape[-1] == 1:  # the mean of one number is that number
+        return h - h, torch.zeros_like(h)
     d = h - h.mean(-1, keepdim=True)
     sizes = h.abs() if doubt is None else h.abs() + doubt
     off = sizes.mean(-1, keepdim=True) * compare.FLOAT32_ERROR + d.abs() * bounds.PRODUCT

@@ -125,7 +125,7 @@ def piece_tile(
     elif cut.kind != "cube" and pieces > 1 and length % step:
         step, stages = GRAIN, cut.stages * cut.step // GRAIN
     if chip.backend == "hip":  # with less shared memory
-        rows, step, stages = rows if grain == GRAIN else min(rows, 32), grain, 2
+        rows, step, stages = rows if grain == GRAIN else min(rows, 128 // pieces), grain, 2
     mask = pieces * length != k or length % step != 0
     first = codes or rows <= 64
     group = tuning(chip).pieces.group
