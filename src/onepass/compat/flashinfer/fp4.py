@@ -39,9 +39,8 @@ def rmsnorm_fp4quant(
     Blocks of 16 have float8_e4m3fn scales, which ``global_scale`` multiplies; blocks of 32 have UE8M0 scales in
     uint8. Swizzled scales are flat, in tiles of 128 rows and 4 blocks.
     """
-    name = "rmsnorm_fp4quant"
     return _quantized(
-        name,
+        "rmsnorm_fp4quant",
         input,
         None,
         weight,
