@@ -63,6 +63,9 @@ RUNS = (
     Run(Case("tiles", 6, 22, 256, gamma=BF16, residual=F32, options=SILU), "flat"),
     Run(Case("tiles", 9, 40, 160, layout="sliced", values="special"), "descriptors"),
     Run(Case("tiles", 260, 10, 1008), "descriptors", True),
+    Run(Case("tiles", 21, 40, 1008, bias=F32), "split"),
+    Run(Case("tiles", 34, 22, 512, options=SILU, add=BF16), "split"),
+    Run(Case("tiles", 18, 40, 160, layout="sliced", values="special"), "split"),
     *(Run(case, kind) for case in _CODES for kind in ("cube", "flat")),
 )
 """Every branch of the kernels for 16-bit x."""
@@ -85,7 +88,7 @@ class Sums(NamedTuple):
         return 128 if self.scaled == "block" else 16 if self.act == F32 else 64
 
 
-KINDS: tuple[PieceKind, ...] = ("cube", "flat", "descriptors")
+KINDS: tuple[PieceKind, ...] = ("cube", "flat", "descriptors", "split")
 SUMS = (
     *(Sums(BF16, BF16, "none", wide, kind) for kind in KINDS for wide in (False, True)),
     *(Sums(BF16, E4M3, "block", wide, kind) for kind in KINDS[:2] for wide in (False, True)),
@@ -114,7 +117,7 @@ def force(kind: PieceKind, wide: bool, longer: bool) -> None:
     ) -> PieceTile:
         pieces, _, grain = order_of(BF16, weight, scaled, n)
         length = -(-k // (pieces * grain)) * grain
-        chosen = kind if aligned or kind != "descriptors" else "flat"
+        chosen = kind if aligned or kind in ("cube", "flat") else "flat"
         step = SCALE_BLOCK if longer and chosen == "cube" and not has_blocks(scaled) else grain
         mask = pieces * length != k or length % step != 0
         first = weight.itemsize == 1 or m % 2 == 0

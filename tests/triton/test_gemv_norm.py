@@ -186,14 +186,15 @@ def check_pieces(tile: PieceTile, weight: torch.dtype, scaled: WeightScale, k: i
     assert tile.mask == (tile.pieces * length != k or length % tile.step != 0)
     if tile.kind != "cube":  # a step does not reach into the next piece
         assert tile.pieces == 1 or length % tile.step == 0
-    assert aligned or tile.kind != "descriptors"
+    copied = tile.kind in ("descriptors", "split")
+    assert aligned or not copied
     if weight.itemsize == 1:
-        assert tile.kind != "descriptors" and tile.weights_first, "decoded weights are a product's left side"
+        assert not copied and tile.weights_first, "decoded weights are a product's left side"
         assert tile.kind != "cube" or tile.warps == tile.pieces, "a warp has its fragments of one piece"
         assert not scaled.endswith("block") or tile.step == SCALE_BLOCK, "a step has one scale, a scale one step"
     together = tile.pieces if tile.kind == "cube" else 1
     held = together * tile.step * (tile.columns * weight.itemsize + tile.rows * 2)
-    stages = tile.stages - (tile.kind != "descriptors")
+    stages = tile.stages - (not copied)
     assert held * stages <= SHARED_MEMORY
 
 
@@ -204,7 +205,7 @@ def test_configurations_are_valid(kind: tuple[Any, Any, WeightScale]) -> None:
     for widths in WIDTHS:
         for (m, n, k, aligned), (stream, norm) in configurations(kind, widths):
             if isinstance(stream, PieceTile):
-                assert stream.kind != "descriptors"
+                assert stream.kind in ("cube", "flat")
                 check_pieces(stream, weight, scaled, k, aligned)
             else:
                 check_stream(stream, m, k, aligned)

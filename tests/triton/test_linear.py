@@ -90,7 +90,7 @@ def test_order_of_summation_depends_on_dtypes_scale_and_columns(spec: LinearSpec
     elif spec.weight.itemsize == 1:
         assert kernels == {"cube", "flat"}
     else:
-        assert kernels == {"cube", "flat", "descriptors"}
+        assert kernels == {"cube", "flat", "descriptors", "split"}
 
 
 @pytest.mark.parametrize(("weight", "scaled"), [(BF16, "none"), (INT8, "row"), (F8, "block")], ids=str)
@@ -209,7 +209,7 @@ def test_tiles_agree_with_float64(part: int) -> None:
     indices = list(range(part, len(linear_worker.RUNS), 4))
     found = interpret("-m", "tests.helpers.linear_worker", json.dumps(indices))
     assert found["failed"] == []
-    kinds = [re.findall(r" (cube|flat|descriptors) ", name) for name in found["kernels"]]
+    kinds = [re.findall(r" (cube|flat|descriptors|split) ", name) for name in found["kernels"]]
     assert {kind for (kind,) in kinds} == {linear_worker.RUNS[index].kind for index in indices}
     assert len(found["kernels"]) >= len(indices)
 

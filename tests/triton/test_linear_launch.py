@@ -123,6 +123,48 @@ def test_copy_engine_receives_both_matrices() -> None:
     assert grid == -(-96 // columns) * -(-300 // rows)
 
 
+def test_programs_of_pieces_have_memory_for_sums_and_a_counter_per_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def take(device: int, number: int) -> tuple[Tensor, None]:
+        taken.append(number)
+        return torch.zeros(number, dtype=torch.int32), None
+
+    sizes: list[int] = []
+
+    def empty(size: int, **options: Any) -> Tensor:
+        sizes.append(size)
+        return torch.Tensor.new_empty(torch.zeros(0), size)
+
+    monkeypatch.setattr(linear.counters, "take", take)
+    call = made_call(100, n=2080, k=640)
+    monkeypatch.setattr(linear.torch, "empty", empty)
+    linear.launch(call)
+    ((grid, got),) = Recorder.calls
+    assert got["TILE.kind"] == "split" and got["TILE.pieces"] == 4
+    columns, rows = got["TILE.columns"], got["TILE.rows"]
+    tiles = -(-2080 // columns) * -(-100 // rows)
+    assert (grid, taken, sizes) == (4 * tiles, [tiles], [4 * tiles * columns * rows])
+    assert got["sums"] and got["counter"] and got["sums"] != got["counter"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_counters_of_a_failed_launch_are_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    discarded: list[Any] = []
+
+    def fail(self: Any, grid: int, arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(linear.counters, "take", lambda device, number: (torch.zeros(number, dtype=torch.int32), "key"))
+    monkeypatch.setattr(linear.counters, "discard", discarded.append)
+    monkeypatch.setattr(Recorder, "__call__", fail)
+    with pytest.raises(error):
+        linear.launch(made_call(100, n=2080, k=640))
+    assert discarded == ["key"]
+
+
 @pytest.mark.parametrize(
     ("dtype", "weight"), [(BF16, BF16), (BF16, F8), (BF16, INT8), (F32, F32), (F32, INT8)], ids=str
 )

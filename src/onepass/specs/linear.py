@@ -69,7 +69,8 @@ class LinearCall(NamedTuple):
     """One call of a `linear` kernel: its spec, tensors and numbers, all validated.
 
     ``x``, ``residual``, ``add``, ``out`` and ``residual_out`` have two dimensions, any row stride and
-    contiguous rows. ``residual_out`` is None unless there is a residual.
+    contiguous rows. ``residual_out`` is None unless there is a residual. A backend may add memory for ``sums``
+    and for the ``counter`` of programs that have finished theirs.
     """
 
     spec: LinearSpec
@@ -84,6 +85,8 @@ class LinearCall(NamedTuple):
     residual_out: Tensor | None = None
     eps: float = 0.0
     weight_offset: float = 0.0
+    sums: Tensor | None = None
+    counter: Tensor | None = None
 
     @property
     def n(self) -> int:

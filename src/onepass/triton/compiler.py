@@ -127,10 +127,7 @@ def machine_hash(compiled: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-UNPROVEN: tuple[str, ...] = (
-    "mla q=bf16>bf16 kv=bf16>e4m3fn gamma=bf16 scale=tile rope=interleaved:64/64:f32 table=i32 of=i32+i32:32^1 page=2^n "
-    "1x16*1vfq 1x512vk/1w",
-)
+UNPROVEN: tuple[str, ...] = ()
 """Name prefixes of configurations that were merged before they ran on a GPU. On a GPU they raise
 `Unsupported`.
 

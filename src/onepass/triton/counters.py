@@ -13,6 +13,8 @@ from ..specs.gemv_norm import MAX_SEGMENTS
 
 POOL: Final = 4096
 """Captured calls per allocation."""
+MOST: Final = 2048
+"""Counters of a stream."""
 
 _streams: dict[tuple[int, int], Tensor] = {}
 _pools: dict[int, list[Tensor]] = {}
@@ -20,20 +22,25 @@ _kept: list[Tensor] = []
 """Keeps pools alive: a graph may be replayed long after its pool is used up."""
 
 
-def take(device: int) -> tuple[Tensor, tuple[int, int] | None]:
-    """Zeroed counters for a launch on the current stream, and the key to `discard` them."""
+def take(device: int, number: int = MAX_SEGMENTS) -> tuple[Tensor, tuple[int, int] | None]:
+    """At least ``number`` zeroed counters for a launch on the current stream, and the key to `discard` them."""
+    if number > MOST:
+        return torch.zeros(number, dtype=torch.int32, device=f"cuda:{device}"), None
     if torch.cuda.is_current_stream_capturing():
         try:
-            return _pools[device].pop(), None
-        except LookupError:  # no counter left: zeroing becomes part of the graph
-            return torch.zeros(MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}"), None
+            if number <= MAX_SEGMENTS:
+                return _pools[device].pop(), None
+        except LookupError:
+            pass
+        # no counter left, or many needed: zeroing becomes part of the graph
+        return torch.zeros(number, dtype=torch.int32, device=f"cuda:{device}"), None
     if not _pools.get(device):
         _kept.append(torch.zeros(POOL, MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}"))
         _pools[device] = list(_kept[-1].unbind())
     key = (device, torch._C._cuda_getCurrentRawStream(device))
     found = _streams.get(key)
     if found is None:
-        found = _streams[key] = torch.zeros(MAX_SEGMENTS, dtype=torch.int32, device=f"cuda:{device}")
+        found = _streams[key] = torch.zeros(MOST, dtype=torch.int32, device=f"cuda:{device}")
     return found, key
 
 

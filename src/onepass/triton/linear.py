@@ -13,7 +13,7 @@ from ..fastpath import replay
 from ..specs.layout import Geometry
 from ..specs.linear import LinearCall, LinearSpec, linear_spec
 from ..specs.rms_norm import RowCall, row_spec
-from . import rms_norm
+from . import counters, rms_norm
 from .chip import INTERPRETER, Chip, current_chip
 from .compiler import Build
 from .gemv_norm import scale_dtype
@@ -23,6 +23,7 @@ from .linear_kernels import (
     _linear_descriptors_kernel,
     _linear_pieces_kernel,
     _linear_rows_kernel,
+    _linear_split_kernel,
 )
 from .product_config import WEIGHTS, describe_pieces, describe_tile, tile_registers
 
@@ -53,6 +54,8 @@ TABLE: Final = {
     "add": "* add",
     "out": "* out",
     "residual_out": "* residual_out",
+    "sums": "* sums",
+    "counter": "* counter",
     "m": "i32 x.shape[0]",
     "n": "i32 out.shape[1]",
     "k": "i32 weight.shape[1]",
@@ -87,6 +90,8 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
         "add": spec.add,
         "out": spec.out,
         "residual_out": spec.residual,
+        "sums": torch.float32,
+        "counter": torch.int32,
     }
     unused: dict[str, Any] = {f"strides.{name}": 0 for name in ("residual", "add", "residual_out") if not dtypes[name]}
     if not spec.weight_scale.endswith("block"):
@@ -102,6 +107,7 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
             if dtype is not None:
                 divisible |= {name: 16, f"strides.{name}": 16 // dtype.itemsize}
         divisible.pop("strides.gamma", None)
+        divisible["sums"] = 16
     if even:
         divisible |= {"n": 16, "out": 16, "strides.out": 16 // spec.out.itemsize}
         if spec.add is not None:
@@ -135,8 +141,8 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
     assert pieces is not None
     constants = {"TILE": pieces, "MATH": math}
     kernel, blocks = _linear_pieces_kernel, None
-    if pieces.kind == "descriptors":
-        kernel = _linear_descriptors_kernel
+    if pieces.kind in ("descriptors", "split"):
+        kernel = _linear_descriptors_kernel if pieces.kind == "descriptors" else _linear_split_kernel
         wide = pieces.columns // (2 if math.gated else 1)
         blocks = {"x_tiles": (pieces.rows, pieces.step), "weight_tiles": (wide, pieces.step)}
         dtypes |= {"x_tiles": spec.x, "weight_tiles": spec.weight}
@@ -204,7 +210,13 @@ def _grid(call: LinearCall, config: LinearConfig) -> tuple[int]:
     tile = config.stream or config.pieces
     assert tile is not None
     columns = tile.columns // (1 if call.spec.activation is None else 2)
-    return (-(-call.out.shape[1] // columns) * -(-call.x.shape[0] // tile.rows),)
+    tiles = -(-call.out.shape[1] // columns) * -(-call.x.shape[0] // tile.rows)
+    return (tiles * tile.pieces if _is_split(config) else tiles,)
+
+
+def _is_split(config: LinearConfig) -> bool:
+    """Whether each piece has a program of its own."""
+    return config.pieces is not None and config.pieces.kind == "split"
 
 
 FAMILY: Final = Family(
@@ -271,7 +283,7 @@ def launch(call: LinearCall) -> None:
     device = call.x.get_device()
     chip = INTERPRETER if device < 0 else chips.get(device) or chips.setdefault(device, current_chip(device))
     if _is_fused(call, chip):
-        FAMILY.launch(call)
+        _launch_product(call, chip)
         return
     x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     if call.gamma is not None:
@@ -281,4 +293,26 @@ def launch(call: LinearCall) -> None:
         sums = call.x.float() + call.residual.float()
         call.residual_out.copy_(sums)
         x.copy_(sums)
-    FAMILY.launch(_product_call(call, x))
+    _launch_product(_product_call(call, x), chip)
+
+
+def _launch_product(call: LinearCall, chip: Chip) -> None:
+    """One launch on the current stream. If each piece has a program of its own, it needs memory for their sums."""
+    config = _facts(call, chip).config
+    if not _is_split(config):
+        FAMILY.launch(call)
+        return
+    tile = config.pieces
+    assert tile is not None
+    programs = _grid(call, config)[0]
+    device = call.x.get_device()
+    sums = torch.empty(programs * tile.columns * tile.rows, dtype=torch.float32, device=call.weight.device)
+    if device < 0:
+        FAMILY.launch(call._replace(sums=sums, counter=torch.zeros(programs, dtype=torch.int32)))
+        return
+    counter, key = counters.take(device, programs // tile.pieces)
+    try:
+        FAMILY.launch(call._replace(sums=sums, counter=counter))
+    except BaseException:
+        counters.discard(key)
+        raise

@@ -1,6 +1,6 @@
 """``linear``: a product with what surrounds it. Constants are the named tuples of `linear`.
 
-16-bit x has two kernels that sum in the order of `device.product`, so a row has the same bytes in either. Float32 x
+16-bit x has three kernels that sum in the order of `device.product`, so a row has the same bytes in each. Float32 x
 has one, which sums in the order of `device.weight_stream` and can norm x as it is loaded.
 """
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .device.numbers import cast, convert
 from .device.pdl import launch_dependents, wait
-from .device.product import descriptor_product, product
+from .device.product import descriptor_product, piece_product, product
 from .device.row import reciprocal_rms
 from .device.weight_stream import act_row, add_residual, first_weights, fold, stream
 from .prologue import tanh
@@ -190,3 +190,42 @@ def _linear_descriptors_kernel(
     row = row0 + tl.arange(0, TILE.rows)
     column = column0 + tl.arange(0, WIDE)
     _finish(totals[0], totals[SIDES - 1], column, row, n, m, weight_scale, bias, add, out, strides, MATH)
+
+
+@triton.jit
+def _linear_split_kernel(
+    x_tiles, weight_tiles, weight_scale, bias, add, out, sums, counter, m, n, k, strides,
+    TILE: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """The same with a program per piece. The last program of a tile to finish adds the pieces.
+
+    ``sums`` holds the float32 sums of all programs. `gemv_norm_kernels` describes how they become visible.
+    """
+    launch_dependents(MATH.pdl and not TILE.late)
+    SIDES: tl.constexpr = 2 if MATH.gated else 1
+    WIDE: tl.constexpr = TILE.columns // SIDES
+    HIGH: tl.constexpr = WIDE if TILE.weights_first else TILE.rows
+    BROAD: tl.constexpr = TILE.rows if TILE.weights_first else WIDE
+    block = tl.program_id(0)
+    tile, piece = block // TILE.pieces, block % TILE.pieces
+    row0, column0 = _tile_at(tile, m, n, SIDES, TILE)
+    wait(MATH.pdl)
+    found = piece_product(x_tiles, weight_tiles, row0, (column0, n + column0), k, piece, SIDES, TILE, MATH)
+    launch_dependents(MATH.pdl and TILE.late)
+    inner = tl.arange(0, HIGH)[:, None] * BROAD + tl.arange(0, BROAD)[None, :]
+    first = sums + tile.to(tl.int64) * (TILE.pieces * SIDES * HIGH * BROAD)
+    for s in tl.static_range(SIDES):
+        tl.store(first + (piece * SIDES + s) * (HIGH * BROAD) + inner, found[s])
+    tl.debug_barrier()
+    order = tl.atomic_add(counter + tile, 1, sem="acq_rel", scope="gpu")
+    if order == TILE.pieces - 1:
+        totals = ()
+        for s in tl.static_range(SIDES):
+            total = tl.zeros((HIGH, BROAD), tl.float32)
+            for p in tl.static_range(TILE.pieces):
+                total += tl.load(first + (p * SIDES + s) * (HIGH * BROAD) + inner, cache_modifier=".cg")
+            totals = totals + (total if TILE.weights_first else tl.trans(total),)
+        row = row0 + tl.arange(0, TILE.rows)
+        column = column0 + tl.arange(0, WIDE)
+        _finish(totals[0], totals[SIDES - 1], column, row, n, m, weight_scale, bias, add, out, strides, MATH)
+        tl.store(counter + tile, 0)

@@ -13,7 +13,7 @@ import torch
 from ..specs.gemv_norm import SCALE_BLOCK, WeightScale
 from .chip import Chip
 from .tuning import tuning
-from .tuning.table import ANY, PieceCut, PieceKind
+from .tuning.table import PieceCut, PieceKind
 
 GRAIN: Final = 64
 """Columns by which neighboring pieces of K grow; with a scale per block, `SCALE_BLOCK`."""
@@ -61,7 +61,7 @@ class PieceTile(NamedTuple):
     """Tiles of ``columns`` columns and ``rows`` rows; a step takes ``step`` columns of K, and
     ``stages`` steps are on their way.
 
-    ``kind``: "cube", "flat" or "descriptors" (`device.product`). ``grain``: see `Order`. ``aligned``: rows start on
+    ``kind``: "cube", "flat", "descriptors" or "split" (`device.product`). ``grain``: see `Order`. ``aligned``: rows start on
     16 bytes. ``mask``: a step may reach beyond its piece. ``weights_first``: weights are a tensor core's left side. ``late``: the next
     kernel may start after the sums instead of at once. ``group`` tiles below each other run at the same time.
     """
@@ -89,7 +89,7 @@ def is_contiguous(act: torch.dtype) -> bool:
 def _piece_cut(m: int, n: int, k: int, pieces: int, codes: bool, kinds: set[str], chip: Chip) -> PieceCut:
     """The measured tile: the first in the chip's table that is for such a product."""
     table = tuning(chip).pieces
-    cuts = table.codes if codes else [(m, n, ANY, cut) for m, n, cut in table.cuts[pieces]]
+    cuts = table.codes if codes else table.cuts[pieces]
     return next(
         cut for most_m, most_n, most_k, cut in cuts if m <= most_m and n <= most_n and k <= most_k and cut.kind in kinds
     )
@@ -109,7 +109,7 @@ def piece_tile(
     pieces, _, grain = order_of(torch.bfloat16, weight, scaled, n)
     kinds = {"cube"}
     if chip.sums_sixteen:
-        kinds |= {"flat", "descriptors"} if aligned and descriptors else {"flat"}
+        kinds |= {"flat", "descriptors", "split"} if aligned and descriptors else {"flat"}
     cut = _piece_cut(m, n, k, pieces, codes, kinds, chip)
     length = -(-k // (pieces * grain)) * grain
     rows, step, stages = cut.rows, cut.step, cut.stages

@@ -9,7 +9,7 @@ scales. M, the tile, the number of warps and alignment do not matter.
 
 A *cube* computes all pieces at the same time, as a batched product. It keeps every multiprocessor busy
 when there are few columns. A *flat* tile walks along all of K and adds its sums to a total at the end
-of each piece. `descriptor_product` is a flat tile that the copy engine loads.
+of each piece. `descriptor_product` is a flat tile that the copy engine loads, `piece_product` one piece of it.
 
 ``TILE`` is a `product_config.PieceTile`.
 """
@@ -221,3 +221,28 @@ def descriptor_product(x, weight, row0, columns, k, SIDES: tl.constexpr, TILE: t
     for s in tl.static_range(SIDES):
         found = found + (totals[s] if TILE.weights_first else tl.trans(totals[s]),)
     return found
+
+
+@triton.jit
+def piece_product(x, weight, row0, columns, k, piece, SIDES: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr):
+    """The sums of one piece, as `descriptor_product` has them before it adds them to a total.
+
+    Those of each side are ``[columns / SIDES, rows]`` if weights come first, otherwise the transpose.
+    """
+    length = piece_length(k, TILE)
+    HIGH: tl.constexpr = TILE.columns // SIDES if TILE.weights_first else TILE.rows
+    BROAD: tl.constexpr = TILE.rows if TILE.weights_first else TILE.columns // SIDES
+    sums = ()
+    for _ in tl.static_range(SIDES):
+        sums = sums + (tl.zeros((HIGH, BROAD), tl.float32),)
+    for at in tl.range(piece * length, (piece + 1) * length, TILE.step, num_stages=TILE.stages):
+        v = _operand(x.load([row0, at]), MATH)
+        added = ()
+        for s in tl.static_range(SIDES):
+            w = _operand(weight.load([columns[s], at]), MATH)
+            if TILE.weights_first:
+                added = added + (tl.dot(w, v.T, sums[s]),)
+            else:
+                added = added + (tl.dot(v, w.T, sums[s]),)
+        sums = added
+    return sums

@@ -69,7 +69,7 @@ class StreamTuning:
     most_values: int
 
 
-PieceKind = Literal["cube", "flat", "descriptors"]
+PieceKind = Literal["cube", "flat", "descriptors", "split"]
 
 
 class PieceCut(NamedTuple):
@@ -89,13 +89,13 @@ class PieceCut(NamedTuple):
 
 @dataclass(frozen=True)
 class PieceTuning:
-    """Products of 16-bit rows. ``cuts``: tiles of 16-bit weights by pieces, then by the largest M and N they are
-    for. ``codes``: tiles of 8-bit weights by the largest M, N and K. The first that fits is taken; each list
-    ends with cubes for chips that use nothing else.
+    """Products of 16-bit rows: tiles by the largest M, N and K they are for. The first that fits is taken; each
+    list ends with cubes for chips that use nothing else. ``cuts``: tiles of 16-bit weights, by the number of
+    pieces. ``codes``: tiles of 8-bit weights.
     """
 
     group: int
-    cuts: dict[int, tuple[tuple[int, int, PieceCut], ...]]
+    cuts: dict[int, tuple[tuple[int, int, int, PieceCut], ...]]
     codes: tuple[tuple[int, int, int, PieceCut], ...]
 
 
