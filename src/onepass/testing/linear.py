@@ -147,6 +147,9 @@ def _cases() -> Iterator[Case]:
     yield from c("large", [1, 16, 256], 1536, 7168, gamma=BF16, **fp8)
     yield from c("large", 16, 9728, 2560, gamma=BF16, options=_act(0))
     yield from c("large", [2, 33], 2560, 9728, F16, add=F16)
+    yield from c("large", [20, 50, 100], 2656, 9216)
+    yield from c("large", 100, 2112, 1536, bias=BF16, options=[{}, _act(0)])
+    yield from c("large", 100, 8464, 256)
     yield from c("large", 8, 1000, 4096, F32, gamma=F32)
 
 
