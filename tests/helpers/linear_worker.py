@@ -19,7 +19,7 @@ from onepass.specs.gemv_norm import SCALE_BLOCK, WeightScale
 from onepass.specs.linear import LinearSpec
 from onepass.testing.linear import BF16, E4M3, F16, F32, INT8, Case
 from onepass.testing.runner import run_case, running_on
-from onepass.triton import linear, linear_config, product_config
+from onepass.triton import decoded, linear, linear_config, product_config
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build
 from onepass.triton.device import product
@@ -67,6 +67,7 @@ RUNS = (
     Run(Case("tiles", 34, 22, 512, options=SILU, add=BF16), "split"),
     Run(Case("tiles", 18, 40, 160, layout="sliced", values="special"), "split"),
     *(Run(case, kind) for case in _CODES for kind in ("cube", "flat")),
+    *(Run(case, "decoded") for case in _CODES if case.layout != "misaligned" and case.k % 16 == 0),
 )
 """Every branch of the kernels for 16-bit x."""
 COLUMNS = 2320
@@ -92,7 +93,8 @@ KINDS: tuple[PieceKind, ...] = ("cube", "flat", "descriptors", "split")
 SUMS = (
     *(Sums(BF16, BF16, "none", wide, kind) for kind in KINDS for wide in (False, True)),
     *(Sums(BF16, E4M3, "block", wide, kind) for kind in KINDS[:2] for wide in (False, True)),
-    *(Sums(F16, E4M3, "row", False, kind) for kind in KINDS[:2]),
+    *(Sums(F16, E4M3, "row", False, kind) for kind in (*KINDS[:2], "decoded")),
+    Sums(BF16, E4M3, "block", True, "decoded"),
     Sums(BF16, INT8, "none", True),
     Sums(F32, F32, "none"),
 )
@@ -117,15 +119,16 @@ def force(kind: PieceKind, wide: bool, longer: bool) -> None:
     ) -> PieceTile:
         pieces, _, grain = order_of(BF16, weight, scaled, n)
         length = -(-k // (pieces * grain)) * grain
-        chosen = kind if aligned or kind in ("cube", "flat") else "flat"
+        chosen: PieceKind = kind if aligned or kind in ("cube", "flat") else "flat"
         step = SCALE_BLOCK if longer and chosen == "cube" and not has_blocks(scaled) else grain
         mask = pieces * length != k or length % step != 0
-        first = weight.itemsize == 1 or m % 2 == 0
+        first = (weight.itemsize == 1 and chosen != "decoded") or m % 2 == 0
         return PieceTile(chosen, 32, 16, step, 2, 4, pieces, grain, aligned, mask, first, late=wide, group=8)
 
     Chip.sums_sixteen = property(lambda chip: True)  # type: ignore[assignment, method-assign]
     for name, replacement in (("decode_words", _decoded), ("decode_fragments", _decoded), ("regroup", _unchanged)):
         setattr(product, name, replacement)
+    setattr(decoded, "decode_words", _decoded)  # noqa: B010
     linear_config.piece_tile = piece_tile  # type: ignore[assignment, attr-defined]
     product_config.WIDE = 1 if wide else 8192  # type: ignore[misc]
     linear_config.linear_config.cache_clear()

@@ -186,14 +186,17 @@ def check_pieces(tile: PieceTile, weight: torch.dtype, scaled: WeightScale, k: i
     assert tile.mask == (tile.pieces * length != k or length % tile.step != 0)
     if tile.kind != "cube":  # a step does not reach into the next piece
         assert tile.pieces == 1 or length % tile.step == 0
-    copied = tile.kind in ("descriptors", "split")
+    copied = tile.kind not in ("cube", "flat")
     assert aligned or not copied
-    if weight.itemsize == 1:
+    if tile.kind == "decoded":
+        assert weight.itemsize == 1 and (not scaled.endswith("block") or tile.step == SCALE_BLOCK)
+    elif weight.itemsize == 1:
         assert not copied and tile.weights_first, "decoded weights are a product's left side"
         assert tile.kind != "cube" or tile.warps == tile.pieces, "a warp has its fragments of one piece"
         assert not scaled.endswith("block") or tile.step == SCALE_BLOCK, "a step has one scale, a scale one step"
     together = tile.pieces if tile.kind == "cube" else 1
-    held = together * tile.step * (tile.columns * weight.itemsize + tile.rows * 2)
+    size = 2 if tile.kind == "decoded" else weight.itemsize
+    held = together * tile.step * (tile.columns * size + tile.rows * 2)
     stages = tile.stages - (not copied)
     assert held * stages <= SHARED_MEMORY
 

@@ -88,7 +88,7 @@ def test_order_of_summation_depends_on_dtypes_scale_and_columns(spec: LinearSpec
     if spec.x == F32:
         assert kernels == {"stream"}
     elif spec.weight.itemsize == 1:
-        assert kernels == {"cube", "flat"}
+        assert kernels == {"cube", "flat", "decoded"}
     else:
         assert kernels == {"cube", "flat", "descriptors", "split"}
 
@@ -209,7 +209,7 @@ def test_tiles_agree_with_float64(part: int) -> None:
     indices = list(range(part, len(linear_worker.RUNS), 4))
     found = interpret("-m", "tests.helpers.linear_worker", json.dumps(indices))
     assert found["failed"] == []
-    kinds = [re.findall(r" (cube|flat|descriptors|split) ", name) for name in found["kernels"]]
+    kinds = [re.findall(r" (cube|flat|descriptors|split|decoded) ", name) for name in found["kernels"]]
     assert {kind for (kind,) in kinds} == {linear_worker.RUNS[index].kind for index in indices}
     assert len(found["kernels"]) >= len(indices)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from onepass.specs.linear import LinearCall, linear_spec
-from onepass.triton import compiler, launcher, linear, rms_norm
+from onepass.triton import compiler, counters, decoded, launcher, linear, rms_norm
 from tests.triton.test_gemv_norm import BF16, F8, F16, F32, INT8
 from tests.triton.test_gemv_norm_launch import OnDevice, Recorder
 from tools.evidence import records
@@ -22,7 +22,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder.made, Recorder.calls = [], []
     monkeypatch.setattr(compiler, "Launcher", Recorder)
     monkeypatch.setattr(compiler, "_loaded", {})
-    for family in (linear.FAMILY, rms_norm.FAMILY):
+    for family in (decoded.FAMILY, linear.FAMILY, rms_norm.FAMILY):
         monkeypatch.setattr(family, "plans", {})
     monkeypatch.setitem(launcher.chips, 0, records.H200)
 
@@ -43,7 +43,8 @@ def made_call(m: int, n: int = 96, k: int = 640, *, add: bool = False, shift: in
         given["residual_out"] = torch.empty_like(given["residual"])
     if spec.weight_scale != "none":
         given["weight_scale"] = torch.empty((-(-n // 128), -(-k // 128)) if spec.weight_scale == "block" else n)
-    return LinearCall(spec, x, torch.empty(n, k, dtype=spec.weight), out, eps=1e-6, **given)
+    weight = torch.empty(n, k, dtype=spec.weight).as_subclass(OnDevice)
+    return LinearCall(spec, x, weight, out, eps=1e-6, **given)
 
 
 def apart(rows: int, columns: int, gap: int, dtype: torch.dtype) -> Tensor:
@@ -136,9 +137,9 @@ def test_programs_of_pieces_have_memory_for_sums_and_a_counter_per_tile(monkeypa
         sizes.append(size)
         return torch.Tensor.new_empty(torch.zeros(0), size)
 
-    monkeypatch.setattr(linear.counters, "take", take)
+    monkeypatch.setattr(counters, "take", take)
     call = made_call(100, n=2080, k=640)
-    monkeypatch.setattr(linear.torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty", empty)
     linear.launch(call)
     ((grid, got),) = Recorder.calls
     assert got["TILE.kind"] == "split" and got["TILE.pieces"] == 4
@@ -157,8 +158,8 @@ def test_counters_of_a_failed_launch_are_not_used_again(
     def fail(self: Any, grid: int, arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(linear.counters, "take", lambda device, number: (torch.zeros(number, dtype=torch.int32), "key"))
-    monkeypatch.setattr(linear.counters, "discard", discarded.append)
+    monkeypatch.setattr(counters, "take", lambda device, number: (torch.zeros(number, dtype=torch.int32), "key"))
+    monkeypatch.setattr(counters, "discard", discarded.append)
     monkeypatch.setattr(Recorder, "__call__", fail)
     with pytest.raises(error):
         linear.launch(made_call(100, n=2080, k=640))
@@ -176,6 +177,13 @@ def test_norm_is_a_launch_of_its_own_except_for_few_float32_rows(
     fused = m <= 4 and dtype == F32
     linear.launch(call)
     *first, (_, product) = Recorder.calls
+    decodes = m == 300 and dtype == BF16 and weight != BF16
+    if decodes:
+        *first, (grid, decoding) = first
+        assert decoding["weight"] == call.weight.data_ptr() and grid == 96 // decoded.ROWS * 2
+        assert (decoding["n"], decoding["k"], decoding["stride"]) == (96, 640, 640)
+        assert product["weight_tiles"].base.data_ptr() == decoding["out"] and product["TILE.kind"] == "decoded"
+        assert product["weight_tiles"].base.dtype == BF16 and product["TILE.pieces"] == 8
     assert len(first) == (0 if fused else 1)
     assert product["MATH.normed"] == product["MATH.residual"] == fused
     if first:

@@ -127,9 +127,10 @@ def linear(
     [..., N]) has x's dtype or float32. y has x's dtype, or float32 if ``out_dtype`` says so. ``out`` and
     ``residual_out`` receive the results and may be ``add`` and ``residual`` themselves.
 
-    It is one launch, with one exception: on a GPU, norm and residual are computed first where that is
-    faster (16-bit weights, or more than 4 rows), and if ``residual_out`` is ``residual``. That does not
-    change the bytes.
+    It is one launch, with two exceptions on a GPU. Norm and residual are computed first where that is
+    faster (16-bit weights, or more than 4 rows), and if ``residual_out`` is ``residual``. And for more than
+    64 rows, 8-bit weights may be decoded first, into memory that is free again after the call. Neither
+    changes the bytes.
 
     Rounding: "once" computes y in float32 and rounds at the store. "hf" rounds y, the activation, the
     product of the halves and the sum with ``add``. The order of each sum depends on N, K, the dtypes and

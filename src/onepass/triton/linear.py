@@ -13,19 +13,20 @@ from ..fastpath import replay
 from ..specs.layout import Geometry
 from ..specs.linear import LinearCall, LinearSpec, linear_spec
 from ..specs.rms_norm import RowCall, row_spec
-from . import counters, rms_norm
+from . import counters, decoded, rms_norm
 from .chip import INTERPRETER, Chip, current_chip
 from .compiler import Build
 from .gemv_norm import scale_dtype
 from .launcher import SHORT_NAMES, Family, chips
 from .linear_config import LinearConfig, fuses_norm, linear_config
 from .linear_kernels import (
+    _linear_blocks_kernel,
     _linear_descriptors_kernel,
     _linear_pieces_kernel,
     _linear_rows_kernel,
     _linear_split_kernel,
 )
-from .product_config import WEIGHTS, describe_pieces, describe_tile, tile_registers
+from .product_config import WEIGHTS, describe_pieces, describe_tile, has_blocks, tile_registers
 
 LinearStrides = namedtuple("LinearStrides", "x weight weight_scale residual add out residual_out")
 """Strides from row to row."""
@@ -115,7 +116,7 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
     hf = spec.rounding == "hf"
     math = LinearMath(
         pack=4 // spec.weight.itemsize,
-        weight=WEIGHTS.get(spec.weight, "float"),
+        weight="float" if _decodes(config) else WEIGHTS.get(spec.weight, "float"),
         regroups=chip.sums_sixteen,
         scaled=spec.weight_scale,
         gated=spec.activation is not None,
@@ -141,11 +142,14 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
     assert pieces is not None
     constants = {"TILE": pieces, "MATH": math}
     kernel, blocks = _linear_pieces_kernel, None
-    if pieces.kind in ("descriptors", "split"):
-        kernel = _linear_descriptors_kernel if pieces.kind == "descriptors" else _linear_split_kernel
+    if pieces.kind not in ("cube", "flat"):
+        blocks_of_scales = pieces.kind == "decoded" and has_blocks(spec.weight_scale)
+        kernel = _linear_blocks_kernel if blocks_of_scales else _linear_descriptors_kernel
+        if pieces.kind == "split":
+            kernel = _linear_split_kernel
         wide = pieces.columns // (2 if math.gated else 1)
         blocks = {"x_tiles": (pieces.rows, pieces.step), "weight_tiles": (wide, pieces.step)}
-        dtypes |= {"x_tiles": spec.x, "weight_tiles": spec.weight}
+        dtypes |= {"x_tiles": spec.x, "weight_tiles": spec.x}
     return FAMILY.make_build(
         name, kernel, chip, dtypes, constants, unused, divisible, pieces.warps, registers=0, blocks=blocks
     )
@@ -214,6 +218,11 @@ def _grid(call: LinearCall, config: LinearConfig) -> tuple[int]:
     return (tiles * tile.pieces if _is_split(config) else tiles,)
 
 
+def _decodes(config: LinearConfig) -> bool:
+    """Whether 8-bit weights are decoded by a launch of their own."""
+    return config.pieces is not None and config.pieces.kind == "decoded"
+
+
 def _is_split(config: LinearConfig) -> bool:
     """Whether each piece has a program of its own."""
     return config.pieces is not None and config.pieces.kind == "split"
@@ -272,10 +281,20 @@ def _product_call(call: LinearCall, x: Tensor) -> LinearCall:
 def builds(chip: Chip, call: LinearCall) -> list[Build]:
     """The builds that `launch` would run on ``chip``."""
     if _is_fused(call, chip):
-        return FAMILY.builds(chip, call)
+        return _product_builds(chip, call)
     x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     first = rms_norm.builds(chip, _norm_call(call, x)) if call.gamma is not None else []
-    return [*first, *FAMILY.builds(chip, _product_call(call, x))]
+    return [*first, *_product_builds(chip, _product_call(call, x))]
+
+
+def _product_builds(chip: Chip, call: LinearCall) -> list[Build]:
+    """The builds of a call without a norm."""
+    first = (
+        [decoded.build_for(decoded.decode_call(call.weight, call.spec.x).spec, chip)]
+        if _decodes(_facts(call, chip).config)
+        else []
+    )
+    return [*first, *FAMILY.builds(chip, call)]
 
 
 def launch(call: LinearCall) -> None:
@@ -297,8 +316,15 @@ def launch(call: LinearCall) -> None:
 
 
 def _launch_product(call: LinearCall, chip: Chip) -> None:
-    """One launch on the current stream. If each piece has a program of its own, it needs memory for their sums."""
+    """One launch on the current stream, or the weights are decoded first.
+
+    If each piece has a program of its own, it needs memory for their sums.
+    """
     config = _facts(call, chip).config
+    if _decodes(config):
+        first = decoded.decode_call(call.weight, call.spec.x)
+        decoded.FAMILY.launch(first)
+        call = call._replace(weight=first.out)
     if not _is_split(config):
         FAMILY.launch(call)
         return

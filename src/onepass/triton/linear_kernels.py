@@ -1,6 +1,6 @@
 """``linear``: a product with what surrounds it. Constants are the named tuples of `linear`.
 
-16-bit x has three kernels that sum in the order of `device.product`, so a row has the same bytes in each. Float32 x
+16-bit x has four kernels that sum in the order of `device.product`, so a row has the same bytes in each. Float32 x
 has one, which sums in the order of `device.weight_stream` and can norm x as it is loaded.
 """
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .device.numbers import cast, convert
 from .device.pdl import launch_dependents, wait
-from .device.product import descriptor_product, piece_product, product
+from .device.product import block_product, descriptor_product, piece_product, product
 from .device.row import reciprocal_rms
 from .device.weight_stream import act_row, add_residual, first_weights, fold, stream
 from .prologue import tanh
@@ -186,6 +186,27 @@ def _linear_descriptors_kernel(
     row0, column0 = _tile_at(tl.program_id(0), m, n, SIDES, TILE)
     wait(MATH.pdl)
     totals = descriptor_product(x_tiles, weight_tiles, row0, (column0, n + column0), k, SIDES, TILE, MATH)
+    launch_dependents(MATH.pdl and TILE.late)
+    row = row0 + tl.arange(0, TILE.rows)
+    column = column0 + tl.arange(0, WIDE)
+    _finish(totals[0], totals[SIDES - 1], column, row, n, m, weight_scale, bias, add, out, strides, MATH)
+
+
+@triton.jit
+def _linear_blocks_kernel(
+    x_tiles, weight_tiles, weight_scale, bias, add, out, m, n, k, strides,
+    TILE: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """The same for decoded weights with a scale per block."""
+    launch_dependents(MATH.pdl and not TILE.late)
+    SIDES: tl.constexpr = 2 if MATH.gated else 1
+    WIDE: tl.constexpr = TILE.columns // SIDES
+    row0, column0 = _tile_at(tl.program_id(0), m, n, SIDES, TILE)
+    wait(MATH.pdl)
+    totals = block_product(
+        x_tiles, weight_tiles, weight_scale, row0, (column0, n + column0), n * SIDES, k, strides.weight_scale,
+        SIDES, TILE, MATH,
+    )  # fmt: skip
     launch_dependents(MATH.pdl and TILE.late)
     row = row0 + tl.arange(0, TILE.rows)
     column = column0 + tl.arange(0, WIDE)

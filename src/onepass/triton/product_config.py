@@ -61,7 +61,7 @@ class PieceTile(NamedTuple):
     """Tiles of ``columns`` columns and ``rows`` rows; a step takes ``step`` columns of K, and
     ``stages`` steps are on their way.
 
-    ``kind``: "cube", "flat", "descriptors" or "split" (`device.product`). ``grain``: see `Order`. ``aligned``: rows start on
+    ``kind``: "cube", "flat", "descriptors", "split" or "decoded" (`device.product`). ``grain``: see `Order`. ``aligned``: rows start on
     16 bytes. ``mask``: a step may reach beyond its piece. ``weights_first``: weights are a tensor core's left side. ``late``: the next
     kernel may start after the sums instead of at once. ``group`` tiles below each other run at the same time.
     """
@@ -109,11 +109,13 @@ def piece_tile(
     pieces, _, grain = order_of(torch.bfloat16, weight, scaled, n)
     kinds = {"cube"}
     if chip.sums_sixteen:
-        kinds |= {"flat", "descriptors", "split"} if aligned and descriptors else {"flat"}
+        kinds |= {"flat", "descriptors", "split", "decoded"} if aligned and descriptors else {"flat"}
     cut = _piece_cut(m, n, k, pieces, codes, kinds, chip)
+    if cut.kind == "decoded" and has_blocks(scaled) and cut.step != SCALE_BLOCK:  # a step has one scale
+        cut = tuning(chip).pieces.blocks
     length = -(-k // (pieces * grain)) * grain
     rows, step, stages = cut.rows, cut.step, cut.stages
-    if codes:
+    if codes and cut.kind != "decoded":
         if step > SCALE_BLOCK and (length % step or has_blocks(scaled)):  # a step has one scale
             step, stages = SCALE_BLOCK, cut.stages * 3 // 2
         if step < grain:  # and a scale one step
@@ -122,12 +124,12 @@ def piece_tile(
             step, stages = GRAIN, stages * step // GRAIN
         if not aligned:  # each element is loaded into a register of its own
             step, stages = grain, 2
-    elif cut.kind != "cube" and pieces > 1 and length % step:
+    elif cut.kind != "cube" and pieces > 1 and length % step:  # not with a scale per block
         step, stages = GRAIN, cut.stages * cut.step // GRAIN
     if chip.backend == "hip":  # with less shared memory
         rows, step, stages = rows if grain == GRAIN else min(rows, 128 // pieces), grain, 2
     mask = pieces * length != k or length % step != 0
-    first = codes or rows <= 64
+    first = (codes and cut.kind != "decoded") or rows <= 64
     group = tuning(chip).pieces.group
     warps = pieces if codes and cut.kind == "cube" else cut.warps  # each decodes other weights
     tile = (cut.kind, cut.columns, rows, step, stages, warps)

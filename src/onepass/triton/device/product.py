@@ -9,7 +9,8 @@ scales. M, the tile, the number of warps and alignment do not matter.
 
 A *cube* computes all pieces at the same time, as a batched product. It keeps every multiprocessor busy
 when there are few columns. A *flat* tile walks along all of K and adds its sums to a total at the end
-of each piece. `descriptor_product` is a flat tile that the copy engine loads, `piece_product` one piece of it.
+of each piece. `descriptor_product` is a flat tile that the copy engine loads, `piece_product` one piece of it, and
+`block_product` one whose weights have a scale per block.
 
 ``TILE`` is a `product_config.PieceTile`.
 """
@@ -217,6 +218,52 @@ def descriptor_product(x, weight, row0, columns, k, SIDES: tl.constexpr, TILE: t
                 left = length
     if TILE.pieces == 1:
         totals = sums
+    found = ()
+    for s in tl.static_range(SIDES):
+        found = found + (totals[s] if TILE.weights_first else tl.trans(totals[s]),)
+    return found
+
+
+@triton.jit
+def block_product(
+    x, weight, scale, row0, columns, n, k, scale_stride, SIDES: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr
+):
+    """Like `descriptor_product` with decoded weights and a scale per block. A step is a block; weight has n rows."""
+    length = piece_length(k, TILE)
+    HIGH: tl.constexpr = TILE.columns // SIDES if TILE.weights_first else TILE.rows
+    BROAD: tl.constexpr = TILE.rows if TILE.weights_first else TILE.columns // SIDES
+    totals = ()
+    sums = ()
+    scales = ()
+    for s in tl.static_range(SIDES):
+        totals = totals + (tl.zeros((HIGH, BROAD), tl.float32),)
+        sums = sums + (tl.zeros((HIGH, BROAD), tl.float32),)
+        column = tl.minimum(columns[s] + tl.arange(0, TILE.columns // SIDES), n - 1)
+        scales = scales + (scale + (column // SCALED).to(tl.int64) * scale_stride,)
+    left = length
+    for at in tl.range(0, TILE.pieces * length, TILE.step, num_stages=TILE.stages):
+        v = _operand(x.load([row0, at]), MATH)
+        added = ()
+        for s in tl.static_range(SIDES):
+            w = _operand(weight.load([columns[s], at]), MATH)
+            factor = scale_value(tl.load(scales[s] + tl.minimum(at, k - 1) // SCALED), MATH.scaled)
+            if TILE.weights_first:
+                factor = tl.broadcast_to(factor[:, None], (HIGH, BROAD))
+                added = added + (tl.fma(tl.dot(w, v.T), factor, sums[s]),)
+            else:
+                factor = tl.broadcast_to(factor[None, :], (HIGH, BROAD))
+                added = added + (tl.fma(tl.dot(v, w.T), factor, sums[s]),)
+        sums = added
+        left -= TILE.step
+        if left == 0:
+            ended = ()
+            zeros = ()
+            for s in tl.static_range(SIDES):
+                ended = ended + (totals[s] + sums[s],)
+                zeros = zeros + (tl.zeros((HIGH, BROAD), tl.float32),)
+            totals = ended
+            sums = zeros
+            left = length
     found = ()
     for s in tl.static_range(SIDES):
         found = found + (totals[s] if TILE.weights_first else tl.trans(totals[s]),)

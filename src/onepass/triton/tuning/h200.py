@@ -151,7 +151,10 @@ PIECES: Final = PieceTuning(
     # 27.5 and 27.1 / 28.3 (64 columns: 28.3 / 29.3 and 27.7 / 28.3), 24576 x 1536 12.1 / 13.1 and 11.4 / 12.3 (32
     # columns: 11.5 / 12.4 and 12.4 / 13.2). M = 16: 4096 x 4096 7.1 / 7.7 and 8.1 / 8.7 (four stages: 9.6 / 7.7), 24576
     # x 4096 29.4 / 30.4 and 30.6 / 31.5 (four: 32.5 / 33.5). M = 32: 4096 x 4096 8.9 / 9.3 (flat: 31 / 26). M = 256:
-    # 24576 x 4096 179 / 180, 4096 x 4096 40 / 41. Steps of 256 columns become 128 with a scale per block.
+    # 24576 x 4096 179 / 180, 4096 x 4096 40 / 41. Steps of 256 columns become 128 with a scale per block. Decoded first,
+    # with a scale per row and per block: 4096 x 4096 at 128 rows 26.4 and 27.4 (flat: 36.1 and 36.1), at 1024 58.3 and
+    # 98.6 (105 and 153); 24576 x 4096 at 128 rows 142 and 152 (104 and 165), at 256 163 and 205 (155 and 242), at 4096
+    # 1230 and 2090 (2645 and 3625) [47].
     codes=(
         (8, 2640, ANY, PieceCut("cube", 16, 8, 128, 5, 8)),
         (8, 4224, ANY, PieceCut("cube", 32, 8, 256, 4, 4)),
@@ -168,10 +171,20 @@ PIECES: Final = PieceTuning(
         (64, 6800, ANY, PieceCut("cube", 16, 32, 128, 3, 4)),
         (32, ANY, ANY, PieceCut("flat", 64, 32, 128, 4, 4)),
         (64, ANY, ANY, PieceCut("flat", 64, 64, 128, 3, 4)),
+        (128, 8448, ANY, PieceCut("decoded", 64, 64, 128, 4, 4)),
+        (256, 2640, ANY, PieceCut("decoded", 64, 64, 128, 4, 4)),
+        (256, 6800, ANY, PieceCut("decoded", 64, 128, 64, 6, 4)),
         (256, 6800, ANY, PieceCut("flat", 64, 64, 128, 4, 4)),
+        (128, ANY, ANY, PieceCut("flat", 128, 128, 128, 4, 8)),
+        (1024, 2640, ANY, PieceCut("decoded", 64, 128, 64, 6, 4)),
+        (ANY, 2640, ANY, PieceCut("decoded", 128, 128, 64, 6, 8)),
+        (512, 6800, ANY, PieceCut("decoded", 128, 128, 64, 6, 8)),
+        (256, ANY, ANY, PieceCut("decoded", 128, 128, 64, 6, 8)),
+        (ANY, ANY, ANY, PieceCut("decoded", 256, 128, 64, 4, 8)),
         (ANY, ANY, ANY, PieceCut("flat", 128, 128, 128, 4, 8)),
         (ANY, ANY, ANY, PieceCut("cube", 32, 64, 64, 3, 4)),
     ),
+    blocks=PieceCut("decoded", 128, 64, 128, 4, 8),
 )
 
 LINEAR: Final = LinearTuning(normed_rows=4, normed_columns=2048)  # not measured

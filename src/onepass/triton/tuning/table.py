@@ -69,7 +69,7 @@ class StreamTuning:
     most_values: int
 
 
-PieceKind = Literal["cube", "flat", "descriptors", "split"]
+PieceKind = Literal["cube", "flat", "descriptors", "split", "decoded"]
 
 
 class PieceCut(NamedTuple):
@@ -91,12 +91,13 @@ class PieceCut(NamedTuple):
 class PieceTuning:
     """Products of 16-bit rows: tiles by the largest M, N and K they are for. The first that fits is taken; each
     list ends with cubes for chips that use nothing else. ``cuts``: tiles of 16-bit weights, by the number of
-    pieces. ``codes``: tiles of 8-bit weights.
+    pieces. ``codes``: tiles of 8-bit weights. ``blocks``: a tile of decoded weights whose step is a block.
     """
 
     group: int
     cuts: dict[int, tuple[tuple[int, int, int, PieceCut], ...]]
     codes: tuple[tuple[int, int, int, PieceCut], ...]
+    blocks: PieceCut
 
 
 @dataclass(frozen=True)
