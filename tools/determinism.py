@@ -66,6 +66,10 @@ class Subject:
         return {name: t[rows] if name in self.rows else t for name, t in tensors.items()}
 
 
+def _heads(t: Tensors) -> list[Tensor]:
+    return [rms_norm(t["x"].unflatten(-1, (4, 80)), t["gamma"]).flatten(-2)]
+
+
 def _fp8(t: Tensors, **options: Any) -> list[Tensor]:
     return list(rms_norm_fused_fp8(t["x"], t["gamma"], residual=t["r"], return_norm=True, **options))
 
@@ -195,6 +199,13 @@ SUBJECTS: Final = (
         {**_GAMMA, "bias": (0,)},
         lambda t: [rms_norm(t["x"], t["gamma"], gate=t["z"], bias=t["bias"])],
     ),
+    Subject(
+        "rms_norm, no gamma, statistics",
+        _ROW,
+        {},
+        lambda t: list(rms_norm(t["x"], None, residual=t["r"], return_rstd=True)),
+    ),
+    Subject("rms_norm, heads", {"x": 320}, {"gamma": (4, 80)}, _heads),
     Subject(
         "layer_norm",
         _ROW,

@@ -30,15 +30,18 @@ from tests.helpers.valid_calls import (
     fp8_arguments,
     gated_arguments,
     gemv_arguments,
+    heads_arguments,
     layer_arguments,
     linear_arguments,
     mla_arguments,
     names,
     norm_arguments,
     packed_arguments,
+    public_gamma,
     qk_arguments,
     qk_cache_arguments,
     quant_arguments,
+    split_gamma,
     static_arguments,
     vllm_arguments,
     with_outputs,
@@ -118,7 +121,7 @@ class RawTrace(TraceBuf):
 
 
 def call_norm(given: Arguments) -> Any:
-    return onepass.rms_norm(**given)
+    return onepass.rms_norm(**public_gamma(given))
 
 
 def call_fp8(given: Arguments, op: Callable[..., Any] = onepass.rms_norm_fused_fp8) -> Any:
@@ -320,8 +323,9 @@ def public_subjects() -> list[Subject]:
             found.append(Subject(f"{name}, allocating", op, contract, lambda: {**good(), **nothing}, call, **rest))
 
     scratch, unfused = gemv_norm.GEMV_WITH_SCRATCH, gemv_norm_contract.UNFUSED_WITH_SCRATCH
-    add("rms_norm", rows.RMS_NORM, norm_arguments, call_norm)
-    add("rms_norm, gated", rows.RMS_NORM, gated_arguments, call_norm, False)
+    add("rms_norm", rows.RMS_NORM, norm_arguments, call_norm, derived=split_gamma)
+    add("rms_norm, gated", rows.RMS_NORM, gated_arguments, call_norm, False, derived=split_gamma)
+    add("rms_norm, heads", rows.RMS_NORM, heads_arguments, call_norm, False, derived=split_gamma)
     add("layer_norm", LAYER_NORM, layer_arguments, lambda given: onepass.layer_norm(**given))
     fp8 = rows.RMS_NORM_FUSED_FP8
     add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=split_bound)

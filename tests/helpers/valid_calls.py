@@ -57,16 +57,36 @@ def poisoned(tensor: Tensor) -> Tensor:
 
 
 def norm_arguments(contract: Contract = rows.RMS_NORM) -> Arguments:
-    return arguments(contract, {"N": 64}, (3, 2), "x", ("residual",), eps=1.0, weight_offset=0.0)
+    return arguments(contract, {"N": 64}, (3, 2), "x", ("gamma", "residual"), eps=1.0, weight_offset=0.0)
+
+
+def heads_arguments() -> Arguments:
+    """A gamma for each head, and the reciprocal RMS."""
+    optional = ("head_gamma", "residual")
+    given = arguments(rows.RMS_NORM, {"N": 64, "H": 2}, (3, 2), "x", optional, eps=1.0, weight_offset=1.0)
+    return given | {"return_rstd": True}
+
+
+def public_gamma(given: Arguments) -> Arguments:
+    """The public function's arguments: one ``gamma`` of either kind."""
+    gamma = given["gamma"] if given["head_gamma"] is None else given["head_gamma"]
+    return {name: value for name, value in given.items() if name != "head_gamma"} | {"gamma": gamma}
+
+
+def split_gamma(given: Arguments) -> Arguments:
+    """The contract's two arguments for the public function's ``gamma``: that of heads has two dimensions."""
+    gamma = public_gamma(given)["gamma"]
+    heads = isinstance(gamma, Tensor) and gamma.dim() == 2
+    return given | {"gamma": None if heads else gamma, "head_gamma": gamma if heads else None}
 
 
 def gated_arguments() -> Arguments:
-    given = arguments(rows.RMS_NORM, {"N": 64}, (3,), "x", ("gate", "bias"), eps=1.0, weight_offset=0.0)
+    given = arguments(rows.RMS_NORM, {"N": 64}, (3,), "x", ("gamma", "gate", "bias"), eps=1.0, weight_offset=0.0)
     return given | {"rounding": "hf", "out_dtype": F32}
 
 
 def layer_arguments() -> Arguments:
-    return arguments(LAYER_NORM, {"N": 64}, (3, 2), "x", ("residual", "bias"), eps=1.0, weight_offset=0.0)
+    return arguments(LAYER_NORM, {"N": 64}, (3, 2), "x", ("gamma", "residual", "bias"), eps=1.0, weight_offset=0.0)
 
 
 def fp8_arguments() -> Arguments:
@@ -78,7 +98,7 @@ def fp8_arguments() -> Arguments:
 
 def quant_arguments() -> Arguments:
     """Pairs of 4-bit codes, swizzled scales and a scale in memory."""
-    optional = ("residual", "global_scale")
+    optional = ("gamma", "residual", "global_scale")
     given = arguments(rows.RMS_NORM_FUSED_QUANT, {"N": 96}, (3, 2), "x", optional, eps=1.0)
     given |= {"format": "nvfp4", "group_size": 16, "scale_format": "e4m3", "scales_dtype": FP8}
     return given | {"scale_layout": "128x4", "return_norm": True, "rounding": "stored"}
@@ -86,19 +106,21 @@ def quant_arguments() -> Arguments:
 
 def packed_arguments() -> Arguments:
     """A prologue, and four exponents per word."""
-    given = arguments(rows.RMS_NORM_FUSED_QUANT, {"N": 160}, (5,), "x", ("scale_ub_tensor",), eps=0.0, weight_offset=1)
+    given = arguments(
+        rows.RMS_NORM_FUSED_QUANT, {"N": 160}, (5,), "x", ("gamma", "scale_ub_tensor"), eps=0.0, weight_offset=1
+    )
     given |= {"format": "mxfp8", "group_size": 32, "scale_format": "ue8m0", "scales_dtype": I32, "min_scale": 0.25}
     given["prologue_args"] = [torch.randn(5, 160).bfloat16()]
     return given | {"scale_layout": "column_packed", "prologue": onepass.prologues.silu_and_mul.key}
 
 
 def static_arguments() -> Arguments:
-    optional = ("residual", "static_scale")
+    optional = ("gamma", "residual", "static_scale")
     return arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
 
 
 def vllm_arguments() -> Arguments:
-    optional = ("residual", "scale_ub_tensor")
+    optional = ("gamma", "residual", "scale_ub_tensor")
     given = arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
     return given | {"rounding": "hf", "round_sum": False, "quantize": "divide", "min_scale": 0.25}
 

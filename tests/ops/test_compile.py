@@ -21,7 +21,7 @@ F8 = torch.float8_e4m3fn
 
 def fp8_arguments(**changes: Any) -> tuple[Any, ...]:
     """Positional arguments of ``torch.ops.onepass.rms_norm_fused_fp8``."""
-    tensors = sample(RMS_NORM_FUSED_FP8, {"N": 128}, (3, 4), dtypes={"x": torch.bfloat16})
+    tensors = sample(RMS_NORM_FUSED_FP8, {"N": 128}, (3, 4), dtypes={"x": torch.bfloat16}, optional=["gamma"])
     values = dict.fromkeys(RMS_NORM_FUSED_FP8.args)
     values.update(prologue_args=[], **tensors, **{n: o.default for n, o in RMS_NORM_FUSED_FP8.options.items()})
     return tuple({**values, **changes}.values())
@@ -41,6 +41,7 @@ FP8_VARIANTS: dict[str, dict[str, Any]] = {
         "min_scale": 1 / (448 * 512),
         "scale_ub_tensor": torch.tensor([1.5]),
     },
+    "no gamma": {"gamma": None, "group_size": 64},
     "prologue": {"prologue": silu_and_mul.key, "prologue_args": [torch.randn(3, 4, 128).bfloat16()]},
 }
 
@@ -57,12 +58,29 @@ def test_opcheck_fp8(variant: str) -> None:
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3)])
 def test_opcheck_rms_norm(lead: tuple[int, ...], residual: bool) -> None:
-    tensors = sample(RMS_NORM, {"N": 96}, lead, dtypes={"x": torch.float32}, optional=["residual"] if residual else [])
-    options = (1e-6, 0.0, "once", None, "after", None)
-    arguments = (tensors["x"], tensors["gamma"], tensors.get("residual"), None, None, *options)
+    optional = ["gamma", "residual"] if residual else ["gamma"]
+    tensors = sample(RMS_NORM, {"N": 96}, lead, dtypes={"x": torch.float32}, optional=optional)
+    options = (1e-6, 0.0, "once", None, "after", None, False)
+    arguments = (tensors["x"], tensors["gamma"], tensors.get("residual"), None, None, None, *options)
     torch.library.opcheck(torch.ops.onepass.rms_norm.default, arguments)
     outs = (torch.empty_like(tensors["x"]), torch.empty_like(tensors["x"]) if residual else None)
+    torch.library.opcheck(torch.ops.onepass.rms_norm_out.default, (*arguments, *outs, None))
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_opcheck_weights_and_statistics(heads: bool) -> None:
+    """Without gamma or with one of each head, and with the reciprocal RMS."""
+    x, gamma = torch.randn(2, 3, 96), torch.randn(3, 96) if heads else None
+    arguments = (x, None, None, None, None, gamma, 1e-6, 0.0, "once", None, "after", None, True)
+    torch.library.opcheck(torch.ops.onepass.rms_norm.default, arguments)
+    outs = (torch.empty_like(x), None, torch.empty(2, 3))
     torch.library.opcheck(torch.ops.onepass.rms_norm_out.default, (*arguments, *outs))
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: onepass.rms_norm(x, gamma, return_rstd=True), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for found, wanted in zip(compiled(x), onepass.rms_norm(x, gamma, return_rstd=True), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def everything(x: Tensor, gamma: Tensor, residual: Tensor, gate: Tensor) -> tuple[Tensor, ...]:

@@ -79,6 +79,12 @@ OPS: dict[str, Callable[[torch.dtype, Tensor], Results]] = {
     "rms_norm": norm,
     "rms_norm, hf": lambda x, gamma: norm(x, gamma, rounding="hf"),
     "rms_norm_fused_fp8": fp8,
+    "layer_norm": lambda x, gamma: onepass.layer_norm(rows(x), gamma, gamma, residual=rows(x, seed=1)),
+    "rms_norm_fused_quant": lambda x, gamma: onepass.rms_norm_fused_quant(rows(x), gamma, format="int8"),
+    "rms_norm_fused_quant, layer": lambda x, gamma: onepass.rms_norm_fused_quant(
+        rows(x), gamma, format="mxfp8", statistic="layer", bias=gamma, return_norm=True, rounding="stored"
+    ),
+    "rms_norm, heads": lambda x, gamma: (onepass.rms_norm(rows(x).view(4, 3, 32), gamma.view(3, 32)),),
     "rms_norm_fused_fp8, hf": lambda x, gamma: fp8(x, gamma, rounding="hf"),
     "gemv": gemv,
     "gemv, codes": lambda x, gamma: gemv(x, gamma, normed_dtype=torch.float8_e4m3fn),

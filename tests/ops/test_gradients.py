@@ -41,7 +41,7 @@ def norm(x: Tensor) -> Tensor:
         (
             "gamma",
             lambda: torch.ops.onepass.rms_norm(
-                X, torch.nn.Parameter(GAMMA), None, None, None, 1e-6, 0.0, "once", None, "after", None
+                X, torch.nn.Parameter(GAMMA), None, None, None, None, 1e-6, 0.0, "once", None, "after", None, False
             ),
         ),
         ("x", lambda: torch.func.grad(lambda x: norm(x).sum())(X)),
@@ -76,7 +76,9 @@ def test_runs_without_gradients(guard: Callable[[], torch.no_grad]) -> None:
     with guard():
         for y in (
             onepass.rms_norm(x, gamma),
-            torch.ops.onepass.rms_norm(x, gamma, None, None, None, 1e-6, 0.0, "once", None, "after", None)[0],
+            torch.ops.onepass.rms_norm(x, gamma, None, None, None, None, 1e-6, 0.0, "once", None, "after", None, False)[
+                0
+            ],
         ):
             assert not y.requires_grad and torch.equal(y, expected)
     assert torch.equal(norm(x.detach()), expected)
@@ -98,6 +100,6 @@ def test_autocast_does_not_affect_the_ops() -> None:
         low = onepass.rms_norm(X.bfloat16(), GAMMA)
         assert low.dtype is torch.bfloat16
         through_dispatcher = torch.ops.onepass.rms_norm(
-            X.bfloat16(), GAMMA, None, None, None, 1e-6, 0.0, "once", None, "after", None
+            X.bfloat16(), GAMMA, None, None, None, None, 1e-6, 0.0, "once", None, "after", None, False
         )[0]
     assert torch.equal(low, onepass.rms_norm(X.bfloat16(), GAMMA)) and torch.equal(low, through_dispatcher)

@@ -39,7 +39,7 @@ CONTRACTS = [
 
 
 def good_call(contract: Contract) -> dict[str, Any]:
-    return dict(sample(contract, {"N": 128}, (3, 4), dtypes={"x": torch.bfloat16}, optional=["residual"]))
+    return dict(sample(contract, {"N": 128}, (3, 4), dtypes={"x": torch.bfloat16}, optional=["gamma", "residual"]))
 
 
 def all_mistakes() -> list[Any]:
@@ -255,8 +255,8 @@ def test_messages_describe_arrays() -> None:
 def test_messages_show_small_values() -> None:
     small: list[Any] = [[1.0, 2.0], "no", 3, None, {"a": 1}]
     for value in small:
-        with pytest.raises(ContractError, match=f"`gamma` must be a tensor, got {re.escape(repr(value))}$"):
-            onepass.rms_norm(torch.ones(2, 64), value)
+        with pytest.raises(ContractError, match=f"`x` must be a tensor, got {re.escape(repr(value))}$"):
+            onepass.rms_norm(value, torch.ones(64))
 
 
 def test_group_size_names_the_number_it_must_divide() -> None:

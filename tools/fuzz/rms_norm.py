@@ -67,7 +67,7 @@ class RowConfiguration:
 
     op: str
     x: torch.dtype = torch.bfloat16
-    gamma: torch.dtype = torch.bfloat16
+    gamma: torch.dtype | None = torch.bfloat16
     residual: torch.dtype | None = None
     rounding: str = "once"
     out: torch.dtype = torch.float8_e4m3fn
@@ -98,6 +98,9 @@ class RowConfiguration:
     layer: bool = False
     y: torch.dtype | None = None
     """The dtype of a norm that is not quantized."""
+    heads: bool = False
+    """Whether each head has its own gamma."""
+    rstd: bool = False
 
     @property
     def unit(self) -> int:
@@ -111,13 +114,15 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     c = RowConfiguration(
         op,
         x,
-        gamma=r.choice((x, *FLOATS)),
+        gamma=None if r.random() < 0.1 else r.choice((x, *FLOATS)),
         residual=r.choice((None, None, x, torch.float32)),
         rounding=r.choice(ROUNDINGS),
         lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
         round_sum=r.choice((None, None, True, False)),
     )
     if op in _PLAIN:
+        if op == "rms_norm":
+            c = replace(c, heads=c.gamma is not None and r.random() < 0.2, rstd=r.random() < 0.2)
         return _finished(replace(c, y=r.choice((None, None, *FLOATS))), r)
     out = r.choice(tuple(FP8_FORMATS))
     static = r.random() < 0.15
@@ -231,7 +236,7 @@ class RowCase:
         """Cases that are simpler in one respect."""
         unit = self.config.unit
         for lead in ((1,), (2,), self.lead[:-1]):
-            yield replace(self, lead=lead)
+            yield replace(self, lead=lead or ((1,) if self.config.heads else ()))
         for n in (1, 2, self.n // unit // 2, self.n // unit - 1):
             yield replace(self, n=max(1, n) * unit)
         yield from draw.simpler(
@@ -266,6 +271,8 @@ def draw_case(c: RowConfiguration, r: Random) -> RowCase:
         n = c.unit * max(1, n // c.unit)
     if c.layout == "128x4":
         lead = lead[:3]  # of which rows always fold to three strides
+    if c.heads and not (lead and lead[-1]):
+        lead = (*lead[:-1], 1)
     tame = bool(c.prologue) or c.gate is not None or c.bias is not None or c.layer
     bounds = _BOUNDS if c.bounded else (None,) if c.static else (None, None, 1.5, 448.0, 1e-3)
     return RowCase(
@@ -273,7 +280,7 @@ def draw_case(c: RowConfiguration, r: Random) -> RowCase:
         lead,
         n,
         eps=draw.epsilon(r),
-        offset=draw.offset(r),
+        offset=draw.offset(r) if c.gamma is not None else 0.0,
         scale_ub=r.choice(bounds),
         min_scale=r.choice(_LEAST),
         static=r.choice(_STATIC),
@@ -294,7 +301,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
     x_place, other_place = case.places[:2]
     found: dict[str, Any] = {
         "x": x_place.put(_x(case.values, shape, c.x)),
-        "gamma": Place(start=case.shift).put(draw.gamma(case.gamma, case.n, c.gamma)),
+        "gamma": _gamma(case),
         "eps": case.eps,
         "weight_offset": case.offset,
         "rounding": c.rounding,
@@ -311,7 +318,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
         found["out_dtype"] = c.y
         if c.op == "layer_norm":
             del found["rounding"]
-        return found
+        return found | ({"return_rstd": True} if c.rstd else {})
     if c.format:
         found["statistic"] = "layer" if c.layer else "rms"
     found |= {"return_norm": c.norm, "quantize": c.quantize}
@@ -341,6 +348,15 @@ def inputs(case: RowCase) -> dict[str, Any]:
     return found
 
 
+def _gamma(case: RowCase) -> Tensor | None:
+    c = case.config
+    if c.gamma is None:
+        return None
+    heads = case.lead[-1] if c.heads else 1
+    gamma = Place(start=case.shift).put(draw.gamma(case.gamma, heads * case.n, c.gamma))
+    return gamma.view(heads, case.n) if c.heads else gamma
+
+
 def _x(values: Values, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values, clamped for 8-bit formats: integers have no NaN, and neither format has infinities."""
     if dtype in FLOATS:
@@ -365,7 +381,7 @@ def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 def result_names(c: RowConfiguration) -> list[str]:
     """The keyword by which each result can be given, in the order they are returned."""
     names = ["out"] if c.op in _PLAIN else ["out", "scale_output"]
-    return names + ["residual_out"] * (c.residual is not None) + ["norm_out"] * c.norm
+    return names + ["residual_out"] * (c.residual is not None) + ["norm_out"] * c.norm + ["rstd_out"] * c.rstd
 
 
 def _run(case: RowCase, device: str) -> str | None:
@@ -377,7 +393,7 @@ def _run(case: RowCase, device: str) -> str | None:
     names = result_names(c)
     rooms: dict[str, Tensor] = {}
     for name, like in zip(names, results, strict=True):
-        if name == "scale_output" and (c.static or case.column or c.layout != "row"):
+        if (name == "scale_output" and (c.static or case.column or c.layout != "row")) or not like.dim():
             continue
         where = case.places[2 if name == "out" else 3]
         rooms[name] = where.room(like.shape, like.dtype)

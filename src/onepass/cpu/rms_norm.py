@@ -52,9 +52,11 @@ def _fields(spec: RowSpec) -> tuple[Fields, Sequence[str]]:
         "n1": "geom[1]",
         "n2": "geom[2]",
     }
-    fields |= {"n": "n", "gamma": "gamma.data_ptr()", "scratch": "scratch"}
+    shared_gamma = spec.gamma is not None and not spec.per_row
+    fields |= {"n": "n"} | ({"gamma": "gamma.data_ptr()"} if shared_gamma else {}) | {"scratch": "scratch"}
     tensors = [(name, name, given) for name, given in present.items()]
     tensors += [(f"operand{i}", f"operands[{i}]", True) for i in range(len(spec.operands))]
+    tensors += [("row_gamma", "row_gamma", spec.per_row), ("rstd", "rstd", spec.rstd)]
     for position, (name, expression, given) in enumerate(tensors):
         if given:
             fields[name] = f"{expression}.data_ptr()"

@@ -46,13 +46,19 @@ def _is_paired(spec: RowSpec) -> bool:
 
 
 def _prepare(module: Any, spec: RowSpec, offsets: dict[str, int]) -> Function:
-    """Write ``gamma + weight_offset`` as float32, in the order of the lanes, to scratch memory in whole blocks."""
+    """Write ``gamma + weight_offset`` as float32, in the order of the lanes, to scratch memory in whole blocks.
+
+    Nothing is written if gamma is 1, or if each row has its own.
+    """
     f = Function(module, "prepare", 1)
-    args = Arguments(f, offsets)
+    args, dtype = Arguments(f, offsets), spec.gamma
+    if dtype is None or spec.per_row:
+        f.builder.ret_void()
+        return f
     gamma, weights, offset = args.integer("gamma"), args.integer("scratch"), args.number("weight_offset")
 
     def body(at: Int, mask: Bool | None) -> None:
-        g = load_row(f, spec.gamma, gamma + at * spec.gamma.itemsize, mask, _is_paired(spec)) + offset
+        g = load_row(f, dtype, gamma + at * dtype.itemsize, mask, _is_paired(spec)) + offset
         f.store(g.ir, weights + at * 4)
 
     each_block(f, f.index(0), args.integer("n"), body)
@@ -77,7 +83,7 @@ class RowKernel:
         self.f, self.spec, self.saved, self.paired = f, spec, saved, _is_paired(spec)
         self.n = args.integer("n")
         self.count = self.n.to_float()
-        self.weights = args.integer("scratch")
+        self.weights, self.offset = args.integer("scratch"), args.number("weight_offset")
         self.eps, self.bound = args.number("eps"), args.number("scale_ub")
         if "scale_ub_tensor" in args:
             bound = load_scalar(f, torch.float32, args.integer("scale_ub_tensor"))
@@ -130,8 +136,12 @@ class RowKernel:
         if self.spec.residual is not None:
             self.store(self.spec.residual, h, row.at["new_residual"], at, mask, exact=self.spec.round_sum)
 
-    def g(self, at: Int) -> Float:
-        """``gamma + weight_offset``, as `_prepare` stored it."""
+    def g(self, row: Row, at: Int, mask: Bool | None) -> Float:
+        """``gamma + weight_offset``: 1, the row's, or as `_prepare` stored it."""
+        if self.spec.gamma is None:
+            return self.eps.number(1.0)
+        if self.spec.per_row:
+            return self.load(self.spec.gamma, row.at["row_gamma"], at, mask) + self.offset
         return self.f.floats(self.weights + at * 4)
 
     def operand(self, row: Row, index: int, at: Int, mask: Bool | None) -> Float:
@@ -173,7 +183,7 @@ class RowKernel:
 
     def normed(self, h: Float, rs: Float, row: Row, at: Int, mask: Bool | None) -> Float:
         """The norm with its bias and gate, before it is rounded to the output's dtype."""
-        spec, g, h = self.spec, self.g(at), self.centered(h)
+        spec, g, h = self.spec, self.g(row, at, mask), self.centered(h)
 
         def rounded(value: Float) -> Float:
             return round_to(spec.x, value) if spec.rounding == "hf" else value
@@ -189,7 +199,7 @@ class RowKernel:
     def quantized(self, h: Float, rs: Float, row: Row, at: Int, mask: Bool | None) -> Float:
         """The values to be quantized, before the scale: ``h * g``, or the norm with its roundings."""
         if not self.spec.quantizes_norm:
-            return self.centered(h) * self.g(at)
+            return self.centered(h) * self.g(row, at, mask)
         y = self.normed(h, rs, row, at, mask)
         return round_to(self.spec.x, y) if self.spec.rounding == "stored" else y
 
@@ -214,7 +224,7 @@ class RowKernel:
         else:
             self.squares.add(h)
             if self.collects_top:
-                self.top.set(self.top.get().max(magnitude(h * self.g(at))))
+                self.top.set(self.top.get().max(magnitude(h * self.g(row, at, mask))))
         self.squares.settle(at)
 
     def collect_centered(self, row: Row) -> None:
@@ -229,7 +239,7 @@ class RowKernel:
                 h = bits.lane_mask(mask, self.paired).where(h, 0.0)
             self.squares.add(h)
             if self.collects_top:
-                self.top.set(self.top.get().max(magnitude(h * self.g(at))))
+                self.top.set(self.top.get().max(magnitude(h * self.g(row, at, mask))))
             self.squares.settle(at)
 
         each_block(self.f, self.f.index(0), self.n, body)
@@ -404,6 +414,8 @@ class RowKernel:
         with self.f.loop(begin, end) as index:
             row = self.row(cursor)
             rs, top = self.statistics(row)
+            if self.spec.rstd:
+                bits.store_scalar(self.f, torch.float32, rs, row.at["rstd"])
             with self.f.choice((index + 1).eq(end)) as (last, other):
                 with last:
                     self.finish(row, None, rs, top)

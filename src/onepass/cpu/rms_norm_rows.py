@@ -19,6 +19,9 @@ class Cursor:
         for name, dtype in (("residual", spec.residual), ("new_residual", spec.residual), ("norm", spec.norm)):
             if dtype is not None:
                 self.sizes[name] = dtype.itemsize
+        if spec.per_row and spec.gamma is not None:
+            self.sizes["row_gamma"] = spec.gamma.itemsize
+        self.sizes["rstd"] = 4
         if spec.scale is not None:
             self.sizes["scale"] = spec.scale.dtype.itemsize
         self.sizes |= {f"operand{i}": operand.dtype.itemsize for i, operand in enumerate(spec.operands)}

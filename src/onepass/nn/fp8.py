@@ -31,7 +31,7 @@ class RMSNormFP8(RMSNorm):
             raise ContractError(
                 f"RMSNormFP8: `normalized_shape` must be the last dimension, got {list(self.normalized_shape)}"
             )
-        return rms_norm_fused_fp8(x, self._gamma(x), self._eps(), residual=residual, **self._options())
+        return rms_norm_fused_fp8(x, self._weight(x), self._eps(), residual=residual, **self._op_options())
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

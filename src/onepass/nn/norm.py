@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
@@ -115,20 +116,14 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or (y, new_residual)."""
         if len(self.normalized_shape) == 1 and x.dim() and (residual is None or residual.dim() == x.dim()):
-            return rms_norm(  # no dimensions to join
-                x,
-                self._gamma(x),
-                _TORCHS_EPS if self.eps is None else self.eps,
-                weight_offset=self.weight_offset,
-                rounding=self.rounding,
-                residual=residual,
-            )
+            # no dimensions to join
+            return rms_norm(x, self._weight(x), self._eps(), residual=residual, **self._op_options())
         lead = x.shape[: x.dim() - len(self.normalized_shape)]
         flat = x.view(*lead, -1)
         if residual is None:
-            return rms_norm(flat, self._gamma(flat), self._eps(), **self._options()).view(x.shape)
+            return rms_norm(flat, self._weight(flat), self._eps(), **self._op_options()).view(x.shape)
         h = residual.view(*lead, -1)
-        y, h = rms_norm(flat, self._gamma(flat), self._eps(), residual=h, **self._options())
+        y, h = rms_norm(flat, self._weight(flat), self._eps(), residual=h, **self._op_options())
         return y.view(x.shape), h.view(x.shape)
 
     def _eps(self) -> float:
@@ -138,10 +133,24 @@ class RMSNorm(nn.Module):
         return {"weight_offset": self.weight_offset, "rounding": self.rounding}
 
     def _gamma(self, x: Tensor) -> Tensor:
+        """The weight, also where there is none: for ops that need one."""
         weight = self.weight
         if weight is None:
             return torch.full((x.shape[-1],), 1.0 - self.weight_offset, dtype=x.dtype, device=x.device)
         return gamma_of(weight if weight.dim() == 1 else weight.view(-1))
+
+    def _weight(self, x: Tensor) -> Tensor | None:
+        """The weight, or None: for ops of rows, which then load none."""
+        if self.weight is not None:
+            return self._gamma(x)
+        columns = math.prod(self.normalized_shape)
+        if x.shape[-1] != columns:
+            raise ContractError(f"{type(self).__name__}: `x` must have {columns} columns, got {x.shape[-1]}")
+        return None
+
+    def _op_options(self) -> dict[str, Any]:
+        """The options that go with `_weight`."""
+        return self._options() if self.weight is not None else {"rounding": self.rounding}
 
     def extra_repr(self) -> str:
         """All parameters except the weight."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -72,8 +72,9 @@ __all__ = [
 
 
 def _norm(spec_cache: SpecCache, a: Any) -> None:
-    if a.gate is not None or a.bias is not None:
-        finished_norm(spec_cache, a, a.rounding, a.gate, a.gate_order)
+    if a.gate is not None or a.bias is not None or a.gamma is None or a.return_rstd:
+        further = {"head_gamma": a.head_gamma, "rstd": a.rstd_out}
+        finished_norm(spec_cache, a, a.rounding, a.gate, a.gate_order, **further)
         return
     key = (a.x.dtype, a.gamma.dtype, None if a.residual is None else a.residual.dtype)
     spec = spec_cache.get(key)
@@ -108,7 +109,7 @@ def _quantized_norm(
     if gate is not None or bias is not None:
         prologue, tensors, operands, after = further(prologue, tensors, gate, a.gate_order, bias, a.x)
     residual_dtype = None if a.residual is None else a.residual.dtype
-    dtypes = (a.x.dtype, a.gamma.dtype, residual_dtype)
+    dtypes = (a.x.dtype, None if a.gamma is None else a.gamma.dtype, residual_dtype)
     key = (*dtypes, a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, operands, after)
     spec = spec_cache.get(key)
     if spec is None:
@@ -164,7 +165,7 @@ _rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, _quantized_in_any_format)
 @overload
 def rms_norm(
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     eps: float = ...,
     *,
     weight_offset: float = ...,
@@ -175,15 +176,17 @@ def rms_norm(
     gate_order: GateOrder = ...,
     bias: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
     out: Tensor | None = ...,
     residual_out: None = ...,
+    rstd_out: None = ...,
 ) -> Tensor: ...
 
 
 @overload
 def rms_norm(
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     eps: float = ...,
     *,
     weight_offset: float = ...,
@@ -194,14 +197,37 @@ def rms_norm(
     gate_order: GateOrder = ...,
     bias: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
     out: Tensor | None = ...,
     residual_out: Tensor | None = ...,
+    rstd_out: None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor | None = ...,
+    rounding: Rounding = ...,
+    round_sum: bool | None = ...,
+    gate: Tensor | None = ...,
+    gate_order: GateOrder = ...,
+    bias: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[True],
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+    rstd_out: Tensor | None = ...,
+) -> tuple[Tensor, ...]: ...
 
 
 def rms_norm(
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
@@ -212,15 +238,21 @@ def rms_norm(
     gate_order: GateOrder = "after",
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    return_rstd: bool = False,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    rstd_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """RMSNorm of the last dimension: ``y = (h * rs) * (gamma + weight_offset)``, ``h = x + residual``.
 
     ``x`` [..., N] is bfloat16, float16 or float32 with any strides as long as the last dimension is
     contiguous. ``gamma`` [N] has any of these dtypes. Returns ``y`` in x's dtype or, with a
     ``residual``, ``(y, new_residual)``, where ``new_residual = h`` in the residual's dtype. ``out`` and
     ``residual_out`` receive the results and may be ``x`` and ``residual`` themselves.
+
+    Without a gamma (None) ``y = h * rs``, with the bytes of a gamma of ones. ``gamma`` [H, N] has a weight for each
+    head of x [..., H, N]. ``return_rstd`` also returns ``rs``, float32 [...], as the last result, which ``rstd_out``
+    receives. To norm the first k columns of rows, pass views of them. The other columns are neither read nor written.
 
     Rounding: "once" rounds y (and separately h, for new_residual) at the store and nowhere else. "hf"
     rounds h to the residual's dtype, ``h * rs`` to x's dtype, then the product with gamma.
@@ -239,15 +271,25 @@ def rms_norm(
     >>> onepass.rms_norm(x, torch.ones(2), eps=0.0)
     tensor([[0.8485, 1.1314],
             [0.0000, 0.0000]])
+    >>> onepass.rms_norm(x, None, eps=0.25, return_rstd=True)[1]
+    tensor([0.2801, 2.0000])
+    >>> rows = torch.tensor([[3.0, 4.0, 7.0]])
+    >>> onepass.rms_norm(rows[:, :2], torch.ones(2), out=rows[:, :2]), rows
+    (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 1.1314, 7.0000]]))
     """
-    options = (eps, weight_offset, rounding, round_sum, gate_order, out_dtype)
-    y, h = _rms_norm.call(x, gamma, residual, gate, bias, *options, out, residual_out)
+    options = (eps, weight_offset, rounding, round_sum, gate_order, out_dtype, return_rstd)
+    heads = None
+    if isinstance(gamma, Tensor) and gamma.dim() == 2:
+        gamma, heads = None, gamma
+    y, h, rstd = _rms_norm.call(x, gamma, residual, gate, bias, heads, *options, out, residual_out, rstd_out)
+    if rstd is not None:
+        return tuple([t for t in (y, h, rstd) if t is not None])
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))
 
 
 def rms_norm_fused_fp8(
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     eps: float = 1e-6,
     *,
     weight_offset: float = 0.0,
@@ -291,7 +333,7 @@ def rms_norm_fused_fp8(
     32, 64, 128 or 256 columns, [..., N / group]. With a prologue ``x`` may be float8_e4m3fn,
     float8_e4m3fnuz or int8, which the prologue sees as numbers (`onepass.prologues.dequantize`).
     ``return_norm`` also stores what `rms_norm` would return, in x's dtype, or in gamma's for an 8-bit
-    x; ``rounding="hf"`` is rejected there, as it rounds to x's dtype.
+    x; ``rounding="hf"`` is rejected there, as it rounds to x's dtype. ``gamma`` may be None, as in `rms_norm`.
 
     Rounding, including ``round_sum``: see the module. Codes are computed from the scale as stored,
     rounded to nearest even, and saturate. A row of zeros has codes 0 and scale ``min_scale`` (ue8m0: at
@@ -315,7 +357,7 @@ def rms_norm_fused_fp8(
 
 def rms_norm_fused_quant(
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     eps: float = 1e-6,
     *,
     format: QuantFormatName = "e4m3fn",
@@ -363,8 +405,8 @@ def rms_norm_fused_quant(
     "column_packed" stores the exponents of four groups per int32, in such columns; "128x4" is the
     [M padded to 128, G padded to 4] swizzle of block-scaled GEMMs. All leading dimensions together are M rows.
 
-    ``gate``, ``gate_order`` and ``bias`` are those of `rms_norm`, and ``statistic="layer"`` is `layer_norm`. Scale and codes
-    are computed from the result, as with ``quantize="divide"`` or from its product with ``1 / scale``.
+    ``gate``, ``gate_order``, ``bias`` and ``gamma=None`` are those of `rms_norm`, and ``statistic="layer"`` is
+    `layer_norm`. Scale and codes are computed from the result, as with ``quantize="divide"`` or from its product with ``1 / scale``.
 
     ``rounding="stored"`` quantizes the norm as `rms_norm` stores it, rounded once to x's dtype. All other
     arguments are those of `rms_norm_fused_fp8`, which is the form for fp8 of this function: same bytes.

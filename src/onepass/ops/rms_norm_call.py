@@ -16,8 +16,8 @@ from .dispatch import Family
 
 _family = Family("rms_norm")
 _ROW_SCALE = (1, 0, 0)
-_SCALE = 4
-"""The index of scale among a call's row tensors: x, residual, norm, codes, scale, ..."""
+_SCALE, _OPERANDS = 4, 6
+"""The indices of scale and of the first operand among a call's row tensors: x, residual, norm, codes, scale, ..."""
 
 
 def run_rows(call: RowCall) -> None:
@@ -35,7 +35,7 @@ def run_rows(call: RowCall) -> None:
         step = (n, 0, 0)
         scale_step = _ROW_SCALE if scale is None else (scale.shape[-1], 0, 0)
         code_step = step if call.codes is None else (call.codes.shape[-1], 0, 0)
-        strides = (step, step, step, code_step, scale_step, step)
+        strides = (step, step, step, code_step, scale_step, step, step, _ROW_SCALE)
         launch(call._replace(eps=eps, n=n, geom=Geometry(total // n, 1, 1), strides=strides))
         return
     folded = geometry(rows)
@@ -52,7 +52,7 @@ def run_rows(call: RowCall) -> None:
 def _row_tensors(call: RowCall) -> list[Tensor | None]:
     """The tensors that have a row for each row of x, with None for operands that have one value per column."""
     rows: list[Tensor | None] = [*call.rows]
-    for i, operand in enumerate(call.spec.operands, start=len(rows) - len(call.operands)):
+    for i, operand in enumerate(call.spec.operands, start=_OPERANDS):
         if operand.kind == "column":
             rows[i] = None
     if _tiled(call):
@@ -67,11 +67,10 @@ def _tiled(call: RowCall) -> bool:
 
 def _with_rows(call: RowCall, rows: list[Tensor | None]) -> RowCall:
     """The same call on other row tensors, in the order of `_row_tensors`."""
-    x, residual, norm, codes, scale, new_residual, *others = rows
+    x, residual, norm, codes, scale, new_residual, *others, row_gamma, rstd = rows
     assert x is not None
     operands = [t if other is None else other for t, other in zip(call.operands, others, strict=True)]
     if _tiled(call):
         scale = call.scale
-    return call._replace(
-        x=x, residual=residual, norm=norm, codes=codes, scale=scale, new_residual=new_residual, operands=operands
-    )
+    call = call._replace(x=x, residual=residual, operands=operands, row_gamma=row_gamma)
+    return call._replace(norm=norm, codes=codes, scale=scale, new_residual=new_residual, rstd=rstd)

@@ -32,7 +32,10 @@ from ..specs.scale_layout import PACKINGS, empty_scale, scale_shape
 from .options import ROUNDING, WEIGHT_OFFSET, columns, eps
 
 _F32 = (torch.float32,)
-_GAMMA = Arg("N", "weight; any float dtype", FLOATS, sample="gamma")
+_GAMMA = Arg("N", "weight; any float dtype; None: 1", FLOATS, optional=True, sample="gamma")
+_HEAD_GAMMA = Arg("H N", "gamma [H, N]: a weight for each head of x [..., H, N]", FLOATS, optional=True, sample="gamma")
+_WITHOUT_GAMMA = ("weight_offset", "be 0 without gamma")
+_NO_OFFSET = Rule("gamma is not None or weight_offset == 0", *_WITHOUT_GAMMA)
 _RESIDUAL = Arg("... N", "added to x in float32; x's dtype or float32", "(x.dtype, torch.float32)", optional=True)
 _RESIDUAL_OF_ANY_X = Arg(
     "... N",
@@ -58,6 +61,14 @@ _BIAS = Arg("N", "added to the norm; any float dtype", FLOATS, optional=True)
 _GATE_ORDER = Option("str", "after", "gate the norm, or x before the norm", choices=GATE_ORDERS)
 _OUT_DTYPE = Option("ScalarType", None, "dtype of y; None: x's", choices=FLOATS, optional=True)
 _Y = Out("... N", "out_dtype or x.dtype", "the norm", "out")
+_RSTD = Out(
+    "...",
+    "torch.float32",
+    "rs = 1 / sqrt(mean(h^2) + eps) of each row",
+    "rstd_out",
+    when="return_rstd",
+    make="empty(lead, dtype=torch.float32, device=device)",
+)
 _SUMS = "round_sum=True: h = round(x+residual) with either; round_sum=False: h = x+residual"
 
 RMS_NORM = Contract(
@@ -68,6 +79,7 @@ RMS_NORM = Contract(
         "residual": _RESIDUAL,
         "gate": _GATE,
         "bias": _BIAS,
+        "head_gamma": _HEAD_GAMMA,
     },
     options={
         "eps": eps(),
@@ -76,9 +88,19 @@ RMS_NORM = Contract(
         "round_sum": _ROUND_SUM,
         "gate_order": _GATE_ORDER,
         "out_dtype": _OUT_DTYPE,
+        "return_rstd": Option("bool", False, "also return rs"),
     },
-    outs={"y": _Y, "new_residual": _NEW_RESIDUAL},
-    rules=(columns("N", "x"),),
+    outs={"y": _Y, "new_residual": _NEW_RESIDUAL, "rstd": _RSTD},
+    rules=(
+        columns("N", "x"),
+        Rule("gamma is None or head_gamma is None", "head_gamma", "be the only gamma"),
+        Rule(
+            "head_gamma is None or x.shape[-2:] == (H, N)", "head_gamma", "have shape [N], or [H, N] with x [..., H, N]"
+        ),
+        Rule("gamma is not None or head_gamma is not None or weight_offset == 0", *_WITHOUT_GAMMA),
+    ),
+    carried={"gamma": ("gamma", "head_gamma")},
+    known_as={"head_gamma": "gamma"},
     rounding="once: y = round((h*rs)*(gamma+offset)); hf: h = round(x+residual), y = round(round(h*rs)*(gamma+offset)); "
     f"{_SUMS}; bias and gate: y = round(((h*rs)*(gamma+offset)+bias)*silu(gate)), and hf rounds each step",
 )
@@ -88,7 +110,7 @@ LAYER_NORM = Contract(
     args={"x": Arg("... N", "activations", FLOATS), "gamma": _GAMMA, "bias": _BIAS, "residual": _RESIDUAL},
     options={"eps": eps(), "weight_offset": WEIGHT_OFFSET, "round_sum": _ROUND_SUM, "out_dtype": _OUT_DTYPE},
     outs={"y": _Y, "new_residual": _NEW_RESIDUAL},
-    rules=(columns("N", "x"),),
+    rules=(columns("N", "x"), _NO_OFFSET),
     rounding="once: d = h-mean(h), y = round((d*rs)*(gamma+offset)+bias); round_sum=True: h = round(x+residual)",
 )
 
@@ -116,6 +138,7 @@ _STEPS: Final = {
 _NORM: Final = Out("... N", _NORM_DTYPE, "the norm, as rms_norm returns it", "norm_out", when="return_norm")
 _DIVIDES: Final = Rule("group_size is None or N % group_size == 0", "group_size", "divide the number of columns, N={N}")
 _TENSOR_RULES: Final = (
+    _NO_OFFSET,
     Rule("static_scale is None or scale_ub is None", "scale_ub", "be None with static_scale"),
     Rule("static_scale is None or scale_ub_tensor is None", "scale_ub_tensor", "be None with static_scale"),
     Rule("scale_ub is None or scale_ub_tensor is None", "scale_ub_tensor", "be either a number or a tensor"),
@@ -125,6 +148,7 @@ _TENSOR_RULES: Final = (
 )
 _PROLOGUE_RULES: Final = (
     Rule("x.dtype in FLOATS or prologue", "x", "be bfloat16, float16 or float32 without a prologue"),
+    Rule("x.dtype in FLOATS or gamma is not None or not return_norm", "gamma", "be given for the norm of an 8-bit x"),
     Rule("x.dtype in FLOATS or rounding == 'once'", "rounding", "be 'once' for an 8-bit x ('hf' rounds to x's dtype)"),
     Rule("arity(prologue) == len(prologue_args)", "prologue_args", "hold one tensor per parameter after x"),
 )

@@ -35,17 +35,25 @@ def finished_norm(
     gate: Tensor | None = None,
     order: GateOrder = "after",
     centered: bool = False,
+    head_gamma: Tensor | None = None,
+    rstd: Tensor | None = None,
 ) -> None:
     """A norm with a gate or a bias, or LayerNorm (``centered``)."""
     prologue, operands, kinds, after = further("", (), gate, order, a.bias, a.x)
-    residual = None if a.residual is None else a.residual.dtype
-    key = (a.x.dtype, a.gamma.dtype, residual, kinds)
+    gamma = a.gamma if head_gamma is None else head_gamma
+    dtypes = (a.x.dtype, None if gamma is None else gamma.dtype, None if a.residual is None else a.residual.dtype)
+    key = (*dtypes, kinds, head_gamma is None)
     spec = spec_cache.get(key)
     if spec is None:
         options: dict[str, Any] = {"round_sum": a.round_sum, "after": after, "centered": centered}
-        spec = spec_cache[key] = row_spec(*key[:3], a.out.dtype, rounding, prologue, kinds, **options)
-    numbers = (a.eps, a.weight_offset)
-    run_rows(RowCall(spec, a.x, a.gamma, *numbers, a.residual, operands, norm=a.out, new_residual=a.residual_out))
+        options |= {"per_row": head_gamma is not None, "rstd": rstd is not None}
+        spec = spec_cache[key] = row_spec(*dtypes, a.out.dtype, rounding, prologue, kinds, **options)
+    call = RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, operands, norm=a.out)
+    if head_gamma is not None:
+        call = call._replace(row_gamma=head_gamma.expand(a.x.shape))
+    if rstd is not None:
+        call = call._replace(rstd=rstd.unsqueeze(-1))
+    run_rows(call._replace(new_residual=a.residual_out))
 
 
 def _centered_norm(spec_cache: SpecCache, a: Any) -> None:
@@ -81,7 +89,7 @@ _layer_norm = Op(LAYER_NORM, _centered_norm)
 @overload
 def layer_norm(
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     bias: Tensor | None = ...,
     eps: float = ...,
     *,
@@ -97,7 +105,7 @@ def layer_norm(
 @overload
 def layer_norm(
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     bias: Tensor | None = ...,
     eps: float = ...,
     *,
@@ -112,7 +120,7 @@ def layer_norm(
 
 def layer_norm(
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     bias: Tensor | None = None,
     eps: float = 1e-6,
     *,
@@ -127,7 +135,8 @@ def layer_norm(
 
     ``rs = 1 / sqrt(mean(d^2) + eps)``. The arguments, dtypes and results are those of `rms_norm`. Everything is float32
     until the rounding at the store. The row's mean is rounded to float32 before it is subtracted.
-    `rms_norm_fused_quant` with ``statistic="layer"`` quantizes the result.
+    ``gamma=None`` leaves out the product, as `rms_norm` does. `rms_norm_fused_quant` with ``statistic="layer"``
+    quantizes the result.
 
     >>> import torch, onepass
     >>> onepass.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.tensor([0.0, 0.5]), eps=0.0)

@@ -54,7 +54,7 @@ class RowSpec:
     """
 
     x: torch.dtype
-    gamma: torch.dtype
+    gamma: torch.dtype | None
     residual: torch.dtype | None
     norm: torch.dtype | None
     fp8: CodeFormat | None
@@ -69,6 +69,10 @@ class RowSpec:
     """What follows the product with gamma. Its tensors are the last of ``operands``, the gate before the bias."""
     centered: bool = False
     """Whether the row's mean is subtracted from ``h`` first: LayerNorm."""
+    per_row: bool = False
+    """Whether each row has its own gamma."""
+    rstd: bool = False
+    """Whether the reciprocal RMS of each row is stored."""
 
     @property
     def quantizes_norm(self) -> bool:
@@ -93,7 +97,7 @@ class RowSpec:
 
 def row_spec(
     x: torch.dtype,
-    gamma: torch.dtype,
+    gamma: torch.dtype | None,
     residual: torch.dtype | None,
     norm: torch.dtype | None,
     rounding: QuantRounding,
@@ -105,11 +109,13 @@ def row_spec(
     round_sum: bool | None = None,
     after: After = NOTHING_AFTER,
     centered: bool = False,
+    per_row: bool = False,
+    rstd: bool = False,
 ) -> RowSpec:
     """The interned `RowSpec` with these properties. ``round_sum=None`` follows ``rounding``."""
     if round_sum is None or residual in (None, torch.float32):  # rounding does not change a float32 sum
         round_sum = rounding == "hf"
-    rest = (rounding, round_sum, after, centered)
+    rest = (rounding, round_sum, after, centered, per_row, rstd)
     return _interned(x, gamma, residual, norm, codes, fp8_max, scale, prologue, operands, *rest)
 
 
@@ -125,13 +131,14 @@ class RowCall(NamedTuple):
     """One call of a row kernel: its spec, tensors and numbers, all validated.
 
     ``n`` is the number of columns; ``geom`` and ``strides`` locate the rows. ``strides`` has one triple
-    for each of x, residual, norm, codes, scale, new_residual and the operands, in this order. An output
-    may be the input that it replaces.
+    for each of x, residual, norm, codes, scale, new_residual, the operands, row_gamma and rstd, in this order. An output
+    may be the input that it replaces. ``row_gamma`` [..., N] replaces ``gamma`` if rows differ in it, and neither is
+    given if gamma is 1. ``rstd`` is [..., 1].
     """
 
     spec: RowSpec
     x: Tensor
-    gamma: Tensor
+    gamma: Tensor | None
     eps: float
     weight_offset: float
     residual: Tensor | None = None
@@ -144,6 +151,8 @@ class RowCall(NamedTuple):
     scale_ub: float = math.inf
     scale_ub_tensor: Tensor | None = None
     min_scale: float = 0.0
+    row_gamma: Tensor | None = None
+    rstd: Tensor | None = None
     n: int = 0
     geom: Geometry = Geometry(0, 1, 1)
     strides: Sequence[Strides] = ()
@@ -151,4 +160,5 @@ class RowCall(NamedTuple):
     @property
     def rows(self) -> tuple[Tensor | None, ...]:
         """The tensors that ``strides`` describes."""
-        return (self.x, self.residual, self.norm, self.codes, self.scale, self.new_residual, *self.operands)
+        outputs = (self.norm, self.codes, self.scale, self.new_residual)
+        return (self.x, self.residual, *outputs, *self.operands, self.row_gamma, self.rstd)

@@ -49,9 +49,9 @@ def around(value: Tensor, radius: Tensor | float) -> Bounds:
     return Bounds(torch.where(exact, value, value - radius), torch.where(exact, value, value + radius))
 
 
-def weight(gamma: Tensor, offset: float) -> Tensor:
-    """``gamma + weight_offset``, added in float32."""
-    g = gamma.float()
+def weight(gamma: Tensor | None, offset: float) -> Tensor:
+    """``gamma + weight_offset``, added in float32; 1 without gamma."""
+    g = torch.ones(1) if gamma is None else gamma.float()
     return (g + torch.tensor(offset, dtype=torch.float32)).double() if offset else g.double()
 
 

@@ -22,7 +22,7 @@ class Norm(NamedTuple):
 
 def rms_norm(
     x: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     eps: float,
     *,
     weight_offset: float = 0.0,
@@ -34,6 +34,7 @@ def rms_norm(
 ) -> Norm:
     """RMSNorm of the last dimension. A row with a non-finite value is all NaN; a row of zeros is all zero.
 
+    ``gamma`` is [N], [H, N] for x [..., H, N], or None: 1.
     ``round_sum``: whether ``x + residual`` is rounded to the residual's dtype; None: with "hf".
     """
     h = x.double()
@@ -43,7 +44,8 @@ def rms_norm(
         h = h + residual.double()
         if rounding == "hf" if round_sum is None else round_sum:
             h = h.to(residual.dtype).double()
-    g = gamma.double() + float(torch.tensor(weight_offset, dtype=torch.float32))
+    g = torch.ones(1) if gamma is None else gamma
+    g = g.double() + float(torch.tensor(weight_offset, dtype=torch.float32))
     v = h.square().mean(-1, keepdim=True) + float(torch.tensor(eps, dtype=torch.float32))
     rs = torch.where(v > 0, v.rsqrt(), 0.0)
     rs = torch.where(v.isfinite(), rs, torch.nan)

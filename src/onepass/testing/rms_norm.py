@@ -29,6 +29,13 @@ from .quantized import Quantized, described, without_padding
 from .rms_norm_finish import centered, code_cases, finished, layer_cases, norm_cases
 from .rms_norm_options import sum_cases, verify_division, vllm_cases
 from .rms_norm_quant import quant_cases
+from .rms_norm_weights import (
+    verify_rstd,
+    weight_cases,
+    weightless_fp8_cases,
+    weightless_layer_cases,
+    weightless_quant_cases,
+)
 from .samples import sample
 
 BF16, F16, F32 = FLOATS
@@ -190,6 +197,10 @@ CASES = (
     *norm_cases("rms_norm"),
     *layer_cases("layer_norm"),
     *code_cases("rms_norm_fused_quant"),
+    *weight_cases("rms_norm"),
+    *weightless_layer_cases("layer_norm"),
+    *weightless_fp8_cases("rms_norm_fused_fp8"),
+    *weightless_quant_cases("rms_norm_fused_quant"),
 )
 _OPS: dict[str, Any] = {
     "rms_norm": (RMS_NORM, rms_norm),
@@ -209,13 +220,16 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     static, bound, overall = (options.pop(name, None) for name in ("static_scale", "bounded", "global_scale"))
     further: dict[str, torch.dtype] = {name: options.pop(name) for name in ("gate", "bias") if name in options}
     optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
-    optional += further
+    gamma = "head_gamma" if options.pop("heads", False) else "gamma"
+    optional += [*further, gamma]
     own = case.x if case.x in FLOATS else F32
-    dtypes = {"x": own, "gamma": case.gamma or case.x, "residual": case.residual or own, "static_scale": F32}
+    dtypes = {"x": own, gamma: case.gamma or case.x, "residual": case.residual or own, "static_scale": F32}
     dtypes |= further
+    sizes = {"N": case.n, "H": (1, *case.lead)[-1]}
     tensors: dict[str, Any] = {
-        **sample(contract, {"N": case.n}, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
+        **sample(contract, sizes, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
     }
+    tensors["gamma"] = tensors.pop(gamma)
     _set_values(tensors, case)
     if case.x not in FLOATS:
         tensors["x"] = (40 * tensors["x"]).clamp(-127, 127).to(case.x)
@@ -264,11 +278,12 @@ def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 def result_names(case: Case) -> list[str]:
     """The output keyword of each result, in order."""
     quantized = case.op not in ("rms_norm", "layer_norm")
-    return _names(quantized, case.residual is not None, bool(case.options.get("return_norm")))
+    return _names(quantized, case.residual is not None, case.options)
 
 
-def _names(quantized: bool, residual: bool, norm: bool) -> list[str]:
-    return ["out"] + ["scale_output"] * quantized + ["residual_out"] * residual + ["norm_out"] * norm
+def _names(quantized: bool, residual: bool, options: dict[str, Any]) -> list[str]:
+    names = ["out"] + ["scale_output"] * quantized + ["residual_out"] * residual
+    return names + ["norm_out"] * bool(options.get("return_norm")) + ["rstd_out"] * bool(options.get("return_rstd"))
 
 
 def zeroable(case: Case) -> list[tuple[int, str]]:
@@ -307,7 +322,7 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
 def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results of any call: every value lies between bounds."""
     quantized, residual = results[0].dtype not in FLOATS, host.get("residual")
-    names = _names(quantized, residual is not None, bool(host.get("return_norm")))
+    names = _names(quantized, residual is not None, host)
     named, hf = dict(zip(names, results, strict=True)), host.get("rounding") == "hf"
     x, error, doubt = host["x"], compare.FLOAT32_ERROR, None
     h = x.float()
@@ -335,6 +350,9 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
     if host.get("statistic") == "layer":
         h, doubt = centered(h, doubt)
     rs = bounds.reciprocal_rms(h, host.get("eps", 1e-6))
+    wrong = verify_rstd(named["rstd_out"], rs, error, doubt) if "rstd_out" in named else None
+    if wrong is not None:
+        return f"rstd: {wrong}"
     g = bounds.weight(host["gamma"], host.get("weight_offset", 0.0))
     y = finished(bounds.normed(h, rs, g, x.dtype if hf else None, error, doubt), host)
     shown = "norm_out" if quantized else "out"

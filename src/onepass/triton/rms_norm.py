@@ -23,17 +23,21 @@ from .tuning.table import Regime, Variant
 
 _NARROW: Final = ("row", "group")
 """Kinds of operands with fewer values than columns; their alignment does not affect the layout."""
+_SMALL: Final = ("scale", "static_scale", "scale_ub", "rstd")
+"""Tensors without columns, whose alignment does not matter either."""
 _FIRST_OPERAND: Final = 6
 """The index of the first operand in `RowCall.strides`."""
 
 
 RowShape = namedtuple("RowShape", "rows n n1 n2")
 """Rows, columns, and the sizes of the two inner leading dimensions."""
-RowMath = namedtuple("RowMath", "hf round_sum offset shift_gamma hw_rounding stored centered finishes gate bias")
+RowMath = namedtuple(
+    "RowMath", "hf round_sum offset shift_gamma hw_rounding stored centered finishes gate bias weightless"
+)
 """What a kernel computes, apart from quantization. ``offset``: gamma has an offset.
 ``shift_gamma``: see `device.row.factor`. ``stored``: the norm is rounded before it is quantized.
 ``centered``: the mean is subtracted. ``finishes``: a gate or a bias, operands with these indices or
--1, follows gamma.
+-1, follows gamma. ``weightless``: there is no gamma.
 """
 
 TABLE: Final = {
@@ -53,6 +57,8 @@ TABLE: Final = {
     "bound": "fp32 scale_ub",
     "least": "fp32 min_scale",
     "scale_ub": "* scale_ub_tensor",
+    "row_gamma": rows("row_gamma", "strides[-2]"),
+    "rstd": rows("rstd", "strides[-1]"),
 }
 
 
@@ -61,7 +67,8 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     rule = spec.scale
     dtypes: dict[str, torch.dtype | None] = {
         "x": spec.x,
-        "gamma": spec.gamma,
+        "gamma": None if spec.per_row else spec.gamma,
+        "row_gamma": spec.gamma if spec.per_row else None,
         "residual": spec.residual,
         "norm": spec.norm,
         "codes": spec.fp8.dtype if spec.fp8 else None,
@@ -69,6 +76,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "new_residual": spec.residual,
         "static_scale": torch.float32 if rule and (rule.kind == "static" or rule.has_global) else None,
         "scale_ub": torch.float32 if rule and rule.bound_in_memory else None,
+        "rstd": torch.float32 if spec.rstd else None,
         **{f"operands.{i}": None for i in range(MAX_OPERANDS)},
         **{f"operands.{i}": operand.dtype for i, operand in enumerate(spec.operands)},
     }
@@ -91,6 +99,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
             any(spec.after),
             spec.gate,
             spec.bias,
+            spec.gamma is None,
         ),
         "QUANT": quant(spec.fp8, chip, rule, spec.fp8_max, spec.quantizes_norm),
         "TILE": config.laid_out(vectors, chip.warp_size, levels)._replace(
@@ -106,7 +115,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         strided = hasattr(TABLE.get(name, TABLE["x"]), "at")
         strides = [f"{name}.s{level}" for level in range(3)] if strided else []
         unused |= dict.fromkeys(strides if kind == "column" else strides[levels:], 0)
-        if vectors and dtype and kind not in _NARROW and name not in ("scale", "static_scale", "scale_ub"):
+        if vectors and dtype and kind not in _NARROW and name not in _SMALL:
             # a tensor without rows must not make Triton choose a layout with more columns per
             # thread than the rows allow
             single = name == "gamma" or kind == "column"
@@ -148,7 +157,8 @@ def _scales_by_lane(spec: RowSpec, config: RowConfig, chip: Chip) -> bool:
 def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offset: bool) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
     short = SHORT_NAMES
-    parts = ["rms_norm_long" if config.long else "rms_norm_row", f"x={short[spec.x]}", f"gamma={short[spec.gamma]}"]
+    parts = ["rms_norm_long" if config.long else "rms_norm_row", f"x={short[spec.x]}"]
+    parts.append(f"gamma={short[spec.gamma] if spec.gamma else 'none'}{' per row' if spec.per_row else ''}")
     if spec.residual:
         parts.append(f"residual={short[spec.residual]}")
     if spec.prologue:
@@ -176,6 +186,8 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
         parts.append("rounded sum" if spec.round_sum else "unrounded sum")
     if offset:
         parts.append("offset")
+    if spec.rstd:
+        parts.append("rstd")
     chunks = str(config.chunk) if config.count < 2 else f"{config.count}*{config.chunk}"
     tile = f"{config.rows}x{chunks}" if config.rows > 1 or config.count < 2 else chunks
     tile += "" if config.whole or config.long else "-"
@@ -195,7 +207,7 @@ def variant_of(spec: RowSpec) -> Variant:
         return "prologue"
     if spec.x.itemsize != 2:
         return "more"
-    narrow_gamma = spec.gamma.itemsize == 2
+    narrow_gamma = spec.gamma is None or spec.gamma.itemsize == 2
     if spec.scale and spec.scale.kind == "group":
         if spec.norm:
             return "group, norm"
@@ -234,9 +246,12 @@ def _aligned(call: RowCall, unit: int) -> bool:
     if unit == 1:
         return True
     strides = call.strides
-    (s0, s1, s2), addresses = strides[0], call.gamma.data_ptr() | call.x.data_ptr()
+    (s0, s1, s2), addresses = strides[0], call.x.data_ptr()
     steps = s0 | s1 | s2
-    for i, tensor in ((1, call.residual), (2, call.norm), (3, call.codes), (5, call.new_residual)):
+    if call.gamma is not None:
+        addresses |= call.gamma.data_ptr()
+    tensors = ((1, call.residual), (2, call.norm), (3, call.codes), (5, call.new_residual), (-2, call.row_gamma))
+    for i, tensor in tensors:
         if tensor is not None:
             s0, s1, s2 = strides[i]
             addresses |= tensor.data_ptr()

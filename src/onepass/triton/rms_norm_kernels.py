@@ -11,12 +11,12 @@ import triton.language as tl
 
 from ..prologues import MAX_OPERANDS
 from .device.bins import bin_squares, bin_values, neighbours, sum_bins, sum_bins_and_peak
+from .device.chunks import load_chunks, load_g, load_weights, weight_factor
 from .device.groups import pad_scales, scale_start, store_groups, store_groups_by_lane
 from .device.numbers import cast, convert, divisor, encode, make_scale, quotient, scaled, store_scale
 from .device.pdl import launch_dependents, wait
 from .device.row import (
     chunk_mask,
-    factor,
     magnitude,
     normalize,
     quantized_norm,
@@ -64,38 +64,11 @@ def _load_h(
 
 
 @triton.jit
-def _load_chunks(pointer, start, inner, n, present, TILE: tl.constexpr, POLICY: tl.constexpr):
-    """The chunks of a tile of rows, unconverted."""
-    chunks = ()
-    for c in tl.static_range(TILE.count):
-        columns = c * TILE.chunk + inner
-        addresses = pointer + start[:, None] + columns[None, :]
-        if TILE.rows == 1 and (TILE.whole or c < TILE.count - 1):
-            chunks = chunks + (tl.load(addresses, eviction_policy=POLICY),)
-        else:
-            mask = chunk_mask(columns, n, present, c == TILE.count - 1)
-            chunks = chunks + (tl.load(addresses, mask=mask, other=0.0, eviction_policy=POLICY),)
-    return chunks
-
-
-@triton.jit
-def _load_weights(gamma, inner, n, TILE: tl.constexpr):
-    chunks = ()
-    for c in tl.static_range(TILE.count):
-        columns = c * TILE.chunk + inner
-        if c == TILE.count - 1 and not TILE.whole:
-            chunks = chunks + (tl.load(gamma + columns[None, :], mask=(columns < n)[None, :], other=0.0),)
-        else:
-            chunks = chunks + (tl.load(gamma + columns[None, :]),)
-    return chunks
-
-
-@triton.jit
 def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr, MATH: tl.constexpr):
     """The largest ``|h * g|`` over all chunks, as integers."""
-    peaks = magnitude(chunks[0].to(tl.float32) * factor(weights[0], weight_offset, MATH))
+    peaks = magnitude(chunks[0].to(tl.float32) * weight_factor(weights[0], weight_offset, MATH))
     for c in tl.static_range(1, COUNT):
-        sizes = magnitude(chunks[c].to(tl.float32) * factor(weights[c], weight_offset, MATH))
+        sizes = magnitude(chunks[c].to(tl.float32) * weight_factor(weights[c], weight_offset, MATH))
         peaks = tl.maximum(peaks, sizes)
     return peaks
 
@@ -103,10 +76,10 @@ def _peaks(chunks, weights, weight_offset, COUNT: tl.constexpr, MATH: tl.constex
 @triton.jit
 def _normed_peaks(chunks, weights, weight_offset, rs, DTYPE: tl.constexpr, COUNT: tl.constexpr, MATH: tl.constexpr):
     """`_peaks` of the norm."""
-    g = factor(weights[0], weight_offset, MATH)
+    g = weight_factor(weights[0], weight_offset, MATH)
     peaks = magnitude(quantized_norm(chunks[0].to(tl.float32), rs, g, DTYPE, MATH))
     for c in tl.static_range(1, COUNT):
-        g = factor(weights[c], weight_offset, MATH)
+        g = weight_factor(weights[c], weight_offset, MATH)
         y = quantized_norm(chunks[c].to(tl.float32), rs, g, DTYPE, MATH)
         peaks = tl.maximum(peaks, magnitude(y))
     return peaks
@@ -149,7 +122,7 @@ def _finished_peaks(
     for c in tl.static_range(TILE.count):
         columns = c * TILE.chunk + inner
         mask = chunk_mask(columns, n, present, True)
-        g = factor(weights[c], weight_offset, MATH)
+        g = weight_factor(weights[c], weight_offset, MATH)
         y = _finished_norm(chunks[c].to(tl.float32), rs, g, operands, starts, columns, mask, DTYPE, MATH)
         peaks = tl.maximum(peaks, magnitude(tl.where(mask, y, 0.0)))
     return peaks
@@ -215,7 +188,7 @@ def _starts(row, shape, operands, LEVELS: tl.constexpr):
 @triton.jit
 def _rms_norm_row_kernel(
     x, gamma, residual, norm, codes, scale, scale_group, new_residual, static_scale, operands, shape,
-    eps, weight_offset, bound, least, scale_ub,
+    eps, weight_offset, bound, least, scale_ub, row_gamma, rstd,
     PROLOGUE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of up to ``count`` chunks, each read once and held in registers; one tile of rows per
@@ -243,14 +216,14 @@ def _rms_norm_row_kernel(
         limits = (bound, least)
     weights = ()
     if TILE.early_gamma:
-        weights = _load_weights(gamma, inner, n, TILE)
+        weights = load_weights(gamma, row_gamma, row, shape, inner, present, TILE)
     x_at = row_start(row, shape, x, LEVELS)
-    held = _load_chunks(x.at, x_at, inner, n, present, TILE, "evict_last" if TILE.reread else "")
+    held = load_chunks(x.at, x_at, inner, n, present, TILE, "evict_last" if TILE.reread else "")
     if residual.at is not None or PROLOGUE is not None:
         added = held
         if residual.at is not None:
             r_at = row_start(row, shape, residual, LEVELS)
-            added = _load_chunks(residual.at, r_at, inner, n, present, TILE, "")
+            added = load_chunks(residual.at, r_at, inner, n, present, TILE, "")
         sums = ()
         for c in tl.static_range(COUNT):
             columns = c * TILE.chunk + inner
@@ -264,13 +237,15 @@ def _rms_norm_row_kernel(
         held = _centered(held, inner, n, present, TILE)
     squares = bin_squares(held, TILE)
     if not TILE.early_gamma:
-        weights = _load_weights(gamma, inner, n, TILE)
+        weights = load_weights(gamma, row_gamma, row, shape, inner, present, TILE)
     if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
         peaks = _peaks(held, weights, weight_offset, COUNT, MATH)
         total, peak = sum_bins_and_peak(squares, peaks, TILE, MATH.hw_rounding)
     else:
         total = sum_bins(squares, TILE)
     rs = reciprocal_rms(total, n, eps)
+    if rstd.at is not None:
+        tl.store(rstd.at + row_start(row, shape, rstd, LEVELS), rs, mask=present)
     codes_at = row_start(row, shape, codes, LEVELS)
     scale_at = scale_start(row, shape, scale, LEVELS, QUANT)
     if codes.at is not None:
@@ -303,7 +278,7 @@ def _rms_norm_row_kernel(
                 h = tl.load(again, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         else:
             h = held[c].to(tl.float32)
-        g = factor(weights[c], weight_offset, MATH)
+        g = weight_factor(weights[c], weight_offset, MATH)
         if new_residual.at is not None:
             if MATH.centered:
                 sum_ = whole[c].to(tl.float32)
@@ -334,7 +309,7 @@ def _rms_norm_row_kernel(
 @triton.jit
 def _rms_norm_long_kernel(
     x, gamma, residual, norm, codes, scale, scale_group, new_residual, static_scale, operands, shape,
-    eps, weight_offset, bound, least, scale_ub,
+    eps, weight_offset, bound, least, scale_ub, row_gamma, rstd,
     PROLOGUE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length, walked in blocks: once for the statistics, once more (from L2) to write."""
@@ -379,7 +354,7 @@ def _rms_norm_long_kernel(
             h = tl.where(mask, h - mean[:, None], 0.0)
         squares = tl.fma(h, h, squares)
         if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
-            g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
+            g = load_g(gamma, row_gamma, row, shape, columns, mask, weight_offset, MATH, LEVELS)
             peaks = tl.maximum(peaks, magnitude(h * g))
     launch_dependents(PDL)
     sums = (neighbours(squares, TILE),)
@@ -389,12 +364,14 @@ def _rms_norm_long_kernel(
         total = sum_bins(sums, TILE)
         peak = tl.zeros((1,), tl.int32)
     rs = reciprocal_rms(total, n, eps)
+    if rstd.at is not None:
+        tl.store(rstd.at + row_start(row, shape, rstd, LEVELS), rs, mask=present)
     if codes.at is not None and QUANT.kind == "row" and QUANT.normed:
         for first in range(0, n, CHUNK):
             columns = first + inner
             mask = (columns < n)[None, :]
             h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
-            g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
+            g = load_g(gamma, row_gamma, row, shape, columns, mask, weight_offset, MATH, LEVELS)
             if MATH.centered:
                 h = tl.where(mask, h - mean[:, None], 0.0)
             if MATH.finishes:
@@ -409,7 +386,7 @@ def _rms_norm_long_kernel(
         columns = first + inner
         mask = (columns < n)[None, :]
         h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_first")
-        g = factor(tl.load(gamma + columns[None, :], mask=mask, other=0.0), weight_offset, MATH)
+        g = load_g(gamma, row_gamma, row, shape, columns, mask, weight_offset, MATH, LEVELS)
         if new_residual.at is not None:
             store(new_residual.at, row_start(row, shape, new_residual, LEVELS), columns, mask, h, MATH.hw_rounding)
         if MATH.centered:

@@ -11,6 +11,7 @@ the compiler's output to check that nothing moves them.
 import triton
 import triton.language as tl
 
+from .chunks import weight_factor
 from .numbers import (
     applied_scale,
     cast,
@@ -23,7 +24,7 @@ from .numbers import (
     scaled,
     store_scale,
 )
-from .row import column_order, factor, magnitude, quantized_norm, row_start
+from .row import column_order, magnitude, quantized_norm, row_start
 
 
 @triton.jit
@@ -212,7 +213,7 @@ def store_groups_by_lane(
     peaks = ()
     for c in tl.static_range(COUNT):
         h = held[c].to(tl.float32)
-        g = factor(weights[c], weight_offset, MATH)
+        g = weight_factor(weights[c], weight_offset, MATH)
         if QUANT.normed:
             v = quantized_norm(h, rs, g, DTYPE, MATH)
         else:

@@ -1,0 +1,67 @@
+"""Cases of norms without gamma, with a gamma for each head, and of the stored reciprocal RMS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
+
+from torch import Tensor
+
+from ..formats import FLOATS
+from . import bounds
+from .case import Case, grid
+
+BF16, F16, F32 = FLOATS
+_HF: Final = {"rounding": "hf"}
+_NONE: Final[dict[str, Any]] = {"gamma": None}
+_HEADS: Final = {"heads": True}
+_RSTD: Final = {"return_rstd": True}
+
+
+def weight_cases(op: str) -> Iterator[Case]:
+    """Of `rms_norm`."""
+    c = partial(grid, Case, op)
+    yield from c("no gamma", (5,), [128, 4096, 7168, 20000], options=_NONE)
+    yield from c("no gamma", (5,), 640, [F16, F32], options=_NONE | _HF)
+    yield from c("no gamma", (3, 4), 1536, residual=BF16, layout=["misaligned", "transposed"], options=_NONE)
+    yield from c("no gamma", (9,), 384, values="special", options=_NONE | {"gate": BF16, "bias": F32})
+    yield from c("heads", (3, 4), [64, 128, 5000, 20000], options=_HEADS)
+    yield from c("heads", (2, 3, 5), 128, F16, BF16, options=_HEADS | _HF)
+    yield from c("heads", (3, 4), 640, F32, residual=F32, layout="transposed", options=_HEADS | {"weight_offset": 1.0})
+    yield from c("heads", (3, 4), 128, layout="misaligned", options=_HEADS | {"gate": BF16})
+    yield from c("heads", (2, 2, 3, 2, 2), 128, layout="reversed", options=_HEADS | _RSTD)
+    yield from c("heads", (9,), 384, values="special", options=_HEADS)
+    yield from c("rstd", (5,), [128, 4096, 20000], options=_RSTD)
+    yield from c("rstd", (3, 4), 1536, F16, residual=F16, layout="transposed", options=_RSTD | _HF)
+    yield from c("rstd", (9,), 384, F32, values="special", options=_RSTD | {"eps": 0.0})
+    yield from c("rstd", (), 128, options=_RSTD)
+
+
+def weightless_layer_cases(op: str) -> Iterator[Case]:
+    """Of `layer_norm`."""
+    yield from grid(Case, op, "no gamma", (5,), [640, 20000], options=_NONE)
+    yield from grid(Case, op, "no gamma", (9,), 640, values="special", options=_NONE | {"bias": BF16})
+
+
+def weightless_fp8_cases(op: str) -> Iterator[Case]:
+    """Of `rms_norm_fused_fp8`."""
+    c = partial(grid, Case, op, "no gamma")
+    groups: dict[str, Any] = _NONE | {"group_size": 128}
+    yield from c((5,), [640, 4096], options=[_NONE, groups])
+    yield from c((5,), 20480, residual=BF16, options=_NONE | _HF | {"return_norm": True})
+    yield from c((9,), 384, F16, values="special", options=_NONE)
+
+
+def weightless_quant_cases(op: str) -> Iterator[Case]:
+    """Of `rms_norm_fused_quant`."""
+    c = partial(grid, Case, op, "no gamma")
+    ways: list[dict[str, Any]] = [{"format": "int8"}, {"format": "nvfp4"}, {"statistic": "layer"}]
+    yield from c((5,), 896, options=[_NONE | way for way in ways])
+    yield from c((5,), 4096, residual=BF16, options=_NONE | {"format": "mxfp8", "rounding": "stored"})
+
+
+def verify_rstd(actual: Tensor, rs: Tensor, error: float, doubt: Tensor | None) -> str | None:
+    """None, or what is wrong with the reciprocal RMS of rows whose own values may be off by ``doubt``."""
+    off = rs * error if doubt is None else rs * (error + bounds.spread(doubt, rs))
+    return bounds.Bounds(*(end.squeeze(-1) for end in bounds.around(rs, off))).stored(actual)
