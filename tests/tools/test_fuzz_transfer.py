@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.testing import mla_cache
+from onepass.testing import guarded, mla_cache
 from onepass.testing.case import fetched, memory_of
 from tools.fuzz import OPS, gemv_norm, linear, numbered
 from tools.fuzz import qk_norm as qk
@@ -38,7 +38,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rows, qk, gemv_norm, linear, mla_cache):
+    for module in (rows, qk, gemv_norm, linear, guarded):
         monkeypatch.setattr(module, "fetched", lambda device, *groups: fetched("elsewhere", *groups))
 
 

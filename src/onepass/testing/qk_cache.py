@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -14,7 +15,8 @@ from ..ops.qk_cache import qk_norm_rope_cache
 from ..rope import Rope
 from . import bounds, compare, oracle
 from .bounds import Bounds
-from .case import fetched, memory_of, moved, same_bytes, set_special, to_cpu
+from .case import moved, same_bytes, set_special, to_cpu
+from .guarded import GUARD, run_guarded
 from .qk_cache_inputs import CASES, OP, QkCacheCase
 
 __all__ = ["CASES", "OP", "call", "inputs", "run_once", "variants", "verify", "zeroable"]
@@ -23,8 +25,6 @@ POSITIONS: Final = 48
 """Rows of freqs."""
 SCALES: Final = {"k_scale": 0.0218437, "v_scale": 0.0317519}
 """Not close to the reciprocal of a small integer: bfloat16 values would have multiples at the ties of fp8."""
-GUARD: Final = 4096
-"""Bytes of a pattern around every buffer; a multiple of every alignment."""
 START: Final = 2
 """Where a dense cache's tokens begin if start is one number."""
 
@@ -197,21 +197,8 @@ def run_once(
     case: QkCacheCase, arguments: dict[str, Any], check: Verify | None = None, guard: int = GUARD
 ) -> tuple[tuple[Tensor, ...], str | None]:
     """The results of a call into guarded tensors, and what is wrong with them or with the memory around them."""
-    given = moved(arguments, guard=guard)
-    memory = {t.untyped_storage().data_ptr(): memory_of(t) for t in given.values() if isinstance(t, Tensor)}
-    before = [t.clone() for t in memory.values()]
-    results = call_with(case, given)
-    was, now, stored = fetched(results[0].device.type, before, memory.values(), results)
-    ours = {t.untyped_storage().data_ptr(): torch.zeros_like(t) for t in now}
-    for t in stored:
-        storage = ours[t.untyped_storage().data_ptr()].untyped_storage()
-        mine = torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
-        mine.unsqueeze(-1).view(torch.uint8).fill_(1)
-    for old, new in zip(was, now, strict=True):
-        outside = (new != old) & (ours[new.untyped_storage().data_ptr()] == 0)
-        if outside.any():
-            return results, f"{int(outside.sum())} bytes beside the outputs were written"
-    return results, (check or verify)(case, arguments, stored)
+    results, stored, wrong = run_guarded(arguments, partial(call_with, case), guard)
+    return results, wrong or (check or verify)(case, arguments, stored)
 
 
 # --- verification ---------------------------------------------------------------------------------------------------
