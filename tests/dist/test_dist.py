@@ -263,21 +263,6 @@ def test_a_failing_check_is_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert "FAIL: 0 of 0" in capsys.readouterr().out
 
 
-def test_importing_onepass_imports_nothing_distributed() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); import onepass; "
-        "new = [m for m in set(sys.modules) - before if 'distributed' in m or m.startswith('onepass.dist')]; "
-        "assert not new, new; onepass.dist.qk_rms_norm; "
-        "heavy = {'torch.distributed.tensor', 'torch._dynamo'} & set(sys.modules) - before; assert not heavy, heavy; "
-        "onepass.dist.QKNormParallel; import onepass.dist; "
-        "print('nothing' if not hasattr(onepass, 'nothing') and not hasattr(onepass.dist, 'nothing') else 'all')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=900, check=False
-    )
-    assert done.stdout.strip() == "nothing", done.stderr
-
-
 def test_times_are_measured(found: Found) -> None:
     rows = values(found("compiled"), dist_workers.time_one_row)
     assert set(rows[0][0]) == {"rows", "local", "all_reduce", "call", "reproducible", "gather_projections"}

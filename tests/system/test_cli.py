@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 import onepass
 from onepass.cli import common, demo, demo_generate, demo_model, env, screen, source
-from onepass.cli.main import app
+from onepass.cli.main import app, main
 from onepass.ops.dispatch import launching_with
 from onepass.testing import runner
 
@@ -101,15 +103,12 @@ def test_check_process() -> None:
     assert "3 of 3 passed" in good.stderr
 
 
-def test_check_process_fails() -> None:
-    program = (
-        "import sys, onepass.cli.main, onepass.ops.dispatch\n"
-        "sys.argv[1:] = ['check', '--match', 'short: 5x33']\n"
-        "with onepass.ops.dispatch.launching_with(lambda family: lambda *_: None): onepass.cli.main.main()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "0 of 3 passed" in done.stdout
+def test_failed_checks_set_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["onepass", "check", "--match", "short: 5x33"])
+    with launching_with(lambda family: lambda *_: None), pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "0 of 3 passed" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not common.backend_status()["interpreter"][0], reason="needs Triton's interpreter")
@@ -355,34 +354,45 @@ def test_demo_reports_a_wrong_kernel(
 
 # --- importing ------------------------------------------------------------------------------------------------------
 
-IMPORT = """
-import json, sys, torch
-before = set(sys.modules)
-import onepass
-dir(onepass)
-print(json.dumps(sorted(set(sys.modules) - before)))
-"""
-HEAVY = ("bench", "checks", "cli", "compat", "cpu", "dist", "docs", "integrations", "nn", "oracle", "samples", "triton")
+STEPS = {
+    "import": "import onepass; dir(onepass)",
+    "dist": "onepass.dist.qk_rms_norm",
+    "parallel": "onepass.dist.QKNormParallel; import onepass.dist",
+    "others": "onepass.compat.vllm, onepass.nn; import rich",
+}
+"""What a new process does after `import torch`, step by step."""
+HEAVY = ("bench", "cli", "compat", "cpu", "dist", "integrations", "nn", "testing", "triton")
 
 
-def modules_of(program: str) -> list[str]:
-    """The module names that a program prints in its own process."""
-    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    found: list[str] = json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, list[str]]:
+    """The modules that each of the `STEPS` loads."""
+    program = "import json, sys, torch\nfound = {}\n"
+    for step, code in STEPS.items():
+        program += f"before = set(sys.modules)\n{code}\nfound[{step!r}] = sorted(set(sys.modules) - before)\n"
+    command = [sys.executable, "-c", f"{program}print(json.dumps(found))"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    found: dict[str, list[str]] = json.loads(done.stdout)
     return found
 
 
-def test_import_is_light() -> None:
+def test_import_is_light(loaded: dict[str, list[str]]) -> None:
     """Beyond torch, about fifty modules of onepass, no other package, no backend and no tools."""
-    found = modules_of(IMPORT)
+    found = loaded["import"]
     assert [name for name in found if name.split(".")[0] != "onepass"] == []
     assert [name for name in found if name.startswith(tuple(f"onepass.{part}" for part in HEAVY))] == []
     assert 20 < len(found) < 60
+    assert all((ROOT / "src" / "onepass" / part).is_dir() for part in HEAVY)
 
 
-def test_the_import_test_sees_heavy_modules() -> None:
-    found = modules_of(IMPORT.replace("dir(onepass)", "onepass.compat.vllm, onepass.nn, __import__('rich')"))
-    assert {"onepass.compat.vllm", "onepass.nn", "rich"} <= set(found)
+def test_dist_loads_dtensors_only_for_its_styles(loaded: dict[str, list[str]]) -> None:
+    heavy = {"torch.distributed.tensor", "torch._dynamo"}
+    assert "onepass.dist" in loaded["dist"] and not heavy & {*loaded["import"], *loaded["dist"]}
+    assert "torch.distributed.tensor" in loaded["parallel"]
+
+
+def test_the_import_test_sees_heavy_modules(loaded: dict[str, list[str]]) -> None:
+    assert {"onepass.compat.vllm", "onepass.nn", "rich"} <= set(loaded["others"])
 
 
 def test_dir_shows_public_names() -> None:
@@ -400,22 +410,21 @@ def test_dir_shows_public_names() -> None:
 
 
 def test_submodules_are_attributes() -> None:
-    """After `import onepass` every module in the README is an attribute."""
-    program = "import json, onepass as o; print(json.dumps([m.__name__ for m in (%s)]))"
+    """Every module in the README is an attribute of `onepass`, whether or not it was imported before."""
     names = ["compat.vllm", "compat.vllm_0_19", "compat.flashinfer", "compat.sglang", "dist", "integrations", "nn"]
-    assert modules_of(program % ", ".join(f"o.{name}" for name in names)) == [f"onepass.{name}" for name in names]
-    with pytest.raises(AttributeError, match="has no attribute 'tensorrt'"):
-        onepass.compat.tensorrt  # noqa: B018
+    for name in names:
+        assert attrgetter(name)(onepass).__name__ == f"onepass.{name}"
+    assert onepass.__getattr__("dist") is onepass.dist and onepass.compat.__getattr__("vllm") is onepass.compat.vllm
+    for module in (onepass, onepass.compat, onepass.dist):
+        with pytest.raises(AttributeError, match="has no attribute 'tensorrt'"):
+            module.tensorrt  # noqa: B018
 
 
-def test_python_m_onepass() -> None:
-    """The package, its command line and the module of that, each as what ``python -m`` runs, in one process."""
-    program = (
-        "import contextlib, runpy, sys\n"
-        "modules, sys.argv[1:] = sys.argv[1:], ['--version']\n"
-        "for module in modules:\n"
-        "    with contextlib.suppress(SystemExit): runpy.run_module(module, run_name='__main__', alter_sys=True)"
-    )
-    command = [sys.executable, "-c", program, "onepass", "onepass.cli", "onepass.cli.main"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, 3 * f"onepass {onepass.__version__}\n"), done.stderr
+@pytest.mark.parametrize("module", ["onepass", "onepass.cli", "onepass.cli.main"])
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
+def test_python_m_onepass(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The package, its command line and the module of that, each as what ``python -m`` runs."""
+    monkeypatch.setattr(sys, "argv", ["onepass", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"onepass {onepass.__version__}\n")
