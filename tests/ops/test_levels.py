@@ -1,15 +1,10 @@
 """Leading dimensions whose strides fold to more than three levels: several launches give the bytes of one.
 
-That the Triton kernels do the same is checked by the cases of the group "levels", in the interpreter and on a GPU.
+That the Triton kernels do the same is checked by the cases of the group "levels", in the interpreter (tests/triton) and on a GPU.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +14,8 @@ from torch import Tensor
 import onepass
 from onepass.ops.dispatch import launching_with
 from onepass.specs.layout import geometry, smallest_dimension
-from onepass.testing import runner
 from onepass.testing.case import lay_out, same_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
 LEAD = (2, 3, 4, 2)
 
 
@@ -178,26 +171,6 @@ def test_compiled() -> None:
     expected = call(x, residual)
     found = torch.compile(call, fullgraph=True, backend="aot_eager")(x, residual)
     assert all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.slow
-def test_interpreted_kernels() -> None:
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tools.checks",
-        "--device",
-        "interpreter",
-        "--match",
-        "levels: ",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    found = re.search(r"(\d+) passed, 0 failed on interpreter", done.stdout)
-    assert done.returncode == 0 and found is not None, done.stdout + done.stderr
-    assert int(found[1]) == len(runner.select([], "levels: ")) >= 13
 
 
 def test_every_option_reaches_each_launch() -> None:

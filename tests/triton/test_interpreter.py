@@ -1,4 +1,4 @@
-"""One case of each group of each op, run by Triton's interpreter, a third of them in one process.
+"""One case of each group of each op, run by Triton's interpreter.
 
 The sweeps over all cases are left out of `make test` (tests/full.py).
 """
@@ -51,7 +51,14 @@ LEFT_OUT = {
     },
 }
 """Groups whose first case takes a second or more in the interpreter."""
-PARTS = 3
+INTERPRETED = {
+    "rms_norm": (60, 2),
+    "rms_norm_fused_fp8": (80, 3),
+    "qk_rms_norm": (70, 1),
+    "apply_qk_rms_norm": (45, 1),
+    "row_mean_of_squares_qk": (20, 1),
+}
+"""Ops whose cases test_rms_norm.py interprets, all of them: the least number, and of tests that share their groups."""
 PROGRAM = """
 import json, sys
 from onepass.testing.runner import CASES, run_cases
@@ -66,11 +73,13 @@ def first_of_each_group() -> list[Check]:
     return list({(case.op, case.group): case for case in reversed(list(cases))}.values())
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_one_case_of_each_group_passes(part: int) -> None:
+@pytest.mark.parametrize("part", ["sample", "rest"])
+def test_one_case_of_each_group_passes(part: str) -> None:
     everything = first_of_each_group()
-    cases = everything[part::PARTS]
-    assert {case.op for case in cases} == set(runner.MODULES) and len(everything) > 80
+    sample = everything[::3]
+    assert {case.op for case in sample} == set(runner.MODULES) and len(everything) > 80
+    rest = [case for case in everything if case not in sample and case.op not in INTERPRETED]
+    cases = {"sample": sample, "rest": rest}[part]
     indices = json.dumps([runner.CASES.index(case) for case in cases])
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, indices]

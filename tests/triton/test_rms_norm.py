@@ -34,6 +34,7 @@ from onepass.triton.compiler import Build, compile_build
 from onepass.triton.rms_norm import build_for, variant_of
 from onepass.triton.rms_norm_config import RowConfig, row_bins, row_config, row_unit
 from onepass.triton.tuning.table import Regime, Variant
+from tests.triton.test_interpreter import INTERPRETED
 from tools.evidence import families, proof, records
 from tools.evidence.chips import MACHINES
 
@@ -41,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 EVIDENCE = MACHINES["h200"].evidence
 OTHER_CHIPS = [Chip("cuda", 80, 32), Chip("cuda", 100, 32), Chip("hip", "gfx942", 64), Chip("hip", "gfx950", 64)]
 BF16 = torch.bfloat16
-SHARES = 8
+SHARES = 2
 
 
 @cache
@@ -65,7 +66,7 @@ def test_every_kernel_passed_its_cases_on_a_gpu(index: int) -> None:
     """The machine code of each configuration is the one that passed its cases on the H200.
 
     Configurations whose source digest is in the evidence are not compiled. For the others the IR is
-    compared, and compiled if it differs. Each test takes an eighth of the configurations.
+    compared, and compiled if it differs. Each test takes half of the configurations.
     """
     problems = records.missing(all_builds()[index::SHARES], records.read(EVIDENCE), records.H200)
     assert not problems, "\n".join([f"{len(problems)} configurations must run on a GPU (make gpu):", *problems])
@@ -156,16 +157,6 @@ def test_compiles_for_other_chips(chip: Chip, part: int) -> None:
     """Half of the configurations, each for one of the other chips, in turn."""
     for build in covering_builds(chip)[4 * part + OTHER_CHIPS.index(chip) :: 16]:
         assert compile_build(build, chip).asm
-
-
-INTERPRETED = {
-    "rms_norm": (60, 2),
-    "rms_norm_fused_fp8": (80, 3),
-    "qk_rms_norm": (70, 1),
-    "apply_qk_rms_norm": (45, 1),
-    "row_mean_of_squares_qk": (20, 1),
-}
-"""By op: the least number of cases, and the number of tests that share their groups."""
 
 
 @pytest.mark.slow

@@ -19,12 +19,12 @@ from tests.triton.test_interpreter import PROGRAM
 from tools.evidence import records
 
 ROOT = Path(__file__).parents[2]
-GROUPS = ("formats", "groups", "values", "places")
+GROUPS = ("formats", "groups", "values", "places", "levels")
 
 
 @pytest.mark.slow
 def test_interpreted_kernels_pass_their_cases() -> None:
-    """Short rows of the groups that differ in codes, scales and places."""
+    """Short rows of the groups that differ in codes, scales, places and stride levels."""
     short = [c for c in runner.select(["rms_norm_fused_quant"]) if c.interpretable and c.group in GROUPS]
     indices = [runner.CASES.index(c) for c in short if getattr(c, "n", 0) <= 384][::2]
     assert len(indices) > 20
