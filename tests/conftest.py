@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections import Counter
@@ -19,6 +20,11 @@ collect_ignore = [] if find_spec("vllm") and find_spec("kernels") else ["engines
 # Read when torch is imported, here and in the processes that tests start. There is one worker per
 # core, each with one thread per core: threads that spin while they wait would slow the others down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A kernel is generated from tens of thousands of small objects. With Python's own thresholds the garbage collector
+# walks through everything that torch and the tests have imported again and again: a fifth of the time of tests
+# that compile kernels.
+gc.set_threshold(50_000, 20, 50)
 
 COLLECTED = pytest.StashKey[list[str]]()
 """The node ids of all tests that were collected, before some of them are deselected."""
