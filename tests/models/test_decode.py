@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
-from onepass.integrations import MlaCache, decode_attention
+from onepass.integrations import MlaCache, decode_latent
 from tests.helpers.models import CONFIGS, close, fresh, logits, small, tokens
 from tools.architectures.small import ARCHITECTURES, build
 
@@ -191,7 +191,7 @@ def test_latents_are_rotated_and_written_as_by_the_model(
     model = fresh("DeepSeek-V3", torch.bfloat16)
     model.config.rope_interleave = interleaved
     found = []
-    own = decode_attention._rotate_as_the_model
+    own = decode_latent._rotate_as_the_model
     with onepass.patch(model, decode=True), torch.inference_mode():
         for in_one_launch in (True, False):
             if not in_one_launch:
@@ -199,7 +199,7 @@ def test_latents_are_rotated_and_written_as_by_the_model(
                 def by_the_model(self: Any, q: Tensor, *others: Any) -> Any:
                     return own(self, q[..., self.qk_nope_head_dim :], *others)
 
-                monkeypatch.setattr(decode_attention, "_rotate_latent", by_the_model)
+                monkeypatch.setattr(decode_latent, "_rotate_latent", by_the_model)
             kind: Any = StaticCache if static else DynamicCache
             cache = kind(config=model.config, **({"max_cache_len": 16} if static else {}))
             pieces = [model(tokens(2, count, seed=count), past_key_values=cache).logits for count in (3, 1, 2)]

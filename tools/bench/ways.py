@@ -41,16 +41,17 @@ WAYS: dict[str, Way] = {
     "decode": _way("decode", decode=True),
     "decode-compile": _way("torch.compile, decode", "default", decode=True),
     "fp8": _way("decode, fp8", decode=True, weights="fp8"),
+    "invariant": _way("decode, batch invariant", decode=True, batch_invariant=True),
 }
 """What ``--contender`` names. The baseline is always measured."""
 NAMES = {way.name: way for way in WAYS.values()}
-SLOW = ("max-autotune", "max-autotune-patched", "decode-compile")
-"""Left out unless they are named."""
+EXTRA = ("max-autotune", "max-autotune-patched", "decode-compile", "invariant")
+"""Left out unless they are named: slow to prepare, or of interest to few."""
 
 
 def chosen(names: Iterable[str] | None, latent: bool) -> tuple[Way, ...]:
     """The ways to measure, the baseline first. Those with an `MlaCache` need a model with latent attention."""
-    wanted = {"eager", *names} if names else {name for name in WAYS if name not in SLOW}
+    wanted = {"eager", *names} if names else {name for name in WAYS if name not in EXTRA}
     return tuple(way for name, way in WAYS.items() if name in wanted and (latent or not way.latent))
 
 

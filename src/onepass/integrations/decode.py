@@ -22,8 +22,21 @@ import torch
 from torch import Tensor, nn
 
 from .angles import AnglesStep, angles_step
-from .decode_attention import attend_heads, attend_latent, attention_step
-from .forwards import FUSED_ROWS, LayerCall, add_norm, is_plain, layer_forward, refuse_gradient, runs_fused
+from .counts import settle
+from .decode_attention import attend_heads
+from .decode_latent import attend_latent
+from .forwards import (
+    FUSED_ROWS,
+    Attended,
+    LayerCall,
+    add_norm,
+    attention_forward,
+    is_plain,
+    layer_forward,
+    mla_forward,
+    refuse_gradient,
+    runs_fused,
+)
 from .steps import (
     AttentionStep,
     LatentStep,
@@ -140,6 +153,27 @@ def _fusable(module: Any, x: Tensor) -> bool:
 def _writes_mla(kwargs: dict[str, Any]) -> bool:
     """Whether the cache is an `MlaCache`, which another forward writes."""
     return bool(getattr(kwargs.get("past_key_values"), "onepass_mla", False))
+
+
+def attention_step(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Attended:
+    """An attention for few tokens."""
+    how: AttentionStep | LatentStep = self._onepass_decode
+    latent = type(how) is LatentStep
+    arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
+    here = takes(how, how.projections[0], hidden_states) and no_global_hooks() and is_ready(self)
+    if here and not getattr(past_key_values, "onepass_mla", False):
+        return (attend_latent if latent else attend_heads)(self, *arguments, **kwargs)
+    settle(past_key_values)
+    if how.fused:
+        return (mla_forward if latent else attention_forward)(self, *arguments, **kwargs)  # type: ignore[arg-type]
+    return cast(Attended, type(self).forward(self, *arguments, **kwargs))
 
 
 def mlp_step(self: Any, x: Tensor | None = None, /, **named: Tensor) -> Tensor:

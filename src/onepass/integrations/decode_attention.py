@@ -1,13 +1,14 @@
 """Attentions for few tokens: one projection of q, k and v, rotation, cache, attention without copies, output.
 
-The forwards are bound by ``onepass.patch(model, decode=True)``; `decode.py` explains how.
+`decode.py` has the forwards that call this, `decode_latent.py` attentions with latents.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,29 +18,8 @@ from ..nn import gamma_of
 from ..ops.qk_cache import qk_norm_rope_cache
 from ..ops.qk_norm import qk_rms_norm
 from .counts import count, settle
-from .forwards import Attended, add_norm, attention_forward, attention_function, mla_forward, refuse_gradient
-from .steps import AttentionStep, LatentStep, is_ready, no_global_hooks, project, takes
-
-
-def attention_step(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
-) -> Attended:
-    """An attention for few tokens."""
-    how: AttentionStep | LatentStep = self._onepass_decode
-    latent = type(how) is LatentStep
-    arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
-    here = takes(how, how.projections[0], hidden_states) and no_global_hooks() and is_ready(self)
-    if here and not getattr(past_key_values, "onepass_mla", False):
-        return (attend_latent if latent else attend_heads)(self, *arguments, **kwargs)
-    settle(past_key_values)
-    if how.fused:
-        return (mla_forward if latent else attention_forward)(self, *arguments, **kwargs)  # type: ignore[arg-type]
-    return cast(Attended, type(self).forward(self, *arguments, **kwargs))
+from .forwards import Attended, attention_function, refuse_gradient
+from .steps import AttentionStep, project
 
 
 def attend_heads(
@@ -73,7 +53,7 @@ def attend_heads(
     if how.softcap:
         kwargs["softcap"] = getattr(self, how.softcap)
     q, k, v = _rotate_and_store(self, states, position_embeddings, past_key_values, kwargs)
-    out, weights = _attend(self, how.home, (q, k, v), attention_mask, kwargs)
+    out, weights = attend(self, how.home, (q, k, v), attention_mask, kwargs)
     if gate is not None:
         out = out * torch.sigmoid(gate.reshape(out.shape))
     out = out if shape is None else out.view(batch * length, -1)
@@ -93,7 +73,7 @@ def _rotate_and_store(
     known = how.turn is not None and (not turns or how.turn.wide or angles[0].dtype is q.dtype)
     if how.norm is not None and not (known and how.norms_in_turn):
         q, k = _normed(self, how, q, k)
-    layer = _dense_layer(cache, self.layer_idx, k) if known else None
+    layer = dense_layer(cache, self.layer_idx, k) if known else None
     if layer is not None:
         q, _ = _turned(self, how, (q, k, v), angles if turns else None, layer)
         count(cache, self.layer_idx, layer, k.shape[1])
@@ -131,7 +111,7 @@ def _turned(
     return qk_norm_rope_cache(*states, layer.keys, layer.values, **options)
 
 
-def _dense_layer(cache: Any, index: int, k: Tensor) -> Any:
+def dense_layer(cache: Any, index: int, k: Tensor) -> Any:
     """The layer of transformers' static cache that keys are written into directly; None for other caches.
 
     A layer with a sliding window qualifies until its window is full. Then it moves its entries itself.
@@ -164,7 +144,11 @@ def _normed(self: Any, how: AttentionStep, q: Tensor, k: Tensor) -> tuple[Tensor
     return rows[0].view(q.shape), rows[1].view(k.shape)
 
 
-class _Biases(threading.local):
+BLOCKED: Final = -1e30
+"""What `Biases.finite` adds to scores that do not count: a row without any that counts must not become NaN."""
+
+
+class Biases(threading.local):
     """Masks as what is added to scores, converted once per step and thread instead of once per layer.
 
     A compiler finds equal expressions itself. Layers are called in order, so a layer that is not behind the last one
@@ -177,21 +161,33 @@ class _Biases(threading.local):
 
     def of(self, mask: Tensor, dtype: torch.dtype, layer: int) -> Tensor:
         """The bias of a mask that is True where attention is allowed, as torch's attention computes it."""
+        # The logarithm of one is zero, and that of zero is -inf: one launch.
+        return self._once(mask, dtype, layer, lambda: torch.log(mask, out=torch.empty_like(mask, dtype=dtype)))
+
+    def finite(self, mask: Tensor, layer: int) -> Tensor:
+        """The float32 bias of a mask, boolean or added to scores, without infinities."""
+
+        def make() -> Tensor:
+            added = torch.log(mask) if mask.dtype is torch.bool else mask
+            return added.float().clamp(min=BLOCKED)
+
+        return make() if torch.compiler.is_compiling() else self._once(mask, torch.float32, layer, make)
+
+    def _once(self, mask: Tensor, dtype: torch.dtype, layer: int, make: Callable[[], Tensor]) -> Tensor:
         if layer <= self.last:
             self.made.clear()
         self.last = layer
         source, bias = self.made.get(id(mask), (None, mask))
         if source is not mask or bias.dtype is not dtype:
-            # The logarithm of one is zero, and that of zero is -inf: one launch.
-            bias = torch.log(mask, out=torch.empty_like(mask, dtype=dtype))
+            bias = make()
             self.made[id(mask)] = mask, bias
         return bias
 
 
-_biases = _Biases()
+biases = Biases()
 
 
-def _attend(
+def attend(
     self: Any, home: str, states: tuple[Tensor, Tensor, Tensor], mask: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that the model is configured for, as rows [batch, tokens, columns].
@@ -206,87 +202,9 @@ def _attend(
     if plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None:
         grouped = q.shape[1] != k.shape[1]
         if mask is not None and mask.dtype is torch.bool and not torch.compiler.is_compiling():
-            mask = _biases.of(mask, q.dtype, self.layer_idx)
+            mask = biases.of(mask, q.dtype, self.layer_idx)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=grouped)
         return out.transpose(1, 2).reshape(batch, length, -1), None
     function = attention_function(self, sys.modules[home])
     out, weights = function(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
     return out.reshape(batch, length, -1), weights
-
-
-def attend_latent(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: Any = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    norm: Any = None,
-    add: Tensor | None = None,
-    shape: tuple[int, int] | None = None,
-    **kwargs: Any,
-) -> Attended:
-    """``o_proj(attention(norm(h))) + add`` with latents, which are normed and rotated as in the model."""
-    how: LatentStep = self._onepass_decode
-    refuse_gradient(self, hidden_states, how.down.weight, how.out.weight)
-    batch, length = hidden_states.shape[:2] if shape is None else shape
-    rounding = how.rounding if norm is None else norm._onepass.rounding
-    down = project(how.down, hidden_states, norm, rounding=rounding)
-    q, latent, k_rot = down.split_with_sizes([how.down.sizes[0], self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-    if how.q_up is not None:
-        q = project(how.q_up, q, self.q_a_layernorm, rounding=self.q_a_layernorm._onepass.rounding)
-    latent = add_norm(self.kv_a_layernorm, latent).view(batch, length, 1, -1)
-    q, k_rot = q.view(batch, length, -1, self.qk_head_dim), k_rot.view(batch, length, 1, -1)
-    latent, k_rot = _rotate_latent(self, q, k_rot, latent, position_embeddings, past_key_values)
-    k, v = self.expand_kv(latent, k_rot)
-    out, weights = _attend(self, how.home, (q.transpose(1, 2), k, v), attention_mask, kwargs)
-    out = out if shape is None else out.view(batch * length, -1)
-    return project(how.out, out, rounding=how.rounding, add=add), weights
-
-
-def _rotate_latent(self: Any, q: Tensor, k: Tensor, latent: Tensor, angles: Any, cache: Any) -> tuple[Tensor, Tensor]:
-    """Rotate the last columns of queries in place, and the key; write it and the latent into the cache.
-
-    All have the shape [batch, tokens, heads, columns]. Returns the latents and keys to attend to, [batch, 1, tokens, columns].
-    One launch rotates and writes. transformers moves both columns of a pair apart, which takes a copy before.
-    """
-    how: LatentStep = self._onepass_decode
-    rotated = q[..., self.qk_nope_head_dim :]
-    if angles[0].dtype is not q.dtype:  # the model would not round its products to this dtype
-        return _rotate_as_the_model(self, rotated, k, latent, angles, cache)
-    turned = (_apart(rotated), _apart(k)) if self.config.rope_interleave else (rotated, k)
-    options: dict[str, Any] = {"rope": (*angles, "half"), "rounding": how.rounding}
-    layer = _dense_layer(cache, self.layer_idx, latent)
-    if layer is not None:
-        options |= {"start": layer.cumulative_length, "layout": "dense", "out": rotated}
-        # transformers stores the latent as keys and the rotated key as values
-        qk_norm_rope_cache(*turned, latent, layer.values, layer.keys, **options)
-        count(cache, self.layer_idx, layer, k.shape[1])
-        return layer.keys, layer.values
-    k_turned = qk_norm_rope_cache(*turned, out=(rotated, None), **options)[1]
-    assert k_turned is not None
-    return _updated(self, cache, latent, k_turned.transpose(1, 2))
-
-
-def _rotate_as_the_model(
-    self: Any, rotated: Tensor, k: Tensor, latent: Tensor, angles: Any, cache: Any
-) -> tuple[Tensor, Tensor]:
-    """The same by the model's own functions."""
-    model = sys.modules[self._onepass_decode.home]
-    rotate = model.apply_rotary_pos_emb_interleave if self.config.rope_interleave else model.apply_rotary_pos_emb
-    turned, k = rotate(rotated.transpose(1, 2), k.transpose(1, 2), *angles)
-    rotated.copy_(turned.transpose(1, 2))
-    return _updated(self, cache, latent, k)
-
-
-def _updated(self: Any, cache: Any, latent: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The latents and keys to attend to, by the cache's own update."""
-    latent = latent.transpose(1, 2)
-    if cache is None:
-        return latent, k
-    settle(cache)
-    return cast(tuple[Tensor, Tensor], cache.update(latent, k, self.layer_idx))
-
-
-def _apart(x: Tensor) -> Tensor:
-    """The first columns of all pairs, then the second ones."""
-    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)

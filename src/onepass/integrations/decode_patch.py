@@ -145,7 +145,8 @@ def _attention(decoding: Decoding, where: str, module: Any) -> str:
     if isinstance(made, str):
         decoding.handle._leave(where, module, WHAT, made)
         return ""
-    how = f"linear {' + '.join(made.names[:-1])}, {_launches(made)}, attention without copies, linear {made.names[-1]}"
+    kept = "attention to latents" if isinstance(made, LatentStep) and not made.expands else "attention without copies"
+    how = f"linear {' + '.join(made.names[:-1])}, {_launches(made)}, {kept}, linear {made.names[-1]}"
     decoding.handle._bind_decode(where, module, made, f"{WHAT} attention", how)
     return "latents" if latent else "qkv"
 
@@ -245,12 +246,13 @@ def _latent_step(decoding: Decoding, module: Any, found: Match) -> LatentStep | 
     except ContractError as error:
         return str(error)
     q_up = others[0] if ranked else None
-    # The model's own expand_kv calls this one with the whole cache. That is too many rows to gain by quantizing it here.
+    # Its float weight is used for single heads, or by the model's own expand_kv for the whole cache. That is too many rows
+    # to gain by quantizing it here.
     codes = module.kv_b_proj.weight.dtype not in FLOATS
     if codes and not _not_linear(decoding, [module.kv_b_proj]):
         _project(decoding, [module.kv_b_proj])
     options = (fused, decoding.rounding, decoding.always, found.code.module, names, (down, *others), Watch())
-    return LatentStep(down, q_up, others[-1], *options)
+    return LatentStep(down, q_up, others[-1], decoding.invariant, *options)
 
 
 def _mlp(decoding: Decoding, where: str, module: Any) -> str:

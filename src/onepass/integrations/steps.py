@@ -2,7 +2,7 @@
 
 ``projections`` of a record are those that follow the parameters of its module, ``names`` those of their layers.
 
-`decode.py` and `decode_attention.py` have the forwards.
+`decode.py`, `decode_attention.py` and `decode_latent.py` have the forwards.
 """
 
 from __future__ import annotations
@@ -103,11 +103,15 @@ class AttentionStep(NamedTuple):
 
 
 class LatentStep(NamedTuple):
-    """A latent attention: the down projections of q and kv as one, q's up projection if there is one, and o."""
+    """A latent attention: the down projections of q and kv as one, q's up projection if there is one, and o.
+
+    ``expands`` is whether keys and values are always made from latents, as in the model.
+    """
 
     down: Projection
     q_up: Projection | None
     out: Projection
+    expands: bool
     fused: bool
     rounding: Rounding
     always: bool
