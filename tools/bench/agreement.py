@@ -29,6 +29,11 @@ _SMALL = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "nu
 _SMALL_KV = {"DeepSeek-V3": 8, "OLMo-2 7B": 8}
 
 
+def small_sizes(name: str) -> dict[str, Any]:
+    """The sizes of a model that differ on a CPU."""
+    return {**_SMALL, "num_key_value_heads": _SMALL_KV.get(name, 2)}
+
+
 def prompts(model: Any, length: int, count: int, device: str) -> list[Tensor]:
     """Prompts of random tokens."""
     generator = torch.Generator().manual_seed(length)
@@ -121,7 +126,7 @@ def main() -> None:
     for name in common.chosen(options.model):
         title, config, sizes = common.sized(name, options.layers)
         if options.device == "cpu":
-            sizes |= {**_SMALL, "num_key_value_heads": _SMALL_KV.get(name, 2)}
+            sizes |= small_sizes(name)
         with torch.inference_mode():
             model = common.build(config, sizes, options.device)
             lengths = [agreement(model, length, PROMPTS, options.device) for length in LENGTHS]
