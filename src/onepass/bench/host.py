@@ -16,7 +16,8 @@ from . import rms_norm as rows
 from .timing import alternate
 from .workload import Call
 
-TORCH = ("torch.empty_like", "x.add(1)", "F.rms_norm")
+TORCH = ("torch.empty_like", "x.view(1, 1, n)", "wide[:1, :n]", "x.add(1)", "F.rms_norm")
+"""Torch's own: an allocation, the two kinds of views that calls below make anew, a small op and torch's norm."""
 ROUNDS, INNER = 60, 50
 """Rounds in which each contender makes INNER calls. The fastest of each half counts: it is what the code costs."""
 
@@ -25,6 +26,7 @@ def forms(device: str, n: int) -> dict[str, Call]:
     """The forms of a norm of one row of ``n`` columns. The weights are 1, so that rows that replace themselves stay finite."""
     x, h, out = (torch.randn(1, n, device=device).bfloat16() for _ in range(3))
     wide = torch.randn(2, 2 * n, device=device).bfloat16()
+    strided = wide[:1, :n]
     gamma = torch.ones(n, device=device, dtype=torch.bfloat16)
     codes, scale = onepass.rms_norm_fused_fp8(x, gamma)
     module = RMSNorm(n, 1e-6, device=device, dtype=torch.bfloat16).requires_grad_(False)
@@ -34,8 +36,9 @@ def forms(device: str, n: int) -> dict[str, Call]:
         "rms_norm, in place": lambda: norm(out, gamma, out=out),
         "rms_norm, residual": lambda: norm(x, gamma, residual=h),
         "rms_norm, residual in place": lambda: norm(out, gamma, residual=h, out=out, residual_out=h),
-        "rms_norm, strided rows": lambda: norm(wide[:1, :n], gamma),
+        "rms_norm, strided rows": lambda: norm(strided, gamma),
         "rms_norm, new views": lambda: norm(x.view(1, 1, n), gamma),
+        "rms_norm, new slices": lambda: norm(wide[:1, :n], gamma),
         "rms_norm_fused_fp8, out=": lambda: fp8(x, gamma, out=codes, scale_output=scale),
         "rms_norm_fused_fp8, residual in place": lambda: fp8(
             x, gamma, residual=h, out=codes, scale_output=scale, residual_out=h
@@ -55,8 +58,12 @@ def contenders(device: str) -> dict[str, Call]:
     p = mla_cache.problem(1, 16, mla_cache.CACHES["fp8"], mla_cache.angles(device), device)
     outs = torch.empty_like(q), torch.empty_like(k)
     cached = qk_cache.problem(1, 8, 2, 64, qk_cache.CACHES["bf16"], device)
+    turn = onepass.Rope(cached.freqs, cached.positions)  # the same for all layers of a step
+    wide = torch.randn(2, 8192, device=device).bfloat16()
     return {
         "torch.empty_like": lambda: torch.empty_like(x),
+        "x.view(1, 1, n)": lambda: x.view(1, 1, 4096),
+        "wide[:1, :n]": lambda: wide[:1, :4096],
         "x.add(1)": lambda: x.add(1),
         "F.rms_norm": lambda: torch.nn.functional.rms_norm(x, (4096,), gamma, eps),
         "rms_norm": lambda: onepass.rms_norm(x, gamma),
@@ -73,7 +80,17 @@ def contenders(device: str) -> dict[str, Call]:
         mla_cache.OP: lambda: onepass.fused_rope_rmsnorm_quantization(
             None, p.q, p.kv, p.offsets, p.freqs, p.gamma, p.cache
         ),
-        qk_cache.OP: lambda: qk_cache.ours(cached._replace(out=None)),
+        qk_cache.OP: lambda: onepass.qk_norm_rope_cache(
+            cached.q,
+            cached.k,
+            cached.v,
+            cached.k_cache,
+            cached.v_cache,
+            gamma_q=cached.gamma_q,
+            gamma_k=cached.gamma_k,
+            rope=turn,
+            slots=cached.slots,
+        ),
     }
 
 

@@ -8,6 +8,7 @@ one file serves Python 3.11 and all later versions.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shlex
 import shutil
@@ -17,6 +18,20 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NAME = "_native.abi3.so"
+
+
+def digest() -> str:
+    """What identifies the sources; the module has that of the sources it was compiled from. "" if they are not here."""
+    found = hashlib.sha256()
+    paths = [path for path in sorted((HERE / "csrc").glob("*")) if path.suffix in (".c", ".h")]
+    for path in paths:
+        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16] if paths else ""
+
+
+def macros() -> dict[str, str]:
+    """The definitions that all of it is compiled with."""
+    return {"Py_LIMITED_API": "0x030B0000", "ONEPASS_SOURCES": f'"{digest()}"'}
 
 
 def build(target: Path, *further: str) -> None:
@@ -38,7 +53,7 @@ def build(target: Path, *further: str) -> None:
         "-shared",
         "-fvisibility=hidden",
         "-pthread",
-        "-DPy_LIMITED_API=0x030B0000",
+        *(f"-D{name}={value}" for name, value in macros().items()),
     ]
     try:
         subprocess.run([*compiler, *options, *further, f"-I{include}", *sources, "-o", str(unfinished)], check=True)

@@ -5,8 +5,8 @@ except addresses: options, and dtype, shape, strides, alignment and device of ev
 tensors overlap. A call is noted when it is first met, recorded when it is met again, and from then on
 repeated without Python: outputs are allocated, addresses filled in, kernels launched.
 
-Without the extension (it was not built, torch lacks DLPack's table of C functions, or the environment
-has ``ONEPASS_NATIVE=0``) Python does all of this, with the same results and errors.
+Without the extension (it was not built, or from other sources than those next to it, torch lacks DLPack's table of C
+functions, or the environment has ``ONEPASS_NATIVE=0``) Python does all of this, with the same results and errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..contract.declaration import Contract
-from . import cuda_launch, debug, plan, replay
+from . import build, cuda_launch, debug, plan, replay
 from .process import forked
 
 try:
@@ -49,6 +49,9 @@ def _load() -> tuple[Any, str]:
     module = _native
     if module is None:
         return None, "not built (python -m onepass.fastpath.build builds it)"
+    built_from = getattr(module, "SOURCES", "")
+    if not built_from or built_from != (build.digest() or built_from):
+        return None, "not used: it was built from other sources (python -m onepass.fastpath.build builds it anew)"
     if type(debug._environment) is not dict:
         return None, "off (os.environ is not the usual one)"
     functions = (
@@ -69,13 +72,21 @@ def _load() -> tuple[Any, str]:
         return None, f"off ({error})"
     driver = cuda_launch.driver() if torch.version.cuda else None
     if driver is not None:
-        module.set_cuda(_address(driver.cuLaunchKernelEx), _address(driver.cuCtxGetDevice))
+        functions_of_cuda = driver.cuLaunchKernelEx, driver.cuCtxGetDevice, driver.cuStreamIsCapturing
+        module.set_cuda(*map(_address, functions_of_cuda))
     replay.switch.listeners.append(module.set_enabled)
     return module, "on"
 
 
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def forget() -> None:
+    """Let no plan use memory that it has kept for a stream; it is taken anew."""
+    module = _load()[0]
+    if module is not None:
+        module.forget()
 
 
 def describe() -> str:

@@ -22,6 +22,15 @@ MAX_LAUNCHES: Final = 16
 MAX_SOURCES: Final = 4
 MAX_WORDS: Final = 256
 """Limits of `csrc/native.h`."""
+MAX_SHARED: Final = 1 << 20
+"""Bytes of temporary memory that a stream keeps."""
+_GUARDS: Final = torch._C._dynamo.guards
+_FUNCTIONS: Final = {
+    kind: function
+    for kind in ("cpu", "cuda")
+    if (function := getattr(_GUARDS, f"_empty_strided_{kind}", None)) is not None
+}
+"""Functions of size, strides and dtype that allocate on a kind of device."""
 
 
 class Step(NamedTuple):
@@ -89,7 +98,9 @@ def plan(
     )
     elements = sum(t.numel() for t in after if isinstance(t, Tensor))
     kept = tuple(launcher for launcher, _, _ in launches)
-    return makes, tuple(steps), tuple(_source(sources[address]) for address in asked), elements >= RELEASE, kept
+    temporaries = sum(sources[address].template is not None for address in asked)
+    taken = tuple(_source(sources[address], temporaries, len(launches)) for address in asked)
+    return makes, tuple(steps), taken, elements >= RELEASE, kept
 
 
 def _base(address: int, tensors: Sequence[tuple[int, int, int]]) -> tuple[int, int] | None:
@@ -103,25 +114,44 @@ def _base(address: int, tensors: Sequence[tuple[int, int, int]]) -> tuple[int, i
     return None
 
 
-def _source(source: Source) -> tuple[Any, ...]:
+def _source(source: Source, temporaries: int, launches: int) -> tuple[Any, ...]:
+    """Memory that one launch alone uses can be shared by all calls on a stream: another thread's launches cannot come between."""
     if source.template is None:
-        return source.take, source.discard, None
-    return torch.empty_like, None, source.template
+        return source.take, source.discard, (), source.per_stream, 0
+    function, arguments = _allocation(source.template)
+    size = source.template.nbytes
+    shared = size if temporaries == launches == 1 and size <= MAX_SHARED else 0
+    return function, None, arguments, False, shared
 
 
 def _make(index: int, out: Tensor, after: Sequence[Any], models: Mapping[int, int]) -> tuple[Any, ...]:
-    """How to allocate an output: exactly as validation does. `torch.empty_like` of one argument is the fastest way."""
+    """How to allocate an output: with the shape and strides that validation gave it.
+
+    Strides of dimensions of size 1 follow those of the output's model. If these are not the usual ones, they may be
+    others at the next call.
+    """
     model = models.get(index, -1)
-    if model >= 0 and after[model].is_contiguous():
-        if after[model].dtype == out.dtype:
-            return index, model, torch.empty_like, (), None
-        if after[model].stride() != _natural(after[model]):  # the strides of single rows may differ next time
-            return index, model, torch.empty_like, (), {"dtype": out.dtype}
-    template = like(out)
-    if torch.empty_like(template).stride() == out.stride():
-        return index, -1, torch.empty_like, (template,), None
-    where = {"dtype": out.dtype, "device": out.device}
-    return index, -1, torch.empty_strided, (tuple(out.shape), out.stride()), where
+    if model >= 0 and after[model].is_contiguous() and after[model].stride() != _natural(after[model]):
+        same = after[model].dtype == out.dtype
+        return index, model, torch.empty_like, (), None if same else {"dtype": out.dtype}
+    return index, -1, *_allocation(out), None
+
+
+def _allocation(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """A function and arguments that allocate a tensor like this one on the current device.
+
+    torch's compiler has the fastest ones, which skip the dispatcher. Otherwise a template without memory serves.
+    """
+    size, strides = tuple(tensor.shape), tensor.stride()
+    function = _FUNCTIONS.get(tensor.device.type)
+    if function is not None:
+        try:
+            made = function(size, strides, tensor.dtype)
+            if (made.shape, made.stride(), made.dtype, made.device) == (size, strides, tensor.dtype, tensor.device):
+                return function, (size, strides, tensor.dtype)
+        except (RuntimeError, TypeError):  # another torch
+            pass
+    return torch.empty_like, (like(tensor),)
 
 
 def _natural(tensor: Tensor) -> tuple[int, ...]:

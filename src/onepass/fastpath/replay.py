@@ -31,12 +31,14 @@ Launch = tuple[Any, int, Sequence[Any]]
 class Source(NamedTuple):
     """``take() -> memory, key`` for a launch, and ``discard(key)`` in case the launch fails.
 
-    Memory that nobody reads after the launch is taken by ``torch.empty_like(template)``, which holds no memory.
+    Memory that nobody reads after the launch is like ``template``, which holds no memory. With ``per_stream`` all launches
+    on a stream that are not captured get the same memory, until it is discarded or `onepass.fastpath.native.forget`.
     """
 
     take: Callable[[], tuple[Tensor, Any]]
     discard: Callable[[Any], None]
     template: Tensor | None = None
+    per_stream: bool = False
 
 
 Replay = Callable[..., tuple[Tensor | None, ...] | None]

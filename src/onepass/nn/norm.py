@@ -8,12 +8,13 @@ from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS, Rounding
 from ..ops.qk_norm import qk_rms_norm
-from ..ops.rms_norm import RMS_NORM, rms_norm
+from ..ops.rms_norm import RMS_NORM, RMS_NORM_OP, rms_norm
 from ..rope import Rope
 
 _EPS_NAMES: Final = ("eps", "variance_epsilon")
@@ -115,6 +116,21 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or (y, new_residual)."""
+        if not is_compiling() and (repeat := RMS_NORM_OP.repeat) is not None:
+            # a known call of the op, as below: joined dimensions, a converted weight and errors are not known by these tensors
+            gamma, eps = self._parameters.get("weight"), self.eps
+            options = (
+                _TORCHS_EPS if eps is None else eps,
+                self.weight_offset,
+                self.rounding,
+                None,
+                "after",
+                None,
+                False,
+            )
+            known = repeat(x, gamma, residual, None, None, None, *options, None, None, None)
+            if known is not None:
+                return known[0] if residual is None else known[:2]
         if len(self.normalized_shape) == 1 and x.dim() and (residual is None or residual.dim() == x.dim()):
             # no dimensions to join
             return rms_norm(x, self._weight(x), self._eps(), residual=residual, **self._op_options())

@@ -17,10 +17,11 @@ uses two launches instead, and the norm reads y after rounding to act's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..contract.declaration import Contract, describe, require_bool, short
 from ..contract.validation import validation_of
@@ -98,6 +99,8 @@ def _check_counter(counter: Tensor, segments: int) -> None:
 _gemv = Op(GEMV, _fused)
 _with_scratch = Op(GEMV_WITH_SCRATCH, _fused_with_scratch)
 _plain = Op(_PLAIN_GEMV, _plain_gemv)
+_NONE_FURTHER: Final = (None,) * len(FURTHER)
+_NONE_GIVEN: Final = (None,) * len(GEMV.outs)
 # generated now: a compiler that traces a call must not trace the generator
 _PREPARE = {c.name: validation_of(c).prepare for c in (GEMV, GEMV_WITH_SCRATCH, _UNFUSED, _UNFUSED_WITH_SCRATCH)}
 
@@ -136,6 +139,12 @@ def gemv_and_partial_norm(
     >>> onepass.gemv_and_partial_norm(act, weight, torch.ones(2), eps=0.0)
     (tensor([[0.8485, 1.1314]]), tensor([[3.]]))
     """
+    usual = fused is True and out is None and type(segments) is tuple and not segments
+    if usual and not is_compiling() and (repeat := _gemv.repeat) is not None:
+        scales = (None, None) if weight_scale is None else split(weight, weight_scale)
+        known = repeat(act, weight, gamma, *_NONE_FURTHER, *scales, eps, normed_dtype, *_NONE_GIVEN)
+        if known is not None:
+            return (known[0], known[-1]) if normed_dtype is None else (known[0], known[1], known[-1])
     require_bool(GEMV.name, "fused", fused)
     further = _further(GEMV, segments)
     if not fused:

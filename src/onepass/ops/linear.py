@@ -22,6 +22,7 @@ from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..formats import Rounding
 from ..specs.linear import Activation, LinearCall, LinearSpec, linear_spec
@@ -146,5 +147,11 @@ def linear(
     """
     row_scale, block_scale = split(weight, weight_scale)
     tensors = (x, weight, gamma, residual, bias, row_scale, block_scale, add)
+    if not is_compiling() and (repeat := _op.repeat) is not None:
+        known: tuple[Tensor, Tensor] | None = repeat(
+            *tensors, eps, weight_offset, activation, rounding, out_dtype, out, residual_out
+        )
+        if known is not None:
+            return known[0] if residual is None else known
     y, h = _op.call(*tensors, eps, weight_offset, activation, rounding, out_dtype, out, residual_out)
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..contract.declaration import describe
 from ..rope import Rope
@@ -145,7 +146,11 @@ def qk_norm_rope_cache(
         q_out, k_out = out, None
     tensors = (q, k, v, gamma_q, gamma_k, freqs, positions, cos, sin, slots, starts, k_scale, v_scale, k_cache, v_cache)
     options = (eps, weight_offset, per_head, style, dim, first, layout, rounding)
-    made = _qk_norm_rope_cache.call(*tensors, *options, q_out, k_out)
+    made = None
+    if not is_compiling() and (repeat := _qk_norm_rope_cache.repeat) is not None:
+        made = repeat(*tensors, *options, q_out, k_out)
+    if made is None:
+        made = _qk_norm_rope_cache.call(*tensors, *options, q_out, k_out)
     q_made = made[0]
     assert q_made is not None
     return q_made, made[1]

@@ -67,6 +67,9 @@ class Op:
         self._kernel = kernel
         self.table: Any = None
         """The calls that are repeated in C; None before the first call, or if Python makes them all."""
+        self.repeat: Callable[..., Any] | None = None
+        """The table's `repeat`: with the arguments of ``call``, the outputs if the call is known, else None. Functions
+        that must cost little try it first, unless a compiler traces them."""
         self.call: Callable[..., Outputs] = self._first_call
         _ops.append(self)
 
@@ -82,6 +85,7 @@ class Op:
         """Generate the function for plain eager calls and assign it to ``call``, once."""
         if self.call == self._first_call:
             self.table = native.table(self.contract)
+            self.repeat = None if self.table is None else self.table.repeat
             self.call = call.compile_call(
                 self.contract,
                 self._kernel,

@@ -35,6 +35,7 @@ from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..contract.declaration import Contract, describe
 from ..formats import (
@@ -157,7 +158,22 @@ def _key(contract: Contract, prologue: object) -> str:
     return prologue.key
 
 
-_rms_norm = Op(RMS_NORM, _norm)
+def _made(op: Op, arguments: tuple[Any, ...], static_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """The results of a quantizing call: codes, scale, and those of new residual and norm that there are."""
+    results: Any = None
+    if not is_compiling() and (repeat := op.repeat) is not None:
+        results = repeat(*arguments)
+    if results is None:
+        results = op.call(*arguments)
+    codes, scale, new_residual, norm = results
+    if static_scale is not None:
+        scale = static_scale
+    if new_residual is None and norm is None:
+        return codes, scale
+    return tuple([t for t in (codes, scale, new_residual, norm) if t is not None])
+
+
+RMS_NORM_OP = Op(RMS_NORM, _norm)
 _rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, _fp8_norm)
 _rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, _quantized_in_any_format)
 
@@ -277,11 +293,15 @@ def rms_norm(
     >>> onepass.rms_norm(rows[:, :2], torch.ones(2), out=rows[:, :2]), rows
     (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 1.1314, 7.0000]]))
     """
-    options = (eps, weight_offset, rounding, round_sum, gate_order, out_dtype, return_rstd)
     heads = None
     if isinstance(gamma, Tensor) and gamma.dim() == 2:
         gamma, heads = None, gamma
-    y, h, rstd = _rms_norm.call(x, gamma, residual, gate, bias, heads, *options, out, residual_out, rstd_out)
+    options = (eps, weight_offset, rounding, round_sum, gate_order, out_dtype, return_rstd)
+    arguments = (x, gamma, residual, gate, bias, heads, *options, out, residual_out, rstd_out)
+    known: tuple[Any, Any, Any] | None = None
+    if not is_compiling() and (repeat := RMS_NORM_OP.repeat) is not None:
+        known = repeat(*arguments)
+    y, h, rstd = known or RMS_NORM_OP.call(*arguments)
     if rstd is not None:
         return tuple([t for t in (y, h, rstd) if t is not None])
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))
@@ -345,14 +365,15 @@ def rms_norm_fused_fp8(
     tensor([[ 0.8081, -1.1314]])
     """
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
-    tensors = (x, gamma, residual, static_scale, bound, prologue_args)
-    scaling = (number, out_dtype, fp8_max, scales_dtype, group_size, scale_format, scale_layout)
-    rest = (_key(RMS_NORM_FUSED_FP8, prologue), return_norm, round_sum, quantize, min_scale)
-    given = (out, scale_output, residual_out, norm_out)
-    results = _rms_norm_fused_fp8.call(*tensors, eps, weight_offset, rounding, *scaling, *rest, *given)
-    codes, scale, new_residual, norm = results
-    stored = scale if static_scale is None else static_scale
-    return tuple([t for t in (codes, stored, new_residual, norm) if t is not None])
+    # fmt: off
+    arguments = (
+        x, gamma, residual, static_scale, bound, prologue_args, eps, weight_offset, rounding, number, out_dtype,
+        fp8_max, scales_dtype, group_size, scale_format, scale_layout,
+        "" if prologue is None else _key(RMS_NORM_FUSED_FP8, prologue),
+        return_norm, round_sum, quantize, min_scale, out, scale_output, residual_out, norm_out,
+    )
+    # fmt: on
+    return _made(_rms_norm_fused_fp8, arguments, static_scale)
 
 
 def rms_norm_fused_quant(
@@ -427,12 +448,13 @@ def rms_norm_fused_quant(
         if scales_dtype is None and encoding is not None:
             scales_dtype = torch.int32 if scale_layout == "column_packed" else encoding.dtypes[0]
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
-    tensors = (x, gamma, residual, static_scale, bound, global_scale, gate, bias, prologue_args)
-    scaling = (number, format, code_max, scales_dtype, group_size, scale_format, scale_layout)
-    steps = (_key(RMS_NORM_FUSED_QUANT, prologue), return_norm, round_sum, quantize, min_scale)
-    rest = (*steps, gate_order, statistic)
-    given = (out, scale_output, residual_out, norm_out)
-    results = _rms_norm_fused_quant.call(*tensors, eps, weight_offset, rounding, *scaling, *rest, *given)
-    codes, scale, new_residual, norm = results
-    stored = scale if static_scale is None else static_scale
-    return tuple([t for t in (codes, stored, new_residual, norm) if t is not None])
+    # fmt: off
+    arguments = (
+        x, gamma, residual, static_scale, bound, global_scale, gate, bias, prologue_args, eps, weight_offset, rounding,
+        number, format, code_max, scales_dtype, group_size, scale_format, scale_layout,
+        "" if prologue is None else _key(RMS_NORM_FUSED_QUANT, prologue),
+        return_norm, round_sum, quantize, min_scale, gate_order, statistic,
+        out, scale_output, residual_out, norm_out,
+    )
+    # fmt: on
+    return _made(_rms_norm_fused_quant, arguments, static_scale)

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ..fastpath import native
 from ..specs.gemv_norm import MAX_SEGMENTS
 
 POOL: Final = 4096
@@ -31,7 +32,7 @@ def take(device: int, number: int = MAX_SEGMENTS) -> tuple[Tensor, tuple[int, in
             if number <= MAX_SEGMENTS:
                 return _pools[device].pop(), None
         except LookupError:
-            pass
+            native.forget()  # the next call that is not captured comes here and fills the pool
         # no counter left, or many needed: zeroing becomes part of the graph
         return torch.zeros(number, dtype=torch.int32, device=f"cuda:{device}"), None
     if not _pools.get(device):
@@ -48,3 +49,4 @@ def discard(key: tuple[int, int] | None) -> None:
     """Stop using these counters: a failed launch may have left them at any value."""
     if key is not None:
         _streams.pop(key, None)
+        native.forget()

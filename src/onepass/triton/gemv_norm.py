@@ -215,7 +215,9 @@ def launch(call: GemvCall) -> None:
         counter = torch.zeros(MAX_SEGMENTS, dtype=torch.int32)
     else:
         counter, key = counters.take(device)
-        replay.mark(counter.data_ptr(), replay.Source(partial(counters.take, device), counters.discard))
+        replay.mark(
+            counter.data_ptr(), replay.Source(partial(counters.take, device), counters.discard, per_stream=True)
+        )
     try:
         FAMILY.launch(call._replace(counter=counter))
     except BaseException:

@@ -7,6 +7,11 @@
 
 _Thread_local int recording;
 
+/* The digest of the sources that this was compiled from (build.py): Python's side fits no other. */
+#ifndef ONEPASS_SOURCES
+#define ONEPASS_SOURCES ""
+#endif
+
 static int enabled = 1;
 
 /* What `call` answers instead of results. */
@@ -142,39 +147,74 @@ static PyObject *answer(Table *table, int which)
     return table->answers[which];
 }
 
+enum { FAILED = -1, SKIPPED = 0, KEYED = 1, UNFIT = 2 };
+
+/* KEYED: the call may be looked up by this key. SKIPPED: no call may be now. UNFIT: this one may not. */
+static int look(const Table *table, PyObject *const *args, Py_ssize_t count, Key *key)
+{
+    const Form *form = &table->form;
+    if (!enabled || recording || count != form->inputs + form->options + form->outputs || !is_plain())
+        return SKIPPED;
+    if (form->reads_values && debugging())
+        return SKIPPED;
+    int made = make_key(form, args, grad_mode(), key);
+    return made == 0 ? UNFIT : made;
+}
+
+/* The results of a planned call; NULL without an error if it cannot be made here. */
+static PyObject *perform(Table *table, Entry *entry, const Key *key)
+{
+    entry->users++; /* another thread may clear the table meanwhile */
+    PyObject *results = plan_run(entry->plan, &table->form, key);
+    release(entry);
+    table->hits += results != NULL;
+    return results;
+}
+
 static PyObject *table_call(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Table *table = (Table *)self;
-    const Form *form = &table->form;
-    if (!enabled || recording || count != form->inputs + form->options + form->outputs || !is_plain())
-        return answer(table, NOT_HERE);
-    if (form->reads_values && debugging())
-        return answer(table, NOT_HERE);
     Key key;
-    int made = make_key(form, args, grad_mode(), &key);
-    if (made < 0)
+    int found = look(table, args, count, &key);
+    if (found == FAILED)
         return NULL;
-    if (made == 0) {
-        table->refused++;
+    if (found != KEYED) {
+        table->refused += found == UNFIT;
         return answer(table, NOT_HERE);
     }
     Entry *entry = find(table, &key);
-    if (entry == NULL) {
-        table->misses++;
-        return answer(table, insert(table, &key) == NULL ? NOT_HERE : FIRST);
-    }
-    if (entry->state != PLANNED) {
-        table->misses++;
-        return answer(table, entry->state == MET_ONCE ? RECORD : NOT_HERE);
-    }
-    entry->users++; /* another thread may clear the table meanwhile */
-    PyObject *results = plan_run(entry->plan, form, &key);
-    release(entry);
-    if (results == NULL && PyErr_Occurred() == NULL) {
+    if (entry != NULL && entry->state == PLANNED) {
+        PyObject *results = perform(table, entry, &key);
+        if (results != NULL || PyErr_Occurred() != NULL)
+            return results;
         table->misses++;
         return answer(table, NOT_HERE);
     }
-    table->hits++;
+    table->misses++;
+    if (entry == NULL)
+        return answer(table, insert(table, &key) == NULL ? NOT_HERE : FIRST);
+    return answer(table, entry->state == MET_ONCE ? RECORD : NOT_HERE);
+}
+
+/* Like call, but a call that is not planned is left as it is: None. */
+static PyObject *table_repeat(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    Table *table = (Table *)self;
+    Key key;
+    int found = look(table, args, count, &key);
+    if (found == FAILED)
+        return NULL;
+    Entry *entry = found == KEYED ? find(table, &key) : NULL;
+    PyObject *results = NULL;
+    if (entry != NULL && entry->state == PLANNED) {
+        results = perform(table, entry, &key);
+        if (results == NULL && PyErr_Occurred() != NULL)
+            return NULL;
+    }
+    if (results == NULL) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
     return results;
 }
 
@@ -281,6 +321,7 @@ static void table_dealloc(PyObject *self)
 
 static PyMethodDef table_methods[] = {
     {"call", (PyCFunction)(void (*)(void))table_call, METH_FASTCALL, "The results, or why there are none."},
+    {"repeat", (PyCFunction)(void (*)(void))table_repeat, METH_FASTCALL, "The results of a known call, or None."},
     {"store", table_store, METH_VARARGS, "Remember how to repeat a call."},
     {"counts", table_counts, METH_NOARGS, "Hits, misses, refusals and entries."},
     {"clear", table_clear, METH_NOARGS, "Forget all calls."},
@@ -328,10 +369,18 @@ static PyObject *set_up(PyObject *module, PyObject *args)
 static PyObject *set_cuda(PyObject *module, PyObject *args)
 {
     (void)module;
-    unsigned long long launch, get_device;
-    if (!PyArg_ParseTuple(args, "KK", &launch, &get_device))
+    unsigned long long launch, get_device, is_capturing;
+    if (!PyArg_ParseTuple(args, "KKK", &launch, &get_device, &is_capturing))
         return NULL;
-    set_driver((void *)(uintptr_t)launch, (void *)(uintptr_t)get_device);
+    set_driver((void *)(uintptr_t)launch, (void *)(uintptr_t)get_device, (void *)(uintptr_t)is_capturing);
+    Py_RETURN_NONE;
+}
+
+static PyObject *forget(PyObject *module, PyObject *nothing)
+{
+    (void)module;
+    (void)nothing;
+    forget_kept();
     Py_RETURN_NONE;
 }
 
@@ -351,7 +400,8 @@ static PyObject *set_recording(PyObject *module, PyObject *on)
 
 static PyMethodDef methods[] = {
     {"set_up", set_up, METH_VARARGS, "Tell what is needed of torch."},
-    {"set_cuda", set_cuda, METH_VARARGS, "The addresses of cuLaunchKernelEx and cuCtxGetDevice."},
+    {"set_cuda", set_cuda, METH_VARARGS, "The addresses of cuLaunchKernelEx, cuCtxGetDevice and cuStreamIsCapturing."},
+    {"forget", forget, METH_NOARGS, "Take memory anew that was kept for streams."},
     {"set_enabled", set_enabled, METH_O, "Turn all tables on or off."},
     {"set_recording", set_recording, METH_O, "Whether this thread is recording: then its calls are not repeated."},
     {NULL, NULL, 0, NULL},
@@ -372,5 +422,9 @@ PyMODINIT_FUNC PyInit__native(void)
         return NULL;
     }
     Py_DECREF(type);
+    if (PyModule_AddStringConstant(module, "SOURCES", ONEPASS_SOURCES) != 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
     return module;
 }

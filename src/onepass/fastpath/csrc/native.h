@@ -106,9 +106,12 @@ typedef struct Plan Plan;
 Plan *plan_from(PyObject *description, const Form *form);
 void plan_free(Plan *plan);
 /* Make the call. NULL without an error: not possible in this thread or process. */
-PyObject *plan_run(const Plan *plan, const Form *form, const Key *key);
+PyObject *plan_run(Plan *plan, const Form *form, const Key *key);
+/* Let no plan use memory that it has kept for a stream. */
+void forget_kept(void);
+int fail_limit(const char *what);
 /* Set CUDA's functions. */
-void set_driver(void *launch, void *get_device);
+void set_driver(void *launch, void *get_device, void *is_capturing);
 int init_scratch(void);
 
 #endif

@@ -1,123 +1,41 @@
 /* Plans: the outputs that a remembered call allocates, and its launches. */
 
-#include "native.h"
+#include "launch.h"
 
-#include <pthread.h>
 #include <stdlib.h>
-#include <string.h>
-
-int forked;
-
-/* --- scratch memory of the calling thread, which kernels on a CPU use; it never shrinks ------------------------- */
-
-typedef struct {
-    size_t size; /* bytes */
-    void *at;
-} Scratch;
-
-static pthread_key_t scratch_key;
-static _Thread_local Scratch *scratch;
-
-static void free_scratch(void *memory)
-{
-    free(((Scratch *)memory)->at);
-    free(memory);
-}
-
-static void after_fork(void)
-{
-    forked = 1;
-}
-
-int init_scratch(void)
-{
-    return pthread_key_create(&scratch_key, free_scratch) || pthread_atfork(NULL, NULL, after_fork);
-}
-
-/* Cache lines for this many bytes, or NULL. */
-static void *scratch_of(size_t size)
-{
-    if (scratch == NULL) {
-        scratch = calloc(1, sizeof(Scratch));
-        if (scratch == NULL || pthread_setspecific(scratch_key, scratch) != 0)
-            return NULL;
-    }
-    if (scratch->size < size) {
-        free(scratch->at);
-        scratch->size = 0;
-        size_t rounded = (size + 63) / 64 * 64;
-        if (posix_memalign(&scratch->at, 64, rounded) != 0) {
-            scratch->at = NULL;
-            return NULL;
-        }
-        scratch->size = rounded;
-    }
-    return scratch->at;
-}
-
-/* --- CUDA's launch function ------------------------------------------------------------------------------------ */
-
-typedef struct {
-    int id, pad, value;
-    char rest[60];
-} Attribute; /* CUlaunchAttribute */
-
-typedef struct {
-    unsigned int grid[3], block[3], shared;
-    void *stream;
-    Attribute *attributes;
-    unsigned int count;
-} Config; /* CUlaunchConfig */
-
-enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
-
-static int (*cuda_launch)(const Config *, void *function, void **arguments, void **extra);
-static int (*cuda_get_device)(int *device);
-
-void set_driver(void *launch, void *get_device)
-{
-    *(void **)&cuda_launch = launch;
-    *(void **)&cuda_get_device = get_device;
-}
-
-/* --- plans ----------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    int word, base; /* bases: tensors by position, then sources, then scratch memory */
-    int64_t offset;
-} Patch;
-
-typedef struct {
-    int cuda, words, patches;
-    /* CPU */
-    void (*serial)(void *);
-    void (*prepare)(void *);
-    void (*parallel)(void *);
-    void (*team)(void (*)(void *), void *, unsigned int, unsigned int);
-    unsigned int threads;
-    size_t scratch;
-    /* CUDA */
-    void *function;
-    unsigned int grid, block, shared;
-    int pdl, device;
-    uint64_t *template;
-    Patch *patch;
-} Launch;
 
 typedef struct {
     int position, model; /* model >= 0: like the tensor at that position, with the arguments replaced by it */
     PyObject *function, *arguments, *options; /* options is NULL if there are none */
 } Make;
 
+/* Further memory of launches. Unless they are captured, memory is kept, because launches on a stream run in sequence. */
+typedef struct {
+    PyObject *take, *arguments;
+    PyObject *discard;  /* take() returns memory and a key for discard(); None: take(arguments) returns memory alone */
+    int per_stream;     /* take() returns the same for a stream until it is discarded */
+    Py_ssize_t shared;  /* bytes, if one launch uses it and nobody afterwards: calls on a stream share it; or 0 */
+    PyObject *held;     /* what take() returned for `stream` in `period`, or NULL */
+    void *stream;
+    unsigned long period;
+} Memory;
+
 struct Plan {
     int makes, launches, sources, releases, device, threaded;
     size_t scratch;
     Make *make;
     Launch *launch;
-    PyObject *take[MAX_SOURCES], *discard[MAX_SOURCES]; /* discard is None: take(template) is the memory */
-    PyObject *template[MAX_SOURCES];
+    Memory source[MAX_SOURCES];
     PyObject *kept; /* owns the machine code */
 };
+
+/* Memory that was held in an earlier period is not used. */
+static unsigned long period;
+
+void forget_kept(void)
+{
+    period++;
+}
 
 void plan_free(Plan *plan)
 {
@@ -126,14 +44,13 @@ void plan_free(Plan *plan)
         Py_XDECREF(plan->make[i].arguments);
         Py_XDECREF(plan->make[i].options);
     }
-    for (int i = 0; i < plan->launches; i++) {
-        free(plan->launch[i].template);
-        free(plan->launch[i].patch);
-    }
+    for (int i = 0; i < plan->launches; i++)
+        free_launch(&plan->launch[i]);
     for (int i = 0; i < plan->sources; i++) {
-        Py_XDECREF(plan->take[i]);
-        Py_XDECREF(plan->discard[i]);
-        Py_XDECREF(plan->template[i]);
+        Py_XDECREF(plan->source[i].take);
+        Py_XDECREF(plan->source[i].discard);
+        Py_XDECREF(plan->source[i].arguments);
+        Py_XDECREF(plan->source[i].held);
     }
     Py_XDECREF(plan->kept);
     free(plan->make);
@@ -141,64 +58,10 @@ void plan_free(Plan *plan)
     free(plan);
 }
 
-static int fail_limit(const char *what)
+int fail_limit(const char *what)
 {
     PyErr_Format(PyExc_ValueError, "a plan has too many %s", what);
     return -1;
-}
-
-/* (serial, prepare, parallel, team, threads, scratch bytes) or (function, grid, block, shared, pdl, device). */
-static int parse_head(PyObject *head, Launch *launch)
-{
-    unsigned long long first, second, third, fourth, size;
-    if (!launch->cuda) {
-        if (!PyArg_ParseTuple(head, "KKKKIK", &first, &second, &third, &fourth, &launch->threads, &size))
-            return -1;
-        launch->serial = (void (*)(void *))(uintptr_t)first;
-        launch->prepare = (void (*)(void *))(uintptr_t)second;
-        launch->parallel = (void (*)(void *))(uintptr_t)third;
-        launch->team = (void (*)(void (*)(void *), void *, unsigned int, unsigned int))(uintptr_t)fourth;
-        launch->scratch = (size_t)size;
-        return 0;
-    }
-    if (!PyArg_ParseTuple(head, "KIIIpi", &first, &launch->grid, &launch->block, &launch->shared, &launch->pdl,
-                          &launch->device))
-        return -1;
-    launch->function = (void *)(uintptr_t)first;
-    return 0;
-}
-
-static int parse_launch(PyObject *description, Launch *launch, int bases)
-{
-    PyObject *head, *patches;
-    const char *words;
-    Py_ssize_t size;
-    if (!PyArg_ParseTuple(description, "pO!y#O!", &launch->cuda, &PyTuple_Type, &head, &words, &size, &PyTuple_Type,
-                          &patches))
-        return -1;
-    if (parse_head(head, launch) != 0)
-        return -1;
-    if (size > MAX_WORDS * 8 || size % 8)
-        return fail_limit("words");
-    launch->words = (int)(size / 8);
-    launch->patches = (int)PyTuple_Size(patches);
-    launch->template = malloc((size_t)size + 8);
-    launch->patch = malloc(sizeof(Patch) * (size_t)(launch->patches + 1));
-    if (launch->template == NULL || launch->patch == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memcpy(launch->template, words, (size_t)size);
-    for (int i = 0; i < launch->patches; i++) {
-        Patch *patch = &launch->patch[i];
-        long long offset;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(patches, i), "iiL", &patch->word, &patch->base, &offset))
-            return -1;
-        patch->offset = offset;
-        if (patch->word < 0 || patch->word >= launch->words || patch->base < 0 || patch->base >= bases)
-            return fail_limit("addresses");
-    }
-    return 0;
 }
 
 static int parse(PyObject *description, const Form *form, Plan *plan)
@@ -237,15 +100,14 @@ static int parse(PyObject *description, const Form *form, Plan *plan)
             return fail_limit("outputs");
     }
     for (Py_ssize_t i = 0; i < PyTuple_Size(sources); i++) {
-        PyObject *take, *discard, *template;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(sources, i), "OOO", &take, &discard, &template))
+        Memory *source = &plan->source[i];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(sources, i), "OOO!pn", &source->take, &source->discard, &PyTuple_Type,
+                              &source->arguments, &source->per_stream, &source->shared))
             return -1;
-        Py_INCREF(take);
-        Py_INCREF(discard);
-        Py_INCREF(template);
-        plan->template[plan->sources] = template;
-        plan->take[plan->sources] = take;
-        plan->discard[plan->sources++] = discard;
+        Py_INCREF(source->take);
+        Py_INCREF(source->discard);
+        Py_INCREF(source->arguments);
+        plan->sources++;
     }
     plan->device = -1;
     for (Py_ssize_t i = 0; i < PyTuple_Size(launches); i++) {
@@ -277,53 +139,10 @@ Plan *plan_from(PyObject *description, const Form *form)
 
 /* --- running --------------------------------------------------------------------------------------------------- */
 
-static inline const uint64_t *filled(const Launch *launch, const uintptr_t *bases, uint64_t *words)
-{
-    memcpy(words, launch->template, sizeof(uint64_t) * (size_t)launch->words);
-    for (int i = 0; i < launch->patches; i++) {
-        const Patch *patch = &launch->patch[i];
-        words[patch->word] = (uint64_t)(bases[patch->base] + (uintptr_t)patch->offset);
-    }
-    return words;
-}
-
-/* Without the GIL, if the plan releases it. Kernels count rows in their block, so each call has a copy. */
-static void run_cpu(const Launch *launch, const uintptr_t *bases)
-{
-    uint64_t words[MAX_WORDS];
-    filled(launch, bases, words);
-    if (launch->threads <= 1) {
-        launch->serial(words);
-        return;
-    }
-    if (launch->prepare != NULL)
-        launch->prepare(words);
-    launch->team(launch->parallel, words, launch->threads, 0);
-}
-
-/* Without the GIL: CUDA waits while a queue is full. */
-static int run_cuda(const Launch *launch, const uintptr_t *bases, void *stream)
-{
-    uint64_t words[MAX_WORDS];
-    void *arguments[MAX_WORDS];
-    filled(launch, bases, words);
-    for (int i = 0; i < launch->words; i++)
-        arguments[i] = &words[i];
-    Attribute attribute = {PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1, {0}};
-    Config config = {
-        {launch->grid, 1, 1}, {launch->block, 1, 1}, launch->shared, stream, launch->pdl ? &attribute : NULL,
-        launch->pdl ? 1 : 0,
-    };
-    return cuda_launch(&config, launch->function, arguments, NULL);
-}
-
-static int run_launches(const Plan *plan, const uintptr_t *bases)
+static int run_launches(const Plan *plan, const uintptr_t *bases, void *stream)
 {
     int error = 0;
     if (plan->device >= 0) {
-        void *stream = NULL;
-        if (torch_.api->current_stream(DL_CUDA, plan->device, &stream) != 0)
-            return -1;
         Py_BEGIN_ALLOW_THREADS
         for (int i = 0; i < plan->launches && !error; i++)
             error = run_cuda(&plan->launch[i], bases, stream);
@@ -370,31 +189,88 @@ static PyObject *make_tensor(const Make *make, PyObject *const *tensors)
     return made;
 }
 
+/* Memory that the calls on a stream share. A new stream takes the place of the one that came first. */
+typedef struct {
+    PyObject *memory;
+    Py_ssize_t size;
+    void *stream;
+    int device;
+} Shared;
+
+enum { STREAMS = 8 };
+static Shared shared[STREAMS];
+
+/* Memory for launches on a stream, and afterwards for others: a new reference. */
+static PyObject *shared_of(const Memory *source, int device, void *stream)
+{
+    static int next;
+    Shared *own = NULL;
+    for (int i = 0; i < STREAMS; i++)
+        if (shared[i].memory != NULL && shared[i].device == device && shared[i].stream == stream)
+            own = &shared[i];
+    if (own == NULL || own->size < source->shared) {
+        PyObject *taken = PyObject_Call(source->take, source->arguments, NULL);
+        if (taken == NULL)
+            return NULL;
+        if (own == NULL)
+            own = &shared[next++ % STREAMS];
+        PyObject *before = own->memory;
+        *own = (Shared){taken, source->shared, stream, device};
+        Py_XDECREF(before);
+        Py_INCREF(taken);
+        return taken;
+    }
+    Py_INCREF(own->memory);
+    return own->memory;
+}
+
+/* What a source's take() returns, perhaps at an earlier call. A new reference. */
+static PyObject *taken_from(Memory *source, int device, void *stream, int captured)
+{
+    if (source->shared && !captured)
+        return shared_of(source, device, stream);
+    int keeps = source->per_stream && !captured;
+    if (keeps && source->held != NULL && source->stream == stream && source->period == period) {
+        Py_INCREF(source->held);
+        return source->held;
+    }
+    unsigned long now = period;
+    PyObject *taken = PyObject_Call(source->take, source->arguments, NULL);
+    if (taken != NULL && keeps) {
+        Py_XDECREF(source->held);
+        Py_INCREF(taken);
+        source->held = taken;
+        source->stream = stream;
+        source->period = now;
+    }
+    return taken;
+}
+
 /* Take the memory of all sources, launch, and discard it if that fails. */
-static int launch_with_sources(const Plan *plan, uintptr_t *bases, int tensors)
+static int launch_with_sources(Plan *plan, uintptr_t *bases, int tensors, void *stream)
 {
     PyObject *taken[MAX_SOURCES];
-    int count = 0, status = 0;
+    int count = 0, status = 0, captured = plan->device < 0 || cuda_captures(stream);
     for (; count < plan->sources && status == 0; count++) {
-        int kept = plan->discard[count] != Py_None; /* memory and the key to discard it */
-        taken[count] = kept ? PyObject_CallNoArgs(plan->take[count])
-                            : PyObject_CallFunctionObjArgs(plan->take[count], plan->template[count], NULL);
+        taken[count] = taken_from(&plan->source[count], plan->device, stream, captured);
         if (taken[count] == NULL) {
             status = -1;
             break;
         }
-        PyObject *memory = kept ? PyTuple_GetItem(taken[count], 0) : taken[count];
+        int pair = plan->source[count].discard != Py_None; /* memory and the key to discard it */
+        PyObject *memory = pair ? PyTuple_GetItem(taken[count], 0) : taken[count];
         status = memory == NULL ? -1 : address_of(memory, &bases[tensors + count]);
     }
     if (status == 0)
-        status = run_launches(plan, bases);
+        status = run_launches(plan, bases, stream);
     for (int i = 0; i < count; i++) {
-        if (status != 0 && plan->discard[i] != Py_None) {
+        if (status != 0 && plan->source[i].discard != Py_None) {
             PyObject *type, *value, *trace;
             PyErr_Fetch(&type, &value, &trace);
             PyObject *nothing =
-                PyObject_CallFunctionObjArgs(plan->discard[i], PyTuple_GetItem(taken[i], 1), NULL);
+                PyObject_CallFunctionObjArgs(plan->source[i].discard, PyTuple_GetItem(taken[i], 1), NULL);
             Py_XDECREF(nothing);
+            forget_kept();
             PyErr_Restore(type, value, trace);
         }
         Py_DECREF(taken[i]);
@@ -402,11 +278,13 @@ static int launch_with_sources(const Plan *plan, uintptr_t *bases, int tensors)
     return status;
 }
 
-PyObject *plan_run(const Plan *plan, const Form *form, const Key *key)
+PyObject *plan_run(Plan *plan, const Form *form, const Key *key)
 {
-    if (plan->device >= 0) { /* a thread without a context, or with that of another device */
-        int device;
-        if (cuda_launch == NULL || cuda_get_device(&device) != 0 || device != plan->device)
+    void *stream = NULL;
+    if (plan->device >= 0) {
+        if (cuda_device() != plan->device) /* a thread without a context, or with that of another device */
+            return NULL;
+        if (torch_.api->current_stream(DL_CUDA, plan->device, &stream) != 0)
             return NULL;
     } else if (plan->threaded && forked) { /* torch's threads do not exist in this process */
         return NULL;
@@ -434,7 +312,7 @@ PyObject *plan_run(const Plan *plan, const Form *form, const Key *key)
         status = address_of(tensors[make->position], &bases[make->position]);
     }
     if (status == 0)
-        status = plan->sources ? launch_with_sources(plan, bases, count) : run_launches(plan, bases);
+        status = plan->sources ? launch_with_sources(plan, bases, count, stream) : run_launches(plan, bases, stream);
     PyObject *results = status == 0 ? PyTuple_New(form->outputs) : NULL;
     if (results != NULL) {
         for (int i = 0; i < form->outputs; i++) {
