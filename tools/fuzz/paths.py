@@ -1,39 +1,55 @@
-"""The path in C against Python's, over the calls of the fuzzer: ``python -m tools.fuzz.paths --cases 20000``.
+"""The path in C against Python's, over the calls of the fuzzer: ``python -m tools.fuzz.paths --calls 100000``.
 
-Every eager call is made on copies of its tensors: by Python, then by the path in C three times, so that the third repeats
-what the second recorded. Results, their strides, everything that was written and errors must be equal.
+Every eager call is made on copies of its tensors: by Python, then by the path in C four times, so that the last two
+repeat what the second recorded. On a GPU it is also repeated by Python (`onepass.fastpath.replay`). Then one argument is
+spoiled, and the call is made again by both. Results, their strides, all memory that was written, and errors with their
+messages must be equal.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from random import Random
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from onepass.bench import machine
 from onepass.fastpath import native, replay
 from onepass.ops import registration
 from onepass.testing.case import moved
+from onepass.testing.quantized import without_padding
 from tools.fuzz import OPS, cases, numbered
 
-TIMES = ("noted", "recorded", "repeated")
+ROUNDS: Final = ("noted", "recorded", "repeated")
+SHOWN: Final = 20
+"""Differences that are printed; more are only counted."""
 
 
 @dataclass
 class Tally:
-    """Calls by op, those that were repeated in C, and differences."""
+    """Compared calls by op: all, those that were repeated in C, and those that raise. Differences are in ``wrong``."""
 
     calls: Counter[str] = field(default_factory=Counter)
     repeated: Counter[str] = field(default_factory=Counter)
-    errors: int = 0
+    raised: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    random: Random = field(default_factory=lambda: Random(0))
+
+    @property
+    def errors(self) -> int:
+        """Calls that raise."""
+        return self.raised.total()
 
 
 def _flat(arguments: tuple[Any, ...]) -> list[Any]:
@@ -42,47 +58,145 @@ def _flat(arguments: tuple[Any, ...]) -> list[Any]:
 
 def _bytes(tensor: Tensor) -> bytes:
     """All memory that a tensor shares, also what lies between its elements."""
-    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return bytes(whole.numpy())
+    if tensor.device.type not in ("cpu", "cuda"):
+        return b""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return bytes(whole.cpu().numpy())
 
 
-def _outcome(call: Callable[..., Any], arguments: tuple[Any, ...], traced: frozenset[int]) -> Any:
-    """What a call does to copies of its arguments: its results and all memory, or its error."""
+def _values(result: Tensor, rows: int | None) -> bytes:
+    """The bytes of an allocated result. Of scales in tiles only those of ``rows``: kernels do not write the others."""
+    if rows is not None:
+        result = without_padding(result, rows)
+    flat = result.clone(memory_format=torch.contiguous_format).view(-1)
+    return bytes(flat.view(torch.uint8).cpu().numpy())
+
+
+Spoil = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+def _outcome(call: Callable[..., Any], arguments: tuple[Any, ...], traced: frozenset[int], spoil: Spoil | None) -> Any:
+    """What a call does to copies of its arguments: its results and all memory, or its error. None: it was not made."""
     copies = tuple(moved({str(i): a for i, a in enumerate(arguments)}).values())
+    if spoil is not None:
+        copies = spoil(copies)
     try:
         results = call(*copies)
     except Exception as error:
         return type(error), str(error)
+    if results is None:
+        return None
     found: list[Any] = []
-    for result in results:
+    for position, result in enumerate(results):
         if result is None:
             found.append(None)
             continue
         given = [i for i, a in enumerate(copies) if a is result]
-        about = (result.dtype, result.shape, result.stride(), result.requires_grad, type(result))
-        found.append((*about, given or bytes(result.contiguous().reshape(-1).view(torch.uint8).numpy())))
+        about = (result.dtype, result.shape, result.stride(), result.device, result.requires_grad, type(result))
+        tiled = position == 1 and "128x4" in [a for a in copies if isinstance(a, str)]
+        rows = copies[0].shape[:-1].numel() if tiled else None
+        found.append((*about, result.is_inference(), given or _values(result, rows)))
     written = [_bytes(t) for i, a in enumerate(copies) if i not in traced for t in _flat((a,))]
     return found, written
 
 
+def _other(t: Tensor) -> Tensor:
+    return t.double() if t.is_floating_point() else t.float()
+
+
+def _shorter(t: Tensor) -> Tensor:
+    return t[..., :-1] if t.dim() else t.view(1)
+
+
+def _needing_gradient(t: Tensor) -> Tensor:
+    return t.clone().requires_grad_() if t.is_floating_point() and not t.is_inference() else t.bool()
+
+
+def _overlapping(t: Tensor) -> Tensor:
+    return t.as_strided(t.shape, (*([0] * (t.dim() - 1)), 1)) if t.dim() else t
+
+
+TENSORS: Final[tuple[Callable[[Tensor], Any], ...]] = (
+    _other,
+    _shorter,
+    _needing_gradient,
+    _overlapping,
+    lambda t: t.unsqueeze(0),
+    lambda t: t.expand(2, *t.shape),
+    lambda t: t.t() if t.dim() == 2 else t.reshape(-1),
+    lambda t: t.to("meta"),
+    lambda t: t.tolist(),
+    lambda t: None,
+)
+"""What a tensor is replaced by."""
+OPTIONS: Final = (None, -1, 1 << 70, -0.5, float("nan"), "other", True, torch.int32, [1], b"once")
+
+
+def _spoiling(arguments: tuple[Any, ...], r: Random) -> Spoil:
+    """A function that replaces one argument, mostly by a wrong one."""
+    index, way, first = r.randrange(len(arguments)), r.choice(TENSORS), r.random() < 0.1
+    option = r.choice(OPTIONS)
+
+    def spoiled(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        value = option
+        if isinstance(given[index], Tensor):
+            try:
+                value = given[0] if first else way(given[index])
+            except (NotImplementedError, RuntimeError):  # torch cannot do this to such a tensor
+                value = 3
+        return (*given[:index], value, *given[index + 1 :])
+
+    return spoiled
+
+
+@contextmanager
+def _only_python(repeating: bool) -> Iterator[None]:
+    """Without the path in C; also without Python's recordings unless ``repeating``."""
+    if repeating:
+        native._load()[0].set_enabled(False)
+    else:
+        replay.switch.on = False
+    try:
+        yield
+    finally:
+        replay.switch.on = True  # and with it the path in C
+
+
+def _compare(
+    op: registration.Op, call: Callable[..., Any], tally: Tally, arguments: tuple[Any, ...], spoil: Spoil | None = None
+) -> None:
+    """Make a call by all paths and note differences."""
+    name, contract = op.contract.name, op.contract
+    traced = frozenset(i for i, n in enumerate(contract.args) if n in ("trace", "units"))
+    with _only_python(False):
+        expected = _outcome(call, arguments, traced, spoil)
+    before = op.table.counts()["hits"]
+    found = {way: _outcome(call, arguments, traced, spoil) for way in ROUNDS}
+    known = _outcome(op.table.repeat, arguments, traced, spoil)
+    if known is not None:
+        found["repeated without Python"] = known
+    if any(t.is_cuda for t in _flat(arguments)):
+        with _only_python(True):
+            for way in ("recorded by Python", "repeated by Python"):
+                found[way] = _outcome(call, arguments, traced, spoil)
+    for way, outcome in found.items():
+        if outcome != expected:
+            tally.wrong.append(f"{name}, {way}: other results than Python's: {_shown(outcome)}, not {_shown(expected)}")
+    tally.calls[name] += 1
+    tally.repeated[name] += op.table.counts()["hits"] > before
+    tally.raised[name] += isinstance(expected[0], type)
+
+
+def _shown(outcome: Any) -> str:
+    return repr(outcome) if outcome is None or isinstance(outcome[0], type) else "results"
+
+
 def _both(op: registration.Op, original: Callable[..., Any], tally: Tally, *arguments: Any) -> Any:
     """Compare both paths on copies, then make the call."""
-    name = op.contract.name
     plain = all(type(t) in registration.PLAIN and t.layout is torch.strided for t in _flat(arguments))
     if replay.switch.on and plain:
-        traced = frozenset(i for i, n in enumerate(op.contract.args) if n in ("trace", "units"))
-        replay.switch.on = False
-        try:
-            expected = _outcome(original, arguments, traced)
-        finally:
-            replay.switch.on = True
-        before = op.table.counts()["hits"]
-        for time in TIMES:
-            if _outcome(original, arguments, traced) != expected:
-                tally.wrong.append(f"{name}, {time}: other results than Python's")
-        tally.calls[name] += 1
-        tally.repeated[name] += op.table.counts()["hits"] > before
-        tally.errors += isinstance(expected[0], type)
+        _compare(op, original, tally, arguments)
+        _compare(op, original, tally, arguments, _spoiling(arguments, tally.random))
     return original(*arguments)
 
 
@@ -91,40 +205,81 @@ def compared() -> Iterator[Tally]:
     """While it lasts, compare both paths at every eager call."""
     tally = Tally()
     registration.write_eager_entries()
-    saved = [(op, op.call) for op in registration._ops]
-    for op, call in saved:
+    saved = [(op, op.call, op.repeat) for op in registration._ops]
+    for op, call, _ in saved:
         op.call = partial(_both, op, call, tally)
+        op.repeat = None  # so that every call comes here
     try:
         yield tally
     finally:
-        for op, call in saved:
-            op.call = call
+        for op, call, repeat in saved:
+            op.call, op.repeat = call, repeat
+
+
+def _run(options: argparse.Namespace) -> dict[str, Any]:
+    start = shown = time.perf_counter()
+    index = failed = 0
+    differences: list[str] = []
+    with compared() as tally:
+        tally.random = Random(options.seed)
+        while tally.calls.total() < options.calls:
+            now = time.perf_counter()
+            if options.minutes and now - start > 60 * options.minutes:
+                break
+            case = numbered(options.seed, index, tuple(OPS), options.configurations, options.device == "cuda")
+            assert case is not None
+            with torch.inference_mode(index % 2 == 0):
+                wrong = cases.run(case, options.device)
+            if wrong is not None or tally.wrong:
+                failed += 1
+                message = f"case {index}: {wrong}; {tally.wrong}\n{case}"
+                if len(differences) < SHOWN:
+                    differences.append(message)
+                    print(message, flush=True)
+                tally.wrong.clear()
+            if now - shown > 30:
+                shown = now
+                print(f"{tally.calls.total()} calls, {failed} failed, {now - start:.0f} s", file=sys.stderr, flush=True)
+            index += 1
+    return {
+        **machine.describe(options.device),
+        "seed": options.seed,
+        "configurations": options.configurations,
+        "cases": index,
+        "calls": tally.calls.total(),
+        "repeated": tally.repeated.total(),
+        "raised": tally.raised.total(),
+        "by op": {
+            name: {"calls": count, "repeated": tally.repeated[name], "raised": tally.raised[name]}
+            for name, count in sorted(tally.calls.items())
+        },
+        "failed": failed,
+        "differences": differences,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.fuzz.paths", description=__doc__)
-    parser.add_argument("--cases", type=int, default=20000)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--calls", type=int, default=20_000, help="calls to compare, spoiled ones included")
+    parser.add_argument("--minutes", type=float, help="start no case after this long")
     parser.add_argument("--seed", type=int, default=2028)
     parser.add_argument("--configurations", type=int, default=12, help="per op; each is compiled")
+    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     if native.describe() != "on":
         print(f"the path in C: {native.describe()}")
         return 1
-    failed = 0
-    with compared() as tally:
-        for index in range(options.cases):
-            case = numbered(options.seed, index, tuple(OPS), options.configurations, False)
-            assert case is not None
-            wrong = cases.run(case, "cpu")
-            if wrong is not None or tally.wrong:
-                failed += 1
-                print(f"case {index}: {wrong}; {tally.wrong}\n{case}")
-                tally.wrong.clear()
-    for name, count in tally.calls.items():
-        print(f"{name}: {count} calls, {tally.repeated[name]} repeated in C")
-    print(f"{tally.errors} errors, {failed} failed cases")
-    return 1 if failed else 0
+    torch.set_num_threads(1)
+    found = _run(options)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    for name, counts in found["by op"].items():
+        print(f"{name}: {counts['calls']} calls, {counts['repeated']} repeated in C, {counts['raised']} raise")
+    print(f"{found['calls']} calls, {found['failed']} failed cases in {found['seconds']:.0f} s")
+    return 1 if found["failed"] or not found["calls"] else 0
 
 
 if __name__ == "__main__":
