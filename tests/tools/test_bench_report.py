@@ -222,6 +222,24 @@ def test_the_brief_table() -> None:
     assert "| `rms_norm` | 8.00 (0.50x) | 8000.00 (0.50x) |" in lines
 
 
+def test_tokens_per_second_of_generate() -> None:
+    """Forms that were not measured have no column, and models without a baseline no row."""
+    rows = [
+        {"model": "One", "batch": 4, "us_per_token": {"unpatched": 8000.0, "patched": 4000.0}},
+        {"model": "Two", "batch": 1, "us_per_token": {"patched": 4000.0}},
+        {"model": "Three", "batch": 1, "us_per_token": {"unpatched": 4000.0, "captured": 1000.0}},
+    ]
+    models = {"date": "today", "torch": "2", "transformers": "5", "generated": rows}
+    text = report.full(of_report(document(onepass=8.0)), ["x.json"], models)
+    table = text.split("## Eager `generate()`")[1].split("##")[0].splitlines()
+    assert table[-4:-1] == [
+        "| model | batch | unpatched | `onepass.patch` |",
+        "|---|---:|---:|---:|",
+        "| One | 4 | 500.0 | 1000.0 (2.00x) |",
+    ]
+    assert "generate" not in report.full(of_report(document(onepass=8.0)), ["x.json"], {**models, "generated": []})
+
+
 def test_only_the_text_between_the_markers_is_replaced(h200: Results) -> None:
     begin, end = markers(report.SHORT)
     text = report.with_section(f"before\n{begin}\nold\n{end}\nafter\n", h200, "there")

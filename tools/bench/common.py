@@ -39,6 +39,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The configuration class and layer sizes of each model."""
 MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3 0.6B": (
+        "Qwen3Config",
+        _sizes(1024, 3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128, num_hidden_layers=28),
+    ),
     "Mistral 7B": ("MistralConfig", {**_sizes(4096, 14336, **_HEADS), "sliding_window": None}),
     "Qwen2 7B": ("Qwen2Config", _sizes(3584, 18944, num_attention_heads=28, num_key_value_heads=4, head_dim=128)),
     "Gemma 2 9B": ("Gemma2Config", _sizes(3584, 14336, **_GEMMA_HEADS)),
@@ -49,6 +53,8 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4 9B": ("Glm4Config", _sizes(4096, 13696, num_attention_heads=32, num_key_value_heads=2, head_dim=128)),
 }
 """Models that are measured only if they are named."""
+SMALL = "Qwen3 0.6B"
+"""The one of these that a CPU runs too."""
 _CPU_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
 CPU_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 1024": ("LlamaConfig", _sizes(1024, 2816, **_CPU_HEADS, num_hidden_layers=16)),
@@ -111,7 +117,8 @@ def chosen(parts: Sequence[str] | None, device: str = "cuda") -> list[str]:
 
     A part that starts with "=" is a whole name.
     """
-    names = list({**MODELS, **(MORE_MODELS if parts else {})} if device == "cuda" else CPU_MODELS)
+    usual, more = (MODELS, MORE_MODELS) if device == "cuda" else (CPU_MODELS, {SMALL: MORE_MODELS[SMALL]})
+    names = list({**usual, **(more if parts else {})})
     found = [name for name in names if not parts or any(_matches(part, name) for part in parts)]
     if not found:
         raise SystemExit(f"no model has a name like {', '.join(parts or ())}; there are {', '.join(names)}")

@@ -80,9 +80,10 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def shown_generated(row: dict[str, Any]) -> str:
-    """The table of `generate`: microseconds per token."""
+    """The table of `generate`: microseconds per token, and the tokens per second of all sequences."""
     title = f"{row['model']}, batch {row['batch']}: generate(), us per token, {row['new_tokens']} tokens"
-    return f"{title}\n{_times(row, row['us_per_token'])}"
+    rates = (f"{name} {row['batch'] * 1e6 / us:.1f}" for name, us in row["us_per_token"].items())
+    return f"{title}\n{_times(row, row['us_per_token'])}\n  tokens/s: {', '.join(rates)}"
 
 
 def missing(ways: tuple[Way, ...], rows: list[dict[str, Any]], title: str, batch: int) -> tuple[Way, ...]:

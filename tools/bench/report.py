@@ -1,21 +1,24 @@
 """``python -m tools.bench.report FILE...``: renders result files next to the first of them.
 
 It writes README.md with every number, bench.html, time.svg and roofline.svg; with ``--readme PAGE...``
-also the tables between the markers of those pages. README.md names the files it was made from, so that a
-test can render it again and compare.
+also the tables between the markers of those pages. README.md has the tokens per second of the models.json next to it, and
+names the other files it was made from, so that a test can render it again and compare.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from onepass.bench import page
 from onepass.bench.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
 from onepass.bench.words import BEHIND, BEHIND_WORDS, ahead_words, ceiling_words, compiled_words
 
+from .generating import FORMS
 from .markdown import filled, table
 from .svg import roofline_svg, time_svg
 
@@ -30,6 +33,9 @@ HEADLINES = (
     "fused_rope_rmsnorm_quantization",
 )
 DECODE_STEP = "decode step"
+MODELS = "models.json"
+"""The file of `tools.bench.models` next to the results: its `generate()` is part of the page."""
+EAGER_FORMS = ("dynamic", "dynamic-patched", "dynamic-decode")
 
 
 def about(results: Results) -> str:
@@ -164,8 +170,30 @@ def host_table(results: Results) -> str:
     return "\n".join(("## Host time of an eager call at M = 1", "", *table(["", "us"], rows, 1), ""))
 
 
-def full(results: Results, sources: Sequence[str]) -> str:
-    """The page of tables."""
+def generate_table(report: dict[str, Any]) -> str:
+    """Tokens per second of `generate()` with its default cache, which launches every kernel from Python."""
+    ways = [FORMS[name][0] for name in EAGER_FORMS]
+    rows = []
+    for row in report.get("generated", []):
+        rates = [row["batch"] * 1e6 / row["us_per_token"][way] if way in row["us_per_token"] else None for way in ways]
+        if rates[0] is not None and any(rates[1:]):
+            cells = ["" if rate is None else f"{rate:.1f} ({rate / rates[0]:.2f}x)" for rate in rates[1:]]
+            rows.append([row["model"], str(row["batch"]), f"{rates[0]:.1f}", *cells])
+    if not rows:
+        return ""
+    kept = [0, *(i for i in range(1, len(ways)) if any(row[i + 2] for row in rows))]
+    heads = ["model", "batch", *(["unpatched", "`onepass.patch`", "`decode=True`"][i] for i in kept)]
+    rows = [[*row[:2], *(row[i + 2] for i in kept)] for row in rows]
+    about = (
+        f"Tokens per second, prompts included, of models with random weights and transformers' default cache "
+        f"({report['date']}, torch {report['torch']}, transformers {report['transformers']}). The host launches every kernel "
+        "of every step."
+    )
+    return "\n".join(("## Eager `generate()`", "", about, "", *table(heads, rows, 1), ""))
+
+
+def full(results: Results, sources: Sequence[str], models: dict[str, Any] | None = None) -> str:
+    """The page of tables, with those of whole ``models`` if there are any."""
     stream = "".join(
         f" `{name}` moves as many bytes and computes nothing." for name in (STREAM, BEST) if name in results.contenders
     )
@@ -187,6 +215,7 @@ def full(results: Results, sources: Sequence[str]) -> str:
         "",
         tables(results),
         *([host_table(results)] if results.host else []),
+        *([text] if models and (text := generate_table(models)) else []),
         *_ahead(results),
     ]
     return "\n".join(parts)
@@ -214,8 +243,9 @@ def files(paths: Sequence[Path]) -> dict[str, str]:
     results = load(paths)
     folder = paths[0].parent
     names = [Path(os.path.relpath(path, folder)).as_posix() for path in paths]
+    models = folder / MODELS
     return {
-        "README.md": full(results, names),
+        "README.md": full(results, names, json.loads(models.read_text()) if models.exists() else None),
         "bench.html": page.html(results),
         "time.svg": time_svg(results),
         "roofline.svg": roofline_svg(results),
