@@ -277,6 +277,10 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_threads_are_used_where_their_number_is_tested": (5, "some ops stay"),
         "test_promise": (23, "each promise stays, with fewer dtypes and lengths"),
     },
+    "tests/tools/test_promises.py": {
+        "test_format_promise": (15, "each compiles kernels; one promise in fifteen stays"),
+        "test_two_processes_share_promises": (0, "starts two processes"),
+    },
     "tests/tools/test_fence.py": {
         "test_every_case_stays_within_its_memory": (0, "all cases of test_case, between guard pages"),
     },

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from onepass.testing.case import Check
 from onepass.testing.runner import DEVICES, Result, matches, run_cases, select
 from tools.evidence import families, proof
-from tools.promises import run_promises, run_promises_in_shares
+from tools.promises import run_promises, run_promises_in_groups, serve
 
 if TYPE_CHECKING:
     from tools.evidence.chips import Machine
@@ -77,8 +77,9 @@ def _options() -> argparse.Namespace:
     add("--extend", action="store_true", help="with --evidence: keep valid proofs and run only cases that add some")
     add("--refresh", type=_path, nargs="?", const="", help="update the sources in this evidence; no GPU needed")
     add("--jobs", type=int, default=1, help="processes that share the cases, or the promises")
-    add("--limit", type=float, default=math.inf, help="with --evidence: start no case after this many seconds")
-    add("--share", help=argparse.SUPPRESS)  # i/n of the promises, one line of JSON each, or of the cases
+    add("--limit", type=float, default=math.inf, help="start no case, or promise, after this many seconds")
+    add("--serve", action="store_true", help=argparse.SUPPRESS)  # read names of promises, one line of JSON each
+    add("--share", help=argparse.SUPPRESS)  # i/n of the cases
     add("--part", type=Path, help=argparse.SUPPRESS)  # where a share of the cases writes its proofs
     options = parser.parse_args()
     if options.evidence is not None and (options.device != "cuda" or options.promises):
@@ -95,9 +96,8 @@ def _path(text: str) -> Path | str:
 
 def _run_promises(options: argparse.Namespace, before: list[Result]) -> int:
     done = {result.case for result in before}
-    if options.share:
-        share, of = map(int, options.share.split("/"))
-        run_promises(options.device, _print_json, options.match, done, share, of)
+    if options.serve:
+        serve(options.device, sys.stdin, _print_json)
         return 0
     if options.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -110,7 +110,7 @@ def _run_promises(options: argparse.Namespace, before: list[Result]) -> int:
             _write(options.json, seen)
 
     if options.jobs > 1:
-        results = run_promises_in_shares(options.device, options.jobs, keep, options.match, options.resume)
+        results = run_promises_in_groups(options.device, options.jobs, keep, options.match, done, options.limit)
     else:
         results = run_promises(options.device, keep, options.match, done)
     if options.json:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from onepass.formats import E4M3FN, FLOATS
 from onepass.ops.gemv_norm import gemv_and_partial_norm
+from onepass.ops.linear import linear
 from onepass.ops.rms_norm import rms_norm
 from onepass.testing.case import same_bytes
+from tools.promises.linear import weights_of
 
 Promise = Callable[[], str | None]
 
@@ -31,6 +33,10 @@ def gemv_promises(device: str) -> Iterator[tuple[str, Promise]]:
         "a row alone is the row in a batch: gemv, fp8 weights",
         partial(_batch, device, 3072, torch.bfloat16, E4M3FN.dtype),
     )
+    for kind in ("fp8 row", "fp8 block", "fp8 ue8m0", "int8 row"):
+        for n, k in ((300, 1001), (2112, 1536), (4500, 264))[: 1 if kind == "fp8 ue8m0" else 3]:
+            label = f"{kind} scales, N = {n}, K = {k}"
+            yield f"a row alone is the row in a batch: gemv, {label}", partial(_scaled, device, n, k, kind)
     yield "a thousand repeats change no bit: gemv", lambda: _repeats(device)
     if device == "cuda":
         yield f"gemv: {LAUNCHES} launches over {STREAMS} streams, none wrong", _streams
@@ -55,6 +61,22 @@ def _batch(device: str, k: int, dtype: torch.dtype, weight_dtype: torch.dtype | 
             for index, (few, all_) in enumerate(zip(part, whole, strict=True)):
                 if not same_bytes(few, all_[begin : begin + m]):
                     return f"result {index} of rows {begin} to {begin + m} differs from the whole batch's"
+    return None
+
+
+def _scaled(device: str, n: int, k: int, kind: str) -> str | None:
+    """Rows alone and in batches, in one launch and in two, and the product of `linear`."""
+    weight, scale = weights_of(device, n, k, kind, torch.bfloat16)
+    act, gamma = torch.randn(16, k, device=device).bfloat16(), torch.randn(n // 2, device=device).bfloat16()
+    for fused in (True, False):
+        whole = gemv_and_partial_norm(act, weight, gamma, weight_scale=scale, fused=fused)
+        if not same_bytes(whole[1], linear(act, weight, weight_scale=scale)[:, n // 2 :]):
+            return f"the columns without a norm differ from the product (fused={fused})"
+        for m in (1, 7, 8, 16) if fused else (1, 9):
+            part = gemv_and_partial_norm(act[:m], weight, gamma, weight_scale=scale, fused=fused)
+            for index, (few, all_) in enumerate(zip(part, whole, strict=True)):
+                if not same_bytes(few, all_[:m]):
+                    return f"result {index} of {m} rows differs from the whole batch's (fused={fused})"
     return None
 
 

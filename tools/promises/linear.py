@@ -6,7 +6,7 @@ Graphs replay on new inputs, and kernels wait for their inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -22,9 +22,15 @@ from onepass.testing.weights import scales, whole_numbers
 
 Promise = Callable[[], str | None]
 _ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 130)
+_MORE_ROWS: Final = (*_ROWS[:-1], 65, 130, 257, 300)
+"""On a GPU: with these, every class of rows in the H200's tables of tiles."""
 _SHAPES: Final = ((40, 1001), (300, 2100), (600, 520), (1536, 300), (3000, 264), (4224, 136), (8200, 1088))
 """N and K: on a GPU, a sum has 16 pieces below 8192 rows of weight and 4 from there on. Two have several blocks per piece."""
 _KINDS: Final = ("float", "fp8 row", "fp8 block", "int8 row")
+_TILES: Final = ((5000, 264), (9000, 264), (9000, 2304))
+"""Further N and K for which 8-bit weights have tiles of their own on the H200."""
+_FEW_FLOATS: Final = ((300, 2100), (1536, 300), (8200, 1088))
+"""N and K for which a GPU, where each dtype is compiled, takes float16 and float32 too."""
 
 
 def linear_promises(device: str) -> Iterator[tuple[str, Promise]]:
@@ -33,7 +39,11 @@ def linear_promises(device: str) -> Iterator[tuple[str, Promise]]:
         for n, k in _SHAPES:
             label = f"{kind} weights, N = {n}, K = {k}"
             yield f"a row alone is the row in a batch: linear, {label}", partial(_batch, device, n, k, kind)
-            yield f"linear: its product is the GEMV's: {label}", partial(_gemv, device, n, k, kind)
+            floats = FLOATS if device != "cuda" or (n, k) in _FEW_FLOATS else FLOATS[:1]
+            yield f"linear: its product is the GEMV's: {label}", partial(_gemv, device, n, k, kind, floats)
+        for n, k in _TILES if device == "cuda" and kind != "float" else ():
+            label = f"{kind} weights, N = {n}, K = {k}"
+            yield f"a row alone is the row in a batch: linear, {label}", partial(_batch, device, n, k, kind)
     for dtype in FLOATS:
         label = str(dtype).removeprefix("torch.")
         yield f"linear: fused is separate: {label}", partial(_separate, device, dtype)
@@ -43,7 +53,7 @@ def linear_promises(device: str) -> Iterator[tuple[str, Promise]]:
         yield "linear: x is read after the kernel that writes it", _chain
 
 
-def _weights(device: str, n: int, k: int, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def weights_of(device: str, n: int, k: int, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Weights and their scale."""
     generator = torch.Generator().manual_seed(n + k)
     normal = torch.randn(n, k, generator=generator)
@@ -54,21 +64,23 @@ def _weights(device: str, n: int, k: int, kind: str, dtype: torch.dtype) -> tupl
 
 def _batch(device: str, n: int, k: int, kind: str) -> str | None:
     """A row alone and in batches, with norm and activation."""
-    weight, scale = _weights(device, n, k, kind, torch.bfloat16)
-    x, gamma = torch.randn(_ROWS[-1], k, device=device).bfloat16(), torch.ones(k, device=device)
+    weight, scale = weights_of(device, n, k, kind, torch.bfloat16)
+    counts = _MORE_ROWS if device == "cuda" else _ROWS
+    most = counts[-1]
+    x, gamma = torch.randn(most, k, device=device).bfloat16(), torch.ones(k, device=device)
     options: dict[str, Any] = {"gamma": gamma, "weight_scale": scale, "activation": "silu_mul"}
     whole = linear(x, weight, **options)
-    for m in _ROWS:
-        for begin in {0, _ROWS[-1] - m}:
+    for m in counts:
+        for begin in {0, most - m}:
             rows = slice(begin, begin + m)
             if not same_bytes(linear(x[rows], weight, **options), whole[rows]):
                 return f"rows {begin} to {begin + m} differ from the whole batch's"
     return None
 
 
-def _gemv(device: str, n: int, k: int, kind: str) -> str | None:
-    for dtype in FLOATS:
-        weight, scale = _weights(device, n, k, kind, dtype)
+def _gemv(device: str, n: int, k: int, kind: str, floats: Sequence[torch.dtype]) -> str | None:
+    for dtype in floats:
+        weight, scale = weights_of(device, n, k, kind, dtype)
         x, gamma = torch.randn(16, k, device=device).to(dtype), torch.ones(1, device=device)
         whole = linear(x, weight, weight_scale=scale)
         for m in (1, 7, 16):
@@ -82,8 +94,8 @@ def _separate(device: str, dtype: torch.dtype) -> str | None:
     """Norm, product, bias, activation and addition, each alone."""
     n, k = 1408, 520
     for kind in _KINDS:
-        weight, scale = _weights(device, n, k, kind, dtype)
-        for m in (1, 5, 40):
+        weight, scale = weights_of(device, n, k, kind, dtype)
+        for m in (1, 5, 40, 300) if device == "cuda" else (1, 5, 40):
             x, residual = torch.randn(m, k, device=device).to(dtype), torch.randn(m, k, device=device)
             gamma, bias = torch.randn(k, device=device).to(dtype), torch.randn(n, device=device)
             add = torch.randn(m, n // 2, device=device).to(dtype)

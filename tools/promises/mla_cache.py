@@ -25,18 +25,22 @@ from tools.promises.tokens import (
 
 Promise = Callable[[], str | None]
 PAGE = 16
-WIDTHS = ((512, 64), (128, 32), (577, 18), (2048, 256), (31, 6))
+WIDTHS = ((512, 64), (128, 32), (577, 18), (2048, 256), (31, 6), (96, 1024))
+FEW = WIDTHS[:1] + WIDTHS[2:3]
+"""Widths for which a GPU, where each dtype is compiled, takes float32 too."""
 
 
 def mla_promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for dtype in (torch.bfloat16, torch.float32):  # float16 takes the same paths as bfloat16
-        for latent, rope in WIDTHS:
+        for latent, rope in FEW if device == "cuda" and dtype == torch.float32 else WIDTHS:
             label = f"{latent} + {rope} columns of {str(dtype).removeprefix('torch.')}"
             arguments = (device, latent, rope, dtype)
             yield f"MLA, a token alone is the token in a batch: {label}", partial(_batch, *arguments)
             yield f"MLA, alignment and strides change no bit: {label}", partial(_layout, *arguments)
     yield "MLA, tables and slots lead to the same bytes", partial(_slots, device)
+    yield "MLA, caches of bytes hold the same entries", partial(_as_bytes, device)
+    yield "MLA, packed and plain entries share their last columns", partial(_last_columns, device)
     yield "MLA, a thousand repeats change no bit", partial(_repeats, device)
     if device == "cpu":
         yield "MLA, threads change no bit", _threads
@@ -154,6 +158,34 @@ def _slots(device: str) -> str | None:
     if not same_bytes(q, again):
         return "q differs"
     return None if same_bytes(cache.blocks, other.blocks) else "the entries differ"
+
+
+def _as_bytes(device: str) -> str | None:
+    """Blocks of uint8 and a dtype, as engines allocate them."""
+    for dtype in (E4M3FN.dtype, torch.bfloat16):
+        x, cache, offsets = _paged(device)
+        plain = PagedKVCache(
+            torch.zeros(12, PAGE, 576, device=device).to(dtype), cache.cache_lengths, cache.lookup_table
+        )
+        memory = torch.zeros(12, PAGE, 576 * dtype.itemsize, dtype=torch.uint8, device=device)
+        view = PagedKVCache(memory, cache.cache_lengths, cache.lookup_table, blocks_dtype=dtype)
+        if not same_bytes(_step(x, plain, offsets), _step(x, view, offsets)):
+            return f"q differs with {dtype}"
+        if not bool(memory.any()) or not same_bytes(memory, plain.blocks.view(torch.uint8)):
+            return f"the entries differ with {dtype}"
+    return None
+
+
+def _last_columns(device: str) -> str | None:
+    """A packed entry ends with the bfloat16 columns that a plain one ends with; q does not depend on the cache."""
+    x = _inputs(device, 40, 5, *DS_MLA_COLUMNS, torch.bfloat16)
+    packed, plain = _packed(x), _written(x, cache=torch.bfloat16)
+    last = 2 * DS_MLA_COLUMNS[1]
+    if not same_bytes(packed[0], plain[0]):
+        return "q differs"
+    if not bool(packed[1][:, :-last].any()):
+        return "no code was written"
+    return None if same_bytes(packed[1][:, -last:], plain[1][:, -last:]) else "the last columns differ"
 
 
 def _repeats(device: str) -> str | None:
