@@ -109,16 +109,13 @@ bounds: ## run some tests with the lowest and newest versions of the dependencie
 # make gpu EXTEND=--extend: run only the cases that the evidence lacks.
 EXTEND ?=
 CHECKS = $(PYTHON) -m tools.checks --device cuda --chip $(CHIP)
-# Sanitizers are slow, so they run the cases of a few shapes; torch must not pool memory under them.
-SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
-SANITIZED ?= lanes: 3x4096|short:|5x2048|5x7168|5x16384|4x1536|3x3072|6x384|5x20000|5x48x640|6x80x300|200+512|ragged:|slots:|tables|scales:|two launches:
 
 gpu: export PYTHONPATH := src
 gpu: DEVICE = cuda
 gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sanitizers, measure
 	$(CHECKS) --jobs $$(nproc) $(EXTEND) --evidence
 	$(CHECKS) --promises --jobs $$(nproc) --json $(RESULTS)/promises.json
-	for tool in memcheck racecheck initcheck synccheck; do $(SANITIZE) --tool $$tool $(CHECKS) --match "$(SANITIZED)"; done
+	$(PYTHON) -m tools.sanitize --chip $(CHIP) --jobs $$(nproc) --json $(RESULTS)/sanitizer.json
 	$(PYTHON) -m tools.bench --device cuda $(MEASURED) --json $(RESULTS)/bench.json
 	$(PYTHON) -m tools.bench.report $(RESULTS)/bench.json $(PAGES)
 	$(PYTHON) -m tools.bench --device cuda --op linear --json $(RESULTS)/linear.json

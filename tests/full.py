@@ -281,6 +281,9 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_format_promise": (15, "each compiles kernels; one promise in fifteen stays"),
         "test_two_processes_share_promises": (0, "starts two processes"),
     },
+    "tests/tools/test_sanitize.py": {
+        "test_a_whole_run_with_a_tool_that_finds_nothing": (0, "starts three processes"),
+    },
     "tests/tools/test_fence.py": {
         "test_every_case_stays_within_its_memory": (0, "all cases of test_case, between guard pages"),
     },
