@@ -11,9 +11,10 @@ from torch import Tensor
 
 from onepass.testing import guarded, mla_cache
 from onepass.testing.case import fetched, memory_of
-from tools.fuzz import OPS, gemv_norm, linear, numbered
+from tools.fuzz import OPS, linear, numbered, steps
 from tools.fuzz import qk_norm as qk
 from tools.fuzz import rms_norm as rows
+from tools.fuzz.cases import run, run_all
 
 
 def test_copies_have_the_same_values_strides_and_surroundings() -> None:
@@ -38,7 +39,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rows, qk, gemv_norm, linear, guarded):
+    for module in (steps, guarded):
         monkeypatch.setattr(module, "fetched", lambda device, *groups: fetched("elsewhere", *groups))
 
 
@@ -95,3 +96,42 @@ def test_a_wrong_result_in_place_is_detected(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rows, "rms_norm", wrong)
     found = {case.run("cpu") for index in range(100) if (case := numbered(5, index, ("rms_norm",), 12, False))}
     assert "out differs in place" in found and found <= {None, "out differs in place"}
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_cases_that_share_a_wait_have_their_own_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wait for each step of all cases, and the results of each case alone, also of one that raises."""
+    waits: list[int] = []
+
+    def counted(device: str, *groups: Any) -> Any:
+        waits.append(len(groups))
+        return fetched("elsewhere", *groups)
+
+    monkeypatch.setattr(steps, "fetched", counted)
+    right: Any = vars(rows)["rms_norm"]
+
+    def wrong(**arguments: Any) -> Any:
+        if arguments["x"].shape[-1] % 5 == 0:
+            raise ValueError("no multiple of five")
+        result = right(**arguments)
+        if arguments["x"].shape[-1] % 3 == 0:
+            for t in result if isinstance(result, tuple) else (result,):
+                t.view(torch.uint8).fill_(1)
+        return result
+
+    monkeypatch.setattr(rows, "rms_norm", wrong)
+    found = [case for index in range(60) if (case := numbered(5, index, ("rms_norm", "linear"), 4, False))]
+    together = run_all(found, "cpu")
+    assert len(waits) == 2  # the last fetches nothing
+    assert together == [run(case, "cpu") for case in found]
+    assert "ValueError: no multiple of five" in together and None in together
+    assert any(message and "ValueError" not in message for message in together)
+
+
+def test_an_error_of_the_gpu_is_that_of_all_cases_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(device: str, *groups: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(steps, "fetched", failing)
+    found = [case for index in range(5) if (case := numbered(5, index, ("rms_norm",), 4, False))]
+    assert run_all(found, "cpu") == ["RuntimeError: CUDA error: an illegal memory access"] * 5

@@ -9,24 +9,32 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from onepass.testing.runner import running_on
-from tools.fuzz.cases import CONFIGURATIONS, OPS, numbered, run, shrink
+from tools.fuzz.cases import CONFIGURATIONS, OPS, numbered, run, run_all, shrink
 from tools.fuzz.linear import LinearCase
 
 SHOWN = 20
 """Failures that are shrunk and printed; more are only counted."""
 GRACE = 20.0
 """Seconds that the last case of a process may take; what it reported before still counts."""
+EVERY = 5.0
+"""Seconds between two writes of partial results."""
+TOGETHER = 32
+"""Cases that share one wait for a GPU."""
 INTERPRETED = 1024
 """Results of `linear` up to which the interpreter runs a case."""
 
@@ -112,6 +120,18 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
             "seconds": round(time.perf_counter() - start, 1),
         }
 
+    def check(batch: list[tuple[int, Any]]) -> None:
+        nonlocal failed
+        for (index, case), wrong in zip(batch, run_all([case for _, case in batch], _where(options)), strict=True):
+            counts[case.op] += 1
+            if wrong is not None:
+                failed += 1
+                if len(failures) < SHOWN:
+                    failures.append(_failure(options, index, case, wrong))
+
+    batch: list[tuple[int, Any]] = []
+    together = TOGETHER if options.device == "cuda" else 1
+    written = start
     with running_on(options.device):
         for index in range(options.first, options.first + options.cases):
             if options.minutes and time.perf_counter() - start > 60 * options.minutes:
@@ -119,19 +139,20 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
             case = _case(options, index, (mine, of))
             if case is None or (options.device == "interpreter" and not _interpretable(case)):
                 continue
-            wrong = run(case, _where(options))
-            counts[case.op] += 1
-            if wrong is not None:
-                failed += 1
-                if len(failures) < SHOWN:
-                    failures.append(_failure(options, index, case, wrong))
+            batch.append((index, case))
+            if len(batch) < together:
+                continue
+            check(batch)
+            batch = []
             now = time.perf_counter()
+            if options.json and now - written > EVERY:  # a run that is cut off leaves what it has
+                written = now
+                _write(options.json, found())
             if now - shown > 30:
                 shown = now
                 done = index + 1 - options.first
                 print(f"{done} of {options.cases}, {failed} failed, {now - start:.0f} s", file=sys.stderr, flush=True)
-                if options.json:  # a run that is cut off leaves what it has
-                    _write(options.json, found())
+        check(batch)
     return found()
 
 
@@ -156,20 +177,15 @@ def _failure(options: argparse.Namespace, index: int, case: Any, wrong: str) -> 
     return {"index": index, "op": case.op, "message": wrong, "simplest": f"{simplest}: {message}", "again": again}
 
 
-def _ended(job: subprocess.Popen[bytes], by: float | None) -> int:
-    """A process's exit status; one that runs long after the deadline is stopped, which is not a failure."""
-    try:
-        return job.wait(None if by is None else max(0.0, by - time.perf_counter()))
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
-        return 0
-
-
 def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the configurations in several processes."""
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    """Run the configurations in several processes.
+
+    What they have found is written every few seconds, so that a run that is killed leaves it. A process that runs long after
+    the deadline is stopped, and so are all when this process is asked to end; neither is a failure.
+    """
+    start, stopped = time.perf_counter(), threading.Event()
+    by = start + 60 * options.minutes + GRACE if options.minutes else math.inf
+    with tempfile.TemporaryDirectory() as folder, _asked_to_end(stopped):
         files = [Path(folder) / f"{job}.json" for job in range(options.jobs)]
         common = [sys.executable, "-m", "tools.fuzz", f"--device={options.device}", f"--cases={options.cases}"]
         common += [f"--first={options.first}", f"--seed={options.seed}", f"--configurations={options.configurations}"]
@@ -178,17 +194,47 @@ def _run_jobs(options: argparse.Namespace) -> dict[str, Any]:
             subprocess.Popen([*common, "--share", f"{job}/{options.jobs}", "--json", str(file)], stdout=sys.stderr)
             for job, file in enumerate(files)
         ]
-        codes = [_ended(job, options.minutes and start + 60 * options.minutes + GRACE) for job in jobs]
-        parts = [json.loads(file.read_text()) for file in files if file.exists()]
-    if len(parts) < options.jobs or any(code not in (0, 1) for code in codes):
-        raise SystemExit(f"a process crashed: exit statuses {codes}")
+        written = start
+        while any(job.poll() is None for job in jobs):
+            now = time.perf_counter()
+            if now > by or stopped.is_set():
+                break
+            if options.json and now - written > EVERY:
+                written = now
+                _write(options.json, _merged(options, files, now - start))
+            stopped.wait(0.2)
+        crashed = [job.returncode for job in jobs if job.returncode not in (None, 0, 1)]
+        for job in jobs:
+            job.kill()
+            job.wait()
+        merged = _merged(options, files, time.perf_counter() - start)
+    if crashed:
+        if options.json:
+            _write(options.json, merged | {"crashed": crashed})
+        raise SystemExit(f"a process crashed: exit statuses {crashed}")
+    return merged
+
+
+@contextmanager
+def _asked_to_end(stopped: threading.Event) -> Iterator[None]:
+    """Set the event when this process receives SIGTERM, as `timeout` sends it."""
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _merged(options: argparse.Namespace, files: list[Path], seconds: float) -> dict[str, Any]:
+    """What all processes have found so far."""
+    parts = [json.loads(file.read_text()) for file in files if file.exists()]
     counts = sum((Counter[str](part["cases"]) for part in parts), Counter[str]())
     return {
-        **parts[0],
+        **(parts[0] if parts else {"device": options.device, "seed": options.seed}),
         "cases": dict(sorted(counts.items())),
         "failed": sum(part["failed"] for part in parts),
         "failures": [failure for part in parts for failure in part["failures"]],
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(seconds, 1),
         "jobs": options.jobs,
     }
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from random import Random
 from typing import Any, Final, Protocol
+from zlib import crc32
 
 from tools.fuzz import gemv_norm, linear, mla_cache, qk_cache
 from tools.fuzz import qk_norm as qk
 from tools.fuzz import rms_norm as rows
+from tools.fuzz.steps import finish_all, told
 
 
 class Fuzzed(Protocol):
@@ -44,6 +46,11 @@ CONFIGURATIONS: Final = 120
 """Configurations per op that a run compiles."""
 FRAMES: Final = 8
 """Shapes and layouts per configuration that a bounded run draws from."""
+USUAL: Final = 1500
+"""Elements up to which a shape is not drawn more rarely than others."""
+RAREST: Final = 0.04
+"""How often the largest shapes are drawn, relative to usual ones."""
+_PLACE: Final = {op: place for place, op in enumerate(OPS)}
 
 
 @lru_cache(4096)
@@ -65,6 +72,18 @@ def _frame(op: str, seed: int, number: int, which: int) -> Any:
     return draw_case(op, Random(f"{seed} {op} {number} {which}"), configuration(op, seed, number, True))
 
 
+@lru_cache(4096)
+def _weights(op: str, seed: int, number: int) -> tuple[float, ...]:
+    """How often each frame is drawn: those with much to verify more rarely, so that a run has more cases."""
+    frames = (_frame(op, seed, number, which) for which in range(FRAMES))
+    return tuple(min(1.0, max(RAREST, USUAL / max(1, getattr(frame, "elements", 1)))) for frame in frames)
+
+
+@cache
+def _turns(ops: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(op for op in TURNS if op in ops)
+
+
 def numbered(
     seed: int, index: int, ops: tuple[str, ...], configurations: int, bounded: bool, share: tuple[int, int] = (0, 1)
 ) -> Fuzzed | None:
@@ -72,18 +91,18 @@ def numbered(
 
     Where shapes and layouts affect machine code (``bounded``), only values are drawn for each case.
     """
-    chosen = [op for op in TURNS if op in ops]
-    r = Random(f"{seed}/{index}")
+    chosen = _turns(ops)
     op = chosen[index % len(chosen)]
-    number = r.randrange(configurations)
-    if (list(OPS).index(op) * configurations + number) % share[1] != share[0]:
+    number = crc32(b"%d/%d" % (seed, index)) % configurations  # cheap, since most numbers belong to other shares
+    if (_PLACE[op] * configurations + number) % share[1] != share[0]:
         return None
+    r = Random(f"{seed}/{index}")
     case = draw_case(op, r, configuration(op, seed, number, bounded))
     if not bounded:
         return case
-    frame: Fuzzed = replace(
-        _frame(op, seed, number, r.randrange(FRAMES)), **{name: getattr(case, name) for name in OPS[op].VALUES}
-    )
+    which = r.choices(range(FRAMES), _weights(op, seed, number))[0]
+    values = {name: getattr(case, name) for name in OPS[op].VALUES}
+    frame: Fuzzed = replace(_frame(op, seed, number, which), **values)
     return frame
 
 
@@ -92,8 +111,14 @@ def run(case: Fuzzed, device: str) -> str | None:
     try:
         return case.run(device)
     except Exception as error:
-        text = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {text[0] if text else ''}"
+        return told(error)
+
+
+def run_all(cases: Sequence[Fuzzed], device: str) -> list[str | None]:
+    """What is wrong with each case. Those in steps share their waits for a GPU."""
+    steps = [getattr(case, "steps", None) for case in cases]
+    together = iter(finish_all([start(device) for start in steps if start is not None], device))
+    return [run(case, device) if start is None else next(together) for case, start in zip(cases, steps, strict=True)]
 
 
 def _refusal(message: str | None) -> bool:

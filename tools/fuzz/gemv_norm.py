@@ -18,10 +18,11 @@ from onepass.ops.gemv_norm import (
 )
 from onepass.specs.gemv_norm import MAX_ROWS, MAX_SEGMENTS
 from onepass.testing.bounds import Bounds
-from onepass.testing.case import fetched, same_bytes
+from onepass.testing.case import same_bytes
 from onepass.testing.gemv_norm import products, verify_call, verify_norm_of_stored
 from tools.fuzz import draw, weights
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
+from tools.fuzz.steps import Steps, finish
 
 OPS = ("gemv_and_partial_norm",)
 VALUES = ("act", "weight", "scale", "gamma", "eps")
@@ -100,7 +101,16 @@ class GemvCase:
 
     def run(self, device: str) -> str | None:
         """None, or what is wrong."""
-        return _run(self, device)
+        return finish(self.steps(device), device)
+
+    def steps(self, device: str) -> Steps:
+        """What `run` does."""
+        return _steps(self, device)
+
+    @property
+    def elements(self) -> int:
+        """How much there is to verify."""
+        return self.m * self.k + self.n * self.k + 4 * self.m * self.n
 
 
 def _place(r: Random, *, inputs: bool = True) -> Place:
@@ -154,7 +164,7 @@ def inputs(case: GemvCase) -> dict[str, Any]:
     return found if scale is None else found | {"weight_scale": scale}
 
 
-def _run(case: GemvCase, device: str) -> str | None:
+def _steps(case: GemvCase, device: str) -> Steps:
     c, host = case.config, inputs(case)
     arguments = {k: draw.on_device(v, device) for k, v in host.items()}
     before = draw.snapshot(host)
@@ -170,7 +180,7 @@ def _run(case: GemvCase, device: str) -> str | None:
     more = {"segments": arguments["segments"], "weight_scale": arguments.get("weight_scale")}
     gemv_and_partial_norm_with_scratch(normed, unnormed, *named, segment_outputs=rest, scale_output=scale, **more)
     inside = draw.named(arguments)
-    seen, results, given, made, (counter,) = fetched(device, inside.values(), results, given, scratch, (counter,))
+    seen, results, given, made, (counter,) = yield inside.values(), results, given, scratch, (counter,)
     if counter.any():
         return f"the counter is {counter.tolist()} after a call"
     touched = draw.changed(dict(zip(inside, seen, strict=True)), before)
@@ -185,7 +195,7 @@ def _run(case: GemvCase, device: str) -> str | None:
     y = products(host, device == "cuda")
     wrong = verify(case, host, results, y)
     if wrong is None and case.unfused:
-        wrong = _run_unfused(case, host, arguments, device, y)
+        wrong = yield from _unfused(case, host, arguments, device, y)
     return wrong
 
 
@@ -198,9 +208,7 @@ def _fresh(rooms: list[Tensor], device: str) -> list[Tensor]:
     return [draw.fresh(t, device) for t in rooms]
 
 
-def _run_unfused(
-    case: GemvCase, host: dict[str, Any], arguments: dict[str, Any], device: str, exact: Bounds
-) -> str | None:
+def _unfused(case: GemvCase, host: dict[str, Any], arguments: dict[str, Any], device: str, exact: Bounds) -> Steps:
     """Both forms in two launches: y as rounded, and the norm of the rounded y."""
     given: dict[str, Any] = {
         name: arguments[name] for name in ("act", "weight", "gamma", "eps", "weight_scale") if name in arguments
@@ -210,24 +218,26 @@ def _run_unfused(
     again = torch.empty_like(normed)
     scale = given.pop("weight_scale", None)
     gemv_and_partial_norm_unfused_with_scratch(again, **given, y_scratch=room, weight_scale=scale)
-    ((normed, unnormed, again, room),) = fetched(device, (normed, unnormed, again, room))
+    ((normed, unnormed, again, room),) = yield ((normed, unnormed, again, room),)
     width = case.widths[0]
     if not same_bytes(again, normed) or not same_bytes(room[:, width:], unnormed):
         return "fused=False differs with scratch"
-    wrong = (exact.stored(room) or _run_often(given, normed, unnormed, scale)) if _summed_by_us(case) else None
+    wrong = None
+    if _summed_by_us(case):
+        wrong = exact.stored(room) or (yield from _often(given, normed, unnormed, scale))
     if wrong is not None:
         return f"fused=False: {wrong}"
     wrong = verify_norm_of_stored(host, normed, room)
     return wrong and f"fused=False: {wrong}"
 
 
-def _run_often(given: dict[str, Any], normed: Tensor, unnormed: Tensor, scale: Tensor | None) -> str | None:
+def _often(given: dict[str, Any], normed: Tensor, unnormed: Tensor, scale: Tensor | None) -> Steps:
     """Repeat the rows beyond what one launch can norm: they must keep their bytes."""
     times = MAX_ROWS // max(1, normed.shape[0]) + 1
     many = gemv_and_partial_norm(
         given["act"].repeat(times, 1), given["weight"], given["gamma"], given["eps"], weight_scale=scale, fused=False
     )
-    (many,) = fetched(given["act"].device.type, many)
+    (many,) = yield (many,)
     same = all(same_bytes(t, once.repeat(times, 1)) for t, once in zip(many, (normed, unnormed), strict=True))
     return None if same else "rows differ among more rows"
 

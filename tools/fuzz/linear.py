@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
@@ -14,10 +15,11 @@ from onepass.formats import FLOATS, ROUNDINGS
 from onepass.ops.linear import linear
 from onepass.ops.rms_norm import rms_norm
 from onepass.specs.linear import ACTIVATIONS
-from onepass.testing.case import fetched, same_bytes
+from onepass.testing.case import same_bytes
 from onepass.testing.linear import as_rows, verify_call
 from tools.fuzz import draw, weights
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
+from tools.fuzz.steps import Steps, finish
 
 OPS = ("linear",)
 VALUES = ("values", "weight", "scale", "gamma", "residual", "bias", "add", "eps")
@@ -114,7 +116,17 @@ class LinearCase:
 
     def run(self, device: str) -> str | None:
         """None, or what is wrong."""
-        return _run(self, device)
+        return finish(self.steps(device), device)
+
+    def steps(self, device: str) -> Steps:
+        """What `run` does."""
+        return _steps(self, device)
+
+    @property
+    def elements(self) -> int:
+        """How much there is to verify."""
+        m = math.prod(self.lead)
+        return m * self.k + self.n * self.k + 4 * m * self.n
 
 
 def _finite(r: Random) -> Values:
@@ -179,7 +191,7 @@ def _call(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
-def _run(case: LinearCase, device: str) -> str | None:
+def _steps(case: LinearCase, device: str) -> Steps:
     """Make all calls, fetch everything at once, then compare."""
     host = inputs(case)
     arguments = {name: draw.on_device(value, device) for name, value in host.items()}
@@ -193,7 +205,7 @@ def _run(case: LinearCase, device: str) -> str | None:
     alone = _alone(arguments) if case.separate and 0 not in case.lead else ()
     inside = draw.named(arguments)
     calls = (results, others, in_place, steps, alone)
-    seen, results, others, in_place, steps, alone = fetched(device, inside.values(), *calls)
+    seen, results, others, in_place, steps, alone = yield inside.values(), *calls
     touched = draw.changed(dict(zip(inside, seen, strict=True)), before)
     if touched is not None:
         return f"{touched} was written"

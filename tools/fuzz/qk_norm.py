@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
@@ -14,10 +15,11 @@ from onepass.formats import FLOATS, FP8_FORMATS, ROUNDINGS
 from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import STYLES, Rope
 from onepass.testing import bounds, qk_norm
-from onepass.testing.case import fetched, moved, same_bytes
+from onepass.testing.case import moved, same_bytes
 from onepass.testing.qk_norm import APPLY, FUSED, MEANS, SUMS, Turn, verify_call
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
+from tools.fuzz.steps import Steps, finish
 
 OPS = qk_norm.OPS
 VALUES = ("values", "gammas", "means", "eps", "eps_k", "scales")
@@ -120,7 +122,16 @@ class QkCase:
 
     def run(self, device: str) -> str | None:
         """None, or what is wrong."""
-        return _run(self, device)
+        return finish(self.steps(device), device)
+
+    def steps(self, device: str) -> Steps:
+        """What `run` does."""
+        return _steps(self, device)
+
+    @property
+    def elements(self) -> int:
+        """How much there is to verify."""
+        return math.prod(self.lead) * (self.nq + self.nk)
 
 
 def draw_case(c: QkConfiguration, r: Random) -> QkCase:
@@ -212,7 +223,7 @@ def _call(case: QkCase, given: dict[str, Any], out: tuple[Tensor, ...] | None) -
     return made
 
 
-def _run(case: QkCase, device: str) -> str | None:
+def _steps(case: QkCase, device: str) -> Steps:
     c, host = case.config, inputs(case)
     arguments = {k: draw.on_device(v, device) for k, v in host.items()}
     before = draw.snapshot(host)
@@ -224,7 +235,7 @@ def _run(case: QkCase, device: str) -> str | None:
         fresh = moved(host, device)
         others = _call(case, fresh, (fresh["q"], fresh["k"]))
     inside = draw.named(arguments)
-    seen, results, again, others = fetched(device, inside.values(), results, again, others)
+    seen, results, again, others = yield inside.values(), results, again, others
     touched = draw.changed(dict(zip(inside, seen, strict=True)), before)
     if touched is not None:
         return f"{touched} was written"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -30,11 +31,12 @@ from onepass.prologues import Prologue, add, dequantize, silu_and_mul
 from onepass.specs.rms_norm import GATE_ORDERS
 from onepass.testing import rms_norm as testing
 from onepass.testing.batch_regime import REGIMES, assuming
-from onepass.testing.case import fetched, same_bytes
+from onepass.testing.case import same_bytes
 from onepass.testing.quantized import without_padding
 from onepass.testing.rms_norm import soft_cap_gate
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
+from tools.fuzz.steps import Steps, finish
 
 if TYPE_CHECKING:
     from onepass.triton.tuning.table import Regime
@@ -254,8 +256,16 @@ class RowCase:
 
     def run(self, device: str) -> str | None:
         """None, or what is wrong."""
-        with nullcontext() if self.regime is None else assuming(self.regime):
-            return _run(self, device)
+        return finish(self.steps(device), device)
+
+    def steps(self, device: str) -> Steps:
+        """What `run` does."""
+        return _steps(self, device)
+
+    @property
+    def elements(self) -> int:
+        """How much there is to verify."""
+        return math.prod(self.lead) * self.n
 
 
 def draw_case(c: RowConfiguration, r: Random) -> RowCase:
@@ -384,11 +394,38 @@ def result_names(c: RowConfiguration) -> list[str]:
     return names + ["residual_out"] * (c.residual is not None) + ["norm_out"] * c.norm + ["rstd_out"] * c.rstd
 
 
-def _run(case: RowCase, device: str) -> str | None:
+def _steps(case: RowCase, device: str) -> Steps:
     c = case.config
     host = inputs(case)
     arguments = {k: draw.on_device(v, device) for k, v in host.items()}
     before = draw.snapshot(host)
+    with nullcontext() if case.regime is None else assuming(case.regime):
+        results, again, others, rooms = _calls(case, device, host, arguments)
+    inside = draw.named(arguments)
+    names = result_names(c)
+    seen, results, again, others = yield inside.values(), results, again, others
+    touched = draw.changed(dict(zip(inside, seen, strict=True)), before)
+    if touched is not None:
+        return f"{touched} was written"
+    for name, first, second in zip(names, results, again, strict=True):
+        if not same_bytes(first, second):
+            return f"{name} differs when written into the caller's tensor"
+        if name in rooms and draw.spilt(rooms[name], second):
+            return f"bytes beside {name} were written"
+    for name, first, second in zip(names if others else (), results, others, strict=False):
+        if not same_bytes(first, second):
+            return f"{name} differs in place"
+    return verify(case, host, results)
+
+
+_Tensors = tuple[Tensor, ...]
+
+
+def _calls(
+    case: RowCase, device: str, host: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[_Tensors, _Tensors, _Tensors, dict[str, Tensor]]:
+    """The results of a call, of one into given tensors, of one in place if there can be, and the given tensors before."""
+    c = case.config
     results = _call(c.op, arguments)
     names = result_names(c)
     rooms: dict[str, Tensor] = {}
@@ -407,20 +444,7 @@ def _run(case: RowCase, device: str) -> str | None:
             **({"out": fresh["x"]} if c.op in _PLAIN and c.y in (None, c.x) else {}),
         }
         others = _call(c.op, {**fresh, **own})
-    inside = draw.named(arguments)
-    seen, results, again, others = fetched(device, inside.values(), results, again, others)
-    touched = draw.changed(dict(zip(inside, seen, strict=True)), before)
-    if touched is not None:
-        return f"{touched} was written"
-    for name, first, second in zip(names, results, again, strict=True):
-        if not same_bytes(first, second):
-            return f"{name} differs when written into the caller's tensor"
-        if name in rooms and draw.spilt(rooms[name], second):
-            return f"bytes beside {name} were written"
-    for name, first, second in zip(names if others else (), results, others, strict=False):
-        if not same_bytes(first, second):
-            return f"{name} differs in place"
-    return verify(case, host, results)
+    return results, again, others, rooms
 
 
 def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
