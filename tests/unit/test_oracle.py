@@ -211,3 +211,23 @@ class TestRoundedOnTheWay:
             place.copy_(place + (-step if int(place) & 0x7F == 0x7E else step))
             several = [changed if i == index else t for i, t in enumerate(results)]
             assert module.verify(case, arguments, tuple(several)) is not None, at
+
+
+def test_sign_of_a_code_is_free_where_that_of_h_is() -> None:
+    """A gamma of zero keeps only the sign of h, which an inexact prologue may lose."""
+    h, one = torch.tensor([[-1e-15, -1.0, -0.0]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    doubt = torch.full_like(h, 1e-14)
+    low, high = bounds.codes_once(h, one, torch.zeros(3, dtype=torch.float64), one, doubt=doubt)
+    assert low.signbit().tolist() == [[True, True, True]] and high.signbit().tolist() == [[False, True, True]]
+    low, high = bounds.codes_once(h, one, torch.zeros(3, dtype=torch.float64), one)
+    assert low.signbit().all() and high.signbit().all()
+
+
+def test_zeros_of_either_sign_stay_so_in_a_rotation_by_steps() -> None:
+    """Twice minus zero is minus zero, also where cosine and sine are negative."""
+    either = bounds.Bounds(torch.full((1, 1, 2), -0.0).double(), torch.zeros(1, 1, 2).double())
+    freqs = torch.tensor([[-0.5, -0.5]])
+    low, high = bounds.rotated_stepwise(
+        either, freqs, torch.bfloat16, positions=torch.zeros(1, dtype=torch.int64), style="half", dim=2
+    )
+    assert low.signbit().all() and not high.signbit().any()

@@ -160,7 +160,8 @@ def _quotient(device: str, name: str, n: int) -> str | None:
     if not same_bytes(norm, rms_norm(x, gamma)):
         return "the norm differs from the norm alone"
     y = norm.float()
-    if not same_bytes(y.abs().amax(-1, keepdim=True) / fmt.max, scale):
+    most = torch.tensor(fmt.max, device=device)  # on a GPU torch multiplies by the reciprocal of a number
+    if not same_bytes(y.abs().amax(-1, keepdim=True) / most, scale):
         return f"a scale is not the largest magnitude over {fmt.max:g}"
     quotient = (y / scale).clamp(-fmt.max, fmt.max)
     if not same_bytes((quotient.round() if fmt.integer else quotient).to(fmt.dtype), codes):

@@ -108,8 +108,9 @@ def _codes(device: str, nq: int, nk: int, dtype: torch.dtype) -> str | None:
     q, k, gamma_q, gamma_k = _inputs(device, 33, nq, nk, dtype)
     *codes, q_scale, k_scale = qk_rms_norm(q, k, gamma_q, gamma_k, out_dtype=E4M3FN.dtype)
     plain = qk_rms_norm(q, k, gamma_q, gamma_k, out_dtype=torch.float32)
+    most = torch.tensor(E4M3FN.max, device=device)  # on a GPU torch multiplies by the reciprocal of a number
     for side, y, code, scale in zip("qk", plain, codes, (q_scale, k_scale), strict=True):
-        if not same_bytes(y.abs().amax(-1, keepdim=True) / E4M3FN.max, scale):
+        if not same_bytes(y.abs().amax(-1, keepdim=True) / most, scale):
             return f"a scale of {side} is not the largest magnitude over 448"
         if not same_bytes((y / scale).to(E4M3FN.dtype), code):
             return f"{side} is not the quotient"

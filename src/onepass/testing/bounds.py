@@ -156,7 +156,9 @@ def rotated_stepwise(
     def times(ends: Bounds, factor: Tensor) -> Bounds:
         first, second = ((end * factor).float().to(dtype).double() for end in ends)
         rising = ~(first > second)
-        return Bounds(torch.where(rising, first, second), torch.where(rising, second, first))
+        low, high = torch.where(rising, first, second), torch.where(rising, second, first)
+        either = (first == 0) & (second == 0) & (first.signbit() != second.signbit())  # a comparison does not order them
+        return Bounds(torch.where(either, -0.0, low), torch.where(either, 0.0, high))
 
     def plus(a: Bounds, b: Bounds) -> Bounds:
         return Bounds(*((one + two).float().to(dtype).double() for one, two in zip(a, b, strict=True)))
@@ -227,9 +229,11 @@ def codes_once(
     product, k = h * g, multiplier(rs, stored)
     value = product * k
     radius = value.abs() * error + FLOOR * (k + product.abs())
-    if doubt is not None:
-        radius = radius + doubt * g.abs() * k + value.abs() * spread(doubt, rs)
-    return around(value, radius)
+    if doubt is None:
+        return around(value, radius)
+    low, high = around(value, radius + doubt * g.abs() * k + value.abs() * spread(doubt, rs))
+    either = (value == 0) & (h != 0) & (h.abs() <= doubt)  # zeros have the sign of h, which may be in doubt
+    return Bounds(torch.where(either, -0.0, low), torch.where(either, 0.0, high))
 
 
 def codes_rounded(y: Bounds, stored: Tensor) -> Bounds:
