@@ -230,7 +230,7 @@ def test_threads_agree_on_one_form() -> None:
         (lambda: register(int, NORM), r"register: `cls` must be a subclass of torch\.nn\.Module, got "),  # type: ignore[arg-type]
         (
             lambda: register(ScaleNorm, "hf"),  # type: ignore[arg-type]
-            "register: `form` must be a Norm, Layer, Attention, PlainAttention, Mla or Mlp, got 'hf'",
+            "register: `form` must be a Norm, OtherNorm, Layer, Attention, PlainAttention, Mla or Mlp, got 'hf'",
         ),
         (lambda: register(OPAQUE, NORM), "register: `cls` must have a forward whose code can be read; Opaque: print"),
         (lambda: Norm(rounding="twice"), "Norm: `rounding` must be 'once' or 'hf', got 'twice'"),  # type: ignore[arg-type]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from torch import nn
 
-from onepass.integrations.forms import Norm, match
+from onepass.integrations.forms import Norm, OtherNorm, match
+
+_TIMES = {"hf": "twice", "once": "once"}
 
 
 def modeling_modules() -> Iterator[str]:
@@ -33,9 +35,13 @@ def rms_norms() -> Iterator[type[nn.Module]]:
 
 def describe(cls: type[nn.Module]) -> str:
     """The form of a norm's class in words, "" if there is none."""
-    form = match(cls, Norm).form
+    form = match(cls, Norm).form or match(cls, OtherNorm).form
+    if isinstance(form, OtherNorm):
+        what = ["gated"] * bool(form.gate) + ["in groups"] * bool(form.groups or form.group_size)
+        what += ["without a weight"] * (not form.weighted)
+        return f"{_TIMES[form.rounding]}, {' and '.join(what)}"
     if not isinstance(form, Norm):
         return ""
     offset = f", offset {form.weight_offset:g}" if form.weight_offset else ""
     flag = f", if {form.flag}" if form.flag else ""
-    return f"{'twice' if form.rounding == 'hf' else 'once'}{offset}{flag}"
+    return f"{_TIMES[form.rounding]}{offset}{flag}"

@@ -156,7 +156,7 @@ _SPECIAL: Final[dict[str, dict[str, Any]]] = {
 
 # fmt: off
 ARCHITECTURES: Final = [
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bamba", "bitnet", "cwm", "deepseek_v2",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bamba", "bitnet", "cohere", "cohere2", "cwm", "deepseek_v2",
     "deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "ernie4_5", "ernie4_5_moe",
     "eurobert", "exaone4", "exaone_moe", "falcon_h1", "falcon_mamba", "flex_olmo", "gemma", "gemma2", "gemma3_text",
     "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",

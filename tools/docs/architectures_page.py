@@ -91,7 +91,7 @@ def _classes(found: dict[str, Any]) -> Iterator[str]:
     yield "|---|---:|---|"
     for form in sorted(set(classes.values()), key=lambda form: -list(classes.values()).count(form) if form else 1):
         names = [name.removesuffix("RMSNorm") if form else name for name, found in classes.items() if found == form]
-        yield f"| {form or 'left: gated, grouped, without a weight, or another formula'} | {len(names)} | {', '.join(names)} |"
+        yield f"| {form or 'left: another formula'} | {len(names)} | {', '.join(names)} |"
     yield ""
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .families import FAMILIES, Family
-from .forms import Attention, Layer, Mla, Mlp, Norm, PlainAttention, register
+from .forms import Attention, Layer, Mla, Mlp, Norm, OtherNorm, PlainAttention, register
 from .patching import NothingPatchedWarning, patch
 from .report import Change, Patched
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .mla_cache import MlaCache as MlaCache
 
 __all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
-__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "PlainAttention", "generate", "register"]
+__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "OtherNorm", "PlainAttention", "generate", "register"]
 
 
 def __getattr__(name: str) -> object:

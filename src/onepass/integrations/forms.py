@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from ..errors import ContractError
 from ..formats import Rounding
 from ..nn.norm import check_options
 from ..rope import RopeStyle
+from ..specs.rms_norm import GATE_ORDERS, STATISTICS, Statistic
 from .code import Code, NotComparable, code_of, fingerprint_of
 
 OTHER_CODE: Final = "its code is not one of the supported forms (onepass.integrations.register adds one)"
@@ -51,6 +52,49 @@ class Norm:
 
     def __post_init__(self) -> None:
         check_options(type(self), rounding=self.rounding, weight_offset=self.weight_offset)
+        _require_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherNorm:
+    """A norm that no addition and no attention is fused with: gated, in groups, without a weight, or LayerNorm.
+
+    ``gate`` says what ``silu`` of the second argument multiplies: the norm ("after"), x ("before"), or nothing (""). If
+    ``gates_norm`` is set, the attribute of this name decides: True means "after". ``activation`` is the
+    attribute that has to be "silu", ``groups`` the one that is the number of groups of columns that are normed
+    separately, and ``group_size`` the one that is their number of columns. Fields that do not apply are "".
+    With ``squeezes`` a batch of single tokens [B, 1, N] is returned as [B, N].
+    """
+
+    called: ClassVar[frozenset[str]] = frozenset()
+    rounding: Rounding = "once"
+    statistic: Statistic = "rms"
+    weighted: bool = True
+    gate: Literal["", "after", "before"] = ""
+    gates_norm: str = ""
+    activation: str = ""
+    groups: str = ""
+    group_size: str = ""
+    squeezes: bool = False
+    eps: str = "eps"
+
+    def __post_init__(self) -> None:
+        check_options(type(self), rounding=self.rounding)
+        for name, value, allowed in (
+            ("statistic", self.statistic, STATISTICS),
+            ("gate", self.gate, ("", *GATE_ORDERS)),
+        ):
+            if value not in allowed:
+                raise ContractError(
+                    f"OtherNorm: `{name}` must be {' or '.join(map(repr, allowed))}, got {describe(value)}"
+                )
+        grouped = bool(self.groups or self.group_size)
+        if self.statistic == "layer" and (self.gate or grouped or self.rounding != "once"):
+            raise ContractError(
+                "OtherNorm: `statistic` must be 'rms' with a gate, groups or rounding='hf', got 'layer'"
+            )
+        if grouped and not self.weighted:
+            raise ContractError("OtherNorm: `weighted` must be True with groups, got False")
         _require_fields(self)
 
 
@@ -153,13 +197,14 @@ class Mla:
     called: ClassVar[frozenset[str]] = _ATTEND | {"expand_kv"}
 
 
-Form: TypeAlias = Norm | Layer | Attention | PlainAttention | Mla | Mlp
+Form: TypeAlias = Norm | OtherNorm | Layer | Attention | PlainAttention | Mla | Mlp
 
 HF: Final = Norm(rounding="hf", eps="variance_epsilon")
 ONCE: Final = Norm(rounding="once", eps="variance_epsilon")
 OFFSET: Final = Norm(rounding="once", weight_offset=1.0)
 TORCH: Final = Norm(rounding="once")
 """torch.nn.RMSNorm; an epsilon of None is allowed there."""
+GATED_NORM: Final = OtherNorm(rounding="hf", gate="after", activation="activation", eps="variance_epsilon")
 PRE_NORM: Final = Layer()
 DROPOUT: Final = Layer(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout")
 SANDWICH: Final = Layer(
@@ -190,6 +235,19 @@ FORMS: Final[tuple[tuple[str, Form], ...]] = (
     ("facdcf2c34ee", Norm(rounding="once")),  # Moshi
     ("f18841b7e57a", OFFSET),  # Gemma
     ("d79fb167f4dc", Norm(rounding="once", flag="with_scale")),  # Gemma 3n, Gemma 4: pow(mean, -0.5) in float32
+    # gated norms, norms without a weight, and LayerNorm
+    ("c8c7f0b07e8f", GATED_NORM),  # Qwen3-Next
+    ("6f2ba1d60abb", GATED_NORM),  # Qwen3.5
+    ("a068e849c495", GATED_NORM),  # Qwen3.5-MoE
+    ("4b1f8d99011b", GATED_NORM),  # Qwen4
+    ("a1ae42c933cd", GATED_NORM),  # OLMo-Hybrid
+    ("18da5002b970", OtherNorm(rounding="hf", gate="before", eps="variance_epsilon")),  # Mamba-2, Bamba, GraniteMoeHybrid
+    ("0b0360675a79", OtherNorm(rounding="hf", gate="before", eps="variance_epsilon",
+                               group_size="group_size")),  # Zamba2, Nemotron-H
+    ("dbe728557b1d", OtherNorm(gate="before", gates_norm="norm_before_gate", groups="n_groups", squeezes=True,
+                               eps="variance_epsilon")),  # Falcon-H1
+    ("1cfc54d9bd4a", OtherNorm(weighted=False)),  # FalconMamba, Llama 4, nanochat
+    ("13eba5c8f517", OtherNorm(statistic="layer", eps="variance_epsilon")),  # Cohere
     # decoder layers
     ("eb0ee7e37d7b", PRE_NORM),  # Llama, and most others
     ("bb3842315df8", PRE_NORM),  # the same in transformers 4.57, which passes cache_position
@@ -328,7 +386,7 @@ def rotation_of(home: object) -> Rotation | None:
 def register(cls: type[nn.Module], form: Form) -> None:
     """Let `onepass.patch` replace a class, and all other classes whose forward does the same.
 
-    ``form`` says how the forward computes: a `Norm`, a decoder `Layer`, an `Attention`, and for
+    ``form`` says how the forward computes: a `Norm` or `OtherNorm`, a decoder `Layer`, an `Attention`, and for
     ``decode=True`` also a `PlainAttention`, an `Mla` or an `Mlp`.
     It is a promise that `patch` cannot check, so compare the outputs once. Registering the same
     form again does nothing. A different form for the same code raises.
@@ -350,7 +408,7 @@ def register(cls: type[nn.Module], form: Form) -> None:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ContractError(f"register: `cls` must be a subclass of torch.nn.Module, got {describe(cls)}")
     if not isinstance(form, Form):
-        kinds = "Norm, Layer, Attention, PlainAttention, Mla or Mlp"
+        kinds = "Norm, OtherNorm, Layer, Attention, PlainAttention, Mla or Mlp"
         raise ContractError(f"register: `form` must be a {kinds}, got {describe(form)}")
     try:
         key = type(form), code_of(cls, form.called).fingerprint

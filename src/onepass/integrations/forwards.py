@@ -29,6 +29,7 @@ from ..ops.mla_cache import fused_rope_rmsnorm_quantization
 from ..ops.qk_cache import qk_norm_rope_cache
 from ..ops.qk_norm import qk_rms_norm
 from ..ops.rms_norm import rms_norm
+from ..ops.rms_norm_finish import layer_norm
 from ..rope import RopeStyle
 from ..specs.gemv_norm import MAX_ROWS
 from ..specs.qk_cache import CacheRounding
@@ -46,6 +47,18 @@ class NormCall(NamedTuple):
     eps: float
     weight_offset: float
     rounding: Rounding
+
+
+class OtherNormCall(NamedTuple):
+    """How a norm of another kind is computed; see `forms.OtherNorm`. ``gate`` is "" if there is none."""
+
+    eps: float
+    rounding: Rounding
+    centered: bool
+    weighted: bool
+    gate: Literal["", "after", "before"]
+    groups: int
+    squeezes: bool
 
 
 class LayerCall(NamedTuple):
@@ -150,6 +163,31 @@ def norm_forward(self: Any, x: Tensor | None = None, /, **named: Tensor) -> Tens
     if x is None:
         (x,) = named.values()
     return cast(Tensor, add_norm(self, x))
+
+
+def other_norm_forward(self: Any, *args: Tensor | None, **named: Tensor | None) -> Tensor:
+    """``norm(x)`` or ``norm(x, gate)``. The name of x differs between families, that of the gate does not."""
+    how: OtherNormCall = self._onepass
+    gate = named.pop("gate", None)
+    x, *rest = (*args, *named.values())
+    gate = rest[0] if rest else gate
+    token = how.squeezes and x is not None and x.dim() == 3 and x.shape[1] == 1
+    if x is None or (gate is not None and (gate.shape != x.shape or (token and how.gate == "after"))):
+        return cast(Tensor, type(self).forward(self, x, gate))
+    gamma = gamma_of(self.weight) if how.weighted else None
+    refuse_gradient(self, x, gamma, gate)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if how.centered:
+        return layer_norm(x, gamma, eps=how.eps)
+    if gate is not None and gate.stride(-1) != 1:
+        gate = gate.contiguous()
+    options: dict[str, Any] = {"rounding": how.rounding, "gate_order": how.gate or "after"}
+    if how.groups == 1:
+        y = rms_norm(x, gamma, how.eps, gate=gate, **options)
+    else:
+        x, gate, gamma = (t if t is None else t.unflatten(-1, (how.groups, -1)) for t in (x, gate, gamma))
+        y = rms_norm(cast(Tensor, x), gamma, how.eps, gate=gate, **options).flatten(-2)
+    return cast(Tensor, y.squeeze(1) if token else y)
 
 
 def add_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -358,6 +396,7 @@ def _q_latent(self: Any, hidden_states: Tensor) -> Tensor:
 
 FORWARDS: Final[dict[type, Any]] = {
     NormCall: norm_forward,
+    OtherNormCall: other_norm_forward,
     LayerCall: layer_forward,
     AttentionCall: attention_forward,
     MlaCall: mla_forward,

@@ -17,8 +17,8 @@ from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS
 from .decode_patch import WHAT, patch_decode
-from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, match, rotation_of
-from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
+from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, OtherNorm, match, rotation_of
+from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, OtherNormCall, parameters_of
 from .report import (
     AFTER_MLP,
     MARK,
@@ -40,6 +40,7 @@ NORM_BEFORE_ADD: Final = "no norm follows these additions within the layer"
 ROPE_ROUNDS: Final = "the model rounds between the norm and a rotation in float32, but one launch does not"
 ROPE_OTHER: Final = "its code is not one of the supported rotations"
 TWO_ROUNDINGS: Final = 'the model rounds between projection and norm, but one launch does not (needs rounding="once")'
+OWN_CALL: Final = "its class replaces __call__"
 CACHE_LAYOUT: Final = "transformers' caches separate latent and rotated key, but one launch writes them as one entry"
 
 _TORCH_NORMS: Final = (
@@ -69,10 +70,11 @@ def patch(
 ) -> Patched:
     """Replace the norms of a transformers model in place; returns a handle with ``.undo()``.
 
-    It replaces RMSNorms (`rms_norm`), the addition before a norm together with it, and the norms of
-    queries and keys together with their rotation (`qk_norm_rope_cache`, one launch). Modules are matched by what their code
-    does; docs/models.md lists models, and `onepass.integrations.register` adds code. ``print(handle)``
-    shows what was replaced, what was left, and why. Weights, buffers and state dict are untouched.
+    It replaces RMSNorms, also gated ones (`rms_norm`), Cohere's LayerNorms (`layer_norm`), the addition
+    before a norm together with it, and the norms of queries and keys together with their rotation
+    (`qk_norm_rope_cache`, one launch). Modules are matched by what their code does; docs/models.md
+    lists models, and `onepass.integrations.register` adds code. ``print(handle)`` shows what was
+    replaced, what was left, and why. Weights, buffers and state dict are untouched.
 
     Hooks see what they see in the unpatched model, including those added later: if a fused launch
     would skip a module that has a forward hook or pre-hook, the modules are called one by one. Once
@@ -126,7 +128,7 @@ def patch(
     modules = list(model.named_modules())
     for where, module in modules:  # norms first, because fused modules rely on them
         if _may_be_a_norm(module):
-            _norm(handle, where, module, matches(type(module), Norm))
+            _norm(handle, where, module, *(matches(type(module), kind) for kind in (Norm, OtherNorm)))
     for where, module in modules if fuse else ():
         for kind, step in _STEPS.items():
             if _may_be(kind, module):
@@ -194,24 +196,22 @@ def _may_be(kind: type[Form], module: nn.Module) -> bool:
     return any(map(_patched_norm, norms))
 
 
-def _norm(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
+def _norm(handle: Patched, where: str, module: nn.Module, found: Match, other: Match) -> None:
     form = found.form
+    if isinstance(other.form, OtherNorm) or (form is TORCH and getattr(module, "weight", None) is None):
+        _other_norm(handle, where, module, found if other.form is None else other)
+        return
     if not isinstance(form, Norm):
         if _looks_like_a_norm(module):
-            other = isinstance(module, _TORCH_NORMS)
-            handle._leave(where, module, "norm", OTHER_NORM if other else why_not(module, found))
+            torchs = isinstance(module, _TORCH_NORMS)
+            handle._leave(where, module, "norm", OTHER_NORM if torchs else why_not(module, found))
         return
-    weight, eps = getattr(module, "weight", None), cast(Any, getattr(module, form.eps, None))
-    if eps is None and form is TORCH:
-        eps = torch.finfo(torch.float32).eps
+    eps = _eps_of(module, form.eps)
     objection = (
         why_not(module, found, form.flag)
-        or unless(type(module).__call__ is nn.Module.__call__, "its class replaces __call__")
-        or unless(weight is not None and weight.dim() == 1, "it has no 1-D weight")
-        or unless(type(weight) in (Tensor, Parameter), f"its weight is a {type(weight).__name__}")
-        or unless(weight.dtype in FLOATS, f"its weight is {weight.dtype}")  # type: ignore[union-attr]
-        or missing(module, form.eps)
-        or unless(type(eps) in (float, int), f"its epsilon, {form.eps}, is {describe(eps)}")
+        or unless(type(module).__call__ is nn.Module.__call__, OWN_CALL)
+        or _weight_objection(module)
+        or _eps_objection(module, form.eps)
     )
     if objection:
         handle._leave(where, module, "norm", objection)
@@ -220,6 +220,72 @@ def _norm(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
     handle._bind(
         where, module, NormCall(float(eps), form.weight_offset, rounding), "norm", f"rms_norm, rounding {rounding}"
     )
+
+
+def _eps_of(module: nn.Module, name: str) -> Any:
+    """A norm's epsilon; torch's default where torch's norm has none."""
+    eps = getattr(module, name, None)
+    torchs = type(module).forward is nn.RMSNorm.forward
+    return torch.finfo(torch.float32).eps if eps is None and torchs else eps
+
+
+def _eps_objection(module: nn.Module, name: str) -> str:
+    eps = _eps_of(module, name)
+    return missing(module, name) or unless(type(eps) in (float, int), f"its epsilon, {name}, is {describe(eps)}")
+
+
+def _weight_objection(module: nn.Module) -> str:
+    weight = cast(Any, getattr(module, "weight", None))
+    return (
+        unless(weight is not None and weight.dim() == 1, "it has no 1-D weight")
+        or unless(type(weight) in (Tensor, Parameter), f"its weight is a {type(weight).__name__}")
+        or unless(weight.dtype in FLOATS, f"its weight is {weight.dtype}")
+    )
+
+
+def _other_norm(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
+    form = found.form if isinstance(found.form, OtherNorm) else OtherNorm(weighted=False)
+    attributes = (form.gates_norm, form.activation, form.groups, form.group_size)
+    objection = (
+        why_not(module, found)
+        or unless(type(module).__call__ is nn.Module.__call__, OWN_CALL)
+        or (_weight_objection(module) if form.weighted else _shape_objection(module))
+        or _eps_objection(module, form.eps)
+        or missing(module, *attributes)
+        or unless(not form.activation or getattr(module, form.activation) == "silu", "its gate is not silu")
+    )
+    groups = 1 if objection else _groups(module, form)
+    objection = objection or unless(groups > 0, "its groups do not divide its columns")
+    if objection:
+        handle._leave(where, module, "norm", objection)
+        return
+    gate = form.gate
+    if form.gates_norm:
+        gate = "after" if getattr(module, form.gates_norm) else "before"
+    rounding = "once" if handle.rounding == "once" else form.rounding
+    centered = form.statistic == "layer"
+    eps = float(_eps_of(module, form.eps))
+    call = OtherNormCall(eps, rounding, centered, form.weighted, gate, groups, form.squeezes)
+    op = "layer_norm" if centered else "rms_norm"
+    parts = [op, *[f"gate {gate}"] * bool(gate), *[f"{groups} groups"] * (groups > 1)]
+    parts += [*["no weight"] * (not form.weighted), f"rounding {rounding}"]
+    handle._bind(where, module, call, "norm", ", ".join(parts))
+
+
+def _shape_objection(module: nn.Module) -> str:
+    """torch's norm without a weight may be over several dimensions."""
+    shape = getattr(module, "normalized_shape", (1,))
+    return unless(len(shape) == 1, "it norms several dimensions")
+
+
+def _groups(module: nn.Module, form: OtherNorm) -> int:
+    """The number of groups of columns that are normed separately; 0 if they do not divide them."""
+    if not form.groups and not form.group_size:
+        return 1
+    columns, given = cast(Tensor, module.weight).numel(), getattr(module, form.groups or form.group_size)
+    if type(given) is not int or given < 1 or columns % given:
+        return 0
+    return given if form.groups else columns // given
 
 
 def _patched_norm(module: Any) -> bool:

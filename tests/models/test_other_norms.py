@@ -1,0 +1,152 @@
+"""`onepass.patch` on norms that nothing is fused with: gated, in groups, without a weight, and Cohere's LayerNorm."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onepass
+from onepass.integrations import OtherNorm
+from onepass.integrations.forwards import OtherNormCall
+from onepass.testing.case import same_bytes
+
+pytest.importorskip("transformers")
+
+N = 64
+NORMS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "Qwen3-Next": ("qwen3_next", "Qwen3NextRMSNormGated", {}, "rms_norm, gate after, rounding hf"),
+    "Qwen3.5": ("qwen3_5", "Qwen3_5RMSNormGated", {}, "rms_norm, gate after, rounding hf"),
+    "Mamba-2": ("mamba2", "MambaRMSNormGated", {}, "rms_norm, gate before, rounding hf"),
+    "Zamba2": ("zamba2", "Zamba2RMSNormGated", {"group_size": 16}, "rms_norm, gate before, 4 groups, rounding hf"),
+    "Zamba2, one group": ("zamba2", "Zamba2RMSNormGated", {"group_size": N}, "rms_norm, gate before, rounding hf"),
+    "Falcon-H1": (
+        "falcon_h1",
+        "FalconH1RMSNormGated",
+        {"n_groups": 2, "norm_before_gate": False},
+        "rms_norm, gate before, 2 groups, rounding once",
+    ),
+    "Falcon-H1, gate after": (
+        "falcon_h1",
+        "FalconH1RMSNormGated",
+        {"n_groups": 2},
+        "rms_norm, gate after, 2 groups, rounding once",
+    ),
+    "FalconMamba": ("falcon_mamba", "FalconMambaWeightlessRMSNorm", {}, "rms_norm, no weight, rounding once"),
+    "Cohere": ("cohere", "CohereLayerNorm", {}, "layer_norm, rounding once"),
+}
+GATED = [name for name, row in NORMS.items() if "gate" in row[3]]
+
+
+def module(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    model, cls, options, _ = NORMS[name]
+    made = getattr(import_module(f"transformers.models.{model}.modeling_{model}"), cls)(N, eps=1e-5, **options)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(1 + rows(N, seed=9) / 4)
+    found: nn.Module = made.to(dtype)
+    return found
+
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def arguments(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [rows(*shape, seed=seed).to(dtype) for seed in range(1 + (name in GATED))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", NORMS)
+def test_results_are_the_models_own(name: str, dtype: torch.dtype) -> None:
+    """In bfloat16 but for values next to a rounding boundary, also of single tokens and without a gate."""
+    norm = module(name, dtype)
+    shapes = [(2, 5, N), (6, N), (3, 1, N)] if not name.startswith("Falcon-H1, gate") else [(2, 5, N), (6, N)]
+    with onepass.patch(nn.Sequential(norm)) as handle, torch.inference_mode():
+        assert [change.why for change in handle.replaced] == [NORMS[name][3]] and not handle.left
+        for shape in shapes:
+            given = arguments(name, *shape, dtype=dtype)
+            for inputs in (given, given[:1]) if not name.startswith("Qwen") else (given,):
+                found, expected = norm(*inputs), type(norm).forward(norm, *inputs)
+                assert found.shape == expected.shape and found.dtype == expected.dtype
+                assert expected.float().abs().max() > 1
+                error = (found.float() - expected.float()).abs()
+                limit = 2.0**-7 if dtype == torch.bfloat16 else 2e-6
+                assert (error <= expected.float().abs() * limit + 1e-6).all()
+                assert (error > 0).float().mean() < 0.01 or dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_arguments_by_name_and_in_any_layout(name: str) -> None:
+    norm = module(name)
+    x, gate = arguments(name, 2, 5, N)
+    with onepass.patch(nn.Sequential(norm)), torch.inference_mode():
+        expected = norm(x, gate)
+        assert same_bytes(norm(x, gate=gate), expected)
+        assert same_bytes(norm(gate=gate, hidden_states=x), expected)
+        apart = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (x, gate)]
+        assert same_bytes(norm(*apart), expected)
+
+
+def test_what_an_op_cannot_compute_runs_the_models_code() -> None:
+    """A gate that is broadcast, and a token whose gate the model broadcasts by mistake."""
+    norm = module("Mamba-2")
+    x, gate = rows(4, N).bfloat16(), rows(1, N, seed=1).bfloat16()
+    after = module("Falcon-H1, gate after")
+    token = rows(2, 1, N).bfloat16()
+    with onepass.patch(nn.Sequential(norm, after)), torch.inference_mode():
+        assert same_bytes(norm(x, gate), type(norm).forward(norm, x, gate))
+        assert same_bytes(after(token, token), type(after).forward(after, token, token))
+
+
+def test_other_gates_and_groups_are_left() -> None:
+    sigmoid, uneven, per_head = module("Qwen3-Next"), module("Falcon-H1"), module("Cohere")
+    sigmoid.activation = "sigmoid"  # type: ignore[assignment]
+    uneven.n_groups = 5  # type: ignore[assignment]
+    per_head.weight = nn.Parameter(torch.ones(2, N))
+    with onepass.patch(nn.Sequential(sigmoid, uneven, per_head, nn.RMSNorm(N))) as handle:
+        reasons = [change.why for change in handle.left]
+    assert reasons == ["its gate is not silu", "its groups do not divide its columns", "it has no 1-D weight"]
+
+
+def test_torchs_norm_without_a_weight() -> None:
+    norm, wide = nn.RMSNorm(N, elementwise_affine=False), nn.RMSNorm((2, N), elementwise_affine=False)
+    x = rows(3, N)
+    expected = norm(x)
+    with onepass.patch(nn.Sequential(norm, wide)) as handle, torch.inference_mode():
+        assert [change.why for change in handle.replaced] == ["rms_norm, no weight, rounding once"]
+        assert [change.why for change in handle.left] == ["it norms several dimensions"]
+        torch.testing.assert_close(norm(x), expected, rtol=2e-6, atol=1e-6)
+    assert "forward" not in norm.__dict__
+
+
+def test_gradients_are_refused_and_one_rounding_can_be_had() -> None:
+    norm = module("Mamba-2")
+    x, gate = arguments("Mamba-2", 2, N)
+    with onepass.patch(nn.Sequential(norm), rounding="once"):
+        how = norm._onepass
+        assert isinstance(how, OtherNormCall) and how.rounding == "once"
+        with pytest.raises(onepass.ContractError, match="MambaRMSNormGated: this module was patched by"):
+            norm(x, gate)
+        with torch.no_grad():
+            found = norm(x, gate)
+    assert same_bytes(found, onepass.rms_norm(x, norm.weight.detach(), 1e-5, gate=gate, gate_order="before"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gate": "first"}, "OtherNorm: `gate` must be '' or 'after' or 'before', got 'first'"),
+        ({"statistic": "max"}, "OtherNorm: `statistic` must be 'rms' or 'layer', got 'max'"),
+        ({"statistic": "layer", "gate": "after"}, "OtherNorm: `statistic` must be 'rms' with a gate"),
+        ({"groups": "n", "weighted": False}, "OtherNorm: `weighted` must be True with groups"),
+        ({"rounding": "twice"}, "OtherNorm: `rounding` must be"),
+        ({"groups": 2}, "OtherNorm: `groups` must be a str, got 2"),
+    ],
+)
+def test_wrong_forms_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(onepass.ContractError, match=message):
+        OtherNorm(**options)
