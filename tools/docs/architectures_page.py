@@ -89,7 +89,8 @@ def _classes(found: dict[str, Any]) -> Iterator[str]:
     yield f"{matched(classes)} classes with RMSNorm in their name have a form that `onepass.patch` replaces.\n"
     yield "| rounds | classes | names |"
     yield "|---|---:|---|"
-    for form in sorted(set(classes.values()), key=lambda form: -list(classes.values()).count(form) if form else 1):
+    every = list(classes.values())
+    for form in sorted(set(every), key=lambda form: (-every.count(form) if form else 1, form)):
         names = [name.removesuffix("RMSNorm") if form else name for name, found in classes.items() if found == form]
         yield f"| {form or 'left: another formula'} | {len(names)} | {', '.join(names)} |"
     yield ""
