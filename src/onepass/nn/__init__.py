@@ -3,6 +3,8 @@
 | here | replaces | state dict |
 |---|---|---|
 | `RMSNorm` | `torch.nn.RMSNorm`; the RMSNorms of Hugging Face's Llama, Qwen, Gemma, ... | ``weight`` |
+| `GatedRMSNorm` | the gated norms of Qwen3-Next, Mamba-2, Zamba2, ... | ``weight`` |
+| `LayerNorm` | `torch.nn.LayerNorm`; Cohere's | ``weight``, ``bias`` |
 | `QKNorm` | an attention's ``q_norm`` and ``k_norm`` | ``q_norm.weight``, ``k_norm.weight`` |
 | `Linear` | `torch.nn.Linear`, optionally with the norm before and the addition after it | ``weight``, ``bias`` |
 | `Linear` with a scheme | the same with fp8 or int8 weights | ``weight``, ``weight_scale``, ``bias``; also a Linear's and DeepSeek's |
@@ -13,6 +15,8 @@
 With ``h = x + residual`` (if given) and ``rs = 1 / sqrt(mean(h^2) + eps)``::
 
     RMSNorm       y            = (h * rs) * (weight + weight_offset)
+    GatedRMSNorm  y            = norm(x) * silu(gate), or norm(x * silu(gate))
+    LayerNorm     y            = norm(h - mean(h)) + bias
     Linear        out          = (norm(h) @ weight.T) * weight_scale + bias + add
     MergedLinear  out          = the same, split; or act(gate) * up
     RMSNormFP8    codes, scale = y / scale as fp8, max |y| / 448 per row
@@ -31,7 +35,9 @@ from .linear import Linear, MergedLinear
 from .norm import QKNorm, RMSNorm
 from .norm import eps_of as eps_of
 from .norm import gamma_of as gamma_of
+from .other_norms import GatedRMSNorm, LayerNorm
 
-__all__ = ["Linear", "LinearFP8", "MergedLinear", "QKNorm", "RMSNorm", "RMSNormFP8", "quantize_rows"]
+__all__ = ["GatedRMSNorm", "LayerNorm", "Linear", "LinearFP8", "MergedLinear", "QKNorm", "RMSNorm", "RMSNormFP8"]
+__all__ += ["quantize_rows"]
 
 write_eager_entries()  # before modules are compiled

@@ -1,0 +1,151 @@
+"""`GatedRMSNorm` and `LayerNorm`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..contract.declaration import describe, require_bool
+from ..errors import ContractError
+from ..formats import Rounding
+from ..ops.rms_norm import rms_norm
+from ..ops.rms_norm_finish import layer_norm
+from ..specs.rms_norm import GateOrder
+from .norm import RMSNorm, check_options, eps_of, gamma_of, sizes_of
+
+
+class GatedRMSNorm(RMSNorm):
+    """`rms_norm` with a gate as a module: ``norm(x) * silu(gate)``, or with ``gate_order="before"`` ``norm(x * silu(gate))``.
+
+    With ``rounding="hf"``, "after" is the norm of Qwen3-Next and OLMo-Hybrid, "before" that of Mamba-2 and Zamba2. ``groups``
+    is the number of groups of columns that are normed separately.
+
+    >>> import torch
+    >>> from onepass.nn import GatedRMSNorm
+    >>> norm = GatedRMSNorm(4, 0.0, groups=2)
+    >>> with torch.inference_mode():
+    ...     norm(torch.tensor([[3.0, 4.0, 0.0, 2.0]]))
+    tensor([[0.8485, 1.1314, 0.0000, 1.4142]])
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float = 1e-6,
+        *,
+        gate_order: GateOrder = "after",
+        groups: int = 1,
+        rounding: Rounding = "once",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        sizes_of(type(self), "size", size, many=False)
+        sizes_of(type(self), "groups", groups, many=False)
+        super().__init__(size, eps, True, device, dtype, rounding=rounding)
+        check_options(type(self), gate_order=gate_order)
+        if size % groups:
+            raise ContractError(f"{type(self).__name__}: `groups` must divide size, {size}, got {groups}")
+        self.gate_order: GateOrder = gate_order
+        self.groups = groups
+
+    @classmethod
+    def from_module(  # type: ignore[override]
+        cls, norm: nn.Module, *, gate_order: GateOrder, groups: int = 1, rounding: Rounding = "hf"
+    ) -> Self:
+        """The norm of another module, sharing its weight."""
+        weight = getattr(norm, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 1:
+            raise ContractError(f"{cls.__name__}: `norm` must have a weight of one dimension, got {describe(norm)}")
+        eps = eps_of(norm)
+        options: dict[str, Any] = {"gate_order": gate_order, "groups": groups, "rounding": rounding, "device": "meta"}
+        made = cls(weight.numel(), 1e-6 if eps is None else eps, **options)
+        made.weight = weight
+        return made.train(norm.training)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Any:
+        """The gated norm; without a gate the norm."""
+        gamma = self._gamma(x)
+        options: dict[str, Any] = {"rounding": self.rounding, "gate_order": self.gate_order}
+        if self.groups == 1:
+            return rms_norm(x, gamma, self._eps(), gate=gate, **options)
+        parts = (self.groups, -1)
+        gate = None if gate is None else gate.unflatten(-1, parts)
+        y = rms_norm(x.unflatten(-1, parts), gamma.view(parts), self._eps(), gate=gate, **options)
+        return y.flatten(-2)
+
+    def extra_repr(self) -> str:
+        """All parameters except the weight."""
+        groups = f", groups={self.groups}" if self.groups > 1 else ""
+        return f"{super().extra_repr()}, gate_order={self.gate_order!r}{groups}"
+
+
+class LayerNorm(nn.Module):
+    """`layer_norm` as a module, with the parameters and the state dict of `torch.nn.LayerNorm`.
+
+    It rounds once, like torch's and Cohere's (``bias=False``). ``forward(x)`` returns y in x's dtype;
+    ``forward(x, residual)`` returns (y, new_residual).
+
+    >>> import torch
+    >>> from onepass.nn import LayerNorm
+    >>> theirs, ours = torch.nn.LayerNorm(64), LayerNorm(64)
+    >>> ours.load_state_dict(theirs.state_dict())
+    <All keys matched successfully>
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shape = sizes_of(type(self), "normalized_shape", normalized_shape)
+        check_options(type(self), eps=eps)
+        require_bool(type(self).__name__, "elementwise_affine", elementwise_affine)
+        require_bool(type(self).__name__, "bias", bias)
+        self.normalized_shape = shape
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        for name, given, value in (("weight", True, 1.0), ("bias", bias, 0.0)):
+            made = torch.full(shape, value, device=device, dtype=dtype) if elementwise_affine and given else None
+            self.register_parameter(name, None if made is None else nn.Parameter(made))
+
+    @classmethod
+    def from_module(cls, norm: nn.Module) -> Self:
+        """The norm of another module, sharing its weight and bias."""
+        weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
+        if not isinstance(weight, Tensor):
+            raise ContractError(f"{cls.__name__}: `norm` must have a weight, got {describe(norm)}")
+        eps = eps_of(norm)
+        made = cls(weight.shape, 1e-5 if eps is None else eps, bias=isinstance(bias, Tensor), device="meta")
+        made.weight = weight
+        made.bias = bias if isinstance(bias, Tensor) else None
+        return made.train(norm.training)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Y, or (y, new_residual)."""
+        columns = math.prod(self.normalized_shape)
+        lead = x.shape[: x.dim() - len(self.normalized_shape)]
+        flat = x if len(self.normalized_shape) == 1 else x.view(*lead, -1)
+        if flat.shape[-1] != columns:
+            raise ContractError(f"{type(self).__name__}: `x` must have {columns} columns, got {flat.shape[-1]}")
+        weight, bias = (None if t is None else gamma_of(t).view(-1) for t in (self.weight, self.bias))
+        if residual is None:
+            return layer_norm(flat, weight, bias, self.eps).view(x.shape)
+        y, h = layer_norm(flat, weight, bias, self.eps, residual=residual.view(flat.shape))
+        return y.view(x.shape), h.view(x.shape)
+
+    def extra_repr(self) -> str:
+        """All parameters except the weights."""
+        size = self.normalized_shape[0] if len(self.normalized_shape) == 1 else self.normalized_shape
+        return f"{size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, bias={self.bias is not None}"
