@@ -55,13 +55,13 @@ def assert_close(got: Tensor, expected: Tensor, equal: float = 0.999) -> None:
 def test_vllm_norms(dtype: torch.dtype) -> None:
     x, residual, weight = inputs(dtype, 40, 512)
     out = torch.empty_like(x)
-    assert vllm.rms_norm(out, x, weight, EPS) is None  # type: ignore[func-returns-value]
+    assert vllm.rms_norm(out, x, weight, EPS) is None
     assert_close(out, rounded_once(x, weight, dtype))
     vllm.rms_norm(out, x, None, EPS)
     assert_close(out, rounded_once(x, torch.ones_like(weight), dtype))
 
     a, b, total = x.clone(), residual.clone(), x + residual
-    assert vllm.fused_add_rms_norm(a, b, weight, EPS) is None  # type: ignore[func-returns-value]
+    assert vllm.fused_add_rms_norm(a, b, weight, EPS) is None
     assert torch.equal(b, total)
     assert_close(a, rounded_once(total, weight, dtype))
 
@@ -280,7 +280,7 @@ def test_nothing_is_written_before_all_arguments_are_checked(name: str) -> None:
 def test_a_bad_bound_changes_nothing(bound: Tensor) -> None:
     x, residual, weight = inputs(BF16, 4, 64)
     kept = residual.clone()
-    with pytest.raises(onepass.ContractError, match="rms_norm_fused_fp8: `scale_ub` must"):
+    with pytest.raises(onepass.ContractError, match="rms_norm_dynamic_per_token_quant: `scale_ub` must"):
         vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, F8, bound, residual)
     assert torch.equal(residual, kept)
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..errors import ContractError
 from ..ops.linear import linear
 from ..ops.qk_norm import qk_rms_norm
+from .arguments import names_of_op, require_counts, require_tensors
 from .flashinfer.norm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
-from .vllm_attention import weight_of
+from .vllm_attention import product, weight_of
 
 __all__ = [
     "dsv3_fused_a_gemm",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 
+@names_of_op(q_out="q", k_out="k", gamma_q="q_weight", gamma_k="k_weight")
 def fused_inplace_qknorm(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float = 1e-6, *, head_dim: int = 0
 ) -> None:
@@ -33,16 +35,24 @@ def fused_inplace_qknorm(
 
     With ``head_dim``, q and k may also be [tokens, heads * head_dim]. They may be slices of one projection.
     """
-    columns = head_dim or q.shape[-1]
-    for name, x in (("q", q), ("k", k)):
+    name = "fused_inplace_qknorm"
+    require_tensors(name, q=q, k=k, q_weight=q_weight, k_weight=k_weight)
+    if head_dim != 0:
+        require_counts(name, head_dim=head_dim)
+    columns = head_dim or (q.shape[-1] if q.dim() else 1)
+    for label, x in (("q", q), ("k", k)):
         if x.dim() < 2 or x.shape[-1] % columns:
             raise ContractError(
-                f"fused_inplace_qknorm: `{name}` must be [tokens, heads, {columns}] or have heads of {columns} columns, "
+                f"{name}: `{label}` must be [tokens, heads, {columns}] or have heads of {columns} columns, "
                 f"got {list(x.shape)}"
             )
+    for label, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight.shape != (columns,):
+            raise ContractError(f"{name}: `{label}` must have shape [{columns}], got {list(weight.shape)}")
     qk_rms_norm(q, k, q_weight, k_weight, eps, per_head=True, out=(q, k))
 
 
+@product
 def dsv3_fused_a_gemm(mat_a: Tensor, mat_b: Tensor, output: Tensor | None = None) -> Tensor:
     """``mat_a`` [tokens, K] times ``mat_b`` [K, N], which is the transposed weight; rounded once.
 

@@ -41,12 +41,15 @@ from ..contract.declaration import describe
 from ..errors import ContractError, Unsupported
 from ..ops.rms_norm import rms_norm as _rms_norm
 from ..ops.rms_norm import rms_norm_fused_fp8, rms_norm_fused_quant
+from .arguments import names_of_op, require_tensors
 from .vllm_attention import concat_and_cache_mla, dsv3_fused_a_gemm, fused_q_kv_rmsnorm, fused_qk_norm_rope
 
 _MAXIMA = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 """The largest value of each fp8 format in vLLM."""
 _LEAST_INT8 = 2.0**-23
 """The smallest scale of int8 in vLLM."""
+as_called = names_of_op(x="input", gamma="weight", eps="epsilon", static_scale="scale", out_dtype="quant_dtype")
+"""The ops' arguments by vLLM's names."""
 
 __all__ = [
     "concat_and_cache_mla",
@@ -64,29 +67,41 @@ __all__ = [
 
 def weight_or_ones(weight: Tensor | None, like: Tensor) -> Tensor:
     """The weight; None means ones, as in vLLM."""
-    return like.new_ones(like.shape[-1:]) if weight is None else weight
+    if weight is not None:
+        return weight
+    require_tensors("rms_norm", input=like)
+    return like.new_ones(like.shape[-1:])
 
 
+@as_called
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """``out = round((input * rs) * weight)``; ``weight=None`` is a weight of ones."""
+    if out is None:
+        require_tensors("rms_norm", out=out)
     _rms_norm(input, weight_or_ones(weight, input), epsilon, out=out)
 
 
+@as_called
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """``residual += input``, then ``input = round((residual * rs) * weight)``, in one launch."""
+    if residual is None:
+        require_tensors("fused_add_rms_norm", residual=residual)
     weight = weight_or_ones(weight, input)
     _rms_norm(input, weight, epsilon, residual=residual, round_sum=True, out=input, residual_out=residual)
 
 
+@as_called
 def rms_norm_static_fp8_quant(out: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
     """``out = fp8(norm(input) * weight * (1 / scale))``, with one float32 scale in memory."""
     _static("rms_norm_static_fp8_quant", out, input, None, weight, scale, epsilon)
 
 
+@as_called
 def fused_add_rms_norm_static_fp8_quant(
     out: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
 ) -> None:
     """``residual += input``, then ``out = fp8(norm(residual) * weight * (1 / scale))``; input is not changed."""
+    require_tensors("fused_add_rms_norm_static_fp8_quant", residual=residual)
     _static("fused_add_rms_norm_static_fp8_quant", out, input, residual, weight, scale, epsilon)
 
 
@@ -112,6 +127,7 @@ def _static(
     )
 
 
+@as_called
 def rms_norm_dynamic_per_token_quant(
     input: Tensor,
     weight: Tensor,
@@ -129,6 +145,7 @@ def rms_norm_dynamic_per_token_quant(
     return _quantized("rms_norm_dynamic_per_token_quant", input, weight, epsilon, quant_dtype, None, scale_ub, residual)
 
 
+@as_called
 def rms_norm_per_block_quant(
     input: Tensor,
     weight: Tensor,
@@ -146,10 +163,10 @@ def rms_norm_per_block_quant(
     column; ``tma_alignment=4`` aligns each column to a multiple of four elements.
     """
     name = "rms_norm_per_block_quant"
-    if len(group_size) != 2 or group_size[1] not in (64, 128):
-        raise ContractError(f"{name}: `group_size` must be [1, 64] or [1, 128], got {group_size}")
+    if not isinstance(group_size, Sequence) or len(group_size) != 2 or group_size[1] not in (64, 128):
+        raise ContractError(f"{name}: `group_size` must be [1, 64] or [1, 128], got {describe(group_size)}")
     if tma_alignment not in (0, 4):
-        raise ContractError(f"{name}: `tma_alignment` must be 0 or 4, got {tma_alignment}")
+        raise ContractError(f"{name}: `tma_alignment` must be 0 or 4, got {describe(tma_alignment)}")
     alignment = (tma_alignment or 1) if is_scale_transposed else None
     return _quantized(name, input, weight, epsilon, quant_dtype, group_size[1], scale_ub, residual, alignment)
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..ops.rms_norm import rms_norm as _rms_norm
+from .arguments import require_tensors
 from .vllm import (
+    as_called,
     concat_and_cache_mla,
     dsv3_fused_a_gemm,
     fused_add_rms_norm_static_fp8_quant,
@@ -37,12 +39,18 @@ __all__ = [
 ]
 
 
+@as_called
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """``out = round(round(input * rs) * weight)``."""
+    if out is None:
+        require_tensors("rms_norm", out=out)
     _rms_norm(input, weight_or_ones(weight, input), epsilon, rounding="hf", out=out)
 
 
+@as_called
 def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """``residual += input``, then ``input = round(round(residual * rs) * weight)``, in one launch."""
+    if residual is None:
+        require_tensors("fused_add_rms_norm", residual=residual)
     weight = weight_or_ones(weight, input)
     _rms_norm(input, weight, epsilon, residual=residual, rounding="hf", out=input, residual_out=residual)

@@ -14,12 +14,17 @@ from ..kvcache import DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, pack_ds_mla
 from ..ops.linear import linear
 from ..ops.qk_norm import qk_rms_norm
 from ..rope import Rope
+from .arguments import names_of_op, require_counts, require_tensors
 
 __all__ = ["concat_and_cache_mla", "dsv3_fused_a_gemm", "fused_q_kv_rmsnorm", "fused_qk_norm_rope", "weight_of"]
 
 _FP8 = ("fp8", "fp8_e4m3")
+_INTEGERS = (torch.int32, torch.int64)
+product = names_of_op(x="mat_a", weight="mat_b", out="output")
+"""The arguments of `linear` by the names of DeepSeek's projection."""
 
 
+@names_of_op(q="qkv", k="qkv", q_out="qkv", k_out="qkv", gamma_q="q_weight", gamma_k="k_weight", freqs="cos_sin_cache")
 def fused_qk_norm_rope(
     qkv: Tensor,
     num_heads_q: int,
@@ -41,6 +46,8 @@ def fused_qk_norm_rope(
     in any float dtype; its rows are gathered by torch before the launch. The last argument is ignored.
     """
     name = "fused_qk_norm_rope"
+    require_tensors(name, qkv=qkv, cos_sin_cache=cos_sin_cache, position_ids=position_ids)
+    require_counts(name, num_heads_q=num_heads_q, num_heads_k=num_heads_k, num_heads_v=num_heads_v, head_dim=head_dim)
     heads = num_heads_q + num_heads_k + num_heads_v
     if qkv.dim() != 2 or qkv.shape[1] != heads * head_dim:
         raise ContractError(f"{name}: `qkv` must be [tokens, {heads} heads of {head_dim}], got {list(qkv.shape)}")
@@ -49,8 +56,15 @@ def fused_qk_norm_rope(
             f"{name}: `cos_sin_cache` must be [positions, at most {head_dim}] with an even number of columns, "
             f"got {list(cos_sin_cache.shape)}"
         )
-    if position_ids.shape != qkv.shape[:1]:
-        raise ContractError(f"{name}: `position_ids` must be [{qkv.shape[0]}], got {list(position_ids.shape)}")
+    if not cos_sin_cache.dtype.is_floating_point:
+        raise ContractError(f"{name}: `cos_sin_cache` must have a float dtype, got {cos_sin_cache.dtype}")
+    if position_ids.shape != qkv.shape[:1] or position_ids.dtype not in _INTEGERS:
+        raise ContractError(
+            f"{name}: `position_ids` must be [{qkv.shape[0]}] of int32 or int64, got {describe(position_ids)}"
+        )
+    for label, tensor in (("cos_sin_cache", cos_sin_cache), ("position_ids", position_ids)):
+        if tensor.device != qkv.device:
+            raise ContractError(f"{name}: `{label}` must be on {qkv.device} like qkv, got {tensor.device}")
     # onepass wants the two of a pair next to each other
     cos, sin = cos_sin_cache[position_ids].float().chunk(2, -1)
     freqs = torch.stack((cos, sin), -1).flatten(-2)
@@ -60,10 +74,12 @@ def fused_qk_norm_rope(
     qk_rms_norm(q, k, q_weight, k_weight, eps, rope=rope, per_head=True, out=(q, k))
 
 
+@names_of_op(q="qr", k="kv", gamma_q="q_weight", gamma_k="kv_weight")
 def fused_q_kv_rmsnorm(
     qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The norms of MLA's two latents, ``round((x * rs) * w)``, in one launch. Rows may be slices of one projection."""
+    require_tensors("fused_q_kv_rmsnorm", qr=qr, kv=kv)
     out = (_like(qr), _like(kv))
     qk_rms_norm(qr, kv, q_weight, kv_weight, eps, out=out)
     return out
@@ -88,6 +104,25 @@ def concat_and_cache_mla(
     normed, `onepass.fused_rope_rmsnorm_quantization` does all of it in one launch.
     """
     name = "concat_and_cache_mla"
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in ("auto", *_FP8, DS_MLA):
+        raise Unsupported(
+            f"{name}: `kv_cache_dtype` must be auto, fp8, fp8_e4m3 or fp8_ds_mla, got {describe(kv_cache_dtype)}"
+        )
+    require_tensors(name, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
+    if kv_c.dim() != 2:
+        raise ContractError(f"{name}: `kv_c` must be [tokens, columns], got {list(kv_c.shape)}")
+    if k_pe.dim() not in (2, 3) or k_pe.shape[0] != kv_c.shape[0] or k_pe.numel() != k_pe.shape[0] * k_pe.shape[-1]:
+        raise ContractError(
+            f"{name}: `k_pe` must be [{kv_c.shape[0]}, columns] or [{kv_c.shape[0]}, 1, columns], got {list(k_pe.shape)}"
+        )
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in _INTEGERS:
+        raise ContractError(f"{name}: `slot_mapping` must be [tokens] of int32 or int64, got {describe(slot_mapping)}")
+    for label, tensor in (("kv_c", kv_c), ("k_pe", k_pe)):
+        if not tensor.dtype.is_floating_point:
+            raise ContractError(f"{name}: `{label}` must have a float dtype, got {tensor.dtype}")
+    for label, tensor in (("k_pe", k_pe), ("kv_cache", kv_cache), ("slot_mapping", slot_mapping)):
+        if tensor.device != kv_c.device:
+            raise ContractError(f"{name}: `{label}` must be on {kv_c.device} like kv_c, got {tensor.device}")
     tokens, width = slot_mapping.shape[0], kv_c.shape[-1] + k_pe.shape[-1]
     packed = kv_cache_dtype == DS_MLA
     if packed and (kv_c.shape[-1], k_pe.shape[-1]) != DS_MLA_COLUMNS:
@@ -106,13 +141,11 @@ def concat_and_cache_mla(
     elif kv_cache_dtype in _FP8:
         if kv_cache.dtype not in (torch.uint8, torch.float8_e4m3fn):
             raise ContractError(f"{name}: `kv_cache` must be uint8 or float8_e4m3fn, got {kv_cache.dtype}")
+        if not isinstance(scale, Tensor) or scale.numel() != 1 or not scale.dtype.is_floating_point:
+            raise ContractError(f"{name}: `scale` must be a float tensor of one element, got {describe(scale)}")
         divided = entries.float() / scale.reshape(())
         entries = divided.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
         kv_cache = kv_cache.view(torch.uint8)
-    elif kv_cache_dtype != "auto":
-        raise Unsupported(
-            f"{name}: `kv_cache_dtype` must be auto, fp8, fp8_e4m3 or fp8_ds_mla, got {describe(kv_cache_dtype)}"
-        )
     if not tokens:
         return
     entries = entries.to(kv_cache.dtype)
@@ -128,16 +161,19 @@ def concat_and_cache_mla(
     kv_cache[slots // size, slots % size] = entries
 
 
+@product
 def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor, enable_pdl: bool = False) -> None:
     """``output = mat_a @ mat_b``, rounded once. ``mat_b`` [K, N] is the transposed weight, as vLLM passes it.
 
     Any number of tokens and any sizes, bfloat16, float16 or float32. A row's bytes do not depend on its batch.
     """
+    require_tensors("dsv3_fused_a_gemm", output=output)
     linear(mat_a, weight_of("dsv3_fused_a_gemm", mat_b), out=output)
 
 
 def weight_of(name: str, mat_b: Tensor) -> Tensor:
     """The weight [N, K] whose transpose ``mat_b`` is."""
+    require_tensors(name, mat_b=mat_b)
     if mat_b.dim() != 2 or (mat_b.stride(0) != 1 and mat_b.shape[0] != 1):
         raise ContractError(
             f"{name}: `mat_b` must be the transpose of a contiguous weight, with strides (1, K), got {mat_b.stride()}"

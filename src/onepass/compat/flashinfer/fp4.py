@@ -18,11 +18,14 @@ from ...errors import ContractError, Unsupported
 from ...formats import QuantFormatName
 from ...ops.rms_norm import rms_norm_fused_quant
 from ...specs.scale_layout import scale_shape
+from ..arguments import names_of_op, require_tensors
 
 _FORMATS: dict[int, tuple[QuantFormatName, str]] = {16: ("nvfp4", "e4m3"), 32: ("mxfp4", "ue8m0")}
 """Format and scales of each block size."""
+_as_called = names_of_op(x="input", gamma="weight", out="y_fp4", scale_output="block_scale")
 
 
+@_as_called
 def rmsnorm_fp4quant(
     input: Tensor,
     weight: Tensor,
@@ -54,6 +57,7 @@ def rmsnorm_fp4quant(
     )
 
 
+@_as_called
 def add_rmsnorm_fp4quant(
     input: Tensor,
     residual: Tensor,
@@ -72,8 +76,7 @@ def add_rmsnorm_fp4quant(
     name = "add_rmsnorm_fp4quant"
     if output_both_sf_layouts or block_scale_unswizzled is not None:
         raise Unsupported(f"{name}: `output_both_sf_layouts` must be False; scales are stored in one layout")
-    if not isinstance(residual, Tensor):
-        raise ContractError(f"{name}: `residual` must be a tensor, got {describe(residual)}")
+    require_tensors(name, residual=residual)
     return _quantized(
         name,
         input,
@@ -104,7 +107,7 @@ def _quantized(
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(input, Tensor) or not input.dim():
         raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
-    if block_size not in _FORMATS:
+    if not isinstance(block_size, int) or block_size not in _FORMATS:
         raise ContractError(f"{name}: `block_size` must be 16 or 32, got {describe(block_size)}")
     format, scales = _FORMATS[block_size]
     if scale_format not in (None, scales):
@@ -117,6 +120,10 @@ def _quantized(
         )
     if global_scale is not None and format == "mxfp4":
         raise ContractError(f"{name}: `global_scale` must be None with blocks of 32, got {describe(global_scale)}")
+    if codes is not None:
+        require_tensors(name, y_fp4=codes)
+    if global_scale is not None and (not isinstance(global_scale, Tensor) or global_scale.numel() != 1):
+        raise ContractError(f"{name}: `global_scale` must be a tensor of one element, got {describe(global_scale)}")
     shape = scale_shape(input.shape[:-1], input.shape[-1] // block_size, "128x4" if swizzled else "row")
     dtype = torch.float8_e4m3fn if format == "nvfp4" else torch.float8_e8m0fnu
     given = None

@@ -24,9 +24,11 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from ...contract.declaration import describe
 from ...errors import ContractError, Unsupported
 from ...formats import FP8_FORMATS, Quantize
 from ...ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from ..arguments import names_of_op, require_tensors
 
 __all__ = [
     "fused_add_rmsnorm",
@@ -37,8 +39,10 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_quant",
 ]
+_as_called = names_of_op(x="input", gamma="weight", static_scale="scale")
 
 
+@_as_called
 def rmsnorm(
     input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
@@ -46,6 +50,7 @@ def rmsnorm(
     return rms_norm(input, weight, eps, out=out)
 
 
+@_as_called
 def rmsnorm_quant(
     out: Tensor,
     input: Tensor,
@@ -59,13 +64,17 @@ def rmsnorm_quant(
     rms_norm_fused_fp8(input, weight, eps, out=out, **options)
 
 
+@_as_called
 def fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """``residual += input``, then ``input = norm(residual) * weight``, of the unrounded sum."""
+    if residual is None:
+        require_tensors("fused_add_rmsnorm", residual=residual)
     rms_norm(input, weight, eps, residual=residual, out=input, residual_out=residual)
 
 
+@_as_called
 def fused_add_rmsnorm_quant(
     out: Tensor,
     input: Tensor,
@@ -76,6 +85,7 @@ def fused_add_rmsnorm_quant(
     enable_pdl: bool | None = None,
 ) -> None:
     """``residual += input``, then ``out = fp8(norm(residual) * weight / scale)``, of the unrounded sum."""
+    require_tensors("fused_add_rmsnorm_quant", residual=residual)
     options = _static("fused_add_rmsnorm_quant", out, input, scale)
     rms_norm_fused_fp8(input, weight, eps, residual=residual, out=out, residual_out=residual, **options)
 
@@ -85,10 +95,13 @@ def _static(name: str, out: Tensor, input: Tensor, scale: float | Tensor) -> _Op
     if not isinstance(out, Tensor) or out.dtype not in FP8_FORMATS:
         found = out.dtype if isinstance(out, Tensor) else type(out).__name__
         raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, FP8_FORMATS))}), got {found}")
+    require_tensors(name, input=input)
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
             raise ContractError(f"{name}: `scale` must have one element, got shape {list(scale.shape)}")
         scale = scale.reshape(())
+    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise ContractError(f"{name}: `scale` must be a number or a tensor of one element, got {describe(scale)}")
     else:
         scale = torch.full((), scale, dtype=torch.float32, device=input.device)
     return {"static_scale": scale, "quantize": "divide", "out_dtype": out.dtype}
@@ -100,6 +113,7 @@ class _Options(TypedDict):
     out_dtype: torch.dtype
 
 
+@_as_called
 def gemma_rmsnorm(
     input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
@@ -107,13 +121,17 @@ def gemma_rmsnorm(
     return rms_norm(input, weight, eps, weight_offset=1.0, out=out)
 
 
+@_as_called
 def gemma_fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """``residual += input``, then ``input = norm(residual) * (1 + weight)``, of the unrounded sum."""
+    if residual is None:
+        require_tensors("gemma_fused_add_rmsnorm", residual=residual)
     rms_norm(input, weight, eps, weight_offset=1.0, residual=residual, out=input, residual_out=residual)
 
 
+@names_of_op(x="input", gamma="weight", out="output", weight_offset="weight_bias")
 def qk_rmsnorm(
     input: Tensor,
     weight: Tensor,
@@ -127,4 +145,6 @@ def qk_rmsnorm(
     FlashInfer's `rmsnorm` and, with ``weight_bias=1``, `gemma_rmsnorm` use this kernel for three
     dimensions. `onepass.qk_rms_norm` norms queries and keys in one launch.
     """
+    if output is None:
+        require_tensors("qk_rmsnorm", output=output)
     rms_norm(input, weight, eps, weight_offset=weight_bias, out=output)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...contract.declaration import describe
 from ...errors import ContractError, Unsupported
+from ..arguments import require_tensors
 
 __all__ = ["mla_rope_quantize_fp8"]
 
@@ -40,17 +42,40 @@ def mla_rope_quantize_fp8(
     2i and 2i + 1. Everything is float32 until one rounding. Values that the format lacks become its largest.
     """
     name = "mla_rope_quantize_fp8"
+    require_tensors(name, q_rope=q_rope, k_rope=k_rope, q_nope=q_nope, k_nope=k_nope)
+    require_tensors(name, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids)
     outs = (q_rope_out, k_rope_out, q_nope_out, k_nope_out)
     dtype = quantize_dtype or next((out.dtype for out in outs if out is not None), torch.float8_e4m3fn)
     if dtype not in _FORMATS:
         raise Unsupported(f"{name}: `quantize_dtype` must be one of {', '.join(map(str, _FORMATS))}, got {dtype}")
-    if cos_sin_cache.dtype != torch.float32:
-        raise ContractError(f"{name}: `cos_sin_cache` must be float32, got {cos_sin_cache.dtype}")
+    if cos_sin_cache.dtype != torch.float32 or cos_sin_cache.dim() != 2:
+        raise ContractError(
+            f"{name}: `cos_sin_cache` must be float32 [positions, columns], got {describe(cos_sin_cache)}"
+        )
+    if pos_ids.dim() != 1 or pos_ids.dtype not in (torch.int32, torch.int64):
+        raise ContractError(f"{name}: `pos_ids` must be [tokens] of int32 or int64, got {describe(pos_ids)}")
+    queries, keys = {"q_rope": q_rope, "q_nope": q_nope}, {"k_rope": k_rope, "k_nope": k_nope}
+    for label, x in {**queries, **keys, "pos_ids": pos_ids}.items():
+        if x.device != cos_sin_cache.device:
+            raise ContractError(
+                f"{name}: `{label}` must be on {cos_sin_cache.device} like cos_sin_cache, got {x.device}"
+            )
+    for label, x in {**queries, **keys}.items():
+        if x.dim() not in ((3,) if label in queries else (2, 3)) or x.shape[0] != pos_ids.shape[0]:
+            shapes = "[tokens, heads, columns]" if label in queries else "[tokens, columns] or [tokens, heads, columns]"
+            raise ContractError(
+                f"{name}: `{label}` must be {shapes} with the {pos_ids.shape[0]} tokens of pos_ids, got {list(x.shape)}"
+            )
+        if not x.dtype.is_floating_point:
+            raise ContractError(f"{name}: `{label}` must have a float dtype, got {x.dtype}")
     for label, rotated in (("q_rope", q_rope), ("k_rope", k_rope)):
         if rotated.shape[-1] != cos_sin_cache.shape[-1]:
             raise ContractError(
                 f"{name}: `{label}` must have the {cos_sin_cache.shape[-1]} columns of cos_sin_cache, got {rotated.shape[-1]}"
             )
+    for label, factor in (("quant_scale_q", quant_scale_q), ("quant_scale_kv", quant_scale_kv)):
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise ContractError(f"{name}: `{label}` must be a number, got {describe(factor)}")
     cos, sin = cos_sin_cache[pos_ids.long()].chunk(2, -1)
     values = (
         _rotated(q_rope, cos, sin, is_neox) * quant_scale_q,
