@@ -169,3 +169,16 @@ def test_hooks_may_change_between_the_steps_of_a_generation(interleaved: bool) -
             hooks.pop().remove()
     with onepass.patch(model, rounding="once") as handle:  # undone during a generation
         close(generate(MlaCache(2, 16), lambda step: handle.undo() if step == 2 else None), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("2", 16), "MlaCache: `layers` must be an int of at least 1, got '2'"),
+        ((2, 0), "MlaCache: `max_length` must be an int of at least 1, got 0"),
+        ((2, 16, 1), "MlaCache: `static` must be a bool, got 1"),
+    ],
+)
+def test_bad_sizes_are_named(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(onepass.ContractError, match=f"^{message}$"):
+        MlaCache(*arguments)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
 from ..kvcache import PagedKVCache
 
@@ -142,6 +143,10 @@ class MlaCache(Cache):
     layers: list[MlaCacheLayer]  # type: ignore[assignment]
 
     def __init__(self, layers: int, max_length: int, static: bool = False) -> None:
+        for name, value in (("layers", layers), ("max_length", max_length)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ContractError(f"MlaCache: `{name}` must be an int of at least 1, got {describe(value)}")
+        require_bool("MlaCache", "static", static)
         super().__init__(layers=[MlaCacheLayer(max_length, static) for _ in range(layers)])
         self._cos: Tensor | None = None
         self._angles: tuple[Tensor, Tensor, Tensor] | None = None
