@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import sys
 import time
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
@@ -25,6 +22,7 @@ from onepass.specs.layout import Geometry
 from onepass.specs.rms_norm import RowCall, row_spec
 from tests.helpers.cpu_gemv_reference import FP8, SPECS, Case, case, same
 from tests.helpers.cpu_reference import BF16, F32, INF, NAN, kernel_for
+from tests.helpers.page_edge import against_the_edge
 
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
@@ -197,17 +195,6 @@ def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pyte
 @pytest.mark.parametrize("name", ["bf16", "f16", "f32", "bf16_fp8_rows", "bf16_fp8_blocks", "f16_int8_rows"])
 def test_no_reads_beyond_the_row(name: str) -> None:
     """Every input ends where an inaccessible page begins: reading one more byte would crash."""
-    pages: list[mmap.mmap] = []
-
-    def against_the_edge(tensor: Tensor) -> Tensor:
-        size = tensor.numel() * tensor.element_size()
-        room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, room + mmap.PAGESIZE)
-        pages.append(memory)
-        raw = torch.frombuffer(memory, dtype=torch.uint8)
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(raw.data_ptr() + room), mmap.PAGESIZE, 0) == 0
-        return raw[room - size : room].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
     for m, n, k in ((1, 3, 1), (2, 25, 31), (5, 9, 145), (16, 137, 513)):
         one = case(name, m, n, k, 2, 1)
         one.act, one.weight = against_the_edge(one.act), against_the_edge(one.weight)

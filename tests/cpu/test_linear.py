@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import sys
 from fractions import Fraction
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
@@ -22,6 +19,7 @@ from onepass.testing.case import same_bytes
 from tests.helpers.cpu_gemv_reference import FP8
 from tests.helpers.cpu_linear_reference import INT8, SPECS, Case, activation64, case, same, without
 from tests.helpers.cpu_reference import BF16, F16, F32, INF, NAN, kernel_for
+from tests.helpers.page_edge import against_the_edge
 
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 ROWS = (1, 2, 3, 5, 16, 17, 64, 200)
@@ -313,23 +311,11 @@ def test_outputs_may_replace_inputs(team: pytest.MonkeyPatch) -> None:
 @each_spec
 def test_no_reads_beyond_the_row(spec: LinearSpec) -> None:
     """Every input ends where an inaccessible page begins: reading one more byte would crash."""
-    pages: list[mmap.mmap] = []
-
-    def against_the_edge(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        size = tensor.numel() * tensor.element_size()
-        room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, room + mmap.PAGESIZE)
-        pages.append(memory)
-        raw = torch.frombuffer(memory, dtype=torch.uint8)
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(raw.data_ptr() + room), mmap.PAGESIZE, 0) == 0
-        return raw[room - size : room].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
     for m, n, k in ((1, 3, 1), (2, 25, 31), (5, 9, 145), (19, 137, 513)):
         one = Case(spec, m, n, k)
         for name in ("x", "weight", "weight_scale", "gamma", "residual", "bias", "add"):
-            setattr(one, name, against_the_edge(getattr(one, name)))
+            if (value := getattr(one, name)) is not None:
+                setattr(one, name, against_the_edge(value))
         one.run().check()
 
 

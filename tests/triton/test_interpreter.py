@@ -6,10 +6,6 @@ The sweeps over all cases are left out of `make test` (tests/full.py).
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +18,8 @@ from triton.runtime import interpreter
 from onepass.testing import runner
 from onepass.testing.case import Check
 from onepass.testing.interpreter import _types_kept
+from tests.helpers.interpreting import interpret
 
-ROOT = Path(__file__).parents[2]
 LEFT_OUT = {
     "gemv_and_partial_norm": {
         "rows",
@@ -81,11 +77,7 @@ def test_one_case_of_each_group_passes(part: str) -> None:
     rest = [case for case in everything if case not in sample and case.op not in INTERPRETED]
     cases = {"sample": sample, "rest": rest}[part]
     indices = json.dumps([runner.CASES.index(case) for case in cases])
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, indices]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
+    assert json.loads(interpret("-c", PROGRAM, indices)) == []
 
 
 def test_kept_types_are_those_of_triton() -> None:

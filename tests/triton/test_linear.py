@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,11 +22,11 @@ from onepass.triton.gemv_norm_config import gemv_config
 from onepass.triton.linear_config import LinearConfig, fuses_norm, linear_config
 from onepass.triton.product_config import PieceTile, order_of, piece_tile
 from tests.helpers import linear_worker
+from tests.helpers.interpreting import interpret
 from tests.triton.test_gemv_norm import BF16, F8, F16, F32, INT8, OTHER_CHIPS, check_pieces, check_stream
 from tools.evidence import records
 from tools.evidence.records import lowered
 
-ROOT = Path(__file__).parents[2]
 SPECS = {
     "bf16": linear_spec(BF16, BF16),
     "f16, norm, gate": linear_spec(F16, F16, "none", F16, activation="silu_mul"),
@@ -192,22 +187,12 @@ def test_tiles_use_asynchronous_loads_and_warp_groups(spec: LinearSpec, m: int, 
 # --- the interpreter -----------------------------------------------------------------------------------------------
 
 
-def interpret(*command: str) -> Any:
-    """What a process that interprets kernels prints as JSON."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1, 2, 3])
 def test_tiles_agree_with_float64(part: int) -> None:
     """Each kind of tile, with the columns that an H200 would load, where the interpreter would choose other tiles."""
     indices = list(range(part, len(linear_worker.RUNS), 4))
-    found = interpret("-m", "tests.helpers.linear_worker", json.dumps(indices))
+    found = json.loads(interpret("-m", "tests.helpers.linear_worker", json.dumps(indices)))
     assert found["failed"] == []
     kinds = [re.findall(r" (cube|flat|descriptors|split|decoded) ", name) for name in found["kernels"]]
     assert {kind for (kind,) in kinds} == {linear_worker.RUNS[index].kind for index in indices}
@@ -250,7 +235,7 @@ def documented_sums(call: linear_worker.Sums) -> list[float]:
 
 @pytest.mark.slow
 def test_pieces_are_added_in_the_documented_order() -> None:
-    found = interpret("-m", "tests.helpers.linear_worker")
+    found = json.loads(interpret("-m", "tests.helpers.linear_worker"))
     for name, call in zip(found["kernels"], linear_worker.SUMS, strict=True):
         assert ("/products/" if call.act == F32 else f" {call.kind} ") in name
     for call, sums in zip(linear_worker.SUMS, found["sums"], strict=True):
@@ -292,4 +277,4 @@ def test_interpreted_kernel_passes_its_cases() -> None:
         "cases = [case for case in select(['linear'], sys.argv[1]) if case.interpretable]\n"
         "print(json.dumps([f'{r.case}: {r.message}' for r in run_cases(cases, 'interpreter') if not r.passed]))\n"
     )
-    assert interpret("-c", program, INTERPRETED) == []
+    assert json.loads(interpret("-c", program, INTERPRETED)) == []

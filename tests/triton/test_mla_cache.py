@@ -29,6 +29,7 @@ from onepass.triton.compiler import Build, compile_build
 from onepass.triton.launcher import arguments_by_name
 from onepass.triton.mla_cache_config import MlaCut, mla_config, mla_cut, search_width
 from onepass.triton.tuning import tuning
+from tests.helpers.interpreting import broken_promise, passed_checks
 from tests.triton.test_rms_norm import OTHER_CHIPS
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
@@ -103,13 +104,8 @@ def test_compiles_for_other_chips(chip: Chip) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["model", "slots", "reference", "layouts"])
 def test_interpreted_kernel_passes_its_cases(group: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tools.checks", "--device", "interpreter"]
-    command += ["--op", "fused_rope_rmsnorm_quantization", "--match", f"{group}: "]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    found = re.search(r"(\d+) passed, 0 failed on interpreter", done.stdout)
-    assert done.returncode == 0 and found is not None, done.stdout + done.stderr
-    assert int(found[1]) == sum(case.group == group for case in mla_rope_norm.CASES)
+    passed = passed_checks("fused_rope_rmsnorm_quantization", f"{group}: ")
+    assert passed == sum(case.group == group for case in mla_rope_norm.CASES)
 
 
 SEARCH = """
@@ -343,15 +339,7 @@ def test_invalid_cuts_are_rejected(cut: tuple[int, int, int]) -> None:
 @pytest.mark.slow
 def test_cuts_do_not_change_results() -> None:
     """The promise that is also checked on GPUs, in the interpreter."""
-    code = (
-        "from tools.promises.mla_cache import _cuts\n"
-        "from onepass.testing.runner import running_on\n"
-        "with running_on('interpreter'):\n"
-        "    print(_cuts('cpu'))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("None\n", 0), done.stdout + done.stderr
+    assert broken_promise("mla_cache", "_cuts") == "None"
 
 
 @pytest.mark.parametrize("cut", [(64, 4096, 4096), (256, 256, 512)])

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +22,11 @@ from onepass.triton import qk_cache as backend
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
 from onepass.triton.qk_cache_config import qk_cache_config
+from tests.helpers.interpreting import broken_promise, passed_checks
 from tests.triton.test_rms_norm import OTHER_CHIPS
 from tools.evidence import attentions, proof, records
 from tools.evidence.records import lowered
 
-ROOT = Path(__file__).parents[2]
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
@@ -114,13 +110,8 @@ def test_compiles_for_other_chips(chip: Chip) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["model", "fp8", "dense", "layouts"])
 def test_interpreted_kernel_passes_its_cases(group: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tools.checks", "--device", "interpreter"]
-    command += ["--op", qk_cache.OP, "--match", f"{group}: "]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    found = re.search(r"(\d+) passed, 0 failed on interpreter", done.stdout)
-    assert done.returncode == 0 and found is not None, done.stdout + done.stderr
-    assert int(found[1]) == sum(case.group == group for case in qk_cache.CASES)
+    passed = passed_checks(qk_cache.OP, f"{group}: ")
+    assert passed == sum(case.group == group for case in qk_cache.CASES)
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
@@ -193,15 +184,7 @@ def test_columns_as_sets_the_programs() -> None:
 @pytest.mark.slow
 def test_programs_of_any_size_give_the_same_bytes() -> None:
     """The promise that is also checked on GPUs, in the interpreter."""
-    code = (
-        "from tools.promises.qk_cache import _programs\n"
-        "from onepass.testing.runner import running_on\n"
-        "with running_on('interpreter'):\n"
-        "    print(_programs('cpu'))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("None\n", 0), done.stdout + done.stderr
+    assert broken_promise("qk_cache", "_programs") == "None"
 
 
 def test_a_single_token_needs_no_division() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -34,6 +31,7 @@ from onepass.triton.compiler import Build, compile_build
 from onepass.triton.rms_norm import build_for, variant_of
 from onepass.triton.rms_norm_config import RowConfig, row_bins, row_config, row_unit
 from onepass.triton.tuning.table import Regime, Variant
+from tests.helpers.interpreting import passed_checks
 from tests.triton.test_interpreter import INTERPRETED
 from tools.evidence import families, proof, records
 from tools.evidence.chips import MACHINES
@@ -168,13 +166,7 @@ def test_interpreted_kernels_pass_their_cases(op: str, share: int) -> None:
     cases = [case for case in runner.select([op], "") if case.interpretable]
     assert len(cases) >= floor
     match = "|".join(f"{group}: " for group in sorted({case.group for case in cases})[share::parts])
-    command = [sys.executable, "-W", "ignore", "-m", "tools.checks", "--device", "interpreter"]
-    command += ["--op", op, "--match", match]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    found = re.search(r"(\d+) passed, (\d+) failed on interpreter", done.stdout)
-    assert done.returncode == 0 and found is not None, done.stdout + done.stderr
-    assert int(found[1]) == sum(case.interpretable for case in runner.select([op], match)) > 0
+    assert passed_checks(op, match) == sum(case.interpretable for case in runner.select([op], match)) > 0
 
 
 def fp8_spec() -> RowSpec:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +11,10 @@ import torch
 
 import onepass
 from onepass.testing import runner
+from tests.helpers.interpreting import interpret
 from tests.triton.test_interpreter import PROGRAM
 from tools.evidence import records
 
-ROOT = Path(__file__).parents[2]
 GROUPS = ("formats", "groups", "values", "places", "levels")
 
 
@@ -28,10 +24,7 @@ def test_interpreted_kernels_pass_their_cases() -> None:
     short = [c for c in runner.select(["rms_norm_fused_quant"]) if c.interpretable and c.group in GROUPS]
     indices = [runner.CASES.index(c) for c in short if getattr(c, "n", 0) <= 384][::2]
     assert len(indices) > 20
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(indices)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=ROOT)
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+    assert json.loads(interpret("-c", PROGRAM, json.dumps(indices)).splitlines()[-1]) == []
 
 
 @pytest.mark.parametrize(

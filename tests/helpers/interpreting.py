@@ -1,0 +1,39 @@
+"""Run code in a process whose Triton kernels are interpreted. Triton decides that when it is imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def interpret(*arguments: str) -> str:
+    """What ``python arguments`` prints with interpreted kernels."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def passed_checks(op: str, match: str) -> int:
+    """How many cases of ``op`` passed in the interpreter. A failing case fails the calling test."""
+    printed = interpret("-m", "tools.checks", "--device", "interpreter", "--op", op, "--match", match)
+    found = re.search(r"(\d+) passed, 0 failed on interpreter", printed)
+    assert found is not None, printed
+    return int(found[1])
+
+
+def broken_promise(module: str, function: str) -> str:
+    """What a promise of ``tools.promises`` finds wrong in the interpreter; ``None`` as text if it holds."""
+    code = (
+        f"from tools.promises.{module} import {function}\n"
+        "from onepass.testing.runner import running_on\n"
+        "with running_on('interpreter'):\n"
+        f"    print({function}('cpu'))\n"
+    )
+    return interpret("-c", code).strip()
