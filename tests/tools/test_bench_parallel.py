@@ -67,7 +67,9 @@ alone = not measuring.exists()
 measuring.touch()
 time.sleep(0.2)
 measuring.unlink()
-report.write_text(json.dumps({"rows": [{"model": line["--model"], "alone": alone}]}))
+part = report.with_name("part")
+part.write_text(json.dumps({"rows": [{"model": line["--model"], "alone": alone}]}))
+part.replace(report)
 """
 
 
@@ -86,6 +88,21 @@ def test_processes_measure_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (first,), (second,) = (report["rows"] for _, report in found)
     assert [first["model"], second["model"]] == ["=one", "=two"] and first["alone"] and second["alone"]
     assert "2 of 3 ready" in (text := capfd.readouterr().out) and "broken, batches (1,): a reason" in text
+
+
+def test_rows_of_a_process_that_is_too_slow_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It measured one row before its time was over."""
+    own = subprocess.Popen
+    slow = SCRIPT + "\ntime.sleep(600)\n"
+
+    def start(command: list[str], **options: Any) -> Any:
+        return own([sys.executable, "-c", slow, *command[3:]], cwd=ROOT, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(parallel, "over", lambda deadline: any(tmp_path.glob("*/found.json")))
+    ((job, report),) = parallel.run([Job("one", (1, 4))], 1, [], deadline_after(600), None)
+    assert job.model == "one" and report["rows"] == [{"model": "=one", "alone": True}]
 
 
 def test_resumed_processes_return_what_they_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

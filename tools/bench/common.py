@@ -140,4 +140,6 @@ def head(device: str) -> dict[str, Any]:
 def write(report: dict[str, Any], path: Path | None) -> None:
     """Write the report so far, if a file was asked for."""
     if path:
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        part = path.with_name(f"{path.name}.part")  # whoever reads the file finds a whole report
+        part.write_text(json.dumps(report, indent=1) + "\n")
+        part.replace(path)

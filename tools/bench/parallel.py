@@ -98,6 +98,7 @@ def _round(
             (worker.folder / "go").touch()
             while not worker.ended and not over(end):
                 time.sleep(POLL)
+            _stop(worker.process)  # it may have measured some of its rows
         report = worker.folder / "found.json"
         if worker.ended and report.exists():
             yield worker.job, json.loads(report.read_text())
