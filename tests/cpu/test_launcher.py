@@ -53,7 +53,7 @@ def test_tracebacks_show_generated_code() -> None:
     onepass.rms_norm(x, x[0])
     kernel = next(iter(rms_norm.FAMILY.kernels.values()))
     with pytest.raises(TypeError) as caught:
-        kernel.pack(0, (1, 2, 3), None)
+        kernel.pack(0, (1, 2, 3, 0), None)
     assert any("= call" in line for line in traceback.format_tb(caught.tb))
 
 

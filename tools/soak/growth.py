@@ -27,10 +27,11 @@ from onepass.nn import RMSNorm
 from onepass.ops import registration
 from tools.soak.watch import MIB, Reading, read
 
-WARM_UP: Final = 0.1
-"""The share of calls after which memory must not grow: before, tables fill and kernels are compiled."""
-ALLOWED: Final = 16.0
-"""MiB by which it may grow nevertheless: the allocators of Python and torch keep what was freed in pieces."""
+WARM_UP: Final = 0.5
+"""The share of calls after which memory must not grow. Before, tables fill, kernels are compiled, and the pieces of memory
+between plans that are freed and made settle. A leak goes on in the second half."""
+ALLOWED: Final = 8.0
+"""MiB by which it may grow nevertheless: 25 bytes for each of 330,000 plans."""
 ENTRIES: Final = 32
 """Entries by which other caches may grow: kernels of shapes that are first met late."""
 SAMPLES: Final = 20
@@ -99,7 +100,7 @@ def measure(calls: int, device: str) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - start, 1),
         "repeated in C": sum(op.table.counts()["hits"] for op in registration._ops if op.table is not None),
         "most remembered": most,
-        "grown after the first tenth": {**grown, "other entries": entries},
+        "grown in the second half": {**grown, "other entries": entries},
         "samples": samples,
         "passed": max(most.values()) <= MAX_REMEMBERED and max(grown.values()) <= ALLOWED and entries <= ENTRIES,
     }
@@ -130,7 +131,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     for name, path in paths.items():
-        kept, grown = path["most remembered"], path["grown after the first tenth"]
+        kept, grown = path["most remembered"], path["grown in the second half"]
         print(f"{name}: {path['calls']} calls in {path['seconds']:.0f} s, remembered {kept}, grown {grown}")
     used = paths["C"]["path in C"] == "on"
     if not used:

@@ -19,10 +19,10 @@ from ..specs.scale_layout import TILE_BYTES, TILE_GROUPS, TILE_ROWS
 from .emit import bf16, bits, prologue
 from .emit.bits import load_row, load_scalar, magnitude, round_to, store_row
 from .emit.function import Arguments, Cell, Function, Module
-from .emit.loops import SumOfSquares, each_block, entry_points, prefetch, reciprocal_root
+from .emit.loops import LINE, SumOfSquares, each_block, entry_points, prefetch, reciprocal_root
 from .emit.math_functions import sigmoid
-from .emit.vec import I8, LANES, Bool, Float, Int
-from .rms_norm import keeps_h
+from .emit.vec import I8, LANES, Bool, Float, Int, declare
+from .rms_norm import FAR, keeps_h
 from .rms_norm_rows import Cursor, Row
 
 
@@ -35,6 +35,7 @@ def build(spec: RowSpec, offsets: dict[str, int], features: str) -> str:
     args = Arguments(worker, offsets)
     kernel = RowKernel(worker, spec, args, saved if keeps_h(spec) else None)
     kernel.run(Cursor(worker, spec, args, begin), begin, end)
+    kernel.fence()
     worker.builder.ret_void()
     entry_points(module, offsets, worker, "rows", _saved, prepare)
     return str(module)
@@ -48,11 +49,11 @@ def _is_paired(spec: RowSpec) -> bool:
 def _prepare(module: Any, spec: RowSpec, offsets: dict[str, int]) -> Function:
     """Write ``gamma + weight_offset`` as float32, in the order of the lanes, to scratch memory in whole blocks.
 
-    Nothing is written if gamma is 1, or if each row has its own.
+    Nothing is written if gamma is 1, if each row has its own, or if rows read it themselves.
     """
     f = Function(module, "prepare", 1)
     args, dtype = Arguments(f, offsets), spec.gamma
-    if dtype is None or spec.per_row:
+    if dtype is None or spec.per_row or _reads_gamma(spec):
         f.builder.ret_void()
         return f
     gamma, weights, offset = args.integer("gamma"), args.integer("scratch"), args.number("weight_offset")
@@ -64,6 +65,11 @@ def _prepare(module: Any, spec: RowSpec, offsets: dict[str, int]) -> Function:
     each_block(f, f.index(0), args.integer("n"), body)
     f.builder.ret_void()
     return f
+
+
+def _reads_gamma(spec: RowSpec) -> bool:
+    """Whether rows read a gamma of all rows itself: half the bytes, for an addition. Codes need it twice and gain nothing."""
+    return spec.gamma == torch.bfloat16 and spec.fp8 is None and not spec.per_row
 
 
 def _saved(args: Arguments, thread: Int) -> Int:
@@ -83,6 +89,7 @@ class RowKernel:
         self.f, self.spec, self.saved, self.paired = f, spec, saved, _is_paired(spec)
         self.n = args.integer("n")
         self.count = self.n.to_float()
+        self.gamma = args.integer("gamma") if _reads_gamma(spec) else None
         self.weights, self.offset = args.integer("scratch"), args.number("weight_offset")
         self.eps, self.bound = args.number("eps"), args.number("scale_ub")
         if "scale_ub_tensor" in args:
@@ -99,6 +106,10 @@ class RowKernel:
         self.stores_early = spec.residual is not None and spec.round_sum and saved is None
         """Whether ``h`` is stored as the new residual by the first pass and loaded from there by the others."""
         self.mean: Float | None = None
+        self.far = args.integer("far") if "far" in args and "sse2" in f.builder.module.features else None
+        """Which outputs bypass the caches, if any may: see `FAR`."""
+        self.bypass: dict[str, Bool] = {}
+        """Whether outputs of the current row do."""
         self.collects_top = spec.scale is not None and spec.scale.kind == "row" and not spec.quantizes_norm
 
     def row(self, cursor: Cursor) -> Row:
@@ -126,23 +137,26 @@ class RowKernel:
         return load_row(self.f, dtype, base + at * dtype.itemsize, mask, self.paired)
 
     def store(
-        self, dtype: torch.dtype, value: Float, base: Int, at: Int, mask: Bool | None, exact: bool = False
+        self, dtype: torch.dtype, value: Float, row: Row, name: str, at: Int, mask: Bool | None, exact: bool = False
     ) -> None:
-        """Store a block of a tensor's row. ``exact``: the value is rounded to ``dtype``."""
-        store_row(self.f, dtype, value, base + at * dtype.itemsize, mask, self.paired, exact)
+        """Store a block of a row of the tensor ``name``. ``exact``: the value is rounded to ``dtype``."""
+        address = row.at[name] + at * dtype.itemsize
+        store_row(self.f, dtype, value, address, mask, self.paired, exact, self.bypass.get(name))
 
     def store_residual(self, row: Row, h: Float, at: Int, mask: Bool | None) -> None:
         """Store a block of the new residual, if there is one."""
         if self.spec.residual is not None:
-            self.store(self.spec.residual, h, row.at["new_residual"], at, mask, exact=self.spec.round_sum)
+            self.store(self.spec.residual, h, row, "new_residual", at, mask, exact=self.spec.round_sum)
 
     def g(self, row: Row, at: Int, mask: Bool | None) -> Float:
-        """``gamma + weight_offset``: 1, the row's, or as `_prepare` stored it."""
+        """``gamma + weight_offset``: 1, the row's, or that of all rows, if need be as `_prepare` stored it."""
         if self.spec.gamma is None:
             return self.eps.number(1.0)
         if self.spec.per_row:
             return self.load(self.spec.gamma, row.at["row_gamma"], at, mask) + self.offset
-        return self.f.floats(self.weights + at * 4)
+        if self.gamma is None:
+            return self.f.floats(self.weights + at * 4)
+        return self.load(self.spec.gamma, self.gamma, at, mask) + self.offset
 
     def operand(self, row: Row, index: int, at: Int, mask: Bool | None) -> Float:
         """A prologue's operand. A group of columns that share a number is one block or several."""
@@ -206,11 +220,12 @@ class RowKernel:
     # --- passes over a row ---
 
     def fetch(self, row: Row, at: Int) -> None:
-        """Prefetch the row's inputs."""
+        """Prefetch the row's inputs. The first cache holds several of them, their outputs and gamma for too short a time."""
         operands = {f"operand{i}": o.dtype for i, o in enumerate(self.spec.operands) if o.kind == "full"}
+        level = 1 if self.spec.residual is None else 2
         for name, dtype in {"x": self.spec.x, "residual": self.spec.residual, **operands}.items():
             if dtype is not None:
-                prefetch(self.f, dtype, row.at[name], at)
+                prefetch(self.f, dtype, row.at[name], at, level)
 
     def collect(self, row: Row, at: Int, mask: Bool | None) -> None:
         """Add a block to the sum of squares and, if the row has one scale, to the maximum of ``|h * g|``."""
@@ -342,7 +357,7 @@ class RowKernel:
             self.store_residual(row, h, at, mask)
         if spec.norm is not None:
             exact = spec.rounding == "hf" and spec.norm == spec.x
-            self.store(spec.norm, self.normed(h, rs, row, at, mask), row.at["norm"], at, mask, exact)
+            self.store(spec.norm, self.normed(h, rs, row, at, mask), row, "norm", at, mask, exact)
 
     def write(self, row: Row, following: Row | None, begin: Int, end: Int, rs: Float, scale: Float | None) -> None:
         """Store every output of a range of columns, and collect the same columns of the following row."""
@@ -386,6 +401,7 @@ class RowKernel:
 
     def finish(self, row: Row, following: Row | None, rs: Float, top: Int) -> None:
         """Store the scales and outputs of a row whose statistics are known."""
+        self.choose_caches(row)
         rule = self.spec.scale
         zero = self.f.index(0)
         if rule is None or rule.kind == "static":
@@ -406,6 +422,19 @@ class RowKernel:
                 end = (begin + rule.group).min(self.n)
                 scale = self.scale(row, self.largest(row, begin, end, rs), rs, group)
                 self.write(row, following, begin, end, rs, scale)
+
+    def choose_caches(self, row: Row) -> None:
+        """Let outputs bypass the caches as the call asks, where the row begins at a cache line."""
+        if self.far is None:
+            return
+        names = [name for name in FAR if name in row.at and not (name == "new_residual" and self.stores_early)]
+        self.bypass = {name: ((self.far & FAR[name]) > 0) & (row.at[name] & (LINE - 1)).eq(0) for name in names}
+
+    def fence(self) -> None:
+        """Let other threads see what bypassed the caches."""
+        if self.far is not None:
+            with self.f.when(self.far > 0):
+                self.f.builder.call(declare(self.f.builder, "llvm.x86.sse.sfence", ir.VoidType(), []), [])
 
     def run(self, cursor: Cursor, begin: Int, end: Int) -> None:
         """Process a range of rows."""

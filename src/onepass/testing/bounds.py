@@ -157,7 +157,9 @@ def rotated_stepwise(
         first, second = ((end * factor).float().to(dtype).double() for end in ends)
         rising = ~(first > second)
         low, high = torch.where(rising, first, second), torch.where(rising, second, first)
-        either = (first == 0) & (second == 0) & (first.signbit() != second.signbit())  # a comparison does not order them
+        either = (
+            (first == 0) & (second == 0) & (first.signbit() != second.signbit())
+        )  # a comparison does not order them
         return Bounds(torch.where(either, -0.0, low), torch.where(either, 0.0, high))
 
     def plus(a: Bounds, b: Bounds) -> Bounds:

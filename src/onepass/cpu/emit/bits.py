@@ -99,16 +99,20 @@ def store_row(
     mask: Bool | None,
     paired: bool,
     exact: bool = False,
+    bypass: Bool | None = None,
 ) -> None:
-    """Write a block of columns, rounded to ``dtype`` or, if that is an 8-bit format, saturated. ``exact``: it is rounded."""
+    """Write a block of columns, rounded to ``dtype`` or, if that is an 8-bit format, saturated. ``exact``: it is rounded.
+
+    ``bypass`` is that of `Function.store`, and has no effect on 8-bit formats.
+    """
     if dtype in FP8_FORMATS:
         fmt = FP8_FORMATS[dtype]
         store_codes(f, encode(fmt, fmt.max, value, may_be_nan=True), address, mask, paired)
     elif dtype == torch.bfloat16 and value.lanes == LANES:
-        f.store(bf16.columns(value, paired, exact), address, mask)
+        f.store(bf16.columns(value, paired, exact), address, mask, bypass)
     else:
         value = value.shuffle(value, bf16.INTERLEAVED) if paired else value
-        f.store(_narrow(dtype, value), address, mask)
+        f.store(_narrow(dtype, value), address, mask, bypass)
 
 
 def store_scalar(f: Function, dtype: torch.dtype, value: Float, address: Int) -> None:

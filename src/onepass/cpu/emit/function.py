@@ -124,8 +124,19 @@ class Function:
         """A vector of float32."""
         return Float(self.builder, self.load(address, F32, lanes=lanes))
 
-    def store(self, value: Any, address: Int, mask: Bool | None = None) -> None:
-        """Write an LLVM value to an address of any alignment; lanes outside ``mask`` are not touched."""
+    def store(self, value: Any, address: Int, mask: Bool | None = None, bypass: Bool | None = None) -> None:
+        """Write an LLVM value to an address of any alignment; lanes outside ``mask`` are not touched.
+
+        Where ``bypass`` is true the address must be that of a cache line, and whole vectors bypass the caches.
+        """
+        if mask is None and bypass is not None:
+            with self.choice(bypass) as (yes, no):
+                with yes:
+                    stored = self.builder.store(value, self.pointer(address), align=64)
+                    stored.set_metadata("nontemporal", self.builder.module.add_metadata([ir.Constant(I32, 1)]))
+                with no:
+                    self.store(value, address)
+            return
         if mask is None:
             self.builder.store(value, self.pointer(address), align=1)
             return

@@ -33,10 +33,10 @@ def each_block(f: Function, begin: Int, end: Int, body: Body) -> None:
         body(whole, f.first_lanes(end - whole))
 
 
-def prefetch(f: Function, dtype: torch.dtype, row: Int, at: Int) -> None:
-    """Prefetch a block some way ahead. Past the row's end this is likely the next row."""
+def prefetch(f: Function, dtype: torch.dtype, row: Int, at: Int, level: int = 1) -> None:
+    """Prefetch a block some way ahead into the cache ``level``. Past the row's end this is likely the next row."""
     for line in range(0, LANES * dtype.itemsize, LINE):
-        f.prefetch(row + at * dtype.itemsize + (AHEAD + line))
+        f.prefetch(row + at * dtype.itemsize + (AHEAD + line), level)
 
 
 class SumOfSquares:
