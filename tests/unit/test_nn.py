@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from torch import Tensor, nn
 
 import onepass
@@ -199,3 +202,35 @@ def test_compiled() -> None:
         x = torch.randn(rows, 256)
         for got, expected in zip(compiled(x), block(x), strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_known_calls_follow_the_module() -> None:
+    """After calls that are repeated, changes of the module are honoured, and what the op alone would reject still works."""
+    x, h = torch.randn(3, 64), torch.randn(3, 64)
+    norm = RMSNorm(64).requires_grad_(False)
+
+    def check() -> None:
+        gamma = norm.weight
+        assert gamma is not None
+        options: dict[str, Any] = {"weight_offset": norm.weight_offset, "rounding": norm.rounding}
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        for _ in range(4):
+            assert torch.equal(norm(x), onepass.rms_norm(x, gamma, eps, **options))
+            expected = onepass.rms_norm(x, gamma, eps, residual=h, **options)
+            assert all(torch.equal(a, b) for a, b in zip(norm(x, h), expected, strict=True))
+
+    check()
+    norm.eps = 0.5
+    check()
+    norm.weight_offset = 1.0
+    norm.rounding = "hf"
+    check()
+    norm.weight = nn.Parameter(torch.randn(64), requires_grad=False)
+    check()
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus(), unsafe=True)
+    check()
+    wide = RMSNorm((4, 16)).requires_grad_(False)
+    for _ in range(4):
+        assert torch.equal(wide(x.view(3, 4, 16)).view(3, 64), RMSNorm(64).requires_grad_(False)(x))
+        with pytest.raises(onepass.ContractError, match="`residual` must"):
+            RMSNorm(64).requires_grad_(False)(x, h[:2])
