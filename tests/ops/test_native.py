@@ -297,3 +297,18 @@ def test_an_extension_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(native, "_native", module)
     found, why = native._load.__wrapped__()
     assert found is None and why.startswith("not used: it was built from other sources")
+
+
+def test_in_place_rows_may_have_other_strides_of_single_rows() -> None:
+    """They are the same memory, so both paths accept them. With two rows they are not."""
+    gamma = torch.randn(64)
+    for rows in (1, 2):
+        for _ in range(4):
+            wide = torch.randn(rows, 192)
+            x, out = wide[:, :64], wide.view(-1).as_strided((rows, 64), (64, 1))
+            expected = onepass.rms_norm(x.clone(), gamma)
+            if rows == 1:
+                assert onepass.rms_norm(x, gamma, out=out) is out and torch.equal(out, expected)
+            else:
+                with pytest.raises(onepass.ContractError, match="`out` must not overlap `x`"):
+                    onepass.rms_norm(x, gamma, out=out)
