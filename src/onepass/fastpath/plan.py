@@ -24,7 +24,7 @@ MAX_WORDS: Final = 256
 """Limits of `csrc/native.h`."""
 MAX_SHARED: Final = 1 << 20
 """Bytes of temporary memory that a stream keeps."""
-_GUARDS: Final = torch._C._dynamo.guards
+_GUARDS: Final = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _FUNCTIONS: Final = {
     kind: function
     for kind in ("cpu", "cuda")
