@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.fast_path import driver as driver
+
 
 @pytest.fixture(autouse=True)
 def generated_sources() -> Iterator[None]:
