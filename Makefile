@@ -20,6 +20,8 @@ PAGES = $(if $(filter h200,$(CHIP)),--readme README.md docs/performance.md)
 LINEAR_PAGES = $(if $(filter h200,$(CHIP)),--readme docs/performance.md)
 # linear has its own file and tables
 MEASURED = --op rows --op gemv --op qk --op mla --op decode-step --op host
+# formats too, beside the fp8 norm at the same sizes
+FORMATS = ^(rms_norm_fused_quant|rms_norm, gated|rms_norm_fused_fp8) (1|4096|16384)x7168
 MINUTES ?= 20
 FUZZ_cpu = --cases 1000000 --seed 2026 --configurations 40 --json $(RESULTS)/fuzz.json
 FUZZ_cuda = --device cuda --cases 1000000 --seed 2027 --configurations 12 --jobs $$(nproc) --json $(RESULTS)/fuzz.json
@@ -120,6 +122,8 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(PYTHON) -m tools.bench.report $(RESULTS)/bench.json $(PAGES)
 	$(PYTHON) -m tools.bench --device cuda --op linear --json $(RESULTS)/linear.json
 	$(PYTHON) -m tools.bench.linear $(RESULTS)/linear.json $(LINEAR_PAGES)
+	$(PYTHON) -m tools.bench --device cuda --op formats --op rms_norm_fused_fp8 --match '$(FORMATS)' --json $(RESULTS)/formats.json
+	$(PYTHON) -m tools.bench.formats $(RESULTS)/formats.json $(LINEAR_PAGES)
 	$(PYTHON) -m tools.bench.models --device cuda --generate --json $(RESULTS)/models.json
 	$(PYTHON) -m tools.bench.agreement --device cuda --json $(RESULTS)/agreement.json
 	$(PYTHON) -m tools.bench.model_tables

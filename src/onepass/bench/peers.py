@@ -18,6 +18,7 @@ from torch import Tensor
 from .workload import EPS, Call, Problem, grouped, quantized
 
 NORM, ADDED, FP8 = "rms_norm", "rms_norm, residual", "rms_norm_fused_fp8"
+STATIC = "rms_norm_fused_quant, e4m3fn, given scale"
 QK, GEMV = "qk_rms_norm", "gemv_and_partial_norm"
 LINEAR, LINEAR_ADD, LINEAR_ROWS, LINEAR_BLOCKS = "linear", "linear, add", "linear, fp8 rows", "linear, fp8 blocks"
 ALIKE = 0.01
@@ -107,7 +108,7 @@ def liger(p: Problem) -> Call:
 
 
 def flashinfer(p: Problem) -> Call:
-    """FlashInfer's rmsnorm with outputs allocated beforehand: alone, of q and k, after torch's matmul, with a residual.
+    """FlashInfer's rmsnorm with outputs allocated beforehand: alone, to fp8, of q and k, after torch's matmul, with a residual.
 
     It has no norm with dynamic scales and without a residual, and no norm in its MLA cache write.
     """
@@ -126,10 +127,31 @@ def flashinfer(p: Problem) -> Call:
             return norm.rmsnorm(y[:, :width], gamma, eps, out=product), y[:, width:]
 
         return matmul
+    if p.op == STATIC:
+        return _flashinfer_codes(p)
     x, gamma, eps, *residual = p.arguments
     if not residual:
         return partial(norm.rmsnorm, x, gamma, eps, out=torch.empty_like(x))
     return _overwriting(p, norm.fused_add_rmsnorm)
+
+
+def _flashinfer_codes(p: Problem) -> Call:
+    """FlashInfer's norm with fp8 codes of a given scale, which is a number in its older versions."""
+    from flashinfer import norm
+
+    x, gamma, eps, scale = p.arguments
+    out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    given: Any = scale
+    try:
+        norm.rmsnorm_quant(out, x, gamma, scale, eps)
+    except (RuntimeError, TypeError, ValueError):
+        given = float(scale)
+
+    def codes() -> Tensor:
+        norm.rmsnorm_quant(out, x, gamma, given, eps)
+        return out
+
+    return codes
 
 
 def vllm(p: Problem) -> Call:
@@ -254,7 +276,7 @@ PEERS: dict[str, Peer] = {
         Peer("torch.compile", compiled),
         Peer("torch.compile max", compiled_max, device="cuda", slow=True),
         Peer("Liger-Kernel", liger, "liger_kernel", "cuda", (NORM, ADDED, QK)),
-        Peer("FlashInfer", flashinfer, "flashinfer", "cuda", (NORM, ADDED, QK, GEMV)),
+        Peer("FlashInfer", flashinfer, "flashinfer", "cuda", (NORM, ADDED, STATIC, QK, GEMV)),
         Peer("vLLM", vllm, "vllm", ops=(NORM, ADDED, FP8), gpu_ops=(FP8,)),
         Peer("quack", quack, "quack", "cuda", (NORM,)),
         Peer("torch eager", eager),

@@ -1,0 +1,181 @@
+"""``python -m tools.bench.formats FILE...``: the tables of `rms_norm_fused_quant` from result files.
+
+It writes formats.md next to the first file, with every row, and with ``--readme PAGE...`` the table of goals between the
+markers of those pages. The ceiling of a row is the measured copy of as many bytes. Times at M = 1 are compared with those
+of `rms_norm_fused_fp8`, which must be among the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from onepass.bench.results import BEST, COMPILED, EAGER, OURS, Results, Row, load
+from onepass.bench.rms_norm_quant import FORMATS, GATED, OP
+from onepass.formats import QUANT_FORMATS
+
+from .markdown import filled, table
+
+FILE, MARKER = "formats.md", "formats"
+SOURCE: Final = "<!-- made by `python -m tools.bench.formats` from: "
+FP8: Final = "rms_norm_fused_fp8"
+FLASHINFER: Final = "FlashInfer"
+UNMEASURED: Final = "Not measured on a GPU yet."
+MANY: Final = (4096, 16384)
+
+
+class Sheet:
+    """The rows of formats in results, and what their goals refer to."""
+
+    def __init__(self, results: Results) -> None:
+        self.results = results
+        self.rows = [row for row in results.rows if row.op in (OP, GATED)]
+        self.fp8 = {row.shape: row for row in results.rows if row.op == FP8 and not row.kind}
+
+    def share(self, row: Row) -> float | None:
+        """The share of the ceiling that onepass reaches in a chain."""
+        return row.share
+
+    def times_fp8(self, row: Row) -> float | None:
+        """How many times as long as `rms_norm_fused_fp8` it takes in a chain; None if that was not measured."""
+        plain = self.fp8.get(row.shape)
+        return None if plain is None else row.ours / plain.ours
+
+    def times_fp8_behind(self, row: Row) -> float | None:
+        """The same behind an ordinary kernel."""
+        plain = self.fp8.get(row.shape)
+        if plain is None or OURS not in plain.behind_us or OURS not in row.behind_us:
+            return None
+        return row.behind_kernel.ours / plain.behind_kernel.ours
+
+
+def bits(row: Row) -> int:
+    """Bits of a code; 16 of a norm that is not quantized."""
+    return QUANT_FORMATS[FORMATS[row.kind]["format"]].codes.bits if row.kind in FORMATS else 16
+
+
+class Goal(NamedTuple):
+    """What some rows should reach: a share at least, or a ratio at most, ``limit``."""
+
+    what: str
+    words: str
+    applies: Callable[[Row], bool]
+    value: Callable[[Sheet, Row], float | None]
+    limit: float
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        """Whether a value reaches the goal."""
+        return value <= self.limit if self.at_most else value >= self.limit
+
+    def shown(self, value: float) -> str:
+        """A value in words."""
+        return f"{value:.2f}x" if self.at_most else f"{value:.0%}"
+
+
+def _many(code_bits: int) -> Callable[[Row], bool]:
+    return lambda row: row.m in MANY and bits(row) == code_bits
+
+
+def _one(row: Row) -> bool:
+    return row.op == OP and row.m == 1
+
+
+_NEAR, _FEW = "at least 95% of the ceiling", "at most 1.2 times `rms_norm_fused_fp8`"
+GOALS: Final = (
+    Goal("8-bit codes, M = 4096 and 16384", _NEAR, _many(8), Sheet.share, 0.95),
+    Goal("4-bit codes, M = 4096 and 16384", _NEAR, _many(4), Sheet.share, 0.95),
+    Goal("gated norm, M = 4096 and 16384", _NEAR, _many(16), Sheet.share, 0.95),
+    Goal("every format, M = 1", _FEW, _one, Sheet.times_fp8, 1.2, at_most=True),
+    Goal("every format, M = 1, behind a kernel", _FEW, _one, Sheet.times_fp8_behind, 1.2, at_most=True),
+)
+
+
+def goals(sheet: Sheet) -> str:
+    """One line per goal: how many rows reach it, and the row that is farthest from it."""
+    lines = []
+    for goal in GOALS:
+        found = [(v, row) for row in sheet.rows if goal.applies(row) if (v := goal.value(sheet, row)) is not None]
+        if not found:
+            lines.append([goal.what, goal.words, "not measured", ""])
+            continue
+        worst, row = (max if goal.at_most else min)(found, key=lambda item: item[0])
+        count = sum(goal.met(value) for value, _ in found)
+        lines.append([goal.what, goal.words, f"{count} of {len(found)}", f"{goal.shown(worst)} ({row.words})"])
+    return "\n".join(table(["what", "goal", "reached", "worst"], lines, 2))
+
+
+def _both(row: Row, names: Sequence[str]) -> str:
+    """The best of some contenders in a chain and behind a kernel, or ``refused`` if none ran."""
+    chain, behind = row.best(names), row.behind_kernel.best(names)
+    if chain is None:
+        return "refused" if any(name in row.refused for name in names) else ""
+    return f"{chain:.2f}" if behind is None else f"{chain:.2f} / {behind:.2f}"
+
+
+def _reached(sheet: Sheet, row: Row) -> str:
+    each = ((goal, goal.value(sheet, row)) for goal in GOALS if goal.applies(row))
+    cells = [f"{'yes' if goal.met(v) else 'NO'}, {goal.shown(v)}" for goal, v in each if v is not None]
+    return "; ".join(cells)
+
+
+def rows(sheet: Sheet) -> str:
+    """The table of every row, beside that of `rms_norm_fused_fp8`."""
+    heads = ["op", "M x N", "onepass", "of the ceiling", "copy", "torch.compile", "torch eager", FLASHINFER, "goal"]
+    lines = []
+    for row in (*sheet.fp8.values(), *sheet.rows):
+        cells = [f"`{row.op.split(',')[0]}`", row.words, f"**{_both(row, (OURS,))}**", row.share_words]
+        cells += [_both(row, names) for names in ((BEST,), COMPILED, (EAGER,), (FLASHINFER,))]
+        lines.append([*cells, _reached(sheet, row)])
+    return "\n".join(table(heads, lines, 2))
+
+
+def full(sheet: Sheet, sources: Sequence[str]) -> str:
+    """The page of every row."""
+    run = sheet.results.runs[0]
+    about = (
+        f"{sheet.results.machine}, {run['date']}, torch {run['torch']}, Triton {run.get('triton', 'unknown')}. bfloat16 rows, microseconds "
+        "per call in a chain of itself / behind an ordinary kernel, the smaller of two medians. The ceiling is the fastest copy of as many "
+        "bytes. `torch.compile` is in its default mode. FlashInfer has one of these norms on this chip, with a given scale: its FP4 "
+        "needs another."
+    )
+    parts = [f"{SOURCE}{' '.join(sources)} -->", f"# Formats on {sheet.results.machine}", "", about, ""]
+    refused = [f"- {name}, {row.words}: `{why}`" for row in sheet.rows for name, why in row.refused.items()]
+    parts += ["## Goals", "", goals(sheet), "", "## Rows", "", rows(sheet), ""]
+    return "\n".join([*parts, *(["## Refused", "", *refused, ""] if refused else [])])
+
+
+def section(sheet: Sheet | None, folder: str) -> str:
+    """The text between the markers of a page: the goals, and a link to every row."""
+    if sheet is None or not sheet.rows:
+        return UNMEASURED
+    words = f"{sheet.results.machine}, {sheet.results.runs[0]['date']}: rows of 7168 columns, in a chain unless stated."
+    shown = f"{folder.removeprefix('../')}/{FILE}"
+    return "\n".join((words, "", goals(sheet), "", f"Every row and peer: [{shown}]({folder}/{FILE})."))
+
+
+def with_section(text: str, sheet: Sheet | None, folder: str) -> str:
+    """A page with the text that it has markers for."""
+    return filled(text, {MARKER: section(sheet, folder)})
+
+
+def main() -> None:
+    """Write the page, and the sections of other pages."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.formats", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--readme", nargs="+", type=Path, default=[], help="also write the goals into these pages")
+    options = parser.parse_args()
+    sheet, folder = Sheet(load(options.files)), options.files[0].parent
+    names = [Path(os.path.relpath(path, folder)).as_posix() for path in options.files]
+    (folder / FILE).write_text(full(sheet, names))
+    for path in options.readme:
+        beside = Path(os.path.relpath(folder, path.parent)).as_posix()
+        path.write_text(with_section(path.read_text(), sheet, beside))
+    print(goals(sheet))
+
+
+if __name__ == "__main__":
+    main()
