@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from onepass.bench import baseline, page, results
 from onepass.bench.document import document, plain
 from onepass.bench.lines import Lines
 from onepass.bench.run import Plan, run
+
+from . import prepare
 
 
 def main() -> int:
@@ -30,6 +33,13 @@ def main() -> int:
     add("--baseline", type=Path, help="show what got faster or slower since this result file")
     add("--resume", action="store_true", help="keep the results in the --json file and measure the rest")
     add("--limit", type=float, help="start nothing new after this many seconds")
+    add("--prepare", type=int, metavar="JOBS", help="first compile what torch.compile needs, in so many processes")
+    add(
+        "--prepare-limit",
+        type=float,
+        default=120.0,
+        help="seconds for that; max-autotune is measured where it is ready",
+    )
     add("--no-behind", action="store_true", help="do not time calls behind an ordinary kernel (GPU)")
     add("--seconds", type=float, default=4.0, help="how long to measure a row on a CPU")
     add("--note", help="a remark about the machine, stored with the results")
@@ -38,6 +48,11 @@ def main() -> int:
     measured = (tuple(options.op), options.shapes, options.peers, options.seconds)
     try:
         plan = Plan(options.device, *measured, behind=not options.no_behind, limit=options.limit, **chosen)
+        if options.prepare:
+            line = prepare.options_of(options)
+            done = prepare.prepare(plan, options.prepare, options.prepare_limit, line)
+            print(f"{len(done)} of {len(prepare.jobs(plan))} compiled", flush=True)
+            plan = replace(plan, slow=prepare.slow_peers(done))
         old = results.load([options.baseline]) if options.baseline else None
         resumed = options.resume and options.json and options.json.exists()
         report = run(plan, Lines(options.json), document(options.json) if resumed else None)
