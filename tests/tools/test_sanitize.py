@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +123,8 @@ def test_a_process_at_the_deadline_is_ended(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        'import time; print(\'SANITIZED-BEGIN {"op": "x", "case": "y"}\', flush=True); time.sleep(60)',
+        'import time; print(\'SANITIZED-BEGIN {"op": "x", "case": "y"}\', flush=True); time.sleep(600)',
     ]
-    [part] = sanitize._run([("memcheck", command)], time.perf_counter() + 0.5, {})
-    assert part.summary is None and part.seconds < 30
+    [part] = sanitize._run([("memcheck", command)], 0.0, {})
+    assert part.summary is None
     assert part.sections in ([], [Section("memcheck", "x", "y")])

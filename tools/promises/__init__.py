@@ -151,7 +151,7 @@ class _Worker:
             self._process.stdin.write(json.dumps(names) + "\n")
             self._process.stdin.flush()
         for _ in names:
-            line = self._process.stdout.readline()
+            line = next((text for text in self._process.stdout if text.startswith("{")), "")  # others may print too
             if not line:
                 self._process.wait()
             result = Result(**json.loads(line)) if line else None

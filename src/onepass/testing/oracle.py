@@ -7,7 +7,6 @@ left to the comparison (`onepass.testing.compare`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -229,7 +228,6 @@ def power_of_two_below(t: Tensor) -> Tensor:
     return torch.where(t.isnan(), torch.nan, torch.where(t == 0, 2.0**-127, power))
 
 
-@cache
 def decode_table(bias: int, mantissa: int = 3) -> Tensor:
     """The values of the codes 0 to 0x7F of a float format, all of them read as numbers.
 
