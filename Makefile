@@ -120,9 +120,9 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(PYTHON) -m tools.sanitize --chip $(CHIP) --jobs $$(nproc) --json $(RESULTS)/sanitizer.json
 	$(PYTHON) -m tools.bench --device cuda $(MEASURED) --json $(RESULTS)/bench.json
 	$(PYTHON) -m tools.bench.report $(RESULTS)/bench.json $(PAGES)
-	$(PYTHON) -m tools.bench --device cuda --op linear --json $(RESULTS)/linear.json
+	$(PYTHON) -m tools.bench --device cuda --op linear --prepare $$(nproc) --json $(RESULTS)/linear.json
 	$(PYTHON) -m tools.bench.linear $(RESULTS)/linear.json $(LINEAR_PAGES)
-	$(PYTHON) -m tools.bench --device cuda --op formats --op rms_norm_fused_fp8 --match '$(FORMATS)' --json $(RESULTS)/formats.json
+	$(PYTHON) -m tools.bench --device cuda --op formats --op rms_norm_fused_fp8 --match '$(FORMATS)' --prepare $$(nproc) --json $(RESULTS)/formats.json
 	$(PYTHON) -m tools.bench.formats $(RESULTS)/formats.json $(LINEAR_PAGES)
 	$(PYTHON) -m tools.bench.models --device cuda --generate --json $(RESULTS)/models.json
 	$(PYTHON) -m tools.bench.agreement --device cuda --json $(RESULTS)/agreement.json

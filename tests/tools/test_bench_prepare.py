@@ -15,7 +15,7 @@ import torch
 from torch._inductor.runtime import benchmarking
 
 from onepass.bench import peers
-from onepass.bench.run import Plan
+from onepass.bench.run import Plan, cases
 from tools.bench import prepare
 
 OPTIONS = argparse.Namespace(
@@ -55,10 +55,13 @@ def test_a_process_writes_what_it_has_done(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setitem(peers.PEERS, "torch.compile", peers.Peer("torch.compile", compile_it))
     plan = Plan("cpu", ("rms_norm",), "2x64,3x64,4x64", "torch.compile")
+    checked: list[str] = []
+    monkeypatch.setattr(prepare, "run_cases", lambda found, device: checked.extend(case.name for case in found))
     prepare.work(plan, "0/2", tmp_path / "lock", tmp_path / "done", 100.0)
     prepare.work(plan, "1/2", tmp_path / "lock", tmp_path / "done", 100.0)
     assert sorted((tmp_path / "done").read_text().splitlines()) == sorted(job.name for job in prepare.jobs(plan))
     assert sorted(made) == [(2, 64), (4, 64)]
+    assert sorted(checked) == sorted(case.name for case in cases("rms_norm"))
     prepare.work(plan, "0/1", tmp_path / "lock", tmp_path / "none", -1.0)
     assert (tmp_path / "none").read_text() == ""
 

@@ -1,8 +1,9 @@
 """What `torch.compile` compiles for a benchmark, compiled beforehand by several processes.
 
 A run measures in one process, where compiling takes a few seconds per row, and with max-autotune up to a minute. Here
-processes share the rows, compile each peer once and leave the result in inductor's cache, where the run finds it. They do so
-until a deadline. Candidates of max-autotune are timed by one process at a time, so that the choice is that of a quiet GPU.
+processes share the rows, compile each peer once and leave the result in inductor's cache, where the run finds it. Our
+kernels and those of the checks are compiled with them. They do so until a deadline. Candidates of max-autotune are timed by
+one process at a time, so that the choice is that of a quiet GPU.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import torch
 
 from onepass.bench.peers import PEERS
 from onepass.bench.results import COMPILED
-from onepass.bench.run import Plan
+from onepass.bench.run import Plan, cases
 from onepass.bench.workload import Workload
+from onepass.testing.runner import run_cases
 
 FIRST: Final = (1, 8, 16, 4, 2)
 """The order of numbers of rows: if time is short, each size has these first."""
@@ -139,12 +141,15 @@ def work(plan: Plan, share: str, lock: Path, done: Path, limit: float) -> None:
     """Compile a share of the jobs; the name of each is written when it is done."""
     mine, of = map(int, share.split("/"))
     end = time.monotonic() + limit
+    checked = list(dict.fromkeys(op for workload in plan.workloads for op in workload.checked))
+    run_cases([case for op in checked for case in cases(op)][mine::of], plan.device)  # the run tells what fails
     with torch.inference_mode(), _one_at_a_time(lock), done.open("a") as file:
         for job in jobs(plan)[mine::of]:
             if time.monotonic() > end:
                 break
             try:
-                for call in PEERS[job.peer].calls(job.workload.problems(plan.device, 1)):
+                problems = job.workload.problems(plan.device, 1)
+                for call in (*problems[0].ours.values(), *PEERS[job.peer].calls(problems)):
                     call()
                 if plan.device == "cuda":
                     torch.cuda.synchronize()
