@@ -111,6 +111,7 @@ def _static(
     if not isinstance(out, Tensor) or out.dtype not in _MAXIMA:
         found = out.dtype if isinstance(out, Tensor) else type(out).__name__
         raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, _MAXIMA))}), got {found}")
+    require_tensors(name, weight=weight)
     if not isinstance(scale, Tensor) or scale.numel() != 1:
         raise ContractError(f"{name}: `scale` must be a tensor of one element, got {describe(scale)}")
     rms_norm_fused_fp8(
@@ -185,6 +186,7 @@ def _quantized(
     """``alignment``: store scales column by column, each aligned to this many elements."""
     if not isinstance(input, Tensor) or not input.dim():
         raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
+    require_tensors(name, weight=weight)
     if quant_dtype not in (*_MAXIMA, torch.int8):
         allowed = ", ".join(map(str, (*_MAXIMA, torch.int8)))
         raise Unsupported(f"{name}: `quant_dtype` must be one of {allowed}, got {quant_dtype}")

@@ -46,7 +46,8 @@ def fused_qk_norm_rope(
     in any float dtype; its rows are gathered by torch before the launch. The last argument is ignored.
     """
     name = "fused_qk_norm_rope"
-    require_tensors(name, qkv=qkv, cos_sin_cache=cos_sin_cache, position_ids=position_ids)
+    require_tensors(name, qkv=qkv, q_weight=q_weight, k_weight=k_weight)
+    require_tensors(name, cos_sin_cache=cos_sin_cache, position_ids=position_ids)
     require_counts(name, num_heads_q=num_heads_q, num_heads_k=num_heads_k, num_heads_v=num_heads_v, head_dim=head_dim)
     heads = num_heads_q + num_heads_k + num_heads_v
     if qkv.dim() != 2 or qkv.shape[1] != heads * head_dim:
@@ -79,7 +80,7 @@ def fused_q_kv_rmsnorm(
     qr: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The norms of MLA's two latents, ``round((x * rs) * w)``, in one launch. Rows may be slices of one projection."""
-    require_tensors("fused_q_kv_rmsnorm", qr=qr, kv=kv)
+    require_tensors("fused_q_kv_rmsnorm", qr=qr, kv=kv, q_weight=q_weight, kv_weight=kv_weight)
     out = (_like(qr), _like(kv))
     qk_rms_norm(qr, kv, q_weight, kv_weight, eps, out=out)
     return out

@@ -107,6 +107,7 @@ def _quantized(
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(input, Tensor) or not input.dim():
         raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
+    require_tensors(name, weight=weight)
     if not isinstance(block_size, int) or block_size not in _FORMATS:
         raise ContractError(f"{name}: `block_size` must be 16 or 32, got {describe(block_size)}")
     format, scales = _FORMATS[block_size]

@@ -47,6 +47,8 @@ def rmsnorm(
     input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
     """``round((input * rs) * weight)`` of [tokens, N] or [tokens, heads, N], optionally in ``out``."""
+    if weight is None:
+        require_tensors("rmsnorm", weight=weight)
     return rms_norm(input, weight, eps, out=out)
 
 
@@ -60,6 +62,7 @@ def rmsnorm_quant(
     enable_pdl: bool | None = None,
 ) -> None:
     """``out = fp8(norm(input) * weight / scale)``, of [tokens, N]; ``scale`` is a number or one float32."""
+    require_tensors("rmsnorm_quant", weight=weight)
     options = _static("rmsnorm_quant", out, input, scale)
     rms_norm_fused_fp8(input, weight, eps, out=out, **options)
 
@@ -69,8 +72,8 @@ def fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """``residual += input``, then ``input = norm(residual) * weight``, of the unrounded sum."""
-    if residual is None:
-        require_tensors("fused_add_rmsnorm", residual=residual)
+    if residual is None or weight is None:
+        require_tensors("fused_add_rmsnorm", residual=residual, weight=weight)
     rms_norm(input, weight, eps, residual=residual, out=input, residual_out=residual)
 
 
@@ -85,7 +88,7 @@ def fused_add_rmsnorm_quant(
     enable_pdl: bool | None = None,
 ) -> None:
     """``residual += input``, then ``out = fp8(norm(residual) * weight / scale)``, of the unrounded sum."""
-    require_tensors("fused_add_rmsnorm_quant", residual=residual)
+    require_tensors("fused_add_rmsnorm_quant", residual=residual, weight=weight)
     options = _static("fused_add_rmsnorm_quant", out, input, scale)
     rms_norm_fused_fp8(input, weight, eps, residual=residual, out=out, residual_out=residual, **options)
 
@@ -118,6 +121,8 @@ def gemma_rmsnorm(
     input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
     """``round((input * rs) * (1 + weight))``, written to ``out`` if given."""
+    if weight is None:
+        require_tensors("gemma_rmsnorm", weight=weight)
     return rms_norm(input, weight, eps, weight_offset=1.0, out=out)
 
 
@@ -126,8 +131,8 @@ def gemma_fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
     """``residual += input``, then ``input = norm(residual) * (1 + weight)``, of the unrounded sum."""
-    if residual is None:
-        require_tensors("gemma_fused_add_rmsnorm", residual=residual)
+    if residual is None or weight is None:
+        require_tensors("gemma_fused_add_rmsnorm", residual=residual, weight=weight)
     rms_norm(input, weight, eps, weight_offset=1.0, residual=residual, out=input, residual_out=residual)
 
 
@@ -145,6 +150,6 @@ def qk_rmsnorm(
     FlashInfer's `rmsnorm` and, with ``weight_bias=1``, `gemma_rmsnorm` use this kernel for three
     dimensions. `onepass.qk_rms_norm` norms queries and keys in one launch.
     """
-    if output is None:
-        require_tensors("qk_rmsnorm", output=output)
+    if output is None or weight is None:
+        require_tensors("qk_rmsnorm", output=output, weight=weight)
     rms_norm(input, weight, eps, weight_offset=weight_bias, out=output)
