@@ -46,6 +46,7 @@ LAZY = {
     "__init__.py": "`import onepass` must not import what most programs do not use",
     "compat/__init__.py": "each module mirrors one library",
     "dist": "DTensor is slow to import",
+    "fastpath/build.py": "programs that only call ops compile nothing",
     "integrations/__init__.py": "transformers is optional",
     "integrations/vllm.py": "vLLM is optional",
     "integrations/kernels.py": "Hugging Face kernels is optional",

@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import shlex
 import shutil
 import subprocess
-import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -36,6 +34,9 @@ def macros() -> dict[str, str]:
 
 def build(target: Path, *further: str) -> None:
     """Compile to ``target``, with ``further`` options. A FileNotFoundError says what is missing."""
+    import shlex  # not for `import onepass`, which may import this module
+    import sysconfig
+
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     include = Path(sysconfig.get_paths()["include"])
     if shutil.which(compiler[0]) is None:
