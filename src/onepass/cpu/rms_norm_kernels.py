@@ -9,8 +9,6 @@ a row and no step depends on other rows: the result is a function of the row alo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from llvmlite import ir
 
@@ -23,13 +21,14 @@ from .emit.loops import LINE, SumOfSquares, each_block, entry_points, prefetch, 
 from .emit.math_functions import sigmoid
 from .emit.vec import I8, LANES, Bool, Float, Int, declare
 from .rms_norm import FAR, keeps_h
+from .rms_norm_gamma import is_paired, prepare_gamma, reads_gamma
 from .rms_norm_rows import Cursor, Row
 
 
 def build(spec: RowSpec, offsets: dict[str, int], features: str) -> str:
     """The LLVM module of ``spec``."""
     module = Module(features)
-    prepare = _prepare(module, spec, offsets)
+    prepare = prepare_gamma(module, spec, offsets)
     worker = Function(module, "rows", 4, private=True)
     _, begin, end, saved = worker.parameters
     args = Arguments(worker, offsets)
@@ -39,37 +38,6 @@ def build(spec: RowSpec, offsets: dict[str, int], features: str) -> str:
     worker.builder.ret_void()
     entry_points(module, offsets, worker, "rows", _saved, prepare)
     return str(module)
-
-
-def _is_paired(spec: RowSpec) -> bool:
-    """Whether the kernel holds columns in paired order."""
-    return spec.x == torch.bfloat16
-
-
-def _prepare(module: Any, spec: RowSpec, offsets: dict[str, int]) -> Function:
-    """Write ``gamma + weight_offset`` as float32, in the order of the lanes, to scratch memory in whole blocks.
-
-    Nothing is written if gamma is 1, if each row has its own, or if rows read it themselves.
-    """
-    f = Function(module, "prepare", 1)
-    args, dtype = Arguments(f, offsets), spec.gamma
-    if dtype is None or spec.per_row or _reads_gamma(spec):
-        f.builder.ret_void()
-        return f
-    gamma, weights, offset = args.integer("gamma"), args.integer("scratch"), args.number("weight_offset")
-
-    def body(at: Int, mask: Bool | None) -> None:
-        g = load_row(f, dtype, gamma + at * dtype.itemsize, mask, _is_paired(spec)) + offset
-        f.store(g.ir, weights + at * 4)
-
-    each_block(f, f.index(0), args.integer("n"), body)
-    f.builder.ret_void()
-    return f
-
-
-def _reads_gamma(spec: RowSpec) -> bool:
-    """Whether rows read a gamma of all rows itself: half the bytes, for an addition. Codes need it twice and gain nothing."""
-    return spec.gamma == torch.bfloat16 and spec.fp8 is None and not spec.per_row
 
 
 def _saved(args: Arguments, thread: Int) -> Int:
@@ -86,10 +54,10 @@ class RowKernel:
     """
 
     def __init__(self, f: Function, spec: RowSpec, args: Arguments, saved: Int | None) -> None:
-        self.f, self.spec, self.saved, self.paired = f, spec, saved, _is_paired(spec)
+        self.f, self.spec, self.saved, self.paired = f, spec, saved, is_paired(spec)
         self.n = args.integer("n")
         self.count = self.n.to_float()
-        self.gamma = args.integer("gamma") if _reads_gamma(spec) else None
+        self.gamma = args.integer("gamma") if reads_gamma(spec) else None
         self.weights, self.offset = args.integer("scratch"), args.number("weight_offset")
         self.eps, self.bound = args.number("eps"), args.number("scale_ub")
         if "scale_ub_tensor" in args:
@@ -149,7 +117,7 @@ class RowKernel:
             self.store(self.spec.residual, h, row, "new_residual", at, mask, exact=self.spec.round_sum)
 
     def g(self, row: Row, at: Int, mask: Bool | None) -> Float:
-        """``gamma + weight_offset``: 1, the row's, or that of all rows, if need be as `_prepare` stored it."""
+        """``gamma + weight_offset``: 1, the row's, or that of all rows, if need be as `prepare_gamma` stored it."""
         if self.spec.gamma is None:
             return self.eps.number(1.0)
         if self.spec.per_row:

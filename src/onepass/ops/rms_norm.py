@@ -29,7 +29,6 @@ Three options change one step each, for callers who must match other code:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, cast, overload
 
@@ -37,12 +36,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..contract.declaration import Contract, describe
 from ..formats import (
-    FP8_FORMATS,
     QUANT_FORMATS,
     QUANT_SCALE_FORMATS,
-    CodeFormat,
     QuantFormatName,
     Quantize,
     QuantRounding,
@@ -50,17 +46,15 @@ from ..formats import (
     QuantScaleLayout,
     Rounding,
     ScaleFormat,
-    ScaleKind,
     ScaleLayout,
-    ScaleRule,
 )
 from ..prologues import Prologue
-from ..specs.rms_norm import NOTHING_AFTER, GateOrder, RowCall, Statistic, row_spec
-from ..specs.scale_layout import PACKINGS, bytes_of_words
+from ..specs.rms_norm import GateOrder, RowCall, Statistic, row_spec
 from .registration import Op
 from .rms_norm_call import run_rows
 from .rms_norm_contract import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
-from .rms_norm_finish import SpecCache, finished_norm, further, operand_of
+from .rms_norm_finish import SpecCache, finished_norm
+from .rms_norm_quantized import fp8_norm, prologue_key, quantized_norm, quantized_results
 
 __all__ = [
     "RMS_NORM",
@@ -84,98 +78,9 @@ def _norm(spec_cache: SpecCache, a: Any) -> None:
     run_rows(RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, norm=a.out, new_residual=a.residual_out))
 
 
-def _fp8_norm(spec_cache: SpecCache, a: Any) -> None:
-    _quantized_norm(spec_cache, a, FP8_FORMATS[a.out_dtype], a.fp8_max, a.scale_output)
-
-
-def _quantized_in_any_format(spec_cache: SpecCache, a: Any) -> None:
-    scale = bytes_of_words(a.scale_output) if a.scale_layout == "column_packed" else a.scale_output
-    further = (a.global_scale, a.gate, a.bias, a.statistic == "layer")
-    _quantized_norm(spec_cache, a, QUANT_FORMATS[a.format].codes, a.code_max, scale, *further)
-
-
-def _quantized_norm(
-    spec_cache: SpecCache,
-    a: Any,
-    codes: CodeFormat,
-    limit: float | None,
-    scale: Tensor | None,
-    global_scale: Tensor | None = None,
-    gate: Tensor | None = None,
-    bias: Tensor | None = None,
-    centered: bool = False,
-) -> None:
-    tensors, prologue, after = a.prologue_args, a.prologue, NOTHING_AFTER
-    operands = tuple([operand_of(t, a.x) for t in tensors]) if tensors else ()
-    if gate is not None or bias is not None:
-        prologue, tensors, operands, after = further(prologue, tensors, gate, a.gate_order, bias, a.x)
-    residual_dtype = None if a.residual is None else a.residual.dtype
-    dtypes = (a.x.dtype, None if a.gamma is None else a.gamma.dtype, residual_dtype)
-    key = (*dtypes, a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, operands, after)
-    spec = spec_cache.get(key)
-    if spec is None:
-        kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
-        encoding = QUANT_SCALE_FORMATS[a.scale_format]
-        one_scale = torch.float8_e8m0fnu if a.scales_dtype == torch.int32 else a.scales_dtype
-        rule = ScaleRule(
-            kind,
-            torch.float32 if kind == "static" else one_scale,
-            a.group_size or 0,
-            ue8m0=encoding.power_of_two,
-            divides=a.quantize == "divide",
-            has_least=a.min_scale > 0,
-            bound_in_memory=a.scale_ub_tensor is not None,
-            floor=encoding.floor,
-            has_global=global_scale is not None,
-            packing=PACKINGS.get(a.scale_layout, ""),
-        )
-        norm_dtype = None if a.norm_out is None else a.norm_out.dtype
-        options: tuple[Any, ...] = (
-            a.rounding,
-            prologue,
-            operands,
-            codes.dtype,
-            limit or codes.max,
-            rule,
-            a.round_sum,
-            after,
-            centered,
-        )
-        spec = spec_cache[key] = row_spec(*dtypes, norm_dtype, *options)
-    number = a.static_scale if global_scale is None else global_scale
-    inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, number)
-    outs = (a.norm_out, a.out, scale, a.residual_out)
-    scale_ub = math.inf if a.scale_ub is None else a.scale_ub
-    run_rows(RowCall(spec, *inputs, *outs, scale_ub, a.scale_ub_tensor, a.min_scale))
-
-
-def _key(contract: Contract, prologue: object) -> str:
-    """The name under which the kernels find a prologue."""
-    if prologue is None:
-        return ""
-    if not isinstance(prologue, Prologue):
-        contract.fail("prologue", "be a function decorated with onepass.prologue", describe(prologue))
-    return prologue.key
-
-
-def _made(op: Op, arguments: tuple[Any, ...], static_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """The results of a quantizing call: codes, scale, and those of new residual and norm that there are."""
-    results: Any = None
-    if not is_compiling() and (repeat := op.repeat) is not None:
-        results = repeat(*arguments)
-    if results is None:
-        results = op.call(*arguments)
-    codes, scale, new_residual, norm = results
-    if static_scale is not None:
-        scale = static_scale
-    if new_residual is None and norm is None:
-        return codes, scale
-    return tuple([t for t in (codes, scale, new_residual, norm) if t is not None])
-
-
 RMS_NORM_OP = Op(RMS_NORM, _norm)
-_rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, _fp8_norm)
-_rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, _quantized_in_any_format)
+_rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, fp8_norm)
+_rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, quantized_norm)
 
 
 @overload
@@ -369,11 +274,11 @@ def rms_norm_fused_fp8(
     arguments = (
         x, gamma, residual, static_scale, bound, prologue_args, eps, weight_offset, rounding, number, out_dtype,
         fp8_max, scales_dtype, group_size, scale_format, scale_layout,
-        "" if prologue is None else _key(RMS_NORM_FUSED_FP8, prologue),
+        "" if prologue is None else prologue_key(RMS_NORM_FUSED_FP8, prologue),
         return_norm, round_sum, quantize, min_scale, out, scale_output, residual_out, norm_out,
     )
     # fmt: on
-    return _made(_rms_norm_fused_fp8, arguments, static_scale)
+    return quantized_results(_rms_norm_fused_fp8, arguments, static_scale)
 
 
 def rms_norm_fused_quant(
@@ -452,9 +357,9 @@ def rms_norm_fused_quant(
     arguments = (
         x, gamma, residual, static_scale, bound, global_scale, gate, bias, prologue_args, eps, weight_offset, rounding,
         number, format, code_max, scales_dtype, group_size, scale_format, scale_layout,
-        "" if prologue is None else _key(RMS_NORM_FUSED_QUANT, prologue),
+        "" if prologue is None else prologue_key(RMS_NORM_FUSED_QUANT, prologue),
         return_norm, round_sum, quantize, min_scale, gate_order, statistic,
         out, scale_output, residual_out, norm_out,
     )
     # fmt: on
-    return _made(_rms_norm_fused_quant, arguments, static_scale)
+    return quantized_results(_rms_norm_fused_quant, arguments, static_scale)
