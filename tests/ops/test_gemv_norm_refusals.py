@@ -381,7 +381,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(counters, "torch", SimpleNamespace(cuda=cuda, _C=low, zeros=fake.zeros, int32=I32))
     monkeypatch.setattr(counters, "_streams", {})
     monkeypatch.setattr(counters, "_pools", {})
-    monkeypatch.setattr(counters, "POOL", 8)
+    monkeypatch.setattr(counters, "POOL", 32)
+    monkeypatch.setattr(counters, "MOST", 16)
     return fake
 
 
@@ -396,7 +397,7 @@ class TestCountersOfAGpu:
         for device, stream in ((0, 11), (0, 12), (1, 11), (0, 11), (1, 11), (0, 12)):
             gpu.stream = stream
             counter, key = counters.take(device)
-            assert key == (device, stream) and counter.dtype == I32 and counter.shape == (4,) and not counter.any()
+            assert key == (device, stream) and counter.dtype == I32 and counter.shape == (16,) and not counter.any()
             assert taken.setdefault(key, counter) is counter
         assert len({t.data_ptr() for t in taken.values()}) == 3
 
@@ -415,6 +416,22 @@ class TestCountersOfAGpu:
         places = [counter.data_ptr() for counter, _ in taken] + [eager.data_ptr()]
         assert len(set(places)) == len(places) == 19
         assert all(counter.shape == (4,) and not counter.any() for counter, _ in taken)
+
+    def test_captured_calls_of_several_sizes_do_not_overlap(self, gpu: Gpu) -> None:
+        counters.take(0)
+        gpu.capturing, before = True, gpu.zeroed
+        sizes = (4, 16, 7)
+        taken = [counters.take(0, size)[0] for size in sizes]
+        assert gpu.zeroed == before and [len(counter) for counter in taken] == list(sizes)
+        places = [counter.data_ptr() + 4 * i for counter in taken for i in range(len(counter))]
+        assert len(set(places)) == sum(sizes)
+        assert len(counters.take(0, 6)[0]) == 6 and gpu.zeroed == before + 1, (
+            "five are left, so the graph zeroes others"
+        )
+
+    def test_many_are_zeroed_for_each_launch(self, gpu: Gpu) -> None:
+        first, key = counters.take(0, 17)
+        assert len(first) == 17 and key is None and counters.take(0, 17)[0].data_ptr() != first.data_ptr()
 
     def test_discarded_ones_are_not_reused(self, gpu: Gpu) -> None:
         first, key = counters.take(0)

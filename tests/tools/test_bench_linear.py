@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -132,9 +133,21 @@ def test_the_command_writes_the_page_and_the_section(
     )
 
 
+def test_the_last_file_counts(tmp_path: Path) -> None:
+    text = RESULTS.read_text()
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first.write_text(text)
+    report = json.loads(text)
+    report["rows"] = report["rows"][:1]
+    report["rows"][0]["us"]["onepass"] = [1234.5, 1234.5]
+    second.write_text(json.dumps(report))
+    before, after = Sheet(load([first])), Sheet(load([first, second]))
+    assert len(after.rows) == len(before.rows) and [row.ours for row in after.rows].count(1234.5) == 1
+
+
 def test_committed_pages_are_current() -> None:
     """docs/performance.md has the goals of the committed results, and linear.md every row of them."""
-    files = [RESULTS, *map(RESULTS.with_name, ("linear-fp8.json", "linear-narrow.json"))]
+    files = [RESULTS, *map(RESULTS.with_name, ("linear-fp8.json", "linear-narrow.json", "linear-batch.json"))]
     found = Sheet(load(files)) if RESULTS.exists() else None
     text = (ROOT / "docs/performance.md").read_text()
     assert markers(linear.MARKER)[0] in text

@@ -34,11 +34,12 @@ def floor(row: Row, device: str = "cuda") -> float:
 
 
 class Sheet:
-    """The rows of `linear` in results, and what their goals refer to."""
+    """The rows of `linear` in results, and what their goals refer to. Of a row that several files have, the last counts."""
 
     def __init__(self, results: Results) -> None:
         self.results, self.device = results, results.device
-        self.rows = [row for row in results.rows if row.op.split(",")[0] == OP]
+        last = {(row.op, row.shape, row.kind): row for row in results.rows if row.op.split(",")[0] == OP}
+        self.rows = list(last.values())
         self._plain = {row.shape: row for row in self.rows if row.op in (OP, BATCH)}
 
     def share(self, row: Row) -> float:
