@@ -69,11 +69,8 @@ def test_random_calls_of_the_gpu_kernels() -> None:
 
 def test_the_long_run_is_recorded() -> None:
     found = json.loads((ROOT / "benchmarks" / "cpu" / "fuzz.json").read_text())
-    newer = json.loads((ROOT / "benchmarks" / "cpu" / "fuzz-2032.json").read_text())
-    assert set(found["cases"]) < set(newer["cases"]) == set(OPS), "the million is older than two ops"
-    assert sum(found["cases"].values()) == 1_000_000 and sum(newer["cases"].values()) >= 100_000
-    for run in (found, newer):
-        assert run["failed"] == 0 and run["device"] == "cpu" and not run["failures"]
+    assert set(found["cases"]) == set(OPS) and sum(found["cases"].values()) == 1_000_000
+    assert found["failed"] == 0 and found["device"] == "cpu" and not found["failures"]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
