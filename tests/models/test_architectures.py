@@ -125,6 +125,6 @@ def test_a_class_in_words() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-    described = [classes.describe(cls) for cls in (LlamaRMSNorm, Gemma3RMSNorm, Qwen3NextRMSNormGated)]
-    assert described == ["twice", "once, offset 1", ""]
+    known = (LlamaRMSNorm, Gemma3RMSNorm, Qwen3NextRMSNormGated, torch.nn.GroupNorm)
+    assert [classes.describe(cls) for cls in known] == ["twice", "once, offset 1", "twice, gated", ""]
     assert match(Qwen3NextRMSNormGated, Norm).form is None

@@ -280,7 +280,7 @@ def test_it_is_built_and_builds(tmp_path: Path) -> None:
     """
     target = tmp_path / build.NAME
     try:
-        build.build(target, "-Werror", "-O0", "-UONEPASS_SOURCES", '-DONEPASS_SOURCES="older"')
+        build.build(target, "-Werror", "-O0", "-USOURCES_DIGEST", '-DSOURCES_DIGEST="older"')
     except FileNotFoundError as error:
         pytest.skip(f"nothing to build with: {error}")
     assert target.exists()

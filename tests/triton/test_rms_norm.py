@@ -98,8 +98,8 @@ SPILLING = {
     _DIVIDE + "e4m3fn:448/row:f32 divide least bound hf 4*1024/4w/v8": 16,
     _DIVIDE + "norm e4m3fn:448/static:f32 divide 4*1024/4w/v8": 8,
     **{_LONG.format(scale): 8 for scale in ("ue8m0:f32", "f16", "f32")},
-    "linear x=bf16 weight=bf16 even cube 32x32x64/4w/s4g8m p4": 16,
     "gemv act=bf16 weight=bf16 norm=bf16:512,bf16:512/1 cube 16x8x128/4w/s5g8 p4": 8,
+    "linear x=bf16 weight=e4m3fn scale=row add=bf16 even decoded 256x128x64/8w/s4g8m p4": 56,
 }
 """Bytes of stack that these configurations use."""
 CAPPED = 32

@@ -156,18 +156,15 @@ def test_threads_load_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_pool_of_counters_emptied_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    class EmptiedMeanwhile(list[torch.Tensor]):
-        def __bool__(self) -> bool:
-            return True
-
+def test_pool_of_counters_that_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     made = torch.ones(1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: made)
-    prepared = torch.ones(2)
-    monkeypatch.setattr(counters, "_pools", {0: EmptiedMeanwhile([prepared])})
-    assert counters.take(0) == (prepared, None)
-    assert counters.take(0)[0] is made
+    prepared = torch.ones(6)
+    monkeypatch.setattr(counters, "_pools", {0: prepared})
+    taken, key = counters.take(0)
+    assert taken.data_ptr() == prepared.data_ptr() and len(taken) == 4 and key is None
+    assert counters.take(0)[0] is made, "two are left"
     assert counters.take(1)[0] is made, "nothing was prepared on that device"
 
 

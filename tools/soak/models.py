@@ -121,7 +121,7 @@ class PagedCache(MlaCache):
     layers: list[PagedLayer]  # type: ignore[assignment]
 
     def __init__(self, pool: Tensor) -> None:
-        super().__init__(0, LONGEST)
+        super().__init__(len(pool), LONGEST)
         Cache.__init__(self, layers=[PagedLayer(blocks) for blocks in pool])
 
     def begin(self, requests: list[Request], device: str) -> PagedCache:

@@ -29,7 +29,7 @@ def digest() -> str:
 
 def macros() -> dict[str, str]:
     """The definitions that all of it is compiled with."""
-    return {"Py_LIMITED_API": "0x030B0000", "ONEPASS_SOURCES": f'"{digest()}"'}
+    return {"Py_LIMITED_API": "0x030B0000", "SOURCES_DIGEST": f'"{digest()}"'}
 
 
 def build(target: Path, *further: str) -> None:

@@ -8,8 +8,8 @@
 _Thread_local int recording;
 
 /* The digest of the sources that this was compiled from (build.py): Python's side fits no other. */
-#ifndef ONEPASS_SOURCES
-#define ONEPASS_SOURCES ""
+#ifndef SOURCES_DIGEST
+#define SOURCES_DIGEST ""
 #endif
 
 static int enabled = 1;
@@ -422,7 +422,7 @@ PyMODINIT_FUNC PyInit__native(void)
         return NULL;
     }
     Py_DECREF(type);
-    if (PyModule_AddStringConstant(module, "SOURCES", ONEPASS_SOURCES) != 0) {
+    if (PyModule_AddStringConstant(module, "SOURCES", SOURCES_DIGEST) != 0) {
         Py_DECREF(module);
         return NULL;
     }
