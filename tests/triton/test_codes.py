@@ -241,7 +241,7 @@ def test_unaligned_weights_are_loaded_in_the_order_of_steps(m: int, kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("m", "n", "aligned"), [(32, 8192, True), (300, 4096, True), (300, 4096, False)])
+@pytest.mark.parametrize(("m", "n", "aligned"), [(32, 8192, True), (100, 16384, True), (300, 4096, False)])
 def test_flat_tiles_are_products_of_warp_groups(m: int, n: int, aligned: bool, kind: str) -> None:
     """Sixteen neighbouring columns at a time; weights are decoded in registers, so that nothing is regrouped."""
     made = build(*KINDS[kind], m, n, 1024 if aligned else 1001, aligned)
