@@ -24,6 +24,7 @@ from tools.fuzz import __main__ as fuzz_driver
 from tools.fuzz import qk_norm as qk
 from tools.fuzz import rms_norm as rows
 from tools.fuzz.draw import EQUAL, KINDS, Place, Values
+from tools.fuzz.rms_norm_configuration import PROLOGUES
 from tools.fuzz.steps import finish
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ def test_cases_cover_all_options_and_values() -> None:
         "out": FP8_FORMATS,
         "group": (None, 64, 128),
         "rounding": ("once", "hf"),
-        "prologue": ("", *rows._PROLOGUES),
+        "prologue": ("", *PROLOGUES),
         "operand_group": (0, *OPERAND_GROUPS),
         "quantize": QUANTIZE,
         "round_sum": (None, True, False),

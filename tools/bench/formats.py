@@ -7,17 +7,15 @@ of `rms_norm_fused_fp8`, which must be among the results.
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Final, NamedTuple
 
 from onepass.bench.results import BEST, COMPILED, EAGER, OURS, Results, Row, load
 from onepass.bench.rms_norm_quant import FORMATS, GATED, OP
 from onepass.formats import QUANT_FORMATS
 
-from .markdown import filled, table
+from .markdown import filled, linked, page_options, table, write_pages
 
 FILE, MARKER = "formats.md", "formats"
 SOURCE: Final = "<!-- made by `python -m tools.bench.formats` from: "
@@ -153,8 +151,7 @@ def section(sheet: Sheet | None, folder: str) -> str:
     if sheet is None or not sheet.rows:
         return UNMEASURED
     words = f"{sheet.results.machine}, {sheet.results.runs[0]['date']}: rows of 7168 columns, in a chain unless stated."
-    shown = f"{folder.removeprefix('../')}/{FILE}"
-    return "\n".join((words, "", goals(sheet), "", f"Every row and peer: [{shown}]({folder}/{FILE})."))
+    return linked(words, goals(sheet), folder, FILE)
 
 
 def with_section(text: str, sheet: Sheet | None, folder: str) -> str:
@@ -164,16 +161,15 @@ def with_section(text: str, sheet: Sheet | None, folder: str) -> str:
 
 def main() -> None:
     """Write the page, and the sections of other pages."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.formats", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--readme", nargs="+", type=Path, default=[], help="also write the goals into these pages")
-    options = parser.parse_args()
-    sheet, folder = Sheet(load(options.files)), options.files[0].parent
-    names = [Path(os.path.relpath(path, folder)).as_posix() for path in options.files]
-    (folder / FILE).write_text(full(sheet, names))
-    for path in options.readme:
-        beside = Path(os.path.relpath(folder, path.parent)).as_posix()
-        path.write_text(with_section(path.read_text(), sheet, beside))
+    options = page_options("python -m tools.bench.formats", __doc__)
+    sheet = Sheet(load(options.files))
+    write_pages(
+        options.files,
+        options.readme,
+        FILE,
+        partial(full, sheet),
+        lambda text, folder: with_section(text, sheet, folder),
+    )
     print(goals(sheet))
 
 

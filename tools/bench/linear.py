@@ -7,16 +7,14 @@ CPU it is the measured read, and there are no goals.
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 from onepass.bench.linear import BATCH, FP8, FUSED, NORM, NORM_BLOCKS, OP, THEN, weight_bytes
 from onepass.bench.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
 
-from .markdown import filled, table
+from .markdown import filled, linked, page_options, table, write_pages
 
 FILE, MARKER = "linear.md", "linear"
 SOURCE = "<!-- made by `python -m tools.bench.linear` from: "
@@ -231,8 +229,7 @@ def section(sheet: Sheet | None, folder: str) -> str:
         f"{sheet.results.machine}, {sheet.results.runs[0]['date']}: times in a chain unless stated, weights cold up to M = 16. The "
         f"floor is the bytes of the weights at {RATE} TB/s."
     )
-    shown = f"{folder.removeprefix('../')}/{FILE}"
-    return "\n".join((words, "", goals(sheet), "", f"Every row and peer: [{shown}]({folder}/{FILE})."))
+    return linked(words, goals(sheet), folder, FILE)
 
 
 def with_section(text: str, sheet: Sheet | None, folder: str) -> str:
@@ -242,16 +239,15 @@ def with_section(text: str, sheet: Sheet | None, folder: str) -> str:
 
 def main() -> None:
     """Write the page, and the sections of other pages."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.linear", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--readme", nargs="+", type=Path, default=[], help="also write the goals into these pages")
-    options = parser.parse_args()
-    sheet, folder = Sheet(load(options.files)), options.files[0].parent
-    names = [Path(os.path.relpath(path, folder)).as_posix() for path in options.files]
-    (folder / FILE).write_text(full(sheet, names))
-    for path in options.readme:
-        beside = Path(os.path.relpath(folder, path.parent)).as_posix()
-        path.write_text(with_section(path.read_text(), sheet, beside))
+    options = page_options("python -m tools.bench.linear", __doc__)
+    sheet = Sheet(load(options.files))
+    write_pages(
+        options.files,
+        options.readme,
+        FILE,
+        partial(full, sheet),
+        lambda text, folder: with_section(text, sheet, folder),
+    )
     print(goals(sheet) if sheet.device == "cuda" else tables(sheet))
 
 

@@ -12,196 +12,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onepass.formats import (
-    FLOATS,
-    FP8_FORMATS,
-    GROUP_SIZES,
-    OPERAND_GROUPS,
-    QUANT_FORMATS,
-    QUANT_ROUNDINGS,
-    QUANT_SCALE_FORMATS,
-    QUANT_SCALE_LAYOUTS,
-    QUANTIZE,
-    QUANTIZED,
-    ROUNDINGS,
-)
+from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.ops.rms_norm_finish import layer_norm
-from onepass.prologues import Prologue, add, dequantize, silu_and_mul
-from onepass.specs.rms_norm import GATE_ORDERS
 from onepass.testing import rms_norm as testing
 from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import same_bytes
 from onepass.testing.quantized import without_padding
-from onepass.testing.rms_norm import soft_cap_gate
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
+from tools.fuzz.rms_norm_configuration import PROLOGUES, STORES_NORM, RowConfiguration, configuration
 from tools.fuzz.steps import Steps, finish
 
 if TYPE_CHECKING:
     from onepass.triton.tuning.table import Regime
 
 OPS = ("rms_norm", "rms_norm_fused_fp8", "rms_norm_fused_quant", "layer_norm")
-_PLAIN = ("rms_norm", "layer_norm")
-"""Ops that store the norm alone."""
 VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static", "overall")
 """Fields of a case that do not affect machine code."""
-E8M0 = torch.float8_e8m0fnu
-_PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
-    "silu_and_mul": (silu_and_mul, ("full",)),
-    "add": (add, ("full",)),
-    "dequantize": (dequantize, ("row",)),
-    "dequantize groups": (dequantize, ("group",)),
-    "soft_cap_gate": (soft_cap_gate, ("full", "column", "row")),
-}
-_LONG = (4096, 4097, 7168, 12288, 16384, 16385, 20000)
-"""Lengths that each have their own machine code on a GPU."""
 _BOUNDS = (1.5, 448.0, 1e-3, 0.0, -0.0, -2.0, float("inf"), float("-inf"), float("nan"), 1e-42)
 """A bound in memory may be anything."""
 _LEAST = (1 / (448 * 512), 0.01, 1e-30, 1e-40, 7e4)
 _OVERALL = (1.0, 37.5, 2.0**-4, 1e5, 0.0, 1e-30, float("nan"))
 _STATIC = (0.02, 1.0, 0.0, 2.0**-14, 3e4, float("nan"), float("inf"), 1e-40)
-
-
-@dataclass(frozen=True)
-class RowConfiguration:
-    """What determines the machine code. ``lengths`` lists the row lengths to draw from where they do too."""
-
-    op: str
-    x: torch.dtype = torch.bfloat16
-    gamma: torch.dtype | None = torch.bfloat16
-    residual: torch.dtype | None = None
-    rounding: str = "once"
-    out: torch.dtype = torch.float8_e4m3fn
-    fp8_max: float | None = None
-    scales: torch.dtype = torch.float32
-    group: int | None = None
-    ue8m0: bool = False
-    static: bool = False
-    norm: bool = False
-    prologue: str = ""
-    operand: torch.dtype = torch.bfloat16
-    operand_group: int = 0
-    lengths: tuple[int, ...] = ()
-    round_sum: bool | None = None
-    quantize: str = "reciprocal"
-    least: bool = False
-    bounded: bool = False
-    """Whether the upper bound of amax is a tensor."""
-    format: str = ""
-    """Of rms_norm_fused_quant."""
-    scale_format: str = "float"
-    layout: str = "row"
-    overall: bool = False
-    """Whether a number in memory multiplies the scales."""
-    gate: torch.dtype | None = None
-    gate_order: str = "after"
-    bias: torch.dtype | None = None
-    layer: bool = False
-    y: torch.dtype | None = None
-    """The dtype of a norm that is not quantized."""
-    heads: bool = False
-    """Whether each head has its own gamma."""
-    rstd: bool = False
-
-    @property
-    def unit(self) -> int:
-        """The number that row lengths are multiples of."""
-        return max(1, self.group or 1, self.operand_group)
-
-
-def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
-    """A random configuration that the contract allows."""
-    x = r.choice(FLOATS)
-    c = RowConfiguration(
-        op,
-        x,
-        gamma=None if r.random() < 0.1 else r.choice((x, *FLOATS)),
-        residual=r.choice((None, None, x, torch.float32)),
-        rounding=r.choice(ROUNDINGS),
-        lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
-        round_sum=r.choice((None, None, True, False)),
-    )
-    if op in _PLAIN:
-        if op == "rms_norm":
-            c = replace(c, heads=c.gamma is not None and r.random() < 0.2, rstd=r.random() < 0.2)
-        return _finished(replace(c, y=r.choice((None, None, *FLOATS))), r)
-    out = r.choice(tuple(FP8_FORMATS))
-    static = r.random() < 0.15
-    group = None if static or r.random() < 0.6 else r.choice(GROUP_SIZES)
-    ue8m0 = not static and r.random() < 0.25
-    if op == "rms_norm_fused_quant":
-        c = _formatted(c, r)
-        static, group = c.static, c.group
-    prologue = r.choice(("", "", "", *_PROLOGUES))
-    c = replace(c, operand_group=r.choice(OPERAND_GROUPS) if prologue == "dequantize groups" else 0, group=group)
-    if prologue and r.random() < 0.4:
-        c = replace(
-            c, x=r.choice(QUANTIZED), gamma=r.choice(FLOATS), residual=r.choice((None, *FLOATS)), rounding="once"
-        )
-    if c.format:
-        least, bounded = (not static and r.random() < 0.3 for _ in range(2))
-        lengths = tuple(-(-n // c.unit) * c.unit for n in c.lengths)
-        c = replace(c, norm=r.random() < 0.3, prologue=prologue, quantize=r.choice(QUANTIZE), lengths=lengths)
-        c = replace(c, least=least, bounded=bounded, operand=r.choice(FLOATS))
-        return c if prologue else _finished(c, r)
-    return replace(
-        c,
-        out=out,
-        fp8_max=r.choice((None, *FP8_FORMATS[out].maxima)),
-        static=static,
-        ue8m0=ue8m0,
-        scales=r.choice((torch.float32, E8M0)) if ue8m0 else r.choice(FLOATS),
-        norm=r.random() < 0.3,
-        prologue=prologue,
-        quantize=r.choice(QUANTIZE),
-        least=not static and r.random() < 0.3,
-        bounded=not static and r.random() < 0.3,
-        operand=r.choice(FLOATS),
-        lengths=tuple(-(-n // c.unit) * c.unit for n in c.lengths),
-    )
-
-
-def _finished(c: RowConfiguration, r: Random) -> RowConfiguration:
-    """Perhaps with a gate, a bias, or the statistic of LayerNorm."""
-    layer = c.op == "layer_norm" or (c.op == "rms_norm_fused_quant" and r.random() < 0.2)
-    return replace(
-        c,
-        gate=r.choice((None, None, *FLOATS)) if c.op != "layer_norm" else None,
-        gate_order=r.choice(GATE_ORDERS),
-        bias=r.choice((None, None, *FLOATS)),
-        layer=layer,
-        rounding="once" if layer and c.rounding == "hf" else c.rounding,
-    )
-
-
-def _formatted(c: RowConfiguration, r: Random) -> RowConfiguration:
-    """A format, with scales that it may have."""
-    known = r.choice(tuple(QUANT_FORMATS.values()))
-    static = None in known.groups and r.random() < 0.15
-    scales = "float" if static else r.choice(known.scales)
-    group = None if static else r.choice(known.groups)
-    dtypes = QUANT_SCALE_FORMATS[scales].dtypes
-    layouts = [name for name in QUANT_SCALE_LAYOUTS if name in ("row", "column", "column_tma") or group]
-    layouts = [name for name in layouts if name != "128x4" or any(dtype.itemsize == 1 for dtype in dtypes)]
-    layouts = [name for name in layouts if name != "column_packed" or torch.int32 in dtypes]
-    layout = r.choice(layouts)
-    if layout == "column_packed":
-        dtypes = (torch.int32,)
-    elif layout == "128x4":
-        dtypes = tuple(dtype for dtype in dtypes if dtype.itemsize == 1)
-    return replace(
-        c,
-        rounding=r.choice(QUANT_ROUNDINGS),
-        format=known.name,
-        fp8_max=r.choice((None, *known.codes.maxima)),
-        static=static,
-        group=group,
-        scale_format=scales,
-        scales=r.choice([dtype for dtype in dtypes if dtype != torch.int32 or layout == "column_packed"]),
-        layout=layout,
-        overall=known.name == "nvfp4" and r.random() < 0.6,
-    )
 
 
 @dataclass(frozen=True)
@@ -324,7 +157,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
         found |= {"gate": other_place.put(gate.to(c.gate)), "gate_order": c.gate_order}
     if c.bias is not None:
         found["bias"] = Values(start=case.second.start + 2).make((case.n,), c.bias)
-    if c.op in _PLAIN:
+    if c.op in STORES_NORM:
         found["out_dtype"] = c.y
         if c.op == "layer_norm":
             del found["rounding"]
@@ -348,7 +181,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
             order = "column" if case.column else "row"
             found |= {"scale_format": "ue8m0" if c.ue8m0 else "float", "scale_layout": order}
     if c.prologue:
-        found["prologue"], kinds = _PROLOGUES[c.prologue]
+        found["prologue"], kinds = PROLOGUES[c.prologue]
         shapes = {"full": shape, "column": (case.n,), "row": (*case.lead, 1)}
         shapes["group"] = (*case.lead, case.n // (c.operand_group or 1))
         made = (
@@ -390,7 +223,7 @@ def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 def result_names(c: RowConfiguration) -> list[str]:
     """The keyword by which each result can be given, in the order they are returned."""
-    names = ["out"] if c.op in _PLAIN else ["out", "scale_output"]
+    names = ["out"] if c.op in STORES_NORM else ["out", "scale_output"]
     return names + ["residual_out"] * (c.residual is not None) + ["norm_out"] * c.norm + ["rstd_out"] * c.rstd
 
 
@@ -441,7 +274,7 @@ def _calls(
         fresh = {k: draw.fresh(v, device) for k, v in host.items()}
         own = {
             "residual_out": fresh["residual"],
-            **({"out": fresh["x"]} if c.op in _PLAIN and c.y in (None, c.x) else {}),
+            **({"out": fresh["x"]} if c.op in STORES_NORM and c.y in (None, c.x) else {}),
         }
         others = _call(c.op, {**fresh, **own})
     return results, again, others, rooms

@@ -1,6 +1,5 @@
 """8-bit weights as 16-bit ones, for products of many rows: to decode them once costs less than in every tile."""
 
-from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,11 +32,6 @@ class DecodeCall(NamedTuple):
     spec: DecodeSpec
     weight: Tensor
     out: Tensor
-
-
-@cache
-def _spec(weight: torch.dtype, out: torch.dtype) -> DecodeSpec:
-    return DecodeSpec(weight, out)
 
 
 @triton.jit
@@ -104,4 +98,6 @@ FAMILY: Final = Family(
 
 def decode_call(weight: Tensor, dtype: torch.dtype) -> DecodeCall:
     """The call that decodes a weight, with memory for its result."""
-    return DecodeCall(_spec(weight.dtype, dtype), weight, torch.empty(weight.shape, dtype=dtype, device=weight.device))
+    return DecodeCall(
+        DecodeSpec(weight.dtype, dtype), weight, torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    )

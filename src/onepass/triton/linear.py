@@ -143,10 +143,9 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
     constants = {"TILE": pieces, "MATH": math}
     kernel, blocks = _linear_pieces_kernel, None
     if pieces.kind not in ("cube", "flat"):
-        blocks_of_scales = pieces.kind == "decoded" and has_blocks(spec.weight_scale)
-        kernel = _linear_blocks_kernel if blocks_of_scales else _linear_descriptors_kernel
-        if pieces.kind == "split":
-            kernel = _linear_split_kernel
+        kernel = _linear_split_kernel if pieces.kind == "split" else _linear_descriptors_kernel
+        if pieces.kind == "decoded" and has_blocks(spec.weight_scale):
+            kernel = _linear_blocks_kernel
         wide = pieces.columns // (2 if math.gated else 1)
         blocks = {"x_tiles": (pieces.rows, pieces.step), "weight_tiles": (wide, pieces.step)}
         dtypes |= {"x_tiles": spec.x, "weight_tiles": spec.x}
@@ -289,12 +288,10 @@ def builds(chip: Chip, call: LinearCall) -> list[Build]:
 
 def _product_builds(chip: Chip, call: LinearCall) -> list[Build]:
     """The builds of a call without a norm."""
-    first = (
-        [decoded.build_for(decoded.decode_call(call.weight, call.spec.x).spec, chip)]
-        if _decodes(_facts(call, chip).config)
-        else []
-    )
-    return [*first, *FAMILY.builds(chip, call)]
+    found = FAMILY.builds(chip, call)
+    if _decodes(_facts(call, chip).config):
+        found.insert(0, decoded.build_for(decoded.DecodeSpec(call.spec.weight, call.spec.x), chip))
+    return found
 
 
 def launch(call: LinearCall) -> None:

@@ -124,7 +124,7 @@ def piece_tile(
             step, stages = GRAIN, stages * step // GRAIN
         if not aligned:  # each element is loaded into a register of its own
             step, stages = grain, 2
-    elif cut.kind != "cube" and pieces > 1 and length % step:  # not with a scale per block
+    elif cut.kind != "cube" and pieces > 1 and length % step:  # blocks always divide a piece
         step, stages = GRAIN, cut.stages * cut.step // GRAIN
     if chip.backend == "hip":  # with less shared memory
         rows, step, stages = rows if grain == GRAIN else min(rows, 128 // pieces), grain, 2
