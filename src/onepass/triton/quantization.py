@@ -55,7 +55,7 @@ def quant(
     """The constants of a format and a scale rule; by default float32 scales per row."""
     facts = (0.0, 0, 0, False) if fmt is None else (fmt.max, fmt.bias, fmt.nan_code, fmt.has_negative_zero)
     if maximum is not None:
-        facts = (maximum, *facts[1:])
+        facts = (torch.tensor(maximum, dtype=torch.float32).item(), *facts[1:])  # as kernels use it
     hardware = hardware_cast(fmt, chip)
     none = Quant(*facts, hardware, "none", 0, FLOAT32_MAX, False, False, normed, False, facts[0])
     if fmt is not None:

@@ -12,7 +12,7 @@ from ..specs.layout import LEVELS
 from ..specs.rms_norm import RowCall, RowSpec
 from .chip import Chip
 from .compiler import Build
-from .device.groups import slots
+from .device.groups import owned
 from .launcher import SHORT_NAMES, Family, rows
 from .prologue import device_function
 from .quantization import hardware_cast, quant
@@ -25,6 +25,8 @@ _NARROW: Final = ("row", "group")
 """Kinds of operands with fewer values than columns; their alignment does not affect the layout."""
 _SMALL: Final = ("scale", "static_scale", "scale_ub", "rstd")
 """Tensors without columns, whose alignment does not matter either."""
+_MOST_OWNED: Final = 8
+"""Chunks for whose scales a lane may divide."""
 _FIRST_OPERAND: Final = 6
 """The index of the first operand in `RowCall.strides`."""
 
@@ -105,6 +107,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         "TILE": config.laid_out(vectors, chip.warp_size, levels)._replace(
             early_rows=table.fp8_early_rows if variant_of(spec) == "fp8" else table.early_rows,
             lane_scales=aligned and _scales_by_lane(spec, config, chip),
+            assembly=_has_ptx(chip),
         ),
         "PDL": chip.has_pdl,
     }
@@ -145,13 +148,21 @@ def _prologue(spec: RowSpec, chip: Chip, width: int) -> Any:
     return device_function(spec.prologue, own, width, x, hardware_cast(x, chip))
 
 
+def _has_ptx(chip: Chip) -> bool:
+    """Whether the chip has the instructions that kernels contain as PTX."""
+    return chip.backend == "cuda" and int(chip.arch) >= 80
+
+
 def _scales_by_lane(spec: RowSpec, config: RowConfig, chip: Chip) -> bool:
-    """Whether `store_groups_by_lane` applies: whole chunks, enough lanes of one warp per group."""
+    """Whether `store_groups_by_lane` applies: whole chunks, a few of them per lane of a group within a warp."""
     rule = spec.scale
-    if rule is None or rule.kind != "group" or chip.backend != "cuda" or any(spec.after):
+    if rule is None or rule.kind != "group" or not _has_ptx(chip):
         return False
     lanes = rule.group // config.vec
-    return config.whole and config.rows == 1 and not config.long and slots(config.count) <= lanes <= chip.warp_size
+    if not config.whole or config.rows > 1 or config.long or not 1 <= lanes <= chip.warp_size:
+        return False
+    chunks: int = owned(config.count, lanes)
+    return chunks <= _MOST_OWNED
 
 
 def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offset: bool) -> str:
@@ -203,8 +214,10 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
 
 def variant_of(spec: RowSpec) -> Variant:
     """The variant of a spec, by which `row_config` chooses the tile."""
-    if spec.prologue or spec.centered or any(spec.after):
+    if spec.prologue:
         return "prologue"
+    if spec.centered or any(spec.after):
+        return "finished" if spec.centered or spec.fp8 else "more"
     if spec.x.itemsize != 2:
         return "more"
     narrow_gamma = spec.gamma is None or spec.gamma.itemsize == 2
@@ -218,9 +231,10 @@ def variant_of(spec: RowSpec) -> Variant:
         if spec.residual:
             return "residual" if narrow_gamma else "more"
         return "norm" if narrow_gamma else "wide gamma"
-    row_scale = spec.scale is not None and spec.scale.kind == "row"
-    if spec.norm or not narrow_gamma or not row_scale or spec.fp8.name == "e4m3fnuz":
+    if spec.norm or not narrow_gamma or spec.fp8.name == "e4m3fnuz":
         return "more"
+    if spec.scale and spec.scale.kind == "static":
+        return "more" if spec.residual else "given scale"
     return "fp8, residual" if spec.residual else "fp8"
 
 

@@ -57,6 +57,8 @@ class RowConfig(NamedTuple):
     """Rows up to which the next kernel may start at once."""
     lane_scales: bool = False
     """Whether `store_groups_by_lane` makes the scales."""
+    assembly: bool = False
+    """Whether kernels may contain PTX."""
 
     def laid_out(self, vectors: bool, warp_size: int, levels: int = 1) -> "RowConfig":
         """The constants of a kernel whose loads are ``vectors``. A piece is what a warp loads at

@@ -11,9 +11,11 @@ import triton.language as tl
 
 from ..prologues import MAX_OPERANDS
 from .device.bins import bin_squares, bin_values, neighbours, sum_bins, sum_bins_and_peak
-from .device.chunks import load_chunks, load_g, load_weights, weight_factor
+from .device.chunks import load_chunks, load_columns, load_g, load_weights, weight_factor
+from .device.gates import finish, load_finish
 from .device.groups import pad_scales, scale_start, store_groups, store_groups_by_lane
 from .device.numbers import cast, convert, divisor, encode, make_scale, quotient, scaled, store_scale
+from .device.packing import encode_int8
 from .device.pdl import launch_dependents, wait
 from .device.row import (
     chunk_mask,
@@ -86,46 +88,21 @@ def _normed_peaks(chunks, weights, weight_offset, rs, DTYPE: tl.constexpr, COUNT
 
 
 @triton.jit
-def _finish(y, operands, starts, columns, mask, DTYPE: tl.constexpr, MATH: tl.constexpr):
-    """``(y + bias) * silu(gate)``, either of which may be absent; "hf" rounds both to DTYPE."""
-    if MATH.bias >= 0:
-        y += tl.load(operands[MATH.bias].at + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        if MATH.hf:
-            y = convert(y, DTYPE, MATH.hw_rounding)
-    if MATH.gate >= 0:
-        at = operands[MATH.gate].at + starts[MATH.gate][:, None] + columns[None, :]
-        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        y = y * (gate * tl.sigmoid(gate))
-        if MATH.hf:
-            y = convert(y, DTYPE, MATH.hw_rounding)
-    return y
+def _finished_peaks(chunks, DTYPE: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr):
+    """`_peaks` of norms with their bias and gate."""
+    peaks = tl.zeros((TILE.rows, TILE.chunk), tl.int32)
+    for c in tl.static_range(TILE.count):
+        peaks = tl.maximum(peaks, magnitude(_stored(chunks[c], DTYPE, MATH)))
+    return peaks
 
 
 @triton.jit
-def _finished_norm(h, rs, g, operands, starts, columns, mask, DTYPE: tl.constexpr, MATH: tl.constexpr):
-    """The norm with its bias and gate, as it is quantized."""
-    y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
-    y = _finish(y, operands, starts, columns, mask, DTYPE, MATH)
+def _stored(y, DTYPE: tl.constexpr, MATH: tl.constexpr):
+    """The norm as it is quantized: rounded first, if it is stored."""
     if MATH.stored:
         return convert(y, DTYPE, MATH.hw_rounding)
     else:
         return y
-
-
-@triton.jit
-def _finished_peaks(
-    chunks, weights, weight_offset, rs, operands, starts, inner, n, present,
-    DTYPE: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr,
-):  # fmt: skip
-    """`_peaks` of the norm with its bias and gate."""
-    peaks = tl.zeros((TILE.rows, TILE.chunk), tl.int32)
-    for c in tl.static_range(TILE.count):
-        columns = c * TILE.chunk + inner
-        mask = chunk_mask(columns, n, present, True)
-        g = weight_factor(weights[c], weight_offset, MATH)
-        y = _finished_norm(chunks[c].to(tl.float32), rs, g, operands, starts, columns, mask, DTYPE, MATH)
-        peaks = tl.maximum(peaks, magnitude(tl.where(mask, y, 0.0)))
-    return peaks
 
 
 @triton.jit
@@ -141,8 +118,10 @@ def _centered(chunks, inner, n, present, TILE: tl.constexpr):
     mean = _mean(sum_bins(bin_values(chunks, TILE), TILE), n)
     centered = ()
     for c in tl.static_range(TILE.count):
-        mask = chunk_mask(c * TILE.chunk + inner, n, present, True)
-        centered = centered + (tl.where(mask, chunks[c].to(tl.float32) - mean[:, None], 0.0),)
+        difference = chunks[c].to(tl.float32) - mean[:, None]
+        if not TILE.whole and c == TILE.count - 1:
+            difference = tl.where(chunk_mask(c * TILE.chunk + inner, n, present, True), difference, 0.0)
+        centered = centered + (difference,)
     return centered
 
 
@@ -174,6 +153,15 @@ def _row_factor(
         return quotient(tl.where(rs == rs, 1.0, rs), s)
     else:
         return quotient(rs, s)
+
+
+@triton.jit
+def _row_codes(values, TILE: tl.constexpr, QUANT: tl.constexpr):
+    """The codes of scaled values."""
+    if TILE.assembly and QUANT.integer:
+        return encode_int8(values, QUANT.max)
+    else:
+        return encode(values, QUANT)
 
 
 @triton.jit
@@ -231,6 +219,12 @@ def _rms_norm_row_kernel(
             mask = chunk_mask(columns, n, present, c == COUNT - 1)
             sums = sums + (_combine(held[c], r, operands, starts, columns, mask, PROLOGUE, MATH),)
         held = sums
+    gates = held
+    biases = held
+    if MATH.gate >= 0:
+        gates = load_chunks(operands[MATH.gate].at, starts[MATH.gate], inner, n, present, TILE, "")
+    if MATH.bias >= 0:
+        biases = load_columns(operands[MATH.bias].at, inner, n, TILE)
     launch_dependents(PDL)
     whole = held
     if MATH.centered:
@@ -251,19 +245,34 @@ def _rms_norm_row_kernel(
     if codes.at is not None:
         pad_scales(scale.at, scale_at, scale_group, n, present, QUANT)
     out = (codes.at, codes_at, scale.at, scale_at, scale_group)
+    finished = held
+    if MATH.finishes:
+        finished = ()
+        for c in tl.static_range(COUNT):
+            g = weight_factor(weights[c], weight_offset, MATH)
+            y = normalize(held[c].to(tl.float32), rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+            finished = finished + (finish(y, gates[c], biases[c], DTYPE, TILE, MATH),)
     if codes.at is not None and QUANT.kind != "group":
         if QUANT.kind == "row" and MATH.finishes:
-            peaks = _finished_peaks(
-                held, weights, weight_offset, rs, operands, starts, inner, n, present, DTYPE, TILE, MATH
-            )
-            peak = tl.max(peaks, axis=1)
+            peak = tl.max(_finished_peaks(finished, DTYPE, TILE, MATH), axis=1)
         elif QUANT.kind == "row" and QUANT.normed:
             peak = tl.max(_normed_peaks(held, weights, weight_offset, rs, DTYPE, COUNT, MATH), axis=1)
         elif QUANT.kind == "static":
             peak = tl.zeros((TILE.rows,), tl.int32)
         k = _row_factor(peak, rs, limits, static_scale, scale.at, scale_at, present, QUANT, MATH.hw_rounding)
     if TILE.lane_scales:
-        store_groups_by_lane(held, weights, weight_offset, rs, limits, out, inner, DTYPE, TILE, QUANT, MATH)
+        values = ()
+        for c in tl.static_range(COUNT):
+            if MATH.finishes:
+                v = _stored(finished[c], DTYPE, MATH)
+            else:
+                g = weight_factor(weights[c], weight_offset, MATH)
+                if QUANT.normed:
+                    v = quantized_norm(held[c].to(tl.float32), rs, g, DTYPE, MATH)
+                else:
+                    v = held[c].to(tl.float32) * g
+            values = values + (v,)
+        store_groups_by_lane(values, rs, limits, out, inner, TILE, QUANT, MATH.hw_rounding)
     for c in tl.static_range(COUNT):
         columns = c * TILE.chunk + inner
         if TILE.rows == 1 and (TILE.whole or c < COUNT - 1):
@@ -285,16 +294,15 @@ def _rms_norm_row_kernel(
             else:
                 sum_ = h
             store(new_residual.at, row_start(row, shape, new_residual, LEVELS), columns, mask, sum_, MATH.hw_rounding)
-        if MATH.finishes:
-            inside = chunk_mask(columns, n, present, True)
         if norm.at is not None:
-            y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
             if MATH.finishes:
-                y = _finish(y, operands, starts, columns, inside, DTYPE, MATH)
+                y = finished[c]
+            else:
+                y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
             store(norm.at, row_start(row, shape, norm, LEVELS), columns, mask, y, MATH.hw_rounding)
         if codes.at is not None and not TILE.lane_scales:
             if MATH.finishes:
-                v = _finished_norm(h, rs, g, operands, starts, columns, inside, DTYPE, MATH)
+                v = _stored(finished[c], DTYPE, MATH)
             elif QUANT.normed:
                 v = quantized_norm(h, rs, g, DTYPE, MATH)
             else:
@@ -302,7 +310,7 @@ def _rms_norm_row_kernel(
             if QUANT.kind == "group":
                 store_groups(v, rs, limits, out, c * TILE.chunk, n, present, TILE, QUANT, MATH.hw_rounding)
             else:
-                q = encode(scaled(v, k[:, None], QUANT.divide), QUANT)
+                q = _row_codes(scaled(v, k[:, None], QUANT.divide), TILE, QUANT)
                 tl.store(codes.at + codes_at[:, None] + columns[None, :], q, mask=mask)
 
 
@@ -375,7 +383,9 @@ def _rms_norm_long_kernel(
             if MATH.centered:
                 h = tl.where(mask, h - mean[:, None], 0.0)
             if MATH.finishes:
-                y = _finished_norm(h, rs, g, operands, starts, columns, mask, DTYPE, MATH)
+                gate, bias = load_finish(operands, starts, columns, mask, MATH)
+                y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+                y = _stored(finish(y, gate, bias, DTYPE, TILE, MATH), DTYPE, MATH)
             else:
                 y = quantized_norm(h, rs, g, DTYPE, MATH)
             peaks = tl.maximum(peaks, magnitude(tl.where(mask, y, 0.0)))
@@ -391,14 +401,19 @@ def _rms_norm_long_kernel(
             store(new_residual.at, row_start(row, shape, new_residual, LEVELS), columns, mask, h, MATH.hw_rounding)
         if MATH.centered:
             h = tl.where(mask, h - mean[:, None], 0.0)
+        if MATH.finishes:
+            gate, bias = load_finish(operands, starts, columns, mask, MATH)
+            finished = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
+            finished = finish(finished, gate, bias, DTYPE, TILE, MATH)
         if norm.at is not None:
-            y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
             if MATH.finishes:
-                y = _finish(y, operands, starts, columns, mask, DTYPE, MATH)
+                y = finished
+            else:
+                y = normalize(h, rs, g, DTYPE, MATH.hf, MATH.hw_rounding)
             store(norm.at, row_start(row, shape, norm, LEVELS), columns, mask, y, MATH.hw_rounding)
         if codes.at is not None:
             if MATH.finishes:
-                v = _finished_norm(h, rs, g, operands, starts, columns, mask, DTYPE, MATH)
+                v = _stored(finished, DTYPE, MATH)
             elif QUANT.normed:
                 v = quantized_norm(h, rs, g, DTYPE, MATH)
             else:
@@ -406,5 +421,5 @@ def _rms_norm_long_kernel(
             if QUANT.kind == "group":
                 store_groups(v, rs, limits, out, first, n, present, TILE, QUANT, MATH.hw_rounding)
             else:
-                q = encode(scaled(v, k[:, None], QUANT.divide), QUANT)
+                q = _row_codes(scaled(v, k[:, None], QUANT.divide), TILE, QUANT)
                 tl.store(codes.at + codes_at[:, None] + columns[None, :], q, mask=mask)

@@ -38,16 +38,22 @@ def load_weights(gamma, row_gamma, row, shape, inner, present, TILE: tl.constexp
         start = row_start(row, shape, row_gamma, TILE.levels)
         return load_chunks(row_gamma.at, start, inner, n, present, TILE, "")
     else:
-        chunks = ()
-        for c in tl.static_range(TILE.count):
-            columns = c * TILE.chunk + inner
-            if gamma is None:
-                chunks = chunks + (1.0,)
-            elif c == TILE.count - 1 and not TILE.whole:
-                chunks = chunks + (tl.load(gamma + columns[None, :], mask=(columns < n)[None, :], other=0.0),)
-            else:
-                chunks = chunks + (tl.load(gamma + columns[None, :]),)
-        return chunks
+        return load_columns(gamma, inner, n, TILE)
+
+
+@triton.jit
+def load_columns(pointer, inner, n, TILE: tl.constexpr):
+    """The chunks of numbers that all rows share; 1 without any."""
+    chunks = ()
+    for c in tl.static_range(TILE.count):
+        columns = c * TILE.chunk + inner
+        if pointer is None:
+            chunks = chunks + (1.0,)
+        elif c == TILE.count - 1 and not TILE.whole:
+            chunks = chunks + (tl.load(pointer + columns[None, :], mask=(columns < n)[None, :], other=0.0),)
+        else:
+            chunks = chunks + (tl.load(pointer + columns[None, :]),)
+    return chunks
 
 
 @triton.jit

@@ -2,33 +2,52 @@
 
 There are two implementations with identical results. `store_groups` processes one tile at a time,
 and every thread of a group computes its scale with the same two divisions. `store_groups_by_lane`
-first finds the largest values of all chunks of a row and assigns each chunk to different lanes, so
-that a thread divides for one chunk instead of all. It exchanges values between lanes with PTX, and
-relies on a group's columns lying in neighbouring lanes, where their loads put them. A test reads
-the compiler's output to check that nothing moves them.
+first finds the largest values of all chunks of a row and shares the chunks between the lanes of a
+group, so that a thread divides for its own chunks instead of all. It exchanges values between lanes
+with PTX, and relies on a group's columns lying in neighbouring lanes, where their loads put them. A
+test reads the compiler's output to check that nothing moves them.
+
+``TILE.assembly``: PTX may be used.
 """
 
 import triton
 import triton.language as tl
 
-from .chunks import weight_factor
 from .numbers import (
-    applied_scale,
     cast,
     divisor,
     e4m3_code,
     encode,
-    make_e4m3_scale,
-    make_scale,
-    quotient,
+    held_quotient,
+    rounded_e4m3_scale,
+    rounded_scale,
     scaled,
     store_scale,
 )
-from .row import column_order, magnitude, quantized_norm, row_start
+from .packing import encode_e2m1_pairs, encode_int8
+from .ratios import over, ratio
+from .row import column_order, magnitude, row_start
 
 
 @triton.jit
-def _scales(amax, row_factor, limits, QUANT: tl.constexpr, DTYPE: tl.constexpr, HW_ROUNDING: tl.constexpr):
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest(values, AXIS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The largest magnitudes along an axis, as float32; NaN if there is one."""
+    if ASSEMBLY:
+        return tl.reduce(tl.abs(values), AXIS, _larger)
+    else:
+        return tl.max(magnitude(values), axis=AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scales(
+    amax, row_factor, limits,
+    QUANT: tl.constexpr, DTYPE: tl.constexpr, HW_ROUNDING: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
     """The scales of groups with these largest values, and their numerator: the row's factor, or 1
     if it is already applied.
     """
@@ -37,10 +56,32 @@ def _scales(amax, row_factor, limits, QUANT: tl.constexpr, DTYPE: tl.constexpr, 
     else:
         amax *= row_factor
         numerator = row_factor
+    t = over(tl.minimum(amax, limits[0]), QUANT.unit, ASSEMBLY)
     if QUANT.e4m3:
-        return make_e4m3_scale(amax, limits, QUANT), numerator
+        return rounded_e4m3_scale(t, amax, limits, QUANT), numerator
     else:
-        return make_scale(amax, limits[0], limits[1], QUANT, DTYPE, HW_ROUNDING), numerator
+        return rounded_scale(t, amax, limits[1], QUANT, DTYPE, HW_ROUNDING), numerator
+
+
+@triton.jit
+def _inverse_power(scale):
+    """``1 / scale`` of a power of two from 2**-127 to 2**127; NaN stays NaN."""
+    exponent = scale.to(tl.int32, bitcast=True) >> 23  # 0 for 2**-127
+    inverse = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return tl.where(scale == scale, inverse, scale)
+
+
+@triton.jit
+def _group_factor(numerator, s, limits, QUANT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """What the values of a group with the stored scale ``s`` are multiplied by, or with ``divide`` divided by."""
+    if QUANT.overall:
+        s = tl.where(s == 0.0, 0.0, ratio(s, limits[2] + tl.zeros_like(s), ASSEMBLY))
+    if QUANT.divide:
+        return divisor(s)
+    elif QUANT.ue8m0:
+        return held_quotient(numerator * _inverse_power(s), numerator, s)
+    else:
+        return held_quotient(ratio(numerator, s, ASSEMBLY), numerator, s)
 
 
 @triton.jit
@@ -75,27 +116,22 @@ def pad_scales(scale, scale_at, step, n, present, QUANT: tl.constexpr):
 
 
 @triton.jit
-def _store_codes(pointer, start, values, first, n, present, TILE: tl.constexpr, QUANT: tl.constexpr):
-    """Encode and store a tile whose columns are in order."""
+def _codes(values, k, SHAPE: tl.constexpr, QUANT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Bytes of codes of groups, [.., columns or pairs], in SHAPE; ``k`` is their `_group_factor`."""
+    quantized = scaled(values, k, QUANT.divide)
     if QUANT.bits == 4:
-        low, high = tl.split(tl.reshape(encode(values, QUANT), (TILE.rows, TILE.chunk // 2, 2)))
-        columns = first // 2 + tl.arange(0, TILE.chunk // 2)
-        mask = present[:, None] & (columns < n // 2)[None, :]
-        q = (low | (high << 4)).to(tl.uint8)
+        pairs = tl.reshape(quantized, (SHAPE[0], SHAPE[1] // 2, 2))
+        if ASSEMBLY and not QUANT.divide:
+            factors = tl.reshape(tl.broadcast_to(k, quantized.shape), (SHAPE[0], SHAPE[1] // 2, 2))
+            low, high = tl.split(pairs)
+            return encode_e2m1_pairs(low, high, tl.split(factors)[0])
+        else:
+            low, high = tl.split(encode(pairs, QUANT))
+            return (low | (high << 4)).to(tl.uint8)
+    elif ASSEMBLY and QUANT.integer:
+        return encode_int8(tl.reshape(quantized, SHAPE), QUANT.max)
     else:
-        columns = first + tl.arange(0, TILE.chunk)
-        mask = present[:, None] & (columns < n)[None, :]
-        q = encode(values, QUANT)
-    tl.store(pointer + start[:, None] + columns[None, :], q, mask=mask)
-
-
-@triton.jit
-def _group_factor(numerator, s, DIVIDE: tl.constexpr):
-    """What the values of a group are multiplied by, or with DIVIDE divided by."""
-    if DIVIDE:
-        return divisor(s)
-    else:
-        return quotient(numerator, s)
+        return encode(tl.reshape(quantized, SHAPE), QUANT)
 
 
 @triton.jit
@@ -111,22 +147,25 @@ def store_groups(
     """
     codes, codes_at, scale, scale_at, step = out
     GROUPS: tl.constexpr = TILE.chunk // QUANT.group
+    PACKED: tl.constexpr = 8 // QUANT.bits
     grouped = tl.reshape(column_order(values, TILE), (TILE.rows, GROUPS, QUANT.group))
-    amax = tl.max(magnitude(grouped), axis=2).to(tl.float32, bitcast=True)  # [rows, GROUPS]
+    amax = _largest(grouped, 2, TILE.assembly)  # [rows, GROUPS]
     # the row's factor in the layout of amax, where a thread holds one group at a time and divides
     # once for it
     if TILE.rows == 1:
         row_factor = tl.zeros_like(amax) + tl.sum(rs, axis=0)
     else:
         row_factor = tl.max(tl.zeros_like(grouped) + rs[:, None, None], axis=2)
-    s, numerator = _scales(amax, row_factor, limits, QUANT, scale.dtype.element_ty, HW_ROUNDING)
+    s, numerator = _scales(amax, row_factor, limits, QUANT, scale.dtype.element_ty, HW_ROUNDING, TILE.assembly)
     group = first // QUANT.group + tl.arange(0, GROUPS)
     inside = present[:, None] & (group < n // QUANT.group)[None, :]
     places = scale_at[:, None] + _offset(group.to(tl.int64)[None, :], step, QUANT)
     store_scale(scale, places, inside, s, QUANT, HW_ROUNDING)
-    k = _group_factor(numerator, applied_scale(s, limits, QUANT.overall), QUANT.divide)
-    quantized = tl.reshape(scaled(grouped, k[:, :, None], QUANT.divide), (TILE.rows, TILE.chunk))
-    _store_codes(codes, codes_at, quantized, first, n, present, TILE, QUANT)
+    k = _group_factor(numerator, s, limits, QUANT, TILE.assembly)
+    q = _codes(grouped, k[:, :, None], (TILE.rows, TILE.chunk), QUANT, TILE.assembly)
+    columns = first // PACKED + tl.arange(0, TILE.chunk // PACKED)
+    mask = present[:, None] & (columns < n // PACKED)[None, :]
+    tl.store(codes + codes_at[:, None] + columns[None, :], q, mask=mask)
 
 
 @triton.constexpr_function
@@ -136,16 +175,29 @@ def slots(count):
 
 
 @triton.constexpr_function
+def owned(count, lanes):
+    """How many of ``count`` chunks each lane of a group owns, at most."""
+    return max(1, slots(count) // lanes)
+
+
+@triton.constexpr_function
+def _words(count, lanes):
+    """The types of the results of `_maxima_to_lanes`."""
+    return (tl.float32,) * owned(count, lanes)
+
+
+@triton.constexpr_function
 def _maxima_to_lanes(count, lanes):
-    """PTX: $1 to $count are a thread's largest values, one per chunk; $0 becomes the largest of one
-    chunk over ``lanes`` lanes. Lane i gets that of chunk ``i * slots // lanes``.
+    """PTX: the inputs are a thread's largest values, one per chunk; the outputs become the largest of
+    the chunks that the lane owns, over ``lanes`` lanes. Lane i owns chunk ``i * slots // lanes``, or
+    ``owned`` chunks from ``i * owned`` on.
 
     Lanes half a group apart exchange the chunks that the other will own, then lanes a quarter
     apart, and so on. Lanes that own the same chunk exchange what they have.
     """
-    left = slots(count)
-    code = [f".reg .b32 lane, sent, v<{left}>;", ".reg .pred upper;", "mov.u32 lane, %laneid;"]
-    code += [f"mov.b32 v{i}, {f'${i + 1}' if i < count else 0};" for i in range(left)]
+    left, keep = slots(count), owned(count, lanes)
+    code = [".reg .b32 lane, sent;", f".reg .f32 got, v<{left}>;", ".reg .pred upper;", "mov.u32 lane, %laneid;"]
+    code += [f"mov.f32 v{i}, {f'${i + keep}' if i < count else '0f00000000'};" for i in range(left)]
     far = lanes // 2
     while far:
         left //= 2
@@ -153,25 +205,31 @@ def _maxima_to_lanes(count, lanes):
             code += [f"and.b32 sent, lane, {far};", "setp.ne.u32 upper, sent, 0;"]
         for i in range(max(left, 1)):
             if left:
-                code += [f"selp.b32 sent, v{i}, v{i + left}, upper;", f"selp.b32 v{i}, v{i + left}, v{i}, upper;"]
+                code += [f"selp.f32 got, v{i}, v{i + left}, upper;", f"selp.f32 v{i}, v{i + left}, v{i}, upper;"]
             else:
-                code += [f"mov.b32 sent, v{i};"]
-            code += [f"shfl.sync.bfly.b32 sent, sent, {far}, 31, -1;", f"max.s32 v{i}, v{i}, sent;"]
+                code += [f"mov.f32 got, v{i};"]
+            code += ["mov.b32 sent, got;", f"shfl.sync.bfly.b32 sent, sent, {far}, 31, -1;"]
+            code += ["mov.b32 got, sent;", f"max.NaN.f32 v{i}, v{i}, got;"]
         far //= 2
-    return "{" + " ".join([*code, "mov.b32 $0, v0;"]) + "}"
+    return "{" + " ".join([*code, *(f"mov.f32 ${i}, v{i};" for i in range(keep))]) + "}"
 
 
 @triton.constexpr_function
-def _operands(count):
-    """The constraints of one output and ``count`` inputs, all 32-bit registers."""
-    return "=r" + ",r" * count
+def _operands(count, lanes):
+    """The constraints of the outputs and inputs of `_maxima_to_lanes`."""
+    return ",".join(["=f"] * owned(count, lanes) + ["f"] * count)
 
 
 @triton.constexpr_function
 def _from_lane(chunk, count, lanes):
     """PTX: $0 is the value of $1 in the lane that owns ``chunk``."""
-    source = f"and.b32 lane, lane, {-lanes}; or.b32 lane, lane, {chunk * (lanes // slots(count))};"
-    return "{.reg .b32 lane; mov.u32 lane, %laneid; " + source + " shfl.sync.idx.b32 $0, $1, lane, 31, -1;}"
+    owner = chunk * lanes // slots(count)
+    source = f"and.b32 lane, lane, {-lanes}; or.b32 lane, lane, {owner};"
+    return (
+        "{.reg .b32 lane, word; mov.u32 lane, %laneid; "
+        + source
+        + " mov.b32 word, $1; shfl.sync.idx.b32 word, word, lane, 31, -1; mov.b32 $0, word;}"
+    )
 
 
 @triton.jit
@@ -198,9 +256,8 @@ def _store_word(dtype):
 
 @triton.jit
 def store_groups_by_lane(
-    held, weights, weight_offset, rs, limits, out, inner,
-    DTYPE: tl.constexpr, TILE: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr,
-):  # fmt: skip
+    chunks, rs, limits, out, inner, TILE: tl.constexpr, QUANT: tl.constexpr, HW_ROUNDING: tl.constexpr
+):
     """Quantize a row of whole chunks, held in registers, by groups of ``vec * LANES`` columns;
     `store_groups` documents the arguments.
     """
@@ -208,44 +265,36 @@ def store_groups_by_lane(
     LANES: tl.constexpr = QUANT.group // TILE.vec
     GROUPS: tl.constexpr = TILE.chunk // QUANT.group
     COUNT: tl.constexpr = TILE.count
+    OWNED: tl.constexpr = owned(COUNT, LANES)
+    SHARE: tl.constexpr = max(1, LANES // slots(COUNT))
+    PACKED: tl.constexpr = 8 // QUANT.bits
     SCALE: tl.constexpr = scale.dtype.element_ty
     values = ()
     peaks = ()
     for c in tl.static_range(COUNT):
-        h = held[c].to(tl.float32)
-        g = weight_factor(weights[c], weight_offset, MATH)
-        if QUANT.normed:
-            v = quantized_norm(h, rs, g, DTYPE, MATH)
-        else:
-            v = h * g
-        v = tl.reshape(v, (GROUPS, LANES, TILE.vec))
+        v = tl.reshape(chunks[c], (GROUPS, LANES, TILE.vec))
         values = values + (v,)
-        peaks = peaks + (tl.max(magnitude(v), axis=2),)
+        peaks = peaks + (_largest(v, 2, True),)
     largest = tl.inline_asm_elementwise(
-        _maxima_to_lanes(COUNT, LANES), _operands(COUNT), peaks, dtype=tl.int32, is_pure=False, pack=1
+        _maxima_to_lanes(COUNT, LANES), _operands(COUNT, LANES), peaks, _words(COUNT, LANES), is_pure=False, pack=1
     )
-    amax = largest.to(tl.float32, bitcast=True)
     row_factor = tl.sum(rs, axis=0)
-    s, numerator = _scales(amax, row_factor, limits, QUANT, SCALE, MATH.hw_rounding)
-    SHARE: tl.constexpr = LANES // slots(COUNT)
     lane = tl.arange(0, LANES)[None, :]
-    chunk = lane // SHARE
-    group = chunk * GROUPS + tl.arange(0, GROUPS)[:, None]
-    stores = (chunk < COUNT) & (lane % SHARE == 0)
-    places = scale + tl.sum(scale_at, axis=0) + _offset(group.to(tl.int64), step, QUANT)
-    words = [places.to(tl.int64), _scale_word(s, SCALE, QUANT, MATH.hw_rounding), stores.to(tl.int32)]
-    tl.inline_asm_elementwise(_store_word(SCALE), "=r,l,r,r", words, dtype=tl.int32, is_pure=False, pack=1)
-    k = _group_factor(numerator + tl.zeros_like(s), applied_scale(s, limits, QUANT.overall), QUANT.divide)
+    factors = ()
+    for i in tl.static_range(OWNED):
+        s, numerator = _scales(largest[i], row_factor, limits, QUANT, SCALE, HW_ROUNDING, True)
+        chunk = lane // SHARE * OWNED + i
+        group = chunk * GROUPS + tl.arange(0, GROUPS)[:, None]
+        stores = (chunk < COUNT) & (lane % SHARE == 0)
+        places = scale + tl.sum(scale_at, axis=0) + _offset(group.to(tl.int64), step, QUANT)
+        words = [places.to(tl.int64), _scale_word(s, SCALE, QUANT, HW_ROUNDING), stores.to(tl.int32)]
+        tl.inline_asm_elementwise(_store_word(SCALE), "=r,l,r,r", words, dtype=tl.int32, is_pure=False, pack=1)
+        factors = factors + (_group_factor(numerator + tl.zeros_like(s), s, limits, QUANT, True),)
     for c in tl.static_range(COUNT):
-        own = tl.inline_asm_elementwise(
-            _from_lane(c, COUNT, LANES), "=r,r", [k.to(tl.int32, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
+        k = tl.inline_asm_elementwise(
+            _from_lane(c, COUNT, LANES), "=f,f", [factors[c % OWNED]], dtype=tl.float32, is_pure=False, pack=1
         )
-        factors = own.to(tl.float32, bitcast=True)[:, :, None]
-        quantized = tl.reshape(scaled(values[c], factors, QUANT.divide), (1, TILE.chunk))
-        q = encode(quantized, QUANT)
+        q = _codes(values[c], k[:, :, None], (1, TILE.chunk), QUANT, True)
         if QUANT.bits == 4:
-            low, high = tl.split(tl.reshape(q, (1, TILE.chunk // 2, 2)))
-            columns = c * (TILE.chunk // 2) + tl.arange(0, TILE.chunk // 2)
-            tl.store(codes + codes_at[:, None] + columns[None, :], (low | (high << 4)).to(tl.uint8))
-        else:
-            tl.store(codes + codes_at[:, None] + (c * TILE.chunk + inner)[None, :], q)
+            inner = tl.arange(0, TILE.chunk // 2)
+        tl.store(codes + codes_at[:, None] + (c * (TILE.chunk // PACKED) + inner)[None, :], q)

@@ -120,6 +120,12 @@ def make_scale(amax, bound, least, QUANT: tl.constexpr, DTYPE: tl.constexpr, HW_
     amax gives NaN.
     """
     t = tl.div_rn(tl.minimum(amax, bound), tl.full(amax.shape, QUANT.unit, tl.float32))
+    return rounded_scale(t, amax, least, QUANT, DTYPE, HW_ROUNDING)
+
+
+@triton.jit
+def rounded_scale(t, amax, least, QUANT: tl.constexpr, DTYPE: tl.constexpr, HW_ROUNDING: tl.constexpr):
+    """`make_scale` of a quotient."""
     if least is not None:
         t = tl.maximum(t, least)
     if QUANT.floor:
@@ -136,12 +142,10 @@ def make_scale(amax, bound, least, QUANT: tl.constexpr, DTYPE: tl.constexpr, HW_
 
 
 @triton.jit
-def make_e4m3_scale(amax, limits, QUANT: tl.constexpr):
-    """The scale to store as float8_e4m3fn, as float32: ``min(amax, bound) / max * overall``, at
-    least ``least`` and 0, rounded to nearest even, at most 448. ``limits`` are bound, least and,
-    if there is one, overall.
+def rounded_e4m3_scale(t, amax, limits, QUANT: tl.constexpr):
+    """The scale to store as float8_e4m3fn, as float32: ``t * overall``, at least ``least`` and 0,
+    rounded to nearest even, at most 448. ``limits`` are bound, least and, if there is one, overall.
     """
-    t = tl.div_rn(tl.minimum(amax, limits[0]), tl.full(amax.shape, QUANT.unit, tl.float32))
     known = amax < float("inf")
     if QUANT.overall:
         t = tl.maximum(t, 0.0) * limits[2]
@@ -161,15 +165,6 @@ def e4m3_code(scale):
     known = scale == scale
     small = (tl.where(known, scale, 0.0) * 512.0).to(tl.int32)
     return tl.where(known, tl.where(bits < (121 << 23), small, (bits >> 20) - (120 << 3)), 0x7F)
-
-
-@triton.jit
-def applied_scale(scale, limits, OVERALL: tl.constexpr):
-    """What codes are multiplied by to give numbers."""
-    if OVERALL:
-        return tl.where(scale == 0.0, 0.0, tl.div_rn(scale, limits[2] + tl.zeros_like(scale)))
-    else:
-        return scale
 
 
 @triton.jit
@@ -202,6 +197,11 @@ def scaled(values, k, DIVIDE: tl.constexpr):
 @triton.jit
 def quotient(numerator, scale):
     """``numerator / scale``, 0 where the scale is 0, at most the largest float32; keeps NaN."""
-    k = tl.div_rn(numerator, scale)
+    return held_quotient(tl.div_rn(numerator, scale), numerator, scale)
+
+
+@triton.jit
+def held_quotient(k, numerator, scale):
+    """`quotient`, given the result of the division."""
     k = tl.where(k > 3.4028234663852886e38, 3.4028234663852886e38, k)
     return tl.where((scale == 0.0) & (numerator == numerator), 0.0, k)

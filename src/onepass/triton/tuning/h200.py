@@ -60,8 +60,10 @@ ROWS: Final = RowTuning(
             "residual": {4096: Tile(4), 8192: Tile(16, 4)},
             "fp8": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(4, 0, 168)},
             "fp8, residual": {8192: Tile(4)},
+            "given scale": {8192: Tile(4)},
             "group": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(8)},
             "group, norm": {4096: Tile(4), 8192: Tile(8, 8, 80)},
+            "finished": {8192: Tile(4)},
         },
         "small": {
             "fp8": {4096: Tile(8), 8192: Tile(4), 16384: Tile(8, 0, 128)},

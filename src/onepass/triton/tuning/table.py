@@ -12,18 +12,21 @@ Variant = Literal[
     "residual",
     "fp8",
     "fp8, residual",
+    "given scale",
     "group",
     "group, residual",
     "group, norm",
     "more",
+    "finished",
     "prologue",
 ]
 """What a row kernel does, as far as its tile depends on it.
 
 "norm" stores the norm of a 16-bit row, "wide gamma" has a float32 gamma, and "residual" adds a
 residual. "fp8" quantizes with one scale per row and "group" with one per group, also with a
-residual. "group, residual" includes float32 gammas, and "group, norm" also stores the norm.
-"prologue" runs a user's function, and "more" is everything else.
+residual. "given scale" quantizes with a scale of the caller. "group, residual" includes float32
+gammas, and "group, norm" also stores the norm. "finished" subtracts the mean, or quantizes behind a
+bias or gate. "prologue" runs a user's function, and "more" is everything else.
 """
 
 Regime = Literal["small", "large", "streaming"]
