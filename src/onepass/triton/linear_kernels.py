@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .device.numbers import cast, convert
 from .device.pdl import launch_dependents, wait
-from .device.product import block_product, descriptor_product, piece_product, product
+from .device.product import descriptor_product, piece_product, product
 from .device.row import reciprocal_rms
 from .device.weight_stream import act_row, add_residual, first_weights, fold, stream
 from .prologue import tanh
@@ -149,6 +149,14 @@ def _tile_at(block, m, n, SIDES: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def _finish_tile(totals, row0, column0, n, m, weight_scale, bias, add, out, strides, MATH: tl.constexpr):
+    """`_finish` of the tile at ``row0`` and ``column0`` whose ``totals`` hold the sums of each side."""
+    row = row0 + tl.arange(0, totals[0].shape[1])
+    column = column0 + tl.arange(0, totals[0].shape[0])
+    _finish(totals[0], totals[1 if MATH.gated else 0], column, row, n, m, weight_scale, bias, add, out, strides, MATH)
+
+
+@triton.jit
 def _linear_pieces_kernel(
     x, weight, weight_scale, bias, add, out, m, n, k, strides,
     TILE: tl.constexpr, MATH: tl.constexpr,
@@ -167,11 +175,28 @@ def _linear_pieces_kernel(
     steps = (strides.x, strides.weight, strides.weight_scale)
     total = product(x, weight, weight_scale, column, row, m, k, steps, TILE, MATH)
     launch_dependents(MATH.pdl and TILE.late)
+    totals = (total,)
     if MATH.gated:
-        y, up = tl.split(tl.permute(tl.reshape(total, (2, WIDE, TILE.rows)), (1, 2, 0)))
-    else:
-        y, up = total, total
-    _finish(y, up, column0 + tl.arange(0, WIDE), row, n, m, weight_scale, bias, add, out, strides, MATH)
+        totals = tl.split(tl.permute(tl.reshape(total, (2, WIDE, TILE.rows)), (1, 2, 0)))
+    _finish_tile(totals, row0, column0, n, m, weight_scale, bias, add, out, strides, MATH)
+
+
+@triton.jit
+def _descriptors(
+    x_tiles, weight_tiles, weight_scale, bias, add, out, m, n, k, strides,
+    TILE: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """The same for many rows, loaded by the copy engine."""
+    launch_dependents(MATH.pdl and not TILE.late)
+    SIDES: tl.constexpr = 2 if MATH.gated else 1
+    row0, column0 = _tile_at(tl.program_id(0), m, n, SIDES, TILE)
+    wait(MATH.pdl)
+    totals = descriptor_product(
+        x_tiles, weight_tiles, weight_scale, row0, (column0, n + column0), n * SIDES, k, strides.weight_scale,
+        SIDES, TILE, MATH,
+    )  # fmt: skip
+    launch_dependents(MATH.pdl and TILE.late)
+    _finish_tile(totals, row0, column0, n, m, weight_scale, bias, add, out, strides, MATH)
 
 
 @triton.jit
@@ -179,17 +204,8 @@ def _linear_descriptors_kernel(
     x_tiles, weight_tiles, weight_scale, bias, add, out, m, n, k, strides,
     TILE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """The same for many rows and 16-bit weights, loaded by the copy engine."""
-    launch_dependents(MATH.pdl and not TILE.late)
-    SIDES: tl.constexpr = 2 if MATH.gated else 1
-    WIDE: tl.constexpr = TILE.columns // SIDES
-    row0, column0 = _tile_at(tl.program_id(0), m, n, SIDES, TILE)
-    wait(MATH.pdl)
-    totals = descriptor_product(x_tiles, weight_tiles, row0, (column0, n + column0), k, SIDES, TILE, MATH)
-    launch_dependents(MATH.pdl and TILE.late)
-    row = row0 + tl.arange(0, TILE.rows)
-    column = column0 + tl.arange(0, WIDE)
-    _finish(totals[0], totals[SIDES - 1], column, row, n, m, weight_scale, bias, add, out, strides, MATH)
+    """`_descriptors` of weights without a scale per block."""
+    _descriptors(x_tiles, weight_tiles, weight_scale, bias, add, out, m, n, k, strides, TILE, MATH)
 
 
 @triton.jit
@@ -197,20 +213,8 @@ def _linear_blocks_kernel(
     x_tiles, weight_tiles, weight_scale, bias, add, out, m, n, k, strides,
     TILE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """The same for decoded weights with a scale per block."""
-    launch_dependents(MATH.pdl and not TILE.late)
-    SIDES: tl.constexpr = 2 if MATH.gated else 1
-    WIDE: tl.constexpr = TILE.columns // SIDES
-    row0, column0 = _tile_at(tl.program_id(0), m, n, SIDES, TILE)
-    wait(MATH.pdl)
-    totals = block_product(
-        x_tiles, weight_tiles, weight_scale, row0, (column0, n + column0), n * SIDES, k, strides.weight_scale,
-        SIDES, TILE, MATH,
-    )  # fmt: skip
-    launch_dependents(MATH.pdl and TILE.late)
-    row = row0 + tl.arange(0, TILE.rows)
-    column = column0 + tl.arange(0, WIDE)
-    _finish(totals[0], totals[SIDES - 1], column, row, n, m, weight_scale, bias, add, out, strides, MATH)
+    """`_descriptors` of decoded weights with a scale per block: a name of its own in profiles."""
+    _descriptors(x_tiles, weight_tiles, weight_scale, bias, add, out, m, n, k, strides, TILE, MATH)
 
 
 @triton.jit
@@ -224,15 +228,14 @@ def _linear_split_kernel(
     """
     launch_dependents(MATH.pdl and not TILE.late)
     SIDES: tl.constexpr = 2 if MATH.gated else 1
-    WIDE: tl.constexpr = TILE.columns // SIDES
-    HIGH: tl.constexpr = WIDE if TILE.weights_first else TILE.rows
-    BROAD: tl.constexpr = TILE.rows if TILE.weights_first else WIDE
     block = tl.program_id(0)
     tile, piece = block // TILE.pieces, block % TILE.pieces
     row0, column0 = _tile_at(tile, m, n, SIDES, TILE)
     wait(MATH.pdl)
     found = piece_product(x_tiles, weight_tiles, row0, (column0, n + column0), k, piece, SIDES, TILE, MATH)
     launch_dependents(MATH.pdl and TILE.late)
+    HIGH: tl.constexpr = found[0].shape[0]
+    BROAD: tl.constexpr = found[0].shape[1]
     inner = tl.arange(0, HIGH)[:, None] * BROAD + tl.arange(0, BROAD)[None, :]
     first = sums + tile.to(tl.int64) * (TILE.pieces * SIDES * HIGH * BROAD)
     for s in tl.static_range(SIDES):
@@ -246,7 +249,5 @@ def _linear_split_kernel(
             for p in tl.static_range(TILE.pieces):
                 total += tl.load(first + (p * SIDES + s) * (HIGH * BROAD) + inner, cache_modifier=".cg")
             totals = totals + (total if TILE.weights_first else tl.trans(total),)
-        row = row0 + tl.arange(0, TILE.rows)
-        column = column0 + tl.arange(0, WIDE)
-        _finish(totals[0], totals[SIDES - 1], column, row, n, m, weight_scale, bias, add, out, strides, MATH)
+        _finish_tile(totals, row0, column0, n, m, weight_scale, bias, add, out, strides, MATH)
         tl.store(counter + tile, 0)

@@ -9,8 +9,7 @@ scales. M, the tile, the number of warps and alignment do not matter.
 
 A *cube* computes all pieces at the same time, as a batched product. It keeps every multiprocessor busy
 when there are few columns. A *flat* tile walks along all of K and adds its sums to a total at the end
-of each piece. `descriptor_product` is a flat tile that the copy engine loads, `piece_product` one piece of it, and
-`block_product` one whose weights have a scale per block.
+of each piece. `descriptor_product` is a flat tile that the copy engine loads, `piece_product` one piece of it.
 
 ``TILE`` is a `product_config.PieceTile`.
 """
@@ -29,6 +28,12 @@ SCALED = tl.constexpr(128)
 def piece_length(k, TILE: tl.constexpr):
     """Columns of each piece but the last ones."""
     return tl.cdiv(tl.cdiv(k, TILE.pieces), TILE.grain) * TILE.grain
+
+
+@triton.constexpr_function
+def has_blocks(scaled):
+    """Whether each block of weights has a scale."""
+    return scaled in ("block", "ue8m0_block")
 
 
 @triton.jit
@@ -74,11 +79,24 @@ def _weights(w, DTYPE: tl.constexpr, REGROUPS: tl.constexpr, MATH: tl.constexpr)
 
 
 @triton.jit
+def _load_step(w_at, x_at, at, inside, rows, TILE: tl.constexpr, MATH: tl.constexpr):
+    """The step at column ``at``, where ``inside``: weights, which leave the cache first, and ``rows`` of x."""
+    if TILE.mask:
+        nothing: tl.constexpr = 0.0 if MATH.weight == "float" else 0
+        w = tl.load(w_at + at, mask=inside, other=nothing, eviction_policy="evict_first")
+        v = tl.load(x_at + at, mask=rows & inside, other=0.0)
+    else:
+        w = tl.load(w_at + at, eviction_policy="evict_first")
+        v = tl.load(x_at + at, mask=rows, other=0.0)
+    return w, v
+
+
+@triton.jit
 def _cube_product(
     x, weight, scale, column, row, m, k, x_stride, weight_stride, scale_stride,
     TILE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = MATH.scaled == "block" or MATH.scaled == "ue8m0_block"
+    BLOCKS: tl.constexpr = has_blocks(MATH.scaled)
     CODES: tl.constexpr = MATH.weight != "float" and MATH.regroups
     length = piece_length(k, TILE)
     first = tl.arange(0, TILE.pieces)[:, None, None] * length
@@ -93,15 +111,8 @@ def _cube_product(
     rows = (row < m)[None, :, None]
     sums = tl.zeros((TILE.pieces, TILE.columns, TILE.rows), tl.float32)
     for at in tl.range(0, length, TILE.step, num_stages=TILE.stages):
-        if TILE.mask:
-            inside = (inner < length - at) & (first + inner < k - at)
-            w = tl.load(
-                w_at + at, mask=inside, other=0 if MATH.weight != "float" else 0.0, eviction_policy="evict_first"
-            )
-            v = tl.load(x_at + at, mask=rows & inside, other=0.0)
-        else:
-            w = tl.load(w_at + at, eviction_policy="evict_first")
-            v = tl.load(x_at + at, mask=rows, other=0.0)
+        inside = (inner < length - at) & (first + inner < k - at)
+        w, v = _load_step(w_at, x_at, at, inside, rows, TILE, MATH)
         if CODES and TILE.aligned:
             v = regroup(v)
         w = _weights(w, x.dtype.element_ty, TILE.aligned, MATH)
@@ -116,49 +127,57 @@ def _cube_product(
 
 
 @triton.jit
+def _zeros(SIDES: tl.constexpr, TILE: tl.constexpr):
+    """The first sums of each side: ``[columns / SIDES, rows]`` if weights come first, otherwise the transpose."""
+    WIDE: tl.constexpr = TILE.columns // SIDES
+    HIGH: tl.constexpr = WIDE if TILE.weights_first else TILE.rows
+    BROAD: tl.constexpr = TILE.rows if TILE.weights_first else WIDE
+    sums = ()
+    for _ in tl.static_range(SIDES):
+        sums = sums + (tl.zeros((HIGH, BROAD), tl.float32),)
+    return sums
+
+
+@triton.jit
+def _add_products(w, v, scales, at, k, sums, TILE: tl.constexpr, MATH: tl.constexpr):
+    """``sums`` and the products of a flat tile's step at column ``at`` of K.
+
+    ``scales``: with a scale per block, where those of the first block of K are.
+    """
+    left, right = (w, v) if TILE.weights_first else (v, w)
+    if has_blocks(MATH.scaled):
+        s = scale_value(tl.load(scales + tl.minimum(at, k - 1) // SCALED), MATH.scaled)
+        s = tl.broadcast_to(tl.expand_dims(s, 1 if TILE.weights_first else 0), sums.shape)
+        return tl.fma(tl.dot(left, tl.trans(right)), s, sums)
+    else:
+        return tl.dot(left, tl.trans(right), sums)
+
+
+@triton.jit
 def _flat_product(
     x, weight, scale, column, row, m, k, x_stride, weight_stride, scale_stride,
     TILE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = MATH.scaled == "block" or MATH.scaled == "ue8m0_block"
     length = piece_length(k, TILE)
     inner = tl.arange(0, TILE.step)[None, :]
     w_at = _codes(weight, MATH) + column.to(tl.int64)[:, None] * weight_stride + inner
     x_at = x + row.to(tl.int64)[:, None] * x_stride + inner
-    if BLOCKS:
-        s_at = scale + (column // SCALED).to(tl.int64) * scale_stride
+    scales = None
+    if has_blocks(MATH.scaled):
+        scales = scale + (column // SCALED).to(tl.int64) * scale_stride
     rows = (row < m)[:, None]
-    HIGH: tl.constexpr = TILE.columns if TILE.weights_first else TILE.rows
-    BROAD: tl.constexpr = TILE.rows if TILE.weights_first else TILE.columns
-    total = tl.zeros((HIGH, BROAD), tl.float32)
-    sums = tl.zeros((HIGH, BROAD), tl.float32)
+    total = _zeros(1, TILE)[0]
+    sums = _zeros(1, TILE)[0]
     left = length
     for at in tl.range(0, TILE.pieces * length, TILE.step, num_stages=TILE.stages):
-        if TILE.mask:
-            w = tl.load(
-                w_at + at,
-                mask=inner < k - at,
-                other=0 if MATH.weight != "float" else 0.0,
-                eviction_policy="evict_first",
-            )
-            v = tl.load(x_at + at, mask=rows & (inner < k - at), other=0.0)
-        else:
-            w = tl.load(w_at + at, eviction_policy="evict_first")
-            v = tl.load(x_at + at, mask=rows, other=0.0)
+        w, v = _load_step(w_at, x_at, at, inner < k - at, rows, TILE, MATH)
         w = _weights(w, x.dtype.element_ty, False, MATH)
-        if BLOCKS:
-            s = scale_value(tl.load(s_at + tl.minimum(at, k - 1) // SCALED), MATH.scaled)
-            s = tl.broadcast_to(s[:, None], (HIGH, BROAD))
-            sums = tl.fma(tl.dot(w, tl.trans(_operand(v, MATH))), s, sums)
-        elif TILE.weights_first:
-            sums = tl.dot(w, tl.trans(_operand(v, MATH)), sums)
-        else:
-            sums = tl.dot(_operand(v, MATH), tl.trans(w), sums)
+        sums = _add_products(w, _operand(v, MATH), scales, at, k, sums, TILE, MATH)
         if TILE.pieces > 1:
             left -= TILE.step
             if left == 0:
                 total += sums
-                sums = tl.zeros((HIGH, BROAD), tl.float32)
+                sums = _zeros(1, TILE)[0]
                 left = length
     if TILE.pieces == 1:
         total = sums
@@ -180,41 +199,47 @@ def product(x, weight, scale, column, row, m, k, strides, TILE: tl.constexpr, MA
 
 
 @triton.jit
-def descriptor_product(x, weight, row0, columns, k, SIDES: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr):
+def _add_step(
+    x, weight, scales, row0, columns, at, k, sums, SIDES: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr
+):
+    """`_add_products` of each side, loaded by the copy engine."""
+    v = _operand(x.load([row0, at]), MATH)
+    added = ()
+    for s in tl.static_range(SIDES):
+        w = _operand(weight.load([columns[s], at]), MATH)
+        added = added + (_add_products(w, v, scales[s], at, k, sums[s], TILE, MATH),)
+    return added
+
+
+@triton.jit
+def descriptor_product(
+    x, weight, scale, row0, columns, n, k, scale_stride, SIDES: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr
+):
     """Like `product`, from the descriptors of both matrices. ``columns`` holds the first column of each side.
 
     The sums of each side are ``[columns / SIDES, rows]``. The copy engine writes zeros for what lies
-    beyond either matrix.
+    beyond either matrix; weight has n rows. With a scale per block, a step is a block.
     """
     length = piece_length(k, TILE)
-    HIGH: tl.constexpr = TILE.columns // SIDES if TILE.weights_first else TILE.rows
-    BROAD: tl.constexpr = TILE.rows if TILE.weights_first else TILE.columns // SIDES
-    totals = ()
-    sums = ()
-    for _ in tl.static_range(SIDES):
-        totals = totals + (tl.zeros((HIGH, BROAD), tl.float32),)
-        sums = sums + (tl.zeros((HIGH, BROAD), tl.float32),)
+    scales = (None,) * SIDES
+    if has_blocks(MATH.scaled):
+        scales = ()
+        for s in tl.static_range(SIDES):
+            column = tl.minimum(columns[s] + tl.arange(0, TILE.columns // SIDES), n - 1)
+            scales = scales + (scale + (column // SCALED).to(tl.int64) * scale_stride,)
+    totals = _zeros(SIDES, TILE)
+    sums = _zeros(SIDES, TILE)
     left = length
     for at in tl.range(0, TILE.pieces * length, TILE.step, num_stages=TILE.stages):
-        v = _operand(x.load([row0, at]), MATH)
-        added = ()
-        for s in tl.static_range(SIDES):
-            w = _operand(weight.load([columns[s], at]), MATH)
-            if TILE.weights_first:
-                added = added + (tl.dot(w, v.T, sums[s]),)
-            else:
-                added = added + (tl.dot(v, w.T, sums[s]),)
-        sums = added
+        sums = _add_step(x, weight, scales, row0, columns, at, k, sums, SIDES, TILE, MATH)
         if TILE.pieces > 1:
             left -= TILE.step
             if left == 0:
                 ended = ()
-                zeros = ()
                 for s in tl.static_range(SIDES):
                     ended = ended + (totals[s] + sums[s],)
-                    zeros = zeros + (tl.zeros((HIGH, BROAD), tl.float32),)
                 totals = ended
-                sums = zeros
+                sums = _zeros(SIDES, TILE)
                 left = length
     if TILE.pieces == 1:
         totals = sums
@@ -225,71 +250,10 @@ def descriptor_product(x, weight, row0, columns, k, SIDES: tl.constexpr, TILE: t
 
 
 @triton.jit
-def block_product(
-    x, weight, scale, row0, columns, n, k, scale_stride, SIDES: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr
-):
-    """Like `descriptor_product` with decoded weights and a scale per block. A step is a block; weight has n rows."""
-    length = piece_length(k, TILE)
-    HIGH: tl.constexpr = TILE.columns // SIDES if TILE.weights_first else TILE.rows
-    BROAD: tl.constexpr = TILE.rows if TILE.weights_first else TILE.columns // SIDES
-    totals = ()
-    sums = ()
-    scales = ()
-    for s in tl.static_range(SIDES):
-        totals = totals + (tl.zeros((HIGH, BROAD), tl.float32),)
-        sums = sums + (tl.zeros((HIGH, BROAD), tl.float32),)
-        column = tl.minimum(columns[s] + tl.arange(0, TILE.columns // SIDES), n - 1)
-        scales = scales + (scale + (column // SCALED).to(tl.int64) * scale_stride,)
-    left = length
-    for at in tl.range(0, TILE.pieces * length, TILE.step, num_stages=TILE.stages):
-        v = _operand(x.load([row0, at]), MATH)
-        added = ()
-        for s in tl.static_range(SIDES):
-            w = _operand(weight.load([columns[s], at]), MATH)
-            factor = scale_value(tl.load(scales[s] + tl.minimum(at, k - 1) // SCALED), MATH.scaled)
-            if TILE.weights_first:
-                factor = tl.broadcast_to(factor[:, None], (HIGH, BROAD))
-                added = added + (tl.fma(tl.dot(w, v.T), factor, sums[s]),)
-            else:
-                factor = tl.broadcast_to(factor[None, :], (HIGH, BROAD))
-                added = added + (tl.fma(tl.dot(v, w.T), factor, sums[s]),)
-        sums = added
-        left -= TILE.step
-        if left == 0:
-            ended = ()
-            zeros = ()
-            for s in tl.static_range(SIDES):
-                ended = ended + (totals[s] + sums[s],)
-                zeros = zeros + (tl.zeros((HIGH, BROAD), tl.float32),)
-            totals = ended
-            sums = zeros
-            left = length
-    found = ()
-    for s in tl.static_range(SIDES):
-        found = found + (totals[s] if TILE.weights_first else tl.trans(totals[s]),)
-    return found
-
-
-@triton.jit
 def piece_product(x, weight, row0, columns, k, piece, SIDES: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr):
-    """The sums of one piece, as `descriptor_product` has them before it adds them to a total.
-
-    Those of each side are ``[columns / SIDES, rows]`` if weights come first, otherwise the transpose.
-    """
+    """The sums of one piece, as `descriptor_product` has them before it adds them to a total."""
     length = piece_length(k, TILE)
-    HIGH: tl.constexpr = TILE.columns // SIDES if TILE.weights_first else TILE.rows
-    BROAD: tl.constexpr = TILE.rows if TILE.weights_first else TILE.columns // SIDES
-    sums = ()
-    for _ in tl.static_range(SIDES):
-        sums = sums + (tl.zeros((HIGH, BROAD), tl.float32),)
+    sums = _zeros(SIDES, TILE)
     for at in tl.range(piece * length, (piece + 1) * length, TILE.step, num_stages=TILE.stages):
-        v = _operand(x.load([row0, at]), MATH)
-        added = ()
-        for s in tl.static_range(SIDES):
-            w = _operand(weight.load([columns[s], at]), MATH)
-            if TILE.weights_first:
-                added = added + (tl.dot(w, v.T, sums[s]),)
-            else:
-                added = added + (tl.dot(v, w.T, sums[s]),)
-        sums = added
+        sums = _add_step(x, weight, (None,) * SIDES, row0, columns, at, k, sums, SIDES, TILE, MATH)
     return sums

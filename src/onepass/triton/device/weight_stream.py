@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .codes import decode
 from .numbers import cast, convert
-from .product import SCALED, scale_value
+from .product import SCALED, has_blocks, scale_value
 from .row import factor
 from .sums import add_four
 
@@ -229,7 +229,7 @@ def _stretch(
     DTYPE: tl.constexpr, WT: tl.constexpr, XT: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """Add ``steps`` loads from ``begin`` on, of which ``ws`` are on their way."""
-    BLOCKS: tl.constexpr = MATH.scaled == "block" or MATH.scaled == "ue8m0_block"
+    BLOCKS: tl.constexpr = has_blocks(MATH.scaled)
     xs = ()
     for s in tl.static_range(TILE.ahead):
         xs = xs + (_load_act(act, norm, begin, k, s, XT, TILE, MATH),)
