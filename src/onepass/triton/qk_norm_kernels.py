@@ -70,6 +70,37 @@ def _top(peak, mask, y, DTYPE: tl.constexpr, MATH: tl.constexpr):
 
 
 @triton.jit
+def _pairs(source, rs, freqs, angles_at, first, n, present, STEP: tl.constexpr, MATH: tl.constexpr):
+    """Columns i and i + dim/2 of each head, for the heads within STEP columns from ``first`` on.
+
+    Returns the first of the two, their mask, both norms, and the cosine and sine of their angle.
+    """
+    HEAD: tl.constexpr = MATH.head
+    HALF: tl.constexpr = MATH.dim // 2
+    pair = tl.arange(0, triton.next_power_of_2(STEP // HEAD * HALF))
+    place = pair % HALF
+    columns = first + pair // HALF * HEAD + place
+    mask = present[:, None] & ((columns < n) & (pair < STEP // HEAD * HALF))[None, :]
+    a = _norm_at(source, columns, mask, rs, MATH)
+    b = _norm_at(source, columns + HALF, mask, rs, MATH)
+    at = angles_at[:, None] + 2 * place[None, :]
+    cosine = tl.load(freqs + at, mask=mask, other=0.0)
+    sine = tl.load(freqs + at + 1, mask=mask, other=0.0)
+    return columns, mask, a, b, cosine, sine
+
+
+@triton.jit
+def _others(source, rs, first, n, present, STEP: tl.constexpr, MATH: tl.constexpr):
+    """The columns of the same heads that do not rotate, their mask and norm."""
+    HEAD: tl.constexpr = MATH.head
+    REST: tl.constexpr = MATH.head - MATH.dim
+    other = tl.arange(0, triton.next_power_of_2(STEP // HEAD * REST))
+    columns = first + other // REST * HEAD + MATH.dim + other % REST
+    mask = present[:, None] & ((columns < n) & (other < STEP // HEAD * REST))[None, :]
+    return columns, mask, _norm_at(source, columns, mask, rs, MATH)
+
+
+@triton.jit
 def _write_halves(
     source, rs, out, out_at, freqs, angles_at, first, n, present, scale,
     STEP: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr,
@@ -80,25 +111,11 @@ def _write_halves(
     Both columns of a pair are read, and then written, by the same thread.
     """
     DTYPE: tl.constexpr = source[0].dtype.element_ty
-    HEAD: tl.constexpr = MATH.head
-    HALF: tl.constexpr = MATH.dim // 2
-    REST: tl.constexpr = MATH.head - MATH.dim
-    pair = tl.arange(0, triton.next_power_of_2(STEP // HEAD * HALF))
-    place = pair % HALF
-    columns = first + pair // HALF * HEAD + place
-    mask = present[:, None] & ((columns < n) & (pair < STEP // HEAD * HALF))[None, :]
-    a = _norm_at(source, columns, mask, rs, MATH)
-    b = _norm_at(source, columns + HALF, mask, rs, MATH)
-    at = angles_at[:, None] + 2 * place[None, :]
-    cosine = tl.load(freqs + at, mask=mask, other=0.0)
-    sine = tl.load(freqs + at + 1, mask=mask, other=0.0)
+    columns, mask, a, b, cosine, sine = _pairs(source, rs, freqs, angles_at, first, n, present, STEP, MATH)
     _put(out, out_at, columns, mask, tl.fma(a, cosine, -(b * sine)), scale, DTYPE, MATH, QUANT)
-    _put(out, out_at, columns + HALF, mask, tl.fma(b, cosine, a * sine), scale, DTYPE, MATH, QUANT)
-    if REST > 0:
-        other = tl.arange(0, triton.next_power_of_2(STEP // HEAD * REST))
-        columns = first + other // REST * HEAD + MATH.dim + other % REST
-        mask = present[:, None] & ((columns < n) & (other < STEP // HEAD * REST))[None, :]
-        y = _norm_at(source, columns, mask, rs, MATH)
+    _put(out, out_at, columns + MATH.dim // 2, mask, tl.fma(b, cosine, a * sine), scale, DTYPE, MATH, QUANT)
+    if MATH.head > MATH.dim:
+        columns, mask, y = _others(source, rs, first, n, present, STEP, MATH)
         _put(out, out_at, columns, mask, y, scale, DTYPE, MATH, QUANT)
 
 
@@ -106,25 +123,12 @@ def _write_halves(
 def _top_of_halves(peak, source, rs, freqs, angles_at, first, n, present, STEP: tl.constexpr, MATH: tl.constexpr):
     """`_top` of what `_write_halves` writes."""
     DTYPE: tl.constexpr = source[0].dtype.element_ty
-    HEAD: tl.constexpr = MATH.head
-    HALF: tl.constexpr = MATH.dim // 2
-    REST: tl.constexpr = MATH.head - MATH.dim
-    pair = tl.arange(0, triton.next_power_of_2(STEP // HEAD * HALF))
-    place = pair % HALF
-    columns = first + pair // HALF * HEAD + place
-    mask = present[:, None] & ((columns < n) & (pair < STEP // HEAD * HALF))[None, :]
-    a = _norm_at(source, columns, mask, rs, MATH)
-    b = _norm_at(source, columns + HALF, mask, rs, MATH)
-    at = angles_at[:, None] + 2 * place[None, :]
-    cosine = tl.load(freqs + at, mask=mask, other=0.0)
-    sine = tl.load(freqs + at + 1, mask=mask, other=0.0)
+    _, mask, a, b, cosine, sine = _pairs(source, rs, freqs, angles_at, first, n, present, STEP, MATH)
     peak = _top(peak, mask, tl.fma(a, cosine, -(b * sine)), DTYPE, MATH)
     peak = _top(peak, mask, tl.fma(b, cosine, a * sine), DTYPE, MATH)
-    if REST > 0:
-        other = tl.arange(0, triton.next_power_of_2(STEP // HEAD * REST))
-        columns = first + other // REST * HEAD + MATH.dim + other % REST
-        mask = present[:, None] & ((columns < n) & (other < STEP // HEAD * REST))[None, :]
-        peak = _top(peak, mask, _norm_at(source, columns, mask, rs, MATH), DTYPE, MATH)
+    if MATH.head > MATH.dim:
+        _, mask, y = _others(source, rs, first, n, present, STEP, MATH)
+        peak = _top(peak, mask, y, DTYPE, MATH)
     return peak
 
 
@@ -156,6 +160,20 @@ def _store_scale(peak, out, at, present, MATH: tl.constexpr, QUANT: tl.constexpr
     scale = make_scale(peak.to(tl.float32, bitcast=True), float("inf"), None, QUANT, tl.float32, MATH.hw_rounding)
     tl.store(out + at, scale, mask=present)
     return scale
+
+
+@triton.jit
+def _load_tile(source, first, place, n, present, STEP: tl.constexpr):
+    """The columns ``first + place``, of which there are STEP: their mask, gamma and values."""
+    x, x_at, gamma, _ = source
+    columns = first + place
+    inside = columns < n
+    if STEP < place.shape[0]:
+        inside = inside & (place < STEP)
+    mask = present[:, None] & inside[None, :]
+    weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
+    h = tl.load(x + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
+    return mask, weight, h
 
 
 @triton.jit
@@ -234,13 +252,7 @@ def _side(
             launch_dependents(PDL)
             _write_halves(source, rs, out.at, out_at, freqs.at, angles_at, begin, n, present, scale, STEP, MATH, QUANT)
         else:
-            columns = begin + place
-            inside = columns < n
-            if STEP < BLOCK:
-                inside = inside & (place < STEP)
-            mask = present[:, None] & inside[None, :]
-            weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
-            h = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
+            mask, weight, h = _load_tile(source, begin, place, n, present, STEP)
             launch_dependents(PDL)
             g = weight.to(tl.float32) + weight_offset
             rs = reciprocal_root(mean + eps)
@@ -264,13 +276,7 @@ def _side(
                     if HALVES:
                         peak = _top_of_halves(peak, source, rs, freqs.at, angles_at, first, n, present, STEP, MATH)
                     else:
-                        columns = first + place
-                        inside = columns < n
-                        if STEP < BLOCK:
-                            inside = inside & (place < STEP)
-                        mask = present[:, None] & inside[None, :]
-                        weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
-                        h = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
+                        mask, weight, h = _load_tile(source, first, place, n, present, STEP)
                         g = weight.to(tl.float32) + weight_offset
                         y = _turned(h, g, rs, freqs.at, angles_at, first, DTYPE, ROWS, BLOCK, MATH)
                         peak = _top(peak, mask, y, DTYPE, MATH)
@@ -281,13 +287,7 @@ def _side(
                         source, rs, out.at, out_at, freqs.at, angles_at, first, n, present, scale, STEP, MATH, QUANT
                     )
                 else:
-                    columns = first + place
-                    inside = columns < n
-                    if STEP < BLOCK:
-                        inside = inside & (place < STEP)
-                    mask = present[:, None] & inside[None, :]
-                    weight = tl.load(gamma + columns[None, :], mask=inside[None, :], other=0.0)
-                    h = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0)
+                    mask, weight, h = _load_tile(source, first, place, n, present, STEP)
                     g = weight.to(tl.float32) + weight_offset
                     _write(
                         h, g, rs, out.at, out_at, freqs.at, angles_at, first, mask, scale,
