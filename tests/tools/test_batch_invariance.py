@@ -34,8 +34,8 @@ def test_all_prompts_are_counted(way: str) -> None:
         assert row["equal"] == row["equal_tokens"] == {"2": 5, "4": 5}
 
 
-def test_a_model_that_depends_on_its_batch_is_noticed() -> None:
-    """One value of one prompt's logits, in the last bit, in batches of two only."""
+def dependent() -> Any:
+    """A model that changes the last bit of one value of one prompt's logits, in batches of two only."""
     model = fresh("Llama", torch.bfloat16)
 
     def last_bit(module: Any, inputs: Any, output: Tensor) -> Tensor:
@@ -45,6 +45,11 @@ def test_a_model_that_depends_on_its_batch_is_noticed() -> None:
         return output
 
     model.lm_head.register_forward_hook(last_bit)
+    return model
+
+
+def test_a_model_that_depends_on_its_batch_is_noticed() -> None:
+    model = dependent()
     with torch.inference_mode():
         row = measure(model, prompts(4), Way("hooked", {"decode": True, "batch_invariant": True}), (2, 4), 2)
     assert row["equal"] == {"2": 2, "4": 4} and row["equal_tokens"]["4"] == 4
@@ -90,7 +95,8 @@ def test_a_failure_is_recorded_and_shown(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_program_writes_and_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, page = tmp_path / "found.json", tmp_path / "found.md"
-    monkeypatch.setattr(common, "build", lambda *_: fresh("Llama", torch.bfloat16))
+    model: Any = fresh("Llama", torch.bfloat16)
+    monkeypatch.setattr(common, "build", lambda *_: model)
     line = [
         "x",
         "--device",
@@ -106,11 +112,13 @@ def test_the_program_writes_and_merges(tmp_path: Path, monkeypatch: pytest.Monke
         "--json",
         str(file),
     ]
-    for way, status in (("unpatched", 0), ("invariant-rows", 0), ("invariant-rows", 0)):
+    for way, status in (("unpatched", 0), ("invariant", 0), ("invariant", 1), ("invariant-rows", 0)):
+        model = dependent() if status else fresh("Llama", torch.bfloat16)
         monkeypatch.setattr(sys, "argv", [*line, "--way", way, "--markdown", str(page)])
         with pytest.raises(SystemExit) as ended:
             batch_invariance.main()
         assert ended.value.code == status
     rows = json.loads(file.read_text())["rows"]
-    assert [row["way"] for row in rows] == [WAYS["unpatched"].title, WAYS["invariant-rows"].title]
+    assert [row["way"] for row in rows] == [WAYS[way].title for way in ("unpatched", "invariant", "invariant-rows")]
+    assert [row["equal"]["2"] for row in rows[1:]] == [2, 3], "a row is replaced by the same way's last one"
     assert page.read_text().count("| 3 (3) |") >= 1

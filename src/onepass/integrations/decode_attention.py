@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +15,11 @@ from torch.nn import functional as F
 from ..nn import gamma_of
 from ..ops.qk_cache import qk_norm_rope_cache
 from ..ops.qk_norm import qk_rms_norm
+from .biases import biases
 from .counts import count, settle
 from .forwards import Attended, attention_function, refuse_gradient
 from .steps import AttentionStep, project
+from .unsplit import attend_unsplit, takes
 
 
 def attend_heads(
@@ -53,7 +53,7 @@ def attend_heads(
     if how.softcap:
         kwargs["softcap"] = getattr(self, how.softcap)
     q, k, v = _rotate_and_store(self, states, position_embeddings, past_key_values, kwargs)
-    out, weights = attend(self, how.home, (q, k, v), attention_mask, kwargs)
+    out, weights = attend(self, how.home, (q, k, v), attention_mask, kwargs, how.invariant)
     if gate is not None:
         out = out * torch.sigmoid(gate.reshape(out.shape))
     out = out if shape is None else out.view(batch * length, -1)
@@ -144,62 +144,26 @@ def _normed(self: Any, how: AttentionStep, q: Tensor, k: Tensor) -> tuple[Tensor
     return rows[0].view(q.shape), rows[1].view(k.shape)
 
 
-BLOCKED: Final = -1e30
-"""What `Biases.finite` adds to scores that do not count: a row without any that counts must not become NaN."""
-
-
-class Biases(threading.local):
-    """Masks as what is added to scores, converted once per step and thread instead of once per layer.
-
-    A compiler finds equal expressions itself. Layers are called in order, so a layer that is not behind the last one
-    starts a new step. A mask may have been changed since the step before.
-    """
-
-    def __init__(self) -> None:
-        self.last = -1
-        self.made: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def of(self, mask: Tensor, dtype: torch.dtype, layer: int) -> Tensor:
-        """The bias of a mask that is True where attention is allowed, as torch's attention computes it."""
-        # The logarithm of one is zero, and that of zero is -inf: one launch.
-        return self._once(mask, dtype, layer, lambda: torch.log(mask, out=torch.empty_like(mask, dtype=dtype)))
-
-    def finite(self, mask: Tensor, layer: int) -> Tensor:
-        """The float32 bias of a mask, boolean or added to scores, without infinities."""
-
-        def make() -> Tensor:
-            added = torch.log(mask) if mask.dtype is torch.bool else mask
-            return added.float().clamp(min=BLOCKED)
-
-        return make() if torch.compiler.is_compiling() else self._once(mask, torch.float32, layer, make)
-
-    def _once(self, mask: Tensor, dtype: torch.dtype, layer: int, make: Callable[[], Tensor]) -> Tensor:
-        if layer <= self.last:
-            self.made.clear()
-        self.last = layer
-        source, bias = self.made.get(id(mask), (None, mask))
-        if source is not mask or bias.dtype is not dtype:
-            bias = make()
-            self.made[id(mask)] = mask, bias
-        return bias
-
-
-biases = Biases()
-
-
 def attend(
-    self: Any, home: str, states: tuple[Tensor, Tensor, Tensor], mask: Any, kwargs: dict[str, Any]
+    self: Any,
+    home: str,
+    states: tuple[Tensor, Tensor, Tensor],
+    mask: Any,
+    kwargs: dict[str, Any],
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that the model is configured for, as rows [batch, tokens, columns].
 
     torch's attention needs no copies of keys and values for groups of query heads. transformers makes
     them if there is a mask. Where it relies on causality instead, or has other arguments, its function is
-    called.
+    called. If ``invariant``, a kernel whose bytes do not depend on the batch is used where there is one.
     """
     q, k, v = states
     batch, _, length, _ = q.shape
     plain = self.config._attn_implementation == "sdpa" and (length == 1 or mask is not None)
     if plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None:
+        if invariant and takes(q, v, mask):
+            return attend_unsplit(q, k, v, mask, self.scaling, self.layer_idx), None
         if mask is not None and mask.dtype is torch.bool and not torch.compiler.is_compiling():
             mask = biases.of(mask, q.dtype, self.layer_idx)
         if length == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1):

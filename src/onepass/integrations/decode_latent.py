@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.qk_cache import qk_norm_rope_cache
+from .biases import biases
 from .counts import count, settle
-from .decode_attention import attend, biases, dense_layer
+from .decode_attention import attend, dense_layer
 from .forwards import FUSED_ROWS, Attended, add_norm, refuse_gradient
 from .steps import LatentStep, is_own, linear_step, project
 
@@ -56,7 +57,7 @@ def attend_latent(
         out = _attend_latents(self, q, latent.squeeze(1), k_rot.squeeze(1), attention_mask)
     else:
         k, v = self.expand_kv(latent, k_rot)
-        out, weights = attend(self, how.home, (q.transpose(1, 2), k, v), attention_mask, kwargs)
+        out, weights = attend(self, how.home, (q.transpose(1, 2), k, v), attention_mask, kwargs, how.expands)
     out = out if shape is None else out.view(batch * length, -1)
     return project(how.out, out, rounding=how.rounding, add=add), weights
 

@@ -199,6 +199,7 @@ def _attention_step(decoding: Decoding, module: Any, found: Match) -> AttentionS
         fused=fused,
         rounding=decoding.rounding,
         always=decoding.always,
+        invariant=decoding.invariant,
         home=found.code.module,
         names=names,
         projections=(qkv, output),

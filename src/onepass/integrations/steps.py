@@ -79,6 +79,7 @@ class AttentionStep(NamedTuple):
     """An attention: its projections, norms of q and k, rotation, and what is passed on; see `forms`.
 
     ``norms_in_turn`` is whether the norms are in the launch of the rotation: not where the model rounds between them.
+    ``invariant`` is whether a token's bytes must not depend on the batch.
     """
 
     qkv: Projection
@@ -96,6 +97,7 @@ class AttentionStep(NamedTuple):
     fused: bool
     rounding: Rounding
     always: bool
+    invariant: bool
     home: str
     names: tuple[str, ...]
     projections: tuple[Projection, ...]
