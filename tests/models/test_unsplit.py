@@ -169,9 +169,11 @@ def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     def takes(mask: Any = None, values: int = 128, **options: Any) -> bool:
         return unsplit.takes(tensor(**options), tensor(columns=values), mask)
 
-    assert takes() and takes(dtype=torch.float16) and takes(columns=192) and takes(device=2)
+    assert (
+        takes() and takes(dtype=torch.float16) and takes(dtype=torch.float32) and takes(columns=192) and takes(device=2)
+    )
     assert takes(torch.zeros(2, 1, 1, 9)) and not takes(torch.zeros(1, 9))
-    assert not takes(cuda=False) and not takes(dtype=torch.float32) and not takes(device=1)
+    assert not takes(cuda=False) and not takes(dtype=torch.float64) and not takes(device=1)
     assert not takes(columns=20) and not takes(values=20)
     monkeypatch.setattr(unsplit, "_chips", {})
     monkeypatch.setattr(torch.version, "hip", "6.0")

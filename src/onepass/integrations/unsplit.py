@@ -3,7 +3,7 @@
 For few queries torch splits a long context. cuDNN, its first choice, then gives other bytes from run to run, and flash
 splits by the batch. torch's memory-efficient kernel gives a block of queries of one head to one program, which goes
 through the keys in order. The blocks depend on the dtype and the columns of a head, and on nothing else. A masked entry
-adds zero.
+adds zero. So a token also has the same bytes among other tokens of a step, and in a static cache of any length.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .forwards import FUSED_ROWS
 KERNEL: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
 """(q, k, v, bias, whether to return sums, scale=...), all [batch, heads, tokens, columns]. The first result is the output."""
 
-_DTYPES: Final = (torch.bfloat16, torch.float16)
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _chips: dict[int, bool] = {}
 
 
 def takes(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel takes these queries, values and mask: 16-bit values on NVIDIA chips since Ampere."""
+    """Whether the kernel takes these queries, values and mask, on NVIDIA chips since Ampere."""
     if not q.is_cuda or q.dtype not in _DTYPES or (mask is not None and mask.dim() != 4):
         return False
     return q.shape[-1] % ALIGNED == 0 and v.shape[-1] % ALIGNED == 0 and _has_kernel(q.get_device())
 
 
 def _has_kernel(device: int) -> bool:
-    """Whether a device has the kernel for all 16-bit dtypes. To ask torch costs the host more than the call."""
+    """Whether a device has the kernel for all dtypes. To ask torch costs the host more than the call."""
     if torch.compiler.is_compiling():
         return _since_ampere(device)
     if device not in _chips:
