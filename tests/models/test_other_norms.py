@@ -20,6 +20,14 @@ N = 64
 NORMS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "Qwen3-Next": ("qwen3_next", "Qwen3NextRMSNormGated", {}, "rms_norm, gate after, rounding hf"),
     "Qwen3.5": ("qwen3_5", "Qwen3_5RMSNormGated", {}, "rms_norm, gate after, rounding hf"),
+    "Qwen4, sigmoid": (
+        "qwen4_exp",
+        "Qwen4ExpTextRMSNormGated",
+        {"activation": "sigmoid"},
+        "rms_norm, sigmoid gate after, rounding hf",
+    ),
+    "Kimi Linear": ("kimi_linear", "KimiLinearRMSNormGated", {}, "rms_norm, sigmoid gate after, rounding once"),
+    "GLM-5-Next": ("glm5_next", "Glm5NextTextRMSNormGated", {}, "rms_norm, sigmoid gate after, rounding once"),
     "Mamba-2": ("mamba2", "MambaRMSNormGated", {}, "rms_norm, gate before, rounding hf"),
     "Zamba2": ("zamba2", "Zamba2RMSNormGated", {"group_size": 16}, "rms_norm, gate before, 4 groups, rounding hf"),
     "Zamba2, one group": ("zamba2", "Zamba2RMSNormGated", {"group_size": N}, "rms_norm, gate before, rounding hf"),
@@ -69,7 +77,7 @@ def test_results_are_the_models_own(name: str, dtype: torch.dtype) -> None:
         assert [change.why for change in handle.replaced] == [NORMS[name][3]] and not handle.left
         for shape in shapes:
             given = arguments(name, *shape, dtype=dtype)
-            for inputs in (given, given[:1]) if not name.startswith("Qwen") else (given,):
+            for inputs in (given,) if name.startswith(("Qwen", "Kimi", "GLM")) else (given, given[:1]):
                 found, expected = norm(*inputs), type(norm).forward(norm, *inputs)
                 assert found.shape == expected.shape and found.dtype == expected.dtype
                 assert expected.float().abs().max() > 1
@@ -103,13 +111,17 @@ def test_what_an_op_cannot_compute_runs_the_models_code() -> None:
 
 
 def test_other_gates_and_groups_are_left() -> None:
-    sigmoid, uneven, per_head = module("Qwen3-Next"), module("Falcon-H1"), module("Cohere")
-    sigmoid.activation = "sigmoid"  # type: ignore[assignment]
+    tanh, uneven, per_head = module("Qwen3-Next"), module("Falcon-H1"), module("Cohere")
+    tanh.activation = "tanh"  # type: ignore[assignment]
     uneven.n_groups = 5  # type: ignore[assignment]
     per_head.weight = nn.Parameter(torch.ones(2, N))
-    with onepass.patch(nn.Sequential(sigmoid, uneven, per_head, nn.RMSNorm(N))) as handle:
+    with onepass.patch(nn.Sequential(tanh, uneven, per_head, nn.RMSNorm(N))) as handle:
         reasons = [change.why for change in handle.left]
-    assert reasons == ["its gate is not silu", "its groups do not divide its columns", "it has no 1-D weight"]
+    assert reasons == [
+        "its gate is neither silu nor sigmoid",
+        "its groups do not divide its columns",
+        "it has no 1-D weight",
+    ]
 
 
 def test_torchs_norm_without_a_weight() -> None:

@@ -60,18 +60,33 @@ def test_opcheck_fp8(variant: str) -> None:
 def test_opcheck_rms_norm(lead: tuple[int, ...], residual: bool) -> None:
     optional = ["gamma", "residual"] if residual else ["gamma"]
     tensors = sample(RMS_NORM, {"N": 96}, lead, dtypes={"x": torch.float32}, optional=optional)
-    options = (1e-6, 0.0, "once", None, "after", None, False)
+    options = (1e-6, 0.0, "once", None, "after", "silu", None, False)
     arguments = (tensors["x"], tensors["gamma"], tensors.get("residual"), None, None, None, *options)
     torch.library.opcheck(torch.ops.onepass.rms_norm.default, arguments)
     outs = (torch.empty_like(tensors["x"]), torch.empty_like(tensors["x"]) if residual else None)
     torch.library.opcheck(torch.ops.onepass.rms_norm_out.default, (*arguments, *outs, None))
 
 
+def test_gated_norms_compile() -> None:
+    """Both activations and orders, in one graph."""
+    x, gate, gamma = torch.randn(3, 64), torch.randn(3, 64), torch.randn(64)
+    orders, activations = ("after", "before"), ("silu", "sigmoid")
+    ways: list[Any] = [{"gate_order": o, "gate_activation": a} for o in orders for a in activations]
+
+    def norms(x: Tensor, gate: Tensor) -> list[Tensor]:
+        return [onepass.rms_norm(x, gamma, gate=gate, **way) for way in ways]
+
+    torch._dynamo.reset()
+    found, expected = torch.compile(norms, fullgraph=True, backend="aot_eager")(x, gate), norms(x, gate)
+    assert all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))
+    assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
 @pytest.mark.parametrize("heads", [False, True])
 def test_opcheck_weights_and_statistics(heads: bool) -> None:
     """Without gamma or with one of each head, and with the reciprocal RMS."""
     x, gamma = torch.randn(2, 3, 96), torch.randn(3, 96) if heads else None
-    arguments = (x, None, None, None, None, gamma, 1e-6, 0.0, "once", None, "after", None, True)
+    arguments = (x, None, None, None, None, gamma, 1e-6, 0.0, "once", None, "after", "silu", None, True)
     torch.library.opcheck(torch.ops.onepass.rms_norm.default, arguments)
     outs = (torch.empty_like(x), None, torch.empty(2, 3))
     torch.library.opcheck(torch.ops.onepass.rms_norm_out.default, (*arguments, *outs))

@@ -41,7 +41,20 @@ def norm(x: Tensor) -> Tensor:
         (
             "gamma",
             lambda: torch.ops.onepass.rms_norm(
-                X, torch.nn.Parameter(GAMMA), None, None, None, None, 1e-6, 0.0, "once", None, "after", None, False
+                X,
+                torch.nn.Parameter(GAMMA),
+                None,
+                None,
+                None,
+                None,
+                1e-6,
+                0.0,
+                "once",
+                None,
+                "after",
+                "silu",
+                None,
+                False,
             ),
         ),
         ("x", lambda: torch.func.grad(lambda x: norm(x).sum())(X)),
@@ -76,9 +89,9 @@ def test_runs_without_gradients(guard: Callable[[], torch.no_grad]) -> None:
     with guard():
         for y in (
             onepass.rms_norm(x, gamma),
-            torch.ops.onepass.rms_norm(x, gamma, None, None, None, None, 1e-6, 0.0, "once", None, "after", None, False)[
-                0
-            ],
+            torch.ops.onepass.rms_norm(
+                x, gamma, None, None, None, None, 1e-6, 0.0, "once", None, "after", "silu", None, False
+            )[0],
         ):
             assert not y.requires_grad and torch.equal(y, expected)
     assert torch.equal(norm(x.detach()), expected)
@@ -100,6 +113,6 @@ def test_autocast_does_not_affect_the_ops() -> None:
         low = onepass.rms_norm(X.bfloat16(), GAMMA)
         assert low.dtype is torch.bfloat16
         through_dispatcher = torch.ops.onepass.rms_norm(
-            X.bfloat16(), GAMMA, None, None, None, None, 1e-6, 0.0, "once", None, "after", None, False
+            X.bfloat16(), GAMMA, None, None, None, None, 1e-6, 0.0, "once", None, "after", "silu", None, False
         )[0]
     assert torch.equal(low, onepass.rms_norm(X.bfloat16(), GAMMA)) and torch.equal(low, through_dispatcher)

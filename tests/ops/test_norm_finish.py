@@ -47,6 +47,15 @@ def test_gate_before_the_norm_is_mamba2() -> None:
         agrees(onepass.rms_norm(x, gamma, 1e-5, gate=z, gate_order="before", rounding="hf"), module(x, z))
 
 
+def test_sigmoid_gate_is_kimi_linear() -> None:
+    models = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    x, z, gamma = tensors()
+    module = models.KimiLinearRMSNormGated(256, eps=1e-5).to(BF16)
+    module.weight.data = gamma
+    with torch.no_grad():
+        agrees(onepass.rms_norm(x, gamma, 1e-5, gate=z, gate_activation="sigmoid"), module(x, z))
+
+
 def test_layer_norm_is_cohere() -> None:
     models = pytest.importorskip("transformers.models.cohere.modeling_cohere")
     x, _, gamma = tensors()
@@ -65,8 +74,9 @@ def test_layer_norm_is_torchs() -> None:
     )
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("rounding", ["once", "hf"])
-def test_steps_are_rounded_where_the_contract_says(rounding: Any) -> None:
+def test_steps_are_rounded_where_the_contract_says(rounding: Any, activation: Any) -> None:
     """The gated norm from the stored norm: "hf" rounds each step, "once" only the last."""
     x, z, gamma = tensors()
     bias = torch.linspace(-1, 1, 256)
@@ -74,21 +84,38 @@ def test_steps_are_rounded_where_the_contract_says(rounding: Any) -> None:
     expected = y + bias
     expected = expected.bfloat16().float() if rounding == "hf" else expected
     gate = z.float()
-    expected = (expected * (gate * torch.sigmoid(gate))).bfloat16()
-    got = onepass.rms_norm(x, gamma, gate=z, bias=bias, rounding=rounding)
+    factor = gate * torch.sigmoid(gate) if activation == "silu" else torch.sigmoid(gate)
+    expected = (expected * factor).bfloat16()
+    got = onepass.rms_norm(x, gamma, gate=z, gate_activation=activation, bias=bias, rounding=rounding)
     assert (got != expected).float().mean() < 0.005
     alone = onepass.rms_norm(x, gamma, bias=bias, rounding=rounding)
     assert same_bytes(alone, (y + bias).bfloat16()) and not same_bytes(alone, got)
 
 
-def test_a_gate_before_the_norm_is_the_prologue() -> None:
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_a_gate_before_the_norm_is_the_prologue(activation: Any) -> None:
     x, z, gamma = tensors()
-    named = onepass.rms_norm_fused_fp8(
-        x, gamma, prologue=onepass.prologues.silu_and_mul, prologue_args=[z], return_norm=True
-    )
-    before = onepass.rms_norm_fused_quant(x, gamma, gate=z, gate_order="before", return_norm=True)
+    prologue = getattr(onepass.prologues, f"{activation}_and_mul")
+    named = onepass.rms_norm_fused_fp8(x, gamma, prologue=prologue, prologue_args=[z], return_norm=True)
+    gated: dict[str, Any] = {"gate": z, "gate_order": "before", "gate_activation": activation}
+    before = onepass.rms_norm_fused_quant(x, gamma, **gated, return_norm=True)
     assert all(same_bytes(a, b) for a, b in zip(named, before, strict=True))
-    assert same_bytes(named[2], onepass.rms_norm(x, gamma, gate=z, gate_order="before"))
+    assert same_bytes(named[2], onepass.rms_norm(x, gamma, **gated))
+
+
+def test_extreme_gates() -> None:
+    """Sigmoid of an infinite gate is 0 or 1. Silu multiplies it by the gate."""
+    x, _, gamma = tensors(64)
+    z = torch.zeros(6, 64)
+    z[:, 0], z[:, 1], z[:, 2], z[:, 3] = torch.inf, -torch.inf, torch.nan, -200.0
+    y = onepass.rms_norm(x, gamma, out_dtype=F32)
+    found = onepass.rms_norm(x, gamma, out_dtype=F32, gate=z, gate_activation="sigmoid")
+    assert torch.equal(found[:, 0], y[:, 0]) and torch.equal(found[:, 4:], y[:, 4:] / 2)
+    assert (found[:, 1] == 0).all() and (found[:, 3].abs() < 1e-37).all()
+    assert torch.equal(found.isnan(), z.isnan())
+    assert torch.equal(
+        onepass.rms_norm(x, gamma, gate=z).isnan()[:, :3], torch.tensor([False, True, True]).expand(6, 3)
+    )
 
 
 def test_quantized_results_are_those_of_the_norm() -> None:
@@ -97,6 +124,7 @@ def test_quantized_results_are_those_of_the_norm() -> None:
     options: dict[str, Any] = {"rounding": "stored", "quantize": "divide", "return_norm": True}
     for further, norm in (
         ({"gate": z}, onepass.rms_norm(x, gamma, gate=z)),
+        ({"gate": z, "gate_activation": "sigmoid"}, onepass.rms_norm(x, gamma, gate=z, gate_activation="sigmoid")),
         ({"statistic": "layer", "bias": gamma}, onepass.layer_norm(x, gamma, gamma)),
     ):
         codes, scale, shown = onepass.rms_norm_fused_quant(x, gamma, **further, **options)
@@ -122,6 +150,7 @@ def test_special_rows() -> None:
         ({"gate": torch.ones(6, 128).bfloat16()}, r"`gate` must have shape \[..., N\]"),
         ({"bias": torch.ones(6, 256)}, r"`bias` must have shape \[N\]"),
         ({"gate_order": "first"}, "`gate_order` must be 'after' or 'before'"),
+        ({"gate_activation": "gelu"}, "`gate_activation` must be 'silu' or 'sigmoid', got 'gelu'"),
         ({"out_dtype": torch.int8}, "`out_dtype` must be bfloat16 or float16 or float32"),
     ],
 )

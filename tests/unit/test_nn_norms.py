@@ -32,18 +32,20 @@ def randomized(module: Any) -> Any:
     return module
 
 
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("order", ["after", "before"])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_gates_and_groups(order: Any, groups: int) -> None:
-    norm = randomized(GatedRMSNorm(64, 1e-5, gate_order=order, groups=groups))
+def test_gates_and_groups(order: Any, groups: int, activation: Any) -> None:
+    norm = randomized(GatedRMSNorm(64, 1e-5, gate_order=order, gate_activation=activation, groups=groups))
     x, gate = rows(3, 5, 64), rows(3, 5, 64, seed=1)
-    silu = gate * torch.sigmoid(gate)
-    h = (x * silu if order == "before" else x).unflatten(-1, (groups, -1))
+    factor = gate * torch.sigmoid(gate) if activation == "silu" else torch.sigmoid(gate)
+    h = (x * factor if order == "before" else x).unflatten(-1, (groups, -1))
     y = (h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(-2) * norm.weight
-    torch.testing.assert_close(norm(x, gate), y * silu if order == "after" else y, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norm(x, gate), y * factor if order == "after" else y, rtol=1e-5, atol=1e-6)
     assert same_bytes(norm(x), norm(x, None)) and not torch.equal(norm(x), norm(x, gate))
     assert list(norm.state_dict()) == ["weight"]
     assert f"gate_order='{order}'" in repr(norm) and ("groups=4" in repr(norm)) == (groups == 4)
+    assert ("gate_activation='sigmoid'" in repr(norm)) == (activation == "sigmoid")
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
@@ -95,6 +97,10 @@ def test_norms_without_a_weight_load_none(monkeypatch: pytest.MonkeyPatch) -> No
     ("make", "message"),
     [
         (lambda: GatedRMSNorm(64, gate_order="first"), "GatedRMSNorm: `gate_order` must be 'after' or 'before'"),  # type: ignore[arg-type]
+        (
+            lambda: GatedRMSNorm(64, gate_activation="tanh"),  # type: ignore[arg-type]
+            "GatedRMSNorm: `gate_activation` must be 'silu' or 'sigmoid'",
+        ),
         (lambda: GatedRMSNorm(64, groups=5), "GatedRMSNorm: `groups` must divide size, 64, got 5"),
         (lambda: GatedRMSNorm(64, groups=0), "GatedRMSNorm: `groups` must be a positive int"),
         (

@@ -155,6 +155,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
     if c.gate is not None:
         gate = Values(start=case.second.start + 1).make(shape, torch.float32) * 3
         found |= {"gate": other_place.put(gate.to(c.gate)), "gate_order": c.gate_order}
+        found["gate_activation"] = c.gate_activation
     if c.bias is not None:
         found["bias"] = Values(start=case.second.start + 2).make((case.n,), c.bias)
     if c.op in STORES_NORM:

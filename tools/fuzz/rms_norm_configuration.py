@@ -21,7 +21,7 @@ from onepass.formats import (
     ROUNDINGS,
 )
 from onepass.prologues import Prologue, add, dequantize, silu_and_mul
-from onepass.specs.rms_norm import GATE_ORDERS
+from onepass.specs.rms_norm import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.testing.rms_norm import soft_cap_gate
 from tools.fuzz import draw
 
@@ -72,6 +72,7 @@ class RowConfiguration:
     """Whether a number in memory multiplies the scales."""
     gate: torch.dtype | None = None
     gate_order: str = "after"
+    gate_activation: str = "silu"
     bias: torch.dtype | None = None
     layer: bool = False
     y: torch.dtype | None = None
@@ -145,6 +146,7 @@ def _finished(c: RowConfiguration, r: Random) -> RowConfiguration:
         c,
         gate=r.choice((None, None, *FLOATS)) if c.op != "layer_norm" else None,
         gate_order=r.choice(GATE_ORDERS),
+        gate_activation=r.choice(GATE_ACTIVATIONS),
         bias=r.choice((None, None, *FLOATS)),
         layer=layer,
         rounding="once" if layer and c.rounding == "hf" else c.rounding,

@@ -175,7 +175,8 @@ class RowKernel:
             y = rounded(y + self.operand(row, spec.bias, at, mask))
         if spec.gate >= 0:
             gate = self.operand(row, spec.gate, at, mask)
-            y = rounded(y * (gate * sigmoid(gate)))
+            activated = sigmoid(gate) if spec.gate_activation == "sigmoid" else gate * sigmoid(gate)
+            y = rounded(y * activated)
         return y
 
     def quantized(self, h: Float, rs: Float, row: Row, at: Int, mask: Bool | None) -> Float:

@@ -59,10 +59,11 @@ class Norm:
 class OtherNorm:
     """A norm that no addition and no attention is fused with: gated, in groups, without a weight, or LayerNorm.
 
-    ``gate`` says what ``silu`` of the second argument multiplies: the norm ("after"), x ("before"), or nothing (""). If
+    ``gate`` says what the activated second argument multiplies: the norm ("after"), x ("before"), or nothing (""). If
     ``gates_norm`` is set, the attribute of this name decides: True means "after". ``activation`` is the
-    attribute that has to be "silu", ``groups`` the one that is the number of groups of columns that are normed
-    separately, and ``group_size`` the one that is their number of columns. Fields that do not apply are "".
+    attribute that names the activation, "silu" or "sigmoid"; if it is "" the activation is silu. ``groups`` is the
+    attribute that is the number of groups of columns that are normed separately, and ``group_size`` the one that is
+    their number of columns. Fields that do not apply are "".
     With ``squeezes`` a batch of single tokens [B, 1, N] is returned as [B, N].
     """
 
@@ -205,6 +206,7 @@ OFFSET: Final = Norm(rounding="once", weight_offset=1.0)
 TORCH: Final = Norm(rounding="once")
 """torch.nn.RMSNorm; an epsilon of None is allowed there."""
 GATED_NORM: Final = OtherNorm(rounding="hf", gate="after", activation="activation", eps="variance_epsilon")
+GATED_ONCE: Final = OtherNorm(rounding="once", gate="after", activation="activation", eps="variance_epsilon")
 PRE_NORM: Final = Layer()
 DROPOUT: Final = Layer(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout")
 SANDWICH: Final = Layer(
@@ -241,6 +243,8 @@ FORMS: Final[tuple[tuple[str, Form], ...]] = (
     ("a068e849c495", GATED_NORM),  # Qwen3.5-MoE
     ("4b1f8d99011b", GATED_NORM),  # Qwen4
     ("a1ae42c933cd", GATED_NORM),  # OLMo-Hybrid
+    ("cd3aac5eecab", GATED_ONCE),  # Kimi Linear
+    ("021c46eceb10", GATED_ONCE),  # GLM-5-Next
     ("18da5002b970", OtherNorm(rounding="hf", gate="before", eps="variance_epsilon")),  # Mamba-2, Bamba, GraniteMoeHybrid
     ("0b0360675a79", OtherNorm(rounding="hf", gate="before", eps="variance_epsilon",
                                group_size="group_size")),  # Zamba2, Nemotron-H

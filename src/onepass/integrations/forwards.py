@@ -33,6 +33,7 @@ from ..ops.rms_norm_finish import layer_norm
 from ..rope import RopeStyle
 from ..specs.gemv_norm import MAX_ROWS
 from ..specs.qk_cache import CacheRounding
+from ..specs.rms_norm import GateActivation
 
 FUSED_ROWS: Final = MAX_ROWS
 """The op's limit; up to this many tokens one launch is faster (docs/performance.md)."""
@@ -59,6 +60,7 @@ class OtherNormCall(NamedTuple):
     gate: Literal["", "after", "before"]
     groups: int
     squeezes: bool
+    gate_activation: GateActivation = "silu"
 
 
 class LayerCall(NamedTuple):
@@ -182,6 +184,7 @@ def other_norm_forward(self: Any, *args: Tensor | None, **named: Tensor | None) 
     if gate is not None and gate.stride(-1) != 1:
         gate = gate.contiguous()
     options: dict[str, Any] = {"rounding": how.rounding, "gate_order": how.gate or "after"}
+    options["gate_activation"] = how.gate_activation
     if how.groups == 1:
         y = rms_norm(x, gamma, how.eps, gate=gate, **options)
     else:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS
+from ..specs.rms_norm import GATE_ACTIVATIONS
 from .decode_patch import WHAT, patch_decode
 from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, OtherNorm, match, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, OtherNormCall, parameters_of
@@ -253,7 +254,7 @@ def _other_norm(handle: Patched, where: str, module: nn.Module, found: Match) ->
         or (_weight_objection(module) if form.weighted else _shape_objection(module))
         or _eps_objection(module, form.eps)
         or missing(module, *attributes)
-        or unless(not form.activation or getattr(module, form.activation) == "silu", "its gate is not silu")
+        or unless(_activation(module, form) in GATE_ACTIVATIONS, "its gate is neither silu nor sigmoid")
     )
     groups = 1 if objection else _groups(module, form)
     objection = objection or unless(groups > 0, "its groups do not divide its columns")
@@ -266,9 +267,11 @@ def _other_norm(handle: Patched, where: str, module: nn.Module, found: Match) ->
     rounding = "once" if handle.rounding == "once" else form.rounding
     centered = form.statistic == "layer"
     eps = float(_eps_of(module, form.eps))
-    call = OtherNormCall(eps, rounding, centered, form.weighted, gate, groups, form.squeezes)
+    activation = _activation(module, form)
+    call = OtherNormCall(eps, rounding, centered, form.weighted, gate, groups, form.squeezes, activation)
     op = "layer_norm" if centered else "rms_norm"
-    parts = [op, *[f"gate {gate}"] * bool(gate), *[f"{groups} groups"] * (groups > 1)]
+    gated = f"gate {gate}" if activation == "silu" else f"{activation} gate {gate}"
+    parts = [op, *[gated] * bool(gate), *[f"{groups} groups"] * (groups > 1)]
     parts += [*["no weight"] * (not form.weighted), f"rounding {rounding}"]
     handle._bind(where, module, call, "norm", ", ".join(parts))
 
@@ -277,6 +280,11 @@ def _shape_objection(module: nn.Module) -> str:
     """torch's norm without a weight may be over several dimensions."""
     shape = getattr(module, "normalized_shape", (1,))
     return unless(len(shape) == 1, "it norms several dimensions")
+
+
+def _activation(module: nn.Module, form: OtherNorm) -> Any:
+    """What is applied to the gate."""
+    return getattr(module, form.activation) if form.activation else "silu"
 
 
 def _groups(module: nn.Module, form: OtherNorm) -> int:

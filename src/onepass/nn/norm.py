@@ -125,6 +125,7 @@ class RMSNorm(nn.Module):
                 self.rounding,
                 None,
                 "after",
+                "silu",
                 None,
                 False,
             )

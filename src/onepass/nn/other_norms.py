@@ -14,15 +14,16 @@ from ..errors import ContractError
 from ..formats import Rounding
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_finish import layer_norm
-from ..specs.rms_norm import GateOrder
+from ..specs.rms_norm import GateActivation, GateOrder
 from .norm import RMSNorm, check_options, eps_of, gamma_of, sizes_of
 
 
 class GatedRMSNorm(RMSNorm):
     """`rms_norm` with a gate as a module: ``norm(x) * silu(gate)``, or with ``gate_order="before"`` ``norm(x * silu(gate))``.
 
-    With ``rounding="hf"``, "after" is the norm of Qwen3-Next and OLMo-Hybrid, "before" that of Mamba-2 and Zamba2. ``groups``
-    is the number of groups of columns that are normed separately.
+    With ``rounding="hf"``, "after" is the norm of Qwen3-Next and OLMo-Hybrid, "before" that of Mamba-2 and Zamba2.
+    ``gate_activation="sigmoid"`` takes sigmoid in place of silu: with ``rounding="once"`` and "after" it is the norm of
+    Kimi Linear. ``groups`` is the number of groups of columns that are normed separately.
 
     >>> import torch
     >>> from onepass.nn import GatedRMSNorm
@@ -38,6 +39,7 @@ class GatedRMSNorm(RMSNorm):
         eps: float = 1e-6,
         *,
         gate_order: GateOrder = "after",
+        gate_activation: GateActivation = "silu",
         groups: int = 1,
         rounding: Rounding = "once",
         device: torch.device | str | None = None,
@@ -46,22 +48,30 @@ class GatedRMSNorm(RMSNorm):
         sizes_of(type(self), "size", size, many=False)
         sizes_of(type(self), "groups", groups, many=False)
         super().__init__(size, eps, True, device, dtype, rounding=rounding)
-        check_options(type(self), gate_order=gate_order)
+        check_options(type(self), gate_order=gate_order, gate_activation=gate_activation)
         if size % groups:
             raise ContractError(f"{type(self).__name__}: `groups` must divide size, {size}, got {groups}")
         self.gate_order: GateOrder = gate_order
+        self.gate_activation: GateActivation = gate_activation
         self.groups = groups
 
     @classmethod
     def from_module(  # type: ignore[override]
-        cls, norm: nn.Module, *, gate_order: GateOrder, groups: int = 1, rounding: Rounding = "hf"
+        cls,
+        norm: nn.Module,
+        *,
+        gate_order: GateOrder,
+        gate_activation: GateActivation = "silu",
+        groups: int = 1,
+        rounding: Rounding = "hf",
     ) -> Self:
         """The norm of another module, sharing its weight."""
         weight = getattr(norm, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 1:
             raise ContractError(f"{cls.__name__}: `norm` must have a weight of one dimension, got {describe(norm)}")
         eps = eps_of(norm)
-        options: dict[str, Any] = {"gate_order": gate_order, "groups": groups, "rounding": rounding, "device": "meta"}
+        options: dict[str, Any] = {"gate_order": gate_order, "gate_activation": gate_activation, "groups": groups}
+        options |= {"rounding": rounding, "device": "meta"}
         made = cls(weight.numel(), 1e-6 if eps is None else eps, **options)
         made.weight = weight
         return made.train(norm.training)
@@ -70,6 +80,7 @@ class GatedRMSNorm(RMSNorm):
         """The gated norm; without a gate the norm."""
         gamma = self._gamma(x)
         options: dict[str, Any] = {"rounding": self.rounding, "gate_order": self.gate_order}
+        options["gate_activation"] = self.gate_activation
         if self.groups == 1:
             return rms_norm(x, gamma, self._eps(), gate=gate, **options)
         parts = (self.groups, -1)
@@ -80,7 +91,8 @@ class GatedRMSNorm(RMSNorm):
     def extra_repr(self) -> str:
         """All parameters except the weight."""
         groups = f", groups={self.groups}" if self.groups > 1 else ""
-        return f"{super().extra_repr()}, gate_order={self.gate_order!r}{groups}"
+        activation = f", gate_activation={self.gate_activation!r}" if self.gate_activation != "silu" else ""
+        return f"{super().extra_repr()}, gate_order={self.gate_order!r}{activation}{groups}"
 
 
 class LayerNorm(nn.Module):

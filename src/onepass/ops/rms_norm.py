@@ -49,7 +49,7 @@ from ..formats import (
     ScaleLayout,
 )
 from ..prologues import Prologue
-from ..specs.rms_norm import GateOrder, RowCall, Statistic, row_spec
+from ..specs.rms_norm import GateActivation, GateOrder, RowCall, Statistic, row_spec
 from .registration import Op
 from .rms_norm_call import run_rows
 from .rms_norm_contract import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
@@ -69,7 +69,7 @@ __all__ = [
 def _norm(spec_cache: SpecCache, a: Any) -> None:
     if a.gate is not None or a.bias is not None or a.gamma is None or a.return_rstd:
         further = {"head_gamma": a.head_gamma, "rstd": a.rstd_out}
-        finished_norm(spec_cache, a, a.rounding, a.gate, a.gate_order, **further)
+        finished_norm(spec_cache, a, a.rounding, a.gate, (a.gate_order, a.gate_activation), **further)
         return
     key = (a.x.dtype, a.gamma.dtype, None if a.residual is None else a.residual.dtype)
     spec = spec_cache.get(key)
@@ -95,6 +95,7 @@ def rms_norm(
     round_sum: bool | None = ...,
     gate: Tensor | None = ...,
     gate_order: GateOrder = ...,
+    gate_activation: GateActivation = ...,
     bias: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
     return_rstd: Literal[False] = ...,
@@ -116,6 +117,7 @@ def rms_norm(
     round_sum: bool | None = ...,
     gate: Tensor | None = ...,
     gate_order: GateOrder = ...,
+    gate_activation: GateActivation = ...,
     bias: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
     return_rstd: Literal[False] = ...,
@@ -137,6 +139,7 @@ def rms_norm(
     round_sum: bool | None = ...,
     gate: Tensor | None = ...,
     gate_order: GateOrder = ...,
+    gate_activation: GateActivation = ...,
     bias: Tensor | None = ...,
     out_dtype: torch.dtype | None = ...,
     return_rstd: Literal[True],
@@ -157,6 +160,7 @@ def rms_norm(
     round_sum: bool | None = None,
     gate: Tensor | None = None,
     gate_order: GateOrder = "after",
+    gate_activation: GateActivation = "silu",
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_rstd: bool = False,
@@ -181,7 +185,8 @@ def rms_norm(
     False, "hf" norms the unrounded sum. It has no effect without a residual.
 
     ``bias`` [N] is added to the product with gamma. ``gate`` [..., N] multiplies the result by ``silu(gate)``, as
-    Qwen3-Next's gated norm does; with ``gate_order="before"`` it multiplies x instead, as Mamba-2's does. "hf" rounds
+    Qwen3-Next's gated norm does; with ``gate_order="before"`` it multiplies x instead, as Mamba-2's does.
+    ``gate_activation="sigmoid"`` multiplies by ``sigmoid(gate)``, as Kimi Linear's gated norm does. "hf" rounds
     after each of these steps to x's dtype, except the product before the norm. ``out_dtype`` is the dtype of y.
 
     The sum of squares is float32 in an order that depends only on N and the dtypes, so the bytes of a row do not depend on
@@ -194,6 +199,9 @@ def rms_norm(
             [0.0000, 0.0000]])
     >>> onepass.rms_norm(x, None, eps=0.25, return_rstd=True)[1]
     tensor([0.2801, 2.0000])
+    >>> onepass.rms_norm(x, torch.ones(2), eps=0.0, gate=torch.zeros(2, 2), gate_activation="sigmoid")
+    tensor([[0.4243, 0.5657],
+            [0.0000, 0.0000]])
     >>> rows = torch.tensor([[3.0, 4.0, 7.0]])
     >>> onepass.rms_norm(rows[:, :2], torch.ones(2), out=rows[:, :2]), rows
     (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 1.1314, 7.0000]]))
@@ -201,7 +209,7 @@ def rms_norm(
     heads = None
     if isinstance(gamma, Tensor) and gamma.dim() == 2:
         gamma, heads = None, gamma
-    options = (eps, weight_offset, rounding, round_sum, gate_order, out_dtype, return_rstd)
+    options = (eps, weight_offset, rounding, round_sum, gate_order, gate_activation, out_dtype, return_rstd)
     arguments = (x, gamma, residual, gate, bias, heads, *options, out, residual_out, rstd_out)
     known: tuple[Any, Any, Any] | None = None
     if not is_compiling() and (repeat := RMS_NORM_OP.repeat) is not None:
@@ -306,6 +314,7 @@ def rms_norm_fused_quant(
     min_scale: float = 0.0,
     gate: Tensor | None = None,
     gate_order: GateOrder = "after",
+    gate_activation: GateActivation = "silu",
     bias: Tensor | None = None,
     statistic: Statistic = "rms",
     out: Tensor | None = None,
@@ -331,7 +340,7 @@ def rms_norm_fused_quant(
     "column_packed" stores the exponents of four groups per int32, in such columns; "128x4" is the
     [M padded to 128, G padded to 4] swizzle of block-scaled GEMMs. All leading dimensions together are M rows.
 
-    ``gate``, ``gate_order``, ``bias`` and ``gamma=None`` are those of `rms_norm`, and ``statistic="layer"`` is
+    ``gate``, ``gate_order``, ``gate_activation``, ``bias`` and ``gamma=None`` are those of `rms_norm`, and ``statistic="layer"`` is
     `layer_norm`. Scale and codes are computed from the result, as with ``quantize="divide"`` or from its product with ``1 / scale``.
 
     ``rounding="stored"`` quantizes the norm as `rms_norm` stores it, rounded once to x's dtype. All other
@@ -358,7 +367,7 @@ def rms_norm_fused_quant(
         x, gamma, residual, static_scale, bound, global_scale, gate, bias, prologue_args, eps, weight_offset, rounding,
         number, format, code_max, scales_dtype, group_size, scale_format, scale_layout,
         "" if prologue is None else prologue_key(RMS_NORM_FUSED_QUANT, prologue),
-        return_norm, round_sum, quantize, min_scale, gate_order, statistic,
+        return_norm, round_sum, quantize, min_scale, gate_order, gate_activation, statistic,
         out, scale_output, residual_out, norm_out,
     )
     # fmt: on

@@ -27,7 +27,7 @@ from ..formats import (
     SCALE_LAYOUTS,
 )
 from ..prologues import MAX_OPERANDS, find
-from ..specs.rms_norm import GATE_ORDERS, STATISTICS
+from ..specs.rms_norm import GATE_ACTIVATIONS, GATE_ORDERS, STATISTICS
 from ..specs.scale_layout import PACKINGS, empty_scale, scale_shape
 from .options import ROUNDING, WEIGHT_OFFSET, columns, eps
 
@@ -56,9 +56,12 @@ _NORM_DTYPE = "x.dtype if x.dtype in FLOATS else gamma.dtype"
 _OPERAND_SHAPES = " | ".join(("... N", "N", "... 1", *(f"... N/{group}" for group in OPERAND_GROUPS)))
 _OPERANDS = "the prologue's other tensors: a value per element, per column, per row, or per group of columns"
 
-_GATE = Arg("... N", "the norm (or x) is multiplied by its silu; any float dtype", FLOATS, optional=True)
+_GATE = Arg("... N", "the norm (or x) is multiplied by its silu or sigmoid; any float dtype", FLOATS, optional=True)
 _BIAS = Arg("N", "added to the norm; any float dtype", FLOATS, optional=True)
-_GATE_ORDER = Option("str", "after", "gate the norm, or x before the norm", choices=GATE_ORDERS)
+_GATING: Final = {
+    "gate_order": Option("str", "after", "gate the norm, or x before the norm", choices=GATE_ORDERS),
+    "gate_activation": Option("str", "silu", "what is applied to the gate", choices=GATE_ACTIVATIONS),
+}
 _OUT_DTYPE = Option("ScalarType", None, "dtype of y; None: x's", choices=FLOATS, optional=True)
 _Y = Out("... N", "out_dtype or x.dtype", "the norm", "out")
 _RSTD = Out(
@@ -86,7 +89,7 @@ RMS_NORM = Contract(
         "weight_offset": WEIGHT_OFFSET,
         "rounding": ROUNDING,
         "round_sum": _ROUND_SUM,
-        "gate_order": _GATE_ORDER,
+        **_GATING,
         "out_dtype": _OUT_DTYPE,
         "return_rstd": Option("bool", False, "also return rs"),
     },
@@ -102,7 +105,7 @@ RMS_NORM = Contract(
     carried={"gamma": ("gamma", "head_gamma")},
     known_as={"head_gamma": "gamma"},
     rounding="once: y = round((h*rs)*(gamma+offset)); hf: h = round(x+residual), y = round(round(h*rs)*(gamma+offset)); "
-    f"{_SUMS}; bias and gate: y = round(((h*rs)*(gamma+offset)+bias)*silu(gate)), and hf rounds each step",
+    f"{_SUMS}; bias and gate: y = round(((h*rs)*(gamma+offset)+bias)*act(gate)), and hf rounds each step",
 )
 
 LAYER_NORM = Contract(
@@ -237,7 +240,7 @@ RMS_NORM_FUSED_QUANT = Contract(
         "scale_format": Option("str", "float", "any value, powers of two, or fp8", choices=tuple(QUANT_SCALE_FORMATS)),
         "scale_layout": Option("str", "row", "where scales are in memory", choices=QUANT_SCALE_LAYOUTS),
         **_STEPS,
-        "gate_order": _GATE_ORDER,
+        **_GATING,
         "statistic": Option("str", "rms", "RMSNorm, or LayerNorm", choices=STATISTICS),
     },
     sizes={

@@ -2,22 +2,22 @@
 
 With ``d = h``, or for LayerNorm ``d = h - mean(h)``::
 
-    y = ((d * rs) * (gamma + weight_offset) + bias) * silu(gate)
+    y = ((d * rs) * (gamma + weight_offset) + bias) * act(gate)
 
-A gate before the norm is a prologue: ``h = x * silu(gate)``.
+``act`` is silu or sigmoid. A gate before the norm is a prologue: ``h = x * act(gate)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from typing import Any, Final, cast, overload
 
 import torch
 from torch import Tensor
 
 from ..formats import Rounding
-from ..prologues import silu_and_mul
-from ..specs.rms_norm import After, GateOrder, Operand, RowCall, RowSpec, row_spec
+from ..prologues import sigmoid_and_mul, silu_and_mul
+from ..specs.rms_norm import After, GateActivation, GateOrder, Operand, RowCall, RowSpec, row_spec
 from .registration import Op
 from .rms_norm_call import run_rows
 from .rms_norm_contract import LAYER_NORM
@@ -26,6 +26,9 @@ __all__ = ["LAYER_NORM", "SpecCache", "finished_norm", "further", "layer_norm", 
 
 SpecCache = dict[tuple[object, ...], RowSpec]
 """The specs of one combination of options, by the tensors' dtypes and kinds."""
+Gating = tuple[GateOrder, GateActivation]
+_BEFORE: Final = {"silu": silu_and_mul.key, "sigmoid": sigmoid_and_mul.key}
+"""The prologue of a gate before the norm, by its activation."""
 
 
 def finished_norm(
@@ -33,20 +36,20 @@ def finished_norm(
     a: Any,
     rounding: Rounding,
     gate: Tensor | None = None,
-    order: GateOrder = "after",
+    gating: Gating = ("after", "silu"),
     centered: bool = False,
     head_gamma: Tensor | None = None,
     rstd: Tensor | None = None,
 ) -> None:
     """A norm with a gate or a bias, or LayerNorm (``centered``)."""
-    prologue, operands, kinds, after = further("", (), gate, order, a.bias, a.x)
+    prologue, operands, kinds, after = further("", (), gate, gating, a.bias, a.x)
     gamma = a.gamma if head_gamma is None else head_gamma
     dtypes = (a.x.dtype, None if gamma is None else gamma.dtype, None if a.residual is None else a.residual.dtype)
     key = (*dtypes, kinds, head_gamma is None)
     spec = spec_cache.get(key)
     if spec is None:
         options: dict[str, Any] = {"round_sum": a.round_sum, "after": after, "centered": centered}
-        options |= {"per_row": head_gamma is not None, "rstd": rstd is not None}
+        options |= {"per_row": head_gamma is not None, "rstd": rstd is not None, "gate_activation": gating[1]}
         spec = spec_cache[key] = row_spec(*dtypes, a.out.dtype, rounding, prologue, kinds, **options)
     call = RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, operands, norm=a.out)
     if head_gamma is not None:
@@ -61,11 +64,12 @@ def _centered_norm(spec_cache: SpecCache, a: Any) -> None:
 
 
 def further(
-    prologue: str, given: Sequence[Tensor], gate: Tensor | None, order: GateOrder, bias: Tensor | None, x: Tensor
+    prologue: str, given: Sequence[Tensor], gate: Tensor | None, gating: Gating, bias: Tensor | None, x: Tensor
 ) -> tuple[str, list[Tensor], tuple[Operand, ...], After]:
     """A prologue's name, all operands and their kinds, and what follows gamma. A gate before the norm is a prologue."""
+    order, activation = gating
     if gate is not None and order == "before":
-        prologue, given, gate = silu_and_mul.key, (gate,), None
+        prologue, given, gate = _BEFORE[activation], (gate,), None
     operands = [*given, *(t for t in (gate, bias) if t is not None)]
     kinds = [operand_of(t, x) for t in given]
     kinds += [Operand("full", gate.dtype)] if gate is not None else []

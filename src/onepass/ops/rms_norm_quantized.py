@@ -16,7 +16,7 @@ from ..specs.rms_norm import NOTHING_AFTER, RowCall, row_spec
 from ..specs.scale_layout import PACKINGS, bytes_of_words
 from .registration import Op
 from .rms_norm_call import run_rows
-from .rms_norm_finish import SpecCache, further, operand_of
+from .rms_norm_finish import Gating, SpecCache, further, operand_of
 
 
 def fp8_norm(spec_cache: SpecCache, a: Any) -> None:
@@ -43,9 +43,10 @@ def _quantized(
     centered: bool = False,
 ) -> None:
     tensors, prologue, after = a.prologue_args, a.prologue, NOTHING_AFTER
+    gating: Gating = ("after", "silu") if gate is None else (a.gate_order, a.gate_activation)
     operands = tuple([operand_of(t, a.x) for t in tensors]) if tensors else ()
     if gate is not None or bias is not None:
-        prologue, tensors, operands, after = further(prologue, tensors, gate, a.gate_order, bias, a.x)
+        prologue, tensors, operands, after = further(prologue, tensors, gate, gating, bias, a.x)
     residual_dtype = None if a.residual is None else a.residual.dtype
     dtypes = (a.x.dtype, None if a.gamma is None else a.gamma.dtype, residual_dtype)
     key = (*dtypes, a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, operands, after)
@@ -67,7 +68,7 @@ def _quantized(
             packing=PACKINGS.get(a.scale_layout, ""),
         )
         norm_dtype = None if a.norm_out is None else a.norm_out.dtype
-        options: tuple[Any, ...] = (
+        quantized: tuple[Any, ...] = (
             a.rounding,
             prologue,
             operands,
@@ -75,10 +76,9 @@ def _quantized(
             limit or codes.max,
             rule,
             a.round_sum,
-            after,
-            centered,
         )
-        spec = spec_cache[key] = row_spec(*dtypes, norm_dtype, *options)
+        options: dict[str, Any] = {"after": after, "centered": centered, "gate_activation": gating[1]}
+        spec = spec_cache[key] = row_spec(*dtypes, norm_dtype, *quantized, **options)
     number = a.static_scale if global_scale is None else global_scale
     inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, number)
     outs = (a.norm_out, a.out, scale, a.residual_out)

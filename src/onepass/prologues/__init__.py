@@ -42,7 +42,7 @@ from ..errors import ContractError
 from .lowering import BINARY, BOOLEAN, COMPARE, MAX_OPERANDS, Helper, Instruction, label, lower
 
 __all__ = ["MAX_OPERANDS", "OPCODES", "Dialect", "Instruction", "Prologue", "find", "prologue"]
-__all__ += ["add", "dequantize", "silu_and_mul"]
+__all__ += ["add", "dequantize", "sigmoid_and_mul", "silu_and_mul"]
 __all__ += ["exp", "log", "maximum", "minimum", "rsqrt", "sigmoid", "silu", "sqrt", "tanh", "where"]
 
 Number = Tensor | float
@@ -207,6 +207,12 @@ def add(x, other):  # type: ignore[no-untyped-def]
 def silu_and_mul(x, gate):  # type: ignore[no-untyped-def]
     """``silu(gate) * x``: a gated MLP's activation."""
     return silu(gate) * x
+
+
+@prologue
+def sigmoid_and_mul(x, gate):  # type: ignore[no-untyped-def]
+    """``sigmoid(gate) * x``: a gated attention's output."""
+    return sigmoid(gate) * x
 
 
 @prologue

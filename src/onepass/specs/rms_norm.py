@@ -21,6 +21,8 @@ from .layout import Geometry, Strides
 
 GateOrder = Literal["after", "before"]
 GATE_ORDERS: Final[tuple[GateOrder, ...]] = ("after", "before")
+GateActivation = Literal["silu", "sigmoid"]
+GATE_ACTIVATIONS: Final[tuple[GateActivation, ...]] = ("silu", "sigmoid")
 Statistic = Literal["rms", "layer"]
 STATISTICS: Final[tuple[Statistic, ...]] = ("rms", "layer")
 OperandKind = Literal["full", "column", "row", "group"]
@@ -35,7 +37,7 @@ class Operand(NamedTuple):
 
 
 class After(NamedTuple):
-    """Whether the norm is multiplied by ``silu(gate)`` and, before that, a bias is added to it."""
+    """Whether the norm is multiplied by ``act(gate)`` and, before that, a bias is added to it."""
 
     gate: bool = False
     bias: bool = False
@@ -73,6 +75,8 @@ class RowSpec:
     """Whether each row has its own gamma."""
     rstd: bool = False
     """Whether the reciprocal RMS of each row is stored."""
+    gate_activation: GateActivation = "silu"
+    """What is applied to a gate that follows gamma."""
 
     @property
     def quantizes_norm(self) -> bool:
@@ -111,11 +115,12 @@ def row_spec(
     centered: bool = False,
     per_row: bool = False,
     rstd: bool = False,
+    gate_activation: GateActivation = "silu",
 ) -> RowSpec:
     """The interned `RowSpec` with these properties. ``round_sum=None`` follows ``rounding``."""
     if round_sum is None or residual in (None, torch.float32):  # rounding does not change a float32 sum
         round_sum = rounding == "hf"
-    rest = (rounding, round_sum, after, centered, per_row, rstd)
+    rest = (rounding, round_sum, after, centered, per_row, rstd, gate_activation if after.gate else "silu")
     return _interned(x, gamma, residual, norm, codes, fp8_max, scale, prologue, operands, *rest)
 
 

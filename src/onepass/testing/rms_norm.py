@@ -26,7 +26,7 @@ from .batch_regime import assuming, others
 from .case import Case, grid, lay_out, moved, poisoned_like, set_special, to_cpu
 from .oracle import per_column
 from .quantized import Quantized, described, without_padding
-from .rms_norm_finish import centered, code_cases, finished, layer_cases, norm_cases
+from .rms_norm_finish import activated, centered, code_cases, finished, layer_cases, norm_cases
 from .rms_norm_options import sum_cases, verify_division, vllm_cases
 from .rms_norm_quant import quant_cases
 from .rms_norm_weights import (
@@ -332,8 +332,7 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
         doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
     if host.get("gate") is not None and host.get("gate_order") == "before":
         error *= 8
-        gate = host["gate"].double()
-        h = h.double() * (gate * gate.sigmoid())
+        h = h.double() * activated(host["gate"].double(), host)
         doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
     if residual is not None:
         h = (h + residual.to(h.dtype)).double()

@@ -16,11 +16,12 @@ from .case import Case, grid
 
 BF16, F16, F32 = FLOATS
 GATE_ERROR: Final = 8 * compare.FLOAT32_ERROR
-"""Relative error of silu and its product, as for a prologue."""
+"""Relative error of silu or sigmoid and its product, as for a prologue."""
 _NOT_ZERO: Final = 1e-300
 _HF: Final = {"rounding": "hf"}
 _BEFORE: Final = {"gate": BF16, "gate_order": "before"}
 _BOTH: Final = {"gate": BF16, "bias": F32}
+_SIGMOID: Final = {"gate": BF16, "gate_activation": "sigmoid"}
 
 
 def norm_cases(op: str) -> Iterator[Case]:
@@ -34,12 +35,26 @@ def norm_cases(op: str) -> Iterator[Case]:
     for x in (F16, F32):
         yield from c("gate", (3,), 640, x, BF16, options={"gate": F32, "bias": BF16, "rounding": "hf"})
         yield from c("gate", (9,), 384, x, values="special", options={"gate": x, "weight_offset": 1.0})
+    yield from _sigmoid_cases(op)
     yield from c("bias", (5,), [128, 4096, 20000], options=[{"bias": BF16}, {"bias": F32, **_HF}])
     yield from c("bias", (9,), 384, values="special", options={"bias": F16, "eps": 0.0})
     for x in FLOATS:
         others = [{"out_dtype": out} for out in FLOATS if out != x]
         yield from c("out dtype", (3,), [640, 5000], x, options=others)
     yield from c("out dtype", (3, 4), 20000, layout="misaligned", residual=F32, options=_HF | {"out_dtype": F32})
+
+
+def _sigmoid_cases(op: str) -> Iterator[Case]:
+    """Of `rms_norm`: gates with sigmoid; Kimi Linear's has 128 columns."""
+    c = partial(grid, Case, op, "sigmoid")
+    before = _SIGMOID | {"gate_order": "before"}
+    yield from c((5,), [128, 2048, 20000], options=_SIGMOID)
+    yield from c((5,), [128, 5000], options=before)
+    yield from c((3,), 640, residual=BF16, options=[_SIGMOID | _HF, before | _HF, _SIGMOID | {"bias": F32}])
+    yield from c((3, 4), 128, gamma=F32, layout=["misaligned", "transposed"], options=_SIGMOID)
+    for x in (F16, F32):
+        yield from c((3,), 640, x, BF16, options=_SIGMOID | {"gate": F32, **_HF})
+        yield from c((9,), 384, x, values="special", options=_SIGMOID | {"gate": x, "weight_offset": 1.0})
 
 
 def layer_cases(op: str) -> Iterator[Case]:
@@ -78,6 +93,12 @@ def code_cases(op: str) -> Iterator[Case]:
     yield from c("gate", (5,), 896, options=[way | chosen for way in (ways[0], ways[2]) for chosen in formats])
     yield from c("gate", (3, 4), 1536, layout="misaligned", options=[ways[0], ways[2]])
     yield from c("gate", (9,), 384, values="special", options=ways)
+    yield from c("sigmoid", (4,), [128, 4096], options=[_SIGMOID | more for more in scales])
+    yield from c("sigmoid", (4,), 20480, residual=BF16, options=_SIGMOID | shown)
+    yield from c("sigmoid", (4,), 640, F16, options=[_SIGMOID | _HF, _SIGMOID | {"gate_order": "before"}])
+    yield from c("sigmoid", (5,), 896, options=[_SIGMOID | chosen for chosen in formats])
+    yield from c("sigmoid", (4,), 640, F32, options=_SIGMOID | layer | {"bias": F32, "quantize": "divide"})
+    yield from c("sigmoid", (9,), 384, values="special", options=_SIGMOID)
 
 
 def centered(h: Tensor, doubt: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -95,7 +116,7 @@ def centered(h: Tensor, doubt: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def finished(y: Bounds, host: dict[str, Any]) -> Bounds:
-    """``(y + bias) * silu(gate)``; "hf" rounds both."""
+    """``(y + bias) * act(gate)``; "hf" rounds both."""
     gate = host.get("gate") if host.get("gate_order", "after") == "after" else None
     dtype = host["x"].dtype if host.get("rounding") == "hf" else None
     if host.get("bias") is not None:
@@ -103,8 +124,8 @@ def finished(y: Bounds, host: dict[str, Any]) -> Bounds:
         y = Bounds(*(_wider(end, end.abs() * bounds.PRODUCT, side) for side, end in enumerate(sums)))
         y = y if dtype is None else y.rounded(dtype)
     if gate is not None:
-        z = gate.double()
-        ends = [end * (z * z.sigmoid()) for end in y]
+        factor = activated(gate.double(), host)
+        ends = [end * factor for end in y]
         rising = ends[0] <= ends[1]  # minimum and maximum would lose the sign of zeros
         low, high = torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0])
         nan = ends[0].isnan() | ends[1].isnan()
@@ -113,6 +134,11 @@ def finished(y: Bounds, host: dict[str, Any]) -> Bounds:
         y = Bounds(*(_wider(e, e.abs() * GATE_ERROR + least, side) for side, e in enumerate((low, high))))
         y = y if dtype is None else y.rounded(dtype)
     return y
+
+
+def activated(gate: Tensor, host: dict[str, Any]) -> Tensor:
+    """``sigmoid(gate)`` or ``silu(gate)``."""
+    return gate.sigmoid() if host.get("gate_activation") == "sigmoid" else gate * gate.sigmoid()
 
 
 def _wider(end: Tensor, radius: Tensor, side: int) -> Tensor:

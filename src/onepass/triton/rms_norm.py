@@ -34,12 +34,12 @@ _FIRST_OPERAND: Final = 6
 RowShape = namedtuple("RowShape", "rows n n1 n2")
 """Rows, columns, and the sizes of the two inner leading dimensions."""
 RowMath = namedtuple(
-    "RowMath", "hf round_sum offset shift_gamma hw_rounding stored centered finishes gate bias weightless"
+    "RowMath", "hf round_sum offset shift_gamma hw_rounding stored centered finishes gate bias weightless sigmoid"
 )
 """What a kernel computes, apart from quantization. ``offset``: gamma has an offset.
 ``shift_gamma``: see `device.row.factor`. ``stored``: the norm is rounded before it is quantized.
 ``centered``: the mean is subtracted. ``finishes``: a gate or a bias, operands with these indices or
--1, follows gamma. ``weightless``: there is no gamma.
+-1, follows gamma. ``weightless``: there is no gamma. ``sigmoid``: the gate's activation is not silu.
 """
 
 TABLE: Final = {
@@ -102,6 +102,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
             spec.gate,
             spec.bias,
             spec.gamma is None,
+            spec.gate_activation == "sigmoid",
         ),
         "QUANT": quant(spec.fp8, chip, rule, spec.fp8_max, spec.quantizes_norm),
         "TILE": config.laid_out(vectors, chip.warp_size, levels)._replace(
@@ -180,7 +181,8 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
         parts.append("centered")
     for name, index in (("bias", spec.bias), ("gate", spec.gate)):
         if index >= 0:
-            parts.append(f"{name}={short[spec.operands[index].dtype]}")
+            activation = " sigmoid" if name == "gate" and spec.gate_activation == "sigmoid" else ""
+            parts.append(f"{name}={short[spec.operands[index].dtype]}{activation}")
     if spec.norm:
         parts.append("norm" if spec.norm == spec.x or spec.x.itemsize == 1 else f"norm={short[spec.norm]}")
     if spec.fp8 and spec.scale:

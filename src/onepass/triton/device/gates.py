@@ -7,31 +7,35 @@ from .numbers import convert
 
 
 @triton.jit
-def silu(x, ASSEMBLY: tl.constexpr):
-    """``x * sigmoid(x)``. ``1 + exp(-x)`` is halved 60 times and so is its reciprocal, so that neither is
+def _sigmoid(x, ASSEMBLY: tl.constexpr):
+    """``1 / (1 + exp(-x))``. The divisor is halved 60 times and so is its reciprocal, so that neither is
     too small for instructions that flush to zero. `tl.sigmoid` compiles to twice as many.
     """
     if ASSEMBLY:
         power = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [-x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
         )
-        scaled_down = tl.inline_asm_elementwise(
+        halved = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [(1.0 + power) * 2.0**-60], dtype=tl.float32, is_pure=True, pack=1
         )
-        return x * (scaled_down * 2.0**-60)
+        return halved * 2.0**-60
     else:
-        return x * tl.sigmoid(x)
+        return tl.sigmoid(x)
 
 
 @triton.jit
 def finish(y, gate, bias, DTYPE: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr):
-    """``(y + bias) * silu(gate)``, either of which may be absent; "hf" rounds both to DTYPE."""
+    """``(y + bias) * act(gate)``, either of which may be absent; "hf" rounds both to DTYPE."""
     if MATH.bias >= 0:
         y += bias.to(tl.float32)
         if MATH.hf:
             y = convert(y, DTYPE, MATH.hw_rounding)
     if MATH.gate >= 0:
-        y = y * silu(gate.to(tl.float32), TILE.assembly)
+        z = gate.to(tl.float32)
+        if MATH.sigmoid:
+            y = y * _sigmoid(z, TILE.assembly)
+        else:
+            y = y * (z * _sigmoid(z, TILE.assembly))
         if MATH.hf:
             y = convert(y, DTYPE, MATH.hw_rounding)
     return y
