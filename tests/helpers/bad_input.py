@@ -32,15 +32,18 @@ from tests.helpers.valid_calls import (
     gemv_arguments,
     heads_arguments,
     layer_arguments,
+    layer_heads_arguments,
     linear_arguments,
     mla_arguments,
     names,
     norm_arguments,
     packed_arguments,
+    public_bound,
     public_gamma,
     qk_arguments,
     qk_cache_arguments,
     quant_arguments,
+    split_both,
     split_gamma,
     static_arguments,
     vllm_arguments,
@@ -124,11 +127,15 @@ def call_norm(given: Arguments) -> Any:
     return onepass.rms_norm(**public_gamma(given))
 
 
+def call_layer(given: Arguments) -> Any:
+    return onepass.layer_norm(**public_gamma(given))
+
+
 def call_fp8(given: Arguments, op: Callable[..., Any] = onepass.rms_norm_fused_fp8) -> Any:
     key = given["prologue"]
     if isinstance(key, str):
         key = onepass.prologues.find(key) if key else None
-    bound, given = public_bound(given), {k: v for k, v in given.items() if k != "scale_ub_tensor"}
+    bound, given = public_bound(given), {k: v for k, v in public_gamma(given).items() if k != "scale_ub_tensor"}
     return op(**{**given, "prologue": key, "scale_ub": bound})
 
 
@@ -138,7 +145,7 @@ def call_quant(given: Arguments) -> Any:
 
 def with_defaults(given: Arguments) -> Arguments:
     """The contract's arguments: None stands for what the format implies."""
-    given = split_bound(given)
+    given = split_both(given)
     found = QUANT_FORMATS.get(given["format"]) if isinstance(given["format"], str) else None
     if found is None:
         return given
@@ -151,18 +158,6 @@ def with_defaults(given: Arguments) -> Arguments:
         dtypes = QUANT_SCALE_FORMATS[given["scale_format"]].dtypes if given["scale_format"] in found.scales else (None,)
         given = given | {"scales_dtype": torch.int32 if packed else dtypes[0]}
     return given
-
-
-def public_bound(given: Arguments) -> Any:
-    """The public function's ``scale_ub``, a number or a tensor."""
-    return given["scale_ub"] if given["scale_ub_tensor"] is None else given["scale_ub_tensor"]
-
-
-def split_bound(given: Arguments) -> Arguments:
-    """The contract's two arguments for the public function's ``scale_ub``."""
-    bound = public_bound(given)
-    tensor = isinstance(bound, Tensor)
-    return given | {"scale_ub": None if tensor else bound, "scale_ub_tensor": bound if tensor else None}
 
 
 def public_scale(given: Arguments) -> Arguments:
@@ -326,11 +321,12 @@ def public_subjects() -> list[Subject]:
     add("rms_norm", rows.RMS_NORM, norm_arguments, call_norm, derived=split_gamma)
     add("rms_norm, gated", rows.RMS_NORM, gated_arguments, call_norm, False, derived=split_gamma)
     add("rms_norm, heads", rows.RMS_NORM, heads_arguments, call_norm, False, derived=split_gamma)
-    add("layer_norm", LAYER_NORM, layer_arguments, lambda given: onepass.layer_norm(**given))
+    add("layer_norm", LAYER_NORM, layer_arguments, call_layer, derived=split_gamma)
+    add("layer_norm, heads", LAYER_NORM, layer_heads_arguments, call_layer, False, derived=split_gamma)
     fp8 = rows.RMS_NORM_FUSED_FP8
-    add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=split_bound)
-    add("rms_norm_fused_fp8, static", fp8, static_arguments, call_fp8, False, derived=split_bound)
-    add("rms_norm_fused_fp8, as vLLM", fp8, vllm_arguments, call_fp8, False, derived=split_bound)
+    add("rms_norm_fused_fp8", fp8, fp8_arguments, call_fp8, derived=split_both)
+    add("rms_norm_fused_fp8, static", fp8, static_arguments, call_fp8, False, derived=split_both)
+    add("rms_norm_fused_fp8, as vLLM", fp8, vllm_arguments, call_fp8, False, derived=split_both)
     quant = rows.RMS_NORM_FUSED_QUANT
     add("rms_norm_fused_quant", quant, quant_arguments, call_quant, False, derived=with_defaults)
     add("rms_norm_fused_quant, packed", quant, packed_arguments, call_quant, False, derived=with_defaults)

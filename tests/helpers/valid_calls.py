@@ -80,6 +80,23 @@ def split_gamma(given: Arguments) -> Arguments:
     return given | {"gamma": None if heads else gamma, "head_gamma": gamma if heads else None}
 
 
+def public_bound(given: Arguments) -> Any:
+    """The public function's ``scale_ub``, a number or a tensor."""
+    return given["scale_ub"] if given["scale_ub_tensor"] is None else given["scale_ub_tensor"]
+
+
+def split_bound(given: Arguments) -> Arguments:
+    """The contract's two arguments for the public function's ``scale_ub``."""
+    bound = public_bound(given)
+    tensor = isinstance(bound, Tensor)
+    return given | {"scale_ub": None if tensor else bound, "scale_ub_tensor": bound if tensor else None}
+
+
+def split_both(given: Arguments) -> Arguments:
+    """The contract's arguments for the public function's ``gamma`` and ``scale_ub``."""
+    return split_gamma(split_bound(given))
+
+
 def gated_arguments() -> Arguments:
     given = arguments(rows.RMS_NORM, {"N": 64}, (3,), "x", ("gamma", "gate", "bias"), eps=1.0, weight_offset=0.0)
     return given | {"rounding": "hf", "out_dtype": F32}
@@ -87,6 +104,11 @@ def gated_arguments() -> Arguments:
 
 def layer_arguments() -> Arguments:
     return arguments(LAYER_NORM, {"N": 64}, (3, 2), "x", ("gamma", "residual", "bias"), eps=1.0, weight_offset=0.0)
+
+
+def layer_heads_arguments() -> Arguments:
+    given = arguments(LAYER_NORM, {"N": 64, "H": 2}, (3, 2), "x", ("head_gamma",), eps=1.0, weight_offset=1.0)
+    return given | {"return_rstd": True}
 
 
 def fp8_arguments() -> Arguments:
@@ -122,7 +144,8 @@ def static_arguments() -> Arguments:
 def vllm_arguments() -> Arguments:
     optional = ("gamma", "residual", "scale_ub_tensor")
     given = arguments(rows.RMS_NORM_FUSED_FP8, {"N": 64}, (3,), "x", optional, eps=0.0, weight_offset=1)
-    return given | {"rounding": "hf", "round_sum": False, "quantize": "divide", "min_scale": 0.25}
+    given |= {"rounding": "hf", "round_sum": False, "quantize": "divide", "min_scale": 0.25}
+    return given | {"return_rstd": True}
 
 
 def linear_arguments(**changes: Any) -> Arguments:

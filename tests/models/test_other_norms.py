@@ -43,6 +43,9 @@ NORMS: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"n_groups": 2},
         "rms_norm, gate after, 2 groups, rounding once",
     ),
+    "Qwen4": ("qwen4_exp", "Qwen4ExpTextRMSNorm", {}, "rms_norm, rounding once"),
+    "Qwen4, groups": ("qwen4_exp", "Qwen4ExpTextRMSNorm", {"group_size": 16}, "rms_norm, 4 groups, rounding once"),
+    "T5": ("t5", "T5LayerNorm", {}, "rms_norm, rounding hf"),
     "FalconMamba": ("falcon_mamba", "FalconMambaWeightlessRMSNorm", {}, "rms_norm, no weight, rounding once"),
     "Cohere": ("cohere", "CohereLayerNorm", {}, "layer_norm, rounding once"),
 }
@@ -114,14 +117,57 @@ def test_other_gates_and_groups_are_left() -> None:
     tanh, uneven, per_head = module("Qwen3-Next"), module("Falcon-H1"), module("Cohere")
     tanh.activation = "tanh"  # type: ignore[assignment]
     uneven.n_groups = 5  # type: ignore[assignment]
-    per_head.weight = nn.Parameter(torch.ones(2, N))
+    per_head.weight = nn.Parameter(torch.ones(2, 2, N))
     with onepass.patch(nn.Sequential(tanh, uneven, per_head, nn.RMSNorm(N))) as handle:
         reasons = [change.why for change in handle.left]
     assert reasons == [
         "its gate is neither silu nor sigmoid",
         "its groups do not divide its columns",
-        "it has no 1-D weight",
+        "it has no 1-D or 2-D weight",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_coheres_norm_of_heads(dtype: torch.dtype) -> None:
+    """Each head has its weight. Rows that the weight is broadcast over run the model's code."""
+    models = import_module("transformers.models.cohere.modeling_cohere")
+    norm = models.CohereLayerNorm(hidden_size=(4, N), eps=1e-5).to(dtype)
+    norm.weight.data = (1 + rows(4, N, seed=3) / 4).to(dtype)
+    x = rows(2, 5, 4, N).to(dtype)
+    with onepass.patch(nn.Sequential(norm)) as handle, torch.inference_mode():
+        assert [change.why for change in handle.replaced] == ["layer_norm, weight per head, rounding once"]
+        found, expected = norm(x), type(norm).forward(norm, x)
+        assert same_bytes(found, onepass.layer_norm(x, norm.weight.detach(), eps=1e-5))
+        assert (found - expected).abs().max() <= expected.abs().max() * (2.0**-7 if dtype == torch.bfloat16 else 2e-6)
+        assert (found != expected).float().mean() < 0.01 or dtype == torch.float32
+        strided = x.transpose(1, 2).contiguous().transpose(1, 2)
+        assert same_bytes(norm(strided), found)
+        wider = x[:, :, :1]
+        assert same_bytes(norm(wider), type(norm).forward(norm, wider)) and norm(wider).shape == (2, 5, 4, N)
+
+
+def test_t5_computes_the_same() -> None:
+    """A whole encoder and decoder."""
+    transformers = import_module("transformers")
+    config = transformers.T5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4)
+    model = transformers.T5Model(config).eval()
+    tokens = {"input_ids": torch.arange(12).view(2, 6), "decoder_input_ids": torch.arange(8).view(2, 4)}
+    with torch.inference_mode():
+        expected = model(**tokens).last_hidden_state
+        with onepass.patch(model) as handle:
+            assert [change.cls for change in handle.replaced] == ["T5LayerNorm"] * 7
+            found = model(**tokens).last_hidden_state
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_t5s_norm_of_another_dtype_runs_the_models_code() -> None:
+    """The weight's dtype then decides that of the result."""
+    norm = module("T5")
+    x = rows(3, N)
+    with onepass.patch(nn.Sequential(norm)), torch.inference_mode():
+        found = norm(x)
+        assert found.dtype is torch.bfloat16 and same_bytes(found, type(norm).forward(norm, x))
 
 
 def test_torchs_norm_without_a_weight() -> None:
@@ -157,6 +203,9 @@ def test_gradients_are_refused_and_one_rounding_can_be_had() -> None:
         ({"groups": "n", "weighted": False}, "OtherNorm: `weighted` must be True with groups"),
         ({"rounding": "twice"}, "OtherNorm: `rounding` must be"),
         ({"groups": 2}, "OtherNorm: `groups` must be a str, got 2"),
+        ({"weight_offset": 1.0, "weighted": False}, "OtherNorm: `weight_offset` must be 0 without a weight"),
+        ({"weight_offset": "1"}, "OtherNorm: `weight_offset` must be"),
+        ({"same_dtype": 1}, "OtherNorm: `same_dtype` must be a bool, got 1"),
     ],
 )
 def test_wrong_forms_are_refused(options: dict[str, Any], message: str) -> None:

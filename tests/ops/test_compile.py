@@ -42,6 +42,7 @@ FP8_VARIANTS: dict[str, dict[str, Any]] = {
         "scale_ub_tensor": torch.tensor([1.5]),
     },
     "no gamma": {"gamma": None, "group_size": 64},
+    "heads and rstd": {"gamma": None, "head_gamma": torch.randn(4, 128).bfloat16(), "return_rstd": True},
     "prologue": {"prologue": silu_and_mul.key, "prologue_args": [torch.randn(3, 4, 128).bfloat16()]},
 }
 
@@ -96,6 +97,24 @@ def test_opcheck_weights_and_statistics(heads: bool) -> None:
     )
     for found, wanted in zip(compiled(x), onepass.rms_norm(x, gamma, return_rstd=True), strict=True):
         assert torch.equal(found, wanted)
+
+
+def every_rstd(x: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:
+    """With a gamma of each head."""
+    y = onepass.layer_norm(x, gamma, return_rstd=True)
+    fp8 = onepass.rms_norm_fused_fp8(x, gamma, return_rstd=True)
+    int8 = onepass.rms_norm_fused_quant(x, gamma, format="int8", statistic="layer", return_rstd=True)
+    return *y, fp8[0].float(), *fp8[1:], *int8
+
+
+def test_compile_heads_and_statistics_of_every_op() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(every_rstd, fullgraph=True, dynamic=True, backend="aot_eager")
+    gamma = torch.randn(3, 96)
+    for rows in (2, 5):
+        x = torch.randn(rows, 3, 96)
+        found, expected = compiled(x, gamma), every_rstd(x, gamma)
+        assert len(found) == 8 and all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def everything(x: Tensor, gamma: Tensor, residual: Tensor, gate: Tensor) -> tuple[Tensor, ...]:

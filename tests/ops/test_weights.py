@@ -29,7 +29,7 @@ def plain(x: Tensor, gamma: Tensor | None, **options: Any) -> Results:
 
 
 def layer(x: Tensor, gamma: Tensor | None, **options: Any) -> Results:
-    return (onepass.layer_norm(x, gamma, **options),)
+    return onepass.layer_norm(x, gamma, return_rstd=True, **options)
 
 
 OPS: dict[str, Callable[..., Results]] = {
@@ -99,6 +99,16 @@ def test_each_head_has_its_gamma(shape: tuple[int, ...], dtype: torch.dtype) -> 
             assert all(same_bytes(a[..., head, :], b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_each_head_has_its_gamma_in_every_op(op: str) -> None:
+    x, gamma = rows(5, 3, 128), rows(3, 128, dtype=F16, seed=1)
+    found = OPS[op](x, gamma, weight_offset=1.0)
+    assert found[0].float().abs().amax() > 1
+    for head in range(3):
+        alone = OPS[op](x[:, head], gamma[head], weight_offset=1.0)
+        assert all(same_bytes(a[:, head], b) for a, b in zip(found, alone, strict=True))
+
+
 def test_heads_agree_with_the_oracle() -> None:
     x, gamma = rows(4, 3, 96, dtype=F32), rows(3, 96, dtype=F32, seed=1)
     assert torch.allclose(onepass.rms_norm(x, gamma).double(), oracle.rms_norm(x, gamma, 1e-6).y, rtol=1e-5)
@@ -115,6 +125,26 @@ def test_the_reciprocal_rms_is_that_of_the_rows(dtype: torch.dtype) -> None:
     room = torch.zeros(3, 2, 2)
     given = onepass.rms_norm(x, None, 1e-5, residual=h, return_rstd=True, rstd_out=room[..., 1].T)[-1]
     assert given.data_ptr() == room[..., 1].data_ptr() and (room[..., 1] > 0).all() and (room[..., 0] == 0).all()
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if "rms_norm" not in op and op != "layer_norm"])
+def test_the_reciprocal_rms_of_every_quantizing_op(op: str) -> None:
+    """It is the last result, with the bytes that the plain norm stores, and changes no other result."""
+    x, gamma = rows(4, 2, 128), rows(128, seed=1)
+    plain = onepass.layer_norm if op.startswith("layer") else onepass.rms_norm
+    *others, rstd = OPS[op](x, gamma, return_rstd=True)
+    assert same_bytes(rstd, plain(x, gamma, return_rstd=True)[-1]) and (rstd > 0).all()
+    assert all(same_bytes(a, b) for a, b in zip(others, OPS[op](x, gamma), strict=True))
+    room = torch.zeros(4, 2)
+    assert OPS[op](x, gamma, return_rstd=True, rstd_out=room)[-1] is room and same_bytes(room, rstd)
+
+
+def test_the_reciprocal_rms_of_layer_norm_is_that_of_centered_rows() -> None:
+    x = rows(6, 200, dtype=F32) + 3
+    y, rstd = onepass.layer_norm(x, None, eps=1e-5, return_rstd=True)
+    expected = (x.double().var(-1, correction=0) + 1e-5).rsqrt()
+    assert torch.allclose(rstd.double(), expected, rtol=1e-6)
+    assert torch.allclose(y.double(), (x - x.mean(-1, keepdim=True)).double() * expected[:, None], atol=1e-5)
 
 
 def test_the_reciprocal_rms_of_special_rows() -> None:
@@ -138,17 +168,16 @@ def test_the_reciprocal_rms_of_special_rows() -> None:
     ],
 )
 def test_wrong_calls_are_refused(gamma: Tensor | None, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ContractError, match=f"rms_norm: {message}"):
-        onepass.rms_norm(torch.ones(6, 64), gamma, **change)
+    for op in (onepass.rms_norm, onepass.layer_norm, onepass.rms_norm_fused_fp8, onepass.rms_norm_fused_quant):
+        with pytest.raises(ContractError, match=f"{op.__name__}: {message}"):
+            op(torch.ones(6, 64), gamma, **change)
 
 
 def test_wrong_weightless_calls_are_refused() -> None:
-    x = torch.ones(6, 64)
-    for op in (onepass.layer_norm, onepass.rms_norm_fused_fp8, onepass.rms_norm_fused_quant):
-        with pytest.raises(ContractError, match="`weight_offset` must be 0 without gamma"):
-            op(x, None, weight_offset=1.0)
-    codes, scale = x.to(torch.int8), torch.ones(6, 1)
+    codes, scale = torch.ones(6, 64, dtype=torch.int8), torch.ones(6, 1)
     options: dict[str, Any] = {"prologue": onepass.prologues.dequantize, "prologue_args": [scale]}
     assert onepass.rms_norm_fused_fp8(codes, None, **options)[0].float().abs().max() == 448
     with pytest.raises(ContractError, match="`gamma` must be given for the norm of an 8-bit x"):
         onepass.rms_norm_fused_fp8(codes, None, return_norm=True, **options)
+    heads = torch.full((6, 64), 2.0, dtype=F16)
+    assert onepass.rms_norm_fused_fp8(codes, heads, return_norm=True, **options)[2].dtype is F16

@@ -38,8 +38,9 @@ def describe(cls: type[nn.Module]) -> str:
     form = match(cls, Norm).form or match(cls, OtherNorm).form
     if isinstance(form, OtherNorm):
         what = ["gated"] * bool(form.gate) + ["in groups"] * bool(form.groups or form.group_size)
-        what += ["without a weight"] * (not form.weighted)
-        return f"{_TIMES[form.rounding]}, {' and '.join(what)}"
+        what += ["without a weight"] * (not form.weighted) + ["if the weight has x's dtype"] * form.same_dtype
+        offset = f", offset {form.weight_offset:g}" if form.weight_offset else ""
+        return f"{_TIMES[form.rounding]}{offset}, {' and '.join(what)}"
     if not isinstance(form, Norm):
         return ""
     offset = f", offset {form.weight_offset:g}" if form.weight_offset else ""

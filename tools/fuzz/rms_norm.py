@@ -149,6 +149,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
         "weight_offset": case.offset,
         "rounding": c.rounding,
         "round_sum": c.round_sum,
+        "return_rstd": c.rstd,
     }
     if c.residual is not None:
         found["residual"] = other_place.put(case.second.make(shape, c.residual))
@@ -162,7 +163,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
         found["out_dtype"] = c.y
         if c.op == "layer_norm":
             del found["rounding"]
-        return found | ({"return_rstd": True} if c.rstd else {})
+        return found
     if c.format:
         found["statistic"] = "layer" if c.layer else "rms"
     found |= {"return_norm": c.norm, "quantize": c.quantize}

@@ -99,9 +99,8 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
         lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
         round_sum=r.choice((None, None, True, False)),
     )
+    c = replace(c, heads=c.gamma is not None and r.random() < 0.2, rstd=r.random() < 0.2)
     if op in STORES_NORM:
-        if op == "rms_norm":
-            c = replace(c, heads=c.gamma is not None and r.random() < 0.2, rstd=r.random() < 0.2)
         return _finished(replace(c, y=r.choice((None, None, *FLOATS))), r)
     out = r.choice(tuple(FP8_FORMATS))
     static = r.random() < 0.15

@@ -64,7 +64,9 @@ class OtherNorm:
     attribute that names the activation, "silu" or "sigmoid"; if it is "" the activation is silu. ``groups`` is the
     attribute that is the number of groups of columns that are normed separately, and ``group_size`` the one that is
     their number of columns. Fields that do not apply are "".
-    With ``squeezes`` a batch of single tokens [B, 1, N] is returned as [B, N].
+    With ``squeezes`` a batch of single tokens [B, 1, N] is returned as [B, N]. Without groups the weight may also be
+    [H, N]: then heads x [..., H, N] have a weight each. ``group_size`` may be an attribute that is None: then there are no
+    groups. With ``same_dtype`` the model's own forward runs where the dtypes of x and weight differ.
     """
 
     called: ClassVar[frozenset[str]] = frozenset()
@@ -77,10 +79,12 @@ class OtherNorm:
     groups: str = ""
     group_size: str = ""
     squeezes: bool = False
+    weight_offset: float = 0.0
+    same_dtype: bool = False
     eps: str = "eps"
 
     def __post_init__(self) -> None:
-        check_options(type(self), rounding=self.rounding)
+        check_options(type(self), rounding=self.rounding, weight_offset=self.weight_offset)
         for name, value, allowed in (
             ("statistic", self.statistic, STATISTICS),
             ("gate", self.gate, ("", *GATE_ORDERS)),
@@ -96,6 +100,8 @@ class OtherNorm:
             )
         if grouped and not self.weighted:
             raise ContractError("OtherNorm: `weighted` must be True with groups, got False")
+        if self.weight_offset and (not self.weighted or self.statistic == "layer"):
+            raise ContractError("OtherNorm: `weight_offset` must be 0 without a weight and for LayerNorm")
         _require_fields(self)
 
 
@@ -250,6 +256,8 @@ FORMS: Final[tuple[tuple[str, Form], ...]] = (
                                group_size="group_size")),  # Zamba2, Nemotron-H
     ("dbe728557b1d", OtherNorm(gate="before", gates_norm="norm_before_gate", groups="n_groups", squeezes=True,
                                eps="variance_epsilon")),  # Falcon-H1
+    ("152a1127d2ab", OtherNorm(weight_offset=1.0, group_size="group_size")),  # Qwen4
+    ("80711b98fb9f", OtherNorm(rounding="hf", same_dtype=True, eps="variance_epsilon")),  # T5, Idefics
     ("1cfc54d9bd4a", OtherNorm(weighted=False)),  # FalconMamba, Llama 4, nanochat
     ("13eba5c8f517", OtherNorm(statistic="layer", eps="variance_epsilon")),  # Cohere
     # decoder layers

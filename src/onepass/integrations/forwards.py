@@ -61,6 +61,8 @@ class OtherNormCall(NamedTuple):
     groups: int
     squeezes: bool
     gate_activation: GateActivation = "silu"
+    weight_offset: float = 0.0
+    same_dtype: bool = False
 
 
 class LayerCall(NamedTuple):
@@ -177,20 +179,29 @@ def other_norm_forward(self: Any, *args: Tensor | None, **named: Tensor | None) 
     if x is None or (gate is not None and (gate.shape != x.shape or (token and how.gate == "after"))):
         return cast(Tensor, type(self).forward(self, x, gate))
     gamma = gamma_of(self.weight) if how.weighted else None
+    if gamma is not None and not _takes(how, gamma, x):
+        return cast(Tensor, type(self).forward(self, x, *[gate] * (gate is not None)))
     refuse_gradient(self, x, gamma, gate)
     x = x if x.stride(-1) == 1 else x.contiguous()
     if how.centered:
         return layer_norm(x, gamma, eps=how.eps)
     if gate is not None and gate.stride(-1) != 1:
         gate = gate.contiguous()
-    options: dict[str, Any] = {"rounding": how.rounding, "gate_order": how.gate or "after"}
-    options["gate_activation"] = how.gate_activation
+    options: dict[str, Any] = {"rounding": how.rounding, "weight_offset": how.weight_offset}
+    options |= {"gate_order": how.gate or "after", "gate_activation": how.gate_activation}
     if how.groups == 1:
         y = rms_norm(x, gamma, how.eps, gate=gate, **options)
     else:
         x, gate, gamma = (t if t is None else t.unflatten(-1, (how.groups, -1)) for t in (x, gate, gamma))
         y = rms_norm(cast(Tensor, x), gamma, how.eps, gate=gate, **options).flatten(-2)
     return cast(Tensor, y.squeeze(1) if token else y)
+
+
+def _takes(how: OtherNormCall, gamma: Tensor, x: Tensor) -> bool:
+    """Whether an op computes what the model does with this weight: not if it is broadcast, or decides the dtype."""
+    if gamma.dim() == 2 and gamma.shape != x.shape[-2:]:
+        return False
+    return gamma.dtype == x.dtype or not how.same_dtype
 
 
 def add_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:

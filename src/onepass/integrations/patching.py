@@ -236,10 +236,12 @@ def _eps_objection(module: nn.Module, name: str) -> str:
     return missing(module, name) or unless(type(eps) in (float, int), f"its epsilon, {name}, is {describe(eps)}")
 
 
-def _weight_objection(module: nn.Module) -> str:
+def _weight_objection(module: nn.Module, heads: bool = False) -> str:
+    """Why an op cannot use the weight, which may be one of each head."""
     weight = cast(Any, getattr(module, "weight", None))
+    dims, what = ((1, 2), "1-D or 2-D") if heads else ((1,), "1-D")
     return (
-        unless(weight is not None and weight.dim() == 1, "it has no 1-D weight")
+        unless(weight is not None and weight.dim() in dims, f"it has no {what} weight")
         or unless(type(weight) in (Tensor, Parameter), f"its weight is a {type(weight).__name__}")
         or unless(weight.dtype in FLOATS, f"its weight is {weight.dtype}")
     )
@@ -248,10 +250,11 @@ def _weight_objection(module: nn.Module) -> str:
 def _other_norm(handle: Patched, where: str, module: nn.Module, found: Match) -> None:
     form = found.form if isinstance(found.form, OtherNorm) else OtherNorm(weighted=False)
     attributes = (form.gates_norm, form.activation, form.groups, form.group_size)
+    grouped = bool(form.groups or form.group_size)
     objection = (
         why_not(module, found)
         or unless(type(module).__call__ is nn.Module.__call__, OWN_CALL)
-        or (_weight_objection(module) if form.weighted else _shape_objection(module))
+        or (_weight_objection(module, heads=not grouped) if form.weighted else _shape_objection(module))
         or _eps_objection(module, form.eps)
         or missing(module, *attributes)
         or unless(_activation(module, form) in GATE_ACTIVATIONS, "its gate is neither silu nor sigmoid")
@@ -269,10 +272,12 @@ def _other_norm(handle: Patched, where: str, module: nn.Module, found: Match) ->
     eps = float(_eps_of(module, form.eps))
     activation = _activation(module, form)
     call = OtherNormCall(eps, rounding, centered, form.weighted, gate, groups, form.squeezes, activation)
+    call = call._replace(weight_offset=form.weight_offset, same_dtype=form.same_dtype)
     op = "layer_norm" if centered else "rms_norm"
     gated = f"gate {gate}" if activation == "silu" else f"{activation} gate {gate}"
     parts = [op, *[gated] * bool(gate), *[f"{groups} groups"] * (groups > 1)]
-    parts += [*["no weight"] * (not form.weighted), f"rounding {rounding}"]
+    heads = form.weighted and cast(Tensor, module.weight).dim() == 2
+    parts += [*["no weight"] * (not form.weighted), *["weight per head"] * heads, f"rounding {rounding}"]
     handle._bind(where, module, call, "norm", ", ".join(parts))
 
 
@@ -292,6 +297,8 @@ def _groups(module: nn.Module, form: OtherNorm) -> int:
     if not form.groups and not form.group_size:
         return 1
     columns, given = cast(Tensor, module.weight).numel(), getattr(module, form.groups or form.group_size)
+    if given is None and form.group_size:
+        return 1
     if type(given) is not int or given < 1 or columns % given:
         return 0
     return given if form.groups else columns // given

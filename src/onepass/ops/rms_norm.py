@@ -53,7 +53,7 @@ from ..specs.rms_norm import GateActivation, GateOrder, RowCall, Statistic, row_
 from .registration import Op
 from .rms_norm_call import run_rows
 from .rms_norm_contract import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
-from .rms_norm_finish import SpecCache, finished_norm
+from .rms_norm_finish import SpecCache, either_gamma, finished_norm
 from .rms_norm_quantized import fp8_norm, prologue_key, quantized_norm, quantized_results
 
 __all__ = [
@@ -206,9 +206,7 @@ def rms_norm(
     >>> onepass.rms_norm(rows[:, :2], torch.ones(2), out=rows[:, :2]), rows
     (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 1.1314, 7.0000]]))
     """
-    heads = None
-    if isinstance(gamma, Tensor) and gamma.dim() == 2:
-        gamma, heads = None, gamma
+    gamma, heads = either_gamma(gamma)
     options = (eps, weight_offset, rounding, round_sum, gate_order, gate_activation, out_dtype, return_rstd)
     arguments = (x, gamma, residual, gate, bias, heads, *options, out, residual_out, rstd_out)
     known: tuple[Any, Any, Any] | None = None
@@ -237,6 +235,7 @@ def rms_norm_fused_fp8(
     scale_layout: ScaleLayout = "row",
     static_scale: Tensor | None = None,
     return_norm: bool = False,
+    return_rstd: bool = False,
     rounding: Rounding = "once",
     round_sum: bool | None = None,
     quantize: Quantize = "reciprocal",
@@ -246,8 +245,9 @@ def rms_norm_fused_fp8(
     scale_output: Tensor | None = None,
     residual_out: Tensor | None = None,
     norm_out: Tensor | None = None,
+    rstd_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """RMSNorm and FP8 quantization in one read: ``out * scale`` is the norm. Returns (out, scale[, new_residual][, norm]).
+    """RMSNorm and FP8 quantization in one read. Returns (out, scale[, new_residual][, norm][, rstd]): ``out * scale`` is the norm.
 
     ``scale`` is [..., 1], one per row. With ``group_size`` 64 or 128 it is [..., N / group_size],
     contiguous along the row or, with ``scale_layout="column"``, along the rows (strides (1, M), as
@@ -266,7 +266,8 @@ def rms_norm_fused_fp8(
     32, 64, 128 or 256 columns, [..., N / group]. With a prologue ``x`` may be float8_e4m3fn,
     float8_e4m3fnuz or int8, which the prologue sees as numbers (`onepass.prologues.dequantize`).
     ``return_norm`` also stores what `rms_norm` would return, in x's dtype, or in gamma's for an 8-bit
-    x; ``rounding="hf"`` is rejected there, as it rounds to x's dtype. ``gamma`` may be None, as in `rms_norm`.
+    x; ``rounding="hf"`` is rejected there, as it rounds to x's dtype. ``gamma`` may be None or [H, N], and
+    ``return_rstd`` also returns ``rs``, as in `rms_norm`.
 
     Rounding, including ``round_sum``: see the module. Codes are computed from the scale as stored,
     rounded to nearest even, and saturate. A row of zeros has codes 0 and scale ``min_scale`` (ue8m0: at
@@ -276,14 +277,21 @@ def rms_norm_fused_fp8(
     >>> q, scale = onepass.rms_norm_fused_fp8(torch.tensor([[3.0, -4.0]]), torch.ones(2), eps=0.0)
     >>> q.float() * scale
     tensor([[ 0.8081, -1.1314]])
+    >>> heads = torch.tensor([[3.0, -4.0], [3.0, -4.0]])
+    >>> gamma = torch.tensor([[1.0, 1.0], [2.0, 0.5]])
+    >>> q, scale, rstd = onepass.rms_norm_fused_fp8(heads, gamma, eps=0.0, return_rstd=True)
+    >>> q.float() * scale, rstd
+    (tensor([[ 0.8081, -1.1314],
+            [ 1.6971, -0.5455]]), tensor([0.2828, 0.2828]))
     """
+    gamma, heads = either_gamma(gamma)
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
     # fmt: off
     arguments = (
-        x, gamma, residual, static_scale, bound, prologue_args, eps, weight_offset, rounding, number, out_dtype,
+        x, gamma, residual, static_scale, bound, heads, prologue_args, eps, weight_offset, rounding, number, out_dtype,
         fp8_max, scales_dtype, group_size, scale_format, scale_layout,
         "" if prologue is None else prologue_key(RMS_NORM_FUSED_FP8, prologue),
-        return_norm, round_sum, quantize, min_scale, out, scale_output, residual_out, norm_out,
+        return_norm, round_sum, quantize, min_scale, return_rstd, out, scale_output, residual_out, norm_out, rstd_out,
     )
     # fmt: on
     return quantized_results(_rms_norm_fused_fp8, arguments, static_scale)
@@ -308,6 +316,7 @@ def rms_norm_fused_quant(
     static_scale: Tensor | None = None,
     global_scale: Tensor | None = None,
     return_norm: bool = False,
+    return_rstd: bool = False,
     rounding: QuantRounding = "once",
     round_sum: bool | None = None,
     quantize: Quantize = "reciprocal",
@@ -321,8 +330,9 @@ def rms_norm_fused_quant(
     scale_output: Tensor | None = None,
     residual_out: Tensor | None = None,
     norm_out: Tensor | None = None,
+    rstd_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """RMSNorm and quantization to any format in one read. Returns (out, scale[, new_residual][, norm]).
+    """RMSNorm and quantization to any format in one read. Returns (out, scale[, new_residual][, norm][, rstd]).
 
     ``format`` names the codes and, where the format implies it, the groups and scales:
 
@@ -340,8 +350,9 @@ def rms_norm_fused_quant(
     "column_packed" stores the exponents of four groups per int32, in such columns; "128x4" is the
     [M padded to 128, G padded to 4] swizzle of block-scaled GEMMs. All leading dimensions together are M rows.
 
-    ``gate``, ``gate_order``, ``gate_activation``, ``bias`` and ``gamma=None`` are those of `rms_norm`, and ``statistic="layer"`` is
-    `layer_norm`. Scale and codes are computed from the result, as with ``quantize="divide"`` or from its product with ``1 / scale``.
+    ``gate``, ``gate_order``, ``gate_activation``, ``bias``, ``return_rstd`` and a ``gamma`` of None or [H, N] are those of
+    `rms_norm`, and ``statistic="layer"`` is `layer_norm`. With a gate or a bias, scale and codes are computed from the
+    result, as with ``quantize="divide"`` or from its product with ``1 / scale``.
 
     ``rounding="stored"`` quantizes the norm as `rms_norm` stores it, rounded once to x's dtype. All other
     arguments are those of `rms_norm_fused_fp8`, which is the form for fp8 of this function: same bytes.
@@ -361,14 +372,15 @@ def rms_norm_fused_quant(
         encoding = QUANT_SCALE_FORMATS.get(scale_format) if isinstance(scale_format, str) else None
         if scales_dtype is None and encoding is not None:
             scales_dtype = torch.int32 if scale_layout == "column_packed" else encoding.dtypes[0]
+    gamma, heads = either_gamma(gamma)
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
     # fmt: off
     arguments = (
-        x, gamma, residual, static_scale, bound, global_scale, gate, bias, prologue_args, eps, weight_offset, rounding,
-        number, format, code_max, scales_dtype, group_size, scale_format, scale_layout,
+        x, gamma, residual, static_scale, bound, global_scale, gate, bias, heads, prologue_args, eps, weight_offset,
+        rounding, number, format, code_max, scales_dtype, group_size, scale_format, scale_layout,
         "" if prologue is None else prologue_key(RMS_NORM_FUSED_QUANT, prologue),
-        return_norm, round_sum, quantize, min_scale, gate_order, gate_activation, statistic,
-        out, scale_output, residual_out, norm_out,
+        return_norm, round_sum, quantize, min_scale, return_rstd, gate_order, gate_activation, statistic,
+        out, scale_output, residual_out, norm_out, rstd_out,
     )
     # fmt: on
     return quantized_results(_rms_norm_fused_quant, arguments, static_scale)

@@ -34,8 +34,12 @@ from .options import ROUNDING, WEIGHT_OFFSET, columns, eps
 _F32 = (torch.float32,)
 _GAMMA = Arg("N", "weight; any float dtype; None: 1", FLOATS, optional=True, sample="gamma")
 _HEAD_GAMMA = Arg("H N", "gamma [H, N]: a weight for each head of x [..., H, N]", FLOATS, optional=True, sample="gamma")
-_WITHOUT_GAMMA = ("weight_offset", "be 0 without gamma")
-_NO_OFFSET = Rule("gamma is not None or weight_offset == 0", *_WITHOUT_GAMMA)
+_GAMMA_RULES = (
+    Rule("gamma is None or head_gamma is None", "head_gamma", "be the only gamma"),
+    Rule("head_gamma is None or x.shape[-2:] == (H, N)", "head_gamma", "have shape [N], or [H, N] with x [..., H, N]"),
+    Rule("gamma is not None or head_gamma is not None or weight_offset == 0", "weight_offset", "be 0 without gamma"),
+)
+_EITHER_GAMMA: Final[dict[str, tuple[str, ...]]] = {"gamma": ("gamma", "head_gamma")}
 _RESIDUAL = Arg("... N", "added to x in float32; x's dtype or float32", "(x.dtype, torch.float32)", optional=True)
 _RESIDUAL_OF_ANY_X = Arg(
     "... N",
@@ -52,7 +56,7 @@ _LIMITS = ", ".join(f"{f.name}: {' or '.join(f'{m:g}' for m in f.maxima)}" for f
 _SCALES = ", ".join(f"{s.name}: {' or '.join(map(short, s.dtypes))}" for s in SCALE_FORMATS.values())
 _FINITE = "0 <= min_scale <= 3.4e38"
 _DYNAMIC, _BY_COLUMN = "static_scale is None", "scale_layout == 'column'"
-_NORM_DTYPE = "x.dtype if x.dtype in FLOATS else gamma.dtype"
+_NORM_DTYPE = "x.dtype if x.dtype in FLOATS else (head_gamma if gamma is None else gamma).dtype"
 _OPERAND_SHAPES = " | ".join(("... N", "N", "... 1", *(f"... N/{group}" for group in OPERAND_GROUPS)))
 _OPERANDS = "the prologue's other tensors: a value per element, per column, per row, or per group of columns"
 
@@ -67,11 +71,12 @@ _Y = Out("... N", "out_dtype or x.dtype", "the norm", "out")
 _RSTD = Out(
     "...",
     "torch.float32",
-    "rs = 1 / sqrt(mean(h^2) + eps) of each row",
+    "rs of each row",
     "rstd_out",
     when="return_rstd",
     make="empty(lead, dtype=torch.float32, device=device)",
 )
+_RETURN_RSTD = Option("bool", False, "also return rs")
 _SUMS = "round_sum=True: h = round(x+residual) with either; round_sum=False: h = x+residual"
 
 RMS_NORM = Contract(
@@ -91,18 +96,11 @@ RMS_NORM = Contract(
         "round_sum": _ROUND_SUM,
         **_GATING,
         "out_dtype": _OUT_DTYPE,
-        "return_rstd": Option("bool", False, "also return rs"),
+        "return_rstd": _RETURN_RSTD,
     },
     outs={"y": _Y, "new_residual": _NEW_RESIDUAL, "rstd": _RSTD},
-    rules=(
-        columns("N", "x"),
-        Rule("gamma is None or head_gamma is None", "head_gamma", "be the only gamma"),
-        Rule(
-            "head_gamma is None or x.shape[-2:] == (H, N)", "head_gamma", "have shape [N], or [H, N] with x [..., H, N]"
-        ),
-        Rule("gamma is not None or head_gamma is not None or weight_offset == 0", *_WITHOUT_GAMMA),
-    ),
-    carried={"gamma": ("gamma", "head_gamma")},
+    rules=(columns("N", "x"), *_GAMMA_RULES),
+    carried=_EITHER_GAMMA,
     known_as={"head_gamma": "gamma"},
     rounding="once: y = round((h*rs)*(gamma+offset)); hf: h = round(x+residual), y = round(round(h*rs)*(gamma+offset)); "
     f"{_SUMS}; bias and gate: y = round(((h*rs)*(gamma+offset)+bias)*act(gate)), and hf rounds each step",
@@ -110,10 +108,24 @@ RMS_NORM = Contract(
 
 LAYER_NORM = Contract(
     "layer_norm",
-    args={"x": Arg("... N", "activations", FLOATS), "gamma": _GAMMA, "bias": _BIAS, "residual": _RESIDUAL},
-    options={"eps": eps(), "weight_offset": WEIGHT_OFFSET, "round_sum": _ROUND_SUM, "out_dtype": _OUT_DTYPE},
-    outs={"y": _Y, "new_residual": _NEW_RESIDUAL},
-    rules=(columns("N", "x"), _NO_OFFSET),
+    args={
+        "x": Arg("... N", "activations", FLOATS),
+        "gamma": _GAMMA,
+        "bias": _BIAS,
+        "residual": _RESIDUAL,
+        "head_gamma": _HEAD_GAMMA,
+    },
+    options={
+        "eps": eps(),
+        "weight_offset": WEIGHT_OFFSET,
+        "round_sum": _ROUND_SUM,
+        "out_dtype": _OUT_DTYPE,
+        "return_rstd": _RETURN_RSTD,
+    },
+    outs={"y": _Y, "new_residual": _NEW_RESIDUAL, "rstd": _RSTD},
+    rules=(columns("N", "x"), *_GAMMA_RULES),
+    carried=_EITHER_GAMMA,
+    known_as={"head_gamma": "gamma"},
     rounding="once: d = h-mean(h), y = round((d*rs)*(gamma+offset)+bias); round_sum=True: h = round(x+residual)",
 )
 
@@ -137,11 +149,12 @@ _STEPS: Final = {
     "round_sum": _ROUND_SUM,
     "quantize": Option("str", "reciprocal", "multiply by 1 / scale, or divide by scale", choices=QUANTIZE),
     "min_scale": Option("float", 0.0, "smallest scale, before rounding to scales_dtype", where=_FINITE),
+    "return_rstd": _RETURN_RSTD,
 }
 _NORM: Final = Out("... N", _NORM_DTYPE, "the norm, as rms_norm returns it", "norm_out", when="return_norm")
 _DIVIDES: Final = Rule("group_size is None or N % group_size == 0", "group_size", "divide the number of columns, N={N}")
 _TENSOR_RULES: Final = (
-    _NO_OFFSET,
+    *_GAMMA_RULES,
     Rule("static_scale is None or scale_ub is None", "scale_ub", "be None with static_scale"),
     Rule("static_scale is None or scale_ub_tensor is None", "scale_ub_tensor", "be None with static_scale"),
     Rule("scale_ub is None or scale_ub_tensor is None", "scale_ub_tensor", "be either a number or a tensor"),
@@ -151,14 +164,18 @@ _TENSOR_RULES: Final = (
 )
 _PROLOGUE_RULES: Final = (
     Rule("x.dtype in FLOATS or prologue", "x", "be bfloat16, float16 or float32 without a prologue"),
-    Rule("x.dtype in FLOATS or gamma is not None or not return_norm", "gamma", "be given for the norm of an 8-bit x"),
+    Rule(
+        "x.dtype in FLOATS or gamma is not None or head_gamma is not None or not return_norm",
+        "gamma",
+        "be given for the norm of an 8-bit x",
+    ),
     Rule("x.dtype in FLOATS or rounding == 'once'", "rounding", "be 'once' for an 8-bit x ('hf' rounds to x's dtype)"),
     Rule("arity(prologue) == len(prologue_args)", "prologue_args", "hold one tensor per parameter after x"),
 )
 
 RMS_NORM_FUSED_FP8 = Contract(
     "rms_norm_fused_fp8",
-    args={**_INPUTS, "prologue_args": _PROLOGUE_ARGS},
+    args={**_INPUTS, "head_gamma": _HEAD_GAMMA, "prologue_args": _PROLOGUE_ARGS},
     options={
         "eps": eps(),
         "weight_offset": WEIGHT_OFFSET,
@@ -178,6 +195,7 @@ RMS_NORM_FUSED_FP8 = Contract(
         "scale": Out("... G", "scales_dtype", "one scale per row or group", "scale_output", _DYNAMIC, _BY_COLUMN),
         "new_residual": _NEW_RESIDUAL,
         "norm": _NORM,
+        "rstd": _RSTD,
     },
     rules=(
         columns("N", "x"),
@@ -195,8 +213,8 @@ RMS_NORM_FUSED_FP8 = Contract(
     },
     rounding="once: code = round((h*(gamma+offset))*(rs/scale)); hf: y as in rms_norm, code = round(y*(1/scale)); "
     "divide: y as in rms_norm (once: before its rounding), code = round(y/scale)",
-    carried={"scale_ub": ("scale_ub", "scale_ub_tensor")},
-    known_as={"scale_ub_tensor": "scale_ub"},
+    carried=_EITHER_GAMMA | {"scale_ub": ("scale_ub", "scale_ub_tensor")},
+    known_as={"scale_ub_tensor": "scale_ub", "head_gamma": "gamma"},
 )
 
 
@@ -224,6 +242,7 @@ RMS_NORM_FUSED_QUANT = Contract(
         ),
         "gate": _GATE,
         "bias": _BIAS,
+        "head_gamma": _HEAD_GAMMA,
         "prologue_args": _PROLOGUE_ARGS,
     },
     options={
@@ -260,6 +279,7 @@ RMS_NORM_FUSED_QUANT = Contract(
         ),
         "new_residual": _NEW_RESIDUAL,
         "norm": _NORM,
+        "rstd": _RSTD,
     },
     rules=(
         columns("N", "x"),
@@ -313,6 +333,6 @@ RMS_NORM_FUSED_QUANT = Contract(
     },
     rounding="once, hf, divide: as in rms_norm_fused_fp8; stored: y = round((h*rs)*(gamma+offset)), "
     "code = round(y*(1/scale))",
-    carried={"scale_ub": ("scale_ub", "scale_ub_tensor")},
-    known_as={"scale_ub_tensor": "scale_ub"},
+    carried=_EITHER_GAMMA | {"scale_ub": ("scale_ub", "scale_ub_tensor")},
+    known_as={"scale_ub_tensor": "scale_ub", "head_gamma": "gamma"},
 )

@@ -10,7 +10,7 @@ With ``d = h``, or for LayerNorm ``d = h - mean(h)``::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, cast, overload
+from typing import Any, Final, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from .registration import Op
 from .rms_norm_call import run_rows
 from .rms_norm_contract import LAYER_NORM
 
-__all__ = ["LAYER_NORM", "SpecCache", "finished_norm", "further", "layer_norm", "operand_of"]
+__all__ = ["LAYER_NORM", "SpecCache", "either_gamma", "finished_norm", "further", "layer_norm", "operand_of"]
 
 SpecCache = dict[tuple[object, ...], RowSpec]
 """The specs of one combination of options, by the tensors' dtypes and kinds."""
@@ -52,15 +52,23 @@ def finished_norm(
         options |= {"per_row": head_gamma is not None, "rstd": rstd is not None, "gate_activation": gating[1]}
         spec = spec_cache[key] = row_spec(*dtypes, a.out.dtype, rounding, prologue, kinds, **options)
     call = RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, operands, norm=a.out)
+    run_rows(with_rows(call._replace(new_residual=a.residual_out), head_gamma, rstd))
+
+
+def with_rows(call: RowCall, head_gamma: Tensor | None, rstd: Tensor | None) -> RowCall:
+    """The call with a gamma for each head, and a reciprocal RMS to store for each row, where they are given."""
     if head_gamma is not None:
-        call = call._replace(row_gamma=head_gamma.expand(a.x.shape))
-    if rstd is not None:
-        call = call._replace(rstd=rstd.unsqueeze(-1))
-    run_rows(call._replace(new_residual=a.residual_out))
+        call = call._replace(row_gamma=head_gamma.expand(call.x.shape))
+    return call if rstd is None else call._replace(rstd=rstd.unsqueeze(-1))
 
 
 def _centered_norm(spec_cache: SpecCache, a: Any) -> None:
-    finished_norm(spec_cache, a, "once", centered=True)
+    finished_norm(spec_cache, a, "once", centered=True, head_gamma=a.head_gamma, rstd=a.rstd_out)
+
+
+def either_gamma(gamma: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The contract's two arguments for the public functions' ``gamma``: that of heads has two dimensions."""
+    return (None, gamma) if isinstance(gamma, Tensor) and gamma.dim() == 2 else (gamma, None)
 
 
 def further(
@@ -101,8 +109,10 @@ def layer_norm(
     residual: None = ...,
     round_sum: bool | None = ...,
     out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
     out: Tensor | None = ...,
     residual_out: None = ...,
+    rstd_out: None = ...,
 ) -> Tensor: ...
 
 
@@ -117,9 +127,29 @@ def layer_norm(
     residual: Tensor,
     round_sum: bool | None = ...,
     out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
     out: Tensor | None = ...,
     residual_out: Tensor | None = ...,
+    rstd_out: None = ...,
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor | None = ...,
+    round_sum: bool | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[True],
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+    rstd_out: Tensor | None = ...,
+) -> tuple[Tensor, ...]: ...
 
 
 def layer_norm(
@@ -132,20 +162,30 @@ def layer_norm(
     residual: Tensor | None = None,
     round_sum: bool | None = None,
     out_dtype: torch.dtype | None = None,
+    return_rstd: bool = False,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    rstd_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """LayerNorm of the last dimension: ``y = (d * rs) * (gamma + weight_offset) + bias``, ``d = h - mean(h)``, ``h = x + residual``.
 
     ``rs = 1 / sqrt(mean(d^2) + eps)``. The arguments, dtypes and results are those of `rms_norm`. Everything is float32
     until the rounding at the store. The row's mean is rounded to float32 before it is subtracted.
-    ``gamma=None`` leaves out the product, as `rms_norm` does. `rms_norm_fused_quant` with ``statistic="layer"``
+    ``gamma=None`` leaves out the product, and ``gamma`` [H, N] has a weight for each head of x [..., H, N], as in
+    `rms_norm`. ``return_rstd`` also returns ``rs`` as the last result. `rms_norm_fused_quant` with ``statistic="layer"``
     quantizes the result.
 
     >>> import torch, onepass
     >>> onepass.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.tensor([0.0, 0.5]), eps=0.0)
     tensor([[-1.0000,  1.5000]])
+    >>> heads, gamma = torch.tensor([[1.0, 3.0], [1.0, 5.0]]), torch.tensor([[1.0, 1.0], [2.0, 3.0]])
+    >>> onepass.layer_norm(heads, gamma, eps=0.0, return_rstd=True)
+    (tensor([[-1.,  1.],
+            [-2.,  3.]]), tensor([1.0000, 0.5000]))
     """
-    options = (eps, weight_offset, round_sum, out_dtype)
-    y, h = _layer_norm.call(x, gamma, bias, residual, *options, out, residual_out)
+    gamma, heads = either_gamma(gamma)
+    options = (eps, weight_offset, round_sum, out_dtype, return_rstd)
+    y, h, rstd = _layer_norm.call(x, gamma, bias, residual, heads, *options, out, residual_out, rstd_out)
+    if rstd is not None:
+        return tuple([t for t in (y, h, rstd) if t is not None])
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))

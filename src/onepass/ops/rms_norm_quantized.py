@@ -16,7 +16,7 @@ from ..specs.rms_norm import NOTHING_AFTER, RowCall, row_spec
 from ..specs.scale_layout import PACKINGS, bytes_of_words
 from .registration import Op
 from .rms_norm_call import run_rows
-from .rms_norm_finish import Gating, SpecCache, further, operand_of
+from .rms_norm_finish import Gating, SpecCache, further, operand_of, with_rows
 
 
 def fp8_norm(spec_cache: SpecCache, a: Any) -> None:
@@ -48,8 +48,10 @@ def _quantized(
     if gate is not None or bias is not None:
         prologue, tensors, operands, after = further(prologue, tensors, gate, gating, bias, a.x)
     residual_dtype = None if a.residual is None else a.residual.dtype
-    dtypes = (a.x.dtype, None if a.gamma is None else a.gamma.dtype, residual_dtype)
-    key = (*dtypes, a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, operands, after)
+    gamma = a.gamma if a.head_gamma is None else a.head_gamma
+    dtypes = (a.x.dtype, None if gamma is None else gamma.dtype, residual_dtype)
+    given = (a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, a.head_gamma is None)
+    key = (*dtypes, *given, operands, after)
     spec = spec_cache.get(key)
     if spec is None:
         kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
@@ -78,12 +80,14 @@ def _quantized(
             a.round_sum,
         )
         options: dict[str, Any] = {"after": after, "centered": centered, "gate_activation": gating[1]}
+        options |= {"per_row": a.head_gamma is not None, "rstd": a.rstd_out is not None}
         spec = spec_cache[key] = row_spec(*dtypes, norm_dtype, *quantized, **options)
     number = a.static_scale if global_scale is None else global_scale
     inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, number)
     outs = (a.norm_out, a.out, scale, a.residual_out)
     scale_ub = math.inf if a.scale_ub is None else a.scale_ub
-    run_rows(RowCall(spec, *inputs, *outs, scale_ub, a.scale_ub_tensor, a.min_scale))
+    call = RowCall(spec, *inputs, *outs, scale_ub, a.scale_ub_tensor, a.min_scale)
+    run_rows(with_rows(call, a.head_gamma, a.rstd_out))
 
 
 def prologue_key(contract: Contract, prologue: object) -> str:
@@ -96,15 +100,15 @@ def prologue_key(contract: Contract, prologue: object) -> str:
 
 
 def quantized_results(op: Op, arguments: tuple[Any, ...], static_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """The results of a quantizing call: codes, scale, and those of new residual and norm that there are."""
+    """The results of a quantizing call: codes, scale, and those of new residual, norm and rstd that there are."""
     results: Any = None
     if not is_compiling() and (repeat := op.repeat) is not None:
         results = repeat(*arguments)
     if results is None:
         results = op.call(*arguments)
-    codes, scale, new_residual, norm = results
+    codes, scale, new_residual, norm, rstd = results
     if static_scale is not None:
         scale = static_scale
-    if new_residual is None and norm is None:
+    if new_residual is None and norm is None and rstd is None:
         return codes, scale
-    return tuple([t for t in (codes, scale, new_residual, norm) if t is not None])
+    return tuple([t for t in (codes, scale, new_residual, norm, rstd) if t is not None])

@@ -30,11 +30,11 @@ from .rms_norm_finish import activated, centered, code_cases, finished, layer_ca
 from .rms_norm_options import sum_cases, verify_division, vllm_cases
 from .rms_norm_quant import quant_cases
 from .rms_norm_weights import (
+    fp8_weight_cases,
+    layer_weight_cases,
+    quant_weight_cases,
     verify_rstd,
     weight_cases,
-    weightless_fp8_cases,
-    weightless_layer_cases,
-    weightless_quant_cases,
 )
 from .samples import sample
 
@@ -198,9 +198,9 @@ CASES = (
     *layer_cases("layer_norm"),
     *code_cases("rms_norm_fused_quant"),
     *weight_cases("rms_norm"),
-    *weightless_layer_cases("layer_norm"),
-    *weightless_fp8_cases("rms_norm_fused_fp8"),
-    *weightless_quant_cases("rms_norm_fused_quant"),
+    *layer_weight_cases("layer_norm"),
+    *fp8_weight_cases("rms_norm_fused_fp8"),
+    *quant_weight_cases("rms_norm_fused_quant"),
 )
 _OPS: dict[str, Any] = {
     "rms_norm": (RMS_NORM, rms_norm),
