@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from onepass.bench.results import BEST, COMPILED, EAGER, OURS, Results, Row, load
 from onepass.bench.rms_norm_quant import FORMATS, GATED, OP
 from onepass.formats import QUANT_FORMATS
 
+from .goals import Goal, goal_table, times, verdicts
 from .markdown import filled, linked, page_options, table, write_pages
 
 FILE, MARKER = "formats.md", "formats"
@@ -55,25 +56,6 @@ def bits(row: Row) -> int:
     return QUANT_FORMATS[FORMATS[row.kind]["format"]].codes.bits if row.kind in FORMATS else 16
 
 
-class Goal(NamedTuple):
-    """What some rows should reach: a share at least, or a ratio at most, ``limit``."""
-
-    what: str
-    words: str
-    applies: Callable[[Row], bool]
-    value: Callable[[Sheet, Row], float | None]
-    limit: float
-    at_most: bool = False
-
-    def met(self, value: float) -> bool:
-        """Whether a value reaches the goal."""
-        return value <= self.limit if self.at_most else value >= self.limit
-
-    def shown(self, value: float) -> str:
-        """A value in words."""
-        return f"{value:.2f}x" if self.at_most else f"{value:.0%}"
-
-
 def _many(code_bits: int) -> Callable[[Row], bool]:
     return lambda row: row.m in MANY and bits(row) == code_bits
 
@@ -87,37 +69,14 @@ GOALS: Final = (
     Goal("8-bit codes, M = 4096 and 16384", _NEAR, _many(8), Sheet.share, 0.95),
     Goal("4-bit codes, M = 4096 and 16384", _NEAR, _many(4), Sheet.share, 0.95),
     Goal("gated norm, M = 4096 and 16384", _NEAR, _many(16), Sheet.share, 0.95),
-    Goal("every format, M = 1", _FEW, _one, Sheet.times_fp8, 1.2, at_most=True),
-    Goal("every format, M = 1, behind a kernel", _FEW, _one, Sheet.times_fp8_behind, 1.2, at_most=True),
+    Goal("every format, M = 1", _FEW, _one, Sheet.times_fp8, 1.2, unit="x"),
+    Goal("every format, M = 1, behind a kernel", _FEW, _one, Sheet.times_fp8_behind, 1.2, unit="x"),
 )
 
 
 def goals(sheet: Sheet) -> str:
-    """One line per goal: how many rows reach it, and the row that is farthest from it."""
-    lines = []
-    for goal in GOALS:
-        found = [(v, row) for row in sheet.rows if goal.applies(row) if (v := goal.value(sheet, row)) is not None]
-        if not found:
-            lines.append([goal.what, goal.words, "not measured", ""])
-            continue
-        worst, row = (max if goal.at_most else min)(found, key=lambda item: item[0])
-        count = sum(goal.met(value) for value, _ in found)
-        lines.append([goal.what, goal.words, f"{count} of {len(found)}", f"{goal.shown(worst)} ({row.words})"])
-    return "\n".join(table(["what", "goal", "reached", "worst"], lines, 2))
-
-
-def _both(row: Row, names: Sequence[str]) -> str:
-    """The best of some contenders in a chain and behind a kernel, or ``refused`` if none ran."""
-    chain, behind = row.best(names), row.behind_kernel.best(names)
-    if chain is None:
-        return "refused" if any(name in row.refused for name in names) else ""
-    return f"{chain:.2f}" if behind is None else f"{chain:.2f} / {behind:.2f}"
-
-
-def _reached(sheet: Sheet, row: Row) -> str:
-    each = ((goal, goal.value(sheet, row)) for goal in GOALS if goal.applies(row))
-    cells = [f"{'yes' if goal.met(v) else 'NO'}, {goal.shown(v)}" for goal, v in each if v is not None]
-    return "; ".join(cells)
+    """How many rows reach each goal."""
+    return goal_table(GOALS, sheet, sheet.rows)
 
 
 def rows(sheet: Sheet) -> str:
@@ -125,9 +84,9 @@ def rows(sheet: Sheet) -> str:
     heads = ["op", "M x N", "onepass", "of the ceiling", "copy", "torch.compile", "torch eager", FLASHINFER, "goal"]
     lines = []
     for row in (*sheet.fp8.values(), *sheet.rows):
-        cells = [f"`{row.op.split(',')[0]}`", row.words, f"**{_both(row, (OURS,))}**", row.share_words]
-        cells += [_both(row, names) for names in ((BEST,), COMPILED, (EAGER,), (FLASHINFER,))]
-        lines.append([*cells, _reached(sheet, row)])
+        cells = [f"`{row.op.split(',')[0]}`", row.words, f"**{times(row, (OURS,))}**", row.share_words]
+        cells += [times(row, names) for names in ((BEST,), COMPILED, (EAGER,), (FLASHINFER,))]
+        lines.append([*cells, "; ".join(verdict for _, verdict in verdicts(GOALS, sheet, row))])
     return "\n".join(table(heads, lines, 2))
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from onepass.bench.linear import BATCH, FP8, FUSED, NORM, NORM_BLOCKS, OP, THEN, weight_bytes
 from onepass.bench.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
 
+from .goals import Goal, goal_table, times, verdicts
 from .markdown import filled, linked, page_options, table, write_pages
 
 FILE, MARKER = "linear.md", "linear"
@@ -60,25 +60,6 @@ class Sheet:
         return row.behind_kernel.ours - alone.behind_kernel.ours
 
 
-class Goal(NamedTuple):
-    """What some rows should reach: a value at least, or a time at most, ``limit``."""
-
-    what: str
-    words: str
-    applies: Callable[[Row], bool]
-    value: Callable[[Sheet, Row], float | None]
-    limit: float
-    at_most: bool = False
-
-    def met(self, value: float) -> bool:
-        """Whether a value reaches the goal."""
-        return value <= self.limit if self.at_most else value >= self.limit
-
-    def shown(self, value: float) -> str:
-        """A value in words."""
-        return f"{value:.2f} us" if self.at_most else f"{value:.0%}"
-
-
 def _of(op: str, *rows: int, kind: str | None = None, size: tuple[int, int] | None = None) -> Callable[[Row], bool]:
     def applies(row: Row) -> bool:
         right = row.op == op and row.m in rows and kind in (None, row.kind)
@@ -94,11 +75,11 @@ def _ours(sheet: Sheet, row: Row) -> float:
 _FLOOR, _CUBLAS = "at least {:.0%} of the floor", "at least {:.0%} of cuBLAS's speed"
 
 
-def _floor_goal(what: str, applies: Callable[[Row], bool], limit: float) -> Goal:
+def _floor_goal(what: str, applies: Callable[[Row], bool], limit: float) -> Goal[Sheet]:
     return Goal(what, _FLOOR.format(limit), applies, Sheet.share, limit)
 
 
-def _cublas_goal(what: str, applies: Callable[[Row], bool], limit: float) -> Goal:
+def _cublas_goal(what: str, applies: Callable[[Row], bool], limit: float) -> Goal[Sheet]:
     return Goal(what, _CUBLAS.format(limit), applies, Sheet.cublas_speed, limit)
 
 
@@ -117,7 +98,7 @@ GOALS = (
         _of(FUSED, 1, kind=NORM_BLOCKS, size=(2112, 7168)),
         _ours,
         4.6,
-        at_most=True,
+        unit=" us",
     ),
     Goal(
         "6144 x 4096 with its norm, M = 1, behind a kernel",
@@ -125,48 +106,21 @@ GOALS = (
         _of(FUSED, 1, kind=NORM, size=(6144, 4096)),
         Sheet.more_than_alone,
         0.5,
-        at_most=True,
+        unit=" us",
     ),
 )
 
 
 def goals(sheet: Sheet) -> str:
-    """One line per goal: how many rows reach it, and the row that is farthest from it."""
-    lines = []
-    for goal in GOALS:
-        found = [
-            (value, row) for row in sheet.rows if goal.applies(row) if (value := goal.value(sheet, row)) is not None
-        ]
-        if not found:
-            lines.append([goal.what, goal.words, "not measured", ""])
-            continue
-        worst, row = (max if goal.at_most else min)(found, key=lambda item: item[0])
-        count = sum(goal.met(value) for value, _ in found)
-        lines.append([goal.what, goal.words, f"{count} of {len(found)}", f"{goal.shown(worst)} ({row.words})"])
-    return "\n".join(table(["what", "goal", "reached", "worst"], lines, 2))
+    """How many rows reach each goal."""
+    return goal_table(GOALS, sheet, sheet.rows)
 
 
 # --- every row ------------------------------------------------------------------------------------------------------
 
 
-def _both(row: Row, names: Sequence[str]) -> str:
-    """The best of some contenders in a chain and behind a kernel, or ``refused`` if none ran."""
-    chain, behind = row.best(names), row.behind_kernel.best(names)
-    if chain is None:
-        return "refused" if any(name in row.refused for name in names) else ""
-    return f"{chain:.2f}" if behind is None else f"{chain:.2f} / {behind:.2f}"
-
-
 def _share(sheet: Sheet, row: Row) -> str:
     return f"{sheet.share(row):.0%}" if sheet.results.quiet else ""
-
-
-def _reached(sheet: Sheet, row: Row) -> str:
-    cells = []
-    for goal in GOALS:
-        if goal.applies(row) and (value := goal.value(sheet, row)) is not None:
-            cells.append(f"{goal.words}: {'yes' if goal.met(value) else 'NO'}, {goal.shown(value)}")
-    return "; ".join(cells)
 
 
 def tables(sheet: Sheet) -> str:
@@ -181,10 +135,12 @@ def tables(sheet: Sheet) -> str:
         heads += ["cuBLAS", "torch.compile", SCALED, "goal"] if gpu else ["torch eager", "torch.compile"]
         lines = []
         for row in rows:
-            cells = [row.words, f"**{_both(row, (OURS,))}**", _share(sheet, row), _both(row, (BEST, STREAM))]
-            cells += [_both(row, (THEN,))] if op == FUSED else []
-            cells += [_both(sheet.plain(row) if op == FP8 and CUBLAS in names else row, names) for names in peers]
-            lines.append([*cells, *([_reached(sheet, row)] if gpu else [])])
+            cells = [row.words, f"**{times(row, (OURS,))}**", _share(sheet, row), times(row, (BEST, STREAM))]
+            cells += [times(row, (THEN,))] if op == FUSED else []
+            cells += [times(sheet.plain(row) if op == FP8 and CUBLAS in names else row, names) for names in peers]
+            if gpu:
+                cells.append("; ".join(f"{words}: {verdict}" for words, verdict in verdicts(GOALS, sheet, row)))
+            lines.append(cells)
         parts += [f"## {op}", "", *table(heads, lines, 1), ""]
     return "\n".join(parts)
 
