@@ -129,15 +129,9 @@ def record_in_shares(
     results: list[Result] = []
     shares: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        parts = [Path(folder, str(share)) for share in range(jobs)]
-        start = [sys.executable, "-m", "tools.checks", *command]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        running = [
-            subprocess.Popen([*start, f"--share={share}/{jobs}", f"--part={part}"], env=environment)
-            for share, part in enumerate(parts)
-        ]
+        running = _start(jobs, command, folder)
         before = kept()
-        for share, (process, part) in enumerate(zip(running, parts, strict=True)):
+        for share, (process, part) in enumerate(running):
             if process.wait():
                 ended = f"status {process.returncode}"
                 results.append(Result("evidence", f"share {share} of {jobs}", "cuda", False, ended, 0.0))
@@ -231,14 +225,19 @@ def _note(path: Path, noted: dict[str, Proof], changed: int) -> str:
 def _shares(jobs: int, command: Sequence[str]) -> list[dict[str, Any]]:
     """Run ``command`` in several processes, and return what they wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        parts = [Path(folder, str(share)) for share in range(jobs)]
-        start = [sys.executable, "-m", "tools.checks", *command]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        running = [
-            subprocess.Popen([*start, f"--share={share}/{jobs}", f"--part={part}"], env=environment)
-            for share, part in enumerate(parts)
-        ]
-        for process in running:
+        running = _start(jobs, command, folder)
+        for process, _ in running:
             if process.wait():
                 raise RuntimeError(f"a share of the cases ended with status {process.returncode}")
-        return [json.loads(part.read_text()) for part in parts]
+        return [json.loads(part.read_text()) for _, part in running]
+
+
+def _start(jobs: int, command: Sequence[str], folder: str) -> list[tuple[subprocess.Popen[bytes], Path]]:
+    """Start ``command`` in several processes with a thread and a share of the cases each; each writes the file beside it."""
+    start = [sys.executable, "-m", "tools.checks", *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    parts = [Path(folder, str(share)) for share in range(jobs)]
+    return [
+        (subprocess.Popen([*start, f"--share={share}/{jobs}", f"--part={part}"], env=environment), part)
+        for share, part in enumerate(parts)
+    ]

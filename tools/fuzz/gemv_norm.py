@@ -22,7 +22,7 @@ from onepass.testing.case import same_bytes
 from onepass.testing.gemv_norm import products, verify_call, verify_norm_of_stored
 from tools.fuzz import draw, weights
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
-from tools.fuzz.steps import Steps, finish
+from tools.fuzz.steps import InSteps, Steps
 
 OPS = ("gemv_and_partial_norm",)
 VALUES = ("act", "weight", "scale", "gamma", "eps")
@@ -64,7 +64,7 @@ def _shape(c: GemvConfiguration, r: Random) -> tuple[int, int, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class GemvCase:
+class GemvCase(InSteps):
     """One call."""
 
     config: GemvConfiguration
@@ -98,10 +98,6 @@ class GemvCase:
             yield replace(self, widths=widths, n=sum(widths) + self.n - sum(self.widths))
         yield replace(self, n=sum(self.widths))
         yield from draw.simpler(self, eps=1e-6, unfused=False)
-
-    def run(self, device: str) -> str | None:
-        """None, or what is wrong."""
-        return finish(self.steps(device), device)
 
     def steps(self, device: str) -> Steps:
         """What `run` does."""

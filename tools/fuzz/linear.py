@@ -19,7 +19,7 @@ from onepass.testing.case import same_bytes
 from onepass.testing.linear import as_rows, verify_call
 from tools.fuzz import draw, weights
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
-from tools.fuzz.steps import Steps, finish
+from tools.fuzz.steps import InSteps, Steps
 
 OPS = ("linear",)
 VALUES = ("values", "weight", "scale", "gamma", "residual", "bias", "add", "eps")
@@ -73,7 +73,7 @@ def _shape(r: Random) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class LinearCase:
+class LinearCase(InSteps):
     """One call."""
 
     config: LinearConfiguration
@@ -113,10 +113,6 @@ class LinearCase:
         for columns in (1, self.columns // 2, self.columns - 1):
             yield replace(self, columns=max(1, columns))
         yield from draw.simpler(self, eps=1e-6, offset=0.0, separate=False)
-
-    def run(self, device: str) -> str | None:
-        """None, or what is wrong."""
-        return finish(self.steps(device), device)
 
     def steps(self, device: str) -> Steps:
         """What `run` does."""

@@ -19,7 +19,7 @@ from onepass.testing.case import moved, same_bytes
 from onepass.testing.qk_norm import APPLY, FUSED, MEANS, SUMS, Turn, verify_call
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
-from tools.fuzz.steps import Steps, finish
+from tools.fuzz.steps import InSteps, Steps
 
 OPS = qk_norm.OPS
 VALUES = ("values", "gammas", "means", "eps", "eps_k", "scales")
@@ -86,7 +86,7 @@ def _widths(c: QkConfiguration, r: Random, most: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class QkCase:
+class QkCase(InSteps):
     """One call; ``heads``: q and k are [..., H, D]."""
 
     config: QkConfiguration
@@ -119,10 +119,6 @@ class QkCase:
             for fewer in (1, 2, n // 2, n - 1):
                 yield draw.but(self, **{name: unit * max(1, fewer)})
         yield from draw.simpler(self, eps=1e-6, offset=0.0, heads=False, packed=False, means="own")
-
-    def run(self, device: str) -> str | None:
-        """None, or what is wrong."""
-        return finish(self.steps(device), device)
 
     def steps(self, device: str) -> Steps:
         """What `run` does."""

@@ -22,7 +22,7 @@ from onepass.testing.quantized import without_padding
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 from tools.fuzz.rms_norm_configuration import PROLOGUES, STORES_NORM, RowConfiguration, configuration
-from tools.fuzz.steps import Steps, finish
+from tools.fuzz.steps import InSteps, Steps
 
 if TYPE_CHECKING:
     from onepass.triton.tuning.table import Regime
@@ -38,7 +38,7 @@ _STATIC = (0.02, 1.0, 0.0, 2.0**-14, 3e4, float("nan"), float("inf"), 1e-40)
 
 
 @dataclass(frozen=True)
-class RowCase:
+class RowCase(InSteps):
     """One call."""
 
     config: RowConfiguration
@@ -86,10 +86,6 @@ class RowCase:
             shift=0,
             regime=None,
         )
-
-    def run(self, device: str) -> str | None:
-        """None, or what is wrong."""
-        return finish(self.steps(device), device)
 
     def steps(self, device: str) -> Steps:
         """What `run` does."""

@@ -6,6 +6,7 @@ is None, or what is wrong. A wait takes long when several processes share a GPU.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Sequence
 
 from torch import Tensor
@@ -13,6 +14,18 @@ from torch import Tensor
 from onepass.testing.case import fetched
 
 Steps = Generator[tuple[Iterable[Tensor], ...], list[tuple[Tensor, ...]], str | None]
+
+
+class InSteps(ABC):
+    """A case that makes its calls in steps."""
+
+    @abstractmethod
+    def steps(self, device: str) -> Steps:
+        """What `run` does."""
+
+    def run(self, device: str) -> str | None:
+        """None, or what is wrong."""
+        return finish(self.steps(device), device)
 
 
 def finish(steps: Steps, device: str) -> str | None:
