@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import onepass
 from onepass.formats import FLOATS, FP8_FORMATS, OPERAND_GROUPS, QUANTIZE, QUANTIZED
+from onepass.specs.rms_norm import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.testing import bounds, compare, oracle
 from onepass.testing import gemv_norm as testing_gemv
 from tools.fuzz import OPS, cases, draw, gemv_norm, linear, numbered, shrink
@@ -40,7 +42,7 @@ def test_cases_cover_all_options_and_values() -> None:
     found = drawn("rms_norm_fused_fp8", 4000)
     configs = {case.config for case in found}
     expected: dict[str, Any] = {
-        **dict.fromkeys(("static", "ue8m0", "norm", "least", "bounded"), (True, False)),
+        **dict.fromkeys(("static", "ue8m0", "norm", "least", "bounded", "heads", "rstd"), (True, False)),
         "x": (*FLOATS, *QUANTIZED),
         "out": FP8_FORMATS,
         "group": (None, 64, 128),
@@ -76,6 +78,32 @@ def test_wrong_options_are_detected(option: str, other: dict[Any, Any], monkeypa
     drawn: list[Any] = [numbered(3, index, ("rms_norm_fused_fp8",), 40, False) for index in range(400)]
     with torch.inference_mode():
         assert any(rows.inputs(c).get(option) in other and c.run("cpu") is not None for c in drawn)
+
+
+def test_cases_of_norms_cover_gates_and_heads() -> None:
+    for op in ("rms_norm", "rms_norm_fused_quant"):
+        configs = {case.config for case in drawn(op, 2000)}
+        assert {(c.gate_order, c.gate_activation) for c in configs if c.gate} == set(
+            product(GATE_ORDERS, GATE_ACTIVATIONS)
+        )
+    for op in ("rms_norm", "layer_norm", "rms_norm_fused_quant"):
+        assert {(c.heads, c.rstd) for c in {case.config for case in drawn(op, 2000)}} == set(
+            product((True, False), repeat=2)
+        )
+
+
+def test_a_wrong_activation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, other = onepass.rms_norm, {"silu": "sigmoid", "sigmoid": "silu"}
+
+    def faulty(**given: Any) -> Any:
+        return before(**given | {k: other[v] for k, v in given.items() if k == "gate_activation"})
+
+    monkeypatch.setattr(rows, "rms_norm", faulty)
+    found: list[Any] = [numbered(3, index, ("rms_norm",), POOL, False) for index in range(60)]
+    gated = [case for case in found if case.config.gate is not None and case.elements]
+    with torch.inference_mode():
+        wrong = {case.config.gate_activation for case in gated if case.run("cpu") is not None}
+    assert wrong == set(other)
 
 
 def test_cases_of_linear_cover_all_options() -> None:

@@ -99,9 +99,8 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
         lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
         round_sum=r.choice((None, None, True, False)),
     )
-    c = replace(c, heads=c.gamma is not None and r.random() < 0.2, rstd=r.random() < 0.2)
     if op in STORES_NORM:
-        return _finished(replace(c, y=r.choice((None, None, *FLOATS))), r)
+        return _by_row(_finished(replace(c, y=r.choice((None, None, *FLOATS))), r), r)
     out = r.choice(tuple(FP8_FORMATS))
     static = r.random() < 0.15
     group = None if static or r.random() < 0.6 else r.choice(GROUP_SIZES)
@@ -120,8 +119,8 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
         lengths = tuple(-(-n // c.unit) * c.unit for n in c.lengths)
         c = replace(c, norm=r.random() < 0.3, prologue=prologue, quantize=r.choice(QUANTIZE), lengths=lengths)
         c = replace(c, least=least, bounded=bounded, operand=r.choice(FLOATS))
-        return c if prologue else _finished(c, r)
-    return replace(
+        return _by_row(c if prologue else _finished(c, r), r)
+    c = replace(
         c,
         out=out,
         fp8_max=r.choice((None, *FP8_FORMATS[out].maxima)),
@@ -136,6 +135,12 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
         operand=r.choice(FLOATS),
         lengths=tuple(-(-n // c.unit) * c.unit for n in c.lengths),
     )
+    return _by_row(c, r)
+
+
+def _by_row(c: RowConfiguration, r: Random) -> RowConfiguration:
+    """Perhaps with a gamma for each head, and the reciprocal RMS of rows."""
+    return replace(c, heads=c.gamma is not None and r.random() < 0.2, rstd=r.random() < 0.2)
 
 
 def _finished(c: RowConfiguration, r: Random) -> RowConfiguration:
