@@ -89,6 +89,7 @@ def test_bad_calls_raise_on_every_rank(found: Found) -> None:
         "too wide": r"`q` must have at most 2\*\*24 columns in total, got 16777217",
         "gamma": r"`gamma_q` must have shape .*, got \[5\]",
         "out": r"`out` must be \(q_out, k_out\), got a tensor \[2, 64\]",
+        "codes": "`q_scale` must be given for fp8 results, got None",
         "out dtype": "`out_dtype` must be that of `out`, or None, got bfloat16",
         "ranks' replicas": "dist.plan: `kv_replicas` must be the same on all ranks .*, got 2 on rank 1 and 1 on rank 0",
         "copies": "`k` must have the same number of columns on ranks that hold copies of it, got 9 on rank 1 and 8 on rank 0",

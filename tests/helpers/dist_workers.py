@@ -124,6 +124,7 @@ def refused(place: Place) -> dict[str, Any]:
             "too wide": norm(group=world, counts=(2**24 + 1, 64)),
             "gamma": norm(gamma_q[:5], group=world),
             "out": norm(group=world, out=q),
+            "codes": norm(group=world, out_dtype=torch.float8_e4m3fn),
             "out dtype": norm(group=world, out=(q.clone(), k.clone()), out_dtype=torch.bfloat16),
             "ranks' replicas": _error(lambda: dist.plan(world, 8, 8, kv_replicas=1 + place.rank)),
             "copies": _error(lambda: dist.plan(world, 8, 8 + place.rank, kv_replicas=2)),
@@ -161,6 +162,7 @@ def passed_on(place: Place) -> list[str]:
             "rope": {"rope": rope},
             "float32": {"out_dtype": torch.float32},
             "offset": {"weight_offset": 1.0},
+            "eps of k": {"eps_k": 0.5},
         }
         seen = {}
         for name, options in variants.items():
@@ -171,8 +173,14 @@ def passed_on(place: Place) -> list[str]:
                     wrong.append(f"{name} differs from the unsharded op")
                 if (a == b).double().mean() < (0.97 if a.dtype == torch.bfloat16 else 0.0):
                     wrong.append(f"{name}: {(a == b).double().mean():.3f} equal")
-            seen[name] = got[0].float()
+            seen[name] = got[1].float()
         wrong += [f"{n} changes nothing" for n, y in seen.items() if n != "plain" and torch.equal(y, seen["plain"])]
+        scales: dict[str, Any] = {"q_scale": torch.tensor(0.02), "k_scale": torch.tensor(0.03)}
+        wide = dist.qk_rms_norm(q, k, gamma_q, gamma_k, EPS, group=world, out_dtype=torch.float32)
+        codes = dist.qk_rms_norm(q, k, gamma_q, gamma_k, EPS, group=world, out_dtype=torch.float8_e4m3fn, **scales)
+        expected = [(y / scale).to(torch.float8_e4m3fn) for y, scale in zip(wide, scales.values(), strict=True)]
+        if not all(map(same_bytes, codes, expected)) or not codes[1].float().any():
+            wrong.append("codes")
         by_head = dist.qk_rms_norm(q, k, gamma_q[:64], gamma_k[:64], EPS, group=world, per_head=True)
         alone = onepass.qk_rms_norm(q, k, gamma_q[:64], gamma_k[:64], EPS, per_head=True)
         if not all(map(same_bytes, by_head, alone)) or heads != 2 * place.size:

@@ -176,7 +176,7 @@ def qk_arguments(contract: Contract, lead: tuple[int, ...] = (2, 3), **changes: 
     sizes = {"Nq": 48, "Nk": 16, "Gq": 48, "Gk": 16, "Hq": 3, "Hk": 2, "D": 16, "P": 4, "R": 16}
     optional = ("freqs", "positions") if "freqs" in contract.args else ()
     options = {"weight_offset": 1.0, "dim": 8, "head_dim": 16} if optional else {}
-    options |= {"eps_k": 0.5} if "eps_k" in contract.options else {}
+    options |= {name: 0.5 for name in ("eps_k", "epsilon_k") if name in contract.options}
     return arguments(contract, sizes, lead, "q", optional, **(options | changes))
 
 

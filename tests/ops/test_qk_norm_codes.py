@@ -88,13 +88,54 @@ def test_a_row_with_nan_has_nan_codes_and_scale_and_a_zero_row_zeros() -> None:
         ({"scale_out": torch.zeros(3, 2), "out_dtype": FP8}, "`scale_out` must be a pair of tensors"),
         ({"eps_k": -1.0}, "`eps_k` must be a number and satisfy 0 <= eps_k"),
         ({"out_dtype": torch.int8}, "`out_dtype` must be bfloat16 or float16 or float32 or float8_e4m3fn"),
-        ({"eps_k": 1.0, "group": object()}, "`eps_k` must be None with group"),
+        (
+            {"scale_out": (torch.zeros(3, 1), torch.zeros(3, 1)), "group": object()},
+            "`scale_out` must be None with group",
+        ),
     ],
 )
 def test_wrong_calls_are_refused(change: dict[str, Any], message: str) -> None:
     q, k, gq, gk = qk(3, 128, 64)
     with pytest.raises(ContractError, match=f"qk_rms_norm: {message}"):
         onepass.qk_rms_norm(q, k, gq, gk, **change)
+
+
+def applied(given: dict[str, Any], dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    """The results of `apply_qk_rms_norm` with the statistics of whole rows."""
+    q_out, k_out = (torch.full(given[side].shape, 7.0).to(dtype) for side in "qk")
+    means = onepass.row_mean_of_squares_qk(given["q"], given["k"])
+    onepass.apply_qk_rms_norm(q_out, k_out, qk_var=means, **given, **options)
+    return [q_out, k_out]
+
+
+@pytest.mark.parametrize("rounding", ["once", "hf"])
+@pytest.mark.parametrize("dtype", [FP8, torch.float8_e4m3fnuz])
+def test_halves_have_the_codes_of_the_whole(dtype: torch.dtype, rounding: str) -> None:
+    given: dict[str, Any] = dict(zip(("q", "k", "gamma_q", "gamma_k"), qk(6, 128, 64), strict=True))
+    rope = onepass.Rope(angles(9, 32), torch.arange(6), head_dim=64)
+    options: dict[str, Any] = {"q_scale": torch.tensor(0.02), "k_scale": torch.tensor(0.05), "rounding": rounding}
+    found = applied(given, dtype, epsilon=1e-5, epsilon_k=0.5, rope=rope, **options)
+    whole = onepass.qk_rms_norm(**given, eps=1e-5, eps_k=0.5, out_dtype=dtype, rope=rope, **options)
+    assert all(same_bytes(a, b) for a, b in zip(found, whole, strict=True)) and found[1].float().abs().amax() > 10
+    plain = applied(given, F32, epsilon=1e-5, epsilon_k=0.5)
+    same = applied(given, F32, epsilon=1e-5)
+    assert torch.equal(plain[0], same[0]) and not torch.equal(plain[1], same[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "message"),
+    [
+        (FP8, {}, "`q_out` must have dtype float32, got float8_e4m3fn"),
+        (F32, {"q_scale": torch.ones(()), "k_scale": torch.ones(())}, "`q_scale` must be None unless q_out is fp8"),
+        (FP8, {"q_scale": torch.ones(())}, "`k_scale` must be given with q_scale, or both be None"),
+        (F32, {"epsilon_k": -1.0}, "`epsilon_k` must be a number and satisfy 0 <= epsilon_k"),
+    ],
+)
+def test_wrong_applications_are_refused(dtype: torch.dtype, change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = dict(zip(("q", "k", "gamma_q", "gamma_k"), qk(3, 128, 64), strict=True))
+    given |= {side: given[side].float() for side in "qk"}
+    with pytest.raises(ContractError, match=f"apply_qk_rms_norm: {message}"):
+        applied(given, dtype, epsilon=1e-6, **change)
 
 
 def test_codes_compile_in_one_graph() -> None:
@@ -105,3 +146,12 @@ def test_codes_compile_in_one_graph() -> None:
 
     compiled: Any = torch.compile(codes, fullgraph=True, backend="aot_eager")
     assert all(same_bytes(a, b) for a, b in zip(compiled(), codes(), strict=True))
+    given = {"q": q, "k": k, "gamma_q": gq, "gamma_k": gk}
+    scales = {"q_scale": torch.tensor(0.02), "k_scale": torch.tensor(0.05)}
+
+    def halves() -> list[torch.Tensor]:
+        return applied(given, FP8, epsilon=1e-6, **scales)
+
+    found = torch.compile(halves, fullgraph=True, backend="aot_eager")()
+    expected = halves()
+    assert all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))

@@ -62,7 +62,7 @@ def configuration(op: str, r: Random, bounded: bool) -> QkConfiguration:
             c,
             gamma=gamma,
             gamma_k=r.choice((gamma, gamma, *FLOATS)),
-            out=r.choice((None, None, *FLOATS, *(FP8_FORMATS if op == FUSED else ()))),
+            out=r.choice((None, None, *FLOATS, *FP8_FORMATS)),
             rounding=r.choice(ROUNDINGS),
             per_head=per_head,
             style=style,
@@ -70,9 +70,8 @@ def configuration(op: str, r: Random, bounded: bool) -> QkConfiguration:
             dim=2 * r.randint(1, head // 2) if style else 0,
             positions=r.choice((None, torch.int32, torch.int64)) if style else None,
         )
-        if op == FUSED:
-            given = c.out in FP8_FORMATS and r.random() < 0.4
-            c = replace(c, given_scales=given, two_eps=r.random() < 0.25)
+        given = c.out in FP8_FORMATS and (op == APPLY or r.random() < 0.4)
+        c = replace(c, given_scales=given, two_eps=r.random() < 0.25)
     if bounded:
         long = r.choice(((6144, 1024), (4096, 4096), (8193, 100), (20000, 1000)))
         c = replace(c, widths=(_widths(c, r, 300), _widths(c, r, 3000) if c.head else long))
@@ -215,6 +214,7 @@ def _call(case: QkCase, given: dict[str, Any], out: tuple[Tensor, ...] | None) -
         options["eps_k"] = case.eps_k if c.two_eps else None
         return qk_rms_norm(**given, eps=case.eps, per_head=c.per_head, **options)
     made = out or tuple(torch.empty(t.shape, dtype=c.out or c.x, device=t.device) for t in (given["q"], given["k"]))
+    options["epsilon_k"] = case.eps_k if c.two_eps else None
     apply_qk_rms_norm(made[0], made[1], **given, epsilon=case.eps, **options)
     return made
 

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
-from ..formats import Rounding
+from ..formats import FP8_FORMATS, Rounding
 from ..ops.qk_norm import apply_qk_rms_norm, row_sum_of_squares_qk
 from ..ops.qk_norm import qk_rms_norm as local_qk_rms_norm
 from ..rope import Rope
@@ -53,11 +53,15 @@ class PendingStats:
         rope: Rope | None = None,
         out_dtype: torch.dtype | None = None,
         out: tuple[Tensor, Tensor] | None = None,
+        eps_k: float | None = None,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Wait for the sums, then norm q and k. Nothing is written before then. See `qk_rms_norm`."""
         means = self.wait()
         q_out, k_out = _outputs(_QK, self.q, self.k, out_dtype, out)
         options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope}
+        options |= {"epsilon_k": eps_k, "q_scale": q_scale, "k_scale": k_scale}
         apply_qk_rms_norm(q_out, k_out, gamma_q, gamma_k, means, self.q, self.k, eps, **options)
         return q_out, k_out
 
@@ -95,9 +99,13 @@ def finish(
     rope: Rope | None = None,
     out_dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    eps_k: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Finish what `start_qk_stats` began: wait for the sums and norm q and k."""
     options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope}
+    options |= {"eps_k": eps_k, "q_scale": q_scale, "k_scale": k_scale}
     return pending.apply(gamma_q, gamma_k, eps, out_dtype=out_dtype, out=out, **options)
 
 
@@ -119,6 +127,9 @@ def qk_rms_norm(
     per_head: bool = False,
     out_dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    eps_k: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of q and of k over the columns of all ranks. Returns this rank's (q_out, k_out).
 
@@ -140,6 +151,7 @@ def qk_rms_norm(
     ``group``, ``counts`` or ``kv_replicas``. ``weight_offset``, ``rounding``, ``rope``,
     ``out_dtype`` and ``per_head`` are those of `onepass.qk_rms_norm`. With ``per_head`` every head
     must be on one rank, so nothing is sent; pass local tensors then, because DTensors are rejected.
+    ``eps_k`` is k's epsilon. With ``q_scale`` and ``k_scale``, one float32 each, results may be fp8.
 
     If the collective fails, its error is raised with the names of this op and the group, and no
     output has been written. ``ONEPASS_DEBUG=1`` first compares every call across ranks and names
@@ -148,7 +160,7 @@ def qk_rms_norm(
     require_bool(_QK, "per_head", per_head)
     require_bool(_QK, "reproducible", reproducible)
     options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope}
-    options["out_dtype"] = out_dtype
+    options |= {"out_dtype": out_dtype, "eps_k": eps_k, "q_scale": q_scale, "k_scale": k_scale}
     if _distributed(q, k):
         from ._dtensor import shards_of  # here, because it imports all of DTensor
 
@@ -159,6 +171,8 @@ def qk_rms_norm(
         (q, k), (gamma_q, gamma_k) = local.tensors, local.weights
         q_out, k_out = local.wrap(*qk_rms_norm(q, k, gamma_q, gamma_k, eps, reproducible=reproducible, **options))
         return q_out, k_out
+    if q_scale is None:
+        _refuse_codes(out_dtype, out)
     if per_head:
         q_out, k_out = local_qk_rms_norm(q, k, gamma_q, gamma_k, eps, per_head=True, out=out, **options)
         return q_out, k_out
@@ -311,6 +325,13 @@ def _outputs(
     if dtype is not None and any(t.dtype != dtype for t in out):
         raise ContractError(f"{op}: `out_dtype` must be that of `out`, or None, got {describe(dtype)}")
     return out[0], out[1]
+
+
+def _refuse_codes(dtype: torch.dtype | None, out: object) -> None:
+    """Raise for fp8 results whose scales are not given: those of rows would be those of a rank's columns."""
+    given = [t.dtype for t in out if isinstance(t, Tensor)] if isinstance(out, (tuple, list)) else []
+    if any(found in FP8_FORMATS for found in (dtype, *given)):
+        raise ContractError(f"{_QK}: `q_scale` must be given for fp8 results, got None")
 
 
 def _distributed(*tensors: Tensor) -> bool:

@@ -57,7 +57,12 @@ def _means(spec_cache: SpecCache, a: Any) -> None:
 
 
 def _apply(spec_cache: SpecCache, a: Any) -> None:
-    run_qk(APPLY_QK_RMS_NORM, _call(spec_cache, a, "apply", a.head_dim or 0, a.epsilon, a.qk_var), 0)
+    scale: QkScale = "none" if a.q_scale is None else "tensor"
+    two = a.epsilon_k is not None and a.epsilon_k != a.epsilon
+    call = _call(spec_cache, a, "apply", a.head_dim or 0, a.epsilon, a.qk_var, scale=scale, two_eps=two)
+    if two or a.q_scale is not None:
+        call = call._replace(eps_k=a.epsilon_k if two else a.epsilon, q_scale=a.q_scale, k_scale=a.k_scale)
+    run_qk(APPLY_QK_RMS_NORM, call, 0)
 
 
 def _flat(spec_cache: SpecCache, a: Any) -> None:
@@ -158,6 +163,9 @@ def apply_qk_rms_norm(
     weight_offset: float = 0.0,
     rounding: Rounding = "once",
     rope: Rope | None = None,
+    epsilon_k: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
 ) -> None:
     """RMSNorm of q and k from given statistics, in one launch: ``(x * rsqrt(qk_var + epsilon)) * (gamma + weight_offset)``.
 
@@ -165,7 +173,10 @@ def apply_qk_rms_norm(
     `row_mean_of_squares_qk` returns it. The results go to ``q_out`` and ``k_out``, of any float dtype,
     which may be q and k themselves. Operations are grouped as written and rounded once, at the store
     ("hf": ``x * rsqrt(...)`` and the product are rounded to q's dtype). If a mean is NaN or infinite its
-    row is NaN; if mean and epsilon are 0 the row is 0.
+    row is NaN; if mean and epsilon are 0 the row is 0. ``epsilon_k`` is k's epsilon, if it differs from q's.
+
+    With ``q_scale`` and ``k_scale``, one float32 each, ``q_out`` and ``k_out`` are fp8: ``code = saturate(y / scale)``.
+    There are no scales of rows: here a row is one rank's part of a longer one.
 
     >>> import torch, onepass
     >>> q, k = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]])
@@ -178,8 +189,8 @@ def apply_qk_rms_norm(
         if given is None:
             APPLY_QK_RMS_NORM.fail(name, "be a tensor", "None")
     freqs, positions, *turn = _unpacked(APPLY_QK_RMS_NORM, rope)
-    tensors = (q, k, gamma_q, gamma_k, qk_var, freqs, positions)
-    _apply_qk_rms_norm.call(*tensors, epsilon, weight_offset, rounding, *turn, q_out, k_out)
+    tensors = (q, k, gamma_q, gamma_k, qk_var, freqs, positions, q_scale, k_scale)
+    _apply_qk_rms_norm.call(*tensors, epsilon, weight_offset, rounding, epsilon_k, *turn, q_out, k_out)
 
 
 def qk_rms_norm(
@@ -216,7 +227,8 @@ def qk_rms_norm(
     the call returns (q_out, k_out, q_scales, k_scales). The scales are float32 [..., 1], [..., H] for heads within
     a row, or [..., H, 1]; ``scale_out`` is a pair of tensors for them.
 
-    ``group``: q and k are this rank's columns of rows that are sharded over a process group (`onepass.dist`).
+    ``group``: q and k are this rank's columns of rows that are sharded over a process group (`onepass.dist`). The scales
+    of fp8 results have to be given then.
 
     Rounding: "once" rounds at the store and nowhere else; "hf" rounds ``x * rs`` to q's dtype, then the
     product with gamma, then the rotated value. Statistics are float32, summed in an order that depends
@@ -228,10 +240,10 @@ def qk_rms_norm(
     (tensor([[0.8485, 1.1314]]), tensor([[0.0000, 1.4142, 1.4142, 0.0000]]))
     """
     if group is not None:
-        for name, value in (("eps_k", eps_k), ("q_scale", q_scale), ("k_scale", k_scale), ("scale_out", scale_out)):
-            if value is not None:
-                QK_RMS_NORM.fail(name, "be None with group", describe(value))
-        options = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope, "per_head": per_head}
+        if scale_out is not None:
+            QK_RMS_NORM.fail("scale_out", "be None with group", describe(scale_out))
+        options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope}
+        options |= {"per_head": per_head, "eps_k": eps_k, "q_scale": q_scale, "k_scale": k_scale}
         over_group = extension("dist").qk_rms_norm
         results = over_group(q, k, gamma_q, gamma_k, eps, group=group, out_dtype=out_dtype, out=out, **options)
         return cast(tuple[Tensor, Tensor], results)

@@ -51,16 +51,18 @@ _NORM_OPTIONS = {
 }
 
 
-def _scale(side: str) -> Arg:
-    doc = f"what an fp8 {side} is divided by; None: each row has its own scale"
+def _scale(side: str, without: str = "each row has its own scale") -> Arg:
+    doc = f"what an fp8 {side} is divided by; None: {without}"
     return Arg("", doc, (torch.float32,), optional=True, layout="any", sample="positive")
 
 
 _SCALES = {"q_scale": _scale("q"), "k_scale": _scale("k")}
+_GIVEN_SCALES = {f"{side}_scale": _scale(side, f"{side}_out is not fp8") for side in "qk"}
 _CODES = "out_dtype in FP8"
 _OWN_SCALES = f"q_scale is None and {_CODES}"
+_BOTH_SCALES = Rule("(q_scale is None) == (k_scale is None)", "k_scale", "be given with q_scale, or both be None")
 _SCALE_RULES = (
-    Rule("(q_scale is None) == (k_scale is None)", "k_scale", "be given with q_scale, or both be None"),
+    _BOTH_SCALES,
     Rule(f"q_scale is None or {_CODES}", "q_scale", "be None unless the results are fp8"),
 )
 
@@ -89,6 +91,8 @@ _IN_PLACE: dict[str, tuple[str, ...]] = {"q_out": ("q",), "k_out": ("k",)}
 _FUSED_IN_PLACE = {**_IN_PLACE, "q_scale_out": (), "k_scale_out": ()}
 _SCOPE = output_dtype(FLOATS)
 _FUSED_SCOPE = {**_SCOPE, "FP8": tuple(FP8_FORMATS)}
+_APPLIED_SCOPE = {"dtype_of": _SCOPE["dtype_of"], "code_dtype_of": output_dtype(tuple(FP8_FORMATS))["dtype_of"]}
+_APPLIED_DTYPE = "(dtype_of if q_scale is None else code_dtype_of)(q_out, q)"
 _STATS = "float32, summed in an order that depends only on the number of columns (and, on a CPU, on the dtype)"
 
 ROW_SUM_OF_SQUARES_QK = Contract(
@@ -120,17 +124,30 @@ APPLY_QK_RMS_NORM = Contract(
         "gamma_k": _gamma("Nk", "k"),
         "qk_var": Arg("... 2", "mean of squares of q's row, and of k's", (torch.float32,), sample="positive"),
         **_ROPE,
+        **_GIVEN_SCALES,
     },
-    options={"epsilon": eps("epsilon"), "weight_offset": WEIGHT_OFFSET, "rounding": ROUNDING, **_ROPE_OPTIONS},
+    options={
+        "epsilon": eps("epsilon"),
+        "weight_offset": WEIGHT_OFFSET,
+        "rounding": ROUNDING,
+        "epsilon_k": Option("float", None, "k's epsilon; None: q's", where="0 <= epsilon_k <= 3.4e38", optional=True),
+        **_ROPE_OPTIONS,
+    },
     sizes={"D": "head_dim or 0", **_SIZES},
     outs={
-        "q_out": Out("... Nq", "dtype_of(q_out, q)", "the norm of q; any float dtype", "q_out"),
+        "q_out": Out("... Nq", _APPLIED_DTYPE, "the norm of q; any float dtype, or with q_scale fp8", "q_out"),
         "k_out": Out("... Nk", "q_out.dtype", "the norm of k; q_out's dtype", "k_out"),
     },
-    rules=(*_COLUMNS, *_ROPE_RULES, _ROTATED),
+    rules=(
+        *_COLUMNS,
+        *_ROPE_RULES,
+        _ROTATED,
+        _BOTH_SCALES,
+        Rule(f"q_scale is None or {_APPLIED_DTYPE} != q.dtype", "q_scale", "be None unless q_out is fp8"),
+    ),
     replaces=_IN_PLACE,
-    scope=_SCOPE,
-    rounding=_ROUNDS,
+    scope=_APPLIED_SCOPE,
+    rounding=_ROUNDS_CODES,
     carried={"rope": (*_ROPE, *_ROPE_OPTIONS)},
 )
 

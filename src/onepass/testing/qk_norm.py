@@ -185,6 +185,20 @@ def _head_cases() -> Iterator[QkCase]:
     yield QkCase(FUSED, "large", (2048,), 4096, 1024, gamma=BF16, head=128, turn=whole, layout="packed")
 
 
+def _applied_code_cases() -> Iterator[QkCase]:
+    """fp8 results with given scales, and an eps of k's own, of rows whose statistics are given."""
+    c = partial(grid, QkCase, APPLY, "codes", given_scales=True)
+    yield from c((3,), 640, 128, out=[FP8, FNUZ], options=_ROUNDINGS)
+    yield from c((5,), 1536, 256, gamma=BF16, out=FP8, layout=["packed", "misaligned"])
+    yield from c((3,), 640, 128, F32, BF16, out=FP8, options={"eps_k": 0.1})
+    for style in ("half", "interleaved"):
+        yield from c((3,), 512, 128, turn=Turn(style, 64, 128, I32), out=FP8, options=_ROUNDINGS)
+    yield from c((3,), 20000, 1000, F16, out=FP8)
+    yield from c((9,), 640, 128, out=FP8, values="special", options={"eps": 0.0})
+    yield QkCase(APPLY, "options", (4,), 640, 128, options={"eps": 1e-3, "eps_k": 0.5})
+    yield QkCase(APPLY, "options", (4,), 512, 128, turn=Turn("half", 64, 128, I64), options={"eps_k": 0.5})
+
+
 def _code_cases() -> Iterator[QkCase]:
     """fp8 results, and an eps of k's own."""
     c = partial(grid, QkCase, FUSED, "codes")
@@ -223,6 +237,7 @@ CASES = (
     *_norm_cases(FUSED),
     *_head_cases(),
     *_code_cases(),
+    *_applied_code_cases(),
 )
 
 
@@ -295,6 +310,7 @@ def call(case: QkCase, arguments: dict[str, Any], out: tuple[Tensor, ...] | None
     q, k = given["q"], given["k"]
     made = out or tuple(torch.empty(t.shape, dtype=case.out or t.dtype, device=t.device) for t in (q, k))
     given["epsilon"] = given.pop("eps", 1e-6)
+    given |= {"epsilon_k": given.pop("eps_k")} if "eps_k" in given else {}
     apply_qk_rms_norm(made[0], made[1], **given)
     return made
 
