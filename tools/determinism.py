@@ -67,7 +67,20 @@ class Subject:
 
 
 def _heads(t: Tensors) -> list[Tensor]:
-    return [rms_norm(t["x"].unflatten(-1, (4, 80)), t["gamma"]).flatten(-2)]
+    """The norms of heads, with statistics and as codes."""
+    x, gamma = t["x"].unflatten(-1, (4, 80)), t["gamma"]
+    y, rstd = layer_norm(x, gamma, return_rstd=True)
+    codes, scale, rms = rms_norm_fused_fp8(x, gamma, return_rstd=True)
+    return [rms_norm(x, gamma).flatten(-2), y.flatten(-2), rstd, codes.flatten(-2), scale.squeeze(-1), rms]
+
+
+def _gated(t: Tensors) -> list[Tensor]:
+    given: dict[str, Any] = {"gate": t["z"], "bias": t["bias"]}
+    return [
+        rms_norm(t["x"], t["gamma"], **given),
+        rms_norm(t["x"], t["gamma"], gate_activation="sigmoid", **given),
+        *rms_norm_fused_quant(t["x"], t["gamma"], format="int8", gate_activation="sigmoid", **given),
+    ]
 
 
 def _fp8(t: Tensors, **options: Any) -> list[Tensor]:
@@ -197,7 +210,7 @@ SUBJECTS: Final = (
         "rms_norm, gate and bias",
         {**_ROW, "z": 0},
         {**_GAMMA, "bias": (0,)},
-        lambda t: [rms_norm(t["x"], t["gamma"], gate=t["z"], bias=t["bias"])],
+        _gated,
     ),
     Subject(
         "rms_norm, no gamma, statistics",
