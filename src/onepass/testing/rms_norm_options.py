@@ -39,7 +39,7 @@ def vllm_cases(op: str) -> Iterator[Case]:
     norms = [bounds | {"group_size": size, "return_norm": True} for size in (None, 64)]
     for x in FLOATS:
         yield from c("vllm", (5,), [640, 4096], x, residual=x, options=norms)
-    for bound in (0.0, -2.0, math.nan, math.inf):
+    for bound in (0.0, -2.0, -math.inf, math.nan, math.inf):
         bounded = bounds | {"bounded": bound}
         yield from c("vllm", (3,), [640, 4096], options=[bounded | group, bounded])
     grouped = [bounds | {"group_size": size} for size in (None, 128)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -96,7 +97,7 @@ def _scale_cases(op: str) -> Iterator[Case]:
     floor = {"scale_format": "ue8m0_floor"}
     yield from c((5,), [384, 4096], options=_each(_BLOCKS[:2], floor, floor | {"scales_dtype": F32}))
     yield from c((5,), 640, options=_each([FORMATS[0], FORMATS[1]], floor, floor | {"group_size": 32}))
-    limited: list[dict[str, Any]] = [{"scale_ub": 1.5}, {"bounded": 1.5}, {"min_scale": 0.25}]
+    limited: list[dict[str, Any]] = [{"scale_ub": 1.5}, {"bounded": 1.5}, {"bounded": -math.inf}, {"min_scale": 0.25}]
     yield from c((5,), 640, options=_each(FORMATS[1:], *limited))
     yield from c((9,), 384, values="special", options=_each(_BLOCKS, {"min_scale": 0.25}))
     for overall in (1.0, 37.5, 2.0**-4, 1e5):

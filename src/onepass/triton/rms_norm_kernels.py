@@ -127,8 +127,11 @@ def _centered(chunks, inner, n, present, TILE: tl.constexpr):
 
 @triton.jit
 def _bound(scale_ub):
-    """The upper bound of amax that the caller keeps in memory; NaN means none."""
-    bound = tl.load(scale_ub)
+    """The upper bound of amax that the caller keeps in memory; NaN means none.
+
+    -inf becomes a number, for `ratios.over`. Scales are the same.
+    """
+    bound = tl.maximum(tl.load(scale_ub), -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(bound == bound, bound, float("inf"))
 
 
