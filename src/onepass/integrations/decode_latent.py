@@ -9,12 +9,11 @@ moved to the other side of the attention::
 
 Then nothing is computed per entry but the scores and the sum. This rounds ``q W_K`` and the sum to the dtype of the model
 instead of keys and values. With ``batch_invariant=True`` keys and values are made as in the model: products for each head
-have no order of their own here. The same holds on a GPU, where this form has not run yet, unless ``ONEPASS_UNPROVEN=1``.
+have no order of their own here.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any, cast
 
@@ -69,8 +68,6 @@ def _absorbs(self: Any, q: Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
     """
     how: LatentStep = self._onepass_decode
     length = q.shape[1]
-    if q.is_cuda and os.environ.get("ONEPASS_UNPROVEN") != "1":
-        return False
     if how.expands or length > FUSED_ROWS or self.config._attn_implementation != "sdpa":
         return False
     up = self._modules["kv_b_proj"]
