@@ -147,7 +147,10 @@ def test_the_last_file_counts(tmp_path: Path) -> None:
 
 def test_committed_pages_are_current() -> None:
     """docs/performance.md has the goals of the committed results, and linear.md every row of them."""
-    files = [RESULTS, *map(RESULTS.with_name, ("linear-fp8.json", "linear-narrow.json", "linear-peers.json", "linear-batch.json"))]
+    files = [
+        RESULTS,
+        *map(RESULTS.with_name, ("linear-fp8.json", "linear-narrow.json", "linear-peers.json", "linear-batch.json")),
+    ]
     found = Sheet(load(files)) if RESULTS.exists() else None
     text = (ROOT / "docs/performance.md").read_text()
     assert markers(linear.MARKER)[0] in text

@@ -97,6 +97,7 @@ SPILLING = {
     _DIVIDE + "e4m3fn:448/row:f32 divide least hf 4*2048/8w/v8": 8,
     _DIVIDE + "e4m3fn:448/row:f32 divide least bound hf 4*1024/4w/v8": 16,
     _DIVIDE + "norm e4m3fn:448/static:f32 divide 4*1024/4w/v8": 8,
+    "rms_norm_row x=bf16 gamma=bf16 per row gate=bf16 norm 16x128-/2w/v8u levels=3": 96,
     **{_LONG.format(scale): 8 for scale in ("ue8m0:f32", "f16", "f32")},
     "gemv act=bf16 weight=bf16 norm=bf16:512,bf16:512/1 cube 16x8x128/4w/s5g8 p4": 8,
     "linear x=bf16 weight=e4m3fn scale=row add=bf16 even decoded 256x128x64/8w/s4g8m p4": 56,
@@ -291,19 +292,26 @@ def test_group_occupies_adjacent_lanes(n: int, group: int, x: torch.dtype, regim
 
 
 def test_lane_scales_are_used_only_where_groups_fit() -> None:
-    """Not on other backends, for rows that share a tile, loop or are masked, or with more chunks than lanes per group."""
-    rule = ScaleRule("group", torch.float32, 64)
-    spec = row_spec(BF16, BF16, None, None, "once", codes=E4M3FN.dtype, fp8_max=448.0, scale=rule)
+    """Not on other backends, for rows that share a tile, loop or are masked, or with too many chunks per lane."""
 
-    def lane_scales(n: int, chip: Chip = records.H200, aligned: bool = True) -> object:
-        config = row_config(n, 2, chip, variant_of(spec), "large")
+    def spec_of(group: int) -> RowSpec:
+        rule = ScaleRule("group", torch.float32, group)
+        return row_spec(BF16, BF16, None, None, "once", codes=E4M3FN.dtype, fp8_max=448.0, scale=rule)
+
+    def built(spec: RowSpec, config: RowConfig, chip: Chip, aligned: bool) -> object:
         return dict(build_for(spec, config, 1, aligned, chip).constants)["TILE.lane_scales"]
 
-    assert all(lane_scales(n) for n in (1536, 2048, 4096, 16384)) and not lane_scales(4096, aligned=False)
+    def lane_scales(n: int, chip: Chip = records.H200, aligned: bool = True, group: int = 64) -> object:
+        spec = spec_of(group)
+        return built(spec, row_config(n, 2, chip, variant_of(spec), "large"), chip, aligned)
+
+    assert all(lane_scales(n, group=group) for n in (1536, 2048, 4096, 16384) for group in (16, 32, 64, 128))
+    assert not lane_scales(4096, aligned=False)
     assert not any(lane_scales(n) for n in (512, 1024, 4160, 16384 + 4096))
     assert not lane_scales(4096, Chip("hip", "gfx942", 64)) and not lane_scales(4096, INTERPRETER)
-    many = row_config(16384, 2, records.H200, "group", "large")._replace(chunk=1024, count=16, warps=4)
-    assert not dict(build_for(spec, many, 1, True, records.H200).constants)["TILE.lane_scales"]
+    tile = row_config(16384, 2, records.H200, "group", "large")
+    few, many = (tile._replace(chunk=16384 // count, count=count, warps=1) for count in (16, 32))
+    assert built(spec_of(16), few, records.H200, True) and not built(spec_of(16), many, records.H200, True)
 
 
 @pytest.mark.slow
