@@ -112,6 +112,25 @@ class Launcher:
         return Step(True, (1234, grid, 128, 512, True, 0), struct.pack("<5Q", *words), places)
 
 
+class Memory:
+    """Memory that a kernel marks as its own: the pieces that were taken, and the numbers of those discarded."""
+
+    def __init__(self, per_stream: bool = False) -> None:
+        self.pieces: list[Tensor] = []
+        self.discarded: list[int] = []
+        self.source = replay.Source(self.take, self.discarded.append, per_stream=per_stream)
+
+    def take(self) -> tuple[Tensor, int]:
+        self.pieces.append(torch.empty(4))
+        return self.pieces[-1], len(self.pieces)
+
+    def marked(self) -> int:
+        """The address of a new piece."""
+        address = self.take()[0].data_ptr()
+        replay.mark(address, self.source)
+        return address
+
+
 class Op:
     """The contract with a kernel that counts its calls."""
 

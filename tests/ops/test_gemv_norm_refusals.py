@@ -17,8 +17,8 @@ from onepass.ops.dispatch import launching_with
 from onepass.ops.gemv_norm import GEMV, GEMV_WITH_SCRATCH
 from onepass.testing.case import poison, same_bytes
 from onepass.testing.samples import sample
-from onepass.trace import TraceBuf
 from onepass.triton import counters
+from tests.helpers.bad_input import RawTrace
 from tests.helpers.gemv_inputs import all_same, inputs
 from tests.helpers.mistakes import Mistake, mistakes
 
@@ -33,19 +33,6 @@ def seed() -> None:
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
-
-
-class RawTrace(TraceBuf):
-    """Returns whatever it was given."""
-
-    def __init__(self, trace: Any, units: Any) -> None:
-        self.pair = trace, units
-
-    def store(self, offset: int, ts: int) -> None:
-        raise AssertionError("only kernels write here")
-
-    def tensors(self) -> tuple[Any, Any]:
-        return self.pair
 
 
 SIZES = {"M": 3, "N": 40, "K": 64, "W0": 24, "W1": 8, "S": 40, "C": 2, "E": 48, "B": 3}

@@ -14,12 +14,10 @@ pytest.importorskip("triton")
 
 import onepass
 from onepass.specs.gemv_norm import GemvCall, gemv_spec
-from onepass.triton import compiler, counters, gemv_norm, launcher
-from onepass.triton.compiler import Build
-from onepass.triton.launcher import arguments_by_name
+from onepass.triton import compiler, counters, gemv_norm
+from tests.helpers.launches import Recorder, record
 from tests.ops.test_gemv_norm_refusals import Gpu, pretend_gpu
 from tests.triton.test_gemv_norm import BF16, F8, F32, build, plain_spec
-from tools.evidence import records
 
 
 class OnDevice(Tensor):
@@ -29,31 +27,9 @@ class OnDevice(Tensor):
         return 0
 
 
-class Recorder:
-    """Stands in for a loaded kernel."""
-
-    made: list[str]
-    calls: list[tuple[int, dict[str, Any]]]
-    broken = False
-
-    def __init__(self, build: Build, device: int) -> None:
-        self.build = build
-        Recorder.made.append(build.name)
-
-    def __call__(self, grid: int, arguments: Any) -> None:
-        if Recorder.broken:
-            raise RuntimeError("out of resources")
-        Recorder.calls.append((grid, arguments_by_name(self.build, arguments)))
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    Recorder.made, Recorder.calls = [], []
-    monkeypatch.setattr(Recorder, "broken", False)
-    monkeypatch.setattr(compiler, "Launcher", Recorder)
-    monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(gemv_norm.FAMILY, "plans", {})
-    monkeypatch.setattr(launcher, "chips", {0: records.H200})
+    record(monkeypatch, gemv_norm.FAMILY)
     return pretend_gpu(monkeypatch)
 
 
@@ -197,7 +173,7 @@ def test_misaligned_calls_use_another_kernel(gpu: Gpu) -> None:
         gemv_norm.FAMILY.plans.clear()
         compiler._loaded.clear()
         launch(**sizes)
-        assert re.search(r"g\d+m? p4$" if aligned else r"g\d+m?u p4$", Recorder.made[0])
+        assert re.search(r"g\d+m? p4$" if aligned else r"g\d+m?u p4$", Recorder.made[0].name)
     divisible = dict(build(plain_spec(), 1, 96, 1024, (64,)).divisible)
     assert {divisible[name] for name in ("act", "weight")} == {16} and divisible["k"] == 8
     assert not {"act", "weight", "k"} & dict(build(plain_spec(), 1, 96, 1001, (64,), aligned=False).divisible).keys()

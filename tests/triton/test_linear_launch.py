@@ -11,20 +11,16 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from onepass.specs.linear import LinearCall, linear_spec
-from onepass.triton import compiler, counters, decoded, launcher, linear, rms_norm
+from onepass.triton import counters, decoded, linear, rms_norm
+from tests.helpers.launches import Recorder, record
 from tests.triton.test_gemv_norm import BF16, F8, F16, F32, INT8
-from tests.triton.test_gemv_norm_launch import OnDevice, Recorder
+from tests.triton.test_gemv_norm_launch import OnDevice
 from tools.evidence import records
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder.made, Recorder.calls = [], []
-    monkeypatch.setattr(compiler, "Launcher", Recorder)
-    monkeypatch.setattr(compiler, "_loaded", {})
-    for family in (decoded.FAMILY, linear.FAMILY, rms_norm.FAMILY):
-        monkeypatch.setattr(family, "plans", {})
-    monkeypatch.setitem(launcher.chips, 0, records.H200)
+    record(monkeypatch, decoded.FAMILY, linear.FAMILY, rms_norm.FAMILY)
 
 
 def made_call(m: int, n: int = 96, k: int = 640, *, add: bool = False, shift: int = 0, **dtypes: Any) -> LinearCall:
@@ -188,7 +184,7 @@ def test_norm_is_a_launch_of_its_own_except_for_few_float32_rows(
     assert product["MATH.normed"] == product["MATH.residual"] == fused
     if first:
         ((_, norm),) = first
-        assert "STATS.bins" not in product and Recorder.made[0].startswith("rms_norm_row ")
+        assert "STATS.bins" not in product and Recorder.made[0].name.startswith("rms_norm_row ")
         pointers = {value for value in norm.values() if isinstance(value, int)}
         given = (call.x, call.gamma, call.residual, call.residual_out)
         assert {t.data_ptr() for t in given if t is not None} <= pointers
@@ -197,8 +193,7 @@ def test_norm_is_a_launch_of_its_own_except_for_few_float32_rows(
         assert read in pointers and read != call.x.data_ptr() and product["strides.x"] == 640
     else:
         assert product["x"] == call.x.data_ptr() and product["STATS.rows"] >= m
-    names = [build.name for build in linear.builds(records.H200, call)]
-    assert names == Recorder.made, "builds are what launch runs"
+    assert linear.builds(records.H200, call) == Recorder.made, "builds are what launch runs"
 
 
 @pytest.mark.parametrize("m", [1, 4, 5])

@@ -22,14 +22,13 @@ from onepass.errors import ContractError, Unsupported
 from onepass.ops.dispatch import launching_with
 from onepass.specs.mla_cache import MlaCall, MlaRows, mla_spec
 from onepass.testing import mla_cache as mla_rope_norm
-from onepass.triton import compiler, launcher
 from onepass.triton import mla_cache as backend
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
-from onepass.triton.launcher import arguments_by_name
 from onepass.triton.mla_cache_config import MlaCut, mla_config, mla_cut, search_width
 from onepass.triton.tuning import tuning
 from tests.helpers.interpreting import broken_promise, passed_checks
+from tests.helpers.launches import Recorder, record
 from tests.triton.test_rms_norm import OTHER_CHIPS
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
@@ -206,27 +205,9 @@ class OnDevice:
         return self.address
 
 
-class Recorder:
-    """Stands in for a loaded kernel."""
-
-    made: list[Build]
-    calls: list[tuple[int, dict[str, Any]]]
-
-    def __init__(self, build: Build, device: int) -> None:
-        self.build = build
-        Recorder.made.append(build)
-
-    def __call__(self, grid: int, arguments: Any) -> None:
-        Recorder.calls.append((grid, arguments_by_name(self.build, arguments)))
-
-
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder.made, Recorder.calls = [], []
-    monkeypatch.setattr(compiler, "Launcher", Recorder)
-    monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(backend.FAMILY, "plans", {})
-    monkeypatch.setattr(launcher, "chips", {0: records.H200})
+    record(monkeypatch, backend.FAMILY)
 
 
 def launched(address: int = 0, tokens: int = 100, requests: int = 5, **changes: int) -> tuple[int, dict[str, Any]]:

@@ -21,13 +21,12 @@ from onepass.errors import Unsupported
 from onepass.specs.layout import Geometry
 from onepass.specs.qk_norm import QkCall, QkRows, RopeRule, qk_spec
 from onepass.testing import qk_norm
-from onepass.triton import compiler, launcher
 from onepass.triton import qk_norm as backend
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
 from onepass.triton.device import tree as _tree
-from onepass.triton.launcher import arguments_by_name
 from onepass.triton.qk_norm_config import QK_FOLD, qk_config
+from tests.helpers.launches import Recorder, record
 from tests.triton.test_rms_norm import OTHER_CHIPS
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
@@ -191,27 +190,9 @@ class OnDevice:
         return 77
 
 
-class Recorder:
-    """Stands in for a loaded kernel."""
-
-    made: list[str]
-    calls: list[tuple[int, dict[str, Any]]]
-
-    def __init__(self, build: Build, device: int) -> None:
-        self.build = build
-        Recorder.made.append(build.name)
-
-    def __call__(self, grid: int, arguments: Any) -> None:
-        Recorder.calls.append((grid, arguments_by_name(self.build, arguments)))
-
-
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder.made, Recorder.calls = [], []
-    monkeypatch.setattr(compiler, "Launcher", Recorder)
-    monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(backend.FAMILY, "plans", {})
-    monkeypatch.setattr(launcher, "chips", {0: records.H200})
+    record(monkeypatch, backend.FAMILY)
 
 
 @pytest.mark.usefixtures("recorded")
@@ -267,7 +248,7 @@ def test_sums_and_means_share_a_kernel() -> None:
     stats(step=7169)
     q, k = "1x8192=3*2048", "4x1024=2*512"
     expected = [f"{q}v8+{k}v8/8w", f"{q}v1+{k}v8/8w", f"{q}v1+{k}v1/8w"]
-    assert [name.split()[-1] for name in Recorder.made] == expected
+    assert [build.name.split()[-1] for build in Recorder.made] == expected
     stats(step=7169, tokens=1)
     assert len(Recorder.made) == 3
 

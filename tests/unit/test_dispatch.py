@@ -19,9 +19,9 @@ from onepass.specs.rms_norm import Operand, RowCall, RowSpec, row_spec
 from onepass.triton import compiler, counters, launcher
 from onepass.triton import rms_norm as backend
 from onepass.triton.chip import Chip
-from onepass.triton.launcher import arguments_by_name
 from onepass.triton.rms_norm_config import row_config
 from onepass.triton.tuning import h200, tuning
+from tests.helpers.launches import Recorder, record
 from tools.evidence import records
 
 BF16 = torch.bfloat16
@@ -45,27 +45,9 @@ class OnDevice:
         return self.last
 
 
-class Recorder:
-    """Stands in for a loaded kernel."""
-
-    made: list[str]
-    calls: list[tuple[int, dict[str, Any]]]
-
-    def __init__(self, build: compiler.Build, device: int) -> None:
-        self.build = build
-        Recorder.made.append(build.name)
-
-    def __call__(self, grid: int, arguments: Any) -> None:
-        Recorder.calls.append((grid, arguments_by_name(self.build, arguments)))
-
-
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    Recorder.made, Recorder.calls = [], []
-    monkeypatch.setattr(compiler, "Launcher", Recorder)
-    monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(backend.FAMILY, "plans", {})
-    monkeypatch.setattr(launcher, "chips", {0: records.H200})
+    record(monkeypatch, backend.FAMILY)
 
 
 def launch(spec: RowSpec, geom: Geometry, strides: list[Any], n: int, *tensors: Any) -> tuple[int, dict[str, Any]]:
@@ -210,8 +192,8 @@ def test_fusion_of_products_and_sums_is_always_specified(contracts: bool, monkey
 
 def test_generated_code_is_visible() -> None:
     plain(OnDevice(16))
-    (name,) = Recorder.made
-    source = launcher.generated_sources()[f"launch {name}"]
+    (build,) = Recorder.made
+    source = launcher.generated_sources()[f"launch {build.name}"]
     assert source.startswith("def pack(call, programs):") and "x.data_ptr()" in source
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.fastpath import cuda_launch, native, plan, replay
-from tests.helpers.fast_path import Driver, Op, rows
+from tests.helpers.fast_path import Driver, Memory, Op, rows
 
 pytestmark = pytest.mark.skipif(native.describe() != "on", reason=f"the extension: {native.describe()}")
 
@@ -82,46 +82,34 @@ class TestLaunches:
 
     def test_further_memory_is_taken_and_discarded(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_launch, "_message", str)
-        pieces: list[Tensor] = []
-        discarded: list[int] = []
-
-        def take() -> tuple[Tensor, int]:
-            pieces.append(torch.empty(4))
-            return pieces[-1], len(pieces)
+        memory = Memory()
 
         def kernel(op: Op, a: Any) -> None:
-            memory = take()[0]
-            replay.mark(memory.data_ptr(), replay.Source(take, discarded.append))
+            address = memory.marked()
             for _ in range(2):
-                op.launcher(1, [a.x.data_ptr(), memory.data_ptr(), a.out.data_ptr(), None])
+                op.launcher(1, [a.x.data_ptr(), address, a.out.data_ptr(), None])
 
         op = Op(kernel)
         op.learn(rows())
         op(rows())
-        assert [launch[-4] for launch in driver.launched] == [pieces[2].data_ptr()] * 2 and not discarded
+        assert [launch[-4] for launch in driver.launched] == [memory.pieces[2].data_ptr()] * 2 and not memory.discarded
         driver.error = 700
         with pytest.raises(RuntimeError, match="a kernel could not be launched: CUDA error 700"):
             op(rows())
-        assert discarded == [4] and len(driver.launched) == 3
+        assert memory.discarded == [4] and len(driver.launched) == 3
         driver.error = 0
         op(rows())
         assert op.asked == 2
 
     def test_memory_of_a_stream_is_kept(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cuda_launch, "_message", str)
-        pieces: list[Tensor] = []
-        discarded: list[int] = []
-
-        def take() -> tuple[Tensor, int]:
-            pieces.append(torch.empty(4))
-            return pieces[-1], len(pieces)
+        memory = Memory(per_stream=True)
 
         def kernel(op: Op, a: Any) -> None:
-            memory = take()[0]
-            replay.mark(memory.data_ptr(), replay.Source(take, discarded.append, per_stream=True))
-            op.launcher(1, [a.x.data_ptr(), memory.data_ptr(), a.out.data_ptr(), None])
+            address = memory.marked()
+            op.launcher(1, [a.x.data_ptr(), address, a.out.data_ptr(), None])
 
-        op = Op(kernel)
+        op, pieces = Op(kernel), memory.pieces
         op.learn(rows())
         for capturing, taken in ((0, 3), (0, 3), (1, 4), (1, 5), (0, 5)):
             driver.capturing = capturing
@@ -136,7 +124,8 @@ class TestLaunches:
             op(rows())
         driver.error = 0
         op(rows())
-        assert discarded == [6] and len(pieces) == 7 and driver.addresses[1] == pieces[6].data_ptr() and op.asked == 2
+        assert memory.discarded == [6] and len(pieces) == 7
+        assert driver.addresses[1] == pieces[6].data_ptr() and op.asked == 2
 
     @pytest.mark.parametrize("launches", [1, 2])
     def test_temporary_memory_is_shared_by_single_launches(

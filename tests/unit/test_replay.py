@@ -15,6 +15,7 @@ from onepass.contract.declaration import Arg, Contract, Option, Out
 from onepass.fastpath import replay
 from onepass.fastpath.call import compile_call
 from onepass.formats import FLOATS
+from tests.helpers.fast_path import Memory
 
 CONTRACT = Contract(
     "scaled_sum",
@@ -232,21 +233,15 @@ class TestTheCallersOutputs:
 
 
 def test_marked_memory_is_allocated_again() -> None:
-    pieces: list[Tensor] = []
-    discarded: list[int] = []
-
-    def take() -> tuple[Tensor, int]:
-        pieces.append(torch.empty(4))
-        return pieces[-1], len(pieces)
-
-    op = Op(scratch=True, source=replay.Source(take, discarded.append))
+    memory = Memory()
+    op, pieces = Op(scratch=True, source=memory.source), memory.pieces
     for _ in range(3):
         op(torch.randn(3, 8))
     assert op.asked == 1 and [a[3] for a in op.launcher.launched] == [p.data_ptr() for p in pieces] and len(pieces) == 3
     op.launcher.broken = True
     with pytest.raises(RuntimeError, match="lost"):
         op(torch.randn(3, 8))
-    assert discarded == [4]
+    assert memory.discarded == [4]
 
 
 def test_debug_mode_replays_nothing_with_indices(monkeypatch: pytest.MonkeyPatch) -> None:
