@@ -73,6 +73,23 @@ def test_layer_norm_shares_another_modules_weights() -> None:
     assert bare.bias is None and list(bare.state_dict()) == ["weight"]
 
 
+def test_layer_norm_of_heads_replaces_coheres() -> None:
+    """Each head has its weight, and is normed alone."""
+    models = pytest.importorskip("transformers.models.cohere.modeling_cohere")
+    theirs = randomized(models.CohereLayerNorm(hidden_size=(3, 16), eps=1e-4))
+    ours = LayerNorm.from_module(theirs)
+    assert ours.per_head and ours.weight is theirs.weight and "per_head=True" in repr(ours)
+    assert LayerNorm.from_module(ours).per_head and not LayerNorm.from_module(nn.LayerNorm((3, 16))).per_head
+    x, residual = rows(2, 5, 3, 16), rows(2, 5, 3, 16, seed=1)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+    y, h = ours(x, residual)
+    assert same_bytes(h, x + residual) and same_bytes(y, ours(h)) and not torch.equal(y, ours(x))
+    plain = LayerNorm((3, 16), elementwise_affine=False, bias=False, per_head=True)
+    torch.testing.assert_close(plain(x), torch.nn.functional.layer_norm(x, (16,)), rtol=1e-5, atol=1e-6)
+    with pytest.raises(onepass.ContractError, match=r"LayerNorm: `x` must be \[..., 3, 16\], got \[2, 3, 5, 16\]"):
+        ours(x.transpose(1, 2))
+
+
 def test_gated_norm_replaces_hugging_faces() -> None:
     models = pytest.importorskip("transformers.models.zamba2.modeling_zamba2")
     theirs = randomized(models.Zamba2RMSNormGated(64, 16, eps=1e-4)).bfloat16()
@@ -101,6 +118,11 @@ def test_norms_without_a_weight_load_none(monkeypatch: pytest.MonkeyPatch) -> No
             lambda: GatedRMSNorm(64, gate_activation="tanh"),  # type: ignore[arg-type]
             "GatedRMSNorm: `gate_activation` must be 'silu' or 'sigmoid'",
         ),
+        (
+            lambda: LayerNorm(64, bias=False, per_head=True),
+            r"LayerNorm: `normalized_shape` must be \(H, N\) with per_head",
+        ),
+        (lambda: LayerNorm((2, 64), per_head=True), "LayerNorm: `bias` must be False with per_head, got True"),
         (lambda: GatedRMSNorm(64, groups=5), "GatedRMSNorm: `groups` must divide size, 64, got 5"),
         (lambda: GatedRMSNorm(64, groups=0), "GatedRMSNorm: `groups` must be a positive int"),
         (

@@ -99,7 +99,8 @@ class LayerNorm(nn.Module):
     """`layer_norm` as a module, with the parameters and the state dict of `torch.nn.LayerNorm`.
 
     It rounds once, like torch's and Cohere's (``bias=False``). ``forward(x)`` returns y in x's dtype;
-    ``forward(x, residual)`` returns (y, new_residual).
+    ``forward(x, residual)`` returns (y, new_residual). With ``per_head``, ``normalized_shape`` is (H, N), and each head of
+    x [..., H, N] is normed over its N columns and has its own weight, as Cohere's queries and keys do.
 
     >>> import torch
     >>> from onepass.nn import LayerNorm
@@ -119,33 +120,54 @@ class LayerNorm(nn.Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        per_head: bool = False,
     ) -> None:
         super().__init__()
         shape = sizes_of(type(self), "normalized_shape", normalized_shape)
+        require_bool(type(self).__name__, "per_head", per_head)
+        if per_head and len(shape) != 2:
+            raise ContractError(f"{type(self).__name__}: `normalized_shape` must be (H, N) with per_head, got {shape}")
+        if per_head and bias:
+            raise ContractError(f"{type(self).__name__}: `bias` must be False with per_head, got {describe(bias)}")
         check_options(type(self), eps=eps)
         require_bool(type(self).__name__, "elementwise_affine", elementwise_affine)
         require_bool(type(self).__name__, "bias", bias)
         self.normalized_shape = shape
         self.eps = eps
         self.elementwise_affine = elementwise_affine
+        self.per_head = per_head
         for name, given, value in (("weight", True, 1.0), ("bias", bias, 0.0)):
             made = torch.full(shape, value, device=device, dtype=dtype) if elementwise_affine and given else None
             self.register_parameter(name, None if made is None else nn.Parameter(made))
 
     @classmethod
     def from_module(cls, norm: nn.Module) -> Self:
-        """The norm of another module, sharing its weight and bias."""
+        """The norm of another module, sharing its weight and bias.
+
+        A weight [H, N] of a module without ``normalized_shape`` is one for each head.
+        """
         weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
         if not isinstance(weight, Tensor):
             raise ContractError(f"{cls.__name__}: `norm` must have a weight, got {describe(norm)}")
         eps = eps_of(norm)
-        made = cls(weight.shape, 1e-5 if eps is None else eps, bias=isinstance(bias, Tensor), device="meta")
+        per_head = getattr(norm, "per_head", weight.dim() == 2 and not hasattr(norm, "normalized_shape"))
+        options: dict[str, Any] = {"bias": isinstance(bias, Tensor), "device": "meta", "per_head": per_head}
+        made = cls(weight.shape, 1e-5 if eps is None else eps, **options)
         made.weight = weight
         made.bias = bias if isinstance(bias, Tensor) else None
         return made.train(norm.training)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or (y, new_residual)."""
+        if self.per_head:
+            heads = None if self.weight is None else gamma_of(self.weight)
+            if x.shape[-2:] != self.normalized_shape:
+                heads_and_columns = ", ".join(map(str, self.normalized_shape))
+                raise ContractError(
+                    f"{type(self).__name__}: `x` must be [..., {heads_and_columns}], got {list(x.shape)}"
+                )
+            return layer_norm(x, heads, eps=self.eps, residual=residual)
         columns = math.prod(self.normalized_shape)
         lead = x.shape[: x.dim() - len(self.normalized_shape)]
         flat = x if len(self.normalized_shape) == 1 else x.view(*lead, -1)
@@ -160,4 +182,5 @@ class LayerNorm(nn.Module):
     def extra_repr(self) -> str:
         """All parameters except the weights."""
         size = self.normalized_shape[0] if len(self.normalized_shape) == 1 else self.normalized_shape
-        return f"{size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, bias={self.bias is not None}"
+        given = f"{size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, bias={self.bias is not None}"
+        return f"{given}, per_head=True" if self.per_head else given
