@@ -15,11 +15,17 @@ from onepass.formats import E4M3FN, FLOATS, Quantize, Rounding
 from onepass.ops import rms_norm_call
 from onepass.ops.dispatch import launching_with
 from onepass.testing import oracle, runner
-from onepass.testing.case import Case, same_bytes
+from onepass.testing.case import Case, Check, same_bytes
 from tools.ulps import floats
 
 
-@pytest.mark.parametrize("case", runner.CASES, ids=lambda c: f"{c.op}-{c.name}")
+def runs_here(case: Check) -> bool:
+    """Not large batches of every format: on a CPU they are the same rows as in small ones. GPUs run them all."""
+    large = case.op == "rms_norm_fused_quant" and case.group == "large"
+    return not large or any(name in case.name for name in ("e4m3fn", "nvfp4"))
+
+
+@pytest.mark.parametrize("case", [c for c in runner.CASES if runs_here(c)], ids=lambda c: f"{c.op}-{c.name}")
 def test_case(case: Case) -> None:
     result = runner.run_case(case, "cpu")
     assert result.passed, result.message
@@ -39,7 +45,8 @@ def test_zeros_fail_every_case(case: Case) -> None:
     results = module.call(case, arguments)
     outputs = module.zeroable(case)
     assert outputs
-    fill = int(case.options.get("bounded") == -math.inf and not case.options.get("min_scale"))
+    options = getattr(case, "options", {})
+    fill = int(options.get("bounded") == -math.inf and not options.get("min_scale"))
     for index, name in outputs:
         t = results[index]
         wrong = torch.full((t.numel() * t.element_size(),), fill, dtype=torch.uint8).view(t.dtype).view(t.shape)
