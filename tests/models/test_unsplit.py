@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
@@ -205,14 +204,6 @@ def test_steps_of_an_invariant_model_use_the_kernel(name: str, static: bool, cal
     with onepass.patch(model, decode=True, batch_invariant=True):
         close(run(model, static, lengths, calls), want)
     assert len(calls) == 2 * 4, "two layers, four steps"
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")
