@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 def published(machine: Machine, ops: Sequence[str] = (), match: str = "") -> list[Check]:
     """The cases of `select` and those of published models: the machine code that a chip must have run. Needs Triton."""
     more = families.least_cases(machine.chip)
-    return [*select(ops, match), *(case for case in more if (not ops or case.op in ops) and matches(case.name, match))]
+    return [
+        *select(ops, match, "cuda"),
+        *(case for case in more if (not ops or case.op in ops) and matches(case.name, match)),
+    ]
 
 
 def main() -> int:
@@ -50,7 +53,7 @@ def main() -> int:
         if options.evidence is not None:
             return _record(options, machine, cases)
     else:
-        cases = select(options.op, options.match)
+        cases = select(options.op, options.match, options.device)
     if options.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which is not yet
         cases = [case for case in cases if case.interpretable]

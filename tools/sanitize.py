@@ -230,7 +230,7 @@ def _work(names: Path, share: str, device: str) -> int:
     wanted = set(json.loads(names.read_text())[mine::of])
     torch.set_num_threads(1)
     with running_on(device):
-        for case in (*select(), *MORE):
+        for case in (*select(device=device), *MORE):
             if f"{case.op} {case.name}" not in wanted:
                 continue
             print(_BEGIN + json.dumps({"op": case.op, "case": case.name}), flush=True)
@@ -302,7 +302,9 @@ def main() -> int:
     if options.share:
         return _work(options.names, options.share, options.device)
     deadline = time.perf_counter() + options.limit
-    cases = {name: case for name, case in small((*select(), *MORE)).items() if matches(name, options.match)}
+    cases = {
+        name: case for name, case in small((*select(device="cuda"), *MORE)).items() if matches(name, options.match)
+    }
     names = list(cases) if options.all else chosen(cases, configurations(cases, MACHINES[options.chip]))
     if options.list:
         print("\n".join(names))

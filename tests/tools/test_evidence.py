@@ -94,7 +94,7 @@ class TestPublishedModels:
             assert any(times[name] == 1 for name in found[f"{case.op} {case.name}"]), case.name
 
     def test_gpu_runs_include_these_cases(self) -> None:
-        on_gpu, elsewhere = checks.published(MACHINES["h200"]), runner.select()
+        on_gpu, elsewhere = checks.published(MACHINES["h200"]), runner.select(device="cuda")
         assert {case.group for case in on_gpu} - {case.group for case in elsewhere} == {families.GROUP}
         assert not any(case.interpretable for case in on_gpu if case.group == families.GROUP)
 

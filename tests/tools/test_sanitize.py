@@ -14,7 +14,7 @@ from tools import sanitize
 from tools.evidence.chips import MACHINES
 from tools.sanitize import MORE, Section, chosen, clean, configurations, read, report, small, text, words
 
-_CASES = small((*select(), *MORE))
+_CASES = small((*select(device="cuda"), *MORE))
 
 
 def _lines(*reports: str, summary: str = "ERROR SUMMARY: 0 errors", passed: bool = True) -> list[str]:

@@ -39,7 +39,7 @@ def check(
     unknown = sorted(set(op or ()) - set(runner.MODULES))
     if unknown:
         raise typer.BadParameter(f"no op {unknown[0]!r}; choose from {', '.join(runner.MODULES)}", param_hint="--op")
-    chosen = runner.select(op or (), match)
+    chosen = runner.select(op or (), match, device.value)
     cases = [case for case in chosen if device is not Device.interpreter or case.interpretable]
     skipped = len(chosen) - len(cases)
     if not cases:

@@ -29,7 +29,11 @@ class Biases(threading.local):
         self.made: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def of(self, mask: Tensor, dtype: torch.dtype, layer: int) -> Tensor:
-        """The bias of a mask that is True where attention is allowed, as torch's attention computes it."""
+        """The bias of a mask, boolean (True where attention is allowed) or added to scores, as torch's attention computes it."""
+        if mask.dtype is not torch.bool:
+            return mask.to(dtype)
+        if torch.compiler.is_compiling():
+            return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
         # The logarithm of one is zero, and that of zero is -inf: one launch.
         return self._once(mask, dtype, layer, (), lambda: torch.log(mask, out=torch.empty_like(mask, dtype=dtype)))
 

@@ -6,20 +6,23 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..nn import gamma_of
+from ..ops.attention import attend as attend_in_splits
+from ..ops.attention import attends
 from ..ops.qk_cache import qk_norm_rope_cache
 from ..ops.qk_norm import qk_rms_norm
+from ..specs.attention import ROWS, SPLIT
 from .biases import biases
 from .counts import count, settle
-from .forwards import Attended, attention_function, refuse_gradient
+from .forwards import FUSED_ROWS, Attended, attention_function, refuse_gradient
 from .steps import AttentionStep, project
-from .unsplit import attend_unsplit, takes
+from .unsplit import attend_unsplit, has_kernels, takes
 
 
 def attend_heads(
@@ -154,14 +157,19 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that the model is configured for, as rows [batch, tokens, columns].
 
-    torch's attention needs no copies of keys and values for groups of query heads. transformers makes
-    them if there is a mask. Where it relies on causality instead, or has other arguments, its function is
-    called. If ``invariant``, a kernel whose bytes do not depend on the batch is used where there is one.
+    onepass's kernel is used for short contexts, and for any context if the bytes must not depend on the batch,
+    ``invariant``. Next comes torch's attention, which needs no copies of keys and values for groups of query heads.
+    transformers makes them if there is a mask. Where it relies on causality instead, or has other arguments, its
+    function is called.
     """
     q, k, v = states
     batch, _, length, _ = q.shape
     plain = self.config._attn_implementation == "sdpa" and (length == 1 or mask is not None)
     if plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None:
+        if length <= FUSED_ROWS and (invariant or _is_short(q, k)) and has_kernels(q):
+            bias = None if mask is None else biases.of(mask, q.dtype, self.layer_idx)
+            if attends(q, k, v, bias):
+                return attend_in_splits(q, k, v, bias, self.scaling).view(batch, length, -1), None
         if invariant and takes(q, v, mask):
             return attend_unsplit(q, k, v, mask, self.scaling, self.layer_idx), None
         if mask is not None and mask.dtype is torch.bool and not torch.compiler.is_compiling():
@@ -174,6 +182,17 @@ def attend(
     function = attention_function(self, sys.modules[home])
     out, weights = function(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
     return out.reshape(batch, length, -1), weights
+
+
+SHORT: Final = 128
+"""Programs up to which onepass's kernel, with what it saves around it, takes less time than torch's on an H200."""
+
+
+def _is_short(q: Tensor, k: Tensor) -> bool:
+    """Whether the kernel would have few programs."""
+    batch, heads, context, _ = k.shape
+    rows = q.shape[1] // heads * q.shape[2]
+    return batch * heads * -(-rows // ROWS) * -(-context // SPLIT) <= SHORT
 
 
 def _attend_in_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:

@@ -1,9 +1,10 @@
 """Attention to a cache whose bytes depend on neither the batch nor the run, on NVIDIA GPUs.
 
 For few queries torch splits a long context. cuDNN, its first choice, then gives other bytes from run to run, and flash
-splits by the batch. torch's memory-efficient kernel gives a block of queries of one head to one program, which goes
-through the keys in order. The blocks depend on the dtype and the columns of a head, and on nothing else. A masked entry
-adds zero. So a token also has the same bytes among other tokens of a step, and in a static cache of any length.
+splits by the batch. `ops.attention` has a kernel for up to 16 tokens of heads with up to 256 columns, in 16 bits. This
+module is for all others. torch's memory-efficient kernel gives a block of queries of one head to one program, which
+goes through the keys in order. The blocks depend on the dtype and the columns of a head, and on nothing else. A masked
+entry adds zero. So a token also has the same bytes among other tokens of a step, and in a static cache of any length.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ _chips: dict[int, bool] = {}
 
 
 def takes(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernel takes these queries, values and mask, on NVIDIA chips since Ampere."""
-    if not q.is_cuda or q.dtype not in _DTYPES or (mask is not None and mask.dim() != 4):
+    """Whether the kernel takes these queries, values and mask."""
+    if q.dtype not in _DTYPES or (mask is not None and mask.dim() != 4):
         return False
-    return q.shape[-1] % ALIGNED == 0 and v.shape[-1] % ALIGNED == 0 and _has_kernel(q.get_device())
+    return q.shape[-1] % ALIGNED == 0 and v.shape[-1] % ALIGNED == 0 and has_kernels(q)
 
 
-def _has_kernel(device: int) -> bool:
-    """Whether a device has the kernel for all dtypes. To ask torch costs the host more than the call."""
+def has_kernels(q: Tensor) -> bool:
+    """Whether queries are on an NVIDIA GPU since Ampere. To ask torch costs the host more than a call."""
+    if not q.is_cuda:
+        return False
+    device = q.get_device()
     if torch.compiler.is_compiling():
         return _since_ampere(device)
     if device not in _chips:

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 from torch import Tensor
 
+from ..errors import Unsupported
 from ..fastpath import replay
 
 _BACKENDS: Final = {"cpu": "cpu", "cuda": "triton"}
@@ -17,7 +19,7 @@ _families: Final[list[Family]] = []
 
 
 class Family:
-    """A kernel family in both backends: the modules ``onepass.cpu.<name>`` and ``onepass.triton.<name>``."""
+    """A kernel family: the modules ``onepass.cpu.<name>`` and ``onepass.triton.<name>``. Attention has only the second."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,7 +31,10 @@ class Family:
         return self._launch.get("cpu" if tensor.is_cpu else "cuda") or self._load(tensor.device.type)
 
     def _load(self, device: str) -> Any:
-        found = self._launch[device] = import_module(f"onepass.{_BACKENDS[device]}.{self.name}").launch
+        module = f"onepass.{_BACKENDS[device]}.{self.name}"
+        if find_spec(module) is None:
+            raise Unsupported(f"{self.name}: there is no kernel for {device}")
+        found = self._launch[device] = import_module(module).launch
         return found
 
     def config(self, tensor: Tensor, name: str) -> Any:

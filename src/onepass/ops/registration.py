@@ -187,6 +187,15 @@ def _above_autograd(contract: Contract, name: str) -> Callable[..., Any]:
     return step
 
 
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an op of onepass that has no contract: an internal one, whose caller looks at its arguments."""
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"onepass::{name}", fake, lib=_library)
+
+
 def _define(contract: Contract, kernel: Kernel) -> tuple[Any, Any]:
     """Define ``onepass::<name>`` and ``onepass::<name>_out``; for in-place ops only the latter, as ``<name>``."""
     prepare, arguments_of, count = validation_of(contract).prepare, contract.arguments, len(contract.outs)

@@ -13,22 +13,17 @@ from typing import Any
 
 import torch
 
-from . import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
+from . import attention, gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from .case import Check, same_bytes
 from .interpreter import quick_interpreter
 
-MODULES: dict[str, Any] = {
-    case.op: module for module in (rms_norm, gemv_norm, linear, qk_norm, mla_cache, qk_cache) for case in module.CASES
-}
+_FAMILIES = (rms_norm, gemv_norm, linear, qk_norm, mla_cache, qk_cache)
+MODULES: dict[str, Any] = {case.op: module for module in (*_FAMILIES, attention) for case in module.CASES}
 """The module of each op, which defines CASES, inputs, call, variants, verify and zeroable."""
-CASES: tuple[Check, ...] = (
-    *rms_norm.CASES,
-    *gemv_norm.CASES,
-    *linear.CASES,
-    *qk_norm.CASES,
-    *mla_cache.CASES,
-    *qk_cache.CASES,
-)
+CASES: tuple[Check, ...] = tuple(case for module in _FAMILIES for case in module.CASES)
+"""Cases that every device runs."""
+GPU_CASES: tuple[Check, ...] = attention.CASES
+"""Cases of kernels that a CPU does not have. The interpreter has them."""
 DEVICES = ("cpu", "cuda", "interpreter")
 
 
@@ -48,9 +43,10 @@ class Result:
         return asdict(self)
 
 
-def select(ops: Sequence[str] = (), match: str = "") -> list[Check]:
-    """The cases of these ops (all when empty) whose name contains ``match``, or one of its alternatives separated by ``|``."""
-    return [case for case in CASES if (not ops or case.op in ops) and matches(case.name, match)]
+def select(ops: Sequence[str] = (), match: str = "", device: str = "cpu") -> list[Check]:
+    """The device's cases of these ops (all when empty) whose name contains ``match``, or one of its alternatives separated by ``|``."""
+    cases = CASES if device == "cpu" else (*CASES, *GPU_CASES)
+    return [case for case in cases if (not ops or case.op in ops) and matches(case.name, match)]
 
 
 def matches(name: str, match: str) -> bool:

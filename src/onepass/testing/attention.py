@@ -1,0 +1,168 @@
+"""Cases of the attention of decode steps: inputs, calls and verification. Only GPUs and the interpreter have the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from ..ops.attention import attend
+from ..specs.attention import SPLIT
+from .bounds import Bounds
+from .case import GPU_ONLY, Values, case_name, grid, moved, short_dtype, to_cpu
+
+OP: Final = "attend"
+BF16, F16 = torch.bfloat16, torch.float16
+
+Mask = Literal["none", "zeros", "each", "shared", "padded"]
+"""No mask; one of zeros; any entries of each sequence, also added numbers; one for all sequences; or entries in front and
+behind, as prompts of different lengths have in a static cache. In the last two some queries have no entry."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCase:
+    """One call: sequences, heads of q and of k, tokens, entries, columns, dtype, mask, values and memory."""
+
+    group: str
+    batch: int = 2
+    heads: tuple[int, int] = (4, 2)
+    tokens: int = 1
+    context: int = 70
+    columns: int = 64
+    x: torch.dtype = BF16
+    mask: Mask = "each"
+    values: Values = "normal"
+    part: bool = False
+    """Whether keys and values are the first entries of longer caches."""
+    op: str = OP
+
+    @property
+    def interpretable(self) -> bool:
+        """See `Check`."""
+        return self.group not in (*GPU_ONLY, "columns")
+
+    @property
+    def name(self) -> str:
+        """See `Check`."""
+        heads = f"{self.heads[0]}+{self.heads[1]}"
+        shape = f"{self.batch}x{heads}x{self.tokens}x{self.context}x{self.columns}"
+        mask = f"mask={self.mask}"
+        return case_name(self.group, shape, short_dtype(self.x), mask, self.values, "part" * self.part)
+
+
+def _cases() -> Iterator[AttentionCase]:
+    case = AttentionCase
+    yield case("short", mask="none")
+    yield case("short", mask="zeros", x=F16)
+    yield case("short", tokens=3, context=SPLIT + 44, part=True)
+    yield case("short", heads=(20, 1), context=2 * SPLIT + 1, columns=72, mask="padded")
+    yield case("short", heads=(3, 3), context=1, mask="shared", columns=8)
+    yield case("short", 3, tokens=2, context=3 * SPLIT, mask="padded", part=True)
+    yield case("special", 4, context=SPLIT + 9, values="special")
+    yield case("empty", 0)
+    yield from grid(case, "columns", 5, (8, 2), 1, [200, 700], [64, 80, 96, 128, 256], [BF16, F16], ["none", "padded"])
+    yield from grid(case, "columns", 5, (8, 2), 4, [200, 700], [64, 80, 96, 128, 256], [BF16, F16], "padded")
+    for batch, context in ((1, 128), (16, 128), (1, 5000), (3, 20000)):
+        yield case("large", batch, (32, 8), 1, context, 128, mask="none")
+    yield case("large", 2, (32, 2), 16, 3000, 128, mask="each", part=True)
+    yield case("large", 2, (71, 1), 1, 1000, 64, mask="padded")
+
+
+CASES: Final = tuple(_cases())
+
+
+def inputs(case: AttentionCase, device: str, seed: int = 0) -> dict[str, Any]:
+    """Tensors and options by the names of `attend`'s arguments."""
+    generator = torch.Generator().manual_seed(seed + case.context)
+    heads, keys = case.heads
+    q = torch.randn(case.batch, case.tokens, heads, case.columns, generator=generator).to(case.x).transpose(1, 2)
+    room = case.context + 24 if case.part else case.context
+    k, v = (torch.randn(case.batch, keys, room, case.columns, generator=generator).to(case.x) for _ in range(2))
+    if case.values == "special":
+        q[1] *= 60.0  # one entry has nearly all the weight
+        k[2, :, 5] = torch.nan
+        k[3, :, 7] = torch.inf
+    found = {"q": q, "k": k[:, :, : case.context], "v": v[:, :, : case.context]}
+    if case.mask != "none":
+        found["mask"] = _mask(case, generator)
+    return moved(found, device) | {"scale": case.columns**-0.5}
+
+
+def _mask(case: AttentionCase, generator: torch.Generator) -> Tensor:
+    shape = (1 if case.mask == "shared" else case.batch, 1, case.tokens, case.context)
+    if case.mask == "zeros":
+        return torch.zeros(shape, dtype=case.x)
+    if case.mask == "padded":
+        entry, sequence = torch.arange(case.context), torch.arange(case.batch).view(-1, 1, 1, 1)
+        last = case.context * 3 // 4 + torch.arange(case.tokens).view(-1, 1)
+        allowed = (entry >= sequence * 7) & (entry <= last)
+        allowed[0, :, 0] = False
+        return torch.log(allowed).to(case.x)
+    numbers = torch.randn(shape, generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < 0.6, numbers, -torch.inf).to(case.x)
+
+
+def call(case: AttentionCase, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The result of a call."""
+    given = arguments
+    return (attend(given["q"], given["k"], given["v"], given.get("mask"), given["scale"]),)
+
+
+def zeroable(case: AttentionCase) -> list[tuple[int, str]]:
+    """Position and name of each result."""
+    return [(0, "out")]
+
+
+def variants(case: AttentionCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
+    """Other calls that must give the same bytes: again, per sequence, per token, and in a longer cache with a mask."""
+    q, k, v, scale = (arguments[name] for name in ("q", "k", "v", "scale"))
+    mask: Tensor | None = arguments.get("mask")
+    yield "in another run", call(case, arguments)
+    if not case.batch:
+        return
+
+    def of(tensor: Tensor | None, b: int) -> Tensor | None:
+        return None if tensor is None else tensor if len(tensor) == 1 else tensor[b : b + 1]
+
+    alone = [call(case, {"q": of(q, b), "k": of(k, b), "v": of(v, b), "mask": of(mask, b), "scale": scale})[0]
+             for b in range(case.batch)]  # fmt: skip
+    yield "for each sequence alone", (torch.cat(alone),)
+    if mask is None:
+        yield "with a mask of zeros", call(case, arguments | {"mask": q.new_zeros(case.batch, 1, 1, case.context)})
+        return
+    steps = [call(case, arguments | {"q": q[:, :, t : t + 1], "mask": mask[:, :, t : t + 1]})[0]
+             for t in range(case.tokens)]  # fmt: skip
+    yield "for each token alone", (torch.cat(steps, 1),)
+    more = 2 * SPLIT + 5
+    longer = [torch.cat((t, torch.ones_like(t[:, :, :1]).expand(-1, -1, more, -1)), 2) for t in (k, v)]
+    hidden = mask.new_full((*mask.shape[:-1], more), -torch.inf)
+    given = {"q": q, "k": longer[0], "v": longer[1], "mask": torch.cat((mask, hidden), -1), "scale": scale}
+    yield "in a longer cache", call(case, given)
+
+
+def verify(case: AttentionCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
+    """None, or what is wrong: every value lies between bounds of the exact result.
+
+    Each power is rounded once, which moves a value by at most the roundoff of its weighted distance from the result. A
+    score's error, in float32, changes its power by a factor. Sums are float32.
+    """
+    host = to_cpu(arguments)
+    q, k, v = (host[name].double() for name in ("q", "k", "v"))
+    k, v = (t.repeat_interleave(case.heads[0] // case.heads[1], 1) for t in (k, v))
+    scores = q @ k.mT * host["scale"]
+    sizes = q.abs() @ k.abs().mT * host["scale"]
+    if "mask" in host:
+        scores, sizes = scores + host["mask"].double(), torch.where(host["mask"].isinf(), 0.0, sizes + scores.abs())
+    powers = scores.softmax(-1)
+    powers = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, powers)
+    out = powers @ v
+    roundoff = torch.finfo(case.x).eps / 2
+    error = 2 * roundoff + 2.0**-18 + 2 * 2.0**-20 * sizes.amax(-1, keepdim=True)
+    spread = powers @ v.abs() * error
+    if case.x == F16:  # powers below the smallest number of the dtype are lost
+        spread += (powers > 0).sum(-1, keepdim=True) * 2.0**-24 * v.abs().amax((-1, -2), keepdim=True)
+    low, high = (t.transpose(1, 2) for t in (out - spread, out + spread))
+    return Bounds(low, high).stored(results[0].cpu())
