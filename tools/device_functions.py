@@ -2,6 +2,7 @@
 
 - ``over``: division by a constant, for all float32 numbers that are finite and not negative;
 - ``ratio``: division of random numbers, of all magnitudes, with subnormal quotients and with few digits;
+- ``ratio_of_any``: the same, and by zeros, infinities and NaN;
 - ``int8`` and ``e2m1``: codes of all 2**32 numbers;
 - ``sigmoid``: the gate's activation, for all 2**32 numbers.
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,12 +29,13 @@ from onepass.triton.chip import current_chip
 from onepass.triton.device.gates import _sigmoid
 from onepass.triton.device.numbers import encode
 from onepass.triton.device.packing import encode_e2m1_pairs, encode_int8
-from onepass.triton.device.ratios import over, ratio
+from onepass.triton.device.ratios import over, ratio, ratio_of_any
 from onepass.triton.quantization import quant
 
 BLOCK: Final = 1024
 SPAN: Final = 1 << 28
 """Numbers of one launch."""
+EDGES: Final = "zeros and infinities"
 CONSTANTS: Final = (6.0, 127.0, 240.0, 448.0, 57344.0, 100.0, 4.0, 256.0)
 
 
@@ -56,10 +60,11 @@ def _over_kernel(start, wrong, DIVISOR: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _ratio_kernel(a, b, wrong, SIZE: tl.constexpr):
+def _ratio_kernel(a, b, wrong, ANY: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     x, y = tl.load(a + at), tl.load(b + at)
-    tl.atomic_add(wrong, _differ(ratio(x, y, True), tl.div_rn(x, y)))
+    found = ratio_of_any(x, y, True) if ANY else ratio(x, y, True)
+    tl.atomic_add(wrong, _differ(found, tl.div_rn(x, y)))
 
 
 @triton.jit
@@ -107,12 +112,14 @@ def _bits(count: int) -> Tensor:
 
 
 def _pairs(count: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Numerators and divisors that are not zero."""
+    """Numerators, and divisors that are neither zero nor infinite except in `EDGES`."""
     small, few = torch.randint(1, 1 << 24, (2, count), device="cuda").float()
     few = few.remainder(1 << 12) + 1
     any_, other = _bits(count), _bits(count)
     nonzero = torch.where(other == 0, torch.ones_like(other), other)
+    edges = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan], device="cuda")
     return {
+        EDGES: (any_, edges.repeat(count // len(edges) + 1)[:count].contiguous()),
         "any": (any_, nonzero),
         "subnormal quotients": (small * 2.0**-149, few),
         "few digits": (few.flip(0), few),
@@ -127,10 +134,12 @@ def found(numbers: int) -> dict[str, int]:
     results = {f"over {constant:g}": _over_all(_over_kernel, 0, constant) for constant in CONSTANTS}
     for name, (a, b) in _pairs(numbers).items():
 
-        def launch(wrong: Tensor, a: Tensor = a, b: Tensor = b) -> None:
-            _ratio_kernel[(numbers // BLOCK,)](a, b, wrong, BLOCK)
+        def launch(wrong: Tensor, any_: bool, a: Tensor = a, b: Tensor = b) -> None:
+            _ratio_kernel[(numbers // BLOCK,)](a, b, wrong, any_, BLOCK)
 
-        results[f"ratio, {name}"] = _count(launch)
+        if name != EDGES:
+            results[f"ratio, {name}"] = _count(partial(launch, any_=False))
+        results[f"ratio of any, {name}"] = _count(partial(launch, any_=True))
     results["int8"] = _over_all(_int8_kernel, whole, int8)
     results["e2m1"] = _over_all(_e2m1_kernel, whole, e2m1)
     results["sigmoid"] = _over_all(_sigmoid_kernel, whole)

@@ -27,6 +27,13 @@ def test_interpreted_kernels_pass_their_cases() -> None:
     assert json.loads(interpret("-c", PROGRAM, json.dumps(indices)).splitlines()[-1]) == []
 
 
+def test_factors_of_groups_are_the_quotients_of_ieee() -> None:
+    """The shortcut of a GPU's divisions knows neither 0 nor infinity, which a global scale may be or lead to."""
+    *wrong, tried = interpret("tests/helpers/factor_worker.py").splitlines()
+    assert not wrong
+    assert tried == "1600 tried"
+
+
 @pytest.mark.parametrize(
     ("options", "stores"),
     [({"format": "nvfp4"}, "st.global.b32"), ({"format": "mxfp4"}, "st.global.b32"), ({"format": "mxfp8"}, "st.global.v2.b32")],

@@ -33,7 +33,7 @@ VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static",
 _BOUNDS = (1.5, 448.0, 1e-3, 0.0, -0.0, -2.0, float("inf"), float("-inf"), float("nan"), 1e-42)
 """A bound in memory may be anything."""
 _LEAST = (1 / (448 * 512), 0.01, 1e-30, 1e-40, 7e4)
-_OVERALL = (1.0, 37.5, 2.0**-4, 1e5, 0.0, 1e-30, float("nan"))
+_OVERALL = (1.0, 37.5, 2.0**-4, 1e5, -2.0, 0.0, -0.0, 1e-30, 1e-40, float("inf"), float("-inf"), float("nan"))
 _STATIC = (0.02, 1.0, 0.0, 2.0**-14, 3e4, float("nan"), float("inf"), 1e-40)
 
 

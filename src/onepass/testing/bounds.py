@@ -198,12 +198,16 @@ def scales(
     """
     bound = None if bound is None or math.isnan(bound) else float(torch.tensor(bound, dtype=torch.float32))
     ends = [(amax if bound is None else amax.clamp(max=bound)).clamp(min=0.0) / fp8_max for amax in (low, high)]
-    ends = [(end * overall).clamp(min=0.0) for end in ends]
-    if math.isnan(overall):
-        low = torch.full_like(low, math.nan)
-    value = oracle.scale_values(actual)
     if actual.shape != low.shape:
         return f"scale shape {list(actual.shape)}, expected {list(low.shape)}"
+    value = oracle.scale_values(actual)
+    if math.isnan(overall):
+        low = torch.full_like(low, math.nan)
+    elif math.isinf(overall):  # 0 times infinity is NaN; what float32 may round to 0 is either
+        either = (ends[0] < FLOOR) & value.isnan()
+        low = torch.where((ends[1] == 0) | either, math.nan, low)
+        ends[0] = ends[1]
+    ends = [(end * overall).clamp(min=0.0) for end in ends]
     if not torch.equal(value.isnan(), low.isnan()):
         return f"scale is NaN in {int(value.isnan().sum())} places, expected in {int(low.isnan().sum())}"
     floor = float(torch.tensor(least, dtype=torch.float32))

@@ -100,10 +100,13 @@ def _scale_cases(op: str) -> Iterator[Case]:
     limited: list[dict[str, Any]] = [{"scale_ub": 1.5}, {"bounded": 1.5}, {"bounded": -math.inf}, {"min_scale": 0.25}]
     yield from c((5,), 640, options=_each(FORMATS[1:], *limited))
     yield from c((9,), 384, values="special", options=_each(_BLOCKS, {"min_scale": 0.25}))
-    for overall in (1.0, 37.5, 2.0**-4, 1e5):
+    for overall in (1.0, 37.5, 2.0**-4, 1e5, math.inf):
         wide = {"global_scale": overall}
         yield from c((5,), 640, options=_each([FORMATS[5]], wide, wide | {"quantize": "divide"}))
-    yield from c((9,), [384, 4096, 20480], values="special", options=_each([FORMATS[5]], {"global_scale": 300.0}))
+    wide_ones = [{"global_scale": overall} for overall in (300.0, math.inf)]
+    yield from c((9,), [384, 4096, 20480], values="special", options=_each([FORMATS[5]], *wide_ones))
+    raised = {"global_scale": 0.0, "min_scale": 0.25}
+    yield from c((5,), 640, options=_each([FORMATS[5]], raised, raised | {"quantize": "divide"}))
     c = partial(grid, Case, op, "places")
     padded = [_format(f["format"], scale_layout=order) for f in _BLOCKS for order in ("column", "column_tma")]
     padded += [_format("int8", group_size=32, scale_layout="column_tma"), _format("int8", scale_layout="column_tma")]

@@ -25,7 +25,7 @@ from .numbers import (
     store_scale,
 )
 from .packing import encode_e2m1_pairs, encode_int8
-from .ratios import over, ratio
+from .ratios import over, ratio, ratio_of_any
 from .row import column_order, magnitude, row_start
 
 
@@ -75,11 +75,13 @@ def _inverse_power(scale):
 def _group_factor(numerator, s, limits, QUANT: tl.constexpr, ASSEMBLY: tl.constexpr):
     """What the values of a group with the stored scale ``s`` are multiplied by, or with ``divide`` divided by."""
     if QUANT.overall:
-        s = tl.where(s == 0.0, 0.0, ratio(s, limits[2] + tl.zeros_like(s), ASSEMBLY))
+        s = tl.where(s == 0.0, 0.0, ratio_of_any(s, tl.broadcast_to(limits[2], s.shape), ASSEMBLY))
     if QUANT.divide:
         return divisor(s)
     elif QUANT.ue8m0:
         return held_quotient(numerator * _inverse_power(s), numerator, s)
+    elif QUANT.overall:  # which may have made s infinite
+        return held_quotient(ratio_of_any(numerator, s, ASSEMBLY), numerator, s)
     else:
         return held_quotient(ratio(numerator, s, ASSEMBLY), numerator, s)
 

@@ -46,7 +46,7 @@ def over(values, DIVISOR: tl.constexpr, BRANCHLESS: tl.constexpr):
 
 @triton.jit
 def ratio(a, b, BRANCHLESS: tl.constexpr):
-    """``a / b`` of float32 numbers of one shape; NaN where b is 0."""
+    """``a / b`` of float32 numbers of one shape; NaN where b is 0 or infinite."""
     if not BRANCHLESS:
         return tl.div_rn(a, b)
     else:
@@ -56,3 +56,17 @@ def ratio(a, b, BRANCHLESS: tl.constexpr):
         r = tl.fma(tl.fma(-y, r, one), r, r)
         r = tl.fma(tl.fma(-y, r, one), r, r)
         return _refined(x, y, r).to(tl.float32)
+
+
+@triton.jit
+def ratio_of_any(a, b, BRANCHLESS: tl.constexpr):
+    """`ratio` of finite numbers ``a`` by any ``b``: a zero where b is infinite, infinite where b is 0, NaN where either
+    is NaN.
+    """
+    quotient = ratio(a, b, BRANCHLESS)
+    if BRANCHLESS:
+        bits = b.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        inverse = (bits ^ 0x7F800000).to(tl.float32, bitcast=True)  # of infinity and of 0
+        quotient = tl.where((size == 0) | (size == 0x7F800000), a * inverse, quotient)
+    return quotient
