@@ -11,7 +11,9 @@ import torch
 
 import onepass
 from onepass.testing import runner
-from tests.helpers.interpreting import interpret
+from onepass.testing.batch_regime import REGIMES, assuming
+from onepass.triton.tuning.table import Regime
+from tests.helpers.interpreting import interpret, passed_checks
 from tests.triton.test_interpreter import PROGRAM
 from tools.evidence import records
 
@@ -25,6 +27,39 @@ def test_interpreted_kernels_pass_their_cases() -> None:
     indices = [runner.CASES.index(c) for c in short if getattr(c, "n", 0) <= 384][::2]
     assert len(indices) > 20
     assert json.loads(interpret("-c", PROGRAM, json.dumps(indices)).splitlines()[-1]) == []
+
+
+def test_tiles_of_layer_norm_give_the_same_codes() -> None:
+    """A case runs with the tile of every regime."""
+    layer: dict[str, Any] = {"statistic": "layer", "format": "e4m3fn"}
+    assert {regime: _tile(regime, **layer) for regime in REGIMES} == {
+        "small": "7*1024/4w/v8",
+        "large": "7*1024/4w/v8",
+        "streaming": "14*512/2w/v8",
+    }
+    assert passed_checks("rms_norm_fused_quant", "gate: 4x7168") == 3
+
+
+def test_other_rows_without_their_mean_keep_four_warps() -> None:
+    """Two warps are slower for LayerNorm that is not quantized, has a scale per group or is gated."""
+    x = torch.empty(4, 7168, dtype=torch.bfloat16)
+    ways: list[dict[str, Any]] = [
+        {"group_size": 128},
+        {"gate": x},
+        {"bias": x[0]},
+        {"residual": x},
+        {"return_norm": True},
+    ]
+    for way in ways:
+        assert "7*1024/4w/v8" in _tile("streaming", statistic="layer", format="e4m3fn", **way), way
+
+
+def _tile(regime: Regime, **options: Any) -> str:
+    """The end of a configuration's name: the tile of rows of 7168 columns."""
+    x, gamma = torch.empty(4, 7168, dtype=torch.bfloat16), torch.empty(7168, dtype=torch.bfloat16)
+    with assuming(regime):
+        (build,) = records.builds_of(lambda: onepass.rms_norm_fused_quant(x, gamma, **options), records.H200)
+    return build.name.split()[-1]
 
 
 def test_factors_of_groups_are_the_quotients_of_ieee() -> None:

@@ -218,8 +218,16 @@ def variant_of(spec: RowSpec) -> Variant:
     """The variant of a spec, by which `row_config` chooses the tile."""
     if spec.prologue:
         return "prologue"
-    if spec.centered or any(spec.after):
+    if any(spec.after):
         return "finished" if spec.centered or spec.fp8 else "more"
+    plain = _plain_variant(spec)
+    if spec.centered:
+        return "centered" if plain == "fp8" else "finished"
+    return plain
+
+
+def _plain_variant(spec: RowSpec) -> Variant:
+    """The variant of rows without a prologue, a bias or a gate whose mean stays."""
     if spec.x.itemsize != 2:
         return "more"
     narrow_gamma = spec.gamma is None or spec.gamma.itemsize == 2

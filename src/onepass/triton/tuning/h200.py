@@ -31,8 +31,8 @@ ROWS: Final = RowTuning(
     small_rows=256,
     small_long_rows=1024,
     long_row_bytes=16384,
-    # From this many bytes of x on, norms of 4097 to 8192 columns are read twice. Times read twice
-    # and held: 8192 x 7168 56.8 and 56.2 [36], 12288 x 7168 84.5 and 86.0, 16384 x 7168 111.7 and
+    # From this many bytes of x on, norms of 4097 to 8192 columns are read twice, and LayerNorm to fp8
+    # has two warps per row. Times read twice and held: 8192 x 7168 56.8 and 56.2 [36], 12288 x 7168 84.5 and 86.0, 16384 x 7168 111.7 and
     # 113.5, 16384 x 8192 128.0 and 132.5, 20480 x 5120 99.6 and 100.8 [37].
     streaming_bytes=160 << 20,
     # Up to this many columns of a row per thread, gamma is held in registers too: 8192 x 16384 to
@@ -53,7 +53,7 @@ ROWS: Final = RowTuning(
     # well 4096 x 7168 44.9 (whole chunks with `lane_scales`: 54.8) [36]. Small batches to fp8: 128
     # x 4096 2.05 (4: 2.15), 1 x 8192 1.43 (with a limit 1.53), 1 x 16384 2.03 (4: 2.59); with
     # groups and norm 1 x 7168 2.12 (the other way 2.34) [35, 36]. Given scale: 4096 x 7168 23.4 (limit of 96
-    # registers: 53.5). LayerNorm to fp8 25.6 (8: 30.4), gated rows to fp8 36.7 (8: 39.2) [49].
+    # registers: 53.5). LayerNorm to fp8 25.6 (8: 30.4), 16384 x 7168 87.2 (4: 93.4); gated rows to fp8 36.7 (8: 39.2) [49].
     tiles={
         "large": {
             "norm": {8192: Tile(8), 16384: Tile(16, 0, 40, twice=True)},
@@ -64,6 +64,7 @@ ROWS: Final = RowTuning(
             "given scale": {8192: Tile(4)},
             "group": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(8)},
             "group, norm": {4096: Tile(4), 8192: Tile(8, 8, 80)},
+            "centered": {8192: Tile(4)},
             "finished": {8192: Tile(4)},
         },
         "small": {
@@ -71,7 +72,10 @@ ROWS: Final = RowTuning(
             "group": {8192: Tile(4), 16384: Tile(8)},
             "group, norm": {4096: Tile(4), 8192: Tile(8)},
         },
-        "streaming": {"norm": {4096: Tile(8), 8192: Tile(8, 8, 56, twice=True)}},
+        "streaming": {
+            "norm": {4096: Tile(8), 8192: Tile(8, 8, 56, twice=True)},
+            "centered": {4096: Tile(4), 8192: Tile(2)},
+        },
     },
     # Rows of more than 16384 columns with 16 and with 32 warps: 2048 x 20480 to the norm 45.7 and
     # 56.3, 2048 x 40960 109 and 93.3, to fp8 88.9 and 107.5. With a limit of 32 registers 2048 x

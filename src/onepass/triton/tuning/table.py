@@ -17,6 +17,7 @@ Variant = Literal[
     "group, residual",
     "group, norm",
     "more",
+    "centered",
     "finished",
     "prologue",
 ]
@@ -25,8 +26,9 @@ Variant = Literal[
 "norm" stores the norm of a 16-bit row, "wide gamma" has a float32 gamma, and "residual" adds a
 residual. "fp8" quantizes with one scale per row and "group" with one per group, also with a
 residual. "given scale" quantizes with a scale of the caller. "group, residual" includes float32
-gammas, and "group, norm" also stores the norm. "finished" subtracts the mean, or quantizes behind a
-bias or gate. "prologue" runs a user's function, and "more" is everything else.
+gammas, and "group, norm" also stores the norm. "centered" is "fp8" of rows minus their mean.
+"finished" does anything else with such rows, or quantizes behind a bias or gate. "prologue" runs a
+user's function, and "more" is everything else.
 """
 
 Regime = Literal["small", "large", "streaming"]
