@@ -35,23 +35,27 @@ def test_tiles_of_layer_norm_give_the_same_codes() -> None:
     assert {regime: _tile(regime, **layer) for regime in REGIMES} == {
         "small": "7*1024/4w/v8",
         "large": "7*1024/4w/v8",
-        "streaming": "14*512/2w/v8",
+        "streaming": "7*1024/4w/v8/r80/late",
     }
-    assert passed_checks("rms_norm_fused_quant", "gate: 4x7168") == 3
+    assert passed_checks("rms_norm_fused_quant", "gate: 4x7168|gate: 4x8192") == 4
 
 
-def test_other_rows_without_their_mean_keep_four_warps() -> None:
-    """Two warps are slower for LayerNorm that is not quantized, has a scale per group or is gated."""
+@pytest.mark.parametrize(
+    ("options", "tile"),
+    [
+        ({"group_size": 128}, "7*1024/4w/v8/r96/late"),
+        ({"gate": True}, "7*1024/4w/v8"),
+        ({"bias": True}, "7*1024/4w/v8"),
+        ({"residual": True}, "7*1024/4w/v8"),
+        ({"return_norm": True}, "7*1024/4w/v8"),
+    ],
+)
+def test_gamma_is_late_only_where_that_was_faster(options: dict[str, Any], tile: str) -> None:
+    """Rows whose mean is subtracted, in a batch that no cache holds."""
     x = torch.empty(4, 7168, dtype=torch.bfloat16)
-    ways: list[dict[str, Any]] = [
-        {"group_size": 128},
-        {"gate": x},
-        {"bias": x[0]},
-        {"residual": x},
-        {"return_norm": True},
-    ]
-    for way in ways:
-        assert "7*1024/4w/v8" in _tile("streaming", statistic="layer", format="e4m3fn", **way), way
+    tensors = {"gate": x, "bias": x[0], "residual": x}
+    given = {name: tensors.get(name, value) for name, value in options.items()}
+    assert _tile("streaming", statistic="layer", **given) == tile
 
 
 def _tile(regime: Regime, **options: Any) -> str:

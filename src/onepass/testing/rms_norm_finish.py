@@ -92,6 +92,7 @@ def code_cases(op: str) -> Iterator[Case]:
     formats = [{"format": name} for name in ("int8", "mxfp8", "nvfp4")]
     yield from c("gate", (5,), 896, options=[way | chosen for way in (ways[0], ways[2]) for chosen in formats])
     yield from c("gate", (4,), 7168, options=[layer | chosen for chosen in ({}, *formats[:2])])
+    yield from c("gate", (4,), 8192, options=layer)
     yield from c("gate", (3, 4), 1536, layout="misaligned", options=[ways[0], ways[2]])
     yield from c("gate", (9,), 384, values="special", options=ways)
     yield from c("sigmoid", (4,), [128, 4096], options=[_SIGMOID | more for more in scales])

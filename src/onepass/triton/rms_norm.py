@@ -208,6 +208,7 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
     tile += "" if config.unit * spec.itemsize == 16 else f":{config.unit}"
     tile += "" if aligned else "u"
     tile += f"/r{config.registers}" if config.registers and aligned else ""
+    tile += "/late" if config.late else ""
     parts.append(tile + ("/twice" if config.reread else ""))
     if levels > 1:
         parts.append(f"levels={levels}")
@@ -221,9 +222,9 @@ def variant_of(spec: RowSpec) -> Variant:
     if any(spec.after):
         return "finished" if spec.centered or spec.fp8 else "more"
     plain = _plain_variant(spec)
-    if spec.centered:
-        return "centered" if plain == "fp8" else "finished"
-    return plain
+    if not spec.centered:
+        return plain
+    return "centered" if plain == "fp8" else "centered, group" if plain == "group" else "finished"
 
 
 def _plain_variant(spec: RowSpec) -> Variant:

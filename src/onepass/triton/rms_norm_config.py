@@ -30,6 +30,7 @@ class RowConfig(NamedTuple):
     leaves it to the compiler. ``bins`` is `row_bins` of the row. ``whole``: a row fills its tiles,
     and nothing is masked. ``reread``: a row is read again for the output. Gamma is requested with
     the row (``early_gamma``), or after it has arrived, so that both need not be held at once.
+    ``late``: the latter although registers could hold both.
     """
 
     chunk: int
@@ -44,6 +45,7 @@ class RowConfig(NamedTuple):
     whole: bool = False
     reread: bool = False
     early_gamma: bool = True
+    late: bool = False
 
     # Filled in by `laid_out`: `sets` chunks hold all bins of a row. When each thread has added its
     # adjacent columns, `size` sums of a chunk are left, and its `pieces` are summed separately.
@@ -75,9 +77,10 @@ class RowConfig(NamedTuple):
             size=self.chunk // self.vec if vectors else self.chunk,
             lanes=0 if vectors or self.rows > 1 else warp_size,
             levels=levels,
-            unit=0,  # kernels do not depend on these three
+            unit=0,  # kernels do not depend on these four
             registers=0,
             bins=0,
+            late=False,
         )
 
 
@@ -124,7 +127,7 @@ def row_config(n: int, itemsize: int, chip: Chip, variant: Variant, regime: Regi
     if n > MAX_BLOCK:
         return _long_rows(n, chip, variant, unit)
     bins = row_bins(n)
-    warps, given, registers, reread = _tile(n, chip, variant, regime)
+    warps, given, registers, reread, late = _tile(n, chip, variant, regime)
     vec = min(given or full, full)
     warps = min(warps, bins // (warp_size * vec))
     chunk = warp_size * warps * vec
@@ -132,10 +135,13 @@ def row_config(n: int, itemsize: int, chip: Chip, variant: Variant, regime: Regi
         chunk, vec = chunk // 2, vec // 2  # rows are then whole chunks, and none is masked
     count = -(-n // chunk)
     whole = n % chunk == 0 and variant != "prologue"
-    early_gamma = not reread and count * chunk // (warp_size * warps) <= tuning(chip).rows.most_held
+    held = count * chunk // (warp_size * warps) <= tuning(chip).rows.most_held
+    late = late and held
     if unit == 1:
         vec, registers = 1, 0
-    return RowConfig(chunk, count, 1, warps, unit, vec, False, registers, bins, whole, reread, early_gamma)
+    return RowConfig(
+        chunk, count, 1, warps, unit, vec, False, registers, bins, whole, reread, held and not (reread or late), late
+    )
 
 
 def _short_rows(n: int, warp_size: int, variant: Variant, regime: Regime, full: int, unit: int) -> RowConfig:

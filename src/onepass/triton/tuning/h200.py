@@ -31,8 +31,8 @@ ROWS: Final = RowTuning(
     small_rows=256,
     small_long_rows=1024,
     long_row_bytes=16384,
-    # From this many bytes of x on, norms of 4097 to 8192 columns are read twice, and LayerNorm to fp8
-    # has two warps per row. Times read twice and held: 8192 x 7168 56.8 and 56.2 [36], 12288 x 7168 84.5 and 86.0, 16384 x 7168 111.7 and
+    # From this many bytes of x on, norms of 4097 to 8192 columns are read twice, and LayerNorm to
+    # codes loads gamma late. Times read twice and held: 8192 x 7168 56.8 and 56.2 [36], 12288 x 7168 84.5 and 86.0, 16384 x 7168 111.7 and
     # 113.5, 16384 x 8192 128.0 and 132.5, 20480 x 5120 99.6 and 100.8 [37].
     streaming_bytes=160 << 20,
     # Up to this many columns of a row per thread, gamma is held in registers too: 8192 x 16384 to
@@ -53,7 +53,9 @@ ROWS: Final = RowTuning(
     # well 4096 x 7168 44.9 (whole chunks with `lane_scales`: 54.8) [36]. Small batches to fp8: 128
     # x 4096 2.05 (4: 2.15), 1 x 8192 1.43 (with a limit 1.53), 1 x 16384 2.03 (4: 2.59); with
     # groups and norm 1 x 7168 2.12 (the other way 2.34) [35, 36]. Given scale: 4096 x 7168 23.4 (limit of 96
-    # registers: 53.5). LayerNorm to fp8 25.6 (8: 30.4), 16384 x 7168 87.2 (4: 93.4); gated rows to fp8 36.7 (8: 39.2) [49].
+    # registers: 53.5). LayerNorm to fp8 25.6 (8: 30.4), gated rows to fp8 36.7 (8: 39.2) [49]. LayerNorm with gamma
+    # late: 16384 x 7168 to fp8 85.5 (early: 92.2, 2 warps: 86.9), to int8 87.0 (94.4), to mxfp8 88.9 (92.9), 16384 x
+    # 8192 to fp8 99.4 (120.4), 16384 x 5120 66.3 (68.8); but 32768 x 4096 105.1 (103.6), 4096 x 7168 25.5 (25.2) [50].
     tiles={
         "large": {
             "norm": {8192: Tile(8), 16384: Tile(16, 0, 40, twice=True)},
@@ -65,6 +67,7 @@ ROWS: Final = RowTuning(
             "group": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(8)},
             "group, norm": {4096: Tile(4), 8192: Tile(8, 8, 80)},
             "centered": {8192: Tile(4)},
+            "centered, group": {8192: Tile(4)},
             "finished": {8192: Tile(4)},
         },
         "small": {
@@ -74,7 +77,8 @@ ROWS: Final = RowTuning(
         },
         "streaming": {
             "norm": {4096: Tile(8), 8192: Tile(8, 8, 56, twice=True)},
-            "centered": {4096: Tile(4), 8192: Tile(2)},
+            "centered": {4096: Tile(4), 7168: Tile(4, 0, 80, late=True), 8192: Tile(4, 0, 96, late=True)},
+            "centered, group": {6144: Tile(4), 7168: Tile(4, 0, 96, late=True)},
         },
     },
     # Rows of more than 16384 columns with 16 and with 32 warps: 2048 x 20480 to the norm 45.7 and

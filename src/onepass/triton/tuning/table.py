@@ -18,6 +18,7 @@ Variant = Literal[
     "group, norm",
     "more",
     "centered",
+    "centered, group",
     "finished",
     "prologue",
 ]
@@ -26,9 +27,9 @@ Variant = Literal[
 "norm" stores the norm of a 16-bit row, "wide gamma" has a float32 gamma, and "residual" adds a
 residual. "fp8" quantizes with one scale per row and "group" with one per group, also with a
 residual. "given scale" quantizes with a scale of the caller. "group, residual" includes float32
-gammas, and "group, norm" also stores the norm. "centered" is "fp8" of rows minus their mean.
-"finished" does anything else with such rows, or quantizes behind a bias or gate. "prologue" runs a
-user's function, and "more" is everything else.
+gammas, and "group, norm" also stores the norm. "centered" and "centered, group" are "fp8"
+and "group" of rows minus their mean. "finished" does anything else with such rows, or quantizes
+behind a bias or gate. "prologue" runs a user's function, and "more" is everything else.
 """
 
 Regime = Literal["small", "large", "streaming"]
@@ -45,6 +46,8 @@ class Tile(NamedTuple):
     """Register limit per thread; 0: none."""
     twice: bool = False
     """Whether a row is read again for the output instead of being held in registers."""
+    late: bool = False
+    """Whether gamma is loaded after the row although registers could hold both."""
 
 
 @dataclass(frozen=True)
