@@ -31,7 +31,7 @@ from onepass.testing.case import same_bytes
 from . import common, markdown
 
 HEADS, KEYS, COLUMNS = 32, 8, 128
-SIZES: Final = tuple((batch, context) for context in (64, 128, 256, 512, 1024, 2048, 8192) for batch in (1, 4, 16))
+SIZES: Final = tuple((batch, context) for context in (64, 128, 256, 1024, 8192) for batch in (1, 4, 16))
 REPEATS: Final = 200
 BANDWIDTH: Final = 4.55e12
 """Bytes per second that the floor assumes, as in `tools.bench.models`."""
