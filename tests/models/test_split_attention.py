@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.integrations import decode_attention
+from onepass.integrations import decode_attention, unsplit
 from onepass.ops import attention
 from onepass.specs.attention import AttentionCall
 
@@ -100,3 +101,18 @@ def test_one_graph() -> None:
             found.append(torch.cat([step(tokens(2, 1, seed=n), past_key_values=cache).logits for n in range(3)]))
     assert torch.equal(*found)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `patch`, or by the first step; a compiled step then looks it up."""
+    asked = []
+
+    def since_ampere(device: int) -> bool:
+        asked.append(device)
+        return True
+
+    monkeypatch.setattr(unsplit, "_chips", {})
+    monkeypatch.setattr(unsplit, "_since_ampere", since_ampere)
+    queries: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 3)
+    assert unsplit.has_kernels(queries) and unsplit.has_kernels(queries) and asked == [3]
+    assert not unsplit.has_kernels(torch.zeros(1)) and asked == [3]

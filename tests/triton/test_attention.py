@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from onepass.errors import Unsupported
 from onepass.ops.attention import attend, attends
-from onepass.specs.attention import SPLIT
+from onepass.ops.dispatch import launching_with
+from onepass.specs.attention import SPLIT, AttentionCall
 from onepass.testing import attention
 from onepass.testing.attention import AttentionCase
 from onepass.triton.compiler import compile_build
@@ -108,8 +109,25 @@ def tensors(**changes: Any) -> dict[str, Any]:
 def test_other_tensors_are_refused(changes: dict[str, Any]) -> None:
     given = tensors(**changes)
     assert attends(**tensors()) and not attends(**given)
-    with pytest.raises(Unsupported, match=r"^attend: no kernel for q, k and v of \(\d.*with a mask "):
+    with pytest.raises(Unsupported, match=r"^attend: no kernel takes q torch\.\w+ \[.*\] with mask "):
         attend(**given, scale=1.0)
+
+
+def test_strides_of_single_elements_mean_nothing() -> None:
+    given = attention.inputs(AttentionCase("short", 1, columns=16, mask="each"), "cpu")
+    scale = given.pop("scale")
+    odd = {name: t.as_strided(t.shape, (3, *t.stride()[1:2], 5 if t.shape[2] == 1 else t.stride(2), 1))
+           for name, t in given.items()}  # fmt: skip
+    assert attends(**odd)
+    made = []
+
+    def launch(call: AttentionCall) -> None:
+        made.append(call.rows)
+
+    for tensors_ in (given, odd):
+        with launching_with(lambda _: launch):
+            attend(**tensors_, scale=scale)
+    assert made[0] == made[1] and made[0].q_batch == made[0].q_token == made[0].k_batch == 0
 
 
 def test_long_heads_are_refused() -> None:

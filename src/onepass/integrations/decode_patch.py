@@ -21,6 +21,7 @@ from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, p
 from .projections import Projection, memory_owners, mergeable
 from .report import AFTER_MLP, MARK, ROTATION, Change, Patched, bound_before, missing, unless, why_not
 from .steps import AttentionStep, LatentStep, LayerStep, LinearStep, MlpStep, Watch
+from .unsplit import has_kernels
 
 WHAT: Final = "decode"
 _SILU: Final = ("SiLUActivation", "SiLU")
@@ -75,6 +76,8 @@ def patch_decode(
     if any(change.what == WHAT for change in handle.replaced):
         for where, module in modules:
             _angles(decoding, where, module)
+    for parameter in handle.model.parameters():
+        has_kernels(parameter)  # asked now, so that compiled steps need not
     decoded = {change.where for change in handle.replaced if change.what.startswith(WHAT)}
     handle.left = [made for change in handle.left if (made := _still_left(decoding, change, decoded)) is not None]
 

@@ -32,15 +32,16 @@ def takes(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def has_kernels(q: Tensor) -> bool:
-    """Whether queries are on an NVIDIA GPU since Ampere. To ask torch costs the host more than a call."""
+    """Whether queries are on an NVIDIA GPU since Ampere. torch is asked once: that costs the host more than a call."""
     if not q.is_cuda:
         return False
     device = q.get_device()
-    if torch.compiler.is_compiling():
-        return _since_ampere(device)
-    if device not in _chips:
-        _chips[device] = _since_ampere(device)
-    return _chips[device]
+    known = _chips.get(device)
+    if known is None:
+        known = _since_ampere(device)
+        if not torch.compiler.is_compiling():
+            _chips[device] = known
+    return known
 
 
 def _since_ampere(device: int) -> bool:

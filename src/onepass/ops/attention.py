@@ -2,13 +2,14 @@
 
 With the queries q of one token, and the keys k and values v of its context::
 
-    s   = scale * q . k                      float32; -inf where the mask is False
-    out = sum(exp(s) * v) / sum(exp(s))      exponents relative to the largest score; 0 where the mask is False everywhere
+    s   = scale * (q . k) + mask             float32; an entry whose mask is -inf does not count
+    p   = round(exp(s - max(s)))             to v's dtype
+    out = round(sum(p * v) / sum(p))         sums in float32; 0 where no entry counts
 
-Splits of `SPLIT` entries of the context are summed separately, then joined from neighbours to all. Powers are rounded to
-v's dtype before they are multiplied by v, and not where they are added. Sums are float32, and the result is rounded once.
-A mask of True, a longer cache with a mask, other sequences and other tokens of a step leave a token's bytes as they are.
-It is a GPU kernel. Values of entries that a mask excludes must be finite, as for torch's attention.
+Each split of `SPLIT` entries is summed by itself, relative to its own largest score. Then splits are added from the first
+to the last. A mask of zeros, a longer cache whose further entries do not count, other sequences and other tokens of a step
+leave a token's bytes as they are. Values of entries that do not count must be finite, as for torch's attention. Only GPUs
+have the kernel.
 """
 
 from __future__ import annotations
@@ -53,17 +54,21 @@ def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 def _aligned(t: Tensor) -> bool:
     """Whether rows of the last dimension can be loaded 16 bytes at a time. A compiler does not know addresses."""
-    size, steps = t.element_size(), t.stride()
-    if steps[3] != 1 or any(step * size % ALIGNED for step in steps[:3]):
+    if t.stride(3) != 1 or any(step * t.element_size() % ALIGNED for step in _steps(t)):
         return False
     return torch.compiler.is_compiling() or t.data_ptr() % ALIGNED == 0
+
+
+def _steps(t: Tensor) -> tuple[int, ...]:
+    """The strides of all dimensions but the last. That of a single element means nothing, and is 0 here."""
+    return tuple([0 if size == 1 else step for size, step in zip(t.shape[:3], t.stride()[:3], strict=True)])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Attention [batch, tokens, heads, columns] of queries [batch, heads, tokens, columns] to a cache, in one launch.
 
-    ``k`` and ``v`` are [batch, heads of keys, context, columns], and ``mask`` [batch or 1, 1, tokens, context] is True
-    where attention is allowed. Several tokens need one. `attends` tells what is possible. The module says what is computed.
+    ``k`` and ``v`` are [batch, heads of keys, context, columns]. ``mask``, [batch or 1, 1, tokens, context] in q's dtype, is
+    added to scores. Several tokens need one. `attends` tells what is possible. The module says what is computed.
     """
     if torch.compiler.is_compiling():
         return torch.ops.onepass.attend.default(q, k, v, mask, scale)  # type: ignore[no-any-return]
@@ -72,26 +77,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     if not attends(q, k, v, mask):
-        shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (q, k, v) if t is not None)
-        raise Unsupported(f"attend: no kernel for q, k and v of {shapes}, with a mask {_described(mask)}")
+        q_, k_, v_, mask_ = map(_described, (q, k, v, mask))
+        raise Unsupported(f"attend: no kernel takes q {q_}, k {k_} and v {v_} with mask {mask_}")
     batch, heads, tokens, columns = q.shape
     out = q.new_empty(batch, tokens, heads, columns)
     if not out.numel():
         return out
     keys, context = k.shape[1:3]
     kind: Any = "none" if mask is None else "one" if tokens == 1 else "many"
-    steps = (0, 0)
-    if mask is not None:
-        steps = mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *steps)
+    of_mask = (0, 0, 0) if mask is None else _steps(mask)
+    strides = (*_steps(q), *_steps(k), *_steps(v), of_mask[0], of_mask[2])
     rows = AttentionRows(batch, keys, heads // keys, tokens, context, columns, -(-context // SPLIT), *strides)
     call = AttentionCall(attention_spec(q.dtype, kind), q, k, v, mask, out, scale * _LOG2E, rows)
     _family.launch(q)(call)
     return out
 
 
-def _described(mask: Tensor | None) -> str:
-    return "of None" if mask is None else f"{tuple(mask.shape)} {mask.dtype}"
+def _described(t: Tensor | None) -> str:
+    return "None" if t is None else f"{t.dtype} {list(t.shape)} with strides {list(t.stride())}"
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
