@@ -6,18 +6,22 @@ The sweeps over all cases are left out of `make test` (tests/full.py).
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from onepass.testing import runner
 from onepass.testing.case import Check
-from onepass.testing.interpreter import _types_kept
+from onepass.testing.interpreter import _equal_types_accepted, _types_kept, interpreting, quick_interpreter
 from tests.helpers.interpreting import interpret
 
 LEFT_OUT = {
@@ -104,3 +108,53 @@ def test_kept_types_are_those_of_triton() -> None:
         with pytest.raises(ValueError, match="power of 2"):
             core.block_type(core.float32, [3])
     assert [owner.__init__ for owner in owners] == originals
+
+
+def test_operands_are_converted_as_by_triton() -> None:
+    """Numbers of all kinds, scalars and blocks of three shapes, in pairs: the same types, values or error."""
+    semantic = TritonSemantic(interpreter.interpreter_builder)
+    kinds = [core.float32, core.float16, core.bfloat16, core.int32, core.uint32, core.int64, core.int1]
+
+    def operand(kind: Any, shape: tuple[int, ...]) -> Any:
+        data = numpy.ones(shape or (1,), dtype=interpreter._get_np_dtype(kind))
+        return core.tensor(interpreter.TensorHandle(data, kind), core.block_type(kind, [*shape]) if shape else kind)
+
+    def outcome(function: Any, *arguments: Any) -> list[str]:
+        try:
+            found = function(*arguments)
+        except Exception as error:
+            return [type(error).__name__, str(error)]
+        made = found if isinstance(found, tuple) else (found,)
+        return [f"{t.type} {t.handle.data.dtype} {t.handle.data.tolist()}" for t in made]
+
+    def described() -> list[list[str]]:
+        made = [operand(kind, shape) for kind in kinds for shape in ((), (8,), (2, 4), (4, 2))] + [2, 0.5]
+        made.append(operand(core.pointer_type(core.float32), (8,)))
+        found = []
+        for left, right in product(made, made):
+            for divides in (False, True):
+                found.append(outcome(semantic.binary_op_type_checking_impl, left, right, True, False, True, divides))
+            if isinstance(left, core.tensor) and isinstance(right, core.tensor):
+                found.append(outcome(semantic.broadcast_impl_value, left, right))
+                found.append(outcome(semantic.cast, left, right.type))
+        return found
+
+    names = ("binary_op_type_checking_impl", "broadcast_impl_value", "cast")
+    originals = [getattr(TritonSemantic, name) for name in names]
+    with _types_kept():
+        expected = described()
+        with _equal_types_accepted():
+            assert not {getattr(TritonSemantic, n) for n in names} & {*originals}, "this version of Triton is not known"
+            assert described() == expected
+    assert [getattr(TritonSemantic, name) for name in names] == originals
+    assert any("incompatible" in text for texts in expected for text in texts)
+
+
+def test_memory_is_poisoned_while_kernels_are_interpreted() -> None:
+    assert not interpreting()
+    with quick_interpreter():
+        assert interpreting()
+        assert torch.empty(64).isnan().all() and torch.empty_like(torch.zeros(9)).isnan().all()
+        assert torch.empty_strided((3, 5), (5, 1), dtype=torch.float8_e4m3fn).float().isnan().all()
+        assert torch.zeros(4).new_empty(3, 2, dtype=torch.uint8).eq(255).all()
+    assert not interpreting() and not torch.are_deterministic_algorithms_enabled()
