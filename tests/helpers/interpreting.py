@@ -20,9 +20,10 @@ def interpret(*arguments: str) -> str:
     return done.stdout
 
 
-def passed_checks(op: str, match: str) -> int:
-    """How many cases of ``op`` passed in the interpreter. A failing case fails the calling test."""
-    printed = interpret("-m", "tools.checks", "--device", "interpreter", "--op", op, "--match", match)
+def passed_checks(*ops: str, match: str = "") -> int:
+    """How many cases of ``ops`` passed in the interpreter, in one process. A failing case fails the calling test."""
+    chosen = [f"--op={op}" for op in ops]
+    printed = interpret("-m", "tools.checks", "--device", "interpreter", *chosen, "--match", match)
     found = re.search(r"(\d+) passed, 0 failed on interpreter", printed)
     assert found is not None, printed
     return int(found[1])

@@ -1,6 +1,6 @@
 """Runs `linear` in Triton's interpreter, with tiles of any kind, and prints JSON.
 
-With indices of `RUNS`: what is wrong with each of these cases, and the kernels that ran. Otherwise: sums of
+With the argument "cases": what is wrong with each case of `RUNS`, and the kernels that ran. With "sums": sums of
 products of which one per block of K is not zero, so that every addition and its place are known.
 """
 
@@ -164,17 +164,18 @@ def sparse(call: Sums) -> dict[str, Any]:
     return found
 
 
-def run_cases(indices: list[int]) -> dict[str, list[str]]:
-    """The messages of the cases that fail, and the kernels."""
-    made, failed = watch_kernels(), []
+def run_cases() -> dict[str, list[Any]]:
+    """The messages of the cases of `RUNS` that fail, and the kernels of each."""
+    made, failed, kernels = watch_kernels(), [], []
     with running_on("interpreter"):
-        for index in indices:
-            case, kind, wide = RUNS[index]
+        for case, kind, wide in RUNS:
             force(kind, wide, longer=True)
             result = run_case(case, "interpreter")
             if not result.passed:
                 failed.append(f"{kind} {result.case}: {result.message}")
-    return {"failed": failed, "kernels": made}
+            kernels.append(made.copy())
+            made.clear()
+    return {"failed": failed, "kernels": kernels}
 
 
 def run_sums() -> dict[str, Any]:
@@ -188,4 +189,4 @@ def run_sums() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run_cases(json.loads(sys.argv[1])) if len(sys.argv) > 1 else run_sums()))
+    print(json.dumps(run_cases() if sys.argv[1] == "cases" else run_sums()))

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 import onepass
 from onepass.specs.gemv_norm import MAX_ROWS, MOST_COLUMNS, SCALE_BLOCK, GemvSpec, WeightScale, gemv_spec, tiles
+from onepass.testing.runner import select
 from onepass.triton import gemv_norm, gemv_norm_config, gemv_norm_kernels, product_config
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
@@ -28,6 +29,7 @@ from onepass.triton.device import product
 from onepass.triton.gemv_norm_config import GemvConfig, gemv_config
 from onepass.triton.product_config import PieceTile, StreamTile
 from onepass.triton.tuning import tuning
+from tests.helpers.interpreting import passed_checks
 from tools.evidence import records
 from tools.evidence.records import lowered
 
@@ -323,26 +325,11 @@ def test_traced_kernel_is_rejected_on_amd() -> None:
 
 # --- the interpreter -----------------------------------------------------------------------------------------------
 
-INTERPRETED = [
-    ("rows: 1x", "rows: 5x", "k: 2x20x513", "segments: 1x80x300 15"),
-    ("values: 9x48x256 24+8 bf16",),
-]
+INTERPRETED = ("rows: 1x", "rows: 5x", "k: 2x20x513", "segments: 1x80x300 15", "values: 9x48x256 24+8 bf16")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("matches", INTERPRETED, ids=["sizes", "values"])
-def test_interpreted_kernel_passes_its_cases(matches: tuple[str, ...]) -> None:
-    code = (
-        "import sys\n"
-        "from onepass.testing.runner import run_cases, select\n"
-        "cases = [case for match in sys.argv[1:] for case in select(['gemv_and_partial_norm'], match)]\n"
-        "assert all(case.interpretable for case in cases)\n"
-        "for result in run_cases(cases, 'interpreter'):\n"
-        "    print(result.passed, result.case, result.message)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", code, *matches]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(matches) and all(line.startswith("True ") for line in lines), done.stdout
+def test_interpreted_kernel_passes_its_cases() -> None:
+    cases = [case for match in INTERPRETED for case in select(["gemv_and_partial_norm"], match)]
+    assert len(cases) == len(INTERPRETED) and all(case.interpretable for case in cases)
+    assert passed_checks("gemv_and_partial_norm", match="|".join(INTERPRETED)) == len(cases)

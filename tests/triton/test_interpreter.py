@@ -52,13 +52,13 @@ LEFT_OUT = {
 }
 """Groups whose first case takes a second or more in the interpreter."""
 INTERPRETED = {
-    "rms_norm": (60, 2),
-    "rms_norm_fused_fp8": (80, 3),
-    "qk_rms_norm": (70, 1),
-    "apply_qk_rms_norm": (45, 1),
-    "row_mean_of_squares_qk": (20, 1),
+    "rms_norm": 60,
+    "rms_norm_fused_fp8": 80,
+    "qk_rms_norm": 70,
+    "apply_qk_rms_norm": 45,
+    "row_mean_of_squares_qk": 20,
 }
-"""Ops whose cases test_rms_norm.py interprets, all of them: the least number, and of tests that share their groups."""
+"""Ops whose cases test_rms_norm.py interprets, all of them, and their least number."""
 PROGRAM = """
 import json, sys
 from onepass.testing.runner import CASES, run_cases
