@@ -71,8 +71,7 @@ def test_every_kernel_passed_its_cases_on_a_gpu(index: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(2))
-def test_sampled_kernels_compile_to_the_recorded_machine_code(index: int) -> None:
+def test_sampled_kernels_compile_to_the_recorded_machine_code() -> None:
     """Compiles one configuration in a hundred, because the test above trusts source digests.
 
     The choice depends on the kernels' sources, so it changes whenever they do.
@@ -81,7 +80,7 @@ def test_sampled_kernels_compile_to_the_recorded_machine_code(index: int) -> Non
     sources = b"".join(path.read_bytes() for path in sorted((ROOT / "src" / "onepass" / "triton").glob("*.py")))
     known = [build for build in all_builds() if build.name in proofs]
     order = sorted(known, key=lambda build: hashlib.sha256(sources + build.name.encode()).digest())
-    for build in order[: -(-len(known) // 100)][index::2]:
+    for build in order[: -(-len(known) // 100)]:
         proven = proofs[build.name]
         found = records.prove(build, records.H200, proven.cases)
         assert (found.machine_code, found.stack) == (proven.machine_code, proven.stack), build.name
