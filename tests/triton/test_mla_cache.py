@@ -29,7 +29,7 @@ from onepass.triton.mla_cache_config import MlaCut, mla_config, mla_cut, search_
 from onepass.triton.tuning import tuning
 from tests.helpers.interpreting import broken_promise, passed_checks
 from tests.helpers.launches import Recorder, record
-from tests.triton.test_rms_norm import OTHER_CHIPS
+from tests.triton.test_other_chips import OTHER_CHIPS
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
 

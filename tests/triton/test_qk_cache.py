@@ -23,7 +23,7 @@ from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
 from onepass.triton.qk_cache_config import qk_cache_config
 from tests.helpers.interpreting import broken_promise, passed_checks
-from tests.triton.test_rms_norm import OTHER_CHIPS
+from tests.triton.test_other_chips import OTHER_CHIPS
 from tools.evidence import attentions, proof, records
 from tools.evidence.records import lowered
 

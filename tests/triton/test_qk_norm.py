@@ -27,7 +27,7 @@ from onepass.triton.compiler import Build, compile_build
 from onepass.triton.device import tree as _tree
 from onepass.triton.qk_norm_config import QK_FOLD, qk_config
 from tests.helpers.launches import Recorder, record
-from tests.triton.test_rms_norm import OTHER_CHIPS
+from tests.triton.test_other_chips import OTHER_CHIPS
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
 

@@ -27,18 +27,18 @@ from onepass.testing.batch_regime import others
 from onepass.testing.case import Check
 from onepass.triton import compiler
 from onepass.triton.chip import INTERPRETER, Chip
-from onepass.triton.compiler import Build, compile_build
+from onepass.triton.compiler import Build
 from onepass.triton.rms_norm import build_for, variant_of
 from onepass.triton.rms_norm_config import RowConfig, row_bins, row_config, row_unit
 from onepass.triton.tuning.table import Regime, Variant
 from tests.helpers.interpreting import passed_checks
 from tests.triton.test_interpreter import INTERPRETED
+from tests.triton.test_other_chips import OTHER_CHIPS
 from tools.evidence import families, proof, records
 from tools.evidence.chips import MACHINES
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = MACHINES["h200"].evidence
-OTHER_CHIPS = [Chip("cuda", 80, 32), Chip("cuda", 100, 32), Chip("hip", "gfx942", 64), Chip("hip", "gfx950", 64)]
 BF16 = torch.bfloat16
 SHARES = 2
 
@@ -124,37 +124,6 @@ def test_spills_stay_within_their_limits() -> None:
         elif build.name.startswith(("gemv", "linear")) and re.search(r"v\d+u/|g8m?u ", build.name):
             limit = MISALIGNED
         assert proven.stack is not None and proven.stack <= limit, build.name
-
-
-@cache
-def covering_builds(chip: Chip) -> list[Build]:
-    """One length of each kind with every option; other lengths would compile the same code."""
-    lengths = (33, 128, 640, 1536, 5000, 20480)
-    groups = (
-        "short",
-        "dtypes",
-        "layouts",
-        "groups",
-        "scales",
-        "outputs",
-        "prologues",
-        "dequantize",
-        "chunks",
-        "sums",
-        "vllm",
-        "divide",
-        "static",
-    )
-    cases = [case for case in rms_norm.CASES if case.n in lengths and case.group in groups]
-    return list(proof.distinct_builds(cases, chip).values())
-
-
-@pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
-@pytest.mark.parametrize("part", range(2))
-def test_compiles_for_other_chips(chip: Chip, part: int) -> None:
-    """Half of the configurations, each for one of the other chips, in turn."""
-    for build in covering_builds(chip)[4 * part + OTHER_CHIPS.index(chip) :: 16]:
-        assert compile_build(build, chip).asm
 
 
 @pytest.mark.slow
