@@ -26,7 +26,7 @@ HOT = [AttentionCase("short", 1, (32, 8), 1, context, 128, mask=mask) for contex
 
 def test_interpreted_kernels_agree_with_the_formula() -> None:
     """Also that bytes depend on neither the batch, other tokens, nor the length of a cache."""
-    assert passed_checks("attend", "") == sum(case.interpretable for case in attention.CASES) == 8
+    assert passed_checks("attend") == sum(case.interpretable for case in attention.CASES) == 8
 
 
 def exact(case: AttentionCase, **changes: Any) -> torch.Tensor:
