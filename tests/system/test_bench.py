@@ -218,7 +218,7 @@ def test_a_peer_that_raises_is_reported_and_left_out(monkeypatch: pytest.MonkeyP
 def test_a_plan_has_every_op_once_and_by_name() -> None:
     everything = run.Plan("cuda")
     assert everything.host and {w.op for w in everything.workloads} == {op for f in run.FAMILIES for op in f.ops}
-    assert set(runner.MODULES) <= {w.op for w in everything.workloads}
+    assert set(runner.OPS) <= {w.op for w in everything.workloads}
     keys = [(w.op, w.shape, tuple(w.about.items())) for w in everything.workloads]
     assert len(set(keys)) == len(keys)
     decode, prefill = run.Plan("cuda", shapes="decode"), run.Plan("cuda", shapes="prefill")
@@ -262,7 +262,7 @@ def test_rows_of_several_sessions_are_distinguished_and_ordered() -> None:
 
 
 def test_checks_before_speed_cover_every_op_and_group() -> None:
-    for op in runner.MODULES:
+    for op in runner.OPS:
         cases = run.cases(op)
         assert len(cases) >= 6 and all(case.op == op for case in cases)
         assert len({case.group for case in cases}) == len(cases)
@@ -385,7 +385,7 @@ def test_host_times_cover_every_op_with_and_without_kernels(monkeypatch: pytest.
     monkeypatch.setattr(host, "INNER", 2)
     with torch.inference_mode():
         found = host.times("cpu", lambda op: op == "qk_rms_norm")
-    ours = set(runner.MODULES) - {"qk_rms_norm", qk.SUMS} | set(host.forms("cpu", 64))
+    ours = set(runner.OPS) - {"qk_rms_norm", qk.SUMS} | set(host.forms("cpu", 64))
     ours |= {f"{name}, 64 columns" for name in ours if name.startswith("rms_norm, ")}
     assert set(found) == {*host.TORCH, *ours, *(f"{op}, no kernel" for op in ours)}
     assert all(len(us) == 2 and min(us) > 0 for us in found.values())

@@ -208,7 +208,7 @@ def test_env_knows_every_variable() -> None:
 # --- source ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", runner.MODULES)
+@pytest.mark.parametrize("op", runner.OPS)
 def test_source_of_each_op(op: str) -> None:
     result = invoke("source", op)
     assert result.exit_code == 0, result.output

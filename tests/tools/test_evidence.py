@@ -276,7 +276,7 @@ class TestSourceDigests:
             ).stdout
             for seed in ("1", "2")
         }
-        assert len(told) == 1 and told.pop().count("\n") > len(runner.MODULES)
+        assert len(told) == 1 and told.pop().count("\n") > len(runner.OPS)
 
     def test_a_constant_of_an_unknown_kind_is_rejected(self) -> None:
         with pytest.raises(TypeError, match="no rule for a constant of type dict"):

@@ -36,9 +36,9 @@ def check(
         command += ["--device", "interpreter", "--match", match, "--json", to]
         done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False)
         raise typer.Exit(done.returncode)
-    unknown = sorted(set(op or ()) - set(runner.MODULES))
+    unknown = sorted(set(op or ()) - set(runner.OPS))
     if unknown:
-        raise typer.BadParameter(f"no op {unknown[0]!r}; choose from {', '.join(runner.MODULES)}", param_hint="--op")
+        raise typer.BadParameter(f"no op {unknown[0]!r}; choose from {', '.join(runner.OPS)}", param_hint="--op")
     chosen = runner.select(op or (), match, device.value)
     cases = [case for case in chosen if device is not Device.interpreter or case.interpretable]
     skipped = len(chosen) - len(cases)

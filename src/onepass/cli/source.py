@@ -29,8 +29,8 @@ def source(
     part: Annotated[Part | None, typer.Option(help="Only this kind of generated code.")] = None,
 ) -> None:
     """Print the code generated for an op: validation, fast path, CPU kernel as LLVM IR, Triton launch."""
-    if op not in runner.MODULES:
-        raise typer.BadParameter(f"no op {op!r}; choose from {', '.join(runner.MODULES)}", param_hint="OP")
+    if op not in runner.OPS:
+        raise typer.BadParameter(f"no op {op!r}; choose from {', '.join(runner.OPS)}", param_hint="OP")
     for name in [part] if part else list(Part):
         found = _python(op, name) if name in (Part.validation, Part.fastpath) else _backend(op, name)
         for title, text in found.items():

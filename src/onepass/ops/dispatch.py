@@ -53,11 +53,14 @@ def extension(name: str) -> Any:
 
 @contextmanager
 def launching_with(choose: Callable[[str], Callable[..., None]]) -> Iterator[None]:
-    """Pass every launch of a family to ``choose(family)`` instead of a backend: an interpreter, a recorder, a stub."""
+    """Pass every launch of a family to ``choose(family)`` instead of a backend: an interpreter, a recorder, a stub.
+
+    A family's is chosen at its first launch.
+    """
     saved = [(family, dict(family._launch)) for family in _families]
     replay.switch.on = False
     for family, _ in saved:
-        chosen = choose(family.name)
+        chosen = _chosen_later(choose, family.name)
         family._launch.update(cpu=chosen, cuda=chosen)
     try:
         yield
@@ -66,3 +69,14 @@ def launching_with(choose: Callable[[str], Callable[..., None]]) -> Iterator[Non
         for family, found in saved:
             family._launch.clear()
             family._launch.update(found)
+
+
+def _chosen_later(choose: Callable[[str], Callable[..., None]], name: str) -> Callable[..., None]:
+    found: list[Callable[..., None]] = []
+
+    def launch(*arguments: Any) -> None:
+        if not found:
+            found.append(choose(name))
+        found[0](*arguments)
+
+    return launch

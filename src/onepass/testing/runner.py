@@ -22,6 +22,8 @@ MODULES: dict[str, Any] = {case.op: module for module in (*_FAMILIES, attention)
 """The module of each op, which defines CASES, inputs, call, variants, verify and zeroable."""
 CASES: tuple[Check, ...] = tuple(case for module in _FAMILIES for case in module.CASES)
 """Cases that every device runs."""
+OPS: tuple[str, ...] = tuple(dict.fromkeys(case.op for case in CASES))
+"""The ops of these."""
 GPU_CASES: tuple[Check, ...] = attention.CASES
 """Cases of kernels that a CPU does not have. The interpreter has them."""
 DEVICES = ("cpu", "cuda", "interpreter")
