@@ -40,6 +40,15 @@ def framed(rows: int, columns: int, dtype: torch.dtype, step: int = 0) -> tuple[
     return frame, frame[1:-1, step - columns - 1 : step - 1]
 
 
+def weight_scales(scale: Tensor | None, kind: str, n: int, k: int) -> Tensor:
+    """The scale of every weight of an [n, k] matrix, in float64: of its row, of its block of 128 by 128, or 1."""
+    if scale is None:
+        return torch.ones(1, 1).double()
+    if "block" not in kind:
+        return scale.double().view(-1, 1)
+    return scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :k]
+
+
 class Case:
     """One call on random inputs. Outputs are surrounded by guard bytes, also between rows."""
 
@@ -101,12 +110,7 @@ class Case:
 
     def scales(self) -> Tensor:
         """The scale of every weight, in float64."""
-        if self.weight_scale is None:
-            return torch.ones(1, 1).double()
-        scale = self.weight_scale.double()
-        if "block" not in self.spec.weight_scale:
-            return scale.view(-1, 1)
-        return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: self.n, : self.k]
+        return weight_scales(self.weight_scale, self.spec.weight_scale, self.n, self.k)
 
     def check(self) -> None:
         """Compare with float64, and check the guard bytes."""

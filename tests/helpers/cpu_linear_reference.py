@@ -17,7 +17,7 @@ from onepass.cpu import linear, rms_norm
 from onepass.specs.layout import Geometry
 from onepass.specs.linear import LinearCall, LinearSpec, linear_spec
 from onepass.specs.rms_norm import RowCall, row_spec
-from tests.helpers.cpu_gemv_reference import FP8, GUARD, framed
+from tests.helpers.cpu_gemv_reference import FP8, GUARD, framed, weight_scales
 from tests.helpers.cpu_reference import BF16, F16, F32, between, rounder
 
 INT8, E8M0 = torch.int8, torch.float8_e8m0fnu
@@ -134,13 +134,7 @@ class Case:
 
     def scales(self) -> Tensor:
         """The scale of every weight, in float64."""
-        if self.weight_scale is None:
-            return torch.ones(1, 1).double()
-        scale = self.weight_scale.double()
-        if "block" not in self.spec.weight_scale:
-            return scale.view(-1, 1)
-        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return scale[: len(self.weight), : self.k]
+        return weight_scales(self.weight_scale, self.spec.weight_scale, len(self.weight), self.k)
 
     def check(self) -> None:
         """Compare with float64, and check the guard bytes."""

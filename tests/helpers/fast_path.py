@@ -131,28 +131,40 @@ class Memory:
         return address
 
 
+def unwatched_call(
+    contract: Contract,
+    kernel: Callable[..., None],
+    memory: Callable[..., None] | None = None,
+    *,
+    on_gpu: bool = True,
+    table: Any = None,
+) -> Callable[..., Any]:
+    """An eager call that nothing in torch watches, with the given kernel, of tensors that are on a GPU or not."""
+    return compile_call(
+        contract,
+        kernel,
+        watched=lambda: False,
+        special=lambda *values: False,
+        dispatch=lambda *values: None,
+        memory=memory or (lambda *values: None),
+        on_gpu=lambda tensor: on_gpu,
+        table=table,
+    )
+
+
 class Op:
     """The contract with a kernel that counts its calls."""
 
     def __init__(
         self,
         kernel: Callable[[Op, Any], None] | None = None,
-        memory: Callable[..., None] = lambda *values: None,
+        memory: Callable[..., None] | None = None,
     ) -> None:
         self.launcher = Launcher()
         self.asked = 0
         self.table = native.table(CONTRACT)
         self._kernel = kernel or Op.one_launch
-        self.call = compile_call(
-            CONTRACT,
-            self.kernel,
-            watched=lambda: False,
-            special=lambda *values: False,
-            dispatch=lambda *values: None,
-            memory=memory,
-            on_gpu=lambda tensor: False,
-            table=self.table,
-        )
+        self.call = unwatched_call(CONTRACT, self.kernel, memory, on_gpu=False, table=self.table)
 
     def kernel(self, spec_cache: Any, a: Any) -> None:
         self.asked += 1

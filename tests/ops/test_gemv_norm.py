@@ -18,17 +18,13 @@ from onepass.ops.dispatch import launching_with
 from onepass.testing import oracle
 from onepass.testing.case import poison, same_bytes
 from tests.helpers.gemv_inputs import all_same, inputs
+from tests.helpers.gemv_inputs import seed as seed
 from tools.promises.gemv_norm import gemv_promises
 from tools.ulps import floats
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 F8 = torch.float8_e4m3fn
 OPS = torch.ops.onepass
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 # --- results -------------------------------------------------------------------------------------------------------

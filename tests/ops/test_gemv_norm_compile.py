@@ -18,15 +18,11 @@ import onepass
 from onepass import GmemTrace
 from onepass.errors import ContractError
 from tests.helpers.gemv_inputs import all_same, inputs
+from tests.helpers.gemv_inputs import seed as seed
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 F8 = torch.float8_e4m3fn
 OPS = torch.ops.onepass
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 def op_arguments(dtype: torch.dtype = F32, codes: torch.dtype | None = None) -> tuple[Any, ...]:

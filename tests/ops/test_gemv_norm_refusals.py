@@ -20,16 +20,12 @@ from onepass.testing.samples import sample
 from onepass.triton import counters
 from tests.helpers.bad_input import RawTrace
 from tests.helpers.gemv_inputs import all_same, inputs
+from tests.helpers.gemv_inputs import seed as seed
 from tests.helpers.mistakes import Mistake, mistakes
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 F8 = torch.float8_e4m3fn
 OPS = torch.ops.onepass
-
-
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------

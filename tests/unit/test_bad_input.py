@@ -15,12 +15,12 @@ import onepass
 from onepass import nn
 from onepass.errors import ContractError, Unsupported
 from onepass.fastpath import replay
-from onepass.fastpath.call import compile_call
 from onepass.ops.dispatch import launching_with
 from tests.helpers import bad_input
 from tests.helpers.argument_mutations import Mutation, mutations
 from tests.helpers.bad_input import Subject
 from tests.helpers.contract_oracle import faults
+from tests.helpers.fast_path import unwatched_call
 from tests.helpers.valid_calls import copied, memory, names
 
 PUBLIC = bad_input.public_subjects()
@@ -184,15 +184,7 @@ def test_recorded_launch_is_not_used_for_options_of_another_type(name: str) -> N
         tensors = [v.data_ptr() for v in values if isinstance(v, Tensor)]
         Launcher(len(tensors))(1, tensors)
 
-    call = compile_call(
-        contract,
-        kernel,
-        watched=lambda: False,
-        special=lambda *v: False,
-        dispatch=lambda *v: None,
-        memory=lambda *v: None,
-        on_gpu=lambda tensor: True,
-    )
+    call = unwatched_call(contract, kernel)
     for _ in range(3):
         call(*[good[n] for n in names(contract)])
     assert asked == 1, "the good call is not replayed, so this tests nothing"

@@ -13,9 +13,8 @@ from torch import Tensor
 import onepass
 from onepass.contract.declaration import Arg, Contract, Option, Out
 from onepass.fastpath import replay
-from onepass.fastpath.call import compile_call
 from onepass.formats import FLOATS
-from tests.helpers.fast_path import Memory
+from tests.helpers.fast_path import Memory, unwatched_call
 
 CONTRACT = Contract(
     "scaled_sum",
@@ -68,21 +67,13 @@ class Op:
         self,
         scratch: bool = False,
         source: replay.Source | None = None,
-        memory: Callable[..., None] = lambda *values: None,
+        memory: Callable[..., None] | None = None,
     ) -> None:
         self.asked = 0
         self.scratch = scratch
         self.source = source
         self.launcher = Launcher()
-        self.call = compile_call(
-            CONTRACT,
-            self.kernel,
-            watched=lambda: False,
-            special=lambda *values: False,
-            dispatch=lambda *values: None,
-            memory=memory,
-            on_gpu=lambda tensor: True,
-        )
+        self.call = unwatched_call(CONTRACT, self.kernel, memory)
 
     def kernel(self, spec_cache: Any, a: Any) -> None:
         self.asked += 1
@@ -270,15 +261,7 @@ def test_failed_launch_is_not_recorded() -> None:
     def broken(*arguments: Any) -> None:
         raise RuntimeError("out of memory")
 
-    call = compile_call(
-        CONTRACT,
-        broken,
-        watched=lambda: False,
-        special=lambda *v: False,
-        dispatch=lambda *v: None,
-        memory=lambda *v: None,
-        on_gpu=lambda t: True,
-    )
+    call = unwatched_call(CONTRACT, broken)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
             call(torch.randn(3, 8), None, None, 1.0, None, None)
