@@ -222,7 +222,6 @@ class _Tile:
         """The sums of the tile whose first weight row is ``row``."""
         f, args = self.f, self.args
         size = args.integer("block")
-        dot.clear(f, self.sums, self.blocks * size)
         weight, stride = args.integer("weight"), args.integer("weight.stride") * self.spec.weight.itemsize
         scaled = "weight_scale" in args
         scales = [args.integer(name) if scaled else f.index(0) for name in ("weight_scale", "weight_scale.stride")]

@@ -135,13 +135,13 @@ def copy_row(f: Function, k: Int, target: Int, padded: Int, m: Int, value: Calla
 
 
 def _dot(module: Any, product: Product, shape: Shape) -> Function:
-    """``dot(weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales)``: ``count`` columns, in whole steps.
+    """``dot(weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, kept)``: ``count`` columns, in whole steps.
 
-    Weight rows beyond the ``last`` one repeat it. The same number of the weight rows that follow is prefetched,
+    The tile's sums are added to if ``kept`` is `SUM`, and replaced if it is 0. Weight rows beyond the ``last`` one repeat it. The same number of the weight rows that follow is prefetched,
     from ``fetch`` on, at the pace of the columns or ``2**slow`` times slower.
     """
-    f = Function(module, f"dot{shape.block}", 10, private=True)
-    weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales = f.parameters
+    f = Function(module, f"dot{shape.block}", 11, private=True)
+    weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, kept = f.parameters
     size, looked_up = product.weight.itemsize, _looks_up(module, product, shape)
     dtype = torch.float16 if product.is_fp8 else product.weight
     rows = [weight + stride * last.min(r) for r in range(shape.rows)]
@@ -208,12 +208,13 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
                         cell.set(a.fma(w[half], cell.get()))
         return cells
 
-    def settle(first: int, cells: list[list[Cell]], scale: list[Float] | None) -> None:
+    def settle(first: int, cells: list[list[Cell]], scale: list[Float] | None, kept: Int) -> None:
         """Add the sums to the tile's."""
+        lanes = f.first_lanes(kept, SUM)
         for m, line in enumerate(cells):
             for r, cell in enumerate(line):
                 address = sums + ((first + m) * TILE + r) * VECTOR
-                total = f.floats(address, SUM)
+                total = load_row(f, torch.float32, address, lanes, False, SUM)
                 value: Float = cell.get()
                 if scale is not None:
                     total = (value * _FP8_SCALE if product.is_fp8 else value).fma(scale[r], total)
@@ -223,7 +224,7 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
 
     for first in range(0, shape.block, shape.act_rows):
         if product.block_scale is None:
-            settle(first, partial(first, f.index(0), count), None)
+            settle(first, partial(first, f.index(0), count), None, kept)
             continue
         with f.loop(f.index(0), count, SCALE_BLOCK) as begin:
             cells = partial(first, begin, (begin + SCALE_BLOCK).min(count))
@@ -232,6 +233,7 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
                 first,
                 cells,
                 [load_scalar(f, torch.float32, at + r * (_SCALES * 4)).splat(SUM) for r in range(shape.rows)],
+                begin.eq(0).where(kept, f.index(SUM)),
             )
     f.builder.ret_void()
     return f
@@ -313,6 +315,8 @@ def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Funct
         slow = slow + (blocks < (1 << power)).where(zero, f.index(1))
     columns = (k + (CHUNK - 1)) & -CHUNK
     step = -(-_AHEAD // (CHUNK * size)) * CHUNK
+    with f.when(k.eq(0)):
+        clear(f, sums, blocks * shape.block)
     with f.loop(zero, rows, _PANEL) as panel, f.loop(zero, k, CHUNK) as chunk:
         here = weight + panel * stride + chunk * size
         end = (panel + _PANEL).min(rows)
@@ -327,17 +331,18 @@ def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Funct
             own = staged + (row - panel) * staged_stride
             own_scales = scales + (row - panel) * (_SCALES * 4)
 
-            def add(source: Int, source_stride: Int, at: Int, length: Int) -> None:
+            def add(source: Int, source_stride: Int, at: Int, length: Int, kept: Int) -> None:
                 """Add some columns of the chunk. Every block of rows prefetches its share of the columns."""
                 acts = copied(act, blocks * shape.block, block * shape.block, chunk) + at * 4
                 block_sums = sums + (block * (shape.block * TILE) + row) * VECTOR
                 fetch = origin + ahead + block * (f.index(CHUNK * size) >> slow)
-                f.call(dot, source, source_stride, last, acts, block_sums, length, fetch, stride, slow, own_scales)
+                f.call(dot, source, source_stride, last, acts, block_sums, length, fetch, stride, slow, own_scales, kept)
 
             def expand(at: Int, length: Int) -> None:
                 for r in range(shape.rows):
                     f.call(stage, origin + stride * last.min(r) + at * size, length, own + r * staged_stride)
 
+            before = chunk.eq(0).where(zero, f.index(SUM))
             with f.when(block.eq(0)):
                 if product.block_scale is not None:
                     place = scale + chunk // SCALE_BLOCK * product.block_scale.itemsize
@@ -356,16 +361,16 @@ def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Funct
                 if looked_up:
                     with f.choice(whole < count) as (padded, plain):
                         with padded:
-                            add(own, f.index(staged_stride), zero, steps)
+                            add(own, f.index(staged_stride), zero, steps, before)
                         with plain:
-                            add(origin, stride, zero, count)
+                            add(origin, stride, zero, count, before)
                 else:
-                    add(own, f.index(staged_stride), zero, steps)
+                    add(own, f.index(staged_stride), zero, steps, before)
             else:
-                add(origin, stride, zero, whole)
+                add(origin, stride, zero, whole, before)
                 with f.when(whole < count):
                     expand(whole, count - whole)
-                    add(own, f.index(staged_stride), whole, f.index(BLOCK))
+                    add(own, f.index(staged_stride), whole, f.index(BLOCK), f.index(SUM))
     f.builder.ret_void()
     return f
 
