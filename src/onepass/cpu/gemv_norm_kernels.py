@@ -208,7 +208,6 @@ class TileKernel:
                 f.store(f.builder.trunc(f.parameters[2].ir, I32), units + index * 4)
         column, width = self.span(index)
         sums = f.allocate(MAX_ROWS * TILE * VECTOR)
-        dot.clear(f, sums, args.integer("block") * args.integer("blocks"))
         trace.mark(_K_BEGIN)
         weight, stride = args.integer("weight"), args.integer("weight.stride") * spec.weight.itemsize
         blocks = args.integer("blocks")

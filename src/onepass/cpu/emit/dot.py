@@ -135,13 +135,14 @@ def copy_row(f: Function, k: Int, target: Int, padded: Int, m: Int, value: Calla
 
 
 def _dot(module: Any, product: Product, shape: Shape) -> Function:
-    """``dot(weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, kept)``: ``count`` columns, in whole steps.
+    """``dot(weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, begun)``.
 
-    The tile's sums are added to if ``kept`` is `SUM`, and replaced if it is 0. Weight rows beyond the ``last`` one repeat it. The same number of the weight rows that follow is prefetched,
-    from ``fetch`` on, at the pace of the columns or ``2**slow`` times slower.
+    It adds ``count`` columns, in whole steps, to the tile's sums, or replaces these if ``begun`` is 0. Weight rows
+    beyond the ``last`` one repeat it. The same number of the weight rows that follow is prefetched, from ``fetch`` on,
+    at the pace of the columns or ``2**slow`` times slower.
     """
     f = Function(module, f"dot{shape.block}", 11, private=True)
-    weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, kept = f.parameters
+    weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, begun = f.parameters
     size, looked_up = product.weight.itemsize, _looks_up(module, product, shape)
     dtype = torch.float16 if product.is_fp8 else product.weight
     rows = [weight + stride * last.min(r) for r in range(shape.rows)]
@@ -208,13 +209,14 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
                         cell.set(a.fma(w[half], cell.get()))
         return cells
 
-    def settle(first: int, cells: list[list[Cell]], scale: list[Float] | None, kept: Int) -> None:
-        """Add the sums to the tile's."""
-        lanes = f.first_lanes(kept, SUM)
+    def settle(first: int, cells: list[list[Cell]], scale: list[Float] | None, begun: Int) -> None:
+        """Add the sums to the tile's, or to 0."""
+        zero = Float(f.builder, constant(type_of(F32, SUM), 0.0))
+        fresh = begun.eq(0).splat(SUM)
         for m, line in enumerate(cells):
             for r, cell in enumerate(line):
                 address = sums + ((first + m) * TILE + r) * VECTOR
-                total = load_row(f, torch.float32, address, lanes, False, SUM)
+                total = fresh.where(zero, f.floats(address, SUM))
                 value: Float = cell.get()
                 if scale is not None:
                     total = (value * _FP8_SCALE if product.is_fp8 else value).fma(scale[r], total)
@@ -224,7 +226,7 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
 
     for first in range(0, shape.block, shape.act_rows):
         if product.block_scale is None:
-            settle(first, partial(first, f.index(0), count), None, kept)
+            settle(first, partial(first, f.index(0), count), None, begun)
             continue
         with f.loop(f.index(0), count, SCALE_BLOCK) as begin:
             cells = partial(first, begin, (begin + SCALE_BLOCK).min(count))
@@ -233,7 +235,7 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
                 first,
                 cells,
                 [load_scalar(f, torch.float32, at + r * (_SCALES * 4)).splat(SUM) for r in range(shape.rows)],
-                begin.eq(0).where(kept, f.index(SUM)),
+                begun + begin,
             )
     f.builder.ret_void()
     return f
@@ -291,9 +293,9 @@ def _decode(module: Any) -> Function:
 def walks(module: Any, product: Product, wide: bool) -> dict[int, Function]:
     """For each of `ROW_BLOCKS`, ``walk(weight, stride, rows, act, blocks, k, sums, following, scale, scale_stride, column)``.
 
-    It adds the sums of all ``rows`` weight rows of a tile and up to `MAX_BLOCKS` ``blocks`` of rows of ``act`` to
-    ``sums`` [act row, tile column], lane by lane. ``following`` is the address of the next tile's weights. ``column`` is
-    the tile's first weight row, which selects the scales of its blocks.
+    It writes the sums of all ``rows`` weight rows of a tile and up to `MAX_BLOCKS` ``blocks`` of rows of ``act`` to
+    ``sums`` [act row, tile column], lane by lane. What columns beyond ``rows`` hold is arbitrary. ``following`` is the
+    address of the next tile's weights. ``column`` is the tile's first weight row, which selects the scales of its blocks.
     """
     stage = _decode(module) if product.is_fp8 else _pad(module, product)
     stages = {False: stage, True: _copy(module) if product.is_fp8 else stage}
@@ -316,7 +318,7 @@ def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Funct
     columns = (k + (CHUNK - 1)) & -CHUNK
     step = -(-_AHEAD // (CHUNK * size)) * CHUNK
     with f.when(k.eq(0)):
-        clear(f, sums, blocks * shape.block)
+        _clear(f, sums, blocks * shape.block)
     with f.loop(zero, rows, _PANEL) as panel, f.loop(zero, k, CHUNK) as chunk:
         here = weight + panel * stride + chunk * size
         end = (panel + _PANEL).min(rows)
@@ -331,18 +333,18 @@ def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Funct
             own = staged + (row - panel) * staged_stride
             own_scales = scales + (row - panel) * (_SCALES * 4)
 
-            def add(source: Int, source_stride: Int, at: Int, length: Int, kept: Int) -> None:
+            def add(source: Int, source_stride: Int, at: Int, length: Int) -> None:
                 """Add some columns of the chunk. Every block of rows prefetches its share of the columns."""
                 acts = copied(act, blocks * shape.block, block * shape.block, chunk) + at * 4
                 block_sums = sums + (block * (shape.block * TILE) + row) * VECTOR
                 fetch = origin + ahead + block * (f.index(CHUNK * size) >> slow)
-                f.call(dot, source, source_stride, last, acts, block_sums, length, fetch, stride, slow, own_scales, kept)
+                place = (last, acts, block_sums, length, fetch, stride, slow, own_scales)
+                f.call(dot, source, source_stride, *place, chunk + at)
 
             def expand(at: Int, length: Int) -> None:
                 for r in range(shape.rows):
                     f.call(stage, origin + stride * last.min(r) + at * size, length, own + r * staged_stride)
 
-            before = chunk.eq(0).where(zero, f.index(SUM))
             with f.when(block.eq(0)):
                 if product.block_scale is not None:
                     place = scale + chunk // SCALE_BLOCK * product.block_scale.itemsize
@@ -361,29 +363,29 @@ def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Funct
                 if looked_up:
                     with f.choice(whole < count) as (padded, plain):
                         with padded:
-                            add(own, f.index(staged_stride), zero, steps, before)
+                            add(own, f.index(staged_stride), zero, steps)
                         with plain:
-                            add(origin, stride, zero, count, before)
+                            add(origin, stride, zero, count)
                 else:
-                    add(own, f.index(staged_stride), zero, steps, before)
+                    add(own, f.index(staged_stride), zero, steps)
             else:
-                add(origin, stride, zero, whole, before)
+                add(origin, stride, zero, whole)
                 with f.when(whole < count):
                     expand(whole, count - whole)
-                    add(own, f.index(staged_stride), whole, f.index(BLOCK), f.index(SUM))
+                    add(own, f.index(staged_stride), whole, f.index(BLOCK))
     f.builder.ret_void()
     return f
 
 
 def tile_sums(f: Function, sums: Int, m: Int, first: int) -> Float:
-    """The sums of row ``m`` for `SUM` columns of the tile from ``first`` on; 0 beyond the tile."""
+    """The sums of row ``m`` for `SUM` columns of the tile from ``first`` on; 0 beyond `TILE`."""
     vectors = [Float(f.builder, constant(type_of(F32, SUM), 0.0))] * SUM
     for n in range(min(SUM, TILE - first)):
         vectors[n] = f.floats(sums + (m * TILE + (first + n)) * VECTOR, SUM)
     return fold(vectors)
 
 
-def clear(f: Function, sums: Int, rows: Int) -> None:
+def _clear(f: Function, sums: Int, rows: Int) -> None:
     """Set the sums of ``rows`` rows of a tile to 0."""
     with f.loop(f.index(0), rows * TILE, 2) as at:
         f.store(f.zeros()[0].ir, sums + at * VECTOR)
