@@ -161,8 +161,9 @@ def test_looked_up_codes(whole: bool) -> None:
     entry = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(code["serial"])
     entry(codes.data_ptr(), out.data_ptr(), codes.numel())
     want = codes.view(E4M3FN.dtype).float() / 256
-    assert torch.equal(out.isnan(), want.isnan()) and want.isnan().any()
-    assert torch.equal(out.nan_to_num(1.0).view(torch.int32), want.nan_to_num(1.0).view(torch.int32))
+    assert want.isnan().any()
+    want[want.isnan()] = torch.nan  # without a sign, whatever the code's
+    assert torch.equal(out.view(torch.int32), want.view(torch.int32))
 
 
 # --- functions of the prologue -------------------------------------------------------------------------------------

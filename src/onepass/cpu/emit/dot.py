@@ -317,8 +317,6 @@ def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Funct
         slow = slow + (blocks < (1 << power)).where(zero, f.index(1))
     columns = (k + (CHUNK - 1)) & -CHUNK
     step = -(-_AHEAD // (CHUNK * size)) * CHUNK
-    with f.when(k.eq(0)):
-        _clear(f, sums, blocks * shape.block)
     with f.loop(zero, rows, _PANEL) as panel, f.loop(zero, k, CHUNK) as chunk:
         here = weight + panel * stride + chunk * size
         end = (panel + _PANEL).min(rows)
@@ -383,12 +381,6 @@ def tile_sums(f: Function, sums: Int, m: Int, first: int) -> Float:
     for n in range(min(SUM, TILE - first)):
         vectors[n] = f.floats(sums + (m * TILE + (first + n)) * VECTOR, SUM)
     return fold(vectors)
-
-
-def _clear(f: Function, sums: Int, rows: Int) -> None:
-    """Set the sums of ``rows`` rows of a tile to 0."""
-    with f.loop(f.index(0), rows * TILE, 2) as at:
-        f.store(f.zeros()[0].ir, sums + at * VECTOR)
 
 
 def column_scale(f: Function, kind: WeightScale, scale: Int, column: Int, lanes: Bool) -> Float | None:
