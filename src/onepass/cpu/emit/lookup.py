@@ -4,7 +4,8 @@ A number of an 8-bit format fits the upper half of a float32. Two tables have th
 codes, subnormals and NaN included. NaN has no sign. So a number is negative if both its code and its entry are, which is
 one logic instruction of three operands.
 
-On Zen 4, instructions of three operands and comparisons take turns with multiply-adds. Others run beside them.
+On Zen 4 a comparison takes the place of a multiply-add. Two lookups in two registers run beside 16 multiply-adds, but
+eight take the place of eight.
 """
 
 from __future__ import annotations
