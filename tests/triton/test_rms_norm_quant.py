@@ -37,7 +37,7 @@ def test_tiles_of_layer_norm_give_the_same_codes() -> None:
         "large": "7*1024/4w/v8",
         "streaming": "7*1024/4w/v8/r80/late",
     }
-    assert passed_checks("rms_norm_fused_quant", "gate: 4x7168|gate: 4x8192") == 4
+    assert passed_checks("rms_norm_fused_quant", match="gate: 4x7168|gate: 4x8192") == 4
 
 
 @pytest.mark.parametrize(
