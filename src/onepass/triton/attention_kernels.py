@@ -14,18 +14,10 @@ import triton.language as tl
 
 from .device.numbers import cast
 from .device.pdl import launch_dependents, wait
+from .device.product import _operand
 
 LOWEST = tl.constexpr(float("-inf"))
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _operand(values, MATH: tl.constexpr):
-    """The interpreter multiplies bfloat16 as integers."""
-    if MATH.hw_rounding:
-        return values
-    else:
-        return values.to(tl.float32)
 
 
 @triton.jit
