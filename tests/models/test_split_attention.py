@@ -11,6 +11,7 @@ from torch import Tensor
 
 import onepass
 from onepass.integrations import decode_attention, unsplit
+from onepass.integrations.biases import biases
 from onepass.ops import attention
 from onepass.specs.attention import AttentionCall
 
@@ -116,3 +117,12 @@ def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     queries: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 3)
     assert unsplit.has_kernels(queries) and unsplit.has_kernels(queries) and asked == [3]
     assert not unsplit.has_kernels(torch.zeros(1)) and asked == [3]
+
+
+def test_masks_that_are_added_are_converted_once_per_step() -> None:
+    mask = torch.tensor([0.0, -1.5, -torch.inf])
+    made = [biases.of(mask, BF16, layer) for layer in (0, 1)]
+    assert made[0] is made[1] and torch.equal(made[0], mask.to(BF16))
+    assert biases.of(made[0], BF16, 2) is made[0]
+    mask[0] = 2.0
+    assert biases.of(mask, BF16, 0)[0] == 2.0, "another step"

@@ -15,7 +15,7 @@ from onepass.ops.attention import attend, attends
 from onepass.ops.dispatch import launching_with
 from onepass.specs.attention import SPLIT, AttentionCall
 from onepass.testing import attention
-from onepass.testing.attention import AttentionCase
+from onepass.testing.attention import AttentionCase, Mask
 from onepass.triton.compiler import compile_build
 from tests.helpers.interpreting import passed_checks
 from tools.evidence import proof, records
@@ -71,8 +71,9 @@ def test_hot_kernels_hold_everything_in_registers(case: AttentionCase) -> None:
 def test_products_add_in_one_order(columns: int) -> None:
     """With and without a mask, for one token and several: `kWidth` decides which columns a tensor core adds at once."""
     orders, sums = set(), []
-    for tokens, mask in ((1, "none"), (1, "each"), (3, "each")):
-        case = AttentionCase("short", tokens=tokens, context=2 * SPLIT, columns=columns, mask=mask)  # type: ignore[arg-type]
+    kinds: list[tuple[int, Mask]] = [(1, "none"), (1, "each"), (3, "each")]
+    for tokens, mask in kinds:
+        case = AttentionCase("short", tokens=tokens, context=2 * SPLIT, columns=columns, mask=mask)
         (build,) = proof.builds(case, records.H200)
         lowered = records.lowered(build, records.H200, "ttgir")
         orders.add((tuple(re.findall(r"tt\.dot .*?kWidth = (\d)", lowered)), *re.findall(r"#mma\d* = .*", lowered)))

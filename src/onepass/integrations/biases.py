@@ -30,12 +30,17 @@ class Biases(threading.local):
 
     def of(self, mask: Tensor, dtype: torch.dtype, layer: int) -> Tensor:
         """The bias of a mask, boolean (True where attention is allowed) or added to scores, as torch's attention computes it."""
-        if mask.dtype is not torch.bool:
-            return mask.to(dtype)
+        if mask.dtype is dtype:
+            return mask
+        allowed = mask.dtype is torch.bool
         if torch.compiler.is_compiling():
-            return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
-        # The logarithm of one is zero, and that of zero is -inf: one launch.
-        return self._once(mask, dtype, layer, (), lambda: torch.log(mask, out=torch.empty_like(mask, dtype=dtype)))
+            return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf) if allowed else mask.to(dtype)
+
+        def make() -> Tensor:
+            # The logarithm of one is zero, and that of zero is -inf: one launch.
+            return torch.log(mask, out=torch.empty_like(mask, dtype=dtype)) if allowed else mask.to(dtype)
+
+        return self._once(mask, dtype, layer, (), make)
 
     def finite(self, mask: Tensor, layer: int) -> Tensor:
         """The float32 bias of a mask, boolean or added to scores, without infinities."""

@@ -24,6 +24,9 @@ from .forwards import FUSED_ROWS, Attended, attention_function, refuse_gradient
 from .steps import AttentionStep, project
 from .unsplit import attend_unsplit, has_kernels, takes
 
+SHORT: Final = 128
+"""Programs up to which onepass's kernel, with what it saves around it, takes less time than torch's on an H200."""
+
 
 def attend_heads(
     self: Any,
@@ -182,10 +185,6 @@ def attend(
     function = attention_function(self, sys.modules[home])
     out, weights = function(self, q, k, v, mask, dropout=0.0, scaling=self.scaling, **kwargs)
     return out.reshape(batch, length, -1), weights
-
-
-SHORT: Final = 128
-"""Programs up to which onepass's kernel, with what it saves around it, takes less time than torch's on an H200."""
 
 
 def _is_short(q: Tensor, k: Tensor) -> bool:

@@ -8,8 +8,8 @@ With the queries q of one token, and the keys k and values v of its context::
 
 Each split of `SPLIT` entries is summed by itself, relative to its own largest score. Then splits are added from the first
 to the last. A mask of zeros, a longer cache whose further entries do not count, other sequences and other tokens of a step
-leave a token's bytes as they are. Values of entries that do not count must be finite, as for torch's attention. Only GPUs
-have the kernel.
+leave a token's bytes as they are. Keys and values of entries that do not count must be finite, as for torch's attention.
+Only GPUs have the kernel.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     added to scores. Several tokens need one. `attends` tells what is possible. The module says what is computed.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.onepass.attend.default(q, k, v, mask, scale)  # type: ignore[no-any-return]
+        made: Tensor = torch.ops.onepass.attend.default(q, k, v, mask, scale)
+        return made
     return _attend(q, k, v, mask, scale)
 
 

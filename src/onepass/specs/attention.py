@@ -37,7 +37,7 @@ attention_spec: Final = cache(AttentionSpec)
 
 
 class AttentionRows(NamedTuple):
-    """Sizes, then strides in elements. ``heads`` are those of keys, and strides of q and out are between heads of q."""
+    """Sizes, then strides in elements. ``heads`` are those of keys. The strides of q are between its own heads."""
 
     batch: int
     heads: int

@@ -19,7 +19,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 Mask = Literal["none", "zeros", "each", "shared", "padded"]
 """No mask; one of zeros; any entries of each sequence, also added numbers; one for all sequences; or entries in front and
-behind, as prompts of different lengths have in a static cache. In the last two some queries have no entry."""
+behind, as prompts of different lengths have in a static cache. With the last, one query has no entry."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +107,8 @@ def _mask(case: AttentionCase, generator: torch.Generator) -> Tensor:
 
 def call(case: AttentionCase, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The result of a call."""
-    given = arguments
-    return (attend(given["q"], given["k"], given["v"], given.get("mask"), given["scale"]),)
+    q, k, v, scale = (arguments[name] for name in ("q", "k", "v", "scale"))
+    return (attend(q, k, v, arguments.get("mask"), scale),)
 
 
 def zeroable(case: AttentionCase) -> list[tuple[int, str]]:

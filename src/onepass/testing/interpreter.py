@@ -137,7 +137,8 @@ def _checks(core: Any, semantic: Any) -> Callable[..., tuple[Any, Any]]:
             same = type(left) is type(right) and (type(left) is not block_type or left.shape is right.shape)
             if same and not dtype.is_ptr() and not (div_or_mod and dtype in converted):
                 return lhs, rhs
-        return original(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)  # type: ignore[no-any-return]
+        found: tuple[Any, Any] = original(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        return found
 
     return check
 
@@ -150,7 +151,8 @@ def _broadcasts(core: Any, semantic: Any) -> Callable[..., tuple[Any, Any]]:
         left, right = lhs.type, rhs.type
         if type(left) is block_type and type(right) is block_type and left.shape is right.shape:
             return lhs, rhs
-        return original(self, lhs, rhs)  # type: ignore[no-any-return]
+        found: tuple[Any, Any] = original(self, lhs, rhs)
+        return found
 
     return broadcast
 

@@ -32,8 +32,9 @@ ROWS: Final = RowTuning(
     small_long_rows=1024,
     long_row_bytes=16384,
     # From this many bytes of x on, norms of 4097 to 8192 columns are read twice, and LayerNorm to
-    # codes loads gamma late. Times read twice and held: 8192 x 7168 56.8 and 56.2 [36], 12288 x 7168 84.5 and 86.0, 16384 x 7168 111.7 and
-    # 113.5, 16384 x 8192 128.0 and 132.5, 20480 x 5120 99.6 and 100.8 [37].
+    # codes loads gamma late. Times read twice and held: 8192 x 7168 56.8 and 56.2 [36], 12288 x
+    # 7168 84.5 and 86.0, 16384 x 7168 111.7 and 113.5, 16384 x 8192 128.0 and 132.5, 20480 x 5120
+    # 99.6 and 100.8 [37].
     streaming_bytes=160 << 20,
     # Up to this many columns of a row per thread, gamma is held in registers too: 8192 x 16384 to
     # fp8 with 128 columns per thread took 97.0 with gamma loaded late [26].
