@@ -115,7 +115,15 @@ def force(kind: PieceKind, wide: bool, longer: bool) -> None:
     """Use tiles of ``kind`` with the columns that an H200 loads. ``longer``: steps of a cube may exceed its pieces."""
 
     def piece_tile(
-        weight: torch.dtype, scaled: WeightScale, m: int, n: int, k: int, aligned: bool, chip: Chip, descriptors: bool
+        weight: torch.dtype,
+        scaled: WeightScale,
+        m: int,
+        n: int,
+        k: int,
+        aligned: bool,
+        chip: Chip,
+        descriptors: bool,
+        static: bool = False,
     ) -> PieceTile:
         pieces, _, grain = order_of(BF16, weight, scaled, n)
         length = -(-k // (pieces * grain)) * grain
@@ -123,7 +131,8 @@ def force(kind: PieceKind, wide: bool, longer: bool) -> None:
         step = SCALE_BLOCK if longer and chosen == "cube" and not has_blocks(scaled) else grain
         mask = pieces * length != k or length % step != 0
         first = (weight.itemsize == 1 and chosen != "decoded") or m % 2 == 0
-        return PieceTile(chosen, 32, 16, step, 2, 4, pieces, grain, aligned, mask, first, late=wide, group=8)
+        form = (chosen, 32, 16, step, 2, 4, pieces, grain, aligned, mask, first)
+        return PieceTile(*form, late=wide, group=8, static=wide)
 
     Chip.sums_sixteen = property(lambda chip: True)  # type: ignore[assignment, method-assign]
     for name, replacement in (("decode_words", _decoded), ("decode_fragments", _decoded), ("regroup", _unchanged)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from onepass.integrations.counts import Counts
+from onepass.ops.dispatch import launching_with
+from onepass.specs.linear import LinearSpec
 from tests.helpers.models import close, fresh, small, tokens
 
 LINEAR, CACHE, ATTENTION, NORM = (
@@ -89,6 +92,36 @@ def test_kernels_per_layer_and_per_step(name: str) -> None:
     outside = {LINEAR: 1, NORM: 1, "aten.embedding": 1, "aten._foreach_add_.Scalar": 1}
     own = {"aten.mul.Tensor": 1} if name == "Gemma 3" else {}  # it scales embeddings
     assert rest == Counter(outside) + Counter(ANGLES) + Counter(own)
+
+
+def specs_of(call: Callable[[], Any]) -> list[LinearSpec]:
+    """The specs of all products that ``call`` makes, which are not computed."""
+    found: list[LinearSpec] = []
+
+    def recorder(family: str) -> Callable[[Any], None]:
+        return lambda call: found.append(call.spec) if family == "linear" else None
+
+    with launching_with(recorder), torch.no_grad():
+        call()
+    return found
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_weights_of_a_model_are_static(weights: Any) -> None:
+    """A GPU may read them before the previous kernel has ended."""
+    model = fresh("Qwen3", torch.bfloat16, 2)
+    with onepass.patch(model, decode=True, weights=weights):
+        found = specs_of(lambda: model(tokens(2, 3)))
+    assert len(found) == 2 * 4 + 1 and all(spec.static for spec in found)
+
+
+def test_weights_of_a_module_are_static_unless_they_are_computed() -> None:
+    layer = onepass.nn.Linear(16, 8, dtype=torch.bfloat16)
+    x = torch.ones(1, 16, dtype=torch.bfloat16)
+    assert [spec.static for spec in specs_of(lambda: layer(x))] == [True]
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Tanh())
+    assert [spec.static for spec in specs_of(lambda: layer(x))] == [False]
+    assert [spec.static for spec in specs_of(lambda: onepass.linear(x, layer.weight))] == [False]
 
 
 def test_kernels_of_a_dynamic_cache() -> None:

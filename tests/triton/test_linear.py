@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,6 +183,42 @@ def test_tiles_use_asynchronous_loads_and_warp_groups(spec: LinearSpec, m: int, 
     copies = "cp.async.bulk.tensor.2d" if m == 300 else "cp.async.cg.shared.global"
     assert copies in text and not re.search(r"ld\.global[\w:.]*\.b16", text)
     assert ("wgmma.mma_async" in text) == (m > 1), "a batched product of few rows is one of warps"
+
+
+@pytest.mark.parametrize(
+    ("weight", "scaled", "m", "n"),
+    [(BF16, "none", 1, 4096), (BF16, "none", 16, 9216), (F8, "row", 16, 4096), (F8, "block", 8, 6144)],
+    ids=str,
+)
+def test_only_the_first_static_weights_are_requested_before_the_wait(
+    weight: torch.dtype, scaled: WeightScale, m: int, n: int
+) -> None:
+    """x and what is added to the result are loaded after it."""
+    spec = linear_spec(BF16, weight, scaled, add=BF16, rounding="hf")
+    static = build(replace(spec, static=True), m, n, 4096)
+    tile = dict(static.constants)
+    early, late = (
+        lowered(made, records.H200, "ptx").split("griddepcontrol.wait", 1) for made in (static, build(spec, m, n, 4096))
+    )
+    step = tile["TILE.columns"] * tile["TILE.step"] * weight.itemsize
+    step *= tile["TILE.pieces"] if tile["TILE.kind"] == "cube" else 1
+    assert early[0].count("cp.async.cg.shared.global") == step // (16 * 32 * static.warps) > 0
+    assert "cp.async" not in late[0] and "ld.global" not in early[0] + late[0]
+    assert re.search(r"ld\.global", early[1].rpartition("griddepcontrol.wait")[2]), "the addition"
+
+
+@pytest.mark.parametrize(("weight", "scaled"), [(BF16, "none"), (INT8, "row"), (F8, "block")], ids=str)
+def test_static_weights_change_tiles_of_few_aligned_rows_only(weight: torch.dtype, scaled: WeightScale) -> None:
+    for m, n, k in itertools.product(ROWS, COLUMNS, LENGTHS):
+        for aligned in {False, k % 16 == 0}:
+            sizes = (weight, scaled, m, n, k, aligned)
+            tile = piece_tile(*sizes, records.H200, True, static=True)
+            assert tile.static == (m <= 16 and aligned)
+            check_pieces(tile, weight, scaled, k, aligned)
+            if not tile.static:
+                assert tile == piece_tile(*sizes, records.H200, True)
+            for chip in (INTERPRETER, *OTHER_CHIPS):
+                assert piece_tile(*sizes, chip, True, static=True).static == (tile.static and chip.has_pdl)
 
 
 # --- the interpreter -----------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class LinearConfiguration:
     add: torch.dtype | None = None
     out: torch.dtype | None = None
     rounding: str = "once"
+    static: bool = False
     shapes: tuple[tuple[int, int], ...] = ()
 
 
@@ -63,6 +64,7 @@ def configuration(op: str, r: Random, bounded: bool) -> LinearConfiguration:
         add=r.choice((None, None, x, F32)),
         out=None if rounding == "hf" else r.choice((None, x, F32)),
         rounding=rounding,
+        static=r.random() < 0.4,
         shapes=tuple(_shape(r) for _ in range(3)) if bounded else (),
     )
 
@@ -170,6 +172,7 @@ def inputs(case: LinearCase) -> dict[str, Any]:
         "activation": c.activation,
         "rounding": c.rounding,
         "out_dtype": c.out,
+        "static_weight": c.static,
     }
     if c.gamma is not None:
         found |= {"gamma": draw.gamma(case.gamma, k, c.gamma), "eps": case.eps, "weight_offset": case.offset}

@@ -19,6 +19,7 @@ from onepass.ops.linear import linear
 from onepass.ops.rms_norm import rms_norm
 from onepass.testing.case import same_bytes
 from onepass.testing.weights import scales, whole_numbers
+from tools.promises.late import copy_late
 
 Promise = Callable[[], str | None]
 _ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 130)
@@ -26,6 +27,10 @@ _MORE_ROWS: Final = (*_ROWS[:-1], 65, 130, 257, 300)
 """On a GPU: with these, every class of rows in the H200's tables of tiles."""
 _SHAPES: Final = ((40, 1001), (300, 2100), (600, 520), (1536, 300), (3000, 264), (4224, 136), (8200, 1088))
 """N and K: on a GPU, a sum has 16 pieces below 8192 rows of weight and 4 from there on. Two have several blocks per piece."""
+MOST_STATIC: Final = 16
+"""Rows up to which static weights are read early."""
+_LATE: Final = ((2112, 1024), (3000, 1024), (4608, 1024), (7168, 1024), (9216, 2560), (26624, 2560), (33856, 2560))
+"""N and K of every tile of static weights."""
 _KINDS: Final = ("float", "fp8 row", "fp8 block", "int8 row")
 _TILES: Final = ((5000, 264), (9000, 264), (9000, 2304))
 """Further N and K for which 8-bit weights have tiles of their own on the H200."""
@@ -50,7 +55,11 @@ def linear_promises(device: str) -> Iterator[tuple[str, Promise]]:
     yield "linear: a residual and an addition in place, a thousand times", partial(_in_place, device)
     if device == "cuda":
         yield "linear: a graph replays on new inputs", _graph
-        yield "linear: x is read after the kernel that writes it", _chain
+        for static in (False, True):
+            label = "static weights" if static else "weights"
+            yield f"linear: x is read after the kernel that writes it: {label}", partial(_chain, static)
+        for kind in _KINDS:
+            yield f"linear: x of a kernel that writes late: {kind} weights", partial(_late, kind)
 
 
 def weights_of(device: str, n: int, k: int, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -73,8 +82,9 @@ def _batch(device: str, n: int, k: int, kind: str) -> str | None:
     for m in counts:
         for begin in {0, most - m}:
             rows = slice(begin, begin + m)
-            if not same_bytes(linear(x[rows], weight, **options), whole[rows]):
-                return f"rows {begin} to {begin + m} differ from the whole batch's"
+            for static in (False, True) if device == "cuda" and m <= MOST_STATIC else (False,):
+                if not same_bytes(linear(x[rows], weight, static_weight=static, **options), whole[rows]):
+                    return f"rows {begin} to {begin + m} differ from the whole batch's, static_weight={static}"
     return None
 
 
@@ -142,7 +152,7 @@ def _graph() -> str | None:
     return None
 
 
-def _chain() -> str | None:
+def _chain(static: bool) -> str | None:
     """Each product reads what the previous one wrote."""
     weight = torch.randn(2048, 2048, device="cuda").bfloat16() / 45
     x = torch.randn(4, 2048, device="cuda").bfloat16()
@@ -153,7 +163,26 @@ def _chain() -> str | None:
     for repeat in range(50):
         y = x
         for _ in range(50):
-            y = linear(y, weight, add=y)
+            y = linear(y, weight, add=y, static_weight=static)
         if not same_bytes(y, expected):
             return f"repeat {repeat}: a product did not wait for its input"
+    return None
+
+
+def _late(kind: str) -> str | None:
+    """The kernel in front lets the next one start at once, and writes x after 100 microseconds."""
+    for n, k in _LATE:
+        weight, scale = weights_of("cuda", n, k, kind, torch.bfloat16)
+        for m in (1, MOST_STATIC):
+            source, add = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(m, n, device="cuda").bfloat16()
+            expected = linear(source, weight, weight_scale=scale, add=add)
+            x, sum_ = torch.empty_like(source), torch.empty_like(add)
+            for repeat in range(3):
+                x.fill_(torch.nan)
+                sum_.fill_(torch.nan)
+                torch.cuda.synchronize()
+                copy_late(add, sum_)
+                copy_late(source, x)
+                if not same_bytes(linear(x, weight, weight_scale=scale, add=sum_, static_weight=True), expected):
+                    return f"{m} x {n} x {k}, repeat {repeat}: x was read too early"
     return None

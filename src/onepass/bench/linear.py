@@ -1,7 +1,7 @@
 """`linear` at the sizes of published models, with bfloat16 and fp8 weights, alone and with what can be fused.
 
 Weights are [N, K]. Up to 16 rows of x, calls rotate through more weights than a cache holds, because in a
-model each layer has its own. With more rows, calls use one set of inputs.
+model each layer has its own. With more rows, calls use one set of inputs. Weights are static, as in `onepass.patch`.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def problem(m: int, kind: str, given: Weight, device: str) -> Problem:
     n, k = weight.shape
     x, gamma = (torch.randn(*size, device=device, dtype=torch.bfloat16) for size in ((m, k), (k,)))
     out = torch.empty(m, n // 2 if kind == SILU else n, device=device, dtype=torch.bfloat16)
-    options: dict[str, Any] = {"out": out} | ({} if scale is None else {"weight_scale": scale})
+    options: dict[str, Any] = {"out": out, "static_weight": True} | ({} if scale is None else {"weight_scale": scale})
     more: list[Tensor] = []
     if kind in (NORM, NORM_BLOCKS):
         options |= {"gamma": gamma, "eps": EPS}

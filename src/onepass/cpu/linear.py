@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 import torch
 
-from ..specs.linear import LinearCall, LinearSpec
+from ..specs.linear import LinearCall, LinearSpec, linear_spec
 from .launcher import Family, Fields
 from .sizes import CHUNK, MAX_BLOCKS, MAX_SLOTS, PREPARED_ROWS, SUM, TILE, row_blocks
 
@@ -62,6 +63,13 @@ def _config(call: LinearCall) -> tuple[Any, ...]:
 
 
 _VALUES: Final = ("team", "size", "block", "blocks", "panels", "slots", "preparations", "tiles")
-FAMILY: Final = Family(LinearCall, _fields, _config, _VALUES, writes_block=True)
+
+
+def _canonical(spec: LinearSpec) -> LinearSpec:
+    """Static weights make no difference on a CPU."""
+    return linear_spec(**asdict(spec) | {"static": False}) if spec.static else spec
+
+
+FAMILY: Final = Family(LinearCall, _fields, _config, _VALUES, writes_block=True, canonical=_canonical)
 precompile = FAMILY.precompile
 launch = FAMILY.launcher()

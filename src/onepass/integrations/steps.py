@@ -238,7 +238,7 @@ def project(
     if norm is not None:
         call: NormCall = norm._onepass
         options |= {"gamma": gamma_of(norm.weight), "eps": call.eps, "weight_offset": call.weight_offset}
-    options["activation"] = activation
+    options |= {"activation": activation, "static_weight": True}
     if x.dim() == 2:
         x = x if x.stride(1) == 1 else x.contiguous()
         return linear(x, projection.weight, residual=residual, add=add, **options)
@@ -263,4 +263,4 @@ def linear_step(self: Any, input: Tensor) -> Tensor:
     refuse_gradient(self, input, self.weight)
     weight, scale = how.projection.part(how.place)
     x = input if input.stride(-1) == 1 else input.contiguous()
-    return linear(x, weight, weight_scale=scale, bias=self.bias)
+    return linear(x, weight, weight_scale=scale, bias=self.bias, static_weight=True)

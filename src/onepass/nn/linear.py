@@ -95,7 +95,8 @@ class _Layer(CodesModule):
         if norm is not None:
             self._check_norm(norm, activation is not None or options["add"] is not None)
             fixed |= {"gamma": norm._gamma(x), "eps": norm._eps(), **norm._options()}
-        return linear(x, self.weight, activation=activation, **fixed, **options)
+        static = type(self.weight) is nn.Parameter  # a parametrization computes it right before
+        return linear(x, self.weight, activation=activation, static_weight=static, **fixed, **options)
 
     def _check_norm(self, norm: RMSNorm, rounds_after: bool) -> None:
         owner = type(self).__name__

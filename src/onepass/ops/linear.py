@@ -44,9 +44,8 @@ def _linear(spec_cache: SpecCache, a: Any) -> None:
     spec = spec_cache.get(key)
     if spec is None:
         gamma, residual, bias, add = optional
-        spec = spec_cache[key] = linear_spec(
-            *key[:3], gamma, residual, bias, a.activation, add, a.out.dtype, a.rounding
-        )
+        end = (a.activation, add, a.out.dtype, a.rounding, a.static_weight)
+        spec = spec_cache[key] = linear_spec(*key[:3], gamma, residual, bias, *end)
     scale = a.block_scale if a.weight_scale is None else a.weight_scale
     tensors = (a.x, a.weight, a.out, scale, a.gamma, a.residual, a.bias, a.add, a.residual_out)
     run_linear(LinearCall(spec, *tensors, eps=a.eps, weight_offset=a.weight_offset))
@@ -70,6 +69,7 @@ def linear(
     add: Tensor | None = ...,
     rounding: Rounding = ...,
     out_dtype: torch.dtype | None = ...,
+    static_weight: bool = ...,
     out: Tensor | None = ...,
     residual_out: None = ...,
 ) -> Tensor: ...
@@ -90,6 +90,7 @@ def linear(
     add: Tensor | None = ...,
     rounding: Rounding = ...,
     out_dtype: torch.dtype | None = ...,
+    static_weight: bool = ...,
     out: Tensor | None = ...,
     residual_out: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -109,6 +110,7 @@ def linear(
     add: Tensor | None = None,
     rounding: Rounding = "once",
     out_dtype: torch.dtype | None = None,
+    static_weight: bool = False,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -133,6 +135,10 @@ def linear(
     64 rows, 8-bit weights may be decoded first, into memory that is free again after the call. Neither
     changes the bytes.
 
+    ``static_weight=True`` lets a GPU read 16-bit and 8-bit weights and their scales, for up to 16 rows, while the kernel in
+    front of this one still runs (Hopper and later). Give it if no onepass call, and no other kernel with programmatic
+    launch, writes them right before: the weights of a model. Results are the same. Float32 weights are always read so.
+
     Rounding: "once" computes y in float32 and rounds at the store. "hf" rounds y, the activation, the
     product of the halves and the sum with ``add``. The order of each sum depends on N, K, the dtypes and
     the kind of scale, and never on the number of rows. So the bytes of a row do not depend on its batch.
@@ -149,9 +155,10 @@ def linear(
     tensors = (x, weight, gamma, residual, bias, row_scale, block_scale, add)
     if not is_compiling() and (repeat := _op.repeat) is not None:
         known: tuple[Tensor, Tensor] | None = repeat(
-            *tensors, eps, weight_offset, activation, rounding, out_dtype, out, residual_out
+            *tensors, eps, weight_offset, activation, rounding, out_dtype, static_weight, out, residual_out
         )
         if known is not None:
             return known[0] if residual is None else known
-    y, h = _op.call(*tensors, eps, weight_offset, activation, rounding, out_dtype, out, residual_out)
+    options = (eps, weight_offset, activation, rounding, out_dtype, static_weight)
+    y, h = _op.call(*tensors, *options, out, residual_out)
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))

@@ -31,6 +31,7 @@ LINEAR = Contract(
         ),
         "rounding": ROUNDING,
         "out_dtype": Option("ScalarType", None, "dtype of y; None: x's", choices=FLOATS, optional=True),
+        "static_weight": Option("bool", False, "weights may be read before the previous kernel has ended"),
     },
     outs={
         "y": Out("... I", _DTYPE, "the result", "out"),

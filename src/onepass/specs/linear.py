@@ -33,7 +33,8 @@ class LinearSpec:
     """Everything except sizes that affects the machine code. `linear_spec` interns it, so identity is equality.
 
     Optional tensors are given by their dtypes, None if absent. ``rounding="hf"`` rounds y, the
-    activation, its product with the other half and the sum with ``add`` to ``out``.
+    activation, its product with the other half and the sum with ``add`` to ``out``. ``static``: weights may be
+    read before the previous kernel has ended.
     """
 
     x: torch.dtype
@@ -46,6 +47,7 @@ class LinearSpec:
     add: torch.dtype | None
     out: torch.dtype
     rounding: Rounding
+    static: bool = False
 
 
 @cache
@@ -60,9 +62,10 @@ def linear_spec(
     add: torch.dtype | None = None,
     out: torch.dtype | None = None,
     rounding: Rounding = "once",
+    static: bool = False,
 ) -> LinearSpec:
     """The interned `LinearSpec` with these properties. Results have x's dtype unless ``out`` says otherwise."""
-    return LinearSpec(x, weight, weight_scale, gamma, residual, bias, activation, add, out or x, rounding)
+    return LinearSpec(x, weight, weight_scale, gamma, residual, bias, activation, add, out or x, rounding, static)
 
 
 class LinearCall(NamedTuple):

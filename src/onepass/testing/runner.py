@@ -24,8 +24,8 @@ CASES: tuple[Check, ...] = tuple(case for module in _FAMILIES for case in module
 """Cases that every device runs."""
 OPS: tuple[str, ...] = tuple(dict.fromkeys(case.op for case in CASES))
 """The ops of these."""
-GPU_CASES: tuple[Check, ...] = attention.CASES
-"""Cases of kernels that a CPU does not have. The interpreter has them."""
+GPU_CASES: tuple[Check, ...] = (*attention.CASES, *linear.GPU_CASES)
+"""Cases of kernels that a CPU does not have. The interpreter has those of `attention`."""
 DEVICES = ("cpu", "cuda", "interpreter")
 
 

@@ -273,7 +273,8 @@ def _norm_call(call: LinearCall, norm: Tensor) -> RowCall:
 def _product_call(call: LinearCall, x: Tensor) -> LinearCall:
     """The rest of a call, for a normed x."""
     s = call.spec
-    spec = linear_spec(s.x, s.weight, s.weight_scale, None, None, s.bias, s.activation, s.add, s.out, s.rounding)
+    scales, end = (s.weight, s.weight_scale), (s.activation, s.add, s.out, s.rounding, s.static)
+    spec = linear_spec(s.x, *scales, None, None, s.bias, *end)
     return call._replace(spec=spec, x=x, gamma=None, residual=None, residual_out=None, eps=0.0, weight_offset=0.0)
 
 

@@ -37,7 +37,8 @@ def fuses_norm(spec: LinearSpec, m: int, k: int, chip: Chip) -> bool:
 def linear_config(spec: LinearSpec, m: int, n: int, k: int, aligned: bool, chip: Chip) -> LinearConfig:
     """The configuration of a call with ``n`` weight rows."""
     if is_contiguous(spec.x):
-        return LinearConfig(pieces=piece_tile(spec.weight, spec.weight_scale, m, n, k, aligned, chip, descriptors=True))
+        product = (spec.weight, spec.weight_scale, m, n, k, aligned, chip)
+        return LinearConfig(pieces=piece_tile(*product, descriptors=True, static=spec.static))
     stats = None
     if spec.gamma is not None or spec.residual is not None:
         bins = row_config(k, spec.x.itemsize, chip, "norm", "small").bins

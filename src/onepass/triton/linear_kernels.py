@@ -171,9 +171,10 @@ def _linear_pieces_kernel(
     if MATH.gated:
         column += place // WIDE * n
     row = row0 + tl.arange(0, TILE.rows)
-    wait(MATH.pdl)
+    wait(MATH.pdl and not TILE.static)
     steps = (strides.x, strides.weight, strides.weight_scale)
     total = product(x, weight, weight_scale, column, row, m, k, steps, TILE, MATH)
+    wait(MATH.pdl and TILE.static)
     launch_dependents(MATH.pdl and TILE.late)
     totals = (total,)
     if MATH.gated:

@@ -30,6 +30,10 @@ NARROW: Final = 2640
 """Rows of 8-bit weights up to which a multiprocessor has one program, which needs more warps and pieces."""
 
 
+MOST_STATIC: Final = 16
+"""Rows up to which static weights are read before the previous kernel has ended: decode steps."""
+
+
 class Order(NamedTuple):
     """The order of summation over K, in ``pieces`` pieces that are added from the first to the last.
 
@@ -63,7 +67,8 @@ class PieceTile(NamedTuple):
 
     ``kind``: "cube", "flat", "descriptors", "split" or "decoded" (`device.product`). ``grain``: see `Order`. ``aligned``: rows start on
     16 bytes. ``mask``: a step may reach beyond its piece. ``weights_first``: weights are a tensor core's left side. ``late``: the next
-    kernel may start after the sums instead of at once. ``group`` tiles below each other run at the same time.
+    kernel may start after the sums instead of at once. ``group`` tiles below each other run at the same time. ``static``: the first
+    weights are requested before the previous kernel has ended.
     """
 
     kind: PieceKind
@@ -79,6 +84,7 @@ class PieceTile(NamedTuple):
     weights_first: bool
     late: bool
     group: int
+    static: bool = False
 
 
 def is_contiguous(act: torch.dtype) -> bool:
@@ -86,10 +92,12 @@ def is_contiguous(act: torch.dtype) -> bool:
     return act != torch.float32
 
 
-def _piece_cut(m: int, n: int, k: int, pieces: int, codes: bool, kinds: set[str], chip: Chip) -> PieceCut:
+def _piece_cut(m: int, n: int, k: int, pieces: int, codes: bool, static: bool, kinds: set[str], chip: Chip) -> PieceCut:
     """The measured tile: the first in the chip's table that is for such a product."""
     table = tuning(chip).pieces
     cuts = table.codes if codes else table.cuts[pieces]
+    if static:
+        cuts = (table.static_codes if codes else table.static_cuts[pieces]) + cuts
     return next(
         cut for most_m, most_n, most_k, cut in cuts if m <= most_m and n <= most_n and k <= most_k and cut.kind in kinds
     )
@@ -97,11 +105,20 @@ def _piece_cut(m: int, n: int, k: int, pieces: int, codes: bool, kinds: set[str]
 
 @cache
 def piece_tile(
-    weight: torch.dtype, scaled: WeightScale, m: int, n: int, k: int, aligned: bool, chip: Chip, descriptors: bool
+    weight: torch.dtype,
+    scaled: WeightScale,
+    m: int,
+    n: int,
+    k: int,
+    aligned: bool,
+    chip: Chip,
+    descriptors: bool,
+    static: bool = False,
 ) -> PieceTile:
     """The tile of a product of 16-bit x.
 
-    ``descriptors``: the kernel can use the copy engine, which needs aligned rows. On chips whose
+    ``descriptors``: the kernel can use the copy engine, which needs aligned rows. ``static``: it may read weights before the
+    previous kernel has ended. On chips whose
     tensor cores may add in another order for another instruction, all tiles are cubes. Up to
     `MAX_ROWS` rows, the number of programs (the blocks of a trace) does not depend on alignment or scales.
     """
@@ -110,7 +127,8 @@ def piece_tile(
     kinds = {"cube"}
     if chip.sums_sixteen:
         kinds |= {"flat", "descriptors", "split", "decoded"} if aligned and descriptors else {"flat"}
-    cut = _piece_cut(m, n, k, pieces, codes, kinds, chip)
+    static = static and chip.has_pdl and aligned and m <= MOST_STATIC
+    cut = _piece_cut(m, n, k, pieces, codes, static, kinds, chip)
     if cut.kind == "decoded" and has_blocks(scaled) and cut.step != SCALE_BLOCK:  # a step has one scale
         cut = tuning(chip).pieces.blocks
     length = -(-k // (pieces * grain)) * grain
@@ -133,12 +151,13 @@ def piece_tile(
     group = tuning(chip).pieces.group
     warps = pieces if codes and cut.kind == "cube" else cut.warps  # each decodes other weights
     tile = (cut.kind, cut.columns, rows, step, stages, warps)
-    return PieceTile(*tile, pieces, grain, aligned, mask, first, cut.late, group)
+    return PieceTile(*tile, pieces, grain, aligned, mask, first, cut.late, group, static)
 
 
 def describe_pieces(tile: PieceTile) -> str:
     """A readable name of a tile; equal names mean equal tiles."""
-    marks = "".join(mark for mark, chosen in (("m", tile.mask), ("u", not tile.aligned), ("l", tile.late)) if chosen)
+    options = (("m", tile.mask), ("u", not tile.aligned), ("l", tile.late), ("s", tile.static))
+    marks = "".join(mark for mark, chosen in options if chosen)
     return (
         f"{tile.kind} {tile.columns}x{tile.rows}x{tile.step}/{tile.warps}w/s{tile.stages}g{tile.group}{marks} "
         f"p{tile.pieces}"

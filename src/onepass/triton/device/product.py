@@ -11,6 +11,8 @@ A *cube* computes all pieces at the same time, as a batched product. It keeps ev
 when there are few columns. A *flat* tile walks along all of K and adds its sums to a total at the end
 of each piece. `descriptor_product` is a flat tile that the copy engine loads, `piece_product` one piece of it.
 
+**Static weights.** The first step of weights is requested before the previous kernel has ended, and x after it.
+
 ``TILE`` is a `product_config.PieceTile`.
 """
 
@@ -18,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .codes import decode, decode_fragments, decode_words, regroup, regrouped
+from .pdl import waited
 from .sums import add_from_left
 
 SCALED = tl.constexpr(128)
@@ -84,11 +87,12 @@ def _load_step(w_at, x_at, at, inside, rows, TILE: tl.constexpr, MATH: tl.conste
     if TILE.mask:
         nothing: tl.constexpr = 0.0 if MATH.weight == "float" else 0
         w = tl.load(w_at + at, mask=inside, other=nothing, eviction_policy="evict_first")
-        v = tl.load(x_at + at, mask=rows & inside, other=0.0)
+        rows = rows & inside
     else:
         w = tl.load(w_at + at, eviction_policy="evict_first")
-        v = tl.load(x_at + at, mask=rows, other=0.0)
-    return w, v
+    if TILE.static:
+        at += waited(at, MATH.pdl)
+    return w, tl.load(x_at + at, mask=rows, other=0.0)
 
 
 @triton.jit

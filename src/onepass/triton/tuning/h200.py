@@ -197,6 +197,49 @@ PIECES: Final = PieceTuning(
         (ANY, ANY, ANY, PieceCut("cube", 32, 64, 64, 3, 4)),
     ),
     blocks=PieceCut("decoded", 128, 64, 128, 4, 8),
+    # Static weights, each behind a norm, M = 1 / 8 and 16; in brackets the tile from above without early reads [53]. 4096 x
+    # 4096 10.4 / 10.8 (11.7 / 12.0) and 11.3 (12.8), 6144 x 4096 14.5 / 14.8 (15.6 / 17.5) and 15.6 (17.0), 4096 x 12288
+    # 26.1 / 27.0 (27.7 / 28.4) and 27.9 (29.9), 2112 x 7168 11.3 / 11.5 (11.8 / 14.9) and 11.6 (14.1), 24576 x 1536 19.3 /
+    # 20.1 (20.9 / 21.6), 24576 x 4096 48.6 / 50.3 (49.3 / 51.4). Up to four programs per multiprocessor: 28672 x 4096
+    # 59.2 / 59.6 (67.5 / 67.5), 30720 x 3840 56.6 / 57.2 (63.3 / 63.1), 32000 x 4096 62.5 / 63.5 (67.1 / 67.4).
+    static_cuts={
+        4: (
+            (8, 2112, ANY, PieceCut("cube", 32, 8, 128, 4, 4, late=True)),
+            (8, 4224, ANY, PieceCut("cube", 16, 8, 256, 3, 4)),
+            (8, ANY, ANY, PieceCut("cube", 16, 8, 128, 4, 4)),
+            (16, 2112, ANY, PieceCut("cube", 16, 16, 128, 5, 4)),
+            (16, 4224, ANY, PieceCut("cube", 32, 16, 128, 4, 4)),
+        ),
+        1: (
+            (16, 8448, ANY, PieceCut("flat", 64, 16, 128, 5, 4, late=True)),
+            (16, 25344, ANY, PieceCut("flat", 64, 16, 128, 3, 4)),
+            (16, 33792, ANY, PieceCut("flat", 64, 16, 128, 4, 4)),
+            (16, ANY, ANY, PieceCut("flat", 64, 16, 128, 3, 4)),
+        ),
+    },
+    # A scale per row: 4096 x 12288 16.2 / 17.4 (17.4 / 18.2), 12288 x 4096 15.2 / 16.2 (16.1 / 17.1), 22016 x 4096 26.6 /
+    # 26.8 (27.4 / 28.2), 28672 x 4096 32.8 / 33.3 (34.1 / 35.5) and 37.1 (38.6), 7168 x 18432 42.7 for 16 rows (44.2). A
+    # decode step of Qwen3-8B's sizes takes 562 with these tiles of 4096 x 4096 and 6144 x 4096 and 580 with others [54], with 16
+    # rows 688 with that of 4096 x 12288 (the ordinary one: 700) [52].
+    static_codes=(
+        (8, 2640, ANY, PieceCut("cube", 16, 8, 128, 5, 8)),
+        (8, 4224, 8192, PieceCut("cube", 16, 8, 128, 4, 4)),
+        (8, 4224, ANY, PieceCut("cube", 16, 8, 128, 6, 4)),
+        (8, 6800, ANY, PieceCut("cube", 16, 8, 256, 3, 4)),
+        (8, 8448, ANY, PieceCut("cube", 32, 8, 256, 3, 4, late=True)),
+        (8, 25344, 2048, PieceCut("cube", 32, 8, 128, 3, 4)),
+        (8, 25344, ANY, PieceCut("cube", 16, 8, 128, 3, 4)),
+        (8, 33792, ANY, PieceCut("cube", 32, 8, 128, 3, 4)),
+        (8, ANY, ANY, PieceCut("cube", 16, 8, 256, 2, 4)),
+        (16, 2640, ANY, PieceCut("cube", 16, 16, 128, 4, 8)),
+        (16, 4224, 8192, PieceCut("cube", 32, 16, 128, 5, 4)),
+        (16, 4224, ANY, PieceCut("cube", 32, 16, 128, 6, 4, late=True)),
+        (16, 8448, ANY, PieceCut("cube", 32, 16, 128, 4, 4)),
+        (16, 25344, 2048, PieceCut("cube", 64, 16, 128, 2, 4, late=True)),
+        (16, 25344, ANY, PieceCut("cube", 32, 16, 128, 3, 4)),
+        (16, 33792, ANY, PieceCut("cube", 64, 16, 128, 3, 4)),
+        (16, ANY, ANY, PieceCut("cube", 32, 16, 128, 3, 4)),
+    ),
 )
 
 LINEAR: Final = LinearTuning(normed_rows=4, normed_columns=2048)  # not measured

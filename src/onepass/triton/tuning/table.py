@@ -99,13 +99,16 @@ class PieceCut(NamedTuple):
 class PieceTuning:
     """Products of 16-bit rows: tiles by the largest M, N and K they are for. The first that fits is taken; each
     list ends with cubes for chips that use nothing else. ``cuts``: tiles of 16-bit weights, by the number of
-    pieces. ``codes``: tiles of 8-bit weights. ``blocks``: a tile of decoded weights whose step is a block.
+    pieces. ``codes``: tiles of 8-bit weights. ``blocks``: a tile of decoded weights whose step is a block. Tiles that
+    differ for static weights of few rows come before these.
     """
 
     group: int
     cuts: dict[int, tuple[tuple[int, int, int, PieceCut], ...]]
     codes: tuple[tuple[int, int, int, PieceCut], ...]
     blocks: PieceCut
+    static_cuts: dict[int, tuple[tuple[int, int, int, PieceCut], ...]]
+    static_codes: tuple[tuple[int, int, int, PieceCut], ...]
 
 
 @dataclass(frozen=True)
