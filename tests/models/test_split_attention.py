@@ -34,7 +34,7 @@ class Calls:
     def __call__(self, call: AttentionCall) -> None:
         self.made.append(call)
         k, v = (t.float().repeat_interleave(call.rows.groups, 1) for t in (call.k, call.v))
-        scores = call.q.float() @ k.mT * (call.scale / attention._LOG2E)
+        scores = call.q.float() @ k.mT * (call.scale / attention.LOG2E)
         scores = scores if call.mask is None else scores + call.mask.float()
         call.out.copy_((scores.softmax(-1) @ v).transpose(1, 2))
 

@@ -15,18 +15,19 @@ Only GPUs have the kernel.
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..specs.attention import MAX_COLUMNS, SPLIT, AttentionCall, AttentionRows, attention_spec
+from ..specs.attention import MAX_COLUMNS, SPLIT, AttentionCall, AttentionRows, MaskKind, attention_spec
 from .dispatch import Family
 from .registration import define
 
 _family: Final = Family("attention")
-_LOG2E: Final = math.log2(math.e)
+LOG2E: Final = math.log2(math.e)
+"""Kernels compute powers of two."""
 ALIGNED: Final = 16
 """Rows of q, k and v start at multiples of this many bytes."""
 
@@ -35,12 +36,18 @@ def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether `attend` takes these tensors, as far as dtypes, shapes and memory are concerned."""
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype is not q.dtype or v.dtype is not q.dtype:
         return False
-    batch, heads, tokens, columns = q.shape
+    batch, heads, _, columns = q.shape
     keys, context = k.shape[1:3]
     if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != columns or heads % keys or not context:
         return False
-    if columns > MAX_COLUMNS or columns % 8 or not all(map(_aligned, (q, k, v))):
+    if columns > MAX_COLUMNS or columns % 8 or not all(map(aligned, (q, k, v))):
         return False
+    return mask_fits(q, context, mask)
+
+
+def mask_fits(q: Tensor, context: int, mask: Tensor | None) -> bool:
+    """Whether a mask is one for queries [batch, heads, tokens, columns]. Only one token needs none."""
+    batch, _, tokens, _ = q.shape
     if mask is None:
         return tokens == 1
     return (
@@ -52,16 +59,16 @@ def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     )
 
 
-def _aligned(t: Tensor) -> bool:
+def aligned(t: Tensor) -> bool:
     """Whether rows of the last dimension can be loaded 16 bytes at a time. A compiler does not know addresses."""
-    if t.stride(3) != 1 or any(step * t.element_size() % ALIGNED for step in _steps(t)):
+    if t.stride(-1) != 1 or any(step * t.element_size() % ALIGNED for step in steps(t)):
         return False
     return torch.compiler.is_compiling() or t.data_ptr() % ALIGNED == 0
 
 
-def _steps(t: Tensor) -> tuple[int, ...]:
+def steps(t: Tensor) -> tuple[int, ...]:
     """The strides of all dimensions but the last. That of a single element means nothing, and is 0 here."""
-    return tuple([0 if size == 1 else step for size, step in zip(t.shape[:3], t.stride()[:3], strict=True)])
+    return tuple([0 if size == 1 else step for size, step in zip(t.shape[:-1], t.stride()[:-1], strict=True)])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -78,23 +85,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     if not attends(q, k, v, mask):
-        q_, k_, v_, mask_ = map(_described, (q, k, v, mask))
+        q_, k_, v_, mask_ = map(described, (q, k, v, mask))
         raise Unsupported(f"attend: no kernel takes q {q_}, k {k_} and v {v_} with mask {mask_}")
     batch, heads, tokens, columns = q.shape
     out = q.new_empty(batch, tokens, heads, columns)
     if not out.numel():
         return out
     keys, context = k.shape[1:3]
-    kind: Any = "none" if mask is None else "one" if tokens == 1 else "many"
-    of_mask = (0, 0, 0) if mask is None else _steps(mask)
-    strides = (*_steps(q), *_steps(k), *_steps(v), of_mask[0], of_mask[2])
+    strides = (*steps(q), *steps(k), *steps(v), *mask_steps(mask))
     rows = AttentionRows(batch, keys, heads // keys, tokens, context, columns, -(-context // SPLIT), *strides)
-    call = AttentionCall(attention_spec(q.dtype, kind), q, k, v, mask, out, scale * _LOG2E, rows)
+    call = AttentionCall(attention_spec(q.dtype, mask_kind(mask)), q, k, v, mask, out, scale * LOG2E, rows)
     _family.launch(q)(call)
     return out
 
 
-def _described(t: Tensor | None) -> str:
+def mask_kind(mask: Tensor | None) -> MaskKind:
+    """What a kernel loads of a mask."""
+    return "none" if mask is None else "one" if mask.shape[2] == 1 else "many"
+
+
+def mask_steps(mask: Tensor | None) -> tuple[int, int]:
+    """The strides of a mask between sequences and between tokens."""
+    return (0, 0) if mask is None else (steps(mask)[0], steps(mask)[2])
+
+
+def described(t: Tensor | None) -> str:
+    """A tensor in an error message."""
     return "None" if t is None else f"{t.dtype} {list(t.shape)} with strides {list(t.stride())}"
 
 

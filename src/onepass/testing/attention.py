@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -87,11 +87,36 @@ def inputs(case: AttentionCase, device: str, seed: int = 0) -> dict[str, Any]:
         k[3, :, 7] = torch.inf
     found = {"q": q, "k": k[:, :, : case.context], "v": v[:, :, : case.context]}
     if case.mask != "none":
-        found["mask"] = _mask(case, generator)
+        found["mask"] = mask_of(case, generator)
     return moved(found, device) | {"scale": case.columns**-0.5}
 
 
-def _mask(case: AttentionCase, generator: torch.Generator) -> Tensor:
+class Masked(Protocol):
+    """What of a case its mask depends on."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each."""
+
+    @property
+    def context(self) -> int:
+        """Entries."""
+
+    @property
+    def x(self) -> torch.dtype:
+        """The dtype of everything."""
+
+    @property
+    def mask(self) -> Mask:
+        """The kind of mask."""
+
+
+def mask_of(case: Masked, generator: torch.Generator) -> Tensor:
+    """The mask of a case that has one."""
     shape = (1 if case.mask == "shared" else case.batch, 1, case.tokens, case.context)
     if case.mask == "zeros":
         return torch.zeros(shape, dtype=case.x)
@@ -144,25 +169,29 @@ def variants(case: AttentionCase, arguments: dict[str, Any], results: tuple[Tens
 
 
 def verify(case: AttentionCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
-    """None, or what is wrong: every value lies between bounds of the exact result.
-
-    Each power is rounded once, which moves a value by at most the roundoff of its weighted distance from the result. A
-    score's error, in float32, changes its power by a factor. Sums are float32.
-    """
+    """None, or what is wrong: every value lies between bounds of the exact result."""
     host = to_cpu(arguments)
     q, k, v = (host[name].double() for name in ("q", "k", "v"))
     k, v = (t.repeat_interleave(case.heads[0] // case.heads[1], 1) for t in (k, v))
-    scores = q @ k.mT * host["scale"]
-    sizes = q.abs() @ k.abs().mT * host["scale"]
-    if "mask" in host:
-        scores, sizes = scores + host["mask"].double(), torch.where(host["mask"].isinf(), 0.0, sizes + scores.abs())
+    scores, sizes = (a @ b.mT * host["scale"] for a, b in ((q, k), (q.abs(), k.abs())))
+    return bounds(scores, sizes, host.get("mask"), v, case.x).stored(results[0].cpu())
+
+
+def bounds(scores: Tensor, sizes: Tensor, mask: Tensor | None, v: Tensor, dtype: torch.dtype) -> Bounds:
+    """The bounds [batch, tokens, heads, columns] of an attention with these exact scores [batch, heads, tokens, context].
+
+    ``sizes`` are the sums of the magnitudes that a score is the sum of. Each power is rounded once, which moves a value by
+    at most the roundoff of its weighted distance from the result. A score's error, in float32, changes its power by a
+    factor. Sums are float32.
+    """
+    if mask is not None:
+        scores, sizes = scores + mask.double(), torch.where(mask.isinf(), 0.0, sizes + scores.abs())
     powers = scores.softmax(-1)
     powers = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, powers)
     out = powers @ v
-    roundoff = torch.finfo(case.x).eps / 2
+    roundoff = torch.finfo(dtype).eps / 2
     error = 2 * roundoff + 2.0**-18 + 2 * 2.0**-20 * sizes.amax(-1, keepdim=True)
     spread = powers @ v.abs() * error
-    if case.x == F16:  # powers below the smallest number of the dtype are lost
+    if dtype == F16:  # powers below the smallest number of the dtype are lost
         spread += (powers > 0).sum(-1, keepdim=True) * 2.0**-24 * v.abs().amax((-1, -2), keepdim=True)
-    low, high = (t.transpose(1, 2) for t in (out - spread, out + spread))
-    return Bounds(low, high).stored(results[0].cpu())
+    return Bounds(*(t.transpose(1, 2) for t in (out - spread, out + spread)))

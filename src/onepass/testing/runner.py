@@ -13,19 +13,21 @@ from typing import Any
 
 import torch
 
-from . import attention, gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
+from . import attention, gemv_norm, head_product, latent_attention, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from .case import Check, same_bytes
 from .interpreter import quick_interpreter
 
 _FAMILIES = (rms_norm, gemv_norm, linear, qk_norm, mla_cache, qk_cache)
-MODULES: dict[str, Any] = {case.op: module for module in (*_FAMILIES, attention) for case in module.CASES}
+_OF_GPUS = (attention, latent_attention, head_product)
+MODULES: dict[str, Any] = {case.op: module for module in (*_FAMILIES, *_OF_GPUS) for case in module.CASES}
 """The module of each op, which defines CASES, inputs, call, variants, verify and zeroable."""
 CASES: tuple[Check, ...] = tuple(case for module in _FAMILIES for case in module.CASES)
 """Cases that every device runs."""
 OPS: tuple[str, ...] = tuple(dict.fromkeys(case.op for case in CASES))
 """The ops of these."""
-GPU_CASES: tuple[Check, ...] = (*attention.CASES, *linear.GPU_CASES)
-"""Cases of kernels that a CPU does not have. The interpreter has those of `attention`."""
+_ON_GPUS = tuple(case for module in _OF_GPUS for case in module.CASES)
+GPU_CASES: tuple[Check, ...] = (*_ON_GPUS, *linear.GPU_CASES)
+"""Cases of kernels that a CPU does not have, and of what a GPU does differently. The interpreter has the former."""
 DEVICES = ("cpu", "cuda", "interpreter")
 
 

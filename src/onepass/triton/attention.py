@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..specs.attention import ROWS, SPLIT, AttentionCall, AttentionRows, AttentionSpec
+from ..specs.latent_attention import LatentCall, LatentRows
 from . import counters
 from .attention_kernels import _attention_kernel
 from .chip import Chip
@@ -81,13 +82,13 @@ def build_for(spec: AttentionSpec, facts: AttentionFacts, chip: Chip) -> Build:
     )
 
 
-def _units(rows: AttentionRows) -> int:
+def units(rows: AttentionRows | LatentRows) -> int:
     """Tiles of rows, of all heads of keys and sequences."""
     return rows.batch * rows.heads * -(-rows.groups * rows.tokens // ROWS)
 
 
 def _grid(call: AttentionCall, config: Any) -> tuple[int]:
-    return (_units(call.rows) * call.rows.splits,)
+    return (units(call.rows) * call.rows.splits,)
 
 
 FAMILY: Final = Family(
@@ -104,20 +105,25 @@ builds = FAMILY.builds
 
 def launch(call: AttentionCall) -> None:
     """One launch on the current stream. Several splits need memory for their sums, and a counter per unit."""
+    launch_splits(FAMILY, call, _tile(call.rows.columns).columns)
+
+
+def launch_splits(family: Family, call: AttentionCall | LatentCall, columns: int) -> None:
+    """Launch a call, with memory for the sums of its splits if there are several: ``columns`` for each row."""
     rows, device = call.rows, call.q.get_device()
     if rows.splits == 1:
-        FAMILY.launch(call)
+        family.launch(call)
         return
-    units = _units(rows)
-    programs, columns = units * rows.splits, _tile(rows.columns).columns
+    count = units(rows)
+    programs = count * rows.splits
     sums = torch.empty(programs * ROWS * (columns + 2), dtype=torch.float32, device=call.q.device)
     sums, tops = sums.split_with_sizes((programs * ROWS * columns, programs * ROWS * 2))
     if device < 0:
-        FAMILY.launch(call._replace(sums=sums, tops=tops, counter=torch.zeros(units, dtype=torch.int32)))
+        family.launch(call._replace(sums=sums, tops=tops, counter=torch.zeros(count, dtype=torch.int32)))
         return
-    counter, key = counters.take(device, units)
+    counter, key = counters.take(device, count)
     try:
-        FAMILY.launch(call._replace(sums=sums, tops=tops, counter=counter))
+        family.launch(call._replace(sums=sums, tops=tops, counter=counter))
     except BaseException:
         counters.discard(key)
         raise

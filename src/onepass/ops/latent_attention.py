@@ -1,0 +1,87 @@
+"""The attention of a decode step to latents, for `onepass.patch`: the bytes of a token depend on neither its batch nor the run.
+
+An entry of the context has a latent c, which is also its value, and a rotated key r. With the two queries of one token and
+head, q and q_rot::
+
+    s   = scale * (q . c + q_rot . r) + mask   float32; an entry whose mask is -inf does not count
+    p   = round(exp(s - max(s)))               to the latents' dtype
+    out = round(sum(p * c) / sum(p))           sums in float32; 0 where no entry counts
+
+Both products of a score are cut into `PIECES` pieces of columns, which are added from the first to the last. The context
+is summed in splits, as in `ops.attention`, and the same holds for masks, longer caches and other tokens. Only GPUs have the
+kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..errors import Unsupported
+from ..specs.attention import SPLIT
+from ..specs.latent_attention import MAX_LATENT, MAX_ROTATED, LatentCall, LatentRows, latent_spec
+from .attention import LOG2E, aligned, described, mask_fits, mask_kind, mask_steps, steps
+from .dispatch import Family
+from .registration import define
+
+_family: Final = Family("latent_attention")
+
+
+def attends_latents(q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attend_latents` takes these tensors, as far as dtypes, shapes and memory are concerned."""
+    tensors = (q, q_rot, latent, k_rot)
+    if q.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype is not q.dtype or t.dim() != 4 for t in tensors):
+        return False
+    batch, _, _, columns = q.shape
+    context, rotated = k_rot.shape[2:]
+    if q_rot.shape != (*q.shape[:3], rotated) or latent.shape != (batch, 1, context, columns):
+        return False
+    if k_rot.shape[:2] != latent.shape[:2] or not context or columns > MAX_LATENT or rotated > MAX_ROTATED:
+        return False
+    return columns % 8 == rotated % 8 == 0 and all(map(aligned, tensors)) and mask_fits(q, context, mask)
+
+
+def attend_latents(
+    q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attention [batch, tokens, heads, columns] of queries to a cache of latents, in one launch.
+
+    ``q`` is [batch, heads, tokens, columns], and ``q_rot`` the same with the columns of a rotated key. ``latent`` and
+    ``k_rot`` are [batch, 1, context, columns]. ``mask``, [batch or 1, 1, tokens, context] in q's dtype, is added to scores.
+    Several tokens need one. `attends_latents` tells what is possible. The module says what is computed.
+    """
+    if torch.compiler.is_compiling():
+        made: Tensor = torch.ops.onepass.attend_latents.default(q, q_rot, latent, k_rot, mask, scale)
+        return made
+    return _attend(q, q_rot, latent, k_rot, mask, scale)
+
+
+def _attend(q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    if not attends_latents(q, q_rot, latent, k_rot, mask):
+        named = zip(("q", "q_rot", "latent", "k_rot", "mask"), (q, q_rot, latent, k_rot, mask), strict=True)
+        told = ", ".join(f"{name} {described(t)}" for name, t in named)
+        raise Unsupported(f"attend_latents: no kernel takes {told}")
+    out = _fake(q, q_rot, latent, k_rot, mask, scale)
+    if not out.numel():
+        return out
+    batch, heads, tokens, columns = q.shape
+    context, rotated = k_rot.shape[2:]
+    sizes = (batch, 1, heads, tokens, context, columns, rotated, -(-context // SPLIT))
+    strides = (*steps(q), *steps(q_rot), *steps(latent)[::2], *steps(k_rot)[::2], *mask_steps(mask))
+    spec, rows = latent_spec(q.dtype, mask_kind(mask)), LatentRows(*sizes, *strides)
+    _family.launch(q)(LatentCall(spec, q, q_rot, latent, k_rot, mask, out, scale * LOG2E, rows))
+    return out
+
+
+def _fake(q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    batch, heads, tokens, columns = q.shape
+    return q.new_empty(batch, tokens, heads, columns)
+
+
+define(
+    "attend_latents(Tensor q, Tensor q_rot, Tensor latent, Tensor k_rot, Tensor? mask, float scale) -> Tensor",
+    _attend,
+    _fake,
+)

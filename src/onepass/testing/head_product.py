@@ -1,0 +1,105 @@
+"""Cases of products of each head with a weight of its own. Only GPUs and the interpreter have the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..ops.head_product import head_product
+from ..specs.head_product import WeightOrder
+from .bounds import around
+from .case import GPU_ONLY, Values, case_name, grid, moved, short_dtype, to_cpu
+
+OP: Final = "head_product"
+BF16, F16 = torch.bfloat16, torch.float16
+ERROR: Final = 2.0**-20
+"""Error of a float32 sum relative to the sum of magnitudes: tensor cores cut off what they add."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCase:
+    """One call: rows, heads, K, N, the dtype, which elements of a weight are neighbours in memory, and values."""
+
+    group: str
+    rows: int = 3
+    heads: int = 2
+    k: int = 128
+    n: int = 128
+    x: torch.dtype = BF16
+    order: WeightOrder = "rows"
+    values: Values = "normal"
+    op: str = OP
+
+    @property
+    def interpretable(self) -> bool:
+        """See `Check`."""
+        return self.group not in GPU_ONLY
+
+    @property
+    def name(self) -> str:
+        """See `Check`."""
+        shape = f"{self.rows}x{self.heads}x{self.k}x{self.n}"
+        return case_name(self.group, shape, short_dtype(self.x), self.order, self.values)
+
+
+def _cases() -> Iterator[HeadCase]:
+    case = HeadCase
+    yield from grid(case, "short", 3, 2, 128, 128, [BF16, F16], ["rows", "columns"])
+    yield from grid(case, "short", 17, 3, 200, 72, [BF16, F16], ["rows", "columns"])
+    yield case("short", 1, 1, 8, 8, order="columns")
+    yield case("short", 40, 2, 256, 136)
+    yield from grid(case, "special", 5, 2, 136, 40, BF16, ["rows", "columns"], "special")
+    yield case("empty", 0)
+    for rows in (1, 16, 50):
+        yield case("large", rows, 128, 128, 512)
+        yield case("large", rows, 128, 512, 128, order="columns")
+
+
+CASES: Final = tuple(_cases())
+
+
+def inputs(case: HeadCase, device: str, seed: int = 0) -> dict[str, Any]:
+    """Tensors by the names of `head_product`'s arguments. Both are parts of wider ones, as in a model."""
+    generator = torch.Generator().manual_seed(seed + case.k)
+    x = torch.randn(case.rows, case.heads, case.k + 64, generator=generator).to(case.x)[..., : case.k]
+    height, width = (case.k, case.n) if case.order == "rows" else (case.n, case.k)
+    weight = torch.randn(case.heads, height + 16, width, generator=generator).to(case.x)[:, 16:]
+    if case.values == "special":
+        x[0] = 0.0
+        x[1, 0, 3] = torch.nan
+        x[2, 1, 7] = torch.inf
+        x[3] *= 1e-3
+        weight[1, 5, 9] = -torch.inf
+    return moved({"x": x, "weight": weight if case.order == "rows" else weight.transpose(1, 2)}, device)
+
+
+def call(case: HeadCase, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The result of a call."""
+    return (head_product(arguments["x"], arguments["weight"]),)
+
+
+def zeroable(case: HeadCase) -> list[tuple[int, str]]:
+    """Position and name of each result."""
+    return [(0, "out")]
+
+
+def variants(case: HeadCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
+    """Other calls that must give the same bytes: again, row by row, and among other rows."""
+    x, weight = arguments["x"], arguments["weight"]
+    yield "in another run", call(case, arguments)
+    if case.rows:
+        yield "for each row alone", (torch.cat([head_product(x[r : r + 1], weight) for r in range(case.rows)]),)
+        others = torch.ones_like(x[:1]).expand(13, -1, -1)
+        yield "among other rows", (head_product(torch.cat((others, x)), weight)[13:],)
+
+
+def verify(case: HeadCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
+    """None, or what is wrong: every value lies between bounds of the exact result."""
+    host = to_cpu(arguments)
+    x, weight = host["x"].double(), host["weight"].double()
+    exact, sizes = (torch.einsum("rhk,hkn->rhn", *each) for each in ((x, weight), (x.abs(), weight.abs())))
+    return around(exact, sizes * ERROR).stored(results[0].cpu())

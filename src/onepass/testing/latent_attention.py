@@ -1,0 +1,146 @@
+"""Cases of the attention of decode steps to latents. Only GPUs and the interpreter have the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..ops.latent_attention import attend_latents
+from ..specs.attention import SPLIT
+from .attention import BF16, F16, Mask, bounds, mask_of
+from .case import GPU_ONLY, Values, case_name, grid, moved, short_dtype, to_cpu
+
+OP: Final = "attend_latents"
+_TENSORS: Final = ("q", "q_rot", "latent", "k_rot")
+
+
+@dataclass(frozen=True, eq=False)
+class LatentCase:
+    """One call: sequences, heads, tokens, entries, columns of latents and of rotated keys, dtype, mask, values and memory."""
+
+    group: str
+    batch: int = 2
+    heads: int = 5
+    tokens: int = 1
+    context: int = 70
+    columns: tuple[int, int] = (64, 16)
+    x: torch.dtype = BF16
+    mask: Mask = "each"
+    values: Values = "normal"
+    part: bool = False
+    """Whether latents and keys are the first entries of longer caches."""
+    op: str = OP
+
+    @property
+    def interpretable(self) -> bool:
+        """See `Check`."""
+        return self.group not in (*GPU_ONLY, "columns")
+
+    @property
+    def name(self) -> str:
+        """See `Check`."""
+        columns = f"{self.columns[0]}+{self.columns[1]}"
+        shape = f"{self.batch}x{self.heads}x{self.tokens}x{self.context}x{columns}"
+        mask = f"mask={self.mask}"
+        return case_name(self.group, shape, short_dtype(self.x), mask, self.values, "part" * self.part)
+
+
+DEEPSEEK: Final = (512, 64)
+"""Columns of a latent and of a rotated key in DeepSeek-V2 and -V3."""
+
+
+def _cases() -> Iterator[LatentCase]:
+    case = LatentCase
+    yield case("short", mask="none")
+    yield case("short", mask="zeros", x=F16, columns=(128, 64))
+    yield case("short", tokens=4, context=SPLIT + 44, part=True)
+    yield case("short", heads=20, context=2 * SPLIT + 1, columns=(72, 24), mask="padded")
+    yield case("short", heads=3, context=1, mask="shared", columns=(40, 8))
+    yield case("short", 3, tokens=2, context=3 * SPLIT, mask="padded", part=True)
+    yield case("special", 4, context=SPLIT + 9, values="special")
+    yield case("empty", 0)
+    sizes = [(40, 8), (256, 32), DEEPSEEK]
+    yield from grid(case, "columns", 3, 20, 1, [200, 700], sizes, [BF16, F16], ["none", "padded"])
+    yield from grid(case, "columns", 3, 20, 4, [200, 700], sizes, [BF16, F16], "padded")
+    for batch, context in ((1, 128), (16, 128), (1, 5000), (2, 9000)):
+        yield case("large", batch, 128, 1, context, DEEPSEEK, mask="none")
+    yield case("large", 16, 128, 1, 1024, DEEPSEEK, mask="padded", part=True)
+    yield case("large", 2, 128, 16, 1000, DEEPSEEK, mask="each", part=True)
+
+
+CASES: Final = tuple(_cases())
+
+
+def inputs(case: LatentCase, device: str, seed: int = 0) -> dict[str, Any]:
+    """Tensors and options by the names of `attend_latents`' arguments. ``q_rot`` is part of wider heads, as in a model."""
+    generator = torch.Generator().manual_seed(seed + case.context)
+    wide, narrow = case.columns
+    lead = case.batch, case.tokens, case.heads
+    q = torch.randn(*lead, wide, generator=generator).to(case.x)
+    q_rot = torch.randn(*lead, 32 + narrow, generator=generator).to(case.x)[..., 32:]
+    room = case.context + 24 if case.part else case.context
+    latent, k_rot = (torch.randn(case.batch, 1, room, n, generator=generator).to(case.x) for n in case.columns)
+    if case.values == "special":
+        q[1] *= 60.0  # one entry has nearly all the weight
+        k_rot[2, :, 5] = torch.nan
+        latent[3, :, 7] = torch.inf
+    found = {"q": q.transpose(1, 2), "q_rot": q_rot.transpose(1, 2)}
+    found |= {"latent": latent[:, :, : case.context], "k_rot": k_rot[:, :, : case.context]}
+    if case.mask != "none":
+        found["mask"] = mask_of(case, generator)
+    return moved(found, device) | {"scale": (wide + narrow) ** -0.5}
+
+
+def call(case: LatentCase, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The result of a call."""
+    q, q_rot, latent, k_rot = (arguments[name] for name in _TENSORS)
+    return (attend_latents(q, q_rot, latent, k_rot, arguments.get("mask"), arguments["scale"]),)
+
+
+def zeroable(case: LatentCase) -> list[tuple[int, str]]:
+    """Position and name of each result."""
+    return [(0, "out")]
+
+
+def variants(case: LatentCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
+    """Other calls that must give the same bytes: again, per sequence, head and token, and in a longer cache with a mask."""
+    mask: Tensor | None = arguments.get("mask")
+    yield "in another run", call(case, arguments)
+    if not case.batch:
+        return
+
+    def of(tensor: Any, b: int) -> Any:
+        return tensor[b : b + 1] if isinstance(tensor, Tensor) and len(tensor) > 1 else tensor
+
+    alone = [call(case, {name: of(value, b) for name, value in arguments.items()})[0] for b in range(case.batch)]
+    yield "for each sequence alone", (torch.cat(alone),)
+    q, q_rot = arguments["q"], arguments["q_rot"]
+    cut = case.heads // 3
+    parts = [call(case, arguments | {"q": q[:, some], "q_rot": q_rot[:, some]})[0]
+             for some in (slice(0, cut), slice(cut, None))]  # fmt: skip
+    yield "for some heads alone", (torch.cat(parts, 2),)
+    if mask is None:
+        yield "with a mask of zeros", call(case, arguments | {"mask": q.new_zeros(case.batch, 1, 1, case.context)})
+        return
+    steps = [call(case, arguments | {name: arguments[name][:, :, t : t + 1] for name in ("q", "q_rot", "mask")})[0]
+             for t in range(case.tokens)]  # fmt: skip
+    yield "for each token alone", (torch.cat(steps, 1),)
+    more = 2 * SPLIT + 5
+    names = ("latent", "k_rot")
+    longer = {name: torch.cat((arguments[name], torch.ones_like(arguments[name][:, :, :1]).expand(-1, -1, more, -1)), 2)
+              for name in names}  # fmt: skip
+    hidden = mask.new_full((*mask.shape[:-1], more), -torch.inf)
+    yield "in a longer cache", call(case, arguments | longer | {"mask": torch.cat((mask, hidden), -1)})
+
+
+def verify(case: LatentCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
+    """None, or what is wrong: every value lies between bounds of the exact result."""
+    host = to_cpu(arguments)
+    q, q_rot, latent, k_rot = (host[name].double() for name in _TENSORS)
+    scores = (q @ latent.mT + q_rot @ k_rot.mT) * host["scale"]
+    sizes = (q.abs() @ latent.abs().mT + q_rot.abs() @ k_rot.abs().mT) * host["scale"]
+    return bounds(scores, sizes, host.get("mask"), latent, case.x).stored(results[0].cpu())
