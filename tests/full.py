@@ -78,6 +78,12 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_compiles_for_other_chips": (0, "20 CPU-seconds; part of the other families stays"),
         "test_hot_kernels_use_wide_accesses_and_few_registers": (3, "each compiles a kernel"),
     },
+    "tests/triton/test_attention.py": {
+        "test_interpreted_kernels_agree_with_the_formula": (0, SAMPLE),
+    },
+    "tests/models/test_latent_kernels.py": {
+        "test_one_graph": (0, "test_split_attention.py compiles a step with a kernel"),
+    },
     "tests/triton/test_bins.py": {
         "test_every_tile_sums_a_row_as_defined": (0, "interprets 400 tiles"),
     },

@@ -14,7 +14,7 @@ from onepass.errors import Unsupported
 from onepass.ops.attention import attend, attends
 from onepass.ops.dispatch import launching_with
 from onepass.specs.attention import SPLIT, AttentionCall
-from onepass.testing import attention
+from onepass.testing import attention, runner
 from onepass.testing.attention import AttentionCase, Mask
 from onepass.triton.compiler import compile_build
 from tests.helpers.interpreting import passed_checks
@@ -25,8 +25,11 @@ HOT = [AttentionCase("short", 1, (32, 8), 1, context, 128, mask=mask) for contex
 
 
 def test_interpreted_kernels_agree_with_the_formula() -> None:
-    """Also that bytes depend on neither the batch, other tokens, nor the length of a cache."""
-    assert passed_checks("attend") == sum(case.interpretable for case in attention.CASES) == 8
+    """Also that bytes depend on neither the batch, other tokens, nor the length of a cache. All kernels of this kind."""
+    ops = {"attend": 8, "attend_latents": 8, "head_product": 11}
+    cases = [case for case in runner.GPU_CASES if case.interpretable]
+    assert {op: sum(case.op == op for case in cases) for op in ops} == ops
+    assert passed_checks(*ops) == len(cases)
 
 
 def exact(case: AttentionCase, **changes: Any) -> torch.Tensor:

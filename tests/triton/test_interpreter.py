@@ -61,26 +61,29 @@ INTERPRETED = {
 """Ops whose cases test_rms_norm.py interprets, all of them, and their least number."""
 PROGRAM = """
 import json, sys
-from onepass.testing.runner import CASES, run_cases
-chosen = [CASES[index] for index in json.loads(sys.argv[1])]
+from onepass.testing.runner import run_cases, select
+cases = select(device="interpreter")
+chosen = [cases[index] for index in json.loads(sys.argv[1])]
 print(json.dumps([f"{r.op} {r.case}: {r.message}" for r in run_cases(chosen, "interpreter") if not r.passed]))
 """
 
 
 def first_of_each_group() -> list[Check]:
     """The first interpretable case of each group of each op."""
-    cases = (c for c in runner.CASES if c.interpretable and c.group not in LEFT_OUT.get(c.op, ()))
+    cases = (
+        c for c in runner.select(device="interpreter") if c.interpretable and c.group not in LEFT_OUT.get(c.op, ())
+    )
     return list({(case.op, case.group): case for case in reversed(list(cases))}.values())
 
 
 @pytest.mark.parametrize("part", ["sample", "rest"])
 def test_one_case_of_each_group_passes(part: str) -> None:
-    everything = first_of_each_group()
+    everything, known = first_of_each_group(), runner.select(device="interpreter")
     sample = everything[::3]
-    assert {case.op for case in sample} == {case.op for case in runner.CASES} and len(everything) > 80
+    assert {case.op for case in sample} == {case.op for case in known} and len(everything) > 80
     rest = [case for case in everything if case not in sample and case.op not in INTERPRETED]
     cases = {"sample": sample, "rest": rest}[part]
-    indices = json.dumps([runner.CASES.index(case) for case in cases])
+    indices = json.dumps([known.index(case) for case in cases])
     assert json.loads(interpret("-c", PROGRAM, indices)) == []
 
 

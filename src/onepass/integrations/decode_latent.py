@@ -8,8 +8,9 @@ moved to the other side of the attention::
     out   = W_V (sum of p latent)
 
 Then nothing is computed per entry but the scores and the sum. This rounds ``q W_K`` and the sum to the dtype of the model
-instead of keys and values. With ``batch_invariant=True`` keys and values are made as in the model: products for each head
-have no order of their own here.
+instead of keys and values. On a GPU these are three kernels of onepass's own, whose bytes do not depend on the batch.
+torch's calls take their place elsewhere. Their bytes do depend on it, so with ``batch_invariant=True`` keys and values are made as in
+the model there.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..ops.head_product import head_product, multiplies_heads
+from ..ops.latent_attention import attend_latents, attends_latents
 from ..ops.qk_cache import qk_norm_rope_cache
 from .biases import biases
 from .counts import count, settle
 from .decode_attention import attend, dense_layer
 from .forwards import FUSED_ROWS, Attended, add_norm, refuse_gradient
 from .steps import LatentStep, is_own, linear_step, project
+from .unsplit import has_kernels
 
 
 def attend_latent(
@@ -51,24 +55,25 @@ def attend_latent(
     latent = add_norm(self.kv_a_layernorm, latent).view(batch, length, 1, -1)
     q, k_rot = q.view(batch, length, -1, self.qk_head_dim), k_rot.view(batch, length, 1, -1)
     latent, k_rot = _rotate_latent(self, q, k_rot, latent, position_embeddings, past_key_values)
-    weights = None
+    out, weights = None, None
     if _absorbs(self, q, attention_mask, kwargs):
-        out = _attend_latents(self, q, latent.squeeze(1), k_rot.squeeze(1), attention_mask)
-    else:
+        out = _attend_in_splits(self, q, latent, k_rot, attention_mask)
+        if out is None and not how.invariant:
+            out = _attend_latents(self, q, latent.squeeze(1), k_rot.squeeze(1), attention_mask)
+    if out is None:
         k, v = self.expand_kv(latent, k_rot)
-        out, weights = attend(self, how.home, (q.transpose(1, 2), k, v), attention_mask, kwargs, how.expands)
+        out, weights = attend(self, how.home, (q.transpose(1, 2), k, v), attention_mask, kwargs, how.invariant)
     out = out if shape is None else out.view(batch * length, -1)
     return project(how.out, out, rounding=how.rounding, add=add), weights
 
 
 def _absorbs(self: Any, q: Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether queries [batch, tokens, heads, columns] attend to the latents themselves.
+    """Whether queries [batch, tokens, heads, columns] may attend to the latents themselves.
 
     This does not depend on the batch. Many tokens of a sequence share the keys and values that are made for them.
     """
-    how: LatentStep = self._onepass_decode
     length = q.shape[1]
-    if how.expands or length > FUSED_ROWS or self.config._attn_implementation != "sdpa":
+    if length > FUSED_ROWS or self.config._attn_implementation != "sdpa":
         return False
     up = self._modules["kv_b_proj"]
     known = type(up) is nn.Linear and type(up.weight) is nn.Parameter and up.bias is None and is_own(up, linear_step)
@@ -77,15 +82,47 @@ def _absorbs(self: Any, q: Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
     return known and plain and (length == 1 or mask is not None) and "expand_kv" not in self.__dict__
 
 
+def has_latent_kernels(weight: Tensor) -> bool:
+    """Whether onepass has kernels for latents whose ``kv_b_proj`` has this weight."""
+    return weight.dtype in (torch.bfloat16, torch.float16) and has_kernels(weight)
+
+
+def _halves(self: Any, heads: int, columns: int) -> tuple[Tensor, Tensor]:
+    """The weights that make keys and values of a latent, [heads, columns of a head, columns of a latent]."""
+    weight = self.kv_b_proj.weight.view(heads, -1, columns)
+    w_k, w_v = weight.split_with_sizes([self.qk_nope_head_dim, self.v_head_dim], dim=1)
+    return w_k, w_v
+
+
+def _attend_in_splits(self: Any, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> Tensor | None:
+    """`_attend_latents` by onepass's kernels, whose bytes do not depend on the batch; None where they cannot run.
+
+    ``latent`` and ``k_rot`` are [batch, 1, entries, columns].
+    """
+    if not has_latent_kernels(self.kv_b_proj.weight):
+        return None
+    batch, length, heads, _ = q.shape
+    w_k, w_v = _halves(self, heads, latent.shape[-1])
+    w_v = w_v.transpose(1, 2)
+    q_pass, q_rot = q.split_with_sizes([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+    q_pass, q_rot = q_pass.flatten(0, 1), q_rot.transpose(1, 2)
+    bias = None if mask is None else biases.of(mask, q.dtype, self.layer_idx)
+    if not (multiplies_heads(q_pass, w_k) and multiplies_heads(None, w_v)):
+        return None
+    if not attends_latents(None, q_rot, latent, k_rot, bias):
+        return None
+    q_latent = head_product(q_pass, w_k).view(batch, length, heads, -1).transpose(1, 2)
+    out = attend_latents(q_latent, q_rot, latent, k_rot, bias, self.scaling)
+    return head_product(out.flatten(0, 1), w_v).view(batch, length, -1)
+
+
 def _attend_latents(self: Any, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> Tensor:
     """Rows [batch, tokens, columns] of queries [batch, tokens, heads, columns] that attend to all entries.
 
     Scores and probabilities are float32.
     """
     batch, length, heads, _ = q.shape
-    w_k, w_v = self.kv_b_proj.weight.view(heads, -1, latent.shape[-1]).split_with_sizes(
-        [self.qk_nope_head_dim, self.v_head_dim], dim=1
-    )
+    w_k, w_v = _halves(self, heads, latent.shape[-1])
     q_pass, q_rot = q.split_with_sizes([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
     q_latent = torch.bmm(q_pass.flatten(0, 1).transpose(0, 1), w_k)  # [heads, batch * tokens, columns]
     q_latent = q_latent.view(heads, batch, length, -1).transpose(0, 1).flatten(1, 2)

@@ -16,6 +16,7 @@ from ..formats import FLOATS, Rounding
 from ..specs.linear import Activation
 from ..weights import Scheme
 from .angles import AnglesStep, Frequencies, angles_of
+from .decode_latent import has_latent_kernels
 from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
 from .projections import Projection, memory_owners, mergeable
@@ -148,7 +149,8 @@ def _attention(decoding: Decoding, where: str, module: Any) -> str:
     if isinstance(made, str):
         decoding.handle._leave(where, module, WHAT, made)
         return ""
-    kept = "attention to latents" if isinstance(made, LatentStep) and not made.expands else "attention without copies"
+    absorbs = isinstance(made, LatentStep) and (not made.invariant or has_latent_kernels(module.kv_b_proj.weight))
+    kept = "attention to latents" if absorbs else "attention without copies"
     how = f"linear {' + '.join(made.names[:-1])}, {_launches(made)}, {kept}, linear {made.names[-1]}"
     decoding.handle._bind_decode(where, module, made, f"{WHAT} attention", how)
     return "latents" if latent else "qkv"

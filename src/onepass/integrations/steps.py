@@ -107,13 +107,13 @@ class AttentionStep(NamedTuple):
 class LatentStep(NamedTuple):
     """A latent attention: the down projections of q and kv as one, q's up projection if there is one, and o.
 
-    ``expands`` is whether keys and values are always made from latents, as in the model.
+    ``invariant`` is whether a token's bytes must not depend on the batch.
     """
 
     down: Projection
     q_up: Projection | None
     out: Projection
-    expands: bool
+    invariant: bool
     fused: bool
     rounding: Rounding
     always: bool

@@ -21,14 +21,17 @@ from .registration import define
 _family: Final = Family("head_product")
 
 
-def multiplies_heads(x: Tensor, weight: Tensor) -> bool:
-    """Whether `head_product` takes these tensors, as far as dtypes, shapes and memory are concerned."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype is not x.dtype or x.dim() != 3:
-        return False
-    if weight.dim() != 3 or weight.shape[:2] != x.shape[1:]:
+def multiplies_heads(x: Tensor | None, weight: Tensor) -> bool:
+    """Whether `head_product` takes these tensors, as far as dtypes, shapes and memory are concerned.
+
+    Without x, whether it takes the weight with a contiguous one.
+    """
+    if weight.dtype not in (torch.bfloat16, torch.float16) or weight.dim() != 3:
         return False
     k, n = weight.shape[1:]
-    return k > 0 and k % 8 == n % 8 == 0 and aligned(x) and aligned(_in_memory(weight))
+    if x is not None and (x.dtype is not weight.dtype or x.shape[1:] != weight.shape[:2] or not aligned(x)):
+        return False
+    return k > 0 and k % 8 == n % 8 == 0 and aligned(_in_memory(weight))
 
 
 def _in_memory(weight: Tensor) -> Tensor:

@@ -29,18 +29,23 @@ from .registration import define
 _family: Final = Family("latent_attention")
 
 
-def attends_latents(q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend_latents` takes these tensors, as far as dtypes, shapes and memory are concerned."""
-    tensors = (q, q_rot, latent, k_rot)
-    if q.dtype not in (torch.bfloat16, torch.float16) or any(t.dtype is not q.dtype or t.dim() != 4 for t in tensors):
+def attends_latents(q: Tensor | None, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attend_latents` takes these tensors, as far as dtypes, shapes and memory are concerned.
+
+    Without q, whether it takes them with a contiguous one.
+    """
+    dtype, tensors = q_rot.dtype, (q_rot, latent, k_rot) if q is None else (q, q_rot, latent, k_rot)
+    if dtype not in (torch.bfloat16, torch.float16) or any(t.dtype is not dtype or t.dim() != 4 for t in tensors):
         return False
-    batch, _, _, columns = q.shape
-    context, rotated = k_rot.shape[2:]
-    if q_rot.shape != (*q.shape[:3], rotated) or latent.shape != (batch, 1, context, columns):
+    batch, keys, context, rotated = k_rot.shape
+    columns = latent.shape[3]
+    if keys != 1 or not context or latent.shape[:3] != k_rot.shape[:3] or q_rot.shape[::3] != (batch, rotated):
         return False
-    if k_rot.shape[:2] != latent.shape[:2] or not context or columns > MAX_LATENT or rotated > MAX_ROTATED:
+    if q is not None and q.shape != (*q_rot.shape[:3], columns):
         return False
-    return columns % 8 == rotated % 8 == 0 and all(map(aligned, tensors)) and mask_fits(q, context, mask)
+    if columns > MAX_LATENT or rotated > MAX_ROTATED or columns % 8 or rotated % 8:
+        return False
+    return all(map(aligned, tensors)) and mask_fits(q_rot, context, mask)
 
 
 def attend_latents(

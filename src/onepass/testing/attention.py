@@ -61,8 +61,8 @@ def _cases() -> Iterator[AttentionCase]:
     yield case("short", heads=(20, 1), context=2 * SPLIT + 1, columns=72, mask="padded")
     yield case("short", heads=(3, 3), context=1, mask="shared", columns=8)
     yield case("short", 3, tokens=2, context=3 * SPLIT, mask="padded", part=True)
-    yield case("special", 4, context=SPLIT + 9, values="special")
     yield case("empty", 0)
+    yield case("special", 4, context=SPLIT + 9, values="special")
     yield from grid(case, "columns", 5, (8, 2), 1, [200, 700], [64, 80, 96, 128, 256], [BF16, F16], ["none", "padded"])
     yield from grid(case, "columns", 5, (8, 2), 4, [200, 700], [64, 80, 96, 128, 256], [BF16, F16], "padded")
     for batch, context in ((1, 128), (16, 128), (1, 5000), (3, 20000)):

@@ -57,12 +57,12 @@ def _cases() -> Iterator[LatentCase]:
     case = LatentCase
     yield case("short", mask="none")
     yield case("short", mask="zeros", x=F16, columns=(128, 64))
-    yield case("short", tokens=4, context=SPLIT + 44, part=True)
+    yield case("short", tokens=3, context=SPLIT + 44, part=True)
     yield case("short", heads=20, context=2 * SPLIT + 1, columns=(72, 24), mask="padded")
     yield case("short", heads=3, context=1, mask="shared", columns=(40, 8))
-    yield case("short", 3, tokens=2, context=3 * SPLIT, mask="padded", part=True)
-    yield case("special", 4, context=SPLIT + 9, values="special")
+    yield case("short", 2, 3, tokens=2, context=2 * SPLIT, mask="padded", part=True)
     yield case("empty", 0)
+    yield case("special", 4, 2, context=SPLIT + 9, values="special")
     sizes = [(40, 8), (256, 32), DEEPSEEK]
     yield from grid(case, "columns", 3, 20, 1, [200, 700], sizes, [BF16, F16], ["none", "padded"])
     yield from grid(case, "columns", 3, 20, 4, [200, 700], sizes, [BF16, F16], "padded")
