@@ -57,9 +57,9 @@ def attend_latent(
     latent, k_rot = _rotate_latent(self, q, k_rot, latent, position_embeddings, past_key_values)
     out, weights = None, None
     if _absorbs(self, q, attention_mask, kwargs):
-        out = _attend_in_splits(self, q, latent, k_rot, attention_mask)
+        out = latents_in_splits(self, q, latent, k_rot, attention_mask)
         if out is None and not how.invariant:
-            out = _attend_latents(self, q, latent.squeeze(1), k_rot.squeeze(1), attention_mask)
+            out = latents_by_torch(self, q, latent.squeeze(1), k_rot.squeeze(1), attention_mask)
     if out is None:
         k, v = self.expand_kv(latent, k_rot)
         out, weights = attend(self, how.home, (q.transpose(1, 2), k, v), attention_mask, kwargs, how.invariant)
@@ -94,8 +94,8 @@ def _halves(self: Any, heads: int, columns: int) -> tuple[Tensor, Tensor]:
     return w_k, w_v
 
 
-def _attend_in_splits(self: Any, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> Tensor | None:
-    """`_attend_latents` by onepass's kernels, whose bytes do not depend on the batch; None where they cannot run.
+def latents_in_splits(self: Any, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> Tensor | None:
+    """`latents_by_torch` by onepass's kernels, whose bytes do not depend on the batch; None where they cannot run.
 
     ``latent`` and ``k_rot`` are [batch, 1, entries, columns].
     """
@@ -116,7 +116,7 @@ def _attend_in_splits(self: Any, q: Tensor, latent: Tensor, k_rot: Tensor, mask:
     return head_product(out.flatten(0, 1), w_v).view(batch, length, -1)
 
 
-def _attend_latents(self: Any, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> Tensor:
+def latents_by_torch(self: Any, q: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> Tensor:
     """Rows [batch, tokens, columns] of queries [batch, tokens, heads, columns] that attend to all entries.
 
     Scores and probabilities are float32.
