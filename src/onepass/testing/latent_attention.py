@@ -85,6 +85,7 @@ def inputs(case: LatentCase, device: str, seed: int = 0) -> dict[str, Any]:
     room = case.context + 24 if case.part else case.context
     latent, k_rot = (torch.randn(case.batch, 1, room, n, generator=generator).to(case.x) for n in case.columns)
     if case.values == "special":
+        q[0, :, 1, 3] = torch.nan  # all scores of one head
         q[1] *= 60.0  # one entry has nearly all the weight
         k_rot[2, :, 5] = torch.nan
         latent[3, :, 7] = torch.inf
