@@ -106,15 +106,17 @@ def _latent_attention_kernel(tensors, rows, scale, ahead, TILE: tl.constexpr, MA
             entry = first + at + tl.arange(0, TILE.block)
             here = entry < rows.context
             far = entry.to(tl.int64)
+            if MATH.mask == "one":  # loaded before the products, which take as long
+                bias = tl.load(mask + far, mask=here, other=0.0).to(tl.float32)[None, :] * LOG2E
+            elif MATH.mask == "many":
+                m_at = mask + token[:, None] * rows.mask_token + far[None, :]
+                bias = tl.load(m_at, mask=inside[:, None] & here[None, :], other=0.0).to(tl.float32) * LOG2E
             c = _load(latents, far * rows.latent_entry, here, wide, MATH.columns, TILE.columns, MATH)
             k = _load(keys, far * rows.k_rot_entry, here, narrow, MATH.rotated, TILE.rotated, MATH)
             pieces = tl.dot(turned, tl.permute(k, (0, 2, 1)), tl.dot(queries, tl.permute(c, (0, 2, 1))))
             scores = add_from_left(tl.permute(pieces, (1, 2, 0)), TILE.rows, TILE.block, TILE.pieces) * scale
-            if MATH.mask == "one":
-                scores += tl.load(mask + far, mask=here, other=0.0).to(tl.float32)[None, :] * LOG2E
-            elif MATH.mask == "many":
-                m_at = mask + token[:, None] * rows.mask_token + far[None, :]
-                scores += tl.load(m_at, mask=inside[:, None] & here[None, :], other=0.0).to(tl.float32) * LOG2E
+            if MATH.mask != "none":
+                scores += bias
             scores = tl.where(here[None, :], scores, LOWEST)
             larger = tl.maximum(top, tl.max(scores, 1))
             reference = _reference(larger)
