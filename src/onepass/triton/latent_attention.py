@@ -17,9 +17,7 @@ from .qk_cache_config import power_of_two
 WARPS: Final = PIECES
 
 LatentTensors = namedtuple("LatentTensors", "q q_rot latent k_rot mask out sums tops counter")
-LatentTile = namedtuple(
-    "LatentTile", "rows columns rotated pieces split block stages lines looked joined join_stages"
-)  # fmt: skip
+LatentTile = namedtuple("LatentTile", "rows columns rotated pieces split block stages lines looked joined join_stages")
 """Sizes of a program: rows, columns of a latent and of a rotated key (padded) and their pieces, entries of a split and of
 a step, stages of the loop, cache lines of a latent; the rest is that of `AttentionTile`.
 """

@@ -24,7 +24,7 @@ def _places(WIDE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _load(at, step, inside, column, COLUMNS: tl.constexpr, WIDE: tl.constexpr, MATH: tl.constexpr):
-    """Pieces [pieces, rows, columns] of the rows at ``at`` that are ``inside``, zeros elsewhere."""
+    """Pieces [pieces, rows, columns] of the rows ``step`` after ``at`` that are ``inside``, zeros elsewhere."""
     mask = inside[None, :, None]
     if COLUMNS != WIDE:
         mask = mask & (column < COLUMNS)
@@ -83,14 +83,10 @@ def _latent_attention_kernel(tensors, rows, scale, ahead, TILE: tl.constexpr, MA
     row = row0 + tl.arange(0, TILE.rows)
     inside = row < unit_rows
     head, token = (row % rows.groups).to(tl.int64), (row // rows.groups).to(tl.int64)
-    q_at = tensors.q + b.to(tl.int64) * rows.q_batch
-    queries = _load(
-        q_at, head * rows.q_head + token * rows.q_token, inside, wide, MATH.columns, TILE.columns, MATH
-    )  # fmt: skip
-    q_at = tensors.q_rot + b.to(tl.int64) * rows.q_rot_batch
-    turned = _load(
-        q_at, head * rows.q_rot_head + token * rows.q_rot_token, inside, narrow, MATH.rotated, TILE.rotated, MATH
-    )  # fmt: skip
+    q_at, step = tensors.q + b.to(tl.int64) * rows.q_batch, head * rows.q_head + token * rows.q_token
+    queries = _load(q_at, step, inside, wide, MATH.columns, TILE.columns, MATH)
+    q_at, step = tensors.q_rot + b.to(tl.int64) * rows.q_rot_batch, head * rows.q_rot_head + token * rows.q_rot_token
+    turned = _load(q_at, step, inside, narrow, MATH.rotated, TILE.rotated, MATH)
     counts = True
     if MATH.mask != "none":
         mask = tensors.mask + b.to(tl.int64) * rows.mask_batch
