@@ -201,7 +201,9 @@ PIECES: Final = PieceTuning(
     # 4096 10.4 / 10.8 (11.7 / 12.0) and 11.3 (12.8), 6144 x 4096 14.5 / 14.8 (15.6 / 17.5) and 15.6 (17.0), 4096 x 12288
     # 26.1 / 27.0 (27.7 / 28.4) and 27.9 (29.9), 2112 x 7168 11.3 / 11.5 (11.8 / 14.9) and 11.6 (14.1), 24576 x 1536 19.3 /
     # 20.1 (20.9 / 21.6), 24576 x 4096 48.6 / 50.3 (49.3 / 51.4). Up to four programs per multiprocessor: 28672 x 4096
-    # 59.2 / 59.6 (67.5 / 67.5), 30720 x 3840 56.6 / 57.2 (63.3 / 63.1), 32000 x 4096 62.5 / 63.5 (67.1 / 67.4).
+    # 59.2 / 59.6 (67.5 / 67.5), 30720 x 3840 56.6 / 57.2 (63.3 / 63.1), 32000 x 4096 62.5 / 63.5 (67.1 / 67.4). Six stages
+    # for up to 8448 columns leave room for one program per multiprocessor. With five, programs that start early share some
+    # multiprocessors and leave others idle.
     static_cuts={
         4: (
             (8, 2112, ANY, PieceCut("cube", 32, 8, 128, 4, 4, late=True)),
@@ -211,7 +213,7 @@ PIECES: Final = PieceTuning(
             (16, 4224, ANY, PieceCut("cube", 32, 16, 128, 4, 4)),
         ),
         1: (
-            (16, 8448, ANY, PieceCut("flat", 64, 16, 128, 5, 4, late=True)),
+            (16, 8448, ANY, PieceCut("flat", 64, 16, 128, 6, 4, late=True)),
             (16, 25344, ANY, PieceCut("flat", 64, 16, 128, 3, 4)),
             (16, 33792, ANY, PieceCut("flat", 64, 16, 128, 4, 4)),
             (16, ANY, ANY, PieceCut("flat", 64, 16, 128, 3, 4)),
