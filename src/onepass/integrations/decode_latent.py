@@ -9,14 +9,14 @@ moved to the other side of the attention::
 
 Then nothing is computed per entry but the scores and the sum. This rounds ``q W_K`` and the sum to the dtype of the model
 instead of keys and values. On a GPU these are three kernels of onepass's own, whose bytes do not depend on the batch.
-torch's calls take their place elsewhere. Their bytes do depend on it, so with ``batch_invariant=True`` keys and values are made as in
-the model there.
+torch's calls take their place elsewhere, and for long contexts, where they are faster. Their bytes do depend on the batch, so with
+``batch_invariant=True`` the kernels are used for every context, and elsewhere keys and values are made as in the model.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from .decode_attention import attend, dense_layer
 from .forwards import FUSED_ROWS, Attended, add_norm, refuse_gradient
 from .steps import LatentStep, is_own, linear_step, project
 from .unsplit import has_kernels
+
+SHORT: Final = 256
+"""Entries of the context up to which onepass's kernels take less time than torch's calls on an H200."""
 
 
 def attend_latent(
@@ -57,7 +60,8 @@ def attend_latent(
     latent, k_rot = _rotate_latent(self, q, k_rot, latent, position_embeddings, past_key_values)
     out, weights = None, None
     if _absorbs(self, q, attention_mask, kwargs):
-        out = latents_in_splits(self, q, latent, k_rot, attention_mask)
+        if how.invariant or latent.shape[2] <= SHORT:
+            out = latents_in_splits(self, q, latent, k_rot, attention_mask)
         if out is None and not how.invariant:
             out = latents_by_torch(self, q, latent.squeeze(1), k_rot.squeeze(1), attention_mask)
     if out is None:

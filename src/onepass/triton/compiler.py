@@ -127,7 +127,7 @@ def machine_hash(compiled: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-UNPROVEN: tuple[str, ...] = ("latent_attention ", "head_product ")
+UNPROVEN: tuple[str, ...] = ()
 """Name prefixes of configurations that were merged before they ran on a GPU. On a GPU they raise
 `Unsupported`.
 
