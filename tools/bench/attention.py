@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +39,7 @@ LARGE: Final = 200 << 20
 """Bytes of rotating inputs: more than a cache holds."""
 
 Call = Callable[[], Tensor]
+Row = dict[str, Any]
 
 
 class Problem:
@@ -82,46 +83,58 @@ def unsplit(p: Problem) -> Tensor:
 CONTENDERS: Final = {"onepass": ours, "default": default, "flash": flash, "unsplit": unsplit}
 
 
-def measured(batch: int, context: int, behind: Behind) -> dict[str, Any]:
-    """The row of one size."""
-    size = 2 * batch * KEYS * context * COLUMNS * 2
-    problems = [Problem(batch, context) for _ in range(max(2, min(8, -(-LARGE // size))))]
-    row: dict[str, Any] = {"batch": batch, "context": context, "floor": size / BANDWIDTH * 1e6}
+def timed(row: Row, contenders: Mapping[str, Callable[[Any], Tensor]], problems: Sequence[Any], behind: Behind) -> Row:
+    """``row`` with the times of all contenders, and how many calls and sequences had other bytes."""
     row |= {"us": {}, "behind": {}, "other_runs": {}, "other_alone": {}}
-    for name, function in CONTENDERS.items():
+    first_problem = problems[0]
+    for name, function in contenders.items():
         calls: list[Call] = [partial(function, p) for p in problems]
         row["us"][name] = min(graph_times(calls, chain_us=800.0, replays=9))
         row["behind"][name] = min(behind.times(calls))
-        first = function(problems[0]).clone()
-        row["other_runs"][name] = sum(not same_bytes(function(problems[0]), first) for _ in range(REPEATS))
-        parts = [function(problems[0].alone(b)) for b in range(batch)]
+        first = function(first_problem).clone()
+        row["other_runs"][name] = sum(not same_bytes(function(first_problem), first) for _ in range(REPEATS))
+        parts = [function(first_problem.alone(b)) for b in range(row["batch"])]
         row["other_alone"][name] = sum(not same_bytes(part, first[b : b + 1]) for b, part in enumerate(parts))
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def sized(batch: int, context: int, size: int) -> Row:
+    """The beginning of a row whose calls must read ``size`` bytes."""
+    return {"batch": batch, "context": context, "floor": size / BANDWIDTH * 1e6}
+
+
+def measured(batch: int, context: int, behind: Behind) -> Row:
+    """The row of one size."""
+    size = 2 * batch * KEYS * context * COLUMNS * 2
+    problems = [Problem(batch, context) for _ in range(max(2, min(8, -(-LARGE // size))))]
+    return timed(sized(batch, context, size), CONTENDERS, problems, behind)
+
+
+def table(rows: list[Row]) -> str:
     """Microseconds in a chain and, in brackets, behind an ordinary kernel."""
+    names = tuple(rows[0]["us"])
     lines = []
     for row in rows:
-        cells = [f"{row['us'][name]:.1f} ({row['behind'][name]:.1f})" for name in CONTENDERS]
+        cells = [f"{row['us'][name]:.1f} ({row['behind'][name]:.1f})" for name in names]
         lines.append((str(row["context"]), str(row["batch"]), f"{row['floor']:.1f}", *cells))
-    return "\n".join(markdown.table(("context", "batch", "floor", *CONTENDERS), lines, 0))
+    return "\n".join(markdown.table(("context", "batch", "floor", *names), lines, 0))
 
 
-def main() -> None:
+def run(about: str | None, sizes: Sequence[tuple[int, int]], measure: Callable[[int, int, Behind], Row]) -> None:
     """Measure all sizes, print the table, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results here, after every row")
     options = parser.parse_args()
     report: dict[str, Any] = {**common.head("cuda"), "rows": []}
     behind = Behind()
     with torch.inference_mode():
-        for batch, context in SIZES:
-            report["rows"].append(measured(batch, context, behind))
+        for batch, context in sizes:
+            report["rows"].append(measure(batch, context, behind))
             common.write(report, options.json)
     print(table(report["rows"]))
-    print(json.dumps({key: [row[key] for row in report["rows"]] for key in ("other_runs", "other_alone")}))
+    found = ("other_runs", "other_alone", "difference")
+    print(json.dumps({key: [row[key] for row in report["rows"]] for key in found if key in report["rows"][0]}))
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, SIZES, measured)

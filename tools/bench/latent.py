@@ -11,33 +11,24 @@ For each, calls are repeated with equal inputs, and every sequence of a batch is
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from onepass.bench.timing import Behind, graph_times
+from onepass.bench.timing import Behind
 from onepass.integrations.decode_latent import latents_by_torch, latents_in_splits
 from onepass.ops.head_product import head_product
 from onepass.ops.latent_attention import attend_latents
-from onepass.testing.case import same_bytes
 
-from . import common, markdown
+from .attention import LARGE, Row, run, sized, timed
 
 HEADS, LATENT, ROTATED, NOPE, VALUES = 128, 512, 64, 128, 128
 SIZES: Final = tuple((batch, context) for context in (128, 1024, 8192) for batch in (1, 4, 16))
-REPEATS: Final = 50
-BANDWIDTH: Final = 4.55e12
-"""Bytes per second that the floor assumes, as in `tools.bench.models`."""
-LARGE: Final = 200 << 20
-"""Bytes of rotating inputs: more than a cache holds."""
 SCALE: Final = (NOPE + ROTATED) ** -0.5
 _layers = count()
 
@@ -111,49 +102,15 @@ CONTENDERS: Final[dict[str, Callable[[Problem], Tensor]]] = {
 }
 
 
-def measured(batch: int, context: int, behind: Behind) -> dict[str, Any]:
+def measured(batch: int, context: int, behind: Behind) -> Row:
     """The row of one size."""
     size = 2 * (batch * context * (LATENT + ROTATED) + HEADS * (NOPE + VALUES) * LATENT)
     problems = [Problem(batch, context) for _ in range(max(2, -(-LARGE // size)))]
-    row: dict[str, Any] = {"batch": batch, "context": context, "floor": size / BANDWIDTH * 1e6}
-    row |= {"us": {}, "behind": {}, "other_runs": {}, "other_alone": {}}
-    for name, function in CONTENDERS.items():
-        calls: list[Callable[[], Tensor]] = [partial(function, p) for p in problems]
-        row["us"][name] = min(graph_times(calls, chain_us=800.0, replays=9))
-        row["behind"][name] = min(behind.times(calls))
-        first = function(problems[0]).clone()
-        row["other_runs"][name] = sum(not same_bytes(function(problems[0]), first) for _ in range(REPEATS))
-        parts = [function(problems[0].alone(b)) for b in range(batch)]
-        row["other_alone"][name] = sum(not same_bytes(part, first[b : b + 1]) for b, part in enumerate(parts))
+    row = timed(sized(batch, context, size), CONTENDERS, problems, behind)
     mine, theirs = ours(problems[0]).float(), by_torch(problems[0]).float()
     row["difference"] = float((mine - theirs).abs().max() / theirs.abs().max())
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Microseconds in a chain and, in brackets, behind an ordinary kernel."""
-    lines = []
-    for row in rows:
-        cells = [f"{row['us'][name]:.1f} ({row['behind'][name]:.1f})" for name in CONTENDERS]
-        lines.append((str(row["context"]), str(row["batch"]), f"{row['floor']:.1f}", *cells))
-    return "\n".join(markdown.table(("context", "batch", "floor", *CONTENDERS), lines, 0))
-
-
-def main() -> None:
-    """Measure all sizes, print the table, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here, after every row")
-    options = parser.parse_args()
-    report: dict[str, Any] = {**common.head("cuda"), "rows": []}
-    behind = Behind()
-    with torch.inference_mode():
-        for batch, context in SIZES:
-            report["rows"].append(measured(batch, context, behind))
-            common.write(report, options.json)
-    print(table(report["rows"]))
-    found = {key: [row[key] for row in report["rows"]] for key in ("other_runs", "other_alone", "difference")}
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, SIZES, measured)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..specs.attention import SPLIT
-from ..specs.latent_attention import MAX_LATENT, MAX_ROTATED, LatentCall, LatentRows, latent_spec
+from ..specs.attention import SPLIT, attention_spec
+from ..specs.latent_attention import MAX_LATENT, MAX_ROTATED, LatentCall, LatentRows
 from .attention import LOG2E, aligned, described, mask_fits, mask_kind, mask_steps, steps
 from .dispatch import Family
 from .registration import define
@@ -75,7 +75,7 @@ def _attend(q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tenso
     context, rotated = k_rot.shape[2:]
     sizes = (batch, 1, heads, tokens, context, columns, rotated, -(-context // SPLIT))
     strides = (*steps(q), *steps(q_rot), *steps(latent)[::2], *steps(k_rot)[::2], *mask_steps(mask))
-    spec, rows = latent_spec(q.dtype, mask_kind(mask)), LatentRows(*sizes, *strides)
+    spec, rows = attention_spec(q.dtype, mask_kind(mask)), LatentRows(*sizes, *strides)
     _family.launch(q)(LatentCall(spec, q, q_rot, latent, k_rot, mask, out, scale * LOG2E, rows))
     return out
 

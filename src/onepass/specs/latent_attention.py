@@ -6,14 +6,11 @@ tokens, are the *rows* of a product. Splits and masks are those of `specs.attent
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Final, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .attention import MaskKind
+from .attention import AttentionSpec
 
 PIECES: Final = 4
 """Pieces of a score: the columns of a latent and of a rotated key, padded with zeros, are cut into this many. It defines
@@ -24,18 +21,6 @@ MAX_LATENT: Final = 512
 """Maximum number of columns of a latent."""
 MAX_ROTATED: Final = 64
 """Maximum number of columns of a rotated key."""
-
-
-@dataclass(frozen=True, eq=False)
-class LatentSpec:
-    """Everything except sizes that affects the machine code; interned by `latent_spec`, so identity is equality."""
-
-    x: torch.dtype
-    mask: MaskKind
-
-
-latent_spec: Final = cache(LatentSpec)
-"""The interned `LatentSpec` with these properties."""
 
 
 class LatentRows(NamedTuple):
@@ -69,7 +54,7 @@ class LatentCall(NamedTuple):
     ``out`` is contiguous, [batch, tokens, heads of q, columns]. The launch adds ``sums``, ``tops`` and ``counter``.
     """
 
-    spec: LatentSpec
+    spec: AttentionSpec
     q: Tensor
     q_rot: Tensor
     latent: Tensor

@@ -35,8 +35,14 @@ def _reference(top):
 
 
 @triton.jit
-def _join(tensors, first, row, inside, splits, place, column, TILE: tl.constexpr, MATH: tl.constexpr):
-    """Add the splits of some rows from the first to the last, and store the quotient at ``place``."""
+def _join(
+    tensors, first, row, inside, splits, place, column, COUNTED: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr
+):
+    """Add the splits of some rows from the first to the last, and store the quotient at ``place``.
+
+    ``COUNTED``: splits in which no entry counts have no sums. Those are most splits of a long static cache. Their ``tops``
+    and weights are there, because NaN scores count.
+    """
     ROWS: tl.constexpr = TILE.joined
     top = tl.full((ROWS,), LOWEST, tl.float32)
     for at in tl.range(0, splits, TILE.looked):
@@ -52,7 +58,8 @@ def _join(tensors, first, row, inside, splits, place, column, TILE: tl.constexpr
         tops = tl.load(there, mask=inside, other=LOWEST, cache_modifier=".cg")
         sums = tl.load(there + TILE.rows, mask=inside, other=0.0, cache_modifier=".cg")
         there = tensors.sums + ((first + split) * TILE.rows + row).to(tl.int64)[:, None] * TILE.columns
-        values = tl.load(there + column[None, :], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+        present = tops != LOWEST if COUNTED else inside
+        values = tl.load(there + column[None, :], mask=present[:, None], other=0.0, cache_modifier=".cg")
         factor = tl.exp2(tops - reference)
         weight += sums * factor
         total += values * factor[:, None]
@@ -81,6 +88,39 @@ def _out_at(row, rows, b, h, MATH: tl.constexpr):
     """Where rows of queries are in the result, [batch, tokens, heads of q, columns]."""
     token = (b * rows.tokens + row // rows.groups).to(tl.int64)
     return (token * (rows.heads * rows.groups) + h * rows.groups + row % rows.groups) * MATH.columns
+
+
+@triton.jit
+def _end_split(
+    tensors, rows, sums, inside, column, where, COUNTED: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr
+):
+    """Store the result of the only split, or leave its sums. The last program of a tile of rows joins the splits.
+
+    ``sums`` are the largest score, the weight and the total of each row; ``where`` the tile's number, the split, the
+    first row, the sequence and the head of keys.
+    """
+    top, weight, total = sums
+    unit, split, row0, b, h = where
+    if not MATH.several:
+        row = row0 + tl.arange(0, TILE.rows)
+        _store(tensors, total, weight, _out_at(row, rows, b, h, MATH), inside, column, MATH)
+    else:
+        first_sum = unit * rows.splits
+        mine = (first_sum + split) * (2 * TILE.rows) + tl.arange(0, TILE.rows)
+        tl.store(tensors.tops + mine, top)
+        tl.store(tensors.tops + mine + TILE.rows, weight)
+        mine = ((first_sum + split) * TILE.rows + tl.arange(0, TILE.rows)).to(tl.int64)[:, None] * TILE.columns
+        present = inside & (top != LOWEST) if COUNTED else inside
+        tl.store(tensors.sums + mine + column[None, :], total, mask=present[:, None])
+        tl.debug_barrier()
+        order = tl.atomic_add(tensors.counter + unit, 1, sem="acq_rel", scope="gpu")
+        if order == rows.splits - 1:
+            left = tl.minimum(TILE.rows, rows.groups * rows.tokens - row0)
+            for r in tl.range(0, left, TILE.joined):
+                some = r + tl.arange(0, TILE.joined)
+                place = _out_at(row0 + some, rows, b, h, MATH)
+                _join(tensors, first_sum, some, some < left, rows.splits, place, column, COUNTED, TILE, MATH)
+            tl.store(tensors.counter + unit, 0)
 
 
 @triton.jit
@@ -144,21 +184,4 @@ def _attention_kernel(tensors, rows, scale, ahead, TILE: tl.constexpr, MATH: tl.
             total = tl.dot(powers, _operand(v, MATH), total * kept)
             top = larger
     weight = tl.max(weights, 1)  # all 16 are equal
-    if not MATH.several:
-        _store(tensors, total, weight, _out_at(row, rows, b, h, MATH), inside, column, MATH)
-    else:
-        first_sum = unit * rows.splits
-        mine = (first_sum + split) * (2 * TILE.rows) + tl.arange(0, TILE.rows)
-        tl.store(tensors.tops + mine, top)
-        tl.store(tensors.tops + mine + TILE.rows, weight)
-        mine = ((first_sum + split) * TILE.rows + tl.arange(0, TILE.rows)).to(tl.int64)[:, None] * TILE.columns
-        tl.store(tensors.sums + mine + column[None, :], total, mask=inside[:, None])
-        tl.debug_barrier()
-        order = tl.atomic_add(tensors.counter + unit, 1, sem="acq_rel", scope="gpu")
-        if order == rows.splits - 1:
-            left = tl.minimum(TILE.rows, unit_rows - row0)
-            for r in tl.range(0, left, TILE.joined):
-                some = r + tl.arange(0, TILE.joined)
-                place = _out_at(row0 + some, rows, b, h, MATH)
-                _join(tensors, first_sum, some, some < left, rows.splits, place, column, TILE, MATH)
-            tl.store(tensors.counter + unit, 0)
+    _end_split(tensors, rows, (top, weight, total), inside, column, (unit, split, row0, b, h), False, TILE, MATH)

@@ -5,8 +5,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..specs.attention import ROWS, SPLIT
-from ..specs.latent_attention import BLOCK, PIECES, LatentCall, LatentRows, LatentSpec
+from ..specs.attention import ROWS, SPLIT, AttentionSpec
+from ..specs.latent_attention import BLOCK, PIECES, LatentCall, LatentRows
 from .attention import AHEAD, launch_splits, units
 from .chip import Chip
 from .compiler import Build
@@ -47,7 +47,7 @@ def _tile(facts: LatentFacts) -> LatentTile:
     return LatentTile(ROWS, columns, rotated, PIECES, SPLIT, BLOCK, 3, columns // 64, 64, 4, 6)
 
 
-def build_for(spec: LatentSpec, facts: LatentFacts, chip: Chip) -> Build:
+def build_for(spec: AttentionSpec, facts: LatentFacts, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
     sums, masked = torch.float32, spec.mask != "none"
     tensors = LatentTensors(

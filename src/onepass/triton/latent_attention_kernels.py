@@ -8,7 +8,7 @@ the first to the last. So no warp holds whole queries, and no chain of products 
 import triton
 import triton.language as tl
 
-from .attention_kernels import LOG2E, LOWEST, _out_at, _reference, _request, _store
+from .attention_kernels import LOG2E, LOWEST, _end_split, _reference, _request
 from .device.numbers import cast
 from .device.pdl import launch_dependents, wait
 from .device.product import _operand
@@ -29,34 +29,6 @@ def _load(at, step, inside, column, COLUMNS: tl.constexpr, WIDE: tl.constexpr, M
     if COLUMNS != WIDE:
         mask = mask & (column < COLUMNS)
     return _operand(tl.load(at + step[None, :, None] + column, mask=mask, other=0.0), MATH)
-
-
-@triton.jit
-def _join_counted(tensors, first, row, inside, splits, place, column, TILE: tl.constexpr, MATH: tl.constexpr):
-    """`attention_kernels._join` without the sums of splits in which no entry counts: they add nothing.
-
-    Those are most splits of a long static cache. NaN scores count in ``weight``.
-    """
-    ROWS: tl.constexpr = TILE.joined
-    top = tl.full((ROWS,), LOWEST, tl.float32)
-    for at in tl.range(0, splits, TILE.looked):
-        split = at + tl.arange(0, TILE.looked)[:, None]
-        there = tensors.tops + (first + split) * (2 * TILE.rows) + row[None, :]
-        tops = tl.load(there, mask=(split < splits) & inside[None, :], other=LOWEST, cache_modifier=".cg")
-        top = tl.maximum(top, tl.max(tops, 0))
-    reference = _reference(top)
-    total = tl.zeros((ROWS, TILE.columns), tl.float32)
-    weight = tl.zeros((ROWS,), tl.float32)
-    for split in tl.range(0, splits, num_stages=TILE.join_stages):
-        there = tensors.tops + (first + split) * (2 * TILE.rows) + row
-        tops = tl.load(there, mask=inside, other=LOWEST, cache_modifier=".cg")
-        sums = tl.load(there + TILE.rows, mask=inside, other=0.0, cache_modifier=".cg")
-        there = tensors.sums + ((first + split) * TILE.rows + row).to(tl.int64)[:, None] * TILE.columns
-        values = tl.load(there + column[None, :], mask=(tops != LOWEST)[:, None], other=0.0, cache_modifier=".cg")
-        factor = tl.exp2(tops - reference)
-        weight += sums * factor
-        total += values * factor[:, None]
-    _store(tensors, total, weight, place, inside, column, MATH)
 
 
 @triton.jit
@@ -125,21 +97,4 @@ def _latent_attention_kernel(tensors, rows, scale, ahead, TILE: tl.constexpr, MA
     weight = tl.max(tl.max(weights, 2), 0)  # all are equal
     total = tl.reshape(tl.permute(total, (1, 0, 2)), (TILE.rows, TILE.columns))
     column = tl.arange(0, TILE.columns)
-    if not MATH.several:
-        _store(tensors, total, weight, _out_at(row, rows, b, 0, MATH), inside, column, MATH)
-    else:
-        first_sum = unit * rows.splits
-        mine = (first_sum + split) * (2 * TILE.rows) + tl.arange(0, TILE.rows)
-        tl.store(tensors.tops + mine, top)
-        tl.store(tensors.tops + mine + TILE.rows, weight)
-        mine = ((first_sum + split) * TILE.rows + tl.arange(0, TILE.rows)).to(tl.int64)[:, None] * TILE.columns
-        tl.store(tensors.sums + mine + column[None, :], total, mask=(inside & (top != LOWEST))[:, None])
-        tl.debug_barrier()
-        order = tl.atomic_add(tensors.counter + unit, 1, sem="acq_rel", scope="gpu")
-        if order == rows.splits - 1:
-            left = tl.minimum(TILE.rows, unit_rows - row0)
-            for r in tl.range(0, left, TILE.joined):
-                some = r + tl.arange(0, TILE.joined)
-                place = _out_at(row0 + some, rows, b, 0, MATH)
-                _join_counted(tensors, first_sum, some, some < left, rows.splits, place, column, TILE, MATH)
-            tl.store(tensors.counter + unit, 0)
+    _end_split(tensors, rows, (top, weight, total), inside, column, (unit, split, row0, b, 0), True, TILE, MATH)
