@@ -115,15 +115,7 @@ def force(kind: PieceKind, wide: bool, longer: bool) -> None:
     """Use tiles of ``kind`` with the columns that an H200 loads. ``longer``: steps of a cube may exceed its pieces."""
 
     def piece_tile(
-        weight: torch.dtype,
-        scaled: WeightScale,
-        m: int,
-        n: int,
-        k: int,
-        aligned: bool,
-        chip: Chip,
-        descriptors: bool,
-        static: bool = False,
+        weight: torch.dtype, scaled: WeightScale, m: int, n: int, k: int, aligned: bool, *rest: object, **more: object
     ) -> PieceTile:
         pieces, _, grain = order_of(BF16, weight, scaled, n)
         length = -(-k // (pieces * grain)) * grain

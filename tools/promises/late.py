@@ -10,7 +10,7 @@ from triton.language.extra import cuda
 BLOCK: tl.constexpr = tl.constexpr(16384)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _copy_late(source: tl.tensor, target: tl.tensor, count: tl.tensor, nanoseconds: tl.tensor) -> None:
     cuda.gdc_launch_dependents()
     cuda.gdc_wait()

@@ -19,7 +19,7 @@ from onepass.ops.linear import linear
 from onepass.ops.rms_norm import rms_norm
 from onepass.testing.case import same_bytes
 from onepass.testing.weights import scales, whole_numbers
-from tools.promises.late import copy_late
+from onepass.triton.product_config import MOST_STATIC
 
 Promise = Callable[[], str | None]
 _ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 130)
@@ -27,10 +27,8 @@ _MORE_ROWS: Final = (*_ROWS[:-1], 65, 130, 257, 300)
 """On a GPU: with these, every class of rows in the H200's tables of tiles."""
 _SHAPES: Final = ((40, 1001), (300, 2100), (600, 520), (1536, 300), (3000, 264), (4224, 136), (8200, 1088))
 """N and K: on a GPU, a sum has 16 pieces below 8192 rows of weight and 4 from there on. Two have several blocks per piece."""
-MOST_STATIC: Final = 16
-"""Rows up to which static weights are read early."""
 _LATE: Final = ((2112, 1024), (3000, 1024), (4608, 1024), (7168, 1024), (9216, 2560), (26624, 2560), (33856, 2560))
-"""N and K of every tile of static weights."""
+"""N and K: every class of columns in the H200's tables of static weights."""
 _KINDS: Final = ("float", "fp8 row", "fp8 block", "int8 row")
 _TILES: Final = ((5000, 264), (9000, 264), (9000, 2304))
 """Further N and K for which 8-bit weights have tiles of their own on the H200."""
@@ -171,6 +169,8 @@ def _chain(static: bool) -> str | None:
 
 def _late(kind: str) -> str | None:
     """The kernel in front lets the next one start at once, and writes x after 100 microseconds."""
+    from tools.promises.late import copy_late
+
     for n, k in _LATE:
         weight, scale = weights_of("cuda", n, k, kind, torch.bfloat16)
         for m in (1, MOST_STATIC):
