@@ -25,8 +25,8 @@ from onepass.testing.runner import select
 from onepass.triton import gemv_norm, gemv_norm_config, gemv_norm_kernels, product_config
 from onepass.triton.chip import Chip
 from onepass.triton.compiler import Build, compile_build
-from onepass.triton.device import product
-from onepass.triton.gemv_norm_config import GemvConfig, gemv_config
+from onepass.triton.device import gemv_stream, product
+from onepass.triton.gemv_norm_config import FragmentTile, GemvConfig, gemv_config
 from onepass.triton.product_config import PieceTile, StreamTile
 from onepass.triton.tuning import tuning
 from tests.helpers.interpreting import passed_checks
@@ -131,8 +131,14 @@ def test_settings_that_affect_bits_do_not_depend_on_rows(kind: tuple[Any, Any, W
     for widths in WIDTHS:
         calls = configurations(kind, widths)
         for (_, n, _, _), (tile, _) in calls:
-            own = (tile.pieces, tile.block, tile.vec) if isinstance(tile, StreamTile) else (tile.pieces, tile.grain)
-            decided.setdefault(n, set()).add(own)
+            match tile:
+                case FragmentTile():
+                    order: tuple[int, ...] = (tile.vec,)
+                case StreamTile():
+                    order = (tile.pieces, tile.block, tile.vec)
+                case PieceTile():
+                    order = (tile.pieces, tile.grain)
+            decided.setdefault(n, set()).add(order)
         assert len({(norm.chunks, norm.longs) for _, (_, norm) in calls}) == 1
         assert len({config for _, config in calls}) > 4, "the other settings depend on sizes"
     blocks = scaled.endswith("block")
@@ -141,7 +147,7 @@ def test_settings_that_affect_bits_do_not_depend_on_rows(kind: tuple[Any, Any, W
         if act == F32:
             assert decision == (16, SCALE_BLOCK if blocks else 16, 4)
         elif weight == act:
-            assert decision == (1 if n >= 7168 else 4, 64)
+            assert decision == (8,)
         else:
             assert decision == (8 if n <= 2640 else 4, SCALE_BLOCK if blocks else 64)
     assert any(n >= 8192 for n in decided) and any(n < 7168 for n in decided)
@@ -150,6 +156,7 @@ def test_settings_that_affect_bits_do_not_depend_on_rows(kind: tuple[Any, Any, W
 def test_kernel_and_config_constants_agree() -> None:
     assert product.SCALED.value == SCALE_BLOCK
     assert gemv_norm_kernels.CHUNK.value == gemv_norm_config.CHUNK
+    assert gemv_stream.PIECES.value * 4 * gemv_norm_config.VEC == gemv_norm_config.STEP
     spec = gemv_spec(BF16, F8, "row", (BF16,), None, False)
     for m, n in ((1, 40), (16, 40), (1, 9000), (8, 9000)):
         made = build(spec, m, n, 1024, (24,))
@@ -171,6 +178,20 @@ def check_stream(tile: StreamTile, m: int, k: int, aligned: bool) -> None:
     assert tile.mask == (k % covered != 0)
     assert tile.long or tile.steps <= product_config.MOST_LOADS
     assert aligned or (tile.long and tile.steps == tile.loads)
+    assert tile.pace == 0 or (tile.pace > 0 and aligned and not tile.long)
+
+
+def check_fragments(tile: FragmentTile, m: int, k: int, aligned: bool) -> None:
+    """What kernels assume about a tile of 16-bit weights."""
+    parts = gemv_stream.PIECES.value // tile.warps
+    assert parts * tile.warps == gemv_stream.PIECES.value and parts in (1, 2, 4)
+    assert tile.columns % (16 // parts) == 0 and tile.rows % (8 // parts) == 0, "whole fragments"
+    assert tile.rows >= min(m, tuning(records.H200).gemv.unaligned_rows)
+    assert 1 <= tile.depth <= tile.steps and 1 <= tile.ahead <= tile.steps
+    covered = tile.steps * gemv_norm_config.STEP
+    assert tile.long or covered == k
+    assert tile.mask == (k % covered != 0)
+    assert aligned or (tile.long and tile.steps == 1)
     assert tile.pace == 0 or (tile.pace > 0 and aligned and not tile.long)
 
 
@@ -209,11 +230,14 @@ def test_configurations_are_valid(kind: tuple[Any, Any, WeightScale]) -> None:
     scales: tuple[WeightScale, ...] = ("none", "row", "block") if weight.itemsize == 1 else ("none", "row")
     for widths in WIDTHS:
         for (m, n, k, aligned), (stream, norm) in configurations(kind, widths):
-            if isinstance(stream, PieceTile):
-                assert stream.kind in ("cube", "flat")
-                check_pieces(stream, weight, scaled, k, aligned)
-            else:
-                check_stream(stream, m, k, aligned)
+            match stream:
+                case FragmentTile():
+                    check_fragments(stream, m, k, aligned)
+                case StreamTile():
+                    check_stream(stream, m, k, aligned)
+                case PieceTile():
+                    assert stream.kind in ("cube", "flat")
+                    check_pieces(stream, weight, scaled, k, aligned)
             assert m > MAX_ROWS or MOST_COLUMNS % stream.columns == 0, "the workspace has whole tiles"
             assert len(norm.chunks) == len(norm.longs) == len(widths)
             side = max(1, stream.warps // 4)
@@ -252,25 +276,61 @@ def chunk_sum(squares: Tensor) -> Tensor:
     return (total[0, 0] + total[1, 0]) + (total[2, 0] + total[3, 0])
 
 
-def test_norm_sums_in_the_documented_order(tmp_path: Path) -> None:
-    given = torch.randn(4, 512)
-    torch.save(given, tmp_path / "given")
-    code = (
-        "import sys, torch, triton, triton.language as tl\n"
-        "from onepass.triton.gemv_norm_kernels import _sum_chunk\n"
-        "@triton.jit\n"
-        "def kernel(x, y):\n"
-        "    row = tl.arange(0, 4)\n"
-        "    tl.store(y + row, _sum_chunk(tl.load(x + row[:, None] * 512 + tl.arange(0, 512)[None, :]), 4))\n"
-        "sums = torch.empty(4)\n"
-        "kernel[(1,)](torch.load(sys.argv[1] + '/given'), sums)\n"
-        "torch.save(sums, sys.argv[1] + '/sums')\n"
-    )
-    (tmp_path / "adds.py").write_text(code)
+def piece_sum(pieces: Tensor) -> Tensor:
+    """The sum of 16 pieces in the order of `fold_fragments`."""
+    for _ in range(2):
+        rows = pieces.view(4, -1)
+        pieces = (rows[0] + rows[1]) + (rows[2] + rows[3])
+    return pieces
+
+
+SUMS = """
+import sys, torch, triton, triton.language as tl
+from onepass.triton.device.gemv_stream import fold_fragments
+from onepass.triton.gemv_norm_config import FragmentTile
+from onepass.triton.gemv_norm_kernels import _sum_chunk
+
+@triton.jit
+def add_chunks(x, y):
+    row = tl.arange(0, 4)
+    tl.store(y + row, _sum_chunk(tl.load(x + row[:, None] * 512 + tl.arange(0, 512)[None, :]), 4))
+
+@triton.jit
+def add_pieces(x, y, TILE: tl.constexpr):
+    PARTS: tl.constexpr = 16 // TILE.warps
+    ROWS: tl.constexpr = 8 // PARTS
+    warp = tl.arange(0, TILE.warps)[:, None, None] * 128
+    total = tl.load(x + warp + tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :])
+    place = tl.arange(0, 2 * ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    tl.store(y + place, fold_fragments(total, TILE))
+
+given = torch.load(sys.argv[1] + "/given")
+sums = [torch.empty(4)]
+add_chunks[(1,)](given["chunks"], sums[0])
+for warps, pieces in given["pieces"].items():
+    sums.append(torch.empty(2 * warps // 2, warps // 2))
+    add_pieces[(1,)](pieces, sums[-1], FragmentTile(warps, 8, 0, 0, 0, False, False, 0, 0, 0))
+torch.save(sums, sys.argv[1] + "/sums")
+"""
+
+
+def test_kernels_sum_in_the_documented_order(tmp_path: Path) -> None:
+    """The squares of a norm, and the pieces of a product for every number of warps."""
+    chunks = torch.randn(4, 512)
+    # [warps, columns x parts, rows x parts], of which only equal parts count
+    pieces = {warps: torch.randn(warps, 16, 8) for warps in (4, 8, 16)}
+    torch.save({"chunks": chunks, "pieces": pieces}, tmp_path / "given")
+    (tmp_path / "adds.py").write_text(SUMS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "ignore", str(tmp_path / "adds.py"), str(tmp_path)]
     subprocess.run(command, env=environment, check=True)
-    assert torch.load(tmp_path / "sums").tolist() == [float(chunk_sum(row)) for row in given]
+    squares, *folded = torch.load(tmp_path / "sums")
+    assert squares.tolist() == [float(chunk_sum(row)) for row in chunks]
+    for (warps, total), sums in zip(pieces.items(), folded, strict=True):
+        parts = 16 // warps
+        fragments = total.view(warps, 16 // parts, parts, 8 // parts, parts).diagonal(dim1=2, dim2=4)
+        for column, row in itertools.product(range(16 // parts), range(8 // parts)):
+            assert sums[column, row] == piece_sum(fragments[:, column, row].flatten())
 
 
 @pytest.mark.parametrize("codes", [None, F8], ids=["norm", "codes"])
@@ -279,7 +339,7 @@ def test_norm_sums_in_the_documented_order(tmp_path: Path) -> None:
 def test_order_of_summation_does_not_depend_on_layouts(
     m: int, aligned: bool, weight: torch.dtype, codes: torch.dtype | None
 ) -> None:
-    """Float reductions add two numbers."""
+    """Float reductions add two numbers, or one number and the zeros of a fragment."""
     scaled: WeightScale = "row" if weight == F8 else "none"
     made = build(
         gemv_spec(BF16, weight, scaled, (BF16,), codes, False), m, 96, 1024 if aligned else 1001, (64,), aligned=aligned
@@ -290,8 +350,11 @@ def test_order_of_summation_does_not_depend_on_layouts(
         r'"tt.reduce"\(%\w+\) <\{axis = (\d) : i32\}> .*?arith\.(\w+) .*?: \(tensor<([\dx]+)xf32', text, re.DOTALL
     )
     assert len(reductions) >= 7
+    parts = gemv_stream.PIECES.value // made.warps
     for axis, kind, shape in reductions:
-        assert kind == "addf" and int(shape.split("x")[int(axis)]) == 2, (kind, shape)
+        size = int(shape.split("x")[int(axis)])
+        diagonal = weight == BF16 and shape.startswith(f"{made.warps}x16x") and size == parts
+        assert kind == "addf" and (size == 2 or diagonal), (kind, shape)
 
 
 # --- other chips ---------------------------------------------------------------------------------------------------

@@ -98,7 +98,6 @@ SPILLING = {
     _DIVIDE + "norm e4m3fn:448/static:f32 divide 4*1024/4w/v8": 8,
     "rms_norm_row x=bf16 gamma=bf16 per row gate=bf16 norm 16x128-/2w/v8u levels=3": 96,
     **{_LONG.format(scale): 8 for scale in ("ue8m0:f32", "f16", "f32")},
-    "gemv act=bf16 weight=bf16 norm=bf16:512,bf16:512/1 cube 16x8x128/4w/s5g8 p4": 8,
     "linear x=bf16 weight=e4m3fn scale=row add=bf16 even decoded 256x128x64/8w/s4g8m p4": 56,
     "linear x=bf16 weight=e4m3fn scale=block silu_mul hf even cube 64x16x128/4w/s2g8ls p4": 8,
     **{f"attention x={x} mask=none columns={n} splits": 8 for x in ("bf16", "f16") for n in (80, 96)},

@@ -130,7 +130,8 @@ def gemv_and_partial_norm(
     The result is then (normed[, scale][, further...], unnormed), and ``out`` takes tensors in that order.
 
     Rounding: y is float32, summed in an order that depends only on N, K, the dtypes and the kind of scale,
-    and each stored value is rounded once. The bytes of a row do not depend on its batch. With ``fused=False``, which
+    and each stored value is rounded once. On a GPU, 16-bit weights have an order of their own, so y may differ
+    from `linear`'s in the last bit. The bytes of a row do not depend on its batch. With ``fused=False``, which
     accepts any M, y comes rounded from `torch.matmul` (or, for 8-bit weights, from our own kernel),
     `rms_norm` reads it, and unnormed is a view of it.
 

@@ -12,7 +12,15 @@ from ..specs.gemv_norm import MAX_SEGMENTS, GemvCall, GemvSpec, WeightScale, til
 from . import counters
 from .chip import Chip
 from .compiler import Build
-from .gemv_norm_config import CHUNK, GemvConfig, gemv_config
+from .gemv_norm_config import (
+    CHUNK,
+    FragmentTile,
+    GemvConfig,
+    GemvTile,
+    describe_fragments,
+    fragment_registers,
+    gemv_config,
+)
 from .gemv_norm_kernels import _gemv_partial_norm_kernel
 from .launcher import SHORT_NAMES, Family
 from .product_config import WEIGHTS, PieceTile, StreamTile, describe_pieces, describe_tile, tile_registers
@@ -22,12 +30,13 @@ GemvStrides = namedtuple("GemvStrides", "act weight weight_scale y tail scale")
 """Strides from row to row."""
 GemvMath = namedtuple(
     "GemvMath",
-    "segments contiguous pack weight regroups scaled gated normed residual round_sum hf hw_rounding pdl traced",
+    "segments stream pack weight regroups scaled gated normed residual round_sum hf hw_rounding pdl traced",
 )
 """What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm. ``regroups``: see
 `device.codes`.
-``contiguous``: the tile is a `product_config.PieceTile`.
+``stream``: the kind of tile, one of `STREAMS`.
 """
+STREAMS: Final = {FragmentTile: "fragments", PieceTile: "pieces", StreamTile: "products"}
 
 
 def _segments(entry: str) -> tuple[str, ...]:
@@ -121,7 +130,7 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
         "NORM": config.norm,
         "MATH": GemvMath(
             segments,
-            contiguous=isinstance(tile, PieceTile),
+            stream=STREAMS[type(tile)],
             pack=pack,
             weight=WEIGHTS.get(spec.weight, "float"),
             regroups=chip.sums_sixteen,
@@ -138,10 +147,38 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
         "QUANT": quant(fp8, chip),
     }
     name = _describe(spec, config, aligned, even)
-    registers = 0 if isinstance(tile, PieceTile) else tile_registers(tile, aligned, chip)
     return FAMILY.make_build(
-        name, _gemv_partial_norm_kernel, chip, dtypes, constants, unused, divisible, tile.warps, registers
+        name,
+        _gemv_partial_norm_kernel,
+        chip,
+        dtypes,
+        constants,
+        unused,
+        divisible,
+        tile.warps,
+        _registers(tile, aligned, chip),
     )
+
+
+def _registers(tile: GemvTile, aligned: bool, chip: Chip) -> int:
+    """The register limit per thread; 0 leaves it to the assembler."""
+    match tile:
+        case FragmentTile():
+            return fragment_registers(tile, aligned, chip)
+        case StreamTile():
+            return tile_registers(tile, aligned, chip)
+        case PieceTile():
+            return 0
+
+
+def _describe_tile(tile: GemvTile, aligned: bool) -> str:
+    match tile:
+        case FragmentTile():
+            return describe_fragments(tile, aligned)
+        case StreamTile():
+            return describe_tile(tile, aligned)
+        case PieceTile():
+            return describe_pieces(tile)
 
 
 def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> str:
@@ -156,8 +193,7 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
     parts += [option for option, chosen in (("even", even), ("traced", spec.traced)) if chosen]
     if spec.fp8:
         parts.append(spec.fp8.name)
-    tile = config.tile
-    parts.append(describe_pieces(tile) if isinstance(tile, PieceTile) else describe_tile(tile, aligned))
+    parts.append(_describe_tile(config.tile, aligned))
     return " ".join(parts)
 
 

@@ -10,6 +10,7 @@ launch. Constants are the named tuples of `gemv_norm`.
 import triton
 import triton.language as tl
 
+from .device.gemv_stream import PIECES, fold_fragments, stream_fragments
 from .device.numbers import cast, encode_fp8, make_scale, quotient
 from .device.pdl import launch_dependents, wait
 from .device.product import product
@@ -193,7 +194,24 @@ def _gemv_partial_norm_kernel(
     span = (row0, limit, start, is_tail)
     out = (y, tile * COLUMNS, strides.y, unnormed, strides.tail)
     done = 0.0
-    if MATH.contiguous:
+    rows = tl.minimum(m - first_row, TILE.rows)
+    lead = first_row.to(tl.int64)
+    lines = (act + lead * strides.act, rows, strides.act)
+    if MATH.stream == "fragments":
+        PER_TILE: tl.constexpr = 8 * TILE.warps // PIECES  # columns or rows that fill 8 lanes
+        XT: tl.constexpr = TILE.rows // PER_TILE
+        WT: tl.constexpr = COLUMNS // PER_TILE
+        matrix = (weight, row0, limit, strides.weight)
+        totals = stream_fragments(lines, matrix, k, trace, block, WT, XT, TILE, MATH)
+        for i in tl.static_range(WT // 2):
+            for j in tl.static_range(XT):
+                v = fold_fragments(totals[i * XT + j], TILE)
+                if TRACED:
+                    done += tl.sum(tl.sum(v, 1), 0)
+                columns = i * 2 * PER_TILE + tl.arange(0, 2 * PER_TILE)
+                numbers = first_row + j * PER_TILE + tl.arange(0, PER_TILE)
+                _store_columns(v, columns, numbers, m, span, out, weight_scale, SEGMENTS, MATH)
+    elif MATH.stream == "pieces":
         wait(MATH.pdl)
         stamp(trace, block, 1, block, TRACED)
         columns = tl.arange(0, COLUMNS)
@@ -205,13 +223,10 @@ def _gemv_partial_norm_kernel(
             done += tl.sum(tl.sum(v, 1), 0)
         _store_columns(v, columns, numbers, m, span, out, weight_scale, SEGMENTS, MATH)
     else:
-        rows = tl.minimum(m - first_row, TILE.rows)
-        lead = first_row.to(tl.int64)
         PARTS: tl.constexpr = TILE.pieces // TILE.warps
         WIDE: tl.constexpr = 8 // PARTS
         WT: tl.constexpr = COLUMNS // WIDE
         XT: tl.constexpr = TILE.rows
-        lines = (act + lead * strides.act, rows, strides.act)
         matrix = (weight, row0, limit, strides.weight, 0)
         ws = first_weights(matrix, k, WT, TILE, MATH)
         wait(MATH.pdl)

@@ -4,6 +4,8 @@ from typing import Final
 
 from .table import (
     ANY,
+    GemvCut,
+    GemvTuning,
     LinearTuning,
     MlaTuning,
     PieceCut,
@@ -93,6 +95,27 @@ ROWS: Final = RowTuning(
 STREAM: Final = StreamTuning(
     unaligned_registers=168,  # by default the assembler uses 128 where it needs a few more, and spills
     most_values=80,  # of a norm that a thread holds
+)
+
+GEMV: Final = GemvTuning(
+    most_rows=32,  # of act per program
+    unaligned_rows=16,  # where elements are loaded one by one, each into a register of its own
+    # Bfloat16 [20]. A multiprocessor runs one block for every 4 columns of its share of N, as long
+    # as all fit at once: 2112 x 7168 took 7.7 (8 columns: 8.2), 2624 x 6144 8.4 with fewer
+    # registers (9.5 with as many), 4096 x 4096 9.0 with 8 columns (10.7). More rows of act are
+    # worth more columns and warps, which read act less often: M = 4 took 8.1 (4 warps: 9.2), M = 8
+    # 9.0 (4 warps: 12.9; 16: 9.7), M = 16 11.9 with 16 warps (8: 12.3). More than 16 rows [38]: M =
+    # 32 14.2 (2 deep: 17.8), 64 23.1 (3 deep: 26.7).
+    cuts=(
+        (2, 2112, GemvCut(4, 4, 9, 1, 3)),
+        (2, 2640, GemvCut(4, 4, 5, 1, 2)),
+        (2, ANY, GemvCut(4, 8, 4, 1, 1)),
+        (4, ANY, GemvCut(8, 8, 8, 2, 3)),
+        (8, ANY, GemvCut(8, 8, 7, 2, 2)),
+        (16, ANY, GemvCut(16, 16, 8, 2, 2)),
+        (32, ANY, GemvCut(16, 16, 3, 1, 2)),
+        (ANY, ANY, GemvCut(16, 16, 2, 1, 0)),
+    ),
 )
 
 PIECES: Final = PieceTuning(
@@ -286,4 +309,4 @@ QK_CACHE: Final = QkCacheTuning(
     most_warps=8,
 )
 
-TUNING: Final = Tuning(ROWS, STREAM, PIECES, LINEAR, QK, MLA, QK_CACHE)
+TUNING: Final = Tuning(ROWS, STREAM, GEMV, PIECES, LINEAR, QK, MLA, QK_CACHE)

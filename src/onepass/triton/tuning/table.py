@@ -77,6 +77,27 @@ class StreamTuning:
     most_values: int
 
 
+class GemvCut(NamedTuple):
+    """Warps and columns per program; steps of weights (``depth``) and act (``ahead``) in flight,
+    and of weights before the previous kernel ends (``pace``).
+    """
+
+    warps: int
+    columns: int
+    depth: int
+    ahead: int
+    pace: int
+
+
+@dataclass(frozen=True)
+class GemvTuning:
+    """GEMV kernels of 16-bit weights: cuts by the largest M and N they are for."""
+
+    most_rows: int
+    unaligned_rows: int
+    cuts: tuple[tuple[int, int, GemvCut], ...]
+
+
 PieceKind = Literal["cube", "flat", "descriptors", "split", "decoded"]
 
 
@@ -166,6 +187,7 @@ class Tuning:
 
     rows: RowTuning
     stream: StreamTuning
+    gemv: GemvTuning
     pieces: PieceTuning
     linear: LinearTuning
     qk: QkTuning
