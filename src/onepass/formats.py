@@ -28,10 +28,8 @@ QUANT_ROUNDINGS: Final[tuple[QuantRounding, ...]] = (*ROUNDINGS, "stored")
 QUANTIZE: Final[tuple[Quantize, ...]] = ("reciprocal", "divide")
 SCALE_LAYOUTS: Final[tuple[ScaleLayout, ...]] = ("row", "column")
 QUANT_SCALE_LAYOUTS: Final[tuple[QuantScaleLayout, ...]] = (*SCALE_LAYOUTS, "column_tma", "column_packed", "128x4")
-GROUP_SIZES: Final = (64, 128)
-"""Numbers of columns that may share a scale of `rms_norm_fused_fp8`."""
-QUANT_GROUP_SIZES: Final = (16, 32, 64, 128)
-"""Numbers of columns that may share a scale of `rms_norm_fused_quant`."""
+GROUP_SIZES: Final = (16, 32, 64, 128)
+"""Numbers of columns that may share a scale."""
 OPERAND_GROUPS: Final = (32, 64, 128, 256)
 """Numbers of columns that may share one element of a prologue's tensor."""
 
@@ -88,6 +86,8 @@ E5M2: Final = CodeFormat("e5m2", torch.float8_e5m2, 15, 0x7F, True, (57344.0,), 
 INT8: Final = CodeFormat("int8", torch.int8, 0, 0, False, (127.0,), mantissa=0, integer=True)
 E2M1: Final = CodeFormat("e2m1", torch.uint8, 1, 0, True, (6.0,), mantissa=1, bits=4)
 FP8_FORMATS: Final = {f.dtype: f for f in (E4M3FN, E4M3FNUZ)}
+FP8_CODES: Final = {f.dtype: f for f in (E4M3FN, E4M3FNUZ, E5M2)}
+"""The formats of the codes of `rms_norm_fused_fp8`. Weights, caches and other ops have those of ``FP8_FORMATS``."""
 CODE_FORMATS: Final = {f.dtype: f for f in (E4M3FN, E4M3FNUZ, E5M2, INT8, E2M1)}
 QUANTIZED: Final = (*FP8_FORMATS, torch.int8)
 """Dtypes of an x that needs a prologue to interpret it."""
@@ -138,7 +138,7 @@ class QuantFormat:
     scales: tuple[QuantScaleFormat, ...]
 
 
-_ANY_GROUP: Final = (None, *QUANT_GROUP_SIZES)
+_ANY_GROUP: Final = (None, *GROUP_SIZES)
 _MX_SCALES: Final[tuple[QuantScaleFormat, ...]] = ("ue8m0", "ue8m0_floor")
 QUANT_FORMATS: Final[dict[str, QuantFormat]] = {
     f.name: f

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.formats import FLOATS, FP8_FORMATS, OPERAND_GROUPS, QUANTIZE, QUANTIZED
+from onepass.formats import FLOATS, FP8_CODES, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED
 from onepass.specs.rms_norm import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.testing import bounds, compare, oracle
 from onepass.testing import gemv_norm as testing_gemv
@@ -44,8 +44,8 @@ def test_cases_cover_all_options_and_values() -> None:
     expected: dict[str, Any] = {
         **dict.fromkeys(("static", "ue8m0", "norm", "least", "bounded", "heads", "rstd"), (True, False)),
         "x": (*FLOATS, *QUANTIZED),
-        "out": FP8_FORMATS,
-        "group": (None, 64, 128),
+        "out": FP8_CODES,
+        "group": (None, *GROUP_SIZES),
         "rounding": ("once", "hf"),
         "prologue": ("", *PROLOGUES),
         "operand_group": (0, *OPERAND_GROUPS),

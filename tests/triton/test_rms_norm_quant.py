@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import onepass
+from onepass.formats import QUANT_FORMATS
 from onepass.testing import runner
 from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.triton.tuning.table import Regime
@@ -64,6 +65,21 @@ def _tile(regime: Regime, **options: Any) -> str:
     with assuming(regime):
         (build,) = records.builds_of(lambda: onepass.rms_norm_fused_quant(x, gamma, **options), records.H200)
     return build.name.split()[-1]
+
+
+@pytest.mark.parametrize("group", QUANT_FORMATS["e5m2"].groups)
+@pytest.mark.parametrize("name", ["e4m3fn", "e4m3fnuz", "e5m2"])
+def test_fp8_is_the_same_kernel(name: Any, group: int | None) -> None:
+    """So what ran for one op ran for the other."""
+    x, gamma = torch.empty(4, 7168, dtype=torch.bfloat16), torch.empty(7168, dtype=torch.bfloat16)
+    out = QUANT_FORMATS[name].codes.dtype
+    (ours,) = records.builds_of(
+        lambda: onepass.rms_norm_fused_fp8(x, gamma, out_dtype=out, group_size=group), records.H200
+    )
+    (other,) = records.builds_of(
+        lambda: onepass.rms_norm_fused_quant(x, gamma, format=name, group_size=group), records.H200
+    )
+    assert ours == other
 
 
 def test_factors_of_groups_are_the_quotients_of_ieee() -> None:

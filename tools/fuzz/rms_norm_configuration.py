@@ -9,7 +9,7 @@ import torch
 
 from onepass.formats import (
     FLOATS,
-    FP8_FORMATS,
+    FP8_CODES,
     GROUP_SIZES,
     OPERAND_GROUPS,
     QUANT_FORMATS,
@@ -101,7 +101,7 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     )
     if op in STORES_NORM:
         return _by_row(_finished(replace(c, y=r.choice((None, None, *FLOATS))), r), r)
-    out = r.choice(tuple(FP8_FORMATS))
+    out = r.choice(tuple(FP8_CODES))
     static = r.random() < 0.15
     group = None if static or r.random() < 0.6 else r.choice(GROUP_SIZES)
     ue8m0 = not static and r.random() < 0.25
@@ -123,7 +123,7 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     c = replace(
         c,
         out=out,
-        fp8_max=r.choice((None, *FP8_FORMATS[out].maxima)),
+        fp8_max=r.choice((None, *FP8_CODES[out].maxima)),
         static=static,
         ue8m0=ue8m0,
         scales=r.choice((torch.float32, E8M0)) if ue8m0 else r.choice(FLOATS),

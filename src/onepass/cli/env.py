@@ -16,7 +16,7 @@ from .. import __version__
 from ..bench.machine import version
 from ..contract.declaration import short
 from ..fastpath import native
-from ..formats import FLOATS, FP8_FORMATS, GROUP_SIZES, SCALE_FORMATS
+from ..formats import FLOATS, FP8_CODES, GROUP_SIZES, SCALE_FORMATS
 from .common import backend_status, table
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "transformers")
@@ -56,7 +56,7 @@ def _environment() -> dict[str, Any]:
         "backends": backends,
         "formats": {
             "inputs": [short(dtype) for dtype in FLOATS],
-            "codes": [short(dtype) for dtype in FP8_FORMATS],
+            "codes": [short(dtype) for dtype in FP8_CODES],
             "scales": list(SCALE_FORMATS),
             "groups": list(GROUP_SIZES),
         },

@@ -249,7 +249,7 @@ def rms_norm_fused_fp8(
 ) -> tuple[Tensor, ...]:
     """RMSNorm and FP8 quantization in one read. Returns (out, scale[, new_residual][, norm][, rstd]): ``out * scale`` is the norm.
 
-    ``scale`` is [..., 1], one per row. With ``group_size`` 64 or 128 it is [..., N / group_size],
+    ``scale`` is [..., 1], one per row. With ``group_size`` 16, 32, 64 or 128 it is [..., N / group_size],
     contiguous along the row or, with ``scale_layout="column"``, along the rows (strides (1, M), as
     block-scaled GEMMs read it). ``scale_format="ue8m0"`` rounds scales up to powers of two, stored as
     float32 or float8_e8m0fnu. ``static_scale``, one float32 on the same device, replaces the computed

@@ -11,11 +11,10 @@ from torch import Tensor
 from ..contract.declaration import Arg, Contract, Option, Out, Rule, short
 from ..formats import (
     FLOATS,
-    FP8_FORMATS,
+    FP8_CODES,
     GROUP_SIZES,
     OPERAND_GROUPS,
     QUANT_FORMATS,
-    QUANT_GROUP_SIZES,
     QUANT_ROUNDINGS,
     QUANT_SCALE_DTYPES,
     QUANT_SCALE_FORMATS,
@@ -51,8 +50,8 @@ _NEW_RESIDUAL = Out("... N", "residual.dtype", "x + residual", "residual_out", w
 _ROUND_SUM = Option(
     "bool", None, "whether x + residual is rounded before the norm; None: decided by rounding", optional=True
 )
-_MAXIMA = tuple(limit for f in FP8_FORMATS.values() for limit in f.maxima)
-_LIMITS = ", ".join(f"{f.name}: {' or '.join(f'{m:g}' for m in f.maxima)}" for f in FP8_FORMATS.values())
+_MAXIMA = tuple(limit for f in FP8_CODES.values() for limit in f.maxima)
+_LIMITS = ", ".join(f"{f.name}: {' or '.join(f'{m:g}' for m in f.maxima)}" for f in FP8_CODES.values())
 _SCALES = ", ".join(f"{s.name}: {' or '.join(map(short, s.dtypes))}" for s in SCALE_FORMATS.values())
 _FINITE = "0 <= min_scale <= 3.4e38"
 _DYNAMIC, _BY_COLUMN = "static_scale is None", "scale_layout == 'column'"
@@ -142,6 +141,7 @@ _INPUTS: Final = {
     "scale_ub_tensor": Arg("", "upper bound of amax, in memory", _F32, True, layout="any", sample="positive"),
 }
 _PROLOGUE_ARGS: Final = Arg(_OPERAND_SHAPES, _OPERANDS, FLOATS, many=True)
+_GROUP_SIZE: Final = Option("int", None, "columns per scale; None: the whole row", choices=GROUP_SIZES, optional=True)
 _SCALE_UB: Final = Option("float", None, "upper bound of amax", where="scale_ub > 0", optional=True)
 _STEPS: Final = {
     "prologue": Option("str", "", "elementwise function fused into the load; its globals are frozen at decoration"),
@@ -181,10 +181,10 @@ RMS_NORM_FUSED_FP8 = Contract(
         "weight_offset": WEIGHT_OFFSET,
         "rounding": ROUNDING,
         "scale_ub": _SCALE_UB,
-        "out_dtype": Option("ScalarType", torch.float8_e4m3fn, "fp8 format", choices=tuple(FP8_FORMATS)),
+        "out_dtype": Option("ScalarType", torch.float8_e4m3fn, "fp8 format", choices=tuple(FP8_CODES)),
         "fp8_max": Option("float", None, f"saturation limit ({_LIMITS}); None: the first", _MAXIMA, optional=True),
         "scales_dtype": Option("ScalarType", torch.float32, "dtype of stored scales", choices=SCALE_DTYPES),
-        "group_size": Option("int", None, "columns per scale; None: the whole row", choices=GROUP_SIZES, optional=True),
+        "group_size": _GROUP_SIZE,
         "scale_format": Option("str", "float", "any value, or powers of two", choices=tuple(SCALE_FORMATS)),
         "scale_layout": Option("str", "row", "which dimension of scale is contiguous", choices=SCALE_LAYOUTS),
         **_STEPS,
@@ -208,7 +208,7 @@ RMS_NORM_FUSED_FP8 = Contract(
     scope={
         "FLOATS": FLOATS,
         "scale_dtypes": lambda name: SCALE_FORMATS[name].dtypes,
-        "maxima": lambda dtype: FP8_FORMATS[dtype].maxima,
+        "maxima": lambda dtype: FP8_CODES[dtype].maxima,
         "arity": _arity,
     },
     rounding="once: code = round((h*(gamma+offset))*(rs/scale)); hf: y as in rms_norm, code = round(y*(1/scale)); "
@@ -253,9 +253,7 @@ RMS_NORM_FUSED_QUANT = Contract(
         "format": Option("str", "e4m3fn", "format of codes and scales", choices=tuple(QUANT_FORMATS)),
         "code_max": Option("float", None, "saturation limit; None: the format's first", _QUANT_LIMITS, optional=True),
         "scales_dtype": Option("ScalarType", torch.float32, "dtype of stored scales", choices=QUANT_SCALE_DTYPES),
-        "group_size": Option(
-            "int", None, "columns per scale; None: the whole row", choices=QUANT_GROUP_SIZES, optional=True
-        ),
+        "group_size": _GROUP_SIZE,
         "scale_format": Option("str", "float", "any value, powers of two, or fp8", choices=tuple(QUANT_SCALE_FORMATS)),
         "scale_layout": Option("str", "row", "where scales are in memory", choices=QUANT_SCALE_LAYOUTS),
         **_STEPS,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..contract.declaration import Contract, describe
-from ..formats import FP8_FORMATS, QUANT_FORMATS, QUANT_SCALE_FORMATS, CodeFormat, ScaleKind, ScaleRule
+from ..formats import FP8_CODES, QUANT_FORMATS, QUANT_SCALE_FORMATS, CodeFormat, ScaleKind, ScaleRule
 from ..prologues import Prologue
 from ..specs.rms_norm import NOTHING_AFTER, RowCall, row_spec
 from ..specs.scale_layout import PACKINGS, bytes_of_words
@@ -21,7 +21,7 @@ from .rms_norm_finish import Gating, SpecCache, further, operand_of, with_rows
 
 def fp8_norm(spec_cache: SpecCache, a: Any) -> None:
     """Run a validated call of `rms_norm_fused_fp8`."""
-    _quantized(spec_cache, a, FP8_FORMATS[a.out_dtype], a.fp8_max, a.scale_output)
+    _quantized(spec_cache, a, FP8_CODES[a.out_dtype], a.fp8_max, a.scale_output)
 
 
 def quantized_norm(spec_cache: SpecCache, a: Any) -> None:
