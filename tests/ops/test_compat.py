@@ -370,9 +370,11 @@ def test_flashinfer_fp4(block: int, swizzled: bool) -> None:
     x, residual, weight = inputs(BF16, 3, 5, 448)
     overall = torch.tensor([8.0]) if block == 16 else None
     kept = residual.clone()
+    normed = torch.empty_like(x)
     codes, scale = flashinfer.add_rmsnorm_fp4quant(
-        x, residual, weight, global_scale=overall, eps=EPS, block_size=block, is_sf_swizzled_layout=swizzled
+        x, residual, weight, None, None, overall, EPS, block, None, swizzled, enable_pdl=True, y_out=normed
     )
+    assert_close(normed, rounded_once(residual, weight, BF16))
     assert torch.equal(residual, x + kept) and codes.dtype == torch.float4_e2m1fn_x2
     assert scale.dtype == (torch.float8_e4m3fn if block == 16 else torch.uint8)
     assert scale.shape == ((128 * 28,) if block == 16 else (128 * 16,)) if swizzled else (3, 5, 448 // block)

@@ -34,8 +34,8 @@ GOOD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (vllm_0_19.rms_norm, norm(out=X, epsilon=1.0), "weight"),
     (vllm.fused_add_rms_norm, norm(residual=X, epsilon=1.0), "weight"),
     (vllm_0_19.fused_add_rms_norm, norm(residual=X, epsilon=1.0), "weight"),
-    (vllm.rms_norm_static_fp8_quant, norm(out=CODES, scale=ONE, epsilon=1.0), ""),
-    (vllm.fused_add_rms_norm_static_fp8_quant, norm(out=CODES, residual=X, scale=ONE, epsilon=1.0), ""),
+    (vllm.rms_norm_static_fp8_quant, norm(result=CODES, scale=ONE, epsilon=1e-6), ""),
+    (vllm.fused_add_rms_norm_static_fp8_quant, norm(result=CODES, residual=X, scale=ONE, epsilon=1e-6), ""),
     (vllm.rms_norm_dynamic_per_token_quant, norm(epsilon=1.0, quant_dtype=FP8, scale_ub=ONE, residual=X), "scale_ub residual"),
     (vllm.rms_norm_per_block_quant, norm(epsilon=1.0, quant_dtype=FP8, group_size=[1, 64], tma_alignment=0), ""),
     (
@@ -70,7 +70,7 @@ GOOD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (flashinfer.fused_add_rmsnorm_quant, norm(out=CODES, residual=X, scale=ONE, eps=1.0), ""),
     (flashinfer.qk_rmsnorm, norm(output=X, eps=1.0, weight_bias=0.0), ""),
     (flashinfer.rmsnorm_fp4quant, FP4, "y_fp4 block_scale global_scale"),
-    (flashinfer.add_rmsnorm_fp4quant, {**FP4, "residual": X}, "y_fp4 block_scale global_scale"),
+    (flashinfer.add_rmsnorm_fp4quant, {**FP4, "residual": X, "y_out": X.clone()}, "y_fp4 block_scale global_scale y_out"),
     (
         flashinfer.mla_rope_quantize_fp8,
         {"q_rope": zeros(3, 2, 16), "k_rope": zeros(3, 16), "q_nope": zeros(3, 2, 32), "k_nope": zeros(3, 32),

@@ -1,4 +1,4 @@
-"""SGLang's norms: those of ``sgl_kernel``, and ``fused_inplace_qknorm`` of ``sglang.jit_kernel.norm``.
+"""SGLang's norms: those of ``sgl_kernel``; ``fused_inplace_qknorm`` and ``dsv3_fused_a_gemm`` of ``sglang.kernels.ops``.
 
 The first four are FlashInfer's kernels, with the same names, order of arguments and rounding (`onepass.compat.flashinfer.norm`).
 `fused_inplace_qknorm` rounds once too: ``x = round((x * rs) * w)`` of each head of q and k.

@@ -48,8 +48,9 @@ _MAXIMA = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 """The largest value of each fp8 format in vLLM."""
 _LEAST_INT8 = 2.0**-23
 """The smallest scale of int8 in vLLM."""
-as_called = names_of_op(x="input", gamma="weight", eps="epsilon", static_scale="scale", out_dtype="quant_dtype")
+as_called = names_of_op(x="input", gamma="weight", eps="epsilon", out_dtype="quant_dtype")
 """The ops' arguments by vLLM's names."""
+_static_as_called = names_of_op(x="input", gamma="weight", eps="epsilon", static_scale="scale", out="result")
 
 __all__ = [
     "concat_and_cache_mla",
@@ -90,27 +91,27 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
     _rms_norm(input, weight, epsilon, residual=residual, round_sum=True, out=input, residual_out=residual)
 
 
-@as_called
-def rms_norm_static_fp8_quant(out: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
-    """``out = fp8(norm(input) * weight * (1 / scale))``, with one float32 scale in memory."""
-    _static("rms_norm_static_fp8_quant", out, input, None, weight, scale, epsilon)
+@_static_as_called
+def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
+    """``result = fp8(norm(input) * weight * (1 / scale))``, with one float32 scale in memory."""
+    _static("rms_norm_static_fp8_quant", result, input, None, weight, scale, epsilon)
 
 
-@as_called
+@_static_as_called
 def fused_add_rms_norm_static_fp8_quant(
-    out: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
+    result: Tensor, input: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
 ) -> None:
-    """``residual += input``, then ``out = fp8(norm(residual) * weight * (1 / scale))``; input is not changed."""
+    """``residual += input``, then ``result = fp8(norm(residual) * weight * (1 / scale))``; input is not changed."""
     require_tensors("fused_add_rms_norm_static_fp8_quant", residual=residual)
-    _static("fused_add_rms_norm_static_fp8_quant", out, input, residual, weight, scale, epsilon)
+    _static("fused_add_rms_norm_static_fp8_quant", result, input, residual, weight, scale, epsilon)
 
 
 def _static(
-    name: str, out: Tensor, input: Tensor, residual: Tensor | None, weight: Tensor, scale: Tensor, epsilon: float
+    name: str, result: Tensor, input: Tensor, residual: Tensor | None, weight: Tensor, scale: Tensor, epsilon: float
 ) -> None:
-    if not isinstance(out, Tensor) or out.dtype not in _MAXIMA:
-        found = out.dtype if isinstance(out, Tensor) else type(out).__name__
-        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, _MAXIMA))}), got {found}")
+    if not isinstance(result, Tensor) or result.dtype not in _MAXIMA:
+        found = result.dtype if isinstance(result, Tensor) else type(result).__name__
+        raise Unsupported(f"{name}: `result` must be an fp8 tensor ({', '.join(map(str, _MAXIMA))}), got {found}")
     require_tensors(name, weight=weight)
     if not isinstance(scale, Tensor) or scale.numel() != 1:
         raise ContractError(f"{name}: `scale` must be a tensor of one element, got {describe(scale)}")
@@ -118,12 +119,12 @@ def _static(
         input,
         weight,
         epsilon,
-        out_dtype=out.dtype,
-        fp8_max=_MAXIMA[out.dtype],
+        out_dtype=result.dtype,
+        fp8_max=_MAXIMA[result.dtype],
         static_scale=scale.reshape(()),
         residual=residual,
         rounding="hf",
-        out=out,
+        out=result,
         residual_out=residual,
     )
 

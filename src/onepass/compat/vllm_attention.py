@@ -91,13 +91,20 @@ def _like(x: Tensor) -> Tensor:
 
 
 def concat_and_cache_mla(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    scale: Tensor,
+    skip_scale: bool = False,
 ) -> None:
     """Write ``concat(kv_c, k_pe)`` of each token to its slot of ``kv_cache`` [pages, page size, columns].
 
     "auto" stores the values in the cache's dtype. "fp8" and "fp8_e4m3" store ``fp8(value / scale)`` in a cache of
-    uint8 or float8_e4m3fn. "fp8_ds_mla" packs an entry into 656 bytes: codes of 512 columns with a scale for each 128,
-    at least 2**-126, and 64 columns in bfloat16; ``scale`` is ignored. There a tile with NaN or infinity has a NaN scale.
+    uint8 or float8_e4m3fn; with ``skip_scale`` they store ``fp8(value)``. "fp8_ds_mla" packs an entry into 656 bytes:
+    codes of 512 columns with a scale for each 128, at least 2**-126, and 64 columns in bfloat16; ``scale`` is ignored.
+    There a tile with NaN or infinity has a NaN scale.
     A negative slot means that a token is not stored. slot_mapping may be shorter than kv_c, whose remaining rows are
     padding.
 
@@ -142,10 +149,12 @@ def concat_and_cache_mla(
     elif kv_cache_dtype in _FP8:
         if kv_cache.dtype not in (torch.uint8, torch.float8_e4m3fn):
             raise ContractError(f"{name}: `kv_cache` must be uint8 or float8_e4m3fn, got {kv_cache.dtype}")
-        if not isinstance(scale, Tensor) or scale.numel() != 1 or not scale.dtype.is_floating_point:
-            raise ContractError(f"{name}: `scale` must be a float tensor of one element, got {describe(scale)}")
-        divided = entries.float() / scale.reshape(())
-        entries = divided.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+        values = entries.float()
+        if not skip_scale:
+            if not isinstance(scale, Tensor) or scale.numel() != 1 or not scale.dtype.is_floating_point:
+                raise ContractError(f"{name}: `scale` must be a float tensor of one element, got {describe(scale)}")
+            values = values / scale.reshape(())
+        entries = values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
         kv_cache = kv_cache.view(torch.uint8)
     if not tokens:
         return

@@ -22,7 +22,7 @@ from ..arguments import names_of_op, require_tensors
 
 _FORMATS: dict[int, tuple[QuantFormatName, str]] = {16: ("nvfp4", "e4m3"), 32: ("mxfp4", "ue8m0")}
 """Format and scales of each block size."""
-_as_called = names_of_op(x="input", gamma="weight", out="y_fp4", scale_output="block_scale")
+_as_called = names_of_op(x="input", gamma="weight", out="y_fp4", scale_output="block_scale", norm_out="y_out")
 
 
 @_as_called
@@ -36,11 +36,12 @@ def rmsnorm_fp4quant(
     block_size: int = 16,
     scale_format: Literal["e4m3", "ue8m0"] | None = None,
     is_sf_swizzled_layout: bool = False,
+    enable_pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(codes, scales)`` of ``norm(input) * weight``: pairs of e2m1, with a scale per block of 16 or 32 columns.
 
     Blocks of 16 have float8_e4m3fn scales, which ``global_scale`` multiplies; blocks of 32 have UE8M0 scales in
-    uint8. Swizzled scales are flat, in tiles of 128 rows and 4 blocks.
+    uint8. Swizzled scales are flat, in tiles of 128 rows and 4 blocks. ``enable_pdl`` is ignored.
     """
     return _quantized(
         "rmsnorm_fp4quant",
@@ -71,8 +72,13 @@ def add_rmsnorm_fp4quant(
     is_sf_swizzled_layout: bool = False,
     output_both_sf_layouts: bool = False,
     block_scale_unswizzled: Tensor | None = None,
+    enable_pdl: bool | None = None,
+    y_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``residual += input``, then `rmsnorm_fp4quant` of the rounded sum. Scales have one layout at a time."""
+    """``residual += input``, then `rmsnorm_fp4quant` of the rounded sum, whose norm is also stored in ``y_out``.
+
+    Scales have one layout at a time.
+    """
     name = "add_rmsnorm_fp4quant"
     if output_both_sf_layouts or block_scale_unswizzled is not None:
         raise Unsupported(f"{name}: `output_both_sf_layouts` must be False; scales are stored in one layout")
@@ -89,6 +95,7 @@ def add_rmsnorm_fp4quant(
         block_size,
         scale_format,
         is_sf_swizzled_layout,
+        y_out,
     )
 
 
@@ -104,6 +111,7 @@ def _quantized(
     block_size: int,
     scale_format: str | None,
     swizzled: bool,
+    norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not isinstance(input, Tensor) or not input.dim():
         raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
@@ -146,6 +154,8 @@ def _quantized(
         out=None if codes is None else codes.view(torch.uint8),
         scale_output=given,
         residual_out=residual,
+        return_norm=norm is not None,
+        norm_out=norm,
     )
     stored = made if format == "nvfp4" else made.view(torch.uint8)
     result = out.view(torch.float4_e2m1fn_x2) if codes is None else codes

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...contract.declaration import describe
 from ...errors import ContractError, Unsupported
-from ...formats import FP8_FORMATS, Quantize
+from ...formats import FP8_CODES, Quantize
 from ...ops.rms_norm import rms_norm, rms_norm_fused_fp8
 from ..arguments import names_of_op, require_tensors
 
@@ -95,9 +95,9 @@ def fused_add_rmsnorm_quant(
 
 def _static(name: str, out: Tensor, input: Tensor, scale: float | Tensor) -> _Options:
     """The options of a norm that is divided by a given scale."""
-    if not isinstance(out, Tensor) or out.dtype not in FP8_FORMATS:
+    if not isinstance(out, Tensor) or out.dtype not in FP8_CODES:
         found = out.dtype if isinstance(out, Tensor) else type(out).__name__
-        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, FP8_FORMATS))}), got {found}")
+        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, FP8_CODES))}), got {found}")
     require_tensors(name, input=input)
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
@@ -148,7 +148,7 @@ def qk_rmsnorm(
     """Norm every head of ``input`` [tokens, heads, head_dim], with any strides, into ``output``.
 
     FlashInfer's `rmsnorm` and, with ``weight_bias=1``, `gemma_rmsnorm` use this kernel for three
-    dimensions. `onepass.qk_rms_norm` norms queries and keys in one launch.
+    dimensions; there its name is ``norm.kernels.rmsnorm.qk_rmsnorm_cute``. `onepass.qk_rms_norm` norms queries and keys in one launch.
     """
     if output is None or weight is None:
         require_tensors("qk_rmsnorm", output=output, weight=weight)
