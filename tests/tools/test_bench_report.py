@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -294,6 +295,26 @@ def test_plots_are_svg_files_with_every_row(h200: Results) -> None:
     roofline = ElementTree.fromstring(svg.roofline_svg(h200))
     ours = [circle for circle in roofline.iter() if circle.tag.endswith("circle") and list(circle)]
     assert len(ours) == len(h200.rows)
+
+
+@pytest.mark.parametrize("ops", [2, 30])
+def test_the_legend_of_a_roofline_has_room_and_names_what_was_measured(ops: int) -> None:
+    """Few rows make a low roof, whose name is next to the legend. No peer was measured."""
+    rows = [
+        {"op": f"op {i}", "shape": [m, 64], "bytes": m * 16384, "us": {"onepass": 8.0 * m, "memory stream": 5.0 * m}}
+        for i in range(ops)
+        for m in (1, 4)
+    ]
+    found = of_report({"machine": "M", "torch": "9", "device": "cpu", "threads": 2, "rows": rows, "peers": {}})
+    tree = ElementTree.fromstring(charts.roofline(found))
+    words = {text.text: float(text.attrib["y"]) for text in tree.iter("text") if text.attrib.get("class") == "end"}
+    assert list(words) == ["fastest stream 3 GB/s", *(f"op {i}" for i in range(ops))]
+    axes = [text.attrib.get("class") for text in tree.iter("text")]
+    assert axes.count("y") >= 1 and axes.count("x") >= 3, "short axes have numbers too; one x is the name"
+    places = sorted([*words.values(), float(tree.attrib["viewBox"].split()[-1])])
+    assert min(b - a for a, b in itertools.pairwise(places)) >= 11
+    assert "leads down to torch.compile" not in page.html(found)
+    assert "leads down to torch.compile" in page.html(of_report(document(onepass=8.0, **{"torch.compile": 4.0})))
 
 
 # --- the page -------------------------------------------------------------------------------------------------------

@@ -42,6 +42,10 @@ class Log:
         found = (step * 10.0**decade for decade in decades for step in steps)
         return [value for value in found if self.low <= value * 1.0001 and value <= self.high * 1.0001]
 
+    def few(self) -> list[float]:
+        """Decades, or on an axis with less than two of them 1, 2 and 5 of each."""
+        return found if len(found := self.ticks()) > 1 else self.ticks((1, 2, 5))
+
 
 def number(value: float) -> str:
     """Three digits: 0.94, 7.66, 82.8, 1408.
@@ -178,10 +182,10 @@ def roofline(results: Results) -> str:
     x = Log(min(sizes) / 1.6, max(sizes) * 1.9, 58, width - 236)
     y = Log(min(reached) / 1.6, max(rate for _, rate in roofs) * 1.5, height - 46, 22)
     left, right, bottom, top = x.start, x.end, y.start, y.end
-    out = [_path("grid", *(f"M{left} {y(t):.1f}H{right}" for t in y.ticks()))]
-    out.append(_path("grid minor", *(f"M{x(t):.1f} {bottom}V{top}" for t in x.ticks())))
-    out += [_text("y", left - 8, y(t) + 3.5, _rate(t)) for t in y.ticks()]
-    out += [_text("x", x(t), bottom + 17, f"{short(t)}B") for t in x.ticks()]
+    out = [_path("grid", *(f"M{left} {y(t):.1f}H{right}" for t in y.few()))]
+    out.append(_path("grid minor", *(f"M{x(t):.1f} {bottom}V{top}" for t in x.few())))
+    out += [_text("y", left - 8, y(t) + 3.5, _rate(t)) for t in y.few()]
+    out += [_text("x", x(t), bottom + 17, f"{short(t)}B") for t in x.few()]
     knee = min(max(rate for _, rate in roofs), x.high / least / 1e6)
     low = max(x.low, y.low * least * 1e6)
     begin, end = (x(low), y(low / least / 1e6)), (x(knee * least * 1e6), y(knee))
@@ -193,20 +197,23 @@ def roofline(results: Results) -> str:
     for i, (name, rate) in enumerate(sorted(roofs, key=lambda roof: -roof[1])):
         out.append(_path("roof", f"M{x(max(x.low, rate * least * 1e6)):.1f} {y(rate):.1f}H{right}"))
         words = f"{name} {rate * 1e3:.0f} GB/s" if rate < 1 else f"{name} {rate:.2f} TB/s"
-        out.append(_text("end", right + 8, y(rate) + (-3 if i == 0 else 11), words))
-    at_y = top + 60
+        label = y(rate) + (-3 if i == 0 else 11)
+        out.append(_text("end", right + 8, label, words))
+    at_y = max(top + 60, label + 24)  # below the lowest roof's name
     for i, op in enumerate(results.ops):
         marks = "".join(_mark(row, x, y, results.quiet) for row in results.of(op))
         out.append(f'<g class="op o{i % 10}" data-op="{escape(op)}">{marks}</g>')
         out.append(f'<g class="op o{i % 10}">{_circle(right + 15, at_y - 4, 5, "us")}</g>')
         out.append(_text("end", right + 26, at_y, op.removeprefix("decode step, ")))
         at_y += 17
-    out.append(_circle(right + 15, at_y - 4, 3, "them"))
-    out.append(_text("end", right + 26, at_y, "torch.compile"))
+    if results.speedup(COMPILED) is not None:
+        out.append(_circle(right + 15, at_y - 4, 3, "them"))
+        out.append(_text("end", right + 26, at_y, "torch.compile"))
     out.append(_path("base", f"M{left} {bottom}H{right}"))
     out.append(_text("x", (left + right) / 2, bottom + 35, "bytes that an ideal kernel moves"))
-    label = "roofline: bytes per second against bytes moved"
-    head = f'<svg class="chart roofline" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
+    height = max(height, math.ceil(at_y + 12))  # a long legend ends below the plot
+    words = "roofline: bytes per second against bytes moved"
+    head = f'<svg class="chart roofline" viewBox="0 0 {width} {height}" role="img" aria-label="{words}">'
     return f"{head}{''.join(out)}</svg>"
 
 

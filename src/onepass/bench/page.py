@@ -75,9 +75,10 @@ def _plots(results: Results) -> list[str]:
         body = f'<ul class="legend">{charts.legend(names)}</ul><div class="panels">{plots}</div>'
         parts.append(_section("Time against the number of rows", words, body))
     if results.rows:
+        line = "" if results.speedup(COMPILED) is None else "; a line leads down to torch.compile at the same shape"
         words = (
             "Bytes per second against the bytes that an ideal kernel moves. Small calls lie under the slope of a launch, large "
-            "ones under the roof of memory; a line leads down to torch.compile at the same shape."
+            f"ones under the roof of memory{line}."
         )
         parts.append(_section("Roofline", words, f'<div class="wide">{charts.roofline(results)}</div>'))
     return parts
