@@ -178,7 +178,9 @@ def test_demo_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = invoke("demo")
     assert result.exit_code == 2
-    assert "pip install 'onepass[models]'" in result.output
+    assert "pip install '.[models]'" in result.output
+    shown = " ".join(invoke("--help").output.split())
+    assert "pip install '.[models]'" in shown, "where the demo is recommended"
 
 
 def test_env_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

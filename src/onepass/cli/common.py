@@ -28,6 +28,8 @@ class Device(StrEnum):
 
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if it works.", metavar="cpu|cuda")]
 _BACKEND = {"cpu": "cpu", "cuda": "triton", "interpreter": "interpreter"}
+INSTALL = "pip install '.[models]' in a checkout"
+"""How transformers, which the demo needs, is installed."""
 
 
 def backend_status() -> dict[str, tuple[bool, str]]:

@@ -27,7 +27,7 @@ from ..testing import oracle
 from ..testing.case import same_bytes
 from ..testing.runner import CASES, run_case
 from . import demo_generate, demo_model
-from .common import DeviceOption, cannot_write, choose_device, live, table
+from .common import INSTALL, DeviceOption, cannot_write, choose_device, live, table
 from .screen import Screen, verdict
 
 EPS: Final = 1e-6
@@ -82,7 +82,7 @@ def demo(
         if value not in allowed:
             raise typer.BadParameter(f"{value!r} is not one of {', '.join(allowed)}", param_hint=option)
     if util.find_spec("transformers") is None:
-        raise typer.BadParameter("transformers is not installed (pip install 'onepass[models]')", param_hint="--model")
+        raise typer.BadParameter(f"transformers is not installed ({INSTALL})", param_hint="--model")
     if path is not None and not (path / "config.json").is_file():
         raise typer.BadParameter(f"{path} has no config.json", param_hint="--path")
     chosen = choose_device(device)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from .. import __version__
 from . import bench, check, demo, env, invariance, source, trace
+from .common import INSTALL
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Fused RMSNorm-family kernels for LLM inference. Start with [bold]onepass demo[/].",
+    help="Fused RMSNorm-family kernels for LLM inference. Start with [bold]onepass demo[/], "
+    f"which needs transformers ({escape(INSTALL)}).",
 )
 for command in (demo.demo, check.check, bench.bench, invariance.invariance, source.source, env.env):
     app.command()(command)
