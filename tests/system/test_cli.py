@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from operator import attrgetter
@@ -16,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
@@ -66,6 +70,35 @@ def test_check_passes() -> None:
     assert result.exit_code == 0, result.output
     assert "2/2" in result.output
     assert "2 of 2 passed on cpu" in result.output
+
+
+def test_check_estimates_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a terminal: the number of cases first, then lines. By a faked clock each case takes 6 seconds."""
+    clock = itertools.count(0.0, 6.0)
+    cases = [case for case in runner.CASES if case.name.startswith("short: 5x")][:6]
+    assert len(cases) == 6
+    monkeypatch.setattr(runner, "select", lambda *_: cases)
+    monkeypatch.setattr(
+        runner, "run_case", lambda case, device: runner.Result(case.op, case.name, device, True, "", 6.0)
+    )
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    lines = invoke("check").output.splitlines()
+    assert lines[0].startswith("6 cases on cpu;")
+    assert lines[1] == "3 of 6 after 18 s, about 18 s left" and " left" not in lines[2]
+
+
+def test_a_progress_bar_estimates_the_time_left() -> None:
+    seconds = itertools.chain([0.0, 0.0], itertools.repeat(30.0))
+    console = Console(width=90, file=io.StringIO(), force_terminal=True, color_system=None)
+    bar = common.progress_bar(console, get_time=lambda: next(seconds), auto_refresh=False)
+    task = bar.add_task("rms_norm", total=10)
+    for _ in range(2):
+        bar.update(task, advance=1)
+    console.print(bar.get_renderable())
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert re.search(r"2/10 0:00:30 0:0[0-9]:[0-9]{2} left", shown), shown
+    assert max(map(len, shown.splitlines())) <= 90
 
 
 def test_check_reports_failures(wrong_kernel: None) -> None:

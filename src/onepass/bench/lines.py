@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from . import results
 from .run import Watcher
+
+WIDTH: Final = 100
+"""Columns of output that is not a terminal."""
 
 
 class Lines(Watcher):
@@ -36,13 +39,24 @@ class Lines(Watcher):
                 times[-1] += f" (behind a kernel {min(behind):.2f})" if behind else ""
         times += [f"{name} refused" for name in found.refused if name not in self.shown.get(id(row), ())]
         self.shown[id(row)] = {*found.us, *found.refused}
-        self._print(f"{found.op:24} {found.words:>22}  us: {'  '.join(times) or 'nothing new'}")
+        self._print_row(f"{found.op:24} {found.words:>22}  us: ", times or ["nothing new"])
         if self.to:
             results.write(report, self.to)
 
     def refused(self, op: str, why: str) -> None:
         """Print it at once."""
         self._print(f"REFUSED {op}: {why}")
+
+    def _print_row(self, head: str, times: list[str]) -> None:
+        """Print a line, and below it what exceeds `WIDTH`."""
+        line, *rest = times
+        for text in rest:
+            if len(head) + len(line) + len(text) + 2 > WIDTH:
+                self._print(head + line)
+                head, line = " " * len(head), text
+            else:
+                line += f"  {text}"
+        self._print(head + line)
 
     def _print(self, text: str) -> None:
         print(text, file=self.out or sys.stdout, flush=True)

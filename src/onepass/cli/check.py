@@ -17,7 +17,10 @@ from rich.text import Text
 from ..testing import runner
 from ..testing.case import Check
 from ..testing.runner import Result
-from .common import Device, cannot_write, progress_bar, require, table
+from .common import Device, cannot_write, progress_bar, require, table, wide_console
+
+EVERY = 15.0
+"""Seconds between two lines about the progress, where there is no terminal."""
 
 
 def check(
@@ -45,7 +48,7 @@ def check(
     if not cases:
         limit = " and is short enough to interpret" if skipped else ""
         raise typer.BadParameter(f"no case has {match!r} in its name{limit}", param_hint="--match")
-    console = Console(stderr=to == "-")  # results on stdout must stay parseable
+    console = wide_console(stderr=to == "-")  # results on stdout must stay parseable
     start = time.perf_counter()
     results = _run(cases, device, console)
     seconds = time.perf_counter() - start
@@ -64,16 +67,40 @@ def check(
 
 
 def _run(cases: list[Check], device: Device, console: Console) -> list[Result]:
-    with progress_bar(console) as progress:
-        task = progress.add_task("checking", total=len(cases))
+    total = len(cases)
+    cached = "" if device is Device.interpreter else "; compiled kernels are cached, so a second run is shorter"
+    console.print(f"{total} cases on {device.value}{cached}", highlight=False)
+    with progress_bar(console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("checking", total=total)
+        lines = None if console.is_terminal else _Lines(total, console)
 
         def report(result: Result) -> None:
             progress.update(task, advance=1, description=f"{result.op:<20}")
+            if lines is not None:
+                lines.step()
             if not result.passed:
                 title = ("FAILED ", "bold red"), (f"{result.op} ", "bold")
                 progress.console.print(Text.assemble(*title, f"{result.case}\n       {result.message}"))
 
         return runner.run_cases(cases, device.value, report)
+
+
+class _Lines:
+    """Prints how far a run is and how long the rest may take, every `EVERY` seconds."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self.total, self.console, self.done = total, console, 0
+        self.start = self.last = time.perf_counter()
+
+    def step(self) -> None:
+        """A case is done."""
+        self.done += 1
+        now = time.perf_counter()
+        if now - self.last < EVERY or self.done == self.total:
+            return
+        self.last, seconds = now, now - self.start
+        left = seconds / self.done * (self.total - self.done)
+        self.console.print(f"{self.done} of {self.total} after {seconds:.0f} s, about {left:.0f} s left")
 
 
 def _show(results: list[Result], console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -12,9 +13,10 @@ import torch
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..bench.lines import WIDTH
 from ..bench.machine import version
 
 
@@ -26,10 +28,10 @@ class Device(StrEnum):
     interpreter = "interpreter"
 
 
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if it works.", metavar="cpu|cuda")]
-_BACKEND = {"cpu": "cpu", "cuda": "triton", "interpreter": "interpreter"}
 INSTALL = "pip install '.[models]' in a checkout"
 """How transformers, which the demo needs, is installed."""
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if it works.", metavar="cpu|cuda")]
+_BACKEND = {"cpu": "cpu", "cuda": "triton", "interpreter": "interpreter"}
 
 
 def backend_status() -> dict[str, tuple[bool, str]]:
@@ -77,10 +79,20 @@ def table(*left: str, right: tuple[str, ...] = (), **options: Any) -> Table:
     return made
 
 
+def wide_console(**options: Any) -> Console:
+    """A console as wide as the terminal. Elsewhere it has `WIDTH` columns, unless COLUMNS says otherwise."""
+    console = Console(**options)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    return console
+
+
 def progress_bar(console: Console, **options: Any) -> Progress:
-    """A progress bar that disappears at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, **options)
+    """A progress bar with an estimate of the time left, as wide as the console. It disappears at the end."""
+    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), *times)
+    # The period makes the estimate follow the whole run: single steps differ too much.
+    return Progress(*columns, console=console, transient=True, expand=True, speed_estimate_period=3600.0, **options)
 
 
 @contextmanager
