@@ -231,8 +231,13 @@ def test_a_plan_has_every_op_once_and_by_name() -> None:
         match="no op 'nonsense'; choose from rows, formats, gemv, linear, qk, mla, qk_cache, decode-step, host, rms_norm",
     ):
         run.Plan("cpu", ("nonsense",))
-    with pytest.raises(ValueError, match="supports the shape 4x4x4x4x4"):
-        run.Plan("cpu", ("rms_norm",), "4x4x4x4x4")
+    with pytest.raises(
+        ValueError, match="supports the shape 4x4x4x4x4; supported: rms_norm, layer_norm: MxN; qk: MxNqxNk"
+    ):
+        run.Plan("cpu", ("layer_norm", "qk", "rms_norm"), "4x4x4x4x4")
+    with pytest.raises(ValueError) as refused:
+        run.Plan("cpu", shapes="4x4x4x4x4")
+    assert all(f"{family.name}: {family.form}" in str(refused.value) for family in run.FAMILIES)
 
 
 def test_a_run_continues_an_earlier_one() -> None:
@@ -347,7 +352,7 @@ def test_a_decode_step_is_refused_with_any_of_its_ops(wrong_norms: None, monkeyp
         (("--op", "nonsense"), "no op 'nonsense'"),
         (("--peers", "nonsense"), "no peer 'nonsense'"),
         (("--shapes", "big"), "'big' is neither decode"),
-        (("--op", "rms_norm", "--shapes", "1x2x3"), "supports the shape 1x2x3"),
+        (("--op", "rms_norm", "--shapes", "1x2x3"), "supports the shape 1x2x3; supported: rms_norm: MxN"),
         (("--json", "/nonexistent/file"), "there is no directory"),
         (("--baseline", "/nonexistent/file"), "No such file"),
         (("--baseline", str(ROOT / "Makefile")), "is not a result file"),

@@ -25,6 +25,7 @@ from onepass.cli.screen import Screen
 from tools.bench import report
 
 H200 = Path(__file__).parents[2] / "benchmarks/h200/bench.json"
+CONTENDERS = (results.OURS, *peers.PEERS)
 CLAIM = re.compile(r"\d(\.\d+)?x\b|of the ceiling|faster than|is ahead")
 
 
@@ -141,6 +142,13 @@ def test_counts_of_peers_ahead_name_the_peers() -> None:
         assert "Liger-Kernel (for cuda only)" in text and "vLLM (not installed)" in text and "quack" in text
 
 
+def test_peers_that_were_not_tried_have_no_reason() -> None:
+    """With ``--peers none`` no peer has one."""
+    untried = results.of_report({**document(0.0), "peers": {"Liger-Kernel": "for cuda only"}})
+    assert "Not measured: torch.compile max, FlashInfer, vLLM, " in untried.peer_words.replace("Liger-Kernel, ", "")
+    assert "; Liger-Kernel (for cuda only)" in untried.peer_words and "(not measured)" not in untried.peer_words
+
+
 def test_committed_pages_name_the_peers() -> None:
     found = results.load([H200])
     root = H200.parents[2]
@@ -171,12 +179,29 @@ def test_a_narrow_terminal_gets_fewer_columns(width: int) -> None:
     found = results.of_report(given)
     for row in found.rows:
         assert any(row.words in line and f" {row.ours:.2f}" in line for line in tables.splitlines()), row.key
-    long = [line for line in tables.splitlines() if len(line) > width and not line.startswith(("left out", "A peer"))]
-    assert not long
+    assert not [line for line in text.splitlines() if len(line.rstrip()) > width]
     assert ("left out to fit" in text) == (width < 240)
     if width >= 80:
         heads = [line for line in tables.splitlines() if line.startswith("shape")]
         assert all("us" in head.split() for head in heads) and sum("torch.compile" in head for head in heads) >= 8
+
+
+def test_output_that_is_no_terminal_has_100_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of a row with many contenders, and the tables."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def measure(self: run.Run, workload: Any, row: dict[str, Any], peers: Any, ours: bool) -> None:
+        names = (*CONTENDERS, results.STREAM)
+        row["us"] = {name: [1000.0 * number, 1001.0 * number] for number, name in enumerate(names, 1)}
+
+    monkeypatch.setattr(run.Run, "measure", measure)
+    monkeypatch.setattr(run, "check", lambda op, device: [])
+    result = CliRunner().invoke(app, ["bench", "--device", "cpu", "--op", "rms_norm"])
+    assert result.exit_code == 0, result.output
+    wide = [len(line.rstrip()) for line in result.output.splitlines()]
+    assert 80 < max(wide) <= 100, result.output
+    for number, name in enumerate(CONTENDERS, 1):
+        assert f"{name} {number}000.00" in result.output, "each contender stays in one line"
 
 
 PIPED = """

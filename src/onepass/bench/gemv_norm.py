@@ -52,4 +52,4 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return [Workload(OP, (m, n, k), moved, make, "read", {"normed": width}, cold=True)]
 
 
-FAMILY = Family("gemv", (OP,), SHAPES, workloads)
+FAMILY = Family("gemv", (OP,), SHAPES, workloads, "MxNxK or MxNxKxNORMED, M up to 16")

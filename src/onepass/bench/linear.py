@@ -246,4 +246,4 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return [_workload(op, m, n, k, kind) for kind in kinds if kind != SILU or n % 2 == 0]
 
 
-FAMILY = Family("linear", (OP, FP8, FUSED, BATCH), SHAPES, workloads)
+FAMILY = Family("linear", (OP, FP8, FUSED, BATCH), SHAPES, workloads, f"MxNxK, M up to {FEW}, or more with {BATCH!r}")

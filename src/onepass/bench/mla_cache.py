@@ -131,4 +131,4 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return found
 
 
-FAMILY = Family("mla", (OP,), SHAPES, workloads)
+FAMILY = Family("mla", (OP,), SHAPES, workloads, f"TOKENSxHEADS, up to {MAX_HEADS} heads")

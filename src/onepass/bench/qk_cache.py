@@ -135,4 +135,10 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return found
 
 
-FAMILY = Family("qk_cache", (OP,), SHAPES, workloads)
+FAMILY = Family(
+    "qk_cache",
+    (OP,),
+    SHAPES,
+    workloads,
+    f"TOKENSxHEADSxKV_HEADSxCOLUMNS, up to {MAX_HEADS} heads of up to {MAX_HEAD} columns, an even number",
+)

@@ -93,4 +93,4 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return [Workload(op, shape, moved(op, *shape), partial(problem, op, *shape), stream)]
 
 
-FAMILY = Family("qk", (SUMS, MEANS, APPLY, FUSED), SHAPES, workloads)
+FAMILY = Family("qk", (SUMS, MEANS, APPLY, FUSED), SHAPES, workloads, "MxNqxNk")

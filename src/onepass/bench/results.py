@@ -137,11 +137,11 @@ class Results:
 
     @property
     def absent(self) -> dict[str, str]:
-        """The peers without a time in any row, and why. Peers that do the work of none of these ops are left out."""
+        """The peers without a time in any row, and why; "" if the run did not try. Without peers that have none of these ops."""
         reasons = {name: why for run in self.runs for name, why in (run.get("peers") or {}).items()}
         ops = {op.split(",")[0] for op in self.ops}
         could = [n for n, peer in PEERS.items() if not peer.ops or ops & {op.split(",")[0] for op in peer.ops}]
-        return {n: reasons.get(n) or "not measured" for n in could if n not in self.measured}
+        return {n: reasons.get(n, "") for n in could if n not in self.measured}
 
     @property
     def peer_words(self) -> str:
@@ -149,7 +149,7 @@ class Results:
         reasons: dict[str, list[str]] = {}
         for name, why in self.absent.items():
             reasons.setdefault(why, []).append(name)
-        absent = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
+        absent = "; ".join(", ".join(names) + (f" ({why})" if why else "") for why, names in reasons.items())
         without = f" Not measured: {absent}." if absent else ""
         return f"Peers: {', '.join(self.measured) or 'none'}.{without}"
 

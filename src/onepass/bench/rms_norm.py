@@ -107,4 +107,4 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return found
 
 
-FAMILY = Family("rows", ("rms_norm_fused_fp8", "rms_norm", "layer_norm"), SHAPES, workloads)
+FAMILY = Family("rows", ("rms_norm_fused_fp8", "rms_norm", "layer_norm"), SHAPES, workloads, "MxN")

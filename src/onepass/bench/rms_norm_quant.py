@@ -135,4 +135,4 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return found
 
 
-FAMILY = Family("formats", (OP, GATED), SHAPES, workloads)
+FAMILY = Family("formats", (OP, GATED), SHAPES, workloads, "MxN, N a multiple of 128")

@@ -81,12 +81,23 @@ class Plan:
         object.__setattr__(self, "host", HOST in self.ops or not (self.ops or given or self.shapes == "prefill"))
         if not self.workloads and not self.host:
             matching = f" and matches {self.match!r}" if self.match else ""
-            raise ValueError(f"none of the chosen ops supports the shape {self.shapes}{matching}")
+            shapes = f"none of the chosen ops supports the shape {self.shapes}{matching}"
+            raise ValueError(f"{shapes}; supported: {self._forms()}")
 
     def peers_of(self, workload: Workload, peers: Mapping[str, Peer]) -> dict[str, Peer]:
         """Those of the peers that are measured at a workload: slow ones only at some."""
         slow = workload.slow if self.slow is None else re.search(self.slow, workload.where) is not None
         return {name: peer for name, peer in peers.items() if slow or not peer.slow}
+
+    def _forms(self) -> str:
+        """Which shapes the chosen ops have: ``rms_norm: MxN; qk: MxNqxNk``."""
+        found = []
+        for family in FAMILIES:
+            names = [op for op in family.ops if op in self.ops]
+            if family.name in self.ops or not self.ops:
+                names = [family.name]
+            found += [f"{', '.join(names)}: {family.form}"] if names else []
+        return "; ".join(found)
 
     def _workloads(self, given: list[tuple[int, ...]] | None) -> Iterator[Workload]:
         for family in FAMILIES:

@@ -70,12 +70,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Family:
-    """Ops that share a module: their shapes by op and device, and the workloads of a shape (none where it does not fit)."""
+    """Ops that share a module: their shapes by op and device, and the workloads of a shape (none where it does not fit).
+
+    ``form`` says in words which shapes fit.
+    """
 
     name: str
     ops: tuple[str, ...]
     shapes: Mapping[tuple[str, str], Sequence[tuple[int, ...]]]
     workloads: Callable[[str, tuple[int, ...]], list[Workload]]
+    form: str
 
 
 def wanted(shapes: str, m: int) -> bool:

@@ -17,9 +17,9 @@ from ..bench.document import plain
 from ..bench.lines import Lines
 from ..bench.page import html as page
 from ..bench.results import CEILINGS, OURS, WAYS, Results, Row, load, of_report, write
-from ..bench.run import Plan, Watcher, run
+from ..bench.run import FAMILIES, Plan, Watcher, run
 from ..bench.words import BEHIND, ahead_words
-from .common import DeviceOption, choose_device, progress_bar, table
+from .common import DeviceOption, choose_device, progress_bar, table, wide_console
 
 GAP = 2
 """Spaces between columns."""
@@ -36,7 +36,7 @@ class _Bar(Watcher):
         self.progress.update(self.task, total=total, completed=-1)
 
     def step(self, what: str) -> None:
-        self.progress.update(self.task, advance=1, description=f"{what:<58.58}")
+        self.progress.update(self.task, advance=1, description=f"{what:<40.40}")
 
     def refused(self, op: str, why: str) -> None:
         self.progress.console.print(
@@ -48,7 +48,7 @@ def bench(
     op: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this op, or rows, gemv, linear, qk, mla, decode-step, host; repeatable.", metavar="NAME"
+            help=f"Only this op, or {', '.join(family.name for family in FAMILIES)}, host; repeatable.", metavar="NAME"
         ),
     ] = None,
     device: DeviceOption = "",
@@ -71,7 +71,7 @@ def bench(
             raise typer.BadParameter(f"there is no directory {path.parent}", param_hint=option)
     old = _load(baseline) if baseline is not None else None
     plan = _plan(op or [], chosen, shapes, peers)
-    console = Console()
+    console = wide_console()
     if console.is_terminal:
         with progress_bar(console) as progress:
             report = run(plan, _Bar(progress))
@@ -111,7 +111,7 @@ def _plan(op: list[str], device: str, shapes: str, peers: str) -> Plan:
 
 def _show(results: Results, report: dict[str, Any], console: Console) -> None:
     def dim(text: str) -> None:
-        console.print(Text(text, "dim"), soft_wrap=True)
+        console.print(Text(text, "dim"))
 
     if results.banner:
         console.print(Text(results.banner, "bold yellow"))
@@ -133,12 +133,12 @@ def _show(results: Results, report: dict[str, Any], console: Console) -> None:
         console.print(shown)
         console.print()
     if results.rows and not results.banner:
-        console.print(Text(ahead_words(results)), soft_wrap=True)
+        console.print(Text(ahead_words(results)))
     skipped = ", ".join(f"{name} ({why})" for name, why in report["peers"].items() if why)
     if skipped:
         dim(f"left out: {skipped}")
     for op, why in report["refused"].items():
-        console.print(Text.assemble(("refused ", "bold red"), (op, "bold"), f": {why}"), soft_wrap=True)
+        console.print(Text.assemble(("refused ", "bold red"), (op, "bold"), f": {why}"))
 
 
 def _print_table(title: str, rows: list[Row], results: Results, console: Console, shares: bool = True) -> int:
@@ -178,7 +178,7 @@ def _versus(us: float, ours: float, name: str, quiet: bool) -> Text:
 def _show_changes(found: Comparison, console: Console) -> None:
     """Print what got faster or slower beyond the noise. Strings may come from a file, so none is parsed as markup."""
     for warning in found.warnings:
-        console.print(Text(f"note: {warning}", "yellow"), soft_wrap=True)
+        console.print(Text(f"note: {warning}", "yellow"))
     shown: Table = table("", "op", "shape", right=("was, us", "is, us", "change", "noise", "drift"))
     for verdict, style in (("slower", "bold red"), ("faster", "bold green")):
         for c in found.of(verdict):
@@ -186,4 +186,4 @@ def _show_changes(found: Comparison, console: Console) -> None:
             shown.add_row(Text(verdict, style), Text(c.op), Text(c.words), *numbers)
     if shown.row_count:
         console.print(shown)
-    console.print(Text(found.summary), soft_wrap=True)
+    console.print(Text(found.summary))
