@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import onepass
+from onepass import compat
 from onepass.bench.results import COMPILED, load
 from onepass.testing import runner
 from tools.bench import model_tables, report
@@ -294,9 +295,40 @@ def test_models_md_states_what_was_compared() -> None:
         assert errors[-1][1] == "mamba" and errors[-2][0] <= 5e-6
         assert all(row["tokens_equal"] is not False for row in rows.values())
     assert f"Tiny models of {len(data[0]['models'])} architectures" in text
+    changes = " ".join((ROOT / "CHANGELOG.md").read_text().split())
+    assert set(re.findall(r"(\d+) of the 184 RMSNorm classes", changes)) == {tested.split()[0]}
     equal = sum(row["equal"] for row in data[0]["models"].values() if row["norms"])
     assert f"equal to the byte for {equal} of " in (ROOT / "docs/reliability.md").read_text()
     assert f"Mamba's logits agree to {data[0]['models']['mamba']['error'] * 1e6:.1f}e-6" in text
+
+
+def test_changelog_asks_for_no_variable_that_nothing_needs() -> None:
+    """`ONEPASS_UNPROVEN` runs what is listed, and nothing is."""
+    if not re.search(r"^UNPROVEN: .* = \(\)$", (ROOT / "src/onepass/triton/compiler.py").read_text(), re.MULTILINE):
+        return
+    assert "ONEPASS_UNPROVEN" not in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_nothing_is_installed_from_an_index() -> None:
+    """onepass is on none, so ``pip install onepass`` and its extras fail."""
+    for path in (*MARKDOWN, *SOURCES, ROOT / "pyproject.toml"):
+        assert not re.search(r"pip install ['\"]?onepass|onepass\[[a-z]", path.read_text()), path
+
+
+def test_contributing_lists_the_folders_of_tests() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.split("| folder | what it tests |")[1].split("\n\n")[0]
+    listed = [name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert sorted(listed) == sorted(path.parent.name for path in (ROOT / "tests").glob("*/__init__.py"))
+
+
+def test_models_md_lists_every_compat_function() -> None:
+    text = (ROOT / "docs/models.md").read_text().split("## Coming from vLLM")[1]
+    for module in (compat.vllm, compat.flashinfer, compat.sglang):
+        for name in module.__all__:
+            short = name.removeprefix("fused_add_") if name.endswith("static_fp8_quant") else name
+            assert inspect.ismodule(getattr(module, name)) or f"`{short}`" in text, name
+    assert "no int8" not in text
 
 
 def test_numerics_states_the_tolerances() -> None:
