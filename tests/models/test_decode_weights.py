@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import onepass
+from onepass.nn import MergedLinear
 
 pytest.importorskip("transformers")
 
@@ -40,10 +41,12 @@ def assert_shared(model: Any) -> None:
 
 
 def owned(parameter: Tensor) -> bool:
-    return parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+    """Whether torch allocated this memory for the parameter alone: what lies in a merged tensor has a fixed size."""
+    storage = parameter.untyped_storage()
+    return storage.resizable() and storage.nbytes() == parameter.numel() * parameter.element_size()
 
 
-def test_parameters_are_views_and_own_their_memory_after_undo() -> None:
+def test_parameters_lie_in_merged_memory_and_own_theirs_after_undo() -> None:
     model = fresh("Qwen2")
     before = dict(model.named_parameters())
     q = model.model.layers[0].self_attn.q_proj
@@ -150,6 +153,20 @@ def test_memory_that_others_use_is_not_moved() -> None:
         close(logits(model, IDS), expected)
         assert one.weight.data_ptr() == two.weight.data_ptr()
     assert "left 2 x LlamaAttention decode: a projection shares memory with another parameter" in repr(handle)
+
+
+def test_memory_of_another_merged_layer_is_not_moved() -> None:
+    """Each parameter has a storage of its own there too, so overlaps count, not storages."""
+    model = fresh("Llama")
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[1].mlp
+    attention.qkv = MergedLinear.from_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+    mlp.rest = MergedLinear.from_linears([mlp.down_proj, nn.Linear(mlp.down_proj.in_features, 8, bias=False)])
+    expected = logits(model, IDS)
+    with onepass.patch(model, decode=True) as handle:
+        close(logits(model, IDS), expected)
+        assert attention.k_proj.weight.data_ptr() == attention.qkv.weight[attention.q_proj.out_features :].data_ptr()
+        assert mlp.down_proj.weight.data_ptr() == mlp.rest.weight.data_ptr()
+    assert "left 1 x LlamaAttention decode: a projection shares memory with another parameter" in repr(handle)
 
 
 def test_inference_mode_makes_no_difference() -> None:

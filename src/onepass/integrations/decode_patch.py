@@ -19,7 +19,7 @@ from .angles import AnglesStep, Frequencies, angles_of
 from .decode_latent import has_latent_kernels
 from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
-from .projections import Projection, memory_owners, mergeable
+from .projections import Projection, mergeable, shared_storages
 from .report import AFTER_MLP, MARK, ROTATION, Change, Patched, bound_before, missing, unless, why_not
 from .steps import AttentionStep, LatentStep, LayerStep, LinearStep, MlpStep, Watch
 from .unsplit import has_kernels
@@ -39,7 +39,7 @@ class Decoding(NamedTuple):
     matches: Callable[[type, type[Form]], Match]
     scheme: Scheme | None
     invariant: bool
-    owners: dict[int, int]
+    shared: set[int]
     parts: dict[int, tuple[Projection, int]]
 
     @property
@@ -67,7 +67,7 @@ def patch_decode(
 ) -> None:
     """Bind the decode steps of a model whose norms and additions are patched."""
     modules = list(modules)
-    decoding = Decoding(handle, matches, scheme, invariant, memory_owners(handle.model), {})
+    decoding = Decoding(handle, matches, scheme, invariant, shared_storages(handle.model), {})
     for where, module in modules:
         if "self_attn" in module._modules:
             _layer(decoding, where, module)
@@ -320,7 +320,7 @@ def _not_linear(decoding: Decoding, linears: list[Any]) -> str:
     for linear in linears:
         if bound_before(linear):
             return f"a projection: {bound_before(linear)}"
-    return mergeable(linears, decoding.owners)
+    return mergeable(linears, decoding.shared)
 
 
 def _project(decoding: Decoding, *groups: Sequence[nn.Module]) -> list[Projection]:
@@ -354,7 +354,7 @@ def _linear(decoding: Decoding, where: str, module: nn.Module, is_head: bool) ->
         return
     if type(module) is not nn.Linear or not (is_head or decoding.invariant):
         return
-    objection = bound_before(module) or mergeable([module], decoding.owners)
+    objection = bound_before(module) or mergeable([module], decoding.shared)
     if objection:
         decoding.handle._leave(where, module, WHAT, objection)
         return

@@ -92,7 +92,7 @@ def patch(
 
     ``decode=True`` also replaces projections. For up to 16 tokens a decoder layer is a chain of calls of
     `linear`, each with the norm before it, the activation or the residual after it. Weights that have
-    the same input are merged once, and the model's parameters become views of them. With
+    the same input are merged once, and the model's parameters then lie in the merged memory. With
     ``batch_invariant=True`` this is so for any number of tokens, and every other `torch.nn.Linear` is
     replaced as well, so that a token's bytes do not depend on what else is computed. Attention to a cache
     then calls a kernel of torch that does not split the context, where there is one. ``weights="fp8"``

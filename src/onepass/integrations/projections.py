@@ -1,7 +1,7 @@
 """Linear layers with the same input as one weight: merged or quantized once, and kept in step with the model.
 
 A `Projection` holds the layers of a model and one `Linear` or `MergedLinear` that shares their memory: the
-model's parameters become views of the merged weight, so state dicts and `tie_weights` see what they
+model's parameters lie in the merged weight, so state dicts and `tie_weights` see what they
 saw before. Quantized weights are copies, and the model keeps its own.
 """
 
@@ -26,7 +26,7 @@ _TENSORS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv")
 
 
 class _Shared(NamedTuple):
-    """A parameter of a layer that is the merged tensor or a view of it, and where it is."""
+    """A parameter of a layer that lies in the merged tensor, and where it is."""
 
     linear: Any
     name: str
@@ -55,6 +55,9 @@ class Projection:
 
     def merge(self) -> None:
         """Make the merged layer of what the layers hold now, and remember where that is."""
+        for linear in self.linears:
+            if linear._parameters.get("weight") is None:  # FSDP's are views of one flat parameter
+                raise ContractError(f"patch: the weight of a projection must be a parameter of {type(linear).__name__}")
         floats = all(linear.weight.dtype in FLOATS for linear in self.linears)
         scheme = self.scheme if floats else None
         with unset_fake_temporarily():  # fake tensors must not replace the parameters' data
@@ -64,7 +67,7 @@ class Projection:
                 self._hold(Linear.from_linear(self.linears[0], scheme), shares=scheme is None)
 
     def _hold(self, layer: Linear | MergedLinear, shares: bool) -> None:
-        """Use this layer. ``shares`` is whether the model's parameters are its weight, or views of it."""
+        """Use this layer. ``shares`` is whether the model's parameters lie in its weight."""
         self.layer, self.shares, self.quantized = layer, shares, layer.weight_scale is not None
         self.weight, self.scale, self.bias = layer.weight, layer.weight_scale, layer.bias
         self.pending = False
@@ -82,7 +85,7 @@ class Projection:
             return self.pending and not torch.compiler.is_compiling() and self._merged_again()
         tracing = torch.compiler.is_compiling()
         for linear, name, tensor, pointer in self.shared:
-            if linear._parameters[name] is not tensor or not (tracing or tensor.data_ptr() == pointer):
+            if linear._parameters.get(name) is not tensor or not (tracing or tensor.data_ptr() == pointer):
                 return not tracing and self._merged_again()
         return True
 
@@ -140,8 +143,8 @@ def applied(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -
     return result
 
 
-def mergeable(linears: Sequence[Any], owners: dict[int, int]) -> str:
-    """Why layers cannot become a projection; "" if they can. ``owners`` counts parameters by their memory."""
+def mergeable(linears: Sequence[Any], shared: set[int]) -> str:
+    """Why layers cannot become a projection; "" if they can. ``shared`` are the storages of several parameters."""
     for linear in linears:
         weight = linear._parameters.get("weight")
         if not _takes(type(linear)):
@@ -150,7 +153,7 @@ def mergeable(linears: Sequence[Any], owners: dict[int, int]) -> str:
             return f"the weight of a projection is a {type(weight).__name__}"
         if weight.is_meta:
             return "the weight of a projection has no data"
-        if len(linears) > 1 and owners.get(weight.untyped_storage().data_ptr(), 1) > 1:
+        if len(linears) > 1 and weight.untyped_storage().data_ptr() in shared:
             return SHARED
         if getattr(linear, "activation_scale", None) is not None:
             return "a projection has static scales of activations"
@@ -162,14 +165,21 @@ def _takes(cls: type) -> bool:
     return cls is nn.Linear or (cls.__name__ == "FP8Linear" and cls.__module__.startswith("transformers."))
 
 
-def memory_owners(model: nn.Module) -> dict[int, int]:
-    """How many parameters and buffers use each piece of memory."""
-    counts: dict[int, int] = {}
-    for tensor in _tensors(model):
-        if type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
-            pointer = tensor.untyped_storage().data_ptr()
-            counts[pointer] = counts.get(pointer, 0) + 1
-    return counts
+def shared_storages(model: nn.Module) -> set[int]:
+    """The addresses of storages that overlap with the storage of another parameter or buffer."""
+    storages = [
+        tensor.untyped_storage()
+        for tensor in _tensors(model)
+        if type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    ]
+    shared: set[int] = set()
+    last = end = 0  # of those so far, the storage that ends last
+    for start, size in sorted((storage.data_ptr(), storage.nbytes()) for storage in storages):
+        if start < end:
+            shared |= {start, last}
+        if start + size > end:
+            last, end = start, start + size
+    return shared
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

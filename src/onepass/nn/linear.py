@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import to_dlpack
 
 from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
@@ -270,9 +271,10 @@ class MergedLinear(_Layer):
     ) -> Self:
         """Merge layers that `Linear.from_linear` takes. A scheme quantizes each of them first.
 
-        The weights are copied once. With ``share`` the parameters of the given layers then become views of
-        the merged ones, so the layers work as before, take no memory of their own, and what is loaded into
-        them is loaded here. Parameters stay the same objects. Moving or converting either side ends that: the
+        The weights are copied once. With ``share`` the parameters of the given layers then lie in the memory
+        of the merged ones, so the layers work as before, take no memory of their own, and what is loaded into
+        them is loaded here. Parameters stay the same objects. Each has a storage of its own over its rows, so
+        it is saved and copied like any other. Moving or converting either side ends that: the
         moved side is a copy. So move and convert the model first, then merge, or merge again. A
         ``copy.deepcopy`` of both has copies of both too. If the merged layer is made a submodule, the model's
         state dict has its keys too. Nothing is shared with float layers that a scheme quantizes.
@@ -352,15 +354,28 @@ def _check_alike(owner: str, layers: Sequence[Taken]) -> None:
 
 
 def _share(given: Sequence[Taken], made: MergedLinear, scheme: Scheme | None) -> None:
-    """Make the parameters of the given layers views of the merged ones, except for weights that a scheme quantized."""
+    """Move the parameters of the given layers into the merged ones, except for weights that a scheme quantized."""
     start = block = 0
     for layer in given:
         stop, last = start + len(layer.weight), block - (-len(layer.weight) // SCALE_BLOCK)
         if layer.scheme == scheme:
-            layer.weight.data = made.weight.data[start:stop]
+            layer.weight.data = _rows_of(made.weight, slice(start, stop))
             if layer.bias is not None and made.bias is not None:
-                layer.bias.data = made.bias.data[start:stop]
+                layer.bias.data = _rows_of(made.bias, slice(start, stop))
             if layer.owned_scale is not None and made.weight_scale is not None and made.scheme == scheme:
                 rows = slice(block, last) if scheme in BLOCK_SCHEMES else slice(start, stop)
-                layer.owned_scale.data = made.weight_scale.data[rows].view(layer.owned_scale.shape)
+                layer.owned_scale.data = _rows_of(made.weight_scale, rows).view(layer.owned_scale.shape)
         start, block = stop, last
+
+
+def _rows_of(merged: Tensor, rows: slice) -> Tensor:
+    """Rows in the memory of a merged tensor, as a storage of their own that keeps this memory alive.
+
+    What saves models takes tensors with the same storage for duplicates, and drops or refuses them.
+    """
+    view = merged.data[rows]
+    if type(view) is not Tensor or view.device.type not in ("cpu", "cuda"):  # fake and meta tensors have no memory
+        return view
+    with torch.inference_mode(merged.is_inference()):
+        # as bytes, because not every torch exports 8-bit floats; the capsule is bound to no device or stream
+        return torch.from_dlpack(to_dlpack(view.view(torch.uint8))).view(view.dtype)
