@@ -19,7 +19,7 @@ from .angles import AnglesStep, Frequencies, angles_of
 from .decode_latent import has_latent_kernels
 from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, parameters_of
-from .projections import Projection, mergeable, shared_storages
+from .projections import Projection, SpotCheck, mergeable, shared_storages
 from .report import AFTER_MLP, MARK, ROTATION, Change, Patched, bound_before, missing, unless, why_not
 from .steps import AttentionStep, LatentStep, LayerStep, LinearStep, MlpStep, Watch
 from .unsplit import has_kernels
@@ -77,10 +77,18 @@ def patch_decode(
     if any(change.what == WHAT for change in handle.replaced):
         for where, module in modules:
             _angles(decoding, where, module)
+    copied = [projection for projection in _projections(decoding) if not projection.shares]
+    if copied:
+        copied[0].spot_check = SpotCheck(copied)
     for parameter in handle.model.parameters():
         has_kernels(parameter)  # asked now, so that compiled steps need not
     decoded = {change.where for change in handle.replaced if change.what.startswith(WHAT)}
     handle.left = [made for change in handle.left if (made := _still_left(decoding, change, decoded)) is not None]
+
+
+def _projections(decoding: Decoding) -> list[Projection]:
+    """The projections of layers, in the order of the model."""
+    return list({id(projection): projection for projection, _ in decoding.parts.values()}.values())
 
 
 def _still_left(decoding: Decoding, change: Change, decoded: set[str]) -> Change | None:

@@ -137,14 +137,15 @@ def patch(
                 step(handle, where, module, matches(type(module), kind))
     if decode:
         patch_decode(handle, modules, matches, "fp8_row" if weights == "fp8" else None, batch_invariant)
-    _warn_or_raise(handle, strict)
+    nothing = " No weight is fp8." if weights == "fp8" and not handle.fp8 else ""
+    _warn_or_raise(handle, strict, nothing)
     if decode:
-        _warn_or_raise_decode(handle, strict)
+        _warn_or_raise_decode(handle, strict, nothing)
     return handle
 
 
-def _warn_or_raise(handle: Patched, strict: bool) -> None:
-    """Warn if nothing was patched. If ``strict``, raise instead, also if norms were left."""
+def _warn_or_raise(handle: Patched, strict: bool, nothing: str) -> None:
+    """Warn if nothing was patched. If ``strict``, raise instead, also if norms were left. ``nothing`` is said too."""
     reasons = [f"{count} x {what}: {why}" for (what, why), count in counted(handle.left_norms())]
     norms = "; ".join(reasons) if reasons else "it has no norm that could be replaced"
     name = type(handle.model).__name__
@@ -155,13 +156,13 @@ def _warn_or_raise(handle: Patched, strict: bool) -> None:
     if not handle.replaced:
         warnings.warn(
             f"onepass.patch replaced nothing in {name}, which runs as before ({norms}). docs/models.md explains what can be "
-            "replaced; strict=True makes this an error.",
+            f"replaced; strict=True makes this an error.{nothing}",
             NothingPatchedWarning,
             stacklevel=3,
         )
 
 
-def _warn_or_raise_decode(handle: Patched, strict: bool) -> None:
+def _warn_or_raise_decode(handle: Patched, strict: bool, nothing: str) -> None:
     """Warn if no layer runs as a decode step. If ``strict``, raise instead."""
     if not handle.replaced or any(change.what == WHAT for change in handle.replaced):
         return
@@ -172,7 +173,7 @@ def _warn_or_raise_decode(handle: Patched, strict: bool) -> None:
         handle.undo()
         raise ContractError(f"patch: `strict=True`, but {why}, and the model is unchanged")
     warnings.warn(
-        f"onepass.patch(decode=True): {why}. Everything else is patched.", NothingPatchedWarning, stacklevel=3
+        f"onepass.patch(decode=True): {why}.{nothing} Everything else is patched.", NothingPatchedWarning, stacklevel=3
     )
 
 

@@ -19,19 +19,24 @@ from ..errors import ContractError
 from ..formats import FLOATS
 from ..nn import Linear, MergedLinear
 from ..specs.gemv_norm import SCALE_BLOCK
-from ..weights import Scheme
+from ..weights import Scheme, quantize_weight
 
+SPOTS: Final = 16
 SHARED: Final = "a projection shares memory with another parameter"
 _TENSORS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv")
 
 
-class _Shared(NamedTuple):
-    """A parameter of a layer that lies in the merged tensor, and where it is."""
+class _Source(NamedTuple):
+    """A parameter that was merged, one of ``owner``, where it lies, and how often it was written.
 
-    linear: Any
+    ``version`` is None for a parameter that lies in the merged tensor, and for one of inference mode, which has none.
+    """
+
+    owner: dict[str, Parameter | None]
     name: str
     tensor: Tensor
     pointer: int
+    version: int | None
 
 
 class Projection:
@@ -49,8 +54,9 @@ class Projection:
         self.scheme = scheme
         self.sizes = [len(linear.weight) for linear in self.linears]
         self.layer: Linear | MergedLinear | None = None
-        self.shared: list[_Shared] = []
+        self.sources: list[_Source] = []
         self.pending = False
+        self.spot_check: SpotCheck | None = None
         self.merge()
 
     def merge(self) -> None:
@@ -71,37 +77,80 @@ class Projection:
         self.layer, self.shares, self.quantized = layer, shares, layer.weight_scale is not None
         self.weight, self.scale, self.bias = layer.weight, layer.weight_scale, layer.bias
         self.pending = False
-        self.shared = []
-        for linear in self.linears if shares else ():
-            named = ((name, linear._parameters.get(name)) for name in _TENSORS)
-            self.shared += [_Shared(linear, name, t, t.data_ptr()) for name, t in named if t is not None]
+        self.sources = []
+        for linear in self.linears:
+            for name in _TENSORS:
+                tensor = linear._parameters.get(name)
+                if tensor is not None:
+                    version = None if shares or tensor.is_inference() else tensor._version
+                    self.sources.append(_Source(linear._parameters, name, tensor, tensor.data_ptr(), version))
 
     def current(self) -> bool:
-        """Whether the merged layer has what the layers hold. If a parameter was replaced, it is merged again.
+        """Whether the merged layer has what the layers hold. If that has changed, it is merged or quantized again.
 
         A traced call only compares objects. `Module.to` and the like merge again by themselves (`applied`).
         """
-        if self.layer is None:
-            return self.pending and not torch.compiler.is_compiling() and self._merged_again()
         tracing = torch.compiler.is_compiling()
-        for linear, name, tensor, pointer in self.shared:
-            if linear._parameters.get(name) is not tensor or not (tracing or tensor.data_ptr() == pointer):
-                return not tracing and self._merged_again()
-        return True
+        if self.layer is None:
+            return self.pending and not tracing and self._merged_again()
+        if tracing:
+            return all(source.owner.get(source.name) is source.tensor for source in self.sources)
+        return self.unchanged() or self._merged_again()
+
+    def unchanged(self) -> bool:
+        """Whether the layers hold the parameters that were merged, where they were, not written since if they are copied.
+
+        A write through ``weight.data`` leaves no trace here. `SpotCheck` finds it.
+        """
+        for owner, name, tensor, pointer, version in self.sources:
+            if (
+                owner.get(name) is not tensor
+                or tensor.data_ptr() != pointer
+                or (version is not None and tensor._version != version)
+            ):
+                return False
+        return self.layer is not None
 
     def _merged_again(self) -> bool:
         try:
-            self.merge()
+            if not self._requantized():
+                self.merge()
         except ContractError:
             self.layer, self.pending = None, False
         return self.layer is not None
 
-    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Do to the merged layer what ``Module._apply`` did to the layers."""
-        if self.layer is None or self.shares:
+    def _requantized(self) -> bool:
+        """Write new codes over the old ones, which recorded graphs read. Returns False if there are none, or others fit."""
+        if self.layer is None or self.shares or self.scheme is None:
+            return False
+        if not all(self._fits(place, linear) for place, linear in enumerate(self.linears)):
+            return False
+        with unset_fake_temporarily(), torch.inference_mode(self.weight.is_inference()), torch.no_grad():
+            for place, linear in enumerate(self.linears):
+                for old, new in zip(self.part(place), quantize_weight(linear.weight, self.scheme), strict=True):
+                    old.copy_(new)  # type: ignore[union-attr]
+            if self.bias is not None and len(self.linears) > 1:
+                self.bias.copy_(torch.cat([linear.bias for linear in self.linears]))
+            elif self.layer.bias is not None:  # shared: its old memory may be somebody else's now
+                self.layer.bias = nn.Parameter(self.linears[0].bias.detach(), requires_grad=False)
+        self._hold(self.layer, shares=False)
+        return True
+
+    def _fits(self, place: int, linear: Any) -> bool:
+        """Whether the codes of a layer's weight can be written where the old ones are."""
+        weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+        if weight is None or weight.dtype not in FLOATS or (bias is None) != (self.bias is None):
+            return False
+        old, _ = self.part(place)
+        same_bias = bias is None or (bias.dtype is self.bias.dtype and bias.device == self.bias.device)  # type: ignore[union-attr]
+        return weight.shape == old.shape and weight.device == old.device and same_bias
+
+    def refresh(self) -> None:
+        """Merge again what has changed, and quantize again, changed or not."""
+        if self.layer is None or not self.shares:
             self._merged_again()
         else:
-            self._hold(self.layer._apply(fn), shares=False)
+            self.current()
 
     def part(self, index: int) -> tuple[Tensor, Tensor | None]:
         """The weight of one of the layers, and its scale."""
@@ -118,28 +167,70 @@ class Projection:
 
     def release(self) -> None:
         """Give the parameters memory of their own again."""
-        for linear, name, tensor, pointer in self.shared if len(self.linears) > 1 else ():
-            if linear._parameters.get(name) is tensor and tensor.data_ptr() == pointer:
+        moved = self.sources if len(self.linears) > 1 and self.shares else ()
+        for owner, name, tensor, pointer, _ in moved:
+            if owner.get(name) is tensor and tensor.data_ptr() == pointer:
                 with torch.inference_mode(tensor.is_inference()), unset_fake_temporarily():
                     tensor.data = tensor.data.clone()
-        self.layer, self.shared = None, []
+        self.layer, self.sources = None, []
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or pickle needs. It merges or quantizes what its own layers hold."""
-        return {name: getattr(self, name) for name in ("linears", "scheme", "sizes", "quantized", "shares")}
+        names = ("linears", "scheme", "sizes", "quantized", "shares", "spot_check")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.layer, self.shared, self.pending = None, [], True
+        self.layer, self.sources, self.pending = None, [], True
         if all("_parameters" in linear.__dict__ for linear in self.linears):  # otherwise they are being copied
             self._merged_again()
+
+
+class SpotCheck:
+    """Values of the weights whose codes a model uses, as they were when they were quantized.
+
+    ``weight.data.mul_(2)`` and ``weight.data += delta``, as in adapters that are merged, change neither the address nor
+    the version of a weight. Copies and pickles start without values, so their first check quantizes again.
+    """
+
+    def __init__(self, projections: Sequence[Projection]) -> None:
+        self.projections = projections
+        self.values = self._read()
+
+    def run(self, x: Tensor) -> None:
+        """Quantize all weights again if one of the values has changed. A GPU's stream is waited for, once."""
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        values = self._read()
+        if values.keys() != self.values.keys() or not all(map(torch.equal, values.values(), self.values.values())):
+            for projection in self.projections:
+                projection.refresh()
+            self.values = values
+
+    @torch.no_grad()
+    def _read(self) -> dict[torch.device, Tensor]:
+        """Up to about ``SPOTS`` values of each row and column of a grid over each weight and bias, as bytes."""
+        found: dict[torch.device, list[Tensor]] = {}
+        for projection in self.projections:
+            for owner, name, *_ in projection.sources:
+                tensor = owner.get(name)
+                if tensor is not None:
+                    grid = tensor.detach()[tuple(slice(None, None, max(1, n // SPOTS)) for n in tensor.shape)]
+                    found.setdefault(grid.device, []).append(grid.contiguous().view(-1).view(torch.uint8))
+        return {device: torch.cat(parts) for device, parts in found.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"projections": self.projections, "values": {}}
 
 
 def applied(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """``Module._apply`` of a module with projections: ``to``, ``half``, ``cuda`` and the like, then merge again."""
     result = type(module)._apply(module, fn, recurse)
     for projection in module._onepass_decode.projections:
-        projection.follow(fn)
+        if projection.layer is None:
+            projection.refresh()
+        else:
+            projection.current()
     return result
 
 

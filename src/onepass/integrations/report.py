@@ -42,8 +42,9 @@ class Change:
 class Patched:
     """What `patch` did, with `undo`; also a context manager.
 
-    ``replaced`` and ``left`` list every module and addition that `patch` considered.
-    ``print(handle)`` shows the report: what was replaced, what was left and why, grouped by kind.
+    ``replaced`` and ``left`` list every module and addition that `patch` considered, ``fp8`` the modules whose
+    projections have 8-bit weights, with the names of these.
+    ``print(handle)`` shows the report: what was replaced, what was left and why, what is fp8, grouped by kind.
     It also counts the fused modules that currently run unfused because of hooks.
     """
 
@@ -52,6 +53,7 @@ class Patched:
         self.rounding = rounding
         self.replaced: list[Change] = []
         self.left: list[Change] = []
+        self.fp8: list[Change] = []
         self._bound: list[tuple[str, nn.Module, Any]] = []
 
     def _bind(self, where: str, module: nn.Module, call: Any, what: str, how: str) -> None:
@@ -72,8 +74,22 @@ class Patched:
         self._bound.append((where, module, forward))
         self.replaced.append(Change(where, type(module).__name__, what, how))
 
+        names = _fp8_names(step)
+        if names:
+            self.fp8.append(Change(where, type(module).__name__, "weights", ", ".join(names)))
+
     def _leave(self, where: str, module: nn.Module, what: str, why: str) -> None:
         self.left.append(Change(where, type(module).__name__, what, why))
+
+    def refresh(self) -> None:
+        """Quantize the weights of ``weights="fp8"`` again, and merge again those that were replaced.
+
+        Calls of the model notice changed weights themselves, except those that are compiled, and replays of a CUDA
+        graph. New codes are written over the old ones, so both use them from then on.
+        """
+        for _, module, _ in self._bound:
+            for projection in getattr(module.__dict__.get(DECODE), "projections", ()):
+                projection.refresh()
 
     def undo(self) -> None:
         """Restore every module's own forward, and the memory of merged weights. A second call does nothing."""
@@ -108,24 +124,36 @@ class Patched:
             "rounding": self.rounding,
             "replaced": [asdict(change) for change in self.replaced],
             "left": [asdict(change) for change in self.left],
+            "fp8": [asdict(change) for change in self.fp8],
         }
 
     def __repr__(self) -> str:
         undone = "" if self._bound or not self.replaced else ", undone"
-        lines = [f"{type(self.model).__name__}: {len(self.replaced)} replaced, {len(self.left)} left{undone}"]
+        counts = f"{len(self.replaced)} replaced, {len(self.left)} left"
+        if self.fp8:
+            counts += f", {sum(len(change.why.split(', ')) for change in self.fp8)} projections fp8"
+        lines = [f"{type(self.model).__name__}: {counts}{undone}"]
         bound = {where: module for where, module, _ in self._bound}
         unfused = [
             Change(c.where, c.cls, c.what, NOT_AS_PATCHED)
             for c in self.replaced
             if c.where in bound and not _fused(c, bound[c.where])
         ]
-        for title, changes in (("replaced", self.replaced), ("unfused now", unfused), ("left", self.left)):
+        listed = (("replaced", self.replaced), ("unfused now", unfused), ("left", self.left), ("fp8", self.fp8))
+        for title, changes in listed:
             lines += [f"  {title} {count} x {what}: {why}" for (what, why), count in counted(changes)]
         return "\n".join(lines)
 
     def left_norms(self) -> list[Change]:
         """The norms that were left and may be RMSNorms: not torch's norms of other kinds."""
         return [change for change in self.left if change.what == "norm" and change.why != OTHER_NORM]
+
+
+def _fp8_names(step: Any) -> list[str]:
+    """The layers of a step whose weights are codes. Those of layers are listed with their attention or MLP."""
+    names = iter(getattr(step, "names", ()))
+    named = [(next(names, ""), projection) for projection in step.projections for _ in projection.linears]
+    return [name for name, projection in named if name and projection.quantized]
 
 
 def _fused(change: Change, module: nn.Module) -> bool:
