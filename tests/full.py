@@ -224,6 +224,20 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "tests/models/test_linear_modules.py": {
         "test_checkpoints_of_a_whole_model": (13, "each compiles kernels"),
     },
+    "tests/models/test_decode_stale.py": {
+        "test_compiled_calls_use_what_refresh_writes": (
+            0,
+            "test_codes_stay_where_they_are, which compiled calls rely on, stays",
+        ),
+    },
+    "tests/models/test_freed_weights.py": {
+        "test_results_are_those_of_kept_weights[Phi-3": (0, "two families stay"),
+        "test_conversions_keep_the_codes": (
+            0,
+            "compiles kernels; test_decode_weights.py converts models that keep weights",
+        ),
+        "test_captured_decode_and_compiled_calls": (0, "compiles a model; steps that are called stay"),
+    },
     "tests/models/test_patch_compile.py": {
         "test_one_graph_for_all_batch_sizes": (16, "one model stays"),
     },

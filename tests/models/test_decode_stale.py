@@ -157,7 +157,7 @@ def test_compiled_calls_use_what_refresh_writes() -> None:
     model = fresh("Qwen2")
     torch._dynamo.reset()
     with onepass.patch(model, **OPTIONS) as handle, torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
         before = compiled(STEP, use_cache=False).logits
         multiply(model)
         assert torch.equal(compiled(STEP, use_cache=False).logits, before)

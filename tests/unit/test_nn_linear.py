@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,17 @@ def made(scheme: Scheme | None, bias: bool = True, dtype: torch.dtype = BF16) ->
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_copies_and_pickles(scheme: Scheme | None) -> None:
+    """torch cannot read its own pickles of 8-bit floats."""
+    _, ours = made(scheme)
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert repr(other) == repr(ours) and list(other.state_dict()) == list(ours.state_dict())
+        for name, tensor in tensors(other).items():
+            assert same(tensor, tensors(ours)[name]) and tensor.data_ptr() != tensors(ours)[name].data_ptr()
+            assert type(tensor) is nn.Parameter and tensor.requires_grad == tensors(ours)[name].requires_grad
 
 
 @pytest.mark.parametrize(("dtype", "bias"), [(BF16, True), (BF16, False), (torch.float16, True), (torch.float32, True)])

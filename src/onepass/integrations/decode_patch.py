@@ -77,7 +77,7 @@ def patch_decode(
     if any(change.what == WHAT for change in handle.replaced):
         for where, module in modules:
             _angles(decoding, where, module)
-    copied = [projection for projection in _projections(decoding) if not projection.shares]
+    copied = [made for made in _projections(decoding) if not made.shares and made.codes is None]
     if copied:
         copied[0].spot_check = SpotCheck(copied)
     for parameter in handle.model.parameters():
@@ -342,6 +342,8 @@ def _project(decoding: Decoding, *groups: Sequence[nn.Module]) -> list[Projectio
             projection.release()
         raise
     for projection in made:
+        if not decoding.handle.keep_weights:
+            projection.free()
         for place, linear in enumerate(projection.linears):
             decoding.parts[id(linear)] = projection, place
     return made
@@ -384,6 +386,7 @@ def _angles(decoding: Decoding, where: str, module: nn.Module) -> None:
 def _bind_linear(decoding: Decoding, where: str, module: nn.Module, projection: Projection, place: int) -> None:
     always = decoding.invariant or projection.quantized
     tokens = "for any number of tokens" if always else f"for up to {FUSED_ROWS} tokens"
-    followed = (projection,) if len(projection.linears) == 1 else ()  # otherwise the parent's record has it
+    alone = len(projection.linears) == 1 or projection.codes is not None
+    followed = (projection,) if alone else ()  # otherwise the parent's record has it
     step = LinearStep(projection, place, always, followed)
     decoding.handle._bind_decode(where, module, step, f"{WHAT} layer", f"linear, {tokens}")

@@ -68,6 +68,7 @@ def patch(
     decode: bool = False,
     batch_invariant: bool = False,
     weights: Literal["fp8"] | None = None,
+    keep_weights: bool = True,
 ) -> Patched:
     """Replace the norms of a transformers model in place; returns a handle with ``.undo()``.
 
@@ -97,7 +98,9 @@ def patch(
     replaced as well, so that a token's bytes do not depend on what else is computed. Attention to a cache
     then calls a kernel of torch that does not split the context, where there is one. ``weights="fp8"``
     quantizes the projections of layers, a scale per row, and uses them for any number of tokens. The
-    model keeps its own weights.
+    model keeps its own weights, and those that change are quantized again. ``keep_weights=False`` frees them,
+    one projection after the other. State dicts and `undo` then have the values that the codes stand for, in
+    the model's dtype.
 
     There is no backward: call the patched model under ``torch.inference_mode()`` or ``no_grad()``,
     otherwise it raises.
@@ -118,14 +121,17 @@ def patch(
     require_bool("patch", "strict", strict)
     require_bool("patch", "decode", decode)
     require_bool("patch", "batch_invariant", batch_invariant)
+    require_bool("patch", "keep_weights", keep_weights)
     if weights not in (None, "fp8"):
         raise ContractError(f"patch: `weights` must be None or 'fp8', got {describe(weights)}")
     for name, given in (("batch_invariant", batch_invariant), ("weights", weights is not None)):
         if given and not decode:
             raise ContractError(f"patch: `{name}` must not be given without decode=True")
+    if not keep_weights and weights is None:
+        raise ContractError("patch: `keep_weights` must be True without weights='fp8', got False")
     if decode and not fuse:
         raise ContractError("patch: `fuse` must be True with decode=True, got False")
-    handle = Patched(model, rounding)
+    handle = Patched(model, rounding, keep_weights)
     matches: Callable[..., Match] = cache(match)  # for this call only, because classes may be changed later
     modules = list(model.named_modules())
     for where, module in modules:  # norms first, because fused modules rely on them
@@ -135,7 +141,7 @@ def patch(
         for kind, step in _STEPS.items():
             if _may_be(kind, module):
                 step(handle, where, module, matches(type(module), kind))
-    if decode:
+    if decode and not (strict and handle.left_norms()):  # these raise below, and freed weights could not be restored
         patch_decode(handle, modules, matches, "fp8_row" if weights == "fp8" else None, batch_invariant)
     nothing = " No weight is fp8." if weights == "fp8" and not handle.fp8 else ""
     _warn_or_raise(handle, strict, nothing)

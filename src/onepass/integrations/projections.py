@@ -2,13 +2,13 @@
 
 A `Projection` holds the layers of a model and one `Linear` or `MergedLinear` that shares their memory: the
 model's parameters lie in the merged weight, so state dicts and `tie_weights` see what they
-saw before. Quantized weights are copies, and the model keeps its own.
+saw before. Quantized weights are copies, and the model keeps its own unless they are freed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from ..errors import ContractError
 from ..formats import FLOATS
 from ..nn import Linear, MergedLinear
 from ..specs.gemv_norm import SCALE_BLOCK
-from ..weights import Scheme, quantize_weight
+from ..weights import Scheme, dequantize_weight, quantize_weight
 
 SPOTS: Final = 16
 SHARED: Final = "a projection shares memory with another parameter"
@@ -42,7 +42,9 @@ class _Source(NamedTuple):
 class Projection:
     """Layers that multiply the same input, as one layer.
 
-    ``scheme`` quantizes float weights. Layers that are quantized already keep their codes and scales.
+    ``scheme`` quantizes float weights. Layers that are quantized already keep their codes and scales. ``codes`` is the
+    merged layer once `free` has been called. The layers' own weights are then None, so that whatever reads or writes them
+    raises. ``dtype`` is the dtype that they had, and ``learns`` is whether each of them required gradients.
     """
 
     weight: Tensor
@@ -57,6 +59,9 @@ class Projection:
         self.sources: list[_Source] = []
         self.pending = False
         self.spot_check: SpotCheck | None = None
+        self.codes: Linear | MergedLinear | None = None
+        self.dtype: torch.dtype = self.linears[0].weight.dtype
+        self.learns = [linear.weight.requires_grad for linear in self.linears]
         self.merge()
 
     def merge(self) -> None:
@@ -94,7 +99,8 @@ class Projection:
         if self.layer is None:
             return self.pending and not tracing and self._merged_again()
         if tracing:
-            return all(source.owner.get(source.name) is source.tensor for source in self.sources)
+            same = all(source.owner.get(source.name) is source.tensor for source in self.sources)
+            return same and not self._has_new_weights()
         return self.unchanged() or self._merged_again()
 
     def unchanged(self) -> bool:
@@ -109,9 +115,34 @@ class Projection:
                 or (version is not None and tensor._version != version)
             ):
                 return False
-        return self.layer is not None
+        return self.layer is not None and not self._has_new_weights()
+
+    def _has_new_weights(self) -> bool:
+        """Whether a layer was given a weight after its own was freed."""
+        return self.codes is not None and any(linear._parameters["weight"] is not None for linear in self.linears)
+
+    def free(self) -> None:
+        """Free the float weights that were quantized. If there are none, nothing is done."""
+        if self.layer is not None and not self.shares:
+            self._drop_floats(self.layer)
+
+    def _drop_floats(self, codes: Linear | MergedLinear) -> None:
+        for linear in self.linears:
+            if linear.weight is not None:
+                self.dtype = linear.weight.dtype
+                linear._parameters["weight"] = None
+        self.codes = codes
+        self._hold(codes, shares=False)
 
     def _merged_again(self) -> bool:
+        if self.codes is not None:
+            self._hold(self.codes, shares=False)
+            if not self._requantized():
+                raise ContractError(
+                    "patch: a new weight must have the shape and device of the codes (keep_weights=False)"
+                )
+            self._drop_floats(self.codes)
+            return True
         try:
             if not self._requantized():
                 self.merge()
@@ -127,8 +158,8 @@ class Projection:
             return False
         with unset_fake_temporarily(), torch.inference_mode(self.weight.is_inference()), torch.no_grad():
             for place, linear in enumerate(self.linears):
-                for old, new in zip(self.part(place), quantize_weight(linear.weight, self.scheme), strict=True):
-                    old.copy_(new)  # type: ignore[union-attr]
+                if linear.weight is not None:
+                    self.write(place, linear.weight)
             if self.bias is not None and len(self.linears) > 1:
                 self.bias.copy_(torch.cat([linear.bias for linear in self.linears]))
             elif self.layer.bias is not None:  # shared: its old memory may be somebody else's now
@@ -139,11 +170,36 @@ class Projection:
     def _fits(self, place: int, linear: Any) -> bool:
         """Whether the codes of a layer's weight can be written where the old ones are."""
         weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
-        if weight is None or weight.dtype not in FLOATS or (bias is None) != (self.bias is None):
+        if (bias is None) != (self.bias is None):
             return False
+        if bias is not None and (bias.dtype, bias.device) != (self.bias.dtype, self.bias.device):  # type: ignore[union-attr]
+            return False
+        if weight is None:
+            return self.codes is not None
         old, _ = self.part(place)
-        same_bias = bias is None or (bias.dtype is self.bias.dtype and bias.device == self.bias.device)  # type: ignore[union-attr]
-        return weight.shape == old.shape and weight.device == old.device and same_bias
+        return weight.dtype in FLOATS and weight.shape == old.shape and weight.device == old.device
+
+    def write(self, place: int, weight: Tensor) -> None:
+        """Quantize the weight of one of the layers, and write it over the old codes."""
+        assert self.scheme is not None
+        with torch.inference_mode(self.weight.is_inference()), torch.no_grad():
+            for old, new in zip(self.part(place), quantize_weight(weight, self.scheme), strict=True):
+                cast(Tensor, old).copy_(new)
+
+    def dequantized(self, place: int) -> Tensor:
+        """The weight of one of the layers, as its codes have it, in the dtype that it had."""
+        codes, scale = self.part(place)
+        return dequantize_weight(codes, cast(Tensor, scale), self.dtype)
+
+    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Merge or quantize again after ``Module._apply`` of the layers; codes that are the only weights are moved."""
+        if self.codes is not None:
+            self._hold(self.codes._apply(fn), shares=False)
+            self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        elif self.layer is None:
+            self._merged_again()
+        else:
+            self.current()
 
     def refresh(self) -> None:
         """Merge again what has changed, and quantize again, changed or not."""
@@ -166,17 +222,20 @@ class Projection:
         return self.weight[start:stop], scale
 
     def release(self) -> None:
-        """Give the parameters memory of their own again."""
+        """Give the parameters memory of their own again. Weights that were freed get the values of their codes."""
+        for place, linear in enumerate(self.linears) if self.codes is not None else ():
+            with torch.inference_mode(False):
+                linear.weight = Parameter(self.dequantized(place), requires_grad=self.learns[place])
         moved = self.sources if len(self.linears) > 1 and self.shares else ()
         for owner, name, tensor, pointer, _ in moved:
             if owner.get(name) is tensor and tensor.data_ptr() == pointer:
                 with torch.inference_mode(tensor.is_inference()), unset_fake_temporarily():
                     tensor.data = tensor.data.clone()
-        self.layer, self.sources = None, []
+        self.layer, self.codes, self.sources = None, None, []
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or pickle needs. It merges or quantizes what its own layers hold."""
-        names = ("linears", "scheme", "sizes", "quantized", "shares", "spot_check")
+        names = ("linears", "scheme", "sizes", "quantized", "shares", "spot_check", "codes", "dtype", "learns")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -227,11 +286,44 @@ def applied(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -
     """``Module._apply`` of a module with projections: ``to``, ``half``, ``cuda`` and the like, then merge again."""
     result = type(module)._apply(module, fn, recurse)
     for projection in module._onepass_decode.projections:
-        if projection.layer is None:
-            projection.refresh()
-        else:
-            projection.current()
+        projection.follow(fn)
     return result
+
+
+def saves_codes(step: Any) -> bool:
+    """Whether a step is that of a layer whose float weight was freed."""
+    return getattr(step, "projection", None) is not None and step.projection.codes is not None
+
+
+def saved(module: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """``Module._save_to_state_dict`` of a layer whose float weight was freed: what its codes stand for is saved."""
+    type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
+    step = module._onepass_decode
+    destination[f"{prefix}weight"] = step.projection.dequantized(step.place)
+
+
+def loaded(
+    module: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """``Module._load_from_state_dict`` of a layer whose float weight was freed: what is loaded is quantized."""
+    step, key = module._onepass_decode, f"{prefix}weight"
+    weight, (codes, _) = state_dict.get(key), step.projection.part(step.place)
+    if weight is None:
+        missing += [key] * strict
+    elif weight.shape != codes.shape or weight.dtype not in FLOATS:
+        wanted = f"bfloat16, float16 or float32 with shape {list(codes.shape)}"
+        errors.append(f"`{key}` must be {wanted}, got {weight.dtype} with shape {list(weight.shape)}")
+    else:
+        step.projection.write(step.place, weight.to(codes.device))
+    others = {name: tensor for name, tensor in state_dict.items() if name != key}
+    type(module)._load_from_state_dict(module, others, prefix, metadata, strict, missing, unexpected, errors)
 
 
 def mergeable(linears: Sequence[Any], shared: set[int]) -> str:

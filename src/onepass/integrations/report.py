@@ -14,11 +14,13 @@ from ..errors import ContractError
 from .decode import STEPS, runs_decode
 from .forms import Match
 from .forwards import FORWARDS, runs_fused
-from .projections import applied
+from .projections import applied, loaded, saved, saves_codes
 
 PatchRounding = Literal["model", "once"]
 MARK: Final = "_onepass"
 DECODE: Final = "_onepass_decode"
+_METHODS: Final = ("forward", "_apply", "_save_to_state_dict", "_load_from_state_dict")
+"""What is bound to an instance."""
 
 AFTER_MLP: Final = "addition after the MLP"
 ROTATION: Final = "rotation of q and k"
@@ -48,12 +50,13 @@ class Patched:
     It also counts the fused modules that currently run unfused because of hooks.
     """
 
-    def __init__(self, model: nn.Module, rounding: PatchRounding) -> None:
+    def __init__(self, model: nn.Module, rounding: PatchRounding, keep_weights: bool = True) -> None:
         self.model = model
         self.rounding = rounding
         self.replaced: list[Change] = []
         self.left: list[Change] = []
         self.fp8: list[Change] = []
+        self.keep_weights = keep_weights
         self._bound: list[tuple[str, nn.Module, Any]] = []
 
     def _bind(self, where: str, module: nn.Module, call: Any, what: str, how: str) -> None:
@@ -70,6 +73,9 @@ class Patched:
         module.__dict__["forward"] = forward
         if step.projections:
             module.__dict__["_apply"] = partial(applied, module)
+        if saves_codes(step):
+            module.__dict__["_save_to_state_dict"] = partial(saved, module)
+            module.__dict__["_load_from_state_dict"] = partial(loaded, module)
         self._bound = [entry for entry in self._bound if entry[1] is not module]
         self._bound.append((where, module, forward))
         self.replaced.append(Change(where, type(module).__name__, what, how))
@@ -92,7 +98,10 @@ class Patched:
                 projection.refresh()
 
     def undo(self) -> None:
-        """Restore every module's own forward, and the memory of merged weights. A second call does nothing."""
+        """Restore every module's own forward, and the memory of merged weights. A second call does nothing.
+
+        Weights that were freed (``keep_weights=False``) get the values that their codes stand for.
+        """
         foreign = []
         for where, module, forward in self._bound:
             own = module.__dict__
@@ -100,9 +109,8 @@ class Patched:
                 step = own.pop(DECODE, None)
                 for projection in step.projections if step is not None else ():
                     projection.release()
-                    own.pop("_apply", None)
-                own.pop(MARK, None)
-                del own["forward"]
+                for name in (MARK, *_METHODS):
+                    own.pop(name, None)
             else:
                 foreign.append(where)
         self._bound.clear()
@@ -132,6 +140,7 @@ class Patched:
         counts = f"{len(self.replaced)} replaced, {len(self.left)} left"
         if self.fp8:
             counts += f", {sum(len(change.why.split(', ')) for change in self.fp8)} projections fp8"
+            counts += " without 16-bit copies" * (not self.keep_weights)
         lines = [f"{type(self.model).__name__}: {counts}{undone}"]
         bound = {where: module for where, module, _ in self._bound}
         unfused = [

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from ..formats import Rounding
@@ -264,7 +265,10 @@ def linear_step(self: Any, input: Tensor) -> Tensor:
     """A linear layer for few rows."""
     how: LinearStep = self._onepass_decode
     if not takes(how, how.projection, input) or not how.projection.current():
-        return cast(Tensor, type(self).forward(self, input))
+        if how.projection.codes is None:
+            return cast(Tensor, type(self).forward(self, input))
+        refuse_gradient(self, input, self.weight)
+        return F.linear(input, how.projection.dequantized(how.place), self.bias)
     refuse_gradient(self, input, self.weight)
     weight, scale = how.projection.part(how.place)
     x = input if input.stride(-1) == 1 else input.contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,25 @@ class CodesModule(nn.Module):
     """A module that ``to(dtype)``, ``half()`` and the like do not damage.
 
     They convert every floating parameter, and fp8 codes and scales count as floating. Here ``weight`` and
-    ``weight_scale`` keep their dtypes, and only move, as long as there is a ``weight_scale``.
+    ``weight_scale`` keep their dtypes, and only move, as long as there is a ``weight_scale``. Pickles have them as integers:
+    torch cannot read pickled tensors of 8-bit floats.
     """
+
+    def __getstate__(self) -> dict[str, Any]:
+        parameters, dtypes = dict(self._parameters), {}
+        for name, parameter in self._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter.element_size() == 1:
+                dtypes[name] = parameter.dtype
+                parameters[name] = nn.Parameter(parameter.view(torch.uint8), requires_grad=False)
+        return {**self.__dict__, "_parameters": parameters, "_float8": dtypes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dtypes = state.pop("_float8", {})
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name, dtype in dtypes.items():
+            codes = self._parameters[name]
+            assert codes is not None
+            self._parameters[name] = nn.Parameter(codes.view(dtype), requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scale = self._parameters.get("weight_scale")

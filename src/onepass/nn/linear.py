@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import to_dlpack
+from torch.utils import dlpack
 
 from ..contract.declaration import describe, require_bool
 from ..errors import ContractError
@@ -378,4 +378,4 @@ def _rows_of(merged: Tensor, rows: slice) -> Tensor:
         return view
     with torch.inference_mode(merged.is_inference()):
         # as bytes, because not every torch exports 8-bit floats; the capsule is bound to no device or stream
-        return torch.from_dlpack(to_dlpack(view.view(torch.uint8))).view(view.dtype)
+        return dlpack.from_dlpack(dlpack.to_dlpack(view.view(torch.uint8))).view(view.dtype)  # type: ignore[attr-defined]
