@@ -289,7 +289,7 @@ def test_bench_command(tmp_path: Path) -> None:
     ]
     norm, product = (row["us"] for row in report["rows"])
     assert set(norm) == {"memory stream", "onepass", "torch eager", "F.rms_norm"}
-    assert set(product) == {"memory stream", "onepass", "norm, then onepass", "torch eager"}
+    assert set(product) == {"memory stream", "onepass", "norm, then onepass", "linear, then rms_norm", "torch eager"}
     assert all(len(us) == 2 and min(us) > 0 for row in report["rows"] for us in row["us"].values())
     assert "4 x 256" in result.output and "left out: Liger-Kernel (for cuda only)" in result.output
     assert f"{min(norm['onepass']):.2f}" in result.output and html.read_text().startswith("<!DOCTYPE html>")

@@ -97,7 +97,7 @@ def test_every_contender_is_timed_in_a_chain_and_behind_a_kernel(monkeypatch: py
     norm, product = report["rows"]
     assert norm["us"] == {"best copy": [0.9, 0.8], "onepass": [2.0, 1.0], "fair": [2.0, 1.0]}
     assert norm["behind_us"] == {"onepass": [2.0, 2.5], "fair": [2.0, 2.5]}  # less the kernel alone
-    assert set(product["behind_us"]) == {"onepass", "norm, then onepass", "fair"}
+    assert set(product["behind_us"]) == {"onepass", "norm, then onepass", "linear, then rms_norm", "fair"}
     assert norm["without"] == ["none"] and norm["tile"] == gpu.TILES[1]._asdict()
     found = results.of_report(report)
     assert [row.floor_us for row in found.rows] == [0.8, 0.8] and found.has_best
@@ -179,7 +179,7 @@ def test_a_run_that_is_cut_short_can_be_continued(
     first = run.run(plan(*both, limit=50.0), lines.Lines(file))
     assert [sorted(row["us"]) for row in first["rows"]] == [
         ["best copy", "fair", "onepass", "slow"],
-        ["best copy", "fair", "norm, then onepass", "onepass"],
+        ["best copy", "fair", "linear, then rms_norm", "norm, then onepass", "onepass"],
     ]
     assert "its limit of 50 s" in first["sessions"][0]["stopped"] and "STOPPED" in summary(first)
     stored = document(file)

@@ -54,6 +54,7 @@ def document(**us: Any) -> dict[str, Any]:
 
 def test_shapes_in_words() -> None:
     assert shape_words({"shape": [64, 128, 64], "latent": 512, "cache": "fp8"}) == ("64", "128 heads, fp8")
+    assert shape_words({"shape": [64, 32, 8, 128], "cache": "bf16"}) == ("64", "32 + 8 heads of 128, bf16")
     assert shape_words({"shape": [16, 7168]}) == ("16", "7168")
     assert shape_words({"shape": [16, 6144, 1024]}) == ("16", "(6144 + 1024)")
     assert shape_words({"shape": [1, 2112, 7168], "normed": 1536}) == ("1", "2112 x 7168, 1536 normed")

@@ -9,9 +9,11 @@ from torch import Tensor
 
 import onepass
 
-from .workload import EPS, Family, Problem, Workload, randoms
+from .workload import EPS, Call, Family, Problem, Workload, randoms
 
 OP = "gemv_and_partial_norm"
+SEPARATE = "linear, then rms_norm"
+"""The op's own work as two launches of ours."""
 _MODEL = tuple((m, 2112, 7168, 1536) for m in (1, 2, 4, 8, 16))
 SHAPES = {
     (OP, "cuda"): (*_MODEL, (1, 2112, 5120, 1536), (1, 4096, 4096, 4096), (1, 2624, 6144, 2048)),
@@ -31,13 +33,19 @@ def problem(m: int, n: int, k: int, width: int, device: str) -> Problem:
     """Random inputs, and our calls with outputs allocated beforehand."""
     act, weight, gamma, before, source = randoms(device, (m, k), (n, k), (width,), (k,), (m, k))
     outs = [torch.empty(m, w, device=device, dtype=torch.bfloat16) for w in (width, n - width)]
+    whole = torch.empty(m, n, device=device, dtype=torch.bfloat16)
     ours = partial(onepass.gemv_and_partial_norm, act, weight, gamma, EPS, out=outs)
 
     def pair() -> object:
         onepass.rms_norm(source, before, EPS, out=act)
         return ours()
 
-    return Problem(OP, {"onepass": ours, "norm, then onepass": pair}, composed, (act, weight, gamma, EPS))
+    def separate() -> object:
+        onepass.linear(act, weight, static_weight=True, out=whole)
+        return onepass.rms_norm(whole[:, :width], gamma, EPS, out=outs[0]), whole[:, width:]
+
+    calls: dict[str, Call] = {"onepass": ours, "norm, then onepass": pair, SEPARATE: separate}
+    return Problem(OP, calls, composed, (act, weight, gamma, EPS))
 
 
 def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:

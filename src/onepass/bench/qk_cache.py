@@ -25,6 +25,7 @@ SHAPES = {
 }
 """Tokens, heads of q and of k, and columns per head: Qwen3-8B, and Gemma-3-12B."""
 CACHES: Final = {"bf16": torch.bfloat16, "fp8": E4M3FN.dtype}
+SEPARATE: Final = "qk_rms_norm, then two writes"
 PAGE: Final = 16
 POSITIONS: Final = 4096
 
@@ -120,7 +121,7 @@ def moved(tokens: int, q_heads: int, k_heads: int, head: int, dtype: torch.dtype
 def contest(tokens: int, q_heads: int, k_heads: int, head: int, dtype: torch.dtype, device: str) -> Contest:
     """A set of inputs, our calls and the arguments of the peers."""
     p = problem(tokens, q_heads, k_heads, head, dtype, device)
-    calls = {"onepass": partial(ours, p), "qk_rms_norm, then two writes": partial(separate, p)}
+    calls = {"onepass": partial(ours, p), SEPARATE: partial(separate, p)}
     return Contest(OP, calls, composed, arguments(p))
 
 

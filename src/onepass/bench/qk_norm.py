@@ -15,6 +15,8 @@ from .workload import EPS, Family, Problem, Stream, Workload, metas, randoms
 
 SUMS, MEANS, APPLY, FUSED = "row_sum_of_squares_qk", "row_mean_of_squares_qk", "apply_qk_rms_norm", "qk_rms_norm"
 STATISTICS = (SUMS, MEANS)
+HALVES, SEPARATE = "statistics, then application", "rms_norm of q, then of k"
+"""`qk_rms_norm` as two launches of ours."""
 _MODEL = tuple((m, 6144, 1024) for m in (1, 16, 256, 4096))
 _FEW = tuple((m, 6144, 1024) for m in (1, 64, 1024))
 SHAPES = {
@@ -71,10 +73,13 @@ def problem(op: str, m: int, nq: int, nk: int, device: str) -> Problem:
         onepass.row_mean_of_squares_qk(q, k, var)
         return application()
 
+    def separate() -> tuple[object, object]:
+        return onepass.rms_norm(q, gammas[0], EPS, out=outs[0]), onepass.rms_norm(k, gammas[1], EPS, out=outs[1])
+
     if op == APPLY:
         return Problem(op, {"onepass": application}, applied, (q, k, *gammas, var))
     whole = partial(onepass.qk_rms_norm, q, k, *gammas, EPS, out=outs)
-    return Problem(op, {"onepass": whole, "statistics, then application": halves}, fused, (q, k, *gammas))
+    return Problem(op, {"onepass": whole, HALVES: halves, SEPARATE: separate}, fused, (q, k, *gammas))
 
 
 def moved(op: str, m: int, nq: int, nk: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from . import gemv_norm, linear, qk_cache, qk_norm, rms_norm
 from .document import document
 from .peers import LINEAR, PEERS
 from .timing import BUSY
@@ -21,7 +22,15 @@ BEST = "best copy"
 _OLD_STREAMS = ("copy of as many bytes", "read of the weights", "stream", "copy")
 """Names of the memory stream in older files."""
 CEILINGS = (STREAM, BEST)
-WAYS = ("onepass, in place", "norm, then onepass", "statistics, then application")
+WAYS = (
+    rms_norm.IN_PLACE,
+    rms_norm.SEPARATE,
+    linear.THEN,
+    gemv_norm.SEPARATE,
+    qk_norm.HALVES,
+    qk_norm.SEPARATE,
+    qk_cache.SEPARATE,
+)
 """Other ways to use onepass; not peers."""
 COMPILED = ("torch.compile", "torch.compile max")
 EAGER = "torch eager"
@@ -206,11 +215,13 @@ class Results:
 
 def shape_words(row: Mapping[str, Any]) -> tuple[str, str]:
     """The rows and the columns in words: ``16`` and ``7168``, ``7168, residual``, ``(6144 + 1024)``, ``2112 x 7168, 1536 normed``,
-    ``128 heads, fp8``, ``2112 x 7168, fp8 rows``.
+    ``128 heads, fp8``, ``32 + 8 heads of 128, fp8``, ``2112 x 7168, fp8 rows``.
     """
     rows, *columns = row["shape"]
     if "latent" in row:
         return str(rows), f"{columns[0]} heads{', ' + row['cache'] if 'cache' in row else ''}"
+    if "cache" in row:
+        return str(rows), f"{columns[0]} + {columns[1]} heads of {columns[2]}, {row['cache']}"
     if "normed" in row:
         return str(rows), f"{columns[0]} x {columns[1]}, {row['normed']} normed"
     if not columns:

@@ -31,6 +31,8 @@ WITH_MORE = {"rms_norm": (*_ENGINE, *_MORE), "rms_norm_fused_fp8": _MORE}
 MORE = {"rms_norm": "residual", "rms_norm_fused_fp8": f"groups of {GROUP}"}
 IN_PLACE = "onepass, in place"
 """The sum in place, as engines call it. On a GPU it has the kernel of the other form, and is not measured."""
+SEPARATE = "add, then rms_norm"
+"""A norm with a residual as two launches: torch's sum and our norm."""
 STREAMS: dict[str, Stream] = {"rms_norm": "copy", "rms_norm_fused_fp8": "halve", "layer_norm": "copy"}
 
 
@@ -77,7 +79,12 @@ def problem(op: str, m: int, n: int, device: str, more: bool = False) -> Problem
             return Problem(name, {"onepass": ours}, norm, (x, gamma, EPS))
         residual = torch.randn_like(x)
         both = partial(ours, residual=residual, residual_out=torch.empty_like(x))
-        contenders: dict[str, Call] = {"onepass": both}
+        y, h = torch.empty_like(x), torch.empty_like(x)
+
+        def separate() -> object:
+            return onepass.rms_norm(torch.add(x, residual, out=h), gamma, EPS, out=y), h
+
+        contenders: dict[str, Call] = {"onepass": both, SEPARATE: separate}
         if device == "cpu":
             mine, total = x.clone(), residual.clone()
             given = {"residual": total, "out": mine, "residual_out": total}
