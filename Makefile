@@ -19,7 +19,7 @@ RESULTS = benchmarks/$(if $(filter cuda,$(DEVICE)),$(CHIP),cpu)
 PAGES = $(if $(filter h200,$(CHIP)),--readme README.md docs/performance.md)
 LINEAR_PAGES = $(if $(filter h200,$(CHIP)),--readme docs/performance.md)
 # linear has its own file and tables
-MEASURED = --op rows --op gemv --op qk --op mla --op decode-step --op host
+MEASURED = --op rows --op gemv --op qk --op qk_cache --op mla --op decode-step --op host
 # formats too, beside the fp8 norm at the same sizes
 FORMATS = ^(rms_norm_fused_quant|rms_norm, gated|rms_norm_fused_fp8) (1|4096|16384)x7168
 MINUTES ?= 20
@@ -129,6 +129,7 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(PYTHON) -m tools.bench.model_tables
 	$(PYTHON) -m onepass.bench.invariance --device cuda --json $(RESULTS)/invariance.json
 	$(PYTHON) -m tools.docs
+	$(PYTHON) -m tools.bench.headlines --folder $(RESULTS) --update
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf .venv .venv-* build dist src/*.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis

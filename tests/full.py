@@ -217,6 +217,9 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_compiled": (5, "one kind of weight stays"),
         "test_from_linear_of_transformers": (7, "one kind of weight stays"),
     },
+    "tests/tools/test_headlines.py": {
+        "test_alternatives_are_in_the_bench_and_do_the_same[linear, fused": (0, "compile; other ops stay"),
+    },
     "tests/models/test_architectures.py": {
         "test_patched_models_agree": (9, "some architectures stay"),
         "test_every_class_has_the_form_that_was_recorded": (0, "imports every model of transformers"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -255,9 +256,10 @@ def files(paths: Sequence[Path]) -> dict[str, str]:
 def sources(readme: Path) -> list[Path]:
     """The result files that a page of tables was made from."""
     first = readme.read_text().splitlines()[0]
-    if not first.startswith(SOURCE):
+    names = re.fullmatch(r"<!-- made by `[\w. -]+` from: (.+) -->", first)
+    if names is None:
         raise ValueError(f"{readme} does not name the files it was made from")
-    return [readme.parent / name for name in first.removeprefix(SOURCE).removesuffix(" -->").split()]
+    return [readme.parent / name for name in names[1].split()]
 
 
 def with_section(text: str, results: Results, folder: str) -> str:
