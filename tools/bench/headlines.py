@@ -133,8 +133,11 @@ def unmeasured(rows: Rows) -> list[str]:
 
 
 def _git(*words: str) -> str:
-    """What git prints; empty without a repository."""
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    """What git prints; empty without a repository, or without git."""
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
