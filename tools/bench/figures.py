@@ -90,10 +90,10 @@ def _page(folder: Path, name: str) -> list[Path]:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def _times(row: Row, source: str, chain: str = CHAIN, behind: bool = True) -> Iterator[Figure]:
+def _times(row: Row, source: str, chain: str = CHAIN) -> Iterator[Figure]:
     """A row in a chain and behind a kernel, each with its alternatives."""
     others = ALTERNATIVES.get((row.op, row.kind), ())
-    for protocol, us in ((chain, row.us), *(((BEHIND, row.behind_us),) if behind and OURS in row.behind_us else ())):
+    for protocol, us in ((chain, row.us), *(((BEHIND, row.behind_us),) if OURS in row.behind_us else ())):
         beaten = {name: min(us[name]) if name in us else None for name in others}
         yield Figure(f"{row.op} {row.words}", protocol, min(us[OURS]), source, must_beat=beaten)
 
