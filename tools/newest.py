@@ -5,7 +5,8 @@ installed newly comes from there, such as torch, so the usual groups download li
 without a CPU build in pip's index that is gigabytes. The results go to benchmarks/cpu/newest.json, and as a table to
 docs/reliability.md. Groups that were not run keep their last result.
 
-The exit status is 1 if a test fails, and with ``--check``, which only asks pip, if there is a version that was not run.
+The exit status is 1 if a test fails. With ``--check``, which only asks pip, it is 1 if there is a version that was not run, or
+one that failed.
 """
 
 from __future__ import annotations
@@ -213,6 +214,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     chosen = options.group or usual
     if options.check:
         found = newer(newest(sorted({p for name in chosen for p in GROUPS[name].packages})), record)
+        found += failures({name: record[name] for name in chosen if name in record})
         print(*(found or ["pip has nothing newer than what was run"]), sep="\n")
         return 1 if found else 0
     bad = []

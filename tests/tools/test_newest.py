@@ -78,6 +78,12 @@ def test_check_fails_if_pip_has_a_version_that_was_not_run(
     assert ("transformers 5.23.0 is newer than 5.22.2" in capsys.readouterr().out) == bool(status)
 
 
+def test_check_fails_if_the_last_run_failed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest.write({"transformers": result("5.22.2", failed=3)}, root)
+    monkeypatch.setattr(newest, "newest", lambda _: {"transformers": "5.22.2"})
+    assert main(["--check"], root) == 1 and main(["--check", "--group", "llvmlite"], root) == 0
+
+
 def test_versions_that_no_group_ran_are_new() -> None:
     assert newer({"triton": "3.9.0"}, {}) == ["triton 3.9.0 is newer than any that was run"]
     assert newer({"kernels": "0.1+cpu"}, {"transformers": result("5.0")}) == []
