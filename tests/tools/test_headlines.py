@@ -46,18 +46,6 @@ def test_committed_figures_keep_their_bars_and_beat_their_alternatives(chip: str
     assert raised(headlines.before(ROOT / "benchmarks" / chip / FILE), table(chip)) == []
 
 
-def test_the_losses_of_today_are_stated() -> None:
-    lost = {row["figure"] for row in table("h200").values() if row.get("loses")}
-    assert lost == {
-        "linear, fused 4 x 6144 x 4096, norm",
-        "linear, fused 16 x 6144 x 4096, norm",
-        "linear, fused 16 x 2112 x 7168, norm",
-        "linear, fused 4 x 2112 x 7168, norm, fp8 blocks",
-    }
-    gemv = table("h200")["gemv_and_partial_norm 1 x 2112 x 7168, 1536 normed", figures.CHAIN]
-    assert gemv["was"] == 7.388 and "order of summation" in gemv["reason"]
-
-
 def numbers(text: str) -> list[str]:
     """Decimals that are no part of a version, a range of versions or a date."""
     text = re.sub(r"(Python|torch|Triton|transformers) [\d.+a-z]+( to [\d.]+)?", "", text)
