@@ -77,6 +77,7 @@ BROKEN: list[tuple[Any, str]] = [
     (changed("rows.0.op", Any), "row 0 has no `op`"),
     (changed("rows.0.op", ["x"]), "row 0 `op` is not a string"),
     (changed("rows.0.shape", []), "row 0 `shape` is not a short list of positive whole numbers"),
+    (changed("rows.0.cache", "fp8"), "row 0 has a `shape` with too few numbers for its op"),
     (changed("rows.0.shape", [4, "256"]), "row 0 `shape` is not a short list of positive whole numbers"),
     (changed("rows.0.shape", [0, 256]), "row 0 `shape` is not a short list of positive whole numbers"),
     (changed("rows.0.bytes", -1), "row 0 `bytes` is not a positive whole number"),

@@ -156,14 +156,10 @@ def test_a_comparison_in_words() -> None:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
-UNMEASURED = {"gemv_and_partial_norm"}
-"""Not measured on a GPU since its order of summation changed; docs/performance.md says so."""
-
-
 def test_headlines_are_few_and_cover_every_op(h200: Results) -> None:
     rows = report.headlines(h200)
     assert 9 <= len(rows) <= 14 and len({row.key for row in rows}) == len(rows)
-    assert set(report.HEADLINES) <= {row.op for row in rows} | UNMEASURED
+    assert set(report.HEADLINES) <= {row.op for row in rows}
 
 
 def test_the_short_table() -> None:
@@ -253,7 +249,7 @@ def test_only_the_text_between_the_markers_is_replaced(h200: Results) -> None:
 def test_committed_results_are_complete(path: Path) -> None:
     """Every op next to eager and compiled torch, two medians each, and nothing faster than memory beyond the noise."""
     found = load(report.sources(path))
-    assert set(report.HEADLINES) <= {*found.ops, *UNMEASURED}
+    assert set(report.HEADLINES) <= set(found.ops)
     for row in found.rows:
         assert {"onepass", "torch eager", "torch.compile"} <= set(row.us), row.key
         assert all(len(us) == 2 for us in row.us.values())

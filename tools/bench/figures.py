@@ -155,7 +155,7 @@ def _of_bench(folder: Path) -> Iterator[Figure]:
     paths = _page(folder, "README.md")
     # these ops were measured apart; rows of a whole run replace theirs
     yield from _of_cache(folder / "qk-cache.json")
-    yield from _contests([folder / "gemv-order.json", *paths])
+    yield from _contests(paths)
     if paths:
         results = load(paths)
         yield from (figure for row in report.headlines(results) for figure in _times(row, paths[0].name))

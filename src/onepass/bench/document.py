@@ -130,11 +130,20 @@ def _complaint(value: Any, format_: Any, where: str) -> str:
     return ""
 
 
+def _least_sizes(row: Mapping[str, Any]) -> int:
+    """How many numbers the shape of a row needs for its words (`results.shape_words`)."""
+    if "latent" in row:
+        return 2
+    if "cache" in row:
+        return 4
+    return 3 if "normed" in row else 1
+
+
 def _inconsistency(found: Mapping[str, Any]) -> str:
     """The first inconsistency between values; empty if there is none."""
     device = found.get("device", "cpu" if "threads" in found else "cuda")
     for number, row in enumerate(found["rows"]):
-        if ("latent" in row or "normed" in row) and len(row["shape"]) < 2 + ("normed" in row):
+        if len(row["shape"]) < _least_sizes(row):
             return f"row {number} has a `shape` with too few numbers for its op"
         if device == "cuda" and "best copy" not in row["us"] and "ceilings" not in found:
             return f"row {number} has no time of a best copy, and there are no `ceilings`"

@@ -15,10 +15,9 @@ OP = "gemv_and_partial_norm"
 SEPARATE = "linear, then rms_norm"
 """The op's own work as two launches of ours."""
 _MODEL = tuple((m, 2112, 7168, 1536) for m in (1, 2, 4, 8, 16))
-SHAPES = {
-    (OP, "cuda"): (*_MODEL, (1, 2112, 5120, 1536), (1, 4096, 4096, 4096), (1, 2624, 6144, 2048)),
-    (OP, "cpu"): _MODEL[::2],
-}
+_OTHERS = ((1, 2112, 5120, 1536), (1, 2624, 6144, 2048), (1, 576, 2048, 512), (1, 4096, 4096, 1024))
+_WIDE = ((1, 4096, 4096, 4096), (1, 6144, 4096, 4096), (16, 6144, 4096, 4096))
+SHAPES = {(OP, "cuda"): (*_MODEL, *_OTHERS, *_WIDE), (OP, "cpu"): _MODEL[::2]}
 """M, N, K and the number of normed columns."""
 
 
