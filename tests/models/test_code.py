@@ -69,7 +69,26 @@ class Module(nn.Module):
         return rotate(x)
 """
 
-Define = Callable[[str], Any]
+CHECKPOINTING = """
+from functools import partial, wraps
+
+def around(forward):
+    @wraps(forward)
+    def forward_with_checkpointing(self, *args, **kwargs):
+        # as transformers 5.23 wraps the forward of every GradientCheckpointingLayer
+        is_outermost = type(self).forward is forward_with_checkpointing
+        if self.gradient_checkpointing and self.training and is_outermost:
+            kwargs["use_cache"] = False
+            return self._gradient_checkpointing_func(partial(forward, self, **kwargs), *args)
+        return forward(self, *args, **kwargs)
+
+    return forward_with_checkpointing
+
+class Checkpointing:
+    around = staticmethod(around)
+"""
+
+Define = Callable[..., Any]
 FORMS = {OFFSET: Norm(rounding="once", weight_offset=1.0), TWICE: Norm(rounding="hf", eps="small")}
 
 
@@ -81,8 +100,8 @@ def define(monkeypatch: pytest.MonkeyPatch) -> Iterator[Define]:
     """
     made: list[str] = []
 
-    def run(source: str) -> Any:
-        name = f"onepass_test_code_{len(made)}"
+    def run(source: str, package: str = "") -> Any:
+        name = f"{package}onepass_test_code_{len(made)}"
         file, source = f"<{name}>", textwrap.dedent(source)
         module = sys.modules[name] = ModuleType(name)
         linecache.cache[file] = (len(source), None, source.splitlines(True), file)
@@ -336,6 +355,79 @@ def test_wrapped_forwards_are_left(define: Define) -> None:
 
     cls.forward = doubled
     assert why_left(nn.Sequential(cls())) == f"its code cannot be compared: forward is wrapped by code of {__name__}"
+
+
+@pytest.mark.parametrize("package", ["transformers.", "transformers_modules.", "my_model.", ""])
+def test_gradient_checkpointing_of_transformers_changes_nothing(define: Define, package: str) -> None:
+    """The same wrapper in a user's module, or in code from the hub, is left: its author may change it."""
+    cls: Any = define(TWICE)
+    around = define(CHECKPOINTING, package).around
+    cls.forward = around(around(cls.forward))
+    found = match(cls, Norm)
+    if package == "transformers.":
+        assert found.form == FORMS[TWICE]
+    else:
+        assert found.form is None and f"wrapped by code of {package}onepass_test" in found.why
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return forward(self, *args, **kwargs)", "return 2 * forward(self, *args, **kwargs)"),
+        ("return forward(self, *args, **kwargs)", "return forward(self, *args)"),
+        ("return forward(self, *args, **kwargs)", "forward(self, *args, **kwargs)"),
+        ("return forward(self, *args, **kwargs)", "return other(self, *args, **kwargs)"),
+        ("self.gradient_checkpointing and self.training and", "self.gradient_checkpointing and"),
+        ("self.gradient_checkpointing and self.training and", "self.gradient_checkpointing or self.training and"),
+        ("        is_outermost", "        kwargs.clear()\n        is_outermost"),
+        ("        is_outermost", "        args = args * 2\n        is_outermost"),
+        ("        is_outermost", "        forward = print\n        is_outermost"),
+        ("        is_outermost", "        done = kwargs.clear()\n        is_outermost"),
+        ("self, *args, **kwargs):", "self, *args, scale=2, **kwargs):"),
+        ("        return forward(", "        else:\n            args = ()\n        return forward("),
+    ],
+)
+def test_wrappers_that_do_more_than_checkpointing_are_left(define: Define, old: str, new: str) -> None:
+    assert old in CHECKPOINTING
+    cls: Any = define(TWICE)
+    cls.forward = define(CHECKPOINTING.replace(old, new), "transformers.").around(cls.forward)
+    assert "is wrapped by code of transformers." in match(cls, Norm).why
+
+
+def test_wrappers_that_call_another_function_are_left(define: Define) -> None:
+    cls: Any = define(TWICE)
+    wrapper = define(CHECKPOINTING, "transformers.").around(lambda self, x: x)
+    wrapper.__wrapped__, cls.forward = cls.forward, wrapper
+    assert "is wrapped by code of transformers." in match(cls, Norm).why
+
+
+def test_super_is_that_of_the_class_that_defines_a_forward(define: Define) -> None:
+    """A subclass has the forward that it inherits as its own attribute, if something wraps it."""
+    source = """
+        from torch import nn
+
+        class Base(nn.Module):
+            def shift(self, x):
+                return x + 1
+
+        class Middle(Base):
+            def shift(self, x):
+                return x + 2
+
+            def forward(self, x):
+                return super().shift(x)
+
+        class Last(Middle):
+            pass
+    """
+    last: Any = define(source)
+    expected = fingerprint(last.__base__)
+    last.forward = define(CHECKPOINTING, "transformers.").around(last.forward)
+    assert fingerprint(last) == expected == fingerprint(define(source))
+    borrowed: Any = define(OFFSET)
+    borrowed.forward = last.__base__.forward
+    with pytest.raises(NotComparable, match="forward belongs to another class"):
+        code_of(borrowed)
 
 
 def test_decorators_of_transformers_change_nothing(define: Define) -> None:

@@ -266,3 +266,36 @@ def test_copies_keep_their_hooks() -> None:
     assert torch.equal(logits(model, ids), expected)
     hook.remove()
     assert torch.equal(logits(model, ids), plain)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_gradient_checkpointing_is_the_models_own(decode: bool) -> None:
+    """In training a layer hands its forward to the checkpointing function without the cache, as in the unpatched model.
+
+    transformers does so in ``__call__``, since 5.23 in a wrapper around ``forward``.
+    """
+    from transformers import DynamicCache
+
+    model, ids = fresh("Llama").train(), tokens()
+    calls: list[Any] = []
+
+    def checkpoint(function: Any, *args: Any) -> Any:
+        calls.append(function.keywords["past_key_values"])
+        return function(*args)
+
+    for layer in model.model.layers:
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, checkpoint
+
+    def run() -> Tensor:
+        cache: Any = DynamicCache()
+        with torch.no_grad():
+            found: Tensor = model(ids, past_key_values=cache).logits
+        assert cache.get_seq_length() == 0
+        return found
+
+    expected = run()
+    with onepass.patch(model, decode=decode):
+        close(run(), expected)
+        assert calls == [None] * 4
+        with pytest.raises(onepass.ContractError, match="have no backward"):
+            model(ids)

@@ -3,7 +3,8 @@
 Two forwards have the same fingerprint if their code is the same, and that of everything they reach:
 methods of their class, properties, ``super()``, functions and constants of their module, closures.
 Annotations, docstrings, comments, layout and decorators do not count, nor do the names of the
-functions and methods that are reached. Modules, classes and torch's functions count by name.
+functions and methods that are reached. A forward that is wrapped by other code has no fingerprint,
+unless transformers wraps it to rename arguments or for gradient checkpointing. Modules, classes and torch's functions count by name.
 
 Fingerprints are the same on every Python from 3.11 on.
 """
@@ -26,8 +27,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 _IGNORED: Final = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
-_WRAPPERS: Final = ("transformers.utils.deprecation",)
-"""Modules whose decorators only rename deprecated arguments."""
+_RENAMING: Final = "transformers.utils.deprecation"
+"""A module whose decorators only rename deprecated arguments."""
+_CHECKPOINTING: Final = {"self.gradient_checkpointing", "self.training"}
 _seen: Final[WeakKeyDictionary[FunctionType, tuple[CodeType, tuple[str | _Reference, ...]]]] = WeakKeyDictionary()
 """What was parsed before. Not by code object, because those of different source may be equal."""
 
@@ -64,21 +66,23 @@ def code_of(cls: type[nn.Module], called: frozenset[str] = frozenset()) -> Code:
     methods of these names, so what they do may differ.
     """
     reader = _Reader(cls, called)
-    try:
-        text = "".join(reader.read(cls.forward, _owner(cls.__mro__, "forward")))
-    except RecursionError:
-        raise NotComparable("it is nested too deeply") from None
+    digest = _digest(reader.read(cls.forward, method=True))
     names = _function(cls.forward).__globals__
     home = str(names.get("__name__"))
     importable = vars(sys.modules.get(home, object)) is names
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return Code(digest[:12], home if importable else "", frozenset(reader.methods))
+    return Code(digest, home if importable else "", frozenset(reader.methods))
 
 
 def fingerprint_of(function: object) -> str:
     """The fingerprint of a function, without that of a class. Raises `NotComparable` if it cannot be read."""
-    text = "".join(_Reader(nn.Module, frozenset()).read(_called_by(function)))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return _digest(_Reader(nn.Module, frozenset()).read(_called_by(function)))
+
+
+def _digest(parts: Iterator[str]) -> str:
+    try:
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
+    except RecursionError:
+        raise NotComparable("it is nested too deeply") from None
 
 
 class _Reader:
@@ -90,34 +94,37 @@ class _Reader:
         self.methods: set[str] = set()
         self.numbers: dict[int, int] = {}
 
-    def read(self, value: object, owner: type | None = None) -> Iterator[str]:
-        """A function's code, or only its number if it was written before. ``owner`` is the class that defines it."""
+    def read(self, value: object, method: bool = False) -> Iterator[str]:
+        """A function's code, or only its number if it was written before."""
         function = _function(value)
         seen = id(function) in self.numbers
         yield f"@{self.numbers.setdefault(id(function), len(self.numbers))}"
         if not seen:
             for part in _parsed(function):
-                yield from (part,) if isinstance(part, str) else self.resolve(part, function, owner)
+                yield from (part,) if isinstance(part, str) else self.resolve(part, function, method)
 
-    def resolve(self, reference: _Reference, function: FunctionType, owner: type | None) -> Iterator[str]:
+    def resolve(self, reference: _Reference, function: FunctionType, method: bool) -> Iterator[str]:
         """What a name stands for."""
         name = reference.name
         if name in self.called:
             yield name
         elif reference.kind == "global":
             yield from self.value(name, _looked_up(name, function), function)
-        elif owner is None:  # the first parameter of a function that is not a method
+        elif not method:  # the first parameter of a function that is not a method
             yield f".{name}"
         else:
-            yield from self.attribute(reference, owner)
+            yield from self.attribute(reference, function)
 
-    def attribute(self, reference: _Reference, owner: type) -> Iterator[str]:
+    def attribute(self, reference: _Reference, function: FunctionType) -> Iterator[str]:
         """What ``self.name`` or ``super().name`` stands for. Attributes of instances count by name."""
         name = reference.name
         classes = self.cls.__mro__
         if reference.kind == "super":
-            classes = classes[classes.index(owner) + 1 :]
-        definer = _owner(classes, name)
+            here = _looked_up("__class__", function)  # a subclass may only wrap what it inherits
+            if here not in classes:
+                raise NotComparable(f"{function.__name__} belongs to another class")
+            classes = classes[classes.index(here) + 1 :]
+        definer = next((cls for cls in classes if name in vars(cls)), None)
         if definer is None or definer is nn.Module or definer is object:
             yield f"{reference.kind}.{name}"
             return
@@ -130,7 +137,7 @@ class _Reader:
             value = value.fget
         if callable(value):
             self.methods.add(name)
-            yield from self.read(value, definer)
+            yield from self.read(value, method=True)
         else:
             yield _constant(name, value, definer.__module__)
 
@@ -156,10 +163,6 @@ def _constant(name: str, value: object, home: str) -> str:
     return f"{home}.{name}"
 
 
-def _owner(classes: tuple[type, ...], name: str) -> type | None:
-    return next((cls for cls in classes if name in vars(cls)), None)
-
-
 def _looked_up(name: str, function: FunctionType) -> object:
     if name in function.__code__.co_freevars:
         cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
@@ -181,15 +184,51 @@ def _called_by(value: object) -> object:
 
 
 def _function(value: object) -> FunctionType:
-    """The function itself, without decorators that change nothing."""
+    """The function itself, without transformers' decorators that change nothing here."""
     while isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
-        wrapper = value.__globals__.get("__name__", "")
-        if wrapper not in _WRAPPERS:
-            raise NotComparable(f"{value.__name__} is wrapped by code of {wrapper}")
+        home = str(value.__globals__.get("__name__"))
+        own = home.startswith("transformers.") and vars(sys.modules.get(home, object)) is value.__globals__
+        if not own or not (home == _RENAMING or _only_checkpoints(value)):
+            raise NotComparable(f"{value.__name__} is wrapped by code of {home}")
         value = value.__wrapped__
     if not isinstance(value, FunctionType):
         raise NotComparable(f"{getattr(value, '__name__', value)} is a {type(value).__name__}, not a function")
     return value
+
+
+def _only_checkpoints(wrapper: FunctionType) -> bool:
+    """Whether a wrapper only passes its arguments on, unless the module is trained with gradient checkpointing::
+
+        def wrapper(self, *args, **kwargs):
+            name = ...  # any number of these, without calls but of type()
+            if self.gradient_checkpointing and self.training and ...:
+                ...
+            return forward(self, *args, **kwargs)
+
+    `layer_forward` leaves such training to the class's own forward.
+    """
+    found = _definition(wrapper.__code__)
+    *before, last = found.body
+    match last:
+        case ast.Return(value=ast.Call(func=ast.Name(id=name))):
+            inner = _looked_up(name, wrapper) is wrapper.__wrapped__  # type: ignore[attr-defined]
+            passes = ast.unparse(last) == f"return {name}({ast.unparse(found.args)})"
+        case _:
+            return False
+    plain = ast.unparse(found.args) == "self, *args, **kwargs"
+    return inner and passes and plain and all(_does_nothing(part, {"self", "args", "kwargs", name}) for part in before)
+
+
+def _does_nothing(statement: ast.stmt, fixed: set[str]) -> bool:
+    """Whether a statement has no effect outside of training with gradient checkpointing, but on names that are not fixed."""
+    match statement:
+        case ast.If(test=ast.BoolOp(op=ast.And(), values=values), orelse=[]):
+            return set(map(ast.unparse, values[:2])) == _CHECKPOINTING
+        case ast.Assign(targets=[ast.Name(id=target)], value=value):
+            parts = [part for part in ast.walk(value) if isinstance(part, ast.Call | ast.NamedExpr | ast.Await)]
+            calls = all(isinstance(part, ast.Call) and ast.unparse(part.func) == "type" for part in parts)
+            return target not in fixed and calls
+    return False
 
 
 def _parsed(function: FunctionType) -> tuple[str | _Reference, ...]:
@@ -202,6 +241,14 @@ def _parsed(function: FunctionType) -> tuple[str | _Reference, ...]:
 
 
 def _parse(code: CodeType) -> Iterator[str | _Reference]:
+    found = _definition(code)
+    found.name, found.decorator_list = "", []  # what decorators made is what was looked up
+    parameters = [*found.args.posonlyargs, *found.args.args]
+    return _Writer(_locals(code), parameters[0].arg if parameters else "").write(found)
+
+
+def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    """The syntax tree of a function."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError, ValueError, tokenize.TokenError):
@@ -209,9 +256,7 @@ def _parse(code: CodeType) -> Iterator[str | _Reference]:
     found = tree.body[0] if tree.body else None
     if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) or found.name != code.co_name:
         raise NotComparable(f"the source of {code.co_name} is not a function definition")
-    found.name, found.decorator_list = "", []  # what decorators made is what was looked up
-    parameters = [*found.args.posonlyargs, *found.args.args]
-    return _Writer(_locals(code), parameters[0].arg if parameters else "").write(found)
+    return found
 
 
 def _locals(code: CodeType) -> frozenset[str]:

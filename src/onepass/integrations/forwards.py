@@ -224,6 +224,8 @@ def layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     residual = h + multiplier * after_attention(attention(before(h)))
     return residual + multiplier * after_mlp(mlp(norm(residual)))
     """
+    if self.training and getattr(self, "gradient_checkpointing", False):  # the class's forward may do it
+        return cast(Tensor, type(self).forward(self, hidden_states, *args, **kwargs))
     how: LayerCall = self._onepass
     kwargs = {**dict(how.defaults), **dict(zip(how.names, args, strict=False)), **kwargs}
     x = self.self_attn(hidden_states=getattr(self, how.before)(hidden_states), **kwargs)[0]
