@@ -32,6 +32,7 @@ class MlaCacheLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.max_length = max_length
         self.static = static
+        self.is_compileable = static  # transformers then makes a mask also for single tokens
         self.length = 0
         self.paged: PagedKVCache | None = None
         self.pairs = False
@@ -136,7 +137,7 @@ class MlaCache(Cache):
 
     With ``static=True`` the number of tokens is known on the device only, as with transformers'
     StaticCache: attention sees all ``max_length`` entries and needs a mask, and a CUDA graph can
-    capture a step.
+    capture a step. On a GPU ``generate`` then compiles steps unless ``disable_compile=True``.
     """
 
     onepass_mla = True
