@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -53,8 +54,12 @@ GATED = [name for name, row in NORMS.items() if "gate" in row[3]]
 
 
 def module(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    model, cls, options, _ = NORMS[name]
-    made = getattr(import_module(f"transformers.models.{model}.modeling_{model}"), cls)(N, eps=1e-5, **options)
+    model, named, options, _ = NORMS[name]
+    cls = getattr(import_module(f"transformers.models.{model}.modeling_{model}"), named)
+    asked = inspect.signature(cls).parameters.get("group_size")
+    if asked is not None and asked.default is asked.empty:  # Mamba-2 has groups since transformers 5.23
+        options = {"group_size": N, **options}
+    made = cls(N, eps=1e-5, **options)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(1 + rows(N, seed=9) / 4)

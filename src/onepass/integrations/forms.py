@@ -256,6 +256,8 @@ FORMS: Final[tuple[tuple[str, Form], ...]] = (
                                group_size="group_size")),  # Zamba2, Nemotron-H
     ("dbe728557b1d", OtherNorm(gate="before", gates_norm="norm_before_gate", groups="n_groups", squeezes=True,
                                eps="variance_epsilon")),  # Falcon-H1
+    ("e0b55569827f", OtherNorm(gate="before", gates_norm="norm_before_gate", groups="n_groups",
+                               eps="variance_epsilon")),  # Falcon-H1, transformers 5.23
     ("152a1127d2ab", OtherNorm(weight_offset=1.0, group_size="group_size")),  # Qwen4
     ("80711b98fb9f", OtherNorm(rounding="hf", same_dtype=True, eps="variance_epsilon")),  # T5, Idefics
     ("1cfc54d9bd4a", OtherNorm(weighted=False)),  # FalconMamba, Llama 4, nanochat
@@ -327,6 +329,7 @@ FORMS: Final[tuple[tuple[str, Form], ...]] = (
     ("851afb91f0aa", PlainAttention(window="sliding_window", rotates="use_rope", cache_position=True)),  # SmolLM3
     # latent attentions
     ("7950afb51ebc", LATENT),  # DeepSeek-V3
+    ("8fd490193c3b", LATENT),  # A.X K1, transformers 5.22
     # MLPs
     ("83086cd3f24b", GATED),  # Llama, and most others
     ("5e12bac77364", GATED),  # Seed-OSS, with a dropout for training
@@ -391,7 +394,7 @@ def rotation_of(home: object) -> Rotation | None:
     """The rotation of a Python module's ``apply_rotary_pos_emb``; None if it is another one."""
     try:
         return ROTATIONS.get(fingerprint_of(getattr(home, "apply_rotary_pos_emb", None)))
-    except (NotComparable, RecursionError):
+    except NotComparable:
         return None
 
 
