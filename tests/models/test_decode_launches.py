@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ pytest.importorskip("transformers")
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
+from onepass.integrations.angles import OTHER_ANGLES
 from onepass.integrations.counts import Counts
 from onepass.ops.dispatch import launching_with
 from onepass.specs.linear import LinearSpec
@@ -231,8 +233,34 @@ def test_scaled_angles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(model.model.rotary_emb(x, at), rotary(x, at))
 
 
-def test_rotations_that_depend_on_the_length_are_left() -> None:
-    model = copy.deepcopy(small("Llama", torch.float32))
-    model.model.rotary_emb.rope_type = "dynamic"
-    with onepass.patch(model, decode=True):
-        assert "forward" not in model.model.rotary_emb.__dict__
+def test_rotary_embeddings_that_are_left_are_in_the_report() -> None:
+    """Frequencies that depend on the length, other code, other wrappers, and a forward that something else replaced."""
+
+    def why_left(rotary: Any) -> str:
+        model = copy.deepcopy(small("Llama", torch.float32))
+        model.model.rotary_emb = rotary
+        with onepass.patch(model, decode=True) as handle:
+            assert "_onepass_decode" not in rotary.__dict__
+            assert any(change.what == "decode" for change in handle.replaced)
+        (left,) = [change for change in handle.left if change.what == "decode cosines and sines"]
+        assert left.where == "model.rotary_emb"
+        return left.why
+
+    own = small("Llama", torch.float32).model.rotary_emb
+    dynamic, replaced = copy.deepcopy(own), copy.deepcopy(own)
+    dynamic.rope_type = "dynamic"
+    replaced.forward = type(own).forward.__get__(replaced)
+    assert why_left(dynamic) == "its rope_type is 'dynamic'"
+    assert why_left(replaced) == "its forward was replaced by other code"
+
+    class Other(type(own)):  # type: ignore[misc]
+        def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+            return super().forward(x, 2 * position_ids)
+
+    class Wrapped(type(own)):  # type: ignore[misc]
+        @functools.wraps(type(own).forward)
+        def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+            return super().forward(x, 2 * position_ids)
+
+    assert why_left(Other(own.config)) == OTHER_ANGLES
+    assert why_left(Wrapped(own.config)) == f"its forward is wrapped by code of {__name__}"

@@ -1,7 +1,7 @@
 """Cosines and sines of a decode step's positions in three launches, with the bits of the model's own module.
 
-transformers' rotary embeddings multiply positions and frequencies as matrices, then copy, scale and round: nine launches
-per step, and a tenth of a millisecond of Python. The modules are found by the fingerprint of their forward.
+transformers' rotary embeddings multiply positions and frequencies (before 5.22 as matrices), then copy, scale and round:
+nine launches per step, and a tenth of a millisecond of Python. The modules are found by the fingerprint of their forward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .forwards import FUSED_ROWS
 
 _AROUND: Final = {"torch.utils._contextlib", "transformers.modeling_rope_utils"}
 """Modules whose decorators change nothing here: `torch.no_grad`, and the update of rotations that are not `_FIXED`."""
+OTHER_ANGLES: Final = "its code is not one of the supported rotary embeddings"
 _FIXED: Final = ("default", "linear", "llama3", "yarn", "proportional")
 """Rotations whose frequencies do not depend on the length of a sequence."""
 
@@ -33,8 +34,18 @@ FORMS: Final = {
     "7de828183bf3": Angles(),  # Gemma 2
     "e765f0ce0a0a": Angles(by_layer=True),  # Gemma 3
     "81c896e5b9a7": Angles(wide=True),  # OLMo-2, ERNIE 4.5
-    "f12680bccbb7": Angles(),  # Llama, and most others, transformers 4.57
+    "d6a13f54655e": Angles(wide=True, by_layer=True),  # OLMo-3
+    # the same since transformers 5.22, which multiplies without matrices
+    "fc02ce14f4d1": Angles(),  # Llama, Gemma 2, and most others
+    "df5df0269190": Angles(by_layer=True),
+    "b4221af660e7": Angles(wide=True),
+    "c812b4a5f78c": Angles(wide=True, by_layer=True),
+    # the same in transformers 4.57
+    "f12680bccbb7": Angles(),  # Llama, and most others
+    "8016b4cf435f": Angles(wide=True),  # OLMo-2
+    "b521da35bada": Angles(wide=True),  # ERNIE 4.5
 }
+"""Fingerprint of a forward -> what it returns; in transformers 5.17 unless stated."""
 
 
 class Frequencies:
@@ -68,22 +79,25 @@ class AnglesStep(NamedTuple):
     projections: tuple[Any, ...] = ()
 
 
-def angles_of(module: nn.Module) -> Angles | None:
-    """What a rotary embedding computes; None for other modules."""
+def angles_of(module: nn.Module) -> Angles | str | None:
+    """What a rotary embedding computes, or why it cannot be replaced; None for other modules."""
     if not any(name.endswith("inv_freq") for name in module._buffers):
         return None
     types = getattr(module, "rope_type", None)
-    if any(kind not in _FIXED for kind in (types.values() if isinstance(types, dict) else [types])):
-        return None
+    kinds = types.values() if isinstance(types, dict) else [types]
+    other = [kind for kind in kinds if kind not in _FIXED]
+    if other:
+        return f"its rope_type is {other[0]!r}"
     forward: Any = type(module).forward
     while hasattr(forward, "__wrapped__"):
-        if forward.__globals__.get("__name__") not in _AROUND:
-            return None
+        home = forward.__globals__.get("__name__")
+        if home not in _AROUND:
+            return f"its forward is wrapped by code of {home}"
         forward = forward.__wrapped__
     try:
-        return FORMS.get(fingerprint_of(forward))
-    except (NotComparable, RecursionError):
-        return None
+        return FORMS.get(fingerprint_of(forward), OTHER_ANGLES)
+    except NotComparable as error:
+        return f"its code cannot be compared: {error}"
 
 
 def angles_step(self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:

@@ -374,13 +374,19 @@ def _linear(decoding: Decoding, where: str, module: nn.Module, is_head: bool) ->
 def _angles(decoding: Decoding, where: str, module: nn.Module) -> None:
     """Bind a rotary embedding; every other module is left alone."""
     form = angles_of(module)
-    if form is not None and not bound_before(module):
-        how = f"three launches, for up to {FUSED_ROWS} tokens"
-        frequencies = Frequencies()
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name.endswith("inv_freq") and "original" not in name:
-                frequencies.of(name.removesuffix("inv_freq"), buffer)  # a first step may be on any stream
-        decoding.handle._bind_decode(where, module, AnglesStep(form, frequencies), f"{WHAT} cosines and sines", how)
+    if form is None:
+        return
+    what = f"{WHAT} cosines and sines"
+    objection = bound_before(module)
+    if objection or isinstance(form, str):
+        decoding.handle._leave(where, module, what, objection or str(form))
+        return
+    frequencies = Frequencies()
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name.endswith("inv_freq") and "original" not in name:
+            frequencies.of(name.removesuffix("inv_freq"), buffer)  # a first step may be on any stream
+    how = f"three launches, for up to {FUSED_ROWS} tokens"
+    decoding.handle._bind_decode(where, module, AnglesStep(form, frequencies), what, how)
 
 
 def _bind_linear(decoding: Decoding, where: str, module: nn.Module, projection: Projection, place: int) -> None:
