@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -355,6 +356,45 @@ def test_demo(small_model: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert all(run["same_tokens"] == run["tokens"] for run in generated["runs"] if run["way"] == demo_generate.WITHOUT)
     errors = generated["largest_difference_of_logits"]
     assert 0 <= errors["with onepass"] < errors["with fp8 weights"] < 0.3, "fp8 weights are used"
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_demo_fails_where_nothing_is_patched(
+    norms: bool, small_model: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with transformers 5.23, when its wrappers were unknown: no row and no "ok" for what did not run."""
+    from transformers.models.llama import modeling_llama
+
+    def wrapped(own: Any) -> Any:
+        return functools.wraps(own)(lambda *args, **named: own(*args, **named))
+
+    for cls in (modeling_llama.LlamaDecoderLayer, *[modeling_llama.LlamaRMSNorm] * norms):
+        monkeypatch.setattr(cls, "forward", wrapped(cls.forward))
+    monkeypatch.setattr(demo, "SHOWN_CASES", ())
+    file = tmp_path / "report.json"
+    result = invoke("demo", "--device", "cpu", "--report", str(file))
+    assert result.exit_code == 1 and "The demo failed." in result.output
+    _, rates, model, *_ = re.split(r"Tokens per second: |  What onepass.patch|A dozen checks", result.output)
+    for way in ("with onepass", "with fp8 weights"):
+        (line,) = [line for line in rates.splitlines() if f"{way}:" in line or f" {way} " in line]
+        assert line.startswith("WRONG") and "no layer of LlamaForCausalLM runs as a decode step" in line
+    assert not re.search(r"^ok", rates, re.MULTILINE)
+    assert bool(re.search(r"^ok", model, re.MULTILINE)) == (not norms)
+    assert ("WRONG  nothing was compared: onepass.patch replaced nothing in LlamaForCausalLM" in model) == norms
+    report = json.loads(file.read_text())
+    assert not report["fine"] and not report["generate"]["fine"]
+    assert {run["way"] for run in report["generate"]["runs"]} == {demo_generate.WITHOUT}
+
+
+def test_demo_notices_weights_that_are_not_fp8(small_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if `patch` loses the option."""
+    model = demo_generate.load(None, "cpu")
+    options = demo_generate.WAYS["with fp8 weights"]
+    with demo_model.patched(model, **options) as (_, nothing):
+        assert nothing == ""
+    monkeypatch.setattr(demo_model, "patch", lambda model, **_: onepass.patch(model, decode=True))
+    with demo_model.patched(model, **options) as (_, nothing):
+        assert nothing == "no weight of LlamaForCausalLM is fp8"
 
 
 def test_demo_counts_tokens_up_to_the_first_that_differs() -> None:

@@ -114,6 +114,8 @@ def demo(
     screen.console.print()
     screen.console.print(Panel(grid, title="What to try next", title_align="left", expand=False))
     screen.console.print(f"That took {time.perf_counter() - start:.1f} s.", style="dim")
+    if not all(right):
+        screen.console.print("The demo failed. What is WRONG is marked above.", style="bold red")
     raise typer.Exit(0 if all(right) else 1)
 
 

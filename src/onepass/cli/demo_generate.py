@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 from torch import Tensor
 
-from ..integrations import patch
 from .common import table
+from .demo_model import patched
 from .screen import Screen, verdict
 
 PROMPT: Final = 16
@@ -120,11 +120,15 @@ def show(path: Path | None, screen: Screen) -> dict[str, Any]:
     runs: list[Run] = []
     errors: dict[str, float] = {}
     forced: dict[str, int] = {}
+    problems: dict[str, str] = {}
     columns = (TextColumn("{task.description:28}"), BarColumn(32), TextColumn("{task.fields[rate]}"))
     expected: dict[int, Tensor] = {}
     with Progress(*columns, console=screen.console, transient=True, disable=not screen.console.is_terminal) as progress:
         for way, options in WAYS.items():
-            with patch(model, **options) if options else nullcontext():
+            with patched(model, **options) if options else nullcontext((None, "")) as (_, nothing):
+                if nothing:
+                    problems[way] = f"nothing was measured: {nothing}"
+                    continue
                 for batch in BATCHES:
                     name = f"{way}, batch {batch}"
                     tokens, rate = _generate(model, batch, progress, name, screen.device, bool(options))
@@ -142,11 +146,15 @@ def show(path: Path | None, screen: Screen) -> dict[str, Any]:
         words = f"{way}: after the same text, {forced[way]} of {plain.shape[0]} next tokens are the same; "
         words += f"logits differ by up to {error:.1%} of the largest"
         screen.console.print(Text.assemble(verdict(_close(way, error)), f"  {words}"), soft_wrap=True)
+    for way, problem in problems.items():
+        screen.console.print(Text.assemble(verdict(False), f"  {way}: {problem}"), soft_wrap=True)
+    right = not problems and all(_close(way, error) for way, error in errors.items())
     return {
         "model": label,
         "parameters": count,
-        "fine": all(_close(way, error) for way, error in errors.items()) and bool(plain.abs().max() > 0),
+        "fine": right and bool(plain.abs().max() > 0),
         "runs": [asdict(run) for run in runs],
+        "problems": problems,
         "largest_difference_of_logits": errors,
         "same_next_token": forced,
         "next_tokens": plain.shape[0],

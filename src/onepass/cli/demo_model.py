@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
-from ..integrations import Patched, patch
+from ..integrations import NothingPatchedWarning, Patched, patch
 from ..integrations.forwards import AttentionCall, LayerCall, MlaCall, NormCall, add_norm
 from ..ops.gemv_norm import gemv_and_partial_norm
 from ..ops.qk_norm import qk_rms_norm
@@ -119,6 +120,25 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def patched(model: Any, **options: Any) -> Iterator[tuple[Patched, str]]:
+    """A model while it is patched: the handle, and what had no effect, "" if all options had one."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle = patch(model, **options)
+    nothing = [str(warning.message) for warning in caught if issubclass(warning.category, NothingPatchedWarning)]
+    with handle:
+        if not nothing and options.get("weights") and not _quantized(model, handle):
+            nothing = [f"no weight of {type(model).__name__} is {options['weights']}"]
+        yield handle, " ".join(nothing)
+
+
+def _quantized(model: Any, handle: Patched) -> bool:
+    """Whether a decode step uses weights of 8 bits."""
+    steps = (vars(module).get("_onepass_decode") for module in _replaced(model, handle))
+    return any(projection.quantized for step in steps if step is not None for projection in step.projections)
 
 
 def _replaced(model: Any, handle: Patched) -> list[Any]:
@@ -231,13 +251,16 @@ def show(name: str, path: Path | None, rounding: Any, screen: Screen) -> dict[st
         device, console = screen.device, screen.console
         model = load(name, path, device)
         label = str(path) if path is not None else f"{name}, random weights"
-        with patch(model, rounding=rounding) as handle:
+        with patched(model, rounding=rounding) as (handle, nothing):
             count = sum(p.numel() for p in model.parameters())
         outcome = Outcome(label, count, device, rounding, handle.to_json())
         layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
         sizes = f"{layers} layers, {count / 1e6:.0f} M parameters, float32"
         console.print(f"{type(model).__name__} ({label}): {sizes}, {'one thread' if device == 'cpu' else device}")
         console.print(Text("\n".join(str(handle).splitlines()[1:]), style="dim"))
+        if nothing:
+            console.print(Text.assemble(verdict(False), f"  nothing was compared: {nothing}"), soft_wrap=True)
+            return outcome.to_json()
         _show_tokens(model, rounding, outcome, screen)
         _compare_bfloat16(model, rounding, outcome)
         _show_agreement(outcome, screen)
