@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all pytest native lint docs fuzz soak mutate engines cpu dist bounds newest gpu clean
+.PHONY: help demo test test-rest test-models test-all pytest native lint docs fuzz soak mutate engines cpu dist bounds newest gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -32,6 +32,7 @@ ANYWHERE = $(if $(filter cuda,$(DEVICE)),PYTHONPATH=src $(PYTHON),$(BIN)/python)
 SAMPLE ?= 300
 SEED ?= 1
 SELECT ?=
+TESTS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -49,12 +50,24 @@ test: ## lint and test: every op on every backend, in less than five minutes on 
 test-rest: ## run the tests that `make test` leaves out: long sweeps, other chips, more ranks
 	@$(MAKE) --no-print-directory pytest SELECT=full
 
+# Beside .venv's own release, the lowest of the extra. If a later one needs other packages too, it says so at import.
+NEWEST := .venv/transformers-newest
+test-models: $(NEWEST)/.ready native ## run the tests of models with the newest transformers of [tool.onepass.tested]
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'from transformers import __version__; print("transformers", __version__)'
+	@$(MAKE) --no-print-directory pytest SELECT='not full' TESTS=tests/models PYTHONPATH=$(NEWEST)
+
+$(NEWEST)/.ready: pyproject.toml | $(READY)
+	@rm -rf $(NEWEST)
+	@version=$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["tool"]["onepass"]["tested"]["transformers"][1])'); \
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-compile --target $(NEWEST) transformers==$$version
+	@touch $@
+
 test-all: ## lint and run all tests
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
 # Bytecode files are wanted, because each worker, and each process that a test starts, imports the same source.
 pytest: $(READY) native
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -m '$(SELECT)'
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -m '$(SELECT)' $(TESTS)
 
 # Without a compiler or Python's headers nothing is built, and eager calls are made in Python.
 NATIVE := src/onepass/fastpath/_native.abi3.so
