@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .classes import describe, rms_norms
-from .compare import compare
+from .compare import compare, why_not_run
 from .small import ARCHITECTURES
 
 
@@ -19,12 +19,18 @@ def measure(architectures: list[str]) -> dict[str, Any]:
     """The results as plain data."""
     import transformers
 
-    rows = {}
+    rows, not_run = {}, {}
     for name in architectures:
+        problem = why_not_run(name)
+        if problem:
+            print(f"{name}: not run: {problem}")
+            not_run[name] = problem
+            continue
         found, agreement = compare(name)
         objection = agreement.objection()
         print(
-            f"{name}: {found.norms} norms, {found.additions} additions, {found.heads} q and k; {objection or 'equal'}"
+            f"{name}: {found.norms} norms, {found.additions} additions, {found.heads} q and k, {found.layers} decode layers, "
+            f"{found.rotary} rotary; {objection or 'equal'}"
         )
         short = {"error": float(f"{agreement.error:.1e}"), "limit": float(f"{agreement.limit:.1e}")}
         rows[name] = {**asdict(found), **asdict(agreement), **short, "apart": round(agreement.apart, 2)}
@@ -32,6 +38,7 @@ def measure(architectures: list[str]) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "models": rows,
+        "not_run": not_run,
         "classes": {cls.__name__: describe(cls) for cls in rms_norms()},
     }
 

@@ -22,19 +22,25 @@ TOLERANCE: Final = 5e-6
 INEXACT: Final = ("mamba",)
 """Models whose own float32 logits are further away from those in float64. They may differ by four times as much."""
 PROMPTS: Final = 3
+OWN_CODE: Final = "its own code fails"
 _EVERYWHERE: Final = {NEXT_LAYER, ROPE_ROUNDS}
 """Reasons that are about every layer, so the table does not repeat them."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What `patch` replaced in a model, and what it left: "count x class what" and the reason."""
+    """What `patch` replaced in a model, and what it left: "count x class what" and the reason.
+
+    ``layers`` and ``rotary`` are the decoder layers and rotary embeddings that ``decode=True`` replaces.
+    """
 
     model: str
     norms: int
     additions: int
     heads: int
     left: dict[str, str]
+    layers: int
+    rotary: int
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,8 @@ class Agreement:
     ``error`` is the largest difference of float32 logits, relative to the largest logit, and
     ``limit`` what is allowed. ``equal`` counts the prompts whose bfloat16 logits have the same
     bytes. ``apart`` is the median distance of a token's bfloat16 logits from the model's own,
-    relative to how far these are from the model's in float32. ``tokens_equal`` is None if the model
-    has no head; hidden states are compared then.
+    relative to how far these are from the model's in float32. ``tokens_equal`` is about models patched with and without
+    ``decode=True``. It is None if the model has no head; hidden states are compared then.
     """
 
     error: float
@@ -73,9 +79,10 @@ def patched(model: Any, **options: Any) -> Patched:
         return onepass.patch(model, **options)
 
 
-def coverage(handle: Patched) -> Coverage:
-    """Sum up a report."""
+def coverage(handle: Patched, decoding: Patched) -> Coverage:
+    """Sum up the reports of a model that was patched without and with ``decode=True``."""
     what = Counter(change.what for change in handle.replaced)
+    decoded = Counter(change.what for change in decoding.replaced)
     left = Counter((c.cls, c.what, c.why) for c in handle.left if c.why not in _EVERYWHERE)
     return Coverage(
         type(handle.model).__name__,
@@ -83,7 +90,25 @@ def coverage(handle: Patched) -> Coverage:
         what["addition after the attention"],
         what["norms of q and k"],
         {f"{count} x {cls} {part}": why for (cls, part, why), count in left.items()},
+        decoded["decode"],
+        decoded["decode cosines and sines"],
     )
+
+
+def why_not_run(architecture: str) -> str:
+    """Why the installed transformers cannot run a tiny model without `patch`; "" if it can."""
+    import transformers
+
+    if architecture not in transformers.CONFIG_MAPPING:
+        return "this release does not have it"
+    try:
+        model = build(architecture)
+        generated(model, tokens())
+        for dtype in (torch.float32, torch.bfloat16):
+            logits(model.to(dtype), tokens())
+    except Exception as error:  # older releases need other configurations
+        return f"{OWN_CODE}: {type(error).__name__}: {error}"
+    return ""
 
 
 def compare(architecture: str) -> tuple[Coverage, Agreement]:
@@ -95,13 +120,16 @@ def compare(architecture: str) -> tuple[Coverage, Agreement]:
         raise RuntimeError(f"{architecture}: the logits are too small to compare")
     with patched(model) as handle:
         got, got_tokens = logits(model, ids), generated(model, ids)
+    with patched(model, decode=True) as decoding:
+        decoded_tokens = generated(model, ids)
     if not torch.equal(logits(model, ids), expected):
         raise RuntimeError(f"{architecture}: undo did not restore the model")
     error, limit = _distance(got, expected), TOLERANCE
     if architecture in INEXACT:
         limit = 4 * _distance(expected, logits(copy.deepcopy(model).double(), ids))
-    same = torch.equal(got, expected), torch.equal(got_tokens, expected_tokens) if model.can_generate() else None
-    return coverage(handle), Agreement(error, limit, *same, *_in_bfloat16(model))
+    tokens_equal = all(torch.equal(each, expected_tokens) for each in (got_tokens, decoded_tokens))
+    same = torch.equal(got, expected), tokens_equal if model.can_generate() else None
+    return coverage(handle, decoding), Agreement(error, limit, *same, *_in_bfloat16(model))
 
 
 def _distance(got: Tensor, expected: Tensor) -> float:
