@@ -3,8 +3,10 @@
 Two forwards have the same fingerprint if their code is the same, and that of everything they reach:
 methods of their class, properties, ``super()``, functions and constants of their module, closures.
 Annotations, docstrings, comments, layout and decorators do not count, nor do the names of the
-functions and methods that are reached. A forward that is wrapped by other code has no fingerprint,
-unless transformers wraps it to rename arguments or for gradient checkpointing. Modules, classes and torch's functions count by name.
+functions and methods that are reached. Modules, classes and torch's functions count by name.
+
+A forward that is wrapped by other code has no fingerprint, unless transformers wraps it to rename
+arguments or for gradient checkpointing.
 
 Fingerprints are the same on every Python from 3.11 on.
 """
