@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import onepass
 from onepass.integrations import forwards
@@ -19,19 +19,40 @@ import transformers
 
 from onepass.integrations import MlaCache
 from tools.architectures import classes
-from tools.architectures.compare import TOLERANCE, Agreement, compare, coverage, generated, patched
-from tools.architectures.small import ARCHITECTURES, build, logits, tokens
-
-RECORDED: dict[str, Any] = json.loads(
-    (Path(__file__).parents[2] / "benchmarks/cpu/architectures.json").read_text(encoding="utf-8")
+from tools.architectures import compare as compared
+from tools.architectures.compare import (
+    TOLERANCE,
+    Agreement,
+    Coverage,
+    compare,
+    coverage,
+    generated,
+    patched,
+    why_not_run,
 )
+from tools.architectures.small import ARCHITECTURES, build, logits, tokens
+from tools.docs.architectures_page import DATA, FOLDER
+
+RECORDS: dict[str, Any] = {
+    found["transformers"]: found for found in (json.loads((FOLDER / name).read_text()) for name in DATA)
+}
+RECORDED: dict[str, Any] | None = RECORDS.get(transformers.__version__)
 MLA = ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu")
 
 
 def test_the_record_is_about_these_architectures() -> None:
-    assert list(RECORDED["models"]) == ARCHITECTURES
+    """Those of the extra's releases have all of them."""
     assert len(ARCHITECTURES) > 100
-    assert RECORDED["transformers"] == "5.17.0"
+    for release, found in RECORDS.items():
+        assert sorted((*found["models"], *found["not_run"])) == sorted(ARCHITECTURES)
+        assert not found["not_run"] or release == "4.57.6"
+
+
+def test_what_a_release_cannot_run_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not_run("no_such_model") == "this release does not have it"
+    assert why_not_run("llama") == ""
+    monkeypatch.setattr(compared, "build", lambda name: nn.Linear(2, 2))
+    assert why_not_run("llama").startswith(f"{compared.OWN_CODE}: AttributeError: ")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -39,8 +60,8 @@ def test_patched_models_agree(architecture: str) -> None:
     """Logits in float32 and bfloat16, and greedily generated tokens. The report says what it said when it was recorded."""
     found, agreement = compare(architecture)
     assert agreement.objection() == ""
-    recorded = RECORDED["models"][architecture]
-    if transformers.__version__ == RECORDED["transformers"]:
+    if RECORDED is not None:
+        recorded = RECORDED["models"][architecture]
         assert {name: recorded[name] for name in vars(found)} == vars(found)
     assert found.norms > 0
 
@@ -103,21 +124,22 @@ def test_rounding_once_generates_the_same_tokens(architecture: str) -> None:
 
 
 def test_coverage_counts_what_was_replaced_and_left() -> None:
-    with patched(build("glm4_moe")) as handle:
-        found = coverage(handle)
-    assert (found.model, found.norms, found.additions, found.heads, found.left) == ("Glm4MoeForCausalLM", 9, 2, 2, {})
-    with patched(build("exaone4")) as handle:
-        found = coverage(handle)
+    def covered(name: str) -> Coverage:
+        with patched(build(name)) as handle, patched(build(name), decode=True) as decoding:
+            return coverage(handle, decoding)
+
+    assert covered("glm4_moe") == Coverage("Glm4MoeForCausalLM", 9, 2, 2, {}, 2, 1)
+    found = covered("exaone4")
     assert list(found.left) == ["2 x Exaone4DecoderLayer additions", "2 x Exaone4Attention norms of q and k"]
 
 
 def test_every_class_has_the_form_that_was_recorded() -> None:
     """All RMSNorm classes of transformers."""
-    if transformers.__version__ != RECORDED["transformers"]:
-        pytest.skip("the record is about another release")
+    if RECORDED is None:
+        pytest.skip("there is no record of this release")
     found = {cls.__name__: classes.describe(cls) for cls in classes.rms_norms()}
     assert found == RECORDED["classes"]
-    assert len(found) == 184 and sum(map(bool, found.values())) == 179
+    assert len(found) > 180 and sum(map(bool, found.values())) > 0.95 * len(found)
 
 
 def test_a_class_in_words() -> None:

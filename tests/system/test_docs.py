@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,7 @@ def test_models_md_lists_every_family() -> None:
     from onepass.integrations import FAMILIES
 
     assert f"{len(FAMILIES) - 1} Hugging Face model families" in (ROOT / "README.md").read_text()
-    text = (ROOT / "docs/models.md").read_text()
+    text, _ = (ROOT / "docs/models.md").read_text().split("## Releases of transformers")
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     rows = {cells[0]: cells for cells in table}
     for family in FAMILIES:
@@ -285,10 +286,12 @@ def test_models_md_states_what_was_compared() -> None:
     """The numbers of classes and architectures are those of benchmarks/cpu/architectures*.json."""
     data = [json.loads((ROOT / "benchmarks/cpu" / name).read_text()) for name in architectures_page.DATA]
     text = " ".join((ROOT / "docs/models.md").read_text().split())
-    tested, newer, older = (architectures_page.matched(found["classes"]) for found in data)
+    tested, newest, newer, older = (architectures_page.matched(found["classes"]) for found in data)
     assert f"{tested.replace(' of ', ' of the ')} RMSNorm classes of transformers 5.17 " in text
-    assert f"In transformers 5.22 it is {newer}, in 4.57 {older}" in text
-    assert [found["transformers"] for found in data] == ["5.17.0", "5.22.2", "4.57.6"]
+    assert f"In transformers 5.23 it is {newest}, in 5.22 {newer}, in 4.57 {older}" in text
+    lowest, highest = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["onepass"]["tested"]["transformers"]
+    assert [found["transformers"] for found in data] == [lowest, highest, "5.22.2", "4.57.6"]
+    assert f"CI runs the tests of models with {lowest} and {highest}" in text
     for found in data:
         rows = found["models"]
         errors = sorted((row["error"], name) for name, row in rows.items())

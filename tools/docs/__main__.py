@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from . import architectures_page, dist_page, invariance_page, invariance_picture, ops_page
+from . import architectures_page, dist_page, invariance_page, invariance_picture, models_page, ops_page
 
-PAGES: Final = (ops_page, dist_page, architectures_page, invariance_page, invariance_picture)
+PAGES: Final = (ops_page, dist_page, architectures_page, models_page, invariance_page, invariance_picture)
 
 
 def write(path: Path, text: str) -> bool:

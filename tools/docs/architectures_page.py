@@ -10,11 +10,12 @@ from typing import Any, Final
 from onepass.integrations import patching
 from onepass.integrations.forms import OTHER_CODE
 from onepass.integrations.report import OTHER_NORM
+from tools.architectures.compare import OWN_CODE
 
 PATH: Final = Path("docs/notebook/architectures.md")
-DATA: Final = ("architectures.json", "architectures-5.22.json", "architectures-4.57.json")
-"""The release that is tested in CI, a newer one and an older one."""
-_FOLDER: Final = Path(__file__).parents[2] / "benchmarks/cpu"
+DATA: Final = ("architectures.json", "architectures-5.23.json", "architectures-5.22.json", "architectures-4.57.json")
+"""The lowest release of the extra, newer ones and an older one."""
+FOLDER: Final = Path(__file__).parents[2] / "benchmarks/cpu"
 _SHORT: Final = {
     OTHER_CODE: "other code",
     patching.SUM_IS_ROUNDED: 'needs `rounding="once"`',
@@ -34,17 +35,21 @@ of each from its configuration (two layers, hidden size 64, random weights), pat
 
 - **norms**, **additions**, **q and k**: how many norms were replaced, how many additions are in the launch of the norm after them,
   and in how many attentions the norms of q and k are one launch.
+- **layers**, **rotary**: how many decoder layers run as [decode steps](../models.md#decode-steps) with `decode=True`, and how many rotary
+  embeddings are replaced then.
 - **float32 error**: the largest difference of a logit, relative to the largest logit. onepass adds squares in another order than torch.
 - **bfloat16 equal**: how many of 3 prompts have the same logits to the byte.
-- **tokens**: whether greedy generation in float32 gives the same tokens. Models without a head are compared by their hidden states.
+- **tokens**: whether greedy generation in float32 gives the same tokens, also with `decode=True`. Models
+  without a head are compared by their hidden states.
 - **left**: what was not replaced and could have been. "Other code" means that no [form](../models.md#what-is-replaced) has this code.
 """
 
 
 def render() -> str:
     """The text of docs/notebook/architectures.md."""
-    tested, newer, older = (json.loads((_FOLDER / name).read_text()) for name in DATA)
-    return "\n".join([_HEAD, *_models(tested), *_classes(tested), *_newer(newer), *_older(older)]).rstrip() + "\n"
+    tested, *newer, older = (json.loads((FOLDER / name).read_text()) for name in DATA)
+    newest = [line for found in newer for line in _newer(found)]
+    return "\n".join([_HEAD, *_models(tested), *_classes(tested), *newest, *_older(older)]).rstrip() + "\n"
 
 
 def _models(found: dict[str, Any]) -> Iterator[str]:
@@ -62,7 +67,8 @@ def agreement(rows: dict[str, Any]) -> str:
     heads = [row["tokens_equal"] for row in patched if row["tokens_equal"] is not None]
     return (
         f"Of {len(every)} architectures, {len(patched)} had norms that were replaced; in {sum(row['additions'] > 0 for row in every)} "
-        f"additions were fused, in {sum(row['heads'] > 0 for row in every)} the norms of q and k. Tokens are equal in "
+        f"additions were fused, in {sum(row['heads'] > 0 for row in every)} the norms of q and k. Layers of "
+        f"{sum(row['layers'] > 0 for row in every)} run as decode steps. Tokens are equal in "
         f"{sum(heads)} of {len(heads)} that generate. bfloat16 logits are equal to the byte for "
         f"{sum(row['equal'] for row in patched)} of {3 * len(patched)} prompts, float32 logits in "
         f"{sum(row['bytes_equal'] for row in patched)} of {len(patched)} models; their largest error is "
@@ -71,10 +77,11 @@ def agreement(rows: dict[str, Any]) -> str:
 
 
 def _table(rows: dict[str, Any]) -> Iterator[str]:
-    yield "| architecture | norms | additions | q and k | float32 error | bfloat16 equal | tokens | left |"
-    yield "|---|---:|---:|---:|---:|---:|---|---|"
+    yield "| architecture | norms | additions | q and k | layers | rotary | float32 error | bfloat16 equal | tokens | left |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---|---|"
     for name, row in rows.items():
-        cells = [name, *(str(row[key] or "") for key in ("norms", "additions", "heads")), f"{row['error']:.1e}"]
+        counts = (str(row[key] or "") for key in ("norms", "additions", "heads", "layers", "rotary"))
+        cells = [name, *counts, f"{row['error']:.1e}"]
         cells += [f"{row['equal']} of 3", _TOKENS[row["tokens_equal"]], _left(row["left"])]
         yield f"| {' | '.join(cells)} |"
 
@@ -113,5 +120,15 @@ def _older(found: dict[str, Any]) -> Iterable[str]:
         f"## transformers {found['transformers']}\n",
         f"{matched(found['classes'])} RMSNorm classes of this release have the same code as those above. {agreement(found['models'])} "
         "Latent attentions, and decoder layers that return a tuple, have other code there.\n",
+        f"{_not_run(found['not_run'])}\n",
         *_table(found["models"]),
+    )
+
+
+def _not_run(reasons: dict[str, str]) -> str:
+    """Which architectures a release does not have, and which its own code cannot run without `patch`."""
+    fails = [name for name, why in reasons.items() if why.startswith(OWN_CODE)]
+    return (
+        f"Not run: {len(reasons) - len(fails)} architectures that this release does not have, and {len(fails)} tiny models that its own "
+        f"code cannot run on a CPU without `onepass.patch` ({', '.join(fails)})."
     )
