@@ -168,10 +168,11 @@ def test_negated_view_is_not_replayed() -> None:
         assert op.asked == asked
     view = negated((4, 1))
     assert view.is_neg() and view.stride() == (2, 2) and len(op.launcher.launched) == 2
-    for x in (view, view.flatten().unsqueeze(1)):
+    op(torch.randn(4, 8))
+    for x in (view, view.flatten().unsqueeze(1), torch._neg_view(torch.randn(4, 8))):
         with pytest.raises(onepass.ContractError, match="`x` must not be a negated view"):
             op(x)
-    assert len(op.launcher.launched) == 2
+    assert len(op.launcher.launched) == 3
 
 
 class TestTheCallersOutputs:
@@ -182,6 +183,25 @@ class TestTheCallersOutputs:
             results = op.call(x, None, None, 1.0, out, sums)
             assert op.asked == asked and results[0] is out and results[1] is sums
             assert op.launcher.launched[-1] == (x.data_ptr(), None, out.data_ptr(), sums.data_ptr(), 1.0)
+
+    def test_have_new_versions(self) -> None:
+        op = Op()
+        x, out, sums = torch.randn(3, 8), torch.empty(3, 8), torch.empty(3, 1)
+        for version in (1, 2, 3):
+            op.call(x, None, None, 1.0, out, sums)
+            assert (x._version, out._version, sums._version, op.asked) == (0, version, version, 1)
+
+    def test_of_inference_mode_are_validated_again(self) -> None:
+        judged: list[Any] = []
+        op = Op(memory=lambda inputs, outputs: judged.append(outputs))
+        x, sums = torch.randn(3, 8), torch.empty(3, 1)
+        with torch.inference_mode():
+            out = torch.empty(3, 8)
+            for _ in range(2):
+                op.call(x, None, None, 1.0, out, sums)
+        assert len(judged) == 1
+        op.call(x, None, None, 1.0, out, sums)
+        assert len(judged) == 2
 
     def test_in_place_and_out_of_place_are_different_calls(self) -> None:
         op = Op()

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .declaration import OPTION_TYPES, Arg, Contract, Layout, Option, Out, describe, short
 
-NEGATED: Final = "'not be a negated view (call resolve_neg)', 'one'"
-"""The arguments of `fail` for a negated view."""
+NEGATED: Final = ("not be a negated view (call resolve_neg)", "one")
+"""What errors say of a negated view."""
 
 
 class Writer:
@@ -40,6 +40,7 @@ class Writer:
             "is_grad_enabled": torch.is_grad_enabled,
             "fail": contract.fail,
             "describe": describe,
+            "NEGATED": NEGATED,
             "short": short,
             "fail_shape": self._fail_shape,
             "fail_dtype": self._fail_dtype,
@@ -182,11 +183,9 @@ def _check_tensor(write: Writer, name: str, arg: Arg, depth: int) -> None:
     if arg.layout == "rows" and last != "1":
         write(f"if {name}.stride(-1) != 1 and {name}.shape[-1] != 1:", depth)
         write(f"    fail('{name}', 'have a contiguous last dimension', f'strides {{{name}.stride()}}')", depth)
-    if write.eager and arg.layout != "dense" and arg.sample != "index":
-        # torch negates such a view when reading it; its elements are two apart, so it can only have one column
-        guard = "" if arg.layout == "any" or last == "1" else f"{last} == 1 and "
-        write(f"if {guard}{name}.is_neg():", depth)
-        write(f"    fail('{name}', {NEGATED})", depth)
+    if write.eager:  # torch negates such a view when it reads it
+        write(f"if {name}.is_neg():", depth)
+        write(f"    fail('{name}', *NEGATED)", depth)
 
 
 def check_list_lines(write: Writer, name: str) -> None:
@@ -217,7 +216,7 @@ def _check_many(write: Writer, name: str, arg: Arg) -> None:
         """)
     if write.eager:
         write("if item.is_neg():", 3)
-        write(f"    fail('{name}', {NEGATED})", 3)
+        write(f"    fail('{name}', *NEGATED)", 3)
 
 
 def check_option_lines(write: Writer, name: str, option: Option) -> None:

@@ -14,12 +14,15 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.autograd.graph import increment_version
 
 from ..contract import validation
 from ..contract.declaration import Contract
 from ..contract.validation import Writer, check_list_lines, check_option_lines, needs_grad
 from . import native, replay
 from .debug import debugging
+from .memory import may_write
 
 MAX_REMEMBERED: Final = 4096
 """Combinations of options that are remembered, and calls for each of them."""
@@ -42,9 +45,7 @@ def _write_replay(write: Writer, contract: Contract, table: bool = False) -> Non
     parts = []
     for name, arg in tensors.items():
         strides = f"{name}.is_contiguous() or {name}.stride()"
-        facts = f"{name}.dtype, {name}.shape, {strides}, {name}.data_ptr() % 16, {name}.get_device()"
-        if arg is not None and arg.layout == "any":
-            facts += f", {name}.is_neg()"
+        facts = f"{name}.dtype, {name}.shape, {strides}, {name}.data_ptr() % 16, {name}.get_device(), {name}.is_neg()"
         parts.append(f"None if {name} is None else ({facts})" if arg is None or arg.optional else facts)
     grads = " or ".join(needs_grad(*item) for item in tensors.items())
     write(f"""
@@ -56,10 +57,11 @@ def _write_replay(write: Writer, contract: Contract, table: bool = False) -> Non
         except AttributeError:  # not a tensor: validation reports it
             like = None
         if found is not None:
-            if not (is_grad_enabled() and ({grads})):
+            if may_write(written) and not (is_grad_enabled() and ({grads})):
                 for again in found:
                     results = again({", ".join(tensors)})
                     if results is not None:
+                        bump(written)
                         return results
             if not found or len(found) >= {MAX_OVERLAPS}:  # such calls cannot be repeated, or overlap in many ways
                 like = None
@@ -93,11 +95,10 @@ def compile_call(
     key = [*contract.options]
     key += [f"type({n})" for n, option in contract.options.items() if option.type in ("float", "int", "bool")]
     first, *others = contract.args
+    mutable = [name for name, arg in contract.args.items() if arg.mutable]
     common = [f"type({first}) is Tensor", f"({first}.is_cpu or {first}.is_cuda)"]
     common += [f"not {name}" if contract.args[name].many else f"type({name}) in PLAIN" for name in others]
     common += [f"type({name}) in PLAIN" for name in contract.out_names]
-    mutable = any(arg.mutable for arg in contract.args.values())
-    allocates_all = "False" if mutable else " and ".join(f"{name} is None" for name in contract.out_names)
 
     write(f"def check_options({options}):", 0)
     for name, option in contract.options.items():
@@ -113,15 +114,21 @@ def compile_call(
                 if type(done) is tuple:
                     return done
             """)
+    write("event = None")
     write("try:")
     write.indent += 1
-    write(f"given = ({outs},)")
+    write(f"""
+        given = ({outs},)
+        written = [t for t in ({", ".join(mutable + contract.out_names)},) if t is not None]
+        """)
     for name, arg in contract.args.items():
         if arg.many:
             check_list_lines(write, name)
     write(f"""
         if watched() or not ({" and ".join(common)}) and special({arguments}, *given):
             return dispatch(({inputs},), given)
+        if profiler._is_profiler_enabled:
+            event = begin_event([{arguments}])
         key = ({", ".join(key)}{"," if key else ""})
         try:
             known = seen.get(key)
@@ -135,35 +142,34 @@ def compile_call(
         spec_cache, replays = known
         """)
     _write_replay(write, contract, table is not None)
-    write(f"allocates_all = {allocates_all}")
     validation.write_body(write, contract, options=False)
     single = [name for name, arg in contract.args.items() if not arg.many]
-    written = [i for i, name in enumerate(single) if contract.args[name].mutable]
-    written += range(len(single), len(single) + len(contract.outs))
+    places = [i for i, name in enumerate(single) if contract.args[name].mutable]
+    places += range(len(single), len(single) + len(contract.outs))
     tensors = ", ".join(single)
     write(f"""
-        if not allocates_all:
+        if written:
             memory(({inputs},), ({outs},))
         arguments = Arguments({inputs}, {outs})
         """)
     if table is not None:
-        args = ", ".join(contract.args)
         write(f"""
             if done == {native.RECORD}:
                 run = partial(kernel, spec_cache, arguments)
-                remember(table, run, ({inputs}, *given), ({args}, *given), ({args}, {outs}), models)
-                return {outs},
+                remember(table, run, ({inputs}, *given), ({arguments}, *given), ({arguments}, {outs}), models)
             """)
     write(f"""
-        if like is None:
+        {"if" if table is None else "elif"} like is None:
             kernel(spec_cache, arguments)
         else:
             if len(replays) >= {MAX_REMEMBERED}:
                 replays.clear()
             before, after = ({tensors}, *given), ({tensors}, {outs})
             run = partial(kernel, spec_cache, arguments)
-            again = record(run, before, after, {written}, {len(contract.outs)})
+            again = record(run, before, after, {places}, {len(contract.outs)})
             replays[like] = (*(found or ()), again) if again else ()
+        if written:
+            bump(written)
         return {outs},
         """)
     write.indent -= 1
@@ -177,10 +183,17 @@ def compile_call(
         except (AttributeError, TypeError):
             prepare({inputs}, *given)
             raise
+        finally:
+            if event is not None:
+                event.__exit__(None, None, None)
         """)
     write.scope.update(
         Arguments=contract.arguments,
         partial=partial,
+        bump=increment_version,
+        may_write=may_write,
+        profiler=profiler,
+        begin_event=partial(_begin_event, f"onepass::{contract.name}"),
         prepare=validation.validation_of(contract).prepare,
         record=replay.record,
         switch=replay.switch,
@@ -202,6 +215,13 @@ def compile_call(
     validation.run_source("\n".join(write.lines) + "\n", f"eager call of {contract.name}", write.scope)
     call: Callable[..., tuple[Tensor | None, ...]] = write.scope["call"]
     return call
+
+
+def _begin_event(name: str, tensors: list[Any]) -> Any:
+    """An event of torch's profiler that has begun."""
+    event = replay.Event(name, [t for t in tensors if isinstance(t, Tensor)])
+    event.__enter__()
+    return event
 
 
 def _models(write: Writer, contract: Contract) -> dict[int, int]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ..errors import ContractError
+
+
+def may_write(tensors: Sequence[Tensor]) -> bool:
+    """Whether these may be written here: tensors of inference mode only there, because autograd does not see them change."""
+    return torch.is_inference_mode_enabled() or not any(t.is_inference() for t in tensors)
 
 
 def lie_apart(read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:

@@ -15,11 +15,13 @@ import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ..contract.declaration import Contract
@@ -31,7 +33,13 @@ try:
 except ImportError:  # it was not built
     _native = None  # type: ignore[assignment]
 
-_LIST, _WRITTEN, _MAY_BE_NEGATED = 1, 2, 4
+_LIST, _WRITTEN = 1, 2
+_OF_A_TENSOR: Final = (
+    "_ZN2at6native6is_negERKNS_6TensorE",
+    "_ZN2at6native12is_inferenceERKNS_6TensorE",
+    "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
+)
+"""``at::native::is_neg``, ``at::native::is_inference`` and ``torch::autograd::impl::bump_version``, as libtorch exports them."""
 FIRST: Final = 1
 """The answer of a table to a call that it meets for the first time."""
 RECORD: Final = 2
@@ -60,16 +68,21 @@ def _load() -> tuple[Any, str]:
         torch._C._functorch.peek_interpreter_stack,
         torch._C._get_tracing_state,
         torch.is_grad_enabled,
+        torch.is_inference_mode_enabled,
         torch.get_num_threads,
         Tensor.is_neg,
+        Tensor.is_inference,
+        increment_version,
         cuda_launch.fail,
     )
     dual = (vars(forward_ad), "_current_level")
     environment = (debug._environment, debug._KEY, debug._ON)
+    profile = (vars(profiler), "_is_profiler_enabled", replay.Event)
     try:
-        module.set_up(capsule, (Tensor, Parameter, torch.dtype), functions, dual, environment, forked())
+        module.set_up(capsule, (Tensor, Parameter, torch.dtype), functions, dual, environment, profile, forked())
     except (RuntimeError, ValueError) as error:
         return None, f"off ({error})"
+    module.set_direct(*direct())
     driver = cuda_launch.driver() if torch.version.cuda else None
     if driver is not None:
         functions_of_cuda = driver.cuLaunchKernelEx, driver.cuCtxGetDevice, driver.cuStreamIsCapturing
@@ -80,6 +93,35 @@ def _load() -> tuple[Any, str]:
 
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def direct() -> tuple[int, int, int, int]:
+    """Where a Python tensor holds libtorch's, in bytes, and the addresses of libtorch's functions of it.
+
+    Zeros if this torch has others: then Python's functions are called, which cost 70 ns each.
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        functions = [library[name] for name in _OF_A_TENSOR]
+    except (OSError, AttributeError):
+        return 0, 0, 0, 0
+    with torch.inference_mode(False):
+        plain, parameter = torch.ones(1), Parameter(torch.ones(1))
+        negated = torch._neg_view(plain)
+    with torch.inference_mode():
+        tensors = (plain, parameter, negated, torch.ones(1))
+    words = range(0, Tensor.__basicsize__, ctypes.sizeof(ctypes.c_void_p))
+    places = [at for at in words if all(ctypes.c_void_p.from_address(id(t) + at).value == t._cdata for t in tensors)]
+    is_neg, is_inference, bump = functions
+    is_neg.restype = is_inference.restype = ctypes.c_bool
+    bump.restype = None
+    for place in places:
+        found = [(is_neg(at), is_inference(at)) for t in tensors for at in [ctypes.c_void_p(id(t) + place)]]
+        version = plain._version
+        bump(ctypes.c_void_p(id(plain) + place))
+        if found == [(t.is_neg(), t.is_inference()) for t in tensors] and plain._version == version + 1:
+            return place, *map(_address, functions)
+    return 0, 0, 0, 0
 
 
 def forget() -> None:
@@ -101,11 +143,11 @@ def table(contract: Contract) -> Any:
         return None
     flags: list[int] = []
     for arg in contract.args.values():
-        checked = arg.layout == "any" and arg.sample != "index"
-        flags.append(_LIST * arg.many | _WRITTEN * arg.mutable | _MAY_BE_NEGATED * checked)
+        flags.append(_LIST * arg.many | _WRITTEN * arg.mutable)
     flags += [_WRITTEN] * len(contract.outs)
     reads_values = any(arg.sample == "index" or arg.debugged for arg in contract.args.values())
-    return module.Table(len(contract.args), len(contract.options), len(contract.outs), reads_values, bytes(flags))
+    sizes = len(contract.args), len(contract.options), len(contract.outs)
+    return module.Table(*sizes, reads_values, bytes(flags), f"onepass::{contract.name}")
 
 
 def remember(

@@ -24,6 +24,8 @@ from torch import Tensor
 from ..contract.validation import run_source
 from .memory import extent
 
+Event: Any = torch._C._profiler._RecordFunctionFast
+"""``with Event(name, tensors)``: an event of torch's profiler."""
 Launch = tuple[Any, int, Sequence[Any]]
 """A launcher, its grid and its arguments."""
 
@@ -150,7 +152,6 @@ def record(
     made = [(i, *_like(given, t)) for i, t in enumerate(after) if t is not None and before[i] is None]
     form = _Form(
         len(before),
-        tuple(i for i, t in given if t.shape[-1:].numel() == 1 and t.is_floating_point()),
         tuple(pair for pair, _ in fixed),
         tuple(pair for pair, _ in apart),
         tuple((index, model, same) for index, model, same, _ in made),
@@ -197,13 +198,9 @@ def _like(given: Sequence[tuple[int, Tensor]], out: Tensor) -> tuple[int, bool, 
 
 
 class _Form(NamedTuple):
-    """What the code of a replay depends on: number of tensors, relations, and which outputs are allocated and how.
-
-    ``narrow`` tensors have one column, so they could be negated views. Calls with those are not replayed.
-    """
+    """What the code of a replay depends on: number of tensors, relations, and which outputs are allocated and how."""
 
     tensors: int
-    narrow: tuple[int, ...]
     fixed: tuple[tuple[int, int], ...]
     apart: tuple[tuple[int, int], ...]
     made: tuple[tuple[int, int, bool], ...]
@@ -224,7 +221,6 @@ def _writer(form: _Form) -> Callable[..., Replay]:
     made = {index for index, _, _ in form.made}
     pairs = [i for pair in (*form.fixed, *form.apart) for i in pair]
     body = [f"p{i} = t{i}.data_ptr()" for i in sorted({*pairs, *form.moved} - made)]
-    body += [f"if t{i}.is_neg(): return None" for i in form.narrow]
     for i, (a, b) in enumerate(form.fixed):
         body.append(f"if p{b} - p{a} != distance{i}: return None")
     for i, (a, b) in enumerate(form.apart):

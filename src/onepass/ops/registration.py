@@ -9,21 +9,22 @@ dispatcher, which with many arguments costs more than the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ..contract import validation
 from ..contract.declaration import Contract
-from ..contract.validation import refuse_gradient, validation_of
+from ..contract.validation import NEGATED, refuse_gradient, validation_of
 from ..errors import Unsupported
 from ..fastpath import call, native
-from ..fastpath.memory import check_outputs, lie_apart
+from ..fastpath.memory import check_outputs, lie_apart, may_write
 
 _library = torch.library.Library("onepass", "DEF")
 PLAIN = frozenset({Tensor, Parameter, type(None)})
@@ -120,7 +121,7 @@ def check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) 
             (written if arg.mutable else read).append(value)
         elif value:
             read += value
-    if lie_apart(read, written):
+    if may_write(written) and lie_apart(read, written):
         return
     named: list[tuple[str, Tensor]] = []
     by_name = [(o.argument, t) for o, t in zip(contract.outs.values(), outputs, strict=True) if t is not None]
@@ -129,6 +130,10 @@ def check_memory(contract: Contract, inputs: tuple[Any, ...], outputs: Outputs) 
             (by_name if arg.mutable else named).append((name, value))
         elif value:
             named += [(name, item) for item in value]
+    for name, tensor in by_name:
+        if not may_write([tensor]):
+            ways = "call under torch.inference_mode(), or clone it outside"
+            contract.fail(name, f"not be an inference tensor outside inference mode ({ways})", "one")
     check_outputs(contract.public_name, named, by_name, contract.replaces)
 
 
@@ -160,18 +165,50 @@ def _special(*values: object) -> bool:
     return False
 
 
-def _refuse_gradients(contract: Contract, arguments: tuple[Any, ...]) -> None:
-    """Reject calls that would need a derivative, backward or forward, of this op."""
+def _named(contract: Contract, arguments: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a call, those of lists too, with the names of their arguments."""
     names = (*contract.args, *contract.options, *contract.out_names)
     for name, value in zip(names, arguments, strict=False):
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if not isinstance(tensor, Tensor):
-                continue
-            if tensor.requires_grad and torch.is_grad_enabled():
-                refuse_gradient(contract, name)
-            level = forward_ad._current_level
-            if level >= 0 and forward_ad.unpack_dual(tensor, level=level).tangent is not None:
-                refuse_gradient(contract, name, "a tensor with a tangent")
+            if isinstance(tensor, Tensor):
+                yield name, tensor
+
+
+def _refuse_gradients(contract: Contract, arguments: tuple[Any, ...]) -> None:
+    """Reject calls that would need a derivative, backward or forward, of this op."""
+    for name, tensor in _named(contract, arguments):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            refuse_gradient(contract, name)
+        level = forward_ad._current_level
+        if level >= 0 and forward_ad.unpack_dual(tensor, level=level).tangent is not None:
+            refuse_gradient(contract, name, "a tensor with a tangent")
+
+
+def _refuse_negated(contract: Contract, *arguments: Any) -> NoReturn:
+    """Reject negated views where tensors are written: torch's own step for them does not know optional outputs."""
+    contract.fail(next(name for name, tensor in _named(contract, arguments) if tensor.is_neg()), *NEGATED)
+
+
+def _refuse_vmap(contract: Contract, *arguments: Any) -> NoReturn:
+    raise Unsupported(
+        f"{contract.public_name}: torch.vmap is not supported; leading dimensions are batch dimensions already, "
+        "so pass the whole batch"
+    )
+
+
+def _above_mutation(contract: Contract, name: str) -> Callable[..., Any]:
+    """The step of ``onepass::<name>`` that tells autograd which tensors were written."""
+    mutable = [i for i, arg in enumerate(contract.args.values()) if arg.mutable]
+    mutable += range(len(contract.args) + len(contract.options), len(contract.arguments._fields))
+
+    def step(keys: Any, *arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            getattr(torch.ops.onepass, name).default.redispatch(
+                keys & torch._C._after_ADInplaceOrView_keyset, *arguments
+            )
+        increment_version([arguments[i] for i in mutable if arguments[i] is not None])
+
+    return step
 
 
 def _above_autograd(contract: Contract, name: str) -> Callable[..., Any]:
@@ -227,6 +264,10 @@ def _define(contract: Contract, kernel: Kernel) -> tuple[Any, Any]:
         for key in ("CPU", "CUDA"):
             _library.impl(name, implementation, key)
         _library.impl(name, _above_autograd(contract, name), "Autograd", with_keyset=True)
+        _library.impl(name, partial(_refuse_vmap, contract), "FuncTorchBatched")
+        if implementation is run_out:
+            _library.impl(name, partial(_refuse_negated, contract), "Negative")
+            _library.impl(name, _above_mutation(contract, name), "ADInplaceOrView", with_keyset=True)
         torch.library.register_fake(f"onepass::{name}", meta, lib=_library)
         defined.append(getattr(torch.ops.onepass, name).default)
     return (None, defined[0]) if contract.in_place else (defined[1], defined[0])

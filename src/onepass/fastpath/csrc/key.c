@@ -4,31 +4,20 @@
 
 #include <string.h>
 
-Torch torch_;
-
 /* Tags of options. */
 enum { NONE = 1, FALSE_ = 2, TRUE_ = 3, FLOAT = 4, INT = 5, STRING = 6, DTYPE = 7 };
 
 static const uint64_t ABSENT = ~(uint64_t)0;
 
-static int is_negated(PyObject *tensor)
+/* Whether a tensor may be written here, which a tensor of inference mode may not be elsewhere. */
+static int may_write(Key *key, int position, PyObject *object)
 {
-    PyObject *answer = PyObject_CallFunctionObjArgs(torch_.is_neg, tensor, NULL);
-    if (answer == NULL)
-        return -1;
-    int negated = answer != Py_False;
-    Py_DECREF(answer);
-    return negated;
-}
-
-static int requires_grad(PyObject *tensor)
-{
-    PyObject *answer = PyObject_GetAttr(tensor, torch_.requires_grad);
-    if (answer == NULL)
-        return -1;
-    int required = answer != Py_False;
-    Py_DECREF(answer);
-    return required;
+    int inference = is_inference(object);
+    if (inference == 0)
+        key->versioned |= (uint32_t)1 << position;
+    else if (!key->in_inference_mode) /* asked once */
+        key->in_inference_mode = inference == 1 && in_inference_mode() == 1;
+    return inference == 0 || key->in_inference_mode;
 }
 
 static inline int put(Key *key, uint64_t word)
@@ -57,28 +46,22 @@ static int add_tensor(Key *key, int position, PyObject *object, int flags, int g
     if ((view.device_type != DL_CPU && view.device_type != DL_CUDA) || view.ndim < 0 || view.ndim > 255)
         return 0;
     int contiguous = 1, natural = 1, empty = 0, dims = view.ndim;
-    int64_t expected = 1, last = 0;
+    uint64_t expected = 1, last = 0; /* unsigned: an empty tensor may have sizes whose product overflows */
     for (int d = dims - 1; d >= 0; d--) {
         int64_t size = view.shape[d];
         if (size == 0)
             empty = 1;
-        natural &= view.strides[d] == expected; /* a dimension of size 1 may have any stride */
+        natural &= (uint64_t)view.strides[d] == expected; /* a dimension of size 1 may have any stride */
         if (size != 1) {
-            contiguous &= view.strides[d] == expected;
-            expected *= size;
-            last += (size - 1) * view.strides[d];
+            contiguous &= (uint64_t)view.strides[d] == expected;
+            expected *= (uint64_t)size;
+            last += (uint64_t)(size - 1) * (uint64_t)view.strides[d];
         }
     }
     contiguous |= empty;
     uintptr_t start = (uintptr_t)view.data + view.byte_offset;
-    int floating = view.code == DL_FLOAT || view.code == DL_BFLOAT || view.code >= DL_FLOAT8_FIRST;
-    if ((flags & MAY_BE_NEGATED) || (floating && (dims == 0 || view.shape[dims - 1] == 1))) {
-        if (is_negated(object) != 0) {
-            PyErr_Clear();
-            return 0;
-        }
-    }
-    if (grad && requires_grad(object) != 0) {
+    if (is_negated(object) != 0 || ((flags & IS_WRITTEN) && !may_write(key, position, object)) ||
+        (grad && requires_grad(object) != 0)) {
         PyErr_Clear();
         return 0;
     }
@@ -99,7 +82,7 @@ static int add_tensor(Key *key, int position, PyObject *object, int flags, int g
     seen->object = object;
     if (!empty) {
         seen->start = start;
-        seen->end = start + (uintptr_t)(last + 1) * ((view.bits * view.lanes + 7) / 8);
+        seen->end = start + (uintptr_t)(last + 1) * (uintptr_t)((view.bits * view.lanes + 7) / 8);
     }
     return 1;
 }
@@ -171,6 +154,8 @@ int make_key(const Form *form, PyObject *const *args, int grad, Key *key)
 {
     key->count = 0;
     key->on_cpu = 0;
+    key->in_inference_mode = 0;
+    key->versioned = 0;
     int tensors = form->inputs + form->outputs;
     for (int i = 0; i < tensors; i++) {
         PyObject *object = args[i < form->inputs ? i : i + form->options];

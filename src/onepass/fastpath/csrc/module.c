@@ -38,6 +38,7 @@ typedef struct {
     int entries;
     unsigned long long hits, misses, refused;
     PyObject *answers[3];
+    PyObject *name; /* of its events in a profile */
 } Table;
 
 static void release(Entry *entry)
@@ -92,52 +93,6 @@ static Entry *insert(Table *table, const Key *key)
     return entry;
 }
 
-/* --- interception ---------------------------------------------------------------------------------------------- */
-
-/* Whether a function returns 0. */
-static int counts_none(PyObject *function)
-{
-    PyObject *answer = PyObject_CallNoArgs(function);
-    if (answer == NULL)
-        return 0;
-    int none = PyLong_AsLong(answer) == 0;
-    Py_DECREF(answer);
-    return none;
-}
-
-static int answers_none(PyObject *function)
-{
-    PyObject *answer = PyObject_CallNoArgs(function);
-    if (answer == NULL)
-        return 0;
-    Py_DECREF(answer);
-    return answer == Py_None;
-}
-
-/* Whether nothing intercepts the call: no mode, transform, tracer or dual level. Compilers are tested in Python. */
-static int is_plain(void)
-{
-    if (!counts_none(torch_.dispatch_modes) || !counts_none(torch_.function_modes))
-        return 0;
-    if (!answers_none(torch_.transforms) || !answers_none(torch_.tracing))
-        return 0;
-    PyObject *level = PyDict_GetItemWithError(torch_.dual, torch_.dual_level);
-    return level != NULL && PyLong_AsLong(level) < 0;
-}
-
-static int debugging(void)
-{
-    PyObject *value = PyDict_GetItemWithError(torch_.environment, torch_.debug_name);
-    return value != NULL && PyObject_RichCompareBool(value, torch_.debug_on, Py_EQ) != 0;
-}
-
-static int grad_mode(void)
-{
-    PyObject *answer = PyObject_CallNoArgs(torch_.grad_enabled);
-    Py_XDECREF(answer);
-    return answer != Py_False;
-}
-
 /* --- Table ----------------------------------------------------------------------------------------------------- */
 
 static PyObject *answer(Table *table, int which)
@@ -164,8 +119,13 @@ static int look(const Table *table, PyObject *const *args, Py_ssize_t count, Key
 /* The results of a planned call; NULL without an error if it cannot be made here. */
 static PyObject *perform(Table *table, Entry *entry, const Key *key)
 {
+    PyObject *event = NULL;
     entry->users++; /* another thread may clear the table meanwhile */
-    PyObject *results = plan_run(entry->plan, &table->form, key);
+    PyObject *results = NULL;
+    if (!profiling() || (event = begin_event(&table->form, key, table->name)) != NULL)
+        results = plan_run(entry->plan, &table->form, key);
+    if (event != NULL)
+        end_event(event);
     release(entry);
     table->hits += results != NULL;
     return results;
@@ -280,7 +240,8 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *options
     int inputs, count, outputs, reads_values;
     const char *flags;
     Py_ssize_t size;
-    if (!PyArg_ParseTuple(args, "iiipy#", &inputs, &count, &outputs, &reads_values, &flags, &size))
+    PyObject *name;
+    if (!PyArg_ParseTuple(args, "iiipy#U", &inputs, &count, &outputs, &reads_values, &flags, &size, &name))
         return NULL;
     if (inputs < 1 || outputs < 0 || count < 0 || count > MAX_TENSORS || size != inputs + outputs || size > MAX_TENSORS) {
         PyErr_SetString(PyExc_ValueError, "the op has too many arguments for a table");
@@ -295,6 +256,8 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *options
     table->form.outputs = outputs;
     table->form.reads_values = reads_values;
     memcpy(table->form.flags, flags, (size_t)size);
+    Py_INCREF(name);
+    table->name = name;
     table->buckets = calloc(BUCKETS, sizeof(Entry *));
     for (int i = 0; i < 3; i++)
         table->answers[i] = PyLong_FromLong(i);
@@ -314,6 +277,7 @@ static void table_dealloc(PyObject *self)
     free(table->buckets);
     for (int i = 0; i < 3; i++)
         Py_XDECREF(table->answers[i]);
+    Py_XDECREF(table->name);
     freefunc release_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release_memory(self);
     Py_DECREF((PyObject *)type);
@@ -340,17 +304,18 @@ static PyType_Spec table_spec = {"onepass.fastpath._native.Table", sizeof(Table)
 
 /* --- module ---------------------------------------------------------------------------------------------------- */
 
-/* set_up(capsule, types, functions, dual, environment, forked) */
+/* set_up(capsule, types, functions, dual, environment, profiler, forked) */
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *capsule;
     Torch t;
     memset(&t, 0, sizeof t);
-    if (!PyArg_ParseTuple(args, "O(OOO)(OOOOOOOO)(O!O)(O!OO)p", &capsule, &t.tensor, &t.parameter, &t.dtype,
-                          &t.dispatch_modes, &t.function_modes, &t.transforms, &t.tracing, &t.grad_enabled, &t.threads,
-                          &t.is_neg, &t.fail, &PyDict_Type, &t.dual, &t.dual_level, &PyDict_Type,
-                          &t.environment, &t.debug_name, &t.debug_on, &forked))
+    if (!PyArg_ParseTuple(args, "O(OOO)(OOOOOOOOOOO)(O!O)(O!OO)(O!OO)p", &capsule, &t.tensor, &t.parameter, &t.dtype,
+                          &t.dispatch_modes, &t.function_modes, &t.transforms, &t.tracing, &t.grad_enabled,
+                          &t.inference_mode, &t.threads, &t.is_neg, &t.is_inference, &t.bump_version, &t.fail,
+                          &PyDict_Type, &t.dual, &t.dual_level, &PyDict_Type, &t.environment, &t.debug_name,
+                          &t.debug_on, &PyDict_Type, &t.profiler, &t.profiling, &t.event, &forked))
         return NULL;
     t.api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (t.api == NULL)
@@ -373,6 +338,20 @@ static PyObject *set_cuda(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "KKK", &launch, &get_device, &is_capturing))
         return NULL;
     set_driver((void *)(uintptr_t)launch, (void *)(uintptr_t)get_device, (void *)(uintptr_t)is_capturing);
+    Py_RETURN_NONE;
+}
+
+/* set_direct(place, is_neg, is_inference, bump_version): addresses of libtorch's functions; 0: ask Python. */
+static PyObject *set_direct(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long place, is_neg, is_inference, bump;
+    if (!PyArg_ParseTuple(args, "KKKK", &place, &is_neg, &is_inference, &bump))
+        return NULL;
+    direct.place = (size_t)place;
+    *(void **)&direct.is_neg = (void *)(uintptr_t)is_neg;
+    *(void **)&direct.is_inference = (void *)(uintptr_t)is_inference;
+    *(void **)&direct.bump_version = (void *)(uintptr_t)bump;
     Py_RETURN_NONE;
 }
 
@@ -401,6 +380,7 @@ static PyObject *set_recording(PyObject *module, PyObject *on)
 static PyMethodDef methods[] = {
     {"set_up", set_up, METH_VARARGS, "Tell what is needed of torch."},
     {"set_cuda", set_cuda, METH_VARARGS, "The addresses of cuLaunchKernelEx, cuCtxGetDevice and cuStreamIsCapturing."},
+    {"set_direct", set_direct, METH_VARARGS, "Where tensors hold libtorch's, and addresses of its functions."},
     {"forget", forget, METH_NOARGS, "Take memory anew that was kept for streams."},
     {"set_enabled", set_enabled, METH_O, "Turn all tables on or off."},
     {"set_recording", set_recording, METH_O, "Whether this thread is recording: then its calls are not repeated."},

@@ -1,8 +1,8 @@
 /* The fast path of plain eager calls, in C: shared declarations.
 
    A call that is like an earlier one repeats its launches on its own tensors (docs/architecture.md). torch is
-   reached through Python and through DLPack's table of C functions, so no header of torch is needed. All functions
-   are called with the GIL held unless they say otherwise. */
+   reached through Python, through DLPack's table of C functions and through a few functions that libtorch exports,
+   so no header of torch is needed. All functions are called with the GIL held unless they say otherwise. */
 
 #ifndef ONEPASS_NATIVE_H
 #define ONEPASS_NATIVE_H
@@ -26,7 +26,6 @@ enum {
 /* --- DLPack 1: the parts of its binary interface that are used ------------------------------------------------- */
 
 enum { DL_CPU = 1, DL_CUDA = 2 };
-enum { DL_FLOAT = 2, DL_BFLOAT = 4, DL_FLOAT8_FIRST = 7 };
 
 typedef struct {
     uint32_t major, minor;
@@ -60,21 +59,34 @@ typedef struct {
     PyObject *dispatch_modes, *function_modes;  /* functions: the number of active modes */
     PyObject *transforms, *tracing;             /* functions: None if there is none */
     PyObject *dual, *dual_level;                /* forward AD: the dictionary and the name of the current level */
-    PyObject *grad_enabled, *threads;           /* functions */
-    PyObject *is_neg;                           /* a function of a tensor */
+    PyObject *grad_enabled, *inference_mode, *threads; /* functions */
+    PyObject *is_neg, *is_inference, *bump_version; /* functions of a tensor */
     PyObject *environment, *debug_name, *debug_on;
+    PyObject *profiler, *profiling;             /* the profiler's dictionary and the name of its switch */
+    PyObject *event;                            /* a context manager, of a name and a list of tensors */
     PyObject *fail;                             /* raises for a CUDA error */
     PyObject *requires_grad;                    /* the name */
 } Torch;
 
 extern Torch torch_;
+
+/* libtorch's own functions of a `const at::Tensor &`, which is the address of a pointer. Python's tensors hold that
+   pointer `place` bytes after their start. Without them (NULL) Python's functions are called, for 70 ns each. */
+typedef struct {
+    size_t place;
+    _Bool (*is_neg)(const void *tensor);
+    _Bool (*is_inference)(const void *tensor);
+    void (*bump_version)(const void *tensor);
+} Direct;
+
+extern Direct direct;
 extern int forked;
 /* Whether this thread is recording a call. */
 extern _Thread_local int recording;
 
 /* --- keys ------------------------------------------------------------------------------------------------------ */
 
-enum { IS_LIST = 1, IS_WRITTEN = 2, MAY_BE_NEGATED = 4 };
+enum { IS_LIST = 1, IS_WRITTEN = 2 };
 
 /* The positional arguments of an op: tensors (and lists of them), options, outputs. */
 typedef struct {
@@ -89,11 +101,31 @@ typedef struct {
 } Seen;
 
 typedef struct {
-    int count, on_cpu;
+    int count, on_cpu, in_inference_mode;
+    uint32_t versioned; /* positions of written tensors that have a version, as bits */
     uint64_t hash;
     uint64_t words[MAX_KEY];
     Seen seen[MAX_TENSORS];
 } Key;
+
+/* 1, 0, or -1 with an error. */
+int is_negated(PyObject *tensor);
+int is_inference(PyObject *tensor);
+int requires_grad(PyObject *tensor);
+int in_inference_mode(void);
+/* Note that a tensor was written, for autograd. -1 with an error. */
+int bump_version(PyObject *tensor);
+
+/* Whether nothing intercepts the call: no mode, transform, tracer or dual level. Compilers are tested in Python. */
+int is_plain(void);
+int debugging(void);
+int grad_mode(void);
+
+int profiling(void);
+/* An event that has begun, of a call with this key; NULL with an error. */
+PyObject *begin_event(const Form *form, const Key *key, PyObject *name);
+/* Keeps the call's error, if there is one. */
+void end_event(PyObject *event);
 
 /* 1: the key is complete; 0: such a call is not for the fast path; -1: a Python error. */
 int make_key(const Form *form, PyObject *const *args, int grad, Key *key);

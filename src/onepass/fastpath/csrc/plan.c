@@ -212,8 +212,10 @@ static PyObject *shared_of(const Memory *source, int device, void *stream)
         PyObject *taken = PyObject_Call(source->take, source->arguments, NULL);
         if (taken == NULL)
             return NULL;
-        if (own == NULL)
-            own = &shared[next++ % STREAMS];
+        if (own == NULL) {
+            own = &shared[next];
+            next = (next + 1) % STREAMS;
+        }
         PyObject *before = own->memory;
         *own = (Shared){taken, source->shared, stream, device};
         Py_XDECREF(before);
@@ -313,6 +315,9 @@ PyObject *plan_run(Plan *plan, const Form *form, const Key *key)
     }
     if (status == 0)
         status = plan->sources ? launch_with_sources(plan, bases, count, stream) : run_launches(plan, bases, stream);
+    for (int i = 0; i < count && status == 0; i++)
+        if (key->versioned >> i & 1)
+            status = bump_version(key->seen[i].object);
     PyObject *results = status == 0 ? PyTuple_New(form->outputs) : NULL;
     if (results != NULL) {
         for (int i = 0; i < form->outputs; i++) {
