@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-models test-all pytest native lint docs fuzz soak mutate engines cpu dist bounds newest gpu clean
+.PHONY: help demo test test-rest test-models test-all pytest native sanitize-native lint docs fuzz soak mutate engines cpu dist bounds newest gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -37,7 +37,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## see it work: tokens per second without and with onepass; checks, speed, batch invariance
 	@$(BIN)/onepass demo $(DEMO)
@@ -75,6 +75,9 @@ native: $(NATIVE) ## compile the fast path of eager calls, next to its sources
 
 $(NATIVE): $(wildcard src/onepass/fastpath/csrc/*) src/onepass/fastpath/build.py | $(READY)
 	@$(BIN)/python src/onepass/fastpath/build.py || true
+
+sanitize-native: $(READY) ## run the tests of that fast path with AddressSanitizer and UndefinedBehaviorSanitizer, in a minute
+	@$(BIN)/python -m tools.sanitize_native
 
 lint: $(READY) ## ruff (rules and format) and mypy --strict
 	@$(BIN)/ruff check --quiet .

@@ -314,6 +314,12 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "tests/tools/test_sanitize.py": {
         "test_a_whole_run_with_a_tool_that_finds_nothing": (0, "starts three processes"),
     },
+    "tests/tools/test_sanitize_native.py": {
+        "test_a_mistake_ends_the_process": (
+            0,
+            "compiles the extension; `make sanitize-native` runs one without mistakes",
+        ),
+    },
     "tests/tools/test_fence.py": {
         "test_every_case_stays_within_its_memory": (0, "all cases of test_case, between guard pages"),
     },

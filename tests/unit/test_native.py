@@ -230,6 +230,14 @@ class TestInterception:
         assert outer.asked == 3 and inner.known(rows())
 
 
+def test_empty_tensors_may_have_sizes_whose_product_overflows(driver: Driver) -> None:
+    """`make sanitize-native` would report it."""
+    op = Op()
+    for x in (torch.empty(0, 1, 1).expand(0, 2**40, 2**40), torch.empty(0).as_strided((0, 2**40), (1, 2**40))):
+        with pytest.raises(onepass.ContractError):
+            op(x)
+
+
 def test_calls_are_forgotten_at_a_limit(driver: Driver) -> None:
     op = Op()
     for count in range(1, 4200):

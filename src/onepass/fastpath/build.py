@@ -32,15 +32,22 @@ def macros() -> dict[str, str]:
     return {"Py_LIMITED_API": "0x030B0000", "SOURCES_DIGEST": f'"{digest()}"'}
 
 
-def build(target: Path, *further: str) -> None:
-    """Compile to ``target``, with ``further`` options. A FileNotFoundError says what is missing."""
+def compiler() -> list[str]:
+    """The command of the C compiler."""
     import shlex  # not for `import onepass`, which may import this module
     import sysconfig
 
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    return shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+
+
+def build(target: Path, *further: str) -> None:
+    """Compile to ``target``, with ``further`` options. A FileNotFoundError says what is missing."""
+    import sysconfig
+
+    command = compiler()
     include = Path(sysconfig.get_paths()["include"])
-    if shutil.which(compiler[0]) is None:
-        raise FileNotFoundError(f"there is no C compiler: {compiler[0]}")
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no C compiler: {command[0]}")
     if not (include / "Python.h").exists():
         raise FileNotFoundError(f"Python's headers are not installed: {include / 'Python.h'}")
     sources = sorted(str(path) for path in (HERE / "csrc").glob("*.c"))
@@ -57,7 +64,7 @@ def build(target: Path, *further: str) -> None:
         *(f"-D{name}={value}" for name, value in macros().items()),
     ]
     try:
-        subprocess.run([*compiler, *options, *further, f"-I{include}", *sources, "-o", str(unfinished)], check=True)
+        subprocess.run([*command, *options, *further, f"-I{include}", *sources, "-o", str(unfinished)], check=True)
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
