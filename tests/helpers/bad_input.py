@@ -393,11 +393,11 @@ def public_subjects() -> list[Subject]:
         lambda given: onepass.row_mean_of_squares_qk(**given),
     )
     apply = qk.APPLY_QK_RMS_NORM
-    add("apply", apply, lambda: qk_arguments(apply, epsilon=1.0), call_apply, required=("q_out", "k_out"))
+    add("apply", apply, lambda: qk_arguments(apply, epsilon=0.5), call_apply, required=("q_out", "k_out"))
     flat = qk.QK_RMS_NORM
     fused: dict[str, Any] = {"contract_of": qk_contract, "derived": qk_dtype}
-    add("qk", flat, lambda: qk_arguments(flat, eps=1.0), call_qk, **fused)
-    add("qk, codes", flat, lambda: qk_arguments(flat, eps=1.0, out_dtype=FP8), call_qk, False, **fused)
+    add("qk", flat, lambda: qk_arguments(flat, eps=0.5), call_qk, **fused)
+    add("qk, codes", flat, lambda: qk_arguments(flat, eps=0.5, out_dtype=FP8), call_qk, False, **fused)
     heads = qk_arguments(QK_RMS_NORM_HEADS, eps=0.0, weight_offset=0.0) | {"per_head": True}
     in_order = {name: heads.get(name) for name in (*flat.args, *flat.options)}
     outs = {"q_out": torch.zeros(2, 3, 3, 16, dtype=BF16), "k_out": torch.zeros(2, 3, 2, 16, dtype=BF16)}

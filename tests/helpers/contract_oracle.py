@@ -7,6 +7,7 @@ validation or with `onepass.fastpath.memory`: shapes are matched symbol by symbo
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import CodeType
@@ -18,7 +19,7 @@ from torch import Tensor
 from onepass.contract.declaration import Arg, Contract, Option, Out
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "float": (float, int),
+    "float": (numbers.Real,),
     "int": (int,),
     "bool": (bool,),
     "str": (str,),
@@ -48,7 +49,7 @@ def option_is_legal(option: Option, name: str, value: object) -> bool:
         return False
     if option.type == "float":
         try:
-            float(value)  # type: ignore[arg-type]
+            value = float(value)  # type: ignore[arg-type]
         except OverflowError:
             return False
     if option.choices and value not in option.choices:

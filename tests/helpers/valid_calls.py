@@ -57,13 +57,13 @@ def poisoned(tensor: Tensor) -> Tensor:
 
 
 def norm_arguments(contract: Contract = rows.RMS_NORM) -> Arguments:
-    return arguments(contract, {"N": 64}, (3, 2), "x", ("gamma", "residual"), eps=1.0, weight_offset=0.0)
+    return arguments(contract, {"N": 64}, (3, 2), "x", ("gamma", "residual"), eps=0.5, weight_offset=0.0)
 
 
 def heads_arguments() -> Arguments:
     """A gamma for each head, and the reciprocal RMS."""
     optional = ("head_gamma", "residual")
-    given = arguments(rows.RMS_NORM, {"N": 64, "H": 2}, (3, 2), "x", optional, eps=1.0, weight_offset=1.0)
+    given = arguments(rows.RMS_NORM, {"N": 64, "H": 2}, (3, 2), "x", optional, eps=0.5, weight_offset=1.0)
     return given | {"return_rstd": True}
 
 
@@ -98,16 +98,16 @@ def split_both(given: Arguments) -> Arguments:
 
 
 def gated_arguments() -> Arguments:
-    given = arguments(rows.RMS_NORM, {"N": 64}, (3,), "x", ("gamma", "gate", "bias"), eps=1.0, weight_offset=0.0)
+    given = arguments(rows.RMS_NORM, {"N": 64}, (3,), "x", ("gamma", "gate", "bias"), eps=0.5, weight_offset=0.0)
     return given | {"rounding": "hf", "out_dtype": F32}
 
 
 def layer_arguments() -> Arguments:
-    return arguments(LAYER_NORM, {"N": 64}, (3, 2), "x", ("gamma", "residual", "bias"), eps=1.0, weight_offset=0.0)
+    return arguments(LAYER_NORM, {"N": 64}, (3, 2), "x", ("gamma", "residual", "bias"), eps=0.5, weight_offset=0.0)
 
 
 def layer_heads_arguments() -> Arguments:
-    given = arguments(LAYER_NORM, {"N": 64, "H": 2}, (3, 2), "x", ("head_gamma",), eps=1.0, weight_offset=1.0)
+    given = arguments(LAYER_NORM, {"N": 64, "H": 2}, (3, 2), "x", ("head_gamma",), eps=0.5, weight_offset=1.0)
     return given | {"return_rstd": True}
 
 
@@ -121,7 +121,7 @@ def fp8_arguments() -> Arguments:
 def quant_arguments() -> Arguments:
     """Pairs of 4-bit codes, swizzled scales and a scale in memory."""
     optional = ("gamma", "residual", "global_scale")
-    given = arguments(rows.RMS_NORM_FUSED_QUANT, {"N": 96}, (3, 2), "x", optional, eps=1.0)
+    given = arguments(rows.RMS_NORM_FUSED_QUANT, {"N": 96}, (3, 2), "x", optional, eps=0.5)
     given |= {"format": "nvfp4", "group_size": 16, "scale_format": "e4m3", "scales_dtype": FP8}
     return given | {"scale_layout": "128x4", "return_norm": True, "rounding": "stored"}
 
@@ -151,7 +151,7 @@ def vllm_arguments() -> Arguments:
 def linear_arguments(**changes: Any) -> Arguments:
     """All arguments, with a scale per row."""
     optional = ("gamma", "residual", "bias", "weight_scale", "add")
-    options = {"eps": 1.0, "weight_offset": 1.0, "activation": "silu_mul"}
+    options = {"eps": 0.5, "weight_offset": 1.0, "activation": "silu_mul"}
     return arguments(LINEAR, {"N": 24, "K": 32, "S": 24, "D": 12}, (3, 2), "x", optional, **(options | changes))
 
 
@@ -165,7 +165,7 @@ def blocks_arguments() -> Arguments:
 def gemv_arguments(contract: Contract, **changes: Any) -> Arguments:
     sizes = {"M": 3, "N": 40, "K": 32, "W0": 24, "W1": 8, "S": 40, "C": 2, "E": 48, "B": 3}
     optional = ("gamma1", "weight_scale", "trace", "units")
-    given = arguments(contract, sizes, (), "act", optional, eps=1.0, **changes)
+    given = arguments(contract, sizes, (), "act", optional, eps=0.5, **changes)
     for name in ("finish_counter", "trace", "units"):
         if name in given:
             given[name].zero_()
@@ -185,7 +185,7 @@ def mla_arguments(scale: str) -> Arguments:
     sizes = {"T": 5, "H": 3, "R": 8, "C": 40, "L": 32, "F": 6, "W": 8, "O": 3, "B": 2, "X": 4, "P": 8, "S": 4, "Z": 40}
     optional = ["freqs_cis", "input_row_offsets", "cache_lengths", "lookup_table", "positions", scale]
     index = dict.fromkeys(("input_row_offsets", "cache_lengths", "lookup_table"), I32)
-    given = arguments(contract, sizes, (), "q_rope", tuple(optional), epsilon=1.0, rope_dim=8, **index)
+    given = arguments(contract, sizes, (), "q_rope", tuple(optional), epsilon=0.5, rope_dim=8, **index)
     given["input_row_offsets"] = torch.tensor([0, 2, 5], dtype=I32)
     given["cache_lengths"] = torch.tensor([3, 1], dtype=I32)
     given["lookup_table"] = torch.tensor([[5, 1, 0, 3], [2, 7, 6, 4]], dtype=I32)
@@ -200,7 +200,7 @@ def qk_cache_arguments(layout: str, angles: tuple[str, str]) -> Arguments:
     optional = ("v", "gamma_q", "gamma_k", *angles, "k_cache", "v_cache")
     places = ("starts",) if dense else ("slots", "k_scale", "v_scale")
     dtypes = {} if not dense else {"k_cache": BF16, "v_cache": BF16}
-    options = {"eps": 1.0, "weight_offset": 1.0, "layout": layout, "dim": None if dense else 8}
+    options = {"eps": 0.5, "weight_offset": 1.0, "layout": layout, "dim": None if dense else 8}
     return arguments(qk_cache.QK_NORM_ROPE_CACHE, sizes, (2, 3), "q", (*optional, *places), **(options | dtypes))
 
 

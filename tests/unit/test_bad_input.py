@@ -251,10 +251,10 @@ MADE: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "RMSNorm": (
         nn.RMSNorm,
-        {"normalized_shape": 8, "eps": 1.0, "elementwise_affine": True, "weight_offset": 0.0, "rounding": "once"},
+        {"normalized_shape": 8, "eps": 0.5, "elementwise_affine": True, "weight_offset": 0.0, "rounding": "once"},
         "eps",
     ),
-    "QKNorm": (nn.QKNorm, {"q_dim": 8, "k_dim": 8, "eps": 1.0, "per_head": True, "weight_offset": 0.0, "rounding": "once"}, "k_dim"),
+    "QKNorm": (nn.QKNorm, {"q_dim": 8, "k_dim": 8, "eps": 0.5, "per_head": True, "weight_offset": 0.0, "rounding": "once"}, "k_dim"),
     "LinearFP8": (nn.LinearFP8, {"in_features": 8, "out_features": 4, "bias": True, "dtype": torch.bfloat16}, ""),
     "Linear": (
         nn.Linear,

@@ -7,8 +7,10 @@ import math
 import re
 import traceback
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -74,7 +76,7 @@ def test_there_are_many_bad_arguments() -> None:
     [
         ({"gamma": torch.ones(63)}, r"rms_norm: `gamma` must have shape \[N\] with N=64, got \[63\]"),
         ({"x": torch.ones(3, 0), "gamma": torch.ones(0)}, r"rms_norm: `x` must have 1 to 2\*\*24 columns"),
-        ({"eps": -1e-6}, r"rms_norm: `eps` must be a number and satisfy 0 <= eps <= 3.4e38, got -1e-06"),
+        ({"eps": -1e-6}, r"rms_norm: `eps` must be a number and satisfy 0 <= eps < 1, got -1e-06"),
         ({"rounding": "twice"}, r"rms_norm: `rounding` must be 'once' or 'hf', got 'twice'"),
         (
             {"x": torch.ones(3, 64, dtype=torch.int32)},
@@ -144,6 +146,27 @@ def test_negated_view_of_one_column_is_rejected(argument: str) -> None:
         function(**{**call, argument: wrong})
 
 
+@pytest.mark.parametrize("function", [onepass.rms_norm_fused_fp8, onepass.rms_norm_fused_quant])
+def test_a_group_size_in_place_of_eps_is_refused_with_a_hint(function: Callable[..., Any]) -> None:
+    x, gamma = torch.ones(3, 128), torch.ones(128)
+    hint = r"`eps` must be a number and satisfy 0 <= eps < 1, got 128; did you mean group_size=128\?"
+    with pytest.raises(ContractError, match=hint):
+        function(x, gamma, 128)
+    with pytest.raises(ContractError, match=r"`eps` must be a number and satisfy 0 <= eps < 1, got 1$"):
+        function(x, gamma, 1)
+
+
+def test_numbers_of_other_libraries_are_those_of_python() -> None:
+    """From the third call on C repeats them, if it is built."""
+    x, gamma = torch.randn(3, 64), torch.ones(64)
+    for eps in (numpy.float32(1e-3), numpy.float64(1e-3), numpy.float16(1e-3), Fraction(1, 1000)):
+        norm = onepass.nn.RMSNorm(64, eps).requires_grad_(False)  # type: ignore[arg-type]
+        for _ in range(4):
+            expected = onepass.rms_norm(x, gamma, float(eps))
+            assert torch.equal(onepass.rms_norm(x, gamma, eps), expected)  # type: ignore[arg-type]
+            assert torch.equal(norm(x), expected)
+
+
 @pytest.mark.parametrize("columns", [2**24, 2**24 + 1])
 def test_limit_of_columns(columns: int) -> None:
     x, gamma = (torch.empty(shape, device="meta") for shape in ((1, columns), (columns,)))
@@ -158,19 +181,21 @@ def small_contract(name: str, options: dict[str, Option], out: Out = Out("N", "x
     return Contract(name, {"x": Arg("N", "", FLOATS)}, options, {"y": out}, "")
 
 
-def test_limits_of_numbers_are_inclusive() -> None:
-    """Both limits of every option are accepted, and the next number beyond them is not."""
+def test_limits_of_numbers() -> None:
+    """Both limits of every option are accepted if it says ``<=``, and the next number beyond them is not."""
     seen = 0
     for contract in CONTRACTS:
         for name, option in contract.options.items():
-            limits = re.fullmatch(rf"(\S+) <=? {name} <=? (\S+)", option.where)
+            limits = re.fullmatch(rf"(\S+) <= {name} (<=?) (\S+)", option.where)
             if limits is None:
                 continue
             check = validation_of(small_contract("limits", {name: option})).prepare
-            for limit, beyond in zip(map(float, limits.groups()), (-math.inf, math.inf), strict=True):
-                check(torch.ones(1), limit)
+            lowest, least, highest = limits.groups()
+            for limit, beyond, inclusive in ((lowest, -math.inf, True), (highest, math.inf, least == "<=")):
+                last = float(limit) if inclusive else math.nextafter(float(limit), -beyond)
+                check(torch.ones(1), last)
                 with pytest.raises(ContractError, match=f"limits: `{name}` must be a number and satisfy "):
-                    check(torch.ones(1), math.nextafter(limit, beyond))
+                    check(torch.ones(1), math.nextafter(last, beyond))
                 seen += 1
     assert seen > 20
 
@@ -324,6 +349,11 @@ VALUES = (
     3.5e38,
     float("nan"),
     float("inf"),
+    numpy.float32(0.5),
+    numpy.int64(64),
+    numpy.bool_(True),
+    Fraction(1, 3),
+    Fraction(10**400),
     "once",
     "x",
     torch.int8,

@@ -10,6 +10,7 @@ argument names. They are compiled into the validation code and printed verbatim 
 from __future__ import annotations
 
 import math
+import numbers
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Arg:
 
 @dataclass(frozen=True)
 class Option:
-    """A non-tensor keyword argument. ``where`` is a condition on its value, e.g. ``"0 <= eps <= 3.4e38"``."""
+    """A non-tensor keyword argument. ``where`` is a condition on its value, e.g. ``"0 <= eps < 1"``."""
 
     type: OptionType
     default: Any
@@ -69,6 +70,8 @@ class Option:
     choices: tuple[Any, ...] = ()
     where: str = ""
     optional: bool = False
+    hint: Callable[[object], str] | None = None
+    """``hint(wrong value)``: advice to append to the error message, or ""."""
 
     @property
     def schema(self) -> str:
@@ -79,6 +82,8 @@ class Option:
         """Whether ``value`` is legal for this option, which is called ``name`` in its condition."""
         if value is None:
             return self.optional
+        if self.type == "float":
+            value = plain_number(value)
         if not isinstance(value, OPTION_TYPES[self.type][0]) or (isinstance(value, bool) and self.type != "bool"):
             return False
         if self.type == "float" and isinstance(value, int) and not -(2**1023) < value < 2**1023:
@@ -188,6 +193,16 @@ class Contract:
                     self.fail(name, "be a tensor", describe(tensor))
                 if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):
                     self.fail(name, "be strided", "a nested tensor" if tensor.is_nested else str(tensor.layout))
+
+
+def plain_number(value: object) -> object:
+    """A real number of another type, such as numpy's, as a float. Other values are returned as they are."""
+    if type(value) in (float, int, bool) or not isinstance(value, numbers.Real):
+        return value
+    try:
+        return float(value)
+    except OverflowError:  # a fraction beyond the largest float, which no option accepts
+        return value
 
 
 def require_bool(op: str, name: str, value: object) -> None:

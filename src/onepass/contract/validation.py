@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .declaration import OPTION_TYPES, Arg, Contract, Layout, Option, Out, describe, short
+from .declaration import OPTION_TYPES, Arg, Contract, Layout, Option, Out, describe, plain_number, short
 
 NEGATED: Final = ("not be a negated view (call resolve_neg)", "one")
 """What errors say of a negated view."""
@@ -40,6 +40,7 @@ class Writer:
             "is_grad_enabled": torch.is_grad_enabled,
             "fail": contract.fail,
             "describe": describe,
+            "plain_number": plain_number,
             "NEGATED": NEGATED,
             "short": short,
             "fail_shape": self._fail_shape,
@@ -228,6 +229,8 @@ def check_option_lines(write: Writer, name: str, option: Option) -> None:
     if option.type in ("float", "int"):
         conditions.append(f"not isinstance({name}, bool)")
     if option.type == "float":
+        write(f"if type({name}) is not float:")
+        write(f"    {name} = plain_number({name})")
         # an int beyond the largest float still compares with floats
         conditions[1] += f" and (isinstance({name}, float) or -(2**1023) < {name} < 2**1023)"
     if option.choices:
@@ -240,7 +243,8 @@ def check_option_lines(write: Writer, name: str, option: Option) -> None:
         # a plain float is the common case: test it first, and only once
         conditions[:2] = [f"(type({name}) is float or {' and '.join(conditions[:2])})"]
     write(f"if {guard}not ({' and '.join(conditions)}):")
-    write(f"    fail('{name}', {' and '.join(expects)!r}, describe({name}))")
+    hint = "" if option.hint is None else f" + {write.constant(option.hint, f'hint_{name}')}({name})"
+    write(f"    fail('{name}', {' and '.join(expects)!r}, describe({name}){hint})")
 
 
 def _allocate(write: Writer, out: Out) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, Final
 
 import torch
@@ -94,6 +94,7 @@ def compile_call(
     # 1, 1.0 and True are equal, so the key also contains the options' types
     key = [*contract.options]
     key += [f"type({n})" for n, option in contract.options.items() if option.type in ("float", "int", "bool")]
+    floats = "".join(f"{name}, " for name, option in contract.options.items() if option.type == "float")
     first, *others = contract.args
     mutable = [name for name, arg in contract.args.items() if arg.mutable]
     common = [f"type({first}) is Tensor", f"({first}.is_cpu or {first}.is_cuda)"]
@@ -127,19 +128,23 @@ def compile_call(
     write(f"""
         if watched() or not ({" and ".join(common)}) and special({arguments}, *given):
             return dispatch(({inputs},), given)
-        if profiler._is_profiler_enabled:
-            event = begin_event([{arguments}])
         key = ({", ".join(key)}{"," if key else ""})
         try:
             known = seen.get(key)
         except TypeError:
             known = None
         if known is None:
+            numbers = [plain_number(n) for n in ({floats})]
+            if any(map(is_not, numbers, ({floats}))):
+                {floats and f"{floats} = numbers"}
+                return call({inputs}, {outs})
             check_options({options})
             if len(seen) >= {MAX_REMEMBERED}:
                 seen.clear()
             known = seen[key] = ({{}}, {{}})
         spec_cache, replays = known
+        if profiler._is_profiler_enabled:
+            event = begin_event([{arguments}])
         """)
     _write_replay(write, contract, table is not None)
     validation.write_body(write, contract, options=False)
@@ -190,6 +195,7 @@ def compile_call(
     write.scope.update(
         Arguments=contract.arguments,
         partial=partial,
+        is_not=is_not,
         bump=increment_version,
         may_write=may_write,
         profiler=profiler,

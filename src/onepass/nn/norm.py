@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ..contract.declaration import describe, require_bool
+from ..contract.declaration import describe, plain_number, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS, Rounding
 from ..ops.qk_norm import qk_rms_norm
@@ -94,7 +94,7 @@ class RMSNorm(nn.Module):
             check_options(type(self), eps=eps)
         require_bool(type(self).__name__, "elementwise_affine", elementwise_affine)
         self.normalized_shape = shape
-        self.eps = eps
+        self.eps: Any = plain_number(eps)  # C knows no other number than Python's
         self.elementwise_affine = elementwise_affine
         self.weight_offset = weight_offset
         self.rounding: Rounding = rounding

@@ -12,9 +12,20 @@ from ..formats import ROUNDINGS
 MAX_COLUMNS: Final = 2**24
 
 
-def eps(name: str = "eps") -> Option:
-    """A norm's epsilon as an option called ``name``."""
-    return Option("float", 1e-6, "added to the mean of squares", where=f"0 <= {name} <= 3.4e38")
+def eps(name: str = "eps", groups: tuple[int, ...] = ()) -> Option:
+    """A norm's epsilon as an option called ``name``. One of the op's ``groups`` is a misplaced group size."""
+
+    def hint(value: object) -> str:
+        return f"; did you mean group_size={value:g}?" if isinstance(value, (int, float)) and value in groups else ""
+
+    return Option(
+        "float", 1e-6, "added to the mean of squares", where=f"0 <= {name} < 1", hint=hint if groups else None
+    )
+
+
+def eps_of_k(name: str, other: str) -> Option:
+    """The epsilon of k, an option called ``name``, where it is not that of q."""
+    return Option("float", None, f"k's {other}; None: q's", where=f"0 <= {name} < 1", optional=True)
 
 
 WEIGHT_OFFSET: Final = Option("float", 0.0, "added to gamma in float32", where="-3.4e38 <= weight_offset <= 3.4e38")

@@ -11,7 +11,7 @@ from ..contract.declaration import Arg, Contract, Option, Out, Rule
 from ..formats import FLOATS, FP8_FORMATS
 from ..rope import STYLES
 from ..specs.qk_norm import MAX_HEAD
-from .options import ROUNDING, WEIGHT_OFFSET, columns, eps, output_dtype
+from .options import ROUNDING, WEIGHT_OFFSET, columns, eps, eps_of_k, output_dtype
 
 
 def _heads_hint(known: dict[str, Any], k: Tensor) -> str:
@@ -41,13 +41,12 @@ _ROPE_OPTIONS = {
 }
 _OUTPUTS = (*FLOATS, *FP8_FORMATS)
 _DTYPE = Option("ScalarType", None, "dtype of the results; None: that of out, or q's", choices=_OUTPUTS, optional=True)
-_EPS_K = Option("float", None, "k's eps; None: q's", where="0 <= eps_k <= 3.4e38", optional=True)
 _NORM_OPTIONS = {
     "eps": eps(),
     "weight_offset": WEIGHT_OFFSET,
     "rounding": ROUNDING,
     "out_dtype": _DTYPE,
-    "eps_k": _EPS_K,
+    "eps_k": eps_of_k("eps_k", "eps"),
 }
 
 
@@ -130,7 +129,7 @@ APPLY_QK_RMS_NORM = Contract(
         "epsilon": eps("epsilon"),
         "weight_offset": WEIGHT_OFFSET,
         "rounding": ROUNDING,
-        "epsilon_k": Option("float", None, "k's epsilon; None: q's", where="0 <= epsilon_k <= 3.4e38", optional=True),
+        "epsilon_k": eps_of_k("epsilon_k", "epsilon"),
         **_ROPE_OPTIONS,
     },
     sizes={"D": "head_dim or 0", **_SIZES},

@@ -177,7 +177,7 @@ RMS_NORM_FUSED_FP8 = Contract(
     "rms_norm_fused_fp8",
     args={**_INPUTS, "head_gamma": _HEAD_GAMMA, "prologue_args": _PROLOGUE_ARGS},
     options={
-        "eps": eps(),
+        "eps": eps(groups=GROUP_SIZES),
         "weight_offset": WEIGHT_OFFSET,
         "rounding": ROUNDING,
         "scale_ub": _SCALE_UB,
@@ -246,7 +246,7 @@ RMS_NORM_FUSED_QUANT = Contract(
         "prologue_args": _PROLOGUE_ARGS,
     },
     options={
-        "eps": eps(),
+        "eps": eps(groups=GROUP_SIZES),
         "weight_offset": WEIGHT_OFFSET,
         "rounding": Option("str", "once", "where values are rounded", choices=QUANT_ROUNDINGS),
         "scale_ub": _SCALE_UB,
