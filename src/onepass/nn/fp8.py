@@ -12,7 +12,7 @@ from ..errors import ContractError
 from ..ops.rms_norm import rms_norm_fused_fp8
 from ..weights import quantize_weight
 from .codes import CodesModule
-from .norm import RMSNorm, gamma_of, sizes_of
+from .norm import RMSNorm, gamma_of, own, sizes_of
 
 _FP8: Final = torch.float8_e4m3fn
 
@@ -105,21 +105,21 @@ class LinearFP8(CodesModule):
 
     def forward(self, quantized: tuple[Tensor, Tensor]) -> Tensor:
         """``(codes @ weight.T) * scale * weight_scale + bias``."""
-        codes, scale, *_ = quantized
-        if codes.dtype is not _FP8 or scale.shape != (*codes.shape[:-1], 1):
+        codes, scale = quantized[0], quantized[1]
+        if isinstance(codes, Tensor) and (codes.dtype is not _FP8 or scale.shape != (*codes.shape[:-1], 1)):
             raise ContractError(
                 f"LinearFP8: `quantized` must be float8_e4m3fn codes with one scale per row, as RMSNormFP8 returns them, "
                 f"got {codes.dtype} {list(codes.shape)} and {list(scale.shape)}"
             )
         rows, scales = codes.reshape(-1, self.in_features), scale.reshape(-1, 1)
-        if self.kernel(codes) == "_scaled_mm":
+        if self.kernel(own(self, "weight", codes)) == "_scaled_mm":
             bias = None if self.bias is None else self.bias.to(self.dtype)
             weight, weight_scale = self.weight.t(), self.weight_scale.t()
             y = torch._scaled_mm(rows, weight, scales, weight_scale, bias=bias, out_dtype=self.dtype)
         else:
             y = (rows.float() @ self.weight.float().t()) * scales * self.weight_scale.t()
             y = (y if self.bias is None else y + self.bias.float()).to(self.dtype)
-        return y.view(*codes.shape[:-1], self.out_features)
+        return y.view(codes.shape[:-1] + (self.out_features,))  # noqa: RUF005 (torch.fx cannot unpack a shape)
 
     def extra_repr(self) -> str:
         """Like torch.nn.Linear's, plus the dtype of results."""

@@ -19,7 +19,7 @@ from ..specs.linear import ACTIVATIONS, Activation
 from ..weights import BLOCK_SCHEMES, Scheme, check_scheme, codes_dtype, scale_dtype, scale_shape
 from .checkpoints import Taken, loadable, taken_from
 from .codes import INTEGERS, CodesModule
-from .norm import RMSNorm, check_options, sizes_of
+from .norm import RMSNorm, check_options, own, sizes_of
 
 
 class _Layer(CodesModule):
@@ -92,12 +92,13 @@ class _Layer(CodesModule):
                 setattr(self, name, nn.Parameter(tensor.detach(), requires_grad=keep and tensor.requires_grad))
 
     def _call(self, x: Tensor, norm: RMSNorm | None, activation: Activation | None, **options: Any) -> Any:
-        fixed: dict[str, Any] = {"bias": self.bias, "weight_scale": self.weight_scale, "rounding": self.rounding}
+        weight, bias, scale = (own(self, name, x) for name in ("weight", "bias", "weight_scale"))
+        fixed: dict[str, Any] = {"bias": bias, "weight_scale": scale, "rounding": self.rounding}
         if norm is not None:
             self._check_norm(norm, activation is not None or options["add"] is not None)
             fixed |= {"gamma": norm._gamma(x), "eps": norm._eps(), **norm._options()}
-        static = type(self.weight) is nn.Parameter  # a parametrization computes it right before
-        return linear(x, self.weight, activation=activation, static_weight=static, **fixed, **options)
+        static = type(weight) is nn.Parameter  # a parametrization computes it right before
+        return linear(x, weight, activation=activation, static_weight=static, **fixed, **options)
 
     def _check_norm(self, norm: RMSNorm, rounds_after: bool) -> None:
         owner = type(self).__name__

@@ -26,6 +26,11 @@ def gamma_of(weight: Tensor) -> Tensor:
     return weight if weight.dtype in FLOATS else weight.float()
 
 
+def own(module: nn.Module, name: str, x: object) -> Any:
+    """A module's parameter, and not the stand-in for it that torch.fx gives while x is one too."""
+    return getattr(module, name) if isinstance(x, Tensor) else module._parameters[name]
+
+
 def eps_of(module: nn.Module, name: str = "") -> float | None:
     """A norm's epsilon, under this name or one of the usual ones; None is torch's default."""
     for candidate in (name,) if name else _EPS_NAMES:
@@ -118,7 +123,8 @@ class RMSNorm(nn.Module):
         """Y, or (y, new_residual)."""
         if not is_compiling() and (repeat := RMS_NORM_OP.repeat) is not None:
             # a known call of the op, as below: joined dimensions, a converted weight and errors are not known by these tensors
-            gamma, eps = self._parameters.get("weight"), self.eps
+            # (nor is one that a parametrization computes: the module itself is no tensor)
+            gamma, eps = self._parameters.get("weight", self), self.eps
             options = (
                 _TORCHS_EPS if eps is None else eps,
                 self.weight_offset,
@@ -132,14 +138,15 @@ class RMSNorm(nn.Module):
             known = repeat(x, gamma, residual, None, None, None, *options, None, None, None)
             if known is not None:
                 return known[0] if residual is None else known[:2]
-        if len(self.normalized_shape) == 1 and x.dim() and (residual is None or residual.dim() == x.dim()):
+        dims = len(self.normalized_shape)
+        traced = not isinstance(x, Tensor)  # by torch.fx, which knows no sizes
+        if dims == 1 and (traced or (x.dim() and (residual is None or residual.dim() == x.dim()))):
             # no dimensions to join
             return rms_norm(x, self._weight(x), self._eps(), residual=residual, **self._op_options())
-        lead = x.shape[: x.dim() - len(self.normalized_shape)]
-        flat = x.view(*lead, -1)
+        flat = x.flatten(-dims)
         if residual is None:
             return rms_norm(flat, self._weight(flat), self._eps(), **self._op_options()).view(x.shape)
-        h = residual.view(*lead, -1)
+        h = residual.view(flat.shape)
         y, h = rms_norm(flat, self._weight(flat), self._eps(), residual=h, **self._op_options())
         return y.view(x.shape), h.view(x.shape)
 
@@ -151,7 +158,7 @@ class RMSNorm(nn.Module):
 
     def _gamma(self, x: Tensor) -> Tensor:
         """The weight, also where there is none: for ops that need one."""
-        weight = self.weight
+        weight = own(self, "weight", x)
         if weight is None:
             return torch.full((x.shape[-1],), 1.0 - self.weight_offset, dtype=x.dtype, device=x.device)
         return gamma_of(weight if weight.dim() == 1 else weight.view(-1))
@@ -161,7 +168,7 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             return self._gamma(x)
         columns = math.prod(self.normalized_shape)
-        if x.shape[-1] != columns:
+        if isinstance(x, Tensor) and x.shape[-1] != columns:
             raise ContractError(f"{type(self).__name__}: `x` must have {columns} columns, got {x.shape[-1]}")
         return None
 

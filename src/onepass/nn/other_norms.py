@@ -15,7 +15,7 @@ from ..formats import Rounding
 from ..ops.rms_norm import rms_norm
 from ..ops.rms_norm_finish import layer_norm
 from ..specs.rms_norm import GateActivation, GateOrder
-from .norm import RMSNorm, check_options, eps_of, gamma_of, sizes_of
+from .norm import RMSNorm, check_options, eps_of, gamma_of, own, sizes_of
 
 
 class GatedRMSNorm(RMSNorm):
@@ -161,19 +161,19 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or (y, new_residual)."""
         if self.per_head:
-            heads = None if self.weight is None else gamma_of(self.weight)
-            if x.shape[-2:] != self.normalized_shape:
+            heads = None if self.weight is None else gamma_of(own(self, "weight", x))
+            if isinstance(x, Tensor) and x.shape[-2:] != self.normalized_shape:
                 heads_and_columns = ", ".join(map(str, self.normalized_shape))
                 raise ContractError(
                     f"{type(self).__name__}: `x` must be [..., {heads_and_columns}], got {list(x.shape)}"
                 )
             return layer_norm(x, heads, eps=self.eps, residual=residual)
         columns = math.prod(self.normalized_shape)
-        lead = x.shape[: x.dim() - len(self.normalized_shape)]
-        flat = x if len(self.normalized_shape) == 1 else x.view(*lead, -1)
-        if flat.shape[-1] != columns:
+        flat = x if len(self.normalized_shape) == 1 else x.flatten(-len(self.normalized_shape))
+        if isinstance(x, Tensor) and flat.shape[-1] != columns:
             raise ContractError(f"{type(self).__name__}: `x` must have {columns} columns, got {flat.shape[-1]}")
-        weight, bias = (None if t is None else gamma_of(t).view(-1) for t in (self.weight, self.bias))
+        parameters = (own(self, name, x) for name in ("weight", "bias"))
+        weight, bias = (None if t is None else gamma_of(t).flatten() for t in parameters)
         if residual is None:
             return layer_norm(flat, weight, bias, self.eps).view(x.shape)
         y, h = layer_norm(flat, weight, bias, self.eps, residual=residual.view(flat.shape))

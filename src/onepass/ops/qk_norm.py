@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from ..contract.declaration import Contract, describe
 from ..formats import FP8_FORMATS, Rounding
@@ -35,7 +36,7 @@ from .qk_norm_contract import (
     ROW_MEAN_OF_SQUARES_QK,
     ROW_SUM_OF_SQUARES_QK,
 )
-from .registration import Op
+from .registration import Op, stands_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -256,6 +257,13 @@ def qk_rms_norm(
     freqs, positions, *turn = _unpacked(QK_RMS_NORM, rope)
     tensors = (q, k, gamma_q, gamma_k, freqs, positions, q_scale, k_scale)
     common = (*tensors, eps, weight_offset, rounding, out_dtype, eps_k)
+    if per_head is True and stands_in(
+        q
+    ):  # torch.fx: whether there is a dimension of heads is known when its graph runs
+        options = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope, "per_head": True, "eps_k": eps_k}
+        options |= {"out_dtype": out_dtype, "out": out, "q_scale": q_scale, "k_scale": k_scale, "scale_out": scale_out}
+        found = handle_torch_function(qk_rms_norm, (q, k), q, k, gamma_q, gamma_k, eps, **options)
+        return cast(tuple[Tensor, ...], found)
     if per_head is True and _has_heads(q, k, gamma_q, positions):
         results = _qk_rms_norm_heads.call(*common, *turn, *given)
     else:

@@ -9,6 +9,7 @@ dispatcher, which with many arguments costs more than the kernel.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -100,14 +101,27 @@ class Op:
     def _dispatch(self, inputs: tuple[Any, ...], given: Outputs) -> Outputs:
         """Make the call through torch's dispatcher, so that modes, tracers and transforms see it."""
         for name, value in zip(self.contract.args, inputs, strict=False):
-            if isinstance(value, Tensor) and value.device.type not in ("cpu", "cuda", "meta"):
-                raise Unsupported(
-                    f"{self.contract.public_name}: `{name}` is on {value.device}; only cpu and cuda have kernels"
-                )
+            if isinstance(value, Tensor):
+                _refuse_distributed(self.contract, name, value)
+                if value.device.type not in ("cpu", "cuda", "meta"):
+                    raise Unsupported(
+                        f"{self.contract.public_name}: `{name}` is on {value.device}; only cpu and cuda have kernels"
+                    )
+        present = self._present(*inputs)
         if self.functional is not None and all(out is None for out in given):
-            made = iter(self.functional(*inputs))
-            return tuple(next(made) if here else None for here in self._present(*inputs))
-        outputs = self._prepare(*inputs, *given)
+            made, count = self.functional(*inputs), 0
+            results: list[Tensor | None] = []
+            for here in present:  # a tracer's results have no length
+                results.append(made[count] if here else None)
+                count += bool(here)
+            return tuple(results)
+        if any(stands_in(value) for value in (*inputs, *given)):
+            for out, here, tensor in zip(self.contract.out_names, present, given, strict=True):
+                if here and tensor is None:
+                    self.contract.fail(out, "be given if another output is, while torch.fx traces", "None")
+            outputs = given
+        else:
+            outputs = self._prepare(*inputs, *given)
         self.out(*inputs, *outputs)
         return outputs
 
@@ -155,14 +169,32 @@ def _watched() -> bool:
 
 
 def _special(*values: object) -> bool:
-    """Whether one of these is a tensor subclass (fake, distributed, ...) or on a device without kernels."""
+    """Whether one of these is a tensor subclass (fake, distributed, ...), on a device without kernels, or a tracer's."""
     for value in values:
         if isinstance(value, Tensor):
             if type(value) not in PLAIN or not (value.is_cpu or value.is_cuda):
                 return True
-        elif isinstance(value, (list, tuple)) and _special(*value):
+        elif isinstance(value, (list, tuple)):
+            if _special(*value):
+                return True
+        elif stands_in(value):
             return True
     return False
+
+
+def stands_in(value: object) -> bool:
+    """Whether this stands in for a tensor while torch.fx traces: it is none, but receives torch's functions."""
+    return hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor)
+
+
+def _refuse_distributed(contract: Contract, name: str, tensor: Tensor) -> None:
+    """Reject a DTensor: torch knows no rule by which these ops are sharded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(tensor, module.DTensor):
+        raise Unsupported(
+            f"{contract.public_name}: `{name}` is a DTensor; onepass.dist norms rows that are sharded, and "
+            f"{name}.to_local() is this rank's part"
+        )
 
 
 def _named(contract: Contract, arguments: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -177,6 +209,7 @@ def _named(contract: Contract, arguments: tuple[Any, ...]) -> Iterator[tuple[str
 def _refuse_gradients(contract: Contract, arguments: tuple[Any, ...]) -> None:
     """Reject calls that would need a derivative, backward or forward, of this op."""
     for name, tensor in _named(contract, arguments):
+        _refuse_distributed(contract, name, tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
             refuse_gradient(contract, name)
         level = forward_ad._current_level
