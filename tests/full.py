@@ -314,6 +314,9 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
     "tests/tools/test_sanitize.py": {
         "test_a_whole_run_with_a_tool_that_finds_nothing": (0, "starts three processes"),
     },
+    "tests/cpu/test_launcher.py": {
+        "test_too_little_memory_to_compile_raises": (0, "starts a process"),
+    },
     "tests/tools/test_sanitize_native.py": {
         "test_a_mistake_ends_the_process": (
             0,

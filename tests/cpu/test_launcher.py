@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +65,29 @@ def test_specs_that_share_code_share_a_kernel() -> None:
     """MLA's index tensors do not shape code."""
     specs = [mla_spec(BF16, BF16, BF16, BF16, BF16, F32, slots=dtype) for dtype in (None, torch.int32, torch.int64)]
     assert len({mla_cache.FAMILY.kernel(spec) for spec in specs}) == 1
+
+
+_SCARCE = """
+import resource
+import torch, onepass
+x, gamma = torch.randn(2, 7168), torch.ones(7168)
+onepass.rms_norm(x[:, :64], gamma[:64])  # loads LLVM
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+taken = 4096 * int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (taken + 2**20, most))
+try:
+    onepass.rms_norm(x.bfloat16(), gamma.bfloat16())
+except MemoryError as error:
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    print(error, onepass.rms_norm(x.bfloat16(), gamma.bfloat16()).shape)
+"""
+
+
+def test_too_little_memory_to_compile_raises(tmp_path: Path) -> None:
+    """LLVM itself would end the process. With memory the same call succeeds."""
+    environment = os.environ | {"ONEPASS_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", _SCARCE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout == "onepass: compiling a kernel needs 32 MiB of memory, which are not free torch.Size([2, 7168])\n"
+    )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..errors import Unsupported
 from . import object_cache
@@ -17,6 +18,8 @@ lock = threading.RLock()
 # The thread that would release the lock may not exist in a forked child.
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 _numbers = iter(range(2**62))
+MEMORY: Final = 32 * 2**20
+"""Bytes that must be free to compile a kernel; the largest take 8 MiB."""
 
 
 @cache
@@ -95,9 +98,20 @@ def cache_file(spec: Any) -> Path | None:
     return object_cache.file_of(spec, (llvmlite.__version__, *target))
 
 
+def _check_memory() -> None:
+    """Raise if there is little memory left: LLVM ends the process when an allocation fails."""
+    try:
+        mmap.mmap(-1, MEMORY).close()
+    except OSError as error:
+        raise MemoryError(
+            f"onepass: compiling a kernel needs {MEMORY >> 20} MiB of memory, which are not free"
+        ) from error
+
+
 def linked(spec: Any, build: Callable[[str], str], *symbols: str) -> Any:
     """The linked code of ``spec``, from the cache or from ``build(this CPU's features)``, which is then cached."""
     with lock:
+        _check_memory()
         file = cache_file(spec)
         image = object_cache.read(file)
         if image is not None:
