@@ -106,10 +106,10 @@ def direct() -> tuple[int, int, int, int]:
     except (OSError, AttributeError):
         return 0, 0, 0, 0
     with torch.inference_mode(False):
-        plain, parameter = torch.ones(1), Parameter(torch.ones(1))
+        plain, parameter = torch.ones(1, device="cpu"), Parameter(torch.ones(1, device="cpu"))
         negated = torch._neg_view(plain)
     with torch.inference_mode():
-        tensors = (plain, parameter, negated, torch.ones(1))
+        tensors = (plain, parameter, negated, torch.ones(1, device="cpu"))
     words = range(0, Tensor.__basicsize__, ctypes.sizeof(ctypes.c_void_p))
     places = [at for at in words if all(ctypes.c_void_p.from_address(id(t) + at).value == t._cdata for t in tensors)]
     is_neg, is_inference, bump = functions
@@ -120,7 +120,7 @@ def direct() -> tuple[int, int, int, int]:
         version = plain._version
         bump(ctypes.c_void_p(id(plain) + place))
         if found == [(t.is_neg(), t.is_inference()) for t in tensors] and plain._version == version + 1:
-            return place, *map(_address, functions)
+            return place, _address(is_neg), _address(is_inference), _address(bump)
     return 0, 0, 0, 0
 
 

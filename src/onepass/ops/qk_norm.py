@@ -262,8 +262,9 @@ def qk_rms_norm(
     ):  # torch.fx: whether there is a dimension of heads is known when its graph runs
         options = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope, "per_head": True, "eps_k": eps_k}
         options |= {"out_dtype": out_dtype, "out": out, "q_scale": q_scale, "k_scale": k_scale, "scale_out": scale_out}
+        found: tuple[Tensor, ...]
         found = handle_torch_function(qk_rms_norm, (q, k), q, k, gamma_q, gamma_k, eps, **options)
-        return cast(tuple[Tensor, ...], found)
+        return found
     if per_head is True and _has_heads(q, k, gamma_q, positions):
         results = _qk_rms_norm_heads.call(*common, *turn, *given)
     else:

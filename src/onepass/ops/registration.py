@@ -232,7 +232,8 @@ def _refuse_vmap(contract: Contract, *arguments: Any) -> NoReturn:
 def _above_mutation(contract: Contract, name: str) -> Callable[..., Any]:
     """The step of ``onepass::<name>`` that tells autograd which tensors were written."""
     mutable = [i for i, arg in enumerate(contract.args.values()) if arg.mutable]
-    mutable += range(len(contract.args) + len(contract.options), len(contract.arguments._fields))
+    first = len(contract.args) + len(contract.options)
+    mutable += range(first, first + len(contract.outs))
 
     def step(keys: Any, *arguments: Any) -> Any:
         with torch._C._AutoDispatchBelowADInplaceOrView():
