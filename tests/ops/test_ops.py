@@ -199,9 +199,9 @@ class TestEdges:
         """For a row of zeros, a row with a smaller scale, and bounds at or below zero; a NaN row stays NaN."""
         x = torch.zeros(4, 128)
         x[1], x[2], x[3, 5] = 1e-6, 1.0, torch.nan
-        q, scale = onepass.rms_norm_fused_fp8(x, self.gamma, 1.0, min_scale=1e-5, quantize=quantize)
-        assert scale[:3].flatten().tolist() == pytest.approx([1e-5, 1e-5, 0.5**0.5 / 448], rel=1e-6)
-        assert q[0].view(torch.uint8).eq(0).all() and q[1].float().tolist() == [pytest.approx(0.1, rel=0.05)] * 128
+        q, scale = onepass.rms_norm_fused_fp8(x, self.gamma, 0.5, min_scale=1e-5, quantize=quantize)
+        assert scale[:3].flatten().tolist() == pytest.approx([1e-5, 1e-5, 1.5**-0.5 / 448], rel=1e-6)
+        assert q[0].view(torch.uint8).eq(0).all() and q[1].float().tolist() == [pytest.approx(0.1 * 2**0.5, rel=0.05)] * 128
         assert scale[3].isnan() and q[3].view(torch.uint8).eq(0x7F).all()
         for bound in (0.0, -1.0, float("-inf")):
             upper = torch.tensor(bound)
@@ -210,7 +210,7 @@ class TestEdges:
             q, scale = onepass.rms_norm_fused_fp8(x, self.gamma, scale_ub=upper, quantize=quantize)
             assert scale[:3].eq(0).all() and q[:3].view(torch.uint8).eq(0).all() and scale[3].isnan()
         powers = {"scale_format": "ue8m0", "quantize": quantize}
-        _, scale = onepass.rms_norm_fused_fp8(x[:3], self.gamma, 1.0, min_scale=1e-5, **powers)  # type: ignore[arg-type]
+        _, scale = onepass.rms_norm_fused_fp8(x[:3], self.gamma, 0.5, min_scale=1e-5, **powers)  # type: ignore[arg-type]
         assert scale.flatten().tolist() == [2.0**-16, 2.0**-16, 2.0**-9]
         _, scale = onepass.rms_norm_fused_fp8(x[:3], self.gamma, scale_ub=torch.tensor(-3.0), **powers)  # type: ignore[arg-type]
         assert scale.flatten().tolist() == [2.0**-127] * 3
