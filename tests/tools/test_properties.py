@@ -117,7 +117,7 @@ class TestAlgebra:
 
         ours, theirs = both(x), both(scaled)
         assert all_same(ours, theirs)
-        assert not all_same(ours, [onepass.rms_norm(x, gamma, 1.0), *ours[1:]]) or not x.any()
+        assert not all_same(ours, [onepass.rms_norm(x, gamma, 0.9), *ours[1:]]) or not x.any()
 
     @given(shape=shapes, dtype=dtypes, seed=seeds, power=st.integers(-6, 6))
     @examples(60)
