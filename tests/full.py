@@ -37,7 +37,7 @@ FULL: Final[dict[str, dict[str, tuple[int, str]]]] = {
         "test_codes_of_a_thread_are_one_store": (3, "each compiles a kernel"),
     },
     "tests/triton/test_gemv_norm.py": {
-        "test_norm_sums_in_the_documented_order": (0, "the sums of qk_norm and the pieces of linear stay"),
+        "test_kernels_sum_in_the_documented_order": (0, "the sums of qk_norm and the pieces of linear stay"),
         "test_interpreted_kernel_passes_its_cases": (0, SAMPLE),
         "test_compiles_for_other_chips[80-": (0, "qk_norm compiles for this chip"),
         "test_compiles_for_other_chips[100-": (0, "each compiles a kernel"),

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 
 from tests.helpers.models import close, fresh, logits, small, tokens
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # checkpoints of one process
 IDS = tokens(2, 4)
 dcp: Any = checkpoint
 State = dict[str, Tensor]

@@ -201,7 +201,10 @@ class TestEdges:
         x[1], x[2], x[3, 5] = 1e-6, 1.0, torch.nan
         q, scale = onepass.rms_norm_fused_fp8(x, self.gamma, 0.5, min_scale=1e-5, quantize=quantize)
         assert scale[:3].flatten().tolist() == pytest.approx([1e-5, 1e-5, 1.5**-0.5 / 448], rel=1e-6)
-        assert q[0].view(torch.uint8).eq(0).all() and q[1].float().tolist() == [pytest.approx(0.1 * 2**0.5, rel=0.05)] * 128
+        assert (
+            q[0].view(torch.uint8).eq(0).all()
+            and q[1].float().tolist() == [pytest.approx(0.1 * 2**0.5, rel=0.05)] * 128
+        )
         assert scale[3].isnan() and q[3].view(torch.uint8).eq(0x7F).all()
         for bound in (0.0, -1.0, float("-inf")):
             upper = torch.tensor(bound)
