@@ -31,6 +31,7 @@ def quick_interpreter() -> Iterator[None]:
         stack.enter_context(_language_patched_once())
         stack.enter_context(_types_kept())
         stack.enter_context(_equal_types_accepted())
+        stack.enter_context(_products_in_float64())
         yield
 
 
@@ -102,6 +103,28 @@ def _equal_types_accepted() -> Iterator[None]:
             return
     functions = (_checks(core, TritonSemantic), _broadcasts(core, TritonSemantic), _casts(TritonSemantic))
     with _replaced([(TritonSemantic, name, new) for name, new in zip(signatures, functions, strict=True)]):
+        yield
+
+
+@contextmanager
+def _products_in_float64() -> Iterator[None]:
+    """Sum the products of a dot in float64, where those of 16-bit numbers are exact.
+
+    numpy's BLAS sums the rows of a float32 matrix in different orders on some CPUs, so a row would not keep its bytes.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        if d.data.dtype != np.float32 or a.dtype.primitive_bitwidth == 8:
+            return original(self, a, b, d, *precision)
+        with np.errstate(all="ignore"):  # NaN and infinity are values like others
+            total = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    with _replaced([(interpreter.InterpreterBuilder, "create_dot", create_dot)]):
         yield
 
 
