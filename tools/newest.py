@@ -74,19 +74,19 @@ class NotRun(Exception):
 
 def environment(name: str, group: Group) -> Path:
     """Install the newest packages of a group over its base; returns the Python to run."""
-    base, made = ROOT / group.base / "bin/python", ROOT / f".venv-newest-{name}"
+    base, overlay = ROOT / group.base / "bin/python", ROOT / f".venv-newest-{name}"
     if not base.exists():
         raise NotRun(f"{group.base} is missing; `make newest NEWEST='--group {name}'` makes it")
-    subprocess.run([base, "-m", "venv", "--clear", made], check=True)
+    subprocess.run([base, "-m", "venv", "--clear", overlay], check=True)
     paths = [
-        subprocess.check_output([python, "-c", _SITE], text=True).strip() for python in (made / "bin/python", base)
+        subprocess.check_output([python, "-c", _SITE], text=True).strip() for python in (overlay / "bin/python", base)
     ]
     Path(paths[0], "base.pth").write_text(f"import site; site.addsitedir({paths[1]!r})\n")
     pip = ["-m", "pip", "install", "-qq", "--disable-pip-version-check", "--upgrade", *group.packages]
-    subprocess.run([made / "bin/python", *pip], check=True)
+    subprocess.run([overlay / "bin/python", *pip], check=True)
     if group.without:
-        subprocess.run([made / "bin/python", "-m", "pip", "uninstall", "-qq", "--yes", *group.without], check=True)
-    return made / "bin/python"
+        subprocess.run([overlay / "bin/python", "-m", "pip", "uninstall", "-qq", "--yes", *group.without], check=True)
+    return overlay / "bin/python"
 
 
 _SITE: Final = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -104,8 +104,8 @@ def counted(xml: str) -> dict[str, Any]:
     # a file that cannot be imported has a name and no class
     modules = [case.get("classname", "") or case.get("name", "") for case in bad]
     files = Counter(re.sub(r"\.[A-Z]\w*$", "", module).replace(".", "/") for module in modules)
-    found = {"passed": len(cases) - len(bad) - skipped, "failed": len(bad), "skipped": skipped}
-    return found | {"failed_in": {f"{name}.py": count for name, count in sorted(files.items())}}
+    counts = {"passed": len(cases) - len(bad) - skipped, "failed": len(bad), "skipped": skipped}
+    return counts | {"failed_in": {f"{name}.py": count for name, count in sorted(files.items())}}
 
 
 def run(name: str, group: Group, jobs: str) -> dict[str, Any]:
@@ -123,9 +123,9 @@ def run(name: str, group: Group, jobs: str) -> dict[str, Any]:
         done = subprocess.run([python, *words, *group.tests], cwd=ROOT, env={**os.environ, **caches}, check=False)
         if done.returncode not in (0, 1) or not report.exists():
             raise NotRun(f"pytest ended with exit status {done.returncode}")
-        found = counted(report.read_text())
+        counts = counted(report.read_text())
     head = {"date": datetime.date.today().isoformat(), "versions": versions, "tests": " ".join(group.tests)}
-    return {**head, **found, "seconds": round(time.monotonic() - started)}
+    return {**head, **counts, "seconds": round(time.monotonic() - started)}
 
 
 # --- the record -----------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
 
 
-def newer(found: Mapping[str, str], record: Mapping[str, Any]) -> list[str]:
+def newer(versions: Mapping[str, str], record: Mapping[str, Any]) -> list[str]:
     """The versions that are newer than the recorded ones, or that no group has run."""
     known: dict[str, str] = {}
     for name, result in record.items():
@@ -144,19 +144,19 @@ def newer(found: Mapping[str, str], record: Mapping[str, Any]) -> list[str]:
             known[package] = max(known.get(package, "0"), result["versions"][package], key=number)
     return [
         f"{package} {version} is newer than {known.get(package, 'any that was run')}"
-        for package, version in found.items()
+        for package, version in versions.items()
         if number(version) > number(known.get(package, "0"))
     ]
 
 
 def newest(packages: Sequence[str]) -> dict[str, str]:
     """The newest versions that pip finds."""
-    found = {}
+    versions = {}
     for package in packages:
         command = [sys.executable, "-m", "pip", "index", "versions", package]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[package] = done.stdout.split("(", 1)[1].split(")", 1)[0]
-    return found
+        versions[package] = done.stdout.split("(", 1)[1].split(")", 1)[0]
+    return versions
 
 
 _WORDS: Final = {"python": "Python"}
@@ -213,10 +213,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     usual = [name for name, group in GROUPS.items() if group.usual or options.all]
     chosen = options.group or usual
     if options.check:
-        found = newer(newest(sorted({p for name in chosen for p in GROUPS[name].packages})), record)
-        found += failures({name: record[name] for name in chosen if name in record})
-        print(*(found or ["pip has nothing newer than what was run"]), sep="\n")
-        return 1 if found else 0
+        lines = newer(newest(sorted({p for name in chosen for p in GROUPS[name].packages})), record)
+        lines += failures({name: record[name] for name in chosen if name in record})
+        print(*(lines or ["pip has nothing newer than what was run"]), sep="\n")
+        return 1 if lines else 0
     bad = []
     for name in chosen:
         try:
@@ -224,8 +224,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         except (NotRun, subprocess.CalledProcessError) as error:
             bad.append(f"{name}: NOT RUN: {error}")
             continue
-        found = newer({package: result["versions"][package] for package in GROUPS[name].packages}, record)
-        print(*(f"{line}: commit {RESULTS} and {PAGE}" for line in found), sep="\n", end="\n" if found else "")
+        lines = newer({package: result["versions"][package] for package in GROUPS[name].packages}, record)
+        print(*(f"{line}: commit {RESULTS} and {PAGE}" for line in lines), sep="\n", end="\n" if lines else "")
         write({**read(root), name: result}, root)
         bad += failures({name: result})
     print(*(bad or ["all passed"]), sep="\n")

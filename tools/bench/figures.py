@@ -78,8 +78,8 @@ class Figure:
 
 def figures(folder: Path) -> list[Figure]:
     """All figures of a chip's folder. Of several with one name and protocol the last counts."""
-    found = _of_cpu(folder) if folder.name == "cpu" else _of_gpu(folder)
-    return list({figure.key: figure for figure in found}.values())
+    every = _of_cpu(folder) if folder.name == "cpu" else _of_gpu(folder)
+    return list({figure.key: figure for figure in every}.values())
 
 
 def _page(folder: Path, name: str) -> list[Path]:
@@ -146,9 +146,9 @@ def _of_gpu(folder: Path) -> Iterator[Figure]:
     yield from _of_hosts(folder)
     for name, (protocol, file, keys) in QUOTED.items():
         if (folder / file).exists():
-            found = json.loads((folder / file).read_text())
-            beaten = {"without static_weight": _at(found, (keys[0], "ordinary"))} if file == _STATIC else {}
-            yield Figure(name, protocol, _at(found, keys), file, must_beat=beaten)
+            document = json.loads((folder / file).read_text())
+            beaten = {"without static_weight": _at(document, (keys[0], "ordinary"))} if file == _STATIC else {}
+            yield Figure(name, protocol, _at(document, keys), file, must_beat=beaten)
 
 
 def _of_bench(folder: Path) -> Iterator[Figure]:
@@ -187,10 +187,10 @@ def _of_formats(folder: Path) -> Iterator[Figure]:
             yield from _ahead(f"formats, {name}", sheet.results, source, (name,), behind=False)
 
 
-def _at(found: Any, keys: Sequence[str | int]) -> float:
+def _at(value: Any, keys: Sequence[str | int]) -> float:
     for key in keys:
-        found = found[key]
-    return float(found)
+        value = value[key]
+    return float(value)
 
 
 def _of_models(path: Path) -> Iterator[Figure]:
@@ -226,14 +226,14 @@ def _of_cache(path: Path) -> Iterator[Figure]:
 
 def host_times(path: Path) -> dict[str, float]:
     """The times of a file of host times; those without the fast path in C end in ``, in Python``."""
-    found = {}
+    times = {}
     where = ""
     for line in path.read_text().splitlines():
         if match := re.fullmatch(r"(.+?) +(\d+\.\d\d)", line):
-            found[match[1].strip() + where] = float(match[2])
+            times[match[1].strip() + where] = float(match[2])
         elif line.startswith("off"):
             where = ", in Python"
-    return found
+    return times
 
 
 def _of_hosts(folder: Path) -> Iterator[Figure]:

@@ -92,35 +92,35 @@ def measured(rows: Rows) -> Rows:
 
 def problems(rows: Rows) -> list[str]:
     """What is wrong with a table by itself: figures beyond their bars, and losses without a reason."""
-    found = []
+    lines = []
     for row in measured(rows).values():
         where, unit = f"{row['figure']}, {row['protocol']}", row["unit"]
         if worse(row["value"], row["bar"], unit):
             by = _by(row["value"], row["bar"])
-            found.append(f"WORSE  {where}: {row['value']:g} {unit}, and the bar is {row['bar']:g}{by}")
+            lines.append(f"WORSE  {where}: {row['value']:g} {unit}, and the bar is {row['bar']:g}{by}")
         for name in losses(row):
             if not row.get("loses", {}).get(name):
                 us = row["must_beat"][name]
-                found.append(
+                lines.append(
                     f"LOSES  {where}: {row['value']:g} {unit}, and `{name}` takes {us:g}{_by(row['value'], us)}"
                 )
-    return found
+    return lines
 
 
 def raised(before: Rows, now: Rows) -> list[str]:
     """Bars that are worse than in an earlier table, and figures that have gone, without a new reason."""
-    found = []
+    lines = []
     for key, old in measured(before).items():
         where, row = ", ".join(key), now.get(key, {})
         if row.get("gone"):
             continue
         if not row:
-            found.append(f"GONE   {where}: it was {old['value']:g} {old['unit']}")
+            lines.append(f"GONE   {where}: it was {old['value']:g} {old['unit']}")
         elif worse(row["bar"], old["bar"], row["unit"], 0.0) and row.get("reason") in (None, "", old.get("reason")):
-            found.append(
+            lines.append(
                 f"RAISED {where}: the bar was {old['bar']:g} {row['unit']} and is {row['bar']:g}, without a reason"
             )
-    return found
+    return lines
 
 
 def unmeasured(rows: Rows) -> list[str]:
@@ -162,13 +162,13 @@ def before(path: Path) -> Rows:
 
 def updated(folder: Path, old: Rows, reason: str = "", match: str = "") -> Rows:
     """The table of the result files in a folder."""
-    found = figures(folder)
-    commits = {source: commit_of(folder, source) for source in {figure.source for figure in found}}
+    measurements = figures(folder)
+    commits = {source: commit_of(folder, source) for source in {figure.source for figure in measurements}}
 
     def why(name: str) -> str:
         return reason if re.search(match, name) else ""
 
-    new = {f.key: row_of(f, old.get(f.key), commits[f.source], why(f.name)) for f in found}
+    new = {f.key: row_of(f, old.get(f.key), commits[f.source], why(f.name)) for f in measurements}
     absent = {key: row.get("gone") or why(key[0]) for key, row in old.items() if key not in new}
     return new | {key: {"figure": key[0], "protocol": key[1], "gone": text} for key, text in absent.items() if text}
 
@@ -187,15 +187,15 @@ def main(arguments: list[str] | None = None) -> int:
     old = parse(path.read_text()) if path.exists() else {}
     new = updated(options.folder, old, options.reason, options.match)
     earlier = before(path) if old and path.is_relative_to(ROOT) else {}
-    found = list(dict.fromkeys((*problems(new), *raised(old, new), *raised(earlier, old))))
-    print(*found, sep="\n", end="\n" if found else "")
+    objections = list(dict.fromkeys((*problems(new), *raised(old, new), *raised(earlier, old))))
+    print(*objections, sep="\n", end="\n" if objections else "")
     waiting = unmeasured(new)
-    print(f"{len(new)} figures, {len(found)} of them worse; {len(waiting)} alternatives are not measured yet")
-    if found:
+    print(f"{len(new)} figures, {len(objections)} of them worse; {len(waiting)} alternatives are not measured yet")
+    if objections:
         print("Each needs a fix, or `--update --reason TEXT` (and `--match FIGURE`) in the commit of its results.")
     elif options.update:
         path.write_text(text(new.values()))
-    return 1 if found else 0
+    return 1 if objections else 0
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Log:
 
     def few(self) -> list[float]:
         """Decades, or on an axis with less than two of them 1, 2 and 5 of each."""
-        return found if len(found := self.ticks()) > 1 else self.ticks((1, 2, 5))
+        return decades if len(decades := self.ticks()) > 1 else self.ticks((1, 2, 5))
 
 
 def number(value: float) -> str:

@@ -91,13 +91,13 @@ class Plan:
 
     def _forms(self) -> str:
         """Which shapes the chosen ops have: ``rms_norm: MxN; qk: MxNqxNk``."""
-        found = []
+        forms = []
         for family in FAMILIES:
             names = [op for op in family.ops if op in self.ops]
             if family.name in self.ops or not self.ops:
                 names = [family.name]
-            found += [f"{', '.join(names)}: {family.form}"] if names else []
-        return "; ".join(found)
+            forms += [f"{', '.join(names)}: {family.form}"] if names else []
+        return "; ".join(forms)
 
     def _workloads(self, given: list[tuple[int, ...]] | None) -> Iterator[Workload]:
         for family in FAMILIES:

@@ -130,15 +130,9 @@ def patched(model: Any, **options: Any) -> Iterator[tuple[Patched, str]]:
         handle = patch(model, **options)
     nothing = [str(warning.message) for warning in caught if issubclass(warning.category, NothingPatchedWarning)]
     with handle:
-        if not nothing and options.get("weights") and not _quantized(model, handle):
+        if not nothing and options.get("weights") and not handle.fp8:
             nothing = [f"no weight of {type(model).__name__} is {options['weights']}"]
         yield handle, " ".join(nothing)
-
-
-def _quantized(model: Any, handle: Patched) -> bool:
-    """Whether a decode step uses weights of 8 bits."""
-    steps = (vars(module).get("_onepass_decode") for module in _replaced(model, handle))
-    return any(projection.quantized for step in steps if step is not None for projection in step.projections)
 
 
 def _replaced(model: Any, handle: Patched) -> list[Any]:

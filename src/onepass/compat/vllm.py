@@ -110,8 +110,8 @@ def _static(
     name: str, result: Tensor, input: Tensor, residual: Tensor | None, weight: Tensor, scale: Tensor, epsilon: float
 ) -> None:
     if not isinstance(result, Tensor) or result.dtype not in _MAXIMA:
-        found = result.dtype if isinstance(result, Tensor) else type(result).__name__
-        raise Unsupported(f"{name}: `result` must be an fp8 tensor ({', '.join(map(str, _MAXIMA))}), got {found}")
+        kind = result.dtype if isinstance(result, Tensor) else type(result).__name__
+        raise Unsupported(f"{name}: `result` must be an fp8 tensor ({', '.join(map(str, _MAXIMA))}), got {kind}")
     require_tensors(name, weight=weight)
     if not isinstance(scale, Tensor) or scale.numel() != 1:
         raise ContractError(f"{name}: `scale` must be a tensor of one element, got {describe(scale)}")

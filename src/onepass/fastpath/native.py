@@ -116,10 +116,10 @@ def direct() -> tuple[int, int, int, int]:
     is_neg.restype = is_inference.restype = ctypes.c_bool
     bump.restype = None
     for place in places:
-        found = [(is_neg(at), is_inference(at)) for t in tensors for at in [ctypes.c_void_p(id(t) + place)]]
+        answers = [(is_neg(at), is_inference(at)) for t in tensors for at in [ctypes.c_void_p(id(t) + place)]]
         version = plain._version
         bump(ctypes.c_void_p(id(plain) + place))
-        if found == [(t.is_neg(), t.is_inference()) for t in tensors] and plain._version == version + 1:
+        if answers == [(t.is_neg(), t.is_inference()) for t in tensors] and plain._version == version + 1:
             return place, _address(is_neg), _address(is_inference), _address(bump)
     return 0, 0, 0, 0
 

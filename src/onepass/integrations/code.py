@@ -209,15 +209,15 @@ def _only_checkpoints(wrapper: FunctionType) -> bool:
 
     `layer_forward` leaves such training to the class's own forward.
     """
-    found = _definition(wrapper.__code__)
-    *before, last = found.body
+    definition = _definition(wrapper.__code__)
+    *before, last = definition.body
     match last:
         case ast.Return(value=ast.Call(func=ast.Name(id=name))):
             inner = _looked_up(name, wrapper) is wrapper.__wrapped__  # type: ignore[attr-defined]
-            passes = ast.unparse(last) == f"return {name}({ast.unparse(found.args)})"
+            passes = ast.unparse(last) == f"return {name}({ast.unparse(definition.args)})"
         case _:
             return False
-    plain = ast.unparse(found.args) == "self, *args, **kwargs"
+    plain = ast.unparse(definition.args) == "self, *args, **kwargs"
     return inner and passes and plain and all(_does_nothing(part, {"self", "args", "kwargs", name}) for part in before)
 
 
@@ -243,10 +243,10 @@ def _parsed(function: FunctionType) -> tuple[str | _Reference, ...]:
 
 
 def _parse(code: CodeType) -> Iterator[str | _Reference]:
-    found = _definition(code)
-    found.name, found.decorator_list = "", []  # what decorators made is what was looked up
-    parameters = [*found.args.posonlyargs, *found.args.args]
-    return _Writer(_locals(code), parameters[0].arg if parameters else "").write(found)
+    definition = _definition(code)
+    definition.name, definition.decorator_list = "", []  # what decorators made is what was looked up
+    parameters = [*definition.args.posonlyargs, *definition.args.args]
+    return _Writer(_locals(code), parameters[0].arg if parameters else "").write(definition)
 
 
 def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef:

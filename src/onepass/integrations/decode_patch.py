@@ -77,7 +77,7 @@ def patch_decode(
     if any(change.what == WHAT for change in handle.replaced):
         for where, module in modules:
             _angles(decoding, where, module)
-    copied = [made for made in _projections(decoding) if not made.shares and made.codes is None]
+    copied = [projection for projection in _projections(decoding) if not projection.shares and projection.codes is None]
     if copied:
         copied[0].spot_check = SpotCheck(copied)
     for parameter in handle.model.parameters():

@@ -269,14 +269,14 @@ class SpotCheck:
     @torch.no_grad()
     def _read(self) -> dict[torch.device, Tensor]:
         """Up to about ``SPOTS`` values of each row and column of a grid over each weight and bias, as bytes."""
-        found: dict[torch.device, list[Tensor]] = {}
+        grids: dict[torch.device, list[Tensor]] = {}
         for projection in self.projections:
             for owner, name, *_ in projection.sources:
                 tensor = owner.get(name)
                 if tensor is not None:
                     grid = tensor.detach()[tuple(slice(None, None, max(1, n // SPOTS)) for n in tensor.shape)]
-                    found.setdefault(grid.device, []).append(grid.contiguous().view(-1).view(torch.uint8))
-        return {device: torch.cat(parts) for device, parts in found.items()}
+                    grids.setdefault(grid.device, []).append(grid.contiguous().view(-1).view(torch.uint8))
+        return {device: torch.cat(parts) for device, parts in grids.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"projections": self.projections, "values": {}}

@@ -257,14 +257,12 @@ def qk_rms_norm(
     freqs, positions, *turn = _unpacked(QK_RMS_NORM, rope)
     tensors = (q, k, gamma_q, gamma_k, freqs, positions, q_scale, k_scale)
     common = (*tensors, eps, weight_offset, rounding, out_dtype, eps_k)
-    if per_head is True and stands_in(
-        q
-    ):  # torch.fx: whether there is a dimension of heads is known when its graph runs
+    if per_head is True and stands_in(q):
+        # torch.fx knows whether there is a dimension of heads when its graph runs
         options = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope, "per_head": True, "eps_k": eps_k}
         options |= {"out_dtype": out_dtype, "out": out, "q_scale": q_scale, "k_scale": k_scale, "scale_out": scale_out}
-        found: tuple[Tensor, ...]
-        found = handle_torch_function(qk_rms_norm, (q, k), q, k, gamma_q, gamma_k, eps, **options)
-        return found
+        traced: tuple[Tensor, ...] = handle_torch_function(qk_rms_norm, (q, k), q, k, gamma_q, gamma_k, eps, **options)
+        return traced
     if per_head is True and _has_heads(q, k, gamma_q, positions):
         results = _qk_rms_norm_heads.call(*common, *turn, *given)
     else:
