@@ -117,7 +117,7 @@ def test_vllm_plugins_can_leave_it_out(models: Path) -> None:
 
 
 def test_compiled_model_calls_the_provider(models: Path) -> None:
-    """Inductor's code calls onepass through torch's dispatcher, once per norm and step. Eager calls bypass it.
+    """Inductor's code calls onepass once per norm and step. So do eager calls, which are events of a profile too.
 
     Tokens need not be those of eager mode. With vLLM's native ops they are not either.
     """
@@ -125,7 +125,7 @@ def test_compiled_model_calls_the_provider(models: Path) -> None:
     compiled = served(models, "llama", "--provider", "onepass", "--compile", **settings)
     norms = 2 * LAYERS + 1
     assert sum(compiled.operators.values()) == norms * NEW_TOKENS, compiled.operators
-    assert onepass(models, "llama").operators == {}
+    assert sum(onepass(models, "llama").operators.values()) == norms * NEW_TOKENS
     assert [len(tokens) for tokens in compiled.tokens] == [NEW_TOKENS] * len(LENGTHS)
     agree = sum(a == b for a, b in zip(compiled.tokens, onepass(models, "llama").tokens, strict=True))
     print(f"compiled: {agree} of {len(LENGTHS)} sequences equal those of eager mode")
