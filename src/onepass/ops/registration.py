@@ -184,6 +184,8 @@ def _special(*values: object) -> bool:
 
 def stands_in(value: object) -> bool:
     """Whether this stands in for a tensor while torch.fx traces: it is none, but receives torch's functions."""
+    if _compiling():  # torch.compile has tensors, and that of torch 2.11 cannot trace what follows
+        return False
     return hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor)
 
 
