@@ -122,41 +122,31 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
         divisible |= {"act": 16, "weight": 16, "k": 16 // spec.weight.itemsize if spec.act != torch.float32 else 4}
         divisible |= {"strides.act": 16 // spec.act.itemsize, "strides.weight": 16 // spec.weight.itemsize}
     tile = config.tile
-    pack = 4 // spec.weight.itemsize
-    if isinstance(tile, StreamTile):
-        tile = tile if chip.has_pdl else tile._replace(pace=0)
-    constants = {
-        "TILE": tile,
-        "NORM": config.norm,
-        "MATH": GemvMath(
-            segments,
-            stream=STREAMS[type(tile)],
-            pack=pack,
-            weight=WEIGHTS.get(spec.weight, "float"),
-            regroups=chip.sums_sixteen,
-            scaled=spec.weight_scale,
-            gated=False,
-            normed=False,
-            residual=False,
-            round_sum=False,
-            hf=False,
-            hw_rounding=chip.rounds_casts,
-            pdl=chip.has_pdl,
-            traced=spec.traced,
-        ),
-        "QUANT": quant(fp8, chip),
-    }
-    name = _describe(spec, config, aligned, even)
+    if isinstance(tile, StreamTile) and not chip.has_pdl:
+        tile = tile._replace(pace=0)
+    constants = {"TILE": tile, "NORM": config.norm, "MATH": _math(spec, tile, chip), "QUANT": quant(fp8, chip)}
+    name, registers = _describe(spec, config, aligned, even), _registers(tile, aligned, chip)
     return FAMILY.make_build(
-        name,
-        _gemv_partial_norm_kernel,
-        chip,
-        dtypes,
-        constants,
-        unused,
-        divisible,
-        tile.warps,
-        _registers(tile, aligned, chip),
+        name, _gemv_partial_norm_kernel, chip, dtypes, constants, unused, divisible, tile.warps, registers
+    )
+
+
+def _math(spec: GemvSpec, tile: GemvTile, chip: Chip) -> GemvMath:
+    return GemvMath(
+        len(spec.gammas),
+        stream=STREAMS[type(tile)],
+        pack=4 // spec.weight.itemsize,
+        weight=WEIGHTS.get(spec.weight, "float"),
+        regroups=chip.sums_sixteen,
+        scaled=spec.weight_scale,
+        gated=False,
+        normed=False,
+        residual=False,
+        round_sum=False,
+        hf=False,
+        hw_rounding=chip.rounds_casts,
+        pdl=chip.has_pdl,
+        traced=spec.traced,
     )
 
 
