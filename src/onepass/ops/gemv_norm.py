@@ -135,6 +135,9 @@ def gemv_and_partial_norm(
     accepts any M, y comes rounded from `torch.matmul` (or, for 8-bit weights, from our own kernel),
     `rms_norm` reads it, and unnormed is a view of it.
 
+    On Hopper and later, 16-bit and float32 weights are read before the previous kernel has ended. Do not call this
+    right after a onepass kernel that writes ``weight`` (docs/gemv.md).
+
     >>> import torch, onepass
     >>> act, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     >>> onepass.gemv_and_partial_norm(act, weight, torch.ones(2), eps=0.0)
