@@ -70,11 +70,11 @@ pytest: $(READY) native
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS) --maxprocesses 8 --dist worksteal -m '$(SELECT)' $(TESTS)
 
 # Without a compiler or Python's headers nothing is built, and eager calls are made in Python.
-NATIVE := src/onepass/fastpath/_native.abi3.so
+NATIVE := src/onepass/core/_native.abi3.so
 native: $(NATIVE) ## compile the fast path of eager calls, next to its sources
 
-$(NATIVE): $(wildcard src/onepass/fastpath/csrc/*) src/onepass/fastpath/build.py | $(READY)
-	@$(BIN)/python src/onepass/fastpath/build.py || true
+$(NATIVE): $(wildcard src/onepass/core/csrc/*) src/onepass/core/build.py | $(READY)
+	@$(BIN)/python src/onepass/core/build.py || true
 
 sanitize-native: $(READY) ## run the tests of that fast path with AddressSanitizer and UndefinedBehaviorSanitizer, in a minute
 	@$(BIN)/python -m tools.sanitize_native

@@ -5,12 +5,12 @@ from glob import glob
 
 from setuptools import Extension, setup
 
-FOLDER = "src/onepass/fastpath"
+FOLDER = "src/onepass/core"
 # by its path: importing the package would need torch
 BUILD = runpy.run_path(f"{FOLDER}/build.py")
 
 NATIVE = Extension(
-    "onepass.fastpath._native",
+    "onepass.core._native",
     sorted(glob(f"{FOLDER}/csrc/*.c")),
     depends=glob(f"{FOLDER}/csrc/*.h"),
     define_macros=[*BUILD["macros"]().items()],

@@ -11,7 +11,7 @@ from pathlib import Path
 LARGEST = 1 << 20
 SHIPPED = (".py", ".pyi", ".c", ".h", ".typed", ".css", ".js", ".html", ".json")
 """Suffixes of the files in src/onepass that belong in the wheel."""
-NATIVE = "onepass/fastpath/_native.abi3.so"
+NATIVE = "onepass/core/_native.abi3.so"
 """In the wheel if there was a compiler."""
 
 

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS
 from onepass.kvcache import DS_MLA_BYTES, PagedKVCache
-from onepass.ops.gemv_norm import gemv_and_partial_norm
-from onepass.ops.linear import linear
-from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
-from onepass.ops.qk_cache import qk_norm_rope_cache
-from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
-from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
-from onepass.ops.rms_norm_finish import layer_norm
+from onepass.ops.gemv_norm.op import gemv_and_partial_norm
+from onepass.ops.gemv_norm.spec import MAX_ROWS
+from onepass.ops.linear.op import linear
+from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
+from onepass.ops.qk_cache.op import qk_norm_rope_cache
+from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
+from onepass.ops.rms_norm.finish import layer_norm
+from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.prologues import dequantize
 from onepass.rope import Rope
-from onepass.specs.gemv_norm import MAX_ROWS
 from onepass.testing.case import same_bytes
 from onepass.testing.rms_norm import soft_cap_gate
 

@@ -25,12 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from onepass.formats import QUANT_FORMATS
-from onepass.triton.chip import current_chip
-from onepass.triton.device.gates import _sigmoid
-from onepass.triton.device.numbers import encode
-from onepass.triton.device.packing import encode_e2m1_pairs, encode_int8
-from onepass.triton.device.ratios import over, ratio, ratio_of_any
-from onepass.triton.quantization import quant
+from onepass.gpu.chip import current_chip
+from onepass.gpu.lib.gates import _sigmoid
+from onepass.gpu.lib.numbers import encode
+from onepass.gpu.lib.packing import encode_e2m1_pairs, encode_int8
+from onepass.gpu.lib.ratios import over, ratio, ratio_of_any
+from onepass.gpu.quantization import quant
 
 BLOCK: Final = 1024
 SPAN: Final = 1 << 28

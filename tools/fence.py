@@ -21,8 +21,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from onepass.cpu.rms_norm import scratch
-from onepass.ops.gemv_norm import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
+from onepass.ops.gemv_norm.op import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
+from onepass.ops.rms_norm.cpu import scratch
 from onepass.testing import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from onepass.testing.case import Check, same_bytes
 from onepass.testing.runner import MODULES, select

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from onepass.fastpath import build
+from onepass.core import build
 
 FLAGS: Final = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 TESTS: Final = (
@@ -28,8 +28,8 @@ SKIPPED: Final = "not it_is_built and not grow_memory"
 """Tests that build another extension, or that are about the size of the process: a sanitizer keeps memory that was freed."""
 LOAD: Final = """
 import importlib.util, sys
-spec = importlib.util.spec_from_file_location("onepass.fastpath._native", {path!r})
-module = sys.modules["onepass.fastpath._native"] = importlib.util.module_from_spec(spec)
+spec = importlib.util.spec_from_file_location("onepass.core._native", {path!r})
+module = sys.modules["onepass.core._native"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 """
 

@@ -3,21 +3,21 @@
 from typing import TYPE_CHECKING
 
 from . import prologues
+from .core import process as process
 from .errors import ContractError, Unsupported
-from .fastpath import process as process
 from .kvcache import PagedKVCache, gather_mla
-from .ops.gemv_norm import (
+from .ops.gemv_norm.op import (
     gemv_and_partial_norm,
     gemv_and_partial_norm_unfused_with_scratch,
     gemv_and_partial_norm_with_scratch,
     gemv_trace_blocks,
 )
-from .ops.linear import linear
-from .ops.mla_cache import fused_rope_rmsnorm_quantization
-from .ops.qk_cache import qk_norm_rope_cache
-from .ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
-from .ops.rms_norm import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
-from .ops.rms_norm_finish import layer_norm
+from .ops.linear.op import linear
+from .ops.mla_cache.op import fused_rope_rmsnorm_quantization
+from .ops.qk_cache.op import qk_norm_rope_cache
+from .ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
+from .ops.rms_norm.finish import layer_norm
+from .ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from .prologues import Prologue, prologue
 from .rope import Rope
 from .trace import GEMV_TRACE_EVENTS_PER_BLOCK, GemvEvent, GmemTrace, NullTrace, TraceBuf

@@ -175,3 +175,10 @@ class ScaleRule:
     floor: bool = False
     has_global: bool = False
     packing: Packing = ""
+
+
+WeightScale = Literal["none", "row", "tensor", "block", "ue8m0_block"]
+"""How weights are scaled: per row, as a whole, or per block of `SCALE_BLOCK` rows and columns, with
+float32 scales or powers of two (float8_e8m0fnu). The last blocks may be smaller."""
+SCALE_BLOCK: Final = 128
+"""Rows and columns of weight that share a scale."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .contract.declaration import describe, short
+from .core.contract import describe, short
 from .errors import ContractError
 from .formats import E4M3FN, FLOATS, FP8_FORMATS, SMALLEST_SCALE
 

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .contract.declaration import describe, short
+from .core.contract import describe, short
 from .errors import ContractError
-from .formats import E4M3FN, FLOATS, SMALLEST_SCALE
-from .specs.gemv_norm import SCALE_BLOCK
+from .formats import E4M3FN, FLOATS, SCALE_BLOCK, SMALLEST_SCALE
 
 Scheme = Literal["fp8_tensor", "fp8_row", "fp8_block", "fp8_block_ue8m0", "int8_row"]
 SCHEMES: Final[tuple[Scheme, ...]] = ("fp8_tensor", "fp8_row", "fp8_block", "fp8_block_ue8m0", "int8_row")

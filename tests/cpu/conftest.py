@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from onepass.cpu import gemv_norm, linear
+from onepass.ops.gemv_norm import cpu as gemv_norm
+from onepass.ops.linear import cpu as linear
 
 
 @pytest.fixture

@@ -12,14 +12,19 @@ import torch
 
 pytest.importorskip("llvmlite")
 
-from onepass.cpu import compiler, gemv_norm, launcher, object_cache, rms_norm, threads
-from onepass.cpu.gemv_norm_config import trace_blocks
+from onepass.core.layout import Geometry
+from onepass.cpu import cache as object_cache
+from onepass.cpu import compile as compiler
+from onepass.cpu import launch as launcher
+from onepass.cpu import threads
 from onepass.cpu.sizes import TILE, row_blocks
 from onepass.formats import ScaleRule
-from onepass.specs import gemv_norm as gemv
-from onepass.specs.gemv_norm import GemvSpec, gemv_spec
-from onepass.specs.layout import Geometry
-from onepass.specs.rms_norm import RowCall, row_spec
+from onepass.ops.gemv_norm import cpu as gemv_norm
+from onepass.ops.gemv_norm import spec as gemv
+from onepass.ops.gemv_norm.cpu_tile import trace_blocks
+from onepass.ops.gemv_norm.spec import GemvSpec, gemv_spec
+from onepass.ops.rms_norm import cpu as rms_norm
+from onepass.ops.rms_norm.spec import RowCall, row_spec
 from tests.helpers.cpu_gemv_reference import FP8, SPECS, Case, case, same
 from tests.helpers.cpu_reference import BF16, F32, INF, NAN, kernel_for
 from tests.helpers.page_edge import against_the_edge

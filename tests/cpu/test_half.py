@@ -16,9 +16,9 @@ pytest.importorskip("llvmlite")
 
 from llvmlite import ir
 
-from onepass.cpu import compiler
-from onepass.cpu.emit import bits, half, vec
-from onepass.specs.rms_norm import row_spec
+from onepass.cpu import compile as compiler
+from onepass.cpu.llvm import bits, half, vec
+from onepass.ops.rms_norm.spec import row_spec
 from tests.cpu.test_numbers import all_values, elementwise, neighbours, pad
 from tests.helpers.cpu_reference import F16, F32
 

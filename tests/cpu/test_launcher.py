@@ -16,9 +16,14 @@ import torch
 pytest.importorskip("llvmlite")
 
 import onepass
-from onepass.cpu import gemv_norm, launcher, linear, mla_cache, qk_norm, rms_norm
-from onepass.specs.mla_cache import mla_spec
-from onepass.specs.qk_norm import RopeRule, qk_spec
+from onepass.cpu import launch as launcher
+from onepass.ops.gemv_norm import cpu as gemv_norm
+from onepass.ops.linear import cpu as linear
+from onepass.ops.mla_cache import cpu as mla_cache
+from onepass.ops.mla_cache.spec import mla_spec
+from onepass.ops.qk_norm import cpu as qk_norm
+from onepass.ops.qk_norm.spec import RopeRule, qk_spec
+from onepass.ops.rms_norm import cpu as rms_norm
 from tests.helpers import cpu_gemv_reference, cpu_linear_reference, cpu_reference
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -11,10 +11,13 @@ import torch
 pytest.importorskip("llvmlite")
 
 import onepass
-from onepass.cpu import compiler, gemv_norm, linear, threads
+from onepass.cpu import compile as compiler
+from onepass.cpu import threads
 from onepass.cpu.sizes import CHUNK, MAX_SLOTS, SUM, TILE
-from onepass.specs.gemv_norm import GemvCall, gemv_spec
-from onepass.specs.linear import ACTIVATIONS, LinearCall, LinearSpec, linear_spec
+from onepass.ops.gemv_norm import cpu as gemv_norm
+from onepass.ops.gemv_norm.spec import GemvCall, gemv_spec
+from onepass.ops.linear import cpu as linear
+from onepass.ops.linear.spec import ACTIVATIONS, LinearCall, LinearSpec, linear_spec
 from onepass.testing.case import same_bytes
 from tests.helpers.cpu_gemv_reference import FP8
 from tests.helpers.cpu_linear_reference import INT8, SPECS, Case, activation64, case, same, without

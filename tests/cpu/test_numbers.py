@@ -11,9 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
-from onepass.cpu import compiler
-from onepass.cpu.emit import bf16, bits, lookup, math_functions, prologue, vec
-from onepass.cpu.emit import function as _function
+from onepass.cpu import compile as compiler
+from onepass.cpu.llvm import bf16, bits, lookup, math_functions, prologue, vec
+from onepass.cpu.llvm import function as _function
 from onepass.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from onepass.prologues import OPCODES
 from tests.helpers.cpu_reference import BF16, F16, F32, INF, NAN, random_bits

@@ -20,8 +20,12 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from onepass.cpu import compiler, launcher, object_cache, rms_norm, rms_norm_kernels
-from onepass.specs.rms_norm import RowSpec
+from onepass.cpu import cache as object_cache
+from onepass.cpu import compile as compiler
+from onepass.cpu import launch as launcher
+from onepass.ops.rms_norm import cpu as rms_norm
+from onepass.ops.rms_norm import cpu_kernel as rms_norm_kernels
+from onepass.ops.rms_norm.spec import RowSpec
 from tests.helpers.cpu_reference import SPECS, Case
 
 
@@ -284,10 +288,10 @@ def test_different_specs_have_different_files() -> None:
 def test_warm_start_does_not_import_the_code_generator(cache: Path) -> None:
     """A process that finds its kernel on disk does not need it."""
     program = (
-        "import sys, torch, onepass.cpu.rms_norm as r; from onepass.specs.rms_norm import row_spec;"
+        "import sys, torch, onepass.ops.rms_norm.cpu as r; from onepass.ops.rms_norm.spec import row_spec;"
         "assert 'llvmlite' not in sys.modules;"
         "r.precompile(row_spec(torch.bfloat16, torch.bfloat16, None, torch.bfloat16, 'once'));"
-        "print(sorted({'onepass.cpu.rms_norm_kernels', 'onepass.cpu.emit.vec'} & set(sys.modules)))"
+        "print(sorted({'onepass.ops.rms_norm.cpu_kernel', 'onepass.cpu.llvm.vec'} & set(sys.modules)))"
     )
     source = str(Path(rms_norm.__file__).parents[2])
     environment = {**os.environ, "ONEPASS_CACHE_DIR": str(cache), "PYTHONPATH": source}

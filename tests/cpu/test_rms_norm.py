@@ -13,11 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
-from onepass.cpu import compiler, launcher, rms_norm
+from onepass.cpu import compile as compiler
+from onepass.cpu import launch as launcher
 from onepass.formats import E4M3FN, E4M3FNUZ, ScaleRule
+from onepass.ops.mla_cache.spec import MAX_LATENT, MAX_ROPE, mla_spec
+from onepass.ops.rms_norm import cpu as rms_norm
+from onepass.ops.rms_norm.spec import RowSpec
 from onepass.rope import RopeStyle
-from onepass.specs.mla_cache import MAX_LATENT, MAX_ROPE, mla_spec
-from onepass.specs.rms_norm import RowSpec
 from tests.helpers.cpu_reference import (
     BF16,
     F16,

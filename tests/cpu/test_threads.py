@@ -16,9 +16,10 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 import onepass
-from onepass.cpu import mla_cache, rms_norm
 from onepass.cpu import threads as thread_layer
-from onepass.specs.rms_norm import row_spec
+from onepass.ops.mla_cache import cpu as mla_cache
+from onepass.ops.rms_norm import cpu as rms_norm
+from onepass.ops.rms_norm.spec import row_spec
 from tests.helpers.cpu_reference import BF16, F32, SPECS, Case
 
 

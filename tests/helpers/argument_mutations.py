@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from onepass.contract.declaration import Contract, Option, short
+from onepass.core.contract import Contract, Option, short
 
 _NAMES: Final = (
     "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 "

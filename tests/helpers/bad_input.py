@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.contract.declaration import Contract
+from onepass.core import op as registration
+from onepass.core.contract import Contract
 from onepass.formats import FP8_FORMATS, QUANT_FORMATS, QUANT_SCALE_FORMATS
-from onepass.ops import gemv_norm, gemv_norm_contract, mla_cache, qk_cache, registration
-from onepass.ops import qk_norm as qk
-from onepass.ops import rms_norm as rows
-from onepass.ops.linear import LINEAR
-from onepass.ops.qk_norm_contract import QK_RMS_NORM_HEADS
-from onepass.ops.rms_norm_finish import LAYER_NORM
+from onepass.ops.gemv_norm import contract as gemv_norm_contract
+from onepass.ops.gemv_norm import op as gemv_norm
+from onepass.ops.linear.op import LINEAR
+from onepass.ops.mla_cache import op as mla_cache
+from onepass.ops.qk_cache import op as qk_cache
+from onepass.ops.qk_norm import op as qk
+from onepass.ops.qk_norm.contract import QK_RMS_NORM_HEADS
+from onepass.ops.rms_norm import op as rows
+from onepass.ops.rms_norm.finish import LAYER_NORM
 from onepass.trace import TraceBuf
 from tests.helpers.contract_oracle import faults
 from tests.helpers.valid_calls import (

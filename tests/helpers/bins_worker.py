@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from onepass.gpu.chip import INTERPRETER
+from onepass.gpu.lib.bins import bin_squares, sum_bins, sum_bins_and_peak
+from onepass.gpu.lib.row import tile_columns
+from onepass.gpu.tuning.table import Regime, Variant
+from onepass.ops.rms_norm.gpu_tile import RowConfig, row_bins, row_config
 from onepass.testing.interpreter import quick_interpreter
-from onepass.triton.chip import INTERPRETER
-from onepass.triton.device.bins import bin_squares, sum_bins, sum_bins_and_peak
-from onepass.triton.device.row import tile_columns
-from onepass.triton.rms_norm_config import RowConfig, row_bins, row_config
-from onepass.triton.tuning.table import Regime, Variant
 
 
 @triton.jit

@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
-from onepass.cpu import compiler, object_cache, threads
+from onepass.cpu import cache as object_cache
+from onepass.cpu import compile as compiler
+from onepass.cpu import threads
 from tools import concurrency
 
 TEAM = 4

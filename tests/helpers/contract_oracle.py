@@ -1,7 +1,7 @@
-"""An independent reading of a `Contract`, to test the code that `onepass.contract.validation` generates.
+"""An independent reading of a `Contract`, to test the code that `onepass.core.check` generates.
 
 `faults` examines every argument and continues after a fault, where validation stops at the first. It shares no code with
-validation or with `onepass.fastpath.memory`: shapes are matched symbol by symbol, memory is compared address by address.
+validation or with `onepass.core.memory`: shapes are matched symbol by symbol, memory is compared address by address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.contract.declaration import Arg, Contract, Option, Out
+from onepass.core.contract import Arg, Contract, Option, Out
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "float": (numbers.Real,),

@@ -12,12 +12,13 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 
-from onepass.cpu import compiler, rms_norm
-from onepass.cpu.launcher import Family, Kernel, ir_of
+from onepass.core.layout import geometry
+from onepass.cpu import compile as compiler
+from onepass.cpu.launch import Family, Kernel, ir_of
 from onepass.formats import E4M3FN, E4M3FNUZ, Fp8Format, ScaleRule
-from onepass.prologues import Prologue, exp, minimum, prologue, silu_and_mul, tanh
-from onepass.specs.layout import geometry
-from onepass.specs.rms_norm import Operand, RowCall, RowSpec, row_spec
+from onepass.ops.rms_norm import cpu as rms_norm
+from onepass.ops.rms_norm.spec import RowCall, RowSpec, row_spec
+from onepass.prologues import Operand, Prologue, exp, minimum, prologue, silu_and_mul, tanh
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 INF, NAN = float("inf"), float("nan")

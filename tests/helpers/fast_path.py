@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.contract.declaration import Arg, Contract, Option, Out
-from onepass.fastpath import native, replay
-from onepass.fastpath.call import compile_call
-from onepass.fastpath.plan import Step
+from onepass.core import native, replay
+from onepass.core.call import compile_call
+from onepass.core.contract import Arg, Contract, Option, Out
+from onepass.core.plan import Step
 from onepass.formats import FLOATS
 
 CONTRACT = Contract(

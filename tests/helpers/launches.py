@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from onepass.triton import compiler, launcher
-from onepass.triton.compiler import Build
-from onepass.triton.launcher import Family, arguments_by_name
+from onepass.gpu import compile as compiler
+from onepass.gpu import launch as launcher
+from onepass.gpu.compile import Build
+from onepass.gpu.launch import Family, arguments_by_name
 from tools.evidence import records
 
 

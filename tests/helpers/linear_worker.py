@@ -15,18 +15,21 @@ import triton
 import triton.language as tl
 
 import onepass
-from onepass.specs.gemv_norm import SCALE_BLOCK, WeightScale
-from onepass.specs.linear import LinearSpec
+from onepass.formats import SCALE_BLOCK, WeightScale
+from onepass.gpu import product_tile as product_config
+from onepass.gpu.chip import Chip
+from onepass.gpu.compile import Build
+from onepass.gpu.lib import product
+from onepass.gpu.lib.codes import decode
+from onepass.gpu.product_tile import PieceTile, has_blocks, order_of
+from onepass.gpu.tuning.table import PieceKind
+from onepass.ops.linear import gpu as linear
+from onepass.ops.linear import gpu_decode as decoded
+from onepass.ops.linear import gpu_tile as linear_config
+from onepass.ops.linear.gpu_tile import LinearConfig
+from onepass.ops.linear.spec import LinearSpec
 from onepass.testing.linear import BF16, E4M3, F16, F32, INT8, Case
 from onepass.testing.runner import run_case, running_on
-from onepass.triton import decoded, linear, linear_config, product_config
-from onepass.triton.chip import Chip
-from onepass.triton.compiler import Build
-from onepass.triton.device import product
-from onepass.triton.device.codes import decode
-from onepass.triton.linear_config import LinearConfig
-from onepass.triton.product_config import PieceTile, has_blocks, order_of
-from onepass.triton.tuning.table import PieceKind
 
 SILU = {"activation": "silu_mul"}
 

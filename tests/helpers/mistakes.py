@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.contract.declaration import Contract, Option
+from onepass.core.contract import Contract, Option
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onepass import PagedKVCache, fused_rope_rmsnorm_quantization
-from onepass.ops import mla_cache
+from onepass.ops.mla_cache import op as mla_cache
 from onepass.testing.samples import sample
 
 CONTRACT = mla_cache.FUSED_ROPE_RMSNORM_QUANTIZATION

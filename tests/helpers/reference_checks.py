@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.ops.dispatch import launching_with
+from onepass.core.backend import launching_with
 from onepass.testing.case import same_bytes
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.contract.declaration import Contract
-from onepass.contract.validation import validation_of
-from onepass.ops import mla_cache, qk_cache
-from onepass.ops import rms_norm as rows
-from onepass.ops.linear import LINEAR
-from onepass.ops.rms_norm_finish import LAYER_NORM
+from onepass.core.check import validation_of
+from onepass.core.contract import Contract
+from onepass.ops.linear.op import LINEAR
+from onepass.ops.mla_cache import op as mla_cache
+from onepass.ops.qk_cache import op as qk_cache
+from onepass.ops.rms_norm import op as rows
+from onepass.ops.rms_norm.finish import LAYER_NORM
 from onepass.testing.samples import sample
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32

@@ -20,10 +20,10 @@ pytest.importorskip("transformers")
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
+from onepass.core.backend import launching_with
 from onepass.integrations.angles import OTHER_ANGLES
 from onepass.integrations.counts import Counts
-from onepass.ops.dispatch import launching_with
-from onepass.specs.linear import LinearSpec
+from onepass.ops.linear.spec import LinearSpec
 from tests.helpers.models import close, fresh, small, tokens
 
 LINEAR, CACHE, ATTENTION, NORM = (

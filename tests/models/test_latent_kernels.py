@@ -10,9 +10,11 @@ from torch import Tensor
 
 import onepass
 from onepass.integrations import decode_latent
-from onepass.ops import attention, head_product, latent_attention
-from onepass.specs.head_product import HeadCall
-from onepass.specs.latent_attention import LatentCall
+from onepass.ops.attention import op as attention
+from onepass.ops.head_product import op as head_product
+from onepass.ops.head_product.spec import HeadCall
+from onepass.ops.latent_attention import op as latent_attention
+from onepass.ops.latent_attention.spec import LatentCall
 
 pytest.importorskip("transformers")
 

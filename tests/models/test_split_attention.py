@@ -12,8 +12,8 @@ from torch import Tensor
 import onepass
 from onepass.integrations import decode_attention, unsplit
 from onepass.integrations.biases import biases
-from onepass.ops import attention
-from onepass.specs.attention import AttentionCall
+from onepass.ops.attention import op as attention
+from onepass.ops.attention.spec import AttentionCall
 
 pytest.importorskip("transformers")
 

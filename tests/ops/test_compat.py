@@ -11,8 +11,8 @@ from torch import Tensor
 
 import onepass
 from onepass.compat import flashinfer, vllm, vllm_0_19
+from onepass.core.backend import launching_with
 from onepass.integrations import vllm as plugin
-from onepass.ops.dispatch import launching_with
 from onepass.testing.quantized import Quantized, described
 from tools import vllm_bytes
 

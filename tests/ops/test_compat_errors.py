@@ -12,7 +12,7 @@ from torch import Tensor
 
 import onepass
 from onepass.compat import flashinfer, sglang, vllm, vllm_0_19
-from onepass.ops.dispatch import launching_with
+from onepass.core.backend import launching_with
 
 BF16, FP8, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
 

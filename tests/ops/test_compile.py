@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
-from onepass.ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8
+from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_FP8
 from onepass.prologues import silu_and_mul
 from onepass.testing.case import same_bytes
 from onepass.testing.samples import sample

@@ -17,8 +17,8 @@ import torch
 
 pytest.importorskip("llvmlite")
 
+from onepass.core import replay
 from onepass.cpu import threads as _parallel
-from onepass.fastpath import replay
 from onepass.testing.case import same_bytes
 from tools import concurrency
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import onepass
 from onepass import GmemTrace
-from onepass.cpu import gemv_norm as cpu_gemv_norm
+from onepass.core.backend import launching_with
 from onepass.cpu import sizes
 from onepass.errors import ContractError
-from onepass.ops import gemv_norm
-from onepass.ops.dispatch import launching_with
+from onepass.ops.gemv_norm import cpu as cpu_gemv_norm
+from onepass.ops.gemv_norm import op as gemv_norm
 from onepass.testing import oracle
 from onepass.testing.case import poison, same_bytes
 from tests.helpers.gemv_inputs import all_same, inputs

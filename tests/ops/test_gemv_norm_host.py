@@ -148,9 +148,9 @@ def test_counter_is_not_read_outside_debug_mode(monkeypatch: pytest.MonkeyPatch)
 
 def test_recorded_calls_are_checked_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a recorded call skips the kernel function, but not in debug mode."""
-    from onepass.contract.validation import Writer
-    from onepass.fastpath import call
-    from onepass.ops.gemv_norm import GEMV, GEMV_WITH_SCRATCH
+    from onepass.core import call
+    from onepass.core.check import Writer
+    from onepass.ops.gemv_norm.op import GEMV, GEMV_WITH_SCRATCH
 
     def condition(contract: Any) -> str:
         write = Writer(contract, eager=True)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.core.backend import launching_with
 from onepass.errors import ContractError
-from onepass.ops.dispatch import launching_with
-from onepass.ops.gemv_norm import GEMV, GEMV_WITH_SCRATCH
+from onepass.gpu import counters
+from onepass.ops.gemv_norm.op import GEMV, GEMV_WITH_SCRATCH
 from onepass.testing.case import poison, same_bytes
 from onepass.testing.samples import sample
-from onepass.triton import counters
 from tests.helpers.bad_input import RawTrace
 from tests.helpers.gemv_inputs import all_same, inputs
 from tests.helpers.gemv_inputs import seed as seed
@@ -303,7 +303,7 @@ class TestCounter:
 
     @pytest.mark.parametrize("threads", [1, 2])
     def test_is_zero_again_and_works_for_any_shape(self, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        from onepass.cpu import gemv_norm
+        from onepass.ops.gemv_norm import cpu as gemv_norm
 
         monkeypatch.setattr(gemv_norm, "SERIAL_BELOW", 0)
         before, counter = torch.get_num_threads(), torch.zeros(5, dtype=I32)

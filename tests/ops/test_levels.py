@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.ops.dispatch import launching_with
-from onepass.specs.layout import geometry, smallest_dimension
+from onepass.core.backend import launching_with
+from onepass.core.layout import geometry, smallest_dimension
 from onepass.testing.case import lay_out, same_bytes
 
 LEAD = (2, 3, 4, 2)

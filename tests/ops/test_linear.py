@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.core.backend import launching_with
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
-from onepass.ops.dispatch import launching_with
-from onepass.specs.linear import ACTIVATIONS, LinearCall
+from onepass.ops.linear.spec import ACTIVATIONS, LinearCall
 from onepass.testing.case import poison, same_bytes
 from onepass.testing.weights import scales, whole_numbers
 from tests.helpers.pairs import Pair, covering, every_pair, pairs_of

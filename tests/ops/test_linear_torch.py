@@ -11,7 +11,7 @@ from torch import Tensor
 
 import onepass
 from onepass.errors import ContractError
-from onepass.ops.linear import LINEAR
+from onepass.ops.linear.op import LINEAR
 from onepass.testing.case import same_bytes
 from tests.helpers.valid_calls import blocks_arguments, linear_arguments, names, with_outputs
 

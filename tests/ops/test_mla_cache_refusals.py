@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass import PagedKVCache
 from onepass.errors import ContractError
-from onepass.ops import mla_cache
+from onepass.ops.mla_cache import op as mla_cache
 from onepass.testing.case import same_bytes
 from tests.helpers.mistakes import Mistake, mistakes
 from tests.helpers.mla_inputs import CONTRACT, FP8, SLOTS, Call, angles, positional

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import onepass
 from onepass.bench import host
-from onepass.fastpath import build, native
-from onepass.ops import registration
+from onepass.core import build, native
+from onepass.core import op as registration
 from onepass.testing.case import same_bytes
 from tools.fuzz import OPS, cases, numbered
 from tools.fuzz.paths import compared
@@ -248,22 +248,22 @@ def test_many_calls_with_changing_shapes_do_not_grow_memory() -> None:
 def test_python_does_without_the_extension() -> None:
     code = """
 import torch, onepass
-from onepass.fastpath import native
+from onepass.core import native
 x, gamma = torch.tensor([[3.0, 4.0]]), torch.ones(2)
 for _ in range(4):
     y = onepass.rms_norm(x, gamma, eps=0.0)
 print(native.describe(), torch.equal(y, torch.tensor([[3.0, 4.0]]) / 12.5**0.5))
 """
     assert run(code, ONEPASS_NATIVE="0") == "off (ONEPASS_NATIVE=0) True\n"
-    blocked = "import sys; sys.modules['onepass.fastpath._native'] = None\n" + code
+    blocked = "import sys; sys.modules['onepass.core._native'] = None\n" + code
     told = run(blocked)
     assert told.startswith("not built") and told.endswith("True\n")
 
 
 _STALE = """
 import importlib.util, sys
-spec = importlib.util.spec_from_file_location("onepass.fastpath._native", PATH)
-module = sys.modules["onepass.fastpath._native"] = importlib.util.module_from_spec(spec)
+spec = importlib.util.spec_from_file_location("onepass.core._native", PATH)
+module = sys.modules["onepass.core._native"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 import torch, onepass
 from onepass.cli.env import env

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import onepass
+from onepass.core.backend import launching_with
 from onepass.formats import E4M3FN, FLOATS, Quantize, Rounding
-from onepass.ops import rms_norm_call
-from onepass.ops.dispatch import launching_with
+from onepass.ops.rms_norm import call as rms_norm_call
 from onepass.testing import oracle, runner
 from onepass.testing.case import Case, Check, same_bytes
 from tools.ulps import floats

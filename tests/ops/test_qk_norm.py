@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.contract.declaration import Contract
-from onepass.contract.validation import validation_of
+from onepass.core import op as registration
+from onepass.core.backend import launching_with
+from onepass.core.check import validation_of
+from onepass.core.contract import Contract
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
-from onepass.ops import registration
-from onepass.ops.dispatch import launching_with
 from onepass.testing import oracle
 from onepass.testing.case import same_bytes
 from onepass.testing.samples import sample

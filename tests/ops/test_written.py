@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.fastpath import native, replay
-from onepass.ops import registration
+from onepass.core import native, replay
+from onepass.core import op as registration
 from tests.helpers.bad_input import dispatched_subjects
 from tests.helpers.valid_calls import names
 

@@ -29,7 +29,7 @@ from onepass.bench import (
 from onepass.bench import qk_norm as qk
 from onepass.bench import rms_norm as rows
 from onepass.cli.main import app
-from onepass.ops.dispatch import launching_with
+from onepass.core.backend import launching_with
 from onepass.testing import runner
 
 ROOT = Path(__file__).parents[2]
@@ -317,7 +317,7 @@ def wrong_norms() -> Iterator[None]:
                 tensor.view(torch.uint8).zero_()
 
     def choose(family: str) -> Any:
-        return zeros if family == "rms_norm" else import_module(f"onepass.cpu.{family}").launch
+        return zeros if family == "rms_norm" else import_module(f"onepass.ops.{family}.cpu").launch
 
     with launching_with(choose):
         yield

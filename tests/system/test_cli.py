@@ -27,7 +27,7 @@ from typer.testing import CliRunner, Result
 import onepass
 from onepass.cli import common, demo, demo_generate, demo_model, env, screen, source
 from onepass.cli.main import app, main
-from onepass.ops.dispatch import launching_with
+from onepass.core.backend import launching_with
 from onepass.testing import runner
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.core.op import _ops
 from onepass.cpu import threads as _parallel
 from onepass.formats import FLOATS
-from onepass.ops.registration import _ops
 from onepass.testing.case import lay_out, same_bytes
 from tools import determinism
 from tools.determinism import SUBJECTS, Subject, determinism_promises

@@ -21,16 +21,17 @@ pytest.importorskip("triton")
 
 import triton
 
+from onepass.gpu import chip
+from onepass.gpu import compile as compiler
+from onepass.gpu.chip import Chip
+from onepass.gpu.compile import Build
 from onepass.integrations.families import FAMILIES
+from onepass.ops.rms_norm import gpu_kernel as kernels
+from onepass.ops.rms_norm.gpu import build_for
+from onepass.ops.rms_norm.gpu_tile import row_config
 from onepass.testing import rms_norm, runner
 from onepass.testing.case import Check
 from onepass.testing.mla_cache_inputs import MlaCase
-from onepass.triton import chip, compiler
-from onepass.triton import rms_norm_kernels as kernels
-from onepass.triton.chip import Chip
-from onepass.triton.compiler import Build
-from onepass.triton.rms_norm import build_for
-from onepass.triton.rms_norm_config import row_config
 from tests.triton.test_rms_norm import norm_spec
 from tools import checks
 from tools.evidence import families, proof, published, records

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import onepass
-from onepass.cpu import rms_norm as cpu_rms_norm
-from onepass.ops.dispatch import launching_with
-from onepass.specs.rms_norm import RowCall
+from onepass.core.backend import launching_with
+from onepass.ops.rms_norm import cpu as cpu_rms_norm
+from onepass.ops.rms_norm.spec import RowCall
 from onepass.testing import runner
 from tools import fence
 

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from onepass.fastpath import native
-from onepass.fastpath.call import MAX_REMEMBERED
+from onepass.core import native
+from onepass.core.call import MAX_REMEMBERED
 from tools.soak import growth, watch
 
 DATA = Path(__file__).parents[2] / "benchmarks/cpu/growth.json"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tools.promises as promises
-from onepass.ops.rms_norm import rms_norm_fused_quant
+from onepass.ops.rms_norm.op import rms_norm_fused_quant
 from onepass.testing.runner import Result
 from tools.promises import formats
 from tools.promises.formats import format_promises

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from onepass.fastpath import build
+from onepass.core import build
 from tools import sanitize_native
 
 CALLS = """
 import torch, onepass
-from onepass.fastpath import native
+from onepass.core import native
 for x in (torch.randn(2, 64), torch.empty(0, 1, 1).expand(0, 2**40, 2**40)):
     for _ in range(3):
         try:

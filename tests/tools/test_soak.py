@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.fastpath.call import MAX_REMEMBERED
+from onepass.core import op as registration
+from onepass.core.call import MAX_REMEMBERED
 from onepass.integrations import forwards
-from onepass.ops import registration
 from tools.soak import __main__ as soak
 from tools.soak import layer as ops
 from tools.soak import watch

@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from onepass.core.backend import launching_with
 from onepass.errors import Unsupported
-from onepass.ops.attention import attend, attends
-from onepass.ops.dispatch import launching_with
-from onepass.specs.attention import SPLIT, AttentionCall
+from onepass.gpu.compile import compile_build
+from onepass.ops.attention.op import attend, attends
+from onepass.ops.attention.spec import SPLIT, AttentionCall
 from onepass.testing import attention, runner
 from onepass.testing.attention import AttentionCase, Mask
-from onepass.triton.compiler import compile_build
 from tests.helpers.interpreting import passed_checks
 from tools.evidence import proof, records
 

@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from onepass.ops.rms_norm import gpu_tile as config
 from onepass.testing import rms_norm, runner
 from onepass.testing.batch_regime import REGIMES, assuming, others
 from onepass.testing.case import Case
-from onepass.triton import rms_norm_config as config
 
 HERE = Path(__file__).parent
 

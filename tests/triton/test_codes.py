@@ -15,14 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.experimental.gluon import language as gluon
 
-from onepass.specs.gemv_norm import WeightScale, gemv_spec
-from onepass.specs.linear import linear_spec
-from onepass.triton import linear
-from onepass.triton.compiler import Build
-from onepass.triton.device import codes
-from onepass.triton.linear_config import linear_config
-from onepass.triton.tuning import tuning
-from onepass.triton.tuning.table import ANY
+from onepass.formats import WeightScale
+from onepass.gpu.compile import Build
+from onepass.gpu.lib import codes
+from onepass.gpu.tuning import tuning
+from onepass.gpu.tuning.table import ANY
+from onepass.ops.gemv_norm.spec import gemv_spec
+from onepass.ops.linear import gpu as linear
+from onepass.ops.linear.gpu_tile import linear_config
+from onepass.ops.linear.spec import linear_spec
 from tests.triton.test_gemv_norm import BF16, F8, F16, INT8
 from tests.triton.test_gemv_norm import build as gemv_build
 from tools.evidence import records

@@ -20,15 +20,19 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import onepass
-from onepass.specs.gemv_norm import MAX_ROWS, MOST_COLUMNS, SCALE_BLOCK, GemvSpec, WeightScale, gemv_spec, tiles
+from onepass.formats import SCALE_BLOCK, WeightScale
+from onepass.gpu import product_tile as product_config
+from onepass.gpu.chip import Chip
+from onepass.gpu.compile import Build, compile_build
+from onepass.gpu.lib import gemv_stream, product
+from onepass.gpu.product_tile import PieceTile, StreamTile
+from onepass.gpu.tuning import tuning
+from onepass.ops.gemv_norm import gpu as gemv_norm
+from onepass.ops.gemv_norm import gpu_kernel as gemv_norm_kernels
+from onepass.ops.gemv_norm import gpu_tile as gemv_norm_config
+from onepass.ops.gemv_norm.gpu_tile import FragmentTile, GemvConfig, gemv_config
+from onepass.ops.gemv_norm.spec import MAX_ROWS, MOST_COLUMNS, GemvSpec, gemv_spec, tiles
 from onepass.testing.runner import select
-from onepass.triton import gemv_norm, gemv_norm_config, gemv_norm_kernels, product_config
-from onepass.triton.chip import Chip
-from onepass.triton.compiler import Build, compile_build
-from onepass.triton.device import gemv_stream, product
-from onepass.triton.gemv_norm_config import FragmentTile, GemvConfig, gemv_config
-from onepass.triton.product_config import PieceTile, StreamTile
-from onepass.triton.tuning import tuning
 from tests.helpers.interpreting import passed_checks
 from tools.evidence import records
 from tools.evidence.records import lowered
@@ -85,7 +89,7 @@ def untraceable(tmp_path: Path) -> Any:
     assert not re.search(r"stamp\(|name_unit\(|if TRACED|device\.trace\b", bare)
     file = tmp_path / "_gemv_without_trace.py"
     file.write_text(bare)
-    spec = importlib.util.spec_from_file_location("onepass.triton._gemv_without_trace", file)
+    spec = importlib.util.spec_from_file_location("onepass.gpu._gemv_without_trace", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -286,9 +290,9 @@ def piece_sum(pieces: Tensor) -> Tensor:
 
 SUMS = """
 import sys, torch, triton, triton.language as tl
-from onepass.triton.device.gemv_stream import fold_fragments
-from onepass.triton.gemv_norm_config import FragmentTile
-from onepass.triton.gemv_norm_kernels import _sum_chunk
+from onepass.gpu.lib.gemv_stream import fold_fragments
+from onepass.ops.gemv_norm.gpu_tile import FragmentTile
+from onepass.ops.gemv_norm.gpu_kernel import _sum_chunk
 
 @triton.jit
 def add_chunks(x, y):

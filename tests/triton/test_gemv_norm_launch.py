@@ -13,8 +13,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import onepass
-from onepass.specs.gemv_norm import GemvCall, gemv_spec
-from onepass.triton import compiler, counters, gemv_norm
+from onepass.gpu import compile as compiler
+from onepass.gpu import counters
+from onepass.ops.gemv_norm import gpu as gemv_norm
+from onepass.ops.gemv_norm.spec import GemvCall, gemv_spec
 from tests.helpers.launches import Recorder, record
 from tests.ops.test_gemv_norm_refusals import Gpu, pretend_gpu
 from tests.triton.test_gemv_norm import BF16, F8, F32, build, plain_spec

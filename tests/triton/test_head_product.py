@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from onepass.core.backend import launching_with
 from onepass.errors import Unsupported
-from onepass.ops.dispatch import launching_with
-from onepass.ops.head_product import head_product, multiplies_heads
-from onepass.specs.head_product import HeadCall
+from onepass.gpu.compile import compile_build
+from onepass.ops.head_product.op import head_product, multiplies_heads
+from onepass.ops.head_product.spec import HeadCall
 from onepass.testing import head_product as cases
 from onepass.testing.head_product import HeadCase
-from onepass.triton.compiler import compile_build
 from tools.evidence import proof, records
 
 BF16 = torch.bfloat16

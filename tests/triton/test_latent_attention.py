@@ -10,16 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from onepass.core.backend import launching_with
 from onepass.errors import Unsupported
-from onepass.ops.dispatch import launching_with
-from onepass.ops.latent_attention import attend_latents, attends_latents
-from onepass.specs.attention import SPLIT
-from onepass.specs.latent_attention import LatentCall
+from onepass.gpu.chip import Chip
+from onepass.gpu.compile import compile_build
+from onepass.ops.attention.spec import SPLIT
+from onepass.ops.latent_attention.op import attend_latents, attends_latents
+from onepass.ops.latent_attention.spec import LatentCall
 from onepass.testing import latent_attention
 from onepass.testing.attention import Mask
 from onepass.testing.latent_attention import DEEPSEEK, LatentCase
-from onepass.triton.chip import Chip
-from onepass.triton.compiler import compile_build
 from tools.evidence import proof, records
 
 BF16 = torch.bfloat16

@@ -13,15 +13,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from onepass.specs.gemv_norm import SCALE_BLOCK, WeightScale
-from onepass.specs.linear import LinearSpec, linear_spec
+from onepass.formats import SCALE_BLOCK, WeightScale
+from onepass.gpu.chip import INTERPRETER, Chip
+from onepass.gpu.compile import Build, compile_build
+from onepass.gpu.product_tile import PieceTile, StreamTile, order_of, piece_tile
+from onepass.ops.gemv_norm.gpu_tile import gemv_config
+from onepass.ops.linear import gpu as linear
+from onepass.ops.linear.gpu_tile import LinearConfig, fuses_norm, linear_config
+from onepass.ops.linear.spec import LinearSpec, linear_spec
 from onepass.testing.runner import select
-from onepass.triton import linear
-from onepass.triton.chip import INTERPRETER, Chip
-from onepass.triton.compiler import Build, compile_build
-from onepass.triton.gemv_norm_config import gemv_config
-from onepass.triton.linear_config import LinearConfig, fuses_norm, linear_config
-from onepass.triton.product_config import PieceTile, StreamTile, order_of, piece_tile
 from tests.helpers import linear_worker
 from tests.helpers.interpreting import interpret
 from tests.triton.test_gemv_norm import BF16, F8, F16, F32, INT8, OTHER_CHIPS, check_pieces, check_stream

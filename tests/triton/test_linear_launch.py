@@ -10,8 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from onepass.specs.linear import LinearCall, linear_spec
-from onepass.triton import counters, decoded, linear, rms_norm
+from onepass.gpu import counters
+from onepass.ops.linear import gpu as linear
+from onepass.ops.linear import gpu_decode as decoded
+from onepass.ops.linear.spec import LinearCall, linear_spec
+from onepass.ops.rms_norm import gpu as rms_norm
 from tests.helpers.launches import Recorder, record
 from tests.triton.test_gemv_norm import BF16, F8, F16, F32, INT8
 from tests.triton.test_gemv_norm_launch import OnDevice

@@ -18,15 +18,15 @@ pytest.importorskip("triton")
 
 import onepass
 from onepass.bench import mla_cache
+from onepass.core.backend import launching_with
 from onepass.errors import ContractError, Unsupported
-from onepass.ops.dispatch import launching_with
-from onepass.specs.mla_cache import MlaCall, MlaRows, mla_spec
+from onepass.gpu.chip import Chip
+from onepass.gpu.compile import Build, compile_build
+from onepass.gpu.tuning import tuning
+from onepass.ops.mla_cache import gpu as backend
+from onepass.ops.mla_cache.gpu_tile import MlaCut, mla_config, mla_cut, search_width
+from onepass.ops.mla_cache.spec import MlaCall, MlaRows, mla_spec
 from onepass.testing import mla_cache as mla_rope_norm
-from onepass.triton import mla_cache as backend
-from onepass.triton.chip import Chip
-from onepass.triton.compiler import Build, compile_build
-from onepass.triton.mla_cache_config import MlaCut, mla_config, mla_cut, search_width
-from onepass.triton.tuning import tuning
 from tests.helpers.interpreting import broken_promise, passed_checks
 from tests.helpers.launches import Recorder, record
 from tests.triton.test_other_chips import OTHER_CHIPS
@@ -113,9 +113,9 @@ SEARCH = """
 import sys, torch
 from onepass.testing.runner import running_on
 from dataclasses import replace
-from onepass.triton import mla_cache_config
-from onepass.triton.chip import INTERPRETER
-from onepass.triton.tuning import tuning
+from onepass.gpu import mla_cache_config
+from onepass.gpu.chip import INTERPRETER
+from onepass.gpu.tuning import tuning
 import onepass
 table = tuning(INTERPRETER)
 narrow = replace(table, mla=replace(table.mla, search_widths=(1, 4)))

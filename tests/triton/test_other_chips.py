@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from onepass.gpu.chip import Chip
+from onepass.gpu.compile import Build, compile_build
 from onepass.testing import rms_norm
-from onepass.triton.chip import Chip
-from onepass.triton.compiler import Build, compile_build
 from tools.evidence import proof
 
 OTHER_CHIPS = [Chip("cuda", 80, 32), Chip("cuda", 100, 32), Chip("hip", "gfx942", 64), Chip("hip", "gfx950", 64)]

@@ -14,14 +14,14 @@ pytest.importorskip("triton")
 
 import onepass
 from onepass.bench import qk_cache as bench
+from onepass.core.backend import launching_with
 from onepass.errors import ContractError, Unsupported
-from onepass.ops.dispatch import launching_with
-from onepass.specs.qk_cache import QkCacheCall, Turn
+from onepass.gpu.chip import Chip
+from onepass.gpu.compile import Build, compile_build
+from onepass.ops.qk_cache import gpu as backend
+from onepass.ops.qk_cache.gpu_tile import qk_cache_config
+from onepass.ops.qk_cache.spec import QkCacheCall, Turn
 from onepass.testing import qk_cache
-from onepass.triton import qk_cache as backend
-from onepass.triton.chip import Chip
-from onepass.triton.compiler import Build, compile_build
-from onepass.triton.qk_cache_config import qk_cache_config
 from tests.helpers.interpreting import broken_promise, passed_checks
 from tests.triton.test_other_chips import OTHER_CHIPS
 from tools.evidence import attentions, proof, records

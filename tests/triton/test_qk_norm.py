@@ -17,15 +17,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import onepass
+from onepass.core.layout import Geometry
 from onepass.errors import Unsupported
-from onepass.specs.layout import Geometry
-from onepass.specs.qk_norm import QkCall, QkRows, RopeRule, qk_spec
+from onepass.gpu.chip import Chip
+from onepass.gpu.compile import Build, compile_build
+from onepass.gpu.lib import tree as _tree
+from onepass.ops.qk_norm import gpu as backend
+from onepass.ops.qk_norm.gpu_tile import QK_FOLD, qk_config
+from onepass.ops.qk_norm.spec import QkCall, QkRows, RopeRule, qk_spec
 from onepass.testing import qk_norm
-from onepass.triton import qk_norm as backend
-from onepass.triton.chip import Chip
-from onepass.triton.compiler import Build, compile_build
-from onepass.triton.device import tree as _tree
-from onepass.triton.qk_norm_config import QK_FOLD, qk_config
 from tests.helpers.launches import Recorder, record
 from tests.triton.test_other_chips import OTHER_CHIPS
 from tools.evidence import proof, records

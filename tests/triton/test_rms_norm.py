@@ -20,17 +20,17 @@ import onepass
 pytest.importorskip("triton")
 
 from onepass.formats import E4M3FN, QUANTIZED, ROUNDINGS, ScaleRule
-from onepass.prologues import dequantize
-from onepass.specs.rms_norm import Operand, RowSpec, row_spec
+from onepass.gpu import compile as compiler
+from onepass.gpu.chip import INTERPRETER, Chip
+from onepass.gpu.compile import Build
+from onepass.gpu.tuning.table import Regime, Variant
+from onepass.ops.rms_norm.gpu import build_for, variant_of
+from onepass.ops.rms_norm.gpu_tile import RowConfig, row_bins, row_config, row_unit
+from onepass.ops.rms_norm.spec import RowSpec, row_spec
+from onepass.prologues import Operand, dequantize
 from onepass.testing import rms_norm, runner
 from onepass.testing.batch_regime import others
 from onepass.testing.case import Check
-from onepass.triton import compiler
-from onepass.triton.chip import INTERPRETER, Chip
-from onepass.triton.compiler import Build
-from onepass.triton.rms_norm import build_for, variant_of
-from onepass.triton.rms_norm_config import RowConfig, row_bins, row_config, row_unit
-from onepass.triton.tuning.table import Regime, Variant
 from tests.helpers.interpreting import passed_checks
 from tests.triton.test_interpreter import INTERPRETED
 from tests.triton.test_other_chips import OTHER_CHIPS

@@ -11,9 +11,9 @@ import torch
 
 import onepass
 from onepass.formats import QUANT_FORMATS
+from onepass.gpu.tuning.table import Regime
 from onepass.testing import runner
 from onepass.testing.batch_regime import REGIMES, assuming
-from onepass.triton.tuning.table import Regime
 from tests.helpers.interpreting import interpret, passed_checks
 from tests.triton.test_interpreter import PROGRAM
 from tools.evidence import records

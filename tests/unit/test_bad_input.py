@@ -13,9 +13,9 @@ from torch import Tensor
 
 import onepass
 from onepass import nn
+from onepass.core import replay
+from onepass.core.backend import launching_with
 from onepass.errors import ContractError, Unsupported
-from onepass.fastpath import replay
-from onepass.ops.dispatch import launching_with
 from tests.helpers import bad_input
 from tests.helpers.argument_mutations import Mutation, mutations
 from tests.helpers.bad_input import Subject

@@ -15,13 +15,17 @@ import pytest
 import torch
 
 import onepass
-from onepass.contract.declaration import Arg, Contract, Option, Out, moved_bytes
-from onepass.contract.validation import validation_of
+from onepass.core.check import validation_of
+from onepass.core.contract import Arg, Contract, Option, Out, moved_bytes
+from onepass.core.op import generated_sources
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
-from onepass.ops import gemv_norm, linear, mla_cache, qk_norm_contract, rms_norm
-from onepass.ops.registration import generated_sources
-from onepass.ops.rms_norm import RMS_NORM, RMS_NORM_FUSED_FP8
+from onepass.ops.gemv_norm import op as gemv_norm
+from onepass.ops.linear import op as linear
+from onepass.ops.mla_cache import op as mla_cache
+from onepass.ops.qk_norm import contract as qk_norm_contract
+from onepass.ops.rms_norm import op as rms_norm
+from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_FP8
 from onepass.testing.samples import sample
 from tests.helpers.contract_oracle import option_is_legal
 from tests.helpers.mistakes import Mistake, mistakes

@@ -14,10 +14,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from onepass.fastpath import cuda_launch
-from onepass.fastpath.cuda_launch import Direct, direct
+from onepass.core import cuda_launch
+from onepass.core.cuda_launch import Direct, direct
+from onepass.gpu.compile import compile_build
 from onepass.testing import rms_norm
-from onepass.triton.compiler import compile_build
 from tools.evidence import proof, records
 
 KINDS = ("*bf16", "i64", "i32", "fp32", "*fp32")

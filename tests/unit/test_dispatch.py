@@ -12,15 +12,17 @@ import torch
 
 pytest.importorskip("triton")
 
+from onepass.core.layout import Geometry
 from onepass.formats import E4M3FN, ScaleRule
-from onepass.prologues import silu_and_mul
-from onepass.specs.layout import Geometry
-from onepass.specs.rms_norm import Operand, RowCall, RowSpec, row_spec
-from onepass.triton import compiler, counters, launcher
-from onepass.triton import rms_norm as backend
-from onepass.triton.chip import Chip
-from onepass.triton.rms_norm_config import row_config
-from onepass.triton.tuning import h200, tuning
+from onepass.gpu import compile as compiler
+from onepass.gpu import counters
+from onepass.gpu import launch as launcher
+from onepass.gpu.chip import Chip
+from onepass.gpu.tuning import h200, tuning
+from onepass.ops.rms_norm import gpu as backend
+from onepass.ops.rms_norm.gpu_tile import row_config
+from onepass.ops.rms_norm.spec import RowCall, RowSpec, row_spec
+from onepass.prologues import Operand, silu_and_mul
 from tests.helpers.launches import Recorder, record
 from tools.evidence import records
 

@@ -13,46 +13,50 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
-BASE = {"errors", "formats", "contract", "rope", "prologues", "specs", "fastpath", "kvcache", "trace", "weights"}
-LIBRARY = {*BASE, "ops", "nn", "dist", "compat", "integrations"}
-BACKENDS = {"cpu", "triton"}
+FACE = {"errors", "formats", "rope", "prologues", "kvcache", "trace", "weights"}
+LIBRARY = {*FACE, "core", "ops", "ops.spec", "nn", "dist", "compat", "integrations"}
+BACKENDS = {"cpu", "gpu", "ops.cpu", "ops.gpu"}
+KERNELS = {"core", "errors", "formats", "prologues"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "formats": set(),
     "rope": set(),
-    "contract": {"errors"},
-    "prologues": {"contract", "errors"},
-    "fastpath": {"contract", "errors"},
-    "kvcache": {"contract", "errors", "formats"},
-    "specs": {"formats", "prologues", "rope"},
-    "trace": {"contract", "errors"},
-    "weights": {"contract", "errors", "formats", "specs"},
-    "ops": BASE,
-    "cpu": {"errors", "fastpath", "formats", "prologues", "specs"},
-    "triton": {"errors", "fastpath", "formats", "prologues", "specs"},
-    "nn": {*BASE, "ops"},
-    "dist": {*BASE, "ops"},
-    "compat": {*BASE, "ops"},
-    "integrations": {*BASE, "ops", "nn", "onepass"},
+    "core": {"errors", "formats"},
+    "prologues": {"core", "errors"},
+    "kvcache": {"core", "errors", "formats"},
+    "trace": {"core", "errors"},
+    "weights": {"core", "errors", "formats"},
+    "cpu": KERNELS,
+    "gpu": KERNELS,
+    "ops.spec": {"core", "formats", "prologues", "rope"},
+    "ops.cpu": {*KERNELS, "cpu", "ops.spec"},
+    "ops.gpu": {*KERNELS, "gpu", "ops.spec"},
+    "ops": {*FACE, "core", "ops.spec"},
+    "nn": {*FACE, "core", "ops", "ops.spec"},
+    "dist": {*FACE, "core", "ops", "ops.spec"},
+    "compat": {*FACE, "core", "ops", "ops.spec"},
+    "integrations": {*FACE, "core", "ops", "ops.spec", "nn", "onepass"},
     "testing": {*LIBRARY, *BACKENDS},
     "bench": {*LIBRARY, *BACKENDS, "testing", "onepass"},
     "cli": {*LIBRARY, *BACKENDS, "testing", "bench", "onepass"},
     "__main__": {"cli"},
     "onepass": LIBRARY,
 }
-"""What each top-level package or module of onepass may import. "onepass" is the package itself."""
+"""What each room of onepass may import. "onepass" is the package itself. An op's folder has four rooms: what its kernels
+compute (spec.py), the kernels for each backend (cpu*.py, gpu*.py), and the rest."""
 
 LAZY = {
     "__init__.py": "`import onepass` must not import what most programs do not use",
     "compat/__init__.py": "each module mirrors one library",
     "dist": "DTensor is slow to import",
-    "fastpath/build.py": "programs that only call ops compile nothing",
+    "core/build.py": "programs that only call ops compile nothing",
     "integrations/__init__.py": "transformers is optional",
     "integrations/vllm.py": "vLLM is optional",
     "integrations/kernels.py": "Hugging Face kernels is optional",
     "trace/__init__.py": "programs that only record a trace need no page",
+    "ops": "kernel generators and llvmlite load only when a kernel is not in the object cache",
     "cpu": "kernel generators and llvmlite load only when a kernel is not in the object cache",
-    "triton": "the interpreter is only needed without a GPU",
+    "gpu": "the interpreter is only needed without a GPU",
     "testing": "Triton is optional",
     "bench": "peers and Triton are optional",
     "cli": "each command imports what it needs, so that `onepass --help` is fast",
@@ -62,10 +66,10 @@ LAZY = {
 BY_NAME = {
     "__init__.py": "imported at first use",
     "compat/__init__.py": "imported at first use",
-    "ops/dispatch.py": "a family in the backend of a device",
+    "core/backend.py": "a family in the backend of a device",
     "testing/runner.py": "a family in the interpreter",
-    "cpu/launcher.py": "code generators, only where a kernel must be compiled",
-    "triton/tuning/__init__.py": "one module per chip",
+    "cpu/launch.py": "code generators, only where a kernel must be compiled",
+    "gpu/tuning/__init__.py": "one module per chip",
     "cli/source.py": "the backends that are installed",
 }
 """Files that may import modules by a computed name, and why."""
@@ -91,9 +95,14 @@ def module_name(path: Path) -> str:
 
 
 def package(module: str) -> str:
-    """The package or module directly below onepass, or another root (tools, tests)."""
+    """The room of a module: the package or module directly below onepass, a part of an op, or another root."""
     root, *rest = module.split(".")
-    return rest[0] if root == "onepass" and rest else root
+    if root != "onepass" or not rest:
+        return root
+    if rest[0] == "ops" and len(rest) == 3:
+        part = rest[2].split("_")[0]
+        return f"ops.{part}" if part in ("spec", "cpu", "gpu") else "ops"
+    return rest[0]
 
 
 @cache

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
-from onepass.fastpath import native, replay
+from onepass.core import native, replay
 from tests.helpers.fast_path import NO_OPTIONS, Driver, Op, rows
 
 pytestmark = pytest.mark.skipif(native.describe() != "on", reason=f"the extension: {native.describe()}")

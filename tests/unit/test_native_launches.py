@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.fastpath import cuda_launch, native, plan, replay
+from onepass.core import cuda_launch, native, plan, replay
 from tests.helpers.fast_path import Driver, Memory, Op, rows
 
 pytestmark = pytest.mark.skipif(native.describe() != "on", reason=f"the extension: {native.describe()}")

@@ -192,7 +192,7 @@ def test_rejected_at_decoration(function: Callable[..., Any], why: str) -> None:
 
 def test_every_dialect_prints_every_operation() -> None:
     pytest.importorskip("triton")
-    from onepass.triton.prologue import DIALECT
+    from onepass.gpu.prologue import DIALECT
 
     assert set(DIALECT) == prologues.OPCODES
     used = {i.op for i in all_helpers.program}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.contract.declaration import Arg, Contract, Option, Out
-from onepass.fastpath import replay
+from onepass.core import replay
+from onepass.core.contract import Arg, Contract, Option, Out
 from onepass.formats import FLOATS
 from tests.helpers.fast_path import Memory, unwatched_call
 

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onepass.bench.timing import Behind, graph_times
 from onepass.integrations.unsplit import attend_unsplit
-from onepass.ops.attention import attend
+from onepass.ops.attention.op import attend
 from onepass.testing.case import same_bytes
 
 from . import common, markdown

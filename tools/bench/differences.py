@@ -25,7 +25,7 @@ from torch import Tensor
 import onepass
 from onepass.integrations import forwards
 from onepass.integrations.forwards import AttentionCall, NormCall
-from onepass.ops.qk_norm import qk_rms_norm
+from onepass.ops.qk_norm.op import qk_rms_norm
 
 from . import common
 from .agreement import own_norm, same_bytes, small_sizes

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from onepass.bench.timing import Behind
 from onepass.integrations.decode_latent import latents_by_torch, latents_in_splits
-from onepass.ops.head_product import head_product
-from onepass.ops.latent_attention import attend_latents
+from onepass.ops.head_product.op import head_product
+from onepass.ops.latent_attention.op import attend_latents
 
 from .attention import LARGE, Row, run, sized, timed
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as c10d
 
 from onepass import dist
-from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
+from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
 from tools.dist.cases import CHECKS, EPS, problem, shares
 from tools.dist.compiled import CAPTURED, COMPILED
 from tools.dist.ranks import Place, joined, launch, under_torchrun

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass import dist
-from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
+from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
 from onepass.testing import oracle
 from onepass.testing.case import same_bytes
 from onepass.testing.compare import FLOAT32_ERROR

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from onepass import ops
-from onepass.contract.declaration import Arg, Contract, Option, Out, describe, short
+from onepass.core.contract import Arg, Contract, Option, Out, describe, short
 
 PATH: Final = Path("docs/ops.md")
 _LAYOUTS: Final = {"rows": "last dimension contiguous", "dense": "contiguous", "any": "any"}

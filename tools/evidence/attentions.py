@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from onepass.ops.qk_cache import qk_norm_rope_cache
+from onepass.ops.qk_cache.op import qk_norm_rope_cache
 from onepass.rope import Rope
 from onepass.testing.qk_cache_inputs import BF16, FP8, Angles, QkCacheCase
 from tools.evidence.published import ATTENTIONS, Attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from onepass.triton.chip import Chip
+from onepass.gpu.chip import Chip
 
 BENCHMARKS: Final = Path(__file__).parents[2] / "benchmarks"
 

@@ -1,7 +1,7 @@
 """A digest of all that a kernel is compiled from: its source and that of everything it calls, without a compiler.
 
 Triton's own key contains line numbers, so it changes when code above moves. This one is made from syntax trees: comments,
-docstrings, layout and line numbers do not count.
+docstrings, layout, line numbers and the names of modules do not count.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any, Final
 import triton.language as tl
 from triton.runtime.jit import JITCallable
 
-from onepass.triton.compiler import Build
+from onepass.gpu.compile import Build
 
 _UNREAD: Final = ("ctx", "kind", "type_comment")
 """Fields of syntax trees that do not matter."""
@@ -26,6 +26,7 @@ class SourceDigests:
     def __init__(self) -> None:
         self._trees: dict[int, tuple[str, list[Any]]] = {}
         self._digests: dict[int, str] = {}
+        self._texts: dict[int, str] = {}
         self._alive: list[Any] = []  # keeps ids unique
 
     def of(self, kernel: Any) -> str:
@@ -65,22 +66,36 @@ class SourceDigests:
         if found is not None:
             return found
         plain = function.fn if isinstance(function, JITCallable) else function
-        source = function.src if isinstance(function, JITCallable) else inspect.getsource(function)
-        tree = ast.parse(inspect.cleandoc("\n" + source))
+        tree = _tree(function)
         scope = {**plain.__globals__, **inspect.getclosurevars(plain).nonlocals}
-        parts = [plain.__module__, type(function).__name__, repr(getattr(function, "noinline", None))]
+        parts = [type(function).__name__, repr(getattr(function, "noinline", None))]
         called: list[Any] = []
         for name, value in sorted(_named(tree, scope).items()):
             if _is_function(value):
                 called.append(value)
-                parts.append(f"{name}: {value.__module__}.{value.__name__}")
+                parts.append(f"{name}: {_hash(self._text(value))}")
             elif not _is_part_of_triton(value):
                 parts.append(f"{name} = {self.value(value)}")
-        _drop_docstrings(tree)
-        parts.append(_dumped(tree))
+        parts.append(self._text(function))
         self._alive.append(function)
         self._trees[id(function)] = " ".join(parts), called
         return self._trees[id(function)]
+
+    def _text(self, function: Any) -> str:
+        """A function's syntax tree as text, without docstrings."""
+        text = self._texts.get(id(function))
+        if text is None:
+            tree = _tree(function)
+            _drop_docstrings(tree)
+            text = self._texts[id(function)] = _dumped(tree)
+            self._alive.append(function)
+        return text
+
+
+def _tree(function: Any) -> ast.Module:
+    """The syntax tree of a function, jitted or plain."""
+    source = function.src if isinstance(function, JITCallable) else inspect.getsource(function)
+    return ast.parse(inspect.cleandoc("\n" + source))
 
 
 def _hash(text: str) -> str:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from onepass.formats import FLOATS
 from onepass.kvcache import PagedKVCache
-from onepass.ops.gemv_norm import gemv_and_partial_norm
-from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
-from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from onepass.ops.gemv_norm.op import gemv_and_partial_norm
+from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
+from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
 from onepass.testing import gemv_norm, qk_norm
 from onepass.testing.case import Case, Check
 from onepass.testing.mla_cache_inputs import FP8, MlaCase
@@ -29,8 +29,8 @@ from tools.evidence import attentions
 from tools.evidence.published import FAMILIES, Latent, Model, Published
 
 if TYPE_CHECKING:
-    from onepass.triton.chip import Chip
-    from onepass.triton.compiler import Build
+    from onepass.gpu.chip import Chip
+    from onepass.gpu.compile import Build
 
 BF16, F16, F32 = FLOATS
 GROUP: Final = "families"

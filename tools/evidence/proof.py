@@ -21,8 +21,8 @@ from onepass.testing.case import Check
 from onepass.testing.runner import MODULES, Result, run_cases
 
 if TYPE_CHECKING:
-    from onepass.triton.chip import Chip
-    from onepass.triton.compiler import Build
+    from onepass.gpu.chip import Chip
+    from onepass.gpu.compile import Build
     from tools.evidence.records import Proof
 
 
@@ -79,7 +79,7 @@ def unproven(path: Path, cases: Iterable[Check], chip: Chip) -> tuple[dict[str, 
 
 def proofs_of(cases: Sequence[Check], results: Sequence[Result]) -> tuple[dict[str, Proof], set[str]]:
     """What cases that ran on this GPU prove, and the configurations that a failed case launched."""
-    from onepass.triton.chip import current_chip
+    from onepass.gpu.chip import current_chip
     from tools.evidence import records
 
     chip = current_chip(torch.cuda.current_device())

@@ -11,8 +11,8 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from onepass.formats import Rounding
+from onepass.ops.qk_cache.spec import CacheRounding, NormKind
 from onepass.rope import RopeStyle
-from onepass.specs.qk_cache import CacheRounding, NormKind
 
 BF16, F16 = torch.bfloat16, torch.float16
 

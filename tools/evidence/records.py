@@ -19,9 +19,9 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars, ir
 from triton.compiler import make_backend
 
-from onepass.ops.dispatch import launching_with
-from onepass.triton.chip import Chip
-from onepass.triton.compiler import Build, compile_build, is_unproven, machine_hash, setting
+from onepass.core.backend import launching_with
+from onepass.gpu.chip import Chip
+from onepass.gpu.compile import Build, compile_build, is_unproven, machine_hash, setting
 from tools.evidence.chips import H200 as H200
 from tools.evidence.digest import SourceDigests, source_digest
 
@@ -51,7 +51,7 @@ def builds_of(call: Callable[[], Any], chip: Chip) -> list[Build]:
     found: list[Build] = []
 
     def recorder(family: str) -> Callable[..., None]:
-        builds = import_module(f"onepass.triton.{family}").builds
+        builds = import_module(f"onepass.ops.{family}.gpu").builds
         return lambda call: found.extend(builds(chip, call))
 
     with launching_with(recorder), torch.inference_mode():

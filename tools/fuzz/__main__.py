@@ -164,7 +164,7 @@ def _write(path: Path, found: dict[str, Any]) -> None:
 
 
 def _cpu() -> str:
-    from onepass.cpu.compiler import host
+    from onepass.cpu.compile import host
 
     return host()[0]
 

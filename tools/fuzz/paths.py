@@ -1,7 +1,7 @@
 """The path in C against Python's, over the calls of the fuzzer: ``python -m tools.fuzz.paths --calls 100000``.
 
 Every eager call is made on copies of its tensors: by Python, then by the path in C four times, so that the last two
-repeat what the second recorded. On a GPU it is also repeated by Python (`onepass.fastpath.replay`). Then one argument is
+repeat what the second recorded. On a GPU it is also repeated by Python (`onepass.core.replay`). Then one argument is
 spoiled, and the call is made again by both. Results, their strides, all memory that was written, and errors with their
 messages must be equal.
 """
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from onepass.bench import machine
-from onepass.fastpath import native, replay
-from onepass.ops import registration
+from onepass.core import native, replay
+from onepass.core import op as registration
 from onepass.testing.case import moved
 from onepass.testing.quantized import without_padding
 from tools.fuzz import OPS, cases, numbered

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from onepass.formats import FLOATS, FP8_FORMATS
+from onepass.ops.qk_cache.spec import CACHE_LAYOUTS, CACHE_ROUNDINGS
 from onepass.rope import STYLES
-from onepass.specs.qk_cache import CACHE_LAYOUTS, CACHE_ROUNDINGS
 from onepass.testing import qk_cache
 from onepass.testing.case import moved
 from onepass.testing.qk_cache_inputs import NORMS, Angles, QkCacheCase

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS, FP8_FORMATS, ROUNDINGS
-from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
+from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import STYLES, Rope
 from onepass.testing import bounds, qk_norm
 from onepass.testing.case import moved, same_bytes

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.ops.rms_norm import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
-from onepass.ops.rms_norm_finish import layer_norm
+from onepass.ops.rms_norm.finish import layer_norm
+from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.testing import rms_norm as testing
 from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import same_bytes
@@ -25,7 +25,7 @@ from tools.fuzz.rms_norm_configuration import PROLOGUES, STORES_NORM, RowConfigu
 from tools.fuzz.steps import InSteps, Steps
 
 if TYPE_CHECKING:
-    from onepass.triton.tuning.table import Regime
+    from onepass.gpu.tuning.table import Regime
 
 OPS = ("rms_norm", "rms_norm_fused_fp8", "rms_norm_fused_quant", "layer_norm")
 VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static", "overall")

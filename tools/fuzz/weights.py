@@ -8,8 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from onepass.formats import E4M3FN, FLOATS
-from onepass.specs.gemv_norm import SCALE_BLOCK
+from onepass.formats import E4M3FN, FLOATS, SCALE_BLOCK
 from onepass.testing.weights import whole_numbers
 from tools.fuzz.draw import PLAIN, Kind, Place, Values
 

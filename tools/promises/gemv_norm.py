@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from onepass.formats import E4M3FN, FLOATS
-from onepass.ops.gemv_norm import gemv_and_partial_norm
-from onepass.ops.linear import linear
-from onepass.ops.rms_norm import rms_norm
+from onepass.ops.gemv_norm.op import gemv_and_partial_norm
+from onepass.ops.linear.op import linear
+from onepass.ops.rms_norm.op import rms_norm
 from onepass.testing.case import same_bytes
 from tools.promises.linear import weights_of
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from onepass.formats import E4M3FN, FLOATS
-from onepass.ops.gemv_norm import gemv_and_partial_norm
-from onepass.ops.linear import linear
-from onepass.ops.rms_norm import rms_norm
+from onepass.gpu.product_tile import MOST_STATIC
+from onepass.ops.gemv_norm.op import gemv_and_partial_norm
+from onepass.ops.linear.op import linear
+from onepass.ops.rms_norm.op import rms_norm
 from onepass.testing.case import same_bytes
 from onepass.testing.weights import scales, whole_numbers
-from onepass.triton.product_config import MOST_STATIC
 
 Promise = Callable[[], str | None]
 _ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 130)

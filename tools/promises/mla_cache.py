@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onepass.formats import E4M3FN
 from onepass.kvcache import DS_MLA_BYTES, DS_MLA_COLUMNS, PagedKVCache
-from onepass.ops.mla_cache import fused_rope_rmsnorm_quantization
+from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from onepass.testing.case import same_bytes
 from tools.promises.tokens import (
     difference_of_layouts,
@@ -202,7 +202,7 @@ def _threads() -> str | None:
 
 
 def _cuts(device: str) -> str | None:
-    from onepass.triton.mla_cache import MlaCut, cut_as
+    from onepass.ops.mla_cache.gpu import MlaCut, cut_as
 
     for latent, rope, heads, tokens in ((512, 64, 16, 24), (577, 18, 3, 5), (31, 6, 1, 1)):
         x = _inputs(device, tokens, heads, latent, rope, torch.bfloat16)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from onepass.formats import E4M3FN
-from onepass.ops.qk_cache import qk_norm_rope_cache
-from onepass.ops.qk_norm import qk_rms_norm
+from onepass.ops.qk_cache.op import qk_norm_rope_cache
+from onepass.ops.qk_norm.op import qk_rms_norm
 from onepass.rope import Rope
 from onepass.testing.case import same_bytes
 from tools.promises.tokens import (
@@ -185,7 +185,7 @@ def _threads() -> str | None:
 
 
 def _programs(device: str) -> str | None:
-    from onepass.triton.qk_cache import columns_as
+    from onepass.ops.qk_cache.gpu import columns_as
 
     for heads, head, dim, tokens in (((6, 2), 128, 128, 9), ((5, 3), 80, 40, 3)):
         x = _inputs(device, tokens, head, dim, torch.bfloat16, heads)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import E4M3FN, ROUNDINGS
-from onepass.ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
+from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import Rope
 from onepass.testing.case import same_bytes
 

@@ -21,10 +21,10 @@ import torch
 
 import onepass
 from onepass.bench import machine
-from onepass.fastpath import native
-from onepass.fastpath.call import MAX_REMEMBERED
+from onepass.core import native
+from onepass.core import op as registration
+from onepass.core.call import MAX_REMEMBERED
 from onepass.nn import RMSNorm
-from onepass.ops import registration
 from tools.soak.watch import MIB, Reading, read
 
 WARM_UP: Final = 0.5

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from onepass.fastpath.call import MAX_REMEMBERED
-from onepass.ops import registration
+from onepass.core import op as registration
+from onepass.core.call import MAX_REMEMBERED
 
 QUARTERS: Final = 4
 KEPT: Final = 4000

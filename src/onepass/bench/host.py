@@ -9,8 +9,8 @@ import torch
 import onepass
 
 from ..compat import vllm
+from ..core import backend as dispatch
 from ..nn import RMSNorm
-from ..ops import dispatch
 from . import gemv_norm, linear, mla_cache, qk_cache, qk_norm
 from . import rms_norm as rows
 from .timing import alternate

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..ops.linear import linear
-from ..ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from ..ops.linear.op import linear
+from ..ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
 from . import machine
 from .workload import EPS
 

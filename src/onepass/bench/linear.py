@@ -16,8 +16,7 @@ from torch.nn import functional
 
 import onepass
 
-from ..formats import E4M3FN
-from ..specs.gemv_norm import SCALE_BLOCK
+from ..formats import E4M3FN, SCALE_BLOCK
 from .workload import EPS, Family, Problem, Workload, quantized
 
 OP, FP8, FUSED, BATCH = "linear", "linear, fp8", "linear, fused", "linear, batch"

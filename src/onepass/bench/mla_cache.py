@@ -10,9 +10,9 @@ from torch import Tensor
 
 import onepass
 
-from ..contract.declaration import moved_bytes
+from ..core.contract import moved_bytes
 from ..formats import E4M3FN
-from ..specs.mla_cache import MAX_HEADS
+from ..ops.mla_cache.spec import MAX_HEADS
 from .workload import EPS, Family, Workload, metas, normed, randoms
 from .workload import Problem as Contest
 

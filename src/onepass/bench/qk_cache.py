@@ -10,9 +10,9 @@ from torch import Tensor
 
 import onepass
 
-from ..contract.declaration import moved_bytes
+from ..core.contract import moved_bytes
 from ..formats import E4M3FN
-from ..specs.qk_cache import MAX_HEAD, MAX_HEADS
+from ..ops.qk_cache.spec import MAX_HEAD, MAX_HEADS
 from .mla_cache import entries, put
 from .workload import EPS, Family, Workload, metas, normed, randoms
 from .workload import Problem as Contest

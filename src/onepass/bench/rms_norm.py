@@ -9,7 +9,7 @@ from torch import Tensor
 
 import onepass
 
-from ..contract.declaration import moved_bytes
+from ..core.contract import moved_bytes
 from ..formats import E4M3FN
 from .workload import EPS, GROUP, Call, Family, Problem, Stream, Workload, grouped, metas, normed, quantized, randoms
 

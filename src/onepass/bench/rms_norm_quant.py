@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import onepass
 
-from ..contract.declaration import moved_bytes
+from ..core.contract import moved_bytes
 from ..formats import E2M1, E4M3FN, QUANT_FORMATS
 from .workload import EPS, Family, Problem, Workload, metas, normed, randoms
 

@@ -11,8 +11,9 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from ..cpu import compiler, threads
-from ..cpu.emit import function, vec
+from ..cpu import compile as compiler
+from ..cpu import threads
+from ..cpu.llvm import function, vec
 from .workload import Call, Stream
 
 _CHUNK = 65536

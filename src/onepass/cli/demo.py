@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ..bench.machine import label
-from ..ops.rms_norm import rms_norm_fused_fp8
+from ..ops.rms_norm.op import rms_norm_fused_fp8
 from ..prologues import prologue, sigmoid
 from ..testing import oracle
 from ..testing.case import same_bytes

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..integrations import NothingPatchedWarning, Patched, patch
 from ..integrations.forwards import AttentionCall, LayerCall, MlaCall, NormCall, add_norm
-from ..ops.gemv_norm import gemv_and_partial_norm
-from ..ops.qk_norm import qk_rms_norm
+from ..ops.gemv_norm.op import gemv_and_partial_norm
+from ..ops.qk_norm.op import qk_rms_norm
 from .common import live, progress_bar, table
 from .screen import Screen, verdict
 

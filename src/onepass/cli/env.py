@@ -14,8 +14,8 @@ from rich.text import Text
 
 from .. import __version__
 from ..bench.machine import version
-from ..contract.declaration import short
-from ..fastpath import native
+from ..core import native
+from ..core.contract import short
 from ..formats import FLOATS, FP8_CODES, GROUP_SIZES, SCALE_FORMATS
 from .common import backend_status, table
 
@@ -34,12 +34,12 @@ def _environment() -> dict[str, Any]:
     status = backend_status()
     backends: dict[str, dict[str, Any]] = {name: {"usable": ok, "why_not": why} for name, (ok, why) in status.items()}
     if status["cpu"][0]:
-        from ..cpu.launcher import describe  # needs llvmlite
+        from ..cpu.launch import describe  # needs llvmlite
 
         backends["cpu"] |= describe()
     gpus = []
     if status["triton"][0]:
-        from ..triton.chip import current_chip  # needs Triton
+        from ..gpu.chip import current_chip  # needs Triton
 
         for index in range(torch.cuda.device_count()):
             chip = current_chip(index)

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..ops import dispatch, registration
+from ..core import backend as dispatch
+from ..core import op as registration
 from ..testing import runner
 from .common import backend_status
 

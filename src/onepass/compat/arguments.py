@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from torch import SymInt, Tensor
 
-from ..contract.declaration import describe
+from ..core.contract import describe
 from ..errors import ContractError, Unsupported
 
 P = ParamSpec("P")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..errors import ContractError
-from ..ops.linear import linear
-from ..ops.qk_norm import qk_rms_norm
+from ..ops.linear.op import linear
+from ..ops.qk_norm.op import qk_rms_norm
 from .arguments import names_of_op, require_counts, require_tensors
 from .flashinfer.norm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from .vllm_attention import product, weight_of

@@ -37,10 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract.declaration import describe
+from ..core.contract import describe
 from ..errors import ContractError, Unsupported
-from ..ops.rms_norm import rms_norm as _rms_norm
-from ..ops.rms_norm import rms_norm_fused_fp8, rms_norm_fused_quant
+from ..ops.rms_norm.op import rms_norm as _rms_norm
+from ..ops.rms_norm.op import rms_norm_fused_fp8, rms_norm_fused_quant
 from .arguments import names_of_op, require_tensors
 from .vllm_attention import concat_and_cache_mla, dsv3_fused_a_gemm, fused_q_kv_rmsnorm, fused_qk_norm_rope
 

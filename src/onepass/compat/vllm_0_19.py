@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..ops.rms_norm import rms_norm as _rms_norm
+from ..ops.rms_norm.op import rms_norm as _rms_norm
 from .arguments import require_tensors
 from .vllm import (
     as_called,

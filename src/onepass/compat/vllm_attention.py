@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..contract.declaration import describe
+from ..core.contract import describe
 from ..errors import ContractError, Unsupported
 from ..kvcache import DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, pack_ds_mla
-from ..ops.linear import linear
-from ..ops.qk_norm import qk_rms_norm
+from ..ops.linear.op import linear
+from ..ops.qk_norm.op import qk_rms_norm
 from ..rope import Rope
 from .arguments import names_of_op, require_counts, require_tensors
 

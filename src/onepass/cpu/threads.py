@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import torch
 
-from ..fastpath.process import forked
-from . import compiler
+from ..core.process import forked
+from . import compile as compiler
 
 Team = Callable[[int, int, int], None]
 """``team(function address, argument address, threads)``: call the function on every thread and wait."""

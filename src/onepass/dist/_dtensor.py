@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..contract.declaration import describe
+from ..core.contract import describe
 from ..errors import ContractError
 
 

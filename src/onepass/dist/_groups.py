@@ -11,7 +11,7 @@ import torch.distributed as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from ..contract.declaration import describe
+from ..core.contract import describe
 from ..errors import ContractError
 
 Group: TypeAlias = "c10d.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str]"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..contract.declaration import describe, require_bool
+from ..core.contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import FP8_FORMATS, Rounding
-from ..ops.qk_norm import apply_qk_rms_norm, row_sum_of_squares_qk
-from ..ops.qk_norm import qk_rms_norm as local_qk_rms_norm
+from ..ops.qk_norm.op import apply_qk_rms_norm, row_sum_of_squares_qk
+from ..ops.qk_norm.op import qk_rms_norm as local_qk_rms_norm
 from ..rope import Rope
 from ._groups import GROUP_KINDS, Group, compare_ranks, debugging, group_named, named_errors, resolve
 from ._plan import QKNormPlan, find_plan, traced_plan

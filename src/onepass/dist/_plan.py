@@ -11,7 +11,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from ..contract.declaration import describe
+from ..core.contract import describe
 from ..errors import ContractError
 from ._groups import Group, describe_group, exchange, resolve
 

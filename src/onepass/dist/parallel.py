@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ..contract.declaration import describe, require_bool
+from ..core.contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import Rounding
 from ._norm import qk_rms_norm, rms_norm

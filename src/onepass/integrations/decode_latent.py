@@ -21,9 +21,9 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from ..ops.head_product import head_product, multiplies_heads
-from ..ops.latent_attention import attend_latents, attends_latents
-from ..ops.qk_cache import qk_norm_rope_cache
+from ..ops.head_product.op import head_product, multiplies_heads
+from ..ops.latent_attention.op import attend_latents, attends_latents
+from ..ops.qk_cache.op import qk_norm_rope_cache
 from .biases import biases
 from .counts import count, settle
 from .decode_attention import attend, dense_layer

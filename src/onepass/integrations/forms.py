@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
-from ..contract.declaration import describe
+from ..core.contract import describe
 from ..errors import ContractError
 from ..formats import Rounding
 from ..nn.norm import check_options
+from ..ops.rms_norm.spec import GATE_ORDERS, STATISTICS, Statistic
 from ..rope import RopeStyle
-from ..specs.rms_norm import GATE_ORDERS, STATISTICS, Statistic
 from .code import Code, NotComparable, code_of, fingerprint_of
 
 OTHER_CODE: Final = "its code is not one of the supported forms (onepass.integrations.register adds one)"

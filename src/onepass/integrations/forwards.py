@@ -24,16 +24,16 @@ from torch.nn.modules import module as torch_module
 from ..errors import ContractError
 from ..formats import Rounding
 from ..nn import gamma_of
-from ..ops.gemv_norm import gemv_and_partial_norm
-from ..ops.mla_cache import fused_rope_rmsnorm_quantization
-from ..ops.qk_cache import qk_norm_rope_cache
-from ..ops.qk_norm import qk_rms_norm
-from ..ops.rms_norm import rms_norm
-from ..ops.rms_norm_finish import layer_norm
+from ..ops.gemv_norm.op import gemv_and_partial_norm
+from ..ops.gemv_norm.spec import MAX_ROWS
+from ..ops.mla_cache.op import fused_rope_rmsnorm_quantization
+from ..ops.qk_cache.op import qk_norm_rope_cache
+from ..ops.qk_cache.spec import CacheRounding
+from ..ops.qk_norm.op import qk_rms_norm
+from ..ops.rms_norm.finish import layer_norm
+from ..ops.rms_norm.op import rms_norm
+from ..ops.rms_norm.spec import GateActivation
 from ..rope import RopeStyle
-from ..specs.gemv_norm import MAX_ROWS
-from ..specs.qk_cache import CacheRounding
-from ..specs.rms_norm import GateActivation
 
 FUSED_ROWS: Final = MAX_ROWS
 """The op's limit; up to this many tokens one launch is faster (docs/performance.md)."""

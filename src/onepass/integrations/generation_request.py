@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..contract.declaration import describe
+from ..core.contract import describe
 from ..errors import ContractError
 from .decode_state import FULL, LAYERS, PATTERNS, SLIDING, Shape, State
 

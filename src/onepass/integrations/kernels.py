@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import ContractError, Unsupported
 from ..formats import FLOATS, Rounding
-from ..ops.rms_norm import rms_norm
+from ..ops.rms_norm.op import rms_norm
 from .forms import TORCH, Norm, match
 
 __all__ = ["RMSNorm", "mapping", "repository"]

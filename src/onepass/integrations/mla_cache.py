@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..contract.declaration import describe, require_bool
+from ..core.contract import describe, require_bool
 from ..errors import ContractError
 from ..kvcache import PagedKVCache
 

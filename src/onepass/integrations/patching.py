@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..contract.declaration import describe, require_bool
+from ..core.contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS
-from ..specs.rms_norm import GATE_ACTIVATIONS
+from ..ops.rms_norm.spec import GATE_ACTIVATIONS
 from .decode_patch import WHAT, patch_decode
 from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, OtherNorm, match, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, OtherNormCall, parameters_of

@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import Parameter
 
 from ..errors import ContractError
-from ..formats import FLOATS
+from ..formats import FLOATS, SCALE_BLOCK
 from ..nn import Linear, MergedLinear
-from ..specs.gemv_norm import SCALE_BLOCK
 from ..weights import Scheme, dequantize_weight, quantize_weight
 
 SPOTS: Final = 16

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..formats import FLOATS, Rounding
-from ..ops.rms_norm import rms_norm as _rms_norm
+from ..ops.rms_norm.op import rms_norm as _rms_norm
 from .code import NotComparable, fingerprint_of
 
 __all__ = ["PROVIDER", "register"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from ..ops.rms_norm import rms_norm
+from ..ops.rms_norm.op import rms_norm
 
 __all__ = ["OnepassRMSNorm", "register"]
 

@@ -29,7 +29,7 @@ which is exact.
 
 from __future__ import annotations
 
-from ..ops.registration import write_eager_entries
+from ..core.op import write_eager_entries
 from .fp8 import LinearFP8, RMSNormFP8, quantize_rows
 from .linear import Linear, MergedLinear
 from .norm import QKNorm, RMSNorm

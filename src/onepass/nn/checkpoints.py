@@ -8,10 +8,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..contract.declaration import describe, short
+from ..core.contract import describe, short
 from ..errors import ContractError
-from ..formats import FLOATS
-from ..specs.gemv_norm import SCALE_BLOCK
+from ..formats import FLOATS, SCALE_BLOCK
 from ..weights import Scheme, codes_dtype, match_scheme, quantize_weight
 
 SCALE_NAMES: Final = ("weight_scale", "weight_scale_inv", "scale")

@@ -7,9 +7,9 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from ..contract.declaration import describe, require_bool
+from ..core.contract import describe, require_bool
 from ..errors import ContractError
-from ..ops.rms_norm import rms_norm_fused_fp8
+from ..ops.rms_norm.op import rms_norm_fused_fp8
 from ..weights import quantize_weight
 from .codes import CodesModule
 from .norm import RMSNorm, gamma_of, own, sizes_of

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 
-from ..contract.declaration import describe, require_bool
+from ..core.contract import describe, require_bool
 from ..errors import ContractError
-from ..formats import FLOATS, Rounding
-from ..ops.linear import linear
-from ..specs.gemv_norm import SCALE_BLOCK
-from ..specs.linear import ACTIVATIONS, Activation
+from ..formats import FLOATS, SCALE_BLOCK, Rounding
+from ..ops.linear.op import linear
+from ..ops.linear.spec import ACTIVATIONS, Activation
 from ..weights import BLOCK_SCHEMES, Scheme, check_scheme, codes_dtype, scale_dtype, scale_shape
 from .checkpoints import Taken, loadable, taken_from
 from .codes import INTEGERS, CodesModule

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ..contract.declaration import describe, plain_number, require_bool
+from ..core.contract import describe, plain_number, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS, Rounding
-from ..ops.qk_norm import qk_rms_norm
-from ..ops.rms_norm import RMS_NORM, RMS_NORM_OP, rms_norm
+from ..ops.qk_norm.op import qk_rms_norm
+from ..ops.rms_norm.op import RMS_NORM, RMS_NORM_OP, rms_norm
 from ..rope import Rope
 
 _EPS_NAMES: Final = ("eps", "variance_epsilon")

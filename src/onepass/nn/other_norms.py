@@ -9,12 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..contract.declaration import describe, require_bool
+from ..core.contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import Rounding
-from ..ops.rms_norm import rms_norm
-from ..ops.rms_norm_finish import layer_norm
-from ..specs.rms_norm import GateActivation, GateOrder
+from ..ops.rms_norm.finish import layer_norm
+from ..ops.rms_norm.op import rms_norm
+from ..ops.rms_norm.spec import GateActivation, GateOrder
 from .norm import RMSNorm, check_options, eps_of, gamma_of, own, sizes_of
 
 

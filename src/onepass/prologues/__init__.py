@@ -32,21 +32,40 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract.validation import run_source
+from ..core.check import run_source
 from ..errors import ContractError
 from .lowering import BINARY, BOOLEAN, COMPARE, MAX_OPERANDS, Helper, Instruction, label, lower
 
-__all__ = ["MAX_OPERANDS", "OPCODES", "Dialect", "Instruction", "Prologue", "find", "prologue"]
+__all__ = [
+    "MAX_OPERANDS",
+    "OPCODES",
+    "Dialect",
+    "Instruction",
+    "Operand",
+    "OperandKind",
+    "Prologue",
+    "find",
+    "prologue",
+]
 __all__ += ["add", "dequantize", "sigmoid_and_mul", "silu_and_mul"]
 __all__ += ["exp", "log", "maximum", "minimum", "rsqrt", "sigmoid", "silu", "sqrt", "tanh", "where"]
 
+OperandKind = Literal["full", "column", "row", "group"]
 Number = Tensor | float
 """What helpers accept if a function is called directly, without a kernel: tensors, or numbers of the body."""
+
+
+class Operand(NamedTuple):
+    """An additional tensor of a prologue: ``full`` [..., N], ``column`` [N], ``row`` [..., 1] or ``group`` [..., N / group]."""
+
+    kind: OperandKind
+    dtype: torch.dtype
+    group: int = 0
 
 
 def _tensor(value: Number, like: Number = 0.0) -> Tensor:

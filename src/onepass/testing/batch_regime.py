@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from ..fastpath import replay
+from ..core import replay
 
 if TYPE_CHECKING:
-    from ..triton.tuning.table import Regime
+    from ..gpu.tuning.table import Regime
 
 REGIMES: Final[tuple[Regime, ...]] = ("small", "large", "streaming")
 
@@ -17,7 +17,7 @@ REGIMES: Final[tuple[Regime, ...]] = ("small", "large", "streaming")
 @contextmanager
 def assuming(regime: Regime) -> Iterator[None]:
     """Configure every call for this regime. Replay is off, because it would key calls by their actual rows."""
-    from ..triton.rms_norm_config import assumed
+    from ..ops.rms_norm.gpu_tile import assumed
 
     before, replay.switch.on = replay.switch.on, False
     assumed.append(regime)
@@ -30,7 +30,7 @@ def assuming(regime: Regime) -> Iterator[None]:
 
 def others(rows: int, row_bytes: int) -> list[Regime]:
     """The regimes that give such a batch a different tile; "streaming" does so only for some row lengths."""
-    from ..triton.rms_norm_config import batch_regime
+    from ..ops.rms_norm.gpu_tile import batch_regime
 
     own, (*_, streaming) = batch_regime(rows, row_bytes), REGIMES
     return [regime for regime in REGIMES if regime != own and (regime != streaming or 8192 < row_bytes <= 16384)]

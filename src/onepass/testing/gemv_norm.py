@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOATS, FP8_FORMATS, ScaleRule
-from ..ops.gemv_norm import (
+from ..ops.gemv_norm.op import (
     GEMV,
     gemv_and_partial_norm,
     gemv_and_partial_norm_unfused_with_scratch,

@@ -10,8 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..formats import FLOATS
-from ..specs.gemv_norm import SCALE_BLOCK
+from ..formats import FLOATS, SCALE_BLOCK
 from . import oracle
 from .bounds import FLOOR, Bounds
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..formats import E4M3FN, FP8_FORMATS, SMALLEST_SCALE, ScaleRule
 from ..kvcache import DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, DS_MLA_TILE, PagedKVCache
-from ..ops.mla_cache import fused_rope_rmsnorm_quantization
+from ..ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from . import bounds, compare, oracle
 from .bounds import Bounds
 from .case import moved, same_bytes, set_special, to_cpu

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FP8_FORMATS
-from ..ops.qk_cache import qk_norm_rope_cache
+from ..ops.qk_cache.op import qk_norm_rope_cache
 from ..rope import Rope
 from . import bounds, compare, oracle
 from .bounds import Bounds

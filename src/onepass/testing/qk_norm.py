@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, ScaleRule
-from ..ops.qk_norm import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
+from ..ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from ..rope import Rope
 from . import bounds, compare, oracle
 from .case import (

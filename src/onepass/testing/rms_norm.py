@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOATS, FP8_FORMATS, QUANTIZED
-from ..ops.rms_norm import (
+from ..ops.rms_norm.finish import LAYER_NORM, layer_norm
+from ..ops.rms_norm.op import (
     RMS_NORM,
     RMS_NORM_FUSED_FP8,
     RMS_NORM_FUSED_QUANT,
@@ -19,7 +20,6 @@ from ..ops.rms_norm import (
     rms_norm_fused_fp8,
     rms_norm_fused_quant,
 )
-from ..ops.rms_norm_finish import LAYER_NORM, layer_norm
 from ..prologues import add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
 from . import bounds, compare
 from .batch_regime import assuming, others

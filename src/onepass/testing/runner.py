@@ -63,7 +63,7 @@ def matches(name: str, match: str) -> bool:
 
 
 def _interpreted(family: str) -> Callable[..., None]:
-    launch: Callable[..., None] = import_module(f"onepass.triton.{family}").launch
+    launch: Callable[..., None] = import_module(f"onepass.ops.{family}.gpu").launch
     return launch
 
 
@@ -74,7 +74,7 @@ def running_on(device: str) -> Iterator[None]:
         if device != "interpreter":
             yield
             return
-        from ..ops.dispatch import launching_with
+        from ..core.backend import launching_with
 
         with launching_with(_interpreted), quick_interpreter(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # 0/0 is intended

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from ..contract.declaration import Contract
+from ..core.contract import Contract
 
 
 def sample(

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..specs.gemv_norm import SCALE_BLOCK
+from ..formats import SCALE_BLOCK
 
 _SPREAD: Final = 8.0
 """Standard deviation of int8 weights, for results near 1 with `scales`."""

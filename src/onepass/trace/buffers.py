@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
-from ..contract.declaration import describe
+from ..core.contract import describe
 from ..errors import ContractError
 
 GEMV_TRACE_EVENTS_PER_BLOCK: Final = 16

@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...contract.declaration import describe
+from ...core.contract import describe
+from ...core.scale_layout import scale_shape
 from ...errors import ContractError, Unsupported
 from ...formats import QuantFormatName
-from ...ops.rms_norm import rms_norm_fused_quant
-from ...specs.scale_layout import scale_shape
+from ...ops.rms_norm.op import rms_norm_fused_quant
 from ..arguments import names_of_op, require_tensors
 
 _FORMATS: dict[int, tuple[QuantFormatName, str]] = {16: ("nvfp4", "e4m3"), 32: ("mxfp4", "ue8m0")}

@@ -24,10 +24,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from ...contract.declaration import describe
+from ...core.contract import describe
 from ...errors import ContractError, Unsupported
 from ...formats import FP8_CODES, Quantize
-from ...ops.rms_norm import rms_norm, rms_norm_fused_fp8
+from ...ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
 from ..arguments import names_of_op, require_tensors
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...contract.declaration import describe
+from ...core.contract import describe
 from ...errors import ContractError, Unsupported
 from ..arguments import require_tensors
 

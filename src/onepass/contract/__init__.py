@@ -1,1 +1,0 @@
-"""One declaration per op, and the validation code generated from it."""

@@ -1,0 +1,1 @@
+"""From a Python call to a launch: contracts, validation, registration with torch, and the fast path in C."""

@@ -1,1 +1,0 @@
-"""The fast path of plain eager calls."""

@@ -1,0 +1,219 @@
+"""Compiles kernels from an explicit source, signature and attributes, with or without a GPU, and
+loads them.
+
+The launch path and the ahead-of-time path use the same `Build` and therefore the same machine code,
+which `machine_hash` identifies.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..core import replay
+from ..core.cuda_launch import Prepared, direct
+from ..core.plan import Step
+from ..errors import Unsupported
+from .chip import Chip, current_chip
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*u8",
+    torch.float8_e4m3fnuz: "*u8",
+    torch.float8_e5m2: "*u8",
+    torch.uint8: "*u8",
+    torch.float8_e8m0fnu: "*u8",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint32: "*u32",
+}
+
+_lock = threading.RLock()
+"""Held while a kernel is compiled or loaded, so that each is compiled once."""
+
+
+def leaves(value: Any, prefix: str = "", path: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+    """Name, path and value of all leaves: ``x.s0`` is field ``s0`` of parameter ``x``."""
+    if not isinstance(value, tuple):
+        yield prefix, path, value
+        return
+    names = getattr(value, "_fields", range(len(value)))
+    for i, (name, item) in enumerate(zip(names, value, strict=True)):
+        yield from leaves(item, f"{prefix}.{name}" if prefix else str(name), (*path, i))
+
+
+def nested(shape: Any, values: Iterator[Any]) -> Any:
+    """``values`` in the nesting of ``shape``."""
+    return tuple(nested(item, values) for item in shape) if isinstance(shape, tuple) else next(values)
+
+
+def flat(shape: Any, value: Any) -> Iterator[Any]:
+    """The inverse of `nested`: the items of ``value`` at the leaves of ``shape``."""
+    if not isinstance(shape, tuple):
+        yield value
+        return
+    for item, part in zip(shape, value, strict=True):
+        yield from flat(item, part)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel and everything its machine code depends on.
+
+    ``signature`` has the type of each parameter, "constexpr", or a (named) tuple of these.
+    ``constants`` and ``divisible`` name their leaves.
+    """
+
+    name: str
+    kernel: Any
+    signature: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[str, Any], ...]
+    divisible: tuple[tuple[str, int], ...]
+    warps: int
+    pdl: bool
+    registers: int = 0
+    contracts: bool = True
+    """Whether the compiler may fuse a product and a sum into one operation."""
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The types of all parameters, nested like the kernel's arguments."""
+        return tuple(kind for _, kind in self.signature)
+
+    def leaves(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Name, path and type of every argument, in order."""
+        found = (leaves(kind, name, (i,)) for i, (name, kind) in enumerate(self.signature))
+        return [leaf for each in found for leaf in each]
+
+    def source(self) -> ASTSource:
+        """What Triton compiles."""
+        paths = {name: path for name, path, _ in self.leaves()}
+        attributes = {paths[name]: [["tt.divisibility", by]] for name, by in self.divisible}
+        constants = {paths[name]: value for name, value in self.constants}
+        return ASTSource(self.kernel, dict(self.signature), constants, attributes)
+
+
+def setting(build: Build, chip: Chip) -> tuple[GPUTarget, dict[str, Any]]:
+    """The target and options that Triton compiles a build with."""
+    options: dict[str, Any] = {"num_warps": build.warps, "enable_fp_fusion": build.contracts}
+    if build.registers and chip.backend == "cuda":
+        options["maxnreg"] = build.registers
+    if build.pdl:
+        options["launch_pdl"] = True
+    return GPUTarget(chip.backend, chip.arch, chip.warp_size), options
+
+
+def compile_build(build: Build, chip: Chip) -> Any:
+    """Compile without a GPU, and without line information, which contains file paths."""
+    target, options = setting(build, chip)
+    with _lock, triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True
+        return triton.compile(build.source(), target=target, options=options)
+
+
+def machine_hash(compiled: Any) -> str:
+    """A hash of the PTX (or AMD assembly) of a compiled kernel."""
+    text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+UNPROVEN: tuple[str, ...] = ()
+"""Name prefixes of configurations that were merged before they ran on a GPU. On a GPU they raise
+`Unsupported`.
+
+All others compile and run, even without evidence (see CONTRIBUTING.md).
+"""
+
+
+def is_unproven(build: Build) -> bool:
+    """Whether a configuration is listed in `UNPROVEN`."""
+    return build.name.startswith(UNPROVEN) if UNPROVEN else False
+
+
+class Launcher:
+    """A loaded kernel on one device, called with a grid and nested arguments."""
+
+    def __init__(self, build: Build, device: int) -> None:
+        if is_unproven(build) and os.environ.get("ONEPASS_UNPROVEN") != "1":
+            raise Unsupported(f"{build.name}: this kernel has not run on a GPU yet; ONEPASS_UNPROVEN=1 runs it anyway")
+        with torch.cuda.device(device):
+            compiled = compile_build(build, current_chip(device))
+            run = compiled.run
+        self._device = device
+        self._shape = build.shape
+        kinds = [kind for _, _, kind in build.leaves()]
+        self.addresses = [i for i, kind in enumerate(kinds) if kind.startswith("*")]
+        """Indices of the flattened arguments that are addresses."""
+        # A descriptor holds an address that a replay could not replace.
+        self._recorder = None if any(kind.startswith("tensordesc") for kind in kinds) else self
+        # Triton's own launcher object only adds scratch buffers and hooks, which these kernels do
+        # not use.
+        bare = getattr(run, "launch", None)
+        scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
+        self._run: Any = run
+        fixed: tuple[Any, ...] = (compiled.function,)
+        if bare is not None and not scratch and not torch.version.hip:
+            self._run = bare
+            fixed += (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        self._fixed = (*fixed, compiled.packed_metadata, None, None, None)
+        self._runtime = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
+        runtime = [kinds[i] for i in self._runtime]
+        self._direct = None if scratch else direct(compiled, runtime, build.warps, build.pdl, device)
+
+    def prepare(self, grid: int, arguments: Sequence[Any], changing: Sequence[int]) -> Prepared:
+        """``launch(*addresses)``: repeats this launch with the flat arguments ``changing``
+        replaced.
+        """
+        template = list(arguments)
+
+        def launch(*addresses: int) -> None:
+            arguments = template.copy()
+            for index, address in zip(changing, addresses, strict=True):
+                arguments[index] = address
+            self(grid, nested(self._shape, iter(arguments)))
+
+        if self._direct is None:
+            return launch
+        slots = [self._runtime.index(index) for index in changing]
+        return self._direct.prepare(grid, [arguments[i] for i in self._runtime], slots, launch)
+
+    def step(self, grid: int, arguments: Sequence[Any]) -> Step | None:
+        """The launch as the C path makes it, or None if only Triton's launcher can."""
+        if self._direct is None:
+            return None
+        head, words = self._direct.step(grid, [arguments[i] for i in self._runtime])
+        return Step(True, head, words, {index: place for place, index in enumerate(self._runtime)})
+
+    def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
+        """Launch on the current stream."""
+        device = self._device
+        if replay.tape.on:
+            replay.note(self._recorder, grid, list(flat(self._shape, tuple(arguments))))
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if torch._C._cuda_getDevice() == device:
+            self._run(grid, 1, 1, stream, *self._fixed, *arguments)
+            return
+        with torch.cuda.device(device):
+            self._run(grid, 1, 1, stream, *self._fixed, *arguments)
+
+
+_loaded: dict[tuple[Build, int], Launcher] = {}
+
+
+def load(build: Build, device: int) -> Launcher:
+    """The launcher of a configuration on a device; rows of different lengths may share it."""
+    with _lock:
+        found = _loaded.get((build, device))
+        if found is None:
+            found = _loaded[build, device] = Launcher(build, device)
+    return found

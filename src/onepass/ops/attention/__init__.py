@@ -1,0 +1,1 @@
+"""Attention of decode steps in fixed splits of the context."""

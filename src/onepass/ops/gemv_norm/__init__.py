@@ -1,0 +1,1 @@
+"""A matrix-vector product and the norm of its first columns."""

@@ -1,0 +1,245 @@
+"""The GEMV kernel: its parameters, configuration, alignment and names."""
+
+from collections import namedtuple
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...core import replay
+from ...errors import Unsupported
+from ...formats import WeightScale
+from ...gpu import counters
+from ...gpu.chip import Chip
+from ...gpu.compile import Build
+from ...gpu.launch import SHORT_NAMES, Family
+from ...gpu.product_tile import WEIGHTS, PieceTile, StreamTile, describe_pieces, describe_tile, tile_registers
+from ...gpu.quantization import quant
+from .gpu_kernel import _gemv_partial_norm_kernel
+from .gpu_tile import CHUNK, FragmentTile, GemvConfig, GemvTile, describe_fragments, fragment_registers, gemv_config
+from .spec import MAX_SEGMENTS, GemvCall, GemvSpec, tiles
+
+GemvStrides = namedtuple("GemvStrides", "act weight weight_scale y tail scale")
+"""Strides from row to row."""
+GemvMath = namedtuple(
+    "GemvMath",
+    "segments stream pack weight regroups scaled gated normed residual round_sum hf hw_rounding pdl traced",
+)
+"""What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm. ``regroups``: see
+`device.codes`.
+``stream``: the kind of tile, one of `STREAMS`.
+"""
+STREAMS: Final = {FragmentTile: "fragments", PieceTile: "pieces", StreamTile: "products"}
+
+
+def _segments(entry: str) -> tuple[str, ...]:
+    return tuple(entry.format(s) for s in range(MAX_SEGMENTS))
+
+
+TABLE: Final = {
+    "act": "* act",
+    "weight": "* weight",
+    "weight_scale": "* weight_scale",
+    "y": "* y",
+    "unnormed": "* unnormed",
+    "scale": "* scale",
+    "counter": "* counter",
+    "trace": "* trace",
+    "units": "* units",
+    "gammas": _segments("* gammas[{}]"),
+    "normed": _segments("* normed[{}]"),
+    "m": "i32 act.shape[0]",
+    "k": "i32 call.k",
+    "widths": _segments("i32 widths[{}]"),
+    "tail": "i32 call.n - sum(widths)",
+    "strides": GemvStrides(
+        act="i64 act.stride(0)",
+        weight="i64 weight.stride(0)",
+        weight_scale="i64 0 if weight_scale is None or weight_scale.dim() < 2 else weight_scale.stride(0)",
+        y="i64 y.stride(0)",
+        tail="i64 0 if unnormed is None else unnormed.stride(0)",
+        scale="i64 scale.stride(0)",
+    ),
+    "normed_strides": _segments("i64 normed[{}].stride(0)"),
+    "eps": "fp32 eps",
+}
+
+
+def scale_dtype(scaled: WeightScale) -> torch.dtype | None:
+    """The dtype of the scales of weights."""
+    if scaled == "none":
+        return None
+    return torch.float8_e8m0fnu if scaled == "ue8m0_block" else torch.float32
+
+
+def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chip: Chip) -> Build:
+    """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed.
+
+    ``aligned``: every row of act and weight starts on 16 bytes and k is a multiple of 16. ``even``:
+    16 divides the width of every segment, and gammas and normed rows can be read and written 4
+    elements at a time. With more alignment Triton would store 8 at a time and shuffle the values
+    first.
+    """
+    if spec.traced and chip.backend == "hip":
+        raise Unsupported("gemv_and_partial_norm_with_scratch: traces need an NVIDIA GPU or a CPU; use NullTrace()")
+    segments, fp8 = len(spec.gammas), spec.fp8
+    outputs = [fp8.dtype if fp8 is not None and s == 0 else spec.act for s in range(segments)]
+    dtypes: dict[str, torch.dtype | None] = {
+        "act": spec.act,
+        "weight": spec.weight,
+        "weight_scale": scale_dtype(spec.weight_scale),
+        "y": torch.float32 if segments else None,
+        "unnormed": spec.act,
+        "scale": torch.float32 if fp8 else None,
+        "counter": torch.int32 if segments else None,
+        "trace": torch.int64 if spec.traced else None,
+        "units": torch.int32 if spec.traced else None,
+    }
+    unused: dict[str, Any] = {}
+    divisible: dict[str, int] = {"y": 16, "strides.y": 16}
+    for s in range(MAX_SEGMENTS):
+        present = s < segments
+        dtypes |= {f"gammas.{s}": spec.gammas[s] if present else None, f"normed.{s}": outputs[s] if present else None}
+        if not present:
+            unused |= {f"widths.{s}": None, f"normed_strides.{s}": None}
+        elif even:
+            divisible |= {f"widths.{s}": 16, f"normed_strides.{s}": 4}
+            divisible |= {f"gammas.{s}": 4 * spec.gammas[s].itemsize, f"normed.{s}": 4 * outputs[s].itemsize}
+    if not segments:
+        unused["strides.y"] = None
+    if not spec.weight_scale.endswith("block"):
+        unused["strides.weight_scale"] = 0
+    if not fp8:
+        unused["strides.scale"] = None
+    if aligned:
+        divisible |= {"act": 16, "weight": 16, "k": 16 // spec.weight.itemsize if spec.act != torch.float32 else 4}
+        divisible |= {"strides.act": 16 // spec.act.itemsize, "strides.weight": 16 // spec.weight.itemsize}
+    tile = config.tile
+    if isinstance(tile, StreamTile) and not chip.has_pdl:
+        tile = tile._replace(pace=0)
+    constants = {"TILE": tile, "NORM": config.norm, "MATH": _math(spec, tile, chip), "QUANT": quant(fp8, chip)}
+    name, registers = _describe(spec, config, aligned, even), _registers(tile, aligned, chip)
+    return FAMILY.make_build(
+        name, _gemv_partial_norm_kernel, chip, dtypes, constants, unused, divisible, tile.warps, registers
+    )
+
+
+def _math(spec: GemvSpec, tile: GemvTile, chip: Chip) -> GemvMath:
+    return GemvMath(
+        len(spec.gammas),
+        stream=STREAMS[type(tile)],
+        pack=4 // spec.weight.itemsize,
+        weight=WEIGHTS.get(spec.weight, "float"),
+        regroups=chip.sums_sixteen,
+        scaled=spec.weight_scale,
+        gated=False,
+        normed=False,
+        residual=False,
+        round_sum=False,
+        hf=False,
+        hw_rounding=chip.rounds_casts,
+        pdl=chip.has_pdl,
+        traced=spec.traced,
+    )
+
+
+def _registers(tile: GemvTile, aligned: bool, chip: Chip) -> int:
+    """The register limit per thread; 0 leaves it to the assembler."""
+    match tile:
+        case FragmentTile():
+            return fragment_registers(tile, aligned, chip)
+        case StreamTile():
+            return tile_registers(tile, aligned, chip)
+        case PieceTile():
+            return 0
+
+
+def _describe_tile(tile: GemvTile, aligned: bool) -> str:
+    match tile:
+        case FragmentTile():
+            return describe_fragments(tile, aligned)
+        case StreamTile():
+            return describe_tile(tile, aligned)
+        case PieceTile():
+            return describe_pieces(tile)
+
+
+def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> str:
+    """A readable name for one configuration; equal names mean equal builds (for one chip)."""
+    short = SHORT_NAMES
+    parts = ["gemv", f"act={short[spec.act]}", f"weight={short[spec.weight]}"]
+    if spec.weight_scale != "none":
+        parts.append(f"scale={spec.weight_scale}")
+    segments = zip(spec.gammas, config.norm.chunks, config.norm.longs, strict=True)
+    gammas = ",".join(f"{short[gamma]}:{chunks * CHUNK}{'+' * long}" for gamma, chunks, long in segments)
+    parts.append(f"norm={gammas}/{config.norm.group}" if gammas else "plain")
+    parts += [option for option, chosen in (("even", even), ("traced", spec.traced)) if chosen]
+    if spec.fp8:
+        parts.append(spec.fp8.name)
+    parts.append(_describe_tile(config.tile, aligned))
+    return " ".join(parts)
+
+
+class GemvFacts(NamedTuple):
+    """What selects the machine code of a call, besides its spec."""
+
+    config: GemvConfig
+    aligned: bool
+    even: bool
+
+
+def _facts(call: GemvCall, chip: Chip) -> GemvFacts:
+    spec, act, weight = call.spec, call.act, call.weight
+    m, (n, k) = act.shape[0], weight.shape
+    steps = (act.stride(0) if m > 1 else 0) * spec.act.itemsize | weight.stride(0) * spec.weight.itemsize
+    aligned = (act.data_ptr() | weight.data_ptr() | steps) % 16 == 0 and k % 16 == 0
+    even = True
+    for width, gamma, out in zip(call.widths, call.gammas, call.normed, strict=True):
+        even = even and not (
+            width % 16
+            or gamma.data_ptr() % (4 * gamma.element_size())
+            or out.data_ptr() % (4 * out.element_size())
+            or (m > 1 and out.stride(0) % 4)
+        )
+    return GemvFacts(
+        gemv_config(spec.act, spec.weight, spec.weight_scale, m, n, k, call.widths, aligned, chip), aligned, even
+    )
+
+
+def _grid(call: GemvCall, config: GemvConfig) -> tuple[int]:
+    tile = config.tile
+    return (sum(tiles(call.n, call.widths, tile.columns)) * -(-call.act.shape[0] // tile.rows),)
+
+
+FAMILY: Final = Family(
+    GemvCall,
+    TABLE,
+    _facts,
+    lambda spec, facts, chip: facts.config,
+    lambda spec, facts, config, chip: build_for(spec, config, facts.aligned, facts.even, chip),
+    _grid,
+    device="act",
+)
+builds = FAMILY.builds
+
+
+def launch(call: GemvCall) -> None:
+    """One launch on the current stream, with the backend's counter if the call has none."""
+    if call.counter is not None or not call.widths:
+        FAMILY.launch(call)
+        return
+    device = call.act.get_device()
+    key = None
+    if device < 0:
+        counter = torch.zeros(MAX_SEGMENTS, dtype=torch.int32)
+    else:
+        counter, key = counters.take(device, MAX_SEGMENTS)
+        replay.mark(
+            counter.data_ptr(),
+            replay.Source(partial(counters.take, device, MAX_SEGMENTS), counters.discard, per_stream=True),
+        )
+    try:
+        FAMILY.launch(call._replace(counter=counter))
+    except BaseException:
+        counters.discard(key)
+        raise

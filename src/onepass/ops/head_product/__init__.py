@@ -1,0 +1,1 @@
+"""A product per head, for MLA's absorbed weights."""

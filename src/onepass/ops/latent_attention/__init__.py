@@ -1,0 +1,1 @@
+"""Attention of decode steps to MLA's latents."""

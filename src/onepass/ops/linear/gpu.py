@@ -1,0 +1,344 @@
+"""`linear`: its kernels, their parameters, configuration, alignment and names.
+
+The norm is a launch of its own, with the same bytes, except for few float32 rows.
+"""
+
+from collections import namedtuple
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core import replay
+from ...core.layout import Geometry
+from ...gpu import counters
+from ...gpu.chip import INTERPRETER, Chip, current_chip
+from ...gpu.compile import Build
+from ...gpu.launch import SHORT_NAMES, Family, chips
+from ...gpu.product_tile import WEIGHTS, describe_pieces, describe_tile, has_blocks, tile_registers
+from ..gemv_norm.gpu import scale_dtype
+from ..rms_norm import gpu as rms_norm
+from ..rms_norm.spec import RowCall, row_spec
+from . import gpu_decode as decoded
+from .gpu_kernel import (
+    _linear_blocks_kernel,
+    _linear_descriptors_kernel,
+    _linear_pieces_kernel,
+    _linear_rows_kernel,
+    _linear_split_kernel,
+)
+from .gpu_tile import LinearConfig, fuses_norm, linear_config
+from .spec import LinearCall, LinearSpec, linear_spec
+
+LinearStrides = namedtuple("LinearStrides", "x weight weight_scale residual add out residual_out")
+"""Strides from row to row."""
+LinearMath = namedtuple(
+    "LinearMath",
+    "pack weight regroups scaled gated activation normed residual round_sum offset shift_gamma hf hw_rounding pdl",
+)
+"""What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `device.codes`.
+``offset`` and ``shift_gamma``: see `device.row.factor`.
+"""
+
+
+def _stride(name: str) -> str:
+    return f"i64 0 if {name} is None else {name}.stride(0)"
+
+
+TABLE: Final = {
+    "x": "* x",
+    "weight": "* weight",
+    "x_tiles": "[] x",
+    "weight_tiles": "[] weight",
+    "weight_scale": "* weight_scale",
+    "gamma": "* gamma",
+    "residual": "* residual",
+    "bias": "* bias",
+    "add": "* add",
+    "out": "* out",
+    "residual_out": "* residual_out",
+    "sums": "* sums",
+    "counter": "* counter",
+    "m": "i32 x.shape[0]",
+    "n": "i32 out.shape[1]",
+    "k": "i32 weight.shape[1]",
+    "strides": LinearStrides(
+        x="i64 x.stride(0)",
+        weight="i64 weight.stride(0)",
+        weight_scale="i64 0 if weight_scale is None or weight_scale.dim() < 2 else weight_scale.stride(0)",
+        residual=_stride("residual"),
+        add=_stride("add"),
+        out="i64 out.stride(0)",
+        residual_out=_stride("residual_out"),
+    ),
+    "eps": "fp32 eps",
+    "weight_offset": "fp32 weight_offset",
+}
+
+
+def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool, offset: bool, chip: Chip) -> Build:
+    """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed.
+
+    ``aligned``: every row of x, weight, the residual and gamma starts on 16 bytes, and k is a
+    multiple of 16. ``even``: rows of the result and of what is added to it can be written and read
+    16 bytes at a time.
+    """
+    dtypes: dict[str, torch.dtype | None] = {
+        "x": spec.x,
+        "weight": spec.weight,
+        "weight_scale": scale_dtype(spec.weight_scale),
+        "gamma": spec.gamma,
+        "residual": spec.residual,
+        "bias": spec.bias,
+        "add": spec.add,
+        "out": spec.out,
+        "residual_out": spec.residual,
+        "sums": torch.float32,
+        "counter": torch.int32,
+    }
+    unused: dict[str, Any] = {f"strides.{name}": 0 for name in ("residual", "add", "residual_out") if not dtypes[name]}
+    if not spec.weight_scale.endswith("block"):
+        unused["strides.weight_scale"] = 0
+    if spec.gamma is None:
+        unused |= {"eps": 0.0, "weight_offset": 0.0}
+    stream = config.stream
+    divisible: dict[str, int] = {}
+    if aligned:
+        divisible |= {"x": 16, "weight": 16, "k": 16}
+        divisible |= {"strides.x": 16 // spec.x.itemsize, "strides.weight": 16 // spec.weight.itemsize}
+        for name, dtype in (("gamma", spec.gamma), ("residual", spec.residual), ("residual_out", spec.residual)):
+            if dtype is not None:
+                divisible |= {name: 16, f"strides.{name}": 16 // dtype.itemsize}
+        divisible.pop("strides.gamma", None)
+        divisible["sums"] = 16
+    if even:
+        divisible |= {"n": 16, "out": 16, "strides.out": 16 // spec.out.itemsize}
+        if spec.add is not None:
+            divisible |= {"add": 16, "strides.add": 16 // spec.add.itemsize}
+    hf = spec.rounding == "hf"
+    math = LinearMath(
+        pack=4 // spec.weight.itemsize,
+        weight="float" if _decodes(config) else WEIGHTS.get(spec.weight, "float"),
+        regroups=chip.sums_sixteen,
+        scaled=spec.weight_scale,
+        gated=spec.activation is not None,
+        activation=spec.activation or "",
+        normed=spec.gamma is not None,
+        residual=spec.residual is not None,
+        round_sum=hf,
+        offset=offset,
+        shift_gamma=hf and (spec.x, spec.gamma) == (torch.float16, torch.bfloat16),
+        hf=hf,
+        hw_rounding=chip.rounds_casts,
+        pdl=chip.has_pdl,
+    )
+    name = _describe(spec, config, aligned, even, offset)
+    if stream is not None:
+        tile = stream if chip.has_pdl else stream._replace(pace=0)
+        constants: dict[str, Any] = {"TILE": tile, "STATS": config.stats, "MATH": math}
+        registers = tile_registers(stream, aligned, chip)
+        return FAMILY.make_build(
+            name, _linear_rows_kernel, chip, dtypes, constants, unused, divisible, stream.warps, registers
+        )
+    pieces = config.pieces
+    assert pieces is not None
+    constants = {"TILE": pieces, "MATH": math}
+    kernel, blocks = _linear_pieces_kernel, None
+    if pieces.kind not in ("cube", "flat"):
+        kernel = _linear_split_kernel if pieces.kind == "split" else _linear_descriptors_kernel
+        if pieces.kind == "decoded" and has_blocks(spec.weight_scale):
+            kernel = _linear_blocks_kernel
+        wide = pieces.columns // (2 if math.gated else 1)
+        blocks = {"x_tiles": (pieces.rows, pieces.step), "weight_tiles": (wide, pieces.step)}
+        dtypes |= {"x_tiles": spec.x, "weight_tiles": spec.x}
+    return FAMILY.make_build(
+        name, kernel, chip, dtypes, constants, unused, divisible, pieces.warps, registers=0, blocks=blocks
+    )
+
+
+def _describe(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool, offset: bool) -> str:
+    """A readable name for one configuration; equal names mean equal builds (for one chip)."""
+    short = SHORT_NAMES
+    parts = ["linear", f"x={short[spec.x]}", f"weight={short[spec.weight]}"]
+    if spec.weight_scale != "none":
+        parts.append(f"scale={spec.weight_scale}")
+    for name in ("gamma", "residual", "bias", "add"):
+        dtype = getattr(spec, name)
+        if dtype is not None:
+            parts.append(f"{name}={short[dtype]}")
+    if spec.activation:
+        parts.append(spec.activation)
+    if spec.out != spec.x:
+        parts.append(f"out={short[spec.out]}")
+    options = (("hf", spec.rounding == "hf"), ("offset", offset), ("even", even))
+    parts += [option for option, chosen in options if chosen]
+    if config.stats is not None:
+        parts.append(f"norm={config.stats.rows}x{config.stats.bins}")
+    if config.stream is not None:
+        parts.append(describe_tile(config.stream, aligned))
+    elif config.pieces is not None:
+        parts.append(describe_pieces(config.pieces))
+    return " ".join(parts)
+
+
+class LinearFacts(NamedTuple):
+    """What selects the machine code of a call, besides its spec."""
+
+    config: LinearConfig
+    aligned: bool
+    even: bool
+    offset: bool
+
+
+def _facts(call: LinearCall, chip: Chip) -> LinearFacts:
+    spec, x, weight = call.spec, call.x, call.weight
+    m, (n, k) = x.shape[0], weight.shape
+    several = m > 1
+    steps = (x.stride(0) * spec.x.itemsize if several else 0) | weight.stride(0) * spec.weight.itemsize
+    places = x.data_ptr() | weight.data_ptr()
+    if call.gamma is not None:
+        places |= call.gamma.data_ptr()
+    for tensor in (call.residual, call.residual_out):
+        if tensor is not None:
+            places |= tensor.data_ptr()
+            steps |= tensor.stride(0) * tensor.element_size() if several else 0
+    aligned = (places | steps) % 16 == 0 and k % 16 == 0
+    even = call.out.shape[1] % 16 == 0
+    for tensor in (call.out, call.add):
+        if tensor is not None:
+            step = tensor.stride(0) * tensor.element_size() if several else 0
+            even = even and (tensor.data_ptr() | step) % 16 == 0
+    return LinearFacts(linear_config(spec, m, n, k, aligned, chip), aligned, even, call.weight_offset != 0)
+
+
+def _grid(call: LinearCall, config: LinearConfig) -> tuple[int]:
+    tile = config.stream or config.pieces
+    assert tile is not None
+    columns = tile.columns // (1 if call.spec.activation is None else 2)
+    tiles = -(-call.out.shape[1] // columns) * -(-call.x.shape[0] // tile.rows)
+    return (tiles * tile.pieces if _is_split(config) else tiles,)
+
+
+def _decodes(config: LinearConfig) -> bool:
+    """Whether 8-bit weights are decoded by a launch of their own."""
+    return config.pieces is not None and config.pieces.kind == "decoded"
+
+
+def _is_split(config: LinearConfig) -> bool:
+    """Whether each piece has a program of its own."""
+    return config.pieces is not None and config.pieces.kind == "split"
+
+
+FAMILY: Final = Family(
+    LinearCall,
+    TABLE,
+    _facts,
+    lambda spec, facts, chip: facts.config,
+    lambda spec, facts, config, chip: build_for(spec, config, facts.aligned, facts.even, facts.offset, chip),
+    _grid,
+    device="x",
+)
+
+
+def _is_fused(call: LinearCall, chip: Chip) -> bool:
+    """Whether one launch does all. Programs read the residual while one of them writes the sum, so
+    these must be two tensors.
+    """
+    if call.gamma is None and call.residual is None:
+        return True
+    m, k = call.x.shape
+    before, after = call.residual, call.residual_out
+    in_place = before is not None and after is not None and before.data_ptr() == after.data_ptr()
+    return fuses_norm(call.spec, m, k, chip) and not in_place
+
+
+def _norm_call(call: LinearCall, norm: Tensor) -> RowCall:
+    """The `rms_norm` that a call begins with."""
+    spec, gamma, (m, k) = call.spec, call.gamma, call.x.shape
+    assert gamma is not None
+    made = RowCall(
+        row_spec(spec.x, gamma.dtype, spec.residual, spec.x, spec.rounding),
+        call.x,
+        gamma,
+        call.eps,
+        call.weight_offset,
+        call.residual,
+        norm=norm,
+        new_residual=call.residual_out,
+        n=k,
+        geom=Geometry(m, 1, 1),
+    )
+    rows = (made.x, made.residual, norm, None, None, made.new_residual)
+    return made._replace(strides=tuple([(0 if t is None else t.stride(0), 0, 0) for t in rows]))
+
+
+def _product_call(call: LinearCall, x: Tensor) -> LinearCall:
+    """The rest of a call, for a normed x."""
+    s = call.spec
+    scales, end = (s.weight, s.weight_scale), (s.activation, s.add, s.out, s.rounding, s.static)
+    spec = linear_spec(s.x, *scales, None, None, s.bias, *end)
+    return call._replace(spec=spec, x=x, gamma=None, residual=None, residual_out=None, eps=0.0, weight_offset=0.0)
+
+
+def builds(chip: Chip, call: LinearCall) -> list[Build]:
+    """The builds that `launch` would run on ``chip``."""
+    if _is_fused(call, chip):
+        return _product_builds(chip, call)
+    x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    first = rms_norm.builds(chip, _norm_call(call, x)) if call.gamma is not None else []
+    return [*first, *_product_builds(chip, _product_call(call, x))]
+
+
+def _product_builds(chip: Chip, call: LinearCall) -> list[Build]:
+    """The builds of a call without a norm."""
+    found = FAMILY.builds(chip, call)
+    if _decodes(_facts(call, chip).config):
+        found.insert(0, decoded.build_for(decoded.DecodeSpec(call.spec.weight, call.spec.x), chip))
+    return found
+
+
+def launch(call: LinearCall) -> None:
+    """One launch on the current stream, or the norm first."""
+    device = call.x.get_device()
+    chip = INTERPRETER if device < 0 else chips.get(device) or chips.setdefault(device, current_chip(device))
+    if _is_fused(call, chip):
+        _launch_product(call, chip)
+        return
+    x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    if call.gamma is not None:
+        replay.temporary(x)
+        rms_norm.launch(_norm_call(call, x))
+    elif call.residual is not None and call.residual_out is not None:
+        sums = call.x.float() + call.residual.float()
+        call.residual_out.copy_(sums)
+        x.copy_(sums)
+    _launch_product(_product_call(call, x), chip)
+
+
+def _launch_product(call: LinearCall, chip: Chip) -> None:
+    """One launch on the current stream, or the weights are decoded first.
+
+    If each piece has a program of its own, it needs memory for their sums.
+    """
+    config = _facts(call, chip).config
+    if _decodes(config):
+        first = decoded.decode_call(call.weight, call.spec.x)
+        decoded.FAMILY.launch(first)
+        call = call._replace(weight=first.out)
+    if not _is_split(config):
+        FAMILY.launch(call)
+        return
+    tile = config.pieces
+    assert tile is not None
+    programs = _grid(call, config)[0]
+    device = call.x.get_device()
+    sums = torch.empty(programs * tile.columns * tile.rows, dtype=torch.float32, device=call.weight.device)
+    if device < 0:
+        FAMILY.launch(call._replace(sums=sums, counter=torch.zeros(programs, dtype=torch.int32)))
+        return
+    counter, key = counters.take(device, programs // tile.pieces)
+    try:
+        FAMILY.launch(call._replace(sums=sums, counter=counter))
+    except BaseException:
+        counters.discard(key)
+        raise

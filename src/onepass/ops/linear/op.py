@@ -1,0 +1,164 @@
+"""``y = x @ weight.T`` with what surrounds it in a transformer: norm and residual before, activation and addition after.
+
+With ``h = x + residual`` in float32 (either step may be absent)::
+
+    a = round((h * rs) * (gamma + weight_offset))       x's dtype, what `rms_norm` stores; without gamma: round(h)
+    y = (a @ weight.T) * weight_scale + bias
+    y = act(y[..., :I]) * y[..., I:]                    with an activation; weight is [2 * I, K], the gate's rows first
+    y = y + add
+
+Everything after a is float32 until the single rounding at the store. ``rounding="hf"`` rounds where
+Hugging Face's modules do: y, the activation, its product with the other half, and the sum with
+``add``, each to x's dtype.
+
+A scale per block of 128 x 128 weights multiplies the partial sum of its 128 columns, and the blocks
+are added from the left: ``total = fma(partial, scale, total)``, starting from 0. A CPU has a total per
+lane, and a GPU one per piece of K (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ...core.op import Op
+from ...formats import Rounding
+from .call import run_linear
+from .contract import LINEAR
+from .spec import Activation, LinearCall, LinearSpec, linear_spec
+from .weight_scale import kind_of, split
+
+__all__ = ["LINEAR", "linear"]
+
+SpecCache = dict[tuple[object, ...], LinearSpec]
+"""The specs of one combination of options, by the tensors' dtypes and the kind of scale."""
+
+
+def _linear(spec_cache: SpecCache, a: Any) -> None:
+    kind = kind_of(a.weight, a.weight_scale, a.block_scale)
+    optional = [None if t is None else t.dtype for t in (a.gamma, a.residual, a.bias, a.add)]
+    key = (a.x.dtype, a.weight.dtype, kind, *optional)
+    spec = spec_cache.get(key)
+    if spec is None:
+        gamma, residual, bias, add = optional
+        end = (a.activation, add, a.out.dtype, a.rounding, a.static_weight)
+        spec = spec_cache[key] = linear_spec(*key[:3], gamma, residual, bias, *end)
+    scale = a.block_scale if a.weight_scale is None else a.weight_scale
+    tensors = (a.x, a.weight, a.out, scale, a.gamma, a.residual, a.bias, a.add, a.residual_out)
+    run_linear(LinearCall(spec, *tensors, eps=a.eps, weight_offset=a.weight_offset))
+
+
+_op = Op(LINEAR, _linear)
+
+
+@overload
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    gamma: Tensor | None = ...,
+    eps: float = ...,
+    weight_offset: float = ...,
+    residual: None = ...,
+    bias: Tensor | None = ...,
+    weight_scale: Tensor | None = ...,
+    activation: Activation | None = ...,
+    add: Tensor | None = ...,
+    rounding: Rounding = ...,
+    out_dtype: torch.dtype | None = ...,
+    static_weight: bool = ...,
+    out: Tensor | None = ...,
+    residual_out: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    gamma: Tensor | None = ...,
+    eps: float = ...,
+    weight_offset: float = ...,
+    residual: Tensor,
+    bias: Tensor | None = ...,
+    weight_scale: Tensor | None = ...,
+    activation: Activation | None = ...,
+    add: Tensor | None = ...,
+    rounding: Rounding = ...,
+    out_dtype: torch.dtype | None = ...,
+    static_weight: bool = ...,
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    gamma: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+    activation: Activation | None = None,
+    add: Tensor | None = None,
+    rounding: Rounding = "once",
+    out_dtype: torch.dtype | None = None,
+    static_weight: bool = False,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``y = act((norm(x + residual) @ weight.T) * weight_scale + bias) + add``, each part optional.
+
+    ``x`` [..., K] is bfloat16, float16 or float32 with any strides as long as the last dimension is
+    contiguous. ``weight`` [N, K] has x's dtype, float8_e4m3fn or int8, and any row stride.
+    ``weight_scale`` is float32 with one element, or one per row: [N] or [N, 1]. For float8_e4m3fn weights
+    it may be [ceil(N / 128), ceil(K / 128)], one scale per block, float32 or float8_e8m0fnu.
+
+    With ``gamma`` [K] the product is that of ``rms_norm(x, gamma, eps, weight_offset=, residual=,
+    rounding=)``. Without it, that of ``x + residual`` rounded to x's dtype. ``residual`` has x's dtype or
+    float32. With it the result is ``(y, new_residual)``, else ``y``.
+
+    ``activation``, "silu_mul", "gelu_tanh_mul" or "gelu_mul", splits y in two halves of I columns: the
+    activation of the first, which is the gate, times the second. ``add`` [..., I] (without an activation
+    [..., N]) has x's dtype or float32. y has x's dtype, or float32 if ``out_dtype`` says so. ``out`` and
+    ``residual_out`` receive the results and may be ``add`` and ``residual`` themselves.
+
+    It is one launch, with two exceptions on a GPU. Norm and residual are computed first where that is
+    faster (16-bit weights, or more than 4 rows), and if ``residual_out`` is ``residual``. And for more than
+    64 rows, 8-bit weights may be decoded first, into memory that is free again after the call. Neither
+    changes the bytes.
+
+    ``static_weight=True`` lets a GPU read 16-bit and 8-bit weights and their scales, for up to 16 rows, while the kernel in
+    front of this one still runs (Hopper and later). Give it if no onepass call, and no other kernel with programmatic
+    launch, writes them right before: the weights of a model. Results are the same. Float32 weights are always read so.
+
+    Rounding: "once" computes y in float32 and rounds at the store. "hf" rounds y, the activation, the
+    product of the halves and the sum with ``add``. The order of each sum depends on N, K, the dtypes and
+    the kind of scale, and never on the number of rows. So the bytes of a row do not depend on its batch.
+    Those of the product are those of ``unnormed`` of `gemv_and_partial_norm`.
+
+    >>> import torch, onepass
+    >>> x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    >>> onepass.linear(x, weight, bias=torch.tensor([0.5, 0.0]))
+    tensor([[3.5000, 8.0000]])
+    >>> onepass.linear(x, weight, gamma=torch.ones(2), eps=0.0, activation="silu_mul", add=torch.ones(1, 1))
+    tensor([[2.3445]])
+    """
+    row_scale, block_scale = split(weight, weight_scale)
+    tensors = (x, weight, gamma, residual, bias, row_scale, block_scale, add)
+    if not is_compiling() and (repeat := _op.repeat) is not None:
+        known: tuple[Tensor, Tensor] | None = repeat(
+            *tensors, eps, weight_offset, activation, rounding, out_dtype, static_weight, out, residual_out
+        )
+        if known is not None:
+            return known[0] if residual is None else known
+    options = (eps, weight_offset, activation, rounding, out_dtype, static_weight)
+    y, h = _op.call(*tensors, *options, out, residual_out)
+    return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))

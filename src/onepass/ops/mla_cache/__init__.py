@@ -1,0 +1,1 @@
+"""MLA's norm, rotary embedding, quantization and cache write."""

@@ -1,0 +1,133 @@
+"""The contract of the norm, rotation and cache write of q, k and v."""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.contract import Arg, Contract, Option, Out, Rule
+from ...core.options import WEIGHT_OFFSET, eps, output_dtype
+from ...formats import FLOATS, FP8_FORMATS
+from ...kvcache import CACHE_DTYPES
+from ...rope import STYLES
+from .spec import CACHE_LAYOUTS, CACHE_ROUNDINGS, MAX_HEAD, MAX_HEADS
+
+_INTEGERS = (torch.int32, torch.int64)
+_F32 = (torch.float32,)
+_DENSE = "layout == 'dense'"
+_PER_HEAD = "gamma_q is None or (Gq == D if per_head else Gq == Hq * D)"
+_PER_HEAD_K = "gamma_k is None or (Gk == D if per_head else Gk == Hk * D)"
+_ADJACENT = "gamma_q is None or per_head or {x}.stride(-2) == D or {h} == 1"
+_ONE_ROW = "have adjacent heads with per_head=False"
+_WITH = "be given with k_cache, or both be None"
+
+
+def _index(dims: str, doc: str) -> Arg:
+    return Arg(dims, doc, _INTEGERS, optional=True, layout="any", sample="index")
+
+
+def _gamma(dims: str, of: str) -> Arg:
+    doc = f"weight of {of}'s norm: D elements, or those of all heads; None: no norm"
+    return Arg(dims, doc, FLOATS, optional=True, sample="gamma")
+
+
+def _scale(of: str) -> Arg:
+    return Arg("", f"what {of} is divided by", _F32, optional=True, layout="any", sample="positive")
+
+
+QK_NORM_ROPE_CACHE = Contract(
+    "qk_norm_rope_cache",
+    args={
+        "q": Arg("... Hq D", "queries of the tokens [T] or [B, S]", FLOATS),
+        "k": Arg("... Hk D", "keys; q's dtype", "(q.dtype,)"),
+        "v": Arg("... Hk V", "values; q's dtype", "(q.dtype,)", optional=True),
+        "gamma_q": _gamma("Gq", "q"),
+        "gamma_k": _gamma("Gk", "k"),
+        "freqs": Arg("P R", "rope: cos and sin of each position, interleaved", _F32, optional=True),
+        "positions": _index("...", "rope: each token's row of freqs"),
+        "cos": Arg("... C", "rope: cosines of each token; the first half is read", FLOATS, optional=True),
+        "sin": Arg("... C", "rope: sines of each token; cos' dtype", FLOATS, optional=True),
+        "slots": _index("...", "slot of each token in a paged cache; negative: none"),
+        "starts": _index("F", "first entry of a dense cache to write: one for all sequences, or one for each"),
+        "k_scale": _scale("k"),
+        "v_scale": _scale("v"),
+        "k_cache": Arg("A0 A1 A2 D", "cache of k, written", CACHE_DTYPES, optional=True, mutable=True),
+        "v_cache": Arg("A0 A1 A2 V", "cache of v, written; k_cache's dtype", CACHE_DTYPES, optional=True, mutable=True),
+    },
+    options={
+        "eps": eps(),
+        "weight_offset": WEIGHT_OFFSET,
+        "per_head": Option("bool", True, "norm each head separately; False: all heads of a token together"),
+        "style": Option("str", "half", "rope: which columns form a pair", choices=STYLES),
+        "dim": Option(
+            "int", None, "rope: rotated columns per head; None: freqs' width", where="dim > 0", optional=True
+        ),
+        "first": Option("int", 0, "start, if it is an int", where="-(2**31) <= first < 2**31"),
+        "layout": Option("str", "NHD", "dimensions of the caches", choices=CACHE_LAYOUTS),
+        "rounding": Option("str", "once", "where values are rounded", choices=CACHE_ROUNDINGS),
+    },
+    sizes={
+        "E": "(R if dim is None else dim) if freqs is not None else C if cos is not None else 0",
+        "W": "R if freqs is not None else C if cos is not None else 0",
+    },
+    outs={
+        "q_out": Out("... Hq D", "dtype_of(q_out, q)", "q; any float dtype", "q_out"),
+        "k_out": Out("... Hk D", "q_out.dtype", "k, if there is no cache", "k_out", when="k_cache is None"),
+    },
+    rules=(
+        Rule("q.dim() in (3, 4)", "q", "have shape [T, Hq, D] or [B, S, Hq, D]"),
+        Rule(f"0 < D <= {MAX_HEAD}", "q", f"have 1 to {MAX_HEAD} columns per head"),
+        Rule(f"0 < Hq <= {MAX_HEADS}", "q", f"have 1 to {MAX_HEADS} heads"),
+        Rule(f"0 < Hk <= {MAX_HEADS}", "k", f"have 1 to {MAX_HEADS} heads"),
+        Rule(f"v is None or 0 < V <= {MAX_HEAD}", "v", f"have 1 to {MAX_HEAD} columns per head"),
+        Rule("(gamma_q is None) == (gamma_k is None)", "gamma_k", "be given with gamma_q, or both be None"),
+        Rule(_PER_HEAD, "gamma_q", "have q's columns per head, D={D} (per_head=False: those of all heads)"),
+        Rule(_PER_HEAD_K, "gamma_k", "have k's columns per head, D={D} (per_head=False: those of all heads)"),
+        Rule(_ADJACENT.format(x="q", h="Hq"), "q", _ONE_ROW),
+        Rule(_ADJACENT.format(x="k", h="Hk"), "k", _ONE_ROW),
+        Rule("freqs is None or P > 0", "freqs", "have at least one row"),
+        Rule("freqs is not None or positions is None", "positions", "come with freqs"),
+        Rule("(cos is None) == (sin is None)", "sin", "come with cos"),
+        Rule("cos is None or sin.dtype == cos.dtype", "sin", "have cos' dtype"),
+        Rule("freqs is None or cos is None", "cos", "be None with freqs"),
+        Rule("E % 2 == 0 and E <= W and (W == 0 or E > 0)", "dim", "be even and at most the width of the angles"),
+        Rule("E <= D", "dim", "be at most q's columns per head, D={D}"),
+        Rule("(k_cache is None) == (v_cache is None)", "v_cache", _WITH),
+        Rule("k_cache is None or v is not None", "v", "be given with a cache"),
+        Rule("k_cache is None or v_cache.dtype == k_cache.dtype", "v_cache", "have k_cache's dtype"),
+        Rule("k_cache is None or (A2 if layout == 'NHD' else A1) == Hk", "k_cache", "have k's heads, Hk={Hk}"),
+        Rule(f"k_cache is None or not {_DENSE} or q.dim() == 4", "q", "have shape [B, S, Hq, D] with a dense cache"),
+        Rule(f"k_cache is None or not {_DENSE} or A0 == q.shape[0]", "k_cache", "have one sequence for each of q's"),
+        Rule(
+            f"(slots is not None) == (k_cache is not None and not {_DENSE})",
+            "slots",
+            "be given with a paged cache, and only then",
+        ),
+        Rule(f"starts is None or (k_cache is not None and {_DENSE})", "starts", "be None without a dense cache"),
+        Rule(f"first == 0 or (k_cache is not None and {_DENSE})", "first", "be None without a dense cache"),
+        Rule("starts is None or F == 1 or F == q.shape[0]", "starts", "have one element, or one for each sequence"),
+        Rule(
+            "k_scale is None or (k_cache is not None and k_cache.dtype in FP8)",
+            "k_scale",
+            "be None unless the cache is fp8",
+        ),
+        Rule(
+            "v_scale is None or (k_cache is not None and k_cache.dtype in FP8)",
+            "v_scale",
+            "be None unless the cache is fp8",
+        ),
+    ),
+    scope={**output_dtype(FLOATS), "FP8": tuple(FP8_FORMATS)},
+    rounding=(
+        "once: y = round(rope((x*rs)*(gamma+offset))/scale); "
+        "hf: y = round(rope(round(round(x*rs)*(gamma+offset)))/scale), where rope rounds cos, sin, every product and every sum; "
+        "hf_rope: the same with round((x*rs)*(gamma+offset))"
+    ),
+    replaces={"q_out": ("q",), "k_out": ("k",)},
+    in_place=True,
+    carried={
+        "rope": ("freqs", "positions", "cos", "sin", "style", "dim"),
+        "start": ("starts", "first"),
+        "out": ("q_out", "k_out"),
+    },
+    known_as={"starts": "start", "first": "start"},
+)

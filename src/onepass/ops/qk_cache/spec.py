@@ -1,0 +1,156 @@
+"""What one launch of the norm, rotation and cache write of q, k and v computes (`QkCacheSpec`), and where its
+tensors are (`QkCacheRows`).
+
+A *token* has ``q_heads`` rows of q and ``k_heads`` rows of k, ``head`` columns each, and ``k_heads`` rows of v with
+``value`` columns. Tokens form ``tokens / sequence`` sequences. A token's *entry* is one place per head in each cache:
+caches are ``pages`` pages of ``entries`` entries, and in a dense cache a page is a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...rope import RopeStyle
+
+MAX_HEAD: Final = 1024
+"""Maximum number of columns of a head."""
+MAX_HEADS: Final = 1024
+
+CacheRounding = Literal["once", "hf", "hf_rope"]
+"""Round once, at the store; or as transformers does, which rounds every step of a rotation. The norm then rounds as
+"hf" of `rms_norm`, or ("hf_rope") once."""
+CACHE_ROUNDINGS: Final[tuple[CacheRounding, ...]] = ("once", "hf", "hf_rope")
+CacheLayout = Literal["NHD", "HND", "dense"]
+CACHE_LAYOUTS: Final[tuple[CacheLayout, ...]] = ("NHD", "HND", "dense")
+NormKind = Literal["none", "head", "whole"]
+"""Which columns share statistics: none, those of a head, or those of all heads of a token."""
+Placing = Literal["none", "slots", "dense"]
+"""How a token's entry is found; "none": there is no cache, and the result of k is a tensor."""
+
+
+class Turn(NamedTuple):
+    """The rotation of the first ``dim`` columns of every head.
+
+    ``pair``: the angles are rows of cosines and of sines, one of each per token. Otherwise they are rows of a table,
+    chosen by positions of the dtype ``positions`` or, if that is None, by the token's index in its sequence.
+    """
+
+    style: RopeStyle
+    dim: int
+    angles: torch.dtype
+    pair: bool = False
+    positions: torch.dtype | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class QkCacheSpec:
+    """Everything except sizes that affects the machine code; interned by `qk_cache_spec`, so identity is equality.
+
+    ``k_out`` is the dtype of k's result: the cache's, if there is one. ``k_scaled`` and ``v_scaled`` tell whether
+    values are divided by a scale.
+    """
+
+    x: torch.dtype
+    q_out: torch.dtype
+    k_out: torch.dtype
+    gamma_q: torch.dtype | None = None
+    gamma_k: torch.dtype | None = None
+    norm: NormKind = "none"
+    turn: Turn | None = None
+    placing: Placing = "none"
+    slots: torch.dtype | None = None
+    starts: torch.dtype | None = None
+    k_scaled: bool = False
+    v_scaled: bool = False
+    rounding: CacheRounding = "once"
+
+
+qk_cache_spec: Final = cache(QkCacheSpec)
+"""The interned `QkCacheSpec` with these properties."""
+
+
+class QkCacheRows(NamedTuple):
+    """Sizes, then strides in elements: between sequences, between tokens, and between heads.
+
+    ``limit`` is the number of rows of a table of angles, ``first`` is added to every start. With ``folded`` all tensors step through
+    tokens as through one dimension, and only the strides between tokens matter. A cache has strides between pages,
+    entries and heads.
+    """
+
+    tokens: int
+    sequence: int
+    q_heads: int
+    k_heads: int
+    head: int
+    value: int
+    pages: int
+    entries: int
+    limit: int
+    folded: int
+    first: int
+    q_outer: int
+    q_token: int
+    q_head: int
+    k_outer: int
+    k_token: int
+    k_head: int
+    v_outer: int
+    v_token: int
+    v_head: int
+    q_out_outer: int
+    q_out_token: int
+    q_out_head: int
+    k_out_outer: int
+    k_out_token: int
+    k_out_head: int
+    slots_outer: int
+    slots_token: int
+    positions_outer: int
+    positions_token: int
+    cos_outer: int
+    cos_token: int
+    sin_outer: int
+    sin_token: int
+    freqs_row: int
+    start_step: int
+    k_page: int
+    k_entry: int
+    k_step: int
+    v_page: int
+    v_entry: int
+    v_step: int
+
+
+NO_ROWS: Final = QkCacheRows(*[0] * len(QkCacheRows._fields))
+"""The rows of a call whose layout is not known yet."""
+
+
+class QkCacheCall(NamedTuple):
+    """One call: its spec, tensors and numbers, all validated. Tensors that the kernel does not need are None."""
+
+    spec: QkCacheSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    gamma_q: Tensor | None
+    gamma_k: Tensor | None
+    freqs: Tensor | None
+    positions: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    slots: Tensor | None
+    starts: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    q_out: Tensor
+    k_out: Tensor | None
+    k_cache: Tensor | None
+    v_cache: Tensor | None
+    eps: float
+    weight_offset: float
+    rows: QkCacheRows = NO_ROWS

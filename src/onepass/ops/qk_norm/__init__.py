@@ -1,0 +1,1 @@
+"""Norms of q and k, with rotary embedding, on one GPU or over ranks."""

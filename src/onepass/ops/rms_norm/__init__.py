@@ -1,0 +1,1 @@
+"""RMSNorm and LayerNorm, plain, gated, biased and quantized."""

@@ -1,0 +1,386 @@
+"""RMSNorm, plain and with quantization, in one launch and one read of each row.
+
+With ``h = prologue(x, *prologue_args) + residual`` in float32 (either may be absent)::
+
+    rs   = 1 / sqrt(mean(h^2, -1) + eps)
+    y    = (h * rs) * (gamma + weight_offset)
+
+`rms_norm` stores y. `rms_norm_fused_fp8` stores fp8 codes and scales (formats: `onepass.formats`)::
+
+    amax  = max |h * (gamma + weight_offset)| * rs                over a row, or over a group of columns
+    scale = min(amax, scale_ub) / fp8_max                         rounded to scales_dtype
+    code  = saturate((h * (gamma + weight_offset)) * (rs / scale))
+
+Everything is float32 until the single rounding at the store. ``rounding="hf"`` rounds where Hugging
+Face's modules do: h to the residual's dtype, ``h * rs`` to x's dtype, and y to x's dtype before amax
+and quantization.
+
+Three options change one step each, for callers who must match other code:
+
+- ``round_sum`` decides whether h is rounded to the residual's dtype before the norm, overriding ``rounding``.
+- ``quantize="divide"`` computes scale and codes from y itself: ``amax = max |y|``,
+  ``code = saturate(y / scale)``, with a correctly rounded division. "hf" then differs from its
+  default only in the division.
+- ``min_scale`` is the smallest scale: ``scale = max(min(amax, scale_ub) / fp8_max, min_scale)``.
+
+`rms_norm_fused_quant` does the same for all formats of `onepass.formats.QUANT_FORMATS`, and adds
+``rounding="stored"``, which quantizes the norm as `rms_norm` stores it: ``y = round((h * rs) * g)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ...core.op import Op
+from ...formats import (
+    QUANT_FORMATS,
+    QUANT_SCALE_FORMATS,
+    QuantFormatName,
+    Quantize,
+    QuantRounding,
+    QuantScaleFormat,
+    QuantScaleLayout,
+    Rounding,
+    ScaleFormat,
+    ScaleLayout,
+)
+from ...prologues import Prologue
+from .call import run_rows
+from .contract import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
+from .finish import SpecCache, either_gamma, finished_norm
+from .quantized import fp8_norm, prologue_key, quantized_norm, quantized_results
+from .spec import GateActivation, GateOrder, RowCall, Statistic, row_spec
+
+__all__ = [
+    "RMS_NORM",
+    "RMS_NORM_FUSED_FP8",
+    "RMS_NORM_FUSED_QUANT",
+    "rms_norm",
+    "rms_norm_fused_fp8",
+    "rms_norm_fused_quant",
+]
+
+
+def _norm(spec_cache: SpecCache, a: Any) -> None:
+    if a.gate is not None or a.bias is not None or a.gamma is None or a.return_rstd:
+        further = {"head_gamma": a.head_gamma, "rstd": a.rstd_out}
+        finished_norm(spec_cache, a, a.rounding, a.gate, (a.gate_order, a.gate_activation), **further)
+        return
+    key = (a.x.dtype, a.gamma.dtype, None if a.residual is None else a.residual.dtype)
+    spec = spec_cache.get(key)
+    if spec is None:
+        spec = spec_cache[key] = row_spec(*key, a.out.dtype, a.rounding, round_sum=a.round_sum)
+    run_rows(RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, norm=a.out, new_residual=a.residual_out))
+
+
+RMS_NORM_OP = Op(RMS_NORM, _norm)
+_rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, fp8_norm)
+_rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, quantized_norm)
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: None = ...,
+    rounding: Rounding = ...,
+    round_sum: bool | None = ...,
+    gate: Tensor | None = ...,
+    gate_order: GateOrder = ...,
+    gate_activation: GateActivation = ...,
+    bias: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
+    out: Tensor | None = ...,
+    residual_out: None = ...,
+    rstd_out: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor,
+    rounding: Rounding = ...,
+    round_sum: bool | None = ...,
+    gate: Tensor | None = ...,
+    gate_order: GateOrder = ...,
+    gate_activation: GateActivation = ...,
+    bias: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+    rstd_out: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor | None = ...,
+    rounding: Rounding = ...,
+    round_sum: bool | None = ...,
+    gate: Tensor | None = ...,
+    gate_order: GateOrder = ...,
+    gate_activation: GateActivation = ...,
+    bias: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[True],
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+    rstd_out: Tensor | None = ...,
+) -> tuple[Tensor, ...]: ...
+
+
+def rms_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    rounding: Rounding = "once",
+    round_sum: bool | None = None,
+    gate: Tensor | None = None,
+    gate_order: GateOrder = "after",
+    gate_activation: GateActivation = "silu",
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_rstd: bool = False,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    rstd_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """RMSNorm of the last dimension: ``y = (h * rs) * (gamma + weight_offset)``, ``h = x + residual``.
+
+    ``x`` [..., N] is bfloat16, float16 or float32 with any strides as long as the last dimension is
+    contiguous. ``gamma`` [N] has any of these dtypes. Returns ``y`` in x's dtype or, with a
+    ``residual``, ``(y, new_residual)``, where ``new_residual = h`` in the residual's dtype. ``out`` and
+    ``residual_out`` receive the results and may be ``x`` and ``residual`` themselves.
+
+    Without a gamma (None) ``y = h * rs``, with the bytes of a gamma of ones. ``gamma`` [H, N] has a weight for each
+    head of x [..., H, N]. ``return_rstd`` also returns ``rs``, float32 [...], as the last result, which ``rstd_out``
+    receives. To norm the first k columns of rows, pass views of them. The other columns are neither read nor written.
+
+    Rounding: "once" rounds y (and separately h, for new_residual) at the store and nowhere else. "hf"
+    rounds h to the residual's dtype, ``h * rs`` to x's dtype, then the product with gamma.
+    ``round_sum`` controls h alone: with True, "once" norms the sum as stored in new_residual; with
+    False, "hf" norms the unrounded sum. It has no effect without a residual.
+
+    ``bias`` [N] is added to the product with gamma. ``gate`` [..., N] multiplies the result by ``silu(gate)``, as
+    Qwen3-Next's gated norm does; with ``gate_order="before"`` it multiplies x instead, as Mamba-2's does.
+    ``gate_activation="sigmoid"`` multiplies by ``sigmoid(gate)``, as Kimi Linear's gated norm does. "hf" rounds
+    after each of these steps to x's dtype, except the product before the norm. ``out_dtype`` is the dtype of y.
+
+    The sum of squares is float32 in an order that depends only on N and the dtypes, so the bytes of a row do not depend on
+    its batch.
+
+    >>> import torch, onepass
+    >>> x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    >>> onepass.rms_norm(x, torch.ones(2), eps=0.0)
+    tensor([[0.8485, 1.1314],
+            [0.0000, 0.0000]])
+    >>> onepass.rms_norm(x, None, eps=0.25, return_rstd=True)[1]
+    tensor([0.2801, 2.0000])
+    >>> onepass.rms_norm(x, torch.ones(2), eps=0.0, gate=torch.zeros(2, 2), gate_activation="sigmoid")
+    tensor([[0.4243, 0.5657],
+            [0.0000, 0.0000]])
+    >>> rows = torch.tensor([[3.0, 4.0, 7.0]])
+    >>> onepass.rms_norm(rows[:, :2], torch.ones(2), out=rows[:, :2]), rows
+    (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 1.1314, 7.0000]]))
+    """
+    gamma, heads = either_gamma(gamma)
+    options = (eps, weight_offset, rounding, round_sum, gate_order, gate_activation, out_dtype, return_rstd)
+    arguments = (x, gamma, residual, gate, bias, heads, *options, out, residual_out, rstd_out)
+    known: tuple[Any, Any, Any] | None = None
+    if not is_compiling() and (repeat := RMS_NORM_OP.repeat) is not None:
+        known = repeat(*arguments)
+    y, h, rstd = known or RMS_NORM_OP.call(*arguments)
+    if rstd is not None:
+        return tuple([t for t in (y, h, rstd) if t is not None])
+    return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))
+
+
+def rms_norm_fused_fp8(
+    x: Tensor,
+    gamma: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    scale_ub: float | Tensor | None = None,
+    out_dtype: torch.dtype = torch.float8_e4m3fn,
+    scales_dtype: torch.dtype = torch.float32,
+    residual: Tensor | None = None,
+    prologue: Prologue | None = None,
+    prologue_args: Sequence[Tensor] = (),
+    group_size: int | None = None,
+    scale_format: ScaleFormat = "float",
+    scale_layout: ScaleLayout = "row",
+    static_scale: Tensor | None = None,
+    return_norm: bool = False,
+    return_rstd: bool = False,
+    rounding: Rounding = "once",
+    round_sum: bool | None = None,
+    quantize: Quantize = "reciprocal",
+    min_scale: float = 0.0,
+    fp8_max: float | None = None,
+    out: Tensor | None = None,
+    scale_output: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    norm_out: Tensor | None = None,
+    rstd_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """RMSNorm and FP8 quantization in one read. Returns (out, scale[, new_residual][, norm][, rstd]): ``out * scale`` is the norm.
+
+    ``scale`` is [..., 1], one per row. With ``group_size`` 16, 32, 64 or 128 it is [..., N / group_size],
+    contiguous along the row or, with ``scale_layout="column"``, along the rows (strides (1, M), as
+    block-scaled GEMMs read it). ``scale_format="ue8m0"`` rounds scales up to powers of two, stored as
+    float32 or float8_e8m0fnu. ``static_scale``, one float32 on the same device, replaces the computed
+    scale and is returned unchanged. ``scale_ub`` bounds amax: a positive number, or one float32 on the
+    same device, which the kernel reads. A tensor thus needs no synchronization with the host and may
+    hold any value: if it is zero or negative the scale is ``min_scale``, and NaN sets no bound.
+
+    ``quantize="divide"`` computes codes as ``y / scale``, as unfused code does; the default multiplies
+    by the reciprocal. A quotient halfway between two codes is then rounded to even, whatever the
+    scale. ``min_scale`` is the smallest scale: smaller ones, and that of a row of zeros, are raised to it.
+
+    ``h = prologue(x, *prologue_args) + residual``: a function decorated with `onepass.prologue` is
+    compiled into the load. Each of its tensors is [..., N], [N], [..., 1] or, with a value per group of
+    32, 64, 128 or 256 columns, [..., N / group]. With a prologue ``x`` may be float8_e4m3fn,
+    float8_e4m3fnuz or int8, which the prologue sees as numbers (`onepass.prologues.dequantize`).
+    ``return_norm`` also stores what `rms_norm` would return, in x's dtype, or in gamma's for an 8-bit
+    x; ``rounding="hf"`` is rejected there, as it rounds to x's dtype. ``gamma`` may be None or [H, N], and
+    ``return_rstd`` also returns ``rs``, as in `rms_norm`.
+
+    Rounding, including ``round_sum``: see the module. Codes are computed from the scale as stored,
+    rounded to nearest even, and saturate. A row of zeros has codes 0 and scale ``min_scale`` (ue8m0: at
+    least 2**-127). A row with NaN or inf has NaN codes and a NaN scale.
+
+    >>> import torch, onepass
+    >>> q, scale = onepass.rms_norm_fused_fp8(torch.tensor([[3.0, -4.0]]), torch.ones(2), eps=0.0)
+    >>> q.float() * scale
+    tensor([[ 0.8081, -1.1314]])
+    >>> heads = torch.tensor([[3.0, -4.0], [3.0, -4.0]])
+    >>> gamma = torch.tensor([[1.0, 1.0], [2.0, 0.5]])
+    >>> q, scale, rstd = onepass.rms_norm_fused_fp8(heads, gamma, eps=0.0, return_rstd=True)
+    >>> q.float() * scale, rstd
+    (tensor([[ 0.8081, -1.1314],
+            [ 1.6971, -0.5455]]), tensor([0.2828, 0.2828]))
+    """
+    gamma, heads = either_gamma(gamma)
+    bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
+    # fmt: off
+    arguments = (
+        x, gamma, residual, static_scale, bound, heads, prologue_args, eps, weight_offset, rounding, number, out_dtype,
+        fp8_max, scales_dtype, group_size, scale_format, scale_layout,
+        "" if prologue is None else prologue_key(RMS_NORM_FUSED_FP8, prologue),
+        return_norm, round_sum, quantize, min_scale, return_rstd, out, scale_output, residual_out, norm_out, rstd_out,
+    )
+    # fmt: on
+    return quantized_results(_rms_norm_fused_fp8, arguments, static_scale)
+
+
+def rms_norm_fused_quant(
+    x: Tensor,
+    gamma: Tensor | None,
+    eps: float = 1e-6,
+    *,
+    format: QuantFormatName = "e4m3fn",
+    weight_offset: float = 0.0,
+    scale_ub: float | Tensor | None = None,
+    code_max: float | None = None,
+    scales_dtype: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    prologue: Prologue | None = None,
+    prologue_args: Sequence[Tensor] = (),
+    group_size: int | None = None,
+    scale_format: QuantScaleFormat | None = None,
+    scale_layout: QuantScaleLayout = "row",
+    static_scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    return_norm: bool = False,
+    return_rstd: bool = False,
+    rounding: QuantRounding = "once",
+    round_sum: bool | None = None,
+    quantize: Quantize = "reciprocal",
+    min_scale: float = 0.0,
+    gate: Tensor | None = None,
+    gate_order: GateOrder = "after",
+    gate_activation: GateActivation = "silu",
+    bias: Tensor | None = None,
+    statistic: Statistic = "rms",
+    out: Tensor | None = None,
+    scale_output: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    norm_out: Tensor | None = None,
+    rstd_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """RMSNorm and quantization to any format in one read. Returns (out, scale[, new_residual][, norm][, rstd]).
+
+    ``format`` names the codes and, where the format implies it, the groups and scales:
+
+    - "e4m3fn", "e4m3fnuz", "e5m2", "int8": one byte per column, and a scale per row, per ``group_size``
+      of 16, 32, 64 or 128 columns, or ``static_scale``. int8 codes are -127 to 127.
+    - "mxfp8": e4m3fn codes, "mxfp4": e2m1 codes; a power of two per 32 columns.
+    - "nvfp4": e2m1 codes, a float8_e4m3fn scale per 16 columns. ``global_scale``, one float32 in
+      memory, multiplies the scales before they are rounded, so ``out * scale / global_scale`` is the norm.
+
+    e2m1 codes are stored in pairs as uint8 [..., N / 2], the even column in the low half.
+    ``scale_format``: "float"; "ue8m0", the smallest power of two that makes nothing saturate;
+    "ue8m0_floor", OCP's rule ``2**(floor(log2(amax)) - emax)``, where the largest values may saturate.
+
+    ``scale_layout``: "row" and "column" as in `rms_norm_fused_fp8`; "column_tma" pads columns to 16 bytes;
+    "column_packed" stores the exponents of four groups per int32, in such columns; "128x4" is the
+    [M padded to 128, G padded to 4] swizzle of block-scaled GEMMs. All leading dimensions together are M rows.
+
+    ``gate``, ``gate_order``, ``gate_activation``, ``bias``, ``return_rstd`` and a ``gamma`` of None or [H, N] are those of
+    `rms_norm`, and ``statistic="layer"`` is `layer_norm`. With a gate or a bias, scale and codes are computed from the
+    result, as with ``quantize="divide"`` or from its product with ``1 / scale``.
+
+    ``rounding="stored"`` quantizes the norm as `rms_norm` stores it, rounded once to x's dtype. All other
+    arguments are those of `rms_norm_fused_fp8`, which is the form for fp8 of this function: same bytes.
+
+    A row with NaN or infinity has a NaN scale. Its codes are NaN, or 0 in int8 and e2m1, which have no
+    NaN; with a NaN scale that is NaN again. int8 with ``static_scale`` stores such a row as zeros.
+
+    >>> import torch, onepass
+    >>> q, scale = onepass.rms_norm_fused_quant(torch.tensor([[3.0, -4.0]]), torch.ones(2), eps=0.0, format="int8")
+    >>> q, q * scale
+    (tensor([[  95, -127]], dtype=torch.int8), tensor([[ 0.8463, -1.1314]]))
+    """
+    known = QUANT_FORMATS.get(format) if isinstance(format, str) else None
+    if known is not None:
+        group_size = known.groups[0] if group_size is None else group_size
+        scale_format = known.scales[0] if scale_format is None else scale_format
+        encoding = QUANT_SCALE_FORMATS.get(scale_format) if isinstance(scale_format, str) else None
+        if scales_dtype is None and encoding is not None:
+            scales_dtype = torch.int32 if scale_layout == "column_packed" else encoding.dtypes[0]
+    gamma, heads = either_gamma(gamma)
+    bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
+    # fmt: off
+    arguments = (
+        x, gamma, residual, static_scale, bound, global_scale, gate, bias, heads, prologue_args, eps, weight_offset,
+        rounding, number, format, code_max, scales_dtype, group_size, scale_format, scale_layout,
+        "" if prologue is None else prologue_key(RMS_NORM_FUSED_QUANT, prologue),
+        return_norm, round_sum, quantize, min_scale, return_rstd, gate_order, gate_activation, statistic,
+        out, scale_output, residual_out, norm_out, rstd_out,
+    )
+    # fmt: on
+    return quantized_results(_rms_norm_fused_quant, arguments, static_scale)

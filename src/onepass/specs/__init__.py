@@ -1,1 +1,0 @@
-"""What each kernel family computes, as plain data."""
