@@ -264,18 +264,22 @@ def test_cache_directory(chosen: str, shared: str, expected: str, monkeypatch: p
 def test_file_names_depend_on_every_source_that_shapes_code() -> None:
     """All modules outside the package that code generators import are in the digest of a file's name."""
     package = Path(compiler.__file__).parent
-    host_only = ("compiler.py", "launcher.py", "object_cache.py", "threads.py")
+    root = package.parent
+    host_only = ("cache.py", "compile.py", "launch.py", "threads.py")
     generators = [path for path in package.rglob("*.py") if path.name not in host_only]
+    kernels = sorted(root.glob("ops/*/cpu_kernel.py"))
+    assert len(kernels) == 6
     imported = {
-        package.parent / node.module.replace(".", "/")
-        for path in generators
+        (path.parents[node.level - 1] / node.module.replace(".", "/")).relative_to(root)
+        for path in (*generators, *kernels)
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module
-        if node.level == (3 if path.parent.name == "emit" else 2)
+        if isinstance(node, ast.ImportFrom) and node.level and node.module
     }
-    assert package.parent / "specs/rms_norm" in imported and package.parent / "formats" in imported
-    shared = {path for pattern in object_cache.SHARED for path in package.parent.glob(pattern)}
-    for module in imported:
+    outside = {root / module for module in imported if module.parts[0] != "cpu"}
+    assert root / "ops/rms_norm/spec" in outside and root / "formats" in outside
+    shared = {path for pattern in object_cache.SHARED for path in root.glob(pattern)}
+    assert {*kernels} <= shared
+    for module in outside:
         assert (module / "__init__.py" if module.is_dir() else module.with_suffix(".py")) in shared, module
 
 

@@ -379,29 +379,29 @@ class TestCountersOfAGpu:
         taken: dict[tuple[int, int], Tensor] = {}
         for device, stream in ((0, 11), (0, 12), (1, 11), (0, 11), (1, 11), (0, 12)):
             gpu.stream = stream
-            counter, key = counters.take(device)
+            counter, key = counters.take(device, 4)
             assert key == (device, stream) and counter.dtype == I32 and counter.shape == (16,) and not counter.any()
             assert taken.setdefault(key, counter) is counter
         assert len({t.data_ptr() for t in taken.values()}) == 3
 
     def test_captured_calls_share_none(self, gpu: Gpu) -> None:
-        eager, _ = counters.take(0)
+        eager, _ = counters.take(0, 4)
         gpu.capturing, before = True, gpu.zeroed
-        taken = [counters.take(0) for _ in range(8)]
+        taken = [counters.take(0, 4) for _ in range(8)]
         assert gpu.zeroed == before, "the pool was there before the capture"
-        taken += [counters.take(0) for _ in range(2)]  # more than were prepared: zeroed by the graph itself
+        taken += [counters.take(0, 4) for _ in range(2)]  # more than were prepared: zeroed by the graph itself
         assert gpu.zeroed == before + 2
         assert all(key is None for _, key in taken)
         gpu.capturing = False
-        assert counters.take(0)[0] is eager
+        assert counters.take(0, 4)[0] is eager
         gpu.capturing = True
-        taken += [counters.take(0) for _ in range(8)]
+        taken += [counters.take(0, 4) for _ in range(8)]
         places = [counter.data_ptr() for counter, _ in taken] + [eager.data_ptr()]
         assert len(set(places)) == len(places) == 19
         assert all(counter.shape == (4,) and not counter.any() for counter, _ in taken)
 
     def test_captured_calls_of_several_sizes_do_not_overlap(self, gpu: Gpu) -> None:
-        counters.take(0)
+        counters.take(0, 4)
         gpu.capturing, before = True, gpu.zeroed
         sizes = (4, 16, 7)
         taken = [counters.take(0, size)[0] for size in sizes]
@@ -417,13 +417,13 @@ class TestCountersOfAGpu:
         assert len(first) == 17 and key is None and counters.take(0, 17)[0].data_ptr() != first.data_ptr()
 
     def test_discarded_ones_are_not_reused(self, gpu: Gpu) -> None:
-        first, key = counters.take(0)
+        first, key = counters.take(0, 4)
         gpu.stream = 5
-        other, _ = counters.take(0)
+        other, _ = counters.take(0, 4)
         counters.discard(key)
         counters.discard(key)
         counters.discard(None)
-        assert counters.take(0)[0] is other
+        assert counters.take(0, 4)[0] is other
         gpu.stream = 0
-        again, same = counters.take(0)
+        again, same = counters.take(0, 4)
         assert same == key and again.data_ptr() != first.data_ptr() and not again.any()

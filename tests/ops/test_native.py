@@ -196,7 +196,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or not same(onepass.
 
 _GROWTH = """
 import json, resource, torch, onepass
-from onepass.ops import registration
+from onepass.core import op as registration
 weights = [torch.ones(n) for n in range(1, 65)]
 memory = torch.randn(2048 * 64)
 def calls(count):

@@ -113,7 +113,7 @@ SEARCH = """
 import sys, torch
 from onepass.testing.runner import running_on
 from dataclasses import replace
-from onepass.gpu import mla_cache_config
+from onepass.ops.mla_cache import gpu_tile as mla_cache_config
 from onepass.gpu.chip import INTERPRETER
 from onepass.gpu.tuning import tuning
 import onepass

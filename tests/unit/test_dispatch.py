@@ -146,10 +146,10 @@ def test_pool_of_counters_that_is_used_up(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: made)
     prepared = torch.ones(6)
     monkeypatch.setattr(counters, "_pools", {0: prepared})
-    taken, key = counters.take(0)
+    taken, key = counters.take(0, 4)
     assert taken.data_ptr() == prepared.data_ptr() and len(taken) == 4 and key is None
-    assert counters.take(0)[0] is made, "two are left"
-    assert counters.take(1)[0] is made, "nothing was prepared on that device"
+    assert counters.take(0, 4)[0] is made, "two are left"
+    assert counters.take(1, 4)[0] is made, "nothing was prepared on that device"
 
 
 def test_static_scale_is_passed_by_address() -> None:

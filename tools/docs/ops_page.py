@@ -49,8 +49,8 @@ def public_ops() -> Iterator[PublicOp]:
     from onepass.testing.runner import CASES
 
     seen: set[str] = set()
-    for info in sorted(pkgutil.iter_modules(ops.__path__), key=lambda info: info.name):
-        module = import_module(f"{ops.__name__}.{info.name}")
+    for name in _modules():
+        module = import_module(name)
         for label, contract in vars(module).items():
             if label.startswith("_") or not isinstance(contract, Contract):
                 continue
@@ -59,6 +59,13 @@ def public_ops() -> Iterator[PublicOp]:
             seen.add(contract.name)
             groups = Counter(case.group for case in CASES if case.op == contract.name)
             yield PublicOp(contract, getattr(module, contract.name), dict(groups))
+
+
+def _modules() -> Iterator[str]:
+    """The modules with public functions: ``op`` of each folder, then others."""
+    for folder in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
+        names = [info.name for info in pkgutil.iter_modules(import_module(folder.name).__path__)]
+        yield from (f"{folder.name}.{name}" for name in ("op", "finish") if name in names)
 
 
 def render() -> str:

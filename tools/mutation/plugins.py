@@ -18,7 +18,7 @@ import pytest
 Lines = dict[str, set[int]]
 IMPORT: Final = "import"
 """Lines that run before the first test."""
-LAUNCH: Final = ("cpu/launcher.py", "launch")
+LAUNCH: Final = ("cpu/launch.py", "launch")
 """The function that runs a CPU kernel: its file and its name."""
 
 

@@ -25,6 +25,10 @@ class Part(StrEnum):
     triton = "triton"
 
 
+_ROOMS = {Part.cpu: "cpu", Part.triton: "gpu"}
+"""The package of each backend."""
+
+
 def source(
     op: Annotated[str, typer.Argument(help="A public op, such as rms_norm.", metavar="OP")],
     part: Annotated[Part | None, typer.Option(help="Only this kind of generated code.")] = None,
@@ -51,11 +55,11 @@ def _backend(op: str, backend: Part) -> dict[str, str]:
     if not usable:
         return {f"not available: {why}": ""}
     spec = _sample(op, backend)
-    launcher = import_module(f"onepass.{backend}.launcher")
+    launcher = import_module(f"onepass.{_ROOMS[backend]}.launch")
     found: dict[str, str] = dict(launcher.generated_sources())
     if backend is Part.cpu:
         found["LLVM IR"] = launcher.ir_of(spec)
-    return found or {"no code is generated for this op; its kernels are in onepass/triton": ""}
+    return found or {"no code is generated for this op; its kernels are in onepass/ops": ""}
 
 
 def _sample(op: str, backend: Part) -> Any:
@@ -63,7 +67,7 @@ def _sample(op: str, backend: Part) -> Any:
     seen: list[Any] = []
 
     def recording(family: str) -> Callable[[Any], None]:
-        launch = import_module(f"onepass.{backend}.{family}").launch
+        launch = import_module(f"onepass.ops.{family}.{_ROOMS[backend]}").launch
 
         def record(call: Any) -> None:
             seen.append(call.spec)

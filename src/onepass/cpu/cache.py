@@ -25,7 +25,7 @@ UNFINISHED: Final = "unfinished-"
 """Prefix of the names of files that are being written."""
 _ABANDONED: Final = 3600.0
 """Seconds after which the writer of such a file must be dead: writing takes milliseconds."""
-SHARED: Final = ("formats.py", "prologues/*.py", "specs/*.py")
+SHARED: Final = ("core/*layout.py", "formats.py", "prologues/*.py", "ops/*/cpu*.py", "ops/*/spec.py")
 """The modules outside this package that generated code depends on."""
 
 
