@@ -73,5 +73,5 @@ def test_promises_are_resumed_from_their_file(tmp_path: Path) -> None:
     seen.append(Result("promises", "bytes: c", "cpu", False, "why", 0.1))
     file.write_text(checks.promises_text("cpu", seen, {"bytes: earlier"}))
     assert checks.kept_promises(file) == {"bytes: rms_norm: a", "b", "bytes: earlier"}
-    found = json.loads(file.read_text())
-    assert found["number"] == 3 and [row["case"] for row in found["broken"]] == ["bytes: c"]
+    document = json.loads(file.read_text())
+    assert document["number"] == 3 and [row["case"] for row in document["broken"]] == ["bytes: c"]

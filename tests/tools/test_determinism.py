@@ -32,9 +32,9 @@ def test_promise(name: str, promise: Callable[[], str | None]) -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*/promises.json")), ids=lambda f: f.parent.name)
 def test_promises_were_kept_on_the_gpu(file: Path) -> None:
-    found = json.loads(file.read_text())
-    assert len(checks.kept_promises(file)) == found["number"] >= 443
-    assert found["device"] == "cuda" and not found["broken"]
+    document = json.loads(file.read_text())
+    assert len(checks.kept_promises(file)) == document["number"] >= 443
+    assert document["device"] == "cuda" and not document["broken"]
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_fused_fp8", "row_sum_of_squares_qk"])
