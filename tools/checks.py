@@ -14,12 +14,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onepass.testing.case import Check
 from onepass.testing.runner import DEVICES, Result, matches, run_cases, select
+from tools import compact
 from tools.evidence import families, proof
 from tools.promises import run_promises, run_promises_in_groups, serve
 
@@ -39,10 +40,8 @@ def published(machine: Machine, ops: Sequence[str] = (), match: str = "") -> lis
 def main() -> int:
     """Run what was chosen; the exit status is 1 if something fails."""
     options = _options()
-    before = [Result(**result) for result in json.loads(options.resume.read_text())] if options.resume else []
-    before = [result for result in before if result.passed]
     if options.promises:
-        return _run_promises(options, before)
+        return _run_promises(options)
     if options.device == "cuda" or options.refresh is not None:
         from tools.evidence.chips import MACHINES
 
@@ -97,27 +96,25 @@ def _path(text: str) -> Path | str:
     return Path(text) if text else ""
 
 
-def _run_promises(options: argparse.Namespace, before: list[Result]) -> int:
-    done = {result.case for result in before}
+def _run_promises(options: argparse.Namespace) -> int:
     if options.serve:
         serve(options.device, sys.stdin, _print_json)
         return 0
     if options.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
-    start, seen = time.perf_counter(), before.copy()
+    done = kept_promises(options.resume) if options.resume else set()
+    start, seen = time.perf_counter(), list[Result]()
 
     def keep(result: Result) -> None:
         _print(result)
         seen.append(result)
         if options.json:  # a run that is cut off leaves what it has
-            _write(options.json, seen)
+            options.json.write_text(promises_text(options.device, seen, done))
 
     if options.jobs > 1:
         results = run_promises_in_groups(options.device, options.jobs, keep, options.match, done, options.limit)
     else:
         results = run_promises(options.device, keep, options.match, done)
-    if options.json:
-        _write(options.json, [*before, *results])
     return _summary(results, options.device, time.perf_counter() - start)
 
 
@@ -163,7 +160,24 @@ def _summary(results: Sequence[Result], device: str, seconds: float) -> int:
 
 
 def _write(path: Path, results: Sequence[Result]) -> None:
-    path.write_text(json.dumps([r.to_json() for r in results], indent=1) + "\n")
+    path.write_text(compact.dumps([r.to_json() for r in results]))
+
+
+def promises_text(device: str, results: Sequence[Result], before: Iterable[str] = ()) -> str:
+    """A file of promises: for each that was kept, now or ``before``, what it was tested with, and what broke others."""
+    kept: dict[str, list[str]] = {}
+    for name in sorted({*before, *(result.case for result in results if result.passed)}):
+        promise, _, subject = name.partition(": ")
+        kept.setdefault(promise, []).append(subject)
+    broken = [result.to_json() for result in results if not result.passed]
+    number = sum(map(len, kept.values()))
+    return compact.dumps({"device": device, "number": number, "broken": broken, "kept": kept})
+
+
+def kept_promises(path: Path) -> set[str]:
+    """The names of the promises that were kept according to a file."""
+    kept = json.loads(path.read_text())["kept"]
+    return {f"{promise}: {subject}" if subject else promise for promise, of in kept.items() for subject in of}
 
 
 def _print_json(result: Result) -> None:

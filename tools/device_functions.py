@@ -12,7 +12,6 @@ Prints how many results differ, and exits with 1 if any does.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +30,7 @@ from onepass.gpu.lib.numbers import encode
 from onepass.gpu.lib.packing import encode_e2m1_pairs, encode_int8
 from onepass.gpu.lib.ratios import over, ratio, ratio_of_any
 from onepass.gpu.quantization import quant
+from tools import compact
 
 BLOCK: Final = 1024
 SPAN: Final = 1 << 28
@@ -157,7 +157,7 @@ def main() -> None:
         print(f"{name}: {wrong} differ")
     if options.json:
         machine = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        options.json.write_text(json.dumps({**machine, "differ": results}, indent=1) + "\n")
+        options.json.write_text(compact.dumps({**machine, "differ": results}))
     raise SystemExit(1 if any(results.values()) else 0)
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from xml.etree import ElementTree
 
+from tools import compact
 from tools.bench.markdown import filled, table
 
 ROOT: Final = Path(__file__).parents[1]
@@ -190,7 +191,7 @@ def failures(record: Mapping[str, Any]) -> list[str]:
 def write(record: Mapping[str, Any], root: Path = ROOT) -> None:
     """Write the results and the table."""
     kept = {name: record[name] for name in GROUPS if name in record}
-    (root / RESULTS).write_text(json.dumps(kept, indent=1) + "\n")
+    (root / RESULTS).write_text(compact.dumps(kept))
     page = root / PAGE
     page.write_text(filled(page.read_text(), {MARKER: section(kept)}))
 

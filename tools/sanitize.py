@@ -30,6 +30,7 @@ from onepass.formats import E4M3FN
 from onepass.testing import linear
 from onepass.testing.case import Check
 from onepass.testing.runner import Result, matches, run_case, running_on, select
+from tools import compact
 from tools.evidence.chips import DEFAULT, MACHINES, Machine
 from tools.evidence.proof import builds
 
@@ -337,7 +338,8 @@ def main() -> int:
     found = report(parts, machine)
     found["tools"] = {tool: row for tool, row in found["tools"].items() if tool in tools}
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        reported = [section for section in found["sections"] if section["reports"] or not section["passed"]]
+        options.json.write_text(compact.dumps({**found, "sections": reported}))
     if options.text:
         options.text.write_text(text(found))
     print("\n".join(text(found).splitlines()[-len(tools) :] if clean(found) else text(found).splitlines()[-60:]))

@@ -9,7 +9,6 @@ would notice a wrong layout. GEMMs that the GPU or torch does not offer are repo
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 import onepass
 from onepass.testing.case import to_cpu
 from onepass.testing.quantized import Quantized, described
+from tools import compact
 
 ROWS: Final = 192
 COLUMNS: Final = 1024
@@ -166,9 +166,7 @@ def main() -> int:
         print(f"{result['outcome']:8} {result['way']}: {numbers}")
     if options.json:
         machine = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-        options.json.write_text(
-            json.dumps({"machine": machine, "torch": torch.__version__, "ways": results}, indent=1) + "\n"
-        )
+        options.json.write_text(compact.dumps({"machine": machine, "torch": torch.__version__, "ways": results}))
     required = options.device == "cuda"
     failed = [r for r in results if r["outcome"].startswith("wrong")]
     failed += [r for r in results if required and r["way"] in REQUIRED and r["outcome"] != "agrees"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tools import compact
 
 from .classes import describe, rms_norms
 from .compare import compare, why_not_run
@@ -52,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = measure(options.only)
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(compact.dumps(found))
 
 
 if __name__ == "__main__":

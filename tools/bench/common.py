@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tools import compact
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 32000,
@@ -141,5 +142,5 @@ def write(report: dict[str, Any], path: Path | None) -> None:
     """Write the report so far, if a file was asked for."""
     if path:
         part = path.with_name(f"{path.name}.part")  # whoever reads the file finds a whole report
-        part.write_text(json.dumps(report, indent=1) + "\n")
+        part.write_text(compact.dumps(report))
         part.replace(path)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from onepass.bench.baseline import LEAST
+from tools import compact
 
 from .figures import HIGHER, Figure, figures
 
@@ -41,7 +42,7 @@ def parse(text: str) -> Rows:
 
 def text(rows: Iterable[Mapping[str, Any]]) -> str:
     """A table as a file, one line per row."""
-    return '{"rows": [\n' + ",\n".join(f" {json.dumps(row)}" for row in rows) + "\n]}\n"
+    return compact.dumps({"rows": list(rows)})
 
 
 def rounded(value: float) -> float:

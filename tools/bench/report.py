@@ -1,6 +1,6 @@
 """``python -m tools.bench.report FILE...``: renders result files next to the first of them.
 
-It writes README.md with every number, bench.html, time.svg and roofline.svg; with ``--readme PAGE...``
+It writes README.md with every number, time.svg and roofline.svg; with ``--readme PAGE...``
 also the tables between the markers of those pages. README.md has the tokens per second of the models.json next to it, and
 names the other files it was made from, so that a test can render it again and compare.
 """
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.bench import page
 from onepass.bench.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
 from onepass.bench.words import BEHIND, BEHIND_WORDS, ahead_words, ceiling_words, compiled_words
 
@@ -114,7 +113,7 @@ def section(results: Results, folder: str) -> str:
             "",
             f"![time against the number of rows]({folder}/time.svg)",
             "",
-            f"Every shape and peer: [{shown}/README.md]({folder}/README.md); as a page: `{shown}/bench.html`.",
+            f"Every shape and peer: [{shown}/README.md]({folder}/README.md).",
         )
     )
 
@@ -208,7 +207,7 @@ def full(results: Results, sources: Sequence[str], models: dict[str, Any] | None
         f"# onepass on {results.machine}",
         "",
         *([f"**{results.banner}**", ""] if results.banner else []),
-        f"{about(results)}{stream} {_brackets(results)}{small}{behind}The same as a page: `bench.html`.",
+        f"{about(results)}{stream} {_brackets(results)}{small}{behind}".rstrip(),
         "",
         "![time against the number of rows](time.svg)",
         "",
@@ -247,7 +246,6 @@ def files(paths: Sequence[Path]) -> dict[str, str]:
     models = folder / MODELS
     return {
         "README.md": full(results, names, json.loads(models.read_text()) if models.exists() else None),
-        "bench.html": page.html(results),
         "time.svg": time_svg(results),
         "roofline.svg": roofline_svg(results),
     }

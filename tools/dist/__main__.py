@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -23,6 +22,7 @@ import torch.distributed as c10d
 
 from onepass import dist
 from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
+from tools import compact
 from tools.dist.cases import CHECKS, EPS, problem, shares
 from tools.dist.compiled import CAPTURED, COMPILED
 from tools.dist.ranks import Place, joined, launch, under_torchrun
@@ -215,7 +215,7 @@ def _tell(
             "broken": broken or {},
             "times_us": times,
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write_text(compact.dumps(record))
     done = f"{len(names) - len(failures)} of {len(names)} checks on {ranks} ranks"
     print(f"{'PASS' if passed else 'FAIL'}: {done} ({backend}, {options.device})")
     return 0 if passed else 1

@@ -22,6 +22,7 @@ from triton.compiler import make_backend
 from onepass.core.backend import launching_with
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build, compile_build, is_unproven, machine_hash, setting
+from tools import compact
 from tools.evidence.chips import H200 as H200
 from tools.evidence.digest import SourceDigests, source_digest
 
@@ -174,7 +175,7 @@ def write(path: Path, machine: dict[str, str], proofs: dict[str, Proof]) -> None
         },
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(body, indent=1) + "\n")
+    path.write_text(compact.dumps(body))
 
 
 def read(path: Path) -> dict[str, Proof]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from onepass.testing.runner import running_on
+from tools import compact
 from tools.fuzz.cases import CONFIGURATIONS, OPS, numbered, run, run_all, shrink
 from tools.fuzz.linear import LinearCase
 
@@ -159,7 +160,7 @@ def _run_share(options: argparse.Namespace) -> dict[str, Any]:
 def _write(path: Path, found: dict[str, Any]) -> None:
     """Write atomically."""
     half = path.with_name(path.name + ".half")
-    half.write_text(json.dumps(found, indent=1) + "\n")
+    half.write_text(compact.dumps(found))
     half.replace(path)
 
 

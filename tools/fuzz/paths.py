@@ -9,7 +9,6 @@ messages must be equal.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import Counter
@@ -29,6 +28,7 @@ from onepass.core import native, replay
 from onepass.core import op as registration
 from onepass.testing.case import moved
 from onepass.testing.quantized import without_padding
+from tools import compact
 from tools.fuzz import OPS, cases, numbered
 
 ROUNDS: Final = ("noted", "recorded", "repeated")
@@ -275,7 +275,7 @@ def main() -> int:
     torch.set_num_threads(1)
     found = _run(options)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(compact.dumps(found))
     for name, counts in found["by op"].items():
         print(f"{name}: {counts['calls']} calls, {counts['repeated']} repeated in C, {counts['raised']} raise")
     print(f"{found['calls']} calls, {found['failed']} failed cases in {found['seconds']:.0f} s")

@@ -33,6 +33,7 @@ from typing import Any, Final
 
 import pytest
 
+from tools import compact
 from tools.mutation.mutants import Mutant, mutants
 from tools.mutation.plugins import IMPORT, Measure, RunChosen
 
@@ -416,7 +417,7 @@ def main() -> None:
             "survivors": [as_json(o) for o in outcomes if not o.killed],
             "killed": [as_json(o) for o in outcomes if o.killed],
         }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.json.write_text(compact.dumps(result))
     score = rows["all"]["score"]
     if score is None or score < arguments.goal:
         sys.exit(f"the score is below {arguments.goal}")

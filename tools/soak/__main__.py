@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import sys
@@ -20,6 +19,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from tools import compact
 from tools.soak.batch import Churn
 from tools.soak.layer import Layer
 from tools.soak.watch import MIB, QUARTERS, Watch
@@ -221,7 +221,7 @@ def main() -> int:
         **soak.report(),
     }
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(compact.dumps(report))
     say(_table(report))
     return 1 if report["faults"] else 0
 

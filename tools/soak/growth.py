@@ -25,6 +25,7 @@ from onepass.core import native
 from onepass.core import op as registration
 from onepass.core.call import MAX_REMEMBERED
 from onepass.nn import RMSNorm
+from tools import compact
 from tools.soak.watch import MIB, Reading, read
 
 WARM_UP: Final = 0.5
@@ -129,7 +130,7 @@ def main() -> int:
     paths = {name: _in_process(options, value) for name, value in (("C", "1"), ("Python", "0"))}
     found = {**machine.describe(options.device), "paths": paths}
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(compact.dumps(found))
     for name, path in paths.items():
         kept, grown = path["most remembered"], path["grown in the second half"]
         print(f"{name}: {path['calls']} calls in {path['seconds']:.0f} s, remembered {kept}, grown {grown}")

@@ -10,7 +10,6 @@ counts as changed if one of its bytes differs from that of the first call.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import util
@@ -24,6 +23,7 @@ from torch.nn import functional
 from ..ops.linear.op import linear
 from ..ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
 from . import machine
+from .results import write
 from .workload import EPS
 
 ROWS: Final = 4096
@@ -280,8 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(line(outcome), flush=True)
         outcomes.append(outcome)
     if options.json:
-        text = json.dumps(document(options.device, outcomes, options.rows), indent=1) + "\n"
-        options.json.write_text(text, encoding="utf-8")
+        write(document(options.device, outcomes, options.rows), options.json)
 
 
 if __name__ == "__main__":

@@ -282,5 +282,14 @@ def load(paths: Iterable[Path]) -> Results:
 
 
 def write(report: Mapping[str, Any], path: Path) -> None:
-    """Write JSON."""
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    """Write JSON with a line per item, and per row of a table among these, as `tools.compact` does."""
+    texts = []
+    for key, value in report.items():
+        text = json.dumps(value)
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        if any(isinstance(item, Mapping | list | tuple) for item in items):
+            pairs = isinstance(value, Mapping)
+            rows = [json.dumps({name: value[name]})[1:-1] if pairs else json.dumps(name) for name in value]
+            text = f"{text[0]}\n" + ",\n".join(f"  {row}" for row in rows) + f"\n {text[-1]}"
+        texts.append(f" {json.dumps(key)}: {text}")
+    path.write_text("{\n" + ",\n".join(texts) + "\n}\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from ..bench import machine
 from ..bench.invariance import OURS, ROWS, SPLITS, Outcome, document, run
+from ..bench.results import write
 from .common import DeviceOption, cannot_write, choose_device, live, table
 
 
@@ -48,7 +48,7 @@ def invariance(
             shown.add_row(outcome.work, name, *counts, f"{max(outcome.largest.values()):.3g}")
     if json_file is not None:
         try:
-            json_file.write_text(json.dumps(document(chosen, outcomes, rows), indent=1) + "\n", encoding="utf-8")
+            write(document(chosen, outcomes, rows), json_file)
         except OSError as error:
             raise cannot_write(json_file, error, "--json") from error
     if any(sum(o.changed.values()) for o in outcomes if o.name == OURS):
