@@ -42,7 +42,7 @@ help: ## show this list
 demo: $(READY) ## see it work: tokens per second without and with onepass; checks, speed, batch invariance
 	@$(BIN)/onepass demo $(DEMO)
 
-# No test needs a GPU. tests/full.py lists the tests that `make test` leaves out.
+# No test needs a GPU. `make test` leaves out tests with the marker `full`.
 # mypy runs on one core only, so it runs beside the tests.
 test: ## lint and test: every op on every backend, in less than five minutes on two cores
 	@$(MAKE) --no-print-directory -j2 lint pytest SELECT='not full'

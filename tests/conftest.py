@@ -1,4 +1,4 @@
-"""Shared by all tests: a kernel cache per run, the marker `full`, and CPU-seconds by ``--cpu``."""
+"""Shared by all tests: a kernel cache per run, what `sampled` leaves out, and CPU-seconds by ``--cpu``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import gc
 import os
 import resource
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from zlib import crc32
 
 import pytest
-
-from tests.full import full
 
 # `make engines` runs these in an environment that has the engines
 collect_ignore = [] if find_spec("vllm") and find_spec("kernels") else ["engines"]
@@ -50,14 +49,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def left_out(sampled: Iterable[tuple[str, int]]) -> set[str]:
+    """The node ids of tests with the marker ``sampled(n)`` that become `full`, from all of them with their n.
+
+    About one in n stays, and at least the first of each group of cases, whose ids are "group: details". The choice
+    depends on the ids alone, so every run on every machine makes the same one.
+    """
+    rest, groups = set(), set()
+    for name, n in sampled:
+        test, _, parameters = name.partition("[")
+        group = (test, n, parameters.partition(":")[0] if ":" in parameters else "")
+        if group in groups and crc32(parameters.encode()) % n:
+            rest.add(name)
+        groups.add(group)
+    return rest
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves out. Start long tests first, so that none runs alone at the end."""
-    names = [item.nodeid for item in items]
-    config.stash[COLLECTED] = names
-    left_out = full(names)
+    config.stash[COLLECTED] = [item.nodeid for item in items]
+    marks = [(item, item.get_closest_marker("sampled")) for item in items if not item.get_closest_marker("full")]
+    rest = left_out((item.nodeid, mark.args[0]) for item, mark in marks if mark is not None)
     for item in items:
-        if item.nodeid in left_out:
+        if item.nodeid in rest:
             item.add_marker("full")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     Spent.since_last_time()

@@ -35,6 +35,7 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 # --- values --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)  # test_case runs the same kernels
 @each_spec
 def test_agrees_with_float64(spec: GemvSpec) -> None:
     two = len(spec.gammas) == 2
@@ -45,6 +46,7 @@ def test_agrees_with_float64(spec: GemvSpec) -> None:
     Case(spec, 2, 5, 7168, *((3, 1) if two else (4,))).run().check()
 
 
+@pytest.mark.sampled(4)  # each compiles a kernel
 @each_spec
 def test_check_rejects_wrong_outputs(spec: GemvSpec) -> None:
     one = Case(spec, 3, 60, 100, *(20,) * len(spec.gammas)).run()
@@ -184,6 +186,7 @@ def test_bytes_do_not_depend_on_threads(spec: GemvSpec, team: pytest.MonkeyPatch
     assert same(one, run(2))
 
 
+@pytest.mark.sampled(3)  # each compiles two kernels
 @pytest.mark.skipif("+avx2" not in compiler.host()[1], reason="runs code for an x86 CPU with AVX2")
 @pytest.mark.parametrize("name", ["bf16", "bf16_fp8_rows", "f32_fp8_ue8m0", "f16_int8_rows"])
 def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,7 @@ for t in results:
 """
 
 
+@pytest.mark.full  # compiles every op twice
 def test_ops_give_the_same_bytes_without_f16c(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ONEPASS_CACHE_DIR": str(tmp_path)}
     outputs = []

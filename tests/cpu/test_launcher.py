@@ -88,6 +88,7 @@ except MemoryError as error:
 """
 
 
+@pytest.mark.full  # starts a process
 def test_too_little_memory_to_compile_raises(tmp_path: Path) -> None:
     """LLVM itself would end the process. With memory the same call succeeds."""
     environment = os.environ | {"ONEPASS_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}

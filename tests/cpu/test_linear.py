@@ -31,6 +31,7 @@ ROWS = (1, 2, 3, 5, 16, 17, 64, 200)
 # --- values --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(8)  # test_case runs the same kernels
 @each_spec
 def test_agrees_with_float64(spec: LinearSpec) -> None:
     for i, m in enumerate((*range(1, 18), 33, 64, 65, 140)):
@@ -39,6 +40,7 @@ def test_agrees_with_float64(spec: LinearSpec) -> None:
     Case(spec, 2, 5, 7168).run().check()
 
 
+@pytest.mark.sampled(6)  # each compiles a kernel
 @each_spec
 def test_check_rejects_wrong_outputs(spec: LinearSpec) -> None:
     one = Case(spec, 3, 60, 300).run()
@@ -133,6 +135,7 @@ def test_activations_of_known_gates() -> None:
             assert special.isnan() if gate != INF else special == INF
 
 
+@pytest.mark.sampled(4)  # ops/test_linear.py has NaN and infinity too
 @each_spec
 def test_bad_numbers_stay_in_their_row_or_column(spec: LinearSpec) -> None:
     one = Case(spec, 20, 40, 300)
@@ -174,6 +177,7 @@ def test_special_scales() -> None:
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)  # tools/test_determinism.py has batches too
 @each_spec
 def test_a_row_gives_the_same_bytes_in_any_batch(spec: LinearSpec) -> None:
     whole = Case(spec, 200, 53, 1100).run()
@@ -184,6 +188,7 @@ def test_a_row_gives_the_same_bytes_in_any_batch(spec: LinearSpec) -> None:
                 assert torch.equal(a, b[first : first + m])
 
 
+@pytest.mark.sampled(16)  # each compiles three kernels
 @each_spec
 def test_product_has_the_bytes_of_the_gemv(spec: LinearSpec) -> None:
     """The norm and the residual are the row kernel's, and the product is the GEMV's."""
@@ -205,6 +210,7 @@ def test_product_has_the_bytes_of_the_gemv(spec: LinearSpec) -> None:
         assert new is None or torch.equal(fused.bytes()[1], new.view(torch.uint8))
 
 
+@pytest.mark.sampled(3)  # each compiles kernels
 @each_spec
 def test_options_have_the_bytes_of_separate_steps(spec: LinearSpec) -> None:
     """Scale, bias and ``add`` are single float32 operations on the float32 product."""
@@ -266,6 +272,7 @@ def test_bytes_depend_on_neither_address_nor_tile(name: str) -> None:
         assert torch.equal(part.run().out.contiguous(), plain.out[:, first:].contiguous())
 
 
+@pytest.mark.sampled(4)  # tools/test_determinism.py has threads too
 @each_spec
 def test_bytes_do_not_depend_on_threads(spec: LinearSpec, team: pytest.MonkeyPatch) -> None:
     def run(count: int) -> Case:
@@ -278,6 +285,7 @@ def test_bytes_do_not_depend_on_threads(spec: LinearSpec, team: pytest.MonkeyPat
     assert same(one, run(2))
 
 
+@pytest.mark.sampled(3)  # each compiles two kernels
 @pytest.mark.skipif("+avx2" not in compiler.host()[1], reason="runs code for an x86 CPU with AVX2")
 @pytest.mark.parametrize("name", ["bf16", "f32", "fp8_rows", "fp8_ue8m0", "int8_rows", "silu_hf", "gelu"])
 def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from tests.helpers.cpu_reference import (
 each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
+@pytest.mark.sampled(3)  # test_case runs the same kernels
 @each_spec
 def test_kernel_agrees_with_float64(spec: RowSpec) -> None:
     for n in (*range(1, 68), 127, 128, 129, 1000, 4096):

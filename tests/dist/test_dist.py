@@ -60,11 +60,12 @@ def found(run_folder: Path) -> Found:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(size, marks=[pytest.mark.full] if size != 2 else []) for size in SIZES])
 def test_check(found: Found, size: int, name: str) -> None:
     assert [of_rank["checks"][name] for of_rank in found(size)] == [""] * size
 
 
+@pytest.mark.full  # ops/test_qk_norm.py compiles the op without ranks
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(found: Found, name: str) -> None:
     assert [of_rank["checks"][name] for of_rank in found("compiled")] == ["", ""]
@@ -115,7 +116,7 @@ def test_debug_names_the_rank_that_differs(found: Found) -> None:
         assert "`reproducible` must be the same" in of_rank["mixed"]["message"]
 
 
-@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("gather", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_killed_rank(gather: bool) -> None:
     left, gone = launch(dist_workers.killed, 2, gather, **PATIENT)
     assert gone.exit_code == -9 and gone.value is None
@@ -131,17 +132,20 @@ def test_time_out(tmp_path: Path) -> None:
     assert waiting.value["seconds"] > 0.9
 
 
+@pytest.mark.full  # the ranks of the other tests end
 def test_deadline_ends_ranks_that_hang() -> None:
     """A rank that was not killed would sleep, return, and have exit code 0."""
     reports = launch(dist_workers.hung, 2, seconds=4)
     assert reports[1].exit_code is None and reports[1].error == "it left no report"
 
 
+@pytest.mark.full  # compiles on two ranks, as test_compiled
 def test_compiling_never_exchanges(found: Found) -> None:
     for of_rank in values(found("compiled"), dist_workers.compiled_without_plan):
         assert "`group` must have a plan for these widths before it is compiled" in of_rank["message"]
 
 
+@pytest.mark.full  # test_check makes the same calls
 def test_gathering_by_adding_gives_the_same_bytes(found: Found) -> None:
     assert values(found(3), dist_workers.gathered_by_adding) == [[["all_reduce"], True]] * 3
 
@@ -150,6 +154,7 @@ def test_options_reach_the_op(found: Found) -> None:
     assert values(found(2), dist_workers.passed_on) == [[], []]
 
 
+@pytest.mark.full  # needs four ranks, test_check has two
 def test_agreement_is_within_the_bound_and_not_far_below(found: Found) -> None:
     """The bound of docs/scaling.md holds, and is not so wide that it would hide a mistake."""
     parts = [part for of_rank in values(found(4), dist_workers.agreement_of_sizes) for part in of_rank]
@@ -194,6 +199,7 @@ def test_the_measured_table_matches_the_record() -> None:
         assert "| " + " | ".join(str(round(value)) for value in line.values()) + " |" in text
 
 
+@pytest.mark.full  # test_check has the same norms
 def test_olmo2_attention_of_transformers(found: Found) -> None:
     for of_rank in values(found("compiled"), dist_workers.olmo2):
         for name, seen in of_rank.items():
@@ -217,6 +223,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.full  # starts torchrun twice
 def test_two_hosts_under_torchrun() -> None:
     """Two torchruns that connect over the network, as on two hosts, with one rank each."""
     port = free_port()
@@ -243,6 +250,7 @@ def test_two_hosts_under_torchrun() -> None:
     assert "PASS: 2 of 2 checks on 2 ranks (gloo, cpu)" in "".join(outputs)
 
 
+@pytest.mark.full  # test_check makes the same calls
 def test_command(tmp_path: Path) -> None:
     result = tmp_path / "dist.json"
     command = [sys.executable, "-m", "tools.dist.__main__", "--ranks", "2", "--no-times", "--json", str(result)]
@@ -264,6 +272,7 @@ def test_a_failing_check_is_reported(capsys: pytest.CaptureFixture[str]) -> None
     assert "FAIL: 0 of 0" in capsys.readouterr().out
 
 
+@pytest.mark.full  # test_check makes the same calls
 def test_times_are_measured(found: Found) -> None:
     rows = values(found("compiled"), dist_workers.time_one_row)
     assert set(rows[0][0]) == {"rows", "local", "all_reduce", "call", "reproducible", "gather_projections"}

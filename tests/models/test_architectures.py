@@ -55,6 +55,7 @@ def test_what_a_release_cannot_run_has_a_reason(monkeypatch: pytest.MonkeyPatch)
     assert why_not_run("llama").startswith(f"{compared.OWN_CODE}: AttributeError: ")
 
 
+@pytest.mark.sampled(9)  # some architectures stay
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_patched_models_agree(architecture: str) -> None:
     """Logits in float32 and bfloat16, and greedily generated tokens. The report says what it said when it was recorded."""
@@ -133,6 +134,7 @@ def test_coverage_counts_what_was_replaced_and_left() -> None:
     assert list(found.left) == ["2 x Exaone4DecoderLayer additions", "2 x Exaone4Attention norms of q and k"]
 
 
+@pytest.mark.full  # imports every model of transformers
 def test_every_class_has_the_form_that_was_recorded() -> None:
     """All RMSNorm classes of transformers."""
     if RECORDED is None:

@@ -50,6 +50,7 @@ def step_counts(model: Any) -> Counter[str]:
     return launches.count
 
 
+@pytest.mark.sampled(40)  # test_decode_launches.py counts the launches of others
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_a_chain_of_linear(name: str) -> None:
     """Four calls per layer and one for logits. No projection is left to torch."""
@@ -66,7 +67,14 @@ def test_a_step_is_a_chain_of_linear(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"rounding": "once"}], ids=["few", "all", "once"])
+@pytest.mark.parametrize(
+    "options",
+    [  # each compiles kernels
+        pytest.param({}, marks=pytest.mark.sampled(3), id="few"),
+        pytest.param({"batch_invariant": True}, marks=pytest.mark.sampled(5), id="all"),
+        pytest.param({"rounding": "once"}, marks=pytest.mark.full, id="once"),
+    ],
+)
 def test_float32_logits_and_tokens_are_the_models_own(name: str, options: dict[str, Any]) -> None:
     model = small(name, torch.float32)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -89,6 +97,7 @@ def test_float32_logits_and_tokens_are_the_models_own(name: str, options: dict[s
     assert list(state) == list(before) and all(torch.equal(state[key], before[key]) for key in before)
 
 
+@pytest.mark.sampled(8)  # each compiles kernels
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_is_as_accurate_as_the_model(name: str) -> None:
     """Only the order of sums differs from the model, so the error against float32 is about the model's own."""
@@ -103,6 +112,7 @@ def test_bfloat16_is_as_accurate_as_the_model(name: str) -> None:
     assert error <= 1.2 * usual
 
 
+@pytest.mark.sampled(11)  # each compiles kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma 3", "OLMo-2", "Phi-3", "GLM-4"])
 def test_batch_invariance(name: str, dtype: torch.dtype) -> None:
@@ -134,6 +144,7 @@ def test_prefill_and_decode_have_the_same_bytes() -> None:
         assert int(other.cumulative_length) == 12
 
 
+@pytest.mark.sampled(3)  # some models stay
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_launch_rotates_and_writes_as_the_model_does(name: str, static: bool) -> None:
@@ -246,6 +257,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.sampled(3)  # some architectures stay
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_with_the_same_code(name: str) -> None:
     model = build(name)
@@ -261,6 +273,7 @@ def test_other_architectures_with_the_same_code(name: str) -> None:
     assert torch.equal(got_tokens, expected_tokens)
 
 
+@pytest.mark.full  # test_other_architectures_with_the_same_code has some of them
 @pytest.mark.filterwarnings("ignore::onepass.integrations.NothingPatchedWarning")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_all_architectures_agree(name: str) -> None:

@@ -35,7 +35,9 @@ def steps(model: Any, call: Any, count: int = 4) -> Tensor:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("name", "options"), [("Qwen3", {}), ("OLMo-2", {"weights": "fp8"})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("Qwen3", {}), pytest.param("OLMo-2", {"weights": "fp8"}, marks=pytest.mark.full)]
+)
 def test_one_graph_for_all_steps(name: str, options: dict[str, Any]) -> None:
     """No graph breaks, and no recompilation from token to token. Weights are inputs of fixed address."""
     model = fresh(name, layers=1)
@@ -49,6 +51,7 @@ def test_one_graph_for_all_steps(name: str, options: dict[str, Any]) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.full  # test_one_graph_for_all_steps compiles the same step
 @pytest.mark.usefixtures("fresh_compiler")
 def test_generate_compiles_one_graph() -> None:
     """transformers compiles the step over its static cache itself."""
@@ -91,12 +94,12 @@ class Logits(nn.Module):
         return self.model(ids, use_cache=False).logits
 
 
-HOOKED = ["self_attn", "self_attn.q_proj", "self_attn.o_proj", "mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm"]
-HOOKED += ["post_attention_layernorm"]
+HOOKED = ["self_attn", "self_attn.q_proj", "input_layernorm"]
+MORE_HOOKED = ["self_attn.o_proj", "mlp", "mlp.gate_proj", "mlp.act_fn", "post_attention_layernorm"]
 
 
 @pytest.mark.parametrize("options", [{}, {"weights": "fp8"}], ids=str)
-@pytest.mark.parametrize("where", HOOKED)
+@pytest.mark.parametrize("where", [*HOOKED, *(pytest.param(where, marks=pytest.mark.full) for where in MORE_HOOKED)])
 def test_hooks_see_the_calls_of_the_model(where: str, options: dict[str, Any]) -> None:
     """A hook on any module of a layer sees its inputs and outputs, and can change them."""
     model = fresh("Llama", layers=1)

@@ -85,6 +85,7 @@ def steps(name: str, layers: int, static: bool) -> Counter[str]:
         return step(model, cache, 8 if static else 5)
 
 
+@pytest.mark.sampled(5)  # some families stay
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_kernels_per_layer_and_per_step(name: str) -> None:
     """With a static cache a layer launches nothing but its calls of onepass, attention, and sums that stand alone."""

@@ -152,6 +152,7 @@ def test_models_of_inference_mode_follow_too() -> None:
             assert torch.equal(logits(made, STEP), with_new_codes(made, STEP))
 
 
+@pytest.mark.full  # test_codes_stay_where_they_are, which compiled calls rely on, stays
 def test_compiled_calls_use_what_refresh_writes() -> None:
     """A compiled call cannot look at versions, so somebody else has to: `refresh`, or any call that is not compiled."""
     model = fresh("Qwen2")

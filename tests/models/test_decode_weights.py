@@ -226,6 +226,7 @@ def blocks_of_fp8(model: Any) -> None:
                 linear.weight.data = onepass.dequantize_weight(codes, scale)
 
 
+@pytest.mark.full  # test_linear_modules.py has such checkpoints
 def test_block_scaled_checkpoints_are_used_as_they_are() -> None:
     sizes = {**COMMON, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     torch.manual_seed(0)

@@ -50,7 +50,7 @@ def dequantized(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["Qwen2", pytest.param("Phi-3", marks=pytest.mark.full), "DeepSeek-V3"])
 def test_results_are_those_of_kept_weights(name: str) -> None:
     """For any number of tokens, fused and called one by one, and for copies. The old weights are gone."""
     model = fresh(name)
@@ -134,6 +134,7 @@ def test_loaded_weights_are_quantized() -> None:
         logits(freed, STEP)
 
 
+@pytest.mark.full  # compiles kernels; test_decode_weights.py converts models that keep weights
 def test_conversions_keep_the_codes() -> None:
     _, model, handle = pair("Qwen2")
     made = dequantized("Qwen2").bfloat16()
@@ -149,6 +150,7 @@ def test_conversions_keep_the_codes() -> None:
     assert all(torch.equal(value, made.state_dict()[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.full  # compiles a model; steps that are called stay
 def test_captured_decode_and_compiled_calls() -> None:
     kept, freed, _ = pair("Qwen2")
     options: Any = {"max_new_tokens": 5, "do_sample": False, "custom_generate": onepass.integrations.generate}

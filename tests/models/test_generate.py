@@ -40,6 +40,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return StandIn().install(monkeypatch)
 
 
+@pytest.mark.sampled(3)  # one family in three stays
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_the_plain_loop(name: str, graphs: StandIn) -> None:
     """Rows end at different steps. The windows of Gemma and gpt-oss (8) fill up on the way."""
@@ -344,6 +345,7 @@ class NoHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.sampled(8)  # one case in eight stays
 @pytest.mark.parametrize("options", [None, *PATCHES], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma 3", "OLMo-2", "Phi-3", "GLM-4"])
 def test_a_step_reads_nothing_on_the_host(
@@ -369,6 +371,7 @@ def test_a_step_reads_nothing_on_the_host(
     assert len(steps) >= 4
 
 
+@pytest.mark.sampled(3)  # one case in three stays
 @pytest.mark.parametrize("options", PATCHES, ids=str)
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "DeepSeek-V3"])
 def test_patched_models_generate_the_tokens_of_their_plain_loop(

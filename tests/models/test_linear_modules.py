@@ -99,6 +99,7 @@ def replaced(model: nn.Module, scheme: Scheme | None) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled(13)  # each compiles kernels
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_checkpoints_of_a_whole_model(scheme: Scheme | None) -> None:
     """A float checkpoint loads strictly, and logits are those of the decoded weights."""

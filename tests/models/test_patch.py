@@ -92,6 +92,7 @@ def test_rounding_once_is_as_accurate_as_the_model(name: str) -> None:
     assert all("rounding hf" not in change.why for change in handle.replaced)
 
 
+@pytest.mark.sampled(5)  # some models stay
 @pytest.mark.parametrize("rounding", ["model", "once"])
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_generates_the_same_tokens(name: str, rounding: Any) -> None:

@@ -20,6 +20,7 @@ from tests.helpers.models import small, tokens
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
+@pytest.mark.sampled(16)  # one model stays
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"), [("Llama", "eager"), ("Gemma 3", "eager"), ("OLMo-2", "eager"), ("Qwen3", "aot_eager")]

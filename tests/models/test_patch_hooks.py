@@ -83,6 +83,7 @@ def identical(got: Tensor, expected: Tensor) -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.sampled(5)  # some models stay
 @pytest.mark.parametrize("rounding", ["model", "once"])
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_on_every_module(name: str, rounding: Any) -> None:
@@ -105,6 +106,7 @@ def test_hooks_on_every_module(name: str, rounding: Any) -> None:
         assert len(got) > 50
 
 
+@pytest.mark.sampled(5)  # some models stay
 @pytest.mark.parametrize("rounding", ["model", "once"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hook_on_one_module(name: str, rounding: Any) -> None:
@@ -173,6 +175,7 @@ def steer(kind: str, module: nn.Module, by: Tensor) -> Any:
     return module.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] * 2 + 1,), kwargs), with_kwargs=True)
 
 
+@pytest.mark.sampled(5)  # some models stay
 @pytest.mark.parametrize("kind", ["output", "output, with kwargs", "input", "input, with kwargs"])
 @pytest.mark.parametrize(("name", "place"), SKIPPED)
 def test_hooks_that_change_values(name: str, place: str, kind: str) -> None:

@@ -92,6 +92,7 @@ def promises_about(*words: str) -> list[Any]:
     return [pytest.param(p, id=name) for name, p in vllm_bytes.vllm_promises("cpu") if all(w in name for w in words)]
 
 
+@pytest.mark.sampled(8)  # each compiles kernels
 @pytest.mark.parametrize("promise", [*promises_about("640 columns"), *promises_about("e4m3fnuz")])
 def test_vllm_bytes(promise: vllm_bytes.Promise) -> None:
     """Codes, scales and residuals have vLLM's bytes: rows, groups, residuals, bounds, zeros, the smallest scale."""
@@ -104,6 +105,7 @@ def test_vllm_ties(promise: vllm_bytes.Promise) -> None:
     assert promise() is None
 
 
+@pytest.mark.full  # test_vllm_bytes stays
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [100, 4096, 7168, 20480])
 def test_vllm_bytes_of_other_lengths(n: int) -> None:
@@ -342,6 +344,7 @@ def test_flashinfer_heads() -> None:
     assert_close(out, rounded_once(q, weight, torch.bfloat16, 1.0))
 
 
+@pytest.mark.sampled(3)  # each compiles a kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [None, 64])
 def test_vllm_int8(dtype: torch.dtype, group: int | None) -> None:
@@ -364,6 +367,7 @@ def test_vllm_int8(dtype: torch.dtype, group: int | None) -> None:
     assert scale[1].eq(2.0**-23).all() and codes[1].eq(0).all()
 
 
+@pytest.mark.sampled(3)  # each compiles kernels
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("swizzled", [False, True])
 def test_flashinfer_fp4(block: int, swizzled: bool) -> None:

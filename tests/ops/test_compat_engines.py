@@ -54,6 +54,7 @@ def assert_close(got: Tensor, expected: Tensor, equal: float = 0.998) -> None:
 # --- static scales ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)  # each compiles a kernel
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED)
 def test_vllm_static_codes(dtype: torch.dtype, weight_dtype: torch.dtype, added: bool) -> None:
@@ -80,6 +81,7 @@ def test_vllm_static_codes(dtype: torch.dtype, weight_dtype: torch.dtype, added:
     assert out.float().abs().max() > 50
 
 
+@pytest.mark.sampled(5)  # each compiles a kernel
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED)
 @pytest.mark.parametrize(("scale", "stored_as"), [(0.0625, F8), (0.013, F8), (0.0625, torch.float8_e5m2)])
@@ -230,6 +232,7 @@ def latents(dtype: torch.dtype, tokens: int = 6) -> tuple[Tensor, Tensor]:
     return both[:, :48], both[:, 48:]
 
 
+@pytest.mark.sampled(5)  # each compiles a kernel
 @pytest.mark.parametrize("slots", [[5, 0, 11, 7, 2, 9], [5, -1, 0, -1, 3, -1], [-1] * 6, [-1, 0, -1, 4]], ids=str)
 @pytest.mark.parametrize("kind", ["auto", "fp8", "fp8_e4m3"])
 def test_concat_and_cache_mla(kind: str, slots: list[int]) -> None:

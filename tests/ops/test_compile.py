@@ -126,7 +126,7 @@ def everything(x: Tensor, gamma: Tensor, residual: Tensor, gate: Tensor) -> tupl
     return y, h, out, q.float(), s, q2.float(), s2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compile_whole_graph_dynamic(backend: str) -> None:
     torch._dynamo.reset()
     compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(

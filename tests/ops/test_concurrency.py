@@ -42,7 +42,9 @@ def process(*command: str, cache: Path | None = None, seconds: float = 900) -> A
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["own order", "same call"])
+@pytest.mark.parametrize(
+    "together", [pytest.param(False, marks=pytest.mark.full, id="own order"), pytest.param(True, id="same call")]
+)
 def test_threads_do_not_change_results(together: bool) -> None:
     assert concurrency.at_once("cpu", rounds=1, together=together) is None
 
@@ -81,6 +83,7 @@ def test_work_of_a_thread_that_cannot_start_goes_to_the_others(monkeypatch: pyte
     assert len(entered) == 8, "the calls that have enough work for a team"
 
 
+@pytest.mark.full  # threads with a warm cache stay
 def test_first_calls_from_eight_threads(tmp_path: Path) -> None:
     told = process("cold_threads", cache=tmp_path)
     assert told["wrong"] is None
@@ -95,11 +98,13 @@ def test_forked_children_run_every_op(cache: Path) -> None:
     assert {name: right for name, right in told.items() if right is not True} == {}
 
 
+@pytest.mark.full  # the tests with threads and forks stay
 def test_two_spawned_processes_share_a_cold_cache(tmp_path: Path) -> None:
     told = process("spawn", cache=tmp_path)
     assert told == {"same": True, "files": 4, "left": 0}
 
 
+@pytest.mark.full  # the tests with threads and forks stay
 def test_processes_fill_one_cache_concurrently(tmp_path: Path) -> None:
     rounds = process("cold_caches", "3", cache=tmp_path)
     assert len(rounds) == 3
@@ -107,6 +112,7 @@ def test_processes_fill_one_cache_concurrently(tmp_path: Path) -> None:
         assert same == rounds[0][0] and len(same) == files == 3 and not left
 
 
+@pytest.mark.full  # cpu/test_object_cache.py has damaged files
 def test_process_killed_while_writing(tmp_path: Path) -> None:
     """Killed with the file empty, half written, complete but not renamed, and renamed: the next process works."""
     told = process("killed", cache=tmp_path)
@@ -119,6 +125,7 @@ def test_process_killed_while_writing(tmp_path: Path) -> None:
         assert after == 0, "and removed when its writer must be dead"
 
 
+@pytest.mark.full  # the tests with threads and forks stay
 def test_interrupts(tmp_path: Path) -> None:
     """An interrupt during a first call or a kernel raises KeyboardInterrupt, and the next call is correct."""
     told = process("interrupts", "15", cache=tmp_path)

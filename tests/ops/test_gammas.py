@@ -99,6 +99,7 @@ OPS: dict[str, Callable[[torch.dtype, Tensor], Results]] = {
 }
 
 
+@pytest.mark.sampled(16)  # test_ops.py has cases of these dtypes
 @pytest.mark.parametrize("op", OPS)
 @CALL
 def test_bytes_are_those_of_the_same_gamma_in_float32(op: str, x: torch.dtype, gamma: torch.dtype) -> None:
@@ -136,6 +137,7 @@ LIKE: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(5)  # each compiles a kernel
 @pytest.mark.parametrize("name", LIKE)
 @CALL
 def test_compat_functions(name: str, x: torch.dtype, gamma: torch.dtype) -> None:

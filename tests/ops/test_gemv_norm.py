@@ -170,6 +170,7 @@ def test_promise(name: str) -> None:
 
 
 class TestUnfused:
+    @pytest.mark.sampled(5)  # some numbers stay
     @pytest.mark.parametrize("m", [1, 16, 40])
     @pytest.mark.parametrize("weights", ["bf16", "fp8", "fp8 scaled"])
     def test_any_number_of_rows(self, weights: str, m: int) -> None:
@@ -272,6 +273,7 @@ class TestUnfused:
 # --- traces --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)  # each lowers a kernel
 @pytest.mark.parametrize(
     ("n", "widths"), [(96, (64,)), (2112, (1536, 512)), (5, (1, 1, 1, 1)), (24, (24,)), (25, (1,))]
 )

@@ -73,6 +73,7 @@ def everything(act: Tensor, weight: Tensor, gamma: Tensor, more: Tensor, counter
     return a[0].float(), *a[1:], *b, *out, *c
 
 
+@pytest.mark.full  # TestOpcheck stays
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_whole_graph(backend: str) -> None:
     torch._dynamo.reset()
@@ -88,6 +89,7 @@ def test_compile_whole_graph(backend: str) -> None:
             assert all_same(got, expected) and not counter.any()
 
 
+@pytest.mark.full  # torch.compile in a separate process
 def test_first_call_of_a_process_may_be_compiled() -> None:
     code = (
         "import torch, onepass\n"

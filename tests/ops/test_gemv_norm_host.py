@@ -174,6 +174,7 @@ with running_on("interpreter"):
 """
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_gpu_backend_checks_the_counter_too() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1", "ONEPASS_DEBUG": "1"}

@@ -18,7 +18,7 @@ from onepass.gpu import counters
 from onepass.ops.gemv_norm.op import GEMV, GEMV_WITH_SCRATCH
 from onepass.testing.case import poison, same_bytes
 from onepass.testing.samples import sample
-from tests.helpers.bad_input import RawTrace
+from tests.gemv_norm.inputs import RawTrace
 from tests.helpers.gemv_inputs import all_same, inputs
 from tests.helpers.gemv_inputs import seed as seed
 from tests.helpers.mistakes import Mistake, mistakes

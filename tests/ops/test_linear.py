@@ -149,6 +149,7 @@ def separate(a: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     return y.to(a["out_dtype"] or dtype), new_residual
 
 
+@pytest.mark.sampled(60)  # each compiles three kernels
 @pytest.mark.parametrize("options", SOME, ids=lambda o: " ".join(str(v).removeprefix("torch.") for v in o))
 def test_fused_is_separate(options: Options) -> None:
     a = given(options)
@@ -168,6 +169,7 @@ def test_fused_is_separate(options: Options) -> None:
 KINDS = CHOICES.weight
 
 
+@pytest.mark.sampled(31)  # each compiles three kernels
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [*((kind, BF16) for kind in KINDS), *itertools.product(("float", "fp8 block", "int8 row"), (F16, F32))],
@@ -184,6 +186,7 @@ def test_bytes_are_those_of_the_gemv(kind: str, dtype: torch.dtype) -> None:
             assert same_bytes(unfused, unnormed)
 
 
+@pytest.mark.sampled(13)  # each compiles a kernel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("norm", [False, True])
 def test_bytes_of_a_row_are_its_own(kind: str, norm: bool) -> None:
@@ -255,7 +258,12 @@ def test_powers_of_two_scale_as_float32_does() -> None:
 PROMISES = dict(linear_promises("cpu"))
 
 
-@pytest.mark.parametrize("name", PROMISES)
+@pytest.mark.sampled(31)  # one size stays
+@pytest.mark.parametrize(
+    "name",
+    # test_fused_is_separate and test_bytes_are_those_of_the_gemv have other sizes
+    [pytest.param(name, marks=[pytest.mark.full] if name.startswith("linear: ") else []) for name in PROMISES],
+)
 def test_promise(name: str) -> None:
     assert PROMISES[name]() is None
 
@@ -276,6 +284,7 @@ class TestSpecialValues:
         others = [i for i in range(140) if i != 7]
         assert same_bytes(y[:, others], expected[:, others])
 
+    @pytest.mark.sampled(5)  # each compiles a kernel
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
     @pytest.mark.parametrize("options", [{}, {"gamma": torch.ones(K)}, {"activation": "gelu_mul"}])
     @pytest.mark.parametrize("kind", ["float", "fp8 block", "int8 row"])

@@ -13,7 +13,8 @@ import onepass
 from onepass.errors import ContractError
 from onepass.ops.linear.op import LINEAR
 from onepass.testing.case import same_bytes
-from tests.helpers.valid_calls import blocks_arguments, linear_arguments, names, with_outputs
+from tests.inputs import names, with_outputs
+from tests.linear.inputs import blocks_arguments, linear_arguments
 
 BF16, F32 = torch.bfloat16, torch.float32
 F8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -58,7 +59,7 @@ def everything(x: Tensor, weight: Tensor, coded: Tensor, scale: Tensor, residual
     return a, h, b, c
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.full])])
 def test_compile_whole_graph(backend: str) -> None:
     torch._dynamo.reset()
     compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(

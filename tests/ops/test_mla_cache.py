@@ -31,6 +31,7 @@ def test_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
 
 
+@pytest.mark.sampled(11)  # some cases stay
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.group in ("model", "scales", "reference", "ragged")], ids=lambda c: c.name
 )
@@ -226,6 +227,7 @@ def everything(
     return made, q * 2, other.blocks, cache.blocks + 1, cache.cache_lengths * 1
 
 
+@pytest.mark.full  # compile and opcheck of the other ops stay
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_whole_graph_dynamic(backend: str) -> None:
     torch._dynamo.reset()

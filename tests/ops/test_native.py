@@ -118,7 +118,7 @@ def test_threads_are_part_of_a_call() -> None:
 
 
 @built
-@pytest.mark.parametrize(("calls", "configurations"), [(80, 1), (220, 2)])
+@pytest.mark.parametrize(("calls", "configurations"), [(80, 1), pytest.param(220, 2, marks=pytest.mark.full)])
 def test_paths_agree_over_the_fuzzers_calls(calls: int, configurations: int) -> None:
     with compared() as tally:
         for index in range(calls):
@@ -238,6 +238,7 @@ def test_changing_shapes_do_not_grow_memory() -> None:
     assert found["entries"] <= 4096 and found["grown"] < 16 * 1024, found
 
 
+@pytest.mark.full  # 250,000 calls; 20,000 stay
 @built
 def test_many_calls_with_changing_shapes_do_not_grow_memory() -> None:
     """A leak of 17 bytes per call would fail this."""

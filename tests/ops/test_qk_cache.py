@@ -34,6 +34,7 @@ def angles(positions: int, dim: int) -> Tensor:
 # --- the separate calls ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(40)  # each compiles kernels
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("style", ["half", "interleaved", None])
 @pytest.mark.parametrize("per_head", [True, False])
@@ -96,6 +97,7 @@ def _put(cache: Tensor, layout: str, slots: Tensor, values: Tensor) -> None:
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)  # each compiles a kernel
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("norm", ["none", "head", "gemma"])
 def test_hf_keeps_the_bits_of_transformers(dtype: torch.dtype, norm: str) -> None:
@@ -124,6 +126,7 @@ def test_hf_keeps_the_bits_of_transformers(dtype: torch.dtype, norm: str) -> Non
     assert not caches[0][:, :, :4].any()
 
 
+@pytest.mark.sampled(3)  # each compiles a kernel
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("family", "style"), [("phi3", "half"), ("glm4", "interleaved")])
 def test_hf_keeps_the_bits_of_partial_rotations(dtype: torch.dtype, family: str, style: Any) -> None:
@@ -301,6 +304,7 @@ def test_fake_tensors_have_the_results_shapes() -> None:
     assert both[1] is not None and both[1].shape == k.shape
 
 
+@pytest.mark.full  # test_determinism.py has its batches, layouts and threads
 @pytest.mark.parametrize("promise", [pytest.param(test, id=name) for name, test in qk_cache_promises("cpu")])
 def test_promises(promise: Callable[[], str | None]) -> None:
     assert promise() is None

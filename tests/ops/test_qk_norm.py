@@ -308,6 +308,7 @@ def test_one_launch_each() -> None:
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)  # four signatures stay
 @pytest.mark.parametrize("lead", [(), (2, 3)])
 @pytest.mark.parametrize(
     ("name", "rope"), [(name, rope) for name, op in OPS.items() for rope in {False, "freqs" in op.contract.args}]
@@ -332,7 +333,7 @@ def everything(qkv: Tensor, gq: Tensor, gk: Tensor, freqs: Tensor, positions: Te
     return var, a, b, *heads, *wide, qkv, onepass.row_sum_of_squares_qk(q * 2, k)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compile_whole_graph_dynamic(backend: str) -> None:
     torch._dynamo.reset()
     compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(

@@ -75,7 +75,7 @@ def scale_of(byte: int, name: str) -> float:
     return NAN if byte == 255 else 2.0 ** (byte - 127)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.full) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize(
     ("name", "floor"), [("mxfp8", False), ("mxfp8", True), ("mxfp4", False), ("mxfp4", True), ("nvfp4", False)]
 )
@@ -148,6 +148,7 @@ def test_rules_of_powers_of_two() -> None:
 # --- layouts --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)  # each compiles kernels
 @pytest.mark.parametrize(("name", "size"), [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16)])
 @pytest.mark.parametrize("lead", [(3,), (2, 70), (2, 3, 5)])
 @pytest.mark.parametrize("columns", [96, 32, 256])
@@ -206,6 +207,7 @@ def test_outputs_of_the_caller() -> None:
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(7)  # each compiles a kernel
 @pytest.mark.parametrize("name", QUANT_FORMATS)
 @pytest.mark.parametrize("quantize", ["reciprocal", "divide"])
 def test_rows_with_nan_infinity_and_zeros(name: Any, quantize: Any) -> None:
@@ -272,6 +274,7 @@ def test_global_scale() -> None:
     assert scale.float().isnan().all() and codes.eq(0).all()
 
 
+@pytest.mark.sampled(7)  # each compiles a kernel
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("name", ["e4m3fn", "int8", "nvfp4"])
 def test_stored_quantizes_what_rms_norm_stores(name: Any, dtype: torch.dtype) -> None:
@@ -304,6 +307,7 @@ def test_stored_quantizes_what_rms_norm_stores(name: Any, dtype: torch.dtype) ->
     assert not same_bytes(once[0], codes)
 
 
+@pytest.mark.sampled(7)  # each compiles sixteen kernels
 @pytest.mark.parametrize("group", QUANT_FORMATS["e5m2"].groups)
 def test_fp8_is_a_form_of_it(group: int | None) -> None:
     x, gamma = rows_of(5, 256, torch.bfloat16)

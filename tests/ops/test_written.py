@@ -16,8 +16,8 @@ from torch import Tensor
 import onepass
 from onepass.core import native, replay
 from onepass.core import op as registration
-from tests.helpers.bad_input import dispatched_subjects
-from tests.helpers.valid_calls import names
+from tests.helpers.bad_input import DISPATCHED
+from tests.inputs import names
 
 pytest.importorskip("llvmlite")
 
@@ -60,7 +60,7 @@ PATHS: list[Any] = [in_python, dispatched]
 if native.describe() == "on":
     PATHS += [in_c, in_c_through_python]
 paths = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
-SUBJECTS = {subject.contract.name: subject for subject in dispatched_subjects()}
+SUBJECTS = {subject.contract.name: subject for subject in DISPATCHED}
 OPS = {op.contract.name: op for op in registration._ops}
 NORM = OPS["rms_norm"]
 
@@ -82,7 +82,7 @@ class TestVersions:
     @pytest.mark.parametrize("name", OPS)
     def test_every_written_tensor_has_a_new_one(self, name: str, inference: bool, path: Path) -> None:
         subject, op = SUBJECTS[name], OPS[name]
-        given = subject.good()
+        given = subject.build("cpu")
         arguments = tuple(given[argument] for argument in names(op.contract))
         written = [given[n] for n, arg in op.contract.args.items() if arg.mutable]
         written += [given[n] for n in op.contract.out_names]
@@ -124,7 +124,7 @@ class TestInferenceTensors:
         assert torch.equal(out, written) and written.any()
 
     def test_are_refused_as_caches(self) -> None:
-        given = SUBJECTS["qk_norm_rope_cache"].good()
+        given = SUBJECTS["qk_norm_rope_cache"].build("cpu")
         with torch.inference_mode():
             given["k_cache"] = given["k_cache"].clone()
         with pytest.raises(onepass.ContractError, match="`k_cache` must not be an inference tensor"):

@@ -273,6 +273,7 @@ def test_checks_before_speed_cover_every_op_and_group() -> None:
         assert len({case.group for case in cases}) == len(cases)
 
 
+@pytest.mark.full  # test_bench_compares_with_a_baseline runs the command too
 def test_bench_command(tmp_path: Path) -> None:
     """Two ops at one shape: one row each with two medians, the table, the file and the page."""
     file, html = tmp_path / "bench.json", tmp_path / "bench.html"

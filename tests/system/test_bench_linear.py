@@ -180,6 +180,7 @@ def measured(shapes: str, **more: Any) -> dict[str, Any]:
     return run.run(plan)
 
 
+@pytest.mark.full  # six timed rows
 def test_a_peer_that_refuses_a_row_is_recorded_in_it(streams: list[int]) -> None:
     """torch._scaled_mm has no scales per block on a CPU. It refuses each such row, and its other rows have times."""
     report = measured("1x320x256,4x320x256", match="fp8 (rows|blocks)$|^linear ")
@@ -196,6 +197,7 @@ def test_a_peer_that_refuses_a_row_is_recorded_in_it(streams: list[int]) -> None
     assert found.refused.keys() == {"torch._scaled_mm"} and found.kind == "fp8 blocks" and found.shape == (1, 320, 256)
 
 
+@pytest.mark.full  # three timed rows
 def test_rows_with_the_same_weights_share_the_time_of_their_read(streams: list[int]) -> None:
     report = measured("1x320x256,4x320x256,16x320x256", match="^linear |fp8 rows")
     assert len(report["rows"]) == 6 and streams == [320 * 256 * 2, 320 * 256 + 320 * 4]

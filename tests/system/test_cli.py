@@ -145,6 +145,7 @@ def test_failed_checks_set_the_exit_status(monkeypatch: pytest.MonkeyPatch, caps
     assert "0 of 3 passed" in capsys.readouterr().out
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.skipif(not common.backend_status()["interpreter"][0], reason="needs Triton's interpreter")
 def test_check_interprets_the_gpu_kernels() -> None:
     """5x2 and 5x200 run; 5x20000 is left out and counted."""
@@ -287,6 +288,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "SHAPES", ((1, 256),))
 
 
+@pytest.mark.full  # test_bench_claims.py runs the comparisons of the demo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rounding", "ops"),
@@ -327,6 +329,7 @@ def test_demo_of_each_model(
         assert report["bfloat16_equal"] > 0.5
 
 
+@pytest.mark.full  # test_demo stays
 @pytest.mark.slow
 def test_demo_of_local_weights(small_model: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "SHOWN_CASES", ())

@@ -25,7 +25,6 @@ from tools.docs import architectures_page, dist_page, ops_page
 ROOT = Path(__file__).parents[2]
 MARKDOWN = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")))
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-MAX_LINES = 450
 
 
 def relative(path: Path) -> str:
@@ -252,12 +251,6 @@ def anchors(path: Path) -> set[str]:
     """The anchors that GitHub generates for a file's headings."""
     titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-def test_source_files_are_short() -> None:
-    assert SOURCES
-    long = {relative(path): lines for path in SOURCES if (lines := len(path.read_text().splitlines())) > MAX_LINES}
-    assert not long
 
 
 def test_models_md_lists_every_family() -> None:

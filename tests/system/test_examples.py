@@ -13,6 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+LONG = ("fp8_linear.py", "prologue.py", "tensor_parallel.py")
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 PRINTS = {
     "fp8_linear.py": r"(decoded|_scaled_mm): \[32, 512\] torch\.bfloat16, ([\d.]+)% from bfloat16",
@@ -43,7 +44,9 @@ def test_every_example_has_an_expected_output() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in EXAMPLES]
+)
 def test_example_prints_what_it_should(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(name, capsys)
     found = re.search(PRINTS[name], printed)

@@ -118,6 +118,7 @@ def test_copies_share_weights_unless_they_are_moved(monkeypatch: pytest.MonkeyPa
     ]
 
 
+@pytest.mark.full  # the uncompiled steps stay
 def test_compiled_steps_are_compiled_with_and_without_onepass(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph each; only the patched one contains onepass's ops."""
     graphs: list[int] = []

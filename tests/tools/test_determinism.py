@@ -18,13 +18,15 @@ from onepass.core.op import _ops
 from onepass.cpu import threads as _parallel
 from onepass.formats import FLOATS
 from onepass.testing.case import lay_out, same_bytes
+from tests.inputs import Rows
 from tools import checks, determinism
-from tools.determinism import SUBJECTS, Subject, determinism_promises
+from tools.determinism import SUBJECTS, determinism_promises
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {subject.name: subject for subject in SUBJECTS}
 
 
+@pytest.mark.sampled(23)  # each promise stays, with fewer dtypes and lengths
 @pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in determinism_promises("cpu")])
 def test_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
@@ -58,8 +60,9 @@ def test_every_op_is_a_subject() -> None:
     assert {op.contract.name for op in _ops} - private == named
 
 
+@pytest.mark.sampled(5)  # some ops stay
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
-def test_threads_are_used_where_their_number_is_tested(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_used_where_their_number_is_tested(subject: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     run = _parallel.run
 
@@ -77,7 +80,7 @@ def test_threads_are_used_where_their_number_is_tested(subject: Subject, monkeyp
 _calls = count()
 
 
-def faulty(change: Callable[[Tensor], Tensor]) -> Subject:
+def faulty(change: Callable[[Tensor], Tensor]) -> Rows:
     """rms_norm with a fault."""
     subject = BY_NAME["rms_norm, hf"]
 

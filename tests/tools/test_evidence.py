@@ -70,6 +70,7 @@ class TestPublishedModels:
             for model in family.models:
                 assert bool(model.heads and model.kv_heads and model.head_dim) == bool(norms), model
 
+    @pytest.mark.full  # test_every_configuration_ran_on_a_gpu stays
     def test_cases_need_what_calls_of_the_models_need(self) -> None:
         """Running the cases on a GPU proves all that the calls need."""
         needed = {name for builds in families.needed(records.H200).values() for name in builds}
@@ -99,6 +100,7 @@ class TestPublishedModels:
         assert {case.group for case in on_gpu} - {case.group for case in elsewhere} == {families.GROUP}
         assert not any(case.interpretable for case in on_gpu if case.group == families.GROUP)
 
+    @pytest.mark.full  # ops/test_ops.py has the same for other cases
     def test_one_case_of_every_form_passes_and_fails_with_zeros(self) -> None:
         """On the CPU: these cases can fail like all others."""
         seen = set()
@@ -259,6 +261,7 @@ class TestSourceDigests:
         names = {build.name for build in builds}
         assert len({records.digest(build, records.H200) for build in builds}) == len(names) > len(prologues)
 
+    @pytest.mark.full  # starts two processes
     def test_digests_are_the_same_in_every_process(self) -> None:
         """Sets have another order in each process."""
         program = (

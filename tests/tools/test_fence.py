@@ -77,6 +77,7 @@ def test_bytes_written_beside_an_output_are_detected() -> None:
     assert place.written_beside([out]) > 4
 
 
+@pytest.mark.full  # all cases of test_case, between guard pages
 @pytest.mark.slow
 def test_every_case_stays_within_its_memory() -> None:
     """In a separate process: if a kernel leaves its memory, the process dies and its last line names the case."""

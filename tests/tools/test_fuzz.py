@@ -63,6 +63,7 @@ def test_cases_cover_all_options_and_values() -> None:
     assert {1, 2, 31, 32, 33, 127, 129, 255, 257} <= {case.n for case in drawn("rms_norm", 4000)}
 
 
+@pytest.mark.sampled(3)  # one option stays
 @pytest.mark.parametrize(
     ("option", "other"),
     [
@@ -126,6 +127,7 @@ def test_cases_of_linear_cover_all_options() -> None:
     assert max(math.prod(case.lead) for case in found) > 64 and max(case.n for case in found) > 1000
 
 
+@pytest.mark.full  # test_wrong_options_are_detected stays
 @pytest.mark.parametrize(
     "change",
     [
@@ -187,6 +189,7 @@ def test_places_hold_values_between_guards(place: Place, lead: tuple[int, ...]) 
     assert int((memory == memory).sum()) == values.numel()  # all else is NaN
 
 
+@pytest.mark.full  # compiles the kernels of test_random_calls
 @pytest.mark.parametrize("family", [rows, qk, gemv_norm, linear])
 def test_zeros_are_detected(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nonzero results of ordinary values are replaced by zeros."""
@@ -306,6 +309,7 @@ def test_failures_are_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert message == "wrong" and simplest.n == 20 and simplest.values == EQUAL and simplest.lead in ((), (2,))
 
 
+@pytest.mark.full  # starts processes and compiles kernels; test_crashed_processes_fail_the_run stays
 def test_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Two processes run the same cases as one; a case can be run again by its number."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))

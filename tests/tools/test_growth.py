@@ -26,6 +26,7 @@ def test_calls_are_recorded_and_repeated(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not growth.measure(60, "cpu")["passed"]
 
 
+@pytest.mark.full  # another measurement that fails stays
 def test_memory_that_grows_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     before, taken = watch.read, 0
 

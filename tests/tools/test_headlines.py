@@ -217,7 +217,11 @@ def problem_of(op: str, kind: str) -> Problem:
     return rms_norm.problem(op, 3, 64, "cpu", more=True)
 
 
-@pytest.mark.parametrize("op, kind", figures.ALTERNATIVES)
+@pytest.mark.parametrize(
+    "op, kind",
+    # those of linear compile kernels
+    [pytest.param(*row, marks=[pytest.mark.full] if row[0] == linear.FUSED else []) for row in figures.ALTERNATIVES],
+)
 def test_alternatives_are_in_the_bench_and_do_the_same(op: str, kind: str) -> None:
     problem = problem_of(op, kind)
 

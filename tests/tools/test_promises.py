@@ -17,6 +17,7 @@ from tools.promises.formats import format_promises
 from tools.promises.mla_cache import mla_promises
 
 
+@pytest.mark.sampled(15)  # each compiles kernels; one promise in fifteen stays
 @pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in format_promises("cpu")])
 def test_format_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
@@ -108,6 +109,7 @@ def test_a_dead_process_is_a_broken_promise_and_another_continues(monkeypatch: p
     assert promises.run_promises_in_groups("cpu", 2, lambda result: None, limit=-1) == []
 
 
+@pytest.mark.full  # starts two processes
 def test_two_processes_share_promises() -> None:
     seen: list[Result] = []
     found = promises.run_promises_in_groups("cpu", 2, seen.append, "MLA, caches|cache write, paged")

@@ -42,6 +42,7 @@ def examples(number: int) -> settings:
 # --- random calls ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # 500 calls of each op; test_case has chosen ones
 @pytest.mark.parametrize("op", OPS)
 @given(r=st.randoms(use_true_random=False))
 @examples(500)
@@ -51,6 +52,7 @@ def test_random_calls(op: str, r: Random) -> None:
         assert case.run("cpu") is None
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_random_calls_of_the_gpu_kernels() -> None:
     """The Triton kernels, interpreted; cases with values that the interpreter misreads are left out."""

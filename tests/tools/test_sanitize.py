@@ -104,6 +104,7 @@ exit 0
 """
 
 
+@pytest.mark.full  # starts three processes
 def test_a_whole_run_with_a_tool_that_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "compute-sanitizer").write_text(_FAKE)
     (tmp_path / "compute-sanitizer").chmod(0o755)

@@ -41,6 +41,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.full  # compiles the extension; `make sanitize-native` runs one without mistakes
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_the_process(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llvmlite")

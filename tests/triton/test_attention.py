@@ -24,6 +24,7 @@ BF16 = torch.bfloat16
 HOT = [AttentionCase("short", 1, (32, 8), 1, context, 128, mask=mask) for context in (128, 1024) for mask in ("zeros",)]
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 def test_interpreted_kernels_agree_with_the_formula() -> None:
     """Also that bytes depend on neither the batch, other tokens, nor the length of a cache. All kernels of this kind."""
     ops = {"attend": 8, "attend_latents": 8, "head_product": 11}

@@ -20,6 +20,7 @@ from onepass.testing.case import Case
 HERE = Path(__file__).parent
 
 
+@pytest.mark.full  # interprets 400 tiles
 @pytest.mark.slow
 def test_every_tile_sums_a_row_as_defined() -> None:
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "TRITON_INTERPRET": "1"}

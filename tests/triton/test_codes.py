@@ -113,6 +113,7 @@ def gathered(indices: list[tuple[int, ...]], moves: dict[int, int], k: int) -> l
     return found
 
 
+@pytest.mark.sampled(4)  # each lowers a kernel
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize(("columns", "rows", "step"), [(16, 8, 256), (32, 16, 128), (64, 16, 64)])
 def test_columns_of_aligned_operands_are_neighbours(decoder: str, columns: int, rows: int, step: int) -> None:
@@ -206,12 +207,14 @@ def check_cube(made: Build) -> None:
     assert "shfl" not in machine and not re.search(r"\bst\.shared|ld\.global[\w:.]*\.b(8|16)\b", before_sums)
 
 
+@pytest.mark.sampled(9)  # each lowers a kernel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", CUBES)
 def test_aligned_weights_are_regrouped_in_registers(size: str, kind: str) -> None:
     check_cube(build(*KINDS[kind], *CUBES[size]))
 
 
+@pytest.mark.sampled(4)  # each lowers a kernel
 @pytest.mark.parametrize(
     ("kind", "k", "gated"), [("fp8 blocks", 1040, False), ("int8 rows", 1040, True), ("fp8 blocks", 4096, True)]
 )
@@ -219,6 +222,7 @@ def test_masked_and_gated_weights_are_regrouped_in_registers(kind: str, k: int, 
     check_cube(build(*KINDS[kind], 16, 4096, k, gated=gated))
 
 
+@pytest.mark.sampled(3)  # each lowers a kernel
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_the_gemv_are_regrouped_in_registers(kind: str) -> None:
     act, weight, scaled = KINDS[kind]
@@ -231,6 +235,7 @@ def test_weights_of_the_gemv_are_regrouped_in_registers(kind: str) -> None:
     )
 
 
+@pytest.mark.sampled(4)  # each lowers a kernel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("m", [1, 16])
 def test_unaligned_weights_are_loaded_in_the_order_of_steps(m: int, kind: str) -> None:
@@ -241,6 +246,7 @@ def test_unaligned_weights_are_loaded_in_the_order_of_steps(m: int, kind: str) -
     assert re.findall(r"tt\.dot .*?kWidth = (\d).*?kWidth = (\d)", text) == [("4", "4")]
 
 
+@pytest.mark.sampled(5)  # each lowers a kernel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "n", "aligned"), [(32, 8192, True), (100, 16384, True), (300, 4096, False)])
 def test_flat_tiles_are_products_of_warp_groups(m: int, n: int, aligned: bool, kind: str) -> None:

@@ -96,6 +96,7 @@ def untraceable(tmp_path: Path) -> Any:
     return module._gemv_partial_norm_kernel
 
 
+@pytest.mark.full  # each compiles two kernels
 @pytest.mark.parametrize(
     ("m", "n", "k", "widths"), [(1, 2112, 7168, (1536,)), (2, 100, 640, (40, 30))], ids=["decode", "two segments"]
 )
@@ -127,6 +128,7 @@ def configurations(kind: tuple[Any, Any, WeightScale], widths: tuple[int, ...]) 
     return found
 
 
+@pytest.mark.sampled(4)  # some configurations stay
 @pytest.mark.parametrize("kind", KINDS_OF_PRODUCT, ids=str)
 def test_settings_that_affect_bits_do_not_depend_on_rows(kind: tuple[Any, Any, WeightScale]) -> None:
     """Pieces, blocks and grains depend on the dtypes, the kind of scale and N, the norm's chunks on its width."""
@@ -318,6 +320,7 @@ torch.save(sums, sys.argv[1] + "/sums")
 """
 
 
+@pytest.mark.full  # the sums of qk_norm and the pieces of linear stay
 def test_kernels_sum_in_the_documented_order(tmp_path: Path) -> None:
     """The squares of a norm, and the pieces of a product for every number of warps."""
     chunks = torch.randn(4, 512)
@@ -337,6 +340,7 @@ def test_kernels_sum_in_the_documented_order(tmp_path: Path) -> None:
             assert sums[column, row] == piece_sum(fragments[:, column, row].flatten())
 
 
+@pytest.mark.sampled(8)  # each compiles a kernel
 @pytest.mark.parametrize("codes", [None, F8], ids=["norm", "codes"])
 @pytest.mark.parametrize("weight", [BF16, F8])
 @pytest.mark.parametrize(("m", "aligned"), [(1, True), (4, True), (16, True), (16, False)])
@@ -374,7 +378,12 @@ KINDS: dict[str, Callable[[Chip], Build]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
+@pytest.mark.parametrize(
+    "chip",
+    # each compiles a kernel
+    [pytest.param(c, marks=pytest.mark.sampled(4) if c.backend == "hip" else pytest.mark.full) for c in OTHER_CHIPS],
+    ids=lambda c: str(c.arch),
+)
 def test_compiles_for_other_chips(chip: Chip, kind: str) -> None:
     text = compile_build(KINDS[kind](chip), chip).asm["amdgcn" if chip.backend == "hip" else "ptx"]
     if chip.backend == "hip":  # its matrix cores have no 8-column product, so float32 products are used
@@ -395,6 +404,7 @@ def test_traced_kernel_is_rejected_on_amd() -> None:
 INTERPRETED = ("rows: 1x", "rows: 5x", "k: 2x20x513", "segments: 1x80x300 15", "values: 9x48x256 24+8 bf16")
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_interpreted_kernel_passes_its_cases() -> None:
     cases = [case for match in INTERPRETED for case in select(["gemv_and_partial_norm"], match)]

@@ -1,6 +1,6 @@
 """One case of each group of each op, run by Triton's interpreter.
 
-The sweeps over all cases are left out of `make test` (tests/full.py).
+The sweeps over all cases are left out of `make test`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def first_of_each_group() -> list[Check]:
     return list({(case.op, case.group): case for case in reversed(list(cases))}.values())
 
 
-@pytest.mark.parametrize("part", ["sample", "rest"])
+@pytest.mark.parametrize("part", ["sample", pytest.param("rest", marks=pytest.mark.full)])
 def test_one_case_of_each_group_passes(part: str) -> None:
     everything, known = first_of_each_group(), runner.select(device="interpreter")
     sample = everything[::3]

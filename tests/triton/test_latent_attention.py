@@ -54,6 +54,7 @@ def test_verification_finds_wrong_results() -> None:
         assert latent_attention.verify(case, given, (wrong,)) is not None
 
 
+@pytest.mark.sampled(1)  # each compiles a kernel
 @pytest.mark.parametrize("case", HOT, ids=lambda case: case.name)
 def test_hot_kernels_hold_everything_in_registers(case: LatentCase) -> None:
     """DeepSeek-V3's sizes. Two programs share a multiprocessor."""
@@ -67,6 +68,7 @@ def test_hot_kernels_hold_everything_in_registers(case: LatentCase) -> None:
     assert "prefetch.global.L2" in ptx and "griddepcontrol.wait" in ptx and "cp.async.cg.shared" in ptx
 
 
+@pytest.mark.sampled(1)  # each compiles a kernel
 @pytest.mark.parametrize("arch", [80, 89, 120])
 def test_chips_with_less_shared_memory(arch: int) -> None:
     """The smallest have 99 KB for a program."""

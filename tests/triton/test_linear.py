@@ -153,6 +153,7 @@ KINDS: dict[str, Callable[[Chip], Build]] = {
 }
 
 
+@pytest.mark.sampled(6)  # each compiles a kernel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 def test_compiles_for_other_chips(chip: Chip, kind: str) -> None:
@@ -166,6 +167,7 @@ def test_compiles_for_other_chips(chip: Chip, kind: str) -> None:
     assert ("griddepcontrol" in text) == chip.has_pdl
 
 
+@pytest.mark.sampled(4)  # each compiles a kernel
 @pytest.mark.parametrize(
     ("spec", "m", "n"),
     [
@@ -224,6 +226,7 @@ def test_static_weights_change_tiles_of_few_aligned_rows_only(weight: torch.dtyp
 # --- the interpreter -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_tiles_agree_with_float64() -> None:
     """Each kind of tile, with the columns that an H200 would load, where the interpreter would choose other tiles."""
@@ -301,6 +304,7 @@ INTERPRETED = "|".join(
 )
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_interpreted_kernel_passes_its_cases() -> None:
     """Cases of the groups that test_interpreter.py leaves out, and of others."""

@@ -52,6 +52,7 @@ def build_of(tokens: int, heads: int, dtype: torch.dtype = FP8, **options: Any) 
     return build
 
 
+@pytest.mark.sampled(3)  # each compiles a kernel
 @pytest.mark.parametrize("style", ["interleaved", "half"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "of_q", "of_kv"), [(1, 128, 2, 2), (64, 128, 4, 2), (2048, 128, 8, 4), (2048, 16, 8, 4)]
@@ -86,6 +87,7 @@ def test_every_case_has_one_configuration() -> None:
         assert len(proof.builds(case, records.H200)) == (case.group != "empty"), case.name
 
 
+@pytest.mark.full  # 20 CPU-seconds; part of the other families stays
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 def test_compiles_for_other_chips(chip: Chip) -> None:
     """Each configuration for one chip of each vendor, in turn.
@@ -100,6 +102,7 @@ def test_compiles_for_other_chips(chip: Chip) -> None:
         assert compile_build(build, chip).asm
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_interpreted_kernel_passes_its_cases() -> None:
     groups = {"model", "slots", "reference", "layouts"}
@@ -132,6 +135,7 @@ torch.save([case["blocks"] for case in given], sys.argv[1] + "/found")
 """
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 def test_multi_level_search_finds_the_request_of_each_token(tmp_path: Path) -> None:
     """Searches four requests at a time, among many requests, among empty ones, and with no tokens in any."""
     given = []
@@ -319,6 +323,7 @@ def test_invalid_cuts_are_rejected(cut: tuple[int, int, int]) -> None:
     assert backend._Forced.cut is None
 
 
+@pytest.mark.full  # interprets a kernel with every tile size
 @pytest.mark.slow
 def test_cuts_do_not_change_results() -> None:
     """The promise that is also checked on GPUs, in the interpreter."""

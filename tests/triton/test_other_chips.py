@@ -58,6 +58,7 @@ def covering_places() -> list[int]:
     return places
 
 
+@pytest.mark.full  # 50 CPU-seconds; part of the other families stays
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 def test_compiles_for_other_chips(chip: Chip) -> None:
     """Every tile and every pair of options, each for one of the other chips, in turn."""

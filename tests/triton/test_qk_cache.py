@@ -37,6 +37,7 @@ def build_of(tokens: int, heads: tuple[int, int] = (32, 8), d: int = 128, cache:
     return build
 
 
+@pytest.mark.sampled(3)  # each compiles a kernel
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 4), (64, 8)])
 @pytest.mark.parametrize("cache", [BF16, FP8], ids=str)
 def test_hot_kernels_use_wide_accesses_and_few_registers(tokens: int, heads: int, cache: torch.dtype) -> None:
@@ -70,6 +71,7 @@ def test_stepwise_rotations_fuse_nothing() -> None:
     assert "fma.rn.f32" not in lowered(build, records.H200, "ptx")
 
 
+@pytest.mark.sampled(5)  # one kind of norm stays
 @pytest.mark.parametrize("norm", ["head", "whole"])
 def test_every_reduction_adds_two_numbers(norm: str) -> None:
     """Floats are added in the pairs that `device.tree` defines for any tile, never in an order set by a layout."""
@@ -97,6 +99,7 @@ def test_equal_names_mean_equal_builds() -> None:
     assert len(found) > 300
 
 
+@pytest.mark.full  # 20 CPU-seconds; part of the other families stays
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 def test_compiles_for_other_chips(chip: Chip) -> None:
     """Some configurations of each kind, for each chip in turn."""
@@ -107,6 +110,7 @@ def test_compiles_for_other_chips(chip: Chip) -> None:
         assert compile_build(build, chip).asm
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_interpreted_kernel_passes_its_cases() -> None:
     groups = {"model", "fp8", "dense", "layouts"}
@@ -182,6 +186,7 @@ def test_columns_as_sets_the_programs() -> None:
             pytest.fail("it was accepted")
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_programs_of_any_size_give_the_same_bytes() -> None:
     """The promise that is also checked on GPUs, in the interpreter."""

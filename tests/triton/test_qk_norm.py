@@ -79,6 +79,7 @@ def test_fold_constants_agree() -> None:
     assert _tree.FOLD.value == QK_FOLD
 
 
+@pytest.mark.sampled(5)  # each lowers a kernel
 @pytest.mark.parametrize("vec", [1, 8])
 @pytest.mark.parametrize(("nq", "nk"), [(6144, 1024), (4096, 4096), (1536, 256), (128, 64), (16384, 1024)])
 def test_sums_need_no_layout_conversions(nq: int, nk: int, vec: int) -> None:
@@ -110,6 +111,7 @@ HOT: dict[str, tuple[Any, int]] = {
 }
 
 
+@pytest.mark.sampled(4)  # each compiles a kernel
 @pytest.mark.parametrize("name", HOT)
 @pytest.mark.parametrize(("nq", "nk"), [(6144, 1024), (1536, 256)])
 def test_hot_kernels_use_wide_accesses_and_few_registers(name: str, nq: int, nk: int) -> None:
@@ -133,6 +135,7 @@ def test_every_case_has_one_configuration() -> None:
         assert len(proof.builds(case, records.H200)) == (case.group != "empty"), case.name
 
 
+@pytest.mark.sampled(4)  # one chip stays
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 def test_compiles_for_other_chips(chip: Chip) -> None:
     cases = [c for c in qk_norm.CASES if c.group == "model" and c.nq == 6144]

@@ -70,6 +70,7 @@ def test_every_kernel_passed_its_cases_on_a_gpu(index: int) -> None:
     assert not problems, "\n".join([f"{len(problems)} configurations must run on a GPU (make gpu):", *problems])
 
 
+@pytest.mark.full  # compiles 40 kernels; digests of all stay
 @pytest.mark.slow
 def test_sampled_kernels_compile_to_the_recorded_machine_code() -> None:
     """Compiles one configuration in a hundred, because the test above trusts source digests.
@@ -128,6 +129,7 @@ def test_spills_stay_within_their_limits() -> None:
         assert proven.stack is not None and proven.stack <= limit, build.name
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["rms_norm", "rms_norm_fused_fp8", "qk"])
 def test_interpreted_kernels_pass_their_cases(family: str) -> None:
@@ -168,6 +170,7 @@ def test_configurations_that_differ_have_different_names() -> None:
     assert len(builds) == 8 * (2 + 4)
 
 
+@pytest.mark.sampled(3)  # each lowers a kernel
 @pytest.mark.parametrize("group", [0, 128])
 def test_division_is_correctly_rounded(group: int) -> None:
     """Each value is divided by an IEEE 754 instruction; a reciprocal would need one division per scale.
@@ -200,6 +203,7 @@ def test_narrower_loads_avoid_a_partial_chunk() -> None:
     assert config.whole and set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx)) == {"ld.global.v2.b32", "st.global.v2.b32"}
 
 
+@pytest.mark.sampled(4)  # each lowers a kernel
 @pytest.mark.parametrize("prologue", ["", "soft_cap_gate"])
 @pytest.mark.parametrize("regime", ["small", "large"])
 @pytest.mark.parametrize(("n", "columns"), [(34, 2), (100, 4), (640, 8)])
@@ -214,6 +218,7 @@ def test_aligned_operands_do_not_widen_the_row_layout(n: int, columns: int, regi
     assert columns_per_thread(spec, config) == config.vec == columns
 
 
+@pytest.mark.sampled(10)  # each lowers a kernel
 @pytest.mark.parametrize("regime", ["small", "large"])
 @pytest.mark.parametrize("x", [BF16, *QUANTIZED])
 @pytest.mark.parametrize("n", [96, 640, 1536])
@@ -227,6 +232,7 @@ def test_group_operands_do_not_change_the_row_layout(n: int, x: torch.dtype, reg
     assert columns_per_thread(spec, config) == config.vec > 1
 
 
+@pytest.mark.sampled(10)  # each lowers a kernel
 @pytest.mark.parametrize(
     "chip", [Chip("cuda", 80, 32), records.H200, Chip("cuda", 100, 32)], ids=lambda chip: str(chip.arch)
 )

@@ -21,6 +21,7 @@ from tools.evidence import records
 GROUPS = ("formats", "groups", "values", "places", "levels")
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_interpreted_kernels_pass_their_cases() -> None:
     """Short rows of the groups that differ in codes, scales, places and stride levels."""
@@ -30,6 +31,7 @@ def test_interpreted_kernels_pass_their_cases() -> None:
     assert json.loads(interpret("-c", PROGRAM, json.dumps(indices)).splitlines()[-1]) == []
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 def test_tiles_of_layer_norm_give_the_same_codes() -> None:
     """A case runs with the tile of every regime."""
     layer: dict[str, Any] = {"statistic": "layer", "format": "e4m3fn"}
@@ -89,6 +91,7 @@ def test_factors_of_groups_are_the_quotients_of_ieee() -> None:
     assert tried == "1600 tried"
 
 
+@pytest.mark.sampled(3)  # each compiles a kernel
 @pytest.mark.parametrize(
     ("options", "stores"),
     [({"format": "nvfp4"}, "st.global.b32"), ({"format": "mxfp4"}, "st.global.b32"), ({"format": "mxfp8"}, "st.global.v2.b32")],

@@ -55,6 +55,7 @@ def test_every_code_is_decoded_exactly(dtype: torch.dtype) -> None:
     assert wrong_codes(dtype) == 0
 
 
+@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_triton_kernel_decodes_every_code_exactly() -> None:
     """In the interpreter, which decodes like GPUs without a hardware instruction."""
@@ -78,6 +79,7 @@ def quantized(dtype: torch.dtype, *shape: int) -> Tensor:
     return (40 * torch.randn(shape, generator=generator)).clamp(-127, 127).to(dtype)
 
 
+@pytest.mark.sampled(12)  # each compiles kernels
 @pytest.mark.parametrize("group", OPERAND_GROUPS)
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_scale_per_group_equals_scale_per_column(dtype: torch.dtype, group: int) -> None:
@@ -107,6 +109,7 @@ def test_an_8_bit_row_gives_the_bytes_of_its_float32_copy() -> None:
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(narrow, wide, strict=True))
 
 
+@pytest.mark.sampled(5)  # each compiles a kernel
 @pytest.mark.parametrize("gamma", FLOATS)
 @pytest.mark.parametrize("residual", FLOATS)
 def test_the_norm_of_an_8_bit_row_has_gammas_dtype(gamma: torch.dtype, residual: torch.dtype) -> None:
@@ -119,6 +122,7 @@ def test_the_norm_of_an_8_bit_row_has_gammas_dtype(gamma: torch.dtype, residual:
     assert floats(norm, exact.y) is None
 
 
+@pytest.mark.full  # test_compile.py compiles calls with a prologue
 def test_compiled_calls_have_the_same_bytes() -> None:
     x, gamma, scale = quantized(torch.float8_e4m3fn, 4, 256), torch.ones(256).bfloat16(), torch.rand(4, 2)
 

@@ -63,6 +63,7 @@ def test_copies_and_pickles(scheme: Scheme | None) -> None:
             assert type(tensor) is nn.Parameter and tensor.requires_grad == tensors(ours)[name].requires_grad
 
 
+@pytest.mark.sampled(7)  # each compiles a kernel
 @pytest.mark.parametrize(("dtype", "bias"), [(BF16, True), (BF16, False), (torch.float16, True), (torch.float32, True)])
 def test_replaces_torch_linear(bias: bool, dtype: torch.dtype) -> None:
     theirs, ours = made(None, bias, dtype)
@@ -91,6 +92,7 @@ def test_new_layers_are_drawn_like_torchs() -> None:
     assert not Linear(K, N, scheme="fp8_block_ue8m0")(torch.ones(1, K)).any()
 
 
+@pytest.mark.sampled(5)  # each compiles kernels; test_weights.py has all schemes
 @pytest.mark.parametrize(("scheme", "bias"), [*((scheme, True) for scheme in SCHEMES), ("fp8_block", False)])
 def test_float_weights_are_quantized_when_loaded(scheme: Scheme, bias: bool) -> None:
     theirs, ours = made(scheme, bias)
@@ -103,6 +105,7 @@ def test_float_weights_are_quantized_when_loaded(scheme: Scheme, bias: bool) -> 
     close(ours(x), exact if theirs.bias is None else exact + theirs.bias.double())
 
 
+@pytest.mark.full  # ops/test_linear.py has these dtypes
 def test_quantized_layers_take_any_float_dtype() -> None:
     _, ours = made("fp8_row")
     for dtype in (torch.float32, torch.float16):  # whatever the bias's
@@ -142,6 +145,7 @@ def test_from_linear_takes_other_quantized_layers() -> None:
     assert torch.equal(per_row, torch.full((N,), 0.25)) and per_row.is_contiguous()
 
 
+@pytest.mark.sampled(7)  # one kind of weight stays
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_block", "fp8_block_ue8m0"])
 def test_from_linear_of_transformers(scheme: Scheme) -> None:
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -170,6 +174,7 @@ NORMS: dict[str, Callable[[], RMSNorm]] = {
 }
 
 
+@pytest.mark.sampled(31)  # each compiles kernels
 @pytest.mark.parametrize(("name", "scheme"), [*((name, None) for name in NORMS), ("once", "fp8_block")])
 def test_norm_residual_and_addition(name: str, scheme: Scheme | None) -> None:
     norm = NORMS[name]()
@@ -222,6 +227,7 @@ def model(scheme: Scheme | None) -> nn.Module:
     return nn.ModuleDict({"attn": nn.ModuleDict({"o_proj": Linear(K, N, bias=False, scheme=scheme)})})
 
 
+@pytest.mark.sampled(7)  # each compiles kernels
 @pytest.mark.parametrize(
     ("scheme", "dtype", "ue8m0"),
     [
@@ -429,6 +435,7 @@ def test_bad_arguments_are_refused() -> None:
             call()
 
 
+@pytest.mark.sampled(5)  # one kind of weight stays
 @pytest.mark.parametrize("scheme", [None, "fp8_block_ue8m0"])
 def test_compiled(scheme: Scheme | None) -> None:
     class Block(nn.Module):

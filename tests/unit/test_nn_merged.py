@@ -186,6 +186,7 @@ def test_scales_of_other_shapes_and_dtypes_are_copied(scale: Tensor) -> None:
         assert within(module.weight, merged.weight)
 
 
+@pytest.mark.sampled(40)  # each compiles kernels
 @pytest.mark.parametrize("activation", ["silu_mul", "gelu_tanh_mul"])
 def test_gate_and_up(activation: Any) -> None:
     gate, up = layers([136, 136])
@@ -202,6 +203,7 @@ def test_gate_and_up(activation: Any) -> None:
     assert merged(x).shape == (3, 136)
 
 
+@pytest.mark.full  # test_gate_and_up has a residual too
 def test_residual_without_an_activation() -> None:
     merged = MergedLinear.from_linears(layers([128, 72]), "fp8_block_ue8m0")
     x, residual = torch.randn(3, K, dtype=BF16), torch.randn(3, K, dtype=BF16)
@@ -310,6 +312,7 @@ def test_repr() -> None:
     assert repr(merged) == f"MergedLinear(in_features=8, out_features=[4, 4], bias=False, {options})"
 
 
+@pytest.mark.full  # test_nn_linear.py compiles one of the layers
 def test_compiled() -> None:
     class Mlp(nn.Module):
         def __init__(self) -> None:

@@ -132,6 +132,7 @@ def test_program_matches_the_function(function: Callable[..., Any]) -> None:
     assert expected.nan_to_num().unique().numel() > 4
 
 
+@pytest.mark.sampled(3)  # some functions stay
 @pytest.mark.parametrize("function", EXACT, ids=lambda f: f.__name__)
 def test_cpu_kernel_matches_the_function(function: Callable[..., Any]) -> None:
     given = arguments(function, torch.float32)
@@ -146,6 +147,7 @@ def test_random_functions(seed: int) -> None:
     assert same_numbers(direct(prologue(function), *given), direct(function, *given)), source
 
 
+@pytest.mark.sampled(4)  # some functions stay
 @pytest.mark.parametrize("seed", range(12))
 def test_random_functions_in_the_cpu_kernel(seed: int) -> None:
     source, count = random_source(seed, exact=True)
@@ -154,6 +156,7 @@ def test_random_functions_in_the_cpu_kernel(seed: int) -> None:
     assert same_numbers(kernel(prologue(function), *given), direct(function, *given)), source
 
 
+@pytest.mark.sampled(3)  # some functions stay
 @pytest.mark.slow
 def test_triton_source_matches_the_function() -> None:
     pytest.importorskip("triton")

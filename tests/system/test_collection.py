@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import full
-from tests.conftest import COLLECTED
+from tests.conftest import COLLECTED, left_out
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,21 +50,10 @@ def test_every_example_in_a_docstring_runs(pytestconfig: pytest.Config, collecte
     assert examples > 20
 
 
-def test_no_entry_is_stale(collected: dict[str, list[str]]) -> None:
-    """Every entry of `FULL` names a test. For files that were not collected, the file must exist."""
-    used = {full.entry_of(name) for names in collected.values() for name in names}
-    for file, entries in full.FULL.items():
-        stale = {entry for entry in entries if file in collected and (file, entry) not in used}
-        assert (ROOT / file).is_file() and not stale, (file, stale)
-
-
-def test_one_case_of_each_group_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(full, "FULL", {"a": {"cases": (3, ""), "gone": (0, ""), "ranks[4-": (0, "")}})
-    groups = [f"a::cases[{group}: {index}]" for group in ("short", "wide") for index in range(30)]
-    plain = [f"a::cases[{index}]" for index in range(30)]
-    for names in (groups, plain):
-        left_out = full.full(names)
-        assert left_out == full.full(names) and len(names) < 4 * len(set(names) - left_out) < 2 * len(names)
-        assert not left_out & {"a::cases[short: 0]", "a::cases[wide: 0]", "a::cases[0]"}
-    others = ["a::gone", "a::gone[1]", "a::ranks[4-x]", "a::ranks[2-x]", "a::gone_not", "b::cases[1]"]
-    assert full.full(others) == {"a::gone", "a::gone[1]", "a::ranks[4-x]"}
+def test_one_case_of_each_group_stays() -> None:
+    groups = [(f"a::cases[{group}: {index}]", 3) for group in ("short", "wide") for index in range(30)]
+    plain = [(f"a::cases[{index}]", 3) for index in range(30)]
+    for sampled in (groups, plain):
+        rest = left_out(sampled)
+        assert rest == left_out(sampled) and len(sampled) < 4 * (len(sampled) - len(rest)) < 2 * len(sampled)
+        assert not rest & {"a::cases[short: 0]", "a::cases[wide: 0]", "a::cases[0]"}
