@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,14 @@ def test_promises_are_resumed_from_their_file(tmp_path: Path) -> None:
     assert checks.kept_promises(file) == {"bytes: rms_norm: a", "b", "bytes: earlier"}
     document = json.loads(file.read_text())
     assert document["number"] == 3 and [row["case"] for row in document["broken"]] == ["bytes: c"]
+
+
+def test_every_cited_sweep_is_committed() -> None:
+    """Numbers in square brackets are files of tuning data, and each of these is cited."""
+    pages = [ROOT / "docs/notebook/performance.md", *(ROOT / "src").rglob("tuning/h200.py")]
+    text = "\n".join(page.read_text() for page in pages)
+    cited = {number for group in re.findall(r"\[(\d+(?:, \d+)*)\](?!\()", text) for number in group.split(", ")}
+    links = "\n".join(page.read_text() for page in (*(ROOT / "docs").rglob("*.md"), *pages))
+    files = {path.name.split("-")[0] for path in (ROOT / "benchmarks/h200/tuning").glob("[0-9]*")}
+    assert len(pages) == 2 and cited <= files
+    assert files - cited == {number for number in files - cited if f"h200/tuning/{number}-" in links}
