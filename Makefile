@@ -4,12 +4,14 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-models test-all pytest native sanitize-native lint docs fuzz soak mutate engines cpu dist bounds newest gpu clean
+.PHONY: help demo bench test test-rest test-models test-all pytest native sanitize-native lint docs fuzz soak mutate engines cpu dist bounds newest gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
 # e.g. make demo DEMO='--model deepseek-v3 --rounding once'
 DEMO ?=
+# e.g. make bench BENCH='--op rms_norm --html bench.html'
+BENCH ?=
 # make fuzz DEVICE=cuda, make soak DEVICE=cuda MINUTES=10: with the machine's own Python, as `make gpu`
 DEVICE ?= cpu
 # the GPU that results are about: an entry of tools/evidence/chips.py and the folder benchmarks/$(CHIP)
@@ -40,7 +42,10 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## see it work: tokens per second without and with onepass; checks, speed, batch invariance
-	@$(BIN)/onepass demo $(DEMO)
+	@$(BIN)/python -m examples.demo $(DEMO)
+
+bench: $(READY) ## measure this machine next to torch and installed peers (BENCH=--help)
+	@$(BIN)/python -m benchmarks $(BENCH)
 
 # No test needs a GPU. `make test` leaves out tests with the marker `full`.
 # mypy runs on one core only, so it runs beside the tests.
@@ -148,13 +153,13 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(PYTHON) -m tools.bench.models --device cuda --generate --json $(RESULTS)/models.json
 	$(PYTHON) -m tools.bench.agreement --device cuda --json $(RESULTS)/agreement.json
 	$(PYTHON) -m tools.bench.model_tables
-	$(PYTHON) -m onepass.bench.invariance --device cuda --json $(RESULTS)/invariance.json
+	$(PYTHON) -m benchmarks.suite.invariance --device cuda --json $(RESULTS)/invariance.json
 	$(PYTHON) -m tools.docs
 	$(PYTHON) -m tools.bench.headlines --folder $(RESULTS) --update
 
 clean: ## remove the virtual environment, caches and build output
 	@rm -rf .venv .venv-* build dist src/*.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
 	@echo "making .venv (once; needs pip's index)"

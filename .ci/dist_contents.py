@@ -39,7 +39,7 @@ def check(directory: Path, root: Path) -> str:
         raise SystemExit(f"larger than {LARGEST} bytes: {large}")
     if license != (root / "LICENSE").read_bytes():
         raise SystemExit("the wheel's license is not LICENSE")
-    if "onepass = onepass.cli.main:main" not in commands:
+    if "onepass = onepass.__main__:main" not in commands:
         raise SystemExit("the wheel has no onepass command")
     if "onepass = onepass.integrations.vllm:register" not in commands:
         raise SystemExit("the wheel has no vLLM plugin")

@@ -1,6 +1,6 @@
 """Run the checks with only torch and a backend installed, as on a bare GPU machine: ``python -m tools.checks``.
 
---device cpu|cuda|interpreter       the cases of `onepass check`; on a GPU also those of published models
+--device cpu|cuda|interpreter       the cases of `onepass check --all`; on a GPU also those of published models
 --promises                          guarantees tested without an oracle (tools/promises)
 --evidence [FILE] [--extend]        on a GPU: the cases, and a record of the machine code that passed
 --refresh [FILE]                    without a GPU: update that record's sources if the machine code is the same

@@ -43,7 +43,7 @@ MORE: Final[tuple[Check, ...]] = tuple(
     for m, n in ((70, 144), (300, 96))
     for weight, scale in ((E4M3FN.dtype, "row"), (E4M3FN.dtype, "block"), (torch.int8, "row"))
 )
-"""Products of 8-bit weights in tiles for many rows, beside the cases of `onepass check`."""
+"""Products of 8-bit weights in tiles for many rows, beside the cases of `onepass check --all`."""
 _PLACES: Final = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 _TILE: Final = re.compile(r"cube|flat|\d+x\d+x\d+(?=/)")
 _BEGIN, _END = "SANITIZED-BEGIN ", "SANITIZED-END "
@@ -280,8 +280,7 @@ def _run(commands: Sequence[tuple[str, list[str]]], deadline: float, environment
     return parts
 
 
-def main() -> int:
-    """Choose, compile, run; the exit status is 1 unless every tool finished and found nothing."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.sanitize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -299,7 +298,12 @@ def main() -> int:
     add("--text", type=Path, help="write a line per case and tool here")
     add("--names", type=Path, help=argparse.SUPPRESS)  # a file with the cases of a process
     add("--share", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Choose, compile, run; the exit status is 1 unless every tool finished and found nothing."""
+    options = _options()
     if options.share:
         return _work(options.names, options.share, options.device)
     deadline = time.perf_counter() + options.limit

@@ -29,14 +29,12 @@ def watch(event: str, arguments: Any) -> None:
 
 
 def work() -> None:
-    from typer.testing import CliRunner
-
-    from onepass.cli.main import app
+    from onepass.__main__ import main
+    from tests.helpers.command import invoke
     from tests.helpers.concurrency_workers import digests, prepared
 
     digests(prepared(0, 3, 4, 6, 11))
-    shown = CliRunner().invoke(app, ["env", "--json"])
-    seen["env"] = json.loads(shown.output)["backends"]["cpu"]["cache"]
+    seen["env"] = json.loads(invoke(main, "env", "--json").stdout)["backends"]["cpu"]["cache"]
 
 
 def misbehave() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.bench import host
+from benchmarks.suite import host
 from onepass.core import build, native
 from onepass.core import op as registration
 from onepass.testing.case import same_bytes
@@ -267,10 +267,10 @@ spec = importlib.util.spec_from_file_location("onepass.core._native", PATH)
 module = sys.modules["onepass.core._native"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 import torch, onepass
-from onepass.cli.env import env
+from onepass.__main__ import main
 y = onepass.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
 print(module.SOURCES, torch.equal(y, torch.tensor([[3.0, 4.0]]) / 12.5**0.5))
-env()
+main(["env"])
 """
 
 

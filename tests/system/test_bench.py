@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from onepass.bench import (
+from benchmarks.suite import (
+    command,
     decode_step,
     gemv_norm,
     gpu,
@@ -26,11 +26,11 @@ from onepass.bench import (
     run,
     workload,
 )
-from onepass.bench import qk_norm as qk
-from onepass.bench import rms_norm as rows
-from onepass.cli.main import app
+from benchmarks.suite import qk_norm as qk
+from benchmarks.suite import rms_norm as rows
 from onepass.core.backend import launching_with
 from onepass.testing import runner
+from tests.helpers.command import Result, invoke
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", "--device", "cpu", *arguments])
+    return invoke(command.main, "--device", "cpu", *arguments)
 
 
 # --- all contenders do the same work --------------------------------------------------------------------------------
@@ -367,14 +367,14 @@ def test_bench_usage_errors_are_friendly(arguments: tuple[str, ...], message: st
 
 BARE = """
 import sys
-sys.modules["rich"] = sys.modules["typer"] = None
+sys.modules["rich"] = None
 sys.argv = ["bench", "--device", "cpu", "--only", "rms_norm", "--shapes", "2x64", "--peers", "none", "--json", sys.argv[1]]
 import runpy
 runpy.run_module("tools.bench", run_name="__main__")
 """
 
 
-def test_tools_bench_runs_without_rich_and_typer(tmp_path: Path) -> None:
+def test_tools_bench_runs_without_rich(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-c", BARE, str(file)]

@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from onepass.bench import page, peers, results, rms_norm, run, timing, words
-from onepass.bench.document import document as read
-from onepass.cli import bench as cli_bench
-from onepass.cli import demo
-from onepass.cli.main import app
-from onepass.cli.screen import Screen
+from benchmarks.suite import command, page, peers, results, rms_norm, run, timing, words
+from benchmarks.suite.document import document as read
+from examples.demo import demo
+from examples.demo.screen import Screen
+from tests.helpers.command import invoke
 from tools.bench import report
 
 H200 = Path(__file__).parents[2] / "benchmarks/h200/bench.json"
@@ -46,7 +44,7 @@ def document(others: float) -> dict[str, Any]:
 
 def printed(given: dict[str, Any], width: int) -> str:
     console = Console(width=width, file=io.StringIO(), force_terminal=False, color_system=None)
-    cli_bench._show(results.of_report(given), given, console)
+    command._show(results.of_report(given), given, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -77,8 +75,8 @@ def test_the_load_is_measured_during_the_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("time.sleep", lambda s: None)
     monkeypatch.setattr(run, "turns", lambda calls, **k: timing.turns(calls, **{**k, "seconds": 0.02}))
     monkeypatch.setenv("COLUMNS", "160")
-    arguments = ["bench", "--device", "cpu", "--op", "rms_norm", "--shapes", "4x256", "--peers", "eager"]
-    result = CliRunner().invoke(app, arguments)
+    arguments = ["--device", "cpu", "--op", "rms_norm", "--shapes", "4x256", "--peers", "eager"]
+    result = invoke(command.main, *arguments)
     assert result.exit_code == 0, result.output
     assert "This machine was not quiet: other processes had up to 50% of its cores." in result.output
     assert not CLAIM.search(result.output), result.output
@@ -162,7 +160,7 @@ def test_committed_pages_name_the_peers() -> None:
 
 
 def test_nothing_is_called_out_of_reach() -> None:
-    sources = [file.read_text() for file in (H200.parents[2] / "src/onepass/bench").glob("*.py")]
+    sources = [file.read_text() for file in (H200.parents[2] / "benchmarks/suite").glob("*.py")]
     assert sources
     for text in (*sources, page.html(results.load([H200]))):
         assert "out of reach" not in text
@@ -198,7 +196,7 @@ def test_output_that_is_no_terminal_has_100_columns(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(run.Run, "measure", measure)
     monkeypatch.setattr(run, "check", lambda op, device: [])
-    result = CliRunner().invoke(app, ["bench", "--device", "cpu", "--op", "rms_norm"])
+    result = invoke(command.main, "--device", "cpu", "--op", "rms_norm")
     assert result.exit_code == 0, result.output
     wide = [len(line.rstrip()) for line in result.output.splitlines()]
     assert 80 < max(wide) <= 100, result.output
@@ -208,15 +206,15 @@ def test_output_that_is_no_terminal_has_100_columns(monkeypatch: pytest.MonkeyPa
 
 PIPED = """
 import sys
-from onepass.bench import run
+from benchmarks.suite import run
 def measure(self, workload, row, peers, ours):
     if workload.shape != (1, 64) or workload.about:
         sys.stdin.readline()
     row["us"] = {"onepass": [2.0, 2.0]}
 run.Run.measure = measure
 run.check = lambda op, device: []
-from onepass.cli.main import main
-sys.argv = ["onepass", "bench", "--device", "cpu", "--op", "rms_norm", "--peers", "none"]
+from benchmarks.suite.command import main
+sys.argv = ["benchmarks", "--device", "cpu", "--op", "rms_norm", "--peers", "none"]
 main()
 """
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from onepass.bench import baseline, document, page, results, run
-from onepass.cli.main import app
+from benchmarks.suite import baseline, command, document, page, results, run
+from tests.helpers.command import Result, invoke
 from tools.bench import report
 
 ROW = {"op": "rms_norm", "shape": [4, 256], "bytes": 4224, "us": {"memory stream": [1.0, 1.1], "onepass": [9e5, 9.1e5]}}
@@ -41,8 +40,8 @@ def bench(baseline: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
     monkeypatch.setattr(run.Run, "measure", measure)
     monkeypatch.setattr(run, "check", lambda op, device: [])
     monkeypatch.setenv("COLUMNS", "200")
-    arguments = ["bench", "--device", "cpu", "--op", "rms_norm", "--shapes", "4x256", "--peers", "none"]
-    return CliRunner().invoke(app, [*arguments, "--baseline", str(baseline)])
+    arguments = ["--device", "cpu", "--op", "rms_norm", "--shapes", "4x256", "--peers", "none"]
+    return invoke(command.main, *arguments, "--baseline", str(baseline))
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def test_a_bad_baseline_is_one_line_and_status_2(
     file.write_bytes(given if isinstance(given, bytes) else json.dumps(given).encode())
     result = bench(file, monkeypatch)
     assert result.exit_code == 2 and message in result.output, result.output
-    assert len(result.output.splitlines()) == 1 and result.output.startswith("onepass bench: --baseline:")
+    assert len(result.output.splitlines()) == 1 and result.output.startswith("python -m benchmarks: --baseline:")
     assert "\x1b" not in result.output and "\x9b" not in result.output
 
 

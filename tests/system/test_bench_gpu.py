@@ -15,7 +15,7 @@ import torch._inductor.config
 import torch._inductor.fx_passes.reinplace as reinplace
 from torch._inductor.utils import run_and_get_code
 
-from onepass.bench import (
+from benchmarks.suite import (
     gemv_norm,
     gpu,
     host,
@@ -29,9 +29,9 @@ from onepass.bench import (
     words,
     workload,
 )
-from onepass.bench import qk_norm as qk
-from onepass.bench import rms_norm as rows
-from onepass.bench.document import document
+from benchmarks.suite import qk_norm as qk
+from benchmarks.suite import rms_norm as rows
+from benchmarks.suite.document import document
 from tools.bench.__main__ import summary
 
 COUNT = {"chain": 0, "pairs": 0}
@@ -167,7 +167,7 @@ def test_a_run_that_is_cut_short_can_be_continued(
 ) -> None:
     """The limit passes while the first slow peer is measured. Existing results stay, missing ones are added."""
     now = [0.0]
-    monkeypatch.setattr("onepass.bench.run.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("benchmarks.suite.run.time.perf_counter", lambda: now[0])
 
     def slow(p: workload.Problem) -> workload.Call:
         now[0] += 100.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onepass.bench import gpu, linear, machine, peers, results, run, timing, workload
+from benchmarks.suite import gpu, linear, machine, peers, results, run, timing, workload
 from tools.bench.__main__ import summary
 
 SMALL = {linear.OP: (3, 320, 256), linear.FP8: (3, 320, 256), linear.FUSED: (3, 320, 256), linear.BATCH: (20, 320, 256)}

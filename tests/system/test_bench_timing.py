@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from onepass.bench import (
+from benchmarks.suite import (
     streams,
     timing,
     workload,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import onepass
+from benchmarks.suite.results import COMPILED, load
 from onepass import compat
-from onepass.bench.results import COMPILED, load
 from onepass.testing import runner
 from tools.bench import model_tables, report
 from tools.bench.markdown import filled

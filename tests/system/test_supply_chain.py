@@ -62,16 +62,17 @@ def test_lower_bounds_are_tested_versions() -> None:
     parsed = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, tested = parsed["project"], parsed["tool"]["onepass"]["tested"]
     extras = project["optional-dependencies"]
-    assert [*project["dependencies"], *extras["models"]] == [
+    assert [*project["dependencies"], *extras["models"], *extras["bench"]] == [
         "torch>=2.11",
         "llvmlite>=0.45",
         "numpy>=1.26",
-        "rich>=13",
-        "typer>=0.16",
         "transformers>=5.17,<6",
+        "rich>=13",
     ]
-    assert set(extras) == {"models", "dev"}, "a range of Triton's versions could only make pip choose an older torch"
-    for line in (*project["dependencies"], *extras["models"], f"python{project['requires-python']}"):
+    assert set(extras) == {"models", "bench", "dev"}, (
+        "a range of Triton's versions could only make pip choose an older torch"
+    )
+    for line in (*project["dependencies"], *extras["models"], *extras["bench"], f"python{project['requires-python']}"):
         name, lowest = line.split(",")[0].split(">=")
         assert f"{tested[name][0]}.".startswith(f"{lowest}."), name
     minors = [int(version.split(".")[1]) for version in tested["python"]]
@@ -79,6 +80,14 @@ def test_lower_bounds_are_tested_versions() -> None:
         c.rsplit(" ", 1)[1] for c in project["classifiers"] if c.startswith("Programming Language :: Python :: 3.")
     }
     assert named == {f"3.{minor}" for minor in range(minors[0], minors[1] + 1)}
+
+
+def test_the_library_needs_three_packages() -> None:
+    """And its sources import no other but Triton and transformers, which are optional."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [line.split(">=")[0] for line in project["dependencies"]] == ["torch", "llvmlite", "numpy"]
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    assert not re.search(r"^\s*(import|from) (rich|typer|click)\b", sources, re.MULTILINE)
 
 
 def test_tested_versions_are_documented() -> None:

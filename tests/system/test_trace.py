@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import onepass
-from onepass.cli import main as cli
+from onepass.__main__ import main
 from onepass.trace import PHASES
+from tests.helpers.command import Result, invoke
 from tests.helpers.traces import Page
 
 
@@ -23,7 +23,7 @@ def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trace_gemv(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ("trace", "gemv", "--device", "cpu", *arguments))
+    return invoke(main, "trace", "gemv", "--device", "cpu", *arguments)
 
 
 SMALL = ("--n", "96", "--k", "256", "--normed", "64", "--runs", "3")
@@ -74,7 +74,7 @@ def test_command_reports_what_the_op_rejects(arguments: tuple[str, ...], names: 
     [
         (("--out", "/nonexistent/directory"), "there is no directory /nonexistent/directory"),
         (("--device", "tpu"), "'tpu' is neither cpu nor cuda"),
-        (("--dtype", "int8"), "int8"),
+        (("--dtype", "int8"), "choose from 'bfloat16', 'float16', 'float32'"),
         (("--runs", "0"), "greater than or equal to 1"),
         (("--n", "-1"), "greater than or equal to 0"),
     ],

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from onepass.bench.results import load, of_report, write
-from onepass.bench.rms_norm import IN_PLACE
+from benchmarks.suite.results import load, of_report, write
+from benchmarks.suite.rms_norm import IN_PLACE
 from tools.bench import engine
 from tools.bench.markdown import markers
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from onepass.bench.results import load, of_report, write
-from onepass.bench.rms_norm_quant import FORMATS, GATED, OP
+from benchmarks.suite.results import load, of_report, write
+from benchmarks.suite.rms_norm_quant import FORMATS, GATED, OP
 from tools.bench import formats
 from tools.bench.formats import Sheet
 from tools.bench.markdown import markers

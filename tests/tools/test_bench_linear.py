@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onepass.bench.results import load, of_report, write
+from benchmarks.suite.results import load, of_report, write
 from tools.bench import linear
 from tools.bench.linear import Sheet
 from tools.bench.markdown import markers

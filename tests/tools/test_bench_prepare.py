@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch._inductor.runtime import benchmarking
 
-from onepass.bench import peers
-from onepass.bench.run import Plan, cases
+from benchmarks.suite import peers
+from benchmarks.suite.run import Plan, cases
 from tools.bench import prepare
 
 OPTIONS = argparse.Namespace(

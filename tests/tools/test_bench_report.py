@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from onepass.bench import baseline, charts, page
-from onepass.bench.results import Results, load, of_report, of_reports, shape_words
+from benchmarks.suite import baseline, charts, page
+from benchmarks.suite.results import Results, load, of_report, of_reports, shape_words
 from tools.bench import report, svg
 from tools.bench.markdown import markers
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onepass.bench import results
+from benchmarks.suite import results
 from onepass.testing.runner import Result
 from tools import checks, compact
 from tools.evidence import records

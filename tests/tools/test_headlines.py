@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from onepass.bench import gemv_norm, linear, qk_cache, qk_norm, rms_norm
-from onepass.bench.results import OURS, WAYS, load
-from onepass.bench.workload import Problem
+from benchmarks.suite import gemv_norm, linear, qk_cache, qk_norm, rms_norm
+from benchmarks.suite.results import OURS, WAYS, load
+from benchmarks.suite.workload import Problem
 from tools.bench import figures, formats, headlines, report
 from tools.bench import linear as tables
 from tools.bench.figures import Figure

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 import onepass
-from onepass.bench import mla_cache
+from benchmarks.suite import mla_cache
 from onepass.core.backend import launching_with
 from onepass.errors import ContractError, Unsupported
 from onepass.gpu.chip import Chip

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 import onepass
-from onepass.bench import qk_cache as bench
+from benchmarks.suite import qk_cache as bench
 from onepass.core.backend import launching_with
 from onepass.errors import ContractError, Unsupported
 from onepass.gpu.chip import Chip

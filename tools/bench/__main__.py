@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from onepass.bench import baseline, page, results
-from onepass.bench.document import document, plain
-from onepass.bench.lines import Lines
-from onepass.bench.run import Plan, run
+from benchmarks.suite import baseline, page, results
+from benchmarks.suite.document import document, plain
+from benchmarks.suite.lines import Lines
+from benchmarks.suite.run import Plan, run
 
 from . import prepare
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from onepass.bench.timing import Behind, graph_times
+from benchmarks.suite.timing import Behind, graph_times
 from onepass.integrations.unsplit import attend_unsplit
 from onepass.ops.attention.op import attend
 from onepass.testing.case import same_bytes

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onepass.bench.results import OURS, Results, Row, load
-from onepass.bench.rms_norm import IN_PLACE
+from benchmarks.suite.results import OURS, Results, Row, load
+from benchmarks.suite.rms_norm import IN_PLACE
 
 from .markdown import filled, table
 

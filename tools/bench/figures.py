@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from onepass.bench import gemv_norm, linear, qk_cache, qk_norm, rms_norm
-from onepass.bench.results import CEILINGS, COMPILED, EAGER, OURS, Results, Row, load
+from benchmarks.suite import gemv_norm, linear, qk_cache, qk_norm, rms_norm
+from benchmarks.suite.results import CEILINGS, COMPILED, EAGER, OURS, Results, Row, load
 
 from . import engine, formats, report
 from . import linear as linear_tables

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from onepass.bench.results import BEST, COMPILED, EAGER, OURS, Results, Row, load
-from onepass.bench.rms_norm_quant import FORMATS, GATED, OP
+from benchmarks.suite.results import BEST, COMPILED, EAGER, OURS, Results, Row, load
+from benchmarks.suite.rms_norm_quant import FORMATS, GATED, OP
 from onepass.formats import QUANT_FORMATS
 
 from .goals import Goal, goal_table, times, verdicts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from onepass.bench.results import Row
+from benchmarks.suite.results import Row
 
 from .markdown import table
 

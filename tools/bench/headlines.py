@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from onepass.bench.baseline import LEAST
+from benchmarks.suite.baseline import LEAST
 from tools import compact
 
 from .figures import HIGHER, Figure, figures

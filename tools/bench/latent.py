@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from onepass.bench.timing import Behind
+from benchmarks.suite.timing import Behind
 from onepass.integrations.decode_latent import latents_by_torch, latents_in_splits
 from onepass.ops.head_product.op import head_product
 from onepass.ops.latent_attention.op import attend_latents

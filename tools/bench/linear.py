@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from onepass.bench.linear import BATCH, FP8, FUSED, NORM, NORM_BLOCKS, OP, THEN, weight_bytes
-from onepass.bench.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
+from benchmarks.suite.linear import BATCH, FP8, FUSED, NORM, NORM_BLOCKS, OP, THEN, weight_bytes
+from benchmarks.suite.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
 
 from .goals import Goal, goal_table, times, verdicts
 from .markdown import filled, linked, page_options, table, write_pages

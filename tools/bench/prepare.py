@@ -24,10 +24,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from onepass.bench.peers import PEERS
-from onepass.bench.results import COMPILED
-from onepass.bench.run import Plan, cases
-from onepass.bench.workload import Workload
+from benchmarks.suite.peers import PEERS
+from benchmarks.suite.results import COMPILED
+from benchmarks.suite.run import Plan, cases
+from benchmarks.suite.workload import Workload
 from onepass.testing.runner import run_cases
 
 FIRST: Final = (1, 8, 16, 4, 2)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onepass.bench.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
-from onepass.bench.words import BEHIND, BEHIND_WORDS, ahead_words, ceiling_words, compiled_words
+from benchmarks.suite.results import BEST, COMPILED, EAGER, OURS, STREAM, Results, Row, load
+from benchmarks.suite.words import BEHIND, BEHIND_WORDS, ahead_words, ceiling_words, compiled_words
 
 from .generating import FORMS
 from .markdown import filled, table

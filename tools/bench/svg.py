@@ -1,12 +1,12 @@
-"""The plots of `onepass.bench.charts` as SVG files for the README."""
+"""The plots of `benchmarks.suite.charts` as SVG files for the README."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import Final
 
-from onepass.bench.charts import COLOURS, PANEL, ROOF, asset, least_us, panel, roofline, shown
-from onepass.bench.results import Results
+from benchmarks.suite.charts import COLOURS, PANEL, ROOF, asset, least_us, panel, roofline, shown
+from benchmarks.suite.results import Results
 
 SHEET: Final = (
     "rms_norm_fused_fp8",

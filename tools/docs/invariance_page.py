@@ -1,4 +1,4 @@
-"""docs/invariance.md, generated from what `onepass.bench.invariance` recorded."""
+"""docs/invariance.md, generated from what `benchmarks.suite.invariance` recorded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from onepass.bench.invariance import OURS
+from benchmarks.suite.invariance import OURS
 
 PATH: Final = Path("docs/invariance.md")
 FOLDER: Final = Path(__file__).parents[2] / "benchmarks"
@@ -22,7 +22,8 @@ from time to time, a trainer's forward pass differs from the server's, and resul
 In onepass they do not. The order of every sum depends on the number of columns and the dtypes alone
 ([numerics.md](numerics.md)). `python -m tools.checks --promises` tests this for every op.
 
-`onepass invariance` counts it for every implementation on a machine: 4,096 rows in one call, then the same rows in calls of
+`python -m benchmarks.suite.invariance` counts it for every implementation on a machine:
+4,096 rows in one call, then the same rows in calls of
 1, 16, 255, 256 and again 4,096 rows. A row counts as changed if one of its bytes differs. The largest change is that of one
 value; codes count times their scale. Rows and weights are random bfloat16 numbers.
 
@@ -32,8 +33,8 @@ _END: Final = """\
 A zero is an observation on one machine with these sizes. For other implementations it is not a promise: a library may choose
 another kernel for other sizes, and a CPU's number of threads can matter too.
 
-To make the tables: `onepass invariance --json benchmarks/cpu/invariance.json`, or on a machine without rich and typer
-`python -m onepass.bench.invariance --device cuda --json benchmarks/h200/invariance.json`, then `make docs`.
+To make the tables: `python -m benchmarks.suite.invariance --json benchmarks/cpu/invariance.json`, with `--device cuda` for
+`benchmarks/h200/invariance.json`, then `make docs`.
 """
 
 

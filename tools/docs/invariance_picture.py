@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from onepass.bench.invariance import OURS
+from benchmarks.suite.invariance import OURS
 from tools.bench.svg import standalone
 
 from .invariance_page import documents

@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from onepass.bench import machine
+from benchmarks.suite import machine
 from onepass.core import native, replay
 from onepass.core import op as registration
 from onepass.testing.case import moved

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 import onepass
-from onepass.bench import machine
+from benchmarks.suite import machine
 from onepass.core import native
 from onepass.core import op as registration
 from onepass.core.call import MAX_REMEMBERED

@@ -1,1 +1,1 @@
-"""The ``onepass`` command: one module per subcommand. Nothing else in the package imports rich or typer."""
+"""The commands of ``onepass``, one module each. They print plain text."""

@@ -1,121 +1,108 @@
-"""``onepass check``: every case against the float64 oracle."""
+"""``onepass check``: the library against its float64 oracle, on this machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.text import Text
+from typing import Any, TextIO
 
 from ..testing import runner
 from ..testing.case import Check
 from ..testing.runner import Result
-from .common import Device, cannot_write, progress_bar, require, table, wide_console
-
-EVERY = 15.0
-"""Seconds between two lines about the progress, where there is no terminal."""
+from .common import Progress, UsageError, cannot_write, table, usable_device
 
 
-def check(
-    device: Annotated[
-        Device, typer.Option(help="Where to run; 'interpreter' runs the GPU kernels on the CPU.")
-    ] = Device.cpu,
-    op: Annotated[list[str] | None, typer.Option(help="Only this op; repeatable.", metavar="NAME")] = None,
-    match: Annotated[str, typer.Option(help="Only cases whose name contains this.", metavar="TEXT")] = "",
-    to: Annotated[str, typer.Option("--json", help="Write results here as JSON; '-' is stdout.", metavar="FILE")] = "",
-) -> None:
-    """Run every case against the float64 oracle; exit status 1 if one fails."""
-    require(device)
-    if device is Device.interpreter and os.environ.get("TRITON_INTERPRET") != "1":
+def add(commands: Any) -> None:
+    """Add the command to the command line."""
+    words = "run a representative set of cases against the float64 oracle"
+    description = (
+        "Run cases against the float64 oracle; the exit status is 1 if one fails. By default these are few that together "
+        "have every op, and every dtype, format and option of each kernel family: about a minute."
+    )
+    parser = commands.add_parser("check", help=words, description=description, allow_abbrev=False)
+    option = parser.add_argument
+    where = "cpu, cuda, or interpreter, which runs the GPU kernels on the CPU; default cpu"
+    option("--device", type=usable_device, default="cpu", metavar="DEVICE", help=where)
+    option("--op", action="append", default=[], metavar="NAME", help="only this op; repeatable")
+    option("--all", action="store_true", help="every case; takes many minutes on a new machine")
+    option("--match", default="", metavar="TEXT", help="every case whose name contains this; a|b: this or that")
+    option("--json", default="", metavar="FILE", help="write results here as JSON; '-' is stdout")
+    parser.set_defaults(run=check, parser=parser)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Run the cases, print a line per op and group; 1 if one fails."""
+    device: str = options.device
+    if device == "interpreter" and os.environ.get("TRITON_INTERPRET") != "1":
         # Triton reads the variable once, when it is imported, so this takes a new process.
-        command = [sys.executable, "-m", "onepass.cli", "check", *(f"--op={name}" for name in op or ())]
-        command += ["--device", "interpreter", "--match", match, "--json", to]
-        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False)
-        raise typer.Exit(done.returncode)
-    unknown = sorted(set(op or ()) - set(runner.OPS))
+        command = [sys.executable, "-m", "onepass", "check", *(f"--op={name}" for name in options.op)]
+        command += ["--device", device, f"--match={options.match}", f"--json={options.json}", *["--all"] * options.all]
+        return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
+    cases, skipped = _chosen(options)
+    stream = sys.stderr if options.json == "-" else sys.stdout  # results on stdout must stay parseable
+    start = time.perf_counter()
+    results = _run(cases, device, stream)
+    seconds = time.perf_counter() - start
+    failed = sum(not result.passed for result in results)
+    if options.json:
+        counts = {"device": device, "passed": len(results) - failed, "failed": failed, "left_out": skipped}
+        report = {**counts, "seconds": round(seconds, 3), "results": [result.to_json() for result in results]}
+        _write(json.dumps(report, indent=1), options.json)
+    print(_by_group(results), file=stream)
+    print(f"{len(results) - failed} of {len(results)} passed on {device} in {seconds:.1f} s", file=stream)
+    if skipped:
+        what = "1 case" if skipped == 1 else f"{skipped} cases"
+        print(f"{what} left out: rows too long, or too many, for the interpreter", file=stream)
+    return 1 if failed else 0
+
+
+def _chosen(options: argparse.Namespace) -> tuple[list[Check], int]:
+    """The cases to run, and how many more the interpreter cannot run."""
+    ops = runner.OPS if options.device == "cpu" else tuple(runner.MODULES)
+    unknown = sorted(set(options.op) - set(ops))
     if unknown:
-        raise typer.BadParameter(f"no op {unknown[0]!r}; choose from {', '.join(runner.OPS)}", param_hint="--op")
-    chosen = runner.select(op or (), match, device.value)
-    cases = [case for case in chosen if device is not Device.interpreter or case.interpretable]
+        raise UsageError(f"argument --op: no op {unknown[0]!r}; choose from {', '.join(ops)}")
+    chosen = runner.select(options.op, options.match, options.device)
+    cases = [case for case in chosen if options.device != "interpreter" or case.interpretable]
     skipped = len(chosen) - len(cases)
     if not cases:
         limit = " and is short enough to interpret" if skipped else ""
-        raise typer.BadParameter(f"no case has {match!r} in its name{limit}", param_hint="--match")
-    console = wide_console(stderr=to == "-")  # results on stdout must stay parseable
-    start = time.perf_counter()
-    results = _run(cases, device, console)
-    seconds = time.perf_counter() - start
-    failed = sum(not result.passed for result in results)
-    if to:
-        counts = {"device": device.value, "passed": len(results) - failed, "failed": failed, "left_out": skipped}
-        report = {**counts, "seconds": round(seconds, 3), "results": [result.to_json() for result in results]}
-        _write(json.dumps(report, indent=1), to)
-    _show(results, console)
-    verdict = Text(f"{len(results) - failed} of {len(results)} passed", style="bold red" if failed else "bold green")
-    console.print(Text.assemble(verdict, f" on {device.value} in {seconds:.1f} s"))
-    if skipped:
-        what = "1 case" if skipped == 1 else f"{skipped} cases"
-        console.print(f"{what} left out: rows too long, or too many, for the interpreter", style="dim")
-    raise typer.Exit(1 if failed else 0)
+        raise UsageError(f"argument --match: no case has {options.match!r} in its name{limit}")
+    return cases if options.all or options.match else runner.representative(cases), skipped
 
 
-def _run(cases: list[Check], device: Device, console: Console) -> list[Result]:
-    total = len(cases)
-    cached = "" if device is Device.interpreter else "; compiled kernels are cached, so a second run is shorter"
-    console.print(f"{total} cases on {device.value}{cached}", highlight=False)
-    with progress_bar(console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("checking", total=total)
-        lines = None if console.is_terminal else _Lines(total, console)
+def _run(cases: list[Check], device: str, stream: TextIO) -> list[Result]:
+    cached = "" if device == "interpreter" else "; compiled kernels are cached, so a second run is shorter"
+    what = "1 case" if len(cases) == 1 else f"{len(cases)} cases"
+    print(f"{what} on {device}{cached}", file=stream, flush=True)
+    progress = Progress(len(cases), stream)
 
-        def report(result: Result) -> None:
-            progress.update(task, advance=1, description=f"{result.op:<20}")
-            if lines is not None:
-                lines.step()
-            if not result.passed:
-                title = ("FAILED ", "bold red"), (f"{result.op} ", "bold")
-                progress.console.print(Text.assemble(*title, f"{result.case}\n       {result.message}"))
+    def report(result: Result) -> None:
+        progress.step()
+        if not result.passed:
+            progress.clear()
+            print(f"FAILED {result.op} {result.case}\n       {result.message}", file=stream, flush=True)
 
-        return runner.run_cases(cases, device.value, report)
+    return runner.run_cases(cases, device, report)
 
 
-class _Lines:
-    """Prints how far a run is and how long the rest may take, every `EVERY` seconds."""
-
-    def __init__(self, total: int, console: Console) -> None:
-        self.total, self.console, self.done = total, console, 0
-        self.start = self.last = time.perf_counter()
-
-    def step(self) -> None:
-        """A case is done."""
-        self.done += 1
-        now = time.perf_counter()
-        if now - self.last < EVERY or self.done == self.total:
-            return
-        self.last, seconds = now, now - self.start
-        left = seconds / self.done * (self.total - self.done)
-        self.console.print(f"{self.done} of {self.total} after {seconds:.0f} s, about {left:.0f} s left")
-
-
-def _show(results: list[Result], console: Console) -> None:
-    """Print one line per op and group of cases."""
+def _by_group(results: list[Result]) -> str:
+    """One line per op and group of cases."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result.op, result.case.split(":")[0]), []).append(result)
-    shown = table("op", "group", right=("passed", "time"))
+    rows = [("op", "group", "passed", "time")]
     previous = ""
     for (op, group), members in groups.items():
-        passed = sum(result.passed for result in members)
-        count = Text(f"{passed}/{len(members)}", style="green" if passed == len(members) else "bold red")
-        shown.add_row("" if op == previous else op, group, count, f"{sum(r.seconds for r in members):.2f} s")
+        passed = f"{sum(result.passed for result in members)}/{len(members)}"
+        rows.append(("" if op == previous else op, group, passed, f"{sum(r.seconds for r in members):.2f} s"))
         previous = op
-    console.print(shown)
+    return table(rows, right=(2, 3))
 
 
 def _write(text: str, to: str) -> None:

@@ -1,37 +1,44 @@
-"""What the commands share: which devices work here, tables and progress bars."""
+"""What the commands share: usage errors, devices that work here, tables and progress."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
+import argparse
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Collection, Sequence
 from importlib import util
-from typing import Annotated, Any
+from typing import TextIO
 
 import torch
-import typer
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from ..bench.lines import WIDTH
-from ..bench.machine import version
+from .machine import version
 
-
-class Device(StrEnum):
-    """Where kernels run; the interpreter runs GPU kernels on the CPU."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-    interpreter = "interpreter"
-
-
-INSTALL = "pip install '.[models]' in a checkout"
-"""How transformers, which the demo needs, is installed."""
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; by default cuda if it works.", metavar="cpu|cuda")]
+GAP = 2
+"""Spaces between columns."""
+EVERY = 15.0
+"""Seconds between two lines about the progress, where there is no terminal."""
+REFRESH = 0.2
+"""The same in a terminal, where a line replaces the one before."""
 _BACKEND = {"cpu": "cpu", "cuda": "triton", "interpreter": "interpreter"}
+
+
+class UsageError(argparse.ArgumentTypeError):
+    """The command line asks for something that cannot be done; printed with the usage, exit status 2."""
+
+
+def run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and call its ``run``; print the help of its ``parser`` if that is None."""
+    options = parser.parse_args(arguments)
+    if options.run is None:
+        options.parser.print_help()
+        return 2
+    try:
+        status: int = options.run(options)
+    except UsageError as error:
+        options.parser.error(str(error))
+    return status
 
 
 def backend_status() -> dict[str, tuple[bool, str]]:
@@ -46,61 +53,104 @@ def backend_status() -> dict[str, tuple[bool, str]]:
     no_numpy = "" if numpy else "numpy is not installed (Triton's interpreter needs it)"
     if (version("triton") or "").startswith("3.6.") and tuple(map(int, numpy.split(".")[:2] or ())) >= (2, 4):
         no_numpy = f"the interpreter of Triton 3.6 fails with numpy >= 2.4; {numpy} is installed"
-    found = {"cpu": no_llvm, "triton": no_gpu or no_triton, "interpreter": no_triton or no_numpy}
-    return {name: (not why, why) for name, why in found.items()}
+    reasons = {"cpu": no_llvm, "triton": no_gpu or no_triton, "interpreter": no_triton or no_numpy}
+    return {name: (not why, why) for name, why in reasons.items()}
 
 
-def require(device: str) -> None:
-    """Raise a usage error if a device does not work here."""
-    usable, why = backend_status()[_BACKEND[device]]
+def usable_device(text: str) -> str:
+    """The value of an option: cpu, cuda or interpreter, if it works here."""
+    if text not in _BACKEND:
+        raise UsageError(f"{text!r} is not one of {', '.join(_BACKEND)}")
+    usable, why = backend_status()[_BACKEND[text]]
     if not usable:
-        raise typer.BadParameter(f"{device} cannot run here: {why}", param_hint="--device")
+        raise UsageError(f"{text} cannot run here: {why}")
+    return text
 
 
-def choose_device(device: str) -> str:
-    """``device``, by default cuda if it works here and cpu otherwise."""
-    if device not in ("", "cpu", "cuda"):
-        raise typer.BadParameter(f"{device!r} is neither cpu nor cuda", param_hint="--device")
-    chosen = device or ("cuda" if backend_status()["triton"][0] else "cpu")
-    require(chosen)
-    return chosen
+def cpu_or_cuda(text: str) -> str:
+    """The value of an option: cpu or cuda; if empty, cuda if it works here and cpu otherwise."""
+    if text not in ("", "cpu", "cuda"):
+        raise UsageError(f"{text!r} is neither cpu nor cuda")
+    return usable_device(text or ("cuda" if backend_status()["triton"][0] else "cpu"))
 
 
-def cannot_write(path: object, error: OSError, option: str) -> typer.BadParameter:
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--device`` of commands that run on a CPU or a GPU."""
+    words = "cpu or cuda; by default cuda if it works"
+    parser.add_argument("--device", type=cpu_or_cuda, default="", metavar="cpu|cuda", help=words)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """What reads the value of an option: a whole number that is not smaller."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise UsageError(f"{text!r} is not a whole number") from None
+        if value < least:
+            raise UsageError(f"{value} is not greater than or equal to {least}")
+        return value
+
+    return number
+
+
+def cannot_write(path: object, error: OSError, option: str) -> UsageError:
     """The usage error for a file that cannot be written."""
-    return typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint=option)
+    return UsageError(f"argument {option}: cannot write {path}: {error.strerror}")
 
 
-def table(*left: str, right: tuple[str, ...] = (), **options: Any) -> Table:
-    """A table without lines; the columns named in ``right`` are aligned to the right."""
-    made = Table(*left, **{"box": None, "pad_edge": False, **options})
-    for name in right:
-        made.add_column(name, justify="right", no_wrap=True)
-    return made
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Rows as aligned columns, those in ``right`` to the right; the last column is wrapped at the terminal's edge.
+
+    >>> print(table([("op", "time"), ("rms_norm", "1.25 s")], right=(1,)))
+    op          time
+    rms_norm  1.25 s
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    before = sum(width + GAP for width in widths[:-1])
+    room = max(24, shutil.get_terminal_size().columns - before)
+    last = len(widths) - 1
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        pieces = [
+            piece
+            for line in row[-1].splitlines()
+            for piece in textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False)
+        ]
+        lines.append((" " * GAP).join([*cells[:-1], cells[-1] if last in right else "".join(pieces[:1])]).rstrip())
+        lines += [" " * before + piece for piece in pieces[1:]]
+    return "\n".join(lines)
 
 
-def wide_console(**options: Any) -> Console:
-    """A console as wide as the terminal. Elsewhere it has `WIDTH` columns, unless COLUMNS says otherwise."""
-    console = Console(**options)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = WIDTH
-    return console
+class Progress:
+    """Shows how far a run is and how long the rest may take: a line that changes in a terminal, elsewhere a few lines."""
 
+    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        self.total, self.stream, self.done = total, stream or sys.stdout, 0
+        self.terminal = self.stream.isatty()
+        self.start = self.last = time.perf_counter()
 
-def progress_bar(console: Console, **options: Any) -> Progress:
-    """A progress bar with an estimate of the time left, as wide as the console. It disappears at the end."""
-    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), *times)
-    # The period makes the estimate follow the whole run: single steps differ too much.
-    return Progress(*columns, console=console, transient=True, expand=True, speed_estimate_period=3600.0, **options)
+    def step(self) -> None:
+        """A part is done."""
+        self.done += 1
+        now = time.perf_counter()
+        if self.done == self.total:
+            self.clear()
+            return
+        if now - self.last < (REFRESH if self.terminal else EVERY):
+            return
+        self.last, seconds = now, now - self.start
+        left = seconds / self.done * (self.total - self.done)
+        self.clear()
+        text = f"{self.done} of {self.total} after {seconds:.0f} s, about {left:.0f} s left"
+        print(text, end="" if self.terminal else "\n", file=self.stream, flush=True)
 
-
-@contextmanager
-def live(console: Console, *parts: Any) -> Iterator[None]:
-    """Update ``parts`` in a terminal while they grow; elsewhere print the first of them at the end."""
-    if console.is_terminal:
-        with Live(Group(*parts), console=console, refresh_per_second=8):
-            yield
-    else:
-        yield
-        console.print(parts[0])
+    def clear(self) -> None:
+        """Remove the line from a terminal, so that something else can be printed."""
+        if self.terminal:
+            print("\r\033[K", end="", file=self.stream, flush=True)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.text import Text
 
 from .. import __version__
-from ..bench.machine import version
 from ..core import native
 from ..core.contract import short
 from ..formats import FLOATS, FP8_CODES, GROUP_SIZES, SCALE_FORMATS
 from .common import backend_status, table
+from .machine import version
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "transformers")
 VARIABLES = {
@@ -63,33 +61,36 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def env(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for bug reports and scripts.")] = False,
-) -> None:
-    """Show versions, devices and which backends work here."""
-    found = _environment()
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
-    shown = table(show_header=False)
-    shown.add_column(style="bold")
-    shown.add_column(overflow="fold")
-    shown.add_row("onepass", f"{found['onepass']}, Python {found['python']}, {found['platform']}")
-    shown.add_row("packages", ", ".join(f"{name} {number or '-'}" for name, number in found["packages"].items()))
-    for name, value in found["environment"].items():
-        shown.add_row(name, Text(f"{'not set' if value is None else repr(value)} ({VARIABLES[name]})"))
-    shown.add_row("eager calls", f"compiled fast path: {found['native']}")
-    for gpu in found["gpus"]:
-        shown.add_row("gpu", f"{gpu['name']} (architecture {gpu['arch']}, e4m3fn cast in {gpu['e4m3fn']})")
-    for name, backend in found["backends"].items():
-        state = Text("usable", "green") if backend["usable"] else Text(f"no: {backend['why_not']}", "yellow")
-        for key, value in backend.items():
-            if key not in ("usable", "why_not"):
-                state.append(f"\n{key}: {value}", style="default")
-        shown.add_row(name if name == "interpreter" else f"{name} backend", state)
-    formats = found["formats"]
+def add(commands: Any) -> None:
+    """Add the command to the command line."""
+    words = "show versions, devices and which backends work here"
+    parser = commands.add_parser("env", help=words, description=f"{words.capitalize()}.", allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON, for bug reports and scripts")
+    parser.set_defaults(run=env, parser=parser)
+
+
+def env(options: argparse.Namespace) -> int:
+    """Print what `_environment` has."""
+    facts = _environment()
+    print(json.dumps(facts, indent=1) if options.json else table(_rows(facts)))
+    return 0
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("onepass", f"{facts['onepass']}, Python {facts['python']}, {facts['platform']}")]
+    rows.append(("packages", ", ".join(f"{name} {number or '-'}" for name, number in facts["packages"].items())))
+    for name, value in facts["environment"].items():
+        rows.append((name, f"{'not set' if value is None else repr(value)} ({VARIABLES[name]})"))
+    rows.append(("eager calls", f"compiled fast path: {facts['native']}"))
+    for gpu in facts["gpus"]:
+        rows.append(("gpu", f"{gpu['name']} (architecture {gpu['arch']}, e4m3fn cast in {gpu['e4m3fn']})"))
+    for name, backend in facts["backends"].items():
+        lines = ["usable" if backend["usable"] else f"no: {backend['why_not']}"]
+        lines += [f"{key}: {value}" for key, value in backend.items() if key not in ("usable", "why_not")]
+        rows.append((name if name == "interpreter" else f"{name} backend", "\n".join(lines)))
+    formats = facts["formats"]
     groups = " or ".join(map(str, formats["groups"]))
-    shown.add_row("inputs", ", ".join(formats["inputs"]))
-    shown.add_row("fp8 codes", f"{', '.join(formats['codes'])}, on every backend")
-    shown.add_row("fp8 scales", f"{' or '.join(formats['scales'])}; per row, per {groups} columns, or given")
-    Console().print(shown)
+    rows.append(("inputs", ", ".join(formats["inputs"])))
+    rows.append(("fp8 codes", f"{', '.join(formats['codes'])}, on every backend"))
+    rows.append(("fp8 scales", f"{' or '.join(formats['scales'])}; per row, per {groups} columns, or given"))
+    return rows

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from enum import StrEnum
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from ..core import backend as dispatch
 from ..core import op as registration
 from ..testing import runner
-from .common import backend_status
+from .common import UsageError, backend_status
 
 
 class Part(StrEnum):
@@ -29,18 +29,26 @@ _ROOMS = {Part.cpu: "cpu", Part.triton: "gpu"}
 """The package of each backend."""
 
 
-def source(
-    op: Annotated[str, typer.Argument(help="A public op, such as rms_norm.", metavar="OP")],
-    part: Annotated[Part | None, typer.Option(help="Only this kind of generated code.")] = None,
-) -> None:
-    """Print the code generated for an op: validation, fast path, CPU kernel as LLVM IR, Triton launch."""
-    if op not in runner.OPS:
-        raise typer.BadParameter(f"no op {op!r}; choose from {', '.join(runner.OPS)}", param_hint="OP")
-    for name in [part] if part else list(Part):
-        found = _python(op, name) if name in (Part.validation, Part.fastpath) else _backend(op, name)
-        for title, text in found.items():
+def add(commands: Any) -> None:
+    """Add the command to the command line."""
+    words = "print the code generated for an op"
+    description = f"{words.capitalize()}: validation, fast path, CPU kernel as LLVM IR, Triton launch."
+    parser = commands.add_parser("source", help=words, description=description, allow_abbrev=False)
+    parser.add_argument("op", metavar="OP", help="a public op, such as rms_norm")
+    parser.add_argument("--part", choices=[part.value for part in Part], help="only this kind of generated code")
+    parser.set_defaults(run=source, parser=parser)
+
+
+def source(options: argparse.Namespace) -> int:
+    """Print the parts that were asked for."""
+    if options.op not in runner.OPS:
+        raise UsageError(f"argument OP: no op {options.op!r}; choose from {', '.join(runner.OPS)}")
+    for part in [Part(options.part)] if options.part else list(Part):
+        texts = _python(options.op, part) if part in (Part.validation, Part.fastpath) else _backend(options.op, part)
+        for title, text in texts.items():
             comment = ";" if title == "LLVM IR" else "#"
-            print(f"{comment} --- {name}: {title}\n{text.strip()}\n")
+            print(f"{comment} --- {part}: {title}\n{text.strip()}\n")
+    return 0
 
 
 def _python(op: str, part: Part) -> dict[str, str]:

@@ -2,75 +2,77 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-from enum import StrEnum
+import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Any, Final
 
 import torch
-import typer
-from rich.console import Console
-from rich.text import Text
 from torch import Tensor
 
 from .. import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
-from ..bench.machine import label
 from ..errors import ContractError, Unsupported
 from ..trace import PHASES, GmemTrace, NullTrace, Timeline, TraceBuf, percent
-from .common import DeviceOption, cannot_write, choose_device, progress_bar, table
+from .common import Progress, UsageError, add_device, at_least, cannot_write, table
+from .machine import label
 
 EPS: Final = 1e-6
 MAX_COPIES: Final = 8
 WARM_UPS: Final = 3
 GPU_COLD: Final = 100_000_000
 FILES: Final = "onepass-trace-gemv"
-
-app = typer.Typer(no_args_is_help=True, help="Show where one launch spends its time, block by block.")
-
-
-class Dtype(StrEnum):
-    """Activations and weights."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
+DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
-@app.command()
-def gemv(
-    n: Annotated[int, typer.Option(help="Columns of the output: rows of the weight.", min=0)] = 2112,
-    k: Annotated[int, typer.Option(help="Inner dimension.", min=0)] = 7168,
-    normed: Annotated[int, typer.Option(help="How many leading columns are normed.", min=0)] = 1536,
-    m: Annotated[int, typer.Option(help="Rows of the activations.", min=0)] = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of activations and weights.")] = Dtype.bfloat16,
-    device: DeviceOption = "",
-    runs: Annotated[int, typer.Option(help="Launches to trace; the one of median length is shown.", min=1)] = 20,
-    out: Annotated[Path, typer.Option(help="Where to write the timeline.", metavar="DIR")] = Path("."),
-) -> None:
-    """Trace gemv_and_partial_norm; write a page for the browser and a trace for Perfetto."""
-    if not out.is_dir():
-        raise typer.BadParameter(f"there is no directory {out}", param_hint="--out")
-    chosen = choose_device(device)
-    console = Console()
+def add(commands: Any) -> None:
+    """Add the command to the command line."""
+    words = "show where one launch spends its time, block by block"
+    parser = commands.add_parser("trace", help=words, description=f"{words.capitalize()}.", allow_abbrev=False)
+    parser.set_defaults(run=None, parser=parser)
+    ops = parser.add_subparsers(metavar="OP", title="ops")
+    words = "trace gemv_and_partial_norm; write a page for the browser and a trace for Perfetto"
+    parser = ops.add_parser("gemv", help=words, description=f"T{words[1:]}.", allow_abbrev=False)
+    for name, default, meaning in (
+        ("n", 2112, "columns of the output: rows of the weight"),
+        ("k", 7168, "inner dimension"),
+        ("normed", 1536, "how many leading columns are normed"),
+        ("m", 1, "rows of the activations"),
+    ):
+        parser.add_argument(f"--{name}", type=at_least(0), default=default, help=f"{meaning}; default {default}")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of activations and weights")
+    add_device(parser)
+    words = "launches to trace, of which the one of median length is shown; default 20"
+    parser.add_argument("--runs", type=at_least(1), default=20, help=words)
+    parser.add_argument("--out", type=_directory, default=Path("."), metavar="DIR", help="where to write the timeline")
+    parser.set_defaults(run=gemv, parser=parser)
+
+
+def _directory(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise UsageError(f"there is no directory {text}")
+    return Path(text)
+
+
+def gemv(options: argparse.Namespace) -> int:
+    """Trace launches; show the one of median length and write it to files."""
+    sizes, runs = (options.m, options.n, options.k, options.normed), options.runs
     try:
         with torch.inference_mode():
-            timelines = _record((m, n, k, normed), getattr(torch, dtype.value), chosen, runs, console)
+            timelines = _record(sizes, getattr(torch, options.dtype), options.device, runs)
     except (ContractError, Unsupported) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+        print(error, file=sys.stderr)
+        return 2
     timelines.sort(key=lambda timeline: timeline.total)
     median = timelines[(runs - 1) // 2]
-    _show(median, console)
+    _show(median)
     shortest, longest = timelines[0].total / 1e3, timelines[-1].total / 1e3
-    console.print(
-        f"\nThis is the median of {runs} runs, which took {shortest:.2f} to {longest:.2f} us.", highlight=False
-    )
-    _write(median, out, console)
+    print(f"\nThis is the median of {runs} runs, which took {shortest:.2f} to {longest:.2f} us.\n")
+    _write(median, options.out)
+    return 0
 
 
-def _record(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str, runs: int, console: Console
-) -> list[Timeline]:
+def _record(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str, runs: int) -> list[Timeline]:
     """Record one timeline per run. Copies of the weights rotate, so that no run finds its own in a cache."""
     m, n, k, normed = sizes
     torch.manual_seed(0)
@@ -85,25 +87,24 @@ def _record(
     parameters |= {"blocks": str(trace.blocks), "weights": temperature, "run": f"median of {runs}"}
     timelines: list[Timeline] = []
     buffers: tuple[TraceBuf, ...] = (NullTrace(), trace)
-    with progress_bar(console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("compiling", total=runs)
-        for run in range(-max(WARM_UPS, len(weights)), runs):
-            trace.clear()
-            # An untraced launch comes first: threads awake and clocks up, as between the layers of a model.
-            for copy, buffer in enumerate(buffers, run - 1):
-                weight = weights[copy % len(weights)]
-                gemv_and_partial_norm_with_scratch(*outputs, act, weight, gamma, EPS, counter, trace_buf=buffer)
-            timeline = Timeline.from_trace(
-                trace,
-                title="gemv_and_partial_norm, one launch",
-                unit="SM" if device == "cuda" else "thread",
-                machine=label(device),
-                parameters=parameters,
-                bytes_read=weight.nbytes + act.nbytes,
-            )
-            if run >= 0:
-                timelines.append(timeline)
-            progress.update(task, advance=run >= 0, description="tracing" if run >= 0 else "warming up")
+    progress = Progress(runs)
+    for run in range(-max(WARM_UPS, len(weights)), runs):
+        trace.clear()
+        # An untraced launch comes first: threads awake and clocks up, as between the layers of a model.
+        for copy, buffer in enumerate(buffers, run - 1):
+            weight = weights[copy % len(weights)]
+            gemv_and_partial_norm_with_scratch(*outputs, act, weight, gamma, EPS, counter, trace_buf=buffer)
+        timeline = Timeline.from_trace(
+            trace,
+            title="gemv_and_partial_norm, one launch",
+            unit="SM" if device == "cuda" else "thread",
+            machine=label(device),
+            parameters=parameters,
+            bytes_read=weight.nbytes + act.nbytes,
+        )
+        if run >= 0:
+            timelines.append(timeline)
+            progress.step()
     return timelines
 
 
@@ -124,37 +125,25 @@ def _cold_bytes(device: str) -> int:
     return 2 * max(found, default=32 << 20)
 
 
-def _show(timeline: Timeline, console: Console) -> None:
+def _show(timeline: Timeline) -> None:
     """Print a table of phases, then the figures that belong to no phase."""
     summary = timeline.summary()
-    console.print(Text(f"{timeline.title} on {timeline.machine}", style="bold"))
-    words = ", ".join(f"{name} {value}" for name, value in timeline.parameters.items())
-    console.print(words, style="dim", highlight=False)
-    console.print()
-    phases = table("phase", right=("blocks", "median us", "max us", "share"))
-    phases.add_column("what a block does", style="dim")
+    print(f"{timeline.title} on {timeline.machine}")
+    print(", ".join(f"{name} {value}" for name, value in timeline.parameters.items()) + "\n")
     meanings = {phase.name: phase.meaning for phase in PHASES}
+    phases = [("phase", "blocks", "median us", "max us", "share", "what a block does")]
     for row in summary.phases:
         numbers = (str(row.count), f"{row.median:.3f}", f"{row.max:.3f}", percent(row.share))
-        phases.add_row(row.phase, *numbers, meanings[row.phase])
-    console.print(phases)
-    console.print()
-    figures = table(show_header=False)
-    figures.add_column(style="bold")
-    figures.add_column(justify="right")
-    figures.add_column(style="dim")
-    for label_, value, remark in summary.figures():
-        figures.add_row(label_, value, remark)
-    console.print(figures)
+        phases.append((row.phase, *numbers, meanings[row.phase]))
+    print(table(phases, right=(1, 2, 3, 4)) + "\n")
+    print(table(list(summary.figures()), right=(1,)))
 
 
-def _write(timeline: Timeline, out: Path, console: Console) -> None:
+def _write(timeline: Timeline, out: Path) -> None:
     page, trace = out / f"{FILES}.html", out / f"{FILES}.json"
     try:
         timeline.write_html(page)
         timeline.write_chrome(trace)
     except OSError as error:
         raise cannot_write(out, error, "--out") from error
-    console.print()
-    for path, reader in ((page, "for a browser"), (trace, "for Perfetto")):
-        console.print(Text.assemble("wrote ", (str(path), "bold"), f" {reader}"), soft_wrap=True)
+    print(f"wrote {page} for a browser\nwrote {trace} for Perfetto")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from ..bench.timing import Load, graph_times, turns
+from benchmarks.suite.timing import Load, graph_times, turns
 
 SECONDS = 0.5
 """How long calls on a CPU are measured."""

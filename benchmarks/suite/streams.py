@@ -11,9 +11,10 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from ..cpu import compile as compiler
-from ..cpu import threads
-from ..cpu.llvm import function, vec
+from onepass.cpu import compile as compiler
+from onepass.cpu import threads
+from onepass.cpu.llvm import function, vec
+
 from .workload import Call, Stream
 
 _CHUNK = 65536

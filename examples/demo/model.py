@@ -1,4 +1,4 @@
-"""The second part of ``onepass demo``: a small model in float32, without and with onepass, and each op alone.
+"""The second part of the demo: a small model in float32, without and with onepass, and each op alone.
 
 The model is a small one of a family with random weights, or one of yours. With random weights the
 text is meaningless, but the tokens agree only if the logits do.
@@ -21,11 +21,12 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
-from ..integrations import NothingPatchedWarning, Patched, patch
-from ..integrations.forwards import AttentionCall, LayerCall, MlaCall, NormCall, add_norm
-from ..ops.gemv_norm.op import gemv_and_partial_norm
-from ..ops.qk_norm.op import qk_rms_norm
-from .common import live, progress_bar, table
+from benchmarks.suite.console import live, progress_bar, table
+from onepass.integrations import NothingPatchedWarning, Patched, patch
+from onepass.integrations.forwards import AttentionCall, LayerCall, MlaCall, NormCall, add_norm
+from onepass.ops.gemv_norm.op import gemv_and_partial_norm
+from onepass.ops.qk_norm.op import qk_rms_norm
+
 from .screen import Screen, verdict
 
 PROMPT: Final = 16
@@ -144,7 +145,7 @@ def latent_cache(model: Any, handle: Patched | None, length: int) -> Any:
     """The cache that a patched model with latent attention writes in one launch; None for any other model."""
     if handle is None or not any(isinstance(module._onepass, MlaCall) for module in _replaced(model, handle)):
         return None
-    from ..integrations import MlaCache  # needs transformers
+    from onepass.integrations import MlaCache  # needs transformers
 
     return MlaCache(model.config.get_text_config().num_hidden_layers, length)
 

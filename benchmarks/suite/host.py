@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 import onepass
+from onepass.compat import vllm
+from onepass.core import backend as dispatch
+from onepass.nn import RMSNorm
 
-from ..compat import vllm
-from ..core import backend as dispatch
-from ..nn import RMSNorm
 from . import gemv_norm, linear, mla_cache, qk_cache, qk_norm
 from . import rms_norm as rows
 from .timing import alternate

@@ -1,4 +1,4 @@
-"""The first part of ``onepass demo``: tokens per second of a bfloat16 model without onepass, with it, and with fp8 weights.
+"""The first part of the demo: tokens per second of a bfloat16 model without onepass, with it, and with fp8 weights.
 
 The model is a Llama with random weights, large enough that its weights do not fit into a CPU's caches, or one
 of yours. On a GPU, onepass's decode steps are replayed from a CUDA graph.
@@ -17,8 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 from torch import Tensor
 
-from .common import table
-from .demo_model import patched
+from benchmarks.suite.console import table
+
+from .model import patched
 from .screen import Screen, verdict
 
 PROMPT: Final = 16
@@ -190,7 +191,7 @@ def _generate(
     ids = _prompt(model, batch, PROMPT)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW_TOKENS}
     if device == "cuda" and captured:
-        from ..integrations import generate  # needs transformers
+        from onepass.integrations import generate  # needs transformers
 
         options["custom_generate"] = generate
     model.generate(ids, **{**options, "max_new_tokens": 2 if device == "cpu" else NEW_TOKENS})

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import onepass
+from onepass.formats import E4M3FN, SCALE_BLOCK
 
-from ..formats import E4M3FN, SCALE_BLOCK
 from .workload import EPS, Family, Problem, Workload, quantized
 
 OP, FP8, FUSED, BATCH = "linear", "linear, fp8", "linear, fused", "linear, batch"

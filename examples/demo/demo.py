@@ -1,18 +1,18 @@
-"""``onepass demo``: what the library does, shown by running it. Every number printed is measured on the spot."""
+"""What ``make demo`` runs. Every number printed is measured on the spot."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import util
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
@@ -20,14 +20,16 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ..bench.machine import label
-from ..ops.rms_norm.op import rms_norm_fused_fp8
-from ..prologues import prologue, sigmoid
-from ..testing import oracle
-from ..testing.case import same_bytes
-from ..testing.runner import CASES, run_case
-from . import demo_generate, demo_model
-from .common import INSTALL, DeviceOption, cannot_write, choose_device, live, table
+from benchmarks.suite.console import live, table
+from onepass.cli.common import UsageError, add_device, cannot_write, run
+from onepass.cli.machine import label
+from onepass.ops.rms_norm.op import rms_norm_fused_fp8
+from onepass.prologues import prologue, sigmoid
+from onepass.testing import oracle
+from onepass.testing.case import same_bytes
+from onepass.testing.runner import CASES, run_case
+
+from . import generate, model
 from .screen import Screen, verdict
 
 EPS: Final = 1e-6
@@ -47,62 +49,61 @@ SHOWN_CASES: Final = (
     ("rms_norm_fused_fp8", "layouts: 3x4x1536 bf16 transposed"),
     ("rms_norm_fused_fp8", "values: 9x384 bf16 out_dtype=f8_e4m3fnuz special"),
 )
-"""Twelve of the cases of ``onepass check``, chosen for variety."""
+"""Twelve of the cases of ``onepass check --all``, chosen for variety."""
 NEXT: Final = {
-    "onepass check --device {device}": "every case against the oracle",
+    "onepass check --device {device}": "a representative set of cases against the oracle; --all: every case",
     "onepass check --device interpreter": "the GPU kernels, interpreted on the CPU",
     "onepass env": "versions, devices, which backends work",
+    "make bench": "speed against torch and installed peers",
     "docs/models.md": "what onepass.patch replaces in which family, and captured decode on a GPU",
     "docs/ops.md": "every argument of every op",
     "docs/numerics.md": "what is rounded where",
 }
 
 
-def demo(
-    model: Annotated[
-        str,
-        typer.Option(help="A small model of this family, with random weights.", metavar="|".join(demo_model.MODELS)),
-    ] = "llama",
-    path: Annotated[
-        Path | None, typer.Option(help="Load a local transformers directory instead.", metavar="DIR")
-    ] = None,
-    rounding: Annotated[
-        str, typer.Option(help="Where the patched model rounds; 'once' fuses more.", metavar="model|once")
-    ] = "model",
-    device: DeviceOption = "",
-    report: Annotated[Path, typer.Option(help="Where to write the report.", metavar="FILE")] = Path(
-        "onepass-demo.json"
-    ),
-) -> None:
-    """Start here: tokens per second without and with onepass; checks, speed, a fused prologue, batch invariance."""
-    for value, allowed, option in (
-        (model, tuple(demo_model.MODELS), "--model"),
-        (rounding, ("model", "once"), "--rounding"),
-    ):
-        if value not in allowed:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(allowed)}", param_hint=option)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; the exit status is 1 if something is wrong, or if nothing was patched."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo",
+        description="Tokens per second without and with onepass; checks, speed, a fused prologue, batch invariance.",
+        allow_abbrev=False,
+    )
+    option = parser.add_argument
+    option("--model", choices=model.MODELS, default="llama", help="a small model of this family, with random weights")
+    option("--path", type=Path, metavar="DIR", help="load a local transformers directory instead")
+    rounding = "where the patched model rounds; 'once' fuses more"
+    option("--rounding", choices=("model", "once"), default="model", help=rounding)
+    add_device(parser)
+    report = Path("onepass-demo.json")
+    option("--report", type=Path, default=report, metavar="FILE", help=f"where to write the report; default {report}")
+    parser.set_defaults(run=demo, parser=parser)
+    return run(parser, arguments)
+
+
+def demo(options: argparse.Namespace) -> int:
+    """All parts, one below the other."""
     if util.find_spec("transformers") is None:
-        raise typer.BadParameter(f"transformers is not installed ({INSTALL})", param_hint="--model")
-    if path is not None and not (path / "config.json").is_file():
-        raise typer.BadParameter(f"{path} has no config.json", param_hint="--path")
-    chosen = choose_device(device)
+        raise UsageError("transformers is not installed (pip install '.[models]' in a checkout)")
+    if options.path is not None and not (options.path / "config.json").is_file():
+        raise UsageError(f"argument --path: {options.path} has no config.json")
+    device = options.device
     start = time.perf_counter()
     torch.manual_seed(0)
-    screen = Screen(Console(), chosen)
+    screen = Screen(Console(), device)
     with torch.inference_mode():
-        screen.console.print(Text(f"onepass on {label(chosen)}, torch {torch.__version__}", style="bold"))
+        screen.console.print(Text(f"onepass on {label(device)}, torch {torch.__version__}", style="bold"))
         screen.warn()
         screen.heading(1, "Tokens per second: onepass.patch(model, decode=True)")
-        generated = demo_generate.show(path, screen)
+        generated = generate.show(options.path, screen)
         screen.heading(2, "What onepass.patch(model) replaces, and how close the results are")
-        found = demo_model.show(model, path, rounding, screen)
+        found = model.show(options.model, options.path, options.rounding, screen)
         found |= {"generate": generated, "fine": found["fine"] and generated["fine"]}
         try:
-            report.parent.mkdir(parents=True, exist_ok=True)
-            report.write_text(json.dumps(found, indent=1) + "\n")
+            options.report.parent.mkdir(parents=True, exist_ok=True)
+            options.report.write_text(json.dumps(found, indent=1) + "\n")
         except OSError as error:
-            raise cannot_write(report, error, "--report") from error
-        screen.console.print(f"Report written to {report}", soft_wrap=True)
+            raise cannot_write(options.report, error, "--report") from error
+        screen.console.print(f"Report written to {options.report}", soft_wrap=True)
         right = [found["fine"], _show_checks(screen)]
         _show_speed(screen)
         _show_prologue(screen)
@@ -110,13 +111,13 @@ def demo(
         screen.warn()
     grid = Table.grid(padding=(0, 2))
     for command, what in NEXT.items():
-        grid.add_row(Text(command.format(device=chosen), "bold"), what)
+        grid.add_row(Text(command.format(device=device), "bold"), what)
     screen.console.print()
     screen.console.print(Panel(grid, title="What to try next", title_align="left", expand=False))
     screen.console.print(f"That took {time.perf_counter() - start:.1f} s.", style="dim")
     if not all(right):
         screen.console.print("The demo failed. What is WRONG is marked above.", style="bold red")
-    raise typer.Exit(0 if all(right) else 1)
+    return 0 if all(right) else 1
 
 
 def gated(x, gate):  # type: ignore[no-untyped-def]

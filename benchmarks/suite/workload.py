@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..formats import E4M3FN
+from onepass.formats import E4M3FN
 
 Call = Callable[[], object]
 Stream = Literal["copy", "halve", "read"]

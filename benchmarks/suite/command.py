@@ -1,25 +1,29 @@
-"""``onepass bench``: speed against peers, with a progress bar and tables."""
+"""``python -m benchmarks``: speed against peers, with a progress bar and tables."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from ..bench.baseline import Comparison, compare
-from ..bench.document import plain
-from ..bench.lines import Lines
-from ..bench.page import html as page
-from ..bench.results import CEILINGS, OURS, WAYS, Results, Row, load, of_report, write
-from ..bench.run import FAMILIES, Plan, Watcher, run
-from ..bench.words import BEHIND, ahead_words
-from .common import DeviceOption, choose_device, progress_bar, table, wide_console
+from onepass.cli.common import UsageError, add_device
+from onepass.cli.common import run as run_command
+
+from .baseline import Comparison, compare
+from .console import progress_bar, table, wide_console
+from .document import plain
+from .lines import Lines
+from .page import html as page
+from .results import CEILINGS, OURS, WAYS, Results, Row, load, of_report, write
+from .run import FAMILIES, Plan, Watcher, run
+from .words import BEHIND, ahead_words
 
 GAP = 2
 """Spaces between columns."""
@@ -44,69 +48,69 @@ class _Bar(Watcher):
         )
 
 
-def bench(
-    op: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Only this op, or {', '.join(family.name for family in FAMILIES)}, host; repeatable.", metavar="NAME"
-        ),
-    ] = None,
-    device: DeviceOption = "",
-    shapes: Annotated[
-        str, typer.Option(help="decode, prefill, all, or shapes such as 64x4096.", metavar="WORD|MxN,...")
-    ] = "all",
-    peers: Annotated[
-        str, typer.Option(help="all, none, or parts of names such as compile,liger.", metavar="NAMES")
-    ] = "all",
-    to: Annotated[Path | None, typer.Option("--json", help="Write results here.", metavar="FILE")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with plots here.", metavar="FILE")] = None,
-    baseline: Annotated[
-        Path | None, typer.Option(help="Show what changed since this result file.", metavar="FILE")
-    ] = None,
-) -> None:
-    """Measure speed against peers and the memory ceiling. An op that fails a check is not measured, and the exit status is 1."""
-    chosen = choose_device(device)
-    for path, option in ((to, "--json"), (html, "--html")):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"there is no directory {path.parent}", param_hint=option)
-    old = _load(baseline) if baseline is not None else None
-    plan = _plan(op or [], chosen, shapes, peers)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; the exit status is 1 if an op was refused."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure speed against peers and the memory ceiling. An op that fails a check is not measured, and "
+        "the exit status is 1.",
+        allow_abbrev=False,
+    )
+    option = parser.add_argument
+    names = f"only this op, or {', '.join(family.name for family in FAMILIES)}, host; repeatable"
+    option("--op", action="append", default=[], metavar="NAME", help=names)
+    add_device(parser)
+    option("--shapes", default="all", metavar="WORD|MxN,...", help="decode, prefill, all, or shapes such as 64x4096")
+    option("--peers", default="all", metavar="NAMES", help="all, none, or parts of names such as compile,liger")
+    option("--json", type=_file, metavar="FILE", help="write results here")
+    option("--html", type=_file, metavar="FILE", help="write a page with plots here")
+    option("--baseline", type=Path, metavar="FILE", help="show what changed since this result file")
+    parser.set_defaults(run=bench, parser=parser)
+    return run_command(parser, arguments)
+
+
+def _file(text: str) -> Path:
+    """A file that can be written as far as its directory is concerned."""
+    if not Path(text).parent.is_dir():
+        raise UsageError(f"there is no directory {Path(text).parent}")
+    return Path(text)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Run the plan, print and write the results; 1 if an op was refused."""
+    try:
+        old = load([options.baseline]) if options.baseline is not None else None
+    except (OSError, ValueError) as error:  # one line: the file may hold anything
+        print(f"python -m benchmarks: --baseline: {plain(str(error), 2000)}", file=sys.stderr)
+        return 2
+    plan = _plan(options)
     console = wide_console()
     if console.is_terminal:
         with progress_bar(console) as progress:
             report = run(plan, _Bar(progress))
     else:
-        report = run(plan, Lines(to))
+        report = run(plan, Lines(options.json))
         console.print()
     results = of_report(report)
     _show(results, report, console)
-    if to is not None:
-        write(report, to)
-        console.print(f"results: {to}", highlight=False)
-    if html is not None:
-        html.write_text(page(results))
-        console.print(f"page: {html}", highlight=False)
+    if options.json is not None:
+        write(report, options.json)
+        console.print(f"results: {options.json}", highlight=False)
+    if options.html is not None:
+        options.html.write_text(page(results))
+        console.print(f"page: {options.html}", highlight=False)
     if old is not None:
         _show_changes(compare(old, results), console)
-    raise typer.Exit(1 if report["refused"] else 0)
+    return 1 if report["refused"] else 0
 
 
-def _load(path: Path) -> Results:
-    """Read a baseline; a bad one is one line on stderr and exit status 2."""
+def _plan(options: argparse.Namespace) -> Plan:
     try:
-        return load([path])
-    except (OSError, ValueError) as error:
-        print(f"onepass bench: --baseline: {plain(str(error), 2000)}", file=sys.stderr)
-        raise typer.Exit(2) from None
-
-
-def _plan(op: list[str], device: str, shapes: str, peers: str) -> Plan:
-    try:
-        return Plan(device, tuple(op), shapes, peers)
+        return Plan(options.device, tuple(options.op), options.shapes, options.peers)
     except ValueError as error:
         text = str(error)
         option = "--op" if text.startswith("no op") else "--peers" if text.startswith("no peer") else "--shapes"
-        raise typer.BadParameter(text, param_hint=option) from error
+        raise UsageError(f"argument {option}: {text}") from error
 
 
 def _show(results: Results, report: dict[str, Any], console: Console) -> None:

@@ -1,7 +1,7 @@
 """Does a row's result depend on its batch? Every contender on this machine, run on the same rows in different batches.
 
-``python -m onepass.bench.invariance`` needs torch and a backend, neither rich nor typer. `onepass invariance` is the
-same with a table in colour.
+``python -m benchmarks.suite.invariance`` needs torch and a backend, and not rich. It takes one to two minutes, most of it for
+torch.compile.
 
 A contender computes 4,096 rows in one call, then the same rows in calls of 1, 16, 255, 256 and again 4,096 rows. A row
 counts as changed if one of its bytes differs from that of the first call.
@@ -10,7 +10,8 @@ counts as changed if one of its bytes differs from that of the first call.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -20,8 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..ops.linear.op import linear
-from ..ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
+from onepass.cli.common import add_device, at_least, cannot_write
+from onepass.cli.common import run as run_command
+from onepass.ops.linear.op import linear
+from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
+
 from . import machine
 from .results import write
 from .workload import EPS
@@ -265,23 +269,37 @@ def line(outcome: Outcome) -> str:
     return f"{outcome.work:<16}{outcome.name:<16}{counts}   largest change {max(outcome.largest.values()):.3g}"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(prog="python -m onepass.bench.invariance", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", type=int, default=ROWS)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    options = parser.parse_args(arguments)
-    print(f"{machine.label(options.device)}: rows of {options.rows} that change in batches of")
-    sizes = [size for size in SPLITS if size < options.rows] + [options.rows]
-    print(" " * 32 + "".join(f"{size:>7}" for size in sizes))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the results; the exit status is 1 if a row of ours changes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.suite.invariance",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_device(parser)
+    parser.add_argument("--rows", type=at_least(2), default=ROWS, help=f"rows of the whole batch; default {ROWS}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.set_defaults(run=measure, parser=parser)
+    return run_command(parser, arguments)
+
+
+def measure(options: argparse.Namespace) -> int:
+    """What `main` does with its options."""
+    device, rows = options.device, options.rows
+    print(f"{machine.label(device)}: rows of {rows} that change in batches of")
+    print(" " * 32 + "".join(f"{size:>7}" for size in (*(size for size in SPLITS if size < rows), rows)))
     outcomes = []
-    for outcome in run(options.device, options.rows):
+    for outcome in run(device, rows):
         print(line(outcome), flush=True)
         outcomes.append(outcome)
-    if options.json:
-        write(document(options.device, outcomes, options.rows), options.json)
+    if options.json is not None:
+        try:
+            write(document(device, outcomes, rows), options.json)
+        except OSError as error:
+            raise cannot_write(options.json, error, "--json") from error
+    return int(any(sum(o.changed.values()) for o in outcomes if o.name == OURS))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.core.contract import moved_bytes
+from onepass.formats import E4M3FN
 
-from ..core.contract import moved_bytes
-from ..formats import E4M3FN
 from .workload import EPS, GROUP, Call, Family, Problem, Stream, Workload, grouped, metas, normed, quantized, randoms
 
 _MODEL = tuple((m, 7168) for m in (1, 32, 128, 1024, 4096, 16384))

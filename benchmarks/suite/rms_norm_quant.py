@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import onepass
+from onepass.core.contract import moved_bytes
+from onepass.formats import E2M1, E4M3FN, QUANT_FORMATS
 
-from ..core.contract import moved_bytes
-from ..formats import E2M1, E4M3FN, QUANT_FORMATS
 from .workload import EPS, Family, Problem, Workload, metas, normed, randoms
 
 OP, GATED = "rms_norm_fused_quant", "rms_norm, gated"

@@ -1,0 +1,1 @@
+"""The benchmark suite: contenders, measuring, results and pages. ``python -m benchmarks`` runs it."""

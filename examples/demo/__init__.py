@@ -1,0 +1,1 @@
+"""What the library does, shown by running it: ``make demo``."""
