@@ -18,7 +18,7 @@ DEVICE ?= cpu
 CHIP ?= h200
 RESULTS = benchmarks/$(if $(filter cuda,$(DEVICE)),$(CHIP),cpu)
 # tables in these documents are about the H200
-PAGES = $(if $(filter h200,$(CHIP)),--readme README.md docs/performance.md)
+PAGES = $(if $(filter h200,$(CHIP)),--readme docs/performance.md)
 LINEAR_PAGES = $(if $(filter h200,$(CHIP)),--readme docs/performance.md)
 # linear has its own file and tables
 MEASURED = --op rows --op gemv --op qk --op qk_cache --op mla --op decode-step --op host
