@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -224,41 +223,12 @@ def test_long_runs_cited_by_reliability_md_passed(machine: str, minutes: int) ->
 def test_readme_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run it as a program, with a small model from disk instead of Qwen3, on the CPU."""
     pytest.importorskip("transformers")
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    save_text_model(tmp_path / "model")
-    for theirs, ours in (("Qwen/Qwen3-8B", str(tmp_path / "model")), ('device="cuda"', 'device="cpu"')):
-        assert theirs in example
-        example = example.replace(theirs, ours)
-    file = tmp_path / "example.py"
-    file.write_text(example)
-    runpy.run_path(str(file), run_name="__main__")
+    from tests.helpers import readme
+
+    readme.run(tmp_path)
     printed = capsys.readouterr().out.strip()
-    assert re.fullmatch(rf"An RMSNorm is\d+( \d+){{{NEW_TOKENS - 1}}}", printed), printed
-    assert len([line for line in example.splitlines() if line]) <= 6
-
-
-NEW_TOKENS = 8
-
-
-def save_text_model(folder: Path) -> None:
-    """A Qwen3 of two layers with random weights, and a tokenizer with a token per word."""
-    import tokenizers
-    import transformers
-
-    words = {word: i for i, word in enumerate(("<s>", "</s>", "An", "RMSNorm", "is", *map(str, range(91))))}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "clean_up_tokenization_spaces": False}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    config = transformers.Qwen3Config(
-        vocab_size=96, bos_token_id=0, eos_token_id=None, pad_token_id=1, **sizes, **heads
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
-    model.generation_config.max_new_tokens = NEW_TOKENS
-    model.save_pretrained(folder)
+    assert re.fullmatch(rf"An RMSNorm is\d+( \d+){{{readme.NEW_TOKENS - 1}}}", printed), printed
+    assert len([line for line in readme.example(tmp_path).splitlines() if line]) <= 6
 
 
 def visible(text: str) -> list[str]:
