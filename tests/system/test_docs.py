@@ -19,7 +19,7 @@ from onepass.testing import runner
 from tools.bench import model_tables, report
 from tools.bench.markdown import filled
 from tools.docs import __main__ as docs
-from tools.docs import architectures_page, dist_page, ops_page
+from tools.docs import architectures_page, dist_page, docstrings, ops_page
 
 ROOT = Path(__file__).parents[2]
 MARKDOWN = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")))
@@ -53,7 +53,7 @@ def test_scaling_md_quotes_current_signatures() -> None:
 
 def test_docstrings_become_markdown() -> None:
     """A literal block, including its empty lines, becomes one fenced block."""
-    made = dist_page.markdown("Both::\n\n    a = ``b``\n\n    c\n\nThen ``d``.")
+    made = docstrings.markdown("Both::\n\n    a = ``b``\n\n    c\n\nThen ``d``.")
     assert made == "Both:\n\n```\na = ``b``\n\nc\n```\n\nThen `d`."
 
 

@@ -40,7 +40,7 @@ def test_no_address_is_invented() -> None:
     """There is no repository, site or mailbox to name yet; CONTRIBUTING.md lists where theirs go."""
     project = PYPROJECT["project"]
     assert project["authors"] == [{"name": "onepass contributors"}] and "urls" not in project
-    for name in ("pyproject.toml", "CITATION.cff", "SECURITY.md"):
+    for name in ("pyproject.toml", "CITATION.cff", "SECURITY.md", "mkdocs.yml"):
         assert not re.search(r"[\w.]+@[\w-]+\.\w|https?://", (ROOT / name).read_text()), name
 
 
