@@ -21,7 +21,8 @@ PASSAGES: Final = (
     "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife. However "
     "little known the feelings or views of such a man may be on his first entering a neighbourhood, this truth is so well fixed",
     "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, and dedicated to "
-    "the proposition that all men are created equal. Now we are engaged in a great civil war, testing whether that nation,",
+    "the proposition that all men are created equal. Now we are engaged in a great civil war, testing whether that nation, or "
+    "any nation so conceived",
 )
 """The beginnings of Moby-Dick, Alice's Adventures in Wonderland, Pride and Prejudice, and the Gettysburg Address."""
 SCALE: Final = 10.0

@@ -203,6 +203,13 @@ def test_demo_notices_weights_that_are_not_fp8(small_model: None, monkeypatch: p
         assert nothing == "no weight of LlamaForCausalLM is fp8"
 
 
+def test_passages_are_long_enough() -> None:
+    assert demo_generate.passages().ids.shape == (
+        max(demo_generate.BATCHES),
+        demo_generate.PROMPT + demo_generate.NEW_TOKENS,
+    )
+
+
 def test_demo_counts_tokens_up_to_the_first_that_differs() -> None:
     expected = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     assert demo_generate.agreeing(expected.clone(), expected) == 8
