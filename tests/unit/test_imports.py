@@ -209,6 +209,19 @@ def test_there_are_no_import_cycles() -> None:
     assert not found, "\n" + "\n\n".join(found)
 
 
+def test_tiles_need_no_triton() -> None:
+    """Nor does anything that they import when they are imported."""
+    edges: dict[str, set[str]] = {}
+    for i in imports():
+        if not i.lazy:
+            edges.setdefault(i.importer, set()).add(i.target)
+    reached = {name for name in modules() if name.endswith(".gpu_tile")}
+    assert len(reached) == 6
+    while further := {target for name in reached for target in edges.get(name, ())} - reached:
+        reached |= further
+    assert not [name for name in reached if name.split(".")[0] == "triton"]
+
+
 @pytest.mark.parametrize(
     ("edges", "lines"),
     [

@@ -218,13 +218,14 @@ class Arguments:
         changes = [(i, self._change(each, item)) for i, (each, item) in enumerate(_items(name, kind))]
         if all(change is None for _, change in changes):
             return None
-        runtime = [(i, change) for i, change in changes if change is not None]
+        plain = [i for i, change in changes if change is _same]
+        changing = [(i, change) for i, change in changes if change is not None and change is not _same]
         fixed = [
             None if change is not None else self._constant(each, item)
             for (each, item), (_, change) in zip(_items(name, kind), changes, strict=True)
         ]
         make = partial(_like, type(kind)) if self._interpreted else tuple
-        return partial(_nested, make, fixed, runtime)
+        return partial(_nested, make, fixed, plain, changing)
 
     def _leaf(self, kind: str) -> Change:
         if kind.startswith("*"):
@@ -237,12 +238,15 @@ class Arguments:
 def _nested(
     make: Callable[[list[object]], object],
     fixed: list[object],
-    runtime: list[tuple[int, Change]],
+    plain: list[int],
+    changing: list[tuple[int, Change]],
     value: tuple[object, ...],
 ) -> object:
-    """A tuple's constants, and its other items changed."""
+    """A tuple's constants, its plain items, and the others changed."""
     items = fixed.copy()
-    for i, change in runtime:
+    for i in plain:
+        items[i] = value[i]
+    for i, change in changing:
         items[i] = change(value[i])
     return make(items)
 

@@ -2,6 +2,8 @@
 
 Results depend on the order of summation alone. 16-bit weights have an order of their own
 (`device.gemv_stream`), the same for every call. Other products have `linear`'s (`product_config`).
+
+A module of its own, because it must not import Triton.
 """
 
 from functools import cache

@@ -1,5 +1,7 @@
 """How a `linear` call is divided. Results do not depend on anything chosen here but the order of
 summation (`product_config`).
+
+A module of its own, because it must not import Triton.
 """
 
 from functools import cache

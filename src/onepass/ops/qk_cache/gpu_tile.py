@@ -1,4 +1,7 @@
-"""How the cache write of q, k and v is divided into programs. Results do not depend on it."""
+"""How the cache write of q, k and v is divided into programs. Results do not depend on it.
+
+A module of its own, because it must not import Triton.
+"""
 
 from functools import cache
 from typing import Final, NamedTuple

@@ -1,4 +1,7 @@
-"""The tiles of the QK-norm kernel. Sums do not depend on them."""
+"""The tiles of the QK-norm kernel. Sums do not depend on them.
+
+A module of its own, because it must not import Triton.
+"""
 
 from functools import cache
 from typing import Final, NamedTuple

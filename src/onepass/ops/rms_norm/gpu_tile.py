@@ -1,4 +1,7 @@
-"""The tile of a row kernel. Results do not depend on any choice made here (`device.bins`)."""
+"""The tile of a row kernel. Results do not depend on any choice made here (`device.bins`).
+
+A module of its own, because it must not import Triton.
+"""
 
 from functools import cache
 from math import gcd

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,11 @@ from ...formats import (
     QUANT_SCALE_FORMATS,
     SMALLEST_EPS,
     CodeFormat,
+    QuantFormatName,
+    Quantize,
     QuantRounding,
+    QuantScaleFormat,
+    QuantScaleLayout,
     Rounding,
     ScaleKind,
     ScaleRule,
@@ -266,9 +270,70 @@ _BEFORE: Final = {"silu": silu_and_mul.key, "sigmoid": sigmoid_and_mul.key}
 """The prologue of a gate before the norm, by its activation."""
 
 
+class NormArguments(Protocol):
+    """Validated arguments that all norms have."""
+
+    x: Tensor
+    gamma: Tensor | None
+    residual: Tensor | None
+    eps: float
+    weight_offset: float
+    round_sum: bool | None
+    residual_out: Tensor | None
+
+
+class FinishedArguments(NormArguments, Protocol):
+    """Validated arguments of `rms_norm` and `layer_norm`, as far as they are the same."""
+
+    bias: Tensor | None
+    out: Tensor
+
+
+class QuantizedArguments(NormArguments, Protocol):
+    """Validated arguments of norms that are quantized, as far as they are the same."""
+
+    head_gamma: Tensor | None
+    static_scale: Tensor | None
+    scale_ub_tensor: Tensor | None
+    prologue_args: Sequence[Tensor]
+    rounding: QuantRounding
+    scale_ub: float | None
+    scales_dtype: torch.dtype
+    group_size: int | None
+    scale_format: QuantScaleFormat
+    scale_layout: QuantScaleLayout
+    prologue: str
+    quantize: Quantize
+    min_scale: float
+    out: Tensor
+    scale_output: Tensor | None
+    norm_out: Tensor | None
+    rstd_out: Tensor | None
+
+
+class Fp8Arguments(QuantizedArguments, Protocol):
+    """Validated arguments of `rms_norm_fused_fp8`."""
+
+    out_dtype: torch.dtype
+    fp8_max: float | None
+
+
+class QuantArguments(QuantizedArguments, Protocol):
+    """Validated arguments of `rms_norm_fused_quant`."""
+
+    global_scale: Tensor | None
+    gate: Tensor | None
+    bias: Tensor | None
+    format: QuantFormatName
+    code_max: float | None
+    gate_order: GateOrder
+    gate_activation: GateActivation
+    statistic: Statistic
+
+
 def finished_norm(
     spec_cache: SpecCache,
-    a: Any,
+    a: FinishedArguments,
     rounding: Rounding,
     gate: Tensor | None = None,
     gating: Gating = ("after", "silu"),
@@ -283,9 +348,19 @@ def finished_norm(
     key = (*dtypes, kinds, head_gamma is None)
     spec = spec_cache.get(key)
     if spec is None:
-        options: dict[str, Any] = {"round_sum": a.round_sum, "after": after, "centered": centered}
-        options |= {"per_row": head_gamma is not None, "rstd": rstd is not None, "gate_activation": gating[1]}
-        spec = spec_cache[key] = row_spec(*dtypes, a.out.dtype, rounding, prologue, kinds, **options)
+        spec = spec_cache[key] = row_spec(
+            *dtypes,
+            a.out.dtype,
+            rounding,
+            prologue,
+            kinds,
+            round_sum=a.round_sum,
+            after=after,
+            centered=centered,
+            per_row=head_gamma is not None,
+            rstd=rstd is not None,
+            gate_activation=gating[1],
+        )
     call = RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, operands, norm=a.out)
     run_rows(with_rows(call._replace(new_residual=a.residual_out), head_gamma, rstd))
 
@@ -321,31 +396,33 @@ def operand_of(tensor: Tensor, x: Tensor) -> Operand:
     return Operand("row", tensor.dtype) if last == 1 else Operand("group", tensor.dtype, n // last)
 
 
-def fp8_norm(spec_cache: SpecCache, a: Any) -> None:
+def fp8_norm(spec_cache: SpecCache, a: Fp8Arguments) -> None:
     """Run a validated call of `rms_norm_fused_fp8`."""
     _quantized(spec_cache, a, FP8_CODES[a.out_dtype], a.fp8_max, a.scale_output)
 
 
-def quantized_norm(spec_cache: SpecCache, a: Any) -> None:
+def quantized_norm(spec_cache: SpecCache, a: QuantArguments) -> None:
     """Run a validated call of `rms_norm_fused_quant`."""
-    scale = bytes_of_words(a.scale_output) if a.scale_layout == "column_packed" else a.scale_output
-    further = (a.global_scale, a.gate, a.bias, a.statistic == "layer")
+    scale, gating = a.scale_output, (a.gate_order, a.gate_activation)
+    if scale is not None and a.scale_layout == "column_packed":
+        scale = bytes_of_words(scale)
+    further = (a.global_scale, a.gate, gating, a.bias, a.statistic == "layer")
     _quantized(spec_cache, a, QUANT_FORMATS[a.format].codes, a.code_max, scale, *further)
 
 
 def _quantized(
     spec_cache: SpecCache,
-    a: Any,
+    a: QuantizedArguments,
     codes: CodeFormat,
     limit: float | None,
     scale: Tensor | None,
     global_scale: Tensor | None = None,
     gate: Tensor | None = None,
+    gating: Gating = ("after", "silu"),
     bias: Tensor | None = None,
     centered: bool = False,
 ) -> None:
     tensors, prologue, after = a.prologue_args, a.prologue, NOTHING_AFTER
-    gating: Gating = ("after", "silu") if gate is None else (a.gate_order, a.gate_activation)
     operands = tuple([operand_of(t, a.x) for t in tensors]) if tensors else ()
     if gate is not None or bias is not None:
         prologue, tensors, operands, after = further(prologue, tensors, gate, gating, bias, a.x)
@@ -356,37 +433,44 @@ def _quantized(
     key = (*dtypes, *given, operands, after)
     spec = spec_cache.get(key)
     if spec is None:
-        kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
-        encoding = QUANT_SCALE_FORMATS[a.scale_format]
-        one_scale = torch.float8_e8m0fnu if a.scales_dtype == torch.int32 else a.scales_dtype
-        rule = ScaleRule(
-            kind,
-            torch.float32 if kind == "static" else one_scale,
-            a.group_size or 0,
-            ue8m0=encoding.power_of_two,
-            divides=a.quantize == "divide",
-            has_least=a.min_scale > 0,
-            bound_in_memory=a.scale_ub_tensor is not None,
-            floor=encoding.floor,
-            has_global=global_scale is not None,
-            packing=PACKINGS.get(a.scale_layout, ""),
-        )
-        norm_dtype = None if a.norm_out is None else a.norm_out.dtype
-        quantized: tuple[Any, ...] = (
+        spec = spec_cache[key] = row_spec(
+            *dtypes,
+            None if a.norm_out is None else a.norm_out.dtype,
             a.rounding,
             prologue,
             operands,
             codes.dtype,
             limit or codes.max,
-            rule,
+            _scale_rule(a, global_scale is not None),
             a.round_sum,
+            after,
+            centered,
+            per_row=a.head_gamma is not None,
+            rstd=a.rstd_out is not None,
+            gate_activation=gating[1],
         )
-        options: dict[str, Any] = {"after": after, "centered": centered, "gate_activation": gating[1]}
-        options |= {"per_row": a.head_gamma is not None, "rstd": a.rstd_out is not None}
-        spec = spec_cache[key] = row_spec(*dtypes, norm_dtype, *quantized, **options)
     number = a.static_scale if global_scale is None else global_scale
     inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, number)
     outs = (a.norm_out, a.out, scale, a.residual_out)
     scale_ub = math.inf if a.scale_ub is None else a.scale_ub
     call = RowCall(spec, *inputs, *outs, scale_ub, a.scale_ub_tensor, a.min_scale)
     run_rows(with_rows(call, a.head_gamma, a.rstd_out))
+
+
+def _scale_rule(a: QuantizedArguments, has_global: bool) -> ScaleRule:
+    """How scales are computed and stored."""
+    kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
+    encoding = QUANT_SCALE_FORMATS[a.scale_format]
+    one_scale = torch.float8_e8m0fnu if a.scales_dtype == torch.int32 else a.scales_dtype
+    return ScaleRule(
+        kind,
+        torch.float32 if kind == "static" else one_scale,
+        a.group_size or 0,
+        ue8m0=encoding.power_of_two,
+        divides=a.quantize == "divide",
+        has_least=a.min_scale > 0,
+        bound_in_memory=a.scale_ub_tensor is not None,
+        floor=encoding.floor,
+        has_global=has_global,
+        packing=PACKINGS.get(a.scale_layout, ""),
+    )
