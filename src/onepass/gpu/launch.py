@@ -70,6 +70,7 @@ class Rows(NamedTuple):
 
 
 ABSENT: Final = Rows(None, 0, 0, 0)
+"""The parameter for a tensor that a call does not have."""
 
 
 def rows(tensor: Tensor | None, strides: Strides) -> Rows:
