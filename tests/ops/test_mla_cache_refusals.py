@@ -24,16 +24,16 @@ def test_bad_argument_is_named(mistake: Mistake) -> None:
     before = mistake.arguments["blocks"]
     kept = before.clone() if isinstance(before, Tensor) else None
     with torch.enable_grad(), pytest.raises(ContractError) as caught:
-        mla_cache._write.call(*mistake.arguments.values(), None)
+        mla_cache._write(*mistake.arguments.values(), None)
     assert str(caught.value).startswith(f"{CONTRACT.name}: `{mistake.argument}` must "), str(caught.value)
     assert kept is None or before.is_meta or same_bytes(before.detach(), kept.detach())
 
 
 def test_there_are_many_bad_arguments_and_good_calls_pass() -> None:
     assert len(MISTAKES) > 90
-    mla_cache._write.call(*positional().values(), None)
-    mla_cache._write.call(*positional(FP8, kv_scale=torch.tensor(1.0)).values(), None)
-    mla_cache._write.call(*positional(FP8, per_token_scale=torch.zeros(8, 4)).values(), None)
+    mla_cache._write(*positional().values(), None)
+    mla_cache._write(*positional(FP8, kv_scale=torch.tensor(1.0)).values(), None)
+    mla_cache._write(*positional(FP8, per_token_scale=torch.zeros(8, 4)).values(), None)
 
 
 @pytest.mark.parametrize(

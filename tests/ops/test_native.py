@@ -33,7 +33,7 @@ built = pytest.mark.skipif(native.describe() != "on", reason=f"the extension: {n
 def counts() -> dict[str, int]:
     """Hits, misses and refusals of all ops."""
     found = {"hits": 0, "misses": 0, "refused": 0}
-    for op in registration._ops:
+    for op in registration.ops:
         if op.table is not None:
             found = {name: count + op.table.counts()[name] for name, count in found.items()}
     return found
@@ -208,7 +208,7 @@ def peak():
 calls(10_000)
 before = peak()
 calls(COUNT)
-entries = max(op.table.counts()["entries"] for op in registration._ops if op.table is not None)
+entries = max(op.table.counts()["entries"] for op in registration.ops if op.table is not None)
 print(json.dumps({"grown": peak() - before, "entries": entries}))
 """
 

@@ -29,7 +29,6 @@ which is exact.
 
 from __future__ import annotations
 
-from ..core.op import write_eager_entries
 from .fp8 import LinearFP8, RMSNormFP8, quantize_rows
 from .linear import Linear, MergedLinear
 from .norm import QKNorm, RMSNorm
@@ -39,5 +38,3 @@ from .other_norms import GatedRMSNorm, LayerNorm
 
 __all__ = ["GatedRMSNorm", "LayerNorm", "Linear", "LinearFP8", "MergedLinear", "QKNorm", "RMSNorm", "RMSNormFP8"]
 __all__ += ["quantize_rows"]
-
-write_eager_entries()  # before modules are compiled

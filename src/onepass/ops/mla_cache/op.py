@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...core.op import Op
 from ...kvcache import DS_MLA, PagedKVCache, gather_mla
@@ -136,4 +137,6 @@ def fused_rope_rmsnorm_quantization(
     indices = (input_row_offsets, k_cache.cache_lengths, k_cache.lookup_table, slot_mapping, positions)
     cache = (kv_scale, k_cache.blocks, per_token_scale)
     options = (epsilon, rope_style, rope_dim, weight_offset, rounding, q_dtype, kv_norm_dim, k_cache.entry_format)
-    return cast(Tensor, _write.call(*inputs, *indices, *cache, *options, q_rope_output)[0])
+    arguments = (*inputs, *indices, *cache, *options, q_rope_output)
+    repeated = None if is_compiling() else _write.repeat(*arguments)
+    return cast(Tensor, (repeated or _write(*arguments))[0])

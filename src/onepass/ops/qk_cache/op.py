@@ -12,7 +12,7 @@ Everything is float32 until the single rounding at the store. ``rounding="hf"`` 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -146,14 +146,10 @@ def qk_norm_rope_cache(
         q_out, k_out = out, None
     tensors = (q, k, v, gamma_q, gamma_k, freqs, positions, cos, sin, slots, starts, k_scale, v_scale, k_cache, v_cache)
     options = (eps, weight_offset, per_head, style, dim, first, layout, rounding)
-    made = None
-    if not is_compiling() and (repeat := _qk_norm_rope_cache.repeat) is not None:
-        made = repeat(*tensors, *options, q_out, k_out)
-    if made is None:
-        made = _qk_norm_rope_cache.call(*tensors, *options, q_out, k_out)
-    q_made = made[0]
-    assert q_made is not None
-    return q_made, made[1]
+    arguments = (*tensors, *options, q_out, k_out)
+    repeated = None if is_compiling() else _qk_norm_rope_cache.repeat(*arguments)
+    q_result, k_result = repeated or _qk_norm_rope_cache(*arguments)
+    return cast(Tensor, q_result), k_result
 
 
 def _per_token(angles: Any, q: object) -> Any:

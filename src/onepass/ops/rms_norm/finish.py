@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, cast, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...core.op import Op
 from ...formats import Rounding
@@ -185,7 +186,9 @@ def layer_norm(
     """
     gamma, heads = either_gamma(gamma)
     options = (eps, weight_offset, round_sum, out_dtype, return_rstd)
-    y, h, rstd = _layer_norm.call(x, gamma, bias, residual, heads, *options, out, residual_out, rstd_out)
+    arguments = (x, gamma, bias, residual, heads, *options, out, residual_out, rstd_out)
+    repeated = None if is_compiling() else _layer_norm.repeat(*arguments)
+    y, h, rstd = repeated or _layer_norm(*arguments)
     if rstd is not None:
         return tuple([t for t in (y, h, rstd) if t is not None])
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))

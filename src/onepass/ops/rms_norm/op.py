@@ -209,10 +209,8 @@ def rms_norm(
     gamma, heads = either_gamma(gamma)
     options = (eps, weight_offset, rounding, round_sum, gate_order, gate_activation, out_dtype, return_rstd)
     arguments = (x, gamma, residual, gate, bias, heads, *options, out, residual_out, rstd_out)
-    known: tuple[Any, Any, Any] | None = None
-    if not is_compiling() and (repeat := RMS_NORM_OP.repeat) is not None:
-        known = repeat(*arguments)
-    y, h, rstd = known or RMS_NORM_OP.call(*arguments)
+    repeated = None if is_compiling() else RMS_NORM_OP.repeat(*arguments)
+    y, h, rstd = repeated or RMS_NORM_OP(*arguments)
     if rstd is not None:
         return tuple([t for t in (y, h, rstd) if t is not None])
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))

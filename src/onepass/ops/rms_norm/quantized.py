@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -101,12 +101,8 @@ def prologue_key(contract: Contract, prologue: object) -> str:
 
 def quantized_results(op: Op, arguments: tuple[Any, ...], static_scale: Tensor | None) -> tuple[Tensor, ...]:
     """The results of a quantizing call: codes, scale, and those of new residual, norm and rstd that there are."""
-    results: Any = None
-    if not is_compiling() and (repeat := op.repeat) is not None:
-        results = repeat(*arguments)
-    if results is None:
-        results = op.call(*arguments)
-    codes, scale, new_residual, norm, rstd = results
+    results = None if is_compiling() else op.repeat(*arguments)
+    codes, scale, new_residual, norm, rstd = results or cast(tuple[Any, ...], op(*arguments))
     if static_scale is not None:
         scale = static_scale
     if new_residual is None and norm is None and rstd is None:
