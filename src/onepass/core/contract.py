@@ -184,11 +184,11 @@ class Contract:
         """Raise a `ContractError` in the standard format."""
         raise ContractError(f"{self.public_name}: `{self.known_as.get(argument, argument)}` must {expects}, got {got}")
 
-    def blame(self, **tensors: Any) -> None:
+    def blame(self, **tensors: object) -> None:
         """Reject non-tensors and non-strided tensors with an error that names the argument."""
         for name, value in tensors.items():
-            many = isinstance(value, (list, tuple)) and (name not in self.args or self.args[name].many)
-            for tensor in value if many else (value,):
+            many = name not in self.args or self.args[name].many
+            for tensor in value if many and isinstance(value, (list, tuple)) else (value,):
                 if not isinstance(tensor, Tensor | None):
                     self.fail(name, "be a tensor", describe(tensor))
                 if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):

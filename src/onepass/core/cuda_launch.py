@@ -52,7 +52,7 @@ def fail(error: int) -> None:
     raise RuntimeError(f"a kernel could not be launched: CUDA error {error}, {_message(error)}")
 
 
-def _word(kind: str, value: Any) -> int:
+def _word(kind: str, value: float | None) -> int:
     """An argument as the eight bytes that CUDA reads."""
     if kind == "fp32":
         return int.from_bytes(struct.pack("<f", value), "little")

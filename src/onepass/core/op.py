@@ -148,7 +148,7 @@ class Op:
             self.repeat = _nothing if self.table is None else self.table.repeat
         return self.table
 
-    def _first_repeat(self, *arguments: Any) -> Any:
+    def _first_repeat(self, *arguments: object) -> Any:
         self.load_table()
         return self.repeat(*arguments)
 
@@ -271,7 +271,7 @@ def _refuse_distributed(contract: Contract, name: str, tensor: Tensor) -> None:
         )
 
 
-def _named(contract: Contract, arguments: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+def _named(contract: Contract, arguments: Sequence[object]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a call, those of lists too, with the names of their arguments."""
     names = (*contract.args, *contract.options, *contract.out_names)
     for name, value in zip(names, arguments, strict=False):
@@ -280,7 +280,7 @@ def _named(contract: Contract, arguments: Sequence[Any]) -> Iterator[tuple[str, 
                 yield name, tensor
 
 
-def _refuse_gradients(contract: Contract, arguments: Sequence[Any]) -> None:
+def _refuse_gradients(contract: Contract, arguments: Sequence[object]) -> None:
     """Reject calls that would need a derivative, backward or forward, of this op."""
     for name, tensor in _named(contract, arguments):
         _refuse_distributed(contract, name, tensor)
@@ -291,12 +291,12 @@ def _refuse_gradients(contract: Contract, arguments: Sequence[Any]) -> None:
             refuse_gradient(contract, name, "a tensor with a tangent")
 
 
-def _refuse_negated(contract: Contract, *arguments: Any) -> NoReturn:
+def _refuse_negated(contract: Contract, *arguments: object) -> NoReturn:
     """Reject negated views where tensors are written: torch's own step for them does not know optional outputs."""
     contract.fail(next(name for name, tensor in _named(contract, arguments) if tensor.is_neg()), *NEGATED)
 
 
-def _refuse_vmap(contract: Contract, *arguments: Any) -> NoReturn:
+def _refuse_vmap(contract: Contract, *arguments: object) -> NoReturn:
     raise Unsupported(
         f"{contract.public_name}: torch.vmap is not supported; leading dimensions are batch dimensions already, "
         "so pass the whole batch"
@@ -309,12 +309,12 @@ def _above_mutation(contract: Contract, name: str) -> Callable[..., Any]:
     first = len(contract.args) + len(contract.options)
     mutable += range(first, first + len(contract.outs))
 
-    def step(keys: Any, *arguments: Any) -> Any:
+    def step(keys: torch._C.DispatchKeySet, *arguments: Tensor | None) -> None:
         with torch._C._AutoDispatchBelowADInplaceOrView():
             getattr(torch.ops.onepass, name).default.redispatch(
                 keys & torch._C._after_ADInplaceOrView_keyset, *arguments
             )
-        increment_version([arguments[i] for i in mutable if arguments[i] is not None])
+        increment_version([tensor for i in mutable if (tensor := arguments[i]) is not None])
 
     return step
 
@@ -322,7 +322,7 @@ def _above_mutation(contract: Contract, name: str) -> Callable[..., Any]:
 def _above_autograd(contract: Contract, name: str) -> Callable[..., Any]:
     """The autograd step of ``onepass::<name>``: it computes no gradient, so it rejects calls that need one."""
 
-    def step(keys: Any, *arguments: Any) -> Any:
+    def step(keys: torch._C.DispatchKeySet, *arguments: object) -> object:
         _refuse_gradients(contract, arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.onepass, name).default.redispatch(
@@ -345,21 +345,21 @@ def _define(contract: Contract, kernel: Kernel) -> tuple[Any, Any]:
     """Define ``onepass::<name>`` and ``onepass::<name>_out``; for in-place ops only the latter, as ``<name>``."""
     prepare, arguments_of, count = validation_of(contract).prepare, contract.arguments, len(contract.outs)
 
-    def run(*inputs: Any) -> list[Tensor]:
+    def run(*inputs: object) -> list[Tensor]:
         outputs = prepare(*inputs)
         kernel({}, arguments_of(*inputs, *outputs))
         return [out for out in outputs if out is not None]
 
-    def fake(*inputs: Any) -> list[Tensor]:
+    def fake(*inputs: object) -> list[Tensor]:
         return [out for out in prepare(*inputs) if out is not None]
 
-    def run_out(*arguments: Any) -> None:
+    def run_out(*arguments: object) -> None:
         inputs = arguments[:-count]
         outputs = prepare(*arguments)
         check_memory(contract, inputs, outputs)
         kernel({}, arguments_of(*inputs, *outputs))
 
-    def fake_out(*arguments: Any) -> None:
+    def fake_out(*arguments: object) -> None:
         prepare(*arguments)
 
     forms: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [(contract.out_schema, run_out, fake_out)]

@@ -10,14 +10,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from .plan import Step
+
 Event: Any = torch._C._profiler._RecordFunctionFast
 """``with Event(name, tensors)``: an event of torch's profiler."""
-Launch = tuple[Any, int, Sequence[Any]]
+
+
+class Launcher(Protocol):
+    """A loaded kernel."""
+
+    @property
+    def addresses(self) -> Sequence[int]:
+        """The indices of the arguments that are addresses."""
+
+    def step(self, grid: int, arguments: Sequence[Any], /) -> Step | None:
+        """The launch as C makes it; None if C cannot."""
+
+
+Launch = tuple[Launcher | None, int, Sequence[Any]]
 """A launcher, its grid and its arguments."""
 
 
@@ -69,7 +85,7 @@ class Switch:
 switch: Final = Switch()
 
 
-def note(launcher: Any, grid: int, arguments: Sequence[Any]) -> None:
+def note(launcher: Launcher | None, grid: int, arguments: Sequence[Any]) -> None:
     """Record a launch; one without a launcher cannot be repeated."""
     tape.launches.append((launcher, grid, arguments))
 

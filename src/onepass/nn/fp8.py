@@ -89,7 +89,7 @@ class LinearFP8(CodesModule):
         made.load_state_dict(linear.state_dict())
         return made.train(linear.training)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if isinstance(weight, Tensor) and weight.dtype is not _FP8 and f"{prefix}weight_scale" not in state_dict:
             codes, scale = quantize_rows(weight)
