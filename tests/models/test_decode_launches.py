@@ -23,7 +23,7 @@ from transformers import DynamicCache, StaticCache
 from onepass.core.backend import launching_with
 from onepass.integrations.angles import OTHER_ANGLES
 from onepass.integrations.counts import Counts
-from onepass.ops.linear.spec import LinearSpec
+from onepass.ops.linear.launch import LinearSpec
 from tests.helpers.models import close, fresh, small, tokens
 
 LINEAR, CACHE, ATTENTION, NORM = (

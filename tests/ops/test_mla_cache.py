@@ -13,7 +13,7 @@ from onepass import PagedKVCache, fused_rope_rmsnorm_quantization, gather_mla
 from onepass.core.backend import launching_with
 from onepass.errors import ContractError
 from onepass.formats import E4M3FN, FP8_FORMATS
-from onepass.ops.mla_cache.spec import MlaRows, MlaSpec
+from onepass.ops.mla_cache.launch import MlaRows, MlaSpec
 from onepass.testing import mla_cache as mla_rope_norm
 from onepass.testing import oracle
 from onepass.testing.bounds import around

@@ -13,8 +13,7 @@ import onepass
 from onepass import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.core.contract import Contract
 from onepass.formats import E4M3FN, E4M3FNUZ, QUANT_FORMATS, QUANT_SCALE_FORMATS
-from onepass.ops.rms_norm.finish import LAYER_NORM
-from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
+from onepass.ops.rms_norm.op import LAYER_NORM, RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
 from onepass.prologues import dequantize
 from onepass.testing.rms_norm import soft_cap_gate
 from tests.inputs import F32, FP8, I32, Arguments, Build, Form, Rows, Tensors, both, random, sampled_arguments, writing

@@ -20,7 +20,7 @@ from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build, compile_build
 from onepass.ops.qk_cache import gpu as backend
 from onepass.ops.qk_cache.gpu_tile import qk_cache_config
-from onepass.ops.qk_cache.spec import QkCacheCall, Turn
+from onepass.ops.qk_cache.launch import QkCacheCall, Turn
 from onepass.testing import qk_cache
 from tests.helpers.interpreting import broken_promise, passed_checks
 from tests.triton.test_other_chips import OTHER_CHIPS

@@ -26,7 +26,7 @@ from onepass.gpu.compile import Build
 from onepass.gpu.tuning.table import Regime, Variant
 from onepass.ops.rms_norm.gpu import build_for, variant_of
 from onepass.ops.rms_norm.gpu_tile import RowConfig, row_bins, row_config, row_unit
-from onepass.ops.rms_norm.spec import RowSpec, row_spec
+from onepass.ops.rms_norm.launch import RowSpec, row_spec
 from onepass.prologues import Operand, dequantize
 from onepass.testing import rms_norm, runner
 from onepass.testing.batch_regime import others

@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from onepass.formats import Rounding
-from onepass.ops.qk_cache.spec import CacheRounding, NormKind
+from onepass.ops.qk_cache.launch import CacheRounding, NormKind
 from onepass.rope import RopeStyle
 
 BF16, F16 = torch.bfloat16, torch.float16

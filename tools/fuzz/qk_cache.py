@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.ops.qk_cache.spec import CACHE_LAYOUTS, CACHE_ROUNDINGS
+from onepass.ops.qk_cache.launch import CACHE_LAYOUTS, CACHE_ROUNDINGS
 from onepass.rope import STYLES
 from onepass.testing import qk_cache
 from onepass.testing.case import moved

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.ops.rms_norm.finish import layer_norm
-from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from onepass.ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.testing import rms_norm as testing
 from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import same_bytes

@@ -20,7 +20,7 @@ from onepass.formats import (
     QUANTIZED,
     ROUNDINGS,
 )
-from onepass.ops.rms_norm.spec import GATE_ACTIVATIONS, GATE_ORDERS
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.prologues import Prologue, add, dequantize, silu_and_mul
 from onepass.testing.rms_norm import soft_cap_gate
 from tools.fuzz import draw

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..nn import gamma_of
+from ..ops.attention.launch import ROWS, SPLIT
 from ..ops.attention.op import attend as attend_in_splits
 from ..ops.attention.op import attends
-from ..ops.attention.spec import ROWS, SPLIT
 from ..ops.qk_cache.op import qk_norm_rope_cache
 from ..ops.qk_norm.op import qk_rms_norm
 from .biases import biases

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..errors import ContractError
 from ..formats import FLOATS, Rounding
-from ..ops.linear.spec import Activation
+from ..ops.linear.launch import Activation
 from ..weights import Scheme
 from .angles import AnglesStep, Frequencies, angles_of
 from .decode_latent import has_latent_kernels

@@ -24,15 +24,14 @@ from torch.nn.modules import module as torch_module
 from ..errors import ContractError
 from ..formats import Rounding
 from ..nn import gamma_of
+from ..ops.gemv_norm.launch import MAX_ROWS
 from ..ops.gemv_norm.op import gemv_and_partial_norm
-from ..ops.gemv_norm.spec import MAX_ROWS
 from ..ops.mla_cache.op import fused_rope_rmsnorm_quantization
+from ..ops.qk_cache.launch import CacheRounding
 from ..ops.qk_cache.op import qk_norm_rope_cache
-from ..ops.qk_cache.spec import CacheRounding
 from ..ops.qk_norm.op import qk_rms_norm
-from ..ops.rms_norm.finish import layer_norm
-from ..ops.rms_norm.op import rms_norm
-from ..ops.rms_norm.spec import GateActivation
+from ..ops.rms_norm.launch import GateActivation
+from ..ops.rms_norm.op import layer_norm, rms_norm
 from ..rope import RopeStyle
 
 FUSED_ROWS: Final = MAX_ROWS

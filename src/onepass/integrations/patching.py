@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ..core.contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS
-from ..ops.rms_norm.spec import GATE_ACTIVATIONS
+from ..ops.rms_norm.launch import GATE_ACTIVATIONS
 from .decode_patch import WHAT, patch_decode
 from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, OtherNorm, match, rotation_of
 from .forwards import FUSED_ROWS, AttentionCall, LayerCall, MlaCall, NormCall, OtherNormCall, parameters_of

@@ -18,8 +18,8 @@ from torch.nn.modules import module as torch_module
 
 from ..formats import Rounding
 from ..nn import gamma_of
+from ..ops.linear.launch import Activation
 from ..ops.linear.op import linear
-from ..ops.linear.spec import Activation
 from .forms import Rotation
 from .forwards import FUSED_ROWS, LayerCall, NormCall, is_plain, refuse_gradient
 from .projections import Projection

@@ -13,8 +13,8 @@ from torch.utils import dlpack
 from ..core.contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS, SCALE_BLOCK, Rounding
+from ..ops.linear.launch import ACTIVATIONS, Activation
 from ..ops.linear.op import linear
-from ..ops.linear.spec import ACTIVATIONS, Activation
 from ..weights import BLOCK_SCHEMES, Scheme, check_scheme, codes_dtype, scale_dtype, scale_shape
 from .checkpoints import Taken, loadable, taken_from
 from .codes import INTEGERS, CodesModule

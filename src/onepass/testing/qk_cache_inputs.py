@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 
 from ..formats import E4M3FN, E4M3FNUZ, FLOATS
-from ..ops.qk_cache.spec import CacheLayout, CacheRounding, NormKind
+from ..ops.qk_cache.launch import CacheLayout, CacheRounding, NormKind
 from .case import GPU_ONLY, Values, case_name, grid, labelled, short_dtype
 
 BF16, F16, F32 = FLOATS

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOATS, FP8_FORMATS, QUANTIZED
-from ..ops.rms_norm.finish import LAYER_NORM, layer_norm
 from ..ops.rms_norm.op import (
+    LAYER_NORM,
     RMS_NORM,
     RMS_NORM_FUSED_FP8,
     RMS_NORM_FUSED_QUANT,
+    layer_norm,
     rms_norm,
     rms_norm_fused_fp8,
     rms_norm_fused_quant,

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...core import replay
+from ...core.backend import launch_for
 from ...core.check import validation_of
 from ...core.contract import Contract, describe, require_bool, short
 from ...core.debug import debugging
@@ -32,11 +33,11 @@ from ...formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
 from ...trace import GmemTrace, NullTrace, TraceBuf
 from ..linear.weight_scale import kind_of, split
 from ..rms_norm.op import rms_norm
-from .contract import FURTHER, GEMV, GEMV_WITH_SCRATCH, blocks_of, family
+from .contract import FURTHER, GEMV, GEMV_WITH_SCRATCH, blocks_of
 from .contract import PLAIN_GEMV as _PLAIN_GEMV
 from .contract import UNFUSED as _UNFUSED
 from .contract import UNFUSED_WITH_SCRATCH as _UNFUSED_WITH_SCRATCH
-from .spec import MOST_COLUMNS, GemvCall, gemv_spec
+from .launch import MOST_COLUMNS, GemvCall, gemv_spec
 
 __all__ = ["GEMV", "GEMV_WITH_SCRATCH", "gemv_and_partial_norm", "gemv_trace_blocks"]
 __all__ += ["gemv_and_partial_norm_unfused_with_scratch", "gemv_and_partial_norm_with_scratch"]
@@ -87,7 +88,7 @@ def _run(
         y = torch.empty(m, columns, dtype=torch.float32, device=act.device)
         replay.temporary(y)
     eps = max(eps, SMALLEST_EPS)
-    family.launch(act)(GemvCall(spec, widths, act, weight, weight_scale, gammas, y, normed, eps=eps, **rest))
+    launch_for("gemv_norm", act)(GemvCall(spec, widths, act, weight, weight_scale, gammas, y, normed, eps=eps, **rest))
 
 
 def _check_counter(counter: Tensor, segments: int) -> None:

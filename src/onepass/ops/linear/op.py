@@ -26,9 +26,8 @@ from torch.compiler import is_compiling
 
 from ...core.op import Op
 from ...formats import Rounding
-from .call import run_linear
 from .contract import LINEAR
-from .spec import Activation, LinearCall, LinearSpec, linear_spec
+from .launch import Activation, LinearCall, LinearSpec, linear_spec, run_linear
 from .weight_scale import kind_of, split
 
 __all__ = ["LINEAR", "linear"]

@@ -9,7 +9,7 @@ from ...core.options import WEIGHT_OFFSET, eps, output_dtype
 from ...formats import FLOATS, FP8_FORMATS
 from ...kvcache import CACHE_DTYPES, DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, ENTRY_FORMATS, INDEX_DTYPES
 from ...rope import STYLES
-from .spec import MAX_HEADS, MAX_LATENT, MAX_ROPE
+from .launch import MAX_HEADS, MAX_LATENT, MAX_ROPE
 
 Q_DTYPES = (*FLOATS, *FP8_FORMATS)
 _SIGNED = (torch.int64, torch.int32)

@@ -30,9 +30,8 @@ from torch.compiler import is_compiling
 from ...core.op import Op
 from ...kvcache import DS_MLA, PagedKVCache, gather_mla
 from ...rope import RopeStyle
-from .call import run_mla
 from .contract import FUSED_ROPE_RMSNORM_QUANTIZATION
-from .spec import MlaCall, MlaRounding, MlaSpec, ScaleKind, mla_spec
+from .launch import MlaCall, MlaRounding, MlaSpec, ScaleKind, mla_spec, run_mla
 
 __all__ = ["FUSED_ROPE_RMSNORM_QUANTIZATION", "PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla"]
 

@@ -9,7 +9,7 @@ from ...core.options import WEIGHT_OFFSET, eps, output_dtype
 from ...formats import FLOATS, FP8_FORMATS
 from ...kvcache import CACHE_DTYPES
 from ...rope import STYLES
-from .spec import CACHE_LAYOUTS, CACHE_ROUNDINGS, MAX_HEAD, MAX_HEADS
+from .launch import CACHE_LAYOUTS, CACHE_ROUNDINGS, MAX_HEAD, MAX_HEADS
 
 _INTEGERS = (torch.int32, torch.int64)
 _F32 = (torch.float32,)

@@ -20,9 +20,8 @@ from torch.compiler import is_compiling
 from ...core.contract import describe
 from ...core.op import Op
 from ...rope import Rope
-from .call import run_qk_cache
 from .contract import QK_NORM_ROPE_CACHE
-from .spec import CacheLayout, CacheRounding, QkCacheCall, QkCacheSpec, Turn, qk_cache_spec
+from .launch import CacheLayout, CacheRounding, QkCacheCall, QkCacheSpec, Turn, qk_cache_spec, run_qk_cache
 
 __all__ = ["QK_NORM_ROPE_CACHE", "qk_norm_rope_cache"]
 

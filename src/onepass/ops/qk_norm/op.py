@@ -29,9 +29,8 @@ from ...core.contract import Contract, describe
 from ...core.op import Op, stands_in
 from ...formats import FP8_FORMATS, Rounding
 from ...rope import Rope
-from .call import run_qk
 from .contract import APPLY_QK_RMS_NORM, QK_RMS_NORM, QK_RMS_NORM_HEADS, ROW_MEAN_OF_SQUARES_QK, ROW_SUM_OF_SQUARES_QK
-from .spec import QkCall, QkScale, QkSpec, RopeRule, Stage, qk_spec
+from .launch import QkCall, QkScale, QkSpec, RopeRule, Stage, qk_spec, run_qk
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

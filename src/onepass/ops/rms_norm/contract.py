@@ -28,7 +28,7 @@ from ...formats import (
     SCALE_LAYOUTS,
 )
 from ...prologues import MAX_OPERANDS, find
-from .spec import GATE_ACTIVATIONS, GATE_ORDERS, STATISTICS
+from .launch import GATE_ACTIVATIONS, GATE_ORDERS, STATISTICS
 
 _F32 = (torch.float32,)
 _GAMMA = Arg("N", "weight; any float dtype; None: 1", FLOATS, optional=True, sample="gamma")

@@ -23,6 +23,10 @@ Three options change one step each, for callers who must match other code:
   default only in the division.
 - ``min_scale`` is the smallest scale: ``scale = max(min(amax, scale_ub) / fp8_max, min_scale)``.
 
+`layer_norm` subtracts the mean first: ``d = h - mean(h)`` takes the place of h. A bias and a gate may follow::
+
+    y    = ((d * rs) * (gamma + weight_offset) + bias) * act(gate)
+
 `rms_norm_fused_quant` does the same for all formats of `onepass.formats.QUANT_FORMATS`, and adds
 ``rounding="stored"``, which quantizes the norm as `rms_norm` stores it: ``y = round((h * rs) * g)``.
 """
@@ -36,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ...core.contract import Contract, describe
 from ...core.op import Op
 from ...formats import (
     QUANT_FORMATS,
@@ -50,20 +55,59 @@ from ...formats import (
     ScaleLayout,
 )
 from ...prologues import Prologue
-from .call import run_rows
-from .contract import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
-from .finish import SpecCache, either_gamma, finished_norm
-from .quantized import fp8_norm, prologue_key, quantized_norm, quantized_results
-from .spec import GateActivation, GateOrder, RowCall, Statistic, row_spec
+from .contract import LAYER_NORM, RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
+from .launch import (
+    GateActivation,
+    GateOrder,
+    RowCall,
+    SpecCache,
+    Statistic,
+    finished_norm,
+    fp8_norm,
+    quantized_norm,
+    row_spec,
+    run_rows,
+)
 
 __all__ = [
+    "LAYER_NORM",
     "RMS_NORM",
     "RMS_NORM_FUSED_FP8",
     "RMS_NORM_FUSED_QUANT",
+    "layer_norm",
     "rms_norm",
     "rms_norm_fused_fp8",
     "rms_norm_fused_quant",
 ]
+
+
+def either_gamma(gamma: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The contract's two arguments for the public functions' ``gamma``: that of heads has two dimensions."""
+    return (None, gamma) if isinstance(gamma, Tensor) and gamma.dim() == 2 else (gamma, None)
+
+
+def prologue_key(contract: Contract, prologue: object) -> str:
+    """The name under which the kernels find a prologue."""
+    if prologue is None:
+        return ""
+    if not isinstance(prologue, Prologue):
+        contract.fail("prologue", "be a function decorated with onepass.prologue", describe(prologue))
+    return prologue.key
+
+
+def quantized_results(op: Op, arguments: tuple[Any, ...], static_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """The results of a quantizing call: codes, scale, and those of new residual, norm and rstd that there are."""
+    results = None if is_compiling() else op.repeat(*arguments)
+    codes, scale, new_residual, norm, rstd = results or cast(tuple[Any, ...], op(*arguments))
+    if static_scale is not None:
+        scale = static_scale
+    if new_residual is None and norm is None and rstd is None:
+        return codes, scale
+    return tuple([t for t in (codes, scale, new_residual, norm, rstd) if t is not None])
+
+
+def _centered_norm(spec_cache: SpecCache, a: Any) -> None:
+    finished_norm(spec_cache, a, "once", centered=True, head_gamma=a.head_gamma, rstd=a.rstd_out)
 
 
 def _norm(spec_cache: SpecCache, a: Any) -> None:
@@ -81,6 +125,7 @@ def _norm(spec_cache: SpecCache, a: Any) -> None:
 RMS_NORM_OP = Op(RMS_NORM, _norm)
 _rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, fp8_norm)
 _rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, quantized_norm)
+_layer_norm = Op(LAYER_NORM, _centered_norm)
 
 
 @overload
@@ -382,3 +427,98 @@ def rms_norm_fused_quant(
     )
     # fmt: on
     return quantized_results(_rms_norm_fused_quant, arguments, static_scale)
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: None = ...,
+    round_sum: bool | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
+    out: Tensor | None = ...,
+    residual_out: None = ...,
+    rstd_out: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor,
+    round_sum: bool | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+    rstd_out: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor | None = ...,
+    round_sum: bool | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[True],
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+    rstd_out: Tensor | None = ...,
+) -> tuple[Tensor, ...]: ...
+
+
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    round_sum: bool | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_rstd: bool = False,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    rstd_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """LayerNorm of the last dimension: ``y = (d * rs) * (gamma + weight_offset) + bias``, ``d = h - mean(h)``, ``h = x + residual``.
+
+    ``rs = 1 / sqrt(mean(d^2) + eps)``. The arguments, dtypes and results are those of `rms_norm`. Everything is float32
+    until the rounding at the store. The row's mean is rounded to float32 before it is subtracted.
+    ``gamma=None`` leaves out the product, and ``gamma`` [H, N] has a weight for each head of x [..., H, N], as in
+    `rms_norm`. ``return_rstd`` also returns ``rs`` as the last result. `rms_norm_fused_quant` with ``statistic="layer"``
+    quantizes the result.
+
+    >>> import torch, onepass
+    >>> onepass.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.tensor([0.0, 0.5]), eps=0.0)
+    tensor([[-1.0000,  1.5000]])
+    >>> heads, gamma = torch.tensor([[1.0, 3.0], [1.0, 5.0]]), torch.tensor([[1.0, 1.0], [2.0, 3.0]])
+    >>> onepass.layer_norm(heads, gamma, eps=0.0, return_rstd=True)
+    (tensor([[-1.,  1.],
+            [-2.,  3.]]), tensor([1.0000, 0.5000]))
+    """
+    gamma, heads = either_gamma(gamma)
+    options = (eps, weight_offset, round_sum, out_dtype, return_rstd)
+    arguments = (x, gamma, bias, residual, heads, *options, out, residual_out, rstd_out)
+    repeated = None if is_compiling() else _layer_norm.repeat(*arguments)
+    y, h, rstd = repeated or _layer_norm(*arguments)
+    if rstd is not None:
+        return tuple([t for t in (y, h, rstd) if t is not None])
+    return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))
