@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import ContractError
+from ..errors import ContractError, Unsupported, renamed
 
 Layout = Literal["rows", "dense", "any"]
 """``rows``: last dimension contiguous; ``dense``: contiguous; ``any``: validated by the op's own rules."""
@@ -193,6 +193,20 @@ class Contract:
                     self.fail(name, "be a tensor", describe(tensor))
                 if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):
                     self.fail(name, "be strided", "a nested tensor" if tensor.is_nested else str(tensor.layout))
+
+
+@dataclass(frozen=True, eq=False)
+class Alias:
+    """A second public function of an op, with other names for some of its arguments."""
+
+    name: str
+    contract: Contract
+    names: dict[str, str]
+    """The function's names of the arguments that it calls otherwise."""
+
+    def error(self, error: ContractError | Unsupported) -> ContractError | Unsupported:
+        """An error of the op as one of this function."""
+        return renamed(error, self.name, self.names)
 
 
 def plain_number(value: object) -> object:

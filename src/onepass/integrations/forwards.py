@@ -28,7 +28,6 @@ from ..ops.gemv_norm.op import gemv_and_partial_norm
 from ..ops.gemv_norm.spec import MAX_ROWS
 from ..ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from ..ops.qk_cache.op import qk_norm_rope_cache
-from ..ops.qk_cache.spec import CacheRounding
 from ..ops.qk_norm.op import qk_rms_norm
 from ..ops.rms_norm.finish import layer_norm
 from ..ops.rms_norm.op import rms_norm
@@ -295,7 +294,7 @@ def _normed_and_rotated(
 ) -> tuple[Tensor, Tensor]:
     """Heads [batch, tokens, heads, columns] after norms and rotation, with the bits of the model's own rotation."""
     options: dict[str, Any] = {"eps": how.eps, "weight_offset": how.weight_offset, "per_head": how.per_head}
-    rounding: CacheRounding = "hf" if how.rounding == "hf" else "hf_rope"
+    rounding: Rounding = "hf" if how.rounding == "hf" else "hf_rope"
     made = qk_norm_rope_cache(q, k, gamma_q=gammas[0], gamma_k=gammas[1], rope=rope, rounding=rounding, **options)
     return cast(tuple[Tensor, Tensor], made)
 

@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from ...core.op import Op
+from ...formats import Rounding
 from ...kvcache import DS_MLA, PagedKVCache, gather_mla
 from ...rope import RopeStyle
 from .call import run_mla
 from .contract import FUSED_ROPE_RMSNORM_QUANTIZATION
-from .spec import MlaCall, MlaRounding, MlaSpec, ScaleKind, mla_spec
+from .spec import MlaCall, MlaSpec, ScaleKind, mla_spec
 
 __all__ = ["FUSED_ROPE_RMSNORM_QUANTIZATION", "PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla"]
 
@@ -81,7 +82,7 @@ def fused_rope_rmsnorm_quantization(
     slot_mapping: Tensor | None = None,
     positions: Tensor | None = None,
     weight_offset: float = 0.0,
-    rounding: MlaRounding = "once",
+    rounding: Rounding = "once",
     q_dtype: torch.dtype | None = None,
     kv_norm_dim: int | None = None,
 ) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...formats import Rounding
 from ...rope import RopeStyle
 
 TILE: Final = 128
@@ -24,8 +25,6 @@ MAX_LATENT: Final = 2048
 MAX_ROPE: Final = 1024
 MAX_HEADS: Final = 256
 
-MlaRounding = Literal["once", "reference"]
-"""Round once, at the store; or, like the kernel this op is named after, first round every product to its input's dtype."""
 ScaleKind = Literal["none", "tensor", "token", "tile"]
 """What entries are divided by: nothing, one given number, or one number per entry, which is stored too.
 
@@ -54,7 +53,7 @@ class MlaSpec:
     positions: torch.dtype | None = None
     style: RopeStyle = "interleaved"
     scale: ScaleKind = "none"
-    rounding: MlaRounding = "once"
+    rounding: Rounding = "once"
 
 
 mla_spec: Final = cache(MlaSpec)

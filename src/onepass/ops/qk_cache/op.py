@@ -19,10 +19,11 @@ from torch.compiler import is_compiling
 
 from ...core.contract import describe
 from ...core.op import Op
+from ...formats import Rounding
 from ...rope import Rope
 from .call import run_qk_cache
 from .contract import QK_NORM_ROPE_CACHE
-from .spec import CacheLayout, CacheRounding, QkCacheCall, QkCacheSpec, Turn, qk_cache_spec
+from .spec import CacheLayout, QkCacheCall, QkCacheSpec, Turn, qk_cache_spec
 
 __all__ = ["QK_NORM_ROPE_CACHE", "qk_norm_rope_cache"]
 
@@ -72,7 +73,7 @@ def qk_norm_rope_cache(
     layout: CacheLayout = "NHD",
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    rounding: CacheRounding = "once",
+    rounding: Rounding = "once",
     out: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Norms of q and k, RoPE, and the write of k and v into a cache, in one launch. Returns q and, without a cache, k.

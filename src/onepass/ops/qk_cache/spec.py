@@ -15,16 +15,13 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...formats import Rounding
 from ...rope import RopeStyle
 
 MAX_HEAD: Final = 1024
 """Maximum number of columns of a head."""
 MAX_HEADS: Final = 1024
 
-CacheRounding = Literal["once", "hf", "hf_rope"]
-"""Round once, at the store; or as transformers does, which rounds every step of a rotation. The norm then rounds as
-"hf" of `rms_norm`, or ("hf_rope") once."""
-CACHE_ROUNDINGS: Final[tuple[CacheRounding, ...]] = ("once", "hf", "hf_rope")
 CacheLayout = Literal["NHD", "HND", "dense"]
 CACHE_LAYOUTS: Final[tuple[CacheLayout, ...]] = ("NHD", "HND", "dense")
 NormKind = Literal["none", "head", "whole"]
@@ -67,7 +64,7 @@ class QkCacheSpec:
     starts: torch.dtype | None = None
     k_scaled: bool = False
     v_scaled: bool = False
-    rounding: CacheRounding = "once"
+    rounding: Rounding = "once"
 
 
 qk_cache_spec: Final = cache(QkCacheSpec)

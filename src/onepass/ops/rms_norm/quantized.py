@@ -12,21 +12,16 @@ from torch.compiler import is_compiling
 from ...core.contract import Contract, describe
 from ...core.op import Op
 from ...core.scale_layout import PACKINGS, bytes_of_words
-from ...formats import FP8_CODES, QUANT_FORMATS, QUANT_SCALE_FORMATS, CodeFormat, ScaleKind, ScaleRule
+from ...formats import QUANT_FORMATS, SCALE_FORMATS, CodeFormat, ScaleKind, ScaleRule
 from ...prologues import Prologue
 from .call import run_rows
 from .finish import Gating, SpecCache, further, operand_of, with_rows
 from .spec import NOTHING_AFTER, RowCall, row_spec
 
 
-def fp8_norm(spec_cache: SpecCache, a: Any) -> None:
-    """Run a validated call of `rms_norm_fused_fp8`."""
-    _quantized(spec_cache, a, FP8_CODES[a.out_dtype], a.fp8_max, a.scale_output)
-
-
 def quantized_norm(spec_cache: SpecCache, a: Any) -> None:
     """Run a validated call of `rms_norm_fused_quant`."""
-    scale = bytes_of_words(a.scale_output) if a.scale_layout == "column_packed" else a.scale_output
+    scale = bytes_of_words(a.scale_out) if a.scale_layout == "column_packed" else a.scale_out
     further = (a.global_scale, a.gate, a.bias, a.statistic == "layer")
     _quantized(spec_cache, a, QUANT_FORMATS[a.format].codes, a.code_max, scale, *further)
 
@@ -55,7 +50,7 @@ def _quantized(
     spec = spec_cache.get(key)
     if spec is None:
         kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
-        encoding = QUANT_SCALE_FORMATS[a.scale_format]
+        encoding = SCALE_FORMATS[a.scale_format]
         one_scale = torch.float8_e8m0fnu if a.scales_dtype == torch.int32 else a.scales_dtype
         rule = ScaleRule(
             kind,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...core.layout import Geometry, Strides
-from ...formats import CODE_FORMATS, CodeFormat, QuantRounding, ScaleRule
+from ...formats import CODE_FORMATS, CodeFormat, Rounding, ScaleRule
 from ...prologues import Operand, Prologue, find
 
 GateOrder = Literal["after", "before"]
@@ -55,7 +55,7 @@ class RowSpec:
     scale: ScaleRule | None
     prologue: Prologue | None
     operands: tuple[Operand, ...]
-    rounding: QuantRounding
+    rounding: Rounding
     round_sum: bool
     """Whether ``h`` is rounded to the residual's dtype before the norm."""
     after: After = NOTHING_AFTER
@@ -95,7 +95,7 @@ def row_spec(
     gamma: torch.dtype | None,
     residual: torch.dtype | None,
     norm: torch.dtype | None,
-    rounding: QuantRounding,
+    rounding: Rounding,
     prologue: str = "",
     operands: tuple[Operand, ...] = (),
     codes: torch.dtype | None = None,
