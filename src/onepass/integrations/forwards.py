@@ -32,7 +32,7 @@ from ..ops.qk_norm.op import qk_rms_norm
 from ..ops.rms_norm.finish import layer_norm
 from ..ops.rms_norm.op import rms_norm
 from ..ops.rms_norm.spec import GateActivation
-from ..rope import RopeStyle
+from ..rope import Rope, RopeStyle
 
 FUSED_ROWS: Final = MAX_ROWS
 """The op's limit; up to this many tokens one launch is faster (docs/performance.md)."""
@@ -272,7 +272,7 @@ def attention_forward(
     model = sys.modules[how.home]
     cos, sin = position_embeddings
     if how.style and cos.dtype is q.dtype:
-        q, k = _normed_and_rotated(how, q.view(heads), k.view(heads), gammas, (cos, sin, how.style))
+        q, k = _normed_and_rotated(how, q.view(heads), k.view(heads), gammas, Rope(style=how.style, cos=cos, sin=sin))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.view(heads).transpose(1, 2)
     else:
         options: dict[str, Any] = {"weight_offset": how.weight_offset, "rounding": how.rounding}
@@ -290,7 +290,7 @@ def attention_forward(
 
 
 def _normed_and_rotated(
-    how: AttentionCall, q: Tensor, k: Tensor, gammas: tuple[Tensor, Tensor], rope: tuple[Any, ...]
+    how: AttentionCall, q: Tensor, k: Tensor, gammas: tuple[Tensor, Tensor], rope: Rope
 ) -> tuple[Tensor, Tensor]:
     """Heads [batch, tokens, heads, columns] after norms and rotation, with the bits of the model's own rotation."""
     options: dict[str, Any] = {"eps": how.eps, "weight_offset": how.weight_offset, "per_head": how.per_head}

@@ -83,13 +83,13 @@ def fused_rope_rmsnorm_quantization(
     positions: Tensor | None = None,
     weight_offset: float = 0.0,
     rounding: Rounding = "once",
-    q_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
     kv_norm_dim: int | None = None,
 ) -> Tensor:
     """RoPE of MLA's queries, and RMSNorm and RoPE of its kv into a paged cache, in one launch. Returns q_rope_output.
 
     ``q_rope`` [T, H, R] and ``q_rope_output`` may be slices of wider tensors, and the output may be
-    q_rope itself. With None it is allocated, contiguous, in ``q_dtype`` (default: q_rope's dtype). An
+    q_rope itself. With None it is allocated, contiguous, in ``out_dtype`` (default: q_rope's dtype). An
     fp8 output is cast with saturation. ``kv`` [T, L + R] is a latent of gamma's length and R columns
     that are rotated like q's; its rows may be slices too. H is at most 256, R 1024 and L 2048; L may be
     odd, R may be 0. With ``kv_norm_dim``, which must be gamma's length, kv may have more columns: those
@@ -136,5 +136,5 @@ def fused_rope_rmsnorm_quantization(
     inputs = (q_rope, kv, gamma, freqs_cis)
     indices = (input_row_offsets, k_cache.cache_lengths, k_cache.lookup_table, slot_mapping, positions)
     cache = (kv_scale, k_cache.blocks, per_token_scale)
-    options = (epsilon, rope_style, rope_dim, weight_offset, rounding, q_dtype, kv_norm_dim, k_cache.entry_format)
+    options = (epsilon, rope_style, rope_dim, weight_offset, rounding, out_dtype, kv_norm_dim, k_cache.entry_format)
     return cast(Tensor, _write.call(*inputs, *indices, *cache, *options, q_rope_output)[0])

@@ -89,6 +89,7 @@ QK_NORM_ROPE_CACHE = Contract(
         Rule("(cos is None) == (sin is None)", "sin", "come with cos"),
         Rule("cos is None or sin.dtype == cos.dtype", "sin", "have cos' dtype"),
         Rule("freqs is None or cos is None", "cos", "be None with freqs"),
+        Rule("dim is None or freqs is not None", "dim", "be None without freqs"),
         Rule("E % 2 == 0 and E <= W and (W == 0 or E > 0)", "dim", "be even and at most the width of the angles"),
         Rule("E <= D", "dim", "be at most q's columns per head, D={D}"),
         Rule("(k_cache is None) == (v_cache is None)", "v_cache", _WITH),
