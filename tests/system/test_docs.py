@@ -8,14 +8,14 @@ import re
 import runpy
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import onepass
 from benchmarks.suite.results import COMPILED, load
-from onepass import compat
+from onepass import compat, formats
 from onepass.testing import runner
 from tools.bench import model_tables, report
 from tools.bench.markdown import filled
@@ -91,6 +91,33 @@ def test_ops_md_names_every_argument() -> None:
         names = (*op.contract.args, *op.contract.options, *op.contract.outs)
         for name in op.names.values() if op.names else names:
             assert f"| `{name}`" in body
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading of docs/numerics.md, without its first."""
+    text = (ROOT / "docs/numerics.md").read_text().split(f"# {heading}\n")[1].split("\n#")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def test_every_op_has_an_order_of_sums() -> None:
+    listed = {name for row in _rows("Orders of sums") for name in re.findall(r"`(\w+)`", row[0])}
+    named = {op.name.removesuffix("_with_scratch") for op in ops_page.public_ops()}
+    assert named | {"attend", "attend_latents", "head_product"} <= listed
+
+
+def test_every_word_of_rounding_is_explained() -> None:
+    """And which ops take it, unless they are all that have the option."""
+    rows = {row[0].strip('"'): row[2] for row in _rows("The words of `rounding`")}
+    taken: dict[str, set[str]] = {word: set() for word in get_args(formats.Rounding)}
+    for op in ops_page.public_ops():
+        option = op.contract.options.get("rounding")
+        for word in () if option is None else option.choices:
+            taken[word].add(op.name)
+    assert rows.keys() == taken.keys() and all(taken.values())
+    for word in ("stored", "hf_rope", "reference"):
+        assert set(re.findall(r"`(\w+)`", rows[word])) == taken[word]
+    assert taken["once"] - taken["hf"] == {"fused_rope_rmsnorm_quantization"}
 
 
 def test_docs_command_writes_pages_that_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_stepwise_rotations_fuse_nothing() -> None:
 @pytest.mark.sampled(5)  # one kind of norm stays
 @pytest.mark.parametrize("norm", ["head", "whole"])
 def test_every_reduction_adds_two_numbers(norm: str) -> None:
-    """Floats are added in the pairs that `device.tree` defines for any tile, never in an order set by a layout."""
+    """Floats are added in the pairs that `gpu.lib.reduce` defines for any tile, never in an order set by a layout."""
     for case in (c for c in qk_cache.CASES if c.group == "columns" and c.norm == norm and c.head in (80, 128)):
         (build,) = proof.builds(case, records.H200)
         summed = re.findall(r"\(tensor<([\dx]+)xf32>\) -> ", lowered(build, records.H200, "ttir"))

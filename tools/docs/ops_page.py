@@ -29,6 +29,12 @@ Shapes are symbolic: `N` is the number of columns, and `...` is any number of le
 call. A call that violates these tables raises `onepass.ContractError` with a message that names the argument. Rounding and
 the rules for NaN, zero and overflow are specified in [numerics.md](numerics.md).
 
+A caller's tensor for the main result is `out`, and for any other result `<result>_out`, such as `residual_out` and `scale_out`.
+`out_dtype` is the dtype of the main result, `<result>_dtype` that of another, and `format` names codes, groups and scales together. The
+founding ops keep the names of their [reference pages](reference.md), such as `epsilon` and `*_output`.
+
+In `torch.ops.onepass` new arguments come after the others and have defaults, so recorded calls keep running. Pass outputs by name.
+
 The host does not read the values of index tensors, because it would have to wait for the GPU. A RoPE position outside the table is
 clamped to the nearest row, and a token whose page or slot does not exist is not stored. With `ONEPASS_DEBUG=1` in the environment,
 such a call raises `ContractError` instead.
