@@ -147,6 +147,7 @@ class Op(registration.Op):
         self._run_kernel = kernel or Op.one_launch
         self._memory = memory or (lambda *values: None)
         super().__init__(contract, self.kernel)
+        self.load_table()
 
     def _define(self) -> tuple[Any, Any]:
         return None, None

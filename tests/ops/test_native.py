@@ -126,7 +126,8 @@ def test_paths_agree_over_the_fuzzers_calls(calls: int, configurations: int) -> 
             assert case is not None and cases.run(case, "cpu") is None, case
             assert not tally.wrong, case
     valid = tally.calls.total() - tally.errors
-    assert set(tally.calls) >= set(OPS) and tally.repeated.total() > 0.75 * valid and tally.errors > 0.25 * valid
+    ops = set(OPS) - {"rms_norm_fused_fp8"}  # an alias
+    assert set(tally.calls) >= ops and tally.repeated.total() > 0.75 * valid and tally.errors > 0.25 * valid
 
 
 @built

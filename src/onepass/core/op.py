@@ -369,13 +369,15 @@ def _define(contract: Contract, kernel: Kernel) -> tuple[Any, Any]:
     for schema, implementation, meta in forms:
         name = schema.split("(")[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+        outs = implementation is run_out
         for key in ("CPU", "CUDA"):
-            _library.impl(name, implementation, key)
+            _library.impl(name, contract.completed(implementation, outs), key)
         _library.impl(name, _above_autograd(contract, name), "Autograd", with_keyset=True)
         _library.impl(name, partial(_refuse_vmap, contract), "FuncTorchBatched")
         if implementation is run_out:
+            step = contract.completed(_above_mutation(contract, name), outs, first=1)
             _library.impl(name, partial(_refuse_negated, contract), "Negative")
-            _library.impl(name, _above_mutation(contract, name), "ADInplaceOrView", with_keyset=True)
-        torch.library.register_fake(f"onepass::{name}", meta, lib=_library)
+            _library.impl(name, step, "ADInplaceOrView", with_keyset=True)
+        torch.library.register_fake(f"onepass::{name}", contract.completed(meta, outs), lib=_library)
         defined.append(getattr(torch.ops.onepass, name).default)
     return (None, defined[0]) if contract.in_place else (defined[1], defined[0])

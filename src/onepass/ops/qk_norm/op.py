@@ -142,6 +142,8 @@ def _unpacked(contract: Contract, rope: Rope | None) -> tuple[Any, ...]:
         return None, None, "half", None, None
     if not isinstance(rope, Rope):
         contract.fail("rope", "be a Rope or None", describe(rope))
+    if rope.freqs is None:
+        contract.fail("rope", "have freqs", "None")
     return rope.freqs, rope.positions, rope.style, rope.dim, rope.head_dim
 
 

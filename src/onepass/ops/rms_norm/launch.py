@@ -27,12 +27,10 @@ from ...core.scale_layout import PACKINGS, bytes_of_words
 from ...errors import Unsupported
 from ...formats import (
     CODE_FORMATS,
-    FP8_CODES,
     QUANT_FORMATS,
-    QUANT_SCALE_FORMATS,
+    SCALE_FORMATS,
     SMALLEST_EPS,
     CodeFormat,
-    QuantRounding,
     Rounding,
     ScaleKind,
     ScaleRule,
@@ -75,7 +73,7 @@ class RowSpec:
     scale: ScaleRule | None
     prologue: Prologue | None
     operands: tuple[Operand, ...]
-    rounding: QuantRounding
+    rounding: Rounding
     round_sum: bool
     """Whether ``h`` is rounded to the residual's dtype before the norm."""
     after: After = NOTHING_AFTER
@@ -115,7 +113,7 @@ def row_spec(
     gamma: torch.dtype | None,
     residual: torch.dtype | None,
     norm: torch.dtype | None,
-    rounding: QuantRounding,
+    rounding: Rounding,
     prologue: str = "",
     operands: tuple[Operand, ...] = (),
     codes: torch.dtype | None = None,
@@ -321,72 +319,63 @@ def operand_of(tensor: Tensor, x: Tensor) -> Operand:
     return Operand("row", tensor.dtype) if last == 1 else Operand("group", tensor.dtype, n // last)
 
 
-def fp8_norm(spec_cache: SpecCache, a: Any) -> None:
-    """Run a validated call of `rms_norm_fused_fp8`."""
-    _quantized(spec_cache, a, FP8_CODES[a.out_dtype], a.fp8_max, a.scale_output)
-
-
 def quantized_norm(spec_cache: SpecCache, a: Any) -> None:
     """Run a validated call of `rms_norm_fused_quant`."""
-    scale = bytes_of_words(a.scale_output) if a.scale_layout == "column_packed" else a.scale_output
-    further = (a.global_scale, a.gate, a.bias, a.statistic == "layer")
-    _quantized(spec_cache, a, QUANT_FORMATS[a.format].codes, a.code_max, scale, *further)
-
-
-def _quantized(
-    spec_cache: SpecCache,
-    a: Any,
-    codes: CodeFormat,
-    limit: float | None,
-    scale: Tensor | None,
-    global_scale: Tensor | None = None,
-    gate: Tensor | None = None,
-    bias: Tensor | None = None,
-    centered: bool = False,
-) -> None:
     tensors, prologue, after = a.prologue_args, a.prologue, NOTHING_AFTER
-    gating: Gating = ("after", "silu") if gate is None else (a.gate_order, a.gate_activation)
+    gating: Gating = (a.gate_order, a.gate_activation)
     operands = tuple([operand_of(t, a.x) for t in tensors]) if tensors else ()
-    if gate is not None or bias is not None:
-        prologue, tensors, operands, after = further(prologue, tensors, gate, gating, bias, a.x)
-    residual_dtype = None if a.residual is None else a.residual.dtype
+    if a.gate is not None or a.bias is not None:
+        prologue, tensors, operands, after = further(prologue, tensors, a.gate, gating, a.bias, a.x)
     gamma = a.gamma if a.head_gamma is None else a.head_gamma
-    dtypes = (a.x.dtype, None if gamma is None else gamma.dtype, residual_dtype)
-    given = (a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, a.head_gamma is None)
-    key = (*dtypes, *given, operands, after)
+    dtypes = (
+        a.x.dtype,
+        None if gamma is None else gamma.dtype,
+        None if a.residual is None else a.residual.dtype,
+        None if a.norm_out is None else a.norm_out.dtype,
+    )
+    absent = (a.static_scale is None, a.scale_ub_tensor is None, a.global_scale is None, a.head_gamma is None)
+    key = (*dtypes, *absent, operands, after)
     spec = spec_cache.get(key)
     if spec is None:
-        kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
-        encoding = QUANT_SCALE_FORMATS[a.scale_format]
-        one_scale = torch.float8_e8m0fnu if a.scales_dtype == torch.int32 else a.scales_dtype
-        rule = ScaleRule(
-            kind,
-            torch.float32 if kind == "static" else one_scale,
-            a.group_size or 0,
-            ue8m0=encoding.power_of_two,
-            divides=a.quantize == "divide",
-            has_least=a.min_scale > 0,
-            bound_in_memory=a.scale_ub_tensor is not None,
-            floor=encoding.floor,
-            has_global=global_scale is not None,
-            packing=PACKINGS.get(a.scale_layout, ""),
-        )
-        norm_dtype = None if a.norm_out is None else a.norm_out.dtype
-        quantized: tuple[Any, ...] = (
+        codes = QUANT_FORMATS[a.format].codes
+        spec = spec_cache[key] = row_spec(
+            *dtypes,
             a.rounding,
             prologue,
             operands,
             codes.dtype,
-            limit or codes.max,
-            rule,
+            a.code_max or codes.max,
+            _scale_rule(a),
             a.round_sum,
+            after=after,
+            centered=a.statistic == "layer",
+            per_row=a.head_gamma is not None,
+            rstd=a.rstd_out is not None,
+            gate_activation=a.gate_activation,
         )
-        options: dict[str, Any] = {"after": after, "centered": centered, "gate_activation": gating[1]}
-        options |= {"per_row": a.head_gamma is not None, "rstd": a.rstd_out is not None}
-        spec = spec_cache[key] = row_spec(*dtypes, norm_dtype, *quantized, **options)
-    number = a.static_scale if global_scale is None else global_scale
+    number = a.static_scale if a.global_scale is None else a.global_scale
+    scale = bytes_of_words(a.scale_out) if a.scale_layout == "column_packed" else a.scale_out
     inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, number)
     outs = (a.norm_out, a.out, scale, a.residual_out)
     scale_ub = math.inf if a.scale_ub is None else a.scale_ub
     call = RowCall(spec, *inputs, *outs, scale_ub, a.scale_ub_tensor, a.min_scale)
     run_rows(with_rows(call, a.head_gamma, a.rstd_out))
+
+
+def _scale_rule(a: Any) -> ScaleRule:
+    """How the scales of a call of `rms_norm_fused_quant` are computed and stored."""
+    kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
+    encoding = SCALE_FORMATS[a.scale_format]
+    one_scale = torch.float8_e8m0fnu if a.scales_dtype == torch.int32 else a.scales_dtype
+    return ScaleRule(
+        kind,
+        torch.float32 if kind == "static" else one_scale,
+        a.group_size or 0,
+        ue8m0=encoding.power_of_two,
+        divides=a.quantize == "divide",
+        has_least=a.min_scale > 0,
+        bound_in_memory=a.scale_ub_tensor is not None,
+        floor=encoding.floor,
+        has_global=a.global_scale is not None,
+        packing=PACKINGS.get(a.scale_layout, ""),
+    )
