@@ -31,7 +31,7 @@ def placed(like: Tensor, bytes_off: int) -> Tensor:
 
 def forget() -> None:
     """Let no call repeat what another test recorded."""
-    for op in registration._ops:
+    for op in registration.ops:
         if op.table is not None:
             op.table.clear()
 

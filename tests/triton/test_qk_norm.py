@@ -21,7 +21,7 @@ from onepass.core.layout import Geometry
 from onepass.errors import Unsupported
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build, compile_build
-from onepass.gpu.lib import tree as _tree
+from onepass.gpu.lib import reduce as _tree
 from onepass.ops.qk_norm import gpu as backend
 from onepass.ops.qk_norm.gpu_tile import QK_FOLD, qk_config
 from onepass.ops.qk_norm.launch import QkCall, QkRows, RopeRule, qk_spec

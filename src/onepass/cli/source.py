@@ -20,7 +20,6 @@ class Part(StrEnum):
     """The kinds of generated code."""
 
     validation = "validation"
-    fastpath = "fastpath"
     cpu = "cpu"
     triton = "triton"
 
@@ -32,7 +31,7 @@ _ROOMS = {Part.cpu: "cpu", Part.triton: "gpu"}
 def add(commands: Any) -> None:
     """Add the command to the command line."""
     words = "print the code generated for an op"
-    description = f"{words.capitalize()}: validation, fast path, CPU kernel as LLVM IR, prologue for Triton."
+    description = f"{words.capitalize()}: validation, CPU kernel as LLVM IR, prologues in Triton."
     parser = commands.add_parser("source", help=words, description=description, allow_abbrev=False)
     parser.add_argument("op", metavar="OP", help="a public op, such as rms_norm")
     parser.add_argument("--part", choices=[part.value for part in Part], help="only this kind of generated code")
@@ -44,17 +43,11 @@ def source(options: argparse.Namespace) -> int:
     if options.op not in runner.OPS:
         raise UsageError(f"argument OP: no op {options.op!r}; choose from {', '.join(runner.OPS)}")
     for part in [Part(options.part)] if options.part else list(Part):
-        texts = _python(options.op, part) if part in (Part.validation, Part.fastpath) else _backend(options.op, part)
+        texts = registration.generated_sources(options.op) if part is Part.validation else _backend(options.op, part)
         for title, text in texts.items():
             comment = ";" if title == "LLVM IR" else "#"
             print(f"{comment} --- {part}: {title}\n{text.strip()}\n")
     return 0
-
-
-def _python(op: str, part: Part) -> dict[str, str]:
-    """The functions generated from the op's declarations."""
-    found: dict[str, str] = registration.generated_sources(op)
-    return {title: text for title, text in found.items() if ("validation" in title) == (part is Part.validation)}
 
 
 def _backend(op: str, backend: Part) -> dict[str, str]:

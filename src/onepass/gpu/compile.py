@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from ..core import replay
-from ..core.cuda_launch import Prepared, direct
+from ..core.cuda_launch import direct
 from ..core.plan import Step
 from ..errors import Unsupported
 from .chip import Chip, current_chip
@@ -174,23 +174,6 @@ class Launcher:
         self._runtime = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
         runtime = [kinds[i] for i in self._runtime]
         self._direct = None if scratch else direct(compiled, runtime, build.warps, build.pdl, device)
-
-    def prepare(self, grid: int, arguments: Sequence[Any], changing: Sequence[int]) -> Prepared:
-        """``launch(*addresses)``: repeats this launch with the flat arguments ``changing``
-        replaced.
-        """
-        template = list(arguments)
-
-        def launch(*addresses: int) -> None:
-            arguments = template.copy()
-            for index, address in zip(changing, addresses, strict=True):
-                arguments[index] = address
-            self(grid, nested(self._shape, iter(arguments)))
-
-        if self._direct is None:
-            return launch
-        slots = [self._runtime.index(index) for index in changing]
-        return self._direct.prepare(grid, [arguments[i] for i in self._runtime], slots, launch)
 
     def step(self, grid: int, arguments: Sequence[Any]) -> Step | None:
         """The launch as the C path makes it, or None if only Triton's launcher can."""

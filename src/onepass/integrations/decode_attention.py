@@ -18,6 +18,7 @@ from ..ops.attention.op import attend as attend_in_splits
 from ..ops.attention.op import attends
 from ..ops.qk_cache.op import qk_norm_rope_cache
 from ..ops.qk_norm.op import qk_rms_norm
+from ..rope import Rope
 from .biases import biases
 from .counts import count, settle
 from .forwards import FUSED_ROWS, Attended, attention_function, refuse_gradient
@@ -110,7 +111,7 @@ def _turned(
         options |= {"gamma_q": gamma_of(self.q_norm.weight), "gamma_k": gamma_of(self.k_norm.weight)}
         options |= {"eps": eps, "weight_offset": weight_offset, "per_head": how.per_head}
     if angles is not None:
-        options["rope"] = (*angles, how.turn.style)
+        options["rope"] = Rope(style=how.turn.style, cos=angles[0], sin=angles[1])
     if layer is None:
         return qk_norm_rope_cache(*states, **options)
     options |= {"start": layer.cumulative_length, "layout": "dense"}

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..ops.head_product.op import head_product, multiplies_heads
 from ..ops.latent_attention.op import attend_latents, attends_latents
 from ..ops.qk_cache.op import qk_norm_rope_cache
+from ..rope import Rope
 from .biases import biases
 from .counts import count, settle
 from .decode_attention import attend, dense_layer
@@ -160,7 +161,7 @@ def _rotate_latent(self: Any, q: Tensor, k: Tensor, latent: Tensor, angles: Any,
     if angles[0].dtype is not q.dtype:  # the model would not round its products to this dtype
         return _rotate_as_the_model(self, rotated, k, latent, angles, cache)
     turned = (_apart(rotated), _apart(k)) if self.config.rope_interleave else (rotated, k)
-    options: dict[str, Any] = {"rope": (*angles, "half"), "rounding": how.rounding}
+    options: dict[str, Any] = {"rope": Rope(cos=angles[0], sin=angles[1]), "rounding": how.rounding}
     layer = dense_layer(cache, self.layer_idx, latent)
     if layer is not None:
         options |= {"start": layer.cumulative_length, "layout": "dense", "out": rotated}

@@ -27,12 +27,11 @@ from ..nn import gamma_of
 from ..ops.gemv_norm.launch import MAX_ROWS
 from ..ops.gemv_norm.op import gemv_and_partial_norm
 from ..ops.mla_cache.op import fused_rope_rmsnorm_quantization
-from ..ops.qk_cache.launch import CacheRounding
 from ..ops.qk_cache.op import qk_norm_rope_cache
 from ..ops.qk_norm.op import qk_rms_norm
 from ..ops.rms_norm.launch import GateActivation
 from ..ops.rms_norm.op import layer_norm, rms_norm
-from ..rope import RopeStyle
+from ..rope import Rope, RopeStyle
 
 FUSED_ROWS: Final = MAX_ROWS
 """The op's limit; up to this many tokens one launch is faster (docs/performance.md)."""
@@ -272,7 +271,7 @@ def attention_forward(
     model = sys.modules[how.home]
     cos, sin = position_embeddings
     if how.style and cos.dtype is q.dtype:
-        q, k = _normed_and_rotated(how, q.view(heads), k.view(heads), gammas, (cos, sin, how.style))
+        q, k = _normed_and_rotated(how, q.view(heads), k.view(heads), gammas, Rope(style=how.style, cos=cos, sin=sin))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.view(heads).transpose(1, 2)
     else:
         options: dict[str, Any] = {"weight_offset": how.weight_offset, "rounding": how.rounding}
@@ -290,11 +289,11 @@ def attention_forward(
 
 
 def _normed_and_rotated(
-    how: AttentionCall, q: Tensor, k: Tensor, gammas: tuple[Tensor, Tensor], rope: tuple[Any, ...]
+    how: AttentionCall, q: Tensor, k: Tensor, gammas: tuple[Tensor, Tensor], rope: Rope
 ) -> tuple[Tensor, Tensor]:
     """Heads [batch, tokens, heads, columns] after norms and rotation, with the bits of the model's own rotation."""
     options: dict[str, Any] = {"eps": how.eps, "weight_offset": how.weight_offset, "per_head": how.per_head}
-    rounding: CacheRounding = "hf" if how.rounding == "hf" else "hf_rope"
+    rounding: Rounding = "hf" if how.rounding == "hf" else "hf_rope"
     made = qk_norm_rope_cache(q, k, gamma_q=gammas[0], gamma_k=gammas[1], rope=rope, rounding=rounding, **options)
     return cast(tuple[Tensor, Tensor], made)
 

@@ -77,7 +77,7 @@ class _Layer(CodesModule):
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
         made = loadable(type(self).__name__, state_dict, prefix, self.weight_scale, self.scheme)
         super()._load_from_state_dict(made, prefix, *rest)
 

@@ -22,7 +22,7 @@ from ..arguments import names_of_op, require_tensors
 
 _FORMATS: dict[int, tuple[QuantFormatName, str]] = {16: ("nvfp4", "e4m3"), 32: ("mxfp4", "ue8m0")}
 """Format and scales of each block size."""
-_as_called = names_of_op(x="input", gamma="weight", out="y_fp4", scale_output="block_scale", norm_out="y_out")
+_as_called = names_of_op(x="input", gamma="weight", out="y_fp4", scale_out="block_scale", norm_out="y_out")
 
 
 @_as_called
@@ -152,7 +152,7 @@ def _quantized(
         global_scale=None if global_scale is None else global_scale.reshape(()),
         scale_layout="128x4" if swizzled else "row",
         out=None if codes is None else codes.view(torch.uint8),
-        scale_output=given,
+        scale_out=given,
         residual_out=residual,
         return_norm=norm is not None,
         norm_out=norm,

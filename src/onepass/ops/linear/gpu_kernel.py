@@ -64,7 +64,7 @@ def _finish(y, up, column, row, n, m, weight_scale, bias, add, out, strides, MAT
 
 @triton.jit
 def _statistics(x, residual, residual_out, m, k, strides, eps, writes, STATS: tl.constexpr, MATH: tl.constexpr):
-    """The reciprocal RMS of each row, summed as `device.bins` does; one program stores the sum with
+    """The reciprocal RMS of each row, summed as `gpu.lib.reduce` does; one program stores the sum with
     the residual.
     """
     row = tl.arange(0, STATS.rows)

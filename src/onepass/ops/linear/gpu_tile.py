@@ -15,7 +15,7 @@ from .launch import LinearSpec
 
 
 class Stats(NamedTuple):
-    """The norm of ``rows`` rows, each summed in ``bins`` bins (`device.bins`)."""
+    """The norm of ``rows`` rows, each summed in ``bins`` bins (`gpu.lib.reduce`)."""
 
     rows: int
     bins: int

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...core.backend import launch_for
 from ...core.contract import Contract
 from ...core.debug import debugging
-from ...formats import SMALLEST_EPS
+from ...formats import SMALLEST_EPS, Rounding
 from ...kvcache import table_fault
 from ...rope import RopeStyle
 from ..qk_norm.launch import check_positions
@@ -30,8 +30,6 @@ MAX_LATENT: Final = 2048
 MAX_ROPE: Final = 1024
 MAX_HEADS: Final = 256
 
-MlaRounding = Literal["once", "reference"]
-"""Round once, at the store; or, like the kernel this op is named after, first round every product to its input's dtype."""
 ScaleKind = Literal["none", "tensor", "token", "tile"]
 """What entries are divided by: nothing, one given number, or one number per entry, which is stored too.
 
@@ -60,7 +58,7 @@ class MlaSpec:
     positions: torch.dtype | None = None
     style: RopeStyle = "interleaved"
     scale: ScaleKind = "none"
-    rounding: MlaRounding = "once"
+    rounding: Rounding = "once"
 
 
 mla_spec: Final = cache(MlaSpec)

@@ -11,7 +11,7 @@ from ...gpu.tuning import tuning
 from .launch import NormKind, Turn
 
 FOLD: Final = 8192
-"""Columns that lie this far apart are summed first; `device.tree.FOLD`."""
+"""Columns that lie this far apart are summed first; `gpu.lib.reduce.FOLD`."""
 
 
 class Side(NamedTuple):

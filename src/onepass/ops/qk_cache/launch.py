@@ -18,7 +18,7 @@ from torch import Tensor
 from ...core.backend import launch_for
 from ...core.contract import Contract
 from ...core.debug import debugging
-from ...formats import SMALLEST_EPS
+from ...formats import SMALLEST_EPS, Rounding
 from ...rope import RopeStyle
 from ..qk_norm.launch import check_positions
 
@@ -26,10 +26,6 @@ MAX_HEAD: Final = 1024
 """Maximum number of columns of a head."""
 MAX_HEADS: Final = 1024
 
-CacheRounding = Literal["once", "hf", "hf_rope"]
-"""Round once, at the store; or as transformers does, which rounds every step of a rotation. The norm then rounds as
-"hf" of `rms_norm`, or ("hf_rope") once."""
-CACHE_ROUNDINGS: Final[tuple[CacheRounding, ...]] = ("once", "hf", "hf_rope")
 CacheLayout = Literal["NHD", "HND", "dense"]
 CACHE_LAYOUTS: Final[tuple[CacheLayout, ...]] = ("NHD", "HND", "dense")
 NormKind = Literal["none", "head", "whole"]
@@ -72,7 +68,7 @@ class QkCacheSpec:
     starts: torch.dtype | None = None
     k_scaled: bool = False
     v_scaled: bool = False
-    rounding: CacheRounding = "once"
+    rounding: Rounding = "once"
 
 
 qk_cache_spec: Final = cache(QkCacheSpec)

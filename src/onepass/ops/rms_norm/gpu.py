@@ -189,7 +189,7 @@ def _constants(
         sigmoid=spec.gate_activation == "sigmoid",
     )
     tile = config.laid_out(vectors, chip.warp_size, levels)._replace(
-        early_rows=table.fp8_early_rows if variant_of(spec) == "fp8" else table.early_rows,
+        early_rows=table.fp8_early_rows if variant_of(spec) == "row scale" else table.early_rows,
         lane_scales=aligned and _scales_by_lane(spec, config, chip),
         assembly=_has_ptx(chip),
     )
@@ -283,33 +283,35 @@ def variant_of(spec: RowSpec) -> Variant:
     if spec.prologue:
         return "prologue"
     if any(spec.after):
-        return "finished" if spec.centered or spec.fp8 else "more"
+        return "layer norm, gate or bias" if spec.centered or spec.fp8 else "other"
     plain = _plain_variant(spec)
     if not spec.centered:
         return plain
-    return "centered" if plain == "fp8" else "centered, group" if plain == "group" else "finished"
+    if plain == "row scale":
+        return "layer norm, row scale"
+    return "layer norm, group scales" if plain == "group scales" else "layer norm, gate or bias"
 
 
 def _plain_variant(spec: RowSpec) -> Variant:
     """The variant of rows without a prologue, a bias or a gate whose mean stays."""
     if spec.x.itemsize != 2:
-        return "more"
+        return "other"
     narrow_gamma = spec.gamma is None or spec.gamma.itemsize == 2
     if spec.scale and spec.scale.kind == "group":
         if spec.norm:
-            return "group, norm"
-        return "group" if narrow_gamma and not spec.residual else "group, residual"
+            return "group scales, norm"
+        return "group scales" if narrow_gamma and not spec.residual else "group scales, residual"
     if spec.quantizes_norm or (spec.residual and spec.residual.itemsize != 2):
-        return "more"
+        return "other"
     if spec.fp8 is None:
         if spec.residual:
-            return "residual" if narrow_gamma else "more"
-        return "norm" if narrow_gamma else "wide gamma"
+            return "norm, residual" if narrow_gamma else "other"
+        return "norm" if narrow_gamma else "norm, float32 gamma"
     if spec.norm or not narrow_gamma or spec.fp8.name == "e4m3fnuz":
-        return "more"
+        return "other"
     if spec.scale and spec.scale.kind == "static":
-        return "more" if spec.residual else "given scale"
-    return "fp8, residual" if spec.residual else "fp8"
+        return "other" if spec.residual else "static scale"
+    return "row scale, residual" if spec.residual else "row scale"
 
 
 class RowFacts(NamedTuple):

@@ -27,18 +27,16 @@ from ...core.scale_layout import PACKINGS, bytes_of_words
 from ...errors import Unsupported
 from ...formats import (
     CODE_FORMATS,
-    FP8_CODES,
     QUANT_FORMATS,
-    QUANT_SCALE_FORMATS,
+    SCALE_FORMATS,
     SMALLEST_EPS,
     CodeFormat,
     QuantFormatName,
     Quantize,
-    QuantRounding,
-    QuantScaleFormat,
-    QuantScaleLayout,
     Rounding,
+    ScaleFormat,
     ScaleKind,
+    ScaleLayout,
     ScaleRule,
 )
 from ...prologues import Operand, Prologue, find, sigmoid_and_mul, silu_and_mul
@@ -79,7 +77,7 @@ class RowSpec:
     scale: ScaleRule | None
     prologue: Prologue | None
     operands: tuple[Operand, ...]
-    rounding: QuantRounding
+    rounding: Rounding
     round_sum: bool
     """Whether ``h`` is rounded to the residual's dtype before the norm."""
     after: After = NOTHING_AFTER
@@ -119,7 +117,7 @@ def row_spec(
     gamma: torch.dtype | None,
     residual: torch.dtype | None,
     norm: torch.dtype | None,
-    rounding: QuantRounding,
+    rounding: Rounding,
     prologue: str = "",
     operands: tuple[Operand, ...] = (),
     codes: torch.dtype | None = None,
@@ -289,46 +287,34 @@ class FinishedArguments(NormArguments, Protocol):
     out: Tensor
 
 
-class QuantizedArguments(NormArguments, Protocol):
-    """Validated arguments of norms that are quantized, as far as they are the same."""
+class QuantArguments(NormArguments, Protocol):
+    """Validated arguments of `rms_norm_fused_quant`."""
 
     head_gamma: Tensor | None
     static_scale: Tensor | None
     scale_ub_tensor: Tensor | None
-    prologue_args: Sequence[Tensor]
-    rounding: QuantRounding
-    scale_ub: float | None
-    scales_dtype: torch.dtype
-    group_size: int | None
-    scale_format: QuantScaleFormat
-    scale_layout: QuantScaleLayout
-    prologue: str
-    quantize: Quantize
-    min_scale: float
-    out: Tensor
-    scale_output: Tensor | None
-    norm_out: Tensor | None
-    rstd_out: Tensor | None
-
-
-class Fp8Arguments(QuantizedArguments, Protocol):
-    """Validated arguments of `rms_norm_fused_fp8`."""
-
-    out_dtype: torch.dtype
-    fp8_max: float | None
-
-
-class QuantArguments(QuantizedArguments, Protocol):
-    """Validated arguments of `rms_norm_fused_quant`."""
-
     global_scale: Tensor | None
     gate: Tensor | None
     bias: Tensor | None
+    prologue_args: Sequence[Tensor]
+    rounding: Rounding
+    scale_ub: float | None
     format: QuantFormatName
     code_max: float | None
+    scales_dtype: torch.dtype
+    group_size: int | None
+    scale_format: ScaleFormat
+    scale_layout: ScaleLayout
+    prologue: str
+    quantize: Quantize
+    min_scale: float
     gate_order: GateOrder
     gate_activation: GateActivation
     statistic: Statistic
+    out: Tensor
+    scale_out: Tensor | None
+    norm_out: Tensor | None
+    rstd_out: Tensor | None
 
 
 def finished_norm(
@@ -396,60 +382,44 @@ def operand_of(tensor: Tensor, x: Tensor) -> Operand:
     return Operand("row", tensor.dtype) if last == 1 else Operand("group", tensor.dtype, n // last)
 
 
-def fp8_norm(spec_cache: SpecCache, a: Fp8Arguments) -> None:
-    """Run a validated call of `rms_norm_fused_fp8`."""
-    _quantized(spec_cache, a, FP8_CODES[a.out_dtype], a.fp8_max, a.scale_output)
-
-
 def quantized_norm(spec_cache: SpecCache, a: QuantArguments) -> None:
     """Run a validated call of `rms_norm_fused_quant`."""
-    scale, gating = a.scale_output, (a.gate_order, a.gate_activation)
-    if scale is not None and a.scale_layout == "column_packed":
-        scale = bytes_of_words(scale)
-    further = (a.global_scale, a.gate, gating, a.bias, a.statistic == "layer")
-    _quantized(spec_cache, a, QUANT_FORMATS[a.format].codes, a.code_max, scale, *further)
-
-
-def _quantized(
-    spec_cache: SpecCache,
-    a: QuantizedArguments,
-    codes: CodeFormat,
-    limit: float | None,
-    scale: Tensor | None,
-    global_scale: Tensor | None = None,
-    gate: Tensor | None = None,
-    gating: Gating = ("after", "silu"),
-    bias: Tensor | None = None,
-    centered: bool = False,
-) -> None:
     tensors, prologue, after = a.prologue_args, a.prologue, NOTHING_AFTER
+    gating: Gating = (a.gate_order, a.gate_activation)
     operands = tuple([operand_of(t, a.x) for t in tensors]) if tensors else ()
-    if gate is not None or bias is not None:
-        prologue, tensors, operands, after = further(prologue, tensors, gate, gating, bias, a.x)
-    residual_dtype = None if a.residual is None else a.residual.dtype
+    if a.gate is not None or a.bias is not None:
+        prologue, tensors, operands, after = further(prologue, tensors, a.gate, gating, a.bias, a.x)
     gamma = a.gamma if a.head_gamma is None else a.head_gamma
-    dtypes = (a.x.dtype, None if gamma is None else gamma.dtype, residual_dtype)
-    given = (a.static_scale is None, a.scale_ub_tensor is None, global_scale is None, a.head_gamma is None)
-    key = (*dtypes, *given, operands, after)
+    dtypes = (
+        a.x.dtype,
+        None if gamma is None else gamma.dtype,
+        None if a.residual is None else a.residual.dtype,
+        None if a.norm_out is None else a.norm_out.dtype,
+    )
+    absent = (a.static_scale is None, a.scale_ub_tensor is None, a.global_scale is None, a.head_gamma is None)
+    key = (*dtypes, *absent, operands, after)
     spec = spec_cache.get(key)
     if spec is None:
+        codes = QUANT_FORMATS[a.format].codes
         spec = spec_cache[key] = row_spec(
             *dtypes,
-            None if a.norm_out is None else a.norm_out.dtype,
             a.rounding,
             prologue,
             operands,
             codes.dtype,
-            limit or codes.max,
-            _scale_rule(a, global_scale is not None),
+            a.code_max or codes.max,
+            _scale_rule(a),
             a.round_sum,
-            after,
-            centered,
+            after=after,
+            centered=a.statistic == "layer",
             per_row=a.head_gamma is not None,
             rstd=a.rstd_out is not None,
-            gate_activation=gating[1],
+            gate_activation=a.gate_activation,
         )
-    number = a.static_scale if global_scale is None else global_scale
+    number = a.static_scale if a.global_scale is None else a.global_scale
+    scale = a.scale_out
+    if scale is not None and a.scale_layout == "column_packed":
+        scale = bytes_of_words(scale)
     inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, number)
     outs = (a.norm_out, a.out, scale, a.residual_out)
     scale_ub = math.inf if a.scale_ub is None else a.scale_ub
@@ -457,10 +427,10 @@ def _quantized(
     run_rows(with_rows(call, a.head_gamma, a.rstd_out))
 
 
-def _scale_rule(a: QuantizedArguments, has_global: bool) -> ScaleRule:
-    """How scales are computed and stored."""
+def _scale_rule(a: QuantArguments) -> ScaleRule:
+    """How the scales of a call of `rms_norm_fused_quant` are computed and stored."""
     kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
-    encoding = QUANT_SCALE_FORMATS[a.scale_format]
+    encoding = SCALE_FORMATS[a.scale_format]
     one_scale = torch.float8_e8m0fnu if a.scales_dtype == torch.int32 else a.scales_dtype
     return ScaleRule(
         kind,
@@ -471,6 +441,6 @@ def _scale_rule(a: QuantizedArguments, has_global: bool) -> ScaleRule:
         has_least=a.min_scale > 0,
         bound_in_memory=a.scale_ub_tensor is not None,
         floor=encoding.floor,
-        has_global=has_global,
+        has_global=a.global_scale is not None,
         packing=PACKINGS.get(a.scale_layout, ""),
     )
