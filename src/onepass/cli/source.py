@@ -12,6 +12,7 @@ import torch
 
 from ..core import backend as dispatch
 from ..core import op as registration
+from ..ops.rms_norm.contract import RMS_NORM_FUSED_FP8
 from ..testing import runner
 from .common import UsageError, backend_status
 
@@ -53,7 +54,8 @@ def source(options: argparse.Namespace) -> int:
 
 def _python(op: str, part: Part) -> dict[str, str]:
     """The functions generated from the op's declarations."""
-    found: dict[str, str] = registration.generated_sources(op)
+    alias = RMS_NORM_FUSED_FP8
+    found: dict[str, str] = registration.generated_sources(alias.contract.name if op == alias.name else op)
     return {title: text for title, text in found.items() if ("validation" in title) == (part is Part.validation)}
 
 
