@@ -149,6 +149,26 @@ def test_fp8_rules(options: dict[str, Any], argument: str) -> None:
         onepass.rms_norm_fused_fp8(torch.ones(3, 192), torch.ones(192), **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"out_dtype": torch.int8}, "`out_dtype` must be float8_e4m3fn or float8_e4m3fnuz or float8_e5m2, got int8"),
+        ({"out_dtype": [1]}, r"`out_dtype` must be .*, got \[1\]"),
+        ({"fp8_max": 240.0}, r"`fp8_max` must be a limit of format's codes \(e4m3fn: 448, .*\), got 240.0"),
+        ({"scale_output": torch.ones(2)}, r"`scale_output` must have shape .*, got \[2\]"),
+        ({"scale_layout": "column_packed"}, "`scales_dtype` must be int32 for scale_layout 'column_packed'"),
+        ({"residual": torch.ones(3, 192, requires_grad=True)}, "`residual` must not require a gradient"),
+    ],
+)
+def test_an_alias_is_named_in_errors(options: dict[str, Any], message: str) -> None:
+    x, gamma = torch.ones(3, 192), torch.ones(192)
+    for _ in range(3):  # also when the op's table knows calls like the good one
+        with torch.enable_grad(), pytest.raises(ContractError, match=f"^rms_norm_fused_fp8: {message}"):
+            onepass.rms_norm_fused_fp8(x, gamma, **options)
+        onepass.rms_norm_fused_fp8(x, gamma)
+    assert not hasattr(torch.ops.onepass, "rms_norm_fused_fp8")
+
+
 @pytest.mark.parametrize("argument", ["x", "gamma", "residual", "out", "residual_out", "prologue_args"])
 def test_negated_view_of_one_column_is_rejected(argument: str) -> None:
     """Its elements lie two apart, which is legal for one column, and have the opposite sign in memory."""

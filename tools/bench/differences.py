@@ -154,9 +154,9 @@ class Comparison:
         rotate = sys.modules[how.home].apply_rotary_pos_emb
         norms = attention.q_norm, attention.k_norm
         heads = [type(norm).forward(norm, x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True)]
-        turned = [t.transpose(1, 2) for t in rotate(*heads, *rope[:2])]
+        turned = [t.transpose(1, 2) for t in rotate(*heads, rope.cos, rope.sin)]
         for ours, own, x, norm in zip(made, turned, (q, k), norms, strict=True):
-            then = _rotation(rotate, rope[:2], x)
+            then = _rotation(rotate, (rope.cos, rope.sin), x)
             self.found(TURNED).compare(ours, own, Rows(x, norm.weight, norm._onepass, then))
             ours.copy_(own)
         return made

@@ -11,6 +11,7 @@ import torch
 
 from ..core import backend as dispatch
 from ..core import op as registration
+from ..ops.rms_norm.contract import RMS_NORM_FUSED_FP8
 from ..testing import runner
 from ..testing.case import Check
 from .common import UsageError, backend_status
@@ -43,11 +44,17 @@ def source(options: argparse.Namespace) -> int:
     if options.op not in runner.OPS:
         raise UsageError(f"argument OP: no op {options.op!r}; choose from {', '.join(runner.OPS)}")
     for part in [Part(options.part)] if options.part else list(Part):
-        texts = registration.generated_sources(options.op) if part is Part.validation else _backend(options.op, part)
+        texts = _validation(options.op) if part is Part.validation else _backend(options.op, part)
         for title, text in texts.items():
             comment = ";" if title == "LLVM IR" else "#"
             print(f"{comment} --- {part}: {title}\n{text.strip()}\n")
     return 0
+
+
+def _validation(op: str) -> dict[str, str]:
+    """The validation generated from the contract of an op, or of the op that it is an alias of."""
+    alias = RMS_NORM_FUSED_FP8
+    return registration.generated_sources(alias.contract.name if op == alias.name else op)
 
 
 def _backend(op: str, backend: Part) -> dict[str, str]:

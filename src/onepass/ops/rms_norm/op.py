@@ -292,6 +292,8 @@ def rms_norm_fused_fp8(
 ) -> tuple[Tensor, ...]:
     """RMSNorm and FP8 quantization in one read. Returns (out, scale[, new_residual][, norm][, rstd]): ``out * scale`` is the norm.
 
+    An alias of `rms_norm_fused_quant` for fp8 codes, which ``out_dtype`` names, with the names of its reference page.
+
     ``scale`` is [..., 1], one per row. With ``group_size`` 16, 32, 64 or 128 it is [..., N / group_size],
     contiguous along the row or, with ``scale_layout="column"``, along the rows (strides (1, M), as
     block-scaled GEMMs read it). ``scale_format="ue8m0"`` rounds scales up to powers of two, stored as
