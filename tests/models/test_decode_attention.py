@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from onepass.integrations.decode_attention import attend
+from onepass.models.forwards.attend import attend
 
 SCALING = 0.2
 MODULE: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa"), scaling=SCALING, layer_idx=0)

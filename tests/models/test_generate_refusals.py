@@ -1,4 +1,4 @@
-"""What `onepass.integrations.generate` cannot record, and names."""
+"""What `onepass.models.generate` cannot record, and names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticCache
 
-from onepass.integrations import MlaCache, generation_request
+from onepass.models import MlaCache
+from onepass.models.generation import request as generation_request
 from tests.helpers.generating import OURS, both, prompts
 from tests.helpers.models import fresh, small
 

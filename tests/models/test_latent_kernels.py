@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.integrations import decode_latent
+from onepass.models.forwards import latent
 from onepass.ops.attention import op as attention
 from onepass.ops.head_product import op as head_product
 from onepass.ops.head_product.spec import HeadCall
@@ -61,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     found = Calls()
     monkeypatch.setitem(latent_attention._family._launch, "cpu", found.latents)
     monkeypatch.setitem(head_product._family._launch, "cpu", found.heads)
-    monkeypatch.setattr(decode_latent, "has_kernels", lambda _: True)
+    monkeypatch.setattr(latent, "has_kernels", lambda _: True)
     return found
 
 
@@ -129,7 +129,7 @@ def test_other_dtypes_keep_what_they_had(calls: Calls, monkeypatch: pytest.Monke
 
 
 def test_a_gpu_without_the_kernels_keeps_what_it_had(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_latent, "has_kernels", lambda _: False)
+    monkeypatch.setattr(latent, "has_kernels", lambda _: False)
     model = small(NAME, BF16)
     found = expansions(model, monkeypatch)
     with onepass.patch(model, decode=True, batch_invariant=True):

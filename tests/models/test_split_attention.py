@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.integrations import decode_attention, unsplit
-from onepass.integrations.biases import biases
+from onepass.models.forwards import attend
+from onepass.models.forwards.attend import biases
 from onepass.ops.attention import op as attention
 from onepass.ops.attention.spec import AttentionCall
 
@@ -44,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """A CPU has the kernel."""
     found = Calls()
     monkeypatch.setitem(attention._family._launch, "cpu", found)
-    monkeypatch.setattr(decode_attention, "has_kernels", lambda _: True)
+    monkeypatch.setattr(attend, "has_kernels", lambda _: True)
     return found
 
 
@@ -79,7 +79,7 @@ def test_short_contexts_use_the_kernel(name: str, static: bool, calls: Calls) ->
 def test_long_contexts_use_it_if_bytes_must_not_depend_on_the_batch(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_attention, "SHORT", 0)
+    monkeypatch.setattr(attend, "SHORT", 0)
     model = small("Qwen3", BF16)
     with onepass.patch(model, decode=True):
         assert run(model, True, (5, 1), calls)[1] == [0, 0]
@@ -112,11 +112,11 @@ def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(device)
         return True
 
-    monkeypatch.setattr(unsplit, "_chips", {})
-    monkeypatch.setattr(unsplit, "_since_ampere", since_ampere)
+    monkeypatch.setattr(attend, "_chips", {})
+    monkeypatch.setattr(attend, "_since_ampere", since_ampere)
     queries: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 3)
-    assert unsplit.has_kernels(queries) and unsplit.has_kernels(queries) and asked == [3]
-    assert not unsplit.has_kernels(torch.zeros(1)) and asked == [3]
+    assert attend.has_kernels(queries) and attend.has_kernels(queries) and asked == [3]
+    assert not attend.has_kernels(torch.zeros(1)) and asked == [3]
 
 
 def test_masks_that_are_added_are_converted_once_per_step() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.integrations import decode_attention, unsplit
-from onepass.integrations.biases import biases
+from onepass.models.forwards import attend
+from onepass.models.forwards.attend import biases
 
 pytest.importorskip("transformers")
 
@@ -55,8 +55,8 @@ class Calls(list[tuple[Any, ...]]):
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """A CPU has the kernel."""
     found = Calls()
-    monkeypatch.setattr(unsplit, "KERNEL", found)
-    monkeypatch.setattr(decode_attention, "takes", lambda *_: True)
+    monkeypatch.setattr(attend, "KERNEL", found)
+    monkeypatch.setattr(attend, "takes_unsplit", lambda *_: True)
     return found
 
 
@@ -100,7 +100,7 @@ def test_the_result_is_that_of_the_formula(
     elif kind != "none":
         mask = masked(1 if kind == "one for all" else 3, 1, length, context)
         mask = torch.log(mask) if kind == "float" else mask
-    got, weights = decode_attention.attend(MODULE, "", (q, k, v), mask, {}, invariant=True)
+    got, weights = attend.attend(MODULE, "", (q, k, v), mask, {}, invariant=True)
     assert len(calls) == 1 and weights is None
     want = expected(q, k, v, mask)
     assert got.shape == want.shape
@@ -110,7 +110,7 @@ def test_the_result_is_that_of_the_formula(
 def test_one_token_copies_nothing(calls: Calls) -> None:
     """Rows are the queries themselves, a cache is read where it is, and the result has the order of the model."""
     q, k, v = states(3, (8, 2), 1, 40)
-    decode_attention.attend(MODULE, "", (q, k, v), masked(3, 1, 1, 40), {}, invariant=True)
+    attend.attend(MODULE, "", (q, k, v), masked(3, 1, 1, 40), {}, invariant=True)
     rows, keys, values, bias = calls[0][:4]
     assert [t.data_ptr() for t in (rows, keys, values)] == [t.data_ptr() for t in (q, k, v)]
     assert rows.shape == (6, 1, 4, 16) and keys.shape == (6, 1, 40, 16)
@@ -121,8 +121,8 @@ def test_a_bias_is_made_once_per_step(calls: Calls) -> None:
     q, k, v = states(2, (4, 2), 1, 9)
     mask = masked(2, 1, 1, 9)
     for layer in (0, 1, 2, 0):
-        module = SimpleNamespace(config=MODULE.config, scaling=SCALING, layer_idx=layer)
-        decode_attention.attend(module, "", (q, k, v), mask, {}, invariant=True)
+        module: Any = SimpleNamespace(config=MODULE.config, scaling=SCALING, layer_idx=layer)
+        attend.attend(module, "", (q, k, v), mask, {}, invariant=True)
         if layer == 2:
             mask[..., 0] = ~mask[..., 0]  # in place, for the next step
     kept = [call[3] for call in calls]
@@ -153,12 +153,12 @@ def test_torch_knows_the_kernel_by_these_arguments(
     """Its shapes without values. Values of 24 and 16 columns are DeepSeek's in small."""
     states_ = [t.to("meta", torch.bfloat16) for t in states(3, heads, length, 40, columns)]
     mask = torch.zeros(3, 1, length, 40, device="meta", dtype=torch.bfloat16)
-    out = unsplit.attend_unsplit(states_[0], states_[1], states_[2], mask, SCALING, 0)
+    out = attend.attend_unsplit(states_[0], states_[1], states_[2], mask, SCALING, 0)
     assert out.shape == (3, length, heads[0] * columns[1]) and out.dtype is torch.bfloat16
 
 
 def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unsplit, "_chips", {})
+    monkeypatch.setattr(attend, "_chips", {})
     majors = {0: 9, 1: 7, 2: 8}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=majors[device]))
 
@@ -166,7 +166,7 @@ def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(is_cuda=cuda, dtype=dtype, shape=(2, 8, 1, columns), get_device=lambda: device)
 
     def takes(mask: Any = None, values: int = 128, **options: Any) -> bool:
-        return unsplit.takes(tensor(**options), tensor(columns=values), mask)
+        return attend.takes_unsplit(tensor(**options), tensor(columns=values), mask)
 
     assert (
         takes() and takes(dtype=torch.float16) and takes(dtype=torch.float32) and takes(columns=192) and takes(device=2)
@@ -174,7 +174,7 @@ def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert takes(torch.zeros(2, 1, 1, 9)) and not takes(torch.zeros(1, 9))
     assert not takes(cuda=False) and not takes(dtype=torch.float64) and not takes(device=1)
     assert not takes(columns=20) and not takes(values=20)
-    monkeypatch.setattr(unsplit, "_chips", {})
+    monkeypatch.setattr(attend, "_chips", {})
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert not takes()
 
@@ -209,8 +209,8 @@ def test_steps_of_an_invariant_model_use_the_kernel(name: str, static: bool, cal
 @pytest.mark.usefixtures("fresh_compiler")
 def test_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled step over a static cache, with a context that is no multiple of the alignment."""
-    monkeypatch.setattr(unsplit, "KERNEL", formula)
-    monkeypatch.setattr(decode_attention, "takes", lambda *_: True)
+    monkeypatch.setattr(attend, "KERNEL", formula)
+    monkeypatch.setattr(attend, "takes_unsplit", lambda *_: True)
     model, make = fresh("Qwen3", layers=1), cast(Any, StaticCache)
     with onepass.patch(model, decode=True, batch_invariant=True), torch.no_grad():
         cache = make(config=model.config, max_cache_len=13)

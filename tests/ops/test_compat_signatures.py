@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from onepass.compat import flashinfer, sglang, vllm, vllm_0_19
+from onepass.engines import flashinfer, sglang, vllm, vllm_0_19
 
 SIGNATURES: dict[str, dict[str, str]] = {
     "vllm 0.33.0: vllm._custom_ops": {

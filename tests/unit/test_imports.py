@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 FACE = {"errors", "formats", "rope", "prologues", "kvcache", "trace", "weights"}
-LIBRARY = {*FACE, "core", "ops", "ops.spec", "nn", "dist", "compat", "integrations"}
+LIBRARY = {*FACE, "core", "ops", "ops.spec", "nn", "dist", "engines", "models"}
 BACKENDS = {"cpu", "gpu", "ops.cpu", "ops.gpu"}
 KERNELS = {"core", "errors", "formats", "prologues"}
 ALLOWED: dict[str, set[str]] = {
@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {*FACE, "core", "ops.spec"},
     "nn": {*FACE, "core", "ops", "ops.spec"},
     "dist": {*FACE, "core", "ops", "ops.spec"},
-    "compat": {*FACE, "core", "ops", "ops.spec"},
-    "integrations": {*FACE, "core", "ops", "ops.spec", "nn", "onepass"},
+    "models": {*FACE, "core", "ops", "ops.spec", "nn"},
+    "engines": {*FACE, "core", "ops", "ops.spec", "models", "onepass"},
     "testing": {*LIBRARY, *BACKENDS},
     "cli": {*LIBRARY, *BACKENDS, "testing", "onepass"},
     "__main__": {"cli", "onepass"},
@@ -46,12 +46,12 @@ compute (spec.py), the kernels for each backend (cpu*.py, gpu*.py), and the rest
 
 LAZY = {
     "__init__.py": "`import onepass` must not import what most programs do not use",
-    "compat/__init__.py": "each module mirrors one library",
     "dist": "DTensor is slow to import",
     "core/build.py": "programs that only call ops compile nothing",
-    "integrations/__init__.py": "transformers is optional",
-    "integrations/vllm.py": "vLLM is optional",
-    "integrations/kernels.py": "Hugging Face kernels is optional",
+    "engines/__init__.py": "each module mirrors one library",
+    "models/__init__.py": "transformers is optional",
+    "engines/plugin.py": "vLLM is optional",
+    "engines/kernels.py": "Hugging Face kernels is optional",
     "trace/__init__.py": "programs that only record a trace need no page",
     "ops": "kernel generators and llvmlite load only when a kernel is not in the object cache",
     "cpu": "kernel generators and llvmlite load only when a kernel is not in the object cache",
@@ -63,7 +63,7 @@ LAZY = {
 
 BY_NAME = {
     "__init__.py": "imported at first use",
-    "compat/__init__.py": "imported at first use",
+    "engines/__init__.py": "imported at first use",
     "core/backend.py": "a family in the backend of a device",
     "testing/runner.py": "a family in the interpreter",
     "cpu/launch.py": "code generators, only where a kernel must be compiled",
