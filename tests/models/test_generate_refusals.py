@@ -98,7 +98,7 @@ def test_hooks_are_refused_where_replays_would_skip_them(clean_global_hooks: Non
     expected, got = both(model, prompts())
     assert torch.equal(got, expected), "a CPU calls them"
     cuda = torch.device("cuda", 0)
-    on_a_gpu = SimpleNamespace(
+    on_a_gpu: Any = SimpleNamespace(
         config=model.config, named_modules=model.named_modules, parameters=lambda: [SimpleNamespace(device=cuda)]
     )
     with pytest.raises(onepass.ContractError, match=r"a forward hook .* got one on model.layers.1.mlp"):

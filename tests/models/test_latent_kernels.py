@@ -158,7 +158,7 @@ def test_the_choice_does_not_depend_on_the_batch(calls: Calls) -> None:
             assert calls.names() == 2 * 2 * STEP
 
 
-@pytest.mark.full  # test_split_attention.py compiles a step with a kernel
+@pytest.mark.full  # test_attend_splits.py compiles a step with a kernel
 @pytest.mark.usefixtures("fresh_compiler")
 def test_one_graph(calls: Calls) -> None:
     model, make = fresh(NAME, BF16, 1), cast(Any, StaticCache)

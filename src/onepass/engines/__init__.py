@@ -7,6 +7,9 @@
 onepass adds sums in its own order (a row gives the same bytes in any batch), so results can differ
 from the originals' in the last bit. Docstrings list all other differences. The libraries
 themselves need not be installed.
+
+- `onepass.engines.plugin` makes onepass a provider of vLLM's norms; vLLM finds it by itself.
+- `onepass.engines.kernels`: a layer for Hugging Face ``kernels``.
 """
 
 from typing import TYPE_CHECKING

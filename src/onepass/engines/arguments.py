@@ -31,7 +31,7 @@ def names_of_op(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return function(*args, **kwargs)
             except (ContractError, Unsupported) as error:
-                message = re.sub(r"`(\w+)`", lambda found: f"`{arguments.get(found[1], found[1])}`", str(error))
+                message = re.sub(r"`(\w+)`", lambda name: f"`{arguments.get(name[1], name[1])}`", str(error))
                 raise type(error)(re.sub(r"^\w+: ", f"{own}: ", message)) from None
 
         return call
@@ -39,15 +39,15 @@ def names_of_op(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def require_tensors(function: str, **given: object) -> None:
+def require_tensors(function: str, **arguments: object) -> None:
     """Raise if one of the arguments is not a tensor."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise ContractError(f"{function}: `{name}` must be a tensor, got {describe(value)}")
 
 
-def require_counts(function: str, **given: object) -> None:
+def require_counts(function: str, **arguments: object) -> None:
     """Raise if one of the arguments is not an int of at least 1."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, (int, SymInt)) or value < 1:
             raise ContractError(f"{function}: `{name}` must be an int of at least 1, got {describe(value)}")

@@ -15,7 +15,7 @@ from ..ops.linear.op import linear
 from ..ops.qk_norm.op import qk_rms_norm
 from .arguments import names_of_op, require_counts, require_tensors
 from .flashinfer.norm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
-from .vllm_attention import product, weight_of
+from .vllm import product, weight_of
 
 __all__ = [
     "dsv3_fused_a_gemm",

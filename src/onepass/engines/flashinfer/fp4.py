@@ -135,14 +135,14 @@ def _quantized(
         raise ContractError(f"{name}: `global_scale` must be a tensor of one element, got {describe(global_scale)}")
     shape = scale_shape(input.shape[:-1], input.shape[-1] // block_size, "128x4" if swizzled else "row")
     dtype = torch.float8_e4m3fn if format == "nvfp4" else torch.float8_e8m0fnu
-    given = None
+    scale_output = None
     if scale is not None:
         if not isinstance(scale, Tensor) or scale.numel() != math.prod(shape) or scale.element_size() != 1:
             raise ContractError(
                 f"{name}: `block_scale` must have {math.prod(shape)} elements of a byte, got {describe(scale)}"
             )
-        given = scale.view(torch.uint8).view(shape).view(dtype)
-    out, made, *_ = rms_norm_fused_quant(
+        scale_output = scale.view(torch.uint8).view(shape).view(dtype)
+    out, block_scales, *_ = rms_norm_fused_quant(
         input,
         weight,
         eps,
@@ -152,11 +152,11 @@ def _quantized(
         global_scale=None if global_scale is None else global_scale.reshape(()),
         scale_layout="128x4" if swizzled else "row",
         out=None if codes is None else codes.view(torch.uint8),
-        scale_output=given,
+        scale_output=scale_output,
         residual_out=residual,
         return_norm=norm is not None,
         norm_out=norm,
     )
-    stored = made if format == "nvfp4" else made.view(torch.uint8)
+    stored = block_scales if format == "nvfp4" else block_scales.view(torch.uint8)
     result = out.view(torch.float4_e2m1fn_x2) if codes is None else codes
     return result, scale if scale is not None else stored.flatten() if swizzled else stored

@@ -96,8 +96,8 @@ def fused_add_rmsnorm_quant(
 def _static(name: str, out: Tensor, input: Tensor, scale: float | Tensor) -> _Options:
     """The options of a norm that is divided by a given scale."""
     if not isinstance(out, Tensor) or out.dtype not in FP8_CODES:
-        found = out.dtype if isinstance(out, Tensor) else type(out).__name__
-        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, FP8_CODES))}), got {found}")
+        kind = out.dtype if isinstance(out, Tensor) else type(out).__name__
+        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, FP8_CODES))}), got {kind}")
     require_tensors(name, input=input)
     if isinstance(scale, Tensor):
         if scale.numel() != 1:

@@ -134,27 +134,14 @@ def attend_heads(
     """
     record = self._onepass
     sizes = hidden_states.shape[:2] if shape is None else shape
-    if step is None:
-        q, k, v = (layer(hidden_states).view(*sizes, -1, self.head_dim) for layer in _layers(self))
-    else:
-        q, k, v = _projected(self, step, hidden_states, norm, sizes)
-    gate = None
-    if record.gated:
-        q, gate = q.reshape(*sizes, -1, 2 * self.head_dim).chunk(2, dim=-1)
-    if step is None:
-        refuse_gradient(self, q, k, gamma_of(self.q_norm.weight), gamma_of(self.k_norm.weight))
+    states, gate = _projected(self, step, hidden_states, norm, sizes)
     if record.window:
         owner = self.config if record.window.startswith("config.") else self
         kwargs["sliding_window"] = getattr(owner, record.window.removeprefix("config."), None)
     if record.softcap:
         kwargs["softcap"] = getattr(self, record.softcap)
-    states = _rotate_and_store(self, step, (q, k, v), position_embeddings, past_key_values, kwargs)
-    if step is None:
-        dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend_as_model(self, record.namespace, states, attention_mask, kwargs, dropout)
-        out = out.contiguous()
-    else:
-        out, weights = attend(self, record.namespace, states, attention_mask, kwargs, step.invariant)
+    states = _rotate_and_store(self, step, states, position_embeddings, past_key_values, kwargs)
+    out, weights = _attended(self, step, states, attention_mask, kwargs)
     if gate is not None:
         out = out * torch.sigmoid(gate.reshape(out.shape))
     if step is None:
@@ -163,19 +150,36 @@ def attend_heads(
     return project(step.out, out, rounding=step.rounding, add=add), weights
 
 
-def _layers(self: HeadsModule) -> tuple[nn.Module, nn.Module, nn.Module]:
-    return self.q_proj, self.k_proj, self.v_proj
-
-
 def _projected(
-    self: HeadsModule, step: AttentionStep, x: Tensor, norm: NormModule | None, shape: Sequence[int]
-) -> Heads:
-    """Heads [*shape, heads, columns] of one projection of q, k and v, with the norm before it."""
-    refuse_gradient(self, x, step.qkv.weight, step.out.weight)
-    rounding = step.rounding if norm is None else norm._onepass.rounding
-    qkv = project(step.qkv, x, norm, rounding=rounding).view(*shape, -1, self.head_dim)
-    q, k, v = qkv.split_with_sizes([columns // self.head_dim for columns in step.columns], dim=2)
-    return q, k, v
+    self: HeadsModule, step: AttentionStep | None, x: Tensor, norm: NormModule | None, sizes: Sequence[int]
+) -> tuple[Heads, Tensor | None]:
+    """Heads [*sizes, heads, columns] and the gate: by the model's own layers, or by one projection behind a norm."""
+    if step is None:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (layer(x).view(*sizes, -1, self.head_dim) for layer in layers)
+    else:
+        refuse_gradient(self, x, step.qkv.weight, step.out.weight)
+        rounding = step.rounding if norm is None else norm._onepass.rounding
+        qkv = project(step.qkv, x, norm, rounding=rounding).view(*sizes, -1, self.head_dim)
+        q, k, v = qkv.split_with_sizes([columns // self.head_dim for columns in step.columns], dim=2)
+    gate = None
+    if self._onepass.gated:
+        q, gate = q.reshape(*sizes, -1, 2 * self.head_dim).chunk(2, dim=-1)
+    if step is None:
+        refuse_gradient(self, q, k, gamma_of(self.q_norm.weight), gamma_of(self.k_norm.weight))
+    return (q, k, v), gate
+
+
+def _attended(
+    self: HeadsModule, step: AttentionStep | None, states: Heads, mask: Tensor | None, kwargs: dict[str, object]
+) -> Attended:
+    """Rows [batch, tokens, columns]: by the model's attention function, or by the kernel for few tokens."""
+    namespace = self._onepass.namespace
+    if step is not None:
+        return attend(self, namespace, states, mask, kwargs, step.invariant)
+    dropout = self.attention_dropout if self.training else 0.0
+    out, weights = attend_as_model(self, namespace, states, mask, kwargs, dropout)
+    return out.contiguous(), weights
 
 
 def _rotate_and_store(
@@ -184,7 +188,7 @@ def _rotate_and_store(
     states: Heads,
     angles: CosSin | None,
     cache: Cache | None,
-    kwargs: dict[str, Any],
+    kwargs: dict[str, object],
 ) -> Heads:
     """Norm and rotate heads [batch, tokens, heads, columns] and write keys and values.
 

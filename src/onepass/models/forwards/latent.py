@@ -31,6 +31,7 @@ from ...ops.head_product.op import head_product, multiplies_heads
 from ...ops.latent_attention.op import attend_latents, attends_latents
 from ...ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from ...ops.qk_cache.op import qk_norm_rope_cache
+from ...rope import RopeStyle
 from .attend import Attended, AttentionModule, attend, attend_as_model, biases, has_kernels
 from .cache import Cache, count, dense_layer, is_mla_cache, settle
 from .linear import Parts, Projection, linear_forward, project, runs_step
@@ -147,8 +148,10 @@ def _write_entries(
     offsets, freqs, rows = cache.angles(*position_embeddings, batch)
     q_rot = q[..., self.qk_nope_head_dim :]
     gamma, eps = gamma_of(self.kv_a_layernorm.weight), self.kv_a_layernorm._onepass.eps
-    style: Any = {"rope_style": "interleaved" if interleaved else "half", "positions": rows}
-    fused_rope_rmsnorm_quantization(q_rot, q_rot, kv, offsets, freqs, gamma, paged, eps, **style)
+    style: RopeStyle = "interleaved" if interleaved else "half"
+    fused_rope_rmsnorm_quantization(
+        q_rot, q_rot, kv, offsets, freqs, gamma, paged, eps, rope_style=style, positions=rows
+    )
     return q.view(batch, length, -1, self.qk_head_dim).transpose(1, 2), *layer.written(length)
 
 

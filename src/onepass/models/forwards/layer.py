@@ -138,9 +138,10 @@ def _attention_side(
 
 def _attend(attention: HeadsModule | LatentModule, x: Tensor, **kwargs: Any) -> Tensor:
     """The output of an attention in a step of few tokens."""
-    step: Any = attention._onepass.step
-    attend: Any = attend_latent if type(step) is LatentStep else attend_heads
-    return cast(Tensor, attend(attention, step, x, **kwargs)[0])
+    record = attention._onepass
+    if isinstance(record, LatentRecord):
+        return attend_latent(cast(LatentModule, attention), cast(LatentStep, record.step), x, **kwargs)[0]
+    return attend_heads(cast(HeadsModule, attention), record.step, x, **kwargs)[0]
 
 
 def _mlp_side(self: LayerModule, few: bool, x: Tensor | None, residual: Tensor, shape: torch.Size) -> Tensor:

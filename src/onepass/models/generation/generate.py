@@ -6,19 +6,22 @@ import inspect
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from types import FrameType
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from ...errors import Unsupported
 from ..forwards.linear import projections_of
 from .request import Request, check_inputs, read_request, refuse, step_shape
-from .state import State
+from .state import Model, State
 
 KEPT: Final = 4
 """Steps that are kept per model, each with its cache. Further ones replace those used longest ago."""
@@ -104,7 +107,7 @@ class Look(NamedTuple):
     """Rows that are on their way to the host."""
 
     rows: Tensor
-    arrived: Any
+    arrived: torch.cuda.Event | None
     """An event of the device, or None if the rows have arrived."""
 
     def wait(self) -> Tensor:
@@ -200,13 +203,13 @@ _LOCK = threading.Lock()
 
 
 def generate(
-    model: Any,
+    model: Model,
     input_ids: Tensor,
-    logits_processor: Any = (),
-    stopping_criteria: Any = (),
-    generation_config: Any = None,
+    logits_processor: Sequence[object] = (),
+    stopping_criteria: Sequence[object] = (),
+    generation_config: GenerationConfig | None = None,
     synced_gpus: bool = False,
-    streamer: Any = None,
+    streamer: BaseStreamer | None = None,
     generator: torch.Generator | None = None,
     **model_kwargs: Any,
 ) -> Tensor:
@@ -228,18 +231,19 @@ def generate(
     streamer = streamer if streamer is not None else called_by.get("streamer")
     refuse("assistant_model", called_by.get("assistant_model"))
     refuse("synced_gpus", synced_gpus or called_by.get("synced_gpus"))
-    request = read_request(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    request = read_request(
+        model, input_ids, logits_processor, stopping_criteria, cast(GenerationConfig, generation_config), model_kwargs
+    )
     # The prompt runs as in transformers' loop, with the cache that transformers made or the caller passed.
-    given = request.cache
     inputs = model.prepare_inputs_for_generation(
         input_ids, next_sequence_length=request.fresh, is_first_iteration=True, **model_kwargs
     )
     logits = model(**inputs, return_dict=True).logits[:, -1]
     kept = _take(model, request)
     state = kept.state
-    state.load(given, request.mask, request.positions, request.eos, request.pad)
-    if not request.keeps_cache and type(given) is DynamicCache:
-        given.layers.clear()  # nobody reads it again
+    state.load(request.cache, request.mask, request.positions, request.eos, request.pad)
+    if not request.keeps_cache and isinstance(request.cache, DynamicCache):
+        request.cache.layers.clear()  # nobody reads it again
     source = _generator(generator, input_ids.device)
     if state.generator is not None:
         state.generator.set_state(source.get_state())
@@ -249,39 +253,39 @@ def generate(
         kept.fresh = False
     del logits, inputs
     with _decoding(model):
-        made = _run(kept, model, request, streamer)
+        length = _run(kept, model, request, streamer)
     if state.generator is not None:
         source.set_state(state.generator.get_state())
-    result = torch.cat([input_ids, state.history[:made].T.to(input_ids.dtype)], dim=1)
+    result = torch.cat([input_ids, state.history[:length].T.to(input_ids.dtype)], dim=1)
     if request.keeps_cache:
-        state.store(given, request.mask.shape[1] + made - 1)
+        state.store(request.cache, request.mask.shape[1] + length - 1)
     _put_back(model, request, kept)
     if streamer is not None:
         streamer.end()
     return result
 
 
-def _run(kept: Kept, model: Any, request: Request, streamer: Any) -> int:
+def _run(kept: Kept, model: Model, request: Request, streamer: BaseStreamer | None) -> int:
     """Run steps until all sequences have ended; the number of tokens to keep. The first one is already chosen."""
     state, runner = kept.state, kept.runner
     step = partial(state.step, model)
     eos = torch.tensor(request.eos, dtype=torch.long)
     running = torch.ones(state.shape.batch, dtype=torch.bool)
     looks: deque[Look] = deque([kept.reader.send(0, 1)])
-    made, seen = 1, 0
+    sent, seen = 1, 0
     # The device gets more steps before the host waits for the last ones, so that it always has work.
     ahead = 0 if runner.steps_per_look == 1 else 1
     while seen < request.new_tokens:
-        while made < request.new_tokens and len(looks) <= ahead:
-            count = min(runner.steps_per_look, request.new_tokens - made)
+        while sent < request.new_tokens and len(looks) <= ahead:
+            count = min(runner.steps_per_look, request.new_tokens - sent)
             for _ in range(count):
                 runner.run(step, state.save)
-            looks.append(kept.reader.send(made, made + count))
-            made += count
+            looks.append(kept.reader.send(sent, sent + count))
+            sent += count
         for tokens in looks.popleft().wait():
             seen += 1
             if streamer is not None:
-                streamer.put(tokens.clone())
+                streamer.put(tokens.clone())  # type: ignore[no-untyped-call]
             if request.eos:
                 running &= (tokens.unsqueeze(1) != eos).all(1)
                 if not running.any():
@@ -289,7 +293,7 @@ def _run(kept: Kept, model: Any, request: Request, streamer: Any) -> int:
     return seen
 
 
-def _take(model: Any, request: Request) -> Kept:
+def _take(model: Model, request: Request) -> Kept:
     """The kept step for such a request, or a new one. Until it is put back, no other call finds it."""
     with _LOCK:
         kept = _KEPT.get(model, OrderedDict()).pop(request.key, None)
@@ -306,7 +310,7 @@ def _runner(device: torch.device, generator: torch.Generator | None) -> Runner:
     return Graph(device, generator) if device.type == "cuda" else Eager()
 
 
-def _put_back(model: Any, request: Request, kept: Kept) -> None:
+def _put_back(model: Model, request: Request, kept: Kept) -> None:
     with _LOCK:
         entries = _KEPT.setdefault(model, OrderedDict())
         entries[request.key] = kept
@@ -315,22 +319,22 @@ def _put_back(model: Any, request: Request, kept: Kept) -> None:
             entries.popitem(last=False)
 
 
-def _generator(given: torch.Generator | None, device: torch.device) -> torch.Generator:
-    if given is not None:
-        return given
+def _generator(own: torch.Generator | None, device: torch.device) -> torch.Generator:
+    if own is not None:
+        return own
     if device.type == "cuda":
         torch.cuda.init()
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator
 
 
-def _decoding(model: Any) -> AbstractContextManager[Any]:
+def _decoding(model: Model) -> AbstractContextManager[object]:
     """transformers' own choice of kernels for the experts of a decode step."""
     optimize = getattr(model, "_optimize_model_for_decode", None)
     return nullcontext() if optimize is None else optimize()
 
 
-def _caller(frame: Any) -> dict[str, Any]:
+def _caller(frame: FrameType | None) -> dict[str, Any]:
     """The arguments of `model.generate`, which does not pass all of them on: a streamer would be lost."""
     caller = frame.f_back if frame is not None else None
     if caller is None or "custom_generate" not in caller.f_locals:

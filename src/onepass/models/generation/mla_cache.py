@@ -86,7 +86,9 @@ class MlaCacheLayer(CacheLayerMixin):
         self.length += tokens
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write states as entries; the model's own code calls this."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

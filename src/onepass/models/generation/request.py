@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from transformers.cache_utils import DynamicCache, StaticCache
-from transformers.generation.configuration_utils import GenerationMode
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ...core.contract import describe
 from ...errors import ContractError
-from .state import FULL, LAYERS, PATTERNS, SLIDING, Shape, State
+from .state import FULL, LAYERS, PATTERNS, SLIDING, Layers, Model, Shape, State
 
 ROUND_TO: Final = 64
 """Lengths of caches are multiples of this, so that prompts of similar lengths share a step."""
@@ -49,7 +49,7 @@ _ROPES: Final = ("dynamic", "longrope")
 class Request(NamedTuple):
     """A call of `generate` that can be recorded."""
 
-    cache: Any
+    cache: Layers
     keeps_cache: bool
     """Whether the caller passed the cache, and gets it back with all tokens."""
     fresh: int | None
@@ -78,7 +78,12 @@ def _fail(what: str) -> NoReturn:
 
 
 def read_request(
-    model: Any, input_ids: Tensor, processors: Any, criteria: Any, config: Any, arguments: dict[str, Any]
+    model: Model,
+    input_ids: Tensor,
+    processors: Sequence[object],
+    criteria: Sequence[object],
+    config: GenerationConfig,
+    arguments: dict[str, Any],
 ) -> Request:
     """Check a call and collect what it asks for."""
     _check_model(model, input_ids.device)
@@ -95,8 +100,7 @@ def read_request(
         _fail("`pad_token_id` must be set where sequences end")
     if limit is None:
         _fail("`max_new_tokens` or `max_length` must be set")
-    cache: Any = arguments.get("past_key_values")
-    check_cache(cache)
+    cache = check_cache(arguments.get("past_key_values"))
     mask, positions = _prompt(input_ids, arguments)
     given_all = mask.shape[1] == input_ids.shape[1]
     new_tokens = limit - input_ids.shape[1]
@@ -125,7 +129,7 @@ def _autocast(device: torch.device) -> object:
     return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
 
 
-def _check_model(model: Any, device: torch.device) -> None:
+def _check_model(model: Model, device: torch.device) -> None:
     if model.config.is_encoder_decoder:
         _fail(f"a model with an encoder, {type(model).__name__}, is not supported")
     devices = {parameter.device for parameter in model.parameters()}
@@ -143,7 +147,7 @@ def _check_model(model: Any, device: torch.device) -> None:
         _check_hooks(model)
 
 
-def _check_hooks(model: Any) -> None:
+def _check_hooks(model: nn.Module) -> None:
     """Raise if a module has a hook, which replays would not call."""
     hooked = [name or "the model" for name, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
@@ -160,7 +164,7 @@ def _rope_types(parameters: object) -> Iterator[object]:
             yield from _rope_types(value)
 
 
-def _check_config(config: Any) -> None:
+def _check_config(config: GenerationConfig) -> None:
     for name in _FLAGS:
         refuse(name, getattr(config, name, None))
     if (getattr(config, "num_beams", None) or 1) > 1:
@@ -172,7 +176,7 @@ def _check_config(config: Any) -> None:
         _fail("`use_cache=False` is not supported")
 
 
-def _ends(criteria: Any) -> tuple[int | None, tuple[int, ...]]:
+def _ends(criteria: Sequence[object]) -> tuple[int | None, tuple[int, ...]]:
     """The length at which sequences end, and the ids that end them."""
     lengths, eos = [], []
     for criterion in criteria:
@@ -185,15 +189,16 @@ def _ends(criteria: Any) -> tuple[int | None, tuple[int, ...]]:
     return min(lengths, default=None), tuple(eos)
 
 
-def check_cache(cache: Any) -> None:
-    """Raise unless a step can start from the entries of a cache."""
-    if type(cache) not in (DynamicCache, StaticCache):
+def check_cache(cache: object) -> Layers:
+    """The cache; raises unless a step can start from its entries."""
+    if not isinstance(cache, Cache) or type(cache) not in (DynamicCache, StaticCache):
         _fail(f"a cache of class {type(cache).__name__} is not supported")
     if getattr(cache, "offloading", False):
         _fail(f"an offloaded {type(cache).__name__} is not supported")
     for layer in cache.layers:
         if type(layer) not in LAYERS:
             _fail(f"a cache layer of class {type(layer).__name__} is not supported")
+    return cast(Layers, cache)
 
 
 def _prompt(input_ids: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -206,7 +211,7 @@ def _prompt(input_ids: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tenso
     return mask, positions[:, -1:].expand(len(mask), 1)
 
 
-def step_shape(model: Any, request: Request) -> Shape:
+def step_shape(model: Model, request: Request) -> Shape:
     """What the tensors of the step depend on, from the model's configuration."""
     check_cache(request.cache)
     text = model.config.get_text_config()
@@ -231,7 +236,7 @@ def step_shape(model: Any, request: Request) -> Shape:
     )
 
 
-def check_inputs(model: Any, request: Request, state: State) -> None:
+def check_inputs(model: Model, request: Request, state: State) -> None:
     """Compare the inputs of a new step with those that transformers prepares for it; raise if they differ."""
     mask = torch.cat([request.mask, request.mask.new_ones(len(request.mask), 1)], dim=1)
     ours = state.inputs()
@@ -249,7 +254,7 @@ def check_inputs(model: Any, request: Request, state: State) -> None:
             _fail(f"{type(model).__name__} prepares `{name}` in a way that is not supported")
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _same(ours: object, theirs: object) -> bool:
     if isinstance(theirs, dict):
         return isinstance(ours, dict) and all(_same(ours.get(name), value) for name, value in theirs.items())
     if isinstance(theirs, Tensor):

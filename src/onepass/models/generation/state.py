@@ -8,10 +8,10 @@ window decide on the host when the window is full.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -22,12 +22,62 @@ from transformers.cache_utils import (
 
 from ..forwards.cache import OUTSIDE
 
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PreTrainedConfig
+
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 PATTERNS: Final = (FULL, SLIDING)
 """The kinds of attention whose masks are known here."""
 LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 """The layers of given caches that can be read and written."""
+
+
+class ModelConfig(Protocol):
+    """What is read of a model's configuration."""
+
+    is_encoder_decoder: bool
+    _attn_implementation: str
+
+    def get_text_config(self) -> ModelConfig:
+        """The configuration of the language model."""
+        ...
+
+
+class Model(nn.Module):
+    """What is read of a model."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    prepare_inputs_for_generation: Callable[..., dict[str, object]]
+
+
+class Layer(Protocol):
+    """What is read and written of a layer of a cache."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class StepLayer(Layer, Protocol):
+    """A layer of the step's cache."""
+
+    cumulative_length: Tensor
+    update: Callable[..., tuple[Tensor, Tensor]]
+    get_seq_length: Callable[[], Tensor]
+
+
+class Layers(Protocol):
+    """What is used of a cache."""
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """Its layers."""
+        ...
+
+    def get_seq_length(self) -> int | Tensor:
+        """How many tokens it holds."""
+        ...
 
 
 class Shape(NamedTuple):
@@ -48,19 +98,20 @@ class Shape(NamedTuple):
     """What masks add to scores that do not count: the value that the model's attention adds."""
 
 
-def slot_layer(length: int, slot: Tensor, like: Any) -> Any:
+def slot_layer(length: int, slot: Tensor, like: Layer) -> StepLayer:
     """A static layer with heads like another's that writes one token to ``slot``, which the step moves on.
 
     Layers that count for themselves would spend three launches each. The class stays transformers', because a patched
     model writes into its tensors directly, at the slot.
     """
-    layer: Any = StaticLayer(max_cache_len=length)
-    layer.lazy_initialization(like.keys, like.values)
+    static = StaticLayer(max_cache_len=length)
+    static.lazy_initialization(like.keys, like.values)
+    layer = cast(StepLayer, static)
     layer.cumulative_length = slot
     setattr(layer, OUTSIDE, True)
     keys, values = layer.keys, layer.values  # a reference to the layer would be a cycle, and keep its memory
 
-    def update(key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         return keys.index_copy_(2, slot, key_states), values.index_copy_(2, slot, value_states)
 
     layer.update = update
@@ -74,8 +125,8 @@ class State:
     def __init__(
         self,
         shape: Shape,
-        given: Any,
-        config: Any,
+        source: Layers,
+        config: ModelConfig,
         device: torch.device,
         warpers: Sequence[Callable[..., Any]],
         sampling: bool,
@@ -89,9 +140,9 @@ class State:
             self.counters = torch.zeros(2 + batch, dtype=torch.long, device=device)
             self.slot, self.row = self.counters[0:1], self.counters[1:2]
             self.positions = self.counters[2:].view(batch, 1)
-            self.layers: list[Any] = [slot_layer(length, self.slot, like) for like in given.layers]
-            self.cache = StaticCache(config=config, max_cache_len=length)
-            self.cache.layers = self.layers
+            self.layers = [slot_layer(length, self.slot, like) for like in source.layers]
+            self.cache = StaticCache(config=cast("PreTrainedConfig", config), max_cache_len=length)
+            self.cache.layers = cast(list[Any], self.layers)
             self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
             self.running = torch.ones(batch, dtype=torch.bool, device=device)
             self.eos = torch.zeros(max(1, shape.eos), dtype=torch.long, device=device)
@@ -104,10 +155,10 @@ class State:
             self.history = torch.zeros(length, batch, dtype=torch.long, device=device)
         self.generator = torch.Generator(device) if sampling else None
 
-    def load(self, given: Any, mask: Tensor, positions: Tensor, eos: Sequence[int], pad: int) -> None:
+    def load(self, prompt: Layers, mask: Tensor, positions: Tensor, eos: Sequence[int], pad: int) -> None:
         """Start behind a prompt: its cache, its mask [batch, tokens], the positions of its last tokens."""
         tokens = mask.shape[1]
-        for layer, source in zip(self.layers, given.layers, strict=True):
+        for layer, source in zip(self.layers, prompt.layers, strict=True):
             held = _held(source, tokens)
             for ours, theirs in ((layer.keys, source.keys), (layer.values, source.values)):
                 # Masked entries count as zero only while they are finite, so nothing old may stay.
@@ -140,10 +191,10 @@ class State:
     def masks(self) -> Tensor | dict[str, Tensor]:
         """What the model takes as ``attention_mask``."""
         every = {FULL: self.full, SLIDING: self.sliding}
-        found = {name: every[name] for name in self.shape.patterns}
-        return found if self.shape.by_pattern else found[self.shape.patterns[0]]
+        masks = {name: every[name] for name in self.shape.patterns}
+        return masks if self.shape.by_pattern else masks[self.shape.patterns[0]]
 
-    def step(self, model: Any) -> None:
+    def step(self, model: Model) -> None:
         """Run the model on the last tokens, and choose the next ones."""
         self.choose(model(**self.inputs(), return_dict=True).logits[:, -1])
 
@@ -187,15 +238,16 @@ class State:
             within = self.slots > self.slot - self.shape.window
             torch.where(within, self.full, self.blocked, out=self.sliding)
 
-    def store(self, given: Any, tokens: int) -> None:
+    def store(self, cache: Layers, tokens: int) -> None:
         """Write the entries of the first ``tokens`` tokens into a cache that the caller passed."""
-        for layer, target in zip(self.layers, given.layers, strict=True):
-            static = isinstance(target, StaticLayer)
-            held = min(tokens, target.max_cache_len if static else tokens)
-            if type(target) is DynamicSlidingWindowLayer:
+        for layer, target in zip(self.layers, cache.layers, strict=True):
+            held = tokens
+            if isinstance(target, StaticLayer):
+                held = min(tokens, target.max_cache_len)
+            elif isinstance(target, DynamicSlidingWindowLayer):
                 held = min(tokens, target.sliding_window - 1)
             keys, values = (part[:, :, tokens - held : tokens] for part in (layer.keys, layer.values))
-            if static:
+            if isinstance(target, StaticLayer):
                 target.keys[:, :, :held].copy_(keys)
                 target.values[:, :, :held].copy_(values)
                 target.cumulative_length.fill_(held)
@@ -207,6 +259,6 @@ class State:
                     target.cumulative_length = tokens
 
 
-def _held(layer: Any, tokens: int) -> int:
+def _held(layer: Layer, tokens: int) -> int:
     """How many of the last tokens a layer of a given cache holds."""
     return min(tokens, int(layer.keys.shape[2]))

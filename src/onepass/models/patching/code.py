@@ -70,9 +70,9 @@ def code_of(cls: type[nn.Module], called: frozenset[str] = frozenset()) -> Code:
     reader = _Reader(cls, called)
     digest = _digest(reader.read(cls.forward, method=True))
     names = _function(cls.forward).__globals__
-    home = str(names.get("__name__"))
-    importable = vars(sys.modules.get(home, object)) is names
-    return Code(digest, home if importable else "", frozenset(reader.methods))
+    module = str(names.get("__name__"))
+    importable = vars(sys.modules.get(module, object)) is names
+    return Code(digest, module if importable else "", frozenset(reader.methods))
 
 
 def fingerprint_of(function: object) -> str:
@@ -122,10 +122,10 @@ class _Reader:
         name = reference.name
         classes = self.cls.__mro__
         if reference.kind == "super":
-            here = _looked_up("__class__", function)  # a subclass may only wrap what it inherits
-            if here not in classes:
+            defined_in = _looked_up("__class__", function)  # a subclass may only wrap what it inherits
+            if defined_in not in classes:
                 raise NotComparable(f"{function.__name__} belongs to another class")
-            classes = classes[classes.index(here) + 1 :]
+            classes = classes[classes.index(defined_in) + 1 :]
         definer = next((cls for cls in classes if name in vars(cls)), None)
         if definer is None or definer is nn.Module or definer is object:
             yield f"{reference.kind}.{name}"
@@ -146,23 +146,23 @@ class _Reader:
     def value(self, name: str, value: object, function: FunctionType) -> Iterator[str]:
         """What a global name stands for."""
         value = _called_by(value)
-        home = str(getattr(value, "__module__", ""))
-        torchs = home.partition(".")[0] == "torch"
+        module = str(getattr(value, "__module__", ""))
+        torchs = module.partition(".")[0] == "torch"
         if isinstance(value, ModuleType):
             yield f"module {value.__name__}"
         elif isinstance(value, FunctionType) and not torchs:
             yield from self.read(value)
         elif isinstance(value, FunctionType | BuiltinFunctionType | type):
-            yield f"{home}.{value.__qualname__}"
+            yield f"{module}.{value.__qualname__}"
         else:
             yield _constant(name, value, function.__module__)
 
 
-def _constant(name: str, value: object, home: str) -> str:
+def _constant(name: str, value: object, module: str) -> str:
     """A constant by its value, any other object by its name and the module that uses it."""
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
-    return f"{home}.{name}"
+    return f"{module}.{name}"
 
 
 def _looked_up(name: str, function: FunctionType) -> object:
@@ -188,10 +188,10 @@ def _called_by(value: object) -> object:
 def _function(value: object) -> FunctionType:
     """The function itself, without transformers' decorators that change nothing here."""
     while isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
-        home = str(value.__globals__.get("__name__"))
-        own = home.startswith("transformers.") and vars(sys.modules.get(home, object)) is value.__globals__
-        if not own or not (home == _RENAMING or _only_checkpoints(value)):
-            raise NotComparable(f"{value.__name__} is wrapped by code of {home}")
+        module = str(value.__globals__.get("__name__"))
+        own = module.startswith("transformers.") and vars(sys.modules.get(module, object)) is value.__globals__
+        if not own or not (module == _RENAMING or _only_checkpoints(value)):
+            raise NotComparable(f"{value.__name__} is wrapped by code of {module}")
         value = value.__wrapped__
     if not isinstance(value, FunctionType):
         raise NotComparable(f"{getattr(value, '__name__', value)} is a {type(value).__name__}, not a function")
@@ -255,10 +255,10 @@ def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError, ValueError, tokenize.TokenError):
         raise NotComparable(f"the source of {code.co_name} is not available") from None
-    found = tree.body[0] if tree.body else None
-    if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) or found.name != code.co_name:
+    definition = tree.body[0] if tree.body else None
+    if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef) or definition.name != code.co_name:
         raise NotComparable(f"the source of {code.co_name} is not a function definition")
-    return found
+    return definition
 
 
 def _locals(code: CodeType) -> frozenset[str]:
