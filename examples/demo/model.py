@@ -146,7 +146,8 @@ def _replaced(model: Any, handle: Patched) -> list[Any]:
 
 def latent_cache(model: Any, handle: Patched | None, length: int) -> Any:
     """The cache that a patched model with latent attention writes in one launch; None for any other model."""
-    if handle is None or not any(isinstance(module._onepass, LatentRecord) for module in _replaced(model, handle)):
+    records = [] if handle is None else [module._onepass for module in _replaced(model, handle)]
+    if not any(isinstance(record, LatentRecord) and record.fused for record in records):
         return None
     from onepass.models import MlaCache  # needs transformers
 

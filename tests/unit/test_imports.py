@@ -15,6 +15,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 FACE = {"errors", "formats", "rope", "prologues", "kvcache", "trace", "weights"}
 LIBRARY = {*FACE, "core", "ops", "ops.spec", "nn", "dist", "engines", "models"}
+MODELS = {"models.forwards", "models.patching", "models.generation"}
 BACKENDS = {"cpu", "gpu", "ops.cpu", "ops.gpu"}
 KERNELS = {"core", "errors", "formats", "prologues"}
 ALLOWED: dict[str, set[str]] = {
@@ -34,15 +35,18 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {*FACE, "core", "ops.spec"},
     "nn": {*FACE, "core", "ops", "ops.spec"},
     "dist": {*FACE, "core", "ops", "ops.spec"},
-    "models": {*FACE, "core", "ops", "ops.spec", "nn"},
-    "engines": {*FACE, "core", "ops", "ops.spec", "models", "onepass"},
+    "models.forwards": {*FACE, "core", "ops", "ops.spec", "nn"},
+    "models.patching": {"core", "errors", "formats", "rope", "weights", "ops.spec", "nn", "models.forwards"},
+    "models.generation": {"core", "errors", "kvcache", "models.forwards"},
+    "models": MODELS,
+    "engines": {*FACE, "core", "ops", "ops.spec", "models.patching", "onepass"},
     "testing": {*LIBRARY, *BACKENDS},
     "cli": {*LIBRARY, *BACKENDS, "testing", "onepass"},
     "__main__": {"cli", "onepass"},
     "onepass": LIBRARY,
 }
 """What each room of onepass may import. "onepass" is the package itself. An op's folder has four rooms: what its kernels
-compute (spec.py), the kernels for each backend (cpu*.py, gpu*.py), and the rest."""
+compute (spec.py), the kernels for each backend (cpu*.py, gpu*.py), and the rest; models has three folders."""
 
 LAZY = {
     "__init__.py": "`import onepass` must not import what most programs do not use",
@@ -100,6 +104,8 @@ def package(module: str) -> str:
     if rest[0] == "ops" and len(rest) == 3:
         part = rest[2].split("_")[0]
         return f"ops.{part}" if part in ("spec", "cpu", "gpu") else "ops"
+    if rest[0] == "models" and len(rest) > 1:
+        return f"models.{rest[1]}"
     return rest[0]
 
 
