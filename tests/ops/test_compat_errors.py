@@ -1,4 +1,4 @@
-"""Bad arguments of compat functions: errors name the function and the argument as the caller knows them."""
+"""Bad arguments of the functions of `onepass.engines`: errors name the function and the argument as the caller knows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, order and defaults of compat functions' parameters, against those of the libraries.
+"""Names, order and defaults of parameters of the functions of `onepass.engines`, against those of the libraries.
 
 ``SIGNATURES`` is data: each text is copied from the function that the release has at that place, without annotations. The
 schemas of vLLM's ops are those that its extension registers.
