@@ -16,8 +16,7 @@ from .ops.linear.op import linear
 from .ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from .ops.qk_cache.op import qk_norm_rope_cache
 from .ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
-from .ops.rms_norm.finish import layer_norm
-from .ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from .ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from .prologues import Prologue, prologue
 from .rope import Rope
 from .trace import GEMV_TRACE_EVENTS_PER_BLOCK, GemvEvent, GmemTrace, NullTrace, TraceBuf

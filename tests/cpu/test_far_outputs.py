@@ -15,7 +15,7 @@ import onepass
 from onepass.core import op as registration
 from onepass.cpu import launch as launcher
 from onepass.ops.rms_norm import cpu as rms_norm
-from onepass.ops.rms_norm.spec import RowCall, RowSpec, row_spec
+from onepass.ops.rms_norm.launch import RowCall, RowSpec, row_spec
 from onepass.testing.case import same_bytes
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,7 +31,7 @@ def placed(like: Tensor, bytes_off: int) -> Tensor:
 
 def forget() -> None:
     """Let no call repeat what another test recorded."""
-    for op in registration._ops:
+    for op in registration.ops:
         if op.table is not None:
             op.table.clear()
 

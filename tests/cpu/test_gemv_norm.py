@@ -20,11 +20,11 @@ from onepass.cpu import threads
 from onepass.cpu.sizes import TILE, row_blocks
 from onepass.formats import ScaleRule
 from onepass.ops.gemv_norm import cpu as gemv_norm
-from onepass.ops.gemv_norm import spec as gemv
-from onepass.ops.gemv_norm.cpu_tile import trace_blocks
-from onepass.ops.gemv_norm.spec import GemvSpec, gemv_spec
+from onepass.ops.gemv_norm import launch as gemv
+from onepass.ops.gemv_norm.cpu import trace_blocks
+from onepass.ops.gemv_norm.launch import GemvSpec, gemv_spec
 from onepass.ops.rms_norm import cpu as rms_norm
-from onepass.ops.rms_norm.spec import RowCall, row_spec
+from onepass.ops.rms_norm.launch import RowCall, row_spec
 from tests.helpers.cpu_gemv_reference import FP8, SPECS, Case, case, same
 from tests.helpers.cpu_reference import BF16, F32, INF, NAN, kernel_for
 from tests.helpers.page_edge import against_the_edge
@@ -192,7 +192,7 @@ def test_bytes_do_not_depend_on_threads(spec: GemvSpec, team: pytest.MonkeyPatch
 def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS[name]
     here = [case(name, m, 70, 600, 30, 29).run() for m in (1, 2, 3, 6, 8, 11, 16)]
-    monkeypatch.setitem(gemv_norm.FAMILY.kernels, spec, kernel_for(gemv_norm.FAMILY, spec, "haswell"))
+    monkeypatch.setitem(gemv_norm.KERNELS.loaded, spec, kernel_for(gemv_norm.KERNELS, spec, "haswell"))
     assert all(same(one, Case(spec, len(one.act), 70, 600, *one.widths).run()) for one in here)
 
 
@@ -295,13 +295,13 @@ def test_kernels_are_cached_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     names = {compiler.cache_file(spec) for spec in SPECS.values()}
     assert len(names) == len(SPECS)
-    monkeypatch.delitem(gemv_norm.FAMILY.kernels, spec, raising=False)
+    monkeypatch.delitem(gemv_norm.KERNELS.loaded, spec, raising=False)
     gemv_norm.precompile(spec)
     assert [*tmp_path.iterdir()] == [compiler.cache_file(spec)]
 
     def refuse(*_: Any) -> bytes:
         raise AssertionError("compiled again")
 
-    monkeypatch.delitem(gemv_norm.FAMILY.kernels, spec)
+    monkeypatch.delitem(gemv_norm.KERNELS.loaded, spec)
     monkeypatch.setattr(compiler, "compile_ir", refuse)
     case("f32", 2, 30, 40, 30).run().check()

@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from onepass.cpu import compile as compiler
 from onepass.cpu.llvm import bits, half, vec
-from onepass.ops.rms_norm.spec import row_spec
+from onepass.ops.rms_norm.launch import row_spec
 from tests.cpu.test_numbers import all_values, elementwise, neighbours, pad
 from tests.helpers.cpu_reference import F16, F32
 

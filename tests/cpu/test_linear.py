@@ -15,9 +15,9 @@ from onepass.cpu import compile as compiler
 from onepass.cpu import threads
 from onepass.cpu.sizes import CHUNK, MAX_SLOTS, SUM, TILE
 from onepass.ops.gemv_norm import cpu as gemv_norm
-from onepass.ops.gemv_norm.spec import GemvCall, gemv_spec
+from onepass.ops.gemv_norm.launch import GemvCall, gemv_spec
 from onepass.ops.linear import cpu as linear
-from onepass.ops.linear.spec import ACTIVATIONS, LinearCall, LinearSpec, linear_spec
+from onepass.ops.linear.launch import ACTIVATIONS, LinearCall, LinearSpec, linear_spec
 from onepass.testing.case import same_bytes
 from tests.helpers.cpu_gemv_reference import FP8
 from tests.helpers.cpu_linear_reference import INT8, SPECS, Case, activation64, case, same, without
@@ -291,7 +291,7 @@ def test_bytes_do_not_depend_on_threads(spec: LinearSpec, team: pytest.MonkeyPat
 def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS[name]
     here = [Case(spec, m, 70, 600).run() for m in ROWS]
-    monkeypatch.setitem(linear.FAMILY.kernels, spec, kernel_for(linear.FAMILY, spec, "haswell"))
+    monkeypatch.setitem(linear.KERNELS.loaded, spec, kernel_for(linear.KERNELS, spec, "haswell"))
     assert all(same(one, Case(spec, one.m, 70, 600).run()) for one in here)
 
 
@@ -302,7 +302,7 @@ def test_fp8_weights_are_added_in_one_order(scale: str, monkeypatch: pytest.Monk
     spec = linear_spec(F32, FP8, scale)
     shapes = [(m, k) for m in (1, 3, 4) for k in (32, 96, 600, 1000)]
     here = [Case(spec, m, 30, k).run() for m, k in shapes]
-    monkeypatch.setitem(linear.FAMILY.kernels, spec, kernel_for(linear.FAMILY, spec, "haswell"))
+    monkeypatch.setitem(linear.KERNELS.loaded, spec, kernel_for(linear.KERNELS, spec, "haswell"))
     assert all(same(one, Case(spec, m, 30, k).run()) for one, (m, k) in zip(here, shapes, strict=True))
 
 
@@ -336,7 +336,7 @@ def test_scratch_memory_is_bounded() -> None:
 
     def size(m: int) -> int:
         call = LinearCall(spec, torch.empty(m, k, dtype=BF16), weight, torch.empty(m, 2112, dtype=BF16))
-        return int(linear._config(call)[1])
+        return linear._work(call).size
 
     row = -(-k // CHUNK) * CHUNK + torch.get_num_threads() * TILE * SUM
     assert size(1) == row and size(16) == 16 * row and size(64) == 64 * row
@@ -364,7 +364,7 @@ def test_panels_share_slots() -> None:
         torch.set_num_threads(threads)
         try:
             call = LinearCall(spec, torch.empty(m, 4096, dtype=F16), torch.empty(n, 4096, dtype=F16), torch.empty(m, n))
-            return int(linear._config(call)[5])
+            return linear._work(call).slots
         finally:
             torch.set_num_threads(before)
 

@@ -16,9 +16,9 @@ pytest.importorskip("llvmlite")
 from onepass.cpu import compile as compiler
 from onepass.cpu import launch as launcher
 from onepass.formats import E4M3FN, E4M3FNUZ, ScaleRule
-from onepass.ops.mla_cache.spec import MAX_LATENT, MAX_ROPE, mla_spec
+from onepass.ops.mla_cache.launch import MAX_LATENT, MAX_ROPE, mla_spec
 from onepass.ops.rms_norm import cpu as rms_norm
-from onepass.ops.rms_norm.spec import RowSpec
+from onepass.ops.rms_norm.launch import RowSpec
 from onepass.rope import RopeStyle
 from tests.helpers.cpu_reference import (
     BF16,
@@ -292,6 +292,6 @@ def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pyte
     spec = SPECS[name]
     widths = (1, 37, 64, 1000)
     here = [Case(spec, 3, n).run().bytes() for n in widths]
-    monkeypatch.setitem(rms_norm.FAMILY.kernels, spec, kernel_for(rms_norm.FAMILY, spec, "haswell"))
+    monkeypatch.setitem(rms_norm.KERNELS.loaded, spec, kernel_for(rms_norm.KERNELS, spec, "haswell"))
     for n, expected in zip(widths, here, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(Case(spec, 3, n).run().bytes(), expected, strict=True))

@@ -43,4 +43,4 @@ def _dispatched(op: registration.Op) -> Form:
     )
 
 
-DISPATCHED: list[Form] = [_dispatched(op) for op in registration._ops]
+DISPATCHED: list[Form] = [_dispatched(op) for op in registration.ops]

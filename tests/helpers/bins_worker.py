@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from onepass.gpu.chip import INTERPRETER
-from onepass.gpu.lib.bins import bin_squares, sum_bins, sum_bins_and_peak
+from onepass.gpu.lib.reduce import bin_squares, sum_bins, sum_bins_and_peak
 from onepass.gpu.lib.row import tile_columns
 from onepass.gpu.tuning.table import Regime, Variant
 from onepass.ops.rms_norm.gpu_tile import RowConfig, row_bins, row_config

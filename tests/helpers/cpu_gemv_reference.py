@@ -12,8 +12,8 @@ pytest.importorskip("llvmlite")
 
 from onepass.formats import E4M3FN, E4M3FNUZ
 from onepass.ops.gemv_norm import cpu as gemv_norm
-from onepass.ops.gemv_norm.cpu_tile import trace_blocks
-from onepass.ops.gemv_norm.spec import GemvCall, GemvSpec, gemv_spec
+from onepass.ops.gemv_norm.cpu import trace_blocks
+from onepass.ops.gemv_norm.launch import GemvCall, GemvSpec, gemv_spec
 from tests.helpers.cpu_reference import BF16, F16, F32, between, encode64, one_of, rounder, spread
 
 FP8 = E4M3FN.dtype

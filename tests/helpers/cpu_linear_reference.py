@@ -15,9 +15,9 @@ pytest.importorskip("llvmlite")
 
 from onepass.core.layout import Geometry
 from onepass.ops.linear import cpu as linear
-from onepass.ops.linear.spec import LinearCall, LinearSpec, linear_spec
+from onepass.ops.linear.launch import LinearCall, LinearSpec, linear_spec
 from onepass.ops.rms_norm import cpu as rms_norm
-from onepass.ops.rms_norm.spec import RowCall, row_spec
+from onepass.ops.rms_norm.launch import RowCall, row_spec
 from tests.helpers.cpu_gemv_reference import FP8, GUARD, framed, weight_scales
 from tests.helpers.cpu_reference import BF16, F16, F32, between, rounder
 

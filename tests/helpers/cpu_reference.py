@@ -14,10 +14,10 @@ pytest.importorskip("llvmlite")
 
 from onepass.core.layout import geometry
 from onepass.cpu import compile as compiler
-from onepass.cpu.launch import Family, Kernel, ir_of
+from onepass.cpu.launch import CpuKernels, Kernel, ir_of
 from onepass.formats import E4M3FN, E4M3FNUZ, Fp8Format, ScaleRule
 from onepass.ops.rms_norm import cpu as rms_norm
-from onepass.ops.rms_norm.spec import RowCall, RowSpec, row_spec
+from onepass.ops.rms_norm.launch import RowCall, RowSpec, row_spec
 from onepass.prologues import Operand, Prologue, exp, minimum, prologue, silu_and_mul, tanh
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -69,10 +69,10 @@ def between(got: Tensor, candidates: list[Tensor]) -> bool:
     return bool(torch.where(every.isnan().any(0), got.isnan(), inside).all())
 
 
-def kernel_for(family: Family, spec: Any, cpu: str) -> Kernel:
+def kernel_for(kernels: CpuKernels[Any, Any, Any], spec: Any, cpu: str) -> Kernel:
     """The kernel of ``spec``, compiled for another CPU than this one."""
     image = compiler.compile_ir(ir_of(spec, features=""), cpu, "")
-    return Kernel(family, spec, compiler.link(image, *family.symbols))
+    return Kernel(kernels, spec, compiler.link(image, *kernels.symbols))
 
 
 class Case:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onepass.core import native, replay
-from onepass.core.call import compile_call
+from onepass.core import op as registration
 from onepass.core.contract import Arg, Contract, Option, Out
 from onepass.core.plan import Step
 from onepass.formats import FLOATS
@@ -131,64 +131,55 @@ class Memory:
         return address
 
 
-def unwatched_call(
-    contract: Contract,
-    kernel: Callable[..., None],
-    memory: Callable[..., None] | None = None,
-    *,
-    on_gpu: bool = True,
-    table: Any = None,
-) -> Callable[..., Any]:
-    """An eager call that nothing in torch watches, with the given kernel, of tensors that are on a GPU or not."""
-    return compile_call(
-        contract,
-        kernel,
-        watched=lambda: False,
-        special=lambda *values: False,
-        dispatch=lambda *values: None,
-        memory=memory or (lambda *values: None),
-        on_gpu=lambda tensor: on_gpu,
-        table=table,
-    )
+class Op(registration.Op):
+    """The contract with a kernel that counts its calls. torch's dispatcher does not know it."""
 
-
-class Op:
-    """The contract with a kernel that counts its calls."""
+    table: Any
 
     def __init__(
         self,
         kernel: Callable[[Op, Any], None] | None = None,
         memory: Callable[..., None] | None = None,
+        contract: Contract = CONTRACT,
     ) -> None:
         self.launcher = Launcher()
         self.asked = 0
-        self.table = native.table(CONTRACT)
-        self._kernel = kernel or Op.one_launch
-        self.call = unwatched_call(CONTRACT, self.kernel, memory, on_gpu=False, table=self.table)
+        self._run_kernel = kernel or Op.one_launch
+        self._memory = memory or (lambda *values: None)
+        super().__init__(contract, self.kernel)
+        self.load_table()
 
-    def kernel(self, spec_cache: Any, a: Any) -> None:
-        self.asked += 1
-        self._kernel(self, a)
+    def _define(self) -> tuple[Any, Any]:
+        return None, None
+
+    def _dispatch(self, inputs: Any, given: Any) -> Any:
+        return None
+
+    def _check_memory(self, inputs: Any, outputs: Any) -> None:
+        self._memory(inputs, outputs)
+
+    def kernel(self, specs: Any, a: Any) -> None:
+        self.asked, self.kept = self.asked + 1, specs
+        self._run_kernel(self, a)
 
     def one_launch(self, a: Any) -> None:
         second = None if a.y is None else a.y.data_ptr()
         self.launcher(a.x.shape[0], [a.x.data_ptr(), second, a.out.data_ptr(), a.sums_out.data_ptr()])
 
-    def __call__(
-        self, x: Tensor, y: Any = None, places: Any = None, *outs: Tensor | None, options: Any = NO_OPTIONS
-    ) -> Any:
-        return self.call(x, y, places, (), *options, *(outs or (None, None)))
+    def of(self, x: Any, y: Any = None, places: Any = None, *outs: Tensor | None, options: Any = NO_OPTIONS) -> Any:
+        """Call the op with defaults for what is not given."""
+        return self(x, y, places, (), *options, *(outs or (None, None)))
 
     def known(self, *arguments: Any, **options: Any) -> bool:
         """Whether such a call is repeated in C."""
         hits = self.table.counts()["hits"]
-        self(*arguments, **options)
+        self.of(*arguments, **options)
         return bool(self.table.counts()["hits"] > hits)
 
     def learn(self, *arguments: Any, **options: Any) -> None:
         """Make a call twice, so that it is known."""
-        self(*arguments, **options)
-        self(*arguments, **options)
+        self.of(*arguments, **options)
+        self.of(*arguments, **options)
 
 
 def rows() -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 from onepass.gpu import compile as compiler
 from onepass.gpu import launch as launcher
 from onepass.gpu.compile import Build
-from onepass.gpu.launch import Family, arguments_by_name
+from onepass.gpu.launch import GpuKernels, arguments_by_name
 from tools.evidence import records
 
 
@@ -30,12 +30,12 @@ class Recorder:
         Recorder.calls.append((grid, arguments_by_name(self.build, arguments)))
 
 
-def record(monkeypatch: pytest.MonkeyPatch, *families: Family) -> None:
-    """Give `Recorder` the launches of these families, which forget earlier ones. The first GPU is an H200."""
+def record(monkeypatch: pytest.MonkeyPatch, *ops: GpuKernels[Any, Any, Any, Any]) -> None:
+    """Give `Recorder` the launches of these kernels, which forget earlier ones. The first GPU is an H200."""
     Recorder.made, Recorder.calls = [], []
     monkeypatch.setattr(Recorder, "broken", False)
     monkeypatch.setattr(compiler, "Launcher", Recorder)
     monkeypatch.setattr(compiler, "_loaded", {})
-    for family in families:
-        monkeypatch.setattr(family, "plans", {})
+    for kernels in ops:
+        monkeypatch.setattr(kernels, "plans", {})
     monkeypatch.setitem(launcher.chips, 0, records.H200)

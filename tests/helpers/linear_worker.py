@@ -24,10 +24,10 @@ from onepass.gpu.lib.codes import decode
 from onepass.gpu.product_tile import PieceTile, has_blocks, order_of
 from onepass.gpu.tuning.table import PieceKind
 from onepass.ops.linear import gpu as linear
-from onepass.ops.linear import gpu_decode as decoded
+from onepass.ops.linear import gpu_kernel
 from onepass.ops.linear import gpu_tile as linear_config
 from onepass.ops.linear.gpu_tile import LinearConfig
-from onepass.ops.linear.spec import LinearSpec
+from onepass.ops.linear.launch import LinearSpec
 from onepass.testing.linear import BF16, E4M3, F16, F32, INT8, Case
 from onepass.testing.runner import run_case, running_on
 
@@ -132,7 +132,7 @@ def force(kind: PieceKind, wide: bool, longer: bool) -> None:
     Chip.sums_sixteen = property(lambda chip: True)  # type: ignore[assignment, method-assign]
     for name, replacement in (("decode_words", _decoded), ("decode_fragments", _decoded), ("regroup", _unchanged)):
         setattr(product, name, replacement)
-    setattr(decoded, "decode_words", _decoded)  # noqa: B010
+    setattr(gpu_kernel, "decode_words", _decoded)  # noqa: B010
     linear_config.piece_tile = piece_tile  # type: ignore[assignment, attr-defined]
     product_config.WIDE = 1 if wide else 8192  # type: ignore[misc]
     linear_config.linear_config.cache_clear()

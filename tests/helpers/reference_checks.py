@@ -236,7 +236,7 @@ def mla_dtypes() -> None:
             assert q.dtype == dtype and near(q, p.turned(p.q)) and near(p.entries(), p.exact())
     for cache in (BF16, F16, F32, E4M3, E4M3UZ):
         p = Mla(BF16, cache)
-        assert p.call(q_dtype=cache).dtype == cache and p.entries().float().any()
+        assert p.call(out_dtype=cache).dtype == cache and p.entries().float().any()
 
 
 @check

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.core import backend
 from onepass.models.forwards import attend
 from onepass.models.forwards.attend import biases
 from onepass.ops.attention import op as attention
-from onepass.ops.attention.spec import AttentionCall
+from onepass.ops.attention.launch import AttentionCall
 
 pytest.importorskip("transformers")
 
@@ -43,7 +44,7 @@ class Calls:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """A CPU has the kernel."""
     found = Calls()
-    monkeypatch.setitem(attention._family._launch, "cpu", found)
+    monkeypatch.setitem(backend._launches, ("attention", "cpu"), found)
     monkeypatch.setattr(attend, "has_kernels", lambda _: True)
     return found
 

@@ -23,7 +23,7 @@ from transformers import DynamicCache, StaticCache
 from onepass.core.backend import launching_with
 from onepass.models.forwards.cache import Counts
 from onepass.models.patching.forms import OTHER_ANGLES
-from onepass.ops.linear.spec import LinearSpec
+from onepass.ops.linear.launch import LinearSpec
 from tests.helpers.models import close, fresh, small, tokens
 
 LINEAR, CACHE, ATTENTION, NORM = (

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 import onepass
+from onepass.core import backend
 from onepass.models.forwards import latent
 from onepass.ops.attention import op as attention
-from onepass.ops.head_product import op as head_product
-from onepass.ops.head_product.spec import HeadCall
-from onepass.ops.latent_attention import op as latent_attention
-from onepass.ops.latent_attention.spec import LatentCall
+from onepass.ops.head_product.launch import HeadCall
+from onepass.ops.latent_attention.launch import LatentCall
 
 pytest.importorskip("transformers")
 
@@ -59,8 +58,8 @@ class Calls:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """A CPU has these kernels, and no others of decode steps."""
     found = Calls()
-    monkeypatch.setitem(latent_attention._family._launch, "cpu", found.latents)
-    monkeypatch.setitem(head_product._family._launch, "cpu", found.heads)
+    monkeypatch.setitem(backend._launches, ("latent_attention", "cpu"), found.latents)
+    monkeypatch.setitem(backend._launches, ("head_product", "cpu"), found.heads)
     monkeypatch.setattr(latent, "has_kernels", lambda _: True)
     return found
 

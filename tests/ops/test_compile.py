@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
-from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_FP8
+from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_QUANT
 from onepass.prologues import silu_and_mul
 from onepass.testing.case import same_bytes
 from onepass.testing.samples import sample
@@ -20,10 +20,10 @@ F8 = torch.float8_e4m3fn
 
 
 def fp8_arguments(**changes: Any) -> tuple[Any, ...]:
-    """Positional arguments of ``torch.ops.onepass.rms_norm_fused_fp8``."""
-    tensors = sample(RMS_NORM_FUSED_FP8, {"N": 128}, (3, 4), dtypes={"x": torch.bfloat16}, optional=["gamma"])
-    values = dict.fromkeys(RMS_NORM_FUSED_FP8.args)
-    values.update(prologue_args=[], **tensors, **{n: o.default for n, o in RMS_NORM_FUSED_FP8.options.items()})
+    """Positional arguments of ``torch.ops.onepass.rms_norm_fused_quant``."""
+    tensors = sample(RMS_NORM_FUSED_QUANT, {"N": 128}, (3, 4), dtypes={"x": torch.bfloat16}, optional=["gamma"])
+    values = dict.fromkeys(RMS_NORM_FUSED_QUANT.args)
+    values.update(prologue_args=[], **tensors, **{n: o.default for n, o in RMS_NORM_FUSED_QUANT.options.items()})
     return tuple({**values, **changes}.values())
 
 
@@ -52,7 +52,7 @@ def test_opcheck_fp8(variant: str) -> None:
     # opcheck compares with allclose, which has no float8
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
-        torch.ops.onepass.rms_norm_fused_fp8.default, fp8_arguments(**FP8_VARIANTS[variant]), test_utils=tests
+        torch.ops.onepass.rms_norm_fused_quant.default, fp8_arguments(**FP8_VARIANTS[variant]), test_utils=tests
     )
 
 

@@ -92,7 +92,7 @@ class TestResults:
         act, weight, y = (torch.empty(shape) for shape in ((40, 8), (5, 8), (40, 5)))
         seen: list[int] = []
         with launching_with(lambda family: lambda call: seen.append(call.act.shape[0])):
-            gemv_norm._plain.call(act, weight, None, None, y)
+            gemv_norm._plain(act, weight, None, None, y)
         assert seen == [40]
 
     def test_cpu_splits_a_plain_product_into_kernel_sized_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:

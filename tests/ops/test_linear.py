@@ -14,7 +14,7 @@ import onepass
 from onepass.core.backend import launching_with
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
-from onepass.ops.linear.spec import ACTIVATIONS, LinearCall
+from onepass.ops.linear.launch import ACTIVATIONS, LinearCall
 from onepass.testing.case import poison, same_bytes
 from onepass.testing.weights import scales, whole_numbers
 from tests.helpers.pairs import Pair, covering, every_pair, pairs_of

@@ -13,7 +13,7 @@ from onepass import PagedKVCache, fused_rope_rmsnorm_quantization, gather_mla
 from onepass.core.backend import launching_with
 from onepass.errors import ContractError
 from onepass.formats import E4M3FN, FP8_FORMATS
-from onepass.ops.mla_cache.spec import MlaRows, MlaSpec
+from onepass.ops.mla_cache.launch import MlaRows, MlaSpec
 from onepass.testing import mla_cache as mla_rope_norm
 from onepass.testing import oracle
 from onepass.testing.bounds import around
@@ -171,7 +171,7 @@ def test_the_output_is_returned_and_may_be_the_input() -> None:
     assert call(given) is given and same_bytes(made, given)
     wide = torch.zeros(5, 4, 576).bfloat16()
     assert same_bytes(call(wide[..., 512:]), made) and wide[..., :512].eq(0).all()
-    codes = call(q_dtype=FP8)
+    codes = call(out_dtype=FP8)
     assert codes.dtype == FP8 and (codes.float() - made.float()).abs().max() < 0.3
     assert call(call.q) is call.q and same_bytes(call.q, made)
 
@@ -221,7 +221,7 @@ def everything(
     kv = a_side[:, 96:]
     made = fused_rope_rmsnorm_quantization(None, q, kv, offsets, freqs, gamma, cache)
     other = PagedKVCache(cache.blocks * 0, cache.cache_lengths, cache.lookup_table)
-    fused_rope_rmsnorm_quantization(q, q, kv, offsets, freqs, gamma, other, rope_style="half", q_dtype=q.dtype)
+    fused_rope_rmsnorm_quantization(q, q, kv, offsets, freqs, gamma, other, rope_style="half", out_dtype=q.dtype)
     cache.append(input_row_offsets=offsets)
     assert cache.cache_lengths is not None
     return made, q * 2, other.blocks, cache.blocks + 1, cache.cache_lengths * 1
@@ -255,9 +255,9 @@ def test_fake_and_inference_tensors() -> None:
     with torch._subclasses.FakeTensorMode() as mode:
         fakes = {name: mode.from_tensor(getattr(call, name)) for name in ("q", "kv", "offsets", "freqs", "gamma")}
         tables = [getattr(real_cache, name) for name in ("blocks", "cache_lengths", "lookup_table")]
-        fake = call(**fakes, cache=PagedKVCache(*(mode.from_tensor(t) for t in tables)), q_dtype=torch.float16)
+        fake = call(**fakes, cache=PagedKVCache(*(mode.from_tensor(t) for t in tables)), out_dtype=torch.float16)
     with torch.inference_mode():
-        real = call(q_dtype=torch.float16)
+        real = call(out_dtype=torch.float16)
         assert real.is_inference()
     assert (real.shape, real.stride(), real.dtype, real.device) == (fake.shape, fake.stride(), fake.dtype, fake.device)
 

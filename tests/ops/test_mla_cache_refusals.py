@@ -24,16 +24,16 @@ def test_bad_argument_is_named(mistake: Mistake) -> None:
     before = mistake.arguments["blocks"]
     kept = before.clone() if isinstance(before, Tensor) else None
     with torch.enable_grad(), pytest.raises(ContractError) as caught:
-        mla_cache._write.call(*mistake.arguments.values(), None)
+        mla_cache._write(*mistake.arguments.values(), None)
     assert str(caught.value).startswith(f"{CONTRACT.name}: `{mistake.argument}` must "), str(caught.value)
     assert kept is None or before.is_meta or same_bytes(before.detach(), kept.detach())
 
 
 def test_there_are_many_bad_arguments_and_good_calls_pass() -> None:
     assert len(MISTAKES) > 90
-    mla_cache._write.call(*positional().values(), None)
-    mla_cache._write.call(*positional(FP8, kv_scale=torch.tensor(1.0)).values(), None)
-    mla_cache._write.call(*positional(FP8, per_token_scale=torch.zeros(8, 4)).values(), None)
+    mla_cache._write(*positional().values(), None)
+    mla_cache._write(*positional(FP8, kv_scale=torch.tensor(1.0)).values(), None)
+    mla_cache._write(*positional(FP8, per_token_scale=torch.zeros(8, 4)).values(), None)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_there_are_many_bad_arguments_and_good_calls_pass() -> None:
         ({"kv_scale": torch.ones(2)}, "`kv_scale` must have one element"),
         ({"kv_scale": torch.tensor(1.0), "per_token_scale": torch.ones(8, 4)}, "`per_token_scale` must be None with kv_scale"),
         ({"per_token_scale": torch.ones(4, 8)}, r"`per_token_scale` must have shape \[P, S\] with P=8, S=4"),
-        ({"q_dtype": torch.int8}, "`q_dtype` must be bfloat16 or float16 or float32"),
+        ({"out_dtype": torch.int8}, "`out_dtype` must be bfloat16 or float16 or float32"),
         ({"out": torch.zeros(5, 4, 64, dtype=torch.int32)}, "`q_rope_output` must have dtype bfloat16, got int32"),
         ({"out": torch.zeros(5, 64, 4).bfloat16().transpose(1, 2)}, "`q_rope_output` must have a contiguous last dimension"),
         ({"cache": torch.zeros(8, 4, 192)}, "`k_cache` must be a PagedKVCache, got 'Tensor'"),

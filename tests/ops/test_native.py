@@ -33,7 +33,7 @@ built = pytest.mark.skipif(native.describe() != "on", reason=f"the extension: {n
 def counts() -> dict[str, int]:
     """Hits, misses and refusals of all ops."""
     found = {"hits": 0, "misses": 0, "refused": 0}
-    for op in registration._ops:
+    for op in registration.ops:
         if op.table is not None:
             found = {name: count + op.table.counts()[name] for name, count in found.items()}
     return found
@@ -126,7 +126,8 @@ def test_paths_agree_over_the_fuzzers_calls(calls: int, configurations: int) -> 
             assert case is not None and cases.run(case, "cpu") is None, case
             assert not tally.wrong, case
     valid = tally.calls.total() - tally.errors
-    assert set(tally.calls) >= set(OPS) and tally.repeated.total() > 0.75 * valid and tally.errors > 0.25 * valid
+    ops = set(OPS) - {"rms_norm_fused_fp8"}  # an alias
+    assert set(tally.calls) >= ops and tally.repeated.total() > 0.75 * valid and tally.errors > 0.25 * valid
 
 
 @built
@@ -208,7 +209,7 @@ def peak():
 calls(10_000)
 before = peak()
 calls(COUNT)
-entries = max(op.table.counts()["entries"] for op in registration._ops if op.table is not None)
+entries = max(op.table.counts()["entries"] for op in registration.ops if op.table is not None)
 print(json.dumps({"grown": peak() - before, "entries": entries}))
 """
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import onepass
+from onepass.core import backend
 from onepass.core.backend import launching_with
 from onepass.formats import E4M3FN, FLOATS, Quantize, Rounding
-from onepass.ops.rms_norm import call as rms_norm_call
 from onepass.testing import oracle, runner
 from onepass.testing.case import Case, Check, same_bytes
 from tools.ulps import floats
@@ -358,6 +358,6 @@ class TestCallersTensors:
 
 
 def test_each_device_has_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rms_norm_call._family, "_launch", {"cpu": "llvm", "cuda": "triton"})
+    monkeypatch.setattr(backend, "_launches", {("rms_norm", "cpu"): "llvm", ("rms_norm", "cuda"): "triton"})
     on_another = torch.empty(1, device="meta")  # like a GPU's, not on the CPU
-    assert [rms_norm_call._family.launch(t) for t in (torch.empty(1), on_another)] == ["llvm", "triton"]
+    assert [str(backend.launch_for("rms_norm", t)) for t in (torch.empty(1), on_another)] == ["llvm", "triton"]

@@ -119,7 +119,15 @@ def test_hf_keeps_the_bits_of_transformers(dtype: torch.dtype, norm: str) -> Non
         expected = llama.apply_rotary_pos_emb(*(t.transpose(1, 2) for t in rows), cos, sin)
     caches = [torch.zeros(batch, 2, 9, d, dtype=dtype) for _ in range(2)]
     got, _ = onepass.qk_norm_rope_cache(
-        q, k, v, *caches, **given, rope=(cos, sin), rounding=rounding, layout="dense", start=torch.tensor([4])
+        q,
+        k,
+        v,
+        *caches,
+        **given,
+        rope=onepass.Rope(cos=cos, sin=sin),
+        rounding=rounding,
+        layout="dense",
+        start=torch.tensor([4]),
     )
     assert same_bytes(got.transpose(1, 2), expected[0])
     assert same_bytes(caches[0][:, :, 4:], expected[1]) and same_bytes(caches[1][:, :, 4:], v.transpose(1, 2))
@@ -136,7 +144,7 @@ def test_hf_keeps_the_bits_of_partial_rotations(dtype: torch.dtype, family: str,
     angle = torch.cat((angle, angle), -1)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     expected = module.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    got = onepass.qk_norm_rope_cache(q, k, rope=(cos, sin, style), rounding="hf")
+    got = onepass.qk_norm_rope_cache(q, k, rope=onepass.Rope(style=style, cos=cos, sin=sin), rounding="hf")
     assert got[1] is not None
     assert same_bytes(got[0].transpose(1, 2), expected[0]) and same_bytes(got[1].transpose(1, 2), expected[1])
 
@@ -215,6 +223,12 @@ def test_overlapping_outputs_are_rejected(case: str) -> None:
 
 
 _Q, _K, _V = (torch.zeros(2, 3, heads, 8) for heads in (4, 2, 2))
+
+
+def _pair(angles: Tensor, **options: Any) -> onepass.Rope:
+    return onepass.Rope(cos=angles, sin=angles, **options)
+
+
 _PAGED = {"v": _V, "k_cache": torch.zeros(5, 4, 2, 8), "v_cache": torch.zeros(5, 4, 2, 8)}
 _DENSE = {"v": _V, "k_cache": torch.zeros(2, 2, 9, 8), "v_cache": torch.zeros(2, 2, 9, 8), "layout": "dense"}
 
@@ -225,13 +239,15 @@ _DENSE = {"v": _V, "k_cache": torch.zeros(2, 2, 9, 8), "v_cache": torch.zeros(2,
         ({"gamma_q": torch.ones(8)}, "`gamma_k` must be given with gamma_q, or both be None"),
         ({"gamma_q": torch.ones(32), "gamma_k": torch.ones(8)}, "`gamma_q` must have q's columns per head, D=8"),
         ({"gamma_q": torch.ones(8), "gamma_k": torch.ones(8), "per_head": False}, "`gamma_q` must have q's columns per head"),
-        ({"rope": 3}, r"`rope` must be a Rope, a pair \(cos, sin\) or None, got 3"),
-        ({"rope": (_Q,)}, r"`rope` must be a Rope, a pair \(cos, sin\) or None"),
-        ({"rope": (_V[:, :, 0], None)}, "`sin` must come with cos"),
-        ({"rope": (_V[:, :, 0], _V[:, :, 0].half())}, "`sin` must have cos' dtype"),
-        ({"rope": (torch.zeros(2, 3, 10),) * 2}, "`dim` must be at most q's columns per head, D=8"),
-        ({"rope": (torch.zeros(2, 3, 7),) * 2}, "`dim` must be even"),
-        ({"rope": (_V[:, :, 0], _V[:, :, 0], "both")}, "`style` must be 'half' or 'interleaved'"),
+        ({"rope": 3}, "`rope` must be a Rope or None, got 3"),
+        ({"rope": (_Q, _Q)}, "`rope` must be a Rope or None"),
+        ({"rope": onepass.Rope(cos=_V[:, :, 0])}, "`sin` must come with cos"),
+        ({"rope": onepass.Rope(cos=_V[:, :, 0], sin=_V[:, :, 0].half())}, "`sin` must have cos' dtype"),
+        ({"rope": _pair(torch.zeros(2, 3, 10))}, "`dim` must be at most q's columns per head, D=8"),
+        ({"rope": _pair(torch.zeros(2, 3, 7))}, "`dim` must be even"),
+        ({"rope": onepass.Rope()}, "`rope` must have freqs, or cos and sin"),
+        ({"rope": _pair(_V[:, :, 0], dim=4)}, "`dim` must be None without freqs"),
+        ({"rope": _pair(_V[:, :, 0], style="both")}, "`style` must be 'half' or 'interleaved'"),
         ({"rope": onepass.Rope(torch.zeros(4, 8), head_dim=4)}, "`head_dim` must be None or q's last dimension"),
         ({"rope": onepass.Rope(torch.zeros(4, 8), dim=9)}, "`dim` must be even and at most the width of the angles"),
         (_PAGED, "`slots` must be given with a paged cache, and only then, got None"),
@@ -274,14 +290,14 @@ def compiled_step(q: Tensor, k: Tensor, v: Tensor, caches: list[Tensor], rope: A
 
 def test_compiles_as_one_graph() -> None:
     q, k, v = tokens(2, 1)
-    cos, sin = torch.rand(1, 1, 64).to(BF16), torch.rand(1, 1, 64).to(BF16)
+    rope = onepass.Rope(cos=torch.rand(1, 1, 64).to(BF16), sin=torch.rand(1, 1, 64).to(BF16))
     compiled = torch.compile(compiled_step, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
         some, others = ([torch.zeros(2, 2, 6, 64, dtype=BF16) for _ in range(2)] for _ in range(2))
         for step in range(3):
             start = torch.tensor([step])
-            got = compiled(q, k, v, some, (cos, sin), start)
-            assert torch.equal(got, compiled_step(q, k, v, others, (cos, sin), start))
+            got = compiled(q, k, v, some, rope, start)
+            assert torch.equal(got, compiled_step(q, k, v, others, rope, start))
     assert all(same_bytes(a, b) for a, b in zip(some, others, strict=True)) and some[0].any()
 
 

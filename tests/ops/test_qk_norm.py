@@ -24,7 +24,7 @@ from tests.helpers.mistakes import Mistake, mistakes
 from tools.promises.qk_norm import qk_promises
 from tools.ulps import floats
 
-OPS = {op.contract.name: op for op in registration._ops if "q" in op.contract.args and not op.contract.in_place}
+OPS = {op.contract.name: op for op in registration.ops if "q" in op.contract.args and not op.contract.in_place}
 SIZES = {"Nq": 96, "Nk": 32, "Gq": 96, "Gk": 32, "Hq": 3, "Hk": 1, "D": 32, "P": 4, "R": 16}
 
 
@@ -63,7 +63,7 @@ def all_mistakes() -> list[Any]:
 def test_bad_argument_is_named(name: str, mistake: Mistake) -> None:
     nothing = [None] * len(OPS[name].contract.outs)
     with torch.enable_grad(), pytest.raises(ContractError) as caught:
-        OPS[name].call(*mistake.arguments.values(), *nothing)
+        OPS[name](*mistake.arguments.values(), *nothing)
     public = OPS[name].contract.public_name
     assert str(caught.value).startswith(f"{public}: `{mistake.argument}` must "), str(caught.value)
 
@@ -71,7 +71,7 @@ def test_bad_argument_is_named(name: str, mistake: Mistake) -> None:
 def test_there_are_many_bad_arguments_and_good_calls_pass() -> None:
     assert len(all_mistakes()) > 150
     for op in OPS.values():
-        op.call(*positional(op.contract).values(), *[None] * len(op.contract.outs))
+        op(*positional(op.contract).values(), *[None] * len(op.contract.outs))
 
 
 FREQS = angles(8, 32)

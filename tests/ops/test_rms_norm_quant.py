@@ -194,14 +194,14 @@ def test_outputs_of_the_caller() -> None:
         codes, scale = onepass.rms_norm_fused_quant(x, gamma, **options)
         room = torch.full((7, 70), 0x5A, dtype=torch.uint8)
         given = torch.empty_strided(scale.shape, scale.stride(), dtype=scale.dtype)
-        again = onepass.rms_norm_fused_quant(x, gamma, **options, out=room[1:6, 3:67], scale_output=given)
+        again = onepass.rms_norm_fused_quant(x, gamma, **options, out=room[1:6, 3:67], scale_out=given)
         assert again[1] is given and same_bytes(again[0], codes)
         assert (room[:, :3] == 0x5A).all() and (room[:, 67:] == 0x5A).all() and (room[[0, 6]] == 0x5A).all()
         if layout == "column_packed":
             assert torch.equal(given, scale)
     with pytest.raises(onepass.ContractError, match="be contiguous for scale_layout '128x4'"):
         other = torch.empty(8, 128, dtype=torch.float8_e4m3fn).t()
-        onepass.rms_norm_fused_quant(x, gamma, format="nvfp4", scale_layout="128x4", scale_output=other)
+        onepass.rms_norm_fused_quant(x, gamma, format="nvfp4", scale_layout="128x4", scale_out=other)
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------

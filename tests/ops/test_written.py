@@ -36,18 +36,18 @@ def without_libtorchs_functions() -> Iterator[None]:
 
 
 def in_c(op: registration.Op, arguments: tuple[Any, ...]) -> None:
-    op.call(*arguments)
+    op(*arguments)
 
 
 def in_c_through_python(op: registration.Op, arguments: tuple[Any, ...]) -> None:
     with without_libtorchs_functions():
-        op.call(*arguments)
+        op(*arguments)
 
 
 def in_python(op: registration.Op, arguments: tuple[Any, ...]) -> None:
     replay.switch.on = False
     try:
-        op.call(*arguments)
+        op(*arguments)
     finally:
         replay.switch.on = True
 
@@ -61,7 +61,7 @@ if native.describe() == "on":
     PATHS += [in_c, in_c_through_python]
 paths = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.__name__)
 SUBJECTS = {subject.contract.name: subject for subject in DISPATCHED}
-OPS = {op.contract.name: op for op in registration._ops}
+OPS = {op.contract.name: op for op in registration.ops}
 NORM = OPS["rms_norm"]
 
 
@@ -72,7 +72,7 @@ def norm_arguments(x: Tensor, out: Tensor | None, gamma: Tensor | None = None) -
     call = (x, gamma, None, None, None, None, *options, out, None, None)
     for _ in range(2):
         plain = [torch.ones_like(t) if isinstance(t, Tensor) else t for t in call]
-        NORM.call(*plain)
+        NORM(*plain)
     return call
 
 
@@ -128,7 +128,7 @@ class TestInferenceTensors:
         with torch.inference_mode():
             given["k_cache"] = given["k_cache"].clone()
         with pytest.raises(onepass.ContractError, match="`k_cache` must not be an inference tensor"):
-            OPS["qk_norm_rope_cache"].call(*[given[name] for name in names(OPS["qk_norm_rope_cache"].contract)])
+            OPS["qk_norm_rope_cache"](*[given[name] for name in names(OPS["qk_norm_rope_cache"].contract)])
 
 
 def over_columns(shape: tuple[int, int]) -> Tensor:
@@ -182,6 +182,7 @@ class TestProfile:
     @pytest.mark.skipif(native.describe() != "on", reason=f"the extension: {native.describe()}")
     def test_known_calls_are_repeated_in_c(self) -> None:
         arguments = norm_arguments(torch.randn(3, 64), None)
+        assert NORM.table is not None
         before = NORM.table.counts()["hits"]
-        assert len(events(lambda: [NORM.call(*arguments) for _ in range(3)])) == 3
+        assert len(events(lambda: [NORM(*arguments) for _ in range(3)])) == 3
         assert NORM.table.counts()["hits"] == before + 3

@@ -206,7 +206,7 @@ def test_check_interprets_the_gpu_kernels() -> None:
         (("check", "--device", "tpu"), "'tpu' is not one of cpu, cuda, interpreter"),
         (("check", "--match", "short: 5x33", "--json", "/nonexistent/file"), "cannot write"),
         (("source", "nonsense"), "no op 'nonsense'; choose from rms_norm"),
-        (("source", "rms_norm", "--part", "nonsense"), "choose from 'validation', 'fastpath', 'cpu', 'triton'"),
+        (("source", "rms_norm", "--part", "nonsense"), "choose from 'validation', 'cpu', 'triton'"),
         (("check", "--mat", "short"), "unrecognized arguments: --mat"),
         (("nonsense",), "choose from 'check', 'trace', 'source', 'env'"),
     ],
@@ -286,7 +286,7 @@ def test_source_of_each_op(op: str) -> None:
         assert parts[-1] == ("triton", f"not available: {common.backend_status()['triton'][1]}")
 
 
-@pytest.mark.parametrize(("part", "text"), [("validation", "def "), ("fastpath", "def "), ("cpu", "define void")])
+@pytest.mark.parametrize(("part", "text"), [("validation", "def "), ("cpu", "define void")])
 def test_source_of_one_part(part: str, text: str) -> None:
     result = invoke("source", "rms_norm", "--part", part)
     assert result.exit_code == 0, result.output

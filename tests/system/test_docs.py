@@ -8,14 +8,14 @@ import re
 import runpy
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import onepass
 from benchmarks.suite.results import COMPILED, load
-from onepass import engines
+from onepass import engines, formats
 from onepass.testing import runner
 from tools.bench import model_tables, report
 from tools.bench.markdown import filled
@@ -48,7 +48,7 @@ def test_dist_md_has_every_public_name() -> None:
 def test_scaling_md_quotes_current_signatures() -> None:
     """The signatures of the two halves match the code."""
     text = (ROOT / "docs/scaling.md").read_text()
-    for name in ("start_qk_stats", "finish"):
+    for name in ("start_qk_stats", "finish_qk_rms_norm"):
         assert dist_page.signature(f"onepass.dist.{name}", getattr(onepass.dist, name)) in text
 
 
@@ -69,24 +69,55 @@ def test_unchecked_index_values_are_documented() -> None:
 
 
 def test_every_public_op_is_documented() -> None:
-    documented = {op.contract.name for op in ops_page.public_ops()}
+    documented = {op.name for op in ops_page.public_ops()}
     assert documented <= set(onepass.__all__)
     for op in ops_page.public_ops():
-        base = op.contract.name.removesuffix("_with_scratch")
-        assert any(case.op == base for case in runner.CASES), f"{op.contract.name} has no check cases"
+        base = op.name.removesuffix("_with_scratch")
+        assert any(case.op == base for case in runner.CASES), f"{op.name} has no check cases"
         contract = {*op.contract.args, *op.contract.options, *(out.argument for out in op.contract.outs.values())}
         parameters = set(op.function.__annotations__) - {"return"}
         carried = op.contract.carried
         assert set(carried) <= parameters and {name for names in carried.values() for name in names} <= contract
-        assert contract == {name for parameter in parameters for name in carried.get(parameter, (parameter,))}
+        theirs = {own: name for name, own in op.names.items()}
+        parameters = {theirs.get(parameter, parameter) for parameter in parameters}
+        taken = {name for parameter in parameters for name in carried.get(parameter, (parameter,))}
+        assert taken < contract if op.names else taken == contract
 
 
 def test_ops_md_names_every_argument() -> None:
     for section, op in zip(ops_page.render().split("\n## ")[1:], ops_page.public_ops(), strict=True):
         head, _, body = section.partition("\n")
-        assert head == op.contract.name
-        for name in (*op.contract.args, *op.contract.options, *op.contract.outs):
+        assert head == op.name
+        names = (*op.contract.args, *op.contract.options, *op.contract.outs)
+        for name in op.names.values() if op.names else names:
             assert f"| `{name}`" in body
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading of docs/numerics.md, without its first."""
+    text = (ROOT / "docs/numerics.md").read_text().split(f"# {heading}\n")[1].split("\n#")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def test_every_op_has_an_order_of_sums() -> None:
+    listed = {name for row in _rows("Orders of sums") for name in re.findall(r"`(\w+)`", row[0])}
+    named = {op.name.removesuffix("_with_scratch") for op in ops_page.public_ops()}
+    assert named | {"attend", "attend_latents", "head_product"} <= listed
+
+
+def test_every_word_of_rounding_is_explained() -> None:
+    """And which ops take it, unless they are all that have the option."""
+    rows = {row[0].strip('"'): row[2] for row in _rows("The words of `rounding`")}
+    taken: dict[str, set[str]] = {word: set() for word in get_args(formats.Rounding)}
+    for op in ops_page.public_ops():
+        option = op.contract.options.get("rounding")
+        for word in () if option is None else option.choices:
+            taken[word].add(op.name)
+    assert rows.keys() == taken.keys() and all(taken.values())
+    for word in ("stored", "hf_rope", "reference"):
+        assert set(re.findall(r"`(\w+)`", rows[word])) == taken[word]
+    assert taken["once"] - taken["hf"] == {"fused_rope_rmsnorm_quantization"}
 
 
 def test_docs_command_writes_pages_that_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.core.op import _ops
+from onepass.core.op import ops
 from onepass.cpu import threads as _parallel
 from onepass.formats import FLOATS
 from onepass.testing.case import lay_out, same_bytes
@@ -57,7 +57,7 @@ def test_leading_dimensions_may_lie_in_any_order(n: int, layout: Any) -> None:
 def test_every_op_is_a_subject() -> None:
     private = {"gemv", "gemv_and_partial_norm_with_scratch", "qk_rms_norm_heads"}  # forms of others
     named = {name.split(",")[0] for name in BY_NAME}
-    assert {op.contract.name for op in _ops} - private == named
+    assert {op.contract.name for op in ops} - private == named
 
 
 @pytest.mark.sampled(5)  # some ops stay

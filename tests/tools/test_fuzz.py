@@ -18,7 +18,7 @@ from torch import Tensor
 
 import onepass
 from onepass.formats import FLOATS, FP8_CODES, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED
-from onepass.ops.rms_norm.spec import GATE_ACTIVATIONS, GATE_ORDERS
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.testing import bounds, compare, oracle
 from onepass.testing import gemv_norm as testing_gemv
 from tools.fuzz import OPS, cases, draw, gemv_norm, linear, numbered, shrink

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onepass.core import op as registration
-from onepass.core.call import MAX_REMEMBERED
+from onepass.core.op import MAX_REMEMBERED
 from onepass.models.forwards import attention, latent, norm
 from tools.soak import __main__ as soak
 from tools.soak import layer as ops
@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 from tools.soak.models import CLOSE, FAMILIES, Model
 
 WRITE = "fused_rope_rmsnorm_quantization"
-QUIET = Reading(10**9, 10**6, 6, 2, 0, 0, 5, 5, 300)
+QUIET = Reading(10**9, 10**6, 6, 2, 0, 0, 5, 300)
 
 
 @pytest.fixture(autouse=True)
@@ -238,16 +238,14 @@ def test_growth_is_detected() -> None:
         assert watched([QUIET, QUIET, QUIET, last[1]]) == [f"{what} grew by {most + 1}, at most {most} is allowed"]
     assert "file descriptors was 6 to 7" in watched([QUIET, QUIET._replace(descriptors=7), QUIET, QUIET])[0]
     assert "threads was 2 to 3" in watched([QUIET, QUIET, QUIET._replace(threads=3), QUIET])[0]
-    full = QUIET._replace(options=MAX_REMEMBERED, replays=MAX_REMEMBERED)
-    assert watched([QUIET, full, QUIET, QUIET]) == []
-    for name in ("options", "replays"):
-        beyond = QUIET._replace(**{name: MAX_REMEMBERED + 1})
-        assert "are remembered, at most 4096" in watched([QUIET, beyond, QUIET, QUIET])[0]
+    assert watched([QUIET, QUIET._replace(options=MAX_REMEMBERED), QUIET, QUIET]) == []
+    beyond = QUIET._replace(options=MAX_REMEMBERED + 1)
+    assert "are remembered, at most 4096" in watched([QUIET, beyond, QUIET, QUIET])[0]
 
 
 def test_readings_measure_what_they_name(tmp_path: Path) -> None:
-    for op in registration._ops:  # forget calls of other tests: the watch reports the maximum over ops
-        getattr(op.call, "__globals__", {}).get("seen", {}).clear()
+    for op in registration.ops:  # forget calls of other tests: the watch reports the maximum over ops
+        op.specs.clear()
     engine = warmed(Layer(77, "cpu"), 2)  # another seed, so the epsilons are new
     before = watch.read("cpu")
     held = [object() for _ in range(20_000)]

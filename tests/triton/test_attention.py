@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from onepass.core.backend import launching_with
 from onepass.errors import Unsupported
 from onepass.gpu.compile import compile_build
+from onepass.ops.attention.launch import SPLIT, AttentionCall
 from onepass.ops.attention.op import attend, attends
-from onepass.ops.attention.spec import SPLIT, AttentionCall
 from onepass.testing import attention, runner
 from onepass.testing.attention import AttentionCase, Mask
 from tests.helpers.interpreting import passed_checks

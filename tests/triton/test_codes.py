@@ -20,10 +20,10 @@ from onepass.gpu.compile import Build
 from onepass.gpu.lib import codes
 from onepass.gpu.tuning import tuning
 from onepass.gpu.tuning.table import ANY
-from onepass.ops.gemv_norm.spec import gemv_spec
+from onepass.ops.gemv_norm.launch import gemv_spec
 from onepass.ops.linear import gpu as linear
 from onepass.ops.linear.gpu_tile import linear_config
-from onepass.ops.linear.spec import linear_spec
+from onepass.ops.linear.launch import linear_spec
 from tests.triton.test_gemv_norm import BF16, F8, F16, INT8
 from tests.triton.test_gemv_norm import build as gemv_build
 from tools.evidence import records

@@ -31,7 +31,7 @@ from onepass.ops.gemv_norm import gpu as gemv_norm
 from onepass.ops.gemv_norm import gpu_kernel as gemv_norm_kernels
 from onepass.ops.gemv_norm import gpu_tile as gemv_norm_config
 from onepass.ops.gemv_norm.gpu_tile import FragmentTile, GemvConfig, gemv_config
-from onepass.ops.gemv_norm.spec import MAX_ROWS, MOST_COLUMNS, GemvSpec, gemv_spec, tiles
+from onepass.ops.gemv_norm.launch import MAX_ROWS, MOST_COLUMNS, GemvSpec, gemv_spec, tiles
 from onepass.testing.runner import select
 from tests.helpers.interpreting import passed_checks
 from tools.evidence import records

@@ -16,7 +16,7 @@ import onepass
 from onepass.gpu import compile as compiler
 from onepass.gpu import counters
 from onepass.ops.gemv_norm import gpu as gemv_norm
-from onepass.ops.gemv_norm.spec import GemvCall, gemv_spec
+from onepass.ops.gemv_norm.launch import GemvCall, gemv_spec
 from tests.helpers.launches import Recorder, record
 from tests.ops.test_gemv_norm_refusals import Gpu, pretend_gpu
 from tests.triton.test_gemv_norm import BF16, F8, F32, build, plain_spec
@@ -31,7 +31,7 @@ class OnDevice(Tensor):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    record(monkeypatch, gemv_norm.FAMILY)
+    record(monkeypatch, gemv_norm.KERNELS)
     return pretend_gpu(monkeypatch)
 
 
@@ -172,7 +172,7 @@ def test_misaligned_calls_use_another_kernel(gpu: Gpu) -> None:
     ]
     for sizes, aligned in cases:
         Recorder.made.clear()
-        gemv_norm.FAMILY.plans.clear()
+        gemv_norm.KERNELS.plans.clear()
         compiler._loaded.clear()
         launch(**sizes)
         assert re.search("/v8/" if aligned else "/v8u/", Recorder.made[0].name)

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from onepass.core.backend import launching_with
 from onepass.errors import Unsupported
 from onepass.gpu.compile import compile_build
+from onepass.ops.head_product.launch import HeadCall
 from onepass.ops.head_product.op import head_product, multiplies_heads
-from onepass.ops.head_product.spec import HeadCall
 from onepass.testing import head_product as cases
 from onepass.testing.head_product import HeadCase
 from tools.evidence import proof, records

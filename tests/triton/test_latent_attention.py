@@ -14,9 +14,9 @@ from onepass.core.backend import launching_with
 from onepass.errors import Unsupported
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import compile_build
-from onepass.ops.attention.spec import SPLIT
+from onepass.ops.attention.launch import SPLIT
+from onepass.ops.latent_attention.launch import LatentCall
 from onepass.ops.latent_attention.op import attend_latents, attends_latents
-from onepass.ops.latent_attention.spec import LatentCall
 from onepass.testing import latent_attention
 from onepass.testing.attention import Mask
 from onepass.testing.latent_attention import DEEPSEEK, LatentCase

@@ -20,7 +20,7 @@ from onepass.gpu.product_tile import PieceTile, StreamTile, order_of, piece_tile
 from onepass.ops.gemv_norm.gpu_tile import gemv_config
 from onepass.ops.linear import gpu as linear
 from onepass.ops.linear.gpu_tile import LinearConfig, fuses_norm, linear_config
-from onepass.ops.linear.spec import LinearSpec, linear_spec
+from onepass.ops.linear.launch import LinearSpec, linear_spec
 from onepass.testing.runner import select
 from tests.helpers import linear_worker
 from tests.helpers.interpreting import interpret

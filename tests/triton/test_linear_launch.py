@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 
 from onepass.gpu import counters
 from onepass.ops.linear import gpu as linear
-from onepass.ops.linear import gpu_decode as decoded
-from onepass.ops.linear.spec import LinearCall, linear_spec
+from onepass.ops.linear.launch import LinearCall, linear_spec
 from onepass.ops.rms_norm import gpu as rms_norm
 from tests.helpers.launches import Recorder, record
 from tests.triton.test_gemv_norm import BF16, F8, F16, F32, INT8
@@ -23,7 +22,7 @@ from tools.evidence import records
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    record(monkeypatch, decoded.FAMILY, linear.FAMILY, rms_norm.FAMILY)
+    record(monkeypatch, linear.DECODE, linear.KERNELS, rms_norm.KERNELS)
 
 
 def made_call(m: int, n: int = 96, k: int = 640, *, add: bool = False, shift: int = 0, **dtypes: Any) -> LinearCall:
@@ -179,7 +178,7 @@ def test_norm_is_a_launch_of_its_own_except_for_few_float32_rows(
     decodes = m == 300 and dtype == BF16 and weight != BF16
     if decodes:
         *first, (grid, decoding) = first
-        assert decoding["weight"] == call.weight.data_ptr() and grid == 96 // decoded.ROWS * 2
+        assert decoding["weight"] == call.weight.data_ptr() and grid == 96 // linear.DECODE_TILE.rows * 2
         assert (decoding["n"], decoding["k"], decoding["stride"]) == (96, 640, 640)
         assert product["weight_tiles"].base.data_ptr() == decoding["out"] and product["TILE.kind"] == "decoded"
         assert product["weight_tiles"].base.dtype == BF16 and product["TILE.pieces"] == 8

@@ -25,7 +25,7 @@ from onepass.gpu.compile import Build, compile_build
 from onepass.gpu.tuning import tuning
 from onepass.ops.mla_cache import gpu as backend
 from onepass.ops.mla_cache.gpu_tile import MlaCut, mla_config, mla_cut, search_width
-from onepass.ops.mla_cache.spec import MlaCall, MlaRows, mla_spec
+from onepass.ops.mla_cache.launch import MlaCall, MlaRows, mla_spec
 from onepass.testing import mla_cache as mla_rope_norm
 from tests.helpers.interpreting import broken_promise, passed_checks
 from tests.helpers.launches import Recorder, record
@@ -213,7 +213,7 @@ class OnDevice:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    record(monkeypatch, backend.FAMILY)
+    record(monkeypatch, backend.KERNELS)
 
 
 def launched(address: int = 0, tokens: int = 100, requests: int = 5, **changes: int) -> tuple[int, dict[str, Any]]:
@@ -254,7 +254,7 @@ def test_calls_of_similar_size_share_a_kernel() -> None:
     for tokens in (65, 100, 128):
         for requests in (3, 4):
             launched(tokens=tokens, requests=requests)
-    assert len(backend.FAMILY.plans) == len(Recorder.made) == 1
+    assert len(backend.KERNELS.plans) == len(Recorder.made) == 1
     launched(requests=1)
     launched(requests=0)
     assert len(Recorder.made) == 2  # a single request needs no search

@@ -20,7 +20,7 @@ from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build, compile_build
 from onepass.ops.qk_cache import gpu as backend
 from onepass.ops.qk_cache.gpu_tile import qk_cache_config
-from onepass.ops.qk_cache.spec import QkCacheCall, Turn
+from onepass.ops.qk_cache.launch import QkCacheCall, Turn
 from onepass.testing import qk_cache
 from tests.helpers.interpreting import broken_promise, passed_checks
 from tests.triton.test_other_chips import OTHER_CHIPS
@@ -74,7 +74,7 @@ def test_stepwise_rotations_fuse_nothing() -> None:
 @pytest.mark.sampled(5)  # one kind of norm stays
 @pytest.mark.parametrize("norm", ["head", "whole"])
 def test_every_reduction_adds_two_numbers(norm: str) -> None:
-    """Floats are added in the pairs that `device.tree` defines for any tile, never in an order set by a layout."""
+    """Floats are added in the pairs that `gpu.lib.reduce` defines for any tile, never in an order set by a layout."""
     for case in (c for c in qk_cache.CASES if c.group == "columns" and c.norm == norm and c.head in (80, 128)):
         (build,) = proof.builds(case, records.H200)
         summed = re.findall(r"\(tensor<([\dx]+)xf32>\) -> ", lowered(build, records.H200, "ttir"))
@@ -197,7 +197,7 @@ def test_a_single_token_needs_no_division() -> None:
     """Neither by the length of a sequence nor by the size of a page that is a power of two."""
     q, k, v = torch.empty(3, 1, 12, 64, dtype=BF16).split((8, 2, 2), 2)
     caches = [torch.empty(3, 2, 9, 64, dtype=BF16) for _ in range(2)]
-    pair = torch.empty(3, 1, 64, dtype=BF16), torch.empty(3, 1, 64, dtype=BF16)
+    pair = onepass.Rope(cos=torch.empty(3, 1, 64, dtype=BF16), sin=torch.empty(3, 1, 64, dtype=BF16))
     call = lambda: onepass.qk_norm_rope_cache(q, k, v, *caches, rope=pair, layout="dense")  # noqa: E731
     (build,) = records.builds_of(call, records.H200)
     assert dict(build.constants)["rows.sequence"] == 1

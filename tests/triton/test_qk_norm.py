@@ -21,10 +21,10 @@ from onepass.core.layout import Geometry
 from onepass.errors import Unsupported
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build, compile_build
-from onepass.gpu.lib import tree as _tree
+from onepass.gpu.lib import reduce as _tree
 from onepass.ops.qk_norm import gpu as backend
 from onepass.ops.qk_norm.gpu_tile import QK_FOLD, qk_config
-from onepass.ops.qk_norm.spec import QkCall, QkRows, RopeRule, qk_spec
+from onepass.ops.qk_norm.launch import QkCall, QkRows, RopeRule, qk_spec
 from onepass.testing import qk_norm
 from tests.helpers.launches import Recorder, record
 from tests.triton.test_other_chips import OTHER_CHIPS
@@ -195,7 +195,7 @@ class OnDevice:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    record(monkeypatch, backend.FAMILY)
+    record(monkeypatch, backend.KERNELS)
 
 
 @pytest.mark.usefixtures("recorded")

@@ -26,7 +26,7 @@ from onepass.gpu.compile import Build
 from onepass.gpu.tuning.table import Regime, Variant
 from onepass.ops.rms_norm.gpu import build_for, variant_of
 from onepass.ops.rms_norm.gpu_tile import RowConfig, row_bins, row_config, row_unit
-from onepass.ops.rms_norm.spec import RowSpec, row_spec
+from onepass.ops.rms_norm.launch import RowSpec, row_spec
 from onepass.prologues import Operand, dequantize
 from onepass.testing import rms_norm, runner
 from onepass.testing.batch_regime import others
@@ -158,7 +158,7 @@ def columns_per_thread(spec: RowSpec, config: RowConfig) -> int:
 
 def test_configurations_that_differ_have_different_names() -> None:
     """For every option of a row kernel's quantization and sum."""
-    config = row_config(4096, 2, records.H200, "more", "large")
+    config = row_config(4096, 2, records.H200, "other", "large")
     builds: dict[str, Build] = {}
     flags = tuple(product((False, True), repeat=3))
     for flag, rounding, residual, round_sum in product(flags, ROUNDINGS, (None, BF16), (None, True, False)):
@@ -177,7 +177,7 @@ def test_division_is_correctly_rounded(group: int) -> None:
 
     Scales of groups need none: `device.ratios` rounds as a division does.
     """
-    config = row_config(4096, 2, records.H200, "group" if group else "more", "large")
+    config = row_config(4096, 2, records.H200, "group scales" if group else "other", "large")
     counts = []
     for divides in (False, True):
         rule = ScaleRule("group" if group else "row", torch.float32, group, divides=divides)
@@ -192,7 +192,7 @@ def test_division_is_correctly_rounded(group: int) -> None:
 @pytest.mark.parametrize("n", [7168, 8192])
 def test_wide_loads_and_stores(n: int) -> None:
     """Loads of 16 bytes and stores of the codes that they give; only the scale's store is narrower."""
-    config = row_config(n, 2, records.H200, "fp8", "large")
+    config = row_config(n, 2, records.H200, "row scale", "large")
     ptx = records.lowered(build_for(fp8_spec(), config, 1, True, records.H200), records.H200, "ptx")
     assert set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx)) == {"ld.global.v4.b32", "st.global.v2.b32", "st.global.b32"}
 
@@ -285,7 +285,7 @@ def test_lane_scales_are_used_only_where_groups_fit() -> None:
     assert not lane_scales(4096, aligned=False)
     assert not any(lane_scales(n) for n in (512, 1024, 4160, 16384 + 4096))
     assert not lane_scales(4096, Chip("hip", "gfx942", 64)) and not lane_scales(4096, INTERPRETER)
-    tile = row_config(16384, 2, records.H200, "group", "large")
+    tile = row_config(16384, 2, records.H200, "group scales", "large")
     few, many = (tile._replace(chunk=16384 // count, count=count, warps=1) for count in (16, 32))
     assert built(spec_of(16), few, records.H200, True) and not built(spec_of(16), many, records.H200, True)
 
@@ -333,7 +333,7 @@ def test_configurations_are_valid(n: int, itemsize: int, warp_size: int) -> None
 def test_checks_cover_every_regime_with_a_different_tile() -> None:
     lengths = (128, 2048, 4096, 4097, 7168, 8192, 8193, 16384, 20480)
     for n, itemsize, variant in product(lengths, (2, 4), get_args(Variant)):
-        if itemsize == 4 and variant not in ("more", "prologue"):
+        if itemsize == 4 and variant not in ("other", "prologue"):
             continue
         streaming = row_config(n, itemsize, records.H200, variant, "streaming")
         large = row_config(n, itemsize, records.H200, variant, "large")

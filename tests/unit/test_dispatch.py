@@ -16,12 +16,12 @@ from onepass.core.layout import Geometry
 from onepass.formats import E4M3FN, ScaleRule
 from onepass.gpu import compile as compiler
 from onepass.gpu import counters
-from onepass.gpu import launch as launcher
 from onepass.gpu.chip import Chip
+from onepass.gpu.prologue import generated_sources
 from onepass.gpu.tuning import h200, tuning
 from onepass.ops.rms_norm import gpu as backend
 from onepass.ops.rms_norm.gpu_tile import row_config
-from onepass.ops.rms_norm.spec import RowCall, RowSpec, row_spec
+from onepass.ops.rms_norm.launch import RowCall, RowSpec, row_spec
 from onepass.prologues import Operand, silu_and_mul
 from tests.helpers.launches import Recorder, record
 from tools.evidence import records
@@ -49,7 +49,7 @@ class OnDevice:
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    record(monkeypatch, backend.FAMILY)
+    record(monkeypatch, backend.KERNELS)
 
 
 def launch(spec: RowSpec, geom: Geometry, strides: list[Any], n: int, *tensors: Any) -> tuple[int, dict[str, Any]]:
@@ -192,11 +192,12 @@ def test_fusion_of_products_and_sums_is_always_specified(contracts: bool, monkey
     assert [options["enable_fp_fusion"] for options in asked] == [contracts]
 
 
-def test_generated_code_is_visible() -> None:
-    plain(OnDevice(16))
-    (build,) = Recorder.made
-    source = launcher.generated_sources()[f"launch {build.name}"]
-    assert source.startswith("def pack(call, programs):") and "x.data_ptr()" in source
+def test_source_of_a_prologue_is_visible() -> None:
+    tensors = [OnDevice(16 * i) for i in range(1, 9)]
+    x, gamma, residual, gate, *outs = tensors
+    launch(full_spec(), Geometry(3, 1, 1), [(64, 0, 0)] * 7, 64, x, gamma, residual, [gate], None, *outs)
+    sources = [text for name, text in generated_sources().items() if name.startswith(silu_and_mul.key)]
+    assert sources and all(text.startswith("def fused(h, operands, starts, columns, mask):") for text in sources)
 
 
 def test_chips_without_a_table_use_the_default() -> None:

@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 FACE = {"errors", "formats", "rope", "prologues", "kvcache", "trace", "weights"}
-LIBRARY = {*FACE, "core", "ops", "ops.spec", "nn", "dist", "engines", "models"}
+LIBRARY = {*FACE, "core", "ops", "ops.launch", "nn", "dist", "engines", "models"}
 MODELS = {"models.forwards", "models.patching", "models.generation"}
 BACKENDS = {"cpu", "gpu", "ops.cpu", "ops.gpu"}
 KERNELS = {"core", "errors", "formats", "prologues"}
@@ -29,24 +29,24 @@ ALLOWED: dict[str, set[str]] = {
     "weights": {"core", "errors", "formats"},
     "cpu": KERNELS,
     "gpu": KERNELS,
-    "ops.spec": {"core", "formats", "prologues", "rope"},
-    "ops.cpu": {*KERNELS, "cpu", "ops.spec"},
-    "ops.gpu": {*KERNELS, "gpu", "ops.spec"},
-    "ops": {*FACE, "core", "ops.spec"},
-    "nn": {*FACE, "core", "ops", "ops.spec"},
-    "dist": {*FACE, "core", "ops", "ops.spec"},
-    "models.forwards": {*FACE, "core", "ops", "ops.spec", "nn"},
-    "models.patching": {"core", "errors", "formats", "rope", "weights", "ops.spec", "nn", "models.forwards"},
+    "ops.launch": {"core", "errors", "formats", "kvcache", "prologues", "rope"},
+    "ops.cpu": {*KERNELS, "cpu", "ops.launch"},
+    "ops.gpu": {*KERNELS, "gpu", "ops.launch"},
+    "ops": {*FACE, "core", "ops.launch"},
+    "nn": {*FACE, "core", "ops", "ops.launch"},
+    "dist": {*FACE, "core", "ops", "ops.launch"},
+    "models.forwards": {*FACE, "core", "ops", "ops.launch", "nn"},
+    "models.patching": {"core", "errors", "formats", "rope", "weights", "ops.launch", "nn", "models.forwards"},
     "models.generation": {"core", "errors", "kvcache", "models.forwards"},
     "models": MODELS,
-    "engines": {*FACE, "core", "ops", "ops.spec", "models.patching", "onepass"},
+    "engines": {*FACE, "core", "ops", "ops.launch", "models.patching", "onepass"},
     "testing": {*LIBRARY, *BACKENDS},
     "cli": {*LIBRARY, *BACKENDS, "testing", "onepass"},
     "__main__": {"cli", "onepass"},
     "onepass": LIBRARY,
 }
-"""What each room of onepass may import. "onepass" is the package itself. An op's folder has four rooms: what its kernels
-compute (spec.py), the kernels for each backend (cpu*.py, gpu*.py), and the rest; models has three folders."""
+"""What each room of onepass may import. "onepass" is the package itself. An op's folder has four rooms: what a launch
+needs (launch.py), the kernels for each backend (cpu*.py, gpu*.py), and the rest; models has three folders."""
 
 LAZY = {
     "__init__.py": "`import onepass` must not import what most programs do not use",
@@ -68,7 +68,7 @@ LAZY = {
 BY_NAME = {
     "__init__.py": "imported at first use",
     "engines/__init__.py": "imported at first use",
-    "core/backend.py": "a family in the backend of a device",
+    "core/backend.py": "an op in the backend of a device",
     "testing/runner.py": "a family in the interpreter",
     "cpu/launch.py": "code generators, only where a kernel must be compiled",
     "gpu/tuning/__init__.py": "one module per chip",
@@ -103,7 +103,7 @@ def package(module: str) -> str:
         return root
     if rest[0] == "ops" and len(rest) == 3:
         part = rest[2].split("_")[0]
-        return f"ops.{part}" if part in ("spec", "cpu", "gpu") else "ops"
+        return f"ops.{part}" if part in ("launch", "cpu", "gpu") else "ops"
     if rest[0] == "models" and len(rest) > 1:
         return f"models.{rest[1]}"
     return rest[0]

@@ -27,7 +27,7 @@ def test_a_call_is_noted_then_recorded_then_repeated(driver: Driver) -> None:
     op = Op()
     for asked, launched in ((1, 0), (2, 0), (2, 1), (2, 2)):
         x, y = rows(), rows()
-        out, sums = op(x, y)
+        out, sums = op.of(x, y)
         assert (op.asked, len(driver.launched)) == (asked, launched)
     assert driver.launched[-1][:5] == (1234, 3, 128, 512, [(6, 0, 1)]) and driver.launched[-1][-1] == 77
     assert driver.addresses == (x.data_ptr(), y.data_ptr(), out.data_ptr(), sums.data_ptr())
@@ -51,7 +51,7 @@ def test_other_tensors_are_another_call(driver: Driver, change: Any) -> None:
     op = Op()
     op.learn(rows(), rows())
     assert not op.known(*change()) and op.known(rows(), rows())
-    op(*change())
+    op.of(*change())
     assert op.known(*change()) and op.known(rows(), rows()) and op.asked == 4
 
 
@@ -69,7 +69,7 @@ def test_options_are_compared_by_type_and_value(driver: Driver) -> None:
     assert not one.known(rows(), options=(1, 0, "", None))
     assert one.known(rows(), options=(1.0, 0, "", None))
     with pytest.raises(onepass.ContractError, match="`count` must be an int"):
-        one(rows(), options=(1.0, False, "", None))
+        one.of(rows(), options=(1.0, False, "", None))
 
 
 class TestOverlap:
@@ -167,16 +167,16 @@ class TestInterception:
         assert op.known(torch.nn.Parameter(rows(), requires_grad=False))
         for thing in (None, 3, "x", [rows()]):
             with pytest.raises(onepass.ContractError, match="`x` must be a tensor"):
-                op(thing)  # type: ignore[arg-type]
+                op.of(thing)
         with pytest.raises(onepass.ContractError, match="`x` must"):
-            op(rows().to_sparse())
+            op.of(rows().to_sparse())
         assert op.known(rows())
 
     def test_gradients(self, driver: Driver) -> None:
         op = Op()
         op.learn(rows())
         with pytest.raises(onepass.ContractError, match="`x` must not require a gradient"):
-            op(rows().requires_grad_())
+            op.of(rows().requires_grad_())
         with torch.no_grad():
             assert op.known(rows().requires_grad_())
 
@@ -186,7 +186,7 @@ class TestInterception:
         view = negated((4, 1))
         assert view.is_neg() and view.stride() == (2, 2)
         with pytest.raises(onepass.ContractError, match="`x` must not be a negated view"):
-            op(view)
+            op.of(view)
         assert op.known(torch.randn(4, 2)[:, :1])
 
     def test_debug_mode(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ class TestInterception:
         op = Op()
         x, other = rows(), rows()
         for _ in range(4):
-            op.call(x, None, None, [other], *NO_OPTIONS, None, None)
+            op(x, None, None, [other], *NO_OPTIONS, None, None)
         assert op.table.counts()["refused"] == 4 and not driver.launched
 
     def test_a_call_within_a_recording_is_not_repeated(self, driver: Driver) -> None:
@@ -220,12 +220,12 @@ class TestInterception:
         inner.learn(rows())
 
         def kernel(op: Op, a: Any) -> None:
-            inner(rows())
+            inner.of(rows())
             op.one_launch(a)
 
         outer = Op(kernel)
         for asked in (2, 3, 3):
-            outer(rows())
+            outer.of(rows())
             assert inner.asked == asked
         assert outer.asked == 3 and inner.known(rows())
 
@@ -235,13 +235,13 @@ def test_empty_tensors_may_have_sizes_whose_product_overflows(driver: Driver) ->
     op = Op()
     for x in (torch.empty(0, 1, 1).expand(0, 2**40, 2**40), torch.empty(0).as_strided((0, 2**40), (1, 2**40))):
         with pytest.raises(onepass.ContractError):
-            op(x)
+            op.of(x)
 
 
 def test_calls_are_forgotten_at_a_limit(driver: Driver) -> None:
     op = Op()
     for count in range(1, 4200):
-        op(torch.empty(count, 1))
+        op.of(torch.empty(count, 1))
     assert op.table.counts()["entries"] == 4199 - 4096
     op.learn(rows())
     assert op.known(rows())
@@ -266,7 +266,7 @@ def test_threads_repeat_and_forget(driver: Driver) -> None:
         start.wait()
         for turn in range(300):
             x, y = torch.empty(1 + (me + turn) % 5, 8), torch.empty(1 + (me + turn) % 5, 8)
-            out, sums = op(x, y)
+            out, sums = op.of(x, y)
             expected = (x.data_ptr(), y.data_ptr(), out.data_ptr(), sums.data_ptr())
             if expected not in op.launcher.slow and expected not in [entry[-5:-1] for entry in driver.launched]:
                 wrong.append((me, turn))

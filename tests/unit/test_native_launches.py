@@ -34,12 +34,12 @@ def test_outputs_without_torchs_fastest_functions(
     """These are private to torch. Templates give outputs of the same shape, strides and dtype."""
     op, other = Op(), Op()
     op.learn(x)
-    expected = op(x)
+    expected = op.of(x)
     monkeypatch.setattr(plan, "_FUNCTIONS", {"cpu": function})
     other.learn(x)
     assert other.known(x)
     about = [(t.shape, t.stride(), t.dtype, t.device) for t in expected]
-    assert [(t.shape, t.stride(), t.dtype, t.device) for t in other(x)] == about and other.asked == 2
+    assert [(t.shape, t.stride(), t.dtype, t.device) for t in other.of(x)] == about and other.asked == 2
 
 
 class TestLaunches:
@@ -51,7 +51,7 @@ class TestLaunches:
         op = Op(kernel)
         op.learn(rows())
         x = rows()
-        out, sums = op(x)
+        out, sums = op.of(x)
         expected = [(x[i].data_ptr(), 0, out[i].data_ptr(), sums[i].data_ptr()) for i in range(3)]
         assert op.asked == 2 and [launch[-5:-1] for launch in driver.launched] == expected
 
@@ -63,21 +63,21 @@ class TestLaunches:
 
         op = Op(kernel)
         for asked in range(1, 5):
-            op(rows())
+            op.of(rows())
             assert op.asked == asked
 
     def test_unknown_addresses_are_not_repeated(self, driver: Driver) -> None:
         other = torch.empty(4)
         op = Op(lambda op, a: op.launcher(1, [a.x.data_ptr(), other.data_ptr(), a.out.data_ptr(), None]))
         for asked in range(1, 5):
-            op(rows())
+            op.of(rows())
             assert op.asked == asked and not driver.launched
 
     def test_other_launchers_are_not_repeated(self, driver: Driver) -> None:
         op = Op()
         op.launcher.repeatable = False
         for asked in range(1, 5):
-            op(rows())
+            op.of(rows())
             assert op.asked == asked
 
     def test_further_memory_is_taken_and_discarded(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +91,14 @@ class TestLaunches:
 
         op = Op(kernel)
         op.learn(rows())
-        op(rows())
+        op.of(rows())
         assert [launch[-4] for launch in driver.launched] == [memory.pieces[2].data_ptr()] * 2 and not memory.discarded
         driver.error = 700
         with pytest.raises(RuntimeError, match="a kernel could not be launched: CUDA error 700"):
-            op(rows())
+            op.of(rows())
         assert memory.discarded == [4] and len(driver.launched) == 3
         driver.error = 0
-        op(rows())
+        op.of(rows())
         assert op.asked == 2
 
     def test_memory_of_a_stream_is_kept(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,17 +113,17 @@ class TestLaunches:
         op.learn(rows())
         for capturing, taken in ((0, 3), (0, 3), (1, 4), (1, 5), (0, 5)):
             driver.capturing = capturing
-            op(rows())
+            op.of(rows())
             assert len(pieces) == taken and driver.addresses[1] == pieces[-1 if capturing else 2].data_ptr()
         native.forget()
         for _ in range(2):
-            op(rows())
+            op.of(rows())
             assert len(pieces) == 6 and driver.addresses[1] == pieces[5].data_ptr()
         driver.error = 700
         with pytest.raises(RuntimeError, match="CUDA error 700"):
-            op(rows())
+            op.of(rows())
         driver.error = 0
-        op(rows())
+        op.of(rows())
         assert memory.discarded == [6] and len(pieces) == 7
         assert driver.addresses[1] == pieces[6].data_ptr() and op.asked == 2
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import onepass
 from onepass.formats import Rounding
-from onepass.nn import LinearFP8, QKNorm, RMSNorm, RMSNormFP8, quantize_rows
+from onepass.nn import LinearFP8, QKNorm, RMSNorm, RMSNormFP8
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -159,10 +159,13 @@ def test_fp8_norm_with_residual() -> None:
     assert LinearFP8(256, 32)((codes, scale)).shape == (4, 32)
 
 
-def test_quantize_rows() -> None:
+def test_weights_of_fp8_rows() -> None:
     weight = torch.randn(8, 64)
     weight[3] = 0
-    codes, scale = quantize_rows(weight)
+    linear = nn.Linear(64, 8, bias=False)
+    linear.weight.data = weight
+    layer = LinearFP8.from_linear(linear)
+    codes, scale = layer.weight, layer.weight_scale
     assert (codes[3].float() == 0).all() and scale[3] == 0
     assert (codes.float().abs().amax(-1) == 448).sum() == 7
     assert ((codes.float() * scale - weight).abs() <= weight.abs() * 2**-4 + scale * 2**-9).all()

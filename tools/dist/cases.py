@@ -212,7 +212,7 @@ def start_and_finish(place: Place) -> str | None:
     q, k, gamma_q, gamma_k = p.local
     pending = dist.start_qk_stats(q, k, group=_world())
     between = q @ q.mT  # other work
-    got = dist.finish(pending, gamma_q, gamma_k, EPS)
+    got = dist.finish_qk_rms_norm(pending, gamma_q, gamma_k, EPS)
     again = pending.apply(gamma_q, gamma_k, EPS)
     expected = dist.qk_rms_norm(q, k, gamma_q, gamma_k, EPS, group=_world())
     if not all(map(same_bytes, (*got, *again), expected * 2)) or not between.isfinite().all():

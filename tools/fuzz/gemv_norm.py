@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS, FP8_FORMATS
+from onepass.ops.gemv_norm.launch import MAX_ROWS, MAX_SEGMENTS
 from onepass.ops.gemv_norm.op import (
     gemv_and_partial_norm,
     gemv_and_partial_norm_unfused_with_scratch,
     gemv_and_partial_norm_with_scratch,
 )
-from onepass.ops.gemv_norm.spec import MAX_ROWS, MAX_SEGMENTS
 from onepass.testing.bounds import Bounds
 from onepass.testing.case import same_bytes
 from onepass.testing.gemv_norm import products, verify_call, verify_norm_of_stored

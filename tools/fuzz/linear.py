@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS, ROUNDINGS
+from onepass.ops.linear.launch import ACTIVATIONS
 from onepass.ops.linear.op import linear
-from onepass.ops.linear.spec import ACTIVATIONS
 from onepass.ops.rms_norm.op import rms_norm
 from onepass.testing.case import same_bytes
 from onepass.testing.linear import as_rows, verify_call

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.ops.qk_cache.spec import CACHE_LAYOUTS, CACHE_ROUNDINGS
+from onepass.formats import FLOATS, FP8_FORMATS, ROUNDINGS
+from onepass.ops.qk_cache.launch import CACHE_LAYOUTS
 from onepass.rope import STYLES
 from onepass.testing import qk_cache
 from onepass.testing.case import moved
@@ -63,7 +63,7 @@ def configuration(op: str, r: Random, bounded: bool) -> QkCacheConfiguration:
         style=r.choice(STYLES),
         pair=r.choice((None, None, *FLOATS)),
         positions=r.choice((None, *_INTEGERS)),
-        rounding=r.choice(CACHE_ROUNDINGS),
+        rounding=r.choice((*ROUNDINGS, "hf_rope")),
         cache=cache,
         layout=r.choice(CACHE_LAYOUTS),
         index=r.choice(_INTEGERS),

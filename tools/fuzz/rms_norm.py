@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.ops.rms_norm.finish import layer_norm
-from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from onepass.ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.testing import rms_norm as testing
 from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import same_bytes
@@ -221,7 +220,7 @@ def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 def result_names(c: RowConfiguration) -> list[str]:
     """The keyword by which each result can be given, in the order they are returned."""
-    names = ["out"] if c.op in STORES_NORM else ["out", "scale_output"]
+    names = ["out"] if c.op in STORES_NORM else ["out", testing.SCALE_NAMES[c.op]]
     return names + ["residual_out"] * (c.residual is not None) + ["norm_out"] * c.norm + ["rstd_out"] * c.rstd
 
 
@@ -261,7 +260,7 @@ def _calls(
     names = result_names(c)
     rooms: dict[str, Tensor] = {}
     for name, like in zip(names, results, strict=True):
-        if (name == "scale_output" and (c.static or case.column or c.layout != "row")) or not like.dim():
+        if (name in testing.SCALE_NAMES.values() and (c.static or case.column or c.layout != "row")) or not like.dim():
             continue
         where = case.places[2 if name == "out" else 3]
         rooms[name] = where.room(like.shape, like.dtype)

@@ -13,14 +13,13 @@ from onepass.formats import (
     GROUP_SIZES,
     OPERAND_GROUPS,
     QUANT_FORMATS,
-    QUANT_ROUNDINGS,
-    QUANT_SCALE_FORMATS,
-    QUANT_SCALE_LAYOUTS,
     QUANTIZE,
     QUANTIZED,
     ROUNDINGS,
+    SCALE_FORMATS,
+    SCALE_LAYOUTS,
 )
-from onepass.ops.rms_norm.spec import GATE_ACTIVATIONS, GATE_ORDERS
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.prologues import Prologue, add, dequantize, silu_and_mul
 from onepass.testing.rms_norm import soft_cap_gate
 from tools.fuzz import draw
@@ -163,8 +162,8 @@ def _formatted(c: RowConfiguration, r: Random) -> RowConfiguration:
     static = None in known.groups and r.random() < 0.15
     scales = "float" if static else r.choice(known.scales)
     group = None if static else r.choice(known.groups)
-    dtypes = QUANT_SCALE_FORMATS[scales].dtypes
-    layouts = [name for name in QUANT_SCALE_LAYOUTS if name in ("row", "column", "column_tma") or group]
+    dtypes = SCALE_FORMATS[scales].dtypes
+    layouts = [name for name in SCALE_LAYOUTS if name in ("row", "column", "column_tma") or group]
     layouts = [name for name in layouts if name != "128x4" or any(dtype.itemsize == 1 for dtype in dtypes)]
     layouts = [name for name in layouts if name != "column_packed" or torch.int32 in dtypes]
     layout = r.choice(layouts)
@@ -174,7 +173,7 @@ def _formatted(c: RowConfiguration, r: Random) -> RowConfiguration:
         dtypes = tuple(dtype for dtype in dtypes if dtype.itemsize == 1)
     return replace(
         c,
-        rounding=r.choice(QUANT_ROUNDINGS),
+        rounding=r.choice((*ROUNDINGS, "stored")),
         format=known.name,
         fp8_max=r.choice((None, *known.codes.maxima)),
         static=static,

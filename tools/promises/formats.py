@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import QUANT_FORMATS
-from onepass.ops.rms_norm.finish import layer_norm
-from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_quant
+from onepass.ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_quant
 from onepass.testing.case import same_bytes
 from onepass.testing.quantized import plain_scales
 

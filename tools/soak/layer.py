@@ -13,10 +13,10 @@ from torch import Tensor
 
 from onepass.formats import E4M3FN, FLOATS, ScaleRule
 from onepass.kvcache import PagedKVCache, gather_mla
+from onepass.ops.gemv_norm.launch import MAX_ROWS
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm
-from onepass.ops.gemv_norm.spec import MAX_ROWS
+from onepass.ops.mla_cache.launch import ScaleKind
 from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
-from onepass.ops.mla_cache.spec import ScaleKind
 from onepass.ops.qk_norm.op import qk_rms_norm
 from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
 from onepass.testing import bounds, compare, gemv_norm, mla_cache, oracle

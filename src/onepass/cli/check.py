@@ -9,15 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from ..testing import runner
 from ..testing.case import Check
 from ..testing.runner import Result
-from .common import Progress, UsageError, cannot_write, table, usable_device
+from .common import Commands, Progress, UsageError, cannot_write, table, usable_device
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the command to the command line."""
     words = "run a representative set of cases against the float64 oracle"
     description = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -10,7 +9,7 @@ from typing import ParamSpec, TypeVar
 from torch import SymInt, Tensor
 
 from ..core.contract import describe
-from ..errors import ContractError, Unsupported
+from ..errors import ContractError, Unsupported, renamed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,8 +30,7 @@ def names_of_op(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return function(*args, **kwargs)
             except (ContractError, Unsupported) as error:
-                message = re.sub(r"`(\w+)`", lambda name: f"`{arguments.get(name[1], name[1])}`", str(error))
-                raise type(error)(re.sub(r"^\w+: ", f"{own}: ", message)) from None
+                raise renamed(error, own, arguments) from None
 
         return call
 

@@ -217,15 +217,16 @@ def _quantized(
         "residual": residual,
         "rounding": "hf",
         "round_sum": False,
-        "scale_output": None if scales is None else scales.view(*lead, groups),
         "residual_out": residual,
     }
+    scale_out = None if scales is None else scales.view(*lead, groups)
     if quant_dtype == torch.int8:
-        results = rms_norm_fused_quant(input, weight, epsilon, format="int8", min_scale=_LEAST_INT8, **options)
+        options |= {"format": "int8", "min_scale": _LEAST_INT8, "scale_out": scale_out}
+        results = rms_norm_fused_quant(input, weight, epsilon, **options)
     else:
         limit = _MAXIMA[quant_dtype]
         options |= {"out_dtype": quant_dtype, "fp8_max": limit, "quantize": "divide", "min_scale": 1 / (limit * 512)}
-        results = rms_norm_fused_fp8(input, weight, epsilon, scale_ub=scale_ub, **options)
+        results = rms_norm_fused_fp8(input, weight, epsilon, scale_ub=scale_ub, scale_output=scale_out, **options)
     codes, scale = results[:2]
     return codes, scale.view(tokens, groups) if scales is None else scales
 

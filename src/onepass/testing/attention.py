@@ -9,8 +9,8 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..ops.attention.launch import SPLIT
 from ..ops.attention.op import attend
-from ..ops.attention.spec import SPLIT
 from .bounds import Bounds
 from .case import GPU_ONLY, Values, case_name, grid, moved, short_dtype, to_cpu
 

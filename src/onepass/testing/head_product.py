@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..ops.head_product.launch import WeightOrder
 from ..ops.head_product.op import head_product
-from ..ops.head_product.spec import WeightOrder
 from .bounds import around
 from .case import GPU_ONLY, Values, case_name, grid, moved, short_dtype, to_cpu
 

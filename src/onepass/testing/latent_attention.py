@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..ops.attention.spec import SPLIT
+from ..ops.attention.launch import SPLIT
 from ..ops.latent_attention.op import attend_latents
 from .attention import BF16, F16, Mask, bounds, mask_of
 from .case import GPU_ONLY, Values, case_name, grid, moved, short_dtype, to_cpu

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3FN, FLOATS
+from ..ops.linear.launch import ACTIVATIONS
 from ..ops.linear.op import LINEAR, linear
-from ..ops.linear.spec import ACTIVATIONS
 from . import bounds, compare, linear_bounds, oracle
 from .bounds import Bounds
 from .case import (

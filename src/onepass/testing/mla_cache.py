@@ -181,7 +181,7 @@ def call_with(case: MlaCase, arguments: dict[str, Any], way: Way = "given") -> t
     if case.slots is not None and (case.positions is not None or case.freqs is None):
         offsets = None
     if way == "allocated":
-        given["q_dtype"] = out.dtype
+        given["out_dtype"] = out.dtype
     output = {"given": out, "allocated": None, "in place": q}[way]
     kv, gamma = given.pop("kv"), given.pop("gamma")
     made = fused_rope_rmsnorm_quantization(output, q, kv, offsets, freqs, gamma, cache, **given)

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 
 from ..formats import E4M3FN, E4M3FNUZ, FLOATS
-from ..ops.mla_cache.spec import ScaleKind
+from ..ops.mla_cache.launch import ScaleKind
 from .case import GPU_ONLY, Values, case_name, grid, labelled
 
 BF16, F16, F32 = FLOATS

@@ -165,7 +165,7 @@ def call_with(case: QkCacheCase, arguments: dict[str, Any], way: Way = "given") 
     if turn is not None and freqs is not None:
         given["rope"] = Rope(freqs, positions, turn.style, turn.dim)  # type: ignore[arg-type]
     elif turn is not None:
-        given["rope"] = (cos, sin) if turn.style == "half" else (cos, sin, turn.style)
+        given["rope"] = Rope(style=turn.style, cos=cos, sin=sin)  # type: ignore[arg-type]
     start = given.pop("starts", None)
     first = given.pop("first", None)
     given["start"] = first if start is None else start

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from ..formats import E4M3FN, E4M3FNUZ, FLOATS
-from ..ops.qk_cache.spec import CacheLayout, CacheRounding, NormKind
+from ..formats import E4M3FN, E4M3FNUZ, FLOATS, Rounding
+from ..ops.qk_cache.launch import CacheLayout, NormKind
 from .case import GPU_ONLY, Values, case_name, grid, labelled, short_dtype
 
 BF16, F16, F32 = FLOATS
@@ -58,7 +58,7 @@ class QkCacheCase:
     gamma: torch.dtype = BF16
     gamma_k: torch.dtype | None = None
     angles: Angles | None = field(default_factory=lambda: Angles(64))
-    rounding: CacheRounding = "once"
+    rounding: Rounding = "once"
     cache: torch.dtype | None = BF16
     layout: CacheLayout = "NHD"
     page: int = 4

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import CODE_FORMATS, QUANT_FORMATS, QUANT_SCALE_FORMATS, CodeFormat, ScaleRule
+from ..formats import CODE_FORMATS, QUANT_FORMATS, SCALE_FORMATS, CodeFormat, ScaleRule
 from . import oracle
 
 
@@ -57,7 +57,7 @@ def described(host: dict[str, Any], out: Tensor, scale: Tensor) -> Quantized | s
     limit = host.get("code_max") or host.get("fp8_max") or fmt.max
     group = host.get("group_size") or (known.groups[0] if known is not None else None)
     name = host.get("scale_format") or (known.scales[0] if known is not None else "float")
-    encoding, overall = QUANT_SCALE_FORMATS[name], host.get("global_scale")
+    encoding, overall = SCALE_FORMATS[name], host.get("global_scale")
     if "static_scale" in host:
         return Quantized(
             fmt, limit, ScaleRule("static", torch.float32, divides=_divides(host)), _bytes(fmt, out), scale, 1.0

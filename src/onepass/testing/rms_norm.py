@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOATS, FP8_FORMATS, QUANTIZED
-from ..ops.rms_norm.finish import LAYER_NORM, layer_norm
 from ..ops.rms_norm.op import (
+    LAYER_NORM,
     RMS_NORM,
-    RMS_NORM_FUSED_FP8,
     RMS_NORM_FUSED_QUANT,
+    layer_norm,
     rms_norm,
     rms_norm_fused_fp8,
     rms_norm_fused_quant,
@@ -203,10 +203,12 @@ CASES = (
     *fp8_weight_cases("rms_norm_fused_fp8"),
     *quant_weight_cases("rms_norm_fused_quant"),
 )
+SCALE_NAMES = {"rms_norm_fused_fp8": "scale_output", "rms_norm_fused_quant": "scale_out"}
+"""The keyword for a tensor that receives the scales, by op."""
 _OPS: dict[str, Any] = {
     "rms_norm": (RMS_NORM, rms_norm),
     "layer_norm": (LAYER_NORM, layer_norm),
-    "rms_norm_fused_fp8": (RMS_NORM_FUSED_FP8, rms_norm_fused_fp8),
+    "rms_norm_fused_fp8": (RMS_NORM_FUSED_QUANT, rms_norm_fused_fp8),
     "rms_norm_fused_quant": (RMS_NORM_FUSED_QUANT, rms_norm_fused_quant),
 }
 
@@ -278,19 +280,18 @@ def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 def result_names(case: Case) -> list[str]:
     """The output keyword of each result, in order."""
-    quantized = case.op not in ("rms_norm", "layer_norm")
-    return _names(quantized, case.residual is not None, case.options)
+    return _names(SCALE_NAMES.get(case.op), case.residual is not None, case.options)
 
 
-def _names(quantized: bool, residual: bool, options: dict[str, Any]) -> list[str]:
-    names = ["out"] + ["scale_output"] * quantized + ["residual_out"] * residual
+def _names(scale: str | None, residual: bool, options: dict[str, Any]) -> list[str]:
+    names = ["out"] + ([scale] if scale else []) + ["residual_out"] * residual
     return names + ["norm_out"] * bool(options.get("return_norm")) + ["rstd_out"] * bool(options.get("return_rstd"))
 
 
 def zeroable(case: Case) -> list[tuple[int, str]]:
     """Position and name of each result that the kernel writes."""
     static = case.options.get("static_scale")
-    return [(i, name) for i, name in enumerate(result_names(case)) if not (static and name == "scale_output")]
+    return [(i, name) for i, name in enumerate(result_names(case)) if not (static and name in SCALE_NAMES.values())]
 
 
 def call_out(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -324,7 +325,7 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
 def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results of any call: every value lies between bounds."""
     quantized, residual = results[0].dtype not in FLOATS, host.get("residual")
-    names = _names(quantized, residual is not None, host)
+    names = _names("scale" if quantized else None, residual is not None, host)
     named, hf = dict(zip(names, results, strict=True)), host.get("rounding") == "hf"
     x, error, doubt = host["x"], compare.FLOAT32_ERROR, None
     h = x.float()
@@ -364,7 +365,7 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
         return None
     if host.get("rounding") == "stored":
         y = y.rounded(x.dtype)
-    q = described(host, named["out"], named["scale_output"])
+    q = described(host, named["out"], named["scale"])
     return q if isinstance(q, str) else _verify_codes(host, q, h, rs, g, y, error, doubt)
 
 

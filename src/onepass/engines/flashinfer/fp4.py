@@ -22,7 +22,7 @@ from ..arguments import names_of_op, require_tensors
 
 _FORMATS: dict[int, tuple[QuantFormatName, str]] = {16: ("nvfp4", "e4m3"), 32: ("mxfp4", "ue8m0")}
 """Format and scales of each block size."""
-_as_called = names_of_op(x="input", gamma="weight", out="y_fp4", scale_output="block_scale", norm_out="y_out")
+_as_called = names_of_op(x="input", gamma="weight", out="y_fp4", scale_out="block_scale", norm_out="y_out")
 
 
 @_as_called
@@ -135,13 +135,13 @@ def _quantized(
         raise ContractError(f"{name}: `global_scale` must be a tensor of one element, got {describe(global_scale)}")
     shape = scale_shape(input.shape[:-1], input.shape[-1] // block_size, "128x4" if swizzled else "row")
     dtype = torch.float8_e4m3fn if format == "nvfp4" else torch.float8_e8m0fnu
-    scale_output = None
+    scale_out = None
     if scale is not None:
         if not isinstance(scale, Tensor) or scale.numel() != math.prod(shape) or scale.element_size() != 1:
             raise ContractError(
                 f"{name}: `block_scale` must have {math.prod(shape)} elements of a byte, got {describe(scale)}"
             )
-        scale_output = scale.view(torch.uint8).view(shape).view(dtype)
+        scale_out = scale.view(torch.uint8).view(shape).view(dtype)
     out, block_scales, *_ = rms_norm_fused_quant(
         input,
         weight,
@@ -152,7 +152,7 @@ def _quantized(
         global_scale=None if global_scale is None else global_scale.reshape(()),
         scale_layout="128x4" if swizzled else "row",
         out=None if codes is None else codes.view(torch.uint8),
-        scale_output=scale_output,
+        scale_out=scale_out,
         residual_out=residual,
         return_norm=norm is not None,
         norm_out=norm,

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...ops.attention.launch import ROWS, SPLIT
 from ...ops.attention.op import attend as attend_in_splits
 from ...ops.attention.op import attends
-from ...ops.attention.spec import ROWS, SPLIT
 from .norm import FUSED_ROWS
 
 SHORT: Final = 128

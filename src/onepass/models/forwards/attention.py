@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ...formats import Rounding
 from ...nn import gamma_of
 from ...ops.qk_cache.op import qk_norm_rope_cache
-from ...ops.qk_cache.spec import CacheRounding
 from ...ops.qk_norm.op import qk_rms_norm
-from ...rope import RopeStyle
+from ...rope import Rope, RopeStyle
 from .attend import Attended, AttentionModule, attend, attend_as_model
 from .cache import Cache, CacheLayer, count, dense_layer, is_mla_cache, settle
 from .linear import Parts, Projection, project, runs_step
@@ -41,7 +40,7 @@ class Turn(NamedTuple):
     style: RopeStyle
     wide: bool
     norms: bool
-    rounding: CacheRounding
+    rounding: Rounding
 
 
 class AttentionStep(NamedTuple):
@@ -236,7 +235,7 @@ def turned(
         options |= {"gamma_q": gamma_of(self.q_norm.weight), "gamma_k": gamma_of(self.k_norm.weight)}
         options |= {"eps": eps, "weight_offset": weight_offset, "per_head": self._onepass.per_head}
     if angles is not None:
-        options["rope"] = (*angles, turn.style)
+        options["rope"] = Rope(style=turn.style, cos=angles[0], sin=angles[1])
     if layer is not None:
         options |= {"start": layer.cumulative_length, "layout": "dense"}
         options |= {"k_cache": layer.keys, "v_cache": layer.values}

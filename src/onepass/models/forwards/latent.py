@@ -31,7 +31,7 @@ from ...ops.head_product.op import head_product, multiplies_heads
 from ...ops.latent_attention.op import attend_latents, attends_latents
 from ...ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from ...ops.qk_cache.op import qk_norm_rope_cache
-from ...rope import RopeStyle
+from ...rope import Rope, RopeStyle
 from .attend import Attended, AttentionModule, attend, attend_as_model, biases, has_kernels
 from .cache import Cache, count, dense_layer, is_mla_cache, settle
 from .linear import Parts, Projection, linear_forward, project, runs_step
@@ -326,7 +326,10 @@ def _rotate_latent(
     if angles[0].dtype is not q.dtype:  # the model would not round its products to this dtype
         return _rotate_as_the_model(self, rotated, k, latent, angles, cache)
     turned = (_apart(rotated), _apart(k)) if self.config.rope_interleave else (rotated, k)
-    options: dict[str, Any] = {"rope": (*angles, "half"), "rounding": cast(LatentStep, self._onepass.step).rounding}
+    options: dict[str, Any] = {
+        "rope": Rope(cos=angles[0], sin=angles[1]),
+        "rounding": cast(LatentStep, self._onepass.step).rounding,
+    }
     layer = dense_layer(cache, self.layer_idx, latent)
     if layer is not None and cache is not None:
         options |= {"start": layer.cumulative_length, "layout": "dense", "out": rotated}

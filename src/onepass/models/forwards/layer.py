@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...formats import Rounding
-from ...ops.linear.spec import Activation
+from ...ops.linear.launch import Activation
 from .angles import AnglesRecord, angles_forward
 from .attention import AttentionRecord, HeadsModule, attend_heads, attention_forward, fuses_heads
 from .cache import is_mla_cache

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from ...errors import ContractError
 from ...formats import FLOATS, SCALE_BLOCK, Rounding
 from ...nn import Linear, MergedLinear, gamma_of
+from ...ops.linear.launch import Activation
 from ...ops.linear.op import linear as multiply
-from ...ops.linear.spec import Activation
 from ...weights import Scheme, dequantize_weight, quantize_weight
 from .norm import FUSED_ROWS, NormModule, is_own, is_plain, no_global_hooks, refuse_gradient
 

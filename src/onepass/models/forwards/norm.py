@@ -11,10 +11,9 @@ from torch.nn.modules import module as torch_module
 from ...errors import ContractError
 from ...formats import Rounding
 from ...nn import gamma_of
-from ...ops.gemv_norm.spec import MAX_ROWS
-from ...ops.rms_norm.finish import layer_norm
-from ...ops.rms_norm.op import rms_norm
-from ...ops.rms_norm.spec import GateActivation
+from ...ops.gemv_norm.launch import MAX_ROWS
+from ...ops.rms_norm.launch import GateActivation
+from ...ops.rms_norm.op import layer_norm, rms_norm
 
 FUSED_ROWS: Final = MAX_ROWS
 """The op's limit; up to this many tokens one launch is faster (docs/performance.md)."""

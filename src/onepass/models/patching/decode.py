@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ...errors import ContractError
 from ...formats import FLOATS, Rounding
-from ...ops.linear.spec import Activation
+from ...ops.linear.launch import Activation
 from ...weights import Scheme
 from ..forwards.angles import AnglesRecord, Frequencies
 from ..forwards.attend import has_kernels

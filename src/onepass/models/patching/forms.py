@@ -17,7 +17,7 @@ from ...core.contract import describe
 from ...errors import ContractError
 from ...formats import Rounding
 from ...nn.norm import check_options
-from ...ops.rms_norm.spec import GATE_ORDERS, STATISTICS, Statistic
+from ...ops.rms_norm.launch import GATE_ORDERS, STATISTICS, Statistic
 from ...rope import RopeStyle
 from ..forwards.angles import Angles
 from .code import Code, NotComparable, code_of, fingerprint_of

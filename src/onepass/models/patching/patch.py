@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ...core.contract import describe, require_bool
 from ...errors import ContractError
 from ...formats import FLOATS, Rounding
-from ...ops.rms_norm.spec import GATE_ACTIVATIONS
+from ...ops.rms_norm.launch import GATE_ACTIVATIONS
 from ..forwards.attention import Turn
 from ..forwards.latent import LatentRecord
 from ..forwards.linear import MARK

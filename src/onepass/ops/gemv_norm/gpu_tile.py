@@ -14,7 +14,7 @@ from ...gpu.chip import INTERPRETER, Chip
 from ...gpu.product_tile import PieceTile, StreamTile, is_contiguous, piece_tile, stream_tile
 from ...gpu.tuning import tuning
 from ...gpu.tuning.table import GemvCut
-from .spec import MAX_ROWS, tiles
+from .launch import MAX_ROWS, tiles
 
 CHUNK: Final = 512
 """Columns of a norm's tile: 4 for each thread of the 4 warps along a row."""

@@ -5,10 +5,10 @@ from typing import Final, NamedTuple
 
 from ...gpu.chip import Chip
 from ...gpu.tuning import tuning
-from .spec import NormKind, Turn
+from .launch import NormKind, Turn
 
 FOLD: Final = 8192
-"""Columns that lie this far apart are summed first; `device.tree.FOLD`."""
+"""Columns that lie this far apart are summed first; `gpu.lib.reduce.FOLD`."""
 
 
 class Side(NamedTuple):

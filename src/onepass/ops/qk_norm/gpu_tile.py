@@ -7,7 +7,7 @@ from ...gpu.chip import Chip
 from ...gpu.tuning import tuning
 
 QK_FOLD: Final = 8192
-"""Columns of the blocks in which longer rows are walked; `device.tree.FOLD`."""
+"""Columns of the blocks in which longer rows are walked; `gpu.lib.reduce.FOLD`."""
 MAX_THREADS: Final = 1024
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
 from ...core.backend import extension
@@ -28,9 +29,8 @@ from ...core.contract import Contract, describe
 from ...core.op import Op, stands_in
 from ...formats import FP8_FORMATS, Rounding
 from ...rope import Rope
-from .call import run_qk
 from .contract import APPLY_QK_RMS_NORM, QK_RMS_NORM, QK_RMS_NORM_HEADS, ROW_MEAN_OF_SQUARES_QK, ROW_SUM_OF_SQUARES_QK
-from .spec import QkCall, QkScale, QkSpec, RopeRule, Stage, qk_spec
+from .launch import QkCall, QkScale, QkSpec, RopeRule, Stage, qk_spec, run_qk
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,7 +120,7 @@ def row_sum_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> Te
     >>> onepass.row_sum_of_squares_qk(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0, 2.0]]))
     tensor([[25.,  9.]])
     """
-    return cast(Tensor, _row_sum_of_squares_qk.call(q, k, out)[0])
+    return cast(Tensor, _row_sum_of_squares_qk(q, k, out)[0])
 
 
 def row_mean_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
@@ -133,7 +133,7 @@ def row_mean_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> T
     >>> onepass.row_mean_of_squares_qk(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0, 2.0]]))
     tensor([[12.5000,  3.0000]])
     """
-    return cast(Tensor, _row_mean_of_squares_qk.call(q, k, out)[0])
+    return cast(Tensor, _row_mean_of_squares_qk(q, k, out)[0])
 
 
 def _unpacked(contract: Contract, rope: Rope | None) -> tuple[Any, ...]:
@@ -142,6 +142,8 @@ def _unpacked(contract: Contract, rope: Rope | None) -> tuple[Any, ...]:
         return None, None, "half", None, None
     if not isinstance(rope, Rope):
         contract.fail("rope", "be a Rope or None", describe(rope))
+    if rope.freqs is None:
+        contract.fail("rope", "have freqs", "None")
     return rope.freqs, rope.positions, rope.style, rope.dim, rope.head_dim
 
 
@@ -185,7 +187,7 @@ def apply_qk_rms_norm(
             APPLY_QK_RMS_NORM.fail(name, "be a tensor", "None")
     freqs, positions, *turn = _unpacked(APPLY_QK_RMS_NORM, rope)
     tensors = (q, k, gamma_q, gamma_k, qk_var, freqs, positions, q_scale, k_scale)
-    _apply_qk_rms_norm.call(*tensors, epsilon, weight_offset, rounding, epsilon_k, *turn, q_out, k_out)
+    _apply_qk_rms_norm(*tensors, epsilon, weight_offset, rounding, epsilon_k, *turn, q_out, k_out)
 
 
 def qk_rms_norm(
@@ -258,11 +260,12 @@ def qk_rms_norm(
         traced: tuple[Tensor, ...] = handle_torch_function(qk_rms_norm, (q, k), q, k, gamma_q, gamma_k, eps, **options)
         return traced
     if per_head is True and _has_heads(q, k, gamma_q, positions):
-        results = _qk_rms_norm_heads.call(*common, *turn, *given)
+        op, arguments = _qk_rms_norm_heads, (*common, *turn, *given)
     else:
-        results = _qk_rms_norm.call(*common, per_head, *turn, *given)
-    made = results[:2] if results[2] is None else results
-    return cast(tuple[Tensor, ...], made)
+        op, arguments = _qk_rms_norm, (*common, per_head, *turn, *given)
+    repeated = None if is_compiling() else op.repeat(*arguments)
+    results = repeated or op(*arguments)
+    return cast(tuple[Tensor, ...], results[:2] if results[2] is None else results)
 
 
 def _has_heads(q: object, k: object, gamma_q: object, positions: object) -> bool:

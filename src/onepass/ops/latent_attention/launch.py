@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from ..attention.spec import AttentionSpec
+from ..attention.launch import AttentionSpec
 
 PIECES: Final = 4
 """Pieces of a score: the columns of a latent and of a rotated key, padded with zeros, are cut into this many. It defines
@@ -66,3 +66,8 @@ class LatentCall(NamedTuple):
     sums: Tensor | None = None
     tops: Tensor | None = None
     counter: Tensor | None = None
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU that the tensors are on, or -1."""
+        return self.q.get_device()

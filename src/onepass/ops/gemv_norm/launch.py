@@ -90,3 +90,8 @@ class GemvCall(NamedTuple):
     def k(self) -> int:
         """Terms of each sum."""
         return self.weight.shape[1]
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU that the tensors are on, or -1."""
+        return self.act.get_device()

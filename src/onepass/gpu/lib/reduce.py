@@ -1,22 +1,75 @@
-"""The sum of a row's squares in an order that does not depend on the layout.
+"""Sums in fixed orders: the one place that says in which order a kernel adds.
 
-A row has bins (`rms_norm_config.row_bins`; their number depends only on the row's length), and
+`tl.sum` adds in the order of a tile's layout, which depends on the width of its loads, the number of warps and the
+tile's shape. Here, both operands of every addition are specified by the numbers of columns, so no tile, chip or compiler
+version changes a result. Padding is zeros, which change nothing. Builds must not contract products into these
+additions (``Build.contracts``), because contraction would depend on the layout.
+
+- Bins (`bin_squares`, `sum_bins`): rows of rms_norm, layer_norm, rms_norm_fused_quant, and linear where it norms.
+- Tree (`sum_eights`, `sum_chunks`, `sum_columns`): rows and heads of the other norms.
+- Fours (`add_four`): what fragments of gemv_and_partial_norm, and of linear with float32 x, leave in the lanes of a warp.
+- From the left (`add_from_left`): pieces of K in linear, and of a score in attend_latents.
+
+Tensor cores add along K: `product_tile.Order`, `product`, `weight_stream` and `gemv_stream` say in which pieces, and
+`ops.attention.spec.SPLIT` into which splits attention cuts its context. The table in docs/numerics.md, "Orders of sums",
+has every op, why it sums so, and the orders on CPUs.
+
+**Bins.** A row has bins (`gpu_tile.row_bins`; their number depends only on the row's length), and
 column c belongs to bin ``c % bins``. Each bin sums its own squares, one fused multiply-add after
-the other. Then neighbouring bins are added, then neighbouring sums, until one is left. Both
-operands of every addition are specified, so the result does not depend on the width of loads, the
-number of warps, the tile's shape, the chip or the compiler version. Columns beyond the end of the
-row are zeros, which change nothing. The build must not contract products into sums
-(``Build.contracts``), because contraction would depend on the layout.
+the other. Then neighbouring bins are added, then neighbouring sums, until one is left. A row comes in chunks (``TILE``
+is a `gpu_tile.RowConfig`), of which ``sets`` hold all the bins. Neighbours within a chunk are added within a warp. What
+is left, one value per warp and set, is exchanged once, together with the row's largest value; `tl.sum` would need two
+exchanges.
 
-A row comes in chunks (``TILE`` is a `rms_norm_config.RowConfig`), of which ``sets`` hold all the
-bins. Neighbours within a chunk are added within a warp. What is left, one value per warp and set,
-is exchanged once, together with the row's largest value; `tl.sum` would need two exchanges.
+**Tree.** Columns FOLD apart are added first, as in a row that is walked in blocks of FOLD; then neighbours, three
+times; then the first half and the second half, until one sum is left. A row may also come in chunks, each a tile, whose
+columns are reduced to sums of eight as they arrive. Halves of the row are then different chunks, so that most additions
+stay within a thread, and with one warp along a row none leaves its warp.
 """
 
 import triton
 import triton.language as tl
 
 from .row import column_order
+
+FOLD = tl.constexpr(8192)
+
+
+# --- fours, and from the left ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_pairs(values):
+    """Add the two elements of the last dimension."""
+    even, odd = tl.split(values)
+    return even + odd
+
+
+@triton.jit
+def add_four(values, A: tl.constexpr, B: tl.constexpr):
+    """``[A, B, 4]`` to ``[A, B]`` as ``(v0 + v1) + (v2 + v3)``."""
+    return add_pairs(add_pairs(tl.reshape(values, (A, B, 2, 2))))
+
+
+@triton.jit
+def add_from_left(values, A: tl.constexpr, B: tl.constexpr, COUNT: tl.constexpr):
+    """``[A, B, COUNT]`` to ``[A, B]``: the first plus the second, plus the third, and so on."""
+    parts = (values,)
+    for i in tl.static_range(5):
+        if COUNT >> (i + 1) > 0:
+            halves = ()
+            for j in tl.static_range(1 << i):
+                grouped = tl.permute(tl.reshape(parts[j], (A, B, 2, COUNT >> (i + 1))), (0, 1, 3, 2))
+                low, high = tl.split(grouped)
+                halves = halves + (low, high)
+            parts = halves
+    total = tl.reshape(parts[0], (A, B)) + 0.0  # no negative zeros
+    for j in tl.static_range(1, COUNT):
+        total += tl.reshape(parts[j], (A, B))
+    return total
+
+
+# --- bins -----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -202,3 +255,48 @@ def sum_bins_and_peak(sums, peaks, TILE: tl.constexpr, HW_ROUNDING: tl.constexpr
             if j % TILE.sets == 0:  # the others are duplicates
                 largest = tl.maximum(largest, size)
         return _settle(_add_all(totals, COUNT)), _settle(largest)
+
+
+# --- tree -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sum_eights(tile, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, SIZE] to [ROWS, SIZE / 8]."""
+    for i in tl.static_range(3):
+        tile = tl.sum(tl.reshape(tile, (ROWS, SIZE >> (i + 1), 2)), axis=2)
+    return tile
+
+
+@triton.jit
+def _add_halves(tiles, COUNT: tl.constexpr, HALF: tl.constexpr):
+    """The first COUNT of ``2 * HALF`` tiles, those from HALF on added to the others."""
+    merged = ()
+    for c in tl.static_range(min(COUNT, HALF)):
+        if c + HALF < min(COUNT, 2 * HALF):
+            merged = merged + (tiles[c] + tiles[c + HALF],)
+        else:
+            merged = merged + (tiles[c],)
+    return merged
+
+
+@triton.jit
+def sum_chunks(eights, ROWS: tl.constexpr, CHUNK: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """COUNT chunks of a row of BLOCK columns, each reduced by `sum_eights`, to [ROWS]."""
+    for i in tl.static_range(1, 16):
+        if (BLOCK // CHUNK) >> i > 0:
+            eights = _add_halves(eights, COUNT, (BLOCK // CHUNK) >> i)
+    total = eights[0]
+    for i in tl.static_range(4, 24):
+        if (CHUNK >> i) > 0:
+            total = tl.sum(tl.reshape(total, (ROWS, 2, CHUNK >> i)), axis=1)
+    return tl.reshape(total, (ROWS,))
+
+
+@triton.jit
+def sum_columns(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, BLOCK] to [ROWS]; BLOCK is a power of two from 8 to 2 * FOLD."""
+    LEFT: tl.constexpr = min(BLOCK, FOLD)
+    if BLOCK > FOLD:
+        tile = tl.sum(tl.reshape(tile, (ROWS, 2, LEFT)), axis=1)
+    return sum_chunks((sum_eights(tile, ROWS, LEFT),), ROWS, LEFT, 1, LEFT)

@@ -46,3 +46,8 @@ class HeadCall(NamedTuple):
     weight: Tensor
     out: Tensor
     rows: HeadRows
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU that the tensors are on, or -1."""
+        return self.x.get_device()

@@ -76,3 +76,8 @@ class AttentionCall(NamedTuple):
     sums: Tensor | None = None
     tops: Tensor | None = None
     counter: Tensor | None = None
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU that the tensors are on, or -1."""
+        return self.q.get_device()
