@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option("--model", choices=model.MODELS, default="llama", help="a small model of this family, with random weights")
     option("--path", type=Path, metavar="DIR", help="load a local transformers directory instead")
     rounding = "where the patched model rounds; 'once' fuses more"
-    option("--rounding", choices=("model", "once"), default="model", help=rounding)
+    option("--rounding", choices=("hf", "once"), default="hf", help=rounding)
     add_device(parser)
     report = Path("onepass-demo.json")
     option("--report", type=Path, default=report, metavar="FILE", help=f"where to write the report; default {report}")

@@ -191,7 +191,7 @@ def _generate(
     ids = _prompt(model, batch, PROMPT)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW_TOKENS}
     if device == "cuda" and captured:
-        from onepass.integrations import generate  # needs transformers
+        from onepass.models import generate  # needs transformers
 
         options["custom_generate"] = generate
     model.generate(ids, **{**options, "max_new_tokens": 2 if device == "cpu" else NEW_TOKENS})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import onepass
 from onepass import nn
-from onepass.compat import flashinfer, vllm, vllm_0_19
+from onepass.engines import flashinfer, vllm, vllm_0_19
 from onepass.formats import FLOATS
 from onepass.testing.case import same_bytes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import onepass
 from onepass import PagedKVCache, gather_mla
-from onepass.compat import vllm
+from onepass.engines import vllm
 from onepass.errors import ContractError
 from onepass.testing.case import same_bytes
 from tests.helpers.mla_inputs import angles

@@ -300,10 +300,10 @@ STEPS = {
     "import": "import onepass; dir(onepass)",
     "dist": "onepass.dist.qk_rms_norm",
     "parallel": "onepass.dist.QKNormParallel; import onepass.dist",
-    "others": "onepass.compat.vllm, onepass.nn; import llvmlite",
+    "others": "onepass.engines.vllm, onepass.nn; import llvmlite",
 }
 """What a new process does after `import torch`, step by step."""
-HEAVY = ("cli", "compat", "cpu", "dist", "gpu", "integrations", "nn", "testing")
+HEAVY = ("cli", "cpu", "dist", "engines", "gpu", "models", "nn", "testing")
 
 
 @pytest.fixture(scope="module")
@@ -334,17 +334,17 @@ def test_dist_loads_dtensors_only_for_its_styles(loaded: dict[str, list[str]]) -
 
 
 def test_the_import_test_sees_heavy_modules(loaded: dict[str, list[str]]) -> None:
-    assert {"onepass.compat.vllm", "onepass.nn", "llvmlite"} <= set(loaded["others"])
+    assert {"onepass.engines.vllm", "onepass.nn", "llvmlite"} <= set(loaded["others"])
 
 
 def test_dir_shows_public_names() -> None:
     shown = dir(onepass)
-    assert {"compat", "dist", "integrations", "nn", "patch", "prologues", "rms_norm"} <= set(shown)
+    assert {"dist", "engines", "models", "nn", "patch", "prologues", "rms_norm"} <= set(shown)
     assert not {"checker", "contract", "eager", "library", "ops", "process", "TYPE_CHECKING"} & set(shown)
     assert [name for name in shown if name.startswith("_")] == ["__version__"]
     for name in shown:
         getattr(onepass, name)
-    for module in (onepass.compat, onepass.dist, onepass.integrations):
+    for module in (onepass.engines, onepass.dist, onepass.models):
         assert dir(module) == sorted(module.__all__)
         for name in module.__all__:
             if name != "MlaCache":  # needs transformers
@@ -353,11 +353,11 @@ def test_dir_shows_public_names() -> None:
 
 def test_submodules_are_attributes() -> None:
     """Every module in the README is an attribute of `onepass`, whether or not it was imported before."""
-    names = ["compat.vllm", "compat.vllm_0_19", "compat.flashinfer", "compat.sglang", "dist", "integrations", "nn"]
+    names = ["engines.vllm", "engines.vllm_0_19", "engines.flashinfer", "engines.sglang", "dist", "models", "nn"]
     for name in names:
         assert attrgetter(name)(onepass).__name__ == f"onepass.{name}"
-    assert onepass.__getattr__("dist") is onepass.dist and onepass.compat.__getattr__("vllm") is onepass.compat.vllm
-    for module in (onepass, onepass.compat, onepass.dist):
+    assert onepass.__getattr__("dist") is onepass.dist and onepass.engines.__getattr__("vllm") is onepass.engines.vllm
+    for module in (onepass, onepass.engines, onepass.dist):
         with pytest.raises(AttributeError, match="has no attribute 'tensorrt'"):
             module.tensorrt  # noqa: B018
 

@@ -15,7 +15,7 @@ import torch
 
 import onepass
 from benchmarks.suite.results import COMPILED, load
-from onepass import compat, formats
+from onepass import engines, formats
 from onepass.testing import runner
 from tools.bench import model_tables, report
 from tools.bench.markdown import filled
@@ -285,8 +285,8 @@ def anchors(path: Path) -> set[str]:
 
 
 def test_models_md_lists_every_family() -> None:
-    """The table of docs/models.md matches integrations/families.py."""
-    from onepass.integrations import FAMILIES
+    """The table of docs/models.md matches models/patching/families.py."""
+    from onepass.models import FAMILIES
 
     assert f"{len(FAMILIES) - 1} Hugging Face model families" in (ROOT / "README.md").read_text()
     text, _ = (ROOT / "docs/models.md").read_text().split("## Releases of transformers")
@@ -351,7 +351,7 @@ def test_contributing_lists_the_folders_of_tests() -> None:
 
 def test_models_md_lists_every_compat_function() -> None:
     text = (ROOT / "docs/models.md").read_text().split("## Coming from vLLM")[1]
-    for module in (compat.vllm, compat.flashinfer, compat.sglang):
+    for module in (engines.vllm, engines.flashinfer, engines.sglang):
         for name in module.__all__:
             short = name.removeprefix("fused_add_") if name.endswith("static_fp8_quant") else name
             assert inspect.ismodule(getattr(module, name)) or f"`{short}`" in text, name
@@ -405,7 +405,7 @@ def test_tests_do_not_depend_on_the_speed_of_the_machine() -> None:
 
 def test_mutation_score_is_quoted_with_its_scope() -> None:
     """Every quotation of the score names the files that mutation testing does not cover."""
-    outside = ("`triton/`", "prologues", "integrations", "`dist`", "`kvcache`", "`nn`", "`compat`")
+    outside = ("`triton/`", "prologues", "models", "`dist`", "`kvcache`", "`nn`", "`engines`")
     quoted = 0
     for path in MARKDOWN:
         for block in re.split(r"\n(?=#|\*\*The result|\| a small mistake|\| no network)", path.read_text()):

@@ -25,7 +25,7 @@ from onepass.gpu import chip
 from onepass.gpu import compile as compiler
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build
-from onepass.integrations.families import FAMILIES
+from onepass.models.patching.families import FAMILIES
 from onepass.ops.rms_norm import gpu_kernel as kernels
 from onepass.ops.rms_norm.gpu import build_for
 from onepass.ops.rms_norm.gpu_tile import row_config

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onepass.core import op as registration
 from onepass.core.op import MAX_REMEMBERED
-from onepass.integrations import forwards
+from onepass.models.forwards import attention, latent, norm
 from tools.soak import __main__ as soak
 from tools.soak import layer as ops
 from tools.soak import watch
@@ -184,10 +184,10 @@ def test_a_wrong_gather_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NORMS = {
-    "Llama": "rms_norm",
-    "Qwen3": "qk_norm_rope_cache",
-    "OLMo-2": "qk_rms_norm",
-    "DeepSeek-V3": "fused_rope_rmsnorm_quantization",
+    "Llama": (norm, "rms_norm"),
+    "Qwen3": (attention, "qk_norm_rope_cache"),
+    "OLMo-2": (attention, "qk_rms_norm"),
+    "DeepSeek-V3": (latent, "fused_rope_rmsnorm_quantization"),
 }
 
 
@@ -196,7 +196,7 @@ def test_one_wrong_value_in_a_model_is_detected(family: str, monkeypatch: pytest
     assert set(NORMS) == set(FAMILIES)
     engine = Model(family, 0, "cpu")
     warmed(engine, 4)
-    right = getattr(forwards, NORMS[family])
+    right = getattr(*NORMS[family])
 
     def wrong(*arguments: Any, **options: Any) -> Any:
         result = right(*arguments, **options)
@@ -204,7 +204,7 @@ def test_one_wrong_value_in_a_model_is_detected(family: str, monkeypatch: pytest
         first[..., -1, :1] *= 1.01  # of each sequence's last token or head
         return result
 
-    monkeypatch.setattr(forwards, NORMS[family], wrong)
+    monkeypatch.setattr(*NORMS[family], wrong)
     found = [fault for _ in range(2) for fault in engine.step(True)]
     assert found and all("logits" in fault for fault in found)
 

@@ -14,7 +14,8 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 FACE = {"errors", "formats", "rope", "prologues", "kvcache", "trace", "weights"}
-LIBRARY = {*FACE, "core", "ops", "ops.launch", "nn", "dist", "compat", "integrations"}
+LIBRARY = {*FACE, "core", "ops", "ops.launch", "nn", "dist", "engines", "models"}
+MODELS = {"models.forwards", "models.patching", "models.generation"}
 BACKENDS = {"cpu", "gpu", "ops.cpu", "ops.gpu"}
 KERNELS = {"core", "errors", "formats", "prologues"}
 ALLOWED: dict[str, set[str]] = {
@@ -34,24 +35,27 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {*FACE, "core", "ops.launch"},
     "nn": {*FACE, "core", "ops", "ops.launch"},
     "dist": {*FACE, "core", "ops", "ops.launch"},
-    "compat": {*FACE, "core", "ops", "ops.launch"},
-    "integrations": {*FACE, "core", "ops", "ops.launch", "nn", "onepass"},
+    "models.forwards": {*FACE, "core", "ops", "ops.launch", "nn"},
+    "models.patching": {"core", "errors", "formats", "rope", "weights", "ops.launch", "nn", "models.forwards"},
+    "models.generation": {"core", "errors", "kvcache", "models.forwards"},
+    "models": MODELS,
+    "engines": {*FACE, "core", "ops", "ops.launch", "models.patching", "onepass"},
     "testing": {*LIBRARY, *BACKENDS},
     "cli": {*LIBRARY, *BACKENDS, "testing", "onepass"},
     "__main__": {"cli", "onepass"},
     "onepass": LIBRARY,
 }
 """What each room of onepass may import. "onepass" is the package itself. An op's folder has four rooms: what a launch
-needs (launch.py), the kernels for each backend (cpu*.py, gpu*.py), and the rest."""
+needs (launch.py), the kernels for each backend (cpu*.py, gpu*.py), and the rest; models has three folders."""
 
 LAZY = {
     "__init__.py": "`import onepass` must not import what most programs do not use",
-    "compat/__init__.py": "each module mirrors one library",
     "dist": "DTensor is slow to import",
     "core/build.py": "programs that only call ops compile nothing",
-    "integrations/__init__.py": "transformers is optional",
-    "integrations/vllm.py": "vLLM is optional",
-    "integrations/kernels.py": "Hugging Face kernels is optional",
+    "engines/__init__.py": "each module mirrors one library",
+    "models/__init__.py": "transformers is optional",
+    "engines/plugin.py": "vLLM is optional",
+    "engines/kernels.py": "Hugging Face kernels is optional",
     "trace/__init__.py": "programs that only record a trace need no page",
     "ops": "kernel generators and llvmlite load only when a kernel is not in the object cache",
     "cpu": "kernel generators and llvmlite load only when a kernel is not in the object cache",
@@ -63,7 +67,7 @@ LAZY = {
 
 BY_NAME = {
     "__init__.py": "imported at first use",
-    "compat/__init__.py": "imported at first use",
+    "engines/__init__.py": "imported at first use",
     "core/backend.py": "an op in the backend of a device",
     "testing/runner.py": "a family in the interpreter",
     "cpu/launch.py": "code generators, only where a kernel must be compiled",
@@ -100,6 +104,8 @@ def package(module: str) -> str:
     if rest[0] == "ops" and len(rest) == 3:
         part = rest[2].split("_")[0]
         return f"ops.{part}" if part in ("launch", "cpu", "gpu") else "ops"
+    if rest[0] == "models" and len(rest) > 1:
+        return f"models.{rest[1]}"
     return rest[0]
 
 

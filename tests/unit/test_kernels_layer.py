@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onepass import ContractError, Unsupported
-from onepass.integrations import kernels as layers
+from onepass.engines import kernels as layers
 from onepass.testing.case import same_bytes
 from tests.helpers.models import fresh
 
@@ -35,7 +35,7 @@ def test_layer_has_the_bytes_of_the_module(family: str) -> None:
             norm.forward = MethodType(layers.RMSNorm.forward, norm)
             got = norm(x)
         assert (got == expected).float().mean() > 0.995 and got.abs().max() > 0.5
-        assert got.dtype == expected.dtype and layers.how_to_norm(type(norm)) is not None
+        assert got.dtype == expected.dtype and layers.form_of(type(norm)) is not None
 
 
 def test_module_runs_its_own_forward_where_the_layer_cannot() -> None:
@@ -49,7 +49,7 @@ def test_module_runs_its_own_forward_where_the_layer_cannot() -> None:
 
     module: Any = Shifted()
     x = torch.randn(3, 8)
-    assert layers.how_to_norm(Shifted) is None
+    assert layers.form_of(Shifted) is None
     assert same_bytes(layers.RMSNorm.forward(module, x).detach(), (x + 1))
     (norm, *_) = norms("Llama")
     norm.float()

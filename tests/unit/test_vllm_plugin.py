@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from onepass.integrations import vllm as plugin
-from onepass.integrations.code import fingerprint_of
+from onepass.engines import plugin
+from onepass.models.patching.code import fingerprint_of
 
 
 def known_norm(x: Any, weight: Any, epsilon: Any, variance_size: Any = None) -> Any:
