@@ -24,7 +24,9 @@ from onepass.ops.mla_cache.spec import mla_spec
 from onepass.ops.qk_norm import cpu as qk_norm
 from onepass.ops.qk_norm.spec import RopeRule, qk_spec
 from onepass.ops.rms_norm import cpu as rms_norm
-from tests.helpers import cpu_gemv_reference, cpu_linear_reference, cpu_reference
+from tests.cpu import reference as cpu_reference
+from tests.gemv_norm import cpu_reference as cpu_gemv_reference
+from tests.linear import cpu_reference as cpu_linear_reference
 
 BF16, F32 = torch.bfloat16, torch.float32
 SPECS: dict[str, tuple[launcher.Family, Any]] = {

@@ -186,7 +186,7 @@ def test_failed_checks_set_the_exit_status(monkeypatch: pytest.MonkeyPatch, caps
     assert "0 of 3 passed" in capsys.readouterr().out
 
 
-@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
+@pytest.mark.full  # all_ops/test_interpreter.py interprets cases of every op
 @pytest.mark.skipif(not common.backend_status()["interpreter"][0], reason="needs Triton's interpreter")
 def test_check_interprets_the_gpu_kernels() -> None:
     """5x2 and 5x200 run; 5x20000 is left out and counted."""

@@ -347,11 +347,11 @@ def test_numerics_states_the_tolerances() -> None:
 CLOCKS = re.compile(r"\b(?:perf_counter|process_time|monotonic|time\.time)(?:_ns)?\(\)")
 LIMITS = re.compile(r"(?:timeout|seconds)=(\d+)\b(?!\.)|\.(?:join|wait)\((\d+)\)")
 MAY_READ_A_CLOCK = {
-    "tests/helpers/concurrency_workers.py": "sets a file's age",
-    "tests/helpers/dist_workers.py": "a waiting rank waits at least as long as requested",
+    "tests/all_ops/concurrency_workers.py": "sets a file's age",
+    "tests/dist/workers.py": "a waiting rank waits at least as long as requested",
     "tests/system/test_bench_timing.py": "a process works until it has used one second of CPU time",
     "tests/cpu/test_object_cache.py": "sets a file's age",
-    "tests/cpu/test_gemv_norm.py": "timestamps are in order",
+    "tests/gemv_norm/test_cpu.py": "timestamps are in order",
     "tests/engines/serve.py": "tokens per second are printed, and compared with nothing",
 }
 HANGS = {"tests/dist/test_dist.py": "seconds=4"}

@@ -32,7 +32,7 @@ from onepass.ops.rms_norm.gpu_tile import row_config
 from onepass.testing import rms_norm, runner
 from onepass.testing.case import Check
 from onepass.testing.mla_cache_inputs import MlaCase
-from tests.triton.test_rms_norm import norm_spec
+from tests.rms_norm.test_gpu import norm_spec
 from tools import checks
 from tools.evidence import families, proof, published, records
 from tools.evidence.chips import MACHINES, Machine
@@ -100,7 +100,7 @@ class TestPublishedModels:
         assert {case.group for case in on_gpu} - {case.group for case in elsewhere} == {families.GROUP}
         assert not any(case.interpretable for case in on_gpu if case.group == families.GROUP)
 
-    @pytest.mark.full  # ops/test_ops.py has the same for other cases
+    @pytest.mark.full  # all_ops/test_cases.py has the same for other cases
     def test_one_case_of_every_form_passes_and_fails_with_zeros(self) -> None:
         """On the CPU: these cases can fail like all others."""
         seen = set()
