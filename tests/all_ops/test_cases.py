@@ -16,6 +16,7 @@ from onepass.formats import E4M3FN, FLOATS, Quantize, Rounding
 from onepass.ops.rms_norm import call as rms_norm_call
 from onepass.testing import oracle, runner
 from onepass.testing.case import Case, Check, same_bytes
+from tests import matrix
 from tools.ulps import floats
 
 
@@ -34,7 +35,7 @@ LARGE = ("rms_norm_fused_quant", "rms_norm_fused_fp8", "layer_norm")
     [
         # one op's large cases are enough
         pytest.param(c, marks=[pytest.mark.full] if c.group == "large" and c.op in LARGE else [])
-        for c in runner.CASES
+        for c in matrix.CASES
         if runs_here(c)
     ],
     ids=lambda c: f"{c.op}-{c.name}",
@@ -46,7 +47,7 @@ def test_case(case: Case) -> None:
 
 @pytest.mark.sampled(40)  # stays for the cases of test_case that stay
 @pytest.mark.parametrize(
-    "case", [c for c in runner.CASES if c.group != "empty" and c.interpretable], ids=lambda c: f"{c.op}-{c.name}"
+    "case", [c for c in matrix.CASES if c.group != "empty" and c.interpretable], ids=lambda c: f"{c.op}-{c.name}"
 )
 def test_zeros_fail_every_case(case: Case) -> None:
     """No case accepts zeros in place of one of its outputs. `test_case` shows that it accepts the correct ones.
@@ -68,7 +69,7 @@ def test_zeros_fail_every_case(case: Case) -> None:
 
 
 def test_case_names_are_unique() -> None:
-    names = [(c.op, c.name) for c in runner.CASES]
+    names = [(c.op, c.name) for c in matrix.CASES]
     assert len(names) == len(set(names))
 
 

@@ -19,9 +19,9 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from onepass.testing import runner
 from onepass.testing.case import Check
 from onepass.testing.interpreter import _equal_types_accepted, _types_kept, interpreting, quick_interpreter
+from tests import matrix
 from tests.helpers.interpreting import interpret
 
 LEFT_OUT = {
@@ -61,7 +61,8 @@ INTERPRETED = {
 """Ops whose cases test_rms_norm.py interprets, all of them, and their least number."""
 PROGRAM = """
 import json, sys
-from onepass.testing.runner import run_cases, select
+from onepass.testing.runner import run_cases
+from tests.matrix import select
 cases = select(device="interpreter")
 chosen = [cases[index] for index in json.loads(sys.argv[1])]
 print(json.dumps([f"{r.op} {r.case}: {r.message}" for r in run_cases(chosen, "interpreter") if not r.passed]))
@@ -71,14 +72,14 @@ print(json.dumps([f"{r.op} {r.case}: {r.message}" for r in run_cases(chosen, "in
 def first_of_each_group() -> list[Check]:
     """The first interpretable case of each group of each op."""
     cases = (
-        c for c in runner.select(device="interpreter") if c.interpretable and c.group not in LEFT_OUT.get(c.op, ())
+        c for c in matrix.select(device="interpreter") if c.interpretable and c.group not in LEFT_OUT.get(c.op, ())
     )
     return list({(case.op, case.group): case for case in reversed(list(cases))}.values())
 
 
 @pytest.mark.parametrize("part", ["sample", pytest.param("rest", marks=pytest.mark.full)])
 def test_one_case_of_each_group_passes(part: str) -> None:
-    everything, known = first_of_each_group(), runner.select(device="interpreter")
+    everything, known = first_of_each_group(), matrix.select(device="interpreter")
     sample = everything[::3]
     assert {case.op for case in sample} == {case.op for case in known} and len(everything) > 80
     rest = [case for case in everything if case not in sample and case.op not in INTERPRETED]

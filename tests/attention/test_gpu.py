@@ -15,8 +15,9 @@ from onepass.errors import Unsupported
 from onepass.gpu.compile import compile_build
 from onepass.ops.attention.op import attend, attends
 from onepass.ops.attention.spec import SPLIT, AttentionCall
-from onepass.testing import attention, runner
+from onepass.testing import attention
 from onepass.testing.attention import AttentionCase, Mask
+from tests import matrix
 from tests.helpers.interpreting import passed_checks
 from tools.evidence import proof, records
 
@@ -28,7 +29,7 @@ HOT = [AttentionCase("short", 1, (32, 8), 1, context, 128, mask=mask) for contex
 def test_interpreted_kernels_agree_with_the_formula() -> None:
     """Also that bytes depend on neither the batch, other tokens, nor the length of a cache. All kernels of this kind."""
     ops = {"attend": 8, "attend_latents": 8, "head_product": 11}
-    cases = [case for case in runner.GPU_CASES if case.interpretable]
+    cases = [case for case in matrix.GPU_CASES if case.interpretable]
     assert {op: sum(case.op == op for case in cases) for op in ops} == ops
     assert passed_checks(*ops) == len(cases)
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from onepass.core import cuda_launch
 from onepass.core.cuda_launch import Direct, direct
 from onepass.gpu.compile import compile_build
-from onepass.testing import rms_norm
+from tests.rms_norm.cases import CASES
 from tools.evidence import proof, records
 
 KINDS = ("*bf16", "i64", "i32", "fp32", "*fp32")
@@ -127,7 +127,7 @@ def test_threads_do_not_share_arguments(driver: Driver) -> None:
 
 def test_unexpected_parameters_are_left_to_triton(driver: Driver) -> None:
     """Triton's launcher runs kernels whose parameters are not the expected ones."""
-    case = next(case for case in rms_norm.CASES if case.n == 512)
+    case = next(case for case in CASES if case.n == 512)
     build, *_ = proof.builds(case, records.H200)
     compiled = compile_build(build, records.H200)
     kinds = [kind for _, _, kind in build.leaves() if kind != "constexpr"]

@@ -32,8 +32,8 @@ from onepass.ops.gemv_norm import gpu_kernel as gemv_norm_kernels
 from onepass.ops.gemv_norm import gpu_tile as gemv_norm_config
 from onepass.ops.gemv_norm.gpu_tile import FragmentTile, GemvConfig, gemv_config
 from onepass.ops.gemv_norm.spec import MAX_ROWS, MOST_COLUMNS, GemvSpec, gemv_spec, tiles
-from onepass.testing.runner import select
 from tests.helpers.interpreting import passed_checks
+from tests.matrix import select
 from tools.evidence import records
 from tools.evidence.records import lowered
 

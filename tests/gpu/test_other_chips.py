@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build, compile_build
-from onepass.testing import rms_norm
+from tests.rms_norm.cases import CASES
 from tools.evidence import proof
 
 OTHER_CHIPS = [Chip("cuda", 80, 32), Chip("cuda", 100, 32), Chip("hip", "gfx942", 64), Chip("hip", "gfx950", 64)]
@@ -37,7 +37,7 @@ def covering_builds(chip: Chip) -> list[Build]:
         "divide",
         "static",
     )
-    cases = [case for case in rms_norm.CASES if case.n in lengths and case.group in groups]
+    cases = [case for case in CASES if case.n in lengths and case.group in groups]
     return list(proof.distinct_builds(cases, chip).values())
 
 

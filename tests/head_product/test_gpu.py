@@ -17,10 +17,11 @@ from onepass.ops.head_product.op import head_product, multiplies_heads
 from onepass.ops.head_product.spec import HeadCall
 from onepass.testing import head_product as cases
 from onepass.testing.head_product import HeadCase
+from tests.head_product.cases import CASES
 from tools.evidence import proof, records
 
 BF16 = torch.bfloat16
-HOT = [case for case in cases.CASES if case.group == "large" and case.rows == 16]
+HOT = [case for case in CASES if case.group == "large" and case.rows == 16]
 
 
 def test_verification_finds_wrong_results() -> None:

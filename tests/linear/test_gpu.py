@@ -21,10 +21,10 @@ from onepass.ops.gemv_norm.gpu_tile import gemv_config
 from onepass.ops.linear import gpu as linear
 from onepass.ops.linear.gpu_tile import LinearConfig, fuses_norm, linear_config
 from onepass.ops.linear.spec import LinearSpec, linear_spec
-from onepass.testing.runner import select
 from tests.gemv_norm.test_gpu import BF16, F8, F16, F32, INT8, OTHER_CHIPS, check_pieces, check_stream
 from tests.helpers.interpreting import interpret
 from tests.linear import interpreter_worker as linear_worker
+from tests.matrix import select
 from tools.evidence import records
 from tools.evidence.records import lowered
 
@@ -312,7 +312,7 @@ def test_interpreted_kernel_passes_its_cases() -> None:
     assert {case.group for case in cases} >= {"activation", "add", "bias", "layouts"} and len(cases) > 14
     program = (
         "import json, sys\n"
-        "from onepass.testing.runner import run_cases, select\n"
+        "from onepass.testing.runner import run_cases\nfrom tests.matrix import select\n"
         "cases = [case for case in select(['linear'], sys.argv[1]) if case.interpretable]\n"
         "print(json.dumps([f'{r.case}: {r.message}' for r in run_cases(cases, 'interpreter') if not r.passed]))\n"
     )

@@ -26,10 +26,10 @@ from onepass.gpu.tuning import tuning
 from onepass.ops.mla_cache import gpu as backend
 from onepass.ops.mla_cache.gpu_tile import MlaCut, mla_config, mla_cut, search_width
 from onepass.ops.mla_cache.spec import MlaCall, MlaRows, mla_spec
-from onepass.testing import mla_cache as mla_rope_norm
 from tests.gpu.launches import Recorder, record
 from tests.gpu.test_other_chips import OTHER_CHIPS
 from tests.helpers.interpreting import broken_promise, passed_checks
+from tests.mla_cache.cases import CASES
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
 
@@ -83,7 +83,7 @@ def test_products_are_rounded_before_they_are_added() -> None:
 
 
 def test_every_case_has_one_configuration() -> None:
-    for case in mla_rope_norm.CASES:
+    for case in CASES:
         assert len(proof.builds(case, records.H200)) == (case.group != "empty"), case.name
 
 
@@ -94,8 +94,8 @@ def test_compiles_for_other_chips(chip: Chip) -> None:
 
     A vendor's chips differ in how they cast to fp8, and each half has casts to every format.
     """
-    cases = [c for c in mla_rope_norm.CASES if c.group == "model"]
-    cases += [c for c in mla_rope_norm.CASES if c.group == "scales" and c.latent == 128]
+    cases = [c for c in CASES if c.group == "model"]
+    cases += [c for c in CASES if c.group == "scales" and c.latent == 128]
     builds = list(proof.distinct_builds(cases, chip).values())
     assert len(builds) >= 8
     for build in builds[OTHER_CHIPS.index(chip) % 2 :: 2]:
@@ -106,7 +106,7 @@ def test_compiles_for_other_chips(chip: Chip) -> None:
 @pytest.mark.slow
 def test_interpreted_kernel_passes_its_cases() -> None:
     groups = {"model", "slots", "reference", "layouts"}
-    cases = [case.group for case in mla_rope_norm.CASES if case.group in groups]
+    cases = [case.group for case in CASES if case.group in groups]
     match = "|".join(f"{group}: " for group in groups)
     assert passed_checks("fused_rope_rmsnorm_quantization", match=match) == len(cases)
     assert {*cases} == groups
@@ -332,7 +332,7 @@ def test_cuts_do_not_change_results() -> None:
 
 @pytest.mark.parametrize("cut", [(64, 4096, 4096), (256, 256, 512)])
 def test_other_cuts_compile(cut: tuple[int, int, int]) -> None:
-    case = next(c for c in mla_rope_norm.CASES if c.group == "model")
+    case = next(c for c in CASES if c.group == "model")
     with backend.cut_as(backend.MlaCut(*cut)):
         (build,) = proof.builds(case, records.H200)
     assert build.warps == cut[0] // 32 and compile_build(build, records.H200).asm

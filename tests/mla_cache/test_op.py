@@ -18,9 +18,10 @@ from onepass.testing import mla_cache as mla_rope_norm
 from onepass.testing import oracle
 from onepass.testing.bounds import around
 from onepass.testing.case import same_bytes
-from onepass.testing.mla_cache_inputs import CASES, MlaCase
+from onepass.testing.mla_cache import MlaCase
 from tests.mla_cache import entries as mla_oracle
 from tests.mla_cache.calls import FP8, SLOTS, Call, angles, positional
+from tests.mla_cache.cases import CASES
 from tools.promises.mla_cache import mla_promises
 
 # --- results --------------------------------------------------------------------------------------------------------

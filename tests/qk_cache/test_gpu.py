@@ -24,6 +24,7 @@ from onepass.ops.qk_cache.spec import QkCacheCall, Turn
 from onepass.testing import qk_cache
 from tests.gpu.test_other_chips import OTHER_CHIPS
 from tests.helpers.interpreting import broken_promise, passed_checks
+from tests.qk_cache.cases import CASES
 from tools.evidence import attentions, proof, records
 from tools.evidence.records import lowered
 
@@ -66,7 +67,7 @@ def test_products_are_rounded_before_they_are_added() -> None:
 
 def test_stepwise_rotations_fuse_nothing() -> None:
     """A fused product would not be rounded, and a model's bits would change."""
-    case = next(c for c in qk_cache.CASES if c.rounding == "hf" and c.norm == "none" and c.x == F32)
+    case = next(c for c in CASES if c.rounding == "hf" and c.norm == "none" and c.x == F32)
     (build,) = proof.builds(case, records.H200)
     assert "fma.rn.f32" not in lowered(build, records.H200, "ptx")
 
@@ -75,7 +76,7 @@ def test_stepwise_rotations_fuse_nothing() -> None:
 @pytest.mark.parametrize("norm", ["head", "whole"])
 def test_every_reduction_adds_two_numbers(norm: str) -> None:
     """Floats are added in the pairs that `device.tree` defines for any tile, never in an order set by a layout."""
-    for case in (c for c in qk_cache.CASES if c.group == "columns" and c.norm == norm and c.head in (80, 128)):
+    for case in (c for c in CASES if c.group == "columns" and c.norm == norm and c.head in (80, 128)):
         (build,) = proof.builds(case, records.H200)
         summed = re.findall(r"\(tensor<([\dx]+)xf32>\) -> ", lowered(build, records.H200, "ttir"))
         assert summed
@@ -83,7 +84,7 @@ def test_every_reduction_adds_two_numbers(norm: str) -> None:
 
 
 def test_every_case_has_one_configuration() -> None:
-    for case in qk_cache.CASES:
+    for case in CASES:
         assert len(proof.builds(case, records.H200)) == (case.group != "empty"), case.name
 
 
@@ -92,7 +93,7 @@ def test_equal_names_mean_equal_builds() -> None:
     found: dict[str, Build] = {}
     calls: list[Callable[[], Any]] = [call for case in attentions.work("families") for call in attentions.calls(case)]
     builds = [build for call in calls for build in records.builds_of(call, records.H200)]
-    builds += [build for case in qk_cache.CASES for build in proof.builds(case, records.H200)]
+    builds += [build for case in CASES for build in proof.builds(case, records.H200)]
     for build in builds:
         other = found.setdefault(build.name, build)
         assert replace(other, kernel=build.kernel) == build, build.name
@@ -103,7 +104,7 @@ def test_equal_names_mean_equal_builds() -> None:
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 def test_compiles_for_other_chips(chip: Chip) -> None:
     """Some configurations of each kind, for each chip in turn."""
-    cases = [c for c in qk_cache.CASES if c.group in ("model", "fp8") and len(c.lead) == 1]
+    cases = [c for c in CASES if c.group in ("model", "fp8") and len(c.lead) == 1]
     builds = list(proof.distinct_builds(cases, chip).values())
     assert len(builds) >= 20
     for build in builds[OTHER_CHIPS.index(chip) :: 8]:
@@ -114,7 +115,7 @@ def test_compiles_for_other_chips(chip: Chip) -> None:
 @pytest.mark.slow
 def test_interpreted_kernel_passes_its_cases() -> None:
     groups = {"model", "fp8", "dense", "layouts"}
-    cases = [case.group for case in qk_cache.CASES if case.group in groups]
+    cases = [case.group for case in CASES if case.group in groups]
     assert passed_checks(qk_cache.OP, match="|".join(f"{group}: " for group in groups)) == len(cases)
     assert {*cases} == groups
 

@@ -13,7 +13,7 @@ import onepass
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.testing import oracle, qk_cache
 from onepass.testing.case import same_bytes
-from onepass.testing.qk_cache_inputs import Angles, QkCacheCase
+from onepass.testing.qk_cache import Angles, QkCacheCase
 from tools.promises.qk_cache import qk_cache_promises
 
 BF16, F16, F32 = FLOATS

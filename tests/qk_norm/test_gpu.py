@@ -25,9 +25,9 @@ from onepass.gpu.lib import tree as _tree
 from onepass.ops.qk_norm import gpu as backend
 from onepass.ops.qk_norm.gpu_tile import QK_FOLD, qk_config
 from onepass.ops.qk_norm.spec import QkCall, QkRows, RopeRule, qk_spec
-from onepass.testing import qk_norm
 from tests.gpu.launches import Recorder, record
 from tests.gpu.test_other_chips import OTHER_CHIPS
+from tests.qk_norm.cases import CASES
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
 
@@ -131,15 +131,15 @@ def test_hot_kernels_use_wide_accesses_and_few_registers(name: str, nq: int, nk:
 
 
 def test_every_case_has_one_configuration() -> None:
-    for case in qk_norm.CASES:
+    for case in CASES:
         assert len(proof.builds(case, records.H200)) == (case.group != "empty"), case.name
 
 
 @pytest.mark.sampled(4)  # one chip stays
 @pytest.mark.parametrize("chip", OTHER_CHIPS, ids=lambda c: str(c.arch))
 def test_compiles_for_other_chips(chip: Chip) -> None:
-    cases = [c for c in qk_norm.CASES if c.group == "model" and c.nq == 6144]
-    cases += [c for c in qk_norm.CASES if c.group == "heads" and c.layout == "packed" and c.turn]
+    cases = [c for c in CASES if c.group == "model" and c.nq == 6144]
+    cases += [c for c in CASES if c.group == "heads" and c.layout == "packed" and c.turn]
     builds = proof.distinct_builds(cases, chip)
     assert len(builds) == 5
     for build in builds.values():

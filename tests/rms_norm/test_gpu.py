@@ -28,12 +28,14 @@ from onepass.ops.rms_norm.gpu import build_for, variant_of
 from onepass.ops.rms_norm.gpu_tile import RowConfig, row_bins, row_config, row_unit
 from onepass.ops.rms_norm.spec import RowSpec, row_spec
 from onepass.prologues import Operand, dequantize
-from onepass.testing import rms_norm, runner
+from onepass.testing import rms_norm
 from onepass.testing.batch_regime import others
 from onepass.testing.case import Check
+from tests import matrix
 from tests.all_ops.test_interpreter import INTERPRETED
 from tests.gpu.test_other_chips import OTHER_CHIPS
 from tests.helpers.interpreting import passed_checks
+from tests.rms_norm.cases import CASES
 from tools.evidence import families, proof, records
 from tools.evidence.chips import MACHINES
 
@@ -46,7 +48,7 @@ SHARES = 2
 @cache
 def builds_of_cases() -> list[tuple[Check, list[Build]]]:
     """Every configuration of every case. Cached, because it creates the inputs of all cases."""
-    return [(case, proof.builds(case, records.H200)) for case in runner.select(device="cuda")]
+    return [(case, proof.builds(case, records.H200)) for case in matrix.select(device="cuda")]
 
 
 @cache
@@ -134,7 +136,7 @@ def test_spills_stay_within_their_limits() -> None:
 @pytest.mark.parametrize("family", ["rms_norm", "rms_norm_fused_fp8", "qk"])
 def test_interpreted_kernels_pass_their_cases(family: str) -> None:
     ops = [op for op in INTERPRETED if op == family or (family in op and family == "qk")]
-    cases = [case.op for case in runner.select(ops) if case.interpretable]
+    cases = [case.op for case in matrix.select(ops) if case.interpretable]
     assert ops and all(cases.count(op) >= INTERPRETED[op] for op in ops)
     assert passed_checks(*ops) == len(cases)
 
@@ -380,7 +382,7 @@ class TestEvidence:
         assert len(set(found)) == len(found) == 1 + len(others) + len(OTHER_CHIPS) + 1
 
     def test_refresh_updates_only_proven_entries(self, tmp_path: Path) -> None:
-        cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (1, 512)][:2]
+        cases = [case for case in CASES if case.group == "short" and case.n in (1, 512)][:2]
         builds = list(proof.distinct_builds(cases, records.H200).values())[:2]
         right, wrong = (records.prove(build, records.H200, ("a case",)) for build in builds)
         wrong = replace(wrong, machine_code="0" * 24, ir=None)

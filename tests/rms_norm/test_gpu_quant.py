@@ -12,8 +12,8 @@ import torch
 import onepass
 from onepass.formats import QUANT_FORMATS
 from onepass.gpu.tuning.table import Regime
-from onepass.testing import runner
 from onepass.testing.batch_regime import REGIMES, assuming
+from tests import matrix
 from tests.all_ops.test_interpreter import PROGRAM
 from tests.helpers.interpreting import interpret, passed_checks
 from tools.evidence import records
@@ -25,8 +25,8 @@ GROUPS = ("formats", "groups", "values", "places", "levels")
 @pytest.mark.slow
 def test_interpreted_kernels_pass_their_cases() -> None:
     """Short rows of the groups that differ in codes, scales, places and stride levels."""
-    short = [c for c in runner.select(["rms_norm_fused_quant"]) if c.interpretable and c.group in GROUPS]
-    indices = [runner.CASES.index(c) for c in short if getattr(c, "n", 0) <= 384][::2]
+    short = [c for c in matrix.select(["rms_norm_fused_quant"]) if c.interpretable and c.group in GROUPS]
+    indices = [matrix.CASES.index(c) for c in short if getattr(c, "n", 0) <= 384][::2]
     assert len(indices) > 20
     assert json.loads(interpret("-c", PROGRAM, json.dumps(indices)).splitlines()[-1]) == []
 

@@ -16,7 +16,7 @@ import torch
 import onepass
 from benchmarks.suite.results import COMPILED, load
 from onepass import compat
-from onepass.testing import runner
+from tests import matrix
 from tools.bench import model_tables, report
 from tools.bench.markdown import filled
 from tools.docs import __main__ as docs
@@ -73,7 +73,7 @@ def test_every_public_op_is_documented() -> None:
     assert documented <= set(onepass.__all__)
     for op in ops_page.public_ops():
         base = op.contract.name.removesuffix("_with_scratch")
-        assert any(case.op == base for case in runner.CASES), f"{op.contract.name} has no check cases"
+        assert any(case.op == base for case in matrix.CASES), f"{op.contract.name} has no check cases"
         contract = {*op.contract.args, *op.contract.options, *(out.argument for out in op.contract.outs.values())}
         parameters = set(op.function.__annotations__) - {"return"}
         carried = op.contract.carried

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, Fp8Format, ScaleRule
-from onepass.testing import bounds, compare, mla_cache_inputs, oracle, runner
+from onepass.testing import bounds, compare, mla_cache, oracle, runner
 from onepass.testing.case import Case
+from tests.mla_cache.cases import CASES
 from tools.ulps import floats
 
 F32 = torch.float32
@@ -191,9 +192,7 @@ class TestRoundedOnTheWay:
         self.every_step_is_noticed(case, 0, 128)
 
     @pytest.mark.sampled(4)  # some cases stay
-    @pytest.mark.parametrize(
-        "case", [c for c in mla_cache_inputs.CASES if c.group == "reference"], ids=lambda c: c.name
-    )
+    @pytest.mark.parametrize("case", [c for c in CASES if c.group == "reference"], ids=lambda c: c.name)
     @pytest.mark.parametrize("index", [0, 1])
     def test_one_value_of_a_small_cache_write_a_step_off_is_wrong(self, case: Any, index: int) -> None:
         self.every_step_is_noticed(case, index, 40)
@@ -202,7 +201,7 @@ class TestRoundedOnTheWay:
         """Change one value that the op wrote, in several runs: by one unit in the last place, or a float32 by about 1/4096."""
         module, arguments, results = self.results(case)
         whole = results[index]
-        before = arguments["blocks"] if case.op == mla_cache_inputs.OP and index == 1 else torch.zeros_like(whole)
+        before = arguments["blocks"] if case.op == mla_cache.OP and index == 1 else torch.zeros_like(whole)
         integer, step = {1: (torch.uint8, 1), 2: (torch.int16, 1), 4: (torch.int32, 2**12)}[whole.element_size()]
         written = (whole.view(integer) != before.view(integer)).nonzero()
         assert len(written) >= most

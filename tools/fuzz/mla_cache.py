@@ -18,7 +18,7 @@ from onepass.kvcache import DS_MLA_COLUMNS
 from onepass.rope import STYLES
 from onepass.testing import mla_cache
 from onepass.testing.case import moved
-from onepass.testing.mla_cache_inputs import MlaCase
+from onepass.testing.mla_cache import MlaCase
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, Values
 

@@ -18,7 +18,8 @@ from onepass.ops.qk_cache.spec import CACHE_LAYOUTS, CACHE_ROUNDINGS
 from onepass.rope import STYLES
 from onepass.testing import qk_cache
 from onepass.testing.case import moved
-from onepass.testing.qk_cache_inputs import NORMS, Angles, QkCacheCase
+from onepass.testing.qk_cache import Angles, QkCacheCase
+from tests.qk_cache.cases import NORMS
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, Values
 

@@ -22,7 +22,7 @@ from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
 from onepass.testing import bounds, compare, gemv_norm, mla_cache, oracle
 from onepass.testing.bounds import around
 from onepass.testing.case import same_bytes
-from onepass.testing.mla_cache_inputs import MlaCase
+from onepass.testing.mla_cache import MlaCase
 from tools.soak.batch import LONGEST, NOWHERE, PAGE, WIDTH, Churn, Ledger, Request, tables
 
 BF16, _, F32 = FLOATS

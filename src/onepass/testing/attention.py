@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops.attention.op import attend
 from ..ops.attention.spec import SPLIT
 from .bounds import Bounds
-from .case import GPU_ONLY, Values, case_name, grid, moved, short_dtype, to_cpu
+from .case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
 
 OP: Final = "attend"
 BF16, F16 = torch.bfloat16, torch.float16
@@ -53,25 +53,15 @@ class AttentionCase:
         return case_name(self.group, shape, short_dtype(self.x), mask, self.values, "part" * self.part)
 
 
-def _cases() -> Iterator[AttentionCase]:
-    case = AttentionCase
-    yield case("short", mask="none")
-    yield case("short", mask="zeros", x=F16)
-    yield case("short", tokens=3, context=SPLIT + 44, part=True)
-    yield case("short", heads=(20, 1), context=2 * SPLIT + 1, columns=72, mask="padded")
-    yield case("short", heads=(3, 3), context=1, mask="shared", columns=8)
-    yield case("short", 3, tokens=2, context=3 * SPLIT, mask="padded", part=True)
-    yield case("empty", 0)
-    yield case("special", 4, context=SPLIT + 9, values="special")
-    yield from grid(case, "columns", 5, (8, 2), 1, [200, 700], [64, 80, 96, 128, 256], [BF16, F16], ["none", "padded"])
-    yield from grid(case, "columns", 5, (8, 2), 4, [200, 700], [64, 80, 96, 128, 256], [BF16, F16], "padded")
-    for batch, context in ((1, 128), (16, 128), (1, 5000), (3, 20000)):
-        yield case("large", batch, (32, 8), 1, context, 128, mask="none")
-    yield case("large", 2, (32, 2), 16, 3000, 128, mask="each", part=True)
-    yield case("large", 2, (71, 1), 1, 1000, 64, mask="padded")
-
-
-CASES: Final = tuple(_cases())
+CASES: Final = (
+    AttentionCase("short", mask="none"),
+    AttentionCase("short", x=F16, mask="zeros"),
+    AttentionCase("short", tokens=3, context=300, part=True),
+    AttentionCase("short", heads=(20, 1), context=513, columns=72, mask="padded"),
+    AttentionCase("short", heads=(3, 3), context=1, columns=8, mask="shared"),
+    AttentionCase("special", 4, context=265, values="special"),
+)
+"""Few cases that together have every dtype, format, option and layout of the matrix in tests/attention/cases.py."""
 
 
 def inputs(case: AttentionCase, device: str, seed: int = 0) -> dict[str, Any]:

@@ -1,107 +1,30 @@
-"""Cases of MLA's cache write: what a case is, and the list of them."""
+"""The matrix of cases of MLA's cache write."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import torch
+from onepass.formats import FLOATS
+from onepass.testing.mla_cache import BF16, F16, F32, FNUZ, FP8, I32, I64, RAGGED, U32, MlaCase
+from tests.grid import grid
 
-from ..formats import E4M3FN, E4M3FNUZ, FLOATS
-from ..ops.mla_cache.spec import ScaleKind
-from .case import GPU_ONLY, Values, case_name, grid, labelled
-
-BF16, F16, F32 = FLOATS
-FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
-I32, I64, U32 = torch.int32, torch.int64, torch.uint32
-OP: Final = "fused_rope_rmsnorm_quantization"
-
-MlaLayout = Literal["contiguous", "slices", "misaligned", "transposed"]
-"""slices: q in heads 128 columns wider, its output in heads 512 wider, kv the last columns of a projection, entries with
-room behind them that holds the token's scale; transposed: heads before tokens."""
-Fault = Literal["", "pages", "width", "lengths", "slots"]
-"""The kind of invalid table entries."""
+STYLES: Final = ["interleaved", "half"]
+ROUNDED: Final[dict[str, Any]] = {"rounding": "reference"}
 
 
-@dataclass(frozen=True, eq=False)
-class MlaCase:
-    """One call: the requests (tokens cached, tokens new), sizes, dtypes, options, layout, values and bad tables."""
-
-    group: str
-    batch: tuple[tuple[int, int], ...] = ((5, 3), (0, 2), (9, 1))
-    heads: int = 4
-    latent: int = 128
-    rope: int = 64
-    turned: int | None = None
-    normed: int | None = None
-    q: torch.dtype = BF16
-    kv: torch.dtype = BF16
-    gamma: torch.dtype = BF16
-    cache: torch.dtype = FP8
-    freqs: torch.dtype | None = F32
-    out: torch.dtype | None = None
-    page: int = 4
-    style: str = "interleaved"
-    scale: ScaleKind = "none"
-    index: torch.dtype = I32
-    slots: torch.dtype | None = None
-    positions: torch.dtype | None = None
-    padding: tuple[int, int] = (0, 0)
-    layout: MlaLayout = "contiguous"
-    values: Values = "normal"
-    fault: Fault = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    op: str = OP
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the call, padding included."""
-        return sum(new for _, new in self.batch) + sum(self.padding)
-
-    @property
-    def interpretable(self) -> bool:
-        """See `Check`."""
-        return self.group not in GPU_ONLY
-
-    @property
-    def name(self) -> str:
-        """See `Check`."""
-        shapes = f"{self.tokens}x{self.heads}x{self.rope}", f"{self.latent}+{self.rope}", f"pages of {self.page}"
-        dtypes = (labelled(label, getattr(self, label)) for label in ("q", "kv", "gamma", "cache", "out"))
-        freqs = "no freqs" if self.freqs is None else labelled("freqs", None if self.freqs == F32 else self.freqs)
-        indices = (_index_name(label, getattr(self, label)) for label in ("index", "slots", "positions"))
-        options = (f"{k}={v}" for k, v in self.options.items())
-        columns = labelled("turned", self.turned), labelled("normed", self.normed)
-        layout = self.style, f"scale={self.scale}", self.layout, self.values
-        padding = labelled("padding", self.padding if any(self.padding) else None)
-        fault = self.fault and f"bad {self.fault}"
-        return case_name(self.group, *shapes, *dtypes, freqs, *columns, *indices, *options, *layout, padding, fault)
-
-
-def _index_name(label: str, dtype: torch.dtype | None) -> str:
-    if dtype in (None, I32):
-        return "" if dtype is None or label == "index" else label
-    return f"{label}={str(dtype).removeprefix('torch.')}"
-
-
-RAGGED: Final = ((0, 0), (7, 4), (3, 0), (0, 0), (12, 1), (0, 5), (1, 0))
-
-
-def _cases() -> Iterator[MlaCase]:
-    c = partial(grid, MlaCase)
-    styles, floats = ["interleaved", "half"], list(FLOATS)
-    rounded: dict[str, Any] = {"rounding": "reference"}
+def _size_and_dtype_cases() -> Iterator[MlaCase]:
+    c, floats = partial(grid, MlaCase), list(FLOATS)
     for tokens, heads in ((1, 128), (3, 16)):  # DeepSeek-V3, whole and one of eight ranks
         yield from c("model", ((70, tokens),), heads, 512, cache=[FP8, BF16], page=64)
     yield from c("model", ((0, 5), (40, 1)), 8, 512, 64, style="half", scale="token", page=16, layout="slices")
     # widths
     yield from c("widths", latent=[1, 2, 31, 33, 127, 129, 577, 1000, 1536, 2047, 2048])
     for rope, turned in ((2, None), (6, None), (34, 18), (96, 64), (128, None), (250, 200), (256, None), (64, 2)):
-        yield from c("widths", rope=rope, turned=turned, style=styles, latent=96)
+        yield from c("widths", rope=rope, turned=turned, style=STYLES, latent=96)
     for rope, turned in ((258, 40), (576, None), (1024, 1024)):
-        yield from c("widths", rope=rope, turned=turned, style=styles, latent=96, scale="token")
+        yield from c("widths", rope=rope, turned=turned, style=STYLES, latent=96, scale="token")
     yield from c("heads", ((3, 2), (0, 1)), [1, 2, 3, 7, 65, 256])
     yield from c("heads", ((3, 2), (0, 1)), [1, 5], rope=[512, 1000], turned=64, out=FP8, layout="slices")
     # dtypes
@@ -110,15 +33,19 @@ def _cases() -> Iterator[MlaCase]:
         yield from c("dtypes", q=q, kv=[kv for kv in FLOATS if kv != q], gamma=F32)
     for kv, gamma in ((BF16, F16), (F16, BF16), (F32, BF16), (F32, F16)):
         yield from c("gammas", kv=kv, gamma=gamma)
-        yield from c("gammas", kv=kv, gamma=gamma, latent=577, scale="token", options=rounded)
+        yield from c("gammas", kv=kv, gamma=gamma, latent=577, scale="token", options=ROUNDED)
     yield from c("dtypes", kv=[BF16, F32], gamma=F32, cache=[FP8, FNUZ, *floats], style="half")
     yield from c("dtypes", q=F32, out=[FP8, FNUZ, *floats], gamma=F32, cache=BF16)
     yield from c("dtypes", freqs=[BF16, F16])
-    # norms of only some of the columns that do not rotate
+
+
+def _column_and_scale_cases() -> Iterator[MlaCase]:
+    """Norms of only some of the columns that do not rotate, no rotation, and scales."""
+    c = partial(grid, MlaCase)
     for latent, normed in ((128, 64), (129, 128), (577, 512), (512, 448), (2048, 1), (96, 95), (64, 64)):
         yield from c("part", latent=latent, normed=normed)
     yield from c("part", latent=576, normed=512, scale=["tensor", "token"], page=5)
-    yield from c("part", latent=256, normed=200, scale=["tensor", "token"], cache=FNUZ, options=rounded)
+    yield from c("part", latent=256, normed=200, scale=["tensor", "token"], cache=FNUZ, options=ROUNDED)
     yield from c("part", latent=600, normed=512, rope=0, freqs=None, cache=BF16)
     yield from c("part", latent=512, normed=384, kv=F32, gamma=F32, cache=F32, style="half")
     yield from c("part", latent=160, normed=128, kv=F16, gamma=BF16, cache=F16, layout="slices", slots=I64)
@@ -135,26 +62,31 @@ def _cases() -> Iterator[MlaCase]:
         yield from c("scales", latent=latent, rope=rope, cache=[FP8, FNUZ], scale=["tensor", "token"])
     yield from c("scales", kv=F32, gamma=F32, scale="token")
     yield from c("scales", scale="token", layout="slices", latent=512)
-    # entries of 656 bytes
-    packed = partial(c, "packed", latent=512, rope=64, scale="tile")
+
+
+def _packed_cases() -> Iterator[MlaCase]:
+    """Entries of 656 bytes."""
+    packed = partial(grid, MlaCase, "packed", latent=512, rope=64, scale="tile")
     for kv in FLOATS:
-        yield from packed(q=kv, kv=kv, gamma=F32, style=styles)
-    yield from packed(((70, 1),), 128, page=64, options=rounded)
+        yield from packed(q=kv, kv=kv, gamma=F32, style=STYLES)
+    yield from packed(((70, 1),), 128, page=64, options=ROUNDED)
     yield from packed(RAGGED, 16, page=64, slots=I64, positions=I64, layout=["slices", "misaligned"])
     yield from packed(turned=[0, 18], page=5, padding=(1, 2), layout="transposed")
-    yield from packed(normed=384, options=rounded | {"weight_offset": 1.0})
+    yield from packed(normed=384, options=ROUNDED | {"weight_offset": 1.0})
     yield from packed(out=FP8, style="half", options={"epsilon": 1e-3})
     yield from packed(((0, 16),), kv=[BF16, F32], gamma=BF16, values="special", options=[{}, {"epsilon": 0.0}])
     yield from packed(RAGGED, fault="pages")
-    # options
+
+
+def _option_and_slot_cases() -> Iterator[MlaCase]:
+    c = partial(grid, MlaCase)
     yield from c("options", options=[{"weight_offset": 1.0}, {"epsilon": 1e-3}])
-    yield from c("reference", options=rounded)
-    yield from c("reference", q=F16, cache=F32, options=rounded)
-    yield from c("reference", kv=F16, q=F32, gamma=F16, scale="token", options=rounded)
-    yield from c("reference", kv=F32, gamma=F32, cache=FNUZ, scale="tensor", options=rounded)
-    yield from c("reference", out=FP8, gamma=F32, style="half", cache=BF16, options=rounded)
-    yield from c("reference", out=F32, gamma=F32, cache=F32, options=rounded | {"weight_offset": 1.0})
-    # slots
+    yield from c("reference", options=ROUNDED)
+    yield from c("reference", q=F16, cache=F32, options=ROUNDED)
+    yield from c("reference", kv=F16, q=F32, gamma=F16, scale="token", options=ROUNDED)
+    yield from c("reference", kv=F32, gamma=F32, cache=FNUZ, scale="tensor", options=ROUNDED)
+    yield from c("reference", out=FP8, gamma=F32, style="half", cache=BF16, options=ROUNDED)
+    yield from c("reference", out=F32, gamma=F32, cache=F32, options=ROUNDED | {"weight_offset": 1.0})
     yield from c("ragged", RAGGED, index=[U32, I32, I64], page=[4, 1])
     yield from c("ragged", RAGGED, page=7, padding=(2, 3))
     yield from c("ragged", ((0, 0), (4, 0)), padding=(0, 2))
@@ -170,9 +102,12 @@ def _cases() -> Iterator[MlaCase]:
     yield from c("bad tables", RAGGED, index=[I32, I64], fault="lengths", scale="token")
     yield from c("bad tables", RAGGED, slots=I64, fault="slots", scale="token")
     yield from c("bad tables", RAGGED, slots=I32, fault="slots")
-    # memory
+
+
+def _memory_and_value_cases() -> Iterator[MlaCase]:
+    c = partial(grid, MlaCase)
     layouts = ["slices", "misaligned", "transposed"]
-    yield from c("layouts", heads=5, layout=layouts, style=styles)
+    yield from c("layouts", heads=5, layout=layouts, style=STYLES)
     yield from c("layouts", heads=3, latent=512, q=F32, kv=F32, gamma=F32, cache=BF16, layout=layouts)
     yield from c("layouts", latent=512, layout="slices", cache=F16, slots=I64)
     for kv in (BF16, F32):
@@ -188,4 +123,10 @@ def _cases() -> Iterator[MlaCase]:
     yield from c("large", ((0, 700), (50, 30)), 16, 512, page=64, scale="tile")
 
 
-CASES = tuple(_cases())
+CASES = (
+    *_size_and_dtype_cases(),
+    *_column_and_scale_cases(),
+    *_packed_cases(),
+    *_option_and_slot_cases(),
+    *_memory_and_value_cases(),
+)

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
-from ..formats import FLOATS
-from ..prologues import dequantize
-from . import bounds
-from .case import Case, grid
+from onepass.formats import FLOATS
+from onepass.prologues import dequantize
+from onepass.testing.case import Case
+from tests.grid import grid
 
 BF16, F16, F32 = FLOATS
+
 _HF: Final = {"rounding": "hf"}
 _NONE: Final[dict[str, Any]] = {"gamma": None}
 _HEADS: Final = {"heads": True}
@@ -88,9 +88,3 @@ def quant_weight_cases(op: str) -> Iterator[Case]:
     yield from c("heads", (3, 4), 20480, options=_HEADS | {"statistic": "layer", "bias": F32, **_RSTD})
     yield from c("rstd", (5,), 896, options=[_RSTD | way for way in ways])
     yield from c("rstd", (9,), 384, values="special", options=_RSTD | ways[2])
-
-
-def verify_rstd(actual: Tensor, rs: Tensor, error: float, doubt: Tensor | None) -> str | None:
-    """None, or what is wrong with the reciprocal RMS of rows whose own values may be off by ``doubt``."""
-    off = rs * error if doubt is None else rs * (error + bounds.spread(doubt, rs))
-    return bounds.Bounds(*(end.squeeze(-1) for end in bounds.around(rs, off))).stored(actual)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from ..formats import FLOATS
-from ..prologues import dequantize, silu_and_mul
-from .case import Case, grid
+from onepass.formats import FLOATS
+from onepass.prologues import dequantize, silu_and_mul
+from onepass.testing.case import Case
+from tests.grid import grid
 
 BF16, F16, F32 = FLOATS
 E8M0 = torch.float8_e8m0fnu
+
 _LAYOUTS = ["sliced", "misaligned", "transposed"]
 _STORED = {"rounding": "stored"}
 _VLLM_INT8 = {"rounding": "hf", "round_sum": False, "min_scale": 2.0**-23}

@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..formats import FLOATS, FP8_FORMATS
-from ..prologues import silu_and_mul
-from . import compare
-from .case import Case, grid
+from onepass.formats import FLOATS, FP8_FORMATS
+from onepass.prologues import silu_and_mul
+from onepass.testing.case import Case
+from tests.grid import grid
 
 BF16, F16, F32 = FLOATS
 
@@ -72,26 +69,3 @@ def _static_cases(op: str) -> Iterator[Case]:
     yield from c((3,), [640, 2048, 4096, 7168, 20000], residual=[None, BF16], options=[vllm, flashinfer])
     yield from c((3,), 640, F16, BF16, residual=F16, options=[vllm, flashinfer])
     yield from c((9,), 384, residual=BF16, values="special", options=[vllm, flashinfer])
-
-
-def verify_division(host: dict[str, Any], out: Tensor, scale: Tensor, norm: Tensor) -> str | None:
-    """With the quantized norm stored, scales and codes are known to the byte. Multiplying by a reciprocal would not
-    give them all.
-    """
-    if norm.dtype != torch.float32 and host.get("rounding") != "hf":
-        return None
-    fmt, group = FP8_FORMATS[out.dtype], host.get("group_size") or norm.shape[-1]
-    fp8_max = host.get("fp8_max") or fmt.max
-    grouped = norm.float().unflatten(-1, (-1, group))
-    if "static_scale" not in host and scale.dtype == torch.float32:
-        amax = grouped.abs().amax(-1)
-        bound = math.inf if host.get("scale_ub") is None else float(host["scale_ub"])
-        wanted = (amax if math.isnan(bound) else amax.clamp(max=bound)) / fp8_max
-        wanted = torch.maximum(wanted, torch.tensor(host.get("min_scale", 0.0)))
-        known = amax.isfinite()
-        if not torch.equal(wanted.view(torch.int32)[known], scale.view(torch.int32)[known]):
-            return "scales are not those of the stored norm"
-    divided = grouped / torch.where(scale == 0, math.inf, scale.float()).unsqueeze(-1)
-    codes = compare.encoded(divided.flatten(-2).double(), fmt, fp8_max)
-    different = int((codes != out.view(torch.uint8)).sum())
-    return f"{different} codes are not those of the stored norm divided by its scale" if different else None

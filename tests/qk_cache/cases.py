@@ -1,125 +1,28 @@
-"""Cases of the norm, rotation and cache write of q, k and v: what a case is, and the list of them."""
+"""The matrix of cases of the norm, rotation and cache write of q, k and v."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import torch
-
-from ..formats import E4M3FN, E4M3FNUZ, FLOATS
-from ..ops.qk_cache.spec import CacheLayout, CacheRounding, NormKind
-from .case import GPU_ONLY, Values, case_name, grid, labelled, short_dtype
-
-BF16, F16, F32 = FLOATS
-FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
-I32, I64 = torch.int32, torch.int64
-OP: Final = "qk_norm_rope_cache"
-
-Memory = Literal["contiguous", "packed", "misaligned", "transposed", "parts"]
-"""packed: q, k and v in one tensor, both caches in another; misaligned: the same, one element further; transposed: heads
-before tokens; parts: sequences that are parts of longer ones."""
-Start = Literal["default", "int", "one", "each"]
-"""How a dense cache's first entry is given; "one" and "each" are tensors."""
-
-
-@dataclass(frozen=True)
-class Angles:
-    """A rotation of ``dim`` columns: from a table by positions (None: the token's index), or from a pair of tensors."""
-
-    dim: int
-    style: str = "half"
-    positions: torch.dtype | None = I64
-    pair: torch.dtype | None = None
-    shared: bool = False
-    """One sequence's pair serves all."""
-
-    def __str__(self) -> str:
-        at = "" if self.positions is None else f"@{short_dtype(self.positions)}"
-        if self.pair is not None:
-            at = f"@{'shared ' * self.shared}pair of {short_dtype(self.pair)}"
-        return f"{self.style}:{self.dim}{at}"
-
-
-@dataclass(frozen=True, eq=False)
-class QkCacheCase:
-    """One call: tokens, heads, dtypes, norm, rotation, cache, memory layout, values and options."""
-
-    group: str
-    lead: tuple[int, ...] = (5,)
-    q_heads: int = 4
-    k_heads: int = 2
-    head: int = 64
-    value: int | None = None
-    x: torch.dtype = BF16
-    norm: NormKind = "head"
-    gamma: torch.dtype = BF16
-    gamma_k: torch.dtype | None = None
-    angles: Angles | None = field(default_factory=lambda: Angles(64))
-    rounding: CacheRounding = "once"
-    cache: torch.dtype | None = BF16
-    layout: CacheLayout = "NHD"
-    page: int = 4
-    slots: torch.dtype = I64
-    start: Start = "each"
-    index: torch.dtype = I64
-    scale: str = ""
-    out: torch.dtype | None = None
-    memory: Memory = "contiguous"
-    values: Values = "normal"
-    options: dict[str, Any] = field(default_factory=dict)
-    op: str = OP
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the call."""
-        return torch.Size(self.lead).numel()
-
-    @property
-    def entries(self) -> int:
-        """Entries per page; of a dense cache, per sequence."""
-        return self.lead[-1] + 3 if self.layout == "dense" else self.page
-
-    @property
-    def interpretable(self) -> bool:
-        """See `Check`."""
-        return self.group not in GPU_ONLY
-
-    @property
-    def name(self) -> str:
-        """See `Check`."""
-        values = "" if self.value is None else f"+{self.value}"
-        shape = f"{'x'.join(map(str, self.lead))}x({self.q_heads}+{self.k_heads})x{self.head}{values}"
-        other = f",{short_dtype(self.gamma_k)}" if self.gamma_k is not None else ""
-        norm = "no norm" if self.norm == "none" else f"{self.norm}={short_dtype(self.gamma)}{other}"
-        rounding = "" if self.rounding == "once" else self.rounding
-        if self.cache is None:
-            cache = ["no cache"]
-        else:
-            indices = f"start={self.start}" if self.layout == "dense" else f"pages of {self.page}"
-            index = self.index if self.layout == "dense" else self.slots
-            cache = [f"{self.layout}={short_dtype(self.cache)}", indices, "" if index == I64 else short_dtype(index)]
-        options = (f"{k}={v}" for k, v in self.options.items())
-        parts = short_dtype(self.x), norm, labelled("rope", self.angles), rounding, *cache
-        scale = f"scale={self.scale}" if self.scale else ""
-        return case_name(
-            self.group, shape, *parts, scale, labelled("out", self.out), *options, self.memory, self.values
-        )
-
+from onepass.formats import FLOATS
+from onepass.testing.qk_cache import BF16, F32, FNUZ, FP8, I32, I64, Angles, QkCacheCase
+from tests.grid import grid
 
 _ROUNDINGS: Final[list[Any]] = ["once", "hf", "hf_rope"]
 NORMS: Final[list[Any]] = ["none", "head", "whole"]
 
 
-def _cases() -> Iterator[QkCacheCase]:
+WHOLE: Final = Angles(128, pair=BF16)
+
+
+def _size_and_dtype_cases() -> Iterator[QkCacheCase]:
     c = partial(grid, QkCacheCase)
     # models: Llama 3 and Qwen3, Gemma 3, OLMo-2, Phi-3, GLM-4
-    whole = Angles(128, pair=BF16)
     for lead in ((1,), (3,)):
         yield from c("model", lead, 32, 8, 128, norm=["none", "head"], angles=Angles(128), page=16, memory="packed")
-    yield from c("model", (2, 2), 32, 8, 128, norm=["none", "head"], angles=whole, rounding="hf", layout="dense")
+    yield from c("model", (2, 2), 32, 8, 128, norm=["none", "head"], angles=WHOLE, rounding="hf", layout="dense")
     offset: dict[str, Any] = {"weight_offset": 1.0}
     yield from c("model", (3,), 16, 8, 256, angles=Angles(256), rounding=["once", "hf_rope"], options=offset)
     yield from c("model", (2,), 32, 32, 128, norm="whole", angles=Angles(128), rounding=["once", "hf_rope"])
@@ -152,7 +55,10 @@ def _cases() -> Iterator[QkCacheCase]:
         yield from c("fp8", x=F32, cache=fmt, scale="kv", rounding=["once", "hf"], angles=Angles(32, "interleaved"))
         yield from c("fp8", (2, 3), cache=fmt, scale="kv", layout=["HND", "dense"], norm="whole")
     yield from c("fp8", q_heads=3, k_heads=3, head=80, angles=Angles(40), cache=FP8, scale="kv", memory="misaligned")
-    # rotations
+
+
+def _rotation_and_cache_cases() -> Iterator[QkCacheCase]:
+    c = partial(grid, QkCacheCase)
     for style in ("half", "interleaved"):
         for positions in (None, I32, I64):
             yield from c("rope", [(5,), (2, 3)], angles=Angles(64, style, positions), layout="HND")
@@ -171,7 +77,10 @@ def _cases() -> Iterator[QkCacheCase]:
     yield from c("no cache", [(5,), (2, 3)], cache=None, norm=NORMS, rounding=_ROUNDINGS)
     yield from c("no cache", (2, 3), cache=None, out=F32, memory=["packed", "parts", "misaligned"])
     yield from c("no cache", (5,), cache=None, angles=None, norm="none", out=[BF16, F32])
-    # memory
+
+
+def _memory_and_value_cases() -> Iterator[QkCacheCase]:
+    c = partial(grid, QkCacheCase)
     layouts: list[Any] = ["packed", "misaligned", "transposed"]
     yield from c("layouts", (4,), 5, 3, 96, norm=["none", "head"], angles=Angles(96), memory=layouts)
     yield from c(
@@ -188,9 +97,9 @@ def _cases() -> Iterator[QkCacheCase]:
     yield from c("empty", [(0,), (0, 3), (2, 0)], cache=[None, BF16])
     # many tokens
     yield from c("large", (1000,), 32, 8, 128, angles=Angles(128), page=64, norm=["none", "head"], memory="packed")
-    yield from c("large", (4, 300), 32, 8, 128, angles=whole, rounding="hf", layout="dense", memory="packed")
+    yield from c("large", (4, 300), 32, 8, 128, angles=WHOLE, rounding="hf", layout="dense", memory="packed")
     yield from c("large", (600,), 32, 32, 128, norm="whole", angles=Angles(128), rounding=["once", "hf_rope"])
     yield from c("large", (600,), 32, 2, 128, norm="none", angles=Angles(64, "interleaved"), cache=FP8, scale="kv")
 
 
-CASES: Final = tuple(_cases())
+CASES: Final = (*_size_and_dtype_cases(), *_rotation_and_cache_cases(), *_memory_and_value_cases())
