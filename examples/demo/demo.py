@@ -23,9 +23,9 @@ from torch import Tensor
 from benchmarks.suite.console import live, table
 from onepass.cli.common import UsageError, add_device, cannot_write, run
 from onepass.cli.machine import label
+from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.op import rms_norm_fused_fp8
 from onepass.prologues import prologue, sigmoid
-from onepass.testing import oracle
 from onepass.testing.case import same_bytes
 from onepass.testing.runner import CASES, run_case
 
@@ -185,7 +185,7 @@ def _show_speed(screen: Screen) -> None:
     with live(screen.console, shown):
         for rows, columns in SHAPES:
             x, gamma = _inputs(rows, columns, 1)
-            exact = oracle.rms_norm(x, gamma, EPS).y
+            exact = rms_norm_reference.rms_norm(x, gamma, EPS).y
             x, gamma = x.to(screen.device), gamma.to(screen.device)
 
             def ours(x: Tensor = x, gamma: Tensor = gamma) -> object:
@@ -211,7 +211,7 @@ def _show_prologue(screen: Screen) -> None:
     screen.console.print(Syntax("\n".join(code), "python", theme="ansi_dark", background_color="default"))
     fused = prologue(gated)
     x, gate, gamma = _inputs(*SHAPES[-1], 2)
-    exact = oracle.rms_norm(x, gamma, EPS, prologue=fused, prologue_args=(gate,)).y
+    exact = rms_norm_reference.rms_norm(x, gamma, EPS, prologue=fused, prologue_args=(gate,)).y
     x, gate, gamma = (tensor.to(screen.device) for tensor in (x, gate, gamma))
     shown = _comparison()
     with live(screen.console, shown):

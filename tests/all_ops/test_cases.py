@@ -14,7 +14,8 @@ import onepass
 from onepass.core.backend import launching_with
 from onepass.formats import E4M3FN, FLOATS, Quantize, Rounding
 from onepass.ops.rms_norm import call as rms_norm_call
-from onepass.testing import oracle, runner
+from onepass.ops.rms_norm import reference as rms_norm_reference
+from onepass.testing import runner
 from onepass.testing.case import Case, Check, same_bytes
 from tests import matrix
 from tools.ulps import floats
@@ -91,8 +92,8 @@ def test_pattern_full_of_ties(shape: tuple[int, ...], offset: float, dtype: torc
     value = (h * g) * (rs / scale)
     expected = value.clamp(-448, 448).to(torch.float8_e4m3fn)
     different = q.view(torch.uint8) != expected.view(torch.uint8)
-    exact = oracle.rms_norm(x, gamma, 1e-5, weight_offset=offset).y / scale.double()
-    table = oracle.decode_table(E4M3FN.bias)[:127]
+    exact = rms_norm_reference.rms_norm(x, gamma, 1e-5, weight_offset=offset).y / scale.double()
+    table = rms_norm_reference.decode_table(E4M3FN.bias)[:127]
     boundaries = (table[1:] + table[:-1]) / 2
     distance = (exact[different].unsqueeze(-1) / boundaries[1:] - 1).abs().amin(-1)
     assert (distance < 1e-6).all(), (
@@ -105,7 +106,7 @@ class TestMeaning:
     def test_dequantized_is_the_norm(self) -> None:
         x, gamma = torch.randn(16, 512).bfloat16(), torch.randn(512).bfloat16()
         q, scale = onepass.rms_norm_fused_fp8(x, gamma)
-        y = oracle.rms_norm(x, gamma, 1e-6).y
+        y = rms_norm_reference.rms_norm(x, gamma, 1e-6).y
         error = (q.double() * scale.double() - y).abs()
         assert (error <= y.abs() * 2.0**-4 + scale.double() * 2.0**-10 * 1.001).all()
         assert q.float().abs().amax(-1).eq(448).all()
@@ -137,10 +138,12 @@ class TestMeaning:
         x = torch.full((1, 64), 1.0).bfloat16()
         residual = torch.full((1, 64), 2.0**-9).bfloat16()
         residual[0, 0] = 3.0
-        exact = oracle.rms_norm(x, torch.ones(64), 0.0, residual=residual).y
+        exact = rms_norm_reference.rms_norm(x, torch.ones(64), 0.0, residual=residual).y
         y, _ = onepass.rms_norm(x, torch.ones(64), 0.0, residual=residual)
         assert same_bytes(y, exact.bfloat16())
-        assert not torch.equal(exact, oracle.rms_norm(x, torch.ones(64), 0.0, residual=residual, rounding="hf").y)
+        assert not torch.equal(
+            exact, rms_norm_reference.rms_norm(x, torch.ones(64), 0.0, residual=residual, rounding="hf").y
+        )
 
     @pytest.mark.parametrize("rounding", ["once", "hf"])
     def test_round_sum_is_independent_of_rounding(self, rounding: Rounding) -> None:
@@ -151,7 +154,7 @@ class TestMeaning:
         assert same_bytes(rounded, onepass.rms_norm(stored, gamma, rounding=rounding))
         plain, stored = onepass.rms_norm(x, gamma, residual=r, rounding=rounding, round_sum=False)
         assert same_bytes(stored, x + r) and (plain != rounded).float().mean() > 0.05
-        exact = oracle.rms_norm(x, gamma, 1e-6, residual=r, rounding=rounding, round_sum=False).y
+        exact = rms_norm_reference.rms_norm(x, gamma, 1e-6, residual=r, rounding=rounding, round_sum=False).y
         assert (plain == exact.bfloat16()).float().mean() > 0.999
         for given, expected in ((True, rounded), (False, plain), (None, rounded if rounding == "hf" else plain)):
             codes = onepass.rms_norm_fused_fp8(
@@ -201,8 +204,8 @@ class TestMeaning:
     def test_stored_scale_is_the_one_used(self) -> None:
         x, gamma = torch.randn(64, 256).bfloat16(), torch.randn(256).bfloat16()
         q, scale = onepass.rms_norm_fused_fp8(x, gamma, scales_dtype=torch.bfloat16)
-        y = oracle.rms_norm(x, gamma, 1e-6).y
-        exact = oracle.encode(y / scale.double(), 7, 448.0, 0x7F, True)
+        y = rms_norm_reference.rms_norm(x, gamma, 1e-6).y
+        exact = rms_norm_reference.encode(y / scale.double(), 7, 448.0, 0x7F, True)
         assert (q.view(torch.uint8) != exact).double().mean() < 1e-3
 
 

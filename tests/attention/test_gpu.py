@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from onepass.core.backend import launching_with
 from onepass.errors import Unsupported
 from onepass.gpu.compile import compile_build
+from onepass.ops.attention import reference
 from onepass.ops.attention.op import attend, attends
 from onepass.ops.attention.spec import SPLIT, AttentionCall
 from onepass.testing import attention
@@ -37,10 +38,7 @@ def test_interpreted_kernels_agree_with_the_formula() -> None:
 def exact(case: AttentionCase, **changes: Any) -> torch.Tensor:
     """The result by its formula, of inputs with changes."""
     given = attention.inputs(case, "cpu") | changes
-    k, v = (given[name].double().repeat_interleave(case.heads[0] // case.heads[1], 1) for name in ("k", "v"))
-    scores = given["q"].double() @ k.mT * given["scale"] + given["mask"].double()
-    found: torch.Tensor = (scores.softmax(-1) @ v).transpose(1, 2).to(case.x)
-    return found
+    return reference.attend(**given).to(case.x)
 
 
 def test_verification_finds_wrong_results() -> None:

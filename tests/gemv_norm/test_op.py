@@ -15,7 +15,8 @@ from onepass.cpu import sizes
 from onepass.errors import ContractError
 from onepass.ops.gemv_norm import cpu as cpu_gemv_norm
 from onepass.ops.gemv_norm import op as gemv_norm
-from onepass.testing import oracle
+from onepass.ops.linear import reference as linear_reference
+from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.testing.case import poison, same_bytes
 from tests.gemv_norm.plain_inputs import all_same, inputs
 from tests.gemv_norm.plain_inputs import seed as seed
@@ -49,8 +50,8 @@ class TestResults:
         for index, begin, width in ((2, 30, 5), (3, 35, 4), (4, 39, 3)):
             alone = onepass.gemv_and_partial_norm(act, weight[begin : begin + width], more[index - 2])
             assert same_bytes(results[index], alone[0])
-        y = oracle.matmul(act, weight)[0][:, :30]
-        norm = oracle.rms_norm(y, gamma, 1e-6).y
+        y = linear_reference.matmul(act, weight)[0][:, :30]
+        norm = rms_norm_reference.rms_norm(y, gamma, 1e-6).y
         assert ((results[0].double() * results[1].double() - norm).abs() <= norm.abs() / 16 + results[1] / 512).all()
 
     def test_out_is_written_in_place_in_that_order(self) -> None:
@@ -112,7 +113,9 @@ class TestResults:
         act, weight, gamma = inputs(width=50)
         normed, unnormed = onepass.gemv_and_partial_norm(act, weight, gamma)
         assert unnormed.shape == (3, 0)
-        assert floats(normed, oracle.rms_norm(oracle.matmul(act, weight)[0], gamma, 1e-6).y) is None
+        assert (
+            floats(normed, rms_norm_reference.rms_norm(linear_reference.matmul(act, weight)[0], gamma, 1e-6).y) is None
+        )
 
     def test_norm_uses_the_unrounded_product(self) -> None:
         """y = 1 + j/1024 is exact in float32 for any order of summation, but not in bfloat16."""
@@ -120,10 +123,10 @@ class TestResults:
         act = torch.tensor([[1.0, 2.0**-10]]).bfloat16()
         weight = torch.stack([torch.ones(64), steps], 1).bfloat16()
         weight[0] = torch.tensor([3.0, 5.0])
-        y = oracle.matmul(act, weight)[0]
+        y = linear_reference.matmul(act, weight)[0]
         gamma = torch.ones(48).bfloat16()
-        exact = oracle.rms_norm(y[:, :48], gamma, 0.0).y.bfloat16()
-        rounded = oracle.rms_norm(y[:, :48].bfloat16(), gamma, 0.0).y.bfloat16()
+        exact = rms_norm_reference.rms_norm(y[:, :48], gamma, 0.0).y.bfloat16()
+        rounded = rms_norm_reference.rms_norm(y[:, :48].bfloat16(), gamma, 0.0).y.bfloat16()
         assert not same_bytes(exact, rounded)
         normed, unnormed = onepass.gemv_and_partial_norm(act, weight, gamma, 0.0)
         assert same_bytes(normed, exact) and same_bytes(unnormed, y[:, 48:].bfloat16())
@@ -178,9 +181,9 @@ class TestUnfused:
         weight = weight if weights == "bf16" else weight.to(F8)
         scale = torch.rand(50) + 0.5 if weights == "fp8 scaled" else None
         normed, unnormed = onepass.gemv_and_partial_norm(act, weight, gamma, fused=False, weight_scale=scale)
-        y, _ = oracle.matmul(act, weight, scale)
+        y, _ = linear_reference.matmul(act, weight, scale)
         torch.testing.assert_close(unnormed.double(), y[:, 30:], rtol=2.0**-8, atol=1e-4)
-        norm = oracle.rms_norm(y[:, :30], gamma, 1e-6).y
+        norm = rms_norm_reference.rms_norm(y[:, :30], gamma, 1e-6).y
         torch.testing.assert_close(normed.double(), norm, rtol=2.0**-6, atol=1e-4)
         if m <= 16:
             fused = onepass.gemv_and_partial_norm(act, weight, gamma, weight_scale=scale)

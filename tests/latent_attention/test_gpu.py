@@ -15,6 +15,7 @@ from onepass.errors import Unsupported
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import compile_build
 from onepass.ops.attention.spec import SPLIT
+from onepass.ops.latent_attention import reference
 from onepass.ops.latent_attention.op import attend_latents, attends_latents
 from onepass.ops.latent_attention.spec import LatentCall
 from onepass.testing import latent_attention
@@ -29,10 +30,7 @@ HOT = [LatentCase("short", 1, 128, 1, context, DEEPSEEK, mask="zeros") for conte
 def exact(case: LatentCase, **changes: Any) -> torch.Tensor:
     """The result by its formula, of inputs with changes."""
     given = latent_attention.inputs(case, "cpu") | changes
-    q, q_rot, latent, k_rot, mask = (given[name].double() for name in ("q", "q_rot", "latent", "k_rot", "mask"))
-    scores = (q @ latent.mT + q_rot @ k_rot.mT) * given["scale"] + mask
-    found: torch.Tensor = (scores.softmax(-1) @ latent).transpose(1, 2).to(case.x)
-    return found
+    return reference.attend_latents(**given).to(case.x)
 
 
 def test_verification_finds_wrong_results() -> None:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onepass.testing.oracle import Rotated, rms_norm, rotate
+from onepass.ops.qk_norm.reference import Rotated, rotate
+from onepass.ops.rms_norm.reference import rms_norm
 
 
 class Write(NamedTuple):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import onepass
 from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.testing import oracle, qk_cache
+from onepass.ops.rms_norm import reference as rms_norm_reference
+from onepass.testing import qk_cache
 from onepass.testing.case import same_bytes
 from onepass.testing.qk_cache import Angles, QkCacheCase
 from tools.promises.qk_cache import qk_cache_promises
@@ -77,7 +78,7 @@ def _stored(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if fmt is None:
         return values.to(dtype)
     quotient = values / scale if scale is not None else values
-    codes = oracle.encode(quotient.double(), fmt.bias, fmt.max, fmt.nan_code, fmt.has_negative_zero)
+    codes = rms_norm_reference.encode(quotient.double(), fmt.bias, fmt.max, fmt.nan_code, fmt.has_negative_zero)
     return codes.view(dtype)
 
 

@@ -17,7 +17,8 @@ from onepass.core.check import validation_of
 from onepass.core.contract import Contract
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
-from onepass.testing import oracle
+from onepass.ops.qk_norm import reference as qk_norm_reference
+from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.testing.case import same_bytes
 from onepass.testing.samples import sample
 from tests.helpers.mistakes import Mistake, mistakes
@@ -178,8 +179,8 @@ def test_rotation_uses_the_unrounded_norm(style: Any) -> None:
     q, k, gq, gk = qk(64, 256, 128)
     freqs = angles(64, 128)
     rope = onepass.Rope(freqs, style=style, head_dim=128)
-    exact = oracle.rotate(oracle.rms_norm(q, gq, 1e-6).y, freqs, 128, style=style)
-    rounded = oracle.rotate(oracle.rms_norm(q, gq, 1e-6).y.bfloat16(), freqs, 128, style=style)
+    exact = qk_norm_reference.rotate(rms_norm_reference.rms_norm(q, gq, 1e-6).y, freqs, 128, style=style)
+    rounded = qk_norm_reference.rotate(rms_norm_reference.rms_norm(q, gq, 1e-6).y.bfloat16(), freqs, 128, style=style)
     y, _ = onepass.qk_rms_norm(q, k, gq, gk, rope=rope)
     assert floats(y, exact.y, size=exact.size) is None
     assert floats(y, rounded.y, size=rounded.size) is not None
@@ -213,7 +214,7 @@ def test_heads_dimension_is_optional() -> None:
         assert b.dim() == 4 and same_bytes(a, b.flatten(-2))
     one = onepass.rms_norm(q.unflatten(-1, (4, 64)), gamma)
     plain, _ = onepass.qk_rms_norm(q, k, gamma, gamma, per_head=True)
-    assert floats(plain, oracle.rms_norm(q.unflatten(-1, (4, 64)), gamma, 1e-6).y.flatten(-2)) is None
+    assert floats(plain, rms_norm_reference.rms_norm(q.unflatten(-1, (4, 64)), gamma, 1e-6).y.flatten(-2)) is None
     assert (plain.unflatten(-1, (4, 64)) == one).double().mean() > 0.999
 
 

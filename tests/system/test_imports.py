@@ -31,18 +31,19 @@ ALLOWED: dict[str, set[str]] = {
     "ops.spec": {"core", "formats", "prologues", "rope"},
     "ops.cpu": {*KERNELS, "cpu", "ops.spec"},
     "ops.gpu": {*KERNELS, "gpu", "ops.spec"},
+    "ops.reference": set(),
     "ops": {*FACE, "core", "ops.spec"},
     "nn": {*FACE, "core", "ops", "ops.spec"},
     "dist": {*FACE, "core", "ops", "ops.spec"},
     "compat": {*FACE, "core", "ops", "ops.spec"},
     "integrations": {*FACE, "core", "ops", "ops.spec", "nn", "onepass"},
-    "testing": {*LIBRARY, *BACKENDS},
+    "testing": {*LIBRARY, *BACKENDS, "ops.reference"},
     "cli": {*LIBRARY, *BACKENDS, "testing", "onepass"},
     "__main__": {"cli", "onepass"},
     "onepass": LIBRARY,
 }
-"""What each room of onepass may import. "onepass" is the package itself. An op's folder has four rooms: what its kernels
-compute (spec.py), the kernels for each backend (cpu*.py, gpu*.py), and the rest."""
+"""What each room of onepass may import. "onepass" is the package itself. An op's folder has five rooms: what its kernels
+compute (spec.py), the kernels for each backend (cpu*.py, gpu*.py), its formula (reference.py), and the rest."""
 
 LAZY = {
     "__init__.py": "`import onepass` must not import what most programs do not use",
@@ -99,7 +100,7 @@ def package(module: str) -> str:
         return root
     if rest[0] == "ops" and len(rest) == 3:
         part = rest[2].split("_")[0]
-        return f"ops.{part}" if part in ("spec", "cpu", "gpu") else "ops"
+        return f"ops.{part}" if part in ("spec", "cpu", "gpu", "reference") else "ops"
     return rest[0]
 
 

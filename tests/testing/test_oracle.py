@@ -1,4 +1,4 @@
-"""The oracle agrees with independent sources and imports nothing of the library."""
+"""The references agree with independent sources and import nothing else of the library."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+import onepass
 from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, Fp8Format, ScaleRule
-from onepass.testing import bounds, compare, mla_cache, oracle, runner
+from onepass.ops.attention import reference as attention_reference
+from onepass.ops.latent_attention import reference as latent_attention_reference
+from onepass.ops.linear import reference as linear_reference
+from onepass.ops.rms_norm import reference as rms_norm_reference
+from onepass.testing import bounds, compare, mla_cache, runner
 from onepass.testing.case import Case
 from tests.mla_cache.cases import CASES
 from tools.ulps import floats
 
 F32 = torch.float32
+OPS = Path(onepass.__file__).parent / "ops"
 ACTIVATIONS: dict[str, Any] = {
     "silu_mul": torch.nn.functional.silu,
     "gelu_tanh_mul": partial(torch.nn.functional.gelu, approximate="tanh"),
@@ -24,19 +30,34 @@ ACTIVATIONS: dict[str, Any] = {
 }
 
 
-def test_imports_only_torch() -> None:
-    tree = ast.parse(Path(oracle.__file__).read_text())
+@pytest.mark.parametrize("op", sorted({module.__name__.split(".")[-1] for module in runner.MODULES.values()}))
+def test_references_import_only_torch_and_each_other(op: str) -> None:
+    tree = ast.parse((OPS / op / "reference.py").read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert names == {"torch"}
-    assert modules <= {"__future__", "collections.abc", "typing", "torch"}
+    modules = {f"{'.' * node.level}{node.module}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names <= {"torch"}
+    others = {name for name in modules if name.startswith("..") and name.endswith(".reference")}
+    assert modules - others <= {"__future__", "collections.abc", "typing", "torch"}
 
 
 def test_equals_torch_in_float64() -> None:
     x, gamma = torch.randn(7, 96, dtype=torch.float64), torch.randn(96, dtype=torch.float64)
     eps = float(torch.tensor(1e-5, dtype=torch.float32))
     expected = torch.nn.functional.rms_norm(x, (96,), gamma, eps)
-    torch.testing.assert_close(oracle.rms_norm(x, gamma, 1e-5).y, expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(rms_norm_reference.rms_norm(x, gamma, 1e-5).y, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_equals_torch_in_float64(masked: bool) -> None:
+    """Also with latents, whose rotated parts are further columns of q and k."""
+    q, k, v = (torch.randn(2, heads, n, 24).double() for heads, n in ((6, 3), (2, 9), (2, 9)))
+    mask = torch.randn(2, 1, 3, 9).double() if masked else None
+    sdpa = partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=mask, scale=0.3, enable_gqa=True)
+    got = attention_reference.attend(q, k, v, mask, 0.3)
+    torch.testing.assert_close(got, sdpa(q, k, v).transpose(1, 2), rtol=1e-12, atol=1e-12)
+    parts = q[..., :16], q[..., 16:], k[:, :1, :, :16], k[:, :1, :, 16:]
+    got = latent_attention_reference.attend_latents(*parts, mask, 0.3)
+    torch.testing.assert_close(got, sdpa(q, k[:, :1], parts[2]).transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -46,7 +67,7 @@ def test_hf_mode_rounds_as_hugging_face_does(dtype: torch.dtype) -> None:
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
     expected = gamma * h.to(dtype)
-    exact = oracle.rms_norm(x, gamma, 1e-6, rounding="hf").y
+    exact = rms_norm_reference.rms_norm(x, gamma, 1e-6, rounding="hf").y
     assert floats(expected, exact, ulps=2) is None
 
 
@@ -72,7 +93,7 @@ def test_linear_equals_torch(rounding: str, activation: str, function: Any) -> N
     y = rounded(rounded(function(y[:, :65])) * y[:, 65:])
     y = rounded(y + add.double())
     named = {"gamma": gamma, "residual": residual, "bias": bias, "add": add, "weight_scale": scale}
-    found = oracle.linear(x, weight, eps=1e-5, activation=activation, rounding=rounding, **named)  # type: ignore[arg-type]
+    found = linear_reference.linear(x, weight, eps=1e-5, activation=activation, rounding=rounding, **named)  # type: ignore[arg-type]
     if rounding == "once":
         torch.testing.assert_close(found.y, y, rtol=1e-6, atol=1e-9)
     else:
@@ -81,14 +102,14 @@ def test_linear_equals_torch(rounding: str, activation: str, function: Any) -> N
 
 def test_products_with_scales() -> None:
     x, weight = torch.randn(3, 200), torch.randn(130, 200)
-    y, slack = oracle.matmul(x, weight)
+    y, slack = linear_reference.matmul(x, weight)
     torch.testing.assert_close(y, x.double() @ weight.double().T)
     assert (slack > 0).all() and (slack < 1e-3).all()
     rows = torch.rand(130)
     for scale in (rows, rows.unsqueeze(1), torch.tensor([0.5])):
-        torch.testing.assert_close(oracle.matmul(x, weight, scale)[0], y * scale.double().reshape(1, -1))
+        torch.testing.assert_close(linear_reference.matmul(x, weight, scale)[0], y * scale.double().reshape(1, -1))
     exponents = torch.tensor([[120, 128], [127, 255]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    scaled = oracle.matmul(x, weight, exponents)[0]
+    scaled = linear_reference.matmul(x, weight, exponents)[0]
     left, right = (
         part[0].double() @ part[1].double().T for part in ((x[:, :128], weight[:, :128]), (x[:, 128:], weight[:, 128:]))
     )
@@ -102,7 +123,7 @@ def test_encode_equals_torch_in_range(fmt: Fp8Format) -> None:
     values = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = values[values.abs() <= fmt.max]
     expected = values.to(fmt.dtype).view(torch.uint8)
-    got = oracle.encode(values.double(), fmt.bias, fmt.max, fmt.nan_code, fmt.has_negative_zero)
+    got = rms_norm_reference.encode(values.double(), fmt.bias, fmt.max, fmt.nan_code, fmt.has_negative_zero)
     assert torch.equal(got, expected)
 
 
@@ -110,14 +131,14 @@ def test_encode_ties_saturation_and_nan() -> None:
     values = torch.tensor(
         [17.0, 19.0, 460.0, 1e30, -1e30, torch.nan, -0.0, 2.0**-10, 3 * 2.0**-10], dtype=torch.float64
     )
-    got = oracle.encode(values, 7, 448.0, 0x7F, True)
+    got = rms_norm_reference.encode(values, 7, 448.0, 0x7F, True)
     assert got.tolist() == [0x58, 0x5A, 0x7E, 0x7E, 0xFE, 0x7F, 0x80, 0x00, 0x02]
-    assert oracle.encode(torch.tensor([-0.0, -1e-9]).double(), 8, 240.0, 0x80, False).tolist() == [0, 0]
+    assert rms_norm_reference.encode(torch.tensor([-0.0, -1e-9]).double(), 8, 240.0, 0x80, False).tolist() == [0, 0]
 
 
 def test_powers_of_two() -> None:
     t = torch.tensor([0.0, 1.0, 1.0000001, 0.75, 2.0**-130, 3e38, torch.nan], dtype=torch.float64)
-    got = oracle.power_of_two_above(t)
+    got = rms_norm_reference.power_of_two_above(t)
     assert got[:6].tolist() == [2.0**-127, 1.0, 2.0, 1.0, 2.0**-127, 2.0**127]
     assert got[6].isnan()
 
@@ -152,7 +173,7 @@ class TestNoToleranceAcceptsZero:
 
     def test_codes(self) -> None:
         scale = self.y.abs().amax(-1, keepdim=True) / 448
-        codes = oracle.encode(self.y / scale, 7, 448.0, 0x7F, True)
+        codes = rms_norm_reference.encode(self.y / scale, 7, 448.0, 0x7F, True)
         ends = bounds.around(self.y / scale, 1e-6 * (self.y / scale).abs())
         for right, changed in ((codes, False), (torch.zeros_like(codes), True), (codes ^ 1, True)):
             actual = right.view(E4M3FN.dtype)

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..ops.attention import reference
 from ..ops.attention.op import attend
 from ..ops.attention.spec import SPLIT
 from .bounds import Bounds
@@ -161,9 +162,9 @@ def variants(case: AttentionCase, arguments: dict[str, Any], results: tuple[Tens
 def verify(case: AttentionCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong: every value lies between bounds of the exact result."""
     host = to_cpu(arguments)
-    q, k, v = (host[name].double() for name in ("q", "k", "v"))
-    k, v = (t.repeat_interleave(case.heads[0] // case.heads[1], 1) for t in (k, v))
-    scores, sizes = (a @ b.mT * host["scale"] for a, b in ((q, k), (q.abs(), k.abs())))
+    q, k, scale = host["q"], host["k"], host["scale"]
+    scores, sizes = reference.scores(q, k, scale), reference.scores(q.abs(), k.abs(), scale)
+    v = host["v"].double().repeat_interleave(case.heads[0] // case.heads[1], 1)
     return bounds(scores, sizes, host.get("mask"), v, case.x).stored(results[0].cpu())
 
 
@@ -174,10 +175,9 @@ def bounds(scores: Tensor, sizes: Tensor, mask: Tensor | None, v: Tensor, dtype:
     at most the roundoff of its weighted distance from the result. A score's error, in float32, changes its power by a
     factor. Sums are float32.
     """
+    powers = reference.weights(scores, mask)
     if mask is not None:
-        scores, sizes = scores + mask.double(), torch.where(mask.isinf(), 0.0, sizes + scores.abs())
-    powers = scores.softmax(-1)
-    powers = torch.where((scores == -torch.inf).all(-1, keepdim=True), 0.0, powers)
+        sizes = torch.where(mask.isinf(), 0.0, sizes + (scores + mask.double()).abs())
     out = powers @ v
     roundoff = torch.finfo(dtype).eps / 2
     error = 2 * roundoff + 2.0**-18 + 2 * 2.0**-20 * sizes.amax(-1, keepdim=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOATS, FP8_FORMATS, ScaleRule
+from ..ops.gemv_norm import reference
 from ..ops.gemv_norm.op import (
     GEMV,
     gemv_and_partial_norm,
@@ -17,8 +18,10 @@ from ..ops.gemv_norm.op import (
     gemv_and_partial_norm_with_scratch,
     gemv_trace_blocks,
 )
+from ..ops.linear.reference import matmul
+from ..ops.rms_norm.reference import divided
 from ..trace import GemvEvent, GmemTrace, NullTrace, TraceBuf
-from . import bounds, compare, linear_bounds, oracle
+from . import bounds, compare, linear_bounds
 from .bounds import FLOOR, Bounds
 from .case import (
     GPU_ONLY,
@@ -205,10 +208,12 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
     """None, or what is wrong: every value lies between bounds, and most are those of the exact products."""
     host, results = to_cpu(arguments), tuple(t.cpu() for t in results)
     y = products(host, arguments["act"].is_cuda)
-    exact = oracle.matmul(host["act"], host["weight"], host.get("weight_scale"))[0]
+    act, weight, scale = host["act"], host["weight"], host.get("weight_scale")
     if case.fused:
+        gammas = host["gamma"], *host.get("segments", ())
+        exact = reference.gemv_and_partial_norm(act, weight, gammas, host.get("eps", 1e-6), scale)
         return verify_call(host, results, y, exact)
-    wrong = y.stored(results[1]) or compare.mostly_equal(results[1], exact)
+    wrong = y.stored(results[1]) or compare.mostly_equal(results[1], matmul(act, weight, scale)[0])
     return f"y: {wrong}" if wrong else verify_norm_of_stored(host, *results)
 
 
@@ -218,7 +223,7 @@ def products(host: dict[str, Any], on_gpu: bool) -> Bounds:
 
 
 def verify_call(
-    host: dict[str, Any], results: tuple[Tensor, ...], y: Bounds, exact: Tensor | None = None
+    host: dict[str, Any], results: tuple[Tensor, ...], y: Bounds, exact: reference.Products | None = None
 ) -> str | None:
     """None, or what is wrong with the results of one fused launch; ``y`` are the `products`, ``exact`` without error."""
     left, begin, eps = list(results), 0, host.get("eps", 1e-6)
@@ -231,14 +236,13 @@ def verify_call(
         normed = normed_bounds(y.part(part), gamma.double(), eps)
         wrong = normed[0].stored(out) if scale is None else _verify_codes(out, scale, *normed)
         if wrong is None and exact is not None:
-            norm = oracle.rms_norm(exact[:, part], gamma, eps).y
-            norm = norm if scale is None else oracle.divided(norm, scale)
+            norm = exact.normed[index] if scale is None else divided(exact.normed[index], scale)
             wrong = compare.mostly_equal(out, norm, fmt, 0.99 if fmt is None else 0.995)
         if wrong is not None:
             return f"segment {index}: {wrong}"
     wrong = y.part(slice(begin, None)).stored(left[0])
     if wrong is None and exact is not None:
-        wrong = compare.mostly_equal(left[0], exact[:, begin:])
+        wrong = compare.mostly_equal(left[0], exact.unnormed)
     return wrong and f"unnormed: {wrong}"
 
 

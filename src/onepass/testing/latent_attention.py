@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attention.spec import SPLIT
+from ..ops.latent_attention import reference
 from ..ops.latent_attention.op import attend_latents
 from .attention import BF16, F16, Mask, bounds, mask_of
 from .case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
@@ -129,7 +130,7 @@ def variants(case: LatentCase, arguments: dict[str, Any], results: tuple[Tensor,
 def verify(case: LatentCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong: every value lies between bounds of the exact result."""
     host = to_cpu(arguments)
-    q, q_rot, latent, k_rot = (host[name].double() for name in _TENSORS)
-    scores = (q @ latent.mT + q_rot @ k_rot.mT) * host["scale"]
-    sizes = (q.abs() @ latent.abs().mT + q_rot.abs() @ k_rot.abs().mT) * host["scale"]
-    return bounds(scores, sizes, host.get("mask"), latent, case.x).stored(results[0].cpu())
+    q, q_rot, latent, k_rot = (host[name] for name in _TENSORS)
+    scores = reference.scores(q, q_rot, latent, k_rot, host["scale"])
+    sizes = reference.scores(q.abs(), q_rot.abs(), latent.abs(), k_rot.abs(), host["scale"])
+    return bounds(scores, sizes, host.get("mask"), latent.double(), case.x).stored(results[0].cpu())

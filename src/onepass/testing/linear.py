@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3FN, FLOATS
+from ..ops.linear import reference as linear_reference
 from ..ops.linear.op import LINEAR, linear
-from . import bounds, compare, linear_bounds, oracle
+from . import bounds, compare, linear_bounds
 from .bounds import Bounds
 from .case import (
     GPU_ONLY,
@@ -222,9 +223,9 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
 def _exact(host: dict[str, Any]) -> Tensor:
     """The oracle's result. It is NaN where 1 + erf or 1 + tanh cancels, because there float32 is far from exact."""
     options = {name: value for name, value in host.items() if name not in ("out_dtype", "static_weight")}
-    y = oracle.linear(**options).y
+    y = linear_reference.linear(**options).y
     if options.get("activation") in ("gelu_mul", "gelu_tanh_mul"):
-        gate = oracle.linear(**options | {"activation": None, "add": None}).y[:, : y.shape[1]]
+        gate = linear_reference.linear(**options | {"activation": None, "add": None}).y[:, : y.shape[1]]
         y = torch.where(gate < -1, torch.nan, y)
     return y
 

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from ..formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, SMALLEST_SCALE, ScaleRule
 from ..kvcache import DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, DS_MLA_TILE, PagedKVCache
+from ..ops.mla_cache import reference as mla_cache_reference
 from ..ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from ..ops.mla_cache.spec import ScaleKind
-from . import bounds, compare, oracle
+from ..ops.qk_norm import reference as qk_norm_reference
+from . import bounds, compare
 from .bounds import Bounds
 from .case import GPU_ONLY, Values, case_name, labelled, moved, same_bytes, set_special, to_cpu
 from .guarded import GUARD, run_guarded
@@ -360,14 +362,16 @@ def packed_fault(entry: Bounds, got: Tensor) -> str | None:
     return wrong and f"codes: {wrong}"
 
 
-def slots_of(host: dict[str, Any], blocks: Tensor) -> oracle.Slots:
+def slots_of(host: dict[str, Any], blocks: Tensor) -> mla_cache_reference.Slots:
     """Position and slot per token."""
     tables = host["input_row_offsets"], host["cache_lengths"], host["lookup_table"]
     given = host.get("slot_mapping"), host.get("positions")
-    return oracle.slots(host["kv"].shape[0], blocks.shape[0], blocks.shape[1], *tables, *given)
+    return mla_cache_reference.slots(host["kv"].shape[0], blocks.shape[0], blocks.shape[1], *tables, *given)
 
 
-def untouched(host: dict[str, Any], slots: oracle.Slots, blocks: Tensor, scales: list[Tensor]) -> str | None:
+def untouched(
+    host: dict[str, Any], slots: mla_cache_reference.Slots, blocks: Tensor, scales: list[Tensor]
+) -> str | None:
     """None, or which entries were written that belong to no token."""
     entries = blocks.shape[0] * blocks.shape[1]
     free = torch.ones(entries, dtype=torch.bool)
@@ -392,8 +396,10 @@ def _rotated(host: dict[str, Any], heads: Tensor, position: Tensor) -> Bounds:
         return Bounds(values, values)
     options: dict[str, Any] = {"positions": position, "style": host.get("rope_style", "interleaved"), "dim": dim}
 
-    def turn(t: Tensor) -> oracle.Rotated:
-        return oracle.Rotated(*(p.view(t.shape) for p in oracle.rotate(t.flatten(1), freqs, t.shape[2], **options)))
+    def turn(t: Tensor) -> qk_norm_reference.Rotated:
+        return qk_norm_reference.Rotated(
+            *(p.view(t.shape) for p in qk_norm_reference.rotate(t.flatten(1), freqs, t.shape[2], **options))
+        )
 
     found = bounds.rotated(Bounds(values, values), turn)
     if host.get("rounding") == "reference":

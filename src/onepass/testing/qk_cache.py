@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS
+from ..ops.qk_cache import reference as qk_cache_reference
 from ..ops.qk_cache.op import qk_norm_rope_cache
 from ..ops.qk_cache.spec import CacheLayout, CacheRounding, NormKind
+from ..ops.qk_norm import reference as qk_norm_reference
+from ..ops.rms_norm import reference as rms_norm_reference
 from ..rope import Rope
-from . import bounds, compare, oracle
+from . import bounds, compare
 from .bounds import Bounds
 from .case import GPU_ONLY, Values, case_name, labelled, moved, same_bytes, set_special, short_dtype, to_cpu
 from .guarded import GUARD, run_guarded
@@ -353,7 +356,7 @@ def verify(case: QkCacheCase, arguments: dict[str, Any], results: tuple[Tensor, 
         ends = Bounds(*(end.flatten(0, len(case.lead) - 1)[here] for end in values))
         scale = host.get(f"{name}_scale")
         if scale is not None:
-            ends = bounds.product_error(*(oracle.divided(end, scale) for end in ends))
+            ends = bounds.product_error(*(rms_norm_reference.divided(end, scale) for end in ends))
         got = now[page[here], entry[here]].view(after.dtype)
         wrong = compare.between(got, *ends, FP8_FORMATS.get(after.dtype))
         if wrong is not None:
@@ -368,20 +371,12 @@ def by_entry(case: QkCacheCase, cache: Tensor) -> Tensor:
 
 
 def places(case: QkCacheCase, host: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Page and entry of every token, token by token, by the definition; the page is -1 for none."""
-    found: list[tuple[int, int]] = []
-    entries, pages = case.entries, host["k_cache"].shape[0]
-    for token in range(case.tokens):
-        if case.layout == "dense":
-            sequence, index = divmod(token, case.lead[1])
-            starts = host["starts"].tolist() if "starts" in host else [host.get("first", 0)]
-            entry = (starts[sequence] if len(starts) > 1 else starts[0]) + index
-            found.append((sequence, entry) if 0 <= entry < entries else (-1, 0))
-        else:
-            slot = int(host["slots"].flatten()[token])
-            found.append(divmod(slot, entries) if 0 <= slot < pages * entries else (-1, 0))
-    both = torch.tensor(found, dtype=torch.int64).view(-1, 2)
-    return both[:, 0], both[:, 1]
+    """Page and entry of every token; the page is -1 for none."""
+    if case.layout != "dense":
+        return qk_cache_reference.paged(host["slots"], host["k_cache"].shape[0], case.entries)
+    starts = host["starts"].tolist() if "starts" in host else [host.get("first", 0)]
+    sequences, tokens = case.lead
+    return qk_cache_reference.dense(starts, sequences, tokens, case.entries)
 
 
 def side(case: QkCacheCase, host: dict[str, Any], name: str) -> Bounds:
@@ -404,9 +399,9 @@ def side(case: QkCacheCase, host: dict[str, Any], name: str) -> Bounds:
     turn: dict[str, Any] = {"positions": positions, "style": case.angles.style, "dim": case.angles.dim}
     if case.rounding == "once":
 
-        def rotated(t: Tensor) -> oracle.Rotated:
-            found = oracle.rotate(t.flatten(-2), freqs, case.head, **turn)
-            return oracle.Rotated(*(part.view(t.shape) for part in found))
+        def rotated(t: Tensor) -> qk_norm_reference.Rotated:
+            found = qk_norm_reference.rotate(t.flatten(-2), freqs, case.head, **turn)
+            return qk_norm_reference.Rotated(*(part.view(t.shape) for part in found))
 
         turned = bounds.rotated(y, rotated)
     else:

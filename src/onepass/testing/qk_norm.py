@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, ScaleRule
+from ..ops.qk_norm import reference as qk_norm_reference
 from ..ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from ..rope import Rope
-from . import bounds, compare, oracle
+from . import bounds, compare
 from .case import (
     GPU_ONLY,
     INTERPRETED_COLUMNS,
@@ -143,7 +144,7 @@ def inputs(case: QkCase, device: str, seed: int = 0) -> dict[str, Any]:
         for name, n, dtype in zip(("gamma_q", "gamma_k"), widths, dtypes, strict=True):
             found[name] = (1 + 0.25 * torch.randn(n, generator=generator)).to(dtype)
     if case.op == APPLY:
-        found["qk_var"] = torch.cat([oracle.mean_of_squares(t) for t in (q, k)], -1).float()
+        found["qk_var"] = torch.cat([qk_norm_reference.mean_of_squares(t) for t in (q, k)], -1).float()
     found["q"], found["k"] = _laid_out(case, q, k)
     if case.turn is not None:
         angle = torch.rand(POSITIONS, case.turn.dim // 2, generator=generator) * 6.3
@@ -281,7 +282,7 @@ def code_fault(y: bounds.Bounds, codes: Tensor, scale: Tensor, own: bool) -> str
     return compare.between(codes, *bounds.product_error(*ends), fmt)
 
 
-def _rotated(host: dict[str, Any], per_head: bool, turn: Turn, t: Tensor) -> oracle.Rotated:
+def _rotated(host: dict[str, Any], per_head: bool, turn: Turn, t: Tensor) -> qk_norm_reference.Rotated:
     flat, at = t.flatten(-2) if per_head else t, host.get("positions")
-    found = oracle.rotate(flat, host["freqs"], turn.head, positions=at, style=turn.style, dim=turn.dim)
-    return oracle.Rotated(*(part.reshape(t.shape) for part in found))
+    found = qk_norm_reference.rotate(flat, host["freqs"], turn.head, positions=at, style=turn.style, dim=turn.dim)
+    return qk_norm_reference.Rotated(*(part.reshape(t.shape) for part in found))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..formats import CODE_FORMATS, FP8_FORMATS, QUANT_FORMATS, QUANT_SCALE_FORMATS, CodeFormat, ScaleRule
-from . import compare, oracle
+from ..ops.rms_norm import reference as rms_norm_reference
+from . import compare
 
 
 class Quantized(NamedTuple):
@@ -32,7 +33,7 @@ class Quantized(NamedTuple):
 
     def applied(self) -> Tensor:
         """What codes are multiplied by, as float64: the scale, divided in float32 by the overall one."""
-        scale = oracle.scale_values(self.scale)
+        scale = rms_norm_reference.scale_values(self.scale)
         if not self.rule.has_global:
             return scale
         return torch.where(scale == 0, 0.0, (scale.float() / self.overall).double())
@@ -42,7 +43,7 @@ class Quantized(NamedTuple):
         if self.fmt.integer:
             numbers = self.codes.view(torch.int8).double()
         else:
-            table = oracle.decode_table(self.fmt.bias, self.fmt.mantissa)
+            table = rms_norm_reference.decode_table(self.fmt.bias, self.fmt.mantissa)
             numbers = table[(self.codes & 0x7F).long()] * torch.where(self.codes >= 0x80, -1.0, 1.0)
             if self.fmt.has_nan:
                 numbers = torch.where((self.codes & 0x7F) == (self.fmt.nan_code & 0x7F), torch.nan, numbers)

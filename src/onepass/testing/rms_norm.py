@@ -19,12 +19,12 @@ from ..ops.rms_norm.op import (
     rms_norm_fused_fp8,
     rms_norm_fused_quant,
 )
+from ..ops.rms_norm.reference import per_column
 from ..prologues import add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
 from . import bounds, compare
 from .batch_regime import assuming, others
 from .case import Case, Layout, Values, lay_out, moved, poisoned_like, set_special, to_cpu
 from .interpreter import interpreting
-from .oracle import per_column
 from .quantized import Quantized, described, verify_division, without_padding
 from .rms_norm_finish import activated, centered, finished
 from .samples import sample
