@@ -21,7 +21,8 @@ from benchmarks.suite import host
 from onepass.core import build, native
 from onepass.core import op as registration
 from onepass.testing.case import same_bytes
-from tools.fuzz import OPS, cases, numbered
+from tools.fuzz import cases
+from tools.fuzz.cases import OPS, numbered
 from tools.fuzz.paths import compared
 
 pytest.importorskip("llvmlite")

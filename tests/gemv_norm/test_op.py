@@ -20,7 +20,7 @@ from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.testing.case import poison, same_bytes
 from tests.gemv_norm.plain_inputs import all_same, inputs
 from tests.gemv_norm.plain_inputs import seed as seed
-from tools.promises.gemv_norm import gemv_promises
+from tests.gemv_norm.promises import gemv_promises
 from tools.ulps import floats
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32

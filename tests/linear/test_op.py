@@ -18,7 +18,7 @@ from onepass.ops.linear.spec import ACTIVATIONS, LinearCall
 from onepass.testing.case import poison, same_bytes
 from onepass.testing.weights import scales, whole_numbers
 from tests.helpers.pairs import Pair, covering, every_pair, pairs_of
-from tools.promises.linear import linear_promises
+from tests.linear.promises import linear_promises
 
 BF16, F16, F32 = FLOATS
 F8, E8M0, I8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int8

@@ -22,7 +22,7 @@ from onepass.testing.mla_cache import MlaCase
 from tests.mla_cache import entries as mla_oracle
 from tests.mla_cache.calls import FP8, SLOTS, Call, angles, positional
 from tests.mla_cache.cases import CASES
-from tools.promises.mla_cache import mla_promises
+from tests.mla_cache.promises import mla_promises
 
 # --- results --------------------------------------------------------------------------------------------------------
 

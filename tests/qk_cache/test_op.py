@@ -15,7 +15,7 @@ from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.testing import qk_cache
 from onepass.testing.case import same_bytes
 from onepass.testing.qk_cache import Angles, QkCacheCase
-from tools.promises.qk_cache import qk_cache_promises
+from tests.qk_cache.promises import qk_cache_promises
 
 BF16, F16, F32 = FLOATS
 FP8 = torch.float8_e4m3fn

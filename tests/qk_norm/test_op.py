@@ -22,7 +22,7 @@ from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.testing.case import same_bytes
 from onepass.testing.samples import sample
 from tests.helpers.mistakes import Mistake, mistakes
-from tools.promises.qk_norm import qk_promises
+from tests.qk_norm.promises import qk_promises
 from tools.ulps import floats
 
 OPS = {op.contract.name: op for op in registration._ops if "q" in op.contract.args and not op.contract.in_place}

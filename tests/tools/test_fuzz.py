@@ -22,12 +22,15 @@ from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.spec import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.testing import bounds, compare
 from onepass.testing import gemv_norm as testing_gemv
-from tools.fuzz import OPS, cases, draw, gemv_norm, linear, numbered, shrink
+from tests.gemv_norm import fuzz as gemv_norm
+from tests.linear import fuzz as linear
+from tests.qk_norm import fuzz as qk
+from tests.rms_norm import fuzz as rows
+from tests.rms_norm.fuzz_configuration import PROLOGUES
 from tools.fuzz import __main__ as fuzz_driver
-from tools.fuzz import qk_norm as qk
-from tools.fuzz import rms_norm as rows
+from tools.fuzz import cases, draw
+from tools.fuzz.cases import OPS, numbered, shrink
 from tools.fuzz.draw import EQUAL, KINDS, Place, Values
-from tools.fuzz.rms_norm_configuration import PROLOGUES
 from tools.fuzz.steps import finish
 
 ROOT = Path(__file__).parents[2]

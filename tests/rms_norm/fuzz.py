@@ -19,9 +19,9 @@ from onepass.testing import rms_norm as testing
 from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import same_bytes
 from onepass.testing.quantized import without_padding
+from tests.rms_norm.fuzz_configuration import PROLOGUES, STORES_NORM, RowConfiguration, configuration
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
-from tools.fuzz.rms_norm_configuration import PROLOGUES, STORES_NORM, RowConfiguration, configuration
 from tools.fuzz.steps import InSteps, Steps
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from onepass.ops.gemv_norm.op import gemv_and_partial_norm
 from onepass.ops.linear.op import linear
 from onepass.ops.rms_norm.op import rms_norm
 from onepass.testing.case import same_bytes
-from tools.promises.linear import weights_of
+from tests.linear.promises import weights_of
 
 Promise = Callable[[], str | None]
 
