@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from onepass.ops.attention.spec import SPLIT, AttentionCall
 from onepass.testing import attention
 from onepass.testing.attention import AttentionCase, Mask
 from tests import matrix
+from tests.attention.shared import orders_of_products, refuses_wrong_results
 from tests.helpers.interpreting import passed_checks
 from tools.evidence import proof, records
 
@@ -35,28 +35,9 @@ def test_interpreted_kernels_agree_with_the_formula() -> None:
     assert passed_checks(*ops) == len(cases)
 
 
-def exact(case: AttentionCase, **changes: Any) -> torch.Tensor:
-    """The result by its formula, of inputs with changes."""
-    given = attention.inputs(case, "cpu") | changes
-    return reference.attend(**given).to(case.x)
-
-
 def test_verification_finds_wrong_results() -> None:
     case = AttentionCase("short", context=SPLIT + 44, mask="each")
-    given = attention.inputs(case, "cpu")
-    right = exact(case)
-    assert attention.verify(case, given, (right,)) is None
-    without_last = given["mask"].clone()
-    without_last[..., -30:] = -torch.inf
-    for wrong in (
-        torch.zeros_like(right),
-        right * 1.02,
-        right.flip(2),
-        exact(case, mask=torch.zeros_like(given["mask"])),
-        exact(case, mask=without_last),
-        exact(case, scale=given["scale"] * 1.05),
-    ):
-        assert attention.verify(case, given, (wrong,)) is not None
+    refuses_wrong_results(attention, reference.attend, case)
 
 
 @pytest.mark.parametrize("case", HOT, ids=lambda case: case.name)
@@ -72,17 +53,13 @@ def test_hot_kernels_hold_everything_in_registers(case: AttentionCase) -> None:
 
 @pytest.mark.parametrize("columns", [64, 128])
 def test_products_add_in_one_order(columns: int) -> None:
-    """With and without a mask, for one token and several: `kWidth` decides which columns a tensor core adds at once."""
-    orders, sums = set(), []
+    """With and without a mask, for one token and several."""
     kinds: list[tuple[int, Mask]] = [(1, "none"), (1, "each"), (3, "each")]
-    for tokens, mask in kinds:
-        case = AttentionCase("short", tokens=tokens, context=2 * SPLIT, columns=columns, mask=mask)
-        (build,) = proof.builds(case, records.H200)
-        lowered = records.lowered(build, records.H200, "ttgir")
-        orders.add((tuple(re.findall(r"tt\.dot .*?kWidth = (\d)", lowered)), *re.findall(r"#mma\d* = .*", lowered)))
-        sums += re.findall(r"arith\.addf %\w+, %\w+ : f32", lowered)
-    assert len(orders) == 1 and next(iter(orders))[0] == ("2", "2", "2")
-    assert not sums, "a reduction would add in the order of a layout"
+    cases = [
+        AttentionCase("short", tokens=tokens, context=2 * SPLIT, columns=columns, mask=mask) for tokens, mask in kinds
+    ]
+    ((widths, *_),) = orders_of_products(cases)
+    assert widths == ("2", "2", "2")
 
 
 def tensors(**changes: Any) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from torch import Tensor
 import onepass
 from onepass import GmemTrace
 from onepass.errors import ContractError
-from tests.gemv_norm.plain_inputs import all_same, inputs
-from tests.gemv_norm.plain_inputs import seed as seed
+from tests.gemv_norm.inputs import all_same, inputs
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 F8 = torch.float8_e4m3fn

@@ -18,8 +18,7 @@ from onepass.ops.gemv_norm import op as gemv_norm
 from onepass.ops.linear import reference as linear_reference
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.testing.case import poison, same_bytes
-from tests.gemv_norm.plain_inputs import all_same, inputs
-from tests.gemv_norm.plain_inputs import seed as seed
+from tests.gemv_norm.inputs import all_same, inputs
 from tests.gemv_norm.promises import gemv_promises
 from tools.ulps import floats
 

@@ -18,9 +18,7 @@ from onepass.gpu import counters
 from onepass.ops.gemv_norm.op import GEMV, GEMV_WITH_SCRATCH
 from onepass.testing.case import poison, same_bytes
 from onepass.testing.samples import sample
-from tests.gemv_norm.inputs import RawTrace
-from tests.gemv_norm.plain_inputs import all_same, inputs
-from tests.gemv_norm.plain_inputs import seed as seed
+from tests.gemv_norm.inputs import RawTrace, all_same, inputs
 from tests.helpers.mistakes import Mistake, mistakes
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32

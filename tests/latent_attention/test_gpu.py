@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -21,35 +20,17 @@ from onepass.ops.latent_attention.spec import LatentCall
 from onepass.testing import latent_attention
 from onepass.testing.attention import Mask
 from onepass.testing.latent_attention import DEEPSEEK, LatentCase
+from tests.attention.shared import orders_of_products, refuses_wrong_results
 from tools.evidence import proof, records
 
 BF16 = torch.bfloat16
 HOT = [LatentCase("short", 1, 128, 1, context, DEEPSEEK, mask="zeros") for context in (128, 1024)]
 
 
-def exact(case: LatentCase, **changes: Any) -> torch.Tensor:
-    """The result by its formula, of inputs with changes."""
-    given = latent_attention.inputs(case, "cpu") | changes
-    return reference.attend_latents(**given).to(case.x)
-
-
 def test_verification_finds_wrong_results() -> None:
     case = LatentCase("short", context=SPLIT + 44, mask="each")
-    given = latent_attention.inputs(case, "cpu")
-    right = exact(case)
-    assert latent_attention.verify(case, given, (right,)) is None
-    without_last = given["mask"].clone()
-    without_last[..., -30:] = -torch.inf
-    for wrong in (
-        torch.zeros_like(right),
-        right * 1.02,
-        right.flip(2),
-        exact(case, mask=torch.zeros_like(given["mask"])),
-        exact(case, mask=without_last),
-        exact(case, k_rot=torch.zeros_like(given["k_rot"])),
-        exact(case, scale=given["scale"] * 1.05),
-    ):
-        assert latent_attention.verify(case, given, (wrong,)) is not None
+    no_rotation = torch.zeros_like(latent_attention.inputs(case, "cpu")["k_rot"])
+    refuses_wrong_results(latent_attention, reference.attend_latents, case, k_rot=no_rotation)
 
 
 @pytest.mark.sampled(1)  # each compiles a kernel
@@ -78,17 +59,13 @@ def test_chips_with_less_shared_memory(arch: int) -> None:
 
 
 def test_products_add_in_one_order() -> None:
-    """With and without a mask, for one token and several: `kWidth` decides which columns a tensor core adds at once."""
-    orders, sums = set(), []
+    """With and without a mask, for one token and several."""
     kinds: list[tuple[int, Mask]] = [(1, "none"), (1, "each"), (3, "each")]
-    for tokens, mask in kinds:
-        case = LatentCase("short", tokens=tokens, context=2 * SPLIT, columns=DEEPSEEK, mask=mask)
-        (build,) = proof.builds(case, records.H200)
-        lowered = records.lowered(build, records.H200, "ttgir")
-        orders.add((tuple(re.findall(r"tt\.dot .*?kWidth = (\d)", lowered)), *re.findall(r"#mma\d* = .*", lowered)))
-        sums += re.findall(r"arith\.addf %\w+, %\w+ : f32", lowered)
-    assert len(orders) == 1 and next(iter(orders))[0] == ("2", "2", "2", "2")
-    assert not sums, "a reduction would add in the order of a layout"
+    cases = [
+        LatentCase("short", tokens=tokens, context=2 * SPLIT, columns=DEEPSEEK, mask=mask) for tokens, mask in kinds
+    ]
+    ((widths, *_),) = orders_of_products(cases)
+    assert widths == ("2", "2", "2", "2")
 
 
 def tensors(**changes: Any) -> dict[str, Any]:

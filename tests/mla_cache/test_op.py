@@ -19,9 +19,10 @@ from onepass.testing import mla_cache as mla_rope_norm
 from onepass.testing.bounds import around
 from onepass.testing.case import same_bytes
 from onepass.testing.mla_cache import MlaCase
+from tests.inputs import FP8
 from tests.mla_cache import entries as mla_oracle
-from tests.mla_cache.calls import FP8, SLOTS, Call, angles, positional
 from tests.mla_cache.cases import CASES
+from tests.mla_cache.inputs import SLOTS, Call, positional, rotations
 from tests.mla_cache.promises import mla_promises
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def test_decode_loop_equals_prefill() -> None:
     q, kv, freqs, gamma = (
         torch.randn(18, 2, 16).bfloat16(),
         torch.randn(18, 80).bfloat16(),
-        angles(9, 16),
+        rotations(9, 16),
         torch.randn(64),
     )
     table = torch.randperm(6).view(2, 3)
@@ -235,7 +236,7 @@ def test_compile_whole_graph_dynamic(backend: str) -> None:
     compiled: Callable[..., tuple[Tensor, ...]] = torch.compile(
         everything, fullgraph=True, dynamic=True, backend=backend
     )
-    freqs, gamma = angles(30, 64), torch.randn(128).bfloat16()
+    freqs, gamma = rotations(30, 64), torch.randn(128).bfloat16()
     table = torch.tensor([[5, 1, 0], [2, 7, 6]])
     with torch.no_grad():
         for tokens in (3, 5):

@@ -13,7 +13,7 @@ from onepass import PagedKVCache, gather_mla
 from onepass.compat import vllm
 from onepass.errors import ContractError
 from onepass.testing.case import same_bytes
-from tests.mla_cache.calls import angles
+from tests.mla_cache.inputs import rotations
 
 BF16, U8, FP8 = torch.bfloat16, torch.uint8, torch.float8_e4m3fn
 SLOTS = torch.tensor([2, 0, 5])
@@ -22,7 +22,7 @@ SLOTS = torch.tensor([2, 0, 5])
 def write(cache: PagedKVCache, kv: Tensor, gamma: Tensor, **options: Any) -> Tensor:
     q = torch.ones(kv.shape[0], 2, 64, dtype=kv.dtype)
     given = {"slot_mapping": SLOTS, "positions": torch.tensor([0, 3, 7]), **options}
-    return onepass.fused_rope_rmsnorm_quantization(None, q, kv, None, angles(9, 64), gamma, cache, **given)
+    return onepass.fused_rope_rmsnorm_quantization(None, q, kv, None, rotations(9, 64), gamma, cache, **given)
 
 
 def test_entry_is_codes_scales_and_bfloat16() -> None:

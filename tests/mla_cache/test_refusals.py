@@ -13,7 +13,8 @@ from onepass.errors import ContractError
 from onepass.ops.mla_cache import op as mla_cache
 from onepass.testing.case import same_bytes
 from tests.helpers.mistakes import Mistake, mistakes
-from tests.mla_cache.calls import CONTRACT, FP8, SLOTS, Call, angles, positional
+from tests.inputs import FP8
+from tests.mla_cache.inputs import CONTRACT, SLOTS, Call, positional, rotations
 
 PACKED = PagedKVCache(torch.zeros(8, 4, 656, dtype=torch.uint8), entry_format="fp8_ds_mla")
 MISTAKES = list(mistakes(CONTRACT, positional()))
@@ -47,8 +48,8 @@ def test_there_are_many_bad_arguments_and_good_calls_pass() -> None:
         ({"gamma": torch.ones(2049).bfloat16()}, "`gamma` must have 1 to 2048 elements"),
         ({"gamma": torch.ones(128).double()}, "`gamma` must have dtype bfloat16 or float16 or float32"),
         ({"freqs": None}, "`freqs_cis` must be given unless rope_dim is 0"),
-        ({"freqs": angles(30, 64)[:0]}, "`freqs_cis` must have at least one row"),
-        ({"freqs": angles(30, 66)}, "`rope_dim` must be even, at most q_rope's columns and freqs_cis' width"),
+        ({"freqs": rotations(30, 64)[:0]}, "`freqs_cis` must have at least one row"),
+        ({"freqs": rotations(30, 66)}, "`rope_dim` must be even, at most q_rope's columns and freqs_cis' width"),
         ({"rope_dim": 7}, "`rope_dim` must be even"),
         ({"rope_dim": 66}, "`rope_dim` must be even, at most q_rope's columns and freqs_cis' width"),
         ({"rope_dim": -2}, "`rope_dim` must be an int and satisfy rope_dim >= 0"),
@@ -108,7 +109,7 @@ def test_overlap_is_rejected() -> None:
         ({"offsets": torch.tensor([0, 3, 2])}, r"`input_row_offsets` must not decrease, got 3 and then 2 for request 1"),
         ({"slot_mapping": torch.tensor([0, 1, 32, -5, 4])}, r"`slot_mapping` must be below 32, got 32 for token 2"),
         ({"positions": torch.tensor([0, 1, 30, 2, 4])}, r"`positions` must lie within the 30 rows of freqs_cis, got 0 to 30"),
-        ({"freqs": angles(11, 64)}, r"`freqs_cis` must have a row for every position, got 11 for request 1's 12 tokens"),
+        ({"freqs": rotations(11, 64)}, r"`freqs_cis` must have a row for every position, got 11 for request 1's 12 tokens"),
     ],
 )  # fmt: skip
 def test_bad_tables_raise_in_debug_mode(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -133,30 +134,42 @@ def zeroable(case: AttentionCase) -> list[tuple[int, str]]:
 
 
 def variants(case: AttentionCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
-    """Other calls that must give the same bytes: again, per sequence, per token, and in a longer cache with a mask."""
-    q, k, v, scale = (arguments[name] for name in ("q", "k", "v", "scale"))
+    """Other calls that must give the same bytes."""
+    return same_results(partial(call, case), arguments, ("q",), ("k", "v"))
+
+
+def same_results(
+    call: Callable[[dict[str, Any]], tuple[Tensor, ...]],
+    arguments: dict[str, Any],
+    queries: tuple[str, ...],
+    caches: tuple[str, ...],
+) -> Iterator[tuple[str, Any]]:
+    """Again, for each sequence, with a mask of zeros, for each token, and in longer ``caches`` whose rest is masked."""
     mask: Tensor | None = arguments.get("mask")
-    yield "in another run", call(case, arguments)
-    if not case.batch:
+    batch, _, tokens, _ = arguments["q"].shape
+    yield "in another run", call(arguments)
+    if not batch:
         return
 
-    def of(tensor: Tensor | None, b: int) -> Tensor | None:
-        return None if tensor is None else tensor if len(tensor) == 1 else tensor[b : b + 1]
+    def of(value: Any, b: int) -> Any:
+        return value[b : b + 1] if isinstance(value, Tensor) and len(value) > 1 else value
 
-    alone = [call(case, {"q": of(q, b), "k": of(k, b), "v": of(v, b), "mask": of(mask, b), "scale": scale})[0]
-             for b in range(case.batch)]  # fmt: skip
+    alone = [call({name: of(value, b) for name, value in arguments.items()})[0] for b in range(batch)]
     yield "for each sequence alone", (torch.cat(alone),)
     if mask is None:
-        yield "with a mask of zeros", call(case, arguments | {"mask": q.new_zeros(case.batch, 1, 1, case.context)})
+        zeros = arguments["q"].new_zeros(batch, 1, 1, arguments[caches[0]].shape[2])
+        yield "with a mask of zeros", call(arguments | {"mask": zeros})
         return
-    steps = [call(case, arguments | {"q": q[:, :, t : t + 1], "mask": mask[:, :, t : t + 1]})[0]
-             for t in range(case.tokens)]  # fmt: skip
+    several = (*queries, "mask")
+    steps = [call(arguments | {name: arguments[name][:, :, t : t + 1] for name in several})[0] for t in range(tokens)]
     yield "for each token alone", (torch.cat(steps, 1),)
     more = 2 * SPLIT + 5
-    longer = [torch.cat((t, torch.ones_like(t[:, :, :1]).expand(-1, -1, more, -1)), 2) for t in (k, v)]
+    longer = {}
+    for name in caches:
+        rest = torch.ones_like(arguments[name][:, :, :1]).expand(-1, -1, more, -1)
+        longer[name] = torch.cat((arguments[name], rest), 2)
     hidden = mask.new_full((*mask.shape[:-1], more), -torch.inf)
-    given = {"q": q, "k": longer[0], "v": longer[1], "mask": torch.cat((mask, hidden), -1), "scale": scale}
-    yield "in a longer cache", call(case, given)
+    yield "in a longer cache", call(arguments | longer | {"mask": torch.cat((mask, hidden), -1)})
 
 
 def verify(case: AttentionCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:

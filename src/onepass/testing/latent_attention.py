@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ..ops.attention.spec import SPLIT
 from ..ops.latent_attention import reference
 from ..ops.latent_attention.op import attend_latents
-from .attention import BF16, F16, Mask, bounds, mask_of
+from .attention import BF16, F16, Mask, bounds, mask_of, same_results
 from .case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
 
 OP: Final = "attend_latents"
@@ -97,34 +97,14 @@ def zeroable(case: LatentCase) -> list[tuple[int, str]]:
 
 
 def variants(case: LatentCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
-    """Other calls that must give the same bytes: again, per sequence, head and token, and in a longer cache with a mask."""
-    mask: Tensor | None = arguments.get("mask")
-    yield "in another run", call(case, arguments)
+    """Other calls that must give the same bytes, also for some heads alone."""
+    yield from same_results(partial(call, case), arguments, ("q", "q_rot"), ("latent", "k_rot"))
     if not case.batch:
         return
-
-    def of(tensor: Any, b: int) -> Any:
-        return tensor[b : b + 1] if isinstance(tensor, Tensor) and len(tensor) > 1 else tensor
-
-    alone = [call(case, {name: of(value, b) for name, value in arguments.items()})[0] for b in range(case.batch)]
-    yield "for each sequence alone", (torch.cat(alone),)
-    q, q_rot = arguments["q"], arguments["q_rot"]
-    cut = case.heads // 3
-    parts = [call(case, arguments | {"q": q[:, some], "q_rot": q_rot[:, some]})[0]
+    cut, heads = case.heads // 3, {name: arguments[name] for name in ("q", "q_rot")}
+    parts = [call(case, arguments | {name: t[:, some] for name, t in heads.items()})[0]
              for some in (slice(0, cut), slice(cut, None))]  # fmt: skip
     yield "for some heads alone", (torch.cat(parts, 2),)
-    if mask is None:
-        yield "with a mask of zeros", call(case, arguments | {"mask": q.new_zeros(case.batch, 1, 1, case.context)})
-        return
-    steps = [call(case, arguments | {name: arguments[name][:, :, t : t + 1] for name in ("q", "q_rot", "mask")})[0]
-             for t in range(case.tokens)]  # fmt: skip
-    yield "for each token alone", (torch.cat(steps, 1),)
-    more = 2 * SPLIT + 5
-    names = ("latent", "k_rot")
-    longer = {name: torch.cat((arguments[name], torch.ones_like(arguments[name][:, :, :1]).expand(-1, -1, more, -1)), 2)
-              for name in names}  # fmt: skip
-    hidden = mask.new_full((*mask.shape[:-1], more), -torch.inf)
-    yield "in a longer cache", call(case, arguments | longer | {"mask": torch.cat((mask, hidden), -1)})
 
 
 def verify(case: LatentCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
