@@ -25,8 +25,9 @@ from onepass.ops.gemv_norm.op import gemv_and_partial_norm_with_scratch, gemv_tr
 from onepass.ops.rms_norm.cpu import scratch
 from onepass.testing import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from onepass.testing.case import Check, same_bytes
-from onepass.testing.runner import MODULES, select
+from onepass.testing.runner import MODULES
 from onepass.trace import GmemTrace, NullTrace
+from tests.matrix import select
 
 Edge = Literal["end", "start", "odd"]
 PAGE: Final = mmap.PAGESIZE

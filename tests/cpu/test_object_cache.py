@@ -26,7 +26,7 @@ from onepass.cpu import launch as launcher
 from onepass.ops.rms_norm import cpu as rms_norm
 from onepass.ops.rms_norm import cpu_kernel as rms_norm_kernels
 from onepass.ops.rms_norm.launch import RowSpec
-from tests.helpers.cpu_reference import SPECS, Case
+from tests.cpu.reference import SPECS, Case
 
 
 def fresh(spec: RowSpec, monkeypatch: pytest.MonkeyPatch) -> list[RowSpec]:

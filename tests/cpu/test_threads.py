@@ -21,7 +21,7 @@ from onepass.ops.mla_cache import cpu as mla_cache
 from onepass.ops.mla_cache.launch import mla_spec
 from onepass.ops.rms_norm import cpu as rms_norm
 from onepass.ops.rms_norm.launch import row_spec
-from tests.helpers.cpu_reference import BF16, F32, SPECS, Case
+from tests.cpu.reference import BF16, F32, SPECS, Case
 
 
 @pytest.mark.parametrize("name", ["norm_bf16", "fp8", "everything_hf"])

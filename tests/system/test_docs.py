@@ -16,7 +16,7 @@ import torch
 import onepass
 from benchmarks.suite.results import COMPILED, load
 from onepass import engines, formats
-from onepass.testing import runner
+from tests import matrix
 from tools.bench import model_tables, report
 from tools.bench.markdown import filled
 from tools.docs import __main__ as docs
@@ -73,7 +73,7 @@ def test_every_public_op_is_documented() -> None:
     assert documented <= set(onepass.__all__)
     for op in ops_page.public_ops():
         base = op.name.removesuffix("_with_scratch")
-        assert any(case.op == base for case in runner.CASES), f"{op.name} has no check cases"
+        assert any(case.op == base for case in matrix.CASES), f"{op.name} has no check cases"
         contract = {*op.contract.args, *op.contract.options, *(out.argument for out in op.contract.outs.values())}
         parameters = set(op.function.__annotations__) - {"return"}
         carried = op.contract.carried
@@ -378,11 +378,11 @@ def test_numerics_states_the_tolerances() -> None:
 CLOCKS = re.compile(r"\b(?:perf_counter|process_time|monotonic|time\.time)(?:_ns)?\(\)")
 LIMITS = re.compile(r"(?:timeout|seconds)=(\d+)\b(?!\.)|\.(?:join|wait)\((\d+)\)")
 MAY_READ_A_CLOCK = {
-    "tests/helpers/concurrency_workers.py": "sets a file's age",
-    "tests/helpers/dist_workers.py": "a waiting rank waits at least as long as requested",
+    "tests/all_ops/concurrency_workers.py": "sets a file's age",
+    "tests/dist/workers.py": "a waiting rank waits at least as long as requested",
     "tests/system/test_bench_timing.py": "a process works until it has used one second of CPU time",
     "tests/cpu/test_object_cache.py": "sets a file's age",
-    "tests/cpu/test_gemv_norm.py": "timestamps are in order",
+    "tests/gemv_norm/test_cpu.py": "timestamps are in order",
     "tests/engines/serve.py": "tokens per second are printed, and compared with nothing",
 }
 HANGS = {"tests/dist/test_dist.py": "seconds=4"}

@@ -55,7 +55,7 @@ class PublicOp:
 
 def public_ops() -> Iterator[PublicOp]:
     """Every contract of `onepass.ops` whose module has a public function of that name, in order of file and line."""
-    from onepass.testing.runner import CASES
+    from tests.matrix import CASES
 
     seen: set[str] = set()
     for name in _modules():

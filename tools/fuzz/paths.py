@@ -30,7 +30,8 @@ from onepass.core import op as registration
 from onepass.testing.case import moved
 from onepass.testing.quantized import without_padding
 from tools import compact
-from tools.fuzz import OPS, cases, numbered
+from tools.fuzz import cases
+from tools.fuzz.cases import OPS, numbered
 
 ROUNDS: Final = ("noted", "recorded", "repeated")
 SHOWN: Final = 20
