@@ -105,7 +105,7 @@ mutate: $(READY) ## put small mistakes into a copy of the library and see whethe
 ENGINES := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
 engines: $(ENGINES_READY) ## serve small models with vLLM and kernelize others, with and without onepass; downloads 3.5 GB once
-	@$(ENGINES)/bin/python -m pytest -n0 -s -p no:cacheprovider tests/engines
+	@$(ENGINES)/bin/python -m pytest -n0 -s -p no:cacheprovider tests/engines/test_kernels.py tests/engines/test_vllm_*.py
 
 # Needs a quiet machine: rows during which others used more than a tenth of the cores are measured again. Commit the changes.
 cpu: $(ENGINES_READY) ## measure rms_norm on this CPU next to vLLM's C++ ops: benchmarks/cpu/rows.json and its table

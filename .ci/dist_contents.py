@@ -43,7 +43,7 @@ def check(directory: Path, root: Path) -> str:
         raise SystemExit("the wheel's license is not LICENSE")
     if "onepass = onepass.__main__:main" not in commands:
         raise SystemExit("the wheel has no onepass command")
-    if "onepass = onepass.integrations.vllm:register" not in commands:
+    if "onepass = onepass.engines.plugin:register" not in commands:
         raise SystemExit("the wheel has no vLLM plugin")
     plain = {_normal(line) for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     if plain != {_normal(line) for line in project["dependencies"]}:

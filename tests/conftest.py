@@ -13,8 +13,14 @@ from zlib import crc32
 
 import pytest
 
-# `make engines` runs these in an environment that has the engines
-collect_ignore = [] if find_spec("vllm") and find_spec("kernels") else ["engines"]
+NEED_ENGINES = [
+    "engines/serve.py",
+    "engines/test_kernels.py",
+    "engines/test_vllm_ops.py",
+    "engines/test_vllm_serving.py",
+]
+"""`make engines` runs these in an environment that has the engines."""
+collect_ignore = [] if find_spec("vllm") and find_spec("kernels") else NEED_ENGINES
 
 # Read when torch is imported, here and in the processes that tests start. There is one worker per
 # core, each with one thread per core: threads that spin while they wait would slow the others down.

@@ -1,4 +1,5 @@
-"""What the inventories of valid calls share. Those of an op are in tests/<op>/inputs.py.
+"""What the inventories of valid calls share. Those of an op are in tests/<op>/inputs.py, beside its matrix of cases
+(cases.py), what the fuzzer draws (fuzz.py) and its promises (promises.py).
 
 An inventory has `FORMS`, calls of the op in each of its forms with small inputs, `BY_CONTRACT`, arguments of what torch
 dispatches, and `ROWS`, forms whose results have one row per row of the inputs, of any size.

@@ -1,7 +1,7 @@
 """Run the checks with only torch and a backend installed, as on a bare GPU machine: ``python -m tools.checks``.
 
---device cpu|cuda|interpreter       the cases of `onepass check --all`; on a GPU also those of published models
---promises                          guarantees tested without an oracle (tools/promises)
+--device cpu|cuda|interpreter       every case (tests/matrix.py); on a GPU also those of published models
+--promises                          guarantees tested without an oracle (tests/<op>/promises.py)
 --evidence [FILE] [--extend]        on a GPU: the cases, and a record of the machine code that passed
 --refresh [FILE]                    without a GPU: update that record's sources if the machine code is the same
 """
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onepass.testing.case import Check
-from onepass.testing.runner import DEVICES, Result, matches, run_cases, select
+from onepass.testing.runner import DEVICES, Result, matches, run_cases
+from tests.matrix import select
 from tools import compact
 from tools.evidence import families, proof
-from tools.promises import run_promises, run_promises_in_groups, serve
+from tools.promises.run import run_promises, run_promises_in_groups, serve
 
 if TYPE_CHECKING:
     from tools.evidence.chips import Machine

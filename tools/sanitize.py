@@ -29,7 +29,8 @@ import torch
 from onepass.formats import E4M3FN
 from onepass.testing import linear
 from onepass.testing.case import Check
-from onepass.testing.runner import Result, matches, run_case, running_on, select
+from onepass.testing.runner import Result, matches, run_case, running_on
+from tests.matrix import select
 from tools import compact
 from tools.evidence.chips import DEFAULT, MACHINES, Machine
 from tools.evidence.proof import builds
@@ -43,7 +44,7 @@ MORE: Final[tuple[Check, ...]] = tuple(
     for m, n in ((70, 144), (300, 96))
     for weight, scale in ((E4M3FN.dtype, "row"), (E4M3FN.dtype, "block"), (torch.int8, "row"))
 )
-"""Products of 8-bit weights in tiles for many rows, beside the cases of `onepass check --all`."""
+"""Products of 8-bit weights in tiles for many rows, beside those of the matrix."""
 _PLACES: Final = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 _TILE: Final = re.compile(r"cube|flat|\d+x\d+x\d+(?=/)")
 _BEGIN, _END = "SANITIZED-BEGIN ", "SANITIZED-END "

@@ -19,10 +19,10 @@ from onepass.core import build
 
 FLAGS: Final = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 TESTS: Final = (
-    "tests/unit/test_native.py",
-    "tests/unit/test_native_launches.py",
-    "tests/ops/test_native.py",
-    "tests/ops/test_written.py",
+    "tests/core/test_native.py",
+    "tests/core/test_native_launches.py",
+    "tests/all_ops/test_native.py",
+    "tests/all_ops/test_written.py",
 )
 SKIPPED: Final = "not it_is_built and not grow_memory"
 """Tests that build another extension, or that are about the size of the process: a sanitizer keeps memory that was freed."""

@@ -1,4 +1,4 @@
-"""`onepass.compat.vllm` and the vLLM plugin equal vLLM's formulas byte for byte; part of ``python -m tools.checks --promises``.
+"""`onepass.engines.vllm` and the vLLM plugin equal vLLM's formulas byte for byte; part of ``python -m tools.checks --promises``.
 
 Only ``rs``, the reciprocal root of a row, depends on the order of a sum and on the hardware. So the formulas, in plain
 torch, are evaluated for every float32 within a few ulp of the exact root, and a row passes if all of its bytes are those
@@ -19,9 +19,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from onepass.compat import vllm, vllm_0_19
+from onepass.engines import plugin, vllm, vllm_0_19
 from onepass.formats import FLOATS
-from onepass.integrations import vllm as plugin
 from onepass.testing.case import same_bytes
 
 Promise = Callable[[], str | None]

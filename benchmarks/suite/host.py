@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 import onepass
-from onepass.compat import vllm
 from onepass.core import backend as dispatch
+from onepass.engines import vllm
 from onepass.nn import RMSNorm
 
 from . import gemv_norm, linear, mla_cache, qk_cache, qk_norm
@@ -43,8 +43,8 @@ def forms(device: str, n: int) -> dict[str, Call]:
         "rms_norm_fused_fp8, residual in place": lambda: fp8(
             x, gamma, residual=h, out=codes, scale_output=scale, residual_out=h
         ),
-        "compat.vllm.rms_norm": lambda: vllm.rms_norm(out, x, gamma, 1e-6),
-        "compat.vllm.fused_add_rms_norm": lambda: vllm.fused_add_rms_norm(out, h, gamma, 1e-6),
+        "engines.vllm.rms_norm": lambda: vllm.rms_norm(out, x, gamma, 1e-6),
+        "engines.vllm.fused_add_rms_norm": lambda: vllm.fused_add_rms_norm(out, h, gamma, 1e-6),
         "nn.RMSNorm": lambda: module(x),
         "nn.RMSNorm, residual": lambda: module(x, h),
     }

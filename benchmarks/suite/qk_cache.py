@@ -11,7 +11,7 @@ from torch import Tensor
 import onepass
 from onepass.core.contract import moved_bytes
 from onepass.formats import E4M3FN
-from onepass.ops.qk_cache.spec import MAX_HEAD, MAX_HEADS
+from onepass.ops.qk_cache.launch import MAX_HEAD, MAX_HEADS
 
 from .mla_cache import entries, put
 from .workload import EPS, Family, Workload, metas, normed, randoms

@@ -103,7 +103,7 @@ def problem(m: int, n: int, name: str, device: str) -> Problem:
     more = _more(name, m, n, device)
     given: dict[str, Any] = {**FORMATS[name], **more}
     codes, scale = onepass.rms_norm_fused_quant(x, gamma, EPS, **given)
-    given |= {"out": codes} | ({} if name == STATIC else {"scale_output": scale})
+    given |= {"out": codes} | ({} if name == STATIC else {"scale_out": scale})
     ours = partial(onepass.rms_norm_fused_quant, x, gamma, EPS, **given)
     return Problem(f"{OP}, {name}", {"onepass": ours}, COMPOSED[name], (x, gamma, EPS, *more.values()))
 

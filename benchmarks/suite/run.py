@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from onepass.testing.case import Check
-from onepass.testing.runner import MODULES, Result, run_cases, select
+from onepass.testing.runner import MODULES, Result, run_cases
+from tests.matrix import select
 
 from . import decode_step, gemv_norm, host, linear, mla_cache, qk_cache, qk_norm, rms_norm, rms_norm_quant
 from .machine import describe
@@ -40,7 +41,7 @@ LEAST_COLD_SETS = 6
 LARGE = 1_000_000
 """Bytes from which eager torch on a CPU is measured separately."""
 MOST_CASES = 10
-"""Cases that an op must pass before it is measured, one per group; `onepass check --all` runs all."""
+"""Cases that an op must pass before it is measured, one per group."""
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def _generate(model: Any, ids: Tensor, progress: Progress, name: str, captured: 
     """New tokens [batch, NEW_TOKENS], and tokens per second. A first call warms up and is not shown."""
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW_TOKENS}
     if ids.is_cuda and captured:
-        from onepass.integrations import generate  # needs transformers
+        from onepass.models import generate  # needs transformers
 
         options["custom_generate"] = generate
     model.generate(ids, **{**options, "max_new_tokens": NEW_TOKENS if ids.is_cuda else 2})

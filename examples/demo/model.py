@@ -22,8 +22,11 @@ from rich.text import Text
 from torch import Tensor
 
 from benchmarks.suite.console import live, progress_bar, table
-from onepass.integrations import NothingPatchedWarning, Patched, patch
-from onepass.integrations.forwards import AttentionCall, LayerCall, MlaCall, NormCall, add_norm
+from onepass.models import NothingPatchedWarning, Patched, patch
+from onepass.models.forwards.attention import AttentionRecord
+from onepass.models.forwards.latent import LatentRecord
+from onepass.models.forwards.layer import LayerRecord
+from onepass.models.forwards.norm import NormRecord, add_norm
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm
 from onepass.ops.qk_norm.op import qk_rms_norm
 
@@ -143,9 +146,10 @@ def _replaced(model: Any, handle: Patched) -> list[Any]:
 
 def latent_cache(model: Any, handle: Patched | None, length: int) -> Any:
     """The cache that a patched model with latent attention writes in one launch; None for any other model."""
-    if handle is None or not any(isinstance(module._onepass, MlaCall) for module in _replaced(model, handle)):
+    records = [] if handle is None else [module._onepass for module in _replaced(model, handle)]
+    if not any(isinstance(record, LatentRecord) and record.fused for record in records):
         return None
-    from onepass.integrations import MlaCache  # needs transformers
+    from onepass.models import MlaCache  # needs transformers
 
     return MlaCache(model.config.get_text_config().num_hidden_layers, length)
 
@@ -187,22 +191,22 @@ def pairs(model: Any, handle: Patched, device: str) -> Iterator[Pair]:
     kinds: dict[type, list[Any]] = {}
     inside: set[int] = set()
     for module in _replaced(model, handle):
-        how = module._onepass
-        kinds.setdefault(type(how), []).append(module)
-        parts = {LayerCall: (getattr(how, "norm", ""),), AttentionCall: ("q_norm", "k_norm")}
-        parts[MlaCall] = tuple(_LATENT_NORMS.values())
-        inside |= {id(getattr(module, name)) for name in parts.get(type(how), ())}
+        record = module._onepass
+        kinds.setdefault(type(record), []).append(module)
+        parts = {LayerRecord: (getattr(record, "norm", ""),), AttentionRecord: ("q_norm", "k_norm")}
+        parts[LatentRecord] = tuple(_LATENT_NORMS.values())
+        inside |= {id(getattr(module, name)) for name in parts.get(type(record), ())}
     widths: dict[int, list[Any]] = {}
-    for norm in kinds.get(NormCall, ()):
+    for norm in kinds.get(NormRecord, ()):
         if id(norm) not in inside:
             widths.setdefault(norm.weight.shape[0], []).append(norm)
     for width, norms in sorted(widths.items()):
         x = torch.randn(1, 1, width, device=device)
         yield Pair(f"rms_norm, {width}", len(norms), partial(_original, norms[0], x), partial(norms[0].forward, x))
-    for kind, make in ((LayerCall, _addition), (AttentionCall, _queries_and_keys)):
+    for kind, make in ((LayerRecord, _addition), (AttentionRecord, _queries_and_keys)):
         if modules := kinds.get(kind):
             yield make(modules[0], len(modules), device)
-    if latents := kinds.get(MlaCall):
+    if latents := kinds.get(LatentRecord):
         for linear, norm in _LATENT_NORMS.items():
             yield _latent(getattr(latents[0], linear), getattr(latents[0], norm), len(latents), device)
 
@@ -220,15 +224,16 @@ def _addition(layer: Any, calls: int, device: str) -> Pair:
 
 
 def _queries_and_keys(module: Any, calls: int, device: str) -> Pair:
-    how: AttentionCall = module._onepass
-    widths = module.q_proj.out_features // (2 if how.gated else 1), module.k_proj.out_features
+    record: AttentionRecord = module._onepass
+    norm: NormRecord = module.q_norm._onepass
+    widths = module.q_proj.out_features // (2 if record.gated else 1), module.k_proj.out_features
     q, k = (torch.randn(1, 1, width, device=device) for width in widths)
     name = f"qk_rms_norm, {q.shape[-1]} + {k.shape[-1]}"
-    if how.per_head:
+    if record.per_head:
         q, k = (t.view(1, 1, -1, module.head_dim) for t in (q, k))
     weights = module.q_norm.weight, module.k_norm.weight
-    options: dict[str, Any] = {key: getattr(how, key) for key in ("weight_offset", "rounding", "per_head")}
-    ours = partial(qk_rms_norm, q, k, *weights, how.eps, **options)
+    options: dict[str, Any] = {"weight_offset": norm.weight_offset, "rounding": norm.rounding}
+    ours = partial(qk_rms_norm, q, k, *weights, norm.eps, per_head=record.per_head, **options)
     return Pair(name, calls, lambda: (_original(module.q_norm, q), _original(module.k_norm, k)), ours)
 
 

@@ -16,19 +16,18 @@ from .ops.linear.op import linear
 from .ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from .ops.qk_cache.op import qk_norm_rope_cache
 from .ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
-from .ops.rms_norm.finish import layer_norm
-from .ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from .ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from .prologues import Prologue, prologue
 from .rope import Rope
 from .trace import GEMV_TRACE_EVENTS_PER_BLOCK, GemvEvent, GmemTrace, NullTrace, TraceBuf
 from .weights import dequantize_weight, quantize_weight
 
 if TYPE_CHECKING:
-    from . import compat as compat
     from . import dist as dist
-    from . import integrations as integrations
+    from . import engines as engines
+    from . import models as models
     from . import nn as nn
-    from .integrations import patch as patch
+    from .models import patch as patch
 
 __version__ = "0.1.0"
 
@@ -40,7 +39,7 @@ __all__ += ["layer_norm", "rms_norm_fused_quant"]
 __all__ += ["apply_qk_rms_norm", "qk_rms_norm", "row_mean_of_squares_qk", "row_sum_of_squares_qk"]
 __all__ += ["dequantize_weight", "qk_norm_rope_cache", "quantize_weight"]
 
-_AT_FIRST_USE = ("compat", "dist", "integrations", "nn", "patch")
+_AT_FIRST_USE = ("dist", "engines", "models", "nn", "patch")
 """Names that are imported at first use. ``import *`` includes only `patch`."""
 
 
@@ -49,8 +48,8 @@ def __getattr__(name: str) -> object:
     if name in _AT_FIRST_USE:
         from importlib import import_module
 
-        found = import_module(".integrations" if name == "patch" else f".{name}", __name__)
-        return found.patch if name == "patch" else found
+        module = import_module(".models" if name == "patch" else f".{name}", __name__)
+        return module.patch if name == "patch" else module
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

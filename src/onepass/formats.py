@@ -11,23 +11,20 @@ from typing import Final, Literal
 
 import torch
 
-Rounding = Literal["once", "hf"]
-QuantRounding = Literal["once", "hf", "stored"]
+Rounding = Literal["once", "hf", "stored", "hf_rope", "reference"]
+"""Where values are rounded. docs/numerics.md has what each word means, and an op's contract which of them it takes."""
 Quantize = Literal["reciprocal", "divide"]
-ScaleFormat = Literal["float", "ue8m0"]
-QuantScaleFormat = Literal["float", "ue8m0", "ue8m0_floor", "e4m3"]
-ScaleLayout = Literal["row", "column"]
-QuantScaleLayout = Literal["row", "column", "column_tma", "column_packed", "128x4"]
+ScaleFormat = Literal["float", "ue8m0", "ue8m0_floor", "e4m3"]
+ScaleLayout = Literal["row", "column", "column_tma", "column_packed", "128x4"]
 ScaleKind = Literal["row", "group", "static"]
 Packing = Literal["", "words", "128x4"]
 QuantFormatName = Literal["e4m3fn", "e4m3fnuz", "e5m2", "int8", "mxfp8", "mxfp4", "nvfp4"]
 
 FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 ROUNDINGS: Final[tuple[Rounding, ...]] = ("once", "hf")
-QUANT_ROUNDINGS: Final[tuple[QuantRounding, ...]] = (*ROUNDINGS, "stored")
+"""The roundings of every norm."""
 QUANTIZE: Final[tuple[Quantize, ...]] = ("reciprocal", "divide")
-SCALE_LAYOUTS: Final[tuple[ScaleLayout, ...]] = ("row", "column")
-QUANT_SCALE_LAYOUTS: Final[tuple[QuantScaleLayout, ...]] = (*SCALE_LAYOUTS, "column_tma", "column_packed", "128x4")
+SCALE_LAYOUTS: Final[tuple[ScaleLayout, ...]] = ("row", "column", "column_tma", "column_packed", "128x4")
 GROUP_SIZES: Final = (16, 32, 64, 128)
 """Numbers of columns that may share a scale."""
 OPERAND_GROUPS: Final = (32, 64, 128, 256)
@@ -100,22 +97,14 @@ class ScaleEncoding:
     A power of two is rounded up, or with ``floor`` down, as OCP's MX specification has it.
     """
 
-    name: QuantScaleFormat
+    name: ScaleFormat
     dtypes: tuple[torch.dtype, ...]
     power_of_two: bool
     floor: bool = False
 
 
-SCALE_FORMATS: Final = {
-    s.name: s
-    for s in (
-        ScaleEncoding("float", FLOATS, power_of_two=False),
-        ScaleEncoding("ue8m0", (torch.float32, torch.float8_e8m0fnu), power_of_two=True),
-    )
-}
-SCALE_DTYPES: Final = tuple(dict.fromkeys(dtype for s in SCALE_FORMATS.values() for dtype in s.dtypes))
 _POWERS: Final = (torch.float8_e8m0fnu, torch.float32, torch.int32)
-QUANT_SCALE_FORMATS: Final[dict[str, ScaleEncoding]] = {
+SCALE_FORMATS: Final[dict[str, ScaleEncoding]] = {
     s.name: s
     for s in (
         ScaleEncoding("float", (torch.float32, torch.float16, torch.bfloat16), power_of_two=False),
@@ -125,7 +114,7 @@ QUANT_SCALE_FORMATS: Final[dict[str, ScaleEncoding]] = {
     )
 }
 """Formats of the scales of `rms_norm_fused_quant`, each with its default dtype first; int32 holds four exponents."""
-QUANT_SCALE_DTYPES: Final = tuple(dict.fromkeys(dtype for s in QUANT_SCALE_FORMATS.values() for dtype in s.dtypes))
+SCALE_DTYPES: Final = tuple(dict.fromkeys(dtype for s in SCALE_FORMATS.values() for dtype in s.dtypes))
 
 
 @dataclass(frozen=True)
@@ -135,11 +124,11 @@ class QuantFormat:
     name: QuantFormatName
     codes: CodeFormat
     groups: tuple[int | None, ...]
-    scales: tuple[QuantScaleFormat, ...]
+    scales: tuple[ScaleFormat, ...]
 
 
 _ANY_GROUP: Final = (None, *GROUP_SIZES)
-_MX_SCALES: Final[tuple[QuantScaleFormat, ...]] = ("ue8m0", "ue8m0_floor")
+_MX_SCALES: Final[tuple[ScaleFormat, ...]] = ("ue8m0", "ue8m0_floor")
 QUANT_FORMATS: Final[dict[str, QuantFormat]] = {
     f.name: f
     for f in (

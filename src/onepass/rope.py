@@ -11,9 +11,11 @@ RopeStyle = Literal["half", "interleaved"]
 STYLES: Final[tuple[RopeStyle, ...]] = ("half", "interleaved")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which would double what one costs per layer and token
 class Rope:
     """Rotate the first ``dim`` columns of every head by the angles of the token's position.
+
+    The angles are a table, ``freqs``, or each token's own, ``cos`` and ``sin``.
 
     ``freqs`` [max_seq, dim] float32 holds (cos, sin) of each pair, interleaved: c0, s0, c1, s1, ...
     ``positions``, int32 or int64 with the leading shape, selects each token's row of freqs; the default is
@@ -25,6 +27,9 @@ class Rope:
     ``dim`` is even and at most freqs' width, which is the default. Further columns of a head are not
     rotated. ``head_dim`` is required if the op cannot infer it.
 
+    ``cos`` and ``sin`` [..., dim] have one row per token ([1, S, dim] serves every sequence), as transformers'
+    ``position_embeddings``. Their second halves repeat the first and are not read. `qk_norm_rope_cache` takes them.
+
     A position outside freqs uses the nearest row. With ``ONEPASS_DEBUG=1`` in the environment it raises instead.
 
     >>> import torch, onepass
@@ -35,8 +40,10 @@ class Rope:
             [-1.0000,  1.0000]])
     """
 
-    freqs: Tensor
+    freqs: Tensor | None = None
     positions: Tensor | None = None
     style: RopeStyle = "half"
     dim: int | None = None
     head_dim: int | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None

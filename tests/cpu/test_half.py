@@ -18,9 +18,9 @@ from llvmlite import ir
 
 from onepass.cpu import compile as compiler
 from onepass.cpu.llvm import bits, half, vec
-from onepass.ops.rms_norm.spec import row_spec
+from onepass.ops.rms_norm.launch import row_spec
+from tests.cpu.reference import F16, F32
 from tests.cpu.test_numbers import all_values, elementwise, neighbours, pad
-from tests.helpers.cpu_reference import F16, F32
 
 ROOT = Path(__file__).parents[2]
 X86 = "x86" in compiler._llvm().get_process_triple()

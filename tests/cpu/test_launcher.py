@@ -1,4 +1,4 @@
-"""What all CPU kernel families share: argument blocks, generated code, LLVM IR."""
+"""What all CPU kernels share: argument blocks, LLVM IR."""
 
 from __future__ import annotations
 
@@ -6,70 +6,98 @@ import os
 import re
 import subprocess
 import sys
-import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
-import onepass
+from onepass.core.backend import launching_with
 from onepass.cpu import launch as launcher
 from onepass.ops.gemv_norm import cpu as gemv_norm
 from onepass.ops.linear import cpu as linear
 from onepass.ops.mla_cache import cpu as mla_cache
-from onepass.ops.mla_cache.spec import mla_spec
+from onepass.ops.mla_cache.launch import mla_spec
 from onepass.ops.qk_norm import cpu as qk_norm
-from onepass.ops.qk_norm.spec import RopeRule, qk_spec
+from onepass.ops.qk_norm.launch import RopeRule, qk_spec
 from onepass.ops.rms_norm import cpu as rms_norm
-from tests.helpers import cpu_gemv_reference, cpu_linear_reference, cpu_reference
+from onepass.testing import runner
+from onepass.testing.case import Check
+from tests.cpu import reference as cpu_reference
+from tests.gemv_norm import cpu_reference as cpu_gemv_reference
+from tests.linear import cpu_reference as cpu_linear_reference
 
 BF16, F32 = torch.bfloat16, torch.float32
-SPECS: dict[str, tuple[launcher.Family, Any]] = {
-    **{f"rms_norm {name}": (rms_norm.FAMILY, spec) for name, spec in cpu_reference.SPECS.items()},
-    **{f"gemv_norm {name}": (gemv_norm.FAMILY, spec) for name, spec in cpu_gemv_reference.SPECS.items()},
-    **{f"linear {name}": (linear.FAMILY, spec) for name, spec in cpu_linear_reference.SPECS.items()},
-    "qk_norm means": (qk_norm.FAMILY, qk_spec("means", BF16)),
-    "qk_norm rope": (qk_norm.FAMILY, qk_spec("fused", BF16, F32, BF16, rope=RopeRule("half", 64, 32, torch.int64))),
-    "mla_cache": (mla_cache.FAMILY, mla_spec(BF16, BF16, BF16, BF16, BF16, slots=torch.int64)),
+SPECS: dict[str, tuple[launcher.CpuKernels[Any, Any, Any], Any]] = {
+    **{f"rms_norm {name}": (rms_norm.KERNELS, spec) for name, spec in cpu_reference.SPECS.items()},
+    **{f"gemv_norm {name}": (gemv_norm.KERNELS, spec) for name, spec in cpu_gemv_reference.SPECS.items()},
+    **{f"linear {name}": (linear.KERNELS, spec) for name, spec in cpu_linear_reference.SPECS.items()},
+    "qk_norm means": (qk_norm.KERNELS, qk_spec("means", BF16)),
+    "qk_norm rope": (qk_norm.KERNELS, qk_spec("fused", BF16, F32, BF16, rope=RopeRule("half", 64, 32, torch.int64))),
+    "mla_cache": (mla_cache.KERNELS, mla_spec(BF16, BF16, BF16, BF16, BF16, slots=torch.int64)),
 }
 
+CASES = [case for case in runner.CASES if case.group != "large"][::4]
 
-@pytest.mark.parametrize("name", SPECS)
-def test_packer_fills_every_field_once(name: str) -> None:
-    """The generated code passes as many values as the block has fields."""
-    family, spec = SPECS[name]
-    before = set(launcher.generated_sources())
-    family.packer(spec)
-    (source,) = (text for file, text in launcher.generated_sources().items() if file not in before)
-    values = source[source.index("return pack(") :].splitlines()[1:-1]
-    assert 8 * (len(values) - 1) == max(family.offsets(spec).values())
-    assert source.startswith("# The argument block of ")
+
+def launched(case: Check) -> list[tuple[str, Any]]:
+    """The ops that a case launches on the CPU, and their calls."""
+    calls: list[tuple[str, Any]] = []
+    module = runner.MODULES[case.op]
+    arguments = module.inputs(case, "cpu")
+    with torch.inference_mode(), launching_with(lambda op: lambda call: calls.append((op, call))):
+        module.call(case, arguments)
+    return calls
+
+
+def expected(call: Any, field: str) -> list[float] | None:
+    """The words of a field that has the name of something in the call."""
+    name, _, part = field.removesuffix(".at").partition(".")
+    index = re.fullmatch(r"(gamma|normed|operand)(\d)", name)
+    if index is not None:
+        name = {"gamma": "gammas", "normed": "normed", "operand": "operands"}[index[1]]
+    value = getattr(call, name) if name in call._fields else None
+    if index is not None and value is not None:
+        value = value[int(index[2])]
+    if isinstance(value, Tensor) and not part:
+        return [value.data_ptr()]
+    if isinstance(value, Tensor) and part == "stride":
+        return [value.stride(0)]
+    return [value] if isinstance(value, (int, float)) and not part else None
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.name}")
+def test_fields_hold_what_their_names_say(case: Check) -> None:
+    """And the block has as many values as fields."""
+    for op, call in launched(case):
+        kernels = import_module(f"onepass.ops.{op}.cpu").KERNELS
+        layout = kernels.layout(call.spec)
+        values = kernels.pack(call, kernels.work(call), 64)
+        block = layout.struct.pack(*values)
+        assert 8 * len(values) == len(block) == max(layout.offsets.values()) + 8
+        named = {field: words for field in layout.offsets if (words := expected(call, field)) is not None}
+        assert len(named) > 3 and {layout.offsets[field] // 8 for field in named} & {*layout.addresses}
+        for field, words in named.items():
+            start = layout.offsets[field] // 8
+            assert values[start : start + len(words)] == words, field
 
 
 @pytest.mark.parametrize("name", ["rms_norm norm_bf16", "gemv_norm bf16", "linear gelu", "qk_norm rope", "mla_cache"])
 def test_ir_of_defines_the_kernels_symbols(name: str) -> None:
-    family, spec = SPECS[name]
+    kernels, spec = SPECS[name]
     text = launcher.ir_of(spec)
-    assert set(re.findall(r'define void @"(\w+)"', text)) == set(family.symbols)
+    assert set(re.findall(r'define void @"(\w+)"', text)) == set(kernels.symbols)
     assert "define internal void" in text
-
-
-def test_tracebacks_show_generated_code() -> None:
-    x = torch.ones(2, 8)
-    onepass.rms_norm(x, x[0])
-    kernel = next(iter(rms_norm.FAMILY.kernels.values()))
-    with pytest.raises(TypeError) as caught:
-        kernel.pack(0, (1, 2, 3, 0), None)
-    assert any("= call" in line for line in traceback.format_tb(caught.tb))
 
 
 def test_specs_that_share_code_share_a_kernel() -> None:
     """MLA's index tensors do not shape code."""
     specs = [mla_spec(BF16, BF16, BF16, BF16, BF16, F32, slots=dtype) for dtype in (None, torch.int32, torch.int64)]
-    assert len({mla_cache.FAMILY.kernel(spec) for spec in specs}) == 1
+    assert len({mla_cache.KERNELS.kernel(spec) for spec in specs}) == 1
 
 
 _SCARCE = """

@@ -16,7 +16,7 @@ from onepass.cpu.llvm import bf16, bits, lookup, math_functions, prologue, vec
 from onepass.cpu.llvm import function as _function
 from onepass.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from onepass.prologues import OPCODES
-from tests.helpers.cpu_reference import BF16, F16, F32, INF, NAN, random_bits
+from tests.cpu.reference import BF16, F16, F32, INF, NAN, random_bits
 
 # --- harness: run a vector function over a float32 tensor ----------------------------------------------------------
 

@@ -25,8 +25,8 @@ from onepass.cpu import compile as compiler
 from onepass.cpu import launch as launcher
 from onepass.ops.rms_norm import cpu as rms_norm
 from onepass.ops.rms_norm import cpu_kernel as rms_norm_kernels
-from onepass.ops.rms_norm.spec import RowSpec
-from tests.helpers.cpu_reference import SPECS, Case
+from onepass.ops.rms_norm.launch import RowSpec
+from tests.cpu.reference import SPECS, Case
 
 
 def fresh(spec: RowSpec, monkeypatch: pytest.MonkeyPatch) -> list[RowSpec]:
@@ -38,7 +38,7 @@ def fresh(spec: RowSpec, monkeypatch: pytest.MonkeyPatch) -> list[RowSpec]:
         compiled.append(wanted)
         return original(wanted, *rest)
 
-    monkeypatch.delitem(rms_norm.FAMILY.kernels, spec, raising=False)
+    monkeypatch.delitem(rms_norm.KERNELS.loaded, spec, raising=False)
     monkeypatch.setattr(rms_norm_kernels, "build", counting)
     return compiled
 
@@ -276,7 +276,7 @@ def test_file_names_depend_on_every_source_that_shapes_code() -> None:
         if isinstance(node, ast.ImportFrom) and node.level and node.module
     }
     outside = {root / module for module in imported if module.parts[0] != "cpu"}
-    assert root / "ops/rms_norm/spec" in outside and root / "formats" in outside
+    assert root / "ops/rms_norm/launch" in outside and root / "formats" in outside
     shared = {path for pattern in object_cache.SHARED for path in root.glob(pattern)}
     assert {*kernels} <= shared
     for module in outside:
@@ -286,18 +286,18 @@ def test_file_names_depend_on_every_source_that_shapes_code() -> None:
 def test_different_specs_have_different_files() -> None:
     names = [compiler.cache_file(spec) for spec in SPECS.values()]
     assert len(set(names)) == len(names) and None not in names
-    assert all(rms_norm.FAMILY.offsets(spec)["next"] == 0 for spec in SPECS.values())
+    assert all(rms_norm.layout(spec).offsets["next"] == 0 for spec in SPECS.values())
 
 
 def test_warm_start_does_not_import_the_code_generator(cache: Path) -> None:
     """A process that finds its kernel on disk does not need it."""
     program = (
-        "import sys, torch, onepass.ops.rms_norm.cpu as r; from onepass.ops.rms_norm.spec import row_spec;"
+        "import sys, torch, onepass.ops.rms_norm.cpu as r; from onepass.ops.rms_norm.launch import row_spec;"
         "assert 'llvmlite' not in sys.modules;"
         "r.precompile(row_spec(torch.bfloat16, torch.bfloat16, None, torch.bfloat16, 'once'));"
         "print(sorted({'onepass.ops.rms_norm.cpu_kernel', 'onepass.cpu.llvm.vec'} & set(sys.modules)))"
     )
-    source = str(Path(rms_norm.__file__).parents[2])
+    source = str(Path(rms_norm.__file__).parents[3])
     environment = {**os.environ, "ONEPASS_CACHE_DIR": str(cache), "PYTHONPATH": source}
 
     def imported() -> str:

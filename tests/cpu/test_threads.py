@@ -18,9 +18,10 @@ pytest.importorskip("llvmlite")
 import onepass
 from onepass.cpu import threads as thread_layer
 from onepass.ops.mla_cache import cpu as mla_cache
+from onepass.ops.mla_cache.launch import mla_spec
 from onepass.ops.rms_norm import cpu as rms_norm
-from onepass.ops.rms_norm.spec import row_spec
-from tests.helpers.cpu_reference import BF16, F32, SPECS, Case
+from onepass.ops.rms_norm.launch import row_spec
+from tests.cpu.reference import BF16, F32, SPECS, Case
 
 
 @pytest.mark.parametrize("name", ["norm_bf16", "fp8", "everything_hf"])
@@ -156,7 +157,12 @@ def test_threads_and_chunks_of_tokens(
             None, q, kv, None, None, kv[0, :2048], cache, rope_dim=0, slot_mapping=slots
         )
 
-    assert shared_out(call, threads, monkeypatch, at=mla_cache.FAMILY.offsets(None)["chunk"]) == expected
+    assert (
+        shared_out(
+            call, threads, monkeypatch, at=mla_cache.layout(mla_spec(BF16, BF16, BF16, BF16, BF16)).offsets["chunk"]
+        )
+        == expected
+    )
 
 
 def test_many_callers_at_once() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import dist_workers
+from tests.dist import workers as dist_workers
 from tools.dist import __main__ as checks
 from tools.dist.cases import CHECKS, UNIT, agreement, depth
 from tools.dist.compiled import COMPILED
@@ -65,7 +65,7 @@ def test_check(found: Found, size: int, name: str) -> None:
     assert [of_rank["checks"][name] for of_rank in found(size)] == [""] * size
 
 
-@pytest.mark.full  # ops/test_qk_norm.py compiles the op without ranks
+@pytest.mark.full  # qk_norm/test_op.py compiles the op without ranks
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(found: Found, name: str) -> None:
     assert [of_rank["checks"][name] for of_rank in found("compiled")] == ["", ""]

@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from onepass.integrations import kernels as layers
+from onepass.engines import kernels as layers
 from onepass.testing.case import same_bytes
 from tests.engines.small_models import VOCABULARY, made
 from tools.vllm_bytes import normed_once, normed_twice, roots, rows_that_differ
@@ -58,9 +58,9 @@ def test_bytes_are_those_of_the_models_norm(cls: type, dtype: torch.dtype, mode:
     expected, got = own(x), ours(x)
     assert (expected == got).float().mean() > (0.995 if dtype.itemsize == 2 else 0.4)
     # torch's rsqrt differs from ours in the last bit of some rows: both are the class's formula, for some root
-    how = layers.how_to_norm(cls)
-    assert how is not None
-    formula = normed_twice if how[0] == "hf" else normed_once
+    form = layers.form_of(cls)
+    assert form is not None
+    formula = normed_twice if form[0] == "hf" else normed_once
     for result in (expected, got):
         made = ([formula(x.float(), rs, own.weight).to(dtype)] for rs in roots(x, own.variance_epsilon))
         assert rows_that_differ([result], made) == []
@@ -71,7 +71,7 @@ def test_roundings_of_classes_differ() -> None:
     """One layer serves both: Llama's norm rounds twice, OLMo-2's once."""
     x = torch.randn(512, 256).bfloat16()
     assert not same_bytes(norm_of(LlamaRMSNorm, x.dtype)(x), norm_of(Olmo2RMSNorm, x.dtype)(x))
-    rounds = {cls: how[0] for cls in NORMS if (how := layers.how_to_norm(cls)) is not None}
+    rounds = {cls: form[0] for cls in NORMS if (form := layers.form_of(cls)) is not None}
     assert rounds[LlamaRMSNorm] == "hf" and rounds[Olmo2RMSNorm] == "once"
 
 
@@ -127,7 +127,7 @@ def test_calls_that_differ_run_the_modules_own_forward() -> None:
 
     doubled = norm_of(Doubled, torch.bfloat16)
     ours = kernelized(nn.Sequential(doubled))[0]
-    assert is_ours(ours) and layers.how_to_norm(Doubled) is None and same_bytes(ours(x), doubled(x))
+    assert is_ours(ours) and layers.form_of(Doubled) is None and same_bytes(ours(x), doubled(x))
     recorded = norm_of(LlamaRMSNorm, torch.float32).requires_grad_(True)
     again = kernelized(nn.Sequential(recorded))[0]
     again(torch.randn(2, 256)).sum().backward()

@@ -16,8 +16,8 @@ from vllm.ir.op import IrOp
 from vllm.model_executor.determinism import batch_invariant
 
 from onepass import __version__
-from onepass.compat import vllm as compat
-from onepass.integrations import vllm as plugin
+from onepass.engines import plugin
+from onepass.engines import vllm as functions
 from onepass.testing.case import same_bytes
 from tools.vllm_bytes import normed_once, normed_twice, roots, rows_that_differ
 
@@ -75,7 +75,7 @@ def test_bytes_are_those_of_the_native_ops(dtype: torch.dtype, weight: torch.dty
 
 
 def test_sum_is_not_rounded_before_the_norm() -> None:
-    """Only the stored residual is rounded: `compat.vllm_0_19`, which rounds it first, gives other bytes."""
+    """Only the stored residual is rounded: `engines.vllm_0_19`, which rounds it first, gives other bytes."""
     x, residual, gamma = inputs(torch.bfloat16, torch.bfloat16)
     assert gamma is not None
     y, _ = provider(ops.fused_add_rms_norm).func_impl_fn(x, residual, gamma, EPS)
@@ -176,7 +176,7 @@ def test_batch_invariant_layer(monkeypatch: pytest.MonkeyPatch, default_config: 
     plugin.register()
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from onepass.integrations.vllm_layer import OnepassRMSNorm
+    from onepass.engines.plugin_layer import OnepassRMSNorm
 
     layer: Any = RMSNorm(640, EPS)
     assert issubclass(type(layer), OnepassRMSNorm) and layer.name == "rms_norm"
@@ -186,11 +186,11 @@ def test_batch_invariant_layer(monkeypatch: pytest.MonkeyPatch, default_config: 
     calls: list[str] = []
     monkeypatch.setattr(batch_invariant, "rms_norm_batch_invariant", lambda *a, **b: calls.append("vLLM's"))
     expected = torch.empty_like(x)
-    compat.rms_norm(expected, x, gamma, EPS)
+    functions.rms_norm(expected, x, gamma, EPS)
     assert same_bytes(layer.forward_cuda(x), expected) and not calls
     assert rows_that_differ([expected], ([normed_once(x, rs, gamma)] for rs in roots(x))) == []
     a, b = x.clone(), residual.clone()
-    compat.fused_add_rms_norm(a, b, gamma, EPS)
+    functions.fused_add_rms_norm(a, b, gamma, EPS)
     y, h = layer.forward_cuda(x, residual)
     assert y is x and h is residual and same_bytes(y, a) and same_bytes(h, b)
     assert layer.state_dict().keys() == {"weight"}
@@ -202,7 +202,7 @@ def test_batch_invariant_layer(monkeypatch: pytest.MonkeyPatch, default_config: 
 
 def layer_without_weight(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    compat.rms_norm(out, x, None, EPS)
+    functions.rms_norm(out, x, None, EPS)
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 import onepass
@@ -12,8 +13,9 @@ from onepass import gemv_and_partial_norm
 from onepass.core.contract import Contract
 from onepass.formats import E4M3FN, FP8_FORMATS
 from onepass.ops.gemv_norm.contract import PLAIN_GEMV, UNFUSED, UNFUSED_WITH_SCRATCH
+from onepass.ops.gemv_norm.launch import MAX_ROWS
 from onepass.ops.gemv_norm.op import GEMV, GEMV_WITH_SCRATCH
-from onepass.ops.gemv_norm.spec import MAX_ROWS
+from onepass.testing.case import same_bytes
 from onepass.trace import TraceBuf
 from tests.inputs import FP8, Arguments, Build, Form, Rows, Tensors, both, sampled_arguments, writing
 from tests.linear.inputs import public_scale, split_scale
@@ -32,6 +34,19 @@ def gemv_arguments(contract: Contract, device: str = "cpu", **changes: Any) -> A
 def unfused_arguments(device: str = "cpu") -> Arguments:
     """The public function allocates both outputs."""
     return {**gemv_arguments(UNFUSED, device), "normed_output": None, "y_scratch": None}
+
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def inputs(m: int = 3, n: int = 50, k: int = 64, width: int = 30, dtype: torch.dtype = torch.bfloat16) -> Three:
+    """act, weight and gamma."""
+    act, weight, gamma = torch.randn(m, k), torch.randn(n, k), 1 + 0.25 * torch.randn(width)
+    return act.to(dtype), weight.to(dtype), gamma.to(dtype)
+
+
+def all_same(a: Any, b: Any) -> bool:
+    return all(same_bytes(x, y) for x, y in zip(a, b, strict=True))
 
 
 BY_CONTRACT: dict[str, Build] = {

@@ -1,4 +1,4 @@
-"""Prompts, and the tokens that transformers' loop and `onepass.integrations.generate` make of them."""
+"""Prompts, and the tokens that transformers' loop and `onepass.models.generate` make of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import onepass
 
-OURS = onepass.integrations.generate
+OURS = onepass.models.generate
 
 
 def prompts(batch: int = 3, length: int = 12, seed: int = 1) -> dict[str, Tensor]:

@@ -29,10 +29,10 @@ def passed_checks(*ops: str, match: str = "") -> int:
     return int(found[1])
 
 
-def broken_promise(module: str, function: str) -> str:
-    """What a promise of ``tools.promises`` finds wrong in the interpreter; ``None`` as text if it holds."""
+def broken_promise(op: str, function: str) -> str:
+    """What a promise of tests/<op>/promises.py finds wrong in the interpreter; ``None`` as text if it holds."""
     code = (
-        f"from tools.promises.{module} import {function}\n"
+        f"from tests.{op}.promises import {function}\n"
         "from onepass.testing.runner import running_on\n"
         "with running_on('interpreter'):\n"
         f"    print({function}('cpu'))\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onepass.integrations import captured, generation
+from onepass.models.generation import generate as generation
 
 
 class StandIn:
@@ -22,8 +22,8 @@ class StandIn:
         self.save: Any = None
 
     def install(self, patch: pytest.MonkeyPatch) -> StandIn:
-        patch.setattr(generation, "_runner", captured.Graph)
-        patch.setattr(captured.Graph, "run", self._watched(captured.Graph.run))
+        patch.setattr(generation, "_runner", generation.Graph)
+        patch.setattr(generation.Graph, "run", self._watched(generation.Graph.run))
         stream = type("Stream", (), {"wait_stream": lambda *_: None})
         for name, value in {
             "CUDAGraph": type("CUDAGraph", (_Graph,), {"stand_in": self}),

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.integrations import forwards
-from onepass.integrations.forms import Norm, match
+from onepass.models.forwards import norm
+from onepass.models.patching.forms import Norm, match
 
 pytest.importorskip("transformers")
 
 import transformers
 
-from onepass.integrations import MlaCache
+from onepass.models import MlaCache
 from tools.architectures import classes
 from tools.architectures import compare as compared
 from tools.architectures.compare import (
@@ -72,7 +72,7 @@ def test_wrong_norms_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     own = onepass.rms_norm
 
     def objection(wrong: Any) -> str:
-        monkeypatch.setattr(forwards, "rms_norm", wrong)
+        monkeypatch.setattr(norm, "rms_norm", wrong)
         return compare("qwen3_next")[1].objection()
 
     def once(*args: Any, **kwargs: Any) -> Any:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.integrations import forms
-from onepass.integrations.code import Code, NotComparable, code_of
-from onepass.integrations.forms import OTHER_CODE, Norm, match
+from onepass.models.patching import forms
+from onepass.models.patching.code import Code, NotComparable, code_of
+from onepass.models.patching.forms import OTHER_CODE, Norm, match
 
 OFFSET = """
 import torch
@@ -297,7 +297,7 @@ def test_functions_that_kernels_turned_into_modules(define: Define) -> None:
 
 def why_left(model: nn.Module) -> str:
     """Why `patch` leaves the only norm of a model."""
-    with pytest.warns(onepass.integrations.NothingPatchedWarning):
+    with pytest.warns(onepass.models.NothingPatchedWarning):
         (left,) = onepass.patch(model).left
     return left.why
 

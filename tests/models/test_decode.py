@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.integrations import NothingPatchedWarning
+from onepass.models import NothingPatchedWarning
 
 pytest.importorskip("transformers")
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
-from onepass.integrations import MlaCache, decode_latent
+from onepass.models import MlaCache
+from onepass.models.forwards import latent
 from tests.helpers.models import CONFIGS, close, fresh, logits, small, tokens
 from tools.architectures.small import ARCHITECTURES, build
 
@@ -163,9 +164,9 @@ def test_one_launch_rotates_and_writes_as_the_model_does(name: str, static: bool
             found.append([*pieces, *(tensor for pair in layers for tensor in pair)])
             assert int(cache.get_seq_length()) == 10
             for attention in (layer.self_attn.__dict__ for layer in model.model.layers if name != "DeepSeek-V3"):
-                step = attention["_onepass_decode"]
-                assert (step.turn is not None) == in_one_launch
-                attention["_onepass_decode"] = step._replace(turn=None)
+                record = attention["_onepass"]
+                assert (record.step.turn is not None) == in_one_launch
+                attention["_onepass"] = record._replace(turn=None, step=record.step._replace(turn=None))
     assert all(map(torch.equal, *found))
     assert all(tensor.abs().max() > 0 for tensor in found[0])
 
@@ -186,7 +187,7 @@ def test_caches_of_transformers_4_57_get_angles_and_positions() -> None:
         with onepass.patch(model, decode=True):
             for layer in model.model.layers:
                 own = layer.self_attn.__dict__
-                own["_onepass_decode"] = own["_onepass_decode"]._replace(cache_position=True)
+                own["_onepass"] = own["_onepass"]._replace(cache_position=True)
             got = model(ids, past_key_values=Recording(config=model.config), cache_position=at).logits
     close(got, expected)
     cos, sin = model.model.rotary_emb(expected, at[None])
@@ -202,7 +203,7 @@ def test_latents_are_rotated_and_written_as_by_the_model(
     model = fresh("DeepSeek-V3", torch.bfloat16)
     model.config.rope_interleave = interleaved
     found = []
-    own = decode_latent._rotate_as_the_model
+    own = latent._rotate_as_the_model
     with onepass.patch(model, decode=True), torch.inference_mode():
         for in_one_launch in (True, False):
             if not in_one_launch:
@@ -210,7 +211,7 @@ def test_latents_are_rotated_and_written_as_by_the_model(
                 def by_the_model(self: Any, q: Tensor, *others: Any) -> Any:
                     return own(self, q[..., self.qk_nope_head_dim :], *others)
 
-                monkeypatch.setattr(decode_latent, "_rotate_latent", by_the_model)
+                monkeypatch.setattr(latent, "_rotate_latent", by_the_model)
             kind: Any = StaticCache if static else DynamicCache
             cache = kind(config=model.config, **({"max_cache_len": 16} if static else {}))
             pieces = [model(tokens(2, count, seed=count), past_key_values=cache).logits for count in (3, 1, 2)]
@@ -274,7 +275,7 @@ def test_other_architectures_with_the_same_code(name: str) -> None:
 
 
 @pytest.mark.full  # test_other_architectures_with_the_same_code has some of them
-@pytest.mark.filterwarnings("ignore::onepass.integrations.NothingPatchedWarning")
+@pytest.mark.filterwarnings("ignore::onepass.models.NothingPatchedWarning")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_all_architectures_agree(name: str) -> None:
     """Also where only the head, or with batch_invariant every torch.nn.Linear, is replaced."""

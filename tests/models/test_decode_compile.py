@@ -44,7 +44,7 @@ def test_one_graph_for_all_steps(name: str, options: dict[str, Any]) -> None:
     with onepass.patch(model, decode=True, **options):
         expected = steps(model, model)
         got = steps(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-        weight = model.model.layers[0].self_attn._onepass_decode.qkv.weight
+        weight = model.model.layers[0].self_attn._onepass.step.qkv.weight
         assert weight._dynamo_static_input_type == "unguarded"  # CUDA graphs of torch.compile do not copy it
     torch.testing.assert_close(got, expected, rtol=0, atol=5e-6 * float(expected.abs().max()))
     assert counters["stats"]["unique_graphs"] == 1

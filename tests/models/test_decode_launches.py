@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from onepass.core.backend import launching_with
-from onepass.integrations.angles import OTHER_ANGLES
-from onepass.integrations.counts import Counts
-from onepass.ops.linear.spec import LinearSpec
+from onepass.models.forwards.cache import Counts
+from onepass.models.patching.forms import OTHER_ANGLES
+from onepass.ops.linear.launch import LinearSpec
 from tests.helpers.models import close, fresh, small, tokens
 
 LINEAR, CACHE, ATTENTION, NORM = (
@@ -171,7 +171,7 @@ def test_steps_that_end_early_are_counted() -> None:
         def __init__(self) -> None:
             self.cumulative_length = torch.zeros((), dtype=torch.long)
 
-    layers = [Layer() for _ in range(3)]
+    layers: list[Any] = [Layer() for _ in range(3)]
     counts = Counts()
 
     def run(end: int, tokens: int = 1) -> list[int]:
@@ -191,7 +191,7 @@ def test_a_captured_step_counts_nothing() -> None:
     kernels = Kernels()
     with onepass.patch(model, decode=True), torch.no_grad(), kernels:
         asked = {"max_new_tokens": 4, "do_sample": False}
-        model.generate(tokens(1, 3), **asked, custom_generate=onepass.integrations.generate)
+        model.generate(tokens(1, 3), **asked, custom_generate=onepass.models.generate)
     assert kernels.count["aten._foreach_add_.Scalar"] == 0 and kernels.count["aten.add_.Tensor"] == 4
 
 
@@ -215,7 +215,7 @@ def test_angles_have_the_bits_of_the_models_own(name: str, dtype: torch.dtype) -
                 prefix = f"{kind[0]}_" if kind else ""
                 getattr(rotary, f"{prefix}inv_freq").mul_(0.5)  # changed frequencies are noticed
                 assert_same(rotary(x, at, *kind), type(rotary).forward(rotary, x, at, *kind))
-    assert "forward" not in rotary.__dict__ and "_onepass_decode" not in rotary.__dict__
+    assert not {"forward", "_onepass"} & rotary.__dict__.keys()
 
 
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -241,7 +241,7 @@ def test_rotary_embeddings_that_are_left_are_in_the_report() -> None:
         model = copy.deepcopy(small("Llama", torch.float32))
         model.model.rotary_emb = rotary
         with onepass.patch(model, decode=True) as handle:
-            assert "_onepass_decode" not in rotary.__dict__
+            assert "_onepass" not in rotary.__dict__
             assert any(change.what == "decode" for change in handle.replaced)
         (left,) = [change for change in handle.left if change.what == "decode cosines and sines"]
         assert left.where == "model.rotary_emb"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass.integrations import NothingPatchedWarning
+from onepass.models import NothingPatchedWarning
 
 pytest.importorskip("transformers")
 
@@ -111,7 +111,7 @@ def test_codes_stay_where_they_are() -> None:
     """A recorded graph reads them there. Weights that did not change are not quantized again."""
     model = fresh("Qwen2")
     with onepass.patch(model, **OPTIONS):
-        found = [p for layer in model.model.layers for p in layer.self_attn._onepass_decode.projections]
+        found = [p for layer in model.model.layers for p in layer.self_attn._onepass.step.parts.projections]
         before = [(p.weight.data_ptr(), p.scale.data_ptr(), p.weight.clone()) for p in found]
         logits(model, PROMPT)
         versions = [p.weight._version for p in found]
@@ -171,7 +171,7 @@ def test_compiled_calls_use_what_refresh_writes() -> None:
 
 def test_captured_decode_follows_at_its_prompt() -> None:
     model = fresh("Qwen2")
-    options: Any = {"max_new_tokens": 6, "do_sample": False, "custom_generate": onepass.integrations.generate}
+    options: Any = {"max_new_tokens": 6, "do_sample": False, "custom_generate": onepass.models.generate}
     with onepass.patch(model, **OPTIONS), torch.no_grad():
         model.generate(PROMPT, **options)
         load(model)

@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from onepass.models.forwards.linear import projections_of
 from tests.helpers.models import COMMON, close, fresh, logits, small, tokens
 
 IDS = tokens(2, 4)
@@ -25,14 +26,14 @@ IDS = tokens(2, 4)
 
 def merged(model: Any, layer: int = 0) -> Any:
     """The merged projection of q, k and v."""
-    return model.model.layers[layer].self_attn._onepass_decode.qkv
+    return model.model.layers[layer].self_attn._onepass.step.qkv
 
 
 def assert_shared(model: Any) -> None:
     """The parameters of q, k and v, gate and up are the rows of one tensor."""
     for layer in model.model.layers:
         for module in (layer.self_attn, layer.mlp):
-            projection = module._onepass_decode.projections[0]
+            projection = projections_of(module)[0]
             start = 0
             for linear in projection.linears:
                 rows = projection.weight[start : start + len(linear.weight)]
@@ -59,7 +60,7 @@ def test_parameters_lie_in_merged_memory_and_own_theirs_after_undo() -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert all(owned(parameter) for parameter in model.parameters())
     for module in model.modules():
-        assert not {"forward", "_apply", "_onepass", "_onepass_decode"} & module.__dict__.keys()
+        assert not {"forward", "_apply", "_onepass"} & module.__dict__.keys()
 
 
 def test_loading_into_the_model_reaches_the_merged_weight() -> None:
@@ -96,7 +97,7 @@ def test_copies_and_pickles_are_patched(name: str, options: dict[str, Any]) -> N
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(logits(other, IDS), expected)
             attention, mine = model.model.layers[0].self_attn, other.model.layers[0].self_attn
-            projections = zip(attention._onepass_decode.projections, mine._onepass_decode.projections, strict=True)
+            projections = zip(projections_of(attention), projections_of(mine), strict=True)
             for theirs, copied in projections:
                 assert all(any(linear is module for module in mine.children()) for linear in copied.linears)
                 assert copied.weight.data_ptr() != theirs.weight.data_ptr()
@@ -242,7 +243,7 @@ def test_block_scaled_checkpoints_are_used_as_they_are() -> None:
         for ids in (IDS, tokens(3, 9)):
             close(logits(model, ids), logits(rounded, ids))
         attention = model.model.layers[0].self_attn
-        projection = attention._onepass_decode.qkv
+        projection = attention._onepass.step.qkv
         assert projection.scale.shape == (4, 2) and projection.weight.dtype is torch.float8_e4m3fn
         assert attention.k_proj.weight_scale_inv.data_ptr() == projection.scale[2:].data_ptr()
         assert list(model.state_dict()) == keys

@@ -105,7 +105,7 @@ def test_what_reads_or_writes_the_weights_raises() -> None:
 def test_loaded_weights_are_quantized() -> None:
     """By state dicts, copied or assigned, and as new parameters, over the old codes."""
     kept, freed, _ = pair("Qwen2")
-    codes = freed.model.layers[0].mlp._onepass_decode.gate_up.weight.data_ptr()
+    codes = freed.model.layers[0].mlp._onepass.gate_up.weight.data_ptr()
     source = small("Qwen2", torch.float32, seed=1).state_dict()
     for model in (kept, freed):
         model.load_state_dict(source)
@@ -118,7 +118,7 @@ def test_loaded_weights_are_quantized() -> None:
         linear.weight = nn.Parameter(3 * source["model.layers.0.mlp.up_proj.weight"])
     assert_same(kept, freed)
     assert freed.model.layers[0].mlp.up_proj.weight is None
-    assert freed.model.layers[0].mlp._onepass_decode.gate_up.weight.data_ptr() == codes
+    assert freed.model.layers[0].mlp._onepass.gate_up.weight.data_ptr() == codes
     key = "model.layers.0.mlp.up_proj.weight"
     for wrong in (torch.zeros(2, 2), source[key].char()):
         with pytest.raises(
@@ -138,9 +138,9 @@ def test_loaded_weights_are_quantized() -> None:
 def test_conversions_keep_the_codes() -> None:
     _, model, handle = pair("Qwen2")
     made = dequantized("Qwen2").bfloat16()
-    codes = model.model.layers[0].mlp._onepass_decode.gate_up.weight.clone()
+    codes = model.model.layers[0].mlp._onepass.gate_up.weight.clone()
     assert model.bfloat16().to("cpu") is model
-    assert torch.equal(model.model.layers[0].mlp._onepass_decode.gate_up.weight.float(), codes.float())
+    assert torch.equal(model.model.layers[0].mlp._onepass.gate_up.weight.float(), codes.float())
     assert all(p.dtype is torch.bfloat16 for p in model.parameters())
     expected = logits(made, PROMPT).float()
     assert (logits(model, PROMPT).float() - expected).norm() < 0.03 * expected.norm()
@@ -153,7 +153,7 @@ def test_conversions_keep_the_codes() -> None:
 @pytest.mark.full  # compiles a model; steps that are called stay
 def test_captured_decode_and_compiled_calls() -> None:
     kept, freed, _ = pair("Qwen2")
-    options: Any = {"max_new_tokens": 5, "do_sample": False, "custom_generate": onepass.integrations.generate}
+    options: Any = {"max_new_tokens": 5, "do_sample": False, "custom_generate": onepass.models.generate}
     assert torch.equal(freed.generate(PROMPT, **options), kept.generate(PROMPT, **options))
     torch._dynamo.reset()
     with torch.no_grad():

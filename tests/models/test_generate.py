@@ -1,4 +1,4 @@
-"""`onepass.integrations.generate`: tokens of transformers' own loop, from steps that could be recorded.
+"""`onepass.models.generate`: tokens of transformers' own loop, from steps that could be recorded.
 
 A CPU has no CUDA graphs. With the fixture `graphs` a stand-in records steps, so that the host looks at tokens
 every few steps and has to drop those behind the end.
@@ -24,7 +24,9 @@ import transformers
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation import logits_process
 
-from onepass.integrations import captured, decode_state, generation, generation_request
+from onepass.models.generation import generate as generation
+from onepass.models.generation import request as generation_request
+from onepass.models.generation import state as decode_state
 from tests.helpers.generating import OURS, both, prompts
 from tests.helpers.models import CONFIGS, fresh, small
 from tests.helpers.stand_in_graph import StandIn
@@ -51,8 +53,8 @@ def test_tokens_are_those_of_the_plain_loop(name: str, graphs: StandIn) -> None:
     for eos in (None, [int(free[0, 3]), int(free[1, 9]), 121]):
         expected, got = both(model, inputs, eos_token_id=eos)
         assert torch.equal(got, expected) and got.dtype == expected.dtype
-    assert graphs.recorded == 2 and graphs.warm_up == 2 * captured.WARM_UP
-    assert graphs.replayed >= 2 * 19 - 2 * captured.STEPS_PER_LOOK
+    assert graphs.recorded == 2 and graphs.warm_up == 2 * generation.WARM_UP
+    assert graphs.replayed >= 2 * 19 - 2 * generation.STEPS_PER_LOOK
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "GLM-4", "DeepSeek-V3"])
@@ -264,7 +266,7 @@ def test_steps_are_kept_and_renewed(graphs: StandIn) -> None:
         assert recordings() == 1
     with onepass.patch(model, decode=True, weights="fp8"):
         assert recordings() == 1
-        (codes, *_) = model.model.layers[0].mlp._onepass_decode.projections
+        (codes, *_) = model.model.layers[0].mlp._onepass.parts.projections
         before = codes.weight.data_ptr(), codes.weight  # as long as it is alive, the new codes lie elsewhere
         codes.merge()
         assert codes.weight.data_ptr() != before[0]

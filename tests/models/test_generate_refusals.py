@@ -1,4 +1,4 @@
-"""What `onepass.integrations.generate` cannot record, and names."""
+"""What `onepass.models.generate` cannot record, and names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 
 from transformers.cache_utils import StaticCache
 
-from onepass.integrations import MlaCache, generation_request
+from onepass.models import MlaCache
+from onepass.models.generation import request as generation_request
 from tests.helpers.generating import OURS, both, prompts
 from tests.helpers.models import fresh, small
 
@@ -97,7 +98,7 @@ def test_hooks_are_refused_where_replays_would_skip_them(clean_global_hooks: Non
     expected, got = both(model, prompts())
     assert torch.equal(got, expected), "a CPU calls them"
     cuda = torch.device("cuda", 0)
-    on_a_gpu = SimpleNamespace(
+    on_a_gpu: Any = SimpleNamespace(
         config=model.config, named_modules=model.named_modules, parameters=lambda: [SimpleNamespace(device=cuda)]
     )
     with pytest.raises(onepass.ContractError, match=r"a forward hook .* got one on model.layers.1.mlp"):

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.integrations import decode_latent
+from onepass.core import backend
+from onepass.models.forwards import latent
 from onepass.ops.attention import op as attention
-from onepass.ops.head_product import op as head_product
-from onepass.ops.head_product.spec import HeadCall
-from onepass.ops.latent_attention import op as latent_attention
-from onepass.ops.latent_attention.spec import LatentCall
+from onepass.ops.head_product.launch import HeadCall
+from onepass.ops.latent_attention.launch import LatentCall
 
 pytest.importorskip("transformers")
 
@@ -59,9 +58,9 @@ class Calls:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """A CPU has these kernels, and no others of decode steps."""
     found = Calls()
-    monkeypatch.setitem(latent_attention._family._launch, "cpu", found.latents)
-    monkeypatch.setitem(head_product._family._launch, "cpu", found.heads)
-    monkeypatch.setattr(decode_latent, "has_kernels", lambda _: True)
+    monkeypatch.setitem(backend._launches, ("latent_attention", "cpu"), found.latents)
+    monkeypatch.setitem(backend._launches, ("head_product", "cpu"), found.heads)
+    monkeypatch.setattr(latent, "has_kernels", lambda _: True)
     return found
 
 
@@ -129,7 +128,7 @@ def test_other_dtypes_keep_what_they_had(calls: Calls, monkeypatch: pytest.Monke
 
 
 def test_a_gpu_without_the_kernels_keeps_what_it_had(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_latent, "has_kernels", lambda _: False)
+    monkeypatch.setattr(latent, "has_kernels", lambda _: False)
     model = small(NAME, BF16)
     found = expansions(model, monkeypatch)
     with onepass.patch(model, decode=True, batch_invariant=True):
@@ -158,7 +157,7 @@ def test_the_choice_does_not_depend_on_the_batch(calls: Calls) -> None:
             assert calls.names() == 2 * 2 * STEP
 
 
-@pytest.mark.full  # test_split_attention.py compiles a step with a kernel
+@pytest.mark.full  # test_attend_splits.py compiles a step with a kernel
 @pytest.mark.usefixtures("fresh_compiler")
 def test_one_graph(calls: Calls) -> None:
     model, make = fresh(NAME, BF16, 1), cast(Any, StaticCache)

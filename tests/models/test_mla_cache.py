@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache
 
-from onepass.integrations import MlaCache
+from onepass.models import MlaCache
 from tests.helpers.models import close, fresh, logits, small, tokens
 
 
@@ -27,7 +27,7 @@ def test_mla_projections_are_fused_for_few_tokens(monkeypatch: pytest.MonkeyPatc
         calls.append(act.shape[0])
         return onepass.gemv_and_partial_norm(act, *rest)
 
-    monkeypatch.setattr("onepass.integrations.forwards.gemv_and_partial_norm", counted)
+    monkeypatch.setattr("onepass.models.forwards.latent.gemv_and_partial_norm", counted)
     model = small("DeepSeek-V3", torch.float32)
     for length, launches in ((4, 4), (16, 4), (17, 0)):
         calls.clear()
@@ -57,7 +57,7 @@ def test_mla_entries_are_written_in_one_launch(interleaved: bool, monkeypatch: p
         calls.append(q.shape[0])
         return onepass.fused_rope_rmsnorm_quantization(out, q, *rest, **options)
 
-    monkeypatch.setattr("onepass.integrations.forwards.fused_rope_rmsnorm_quantization", counted)
+    monkeypatch.setattr("onepass.models.forwards.latent.fused_rope_rmsnorm_quantization", counted)
     model = fresh("DeepSeek-V3")
     model.config.rope_interleave = interleaved
     ids, options = tokens(2, 5), {"max_new_tokens": 6, "do_sample": False}

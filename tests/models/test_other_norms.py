@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass.integrations import OtherNorm
-from onepass.integrations.forwards import OtherNormCall
+from onepass.models import OtherNorm
+from onepass.models.forwards.norm import OtherNormRecord
 from onepass.testing.case import same_bytes
 
 pytest.importorskip("transformers")
@@ -190,8 +190,8 @@ def test_gradients_are_refused_and_one_rounding_can_be_had() -> None:
     norm = module("Mamba-2")
     x, gate = arguments("Mamba-2", 2, N)
     with onepass.patch(nn.Sequential(norm), rounding="once"):
-        how = norm._onepass
-        assert isinstance(how, OtherNormCall) and how.rounding == "once"
+        record = norm._onepass
+        assert isinstance(record, OtherNormRecord) and record.rounding == "once"
         with pytest.raises(onepass.ContractError, match="MambaRMSNormGated: this module was patched by"):
             norm(x, gate)
         with torch.no_grad():

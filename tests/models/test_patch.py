@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import onepass
-from onepass.integrations import FAMILIES
-from onepass.integrations.forms import FORMS, Attention, Layer, Mla, Norm, match
+from onepass.models import FAMILIES
+from onepass.models.patching.forms import FORMS, Attention, Layer, Mla, Norm, match
 
 pytest.importorskip("transformers")
 
@@ -51,7 +51,7 @@ def test_every_fingerprint_has_one_form() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_logits_are_the_models_own(name: str) -> None:
-    """rounding="model" rounds where the model does, so logits have the same bytes.
+    """rounding="hf" rounds where the model does, so logits have the same bytes.
 
     Only the order of a float32 sum differs, which can move about one value in 10^5 across a rounding boundary.
     Which inputs that affects depends on how torch adds on this CPU; their logits are within what one such value
@@ -93,7 +93,7 @@ def test_rounding_once_is_as_accurate_as_the_model(name: str) -> None:
 
 
 @pytest.mark.sampled(5)  # some models stay
-@pytest.mark.parametrize("rounding", ["model", "once"])
+@pytest.mark.parametrize("rounding", ["hf", "once"])
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_generates_the_same_tokens(name: str, rounding: Any) -> None:
     model = small(name, torch.float32)
@@ -152,7 +152,7 @@ def test_bad_arguments_are_rejected() -> None:
     model = small("Llama", torch.float32)
     with pytest.raises(onepass.ContractError, match=r"patch: `model` must be a torch\.nn\.Module, got list"):
         onepass.patch([])  # type: ignore[arg-type]
-    with pytest.raises(onepass.ContractError, match="patch: `rounding` must be 'model' or 'once', got 'twice'"):
+    with pytest.raises(onepass.ContractError, match="patch: `rounding` must be 'hf' or 'once', got 'twice'"):
         onepass.patch(model, rounding="twice")  # type: ignore[arg-type]
     for name in ("fuse", "strict"):
         options: dict[str, Any] = {name: "no"}

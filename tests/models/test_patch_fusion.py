@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 import onepass
-from onepass.integrations import forwards
+from onepass.models.forwards import attention, latent, norm
 
 pytest.importorskip("transformers")
 
@@ -19,12 +19,13 @@ from tests.helpers.models import close, fresh, logits, tokens
 
 
 class Launches:
-    """Counts the ops that `forwards` calls; norms with an addition count separately."""
+    """Counts the ops that forwards call; norms with an addition count separately."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: dict[str, int] = {}
-        for name in ("rms_norm", "qk_norm_rope_cache", "gemv_and_partial_norm"):
-            monkeypatch.setattr(forwards, name, self._counted(name, getattr(forwards, name)))
+        ops = {"rms_norm": norm, "qk_norm_rope_cache": attention, "gemv_and_partial_norm": latent}
+        for name, module in ops.items():
+            monkeypatch.setattr(module, name, self._counted(name, getattr(module, name)))
 
     def _counted(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +81,7 @@ def test_hooks_prevent_the_fusion_of_their_module_only(
             assert "unfused now" not in repr(handle)
 
 
-@pytest.mark.parametrize("rounding", ["model", "once"])
+@pytest.mark.parametrize("rounding", ["hf", "once"])
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma 3", "MiniMax-M2"])
 def test_the_launch_that_norms_and_rotates_has_the_models_bits(name: str, rounding: Any) -> None:
     """The same logits as with `qk_rms_norm` and the model's own rotation, in prompts and in steps."""
@@ -95,8 +96,8 @@ def test_the_launch_that_norms_and_rotates_has_the_models_bits(name: str, roundi
                 found.append(out.logits)
             for layer in model.model.layers:
                 own = layer.self_attn.__dict__
-                assert (own["_onepass"].style == "half") == in_one_launch
-                own["_onepass"] = own["_onepass"]._replace(style="")
+                assert (own["_onepass"].turn is not None) == in_one_launch
+                own["_onepass"] = own["_onepass"]._replace(turn=None)
     assert all(torch.equal(one, two) and one.abs().max() > 1 for one, two in zip(found[:3], found[3:], strict=True))
 
 

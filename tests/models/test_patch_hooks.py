@@ -84,7 +84,7 @@ def identical(got: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.sampled(5)  # some models stay
-@pytest.mark.parametrize("rounding", ["model", "once"])
+@pytest.mark.parametrize("rounding", ["hf", "once"])
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_on_every_module(name: str, rounding: Any) -> None:
     """The calls, their order and their arguments are the unpatched model's; the values are those with fuse=False.
@@ -107,7 +107,7 @@ def test_hooks_on_every_module(name: str, rounding: Any) -> None:
 
 
 @pytest.mark.sampled(5)  # some models stay
-@pytest.mark.parametrize("rounding", ["model", "once"])
+@pytest.mark.parametrize("rounding", ["hf", "once"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hook_on_one_module(name: str, rounding: Any) -> None:
     """On each module of a layer in turn, and on the layer: it sees the unpatched model's values."""

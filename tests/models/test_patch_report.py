@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass.integrations import NothingPatchedWarning
-from onepass.integrations.forms import OTHER_CODE
+from onepass.models import NothingPatchedWarning
+from onepass.models.patching.forms import OTHER_CODE
 
 pytest.importorskip("transformers")
 
@@ -140,7 +140,7 @@ def test_rounded_sums_are_fused_with_rounding_once_only() -> None:
     """Gemma and gpt-oss round the sum and then norm with one rounding."""
     for name in ("Gemma 3", "gpt-oss"):
         model = small(name, torch.float32)
-        for rounding, fused in (("model", 0), ("once", 2)):
+        for rounding, fused in (("hf", 0), ("once", 2)):
             with onepass.patch(model, rounding=rounding) as handle:  # type: ignore[arg-type]
                 additions = [c for c in handle.replaced if c.what == "addition after the attention"]
                 assert len(additions) == fused

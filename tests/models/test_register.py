@@ -1,4 +1,4 @@
-"""`onepass.integrations.register`: norms, layers and attentions of models that transformers does not have."""
+"""`onepass.models.register`: norms, layers and attentions of models that transformers does not have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import onepass
-from onepass.integrations import Attention, Layer, Mla, Norm, forms, register
+from onepass.models import Attention, Layer, Mla, Norm, register
+from onepass.models.patching import forms
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +143,7 @@ def output(model: Any, x: Tensor) -> Tensor:
 def test_registered_modules_are_replaced(model: Any) -> None:
     x = torch.randn(3, 32)
     expected = output(model, x)
-    with pytest.warns(onepass.integrations.NothingPatchedWarning):
+    with pytest.warns(onepass.models.NothingPatchedWarning):
         onepass.patch(model)
     register(ScaleNorm, NORM)
     with onepass.patch(model) as handle:
@@ -275,7 +276,7 @@ def test_attentions_that_give_their_cache_more_arguments(implementation: str) ->
 
 def test_forms_that_name_missing_attributes_are_left(model: Any) -> None:
     register(ScaleNorm, Norm(rounding="once", weight_offset=1.0, eps="epsilon"))
-    with pytest.warns(onepass.integrations.NothingPatchedWarning, match="3 x ScaleNorm norm: it has no epsilon"):
+    with pytest.warns(onepass.models.NothingPatchedWarning, match="3 x ScaleNorm norm: it has no epsilon"):
         onepass.patch(model)
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.compat import flashinfer, vllm, vllm_0_19
 from onepass.core.backend import launching_with
-from onepass.integrations import vllm as plugin
+from onepass.engines import flashinfer, plugin, vllm, vllm_0_19
 from onepass.testing.quantized import Quantized, described
 from tools import vllm_bytes
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from onepass import ContractError, Unsupported
-from onepass.compat import flashinfer, sglang, vllm
-from onepass.compat.flashinfer import norm as flashinfer_norm
+from onepass.engines import flashinfer, sglang, vllm
+from onepass.engines.flashinfer import norm as flashinfer_norm
 from onepass.testing.case import same_bytes
 from tools.vllm_bytes import rows_that_differ
 

@@ -1,4 +1,4 @@
-"""Bad arguments of compat functions: errors name the function and the argument as the caller knows them."""
+"""Bad arguments of the functions of `onepass.engines`: errors name the function and the argument as the caller knows them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.compat import flashinfer, sglang, vllm, vllm_0_19
 from onepass.core.backend import launching_with
+from onepass.engines import flashinfer, sglang, vllm, vllm_0_19
 
 BF16, FP8, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
 

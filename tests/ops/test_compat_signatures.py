@@ -1,4 +1,4 @@
-"""Names, order and defaults of compat functions' parameters, against those of the libraries.
+"""Names, order and defaults of parameters of the functions of `onepass.engines`, against those of the libraries.
 
 ``SIGNATURES`` is data: each text is copied from the function that the release has at that place, without annotations. The
 schemas of vLLM's ops are those that its extension registers.
@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from onepass.compat import flashinfer, sglang, vllm, vllm_0_19
+from onepass.engines import flashinfer, sglang, vllm, vllm_0_19
 
 SIGNATURES: dict[str, dict[str, str]] = {
     "vllm 0.33.0: vllm._custom_ops": {

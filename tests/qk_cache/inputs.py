@@ -40,7 +40,7 @@ BY_CONTRACT: dict[str, Build] = {QK_NORM_ROPE_CACHE.name: paged_arguments}
 def call_qk_cache(values: Arguments) -> Any:
     values = dict(values)
     freqs, positions, cos, sin, style, dim = (values.pop(n) for n in (*_TABLE, *_PAIR, "style", "dim"))
-    values["rope"] = Rope(freqs, positions, style, dim) if cos is sin is None else (cos, sin, style)
+    values["rope"] = Rope(freqs, positions, style, dim, cos=cos, sin=sin)
     starts, first = values.pop("starts"), values.pop("first")
     return qk_norm_rope_cache(
         start=first if starts is None else starts, out=(values.pop("q_out"), values.pop("k_out")), **values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -12,12 +13,19 @@ from torch import Tensor
 import onepass
 from onepass import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.core.contract import Contract
-from onepass.formats import E4M3FN, E4M3FNUZ, QUANT_FORMATS, QUANT_SCALE_FORMATS
-from onepass.ops.rms_norm.finish import LAYER_NORM
-from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
+from onepass.formats import E4M3FN, E4M3FNUZ, FP8_CODES, QUANT_FORMATS, SCALE_FORMATS
+from onepass.ops.rms_norm.op import LAYER_NORM, RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
 from onepass.prologues import dequantize
 from onepass.testing.rms_norm import soft_cap_gate
 from tests.inputs import F32, FP8, I32, Arguments, Build, Form, Rows, Tensors, both, random, sampled_arguments, writing
+
+_QUANT = RMS_NORM_FUSED_QUANT
+_FP8_NAMES = RMS_NORM_FUSED_FP8.names
+_FP8 = replace(
+    _QUANT, name="rms_norm_fused_fp8", carried=_QUANT.carried | {own: (name,) for name, own in _FP8_NAMES.items()}
+)
+"""The contract as it is for the alias, whose errors have the alias' names."""
+_ONLY_QUANT = ("global_scale", "gate", "bias", "gate_order", "gate_activation", "statistic")
 
 # --- arguments by the contract's names ------------------------------------------------------------------------------
 
@@ -50,20 +58,20 @@ def layer_heads_arguments(device: str = "cpu") -> Arguments:
 
 
 def fp8_arguments(device: str = "cpu") -> Arguments:
-    values = norm_arguments(device, RMS_NORM_FUSED_FP8)
-    values |= {"group_size": 64, "return_norm": True, "scale_ub": 1.0, "fp8_max": 448.0, "weight_offset": 1.0}
+    values = norm_arguments(device, _FP8)
+    values |= {"group_size": 64, "return_norm": True, "scale_ub": 1.0, "code_max": 448.0, "weight_offset": 1.0}
     values["prologue_args"] = [random(device, 3, 2, 64)]
     return values | {"prologue": onepass.prologues.silu_and_mul.key}
 
 
 def static_arguments(device: str = "cpu") -> Arguments:
     optional = ("gamma", "residual", "static_scale")
-    return sampled_arguments(RMS_NORM_FUSED_FP8, {"N": 64}, (3,), device, optional, eps=0.0, weight_offset=1)
+    return sampled_arguments(_FP8, {"N": 64}, (3,), device, optional, eps=0.0, weight_offset=1)
 
 
 def vllm_arguments(device: str = "cpu") -> Arguments:
     optional = ("gamma", "residual", "scale_ub_tensor")
-    values = sampled_arguments(RMS_NORM_FUSED_FP8, {"N": 64}, (3,), device, optional, eps=0.0, weight_offset=1)
+    values = sampled_arguments(_FP8, {"N": 64}, (3,), device, optional, eps=0.0, weight_offset=1)
     values |= {"rounding": "hf", "round_sum": False, "quantize": "divide", "min_scale": 0.25}
     return values | {"return_rstd": True}
 
@@ -88,7 +96,6 @@ def packed_arguments(device: str = "cpu") -> Arguments:
 BY_CONTRACT: dict[str, Build] = {
     "rms_norm": norm_arguments,
     "layer_norm": layer_arguments,
-    "rms_norm_fused_fp8": fp8_arguments,
     "rms_norm_fused_quant": quant_arguments,
 }
 
@@ -133,7 +140,7 @@ def with_defaults(values: Arguments) -> Arguments:
     if values["scales_dtype"] is None:
         packed = values["scale_layout"] == "column_packed"
         named = values["scale_format"] in quant.scales
-        dtypes = QUANT_SCALE_FORMATS[values["scale_format"]].dtypes if named else (None,)
+        dtypes = SCALE_FORMATS[values["scale_format"]].dtypes if named else (None,)
         values = values | {"scales_dtype": torch.int32 if packed else dtypes[0]}
     return values
 
@@ -146,7 +153,21 @@ def call_layer(values: Arguments) -> Any:
     return layer_norm(**public_gamma(values))
 
 
-def call_fp8(values: Arguments, op: Callable[..., Any] = rms_norm_fused_fp8) -> Any:
+def call_fp8(values: Arguments) -> Any:
+    named = {_FP8_NAMES.get(name, name): value for name, value in values.items() if name not in _ONLY_QUANT}
+    if not fp8_rules(values):
+        named["out_dtype"] = QUANT_FORMATS[named["out_dtype"]].codes.dtype
+    elif isinstance(named["out_dtype"], torch.dtype):  # wrong as a format, but legal here
+        named["out_dtype"] = str(named["out_dtype"])
+    return _call_quantizing(rms_norm_fused_fp8, named)
+
+
+def fp8_rules(values: Arguments) -> list[str]:
+    """The alias has the formats of fp8 alone."""
+    return [] if any(values["format"] == codes.name for codes in FP8_CODES.values()) else ["format"]
+
+
+def _call_quantizing(op: Callable[..., Any], values: Arguments) -> Any:
     key = values["prologue"]
     if isinstance(key, str):
         key = onepass.prologues.find(key) if key else None
@@ -155,19 +176,19 @@ def call_fp8(values: Arguments, op: Callable[..., Any] = rms_norm_fused_fp8) -> 
 
 
 def call_quant(values: Arguments) -> Any:
-    return call_fp8(values, rms_norm_fused_quant)
+    return _call_quantizing(rms_norm_fused_quant, values)
 
 
-_FP8, _QUANT = RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
+_FP8_FORM: dict[str, Any] = {"derived": split_both, "fixed": _ONLY_QUANT, "own_rules": fp8_rules}
 FORMS: list[Form] = [
     *both("rms_norm", RMS_NORM, norm_arguments, call_norm, derived=split_gamma),
     writing("rms_norm, gated", RMS_NORM, gated_arguments, call_norm, derived=split_gamma),
     writing("rms_norm, heads", RMS_NORM, heads_arguments, call_norm, derived=split_gamma),
     *both("layer_norm", LAYER_NORM, layer_arguments, call_layer, derived=split_gamma),
     writing("layer_norm, heads", LAYER_NORM, layer_heads_arguments, call_layer, derived=split_gamma),
-    *both("rms_norm_fused_fp8", _FP8, fp8_arguments, call_fp8, derived=split_both),
-    writing("rms_norm_fused_fp8, static", _FP8, static_arguments, call_fp8, derived=split_both),
-    writing("rms_norm_fused_fp8, as vLLM", _FP8, vllm_arguments, call_fp8, derived=split_both),
+    *both("rms_norm_fused_fp8", _FP8, fp8_arguments, call_fp8, **_FP8_FORM),
+    writing("rms_norm_fused_fp8, static", _FP8, static_arguments, call_fp8, **_FP8_FORM),
+    writing("rms_norm_fused_fp8, as vLLM", _FP8, vllm_arguments, call_fp8, **_FP8_FORM),
     writing("rms_norm_fused_quant", _QUANT, quant_arguments, call_quant, derived=with_defaults),
     writing("rms_norm_fused_quant, packed", _QUANT, packed_arguments, call_quant, derived=with_defaults),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import COLLECTED, left_out
+from tests.conftest import COLLECTED, NEED_ENGINES, left_out
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +27,8 @@ def test_every_file_of_tests_is_found(pytestconfig: pytest.Config, collected: di
     if pytestconfig.args != pytestconfig.getini("testpaths"):
         pytest.skip("this run is about some of the tests")
     expected = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py")}
-    engines = {file for file in expected if file.startswith("tests/engines/")}  # `make engines` runs these
-    assert engines and expected - engines - set(collected) == set()
+    engines = {f"tests/{file}" for file in NEED_ENGINES}
+    assert engines & expected and expected - engines - set(collected) == set()
 
 
 def test_every_example_in_a_docstring_runs(pytestconfig: pytest.Config, collected: dict[str, list[str]]) -> None:

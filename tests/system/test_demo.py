@@ -40,7 +40,7 @@ def run_demo(*arguments: str) -> Result:
     [
         (("--device", "tpu"), "neither cpu nor cuda"),
         (("--model", "gpt5"), "choose from 'deepseek-v3', 'olmo2', 'gemma3', 'llama'"),
-        (("--rounding", "twice"), "choose from 'model', 'once'"),
+        (("--rounding", "twice"), "choose from 'hf', 'once'"),
         (("--path", "/nonexistent"), "/nonexistent has no config.json"),
     ],
 )
@@ -95,8 +95,8 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "rounding", "ops"),
     [
-        ("llama", "model", {"rms_norm, 128": 3, "rms_norm with residual, 128": 2}),
-        ("olmo2", "model", {"rms_norm, 128": 5, "qk_rms_norm, 128 + 64": 2}),
+        ("llama", "hf", {"rms_norm, 128": 3, "rms_norm with residual, 128": 2}),
+        ("olmo2", "hf", {"rms_norm, 128": 5, "qk_rms_norm, 128 + 64": 2}),
         ("gemma3", "once", {"rms_norm, 128": 7, "rms_norm with residual, 128": 2, "qk_rms_norm, 512 + 256": 2}),
         (
             "deepseek-v3",
@@ -127,7 +127,7 @@ def test_demo_of_each_model(
     assert set(report["milliseconds_a_token"]) == {"without onepass", "with onepass"}
     assert report["patch"]["replaced"] and report["patch"]["left"]
     assert report["cache"] == ("MlaCache" if model == "deepseek-v3" else "the model's own")
-    if rounding == "model":
+    if rounding == "hf":
         assert report["bfloat16_equal"] > 0.5
 
 

@@ -7,15 +7,15 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import onepass
 from benchmarks.suite.results import COMPILED, load
-from onepass import compat
-from onepass.testing import runner
+from onepass import engines, formats
+from tests import matrix
 from tools.bench import model_tables, report
 from tools.bench.markdown import filled
 from tools.docs import __main__ as docs
@@ -47,7 +47,7 @@ def test_dist_md_has_every_public_name() -> None:
 def test_scaling_md_quotes_current_signatures() -> None:
     """The signatures of the two halves match the code."""
     text = (ROOT / "docs/scaling.md").read_text()
-    for name in ("start_qk_stats", "finish"):
+    for name in ("start_qk_stats", "finish_qk_rms_norm"):
         assert dist_page.signature(f"onepass.dist.{name}", getattr(onepass.dist, name)) in text
 
 
@@ -68,24 +68,55 @@ def test_unchecked_index_values_are_documented() -> None:
 
 
 def test_every_public_op_is_documented() -> None:
-    documented = {op.contract.name for op in ops_page.public_ops()}
+    documented = {op.name for op in ops_page.public_ops()}
     assert documented <= set(onepass.__all__)
     for op in ops_page.public_ops():
-        base = op.contract.name.removesuffix("_with_scratch")
-        assert any(case.op == base for case in runner.CASES), f"{op.contract.name} has no check cases"
+        base = op.name.removesuffix("_with_scratch")
+        assert any(case.op == base for case in matrix.CASES), f"{op.name} has no check cases"
         contract = {*op.contract.args, *op.contract.options, *(out.argument for out in op.contract.outs.values())}
         parameters = set(op.function.__annotations__) - {"return"}
         carried = op.contract.carried
         assert set(carried) <= parameters and {name for names in carried.values() for name in names} <= contract
-        assert contract == {name for parameter in parameters for name in carried.get(parameter, (parameter,))}
+        theirs = {own: name for name, own in op.names.items()}
+        parameters = {theirs.get(parameter, parameter) for parameter in parameters}
+        taken = {name for parameter in parameters for name in carried.get(parameter, (parameter,))}
+        assert taken < contract if op.names else taken == contract
 
 
 def test_ops_md_names_every_argument() -> None:
     for section, op in zip(ops_page.render().split("\n## ")[1:], ops_page.public_ops(), strict=True):
         head, _, body = section.partition("\n")
-        assert head == op.contract.name
-        for name in (*op.contract.args, *op.contract.options, *op.contract.outs):
+        assert head == op.name
+        names = (*op.contract.args, *op.contract.options, *op.contract.outs)
+        for name in op.names.values() if op.names else names:
             assert f"| `{name}`" in body
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading of docs/numerics.md, without its first."""
+    text = (ROOT / "docs/numerics.md").read_text().split(f"# {heading}\n")[1].split("\n#")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+
+
+def test_every_op_has_an_order_of_sums() -> None:
+    listed = {name for row in _rows("Orders of sums") for name in re.findall(r"`(\w+)`", row[0])}
+    named = {op.name.removesuffix("_with_scratch") for op in ops_page.public_ops()}
+    assert named | {"attend", "attend_latents", "head_product"} <= listed
+
+
+def test_every_word_of_rounding_is_explained() -> None:
+    """And which ops take it, unless they are all that have the option."""
+    rows = {row[0].strip('"'): row[2] for row in _rows("The words of `rounding`")}
+    taken: dict[str, set[str]] = {word: set() for word in get_args(formats.Rounding)}
+    for op in ops_page.public_ops():
+        option = op.contract.options.get("rounding")
+        for word in () if option is None else option.choices:
+            taken[word].add(op.name)
+    assert rows.keys() == taken.keys() and all(taken.values())
+    for word in ("stored", "hf_rope", "reference"):
+        assert set(re.findall(r"`(\w+)`", rows[word])) == taken[word]
+    assert taken["once"] - taken["hf"] == {"fused_rope_rmsnorm_quantization"}
 
 
 def test_docs_command_writes_pages_that_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,8 +293,8 @@ def anchors(path: Path) -> set[str]:
 
 
 def test_models_md_lists_every_family() -> None:
-    """The table of docs/models.md matches integrations/families.py."""
-    from onepass.integrations import FAMILIES
+    """The table of docs/models.md matches models/patching/families.py."""
+    from onepass.models import FAMILIES
 
     assert f"{len(FAMILIES) - 1} Hugging Face model families" in (ROOT / "README.md").read_text()
     text, _ = (ROOT / "docs/models.md").read_text().split("## Releases of transformers")
@@ -328,7 +359,7 @@ def test_contributing_lists_the_folders_of_tests() -> None:
 
 def test_models_md_lists_every_compat_function() -> None:
     text = (ROOT / "docs/models.md").read_text().split("## Coming from vLLM")[1]
-    for module in (compat.vllm, compat.flashinfer, compat.sglang):
+    for module in (engines.vllm, engines.flashinfer, engines.sglang):
         for name in module.__all__:
             short = name.removeprefix("fused_add_") if name.endswith("static_fp8_quant") else name
             assert inspect.ismodule(getattr(module, name)) or f"`{short}`" in text, name
@@ -355,11 +386,11 @@ def test_numerics_states_the_tolerances() -> None:
 CLOCKS = re.compile(r"\b(?:perf_counter|process_time|monotonic|time\.time)(?:_ns)?\(\)")
 LIMITS = re.compile(r"(?:timeout|seconds)=(\d+)\b(?!\.)|\.(?:join|wait)\((\d+)\)")
 MAY_READ_A_CLOCK = {
-    "tests/helpers/concurrency_workers.py": "sets a file's age",
-    "tests/helpers/dist_workers.py": "a waiting rank waits at least as long as requested",
+    "tests/all_ops/concurrency_workers.py": "sets a file's age",
+    "tests/dist/workers.py": "a waiting rank waits at least as long as requested",
     "tests/system/test_bench_timing.py": "a process works until it has used one second of CPU time",
     "tests/cpu/test_object_cache.py": "sets a file's age",
-    "tests/cpu/test_gemv_norm.py": "timestamps are in order",
+    "tests/gemv_norm/test_cpu.py": "timestamps are in order",
     "tests/engines/serve.py": "tokens per second are printed, and compared with nothing",
 }
 HANGS = {"tests/dist/test_dist.py": "seconds=4"}
@@ -382,7 +413,7 @@ def test_tests_do_not_depend_on_the_speed_of_the_machine() -> None:
 
 def test_mutation_score_is_quoted_with_its_scope() -> None:
     """Every quotation of the score names the files that mutation testing does not cover."""
-    outside = ("`triton/`", "prologues", "integrations", "`dist`", "`kvcache`", "`nn`", "`compat`")
+    outside = ("`triton/`", "prologues", "models", "`dist`", "`kvcache`", "`nn`", "`engines`")
     quoted = 0
     for path in MARKDOWN:
         for block in re.split(r"\n(?=#|\*\*The result|\| a small mistake|\| no network)", path.read_text()):

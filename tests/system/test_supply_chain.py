@@ -30,7 +30,7 @@ def watched(tmp_path: Path, *words: str) -> tuple[dict[str, Any], list[str]]:
         "HOME": str(home),
         "TMPDIR": str(temporary),
     }
-    command = [sys.executable, str(ROOT / "tests/helpers/watched.py"), *words]
+    command = [sys.executable, str(ROOT / "tests/system/watched.py"), *words]
     done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]

@@ -13,7 +13,7 @@ import onepass
 from onepass.__main__ import main
 from onepass.trace import PHASES
 from tests.helpers.command import Result, invoke
-from tests.helpers.traces import Page
+from tests.trace.recorded import Page
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from onepass.integrations import forwards
-from onepass.integrations.forwards import NormCall
+from onepass.models.forwards import layer
+from onepass.models.forwards import norm as norms
+from onepass.models.forwards.norm import NormRecord
 from tools.bench import common, differences, models
 from tools.bench.agreement import own_norm
 
@@ -47,12 +48,13 @@ def test_the_mean_explains_every_difference(name: str, few: None) -> None:
     assert differences.known(report)
     text = differences.markdown(report)
     assert f"| {name} | step of batch 3 |" in text and all(f"| {name} | {kind} |" in text for kind in kinds)
-    assert forwards.add_norm.__module__ == forwards.__name__, "the functions are back"
+    assert vars(layer)["add_norm"] is norms.add_norm, "the functions are back"
+    assert norms.add_norm.__module__ == norms.__name__
 
 
 def test_other_causes_are_not_explained(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm whose result is one last place off in one value, and a sum that is."""
-    own = forwards.add_norm
+    own: Any = norms.add_norm
 
     def nudged(norm: Any, x: Tensor, residual: Tensor | None = None) -> Any:
         made = own(norm, x, residual)
@@ -60,7 +62,7 @@ def test_other_causes_are_not_explained(few: None, monkeypatch: pytest.MonkeyPat
             t.view(torch.int16).view(-1)[-1] += 1
         return made
 
-    monkeypatch.setattr(forwards, "add_norm", nudged)
+    monkeypatch.setattr(norms, "add_norm", nudged)
     report = report_of("Qwen3 8B")
     kinds = report["models"][0]["kinds"]
     assert not differences.known(report)
@@ -76,11 +78,11 @@ def test_rows_of_another_mean_are_found() -> None:
     generator = torch.Generator().manual_seed(0)
     x = (1.4 * torch.randn(64, 2048, generator=generator)).to(torch.bfloat16)  # not normed to itself
     weight = torch.randn(2048, generator=generator).to(torch.bfloat16)
-    rows = differences.Rows(x, weight, NormCall(1e-6, 0.0, "hf"))
+    rows = differences.Rows(x, weight, NormRecord(1e-6, 0.0, "hf"))
     mean = x.float().pow(2).mean(-1, keepdim=True)
 
     def other(change: int) -> Tensor:
-        return own_norm(x, weight, rows.how, (mean.view(torch.int32) + change).view(torch.float32))
+        return own_norm(x, weight, rows.record, (mean.view(torch.int32) + change).view(torch.float32))
 
     numbers = torch.arange(64)
     assert int(differences.explained(other(3), rows, numbers).max()) <= 3

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 import onepass
-from onepass.integrations import forwards
+from onepass.models.forwards import norm
 from tools.bench import agreement, common, generating, models, steps
 from tools.bench.ways import NAMES, WAYS, Models, Way, chosen
 
@@ -112,7 +112,7 @@ def test_copies_share_weights_unless_they_are_moved(monkeypatch: pytest.MonkeyPa
     assert fp8.lm_head.weight is model.lm_head.weight, "codes are new, and nothing is moved"
     assert decode.lm_head.weight.data_ptr() != model.lm_head.weight.data_ptr()
     assert [options for _, options in handed] == [
-        {"rounding": "model"},
+        {"rounding": "hf"},
         {"decode": True},
         {"decode": True, "weights": "fp8"},
     ]
@@ -160,7 +160,7 @@ def test_failures_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
             ("torch.compile", "torch.compile, patched"), "RuntimeError: no compiler here"
         )
         assert set(row["us"]) == {"unpatched", "patched", "patched, once"} and steps.agrees(row, NAMES)
-        monkeypatch.setattr(forwards, "rms_norm", refused)
+        monkeypatch.setattr(norm, "rms_norm", refused)
         row = measure(model, 1, "patched", "once")
     assert row["failed"] == dict.fromkeys(("patched", "patched, once"), "Unsupported: rms_norm: not here")
     assert list(row["us"]) == ["unpatched"] and not steps.agrees(row, NAMES)
@@ -267,7 +267,7 @@ def test_agreement_counts_identical_bits(name: str, monkeypatch: pytest.MonkeyPa
             return right(x * 1.01, gamma, eps + 0.01, **options)
 
         monkeypatch.setattr(onepass, "rms_norm", off)
-        monkeypatch.setattr(forwards, "rms_norm", off)
+        monkeypatch.setattr(norm, "rms_norm", off)
         wrong = agreement.agreement(model, 8, 2, "cpu")
         assert wrong["equal_prompts"] == 0 and wrong["equal_logits"] < 0.3
         assert agreement.causes(model, 8, 2, "cpu")["differ"] > 0.01 * norms["values"]

@@ -25,14 +25,16 @@ from onepass.gpu import chip
 from onepass.gpu import compile as compiler
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build
-from onepass.integrations.families import FAMILIES
+from onepass.models.patching.families import FAMILIES
 from onepass.ops.rms_norm import gpu_kernel as kernels
 from onepass.ops.rms_norm.gpu import build_for
 from onepass.ops.rms_norm.gpu_tile import row_config
-from onepass.testing import rms_norm, runner
+from onepass.testing import runner
 from onepass.testing.case import Check
-from onepass.testing.mla_cache_inputs import MlaCase
-from tests.triton.test_rms_norm import norm_spec
+from onepass.testing.mla_cache import MlaCase
+from tests import matrix
+from tests.rms_norm.cases import CASES
+from tests.rms_norm.test_gpu import norm_spec
 from tools import checks
 from tools.evidence import families, proof, published, records
 from tools.evidence.chips import MACHINES, Machine
@@ -96,11 +98,11 @@ class TestPublishedModels:
             assert any(times[name] == 1 for name in found[f"{case.op} {case.name}"]), case.name
 
     def test_gpu_runs_include_these_cases(self) -> None:
-        on_gpu, elsewhere = checks.published(MACHINES["h200"]), runner.select(device="cuda")
+        on_gpu, elsewhere = checks.published(MACHINES["h200"]), matrix.select(device="cuda")
         assert {case.group for case in on_gpu} - {case.group for case in elsewhere} == {families.GROUP}
         assert not any(case.interpretable for case in on_gpu if case.group == families.GROUP)
 
-    @pytest.mark.full  # ops/test_ops.py has the same for other cases
+    @pytest.mark.full  # all_ops/test_cases.py has the same for other cases
     def test_one_case_of_every_form_passes_and_fails_with_zeros(self) -> None:
         """On the CPU: these cases can fail like all others."""
         seen = set()
@@ -254,7 +256,7 @@ class TestSourceDigests:
         assert len(set(found)) == len(found) == len(others) + 3
 
     def test_a_digest_covers_the_prologue(self) -> None:
-        cases = [case for case in rms_norm.CASES if case.operands == ("full",) and case.n == 1536]
+        cases = [case for case in CASES if case.operands == ("full",) and case.n == 1536]
         prologues = {case.options["prologue"].key for case in cases}
         builds = [next(b for b in proof.builds(case, records.H200)) for case in cases]
         assert len(prologues) > 1
@@ -265,8 +267,8 @@ class TestSourceDigests:
     def test_digests_are_the_same_in_every_process(self) -> None:
         """Sets have another order in each process."""
         program = (
-            "from onepass.testing import runner; from tools.evidence import proof, records as evidence\n"
-            "firsts = {case.op: case for case in reversed(runner.CASES)}.values()\n"
+            "from onepass.testing import runner; from tests import matrix; from tools.evidence import proof, records as evidence\n"
+            "firsts = {case.op: case for case in reversed(matrix.CASES)}.values()\n"
             "for build in proof.distinct_builds(firsts, evidence.H200).values():\n"
             "    print(build.name, evidence.digest(build, evidence.H200))"
         )
@@ -297,7 +299,7 @@ class TestSourceDigests:
 class TestFile:
     def test_passing_configurations_are_recorded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """With a simulated GPU: configurations of a failed case are left out."""
-        cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (64, 512)][:2]
+        cases = [case for case in CASES if case.group == "short" and case.n in (64, 512)][:2]
         results = [runner.Result(case.op, case.name, "cuda", case.n == 512, "", 0.0) for case in cases]
         monkeypatch.setattr(chip, "current_chip", lambda _: records.H200)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -327,7 +329,7 @@ class TestFile:
         assert failed == {"half", "old, failed"}
 
     def test_only_unproven_cases_run_again(self, tmp_path: Path) -> None:
-        cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (64, 512)][:2]
+        cases = [case for case in CASES if case.group == "short" and case.n in (64, 512)][:2]
         builds = {case.name: proof.builds(case, records.H200) for case in cases}
         known = {b.name: b for b in builds[cases[0].name]}
         digest = records.digest(next(iter(known.values())), records.H200)
@@ -350,7 +352,7 @@ class TestFile:
 
     def test_refresh_updates_a_source_by_its_ir(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nothing is compiled if the IR is the proven one; an IR that compiles to something else is reported."""
-        cases = [case for case in rms_norm.CASES if case.group == "short" and case.n in (1, 512)][:2]
+        cases = [case for case in CASES if case.group == "short" and case.n in (1, 512)][:2]
         first, second = list(proof.distinct_builds(cases, records.H200).values())[:2]
         same = records.Proof("m", ("c",), records.ir_hash(first, records.H200), 0)
         other = records.Proof("m", ("c",), "i", 0)

@@ -18,15 +18,19 @@ from torch import Tensor
 
 import onepass
 from onepass.formats import FLOATS, FP8_CODES, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED
-from onepass.ops.rms_norm.spec import GATE_ACTIVATIONS, GATE_ORDERS
-from onepass.testing import bounds, compare, oracle
+from onepass.ops.rms_norm import reference as rms_norm_reference
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
+from onepass.testing import bounds, compare
 from onepass.testing import gemv_norm as testing_gemv
-from tools.fuzz import OPS, cases, draw, gemv_norm, linear, numbered, shrink
+from tests.gemv_norm import fuzz as gemv_norm
+from tests.linear import fuzz as linear
+from tests.qk_norm import fuzz as qk
+from tests.rms_norm import fuzz as rows
+from tests.rms_norm.fuzz_configuration import PROLOGUES
 from tools.fuzz import __main__ as fuzz_driver
-from tools.fuzz import qk_norm as qk
-from tools.fuzz import rms_norm as rows
+from tools.fuzz import cases, draw
+from tools.fuzz.cases import OPS, numbered, shrink
 from tools.fuzz.draw import EQUAL, KINDS, Place, Values
-from tools.fuzz.rms_norm_configuration import PROLOGUES
 from tools.fuzz.steps import finish
 
 ROOT = Path(__file__).parents[2]
@@ -273,7 +277,7 @@ def test_one_unit_in_the_last_place_is_detected() -> None:
         right.view(torch.int16)[7, 7] += 2
         assert exact.stored(right) is not None
     for fmt in FP8_FORMATS.values():
-        codes = oracle.encode(y, fmt.bias, fmt.max, fmt.nan_code, fmt.has_negative_zero)
+        codes = rms_norm_reference.encode(y, fmt.bias, fmt.max, fmt.nan_code, fmt.has_negative_zero)
         assert compare.between(codes.view(fmt.dtype), *exact, fmt) is None
         codes[7, 7] += 2
         assert compare.between(codes.view(fmt.dtype), *exact, fmt) is not None

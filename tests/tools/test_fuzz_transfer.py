@@ -11,10 +11,11 @@ from torch import Tensor
 
 from onepass.testing import guarded, mla_cache
 from onepass.testing.case import fetched, memory_of
-from tools.fuzz import OPS, linear, numbered, steps
-from tools.fuzz import qk_norm as qk
-from tools.fuzz import rms_norm as rows
-from tools.fuzz.cases import run, run_all
+from tests.linear import fuzz as linear
+from tests.qk_norm import fuzz as qk
+from tests.rms_norm import fuzz as rows
+from tools.fuzz import steps
+from tools.fuzz.cases import OPS, numbered, run, run_all
 
 
 def test_copies_have_the_same_values_strides_and_surroundings() -> None:

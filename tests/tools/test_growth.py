@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from onepass.core import native
-from onepass.core.call import MAX_REMEMBERED
+from onepass.core.op import MAX_REMEMBERED
 from tools.soak import growth, watch
 
 DATA = Path(__file__).parents[2] / "benchmarks/cpu/growth.json"

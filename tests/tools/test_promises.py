@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import tools.promises as promises
 from onepass.ops.rms_norm.op import rms_norm_fused_quant
 from onepass.testing.runner import Result
-from tools.promises import formats
-from tools.promises.formats import format_promises
-from tools.promises.mla_cache import mla_promises
+from tests.mla_cache.promises import mla_promises
+from tests.rms_norm import format_promises as formats
+from tests.rms_norm.format_promises import format_promises
+from tools.promises import run as promises
 
 
 @pytest.mark.sampled(15)  # each compiles kernels; one promise in fifteen stays

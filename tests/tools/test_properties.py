@@ -24,7 +24,7 @@ from torch import Tensor
 import onepass
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.testing.case import same_bytes
-from tools.fuzz import OPS, configuration, draw_case
+from tools.fuzz.cases import OPS, configuration, draw_case
 from tools.fuzz.draw import Values
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ def test_random_calls(op: str, r: Random) -> None:
         assert case.run("cpu") is None
 
 
-@pytest.mark.full  # triton/test_interpreter.py interprets cases of every op
+@pytest.mark.full  # all_ops/test_interpreter.py interprets cases of every op
 @pytest.mark.slow
 def test_random_calls_of_the_gpu_kernels() -> None:
     """The Triton kernels, interpreted; cases with values that the interpreter misreads are left out."""

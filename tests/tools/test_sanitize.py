@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onepass.testing.runner import select
+from tests.matrix import select
 from tools import sanitize
 from tools.evidence.chips import MACHINES
 from tools.sanitize import MORE, Section, chosen, clean, configurations, read, report, small, text, words

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from onepass.core import op as registration
-from onepass.core.call import MAX_REMEMBERED
-from onepass.integrations import forwards
+from onepass.core.op import MAX_REMEMBERED
+from onepass.models.forwards import attention, latent, norm
 from tools.soak import __main__ as soak
 from tools.soak import layer as ops
 from tools.soak import watch
@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 from tools.soak.models import CLOSE, FAMILIES, Model
 
 WRITE = "fused_rope_rmsnorm_quantization"
-QUIET = Reading(10**9, 10**6, 6, 2, 0, 0, 5, 5, 300)
+QUIET = Reading(10**9, 10**6, 6, 2, 0, 0, 5, 300)
 
 
 @pytest.fixture(autouse=True)
@@ -184,10 +184,10 @@ def test_a_wrong_gather_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NORMS = {
-    "Llama": "rms_norm",
-    "Qwen3": "qk_norm_rope_cache",
-    "OLMo-2": "qk_rms_norm",
-    "DeepSeek-V3": "fused_rope_rmsnorm_quantization",
+    "Llama": (norm, "rms_norm"),
+    "Qwen3": (attention, "qk_norm_rope_cache"),
+    "OLMo-2": (attention, "qk_rms_norm"),
+    "DeepSeek-V3": (latent, "fused_rope_rmsnorm_quantization"),
 }
 
 
@@ -196,7 +196,7 @@ def test_one_wrong_value_in_a_model_is_detected(family: str, monkeypatch: pytest
     assert set(NORMS) == set(FAMILIES)
     engine = Model(family, 0, "cpu")
     warmed(engine, 4)
-    right = getattr(forwards, NORMS[family])
+    right = getattr(*NORMS[family])
 
     def wrong(*arguments: Any, **options: Any) -> Any:
         result = right(*arguments, **options)
@@ -204,7 +204,7 @@ def test_one_wrong_value_in_a_model_is_detected(family: str, monkeypatch: pytest
         first[..., -1, :1] *= 1.01  # of each sequence's last token or head
         return result
 
-    monkeypatch.setattr(forwards, NORMS[family], wrong)
+    monkeypatch.setattr(*NORMS[family], wrong)
     found = [fault for _ in range(2) for fault in engine.step(True)]
     assert found and all("logits" in fault for fault in found)
 
@@ -238,16 +238,14 @@ def test_growth_is_detected() -> None:
         assert watched([QUIET, QUIET, QUIET, last[1]]) == [f"{what} grew by {most + 1}, at most {most} is allowed"]
     assert "file descriptors was 6 to 7" in watched([QUIET, QUIET._replace(descriptors=7), QUIET, QUIET])[0]
     assert "threads was 2 to 3" in watched([QUIET, QUIET, QUIET._replace(threads=3), QUIET])[0]
-    full = QUIET._replace(options=MAX_REMEMBERED, replays=MAX_REMEMBERED)
-    assert watched([QUIET, full, QUIET, QUIET]) == []
-    for name in ("options", "replays"):
-        beyond = QUIET._replace(**{name: MAX_REMEMBERED + 1})
-        assert "are remembered, at most 4096" in watched([QUIET, beyond, QUIET, QUIET])[0]
+    assert watched([QUIET, QUIET._replace(options=MAX_REMEMBERED), QUIET, QUIET]) == []
+    beyond = QUIET._replace(options=MAX_REMEMBERED + 1)
+    assert "are remembered, at most 4096" in watched([QUIET, beyond, QUIET, QUIET])[0]
 
 
 def test_readings_measure_what_they_name(tmp_path: Path) -> None:
-    for op in registration._ops:  # forget calls of other tests: the watch reports the maximum over ops
-        getattr(op.call, "__globals__", {}).get("seen", {}).clear()
+    for op in registration.ops:  # forget calls of other tests: the watch reports the maximum over ops
+        op.specs.clear()
     engine = warmed(Layer(77, "cpu"), 2)  # another seed, so the epsilons are new
     before = watch.read("cpu")
     held = [object() for _ in range(20_000)]

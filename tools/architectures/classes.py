@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from onepass.integrations.forms import Norm, OtherNorm, match
+from onepass.models.patching.forms import Norm, OtherNorm, match
 
 _TIMES = {"hf": "twice", "once": "once"}
 

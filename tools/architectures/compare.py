@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.integrations import NothingPatchedWarning, Patched
-from onepass.integrations.patching import NEXT_LAYER, ROPE_ROUNDS
+from onepass.models import NothingPatchedWarning, Patched
+from onepass.models.patching.patch import NEXT_LAYER, ROPE_ROUNDS
 
 from .small import build, logits, tokens
 

@@ -1,6 +1,6 @@
 """``python -m tools.bench.agreement``: how often the logits of a patched model are bit-identical to the model's own.
 
-The models of `tools.bench.common` with random bfloat16 weights, patched with rounding="model", read
+The models of `tools.bench.common` with random bfloat16 weights, patched with rounding="hf", read
 prompts of 1, 8 and 128 random tokens. For each length it counts the prompts whose logits are all
 bit-identical, the bit-identical logits, and the positions whose most likely token is the same. To
 find the cause it feeds each norm's own input, recorded in the unpatched model, to the model's code
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.integrations.forwards import NormCall
+from onepass.models.forwards.norm import NormRecord
 
 from . import common
 
@@ -75,7 +75,7 @@ def agreement(model: Any, length: int, count: int, device: str) -> dict[str, Any
     }
 
 
-def own_norm(x: Tensor, weight: Tensor, how: NormCall, mean: Tensor) -> Tensor:
+def own_norm(x: Tensor, weight: Tensor, how: NormRecord, mean: Tensor) -> Tensor:
     """What the norms of the families compute from a given mean of squares."""
     scaled = x.float() * torch.rsqrt(mean + how.eps)
     if how.rounding == "hf":

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.suite.timing import Behind, graph_times
-from onepass.integrations.unsplit import attend_unsplit
+from onepass.models.forwards.attend import attend_unsplit
 from onepass.ops.attention.op import attend
 from onepass.testing.case import same_bytes
 

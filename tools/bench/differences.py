@@ -1,6 +1,6 @@
 """``python -m tools.bench.differences``: why logits of patched models are not always those of the model.
 
-The models of `tools.bench.common` with random bfloat16 weights, patched with rounding="model", run prompts and a decode
+The models of `tools.bench.common` with random bfloat16 weights, patched with rounding="hf", run prompts and a decode
 step. Every launch of a patched forward is compared with the model's own code on the same inputs, by kind of launch. Then the
 model goes on with the values of its own code, in the memory of the launch's results. So all inputs are those of the
 unpatched model, and if its logits are equal too, nothing but these values makes a difference.
@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.integrations import forwards
-from onepass.integrations.forwards import AttentionCall, NormCall
+from onepass.models.forwards import attention, layer
+from onepass.models.forwards import norm as norm_module
+from onepass.models.forwards.attention import Turn
+from onepass.models.forwards.norm import NormRecord
 from onepass.ops.qk_norm.op import qk_rms_norm
 
 from . import common
@@ -47,7 +49,7 @@ class Rows(NamedTuple):
 
     x: Tensor
     weight: Tensor
-    how: NormCall
+    record: NormRecord
     then: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
@@ -88,7 +90,7 @@ def explained(ours: Tensor, rows: Rows, numbers: Tensor) -> Tensor:
     found = torch.full((len(ours),), ULPS + 1, device=ours.device)
     for change in sorted(range(-ULPS, ULPS + 1), key=abs):
         other = (mean.view(torch.int32) + change).view(torch.float32)
-        made = own_norm(rows.x, rows.weight, rows.how, other)
+        made = own_norm(rows.x, rows.weight, rows.record, other)
         made = made if rows.then is None else rows.then(made, numbers)
         equal = same_bytes(made, ours).all(1) & (found > ULPS)
         found[equal] = abs(change)
@@ -101,22 +103,23 @@ class Comparison:
     def __init__(self, model: Any) -> None:
         self.kinds: dict[str, Found] = {}
         self.attentions = {m.q_norm.weight.data_ptr(): m for m in model.modules() if hasattr(m, "q_norm")}
-        self.own_add_norm = forwards.add_norm
+        self.own_add_norm: Any = norm_module.add_norm
         self.own_heads: Any = qk_rms_norm
-        self.own_turned = forwards._normed_and_rotated
+        self.own_turned = attention.turned
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Compare every launch in this block."""
-        names = {"add_norm": self.add_norm, "qk_rms_norm": self.heads, "_normed_and_rotated": self.turned}
-        before = {name: getattr(forwards, name) for name in names}
-        for name, function in names.items():
-            setattr(forwards, name, function)
+        places: list[tuple[Any, str, Any]] = [(module, "add_norm", self.add_norm) for module in (norm_module, layer)]
+        places += [(attention, "qk_rms_norm", self.heads), (attention, "turned", self.turned)]
+        before = [(module, name, getattr(module, name)) for module, name, _ in places]
+        for module, name, function in places:
+            setattr(module, name, function)
         try:
             yield
         finally:
-            for name, function in before.items():
-                setattr(forwards, name, function)
+            for module, name, function in before:
+                setattr(module, name, function)
 
     def found(self, kind: str) -> Found:
         """What is known about a kind."""
@@ -147,16 +150,16 @@ class Comparison:
             ours.copy_(own)
         return made
 
-    def turned(self, how: AttentionCall, q: Tensor, k: Tensor, gammas: tuple[Tensor, Tensor], rope: Any) -> Any:
+    def turned(self, module: Any, turn: Turn, states: tuple[Any, ...], angles: Any, layer: Any = None) -> Any:
         """The norms of q and k and their rotation."""
-        made = self.own_turned(how, q, k, gammas, rope)
-        attention = self.attentions[gammas[0].data_ptr()]
-        rotate = sys.modules[how.home].apply_rotary_pos_emb
-        norms = attention.q_norm, attention.k_norm
+        made = self.own_turned(module, turn, states, angles, layer)
+        q, k, _ = states
+        rotate = sys.modules[module._onepass.namespace].apply_rotary_pos_emb
+        norms = module.q_norm, module.k_norm
         heads = [type(norm).forward(norm, x).transpose(1, 2) for norm, x in zip(norms, (q, k), strict=True)]
-        turned = [t.transpose(1, 2) for t in rotate(*heads, *rope[:2])]
+        turned = [t.transpose(1, 2) for t in rotate(*heads, *angles)]
         for ours, own, x, norm in zip(made, turned, (q, k), norms, strict=True):
-            then = _rotation(rotate, rope[:2], x)
+            then = _rotation(rotate, angles, x)
             self.found(TURNED).compare(ours, own, Rows(x, norm.weight, norm._onepass, then))
             ours.copy_(own)
         return made

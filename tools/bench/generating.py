@@ -37,7 +37,7 @@ class Form(NamedTuple):
         options: dict[str, Any] = {"cache_implementation": "static"} if self.static else {}
         options |= SAMPLING if self.sampled else {"do_sample": False}
         options |= {"streamer": Streamer()} if self.streamed else {}
-        return options | ({"custom_generate": onepass.integrations.generate} if self.captured else {})
+        return options | ({"custom_generate": onepass.models.generate} if self.captured else {})
 
 
 class Streamer:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite.timing import Behind
-from onepass.integrations.decode_latent import latents_by_torch, latents_in_splits
+from onepass.models.forwards.latent import latents_by_torch, latents_in_splits
 from onepass.ops.head_product.op import head_product
 from onepass.ops.latent_attention.op import attend_latents
 

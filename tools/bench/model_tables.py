@@ -139,7 +139,7 @@ def _generated(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "`model.generate()` as users call it, microseconds per token: the time of a call, with its prompt of "
         f"{rows[0]['prompt']} tokens, divided by {rows[0]['new_tokens']} new tokens. `captured` is "
-        "`custom_generate=onepass.integrations.generate`; the first three columns have the default, growing cache.",
+        "`custom_generate=onepass.models.generate`; the first three columns have the default, growing cache.",
         "",
         *table(
             ["model", "batch", *names],

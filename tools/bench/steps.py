@@ -39,7 +39,7 @@ class Step:
 
     def _cache(self, latent: bool) -> Any:
         if latent:
-            from onepass.integrations import MlaCache
+            from onepass.models import MlaCache
 
             return MlaCache(self.model.config.num_hidden_layers, LENGTH, static=True)
         import transformers

@@ -31,13 +31,13 @@ BASELINE = "unpatched"
 _MAX = "max-autotune-no-cudagraphs"
 WAYS: dict[str, Way] = {
     "eager": _way(BASELINE),
-    "patched": _way("patched", rounding="model"),
+    "patched": _way("patched", rounding="hf"),
     "once": _way("patched, once", rounding="once"),
     "latent": _way("patched, once, MlaCache", latent=True, rounding="once"),
     "compile": _way("torch.compile", "default"),
-    "compile-patched": _way("torch.compile, patched", "default", rounding="model"),
+    "compile-patched": _way("torch.compile, patched", "default", rounding="hf"),
     "max-autotune": _way("max-autotune", _MAX),
-    "max-autotune-patched": _way("max-autotune, patched", _MAX, rounding="model"),
+    "max-autotune-patched": _way("max-autotune, patched", _MAX, rounding="hf"),
     "decode": _way("decode", decode=True),
     "decode-compile": _way("torch.compile, decode", "default", decode=True),
     "fp8": _way("decode, fp8", decode=True, weights="fp8"),
@@ -68,9 +68,9 @@ class Models:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.copies: dict[tuple[tuple[str, Any], ...], tuple[Any, onepass.integrations.Patched]] = {}
+        self.copies: dict[tuple[tuple[str, Any], ...], tuple[Any, onepass.models.Patched]] = {}
 
-    def of(self, way: Way) -> tuple[Any, onepass.integrations.Patched | None]:
+    def of(self, way: Way) -> tuple[Any, onepass.models.Patched | None]:
         """The model for a way, and what was patched in it."""
         if not way.options:
             return self.model, None

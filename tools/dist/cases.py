@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onepass import dist
 from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
-from onepass.testing import oracle
+from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.testing.case import same_bytes
 from onepass.testing.compare import FLOAT32_ERROR
 from tools.dist.ranks import Place
@@ -78,7 +78,7 @@ class Problem:
         """Compare with the oracle on whole rows and, in float32, with the unsharded op."""
         parts = ((q_out, self.q, self.gamma_q, self.mine_q), (k_out, self.k, self.gamma_k, self.mine_k))
         for name, (out, whole, gamma, mine) in zip("qk", parts, strict=True):
-            exact = oracle.rms_norm(whole, gamma, EPS).y[..., mine]
+            exact = rms_norm_reference.rms_norm(whole, gamma, EPS).y[..., mine]
             wrong = floats(out, exact, error=max(FLOAT32_ERROR, agreement(whole.shape[-1], size)))
             if wrong:
                 return f"{name}_out against the oracle: {wrong}"
@@ -212,7 +212,7 @@ def start_and_finish(place: Place) -> str | None:
     q, k, gamma_q, gamma_k = p.local
     pending = dist.start_qk_stats(q, k, group=_world())
     between = q @ q.mT  # other work
-    got = dist.finish(pending, gamma_q, gamma_k, EPS)
+    got = dist.finish_qk_rms_norm(pending, gamma_q, gamma_k, EPS)
     again = pending.apply(gamma_q, gamma_k, EPS)
     expected = dist.qk_rms_norm(q, k, gamma_q, gamma_k, EPS, group=_world())
     if not all(map(same_bytes, (*got, *again), expected * 2)) or not between.isfinite().all():
@@ -293,7 +293,7 @@ def one_tensor(place: Place) -> str | None:
     """`dist.rms_norm`, with an offset, also in place."""
     p = problem(place, (3, 5), shares(700, place.size), [8] * place.size)
     q, _, gamma_q, _ = p.local
-    exact = oracle.rms_norm(p.q, p.gamma_q, EPS, weight_offset=1.0).y[..., p.mine_q]
+    exact = rms_norm_reference.rms_norm(p.q, p.gamma_q, EPS, weight_offset=1.0).y[..., p.mine_q]
     y = dist.rms_norm(q, gamma_q, EPS, group=_world(), weight_offset=1.0)
     wrong = floats(y, exact, error=max(FLOAT32_ERROR, agreement(700, place.size)))
     if wrong:

@@ -36,7 +36,7 @@ def whole_graph(place: Place) -> str | None:
     def planned(q: Tensor, k: Tensor, gamma_q: Tensor, gamma_k: Tensor) -> tuple[Tensor, ...]:
         pending = dist.start_qk_stats(q, k, plan=made, reproducible=True)
         between = q * 2
-        halves = dist.finish(pending, gamma_q, gamma_k, EPS)
+        halves = dist.finish_qk_rms_norm(pending, gamma_q, gamma_k, EPS)
         return *dist.qk_rms_norm(q, k, gamma_q, gamma_k, EPS, plan=made, weight_offset=1.0), between, *halves
 
     def grouped(q: Tensor, k: Tensor, gamma_q: Tensor, gamma_k: Tensor) -> tuple[Tensor, ...]:

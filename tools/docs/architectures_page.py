@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from onepass.integrations import patching
-from onepass.integrations.forms import OTHER_CODE
-from onepass.integrations.report import OTHER_NORM
+from onepass.models.patching import patch as patching
+from onepass.models.patching.forms import OTHER_CODE
+from onepass.models.patching.report import OTHER_NORM
 from tools.architectures.compare import OWN_CODE
 
 PATH: Final = Path("docs/notebook/architectures.md")

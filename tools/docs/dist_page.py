@@ -11,7 +11,7 @@ from typing import Any, Final
 from .docstrings import markdown
 
 PATH: Final = Path("docs/dist.md")
-ORDER: Final = ("plan", "qk_rms_norm", "start_qk_stats", "finish", "rms_norm")
+ORDER: Final = ("plan", "qk_rms_norm", "start_qk_stats", "finish_qk_rms_norm", "rms_norm")
 """Functions in the order in which a reader needs them. Classes follow."""
 _HEAD: Final = """\
 # onepass.dist

@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from onepass import ops
-from onepass.core.contract import Arg, Contract, Option, Out, describe, short
+from onepass.core.contract import Alias, Arg, Contract, Option, Out, describe, short
 
 PATH: Final = Path("docs/ops.md")
 _LAYOUTS: Final = {"rows": "last dimension contiguous", "dense": "contiguous", "any": "any"}
@@ -29,6 +29,12 @@ Shapes are symbolic: `N` is the number of columns, and `...` is any number of le
 call. A call that violates these tables raises `onepass.ContractError` with a message that names the argument. Rounding and
 the rules for NaN, zero and overflow are specified in [numerics.md](numerics.md).
 
+A caller's tensor for the main result is `out`, and for any other result `<result>_out`, such as `residual_out` and `scale_out`.
+`out_dtype` is the dtype of the main result, `<result>_dtype` that of another, and `format` names codes, groups and scales together. The
+founding ops keep the names of their [reference pages](reference.md), such as `epsilon` and `*_output`.
+
+In `torch.ops.onepass` new arguments come after the others and have defaults, so recorded calls keep running. Pass outputs by name.
+
 The host does not read the values of index tensors, because it would have to wait for the GPU. A RoPE position outside the table is
 clamped to the nearest row, and a token whose page or slot does not exist is not stored. With `ONEPASS_DEBUG=1` in the environment,
 such a call raises `ContractError` instead.
@@ -39,26 +45,33 @@ such a call raises `ContractError` instead.
 class PublicOp:
     """An op as users see it: its contract, the function they call and the number of check cases per group."""
 
+    name: str
     contract: Contract
     function: Callable[..., Any]
     cases: dict[str, int]
+    names: dict[str, str] = field(default_factory=dict)
+    """The names that an alias has for arguments of its contract."""
 
 
 def public_ops() -> Iterator[PublicOp]:
     """Every contract of `onepass.ops` whose module has a public function of that name, in order of file and line."""
-    from onepass.testing.runner import CASES
+    from tests.matrix import CASES
 
     seen: set[str] = set()
     for name in _modules():
         module = import_module(name)
         for label, contract in vars(module).items():
-            if label.startswith("_") or not isinstance(contract, Contract):
+            if label.startswith("_") or not isinstance(contract, Contract | Alias):
                 continue
-            if contract.name in seen or not hasattr(module, contract.name):
+            name, function = contract.name, getattr(module, contract.name, None)
+            if name in seen or function is None:
                 continue
-            seen.add(contract.name)
-            groups = Counter(case.group for case in CASES if case.op == contract.name)
-            yield PublicOp(contract, getattr(module, contract.name), dict(groups))
+            seen.add(name)
+            groups = dict(Counter(case.group for case in CASES if case.op == name))
+            if isinstance(contract, Alias):
+                yield PublicOp(name, contract.contract, function, groups, contract.names)
+            else:
+                yield PublicOp(name, contract, function, groups)
 
 
 def _modules() -> Iterator[str]:
@@ -71,7 +84,7 @@ def _modules() -> Iterator[str]:
 def render() -> str:
     """The text of docs/ops.md."""
     found = list(public_ops())
-    contents = [f"- [`{op.contract.name}`](#{op.contract.name}): {_summary(op.function)}" for op in found]
+    contents = [f"- [`{op.name}`](#{op.name}): {_summary(op.function)}" for op in found]
     return "\n".join([_HEAD, *contents, "", *(_section(op) for op in found)]).rstrip() + "\n"
 
 
@@ -79,7 +92,22 @@ def _summary(function: Callable[..., Any]) -> str:
     return (inspect.getdoc(function) or "").split("\n\n")[0].replace("``", "`").replace("\n", " ")
 
 
+def _alias_section(op: PublicOp) -> str:
+    name = op.contract.name
+    parts = [
+        f"## {op.name}",
+        _summary(op.function),
+        f"```python\n{_signature(op.name, inspect.signature(op.function).parameters.values())}\n```",
+        f"An alias of [`{name}`](#{name}), with its checks, results and torch op. Arguments with other names:",
+        _table(("argument", f"of `{name}`"), ((f"`{own}`", f"`{theirs}`") for theirs, own in op.names.items())),
+        _checked(op),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
 def _section(op: PublicOp) -> str:
+    if op.names:
+        return _alias_section(op)
     contract = op.contract
     parameters = inspect.signature(op.function).parameters
     parts = [

@@ -10,7 +10,7 @@ import torch
 
 from onepass.ops.qk_cache.op import qk_norm_rope_cache
 from onepass.rope import Rope
-from onepass.testing.qk_cache_inputs import BF16, FP8, Angles, QkCacheCase
+from onepass.testing.qk_cache import BF16, FP8, Angles, QkCacheCase
 from tools.evidence.published import ATTENTIONS, Attention
 
 PAGED: Final[tuple[tuple[int], ...]] = ((1,), (16,), (64,), (300,))
@@ -56,7 +56,7 @@ def calls(case: QkCacheCase) -> Iterator[Callable[[], Any]]:
         if turn.pair is not None:
             rows = (1, *lead[1:]) if turn.shared else lead
             angles = [torch.empty(*rows, turn.dim, dtype=turn.pair) for _ in range(2)]
-            given["rope"] = (*angles, turn.style)
+            given["rope"] = Rope(style=turn.style, cos=angles[0], sin=angles[1])  # type: ignore[arg-type]
         else:
             positions = torch.empty(lead, dtype=turn.positions)
             given["rope"] = Rope(torch.empty(4096, turn.dim), positions, turn.style)  # type: ignore[arg-type]

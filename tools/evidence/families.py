@@ -22,8 +22,8 @@ from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
 from onepass.testing import gemv_norm, qk_norm
 from onepass.testing.case import Case, Check
-from onepass.testing.mla_cache_inputs import FP8, MlaCase
-from onepass.testing.qk_cache_inputs import QkCacheCase
+from onepass.testing.mla_cache import FP8, MlaCase
+from onepass.testing.qk_cache import QkCacheCase
 from onepass.testing.qk_norm import APPLY, FUSED, MEANS, QkCase, Turn
 from tools.evidence import attentions
 from tools.evidence.published import FAMILIES, Latent, Model, Published

@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from onepass.formats import Rounding
-from onepass.ops.qk_cache.spec import CacheRounding, NormKind
+from onepass.ops.qk_cache.launch import NormKind
 from onepass.rope import RopeStyle
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -56,7 +56,7 @@ class Attention(NamedTuple):
     """Heads of q and k, how they are normed, and how many of their columns rotate: what the write of k and v needs."""
 
     name: str
-    rounding: CacheRounding
+    rounding: Rounding
     heads: int
     kv_heads: int
     head_dim: int

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from onepass.testing.runner import running_on
+from tests.linear.fuzz import LinearCase
 from tools import compact
 from tools.fuzz.cases import CONFIGURATIONS, OPS, numbered, run, run_all, shrink
-from tools.fuzz.linear import LinearCase
 
 SHOWN = 20
 """Failures that are shrunk and printed; more are only counted."""

@@ -9,9 +9,12 @@ from random import Random
 from typing import Any, Final, Protocol
 from zlib import crc32
 
-from tools.fuzz import gemv_norm, linear, mla_cache, qk_cache
-from tools.fuzz import qk_norm as qk
-from tools.fuzz import rms_norm as rows
+from tests.gemv_norm import fuzz as gemv_norm
+from tests.linear import fuzz as linear
+from tests.mla_cache import fuzz as mla_cache
+from tests.qk_cache import fuzz as qk_cache
+from tests.qk_norm import fuzz as qk
+from tests.rms_norm import fuzz as rows
 from tools.fuzz.steps import finish_all, told
 
 

@@ -1,8 +1,8 @@
 """The path in C against Python's, over the calls of the fuzzer: ``python -m tools.fuzz.paths --calls 100000``.
 
 Every eager call is made on copies of its tensors: by Python, then by the path in C four times, so that the last two
-repeat what the second recorded. On a GPU it is also repeated by Python (`onepass.core.replay`). Then one argument is
-spoiled, and the call is made again by both. Results, their strides, all memory that was written, and errors with their
+repeat what the second recorded. Then one argument is spoiled, and the
+call is made again by both. Results, their strides, all memory that was written, and errors with their
 messages must be equal.
 """
 
@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ from onepass.core import op as registration
 from onepass.testing.case import moved
 from onepass.testing.quantized import without_padding
 from tools import compact
-from tools.fuzz import OPS, cases, numbered
+from tools.fuzz import cases
+from tools.fuzz.cases import OPS, numbered
 
 ROUNDS: Final = ("noted", "recorded", "repeated")
 SHOWN: Final = 20
@@ -150,16 +152,13 @@ def _spoiling(arguments: tuple[Any, ...], r: Random) -> Spoil:
 
 
 @contextmanager
-def _only_python(repeating: bool) -> Iterator[None]:
-    """Without the path in C; also without Python's recordings unless ``repeating``."""
-    if repeating:
-        native._load()[0].set_enabled(False)
-    else:
-        replay.switch.on = False
+def _only_python() -> Iterator[None]:
+    """Without the path in C."""
+    replay.switch.on = False
     try:
         yield
     finally:
-        replay.switch.on = True  # and with it the path in C
+        replay.switch.on = True
 
 
 def _compare(
@@ -168,22 +167,20 @@ def _compare(
     """Make a call by all paths and note differences."""
     name, contract = op.contract.name, op.contract
     traced = frozenset(i for i, n in enumerate(contract.args) if n in ("trace", "units"))
-    with _only_python(False):
+    table = op.table
+    assert table is not None
+    with _only_python():
         expected = _outcome(call, arguments, traced, spoil)
-    before = op.table.counts()["hits"]
+    before = table.counts()["hits"]
     found = {way: _outcome(call, arguments, traced, spoil) for way in ROUNDS}
-    known = _outcome(op.table.repeat, arguments, traced, spoil)
+    known = _outcome(table.repeat, arguments, traced, spoil)
     if known is not None:
         found["repeated without Python"] = known
-    if any(t.is_cuda for t in _flat(arguments)):
-        with _only_python(True):
-            for way in ("recorded by Python", "repeated by Python"):
-                found[way] = _outcome(call, arguments, traced, spoil)
     for way, outcome in found.items():
         if outcome != expected:
             tally.wrong.append(f"{name}, {way}: other results than Python's: {_shown(outcome)}, not {_shown(expected)}")
     tally.calls[name] += 1
-    tally.repeated[name] += op.table.counts()["hits"] > before
+    tally.repeated[name] += table.counts()["hits"] > before
     tally.raised[name] += isinstance(expected[0], type)
 
 
@@ -200,20 +197,29 @@ def _both(op: registration.Op, original: Callable[..., Any], tally: Tally, *argu
     return original(*arguments)
 
 
+def _nothing(*arguments: object) -> None:
+    """Repeats no call."""
+
+
 @contextmanager
 def compared() -> Iterator[Tally]:
     """While it lasts, compare both paths at every eager call."""
-    tally = Tally()
-    registration.write_eager_entries()
-    saved = [(op, op.call, op.repeat) for op in registration._ops]
-    for op, call, _ in saved:
-        op.call = partial(_both, op, call, tally)
-        op.repeat = None  # so that every call comes here
-    try:
-        yield tally
-    finally:
-        for op, call, repeat in saved:
-            op.call, op.repeat = call, repeat
+    tally, original = Tally(), registration.Op.__call__
+
+    def both(op: registration.Op, *arguments: Any) -> Any:
+        return _both(op, partial(original, op), tally, *arguments)
+
+    for op in registration.ops:
+        op.load_table()
+    repeats = [op.repeat for op in registration.ops]
+    with patch.object(registration.Op, "__call__", both):
+        for op in registration.ops:
+            op.repeat = _nothing  # so that every call comes here
+        try:
+            yield tally
+        finally:
+            for op, repeat in zip(registration.ops, repeats, strict=True):
+                op.repeat = repeat
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import onepass
 from benchmarks.suite import machine
 from onepass.core import native
 from onepass.core import op as registration
-from onepass.core.call import MAX_REMEMBERED
+from onepass.core.op import MAX_REMEMBERED
 from onepass.nn import RMSNorm
 from tools import compact
 from tools.soak.watch import MIB, Reading, read
@@ -67,11 +67,10 @@ def _calls(device: str, r: Random) -> Iterator[Callable[[], Any]]:
 
 def remembered(reading: Reading) -> dict[str, int]:
     """What is remembered: calls in C and combinations of options, the most of any op; and the entries of all other caches."""
-    tables = [op.table.counts()["entries"] for op in registration._ops if op.table is not None]
+    tables = [op.table.counts()["entries"] for op in registration.ops if op.table is not None]
     return {
         "calls in C": max(tables, default=0),
         "options": reading.options,
-        "recordings in Python": reading.replays,
         "other entries": reading.entries,
     }
 
@@ -93,13 +92,13 @@ def measure(calls: int, device: str) -> dict[str, Any]:
             break
     later = [sample for sample in samples if sample["calls"] >= WARM_UP * calls]
     grown = {name: round(later[-1][name] - later[0][name], 1) for name in ("MiB", "GPU MiB") if name in later[0]}
-    most = {name: max(sample[name] for sample in samples) for name in ("calls in C", "options", "recordings in Python")}
+    most = {name: max(sample[name] for sample in samples) for name in ("calls in C", "options")}
     entries = later[-1]["other entries"] - later[0]["other entries"]
     return {
         "path in C": native.describe(),
         "calls": calls,
         "seconds": round(time.perf_counter() - start, 1),
-        "repeated in C": sum(op.table.counts()["hits"] for op in registration._ops if op.table is not None),
+        "repeated in C": sum(op.table.counts()["hits"] for op in registration.ops if op.table is not None),
         "most remembered": most,
         "grown in the second half": {**grown, "other entries": entries},
         "samples": samples,

@@ -13,16 +13,17 @@ from torch import Tensor
 
 from onepass.formats import E4M3FN, FLOATS, ScaleRule
 from onepass.kvcache import PagedKVCache, gather_mla
+from onepass.ops.gemv_norm.launch import MAX_ROWS
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm
-from onepass.ops.gemv_norm.spec import MAX_ROWS
+from onepass.ops.mla_cache.launch import ScaleKind
 from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
-from onepass.ops.mla_cache.spec import ScaleKind
 from onepass.ops.qk_norm.op import qk_rms_norm
+from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
-from onepass.testing import bounds, compare, gemv_norm, mla_cache, oracle
+from onepass.testing import bounds, compare, gemv_norm, mla_cache
 from onepass.testing.bounds import around
 from onepass.testing.case import same_bytes
-from onepass.testing.mla_cache_inputs import MlaCase
+from onepass.testing.mla_cache import MlaCase
 from tools.soak.batch import LONGEST, NOWHERE, PAGE, WIDTH, Churn, Ledger, Request, tables
 
 BF16, _, F32 = FLOATS
@@ -175,7 +176,7 @@ class Layer:
             got = rms_norm(x, gamma, eps)
             if check:
                 yield from _prefixed(
-                    f"rms_norm of {rows} rows", _stored(got, oracle.rms_norm(x.cpu(), gamma.cpu(), eps).y)
+                    f"rms_norm of {rows} rows", _stored(got, rms_norm_reference.rms_norm(x.cpu(), gamma.cpu(), eps).y)
                 )
 
     # --- checks -----------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class Layer:
         """Compare every op's results with the oracle, from the inputs that it got."""
         x, out = (type(t)(*(_host(v) for v in t)) for t in (x, out))  # type: ignore[assignment]
         gamma, gamma_q, gamma_kv, gamma_qs, gamma_ks, gamma_o, _ = (g.cpu() for g in self.gammas)
-        exact = oracle.rms_norm(x.hidden, gamma, EPS, residual=x.residual)
+        exact = rms_norm_reference.rms_norm(x.hidden, gamma, EPS, residual=x.residual)
         yield from _prefixed("rms_norm", _stored(out.act, exact.y))
         yield from _prefixed("rms_norm, the sum", _stored(out.h, exact.h))
         if out.y is None:
@@ -193,14 +194,16 @@ class Layer:
             yield from _prefixed("gemv, normed", norm.stored(out.q_latent))
             yield from _prefixed("gemv", y.part(slice(Q_RANK, None)).stored(out.kv))
         else:
-            normed = oracle.rms_norm(out.y[:, :Q_RANK], gamma_q, EPS).y
+            normed = rms_norm_reference.rms_norm(out.y[:, :Q_RANK], gamma_q, EPS).y
             yield from _prefixed("rms_norm of a slice", _stored(out.q_latent, normed))
         for side, (got, source, weight) in {
             "q": (out.q_normed, out.wide, gamma_qs),
             "k": (out.k_normed, out.kv[:, :LATENT], gamma_ks),
         }.items():
-            yield from _prefixed(f"qk_rms_norm, {side}", _stored(got, oracle.rms_norm(source, weight, EPS).y))
-        exact = oracle.rms_norm(x.attended, gamma_o, EPS, residual=out.h)
+            yield from _prefixed(
+                f"qk_rms_norm, {side}", _stored(got, rms_norm_reference.rms_norm(source, weight, EPS).y)
+            )
+        exact = rms_norm_reference.rms_norm(x.attended, gamma_o, EPS, residual=out.h)
         yield from _prefixed("rms_norm_fused_fp8, the sum", _stored(out.h2, exact.h))
         yield from _prefixed("rms_norm_fused_fp8, the norm", _stored(out.normed, exact.y))
         amax, rule = bounds.largest(exact.y.abs(), GROUP), ScaleRule("group", F32, GROUP)

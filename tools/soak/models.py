@@ -14,9 +14,9 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from onepass.integrations import patch
-from onepass.integrations.mla_cache import MlaCache, MlaCacheLayer
 from onepass.kvcache import PagedKVCache, gather_mla
+from onepass.models import patch
+from onepass.models.generation.mla_cache import MlaCache, MlaCacheLayer
 from tools.soak.batch import LONGEST, PAGE, Churn, Ledger, Request, tables
 
 VOCABULARY, LAYERS, CAPACITY, PAGES = 128, 2, 6, 32
@@ -44,9 +44,9 @@ _MLA: Final[dict[str, Any]] = {
     "first_k_dense_replace": LAYERS,  # no experts: with two almost equal ones a last bit would change the logits
 }
 FAMILIES: Final[dict[str, tuple[str, dict[str, Any], int, str]]] = {
-    "Llama": ("LlamaConfig", {}, 64, "model"),
+    "Llama": ("LlamaConfig", {}, 64, "hf"),
     "Qwen3": ("Qwen3Config", {"head_dim": 16}, 64, "once"),
-    "OLMo-2": ("Olmo2Config", {}, 64, "model"),
+    "OLMo-2": ("Olmo2Config", {}, 64, "hf"),
     "DeepSeek-V3": ("DeepseekV3Config", _MLA, 40, "once"),
 }
 """Configuration class, options beyond the sizes above, columns per entry, and the rounding of the patch."""

@@ -9,12 +9,12 @@ import statistics
 import sys
 from array import array
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from onepass.core import op as registration
-from onepass.core.call import MAX_REMEMBERED
+from onepass.core.op import MAX_REMEMBERED
 
 QUARTERS: Final = 4
 KEPT: Final = 4000
@@ -32,7 +32,6 @@ class Reading(NamedTuple):
     allocated: int
     reserved: int
     options: int
-    replays: int
     entries: int
 
 
@@ -45,10 +44,10 @@ GROWTH: Final[dict[str, tuple[str, dict[str, int]]]] = {
 }
 """What may grow, and by how much, from the median of the first quarter after the warm-up to that of the last.
 
-Host memory varies by the size of `MAX_REMEMBERED` combinations of options and, on a GPU, as many replays, which are larger.
+Host memory varies by the size of `MAX_REMEMBERED` combinations of options.
 """
 CONSTANT: Final = {"descriptors": "file descriptors", "threads": "threads"}
-BOUNDED: Final = {"options": "combinations of options", "replays": "calls with one combination of options"}
+BOUNDED: Final = {"options": "combinations of options"}
 
 
 def read(device: str) -> Reading:
@@ -68,13 +67,10 @@ def read(device: str) -> Reading:
     )
 
 
-def remembered() -> tuple[int, int, int]:
-    """The most option combinations of an op, the most replays of one of them, and the entries of all other caches."""
-    options = replays = entries = 0
-    for op in registration._ops:
-        seen: dict[Any, tuple[dict[Any, Any], dict[Any, Any]]] = getattr(op.call, "__globals__", {}).get("seen", {})
-        options = max(options, len(seen))
-        replays = max([replays, *(len(known) for _, known in list(seen.values()))])
+def remembered() -> tuple[int, int]:
+    """The most option combinations of an op, and the entries of all other caches."""
+    entries = 0
+    options = max(len(op.specs) for op in registration.ops)
     for name, module in list(sys.modules.items()):
         if name.startswith("onepass.") and ".testing" not in name:
             for held, value in list(vars(module).items()):
@@ -83,7 +79,7 @@ def remembered() -> tuple[int, int, int]:
                         entries += len(cache)
                 if hasattr(value, "cache_info") and getattr(value, "__module__", "") == name:
                     entries += value.cache_info().currsize
-    return options, replays, entries
+    return options, entries
 
 
 class Watch:

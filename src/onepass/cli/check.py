@@ -9,28 +9,27 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from ..testing import runner
 from ..testing.case import Check
 from ..testing.runner import Result
-from .common import Progress, UsageError, cannot_write, table, usable_device
+from .common import Commands, Progress, UsageError, cannot_write, table, usable_device
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the command to the command line."""
     words = "run a representative set of cases against the float64 oracle"
     description = (
-        "Run cases against the float64 oracle; the exit status is 1 if one fails. By default these are few that together "
-        "have every op, and every dtype, format and option of each kernel family: about a minute."
+        "Run cases against the float64 oracle; the exit status is 1 if one fails. Together they have every op, and every "
+        "dtype, format and option of each kernel family: about a minute."
     )
     parser = commands.add_parser("check", help=words, description=description, allow_abbrev=False)
     option = parser.add_argument
     where = "cpu, cuda, or interpreter, which runs the GPU kernels on the CPU; default cpu"
     option("--device", type=usable_device, default="cpu", metavar="DEVICE", help=where)
     option("--op", action="append", default=[], metavar="NAME", help="only this op; repeatable")
-    option("--all", action="store_true", help="every case; takes many minutes on a new machine")
-    option("--match", default="", metavar="TEXT", help="every case whose name contains this; a|b: this or that")
+    option("--match", default="", metavar="TEXT", help="only cases whose name contains this; a|b: this or that")
     option("--json", default="", metavar="FILE", help="write results here as JSON; '-' is stdout")
     parser.set_defaults(run=check, parser=parser)
 
@@ -41,7 +40,7 @@ def check(options: argparse.Namespace) -> int:
     if device == "interpreter" and os.environ.get("TRITON_INTERPRET") != "1":
         # Triton reads the variable once, when it is imported, so this takes a new process.
         command = [sys.executable, "-m", "onepass", "check", *(f"--op={name}" for name in options.op)]
-        command += ["--device", device, f"--match={options.match}", f"--json={options.json}", *["--all"] * options.all]
+        command += ["--device", device, f"--match={options.match}", f"--json={options.json}"]
         return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     cases, skipped = _chosen(options)
     stream = sys.stderr if options.json == "-" else sys.stdout  # results on stdout must stay parseable
@@ -73,7 +72,7 @@ def _chosen(options: argparse.Namespace) -> tuple[list[Check], int]:
     if not cases:
         limit = " and is short enough to interpret" if skipped else ""
         raise UsageError(f"argument --match: no case has {options.match!r} in its name{limit}")
-    return cases if options.all or options.match else runner.representative(cases), skipped
+    return cases, skipped
 
 
 def _run(cases: list[Check], device: str, stream: TextIO) -> list[Result]:

@@ -9,7 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Sequence
 from importlib import util
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
 import torch
 
@@ -22,6 +22,10 @@ EVERY = 15.0
 REFRESH = 0.2
 """The same in a terminal, where a line replaces the one before."""
 _BACKEND = {"cpu": "cpu", "cuda": "triton", "interpreter": "interpreter"}
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""Where a command adds itself to the command line."""
 
 
 class UsageError(argparse.ArgumentTypeError):

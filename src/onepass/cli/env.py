@@ -14,7 +14,7 @@ from .. import __version__
 from ..core import native
 from ..core.contract import short
 from ..formats import FLOATS, FP8_CODES, GROUP_SIZES, SCALE_FORMATS
-from .common import backend_status, table
+from .common import Commands, backend_status, table
 from .machine import version
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "transformers")
@@ -61,7 +61,7 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the command to the command line."""
     words = "show versions, devices and which backends work here"
     parser = commands.add_parser("env", help=words, description=f"{words.capitalize()}.", allow_abbrev=False)

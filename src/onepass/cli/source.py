@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from enum import StrEnum
 from importlib import import_module
 from typing import Any
@@ -12,7 +11,9 @@ import torch
 
 from ..core import backend as dispatch
 from ..core import op as registration
+from ..ops.rms_norm.contract import RMS_NORM_FUSED_FP8
 from ..testing import runner
+from ..testing.case import Check
 from .common import UsageError, backend_status
 
 
@@ -20,7 +21,6 @@ class Part(StrEnum):
     """The kinds of generated code."""
 
     validation = "validation"
-    fastpath = "fastpath"
     cpu = "cpu"
     triton = "triton"
 
@@ -32,7 +32,7 @@ _ROOMS = {Part.cpu: "cpu", Part.triton: "gpu"}
 def add(commands: Any) -> None:
     """Add the command to the command line."""
     words = "print the code generated for an op"
-    description = f"{words.capitalize()}: validation, fast path, CPU kernel as LLVM IR, Triton launch."
+    description = f"{words.capitalize()}: validation, CPU kernel as LLVM IR, prologues in Triton."
     parser = commands.add_parser("source", help=words, description=description, allow_abbrev=False)
     parser.add_argument("op", metavar="OP", help="a public op, such as rms_norm")
     parser.add_argument("--part", choices=[part.value for part in Part], help="only this kind of generated code")
@@ -44,47 +44,55 @@ def source(options: argparse.Namespace) -> int:
     if options.op not in runner.OPS:
         raise UsageError(f"argument OP: no op {options.op!r}; choose from {', '.join(runner.OPS)}")
     for part in [Part(options.part)] if options.part else list(Part):
-        texts = _python(options.op, part) if part in (Part.validation, Part.fastpath) else _backend(options.op, part)
+        texts = _validation(options.op) if part is Part.validation else _backend(options.op, part)
         for title, text in texts.items():
             comment = ";" if title == "LLVM IR" else "#"
             print(f"{comment} --- {part}: {title}\n{text.strip()}\n")
     return 0
 
 
-def _python(op: str, part: Part) -> dict[str, str]:
-    """The functions generated from the op's declarations."""
-    found: dict[str, str] = registration.generated_sources(op)
-    return {title: text for title, text in found.items() if ("validation" in title) == (part is Part.validation)}
+def _validation(op: str) -> dict[str, str]:
+    """The validation generated from the contract of an op, or of the op that it is an alias of."""
+    alias = RMS_NORM_FUSED_FP8
+    return registration.generated_sources(alias.contract.name if op == alias.name else op)
 
 
 def _backend(op: str, backend: Part) -> dict[str, str]:
-    """The code that a backend generates for the smallest case of the op."""
+    """The code that a backend generates for the smallest case of the op: LLVM IR, or a prologue's Triton source."""
     usable, why = backend_status()[backend]
     if not usable:
         return {f"not available: {why}": ""}
     spec = _sample(op, backend)
-    launcher = import_module(f"onepass.{_ROOMS[backend]}.launch")
-    found: dict[str, str] = dict(launcher.generated_sources())
     if backend is Part.cpu:
-        found["LLVM IR"] = launcher.ir_of(spec)
-    return found or {"no code is generated for this op; its kernels are in onepass/ops": ""}
+        ir: str = import_module("onepass.cpu.launch").ir_of(spec)
+        return {"LLVM IR": ir}
+    prologues: dict[str, str] = import_module("onepass.gpu.prologue").generated_sources()
+    return prologues or {"no code is generated for this op; its kernels are in onepass/ops": ""}
 
 
-def _sample(op: str, backend: Part) -> Any:
+def _sample(op: str, backend: Part) -> object:
     """Call the op on its smallest case; return the spec of the kernel that it launched."""
-    seen: list[Any] = []
+    seen: list[object] = []
 
-    def recording(family: str) -> Callable[[Any], None]:
-        launch = import_module(f"onepass.ops.{family}.{_ROOMS[backend]}").launch
+    def recording(family: str) -> dispatch.Launch:
+        launch: dispatch.Launch = import_module(f"onepass.ops.{family}.{_ROOMS[backend]}").launch
 
-        def record(call: Any) -> None:
+        def record(call: dispatch.SomeCall[object]) -> None:
             seen.append(call.spec)
             launch(call)
 
         return record
 
     module = runner.MODULES[op]
-    case = min(runner.select([op]), key=lambda case: (case.group != "short", len(case.name)))
+    generates = Part.triton is backend  # of prologues alone
+    case = min(
+        runner.select([op]),
+        key=lambda case: (generates and not _has_prologue(case), case.group != "short", len(case.name)),
+    )
     with torch.inference_mode(), dispatch.launching_with(recording):
         module.call(case, module.inputs(case, "cpu" if backend is Part.cpu else "cuda"))
     return seen[-1]
+
+
+def _has_prologue(case: Check) -> bool:
+    return "prologue" in getattr(case, "options", {})

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
 from ..errors import ContractError, Unsupported
 from ..trace import PHASES, GmemTrace, NullTrace, Timeline, TraceBuf, percent
-from .common import Progress, UsageError, add_device, at_least, cannot_write, table
+from .common import Commands, Progress, UsageError, add_device, at_least, cannot_write, table
 from .machine import label
 
 EPS: Final = 1e-6
@@ -25,7 +25,7 @@ FILES: Final = "onepass-trace-gemv"
 DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the command to the command line."""
     words = "show where one launch spends its time, block by block"
     parser = commands.add_parser("trace", help=words, description=f"{words.capitalize()}.", allow_abbrev=False)

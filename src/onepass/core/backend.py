@@ -1,4 +1,4 @@
-"""Selects a kernel family's backend by device. Backends are imported at first use and can be replaced."""
+"""Finds an op's launch function by the device of its tensors. Backends are imported at first use and can be replaced."""
 
 from __future__ import annotations
 
@@ -7,43 +7,64 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final
+from types import ModuleType
+from typing import Any, Final, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..errors import Unsupported
 from . import replay
 
+Spec = TypeVar("Spec", covariant=True)
+
+
+class SomeCall(Protocol[Spec]):
+    """A validated call of an op."""
+
+    @property
+    def spec(self) -> Spec:
+        """What the kernel computes: everything but sizes that affects its machine code."""
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU that the tensors are on, or -1."""
+
+
+Launch = Callable[..., None]
+"""Runs a validated call of an op."""
+Choose = Callable[[str], Launch]
+
 _BACKENDS: Final = {"cpu": "cpu", "cuda": "gpu"}
-_families: Final[list[Family]] = []
+_launches: Final[dict[tuple[str, str], Launch]] = {}
+"""The launch functions used so far, by op and kind of device."""
+_choosers: Final[list[Choose]] = []
+"""Those of open `launching_with`, the innermost last."""
 
 
-class Family:
-    """A kernel family: the modules ``cpu`` and ``gpu`` of ``onepass.ops.<name>``. Attention has only the second."""
+def launch_for(op: str, tensor: Tensor) -> Launch:
+    """``launch`` of ``onepass.ops.<op>.cpu`` or ``.gpu``, by the tensor's device. Attention has only the second."""
+    return _launches.get((op, "cpu" if tensor.is_cpu else "cuda")) or _load(op, tensor.device.type)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._launch: dict[str, Any] = {}
-        _families.append(self)
 
-    def launch(self, tensor: Tensor) -> Any:
-        """The launch function for the tensor's device."""
-        return self._launch.get("cpu" if tensor.is_cpu else "cuda") or self._load(tensor.device.type)
+def _load(op: str, device: str) -> Launch:
+    if _choosers:
+        stand_in = _chosen_later(_choosers[-1], op)
+        _launches[op, "cpu"] = _launches[op, "cuda"] = stand_in
+        return stand_in
+    module = f"onepass.ops.{op}.{_BACKENDS[device]}"
+    if find_spec(module) is None:
+        raise Unsupported(f"{op}: there is no kernel for {device}")
+    launch: Launch = import_module(module).launch
+    _launches[op, device] = launch
+    return launch
 
-    def _load(self, device: str) -> Any:
-        module = f"onepass.ops.{self.name}.{_BACKENDS[device]}"
-        if find_spec(module) is None:
-            raise Unsupported(f"{self.name}: there is no kernel for {device}")
-        found = self._launch[device] = import_module(module).launch
-        return found
 
-    def config(self, tensor: Tensor, name: str) -> Any:
-        """A function of the backend's ``cpu_tile`` or ``gpu_tile``, which needs neither Triton nor llvmlite.
+def tiles_for(op: str, tensor: Tensor) -> ModuleType:
+    """The module that divides calls of an op on the tensor's device, which needs neither Triton nor llvmlite.
 
-        The GPU backend also answers for devices without kernels (meta).
-        """
-        backend = _BACKENDS.get(tensor.device.type, "gpu")
-        return getattr(import_module(f"onepass.ops.{self.name}.{backend}_tile"), name)
+    The GPU backend also answers for devices without kernels (meta).
+    """
+    return import_module(f"onepass.ops.{op}.{'cpu' if tensor.is_cpu else 'gpu_tile'}")
 
 
 def extension(name: str) -> Any:
@@ -52,31 +73,30 @@ def extension(name: str) -> Any:
 
 
 @contextmanager
-def launching_with(choose: Callable[[str], Callable[..., None]]) -> Iterator[None]:
-    """Pass every launch of a family to ``choose(family)`` instead of a backend: an interpreter, a recorder, a stub.
+def launching_with(choose: Choose) -> Iterator[None]:
+    """Pass every launch of an op to ``choose(op)`` instead of a backend: an interpreter, a recorder, a stub.
 
-    A family's is chosen at its first launch.
+    An op's is chosen at its first launch.
     """
-    saved = [(family, dict(family._launch)) for family in _families]
+    saved = dict(_launches)
     replay.switch.on = False
-    for family, _ in saved:
-        chosen = _chosen_later(choose, family.name)
-        family._launch.update(cpu=chosen, cuda=chosen)
+    _choosers.append(choose)
+    _launches.clear()
     try:
         yield
     finally:
         replay.switch.on = True
-        for family, found in saved:
-            family._launch.clear()
-            family._launch.update(found)
+        _choosers.remove(choose)
+        _launches.clear()
+        _launches.update(saved)
 
 
-def _chosen_later(choose: Callable[[str], Callable[..., None]], name: str) -> Callable[..., None]:
-    found: list[Callable[..., None]] = []
+def _chosen_later(choose: Choose, op: str) -> Launch:
+    chosen: list[Launch] = []
 
-    def launch(*arguments: Any) -> None:
-        if not found:
-            found.append(choose(name))
-        found[0](*arguments)
+    def launch(*arguments: object) -> None:
+        if not chosen:
+            chosen.append(choose(op))
+        chosen[0](*arguments)
 
     return launch

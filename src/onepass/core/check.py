@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from textwrap import dedent
 from typing import Any, Final, NamedTuple, NoReturn
@@ -291,11 +291,10 @@ def needs_grad(name: str, arg: Arg | None) -> str:
     return f"({name} is not None and {name}.requires_grad)" if may_be_absent else f"{name}.requires_grad"
 
 
-def write_body(write: Writer, contract: Contract, options: bool) -> None:
+def write_body(write: Writer, contract: Contract) -> None:
     """Write all checks, then the allocation of outputs."""
-    if options:
-        for name, option in contract.options.items():
-            check_option_lines(write, name, option)
+    for name, option in contract.options.items():
+        check_option_lines(write, name, option)
     for name, arg in contract.args.items():
         if arg.many:
             _check_many(write, name, arg)
@@ -319,13 +318,6 @@ def write_body(write: Writer, contract: Contract, options: bool) -> None:
         _allocate(write, out)
 
 
-def run_source(source: str, label: str, scope: dict[str, Any]) -> None:
-    """Execute generated source under a file name that tracebacks can show."""
-    filename = f"<onepass {label}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    exec(compile(source, filename, "exec"), scope)
-
-
 class Validation(NamedTuple):
     """The functions generated from one contract."""
 
@@ -333,6 +325,17 @@ class Validation(NamedTuple):
     """``prepare(*args, *options, *outs)`` validates everything and returns the outputs, allocating those that are None."""
     present: Callable[..., tuple[bool, ...]]
     """``present(*args, *options)`` returns which outputs such a call has."""
+
+
+class EagerValidation(NamedTuple):
+    """The same for plain eager calls."""
+
+    prepare: Callable[..., tuple[Tensor | None, ...]]
+    """Also rejects negated views, which compilers cannot test for and the dispatcher resolves."""
+    check_options: Callable[..., None]
+    """Validates the options alone."""
+    models: Mapping[int, int]
+    """The positions, among tensors and outputs, of outputs that are allocated like a tensor, and of that tensor."""
 
 
 contracts: Final[dict[str, Contract]] = {}
@@ -343,18 +346,49 @@ contracts: Final[dict[str, Contract]] = {}
 def validation_of(contract: Contract) -> Validation:
     """Generate ``prepare`` and ``present``, once per contract."""
     write = Writer(contract)
-    inputs = ", ".join([*contract.args, *contract.options])
-    outs = contract.out_names
-    write(f"def prepare({inputs}, {', '.join(out + '=None' for out in outs)}):", 0)
-    write_body(write, contract, options=True)
-    write(f"return {', '.join(outs)},")
-    write(f"def present({inputs}):", 0)
+    _write_prepare(write, contract)
+    write(f"def present({', '.join([*contract.args, *contract.options])}):", 0)
     write(f"return {', '.join(out.when for out in contract.outs.values())},")
-    run_source("\n".join(write.lines) + "\n", f"validation of {contract.name}", write.scope)
+    run_source(write.lines, f"validation of {contract.name}", write.scope)
     contracts[contract.name] = contract
     return Validation(write.scope["prepare"], write.scope["present"])
 
 
-def generated_source(op_name: str) -> str:
-    """The validation code of the op with that name, or "" if there is none."""
-    return "".join(linecache.getlines(f"<onepass validation of {op_name}>"))
+@cache
+def eager_validation_of(contract: Contract) -> EagerValidation:
+    """Generate the validation of eager calls, at the first one."""
+    write = Writer(contract, eager=True)
+    _write_prepare(write, contract)
+    write(f"def check_options({', '.join(contract.options)}):", 0)
+    for name, option in contract.options.items():
+        check_option_lines(write, name, option)
+    write("return")
+    run_source(write.lines, f"eager validation of {contract.name}", write.scope)
+    positions = {name: i for i, name in enumerate(contract.args)}
+    models: dict[int, int] = {}
+    for i, out in enumerate(contract.outs.values(), start=len(contract.args)):
+        shape = write.shapes.get(out.dims, "").removesuffix("_shape")
+        if shape in positions:
+            models[i] = positions[shape]
+    return EagerValidation(write.scope["prepare"], write.scope["check_options"], models)
+
+
+def _write_prepare(write: Writer, contract: Contract) -> None:
+    inputs, outs = ", ".join([*contract.args, *contract.options]), contract.out_names
+    write(f"def prepare({inputs}, {', '.join(out + '=None' for out in outs)}):", 0)
+    write_body(write, contract)
+    write(f"return {', '.join(outs)},")
+
+
+def run_source(lines: Sequence[str], label: str, scope: dict[str, Any]) -> None:
+    """Execute generated source under a file name that tracebacks can show."""
+    source, filename = "\n".join(lines) + "\n", f"<onepass {label}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    exec(compile(source, filename, "exec"), scope)
+
+
+def generated_sources(op_name: str) -> dict[str, str]:
+    """The validation code that was generated for the contract of that name, by title."""
+    titles = (f"validation of {op_name}", f"eager validation of {op_name}")
+    sources = {title: "".join(linecache.getlines(f"<onepass {title}>")) for title in titles}
+    return {title: source for title, source in sources.items() if source}

@@ -15,13 +15,14 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..errors import ContractError
+from ..errors import ContractError, Unsupported, renamed
 
+R = TypeVar("R")
 Layout = Literal["rows", "dense", "any"]
 """``rows``: last dimension contiguous; ``dense``: contiguous; ``any``: validated by the op's own rules."""
 
@@ -55,7 +56,7 @@ class Arg:
     """``hint(known sizes, tensor of the wrong shape)``: advice to append to the error message, or ""."""
 
     def schema(self, alias: str = "") -> str:
-        """Return the argument's type in a torch schema."""
+        """The argument's type in a torch schema."""
         written = f"({alias}!)" if self.mutable else ""
         return "Tensor[]" if self.many else f"Tensor{written}{'?' if self.optional else ''}"
 
@@ -77,6 +78,13 @@ class Option:
     def schema(self) -> str:
         """The option's type in a torch schema."""
         return self.type + ("?" if self.optional else "")
+
+    @property
+    def schema_default(self) -> str:
+        """The default in a torch schema."""
+        if isinstance(self.default, torch.dtype):
+            return short(self.default)
+        return f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
 
     def accepts(self, name: str, value: object) -> bool:
         """Whether ``value`` is legal for this option, which is called ``name`` in its condition."""
@@ -166,33 +174,71 @@ class Contract:
     @property
     def schema(self) -> str:
         """The functional op's torch schema."""
-        return f"{self.name}({', '.join(self._inputs)}) -> Tensor[]"
+        return f"{self.name}({_declared(self._inputs)}) -> Tensor[]"
 
     @property
     def out_schema(self) -> str:
         """The schema of the variant that writes into the caller's tensors."""
-        outs = [f"Tensor({chr(97 + i)}!)? {out.argument}" for i, out in enumerate(self.outs.values())]
-        return f"{self.name}{'' if self.in_place else '_out'}({', '.join([*self._inputs, *outs])}) -> ()"
+        outs = [(f"Tensor({chr(97 + i)}!)? {out.argument}", "None") for i, out in enumerate(self.outs.values())]
+        return f"{self.name}{'' if self.in_place else '_out'}({_declared([*self._inputs, *outs])}) -> ()"
 
     @property
-    def _inputs(self) -> list[str]:
+    def _inputs(self) -> list[tuple[str, str]]:
+        """The declarations and defaults of arguments and options; "" for none."""
         aliases = (chr(97 + len(self.outs) + i) for i in range(len(self.args)))
-        tensors = [f"{a.schema(next(aliases))} {n}" for n, a in self.args.items()]
-        return tensors + [f"{o.schema} {n}" for n, o in self.options.items()]
+        tensors = [(f"{a.schema(next(aliases))} {n}", "None" if a.optional else "") for n, a in self.args.items()]
+        return tensors + [(f"{o.schema} {n}", o.schema_default) for n, o in self.options.items()]
+
+    def completed(self, function: Callable[..., R], outs: bool, first: int = 0) -> Callable[..., R]:
+        """``function`` for torch, which leaves out the last arguments of a call that equal the schema's defaults.
+
+        The first argument of the op, ``outs`` included or not, is that of the function after ``first`` others.
+        """
+        defaults: list[Any] = [*(None for _ in self.args), *(option.default for option in self.options.values())]
+        defaults += [None for _ in self.outs] if outs else []
+
+        def complete(*arguments: Any) -> R:
+            return function(*arguments, *defaults[len(arguments) - first :])
+
+        return complete
 
     def fail(self, argument: str, expects: str, got: str) -> NoReturn:
         """Raise a `ContractError` in the standard format."""
         raise ContractError(f"{self.public_name}: `{self.known_as.get(argument, argument)}` must {expects}, got {got}")
 
-    def blame(self, **tensors: Any) -> None:
+    def blame(self, **tensors: object) -> None:
         """Reject non-tensors and non-strided tensors with an error that names the argument."""
         for name, value in tensors.items():
-            many = isinstance(value, (list, tuple)) and (name not in self.args or self.args[name].many)
-            for tensor in value if many else (value,):
+            many = name not in self.args or self.args[name].many
+            for tensor in value if many and isinstance(value, (list, tuple)) else (value,):
                 if not isinstance(tensor, Tensor | None):
                     self.fail(name, "be a tensor", describe(tensor))
                 if tensor is not None and (tensor.layout is not torch.strided or tensor.is_nested):
                     self.fail(name, "be strided", "a nested tensor" if tensor.is_nested else str(tensor.layout))
+
+
+@dataclass(frozen=True, eq=False)
+class Alias:
+    """A second public function of an op, with other names for some of its arguments."""
+
+    name: str
+    contract: Contract
+    names: dict[str, str]
+    """The function's names of the arguments that it calls otherwise."""
+
+    def error(self, error: ContractError | Unsupported) -> ContractError | Unsupported:
+        """An error of the op as one of this function."""
+        return renamed(error, self.name, self.names)
+
+
+def _declared(arguments: Sequence[tuple[str, str]]) -> str:
+    """The arguments of a schema. Those after which none is required have their defaults."""
+    written: list[str] = []
+    required = False
+    for declaration, default in reversed(arguments):
+        required = required or not default
+        written.append(declaration if required else f"{declaration}={default}")
+    return ", ".join(reversed(written))
 
 
 def plain_number(value: object) -> object:

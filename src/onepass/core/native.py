@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from torch.nn import Parameter
 from . import build, cuda_launch, debug, plan, replay
 from .contract import Contract
 from .process import forked
+
+if TYPE_CHECKING:
+    from ._native import Table
 
 try:
     from . import _native
@@ -136,7 +139,7 @@ def describe() -> str:
     return _load()[1]
 
 
-def table(contract: Contract) -> Any:
+def table(contract: Contract) -> Table | None:
     """A table for the calls of an op, or None if Python makes them."""
     module = _load()[0]
     if module is None:
@@ -147,11 +150,12 @@ def table(contract: Contract) -> Any:
     flags += [_WRITTEN] * len(contract.outs)
     reads_values = any(arg.sample == "index" or arg.debugged for arg in contract.args.values())
     sizes = len(contract.args), len(contract.options), len(contract.outs)
-    return module.Table(*sizes, reads_values, bytes(flags), f"onepass::{contract.name}")
+    calls: Table = module.Table(*sizes, reads_values, bytes(flags), f"onepass::{contract.name}")
+    return calls
 
 
 def remember(
-    table: Any,
+    table: Table,
     run: Callable[[], None],
     arguments: tuple[Any, ...],
     before: Sequence[Any],

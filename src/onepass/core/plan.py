@@ -65,8 +65,7 @@ def plan(
     steps: list[tuple[Any, ...]] = []
     patched: list[tuple[Step, list[tuple[int, int, int]]]] = []
     for launcher, grid, arguments in launches:
-        step = None if launcher is None else launcher.step(grid, arguments)
-        if step is None or len(step.words) > 8 * MAX_WORDS:
+        if launcher is None or (step := launcher.step(grid, arguments)) is None or len(step.words) > 8 * MAX_WORDS:
             return None
         patches: list[tuple[int, int, int]] = []
         for index in launcher.addresses:

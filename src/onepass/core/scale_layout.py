@@ -19,14 +19,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..formats import Packing, QuantScaleLayout
+from ..formats import Packing, ScaleLayout
 
 ALIGNMENT: Final = 16
 """Bytes that columns of scales are padded to."""
 TILE_ROWS: Final = 128
 TILE_GROUPS: Final = 4
 TILE_BYTES: Final = TILE_ROWS * TILE_GROUPS
-PACKINGS: Final[dict[QuantScaleLayout, Packing]] = {"column_packed": "words", "128x4": "128x4"}
+PACKINGS: Final[dict[ScaleLayout, Packing]] = {"column_packed": "words", "128x4": "128x4"}
 
 
 def padded(count: int, to: int) -> int:
@@ -34,7 +34,7 @@ def padded(count: int, to: int) -> int:
     return (count + to - 1) // to * to
 
 
-def scale_shape(lead: Sequence[int], groups: int, layout: QuantScaleLayout) -> tuple[int, ...]:
+def scale_shape(lead: Sequence[int], groups: int, layout: ScaleLayout) -> tuple[int, ...]:
     """The shape of the tensor of scales."""
     if layout == "128x4":
         return padded(math.prod(lead), TILE_ROWS), padded(groups, TILE_GROUPS)
@@ -42,7 +42,7 @@ def scale_shape(lead: Sequence[int], groups: int, layout: QuantScaleLayout) -> t
 
 
 def empty_scale(
-    lead: Sequence[int], groups: int, layout: QuantScaleLayout, dtype: torch.dtype, device: torch.device
+    lead: Sequence[int], groups: int, layout: ScaleLayout, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Memory for scales in a layout. Bytes that only pad it are not set."""
     shape = scale_shape(lead, groups, layout)

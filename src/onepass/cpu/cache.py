@@ -16,16 +16,19 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ..prologues import Prologue
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAGIC: Final = b"onepass object 2\n"
 UNFINISHED: Final = "unfinished-"
 """Prefix of the names of files that are being written."""
 _ABANDONED: Final = 3600.0
 """Seconds after which the writer of such a file must be dead: writing takes milliseconds."""
-SHARED: Final = ("core/*layout.py", "formats.py", "prologues/*.py", "ops/*/cpu*.py", "ops/*/spec.py")
+SHARED: Final = ("core/*layout.py", "formats.py", "prologues/*.py", "ops/*/cpu*.py", "ops/*/launch.py")
 """The modules outside this package that generated code depends on."""
 
 
@@ -43,7 +46,7 @@ def directory() -> Path | None:
         return None
 
 
-def file_of(spec: Any, target: tuple[str, ...]) -> Path | None:
+def file_of(spec: DataclassInstance, target: tuple[str, ...]) -> Path | None:
     """The file of ``spec`` compiled by and for ``target``; None if the cache is off."""
     folder = directory()
     if folder is None:
@@ -55,7 +58,7 @@ def file_of(spec: Any, target: tuple[str, ...]) -> Path | None:
     return folder / (hashlib.sha256(repr(parts).encode()).hexdigest()[:40] + ".o")
 
 
-def _description(spec: Any) -> str:
+def _description(spec: DataclassInstance) -> str:
     """Everything about ``spec`` that affects its code. For a prologue that is its program, not its name."""
     values = {field.name: getattr(spec, field.name) for field in fields(spec)}
     for name, value in values.items():

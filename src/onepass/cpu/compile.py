@@ -8,10 +8,13 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ..errors import Unsupported
 from . import cache as object_cache
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 lock = threading.RLock()
 """Held while a kernel is compiled or linked: all kernels share one linker."""
@@ -81,16 +84,23 @@ def _jit() -> Any:
     return _llvm().create_lljit_compiler(_machine(*host()))
 
 
-def link(image: bytes, *symbols: str) -> Any:
-    """Make an object file executable; the result maps ``symbols`` to addresses and owns the code."""
+class Code(Protocol):
+    """Executable code: it maps symbols to addresses, and is freed with this object."""
+
+    def __getitem__(self, symbol: str) -> int: ...
+
+
+def link(image: bytes, *symbols: str) -> Code:
+    """Make an object file executable, with these symbols."""
     with lock:
         library = _llvm().JITLibraryBuilder().add_object_img(image).add_current_process()
         for symbol in symbols:
             library.export_symbol(symbol)
-        return library.link(_jit(), f"onepass{next(_numbers)}")
+        code: Code = library.link(_jit(), f"onepass{next(_numbers)}")
+        return code
 
 
-def cache_file(spec: Any) -> Path | None:
+def cache_file(spec: DataclassInstance) -> Path | None:
     """The file of ``spec`` in the cache on disk, as this LLVM compiles it for this CPU."""
     target = host()
     import llvmlite
@@ -108,7 +118,7 @@ def _check_memory() -> None:
         ) from error
 
 
-def linked(spec: Any, build: Callable[[str], str], *symbols: str) -> Any:
+def linked(spec: DataclassInstance, build: Callable[[str], str], *symbols: str) -> Code:
     """The linked code of ``spec``, from the cache or from ``build(this CPU's features)``, which is then cached."""
     with lock:
         _check_memory()

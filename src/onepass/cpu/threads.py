@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -41,7 +41,7 @@ def _openmp_libraries() -> list[str]:
 def _openmp_team(path: str | None) -> Team | None:
     """The team of one OpenMP runtime (None: any that the process exports), if it has the GNU entry point."""
     try:
-        entry: Any = ctypes.CDLL(path).GOMP_parallel
+        entry = ctypes.CDLL(path).GOMP_parallel
     except (OSError, AttributeError, TypeError):
         return None
     entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -110,7 +110,7 @@ def _own_team() -> Team:
     code = compiler.linked(_OwnThreads(), lambda features: _THREADS, "team")
     entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(code["team"])
 
-    def team(function: int, block: int, threads: int, _alive: Any = code) -> None:
+    def team(function: int, block: int, threads: int, _alive: compiler.Code = code) -> None:
         entry(function, block, threads - 1)
 
     return team

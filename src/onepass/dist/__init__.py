@@ -14,7 +14,7 @@ and the others send 0. Adding 0 is exact. Sending a share of the sum would not b
 by a number that is not a power of two rounds.
 
 `plan` determines the column counts, once per group and widths. `qk_rms_norm` does everything;
-`start_qk_stats` and `finish` are its two halves, so that other work can run in between. `rms_norm`
+`start_qk_stats` and `finish_qk_rms_norm` are its two halves, so that other work can run in between. `rms_norm`
 is the same for one tensor. `QKNormParallel` and `QKAttentionParallel` are styles for
 `torch.distributed.tensor.parallel.parallelize_module`. Costs and guarantees: docs/scaling.md.
 """
@@ -30,7 +30,7 @@ from ..errors import Unsupported
 if not torch.distributed.is_available():
     raise Unsupported("onepass.dist needs a torch built with torch.distributed")
 
-from ._norm import PendingStats, finish, qk_rms_norm, rms_norm, start_qk_stats
+from ._norm import PendingStats, finish_qk_rms_norm, qk_rms_norm, rms_norm, start_qk_stats
 from ._plan import QKNormPlan, plan
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ __all__ = [
     "QKAttentionParallel",
     "QKNormParallel",
     "QKNormPlan",
-    "finish",
+    "finish_qk_rms_norm",
     "plan",
     "qk_rms_norm",
     "rms_norm",

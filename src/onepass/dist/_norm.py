@@ -78,7 +78,7 @@ def start_qk_stats(
 ) -> PendingStats:
     """Begin `qk_rms_norm`: sum the squares of this rank's columns and start the collective.
 
-    Work between this call and ``finish`` (the v projection, say) runs while the sums are exchanged.
+    Work between this call and ``finish_qk_rms_norm`` (the v projection, say) runs while the sums are exchanged.
     On CUDA the stream waits, not the host.
     """
     require_bool(_QK, "reproducible", reproducible)
@@ -88,7 +88,7 @@ def start_qk_stats(
     return PendingStats(plan, q, k, _start(_QK, plan, sums, reproducible), reproducible)
 
 
-def finish(
+def finish_qk_rms_norm(
     pending: PendingStats,
     gamma_q: Tensor,
     gamma_k: Tensor,

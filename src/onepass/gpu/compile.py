@@ -8,17 +8,18 @@ which `machine_hash` identifies.
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
+from triton import JITFunction
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from ..core import replay
-from ..core.cuda_launch import Prepared, direct
+from ..core.cuda_launch import direct
 from ..core.plan import Step
 from ..errors import Unsupported
 from .chip import Chip, current_chip
@@ -38,11 +39,15 @@ POINTERS = {
     torch.uint32: "*u32",
 }
 
+Kinds = str | tuple["Kinds", ...]
+"""The type of an argument, "constexpr", or a (named) tuple of these."""
+T = TypeVar("T")
+
 _lock = threading.RLock()
 """Held while a kernel is compiled or loaded, so that each is compiled once."""
 
 
-def leaves(value: Any, prefix: str = "", path: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+def leaves(value: Kinds, prefix: str = "", path: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Name, path and value of all leaves: ``x.s0`` is field ``s0`` of parameter ``x``."""
     if not isinstance(value, tuple):
         yield prefix, path, value
@@ -52,16 +57,17 @@ def leaves(value: Any, prefix: str = "", path: tuple[int, ...] = ()) -> Iterator
         yield from leaves(item, f"{prefix}.{name}" if prefix else str(name), (*path, i))
 
 
-def nested(shape: Any, values: Iterator[Any]) -> Any:
+def nested(shape: Kinds, values: Iterator[Any]) -> Any:
     """``values`` in the nesting of ``shape``."""
     return tuple(nested(item, values) for item in shape) if isinstance(shape, tuple) else next(values)
 
 
-def flat(shape: Any, value: Any) -> Iterator[Any]:
+def flat(shape: Kinds, value: object) -> Iterator[object]:
     """The inverse of `nested`: the items of ``value`` at the leaves of ``shape``."""
     if not isinstance(shape, tuple):
         yield value
         return
+    assert isinstance(value, tuple)
     for item, part in zip(shape, value, strict=True):
         yield from flat(item, part)
 
@@ -70,13 +76,12 @@ def flat(shape: Any, value: Any) -> Iterator[Any]:
 class Build:
     """A kernel and everything its machine code depends on.
 
-    ``signature`` has the type of each parameter, "constexpr", or a (named) tuple of these.
-    ``constants`` and ``divisible`` name their leaves.
+    ``signature`` has the `Kinds` of each parameter. ``constants`` and ``divisible`` name their leaves.
     """
 
     name: str
-    kernel: Any
-    signature: tuple[tuple[str, Any], ...]
+    kernel: JITFunction
+    signature: tuple[tuple[str, Kinds], ...]
     constants: tuple[tuple[str, Any], ...]
     divisible: tuple[tuple[str, int], ...]
     warps: int
@@ -86,7 +91,7 @@ class Build:
     """Whether the compiler may fuse a product and a sum into one operation."""
 
     @property
-    def shape(self) -> tuple[Any, ...]:
+    def shape(self) -> tuple[Kinds, ...]:
         """The types of all parameters, nested like the kernel's arguments."""
         return tuple(kind for _, kind in self.signature)
 
@@ -113,7 +118,7 @@ def setting(build: Build, chip: Chip) -> tuple[GPUTarget, dict[str, Any]]:
     return GPUTarget(chip.backend, chip.arch, chip.warp_size), options
 
 
-def compile_build(build: Build, chip: Chip) -> Any:
+def compile_build(build: Build, chip: Chip) -> CompiledKernel:
     """Compile without a GPU, and without line information, which contains file paths."""
     target, options = setting(build, chip)
     with _lock, triton.knobs.compilation.scope():
@@ -121,7 +126,7 @@ def compile_build(build: Build, chip: Chip) -> Any:
         return triton.compile(build.source(), target=target, options=options)
 
 
-def machine_hash(compiled: Any) -> str:
+def machine_hash(compiled: CompiledKernel) -> str:
     """A hash of the PTX (or AMD assembly) of a compiled kernel."""
     text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     return hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -160,7 +165,7 @@ class Launcher:
         # not use.
         bare = getattr(run, "launch", None)
         scratch = getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-        self._run: Any = run
+        self._run: Callable[..., object] = run
         fixed: tuple[Any, ...] = (compiled.function,)
         if bare is not None and not scratch and not torch.version.hip:
             self._run = bare
@@ -169,23 +174,6 @@ class Launcher:
         self._runtime = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
         runtime = [kinds[i] for i in self._runtime]
         self._direct = None if scratch else direct(compiled, runtime, build.warps, build.pdl, device)
-
-    def prepare(self, grid: int, arguments: Sequence[Any], changing: Sequence[int]) -> Prepared:
-        """``launch(*addresses)``: repeats this launch with the flat arguments ``changing``
-        replaced.
-        """
-        template = list(arguments)
-
-        def launch(*addresses: int) -> None:
-            arguments = template.copy()
-            for index, address in zip(changing, addresses, strict=True):
-                arguments[index] = address
-            self(grid, nested(self._shape, iter(arguments)))
-
-        if self._direct is None:
-            return launch
-        slots = [self._runtime.index(index) for index in changing]
-        return self._direct.prepare(grid, [arguments[i] for i in self._runtime], slots, launch)
 
     def step(self, grid: int, arguments: Sequence[Any]) -> Step | None:
         """The launch as the C path makes it, or None if only Triton's launcher can."""

@@ -1,5 +1,6 @@
 """Writes a prologue as a Triton device function that loads its own operands."""
 
+import linecache
 from functools import cache
 from typing import Any, Final
 
@@ -8,8 +9,9 @@ import triton.language as tl
 
 from ..formats import Fp8Format
 from ..prologues import Dialect, Operand, Prologue
-from .launch import generate
 from .lib.row import load_operand
+
+_GENERATED: Final = "<onepass Triton prologue "
 
 
 @triton.jit
@@ -98,6 +100,14 @@ def load_groups(pointer, start, columns, mask, GROUP: tl.constexpr):
     return tl.reshape(tl.broadcast_to(values[:, :, None], (ROWS, COUNT, GROUP)), (ROWS, COUNT * GROUP))
 
 
+def generated_sources() -> dict[str, str]:
+    """The source of every prologue that has been written in this process, by name."""
+    entries = {
+        name: entry for name, entry in linecache.cache.items() if name.startswith(_GENERATED) and len(entry) == 4
+    }
+    return {name[len(_GENERATED) : -1]: "".join(entry[2]) for name, entry in entries.items()}
+
+
 @cache
 def device_function(
     prologue: Prologue,
@@ -128,7 +138,10 @@ def device_function(
     body = prologue.source("fused", DIALECT).splitlines()[1:]
     source = "\n".join([*lines, *body]) + "\n"
     kinds = "-".join(f"{operand.kind}{operand.group or ''}" for operand in operands)
-    name = f"prologue {prologue.key} {x.name if x else ''} {kinds} {width}"
+    name = f"{prologue.key} {x.name if x else ''} {kinds} {width}"
     scope: dict[str, Any] = {"tl": tl, "load_operand": load_operand, "__name__": __name__}
     scope.update(tanh=tanh, larger=larger, smaller=smaller, decode=decode, load_groups=load_groups)
-    return triton.jit(generate(name, source, scope)["fused"])
+    filename = f"{_GENERATED}{name}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    exec(compile(source, filename, "exec"), scope)
+    return triton.jit(scope["fused"])

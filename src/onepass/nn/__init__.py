@@ -29,8 +29,7 @@ which is exact.
 
 from __future__ import annotations
 
-from ..core.op import write_eager_entries
-from .fp8 import LinearFP8, RMSNormFP8, quantize_rows
+from .fp8 import LinearFP8, RMSNormFP8
 from .linear import Linear, MergedLinear
 from .norm import QKNorm, RMSNorm
 from .norm import eps_of as eps_of
@@ -38,6 +37,3 @@ from .norm import gamma_of as gamma_of
 from .other_norms import GatedRMSNorm, LayerNorm
 
 __all__ = ["GatedRMSNorm", "LayerNorm", "Linear", "LinearFP8", "MergedLinear", "QKNorm", "RMSNorm", "RMSNormFP8"]
-__all__ += ["quantize_rows"]
-
-write_eager_entries()  # before modules are compiled

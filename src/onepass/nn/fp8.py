@@ -34,12 +34,6 @@ class RMSNormFP8(RMSNorm):
         return rms_norm_fused_fp8(x, self._weight(x), self._eps(), residual=residual, **self._op_options())
 
 
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight`` [N, K] as float8_e4m3fn, and float32 scales [N, 1]: ``max |row| / 448``."""
-    codes, scale = quantize_weight(gamma_of(weight), "fp8_row")
-    return codes, scale[:, None]
-
-
 class LinearFP8(CodesModule):
     """A linear layer with fp8 weights and fp8 inputs, both with one scale per row.
 
@@ -89,11 +83,11 @@ class LinearFP8(CodesModule):
         made.load_state_dict(linear.state_dict())
         return made.train(linear.training)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if isinstance(weight, Tensor) and weight.dtype is not _FP8 and f"{prefix}weight_scale" not in state_dict:
-            codes, scale = quantize_rows(weight)
-            state_dict = {**state_dict, f"{prefix}weight": codes, f"{prefix}weight_scale": scale}
+            codes, scale = quantize_weight(gamma_of(weight), "fp8_row")
+            state_dict = {**state_dict, f"{prefix}weight": codes, f"{prefix}weight_scale": scale[:, None]}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def kernel(self, codes: Tensor) -> str:

@@ -13,8 +13,8 @@ from torch.utils import dlpack
 from ..core.contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import FLOATS, SCALE_BLOCK, Rounding
+from ..ops.linear.launch import ACTIVATIONS, Activation
 from ..ops.linear.op import linear
-from ..ops.linear.spec import ACTIVATIONS, Activation
 from ..weights import BLOCK_SCHEMES, Scheme, check_scheme, codes_dtype, scale_dtype, scale_shape
 from .checkpoints import Taken, loadable, taken_from
 from .codes import INTEGERS, CodesModule
@@ -77,7 +77,7 @@ class _Layer(CodesModule):
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
         made = loadable(type(self).__name__, state_dict, prefix, self.weight_scale, self.scheme)
         super()._load_from_state_dict(made, prefix, *rest)
 

@@ -121,7 +121,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Y, or (y, new_residual)."""
-        if not is_compiling() and (repeat := RMS_NORM_OP.repeat) is not None:
+        if not is_compiling():
             # a known call of the op, as below: joined dimensions, a converted weight and errors are not known by these tensors
             # (nor is one that a parametrization computes: the module itself is no tensor)
             gamma, eps = self._parameters.get("weight", self), self.eps
@@ -135,7 +135,7 @@ class RMSNorm(nn.Module):
                 None,
                 False,
             )
-            known = repeat(x, gamma, residual, None, None, None, *options, None, None, None)
+            known = RMS_NORM_OP.repeat(x, gamma, residual, None, None, None, *options, None, None, None)
             if known is not None:
                 return known[0] if residual is None else known[:2]
         dims = len(self.normalized_shape)

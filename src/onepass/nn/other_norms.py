@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ..core.contract import describe, require_bool
 from ..errors import ContractError
 from ..formats import Rounding
-from ..ops.rms_norm.finish import layer_norm
-from ..ops.rms_norm.op import rms_norm
-from ..ops.rms_norm.spec import GateActivation, GateOrder
+from ..ops.rms_norm.launch import GateActivation, GateOrder
+from ..ops.rms_norm.op import layer_norm, rms_norm
 from .norm import RMSNorm, check_options, eps_of, gamma_of, own, sizes_of
 
 

@@ -199,7 +199,7 @@ def find(key: str) -> Prologue:
 def _evaluator(prologue: Prologue) -> Callable[..., Tensor]:
     """The program as a Python function over tensors."""
     scope: dict[str, Any] = {"torch": torch}
-    run_source(prologue.source("evaluate", _TORCH), f"prologue {prologue.key}", scope)
+    run_source([prologue.source("evaluate", _TORCH)], f"prologue {prologue.key}", scope)
     evaluate: Callable[..., Tensor] = scope["evaluate"]
     return evaluate
 

@@ -1,1 +1,1 @@
-"""Correctness: cases, comparison against the oracle, and the runner behind ``onepass check``."""
+"""Correctness: cases, comparison against each op's ``reference.py``, and the runner behind ``onepass check``."""

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOAT32_MAX, SMALLEST_EPS, ScaleRule
-from . import compare, oracle
+from ..ops.qk_norm import reference as qk_norm_reference
+from ..ops.rms_norm import reference as rms_norm_reference
+from . import compare
 from .compare import FLOAT32_ERROR
 
 FLOOR: Final = 2.0**-149
@@ -124,7 +126,7 @@ def spread(doubt: Tensor, rs: Tensor) -> Tensor:
     return doubt.square().mean(-1, keepdim=True).sqrt() * rs
 
 
-def rotated(y: Bounds, turn: Callable[[Tensor], oracle.Rotated]) -> Bounds:
+def rotated(y: Bounds, turn: Callable[[Tensor], qk_norm_reference.Rotated]) -> Bounds:
     """The bounds after ``turn``: errors are relative to the length of a pair, and a sum of zero has either sign."""
     middle = torch.where(y.low == y.high, y.low, (y.low + y.high) / 2)
     doubt = (y.high - y.low) / 2 + torch.where(y.low.signbit() == y.high.signbit(), 0.0, FLOOR)
@@ -150,7 +152,8 @@ def rotated_stepwise(
     Every step is one float32 operation and one rounding, so what is known exactly before is known exactly after.
     """
     cos, sin = (
-        t.to(dtype).double().unsqueeze(-2) for t in oracle.token_angles(freqs, y.low.shape[:-2], positions, dim)
+        t.to(dtype).double().unsqueeze(-2)
+        for t in qk_norm_reference.token_angles(freqs, y.low.shape[:-2], positions, dim)
     )
 
     def times(ends: Bounds, factor: Tensor) -> Bounds:
@@ -165,10 +168,10 @@ def rotated_stepwise(
     def plus(a: Bounds, b: Bounds) -> Bounds:
         return Bounds(*((one + two).float().to(dtype).double() for one, two in zip(a, b, strict=True)))
 
-    pairs = [oracle.pairs(end[..., :dim], style) for end in y]
+    pairs = [qk_norm_reference.pairs(end[..., :dim], style) for end in y]
     a, b = (Bounds(*ends) for ends in zip(*pairs, strict=True))
     left, right = plus(times(a, cos), times(b, -sin)), plus(times(b, cos), times(a, sin))
-    ends = (oracle.from_pairs(one, two, style) for one, two in zip(left, right, strict=True))
+    ends = (qk_norm_reference.from_pairs(one, two, style) for one, two in zip(left, right, strict=True))
     return Bounds(*(torch.cat((end, old[..., dim:]), -1) for end, old in zip(ends, y, strict=True)))
 
 
@@ -200,7 +203,7 @@ def scales(
     ends = [(amax if bound is None else amax.clamp(max=bound)).clamp(min=0.0) / fp8_max for amax in (low, high)]
     if actual.shape != low.shape:
         return f"scale shape {list(actual.shape)}, expected {list(low.shape)}"
-    value = oracle.scale_values(actual)
+    value = rms_norm_reference.scale_values(actual)
     if math.isnan(overall):
         low = torch.full_like(low, math.nan)
     elif math.isinf(overall):  # 0 times infinity is NaN; what float32 may round to 0 is either

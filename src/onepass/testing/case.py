@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import product
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed", "reversed"]
 Values = Literal["normal", "pattern", "special", "spread"]
-C = TypeVar("C")
 
 INTERPRETED_COLUMNS: Final = 8192
 """Longer rows take the interpreter minutes."""
@@ -92,17 +90,6 @@ def _text(value: Any) -> str:
 def short_dtype(dtype: torch.dtype) -> str:
     """``bf16``, ``f32``, ``f8_e4m3fn``."""
     return str(dtype).removeprefix("torch.").replace("float", "f").replace("bf", "b").replace("b16", "bf16")
-
-
-def grid(make: Callable[..., C], *values: Any, **named: Any) -> Iterator[C]:
-    """One case per combination: a list among the arguments holds alternatives, anything else is fixed.
-
-    >>> list(grid("{}{}{c}".format, [1, 2], "-", c=["a", "b"]))
-    ['1-a', '1-b', '2-a', '2-b']
-    """
-    axes = [value if isinstance(value, list) else [value] for value in (*values, *named.values())]
-    for chosen in product(*axes):
-        yield make(*chosen[: len(values)], **dict(zip(named, chosen[len(values) :], strict=True)))
 
 
 # --- values and memory ----------------------------------------------------------------------------------------------

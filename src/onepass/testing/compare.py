@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3FN, CodeFormat, ScaleRule
-from . import oracle
+from ..ops.rms_norm import reference as rms_norm_reference
 
 FLOAT32_ERROR: Final = 1e-6
 """Relative error that float32 accumulation and the few products after it may leave."""
@@ -77,7 +77,9 @@ def encoded(values: Tensor, fmt: CodeFormat, limit: float | None = None) -> Tens
     limit = limit or fmt.max
     if fmt.integer:
         return values.nan_to_num(0.0).clamp(-limit, limit).round().to(torch.int8).view(torch.uint8)
-    return oracle.encode(values.contiguous(), fmt.bias, limit, fmt.nan_code, fmt.has_negative_zero, fmt.mantissa)
+    return rms_norm_reference.encode(
+        values.contiguous(), fmt.bias, limit, fmt.nan_code, fmt.has_negative_zero, fmt.mantissa
+    )
 
 
 def _rank(code: Tensor, fmt: CodeFormat) -> Tensor:
@@ -91,10 +93,10 @@ def _rank(code: Tensor, fmt: CodeFormat) -> Tensor:
 def stored_scale(step: Tensor, rule: ScaleRule) -> Tensor:
     """The scale that is stored for a quotient ``amax / fp8_max``, as float64."""
     if rule.floor:
-        return oracle.power_of_two_below(step)
+        return rms_norm_reference.power_of_two_below(step)
     if rule.ue8m0:
-        return oracle.power_of_two_above(step)
+        return rms_norm_reference.power_of_two_above(step)
     if rule.dtype == E4M3FN.dtype:
-        return oracle.nearest_code_value(step, E4M3FN.bias, E4M3FN.max)
+        return rms_norm_reference.nearest_code_value(step, E4M3FN.bias, E4M3FN.max)
     step = torch.where(step < 2.0**-126, 0.0, step.clamp(max=torch.finfo(rule.dtype).max))
     return step.to(rule.dtype).double()

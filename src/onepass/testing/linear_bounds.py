@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOATS, SCALE_BLOCK
-from . import oracle
+from ..ops.linear import reference as linear_reference
+from ..ops.rms_norm import reference as rms_norm_reference
 from .bounds import FLOOR, Bounds
 
 _SCALED: Final = 256
@@ -38,12 +39,12 @@ def products(
     ``dtype`` is that of act, unless act has it. ``doubt`` is how far act itself may be off.
     """
     n, k = weight.shape
-    y, slack = oracle.matmul(act, weight, scale)
+    y, slack = linear_reference.matmul(act, weight, scale)
     if on_gpu:
         sizes = _as_tensor_cores_align(act, dtype or act.dtype), _as_tensor_cores_align(weight, weight.dtype)
-        slack = oracle.matmul(*sizes, scale)[1]
+        slack = linear_reference.matmul(*sizes, scale)[1]
     if doubt is not None:
-        slack = slack + oracle.matmul(doubt, weight, scale)[1] / oracle.sum_error(k)
+        slack = slack + linear_reference.matmul(doubt, weight, scale)[1] / linear_reference.sum_error(k)
     exact = ~y.isfinite() | (slack == 0)
     slack = slack + FLOOR * k * _largest_scale(scale, n) * (1 if weight.dtype in FLOATS else _SCALED)
     return _ordered(torch.where(exact, y, y - slack), torch.where(exact, y, y + slack))
@@ -53,7 +54,7 @@ def _largest_scale(scale: Tensor | None, n: int) -> Tensor | float:
     """1 and the largest scale of each row."""
     if scale is None:
         return 1.0
-    values = 1 + oracle.scale_values(scale).abs().nan_to_num()
+    values = 1 + rms_norm_reference.scale_values(scale).abs().nan_to_num()
     if values.dim() < 2 or values.shape == (n, 1):
         return values.reshape(-1)
     return values.amax(1).repeat_interleave(SCALE_BLOCK)[:n]
@@ -114,7 +115,7 @@ def _activated(gate: Bounds, activation: str) -> Bounds:
 
 def _widened(gate: Tensor, activation: str) -> Bounds:
     """The activation and its error, relative to the value and, where 1 + erf and 1 + tanh cancel, also to the gate."""
-    value = oracle.activate(gate, activation)
+    value = linear_reference.activate(gate, activation)
     radius = value.abs() * (_ACTIVATION + gate.abs().clamp(max=128) * 2.0**-22) + _TINY
     if activation != "silu_mul":
         radius = radius + gate.abs() * 2.0**-21

@@ -4,22 +4,120 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from ..formats import E4M3FN, FP8_FORMATS, SMALLEST_SCALE, ScaleRule
+from ..formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, SMALLEST_SCALE, ScaleRule
 from ..kvcache import DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, DS_MLA_TILE, PagedKVCache
+from ..ops.mla_cache import reference as mla_cache_reference
+from ..ops.mla_cache.launch import ScaleKind
 from ..ops.mla_cache.op import fused_rope_rmsnorm_quantization
-from . import bounds, compare, oracle
+from ..ops.qk_norm import reference as qk_norm_reference
+from . import bounds, compare
 from .bounds import Bounds
-from .case import moved, same_bytes, set_special, to_cpu
+from .case import GPU_ONLY, Values, case_name, labelled, moved, same_bytes, set_special, to_cpu
 from .guarded import GUARD, run_guarded
-from .mla_cache_inputs import CASES, F16, F32, OP, MlaCase
 
-__all__ = ["CASES", "OP", "call", "inputs", "run_once", "variants", "verify", "zeroable"]
+BF16, F16, F32 = FLOATS
+FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
+I32, I64, U32 = torch.int32, torch.int64, torch.uint32
+OP: Final = "fused_rope_rmsnorm_quantization"
+
+MlaLayout = Literal["contiguous", "slices", "misaligned", "transposed"]
+"""slices: q in heads 128 columns wider, its output in heads 512 wider, kv the last columns of a projection, entries with
+room behind them that holds the token's scale; transposed: heads before tokens."""
+Fault = Literal["", "pages", "width", "lengths", "slots"]
+"""The kind of invalid table entries."""
+
+
+@dataclass(frozen=True, eq=False)
+class MlaCase:
+    """One call: the requests (tokens cached, tokens new), sizes, dtypes, options, layout, values and bad tables."""
+
+    group: str
+    batch: tuple[tuple[int, int], ...] = ((5, 3), (0, 2), (9, 1))
+    heads: int = 4
+    latent: int = 128
+    rope: int = 64
+    turned: int | None = None
+    normed: int | None = None
+    q: torch.dtype = BF16
+    kv: torch.dtype = BF16
+    gamma: torch.dtype = BF16
+    cache: torch.dtype = FP8
+    freqs: torch.dtype | None = F32
+    out: torch.dtype | None = None
+    page: int = 4
+    style: str = "interleaved"
+    scale: ScaleKind = "none"
+    index: torch.dtype = I32
+    slots: torch.dtype | None = None
+    positions: torch.dtype | None = None
+    padding: tuple[int, int] = (0, 0)
+    layout: MlaLayout = "contiguous"
+    values: Values = "normal"
+    fault: Fault = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    op: str = OP
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the call, padding included."""
+        return sum(new for _, new in self.batch) + sum(self.padding)
+
+    @property
+    def interpretable(self) -> bool:
+        """See `Check`."""
+        return self.group not in GPU_ONLY
+
+    @property
+    def name(self) -> str:
+        """See `Check`."""
+        shapes = f"{self.tokens}x{self.heads}x{self.rope}", f"{self.latent}+{self.rope}", f"pages of {self.page}"
+        dtypes = (labelled(label, getattr(self, label)) for label in ("q", "kv", "gamma", "cache", "out"))
+        freqs = "no freqs" if self.freqs is None else labelled("freqs", None if self.freqs == F32 else self.freqs)
+        indices = (_index_name(label, getattr(self, label)) for label in ("index", "slots", "positions"))
+        options = (f"{k}={v}" for k, v in self.options.items())
+        columns = labelled("turned", self.turned), labelled("normed", self.normed)
+        layout = self.style, f"scale={self.scale}", self.layout, self.values
+        padding = labelled("padding", self.padding if any(self.padding) else None)
+        fault = self.fault and f"bad {self.fault}"
+        return case_name(self.group, *shapes, *dtypes, freqs, *columns, *indices, *options, *layout, padding, fault)
+
+
+def _index_name(label: str, dtype: torch.dtype | None) -> str:
+    if dtype in (None, I32):
+        return "" if dtype is None or label == "index" else label
+    return f"{label}={str(dtype).removeprefix('torch.')}"
+
+
+RAGGED: Final = ((0, 0), (7, 4), (3, 0), (0, 0), (12, 1), (0, 5), (1, 0))
+
+CASES: Final = (
+    MlaCase("dtypes", q=F16, kv=F16, gamma=F16),
+    MlaCase("dtypes", q=F32, gamma=F32, cache=BF16, out=FNUZ),
+    MlaCase("dtypes", q=F32, gamma=F32, cache=BF16, out=BF16),
+    MlaCase("dtypes", q=F32, gamma=F32, cache=BF16, out=F16),
+    MlaCase("dtypes", freqs=BF16),
+    MlaCase("dtypes", freqs=F16),
+    MlaCase("part", latent=256, normed=200, cache=FNUZ, scale="tensor", options={"rounding": "reference"}),
+    MlaCase("part", latent=512, normed=384, kv=F32, gamma=F32, cache=F32, style="half"),
+    MlaCase("part", latent=160, normed=128, kv=F16, cache=F16, slots=I64, layout="slices"),
+    MlaCase("nope", turned=0, q=F32, freqs=None, out=FP8, scale="token"),
+    MlaCase("packed", RAGGED, 16, 512, page=64, scale="tile", slots=I64, positions=I64, layout="misaligned"),
+    MlaCase("packed", latent=512, turned=0, page=5, scale="tile", padding=(1, 2), layout="transposed"),
+    MlaCase("reference", gamma=F32, cache=F32, out=F32, options={"rounding": "reference", "weight_offset": 1.0}),
+    MlaCase("ragged", RAGGED, index=U32),
+    MlaCase("slots", RAGGED, page=5, scale="token", slots=I32, positions=I32),
+    MlaCase("bad tables", RAGGED, scale="token", index=I64, fault="width"),
+    MlaCase("bad tables", RAGGED, scale="token", fault="lengths"),
+    MlaCase("values", ((0, 16),), cache=BF16, out=FP8, style="half", values="special", options={"epsilon": 0.0}),
+)
+"""Few cases that together have every dtype, format, option and layout of the matrix in tests/mla_cache/cases.py."""
 
 POSITIONS: Final = 48
 """Rows of freqs."""
@@ -181,7 +279,7 @@ def call_with(case: MlaCase, arguments: dict[str, Any], way: Way = "given") -> t
     if case.slots is not None and (case.positions is not None or case.freqs is None):
         offsets = None
     if way == "allocated":
-        given["q_dtype"] = out.dtype
+        given["out_dtype"] = out.dtype
     output = {"given": out, "allocated": None, "in place": q}[way]
     kv, gamma = given.pop("kv"), given.pop("gamma")
     made = fused_rope_rmsnorm_quantization(output, q, kv, offsets, freqs, gamma, cache, **given)
@@ -264,14 +362,16 @@ def packed_fault(entry: Bounds, got: Tensor) -> str | None:
     return wrong and f"codes: {wrong}"
 
 
-def slots_of(host: dict[str, Any], blocks: Tensor) -> oracle.Slots:
+def slots_of(host: dict[str, Any], blocks: Tensor) -> mla_cache_reference.Slots:
     """Position and slot per token."""
     tables = host["input_row_offsets"], host["cache_lengths"], host["lookup_table"]
     given = host.get("slot_mapping"), host.get("positions")
-    return oracle.slots(host["kv"].shape[0], blocks.shape[0], blocks.shape[1], *tables, *given)
+    return mla_cache_reference.slots(host["kv"].shape[0], blocks.shape[0], blocks.shape[1], *tables, *given)
 
 
-def untouched(host: dict[str, Any], slots: oracle.Slots, blocks: Tensor, scales: list[Tensor]) -> str | None:
+def untouched(
+    host: dict[str, Any], slots: mla_cache_reference.Slots, blocks: Tensor, scales: list[Tensor]
+) -> str | None:
     """None, or which entries were written that belong to no token."""
     entries = blocks.shape[0] * blocks.shape[1]
     free = torch.ones(entries, dtype=torch.bool)
@@ -296,8 +396,10 @@ def _rotated(host: dict[str, Any], heads: Tensor, position: Tensor) -> Bounds:
         return Bounds(values, values)
     options: dict[str, Any] = {"positions": position, "style": host.get("rope_style", "interleaved"), "dim": dim}
 
-    def turn(t: Tensor) -> oracle.Rotated:
-        return oracle.Rotated(*(p.view(t.shape) for p in oracle.rotate(t.flatten(1), freqs, t.shape[2], **options)))
+    def turn(t: Tensor) -> qk_norm_reference.Rotated:
+        return qk_norm_reference.Rotated(
+            *(p.view(t.shape) for p in qk_norm_reference.rotate(t.flatten(1), freqs, t.shape[2], **options))
+        )
 
     found = bounds.rotated(Bounds(values, values), turn)
     if host.get("rounding") == "reference":

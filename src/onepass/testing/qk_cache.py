@@ -4,23 +4,150 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from ..formats import FP8_FORMATS
+from ..formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, Rounding
+from ..ops.qk_cache import reference as qk_cache_reference
+from ..ops.qk_cache.launch import CacheLayout, NormKind
 from ..ops.qk_cache.op import qk_norm_rope_cache
+from ..ops.qk_norm import reference as qk_norm_reference
+from ..ops.rms_norm import reference as rms_norm_reference
 from ..rope import Rope
-from . import bounds, compare, oracle
+from . import bounds, compare
 from .bounds import Bounds
-from .case import moved, same_bytes, set_special, to_cpu
+from .case import GPU_ONLY, Values, case_name, labelled, moved, same_bytes, set_special, short_dtype, to_cpu
 from .guarded import GUARD, run_guarded
 from .interpreter import interpreting
-from .qk_cache_inputs import CASES, OP, QkCacheCase
 
-__all__ = ["CASES", "OP", "call", "inputs", "run_once", "variants", "verify", "zeroable"]
+BF16, F16, F32 = FLOATS
+FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
+I32, I64 = torch.int32, torch.int64
+OP: Final = "qk_norm_rope_cache"
+
+Memory = Literal["contiguous", "packed", "misaligned", "transposed", "parts"]
+"""packed: q, k and v in one tensor, both caches in another; misaligned: the same, one element further; transposed: heads
+before tokens; parts: sequences that are parts of longer ones."""
+Start = Literal["default", "int", "one", "each"]
+"""How a dense cache's first entry is given; "one" and "each" are tensors."""
+
+
+@dataclass(frozen=True)
+class Angles:
+    """A rotation of ``dim`` columns: from a table by positions (None: the token's index), or from a pair of tensors."""
+
+    dim: int
+    style: str = "half"
+    positions: torch.dtype | None = I64
+    pair: torch.dtype | None = None
+    shared: bool = False
+    """One sequence's pair serves all."""
+
+    def __str__(self) -> str:
+        at = "" if self.positions is None else f"@{short_dtype(self.positions)}"
+        if self.pair is not None:
+            at = f"@{'shared ' * self.shared}pair of {short_dtype(self.pair)}"
+        return f"{self.style}:{self.dim}{at}"
+
+
+@dataclass(frozen=True, eq=False)
+class QkCacheCase:
+    """One call: tokens, heads, dtypes, norm, rotation, cache, memory layout, values and options."""
+
+    group: str
+    lead: tuple[int, ...] = (5,)
+    q_heads: int = 4
+    k_heads: int = 2
+    head: int = 64
+    value: int | None = None
+    x: torch.dtype = BF16
+    norm: NormKind = "head"
+    gamma: torch.dtype = BF16
+    gamma_k: torch.dtype | None = None
+    angles: Angles | None = field(default_factory=lambda: Angles(64))
+    rounding: Rounding = "once"
+    cache: torch.dtype | None = BF16
+    layout: CacheLayout = "NHD"
+    page: int = 4
+    slots: torch.dtype = I64
+    start: Start = "each"
+    index: torch.dtype = I64
+    scale: str = ""
+    out: torch.dtype | None = None
+    memory: Memory = "contiguous"
+    values: Values = "normal"
+    options: dict[str, Any] = field(default_factory=dict)
+    op: str = OP
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the call."""
+        return torch.Size(self.lead).numel()
+
+    @property
+    def entries(self) -> int:
+        """Entries per page; of a dense cache, per sequence."""
+        return self.lead[-1] + 3 if self.layout == "dense" else self.page
+
+    @property
+    def interpretable(self) -> bool:
+        """See `Check`."""
+        return self.group not in GPU_ONLY
+
+    @property
+    def name(self) -> str:
+        """See `Check`."""
+        values = "" if self.value is None else f"+{self.value}"
+        shape = f"{'x'.join(map(str, self.lead))}x({self.q_heads}+{self.k_heads})x{self.head}{values}"
+        other = f",{short_dtype(self.gamma_k)}" if self.gamma_k is not None else ""
+        norm = "no norm" if self.norm == "none" else f"{self.norm}={short_dtype(self.gamma)}{other}"
+        rounding = "" if self.rounding == "once" else self.rounding
+        if self.cache is None:
+            cache = ["no cache"]
+        else:
+            indices = f"start={self.start}" if self.layout == "dense" else f"pages of {self.page}"
+            index = self.index if self.layout == "dense" else self.slots
+            cache = [f"{self.layout}={short_dtype(self.cache)}", indices, "" if index == I64 else short_dtype(index)]
+        options = (f"{k}={v}" for k, v in self.options.items())
+        parts = short_dtype(self.x), norm, labelled("rope", self.angles), rounding, *cache
+        scale = f"scale={self.scale}" if self.scale else ""
+        return case_name(
+            self.group, shape, *parts, scale, labelled("out", self.out), *options, self.memory, self.values
+        )
+
+
+CASES: Final = (
+    QkCacheCase("model", (3,), 16, 8, 256, angles=Angles(256), options={"weight_offset": 1.0}),
+    QkCacheCase("dtypes", gamma=F32, out=F16),
+    QkCacheCase("dtypes", x=F16, gamma=F16, rounding="hf", cache=F16),
+    QkCacheCase("dtypes", x=F16, norm="whole", gamma=F16, cache=F16),
+    QkCacheCase("dtypes", x=F16, gamma=F32, out=BF16),
+    QkCacheCase("dtypes", gamma_k=F32),
+    QkCacheCase("dtypes", norm="whole", gamma_k=F32),
+    QkCacheCase("fp8", norm="none", cache=FP8, scale="k"),
+    QkCacheCase("fp8", (2, 3), norm="whole", cache=FP8, layout="HND", scale="kv"),
+    QkCacheCase("fp8", (2, 3), norm="whole", cache=FP8, layout="dense", scale="kv"),
+    QkCacheCase("fp8", norm="none", cache=FNUZ, scale="v"),
+    QkCacheCase("fp8", (2, 3), norm="whole", cache=FNUZ, layout="HND", scale="kv"),
+    QkCacheCase("fp8", (2, 3), norm="whole", cache=FNUZ, layout="dense", scale="kv"),
+    QkCacheCase("rope", (2, 3), norm="none", angles=Angles(64, pair=F32, shared=True)),
+    QkCacheCase("rope", (2, 3), angles=Angles(32, "interleaved", pair=BF16), rounding="hf_rope", layout="dense"),
+    QkCacheCase("paged", (3, 4), memory="parts"),
+    QkCacheCase("paged", (3, 4), memory="transposed"),
+    QkCacheCase("paged", (9,), layout="HND", page=1, slots=I32),
+    QkCacheCase("dense", (2, 3), layout="dense", start="default", index=I32),
+    QkCacheCase("dense", (2, 3), layout="dense", start="int", index=I32),
+    QkCacheCase("dense", (2, 3), layout="dense", start="one", index=I32),
+    QkCacheCase("no cache", (2, 3), cache=None, out=F32, memory="packed"),
+    QkCacheCase("layouts", (4,), x=F32, gamma=F32, cache=F32, memory="misaligned"),
+    QkCacheCase("options", options={"eps": 0.001}),
+    QkCacheCase("values", (9,), x=F32, norm="whole", gamma=F32, cache=F32, values="special"),
+)
+"""Few cases that together have every dtype, format, option and layout of the matrix in tests/qk_cache/cases.py."""
 
 POSITIONS: Final = 48
 """Rows of freqs."""
@@ -165,7 +292,7 @@ def call_with(case: QkCacheCase, arguments: dict[str, Any], way: Way = "given") 
     if turn is not None and freqs is not None:
         given["rope"] = Rope(freqs, positions, turn.style, turn.dim)  # type: ignore[arg-type]
     elif turn is not None:
-        given["rope"] = (cos, sin) if turn.style == "half" else (cos, sin, turn.style)
+        given["rope"] = Rope(style=turn.style, cos=cos, sin=sin)  # type: ignore[arg-type]
     start = given.pop("starts", None)
     first = given.pop("first", None)
     given["start"] = first if start is None else start
@@ -229,7 +356,7 @@ def verify(case: QkCacheCase, arguments: dict[str, Any], results: tuple[Tensor, 
         ends = Bounds(*(end.flatten(0, len(case.lead) - 1)[here] for end in values))
         scale = host.get(f"{name}_scale")
         if scale is not None:
-            ends = bounds.product_error(*(oracle.divided(end, scale) for end in ends))
+            ends = bounds.product_error(*(rms_norm_reference.divided(end, scale) for end in ends))
         got = now[page[here], entry[here]].view(after.dtype)
         wrong = compare.between(got, *ends, FP8_FORMATS.get(after.dtype))
         if wrong is not None:
@@ -244,20 +371,12 @@ def by_entry(case: QkCacheCase, cache: Tensor) -> Tensor:
 
 
 def places(case: QkCacheCase, host: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Page and entry of every token, token by token, by the definition; the page is -1 for none."""
-    found: list[tuple[int, int]] = []
-    entries, pages = case.entries, host["k_cache"].shape[0]
-    for token in range(case.tokens):
-        if case.layout == "dense":
-            sequence, index = divmod(token, case.lead[1])
-            starts = host["starts"].tolist() if "starts" in host else [host.get("first", 0)]
-            entry = (starts[sequence] if len(starts) > 1 else starts[0]) + index
-            found.append((sequence, entry) if 0 <= entry < entries else (-1, 0))
-        else:
-            slot = int(host["slots"].flatten()[token])
-            found.append(divmod(slot, entries) if 0 <= slot < pages * entries else (-1, 0))
-    both = torch.tensor(found, dtype=torch.int64).view(-1, 2)
-    return both[:, 0], both[:, 1]
+    """Page and entry of every token; the page is -1 for none."""
+    if case.layout != "dense":
+        return qk_cache_reference.paged(host["slots"], host["k_cache"].shape[0], case.entries)
+    starts = host["starts"].tolist() if "starts" in host else [host.get("first", 0)]
+    sequences, tokens = case.lead
+    return qk_cache_reference.dense(starts, sequences, tokens, case.entries)
 
 
 def side(case: QkCacheCase, host: dict[str, Any], name: str) -> Bounds:
@@ -280,9 +399,9 @@ def side(case: QkCacheCase, host: dict[str, Any], name: str) -> Bounds:
     turn: dict[str, Any] = {"positions": positions, "style": case.angles.style, "dim": case.angles.dim}
     if case.rounding == "once":
 
-        def rotated(t: Tensor) -> oracle.Rotated:
-            found = oracle.rotate(t.flatten(-2), freqs, case.head, **turn)
-            return oracle.Rotated(*(part.view(t.shape) for part in found))
+        def rotated(t: Tensor) -> qk_norm_reference.Rotated:
+            found = qk_norm_reference.rotate(t.flatten(-2), freqs, case.head, **turn)
+            return qk_norm_reference.Rotated(*(part.view(t.shape) for part in found))
 
         turned = bounds.rotated(y, rotated)
     else:

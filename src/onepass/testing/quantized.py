@@ -5,13 +5,22 @@ This is written from the layouts' definitions, index by index, and shares nothin
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..formats import CODE_FORMATS, QUANT_FORMATS, QUANT_SCALE_FORMATS, CodeFormat, ScaleRule
-from . import oracle
+from ..formats import (
+    CODE_FORMATS,
+    FP8_FORMATS,
+    QUANT_FORMATS,
+    SCALE_FORMATS,
+    CodeFormat,
+    ScaleRule,
+)
+from ..ops.rms_norm import reference as rms_norm_reference
+from . import compare
 
 
 class Quantized(NamedTuple):
@@ -31,7 +40,7 @@ class Quantized(NamedTuple):
 
     def applied(self) -> Tensor:
         """What codes are multiplied by, as float64: the scale, divided in float32 by the overall one."""
-        scale = oracle.scale_values(self.scale)
+        scale = rms_norm_reference.scale_values(self.scale)
         if not self.rule.has_global:
             return scale
         return torch.where(scale == 0, 0.0, (scale.float() / self.overall).double())
@@ -41,7 +50,7 @@ class Quantized(NamedTuple):
         if self.fmt.integer:
             numbers = self.codes.view(torch.int8).double()
         else:
-            table = oracle.decode_table(self.fmt.bias, self.fmt.mantissa)
+            table = rms_norm_reference.decode_table(self.fmt.bias, self.fmt.mantissa)
             numbers = table[(self.codes & 0x7F).long()] * torch.where(self.codes >= 0x80, -1.0, 1.0)
             if self.fmt.has_nan:
                 numbers = torch.where((self.codes & 0x7F) == (self.fmt.nan_code & 0x7F), torch.nan, numbers)
@@ -57,7 +66,7 @@ def described(host: dict[str, Any], out: Tensor, scale: Tensor) -> Quantized | s
     limit = host.get("code_max") or host.get("fp8_max") or fmt.max
     group = host.get("group_size") or (known.groups[0] if known is not None else None)
     name = host.get("scale_format") or (known.scales[0] if known is not None else "float")
-    encoding, overall = QUANT_SCALE_FORMATS[name], host.get("global_scale")
+    encoding, overall = SCALE_FORMATS[name], host.get("global_scale")
     if "static_scale" in host:
         return Quantized(
             fmt, limit, ScaleRule("static", torch.float32, divides=_divides(host)), _bytes(fmt, out), scale, 1.0
@@ -126,3 +135,26 @@ def without_padding(scale: Tensor, count: int) -> Tensor:
     index = tile_index(*scale.shape)[count:].flatten().to(scale.device)
     copy.view(torch.uint8).view(-1)[index] = 0
     return copy
+
+
+def verify_division(host: dict[str, Any], out: Tensor, scale: Tensor, norm: Tensor) -> str | None:
+    """With the quantized norm stored, scales and codes are known to the byte. Multiplying by a reciprocal would not
+    give them all.
+    """
+    if norm.dtype != torch.float32 and host.get("rounding") != "hf":
+        return None
+    fmt, group = FP8_FORMATS[out.dtype], host.get("group_size") or norm.shape[-1]
+    fp8_max = host.get("fp8_max") or fmt.max
+    grouped = norm.float().unflatten(-1, (-1, group))
+    if "static_scale" not in host and scale.dtype == torch.float32:
+        amax = grouped.abs().amax(-1)
+        bound = math.inf if host.get("scale_ub") is None else float(host["scale_ub"])
+        wanted = (amax if math.isnan(bound) else amax.clamp(max=bound)) / fp8_max
+        wanted = torch.maximum(wanted, torch.tensor(host.get("min_scale", 0.0)))
+        known = amax.isfinite()
+        if not torch.equal(wanted.view(torch.int32)[known], scale.view(torch.int32)[known]):
+            return "scales are not those of the stored norm"
+    divided = grouped / torch.where(scale == 0, math.inf, scale.float()).unsqueeze(-1)
+    codes = compare.encoded(divided.flatten(-2).double(), fmt, fp8_max)
+    different = int((codes != out.view(torch.uint8)).sum())
+    return f"{different} codes are not those of the stored norm divided by its scale" if different else None

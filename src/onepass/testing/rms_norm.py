@@ -4,43 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ..formats import FLOATS, FP8_FORMATS, QUANTIZED
-from ..ops.rms_norm.finish import LAYER_NORM, layer_norm
+from ..formats import FLOATS, FP8_FORMATS
 from ..ops.rms_norm.op import (
+    LAYER_NORM,
     RMS_NORM,
-    RMS_NORM_FUSED_FP8,
     RMS_NORM_FUSED_QUANT,
+    layer_norm,
     rms_norm,
     rms_norm_fused_fp8,
     rms_norm_fused_quant,
 )
+from ..ops.rms_norm.reference import per_column
 from ..prologues import add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
 from . import bounds, compare
 from .batch_regime import assuming, others
-from .case import Case, grid, lay_out, moved, poisoned_like, set_special, to_cpu
+from .case import Case, Layout, Values, lay_out, moved, poisoned_like, set_special, to_cpu
 from .interpreter import interpreting
-from .oracle import per_column
-from .quantized import Quantized, described, without_padding
-from .rms_norm_finish import activated, centered, code_cases, finished, layer_cases, norm_cases
-from .rms_norm_options import sum_cases, verify_division, vllm_cases
-from .rms_norm_quant import quant_cases
-from .rms_norm_weights import (
-    fp8_weight_cases,
-    layer_weight_cases,
-    quant_weight_cases,
-    verify_rstd,
-    weight_cases,
-)
+from .quantized import Quantized, described, verify_division, without_padding
+from .rms_norm_finish import activated, centered, finished
 from .samples import sample
 
 BF16, F16, F32 = FLOATS
-E8M0, FP8, FNUZ = torch.float8_e8m0fnu, *FP8_FORMATS
+E8M0, INT8, FP8, FNUZ = torch.float8_e8m0fnu, torch.int8, *FP8_FORMATS
 
 
 @prologue
@@ -50,163 +40,143 @@ def soft_cap_gate(x, gate, bias, scale):  # type: ignore[no-untyped-def]
     return where(gate > 0, capped * sigmoid(gate), -0.5 * abs(capped)) * scale
 
 
-LENGTHS = {
-    "short": [1, 2, 31, 33, 64, 127, 128, 129, 200, 512],
-    "model": [896, 2048, 2880, 4096, 5120, 7168, 8192],
-    "odd": [1025, 4097, 7919],
-    "wide": [12288, 16384, 16385, 20000, 131072],
-}
-"""short: several rows per program; model: hidden sizes, many in several chunks; odd: no vector divides them; wide: more
-chunks, then rows that are walked."""
-OTHER_GAMMAS = ((BF16, F16), (F16, BF16), (F32, BF16), (F32, F16))
-"""Dtypes of x, and of a gamma with neither x's dtype nor float32."""
-_LAYOUTS = ["sliced", "misaligned", "expanded", "transposed"]
-_ROUNDINGS = [{"rounding": "once"}, {"rounding": "hf"}]
-_HF = {"rounding": "hf"}
-_THREE = ("full", "column", "row")
+def _of(
+    op: str,
+    group: str,
+    lead: tuple[int, ...],
+    n: int,
+    x: torch.dtype = BF16,
+    gamma: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
+    /,
+    operands: tuple[str, ...] = (),
+    layout: Layout = "contiguous",
+    values: Values = "normal",
+    **options: Any,
+) -> Case:
+    """A case with its options as keywords."""
+    return Case(op, group, lead, n, x, gamma, residual, operands, layout, values, options)
 
 
-def _common_cases(op: str) -> Iterator[Case]:
-    c = partial(grid, Case, op)
-    for group, lengths in LENGTHS.items():
-        yield from c(group, (5,), lengths)
-    yield from c("layouts", (3, 4), [128, 1536, 20000], layout=_LAYOUTS)
-    yield from c("levels", (2, 3, 2, 3), 128, layout="reversed")
-    yield from c("ranks", [(), (2, 1, 3, 2)], 300)
-    yield from c("empty", (0,), 64)
-    yield from c("values", (9,), 20000, values="special")
-    yield from c("large", (1024,), 8192)
-
-
-def _rms_norm_cases(op: str) -> Iterator[Case]:
-    c = partial(grid, Case, op)
-    yield from _common_cases(op)
-    for x in FLOATS:
-        gammas, residuals = list(dict.fromkeys((x, F32))), list(dict.fromkeys((None, x, F32)))
-        yield from c("dtypes", (3,), 640, x, gammas, residuals, options=_ROUNDINGS)
-        yield from c("values", (9,), 384, x, values="special")
-        yield from c("values", (9,), 384, x, residual=x, values="special", options=_HF)
-        yield from c("chunks", (3,), 3072, x, residual=x, options=_HF)
-        yield from c("chunks", (3,), 5000, x, F32, residual=F32)
-    for x, gamma in OTHER_GAMMAS:
-        yield from c("gammas", (3,), 640, x, gamma, options=_ROUNDINGS)
-        yield from c("gammas", (5,), 4096, x, gamma, residual=x)
-        yield from c("gammas", (3,), 20000, x, gamma, options={"weight_offset": 1.0})
-    yield from c("gammas", (3, 4), 1536, F32, BF16, layout="misaligned")
-    yield from c("gammas", (9,), 384, F16, BF16, values="special")
-    yield from c("gammas", (5,), [200, 4096, 20000], F16, BF16, [None, F16], values="spread", options=_HF)
-    yield from c("layouts", (3, 4), [128, 1536, 20000], residual=BF16, layout=_LAYOUTS)
-    yield from c("layouts", (2, 3, 4), 96, layout="transposed")
-    yield from c("levels", (2, 2, 3, 2, 2), 1536, residual=BF16, layout="reversed")
-    yield from c("options", (4,), 512, options=[{"weight_offset": 1.0, "eps": 1e-5}, {"eps": 0.0}])
-    yield from c("chunks", (3, 4), 5000, layout=["misaligned", "transposed"])
-    yield from c("chunks", (9,), 3072, values="special")
-    yield from sum_cases(op, "once", True, [64, 640, 4096, 5000, 20000])
-    yield from sum_cases(op, "hf", False, [64, 640, 2048, 4096, 5000, 5120, 7168, 8192, 20000])
-    yield from c("large", (2048,), 4096, residual=BF16)
-
-
-def _lane_cases(op: str) -> Iterator[Case]:
-    """Groups of rows in whole chunks, where a GPU keeps each chunk's scales in lanes of their own: one per tile layout."""
-    c, groups = partial(grid, Case, op, "lanes"), {"group_size": 128}
-    yield from c((3,), [3072, 4096, 5120, 6144, 8192, 16384], options=groups)
-    for x in FLOATS:
-        yield from c((3,), 4096, x, options={"group_size": 64})
-        yield from c((3,), 7168, x, F32, options=groups)
-        yield from c((3,), 4096, options=groups | {"scales_dtype": x})
-    yield from c((3,), 7168, residual=BF16, options=groups | {"return_norm": True})
-    yield from c((3,), 4096, options=groups | {"weight_offset": 1.0, "scale_ub": 1.5})
-    yield from c((3, 4), 4096, layout="transposed", options=groups | {"scale_layout": "column"})
-    for out in FP8_FORMATS:
-        ways = [groups | {"out_dtype": out} | way for way in ({}, _HF, {"scale_format": "ue8m0"})]
-        yield from c((9,), 4096, values="special", options=ways)
-
-
-def _dequantize_cases(op: str) -> Iterator[Case]:
-    """8-bit rows, and operands with a value per group of columns."""
-    c = partial(grid, Case, op, "dequantize")
-    options: dict[str, Any] = {"prologue": dequantize}
-    for x in QUANTIZED:
-        yield from c((4,), 1536, x, BF16, operands=("group128",), options=options)
-        yield from c((3,), 20480, x, BF16, residual=BF16, operands=("group128",), options=options)
-        yield from c((5,), 200, x, F32, operands=("row",), options=options | {"return_norm": True})
-    yield from c((4,), 768, FP8, BF16, operands=[(f"group{g}",) for g in (32, 64, 256)], options=options)
-    shown = options | {"group_size": 128, "return_norm": True}
-    yield from c((3,), 7168, FP8, BF16, BF16, operands=("group128",), options=shown)
-    yield from c((3,), 4096, torch.int8, F16, F32, operands=("row",), options=shown)
-    layouts = ["sliced", "misaligned", "transposed"]
-    yield from c((3, 4), 640, FP8, BF16, BF16, ("group64",), layouts, options=options)
-    yield from c((), 512, torch.int8, BF16, operands=("group64",), options=options)
-    yield from c((4,), 1536, BF16, operands=("group128",), options=options)
-    three = ("full", "column", "group32")
-    yield from c((4,), 1536, FP8, BF16, BF16, three, options={"prologue": soft_cap_gate})
-
-
-def _fp8_cases(op: str) -> Iterator[Case]:
-    c, gate, groups = partial(grid, Case, op), {"prologue": soft_cap_gate}, {"group_size": 128}
-    ue8m0, static = {"scale_format": "ue8m0"}, {"static_scale": True}
-    yield from _common_cases(op)
-    for x in FLOATS:
-        yield from c("dtypes", (4,), 640, x, list(dict.fromkeys((x, F32))), options=_ROUNDINGS)
-        yield from c("dtypes", (4,), 640, x, options=[{"scales_dtype": s, "out_dtype": FNUZ} for s in FLOATS])
-        yield from c("chunks", (3,), 3072, x, F32, options=_HF)
-    for x, gamma in OTHER_GAMMAS:
-        yield from c("gammas", (4,), 640, x, gamma, options=_ROUNDINGS)
-        yield from c("gammas", (3,), 4096, x, gamma, options=groups)
-        yield from c("gammas", (3,), 20000, x, gamma, residual=x, options={"return_norm": True})
-    yield from c("gammas", (4,), [640, 4096], F16, BF16, values="spread", options=_HF | {"return_norm": True})
-    orders = [{"group_size": size, "scale_layout": order} for size in (64, 128) for order in ("row", "column")]
-    powers = [groups | ue8m0 | {"scales_dtype": E8M0}, groups | ue8m0 | _HF]
-    yield from c("groups", (6,), [384, 7168, 20480], options=[*orders, *powers])
-    yield from c("groups", (6,), [384, 7168, 20480], layout="misaligned", options=groups)
-    yield from c("groups", (2, 3), 256, options={"group_size": 64, "scale_layout": "column"})
-    yield from _lane_cases(op)
-    ways: list[dict[str, Any]] = [ue8m0 | {"scales_dtype": E8M0}, ue8m0, {"scale_ub": 1.5}, static, static | _HF]
-    yield from c("scales", (4,), [512, 20000], options=ways)
-    yield from c(
-        "scales", (4,), 512, options=[{"out_dtype": FNUZ, "fp8_max": 224.0}, {"out_dtype": FNUZ, "scale_ub": 1.0}]
-    )
-    lengths = [640, 7168, 20000]
-    yield from c("outputs", (4,), lengths, residual=BF16)
-    yield from c("outputs", (4,), lengths, residual=F32, options={"return_norm": True, **_HF})
-    yield from c("outputs", (4,), lengths, options={"return_norm": True})
-    lengths = [1536, 20000]
-    yield from c("prologues", (4,), lengths, operands=("full",), options={"prologue": silu_and_mul})
-    yield from c("prologues", (4,), lengths, operands=("full",), options={"prologue": add}, layout="sliced")
-    yield from c("prologues", (4,), lengths, operands=("row",), options={"prologue": dequantize})
-    yield from c("prologues", (4,), lengths, operands=_THREE, residual=BF16, options=gate)
-    yield from _dequantize_cases(op)
-    yield from c("levels", (2, 2, 3, 2, 2), 1536, operands=_THREE, layout="reversed", options=gate)
-    for out in FP8_FORMATS:
-        special = [{"out_dtype": out} | way for way in ({}, _HF, groups, ue8m0, static)]
-        yield from c("values", (9,), 384, values="special", options=special)
-    offsets = [{"eps": 1e-5, "weight_offset": offset, "scale_ub": 448.0} for offset in (0.0, 1.0)]
-    yield from c("pattern", [(6,), (2, 3), (2, 1, 3)], 120, values="pattern", options=offsets)
-    yield from c("chunks", (9,), 5000, values="special")
-    yield from c("chunks", (3, 4), 5000, layout="misaligned")
-    yield from c("chunks", (4,), 3072, options=static)
-    yield from c("chunks", (4,), 9216, options=groups)
-    yield from c("chunks", (4,), 5000, operands=_THREE, residual=BF16, options=gate)
-    yield from vllm_cases(op)
-    yield from c("large", (2048,), 7168)
-
-
-CASES = (
-    *_rms_norm_cases("rms_norm"),
-    *_fp8_cases("rms_norm_fused_fp8"),
-    *quant_cases("rms_norm_fused_quant"),
-    *norm_cases("rms_norm"),
-    *layer_cases("layer_norm"),
-    *code_cases("rms_norm_fused_quant"),
-    *weight_cases("rms_norm"),
-    *layer_weight_cases("layer_norm"),
-    *fp8_weight_cases("rms_norm_fused_fp8"),
-    *quant_weight_cases("rms_norm_fused_quant"),
+CASES: Final = (
+    _of("rms_norm", "short", (5,), 33),
+    _of("rms_norm", "wide", (5,), 20000),
+    _of("rms_norm", "layouts", (3, 4), 128, layout="expanded"),
+    _of("rms_norm", "dtypes", (3,), 640, F16, F32, rounding="once"),
+    _of("rms_norm", "gammas", (3,), 640, BF16, F16, rounding="once"),
+    _of("rms_norm", "gammas", (5,), 200, F16, BF16, values="spread", rounding="hf"),
+    _of("rms_norm", "sums", (3, 4), 640, BF16, None, BF16, layout="misaligned", rounding="once", round_sum=True),
+    _of("rms_norm_fused_fp8", "short", (5,), 33),
+    _of("rms_norm_fused_fp8", "dtypes", (4,), 640, scales_dtype=F16, out_dtype=FNUZ),
+    _of("rms_norm_fused_fp8", "dtypes", (4,), 640, F32, scales_dtype=BF16, out_dtype=FNUZ),
+    _of("rms_norm_fused_fp8", "groups", (6,), 384, group_size=64, scale_layout="row"),
+    _of("rms_norm_fused_fp8", "groups", (6,), 384, group_size=64, scale_layout="column"),
+    _of("rms_norm_fused_fp8", "groups", (6,), 384, group_size=128, scale_format="ue8m0", scales_dtype=E8M0),
+    _of("rms_norm_fused_fp8", "scales", (4,), 512, out_dtype=FNUZ, fp8_max=224.0),
+    _of("rms_norm_fused_fp8", "prologues", (4,), 1536, operands=("full",), prologue=silu_and_mul),
+    _of("rms_norm_fused_fp8", "prologues", (4,), 1536, operands=("full",), layout="sliced", prologue=add),
+    _of(
+        "rms_norm_fused_fp8",
+        "dequantize",
+        (5,),
+        200,
+        FNUZ,
+        F32,
+        operands=("row",),
+        prologue=dequantize,
+        return_norm=True,
+    ),
+    _of("rms_norm_fused_fp8", "dequantize", (4,), 768, FP8, BF16, operands=("group64",), prologue=dequantize),
+    _of("rms_norm_fused_fp8", "dequantize", (4,), 768, FP8, BF16, operands=("group256",), prologue=dequantize),
+    _of(
+        "rms_norm_fused_fp8",
+        "dequantize",
+        (4,),
+        1536,
+        FP8,
+        BF16,
+        BF16,
+        operands=("full", "column", "group32"),
+        prologue=soft_cap_gate,
+    ),
+    _of("rms_norm_fused_fp8", "values", (9,), 384, values="special", out_dtype=FP8, static_scale=True),
+    _of("rms_norm_fused_fp8", "pattern", (6,), 120, values="pattern", eps=1e-5, weight_offset=0.0, scale_ub=448.0),
+    _of(
+        "rms_norm_fused_fp8",
+        "vllm",
+        (5,),
+        640,
+        F16,
+        None,
+        F16,
+        bounded=1.5,
+        rounding="hf",
+        round_sum=False,
+        quantize="divide",
+        min_scale=1 / (448 * 512),
+        group_size=None,
+        return_norm=True,
+    ),
+    _of("rms_norm_fused_quant", "dtypes", (3,), 640, F16, format="e5m2", rounding="stored"),
+    _of(
+        "rms_norm_fused_quant",
+        "values",
+        (9,),
+        384,
+        values="special",
+        format="e4m3fn",
+        group_size=128,
+        scale_format="ue8m0",
+        scale_layout="column_packed",
+    ),
+    _of("rms_norm_fused_quant", "levels", (2, 3, 2, 3), 128, layout="reversed", format="nvfp4"),
+    _of("rms_norm_fused_quant", "scales", (5,), 384, format="mxfp8", scale_format="ue8m0_floor", scales_dtype=F32),
+    _of("rms_norm_fused_quant", "scales", (5,), 640, format="nvfp4", global_scale=1.0),
+    _of("rms_norm_fused_quant", "places", (5,), 480, format="mxfp8", scale_layout="column_tma"),
+    _of("rms_norm_fused_quant", "places", (3, 44), 1536, layout="transposed", format="mxfp4", scale_layout="128x4"),
+    _of(
+        "rms_norm_fused_quant",
+        "prologues",
+        (4,),
+        1536,
+        INT8,
+        BF16,
+        operands=("group128",),
+        format="int8",
+        prologue=dequantize,
+    ),
+    _of("rms_norm", "gate", (5,), 128, gate=BF16, gate_order="before"),
+    _of("rms_norm", "gate", (9,), 384, F16, values="special", gate=F16, weight_offset=1.0),
+    _of("rms_norm", "gate", (3,), 640, F32, BF16, gate=F32, bias=BF16, rounding="hf"),
+    _of("rms_norm", "out dtype", (3,), 640, out_dtype=F16),
+    _of("rms_norm", "out dtype", (3,), 640, out_dtype=F32),
+    _of("rms_norm", "out dtype", (3,), 640, F16, out_dtype=BF16),
+    _of("layer_norm", "short", (5,), 33),
+    _of("layer_norm", "dtypes", (3,), 640, F16, BF16, bias=F16),
+    _of(
+        "rms_norm_fused_quant",
+        "sigmoid",
+        (4,),
+        640,
+        F32,
+        gate=BF16,
+        gate_activation="sigmoid",
+        statistic="layer",
+        bias=F32,
+        quantize="divide",
+    ),
+    _of("rms_norm", "no gamma", (5,), 128, gamma=None),
+    _of("layer_norm", "heads", (3, 4), 640, F32, BF16, F32, heads=True, weight_offset=1.0, bias=F16, return_rstd=True),
 )
+"""Few cases that together have every dtype, format, option and layout of the matrix in tests/rms_norm/cases.py."""
+SCALE_NAMES = {"rms_norm_fused_fp8": "scale_output", "rms_norm_fused_quant": "scale_out"}
+"""The keyword for a tensor that receives the scales, by op."""
+
+
 _OPS: dict[str, Any] = {
     "rms_norm": (RMS_NORM, rms_norm),
     "layer_norm": (LAYER_NORM, layer_norm),
-    "rms_norm_fused_fp8": (RMS_NORM_FUSED_FP8, rms_norm_fused_fp8),
+    "rms_norm_fused_fp8": (RMS_NORM_FUSED_QUANT, rms_norm_fused_fp8),
     "rms_norm_fused_quant": (RMS_NORM_FUSED_QUANT, rms_norm_fused_quant),
 }
 
@@ -278,19 +248,18 @@ def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 def result_names(case: Case) -> list[str]:
     """The output keyword of each result, in order."""
-    quantized = case.op not in ("rms_norm", "layer_norm")
-    return _names(quantized, case.residual is not None, case.options)
+    return _names(SCALE_NAMES.get(case.op), case.residual is not None, case.options)
 
 
-def _names(quantized: bool, residual: bool, options: dict[str, Any]) -> list[str]:
-    names = ["out"] + ["scale_output"] * quantized + ["residual_out"] * residual
+def _names(scale: str | None, residual: bool, options: dict[str, Any]) -> list[str]:
+    names = ["out"] + ([scale] if scale else []) + ["residual_out"] * residual
     return names + ["norm_out"] * bool(options.get("return_norm")) + ["rstd_out"] * bool(options.get("return_rstd"))
 
 
 def zeroable(case: Case) -> list[tuple[int, str]]:
     """Position and name of each result that the kernel writes."""
     static = case.options.get("static_scale")
-    return [(i, name) for i, name in enumerate(result_names(case)) if not (static and name == "scale_output")]
+    return [(i, name) for i, name in enumerate(result_names(case)) if not (static and name in SCALE_NAMES.values())]
 
 
 def call_out(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -324,7 +293,7 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
 def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results of any call: every value lies between bounds."""
     quantized, residual = results[0].dtype not in FLOATS, host.get("residual")
-    names = _names(quantized, residual is not None, host)
+    names = _names("scale" if quantized else None, residual is not None, host)
     named, hf = dict(zip(names, results, strict=True)), host.get("rounding") == "hf"
     x, error, doubt = host["x"], compare.FLOAT32_ERROR, None
     h = x.float()
@@ -351,7 +320,7 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
     if host.get("statistic") == "layer":
         h, doubt = centered(h, doubt)
     rs = bounds.reciprocal_rms(h, host.get("eps", 1e-6))
-    wrong = verify_rstd(named["rstd_out"], rs, error, doubt) if "rstd_out" in named else None
+    wrong = _verify_rstd(named["rstd_out"], rs, error, doubt) if "rstd_out" in named else None
     if wrong is not None:
         return f"rstd: {wrong}"
     g = bounds.weight(host["gamma"], host.get("weight_offset", 0.0))
@@ -364,8 +333,14 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
         return None
     if host.get("rounding") == "stored":
         y = y.rounded(x.dtype)
-    q = described(host, named["out"], named["scale_output"])
+    q = described(host, named["out"], named["scale"])
     return q if isinstance(q, str) else _verify_codes(host, q, h, rs, g, y, error, doubt)
+
+
+def _verify_rstd(actual: Tensor, rs: Tensor, error: float, doubt: Tensor | None) -> str | None:
+    """None, or what is wrong with the reciprocal RMS of rows whose own values may be off by ``doubt``."""
+    off = rs * error if doubt is None else rs * (error + bounds.spread(doubt, rs))
+    return bounds.Bounds(*(end.squeeze(-1) for end in bounds.around(rs, off))).stored(actual)
 
 
 def _finishes(host: dict[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import traceback
 import warnings
@@ -30,13 +29,6 @@ _ON_GPUS = tuple(case for module in _OF_GPUS for case in module.CASES)
 GPU_CASES: tuple[Check, ...] = (*_ON_GPUS, *linear.GPU_CASES)
 """Cases of kernels that a CPU does not have, and of what a GPU does differently. The interpreter has the former."""
 DEVICES = ("cpu", "cuda", "interpreter")
-_SIZES = (
-    ("rms_norm", "wide: 5x20000 bf16"),
-    ("linear", "rows: 33x48x160 bf16"),
-    ("linear", "rows: 130x48x160 bf16"),
-    ("linear", "rows: 130x144x272 bf16 weight=f8_e4m3fn scale=block"),
-)
-"""Cases for kernels that a GPU chooses by size: long rows, and linear layers of many rows."""
 
 
 @dataclass(frozen=True)
@@ -57,36 +49,12 @@ class Result:
 
 def select(ops: Sequence[str] = (), match: str = "", device: str = "cpu") -> list[Check]:
     """The device's cases of these ops (all when empty) whose name contains ``match``, or one of its alternatives separated by ``|``."""
-    cases = CASES if device == "cpu" else (*CASES, *GPU_CASES)
+    return among(CASES if device == "cpu" else (*CASES, *GPU_CASES), ops, match)
+
+
+def among(cases: Iterable[Check], ops: Sequence[str], match: str) -> list[Check]:
+    """The cases of these ops whose name contains ``match``, as for `select`."""
     return [case for case in cases if (not ops or case.op in ops) and matches(case.name, match)]
-
-
-def representative(cases: Sequence[Check]) -> list[Check]:
-    """Few of the cases that together have all `_traits`, and the `_SIZES`. The case that adds most is chosen next."""
-    traits = {case: _traits(case) for case in cases}
-    missing = set().union(*traits.values())
-    chosen = {case for case in cases if (case.op, case.name) in _SIZES}
-    missing.difference_update(*(traits[case] for case in chosen))
-    while missing:
-        best = max(cases, key=lambda case: len(traits[case] & missing))
-        missing -= traits[best]
-        chosen.add(best)
-    return [case for case in cases if case in chosen]
-
-
-def _traits(case: Check) -> set[tuple[str, str]]:
-    """The op with the dtype of its input; with the op's family, every other dtype, format, layout and option.
-
-    Of an option with a number it is the name alone.
-    """
-    words = case.name.partition(": ")[2].split()[1:]
-    traits = {(case.op, word) for word in words if word in ("bf16", "f16", "f32")} or {(case.op, "")}
-    for word in words:
-        option, _, value = word.partition("=")
-        if not word[0].isdigit():
-            trait = option if re.match(r"[-(\d]|inf|nan", value) else word.partition(":")[0]
-            traits.add((MODULES[case.op].__name__, trait))
-    return traits
 
 
 def matches(name: str, match: str) -> bool:

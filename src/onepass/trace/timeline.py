@@ -197,7 +197,7 @@ class Timeline:
         return f'<ul class="legend">{items}</ul>{about}'
 
 
-def _metadata(kind: str, tid: int, **args: Any) -> dict[str, Any]:
+def _metadata(kind: str, tid: int, **args: object) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": 1, "tid": tid, "args": args}
 
 

@@ -44,7 +44,7 @@ def lane_mask(mask: Bool, paired: bool) -> Bool:
 # --- bf16, f16 and f32 ---------------------------------------------------------------------------------------------
 
 
-def _cast(value: Float, element: Any, how: str) -> Any:
+def _cast(value: Float, element: ir.Type, how: str) -> Any:
     return getattr(value.builder, how)(value.ir, type_of(element, value.lanes))
 
 
@@ -76,7 +76,7 @@ def load_scalar(f: Function, dtype: torch.dtype, address: Int) -> Float:
     return _widen(f, dtype, f.load(address, _ELEMENT[dtype], lanes=0), I32)
 
 
-def _widen(f: Function, dtype: torch.dtype, raw: Any, words: Any) -> Float:
+def _widen(f: Function, dtype: torch.dtype, raw: ir.Value, words: ir.Value) -> Float:
     if dtype == torch.bfloat16:
         return (Int(f.builder, f.builder.zext(raw, words)) << 16).float()
     if dtype in FP8_FORMATS:

@@ -20,7 +20,7 @@ multiply-add with the block's scale, lane by lane.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from ...formats import E4M3FN, SCALE_BLOCK, WeightScale
 from ..sizes import BLOCK, CHUNK, MAX_BLOCKS, ROW_BLOCKS, SUM, TILE
 from . import lookup
 from .bits import load_row, load_scalar
-from .function import Cell, Function
+from .function import Cell, Function, Module
 from .loops import LINE, each_block
 from .vec import F32, I8, I16, I32, Bool, Float, Int, constant, type_of
 
@@ -97,7 +97,7 @@ def copied(act: Int, padded: Int, row: Int, chunk: Int) -> Int:
     return act + (chunk * padded + row * CHUNK) * 4
 
 
-def expand_act(module: Any, product: Product) -> Function:
+def expand_act(module: Module, product: Product) -> Function:
     """``expand(act, stride, rows, padded, k, target)``: float32 copies of all rows, then rows of zeros.
 
     The last chunk ends with a whole step.
@@ -133,7 +133,7 @@ def copy_row(f: Function, k: Int, target: Int, padded: Int, m: Int, value: Calla
         each_block(f, chunk, (chunk + CHUNK).min(k), body)
 
 
-def _dot(module: Any, product: Product, shape: Shape) -> Function:
+def _dot(module: Module, product: Product, shape: Shape) -> Function:
     """``dot(weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, begun)``.
 
     It adds ``count`` columns, in whole steps, to the tile's sums, or replaces these if ``begun`` is 0. Weight rows
@@ -240,12 +240,12 @@ def _dot(module: Any, product: Product, shape: Shape) -> Function:
     return f
 
 
-def _looks_up(module: Any, product: Product, shape: Shape) -> bool:
+def _looks_up(module: Module, product: Product, shape: Shape) -> bool:
     """Whether FP8 weights are converted in registers. The sums of more rows leave too few for that."""
     return product.is_fp8 and lookup.FEATURE in module.features and shape.act_rows <= _LOOKED_UP
 
 
-def _pad(module: Any, product: Product) -> Function:
+def _pad(module: Module, product: Product) -> Function:
     """``stage(source, count, target)``: the last weights of a row, padded with zeros to a whole step."""
     f = Function(module, "stage", 3, private=True)
     source, count, target = f.parameters
@@ -254,7 +254,7 @@ def _pad(module: Any, product: Product) -> Function:
     return f
 
 
-def _copy(module: Any) -> Function:
+def _copy(module: Module) -> Function:
     """``copy(source, count, target)``: FP8 codes, padded with zeros to a whole step."""
     f = Function(module, "copy", 3, private=True)
     source, count, target = f.parameters
@@ -263,7 +263,7 @@ def _copy(module: Any) -> Function:
     return f
 
 
-def _decode(module: Any) -> Function:
+def _decode(module: Module) -> Function:
     """``stage(source, count, target)``: FP8 codes as float16 numbers, padded with zeros to a whole step.
 
     NaN codes are rare: a row is searched for them, and converted once more if it has any.
@@ -289,7 +289,7 @@ def _decode(module: Any) -> Function:
     return f
 
 
-def walks(module: Any, product: Product, wide: bool) -> dict[int, Function]:
+def walks(module: Module, product: Product, wide: bool) -> dict[int, Function]:
     """For each of `ROW_BLOCKS`, ``walk(weight, stride, rows, act, blocks, k, sums, following, scale, scale_stride, column)``.
 
     It writes the sums of all ``rows`` weight rows of a tile and up to `MAX_BLOCKS` ``blocks`` of rows of ``act`` to
@@ -301,7 +301,7 @@ def walks(module: Any, product: Product, wide: bool) -> dict[int, Function]:
     return {s.block: _walk(module, product, s, stages[_looks_up(module, product, s)]) for s in shapes(wide)}
 
 
-def _walk(module: Any, product: Product, shape: Shape, stage: Function) -> Function:
+def _walk(module: Module, product: Product, shape: Shape, stage: Function) -> Function:
     dot = _dot(module, product, shape)
     f = Function(module, f"walk{shape.block}", 11, private=True)
     weight, stride, rows, act, blocks, k, sums, following, scale, scale_stride, column = f.parameters

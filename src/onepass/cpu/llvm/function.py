@@ -45,7 +45,7 @@ class Cell:
 class Function:
     """One function under construction: control flow, constants and memory."""
 
-    def __init__(self, module: Any, name: str, parameters: int, private: bool = False) -> None:
+    def __init__(self, module: Module, name: str, parameters: int, private: bool = False) -> None:
         """A void function of ``parameters`` 64-bit integers or addresses."""
         self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * parameters), name)
         self.function.attributes.add("nounwind")
@@ -111,7 +111,7 @@ class Function:
         """An address as an LLVM pointer."""
         return self.builder.inttoptr(address.ir, _POINTER)
 
-    def load(self, address: Int, element: Any, mask: Bool | None = None, lanes: int = LANES) -> Any:
+    def load(self, address: Int, element: ir.Type, mask: Bool | None = None, lanes: int = LANES) -> Any:
         """``lanes`` elements from an address of any alignment; lanes outside ``mask`` are zero and not touched."""
         type_ = type_of(element, lanes)
         if mask is None:
@@ -124,7 +124,7 @@ class Function:
         """A vector of float32."""
         return Float(self.builder, self.load(address, F32, lanes=lanes))
 
-    def store(self, value: Any, address: Int, mask: Bool | None = None, bypass: Bool | None = None) -> None:
+    def store(self, value: ir.Value, address: Int, mask: Bool | None = None, bypass: Bool | None = None) -> None:
         """Write an LLVM value to an address of any alignment; lanes outside ``mask`` are not touched.
 
         Where ``bypass`` is true the address must be that of a cache line, and whole vectors bypass the caches.
@@ -185,6 +185,6 @@ class Arguments:
         self.f.builder.atomic_rmw("add", self.counter(name, index), ir.Constant(I64, 1), "release")
 
 
-def _short(element: Any) -> str:
+def _short(element: ir.Type) -> str:
     """An element type as written in the names of intrinsics."""
     return f"i{element.width}" if isinstance(element, ir.IntType) else "f16" if element == F16 else "f32"

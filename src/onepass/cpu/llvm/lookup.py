@@ -75,7 +75,7 @@ def numbers(f: Function, address: Int, scale: float, whole: bool = True) -> list
     return words
 
 
-def _found(builder: Any, codes: Any, table: list[int]) -> Any:
+def _found(builder: ir.IRBuilder, codes: ir.Value, table: list[int]) -> Any:
     """The entries of a table of 128 bytes; the sign of a code is ignored."""
     function = declare(builder, "llvm.x86.avx512.vpermi2var.qi.512", _BYTES, [_BYTES] * 3)
     first, second = (ir.Constant(_BYTES, table[start : start + WIDTH]) for start in (0, WIDTH))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from . import bits
-from .function import Arguments, Cell, Function
+from .function import Arguments, Cell, Function, Module
 from .vec import I32, I64, LANES, Bool, Float, Int, declare
 
 Body = Callable[[Int, "Bool | None"], None]
@@ -106,7 +106,7 @@ def wait(f: Function, args: Arguments, name: str, index: Int, least: Int) -> Non
 
 
 def entry_points(
-    module: Any,
+    module: Module,
     offsets: dict[str, int],
     worker: Function,
     count: str,

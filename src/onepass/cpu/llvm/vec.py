@@ -31,12 +31,12 @@ V = TypeVar("V", bound="Value")
 Number = int | float
 
 
-def type_of(element: Any, lanes: int) -> Any:
+def type_of(element: ir.Type, lanes: int) -> Any:
     """The type of ``lanes`` elements; the element type itself for 0."""
     return ir.VectorType(element, lanes) if lanes else element
 
 
-def constant(type_: Any, value: Number) -> Any:
+def constant(type_: ir.Type, value: Number) -> Any:
     """``value`` in ``type_``, in every lane of a vector."""
     element = type_.element if isinstance(type_, ir.VectorType) else type_
     if isinstance(element, ir.IntType):
@@ -54,7 +54,7 @@ class Value:
 
     __slots__ = ("builder", "ir")
 
-    def __init__(self, builder: Any, value: Any) -> None:
+    def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder = builder
         self.ir = value
 
@@ -68,7 +68,7 @@ class Value:
         """LLVM type of one lane."""
         return self.ir.type.element if self.lanes else self.ir.type
 
-    def _new(self, value: Any) -> Self:
+    def _new(self, value: ir.Value) -> Self:
         return type(self)(self.builder, value)
 
     def number(self, value: Number) -> Self:
@@ -230,7 +230,7 @@ class Float(Value):
         return value.lane(0)
 
 
-def declare(builder: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+def declare(builder: ir.IRBuilder, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
     """The declaration of an intrinsic or function, one per module."""
     module = builder.module
     if name not in module.globals:

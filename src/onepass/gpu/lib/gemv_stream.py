@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .pdl import wait
-from .sums import add_four
+from .reduce import add_four
 from .trace import stamp
 
 PIECES = tl.constexpr(16)

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .codes import decode, decode_fragments, decode_words, regroup, regrouped
 from .pdl import waited
-from .sums import add_from_left
+from .reduce import add_from_left
 
 SCALED = tl.constexpr(128)
 """Weight rows that share a scale, and columns of K."""

@@ -20,8 +20,8 @@ import triton.language as tl
 from .codes import decode
 from .numbers import cast, convert
 from .product import SCALED, has_blocks, scale_value
+from .reduce import add_four
 from .row import factor
-from .sums import add_four
 
 
 @triton.jit

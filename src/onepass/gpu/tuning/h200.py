@@ -47,7 +47,7 @@ ROWS: Final = RowTuning(
     shared_tile=Tile(2),
     # By the longest row; small and streaming batches only where they need another tile than large
     # ones. Bfloat16. Norm: 16384 x 1536 25.0 (2 warps: 25.2) [36], 4096 x 7168 28.8 (4: 28.9),
-    # 16384 x 4096 65.1 (4: 66.5), 8192 x 16384 read twice 128 (by 8: 144) [35]. Wide gamma: 4096 x
+    # 16384 x 4096 65.1 (4: 66.5), 8192 x 16384 read twice 128 (by 8: 144) [35]. Float32 gamma: 4096 x
     # 7168 29.0 (8: 30.9), 8192 x 16384 143 (8: 196) [28]. Residual: 16384 x 7168 225.5 (8: 228.1)
     # [36]. fp8: 16384 x 7168 82.4 (8: 91.1), 16384 x 4096 48.0 (8: 53.4) [35], 8192 x 16384 96.4
     # (8: 101.4, without the limit 110.1); with a residual 4096 x 7168 50.5 (8: 52.1) [36]. Groups
@@ -55,33 +55,33 @@ ROWS: Final = RowTuning(
     # [33], 16384 x 4096 49.1 (8: 55.2) [32], 8192 x 16384 109 (16: 111) [35]; storing the norm as
     # well 4096 x 7168 44.9 (whole chunks with `lane_scales`: 54.8) [36]. Small batches to fp8: 128
     # x 4096 2.05 (4: 2.15), 1 x 8192 1.43 (with a limit 1.53), 1 x 16384 2.03 (4: 2.59); with
-    # groups and norm 1 x 7168 2.12 (the other way 2.34) [35, 36]. Given scale: 4096 x 7168 23.4 (limit of 96
+    # groups and norm 1 x 7168 2.12 (the other way 2.34) [35, 36]. Static scale: 4096 x 7168 23.4 (limit of 96
     # registers: 53.5). LayerNorm to fp8 25.6 (8: 30.4), gated rows to fp8 36.7 (8: 39.2) [49]. LayerNorm with gamma
     # late: 16384 x 7168 to fp8 85.5 (early: 92.2, 2 warps: 86.9), to int8 87.0 (94.4), to mxfp8 88.9 (92.9), 16384 x
     # 8192 to fp8 99.4 (120.4), 16384 x 5120 66.3 (68.8); but 32768 x 4096 105.1 (103.6), 4096 x 7168 25.5 (25.2) [50].
     tiles={
         "large": {
             "norm": {8192: Tile(8), 16384: Tile(16, 0, 40, twice=True)},
-            "wide gamma": {16384: Tile(4)},
-            "residual": {4096: Tile(4), 8192: Tile(16, 4)},
-            "fp8": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(4, 0, 168)},
-            "fp8, residual": {8192: Tile(4)},
-            "given scale": {8192: Tile(4)},
-            "group": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(8)},
-            "group, norm": {4096: Tile(4), 8192: Tile(8, 8, 80)},
-            "centered": {8192: Tile(4)},
-            "centered, group": {8192: Tile(4)},
-            "finished": {8192: Tile(4)},
+            "norm, float32 gamma": {16384: Tile(4)},
+            "norm, residual": {4096: Tile(4), 8192: Tile(16, 4)},
+            "row scale": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(4, 0, 168)},
+            "row scale, residual": {8192: Tile(4)},
+            "static scale": {8192: Tile(4)},
+            "group scales": {4096: Tile(4), 7168: Tile(4, 0, 96), 8192: Tile(4), 16384: Tile(8)},
+            "group scales, norm": {4096: Tile(4), 8192: Tile(8, 8, 80)},
+            "layer norm, row scale": {8192: Tile(4)},
+            "layer norm, group scales": {8192: Tile(4)},
+            "layer norm, gate or bias": {8192: Tile(4)},
         },
         "small": {
-            "fp8": {4096: Tile(8), 8192: Tile(4), 16384: Tile(8, 0, 128)},
-            "group": {8192: Tile(4), 16384: Tile(8)},
-            "group, norm": {4096: Tile(4), 8192: Tile(8)},
+            "row scale": {4096: Tile(8), 8192: Tile(4), 16384: Tile(8, 0, 128)},
+            "group scales": {8192: Tile(4), 16384: Tile(8)},
+            "group scales, norm": {4096: Tile(4), 8192: Tile(8)},
         },
         "streaming": {
             "norm": {4096: Tile(8), 8192: Tile(8, 8, 56, twice=True)},
-            "centered": {4096: Tile(4), 7168: Tile(4, 0, 80, late=True), 8192: Tile(4, 0, 96, late=True)},
-            "centered, group": {6144: Tile(4), 7168: Tile(4, 0, 96, late=True)},
+            "layer norm, row scale": {4096: Tile(4), 7168: Tile(4, 0, 80, late=True), 8192: Tile(4, 0, 96, late=True)},
+            "layer norm, group scales": {6144: Tile(4), 7168: Tile(4, 0, 96, late=True)},
         },
     },
     # Rows of more than 16384 columns with 16 and with 32 warps: 2048 x 20480 to the norm 45.7 and

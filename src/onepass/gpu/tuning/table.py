@@ -8,28 +8,26 @@ ANY: Final = 1 << 62
 
 Variant = Literal[
     "norm",
-    "wide gamma",
-    "residual",
-    "fp8",
-    "fp8, residual",
-    "given scale",
-    "group",
-    "group, residual",
-    "group, norm",
-    "more",
-    "centered",
-    "centered, group",
-    "finished",
+    "norm, float32 gamma",
+    "norm, residual",
+    "row scale",
+    "row scale, residual",
+    "static scale",
+    "group scales",
+    "group scales, residual",
+    "group scales, norm",
+    "other",
+    "layer norm, row scale",
+    "layer norm, group scales",
+    "layer norm, gate or bias",
     "prologue",
 ]
 """What a row kernel does, as far as its tile depends on it.
 
-"norm" stores the norm of a 16-bit row, "wide gamma" has a float32 gamma, and "residual" adds a
-residual. "fp8" quantizes with one scale per row and "group" with one per group, also with a
-residual. "given scale" quantizes with a scale of the caller. "group, residual" includes float32
-gammas, and "group, norm" also stores the norm. "centered" and "centered, group" are "fp8"
-and "group" of rows minus their mean. "finished" does anything else with such rows, or quantizes
-behind a bias or gate. "prologue" runs a user's function, and "more" is everything else.
+"norm" stores the norm of a 16-bit row. "row scale", "group scales" and "static scale" quantize it instead, and "group
+scales, norm" does both. "group scales, residual" includes float32 gammas. "layer norm" subtracts the mean first, and
+"layer norm, gate or bias" is any other LayerNorm, or quantizes what follows a gate or a bias. "prologue" runs a user's
+function, and "other" is everything else.
 """
 
 Regime = Literal["small", "large", "streaming"]

@@ -1,37 +1,76 @@
 """The attention of a decode step: its parameters, programs and memory for sums of splits."""
 
-from collections import namedtuple
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import torch
 
 from ...gpu import counters
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import SHORT_NAMES, Family
-from ..latent_attention.spec import LatentCall, LatentRows
+from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
+from ..latent_attention.launch import LatentCall, LatentRows
 from ..qk_cache.gpu_tile import power_of_two
 from .gpu_kernel import _attention_kernel
-from .spec import ROWS, SPLIT, AttentionCall, AttentionRows, AttentionSpec
+from .launch import ROWS, SPLIT, AttentionCall, AttentionRows, AttentionSpec
 
 WARPS: Final = 4
 AHEAD: Final = 264
 """Up to this many programs, entries are requested while the kernel before still runs. More would queue."""
 
-AttentionTensors = namedtuple("AttentionTensors", "q k v mask out sums tops counter")
-AttentionTile = namedtuple("AttentionTile", "rows columns split block stages lines looked joined join_stages")
-"""Sizes of a program: rows, columns of a head (padded), entries of a split and of a step, stages of the loop, cache
-lines of an entry; splits whose largest scores are looked at together, rows that are joined at a time, and the stages of that.
-"""
-AttentionMath = namedtuple("AttentionMath", "mask columns several hw_rounding pdl")
 
-_SIZES: Final = AttentionRows._fields[:7]
-TABLE: Final = {
-    "tensors": AttentionTensors(*(f"* {name}" for name in AttentionTensors._fields)),
-    "rows": AttentionRows._make(f"{'i32' if name in _SIZES else 'i64'} rows.{name}" for name in AttentionRows._fields),
-    "scale": "fp32 scale",
-    "ahead": f"i32 int(programs[0] <= {AHEAD})",
-}
+class AttentionTensors(NamedTuple):
+    """The tensors of a call."""
+
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    mask: Pointer
+    out: Pointer
+    sums: Pointer
+    tops: Pointer
+    counter: Pointer
+
+
+class AttentionParameters(NamedTuple):
+    """The parameters of the kernel. ``ahead``: whether entries are requested while the kernel before still runs."""
+
+    tensors: AttentionTensors
+    rows: Annotated[AttentionRows, Sizes(7)]
+    scale: F32
+    ahead: I32
+
+
+def pack(call: AttentionCall, config: None, programs: tuple[int, ...]) -> AttentionParameters:
+    """The parameters of a call."""
+    tensors = AttentionTensors(call.q, call.k, call.v, call.mask, call.out, call.sums, call.tops, call.counter)
+    return AttentionParameters(tensors, call.rows, call.scale, ahead=int(programs[0] <= AHEAD))
+
+
+class AttentionTile(NamedTuple):
+    """Sizes of a program: rows, columns of a head (padded), entries of a split and of a step, stages of the loop, cache
+    lines of an entry; splits whose largest scores are looked at together, rows that are joined at a time, and the stages
+    of that.
+    """
+
+    rows: int
+    columns: int
+    split: int
+    block: int
+    stages: int
+    lines: int
+    looked: int
+    joined: int
+    join_stages: int
+
+
+class AttentionMath(NamedTuple):
+    """What a kernel computes."""
+
+    mask: str
+    columns: int
+    several: bool
+    hw_rounding: bool
+    pdl: bool
 
 
 class AttentionFacts(NamedTuple):
@@ -51,16 +90,16 @@ def _tile(columns: int) -> AttentionTile:
 def build_for(spec: AttentionSpec, facts: AttentionFacts, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
     sums, masked = torch.float32, spec.mask != "none"
-    tensors = AttentionTensors(
-        q=spec.x,
-        k=spec.x,
-        v=spec.x,
-        mask=spec.x if masked else None,
-        out=spec.x,
-        sums=sums if facts.several else None,
-        tops=sums if facts.several else None,
-        counter=torch.int32 if facts.several else None,
-    )
+    dtypes: dict[str, torch.dtype | None] = {
+        "q": spec.x,
+        "k": spec.x,
+        "v": spec.x,
+        "mask": spec.x if masked else None,
+        "out": spec.x,
+        "sums": sums if facts.several else None,
+        "tops": sums if facts.several else None,
+        "counter": torch.int32 if facts.several else None,
+    }
     math = AttentionMath(spec.mask, facts.columns, facts.several, chip.rounds_casts, chip.has_pdl)
     names = ["batch", "columns"]
     names += [] if masked else ["mask_batch"]
@@ -69,16 +108,16 @@ def build_for(spec: AttentionSpec, facts: AttentionFacts, chip: Chip) -> Build:
     divisible = {f"tensors.{name}": 16 for name in ("q", "k", "v", "out", "sums", "tops")}
     divisible |= {f"rows.{name}": 8 for name in strides}
     name = f"attention x={SHORT_NAMES[spec.x]} mask={spec.mask} columns={facts.columns}{' splits' * facts.several}"
-    return FAMILY.make_build(
+    return make_build(
+        AttentionParameters,
         name,
         _attention_kernel,
         chip,
-        {f"tensors.{name}": dtype for name, dtype in tensors._asdict().items()},
-        {"TILE": _tile(facts.columns), "MATH": math},
-        {f"rows.{name}": 0 for name in names} | ({} if facts.several else {"rows.splits": 1}),
-        divisible,
-        WARPS,
-        0,
+        dtypes={f"tensors.{name}": dtype for name, dtype in dtypes.items()},
+        constants={"TILE": _tile(facts.columns), "MATH": math},
+        unused={f"rows.{name}": 0 for name in names} | ({} if facts.several else {"rows.splits": 1}),
+        divisible=divisible,
+        warps=WARPS,
     )
 
 
@@ -87,43 +126,45 @@ def units(rows: AttentionRows | LatentRows) -> int:
     return rows.batch * rows.heads * -(-rows.groups * rows.tokens // ROWS)
 
 
-def _grid(call: AttentionCall, config: Any) -> tuple[int]:
+def _grid(call: AttentionCall, config: None) -> tuple[int]:
     return (units(call.rows) * call.rows.splits,)
 
 
-FAMILY: Final = Family(
-    AttentionCall,
-    TABLE,
+KERNELS: Final[GpuKernels[AttentionSpec, AttentionCall, AttentionFacts, None]] = GpuKernels(
+    AttentionParameters,
     lambda call, chip: AttentionFacts(call.rows.columns, call.rows.splits > 1),
     lambda spec, facts, chip: None,
     lambda spec, facts, config, chip: build_for(spec, facts, chip),
     _grid,
-    device="q",
+    pack,
 )
-builds = FAMILY.builds
+builds = KERNELS.builds
 
 
 def launch(call: AttentionCall) -> None:
     """One launch on the current stream. Several splits need memory for their sums, and a counter per unit."""
-    launch_splits(FAMILY, call, _tile(call.rows.columns).columns)
+    launch_splits(KERNELS, call, _tile(call.rows.columns).columns)
 
 
-def launch_splits(family: Family, call: AttentionCall | LatentCall, columns: int) -> None:
+SplitCall = TypeVar("SplitCall", AttentionCall, LatentCall)
+
+
+def launch_splits(kernels: GpuKernels[AttentionSpec, SplitCall, Any, None], call: SplitCall, columns: int) -> None:
     """Launch a call, with memory for the sums of its splits if there are several: ``columns`` for each row."""
-    rows, device = call.rows, call.q.get_device()
+    rows, device = call.rows, call.device
     if rows.splits == 1:
-        family.launch(call)
+        kernels.launch(call)
         return
     count = units(rows)
     programs = count * rows.splits
     sums = torch.empty(programs * ROWS * (columns + 2), dtype=torch.float32, device=call.q.device)
     sums, tops = sums.split_with_sizes((programs * ROWS * columns, programs * ROWS * 2))
     if device < 0:
-        family.launch(call._replace(sums=sums, tops=tops, counter=torch.zeros(count, dtype=torch.int32)))
+        kernels.launch(call._replace(sums=sums, tops=tops, counter=torch.zeros(count, dtype=torch.int32)))
         return
     counter, key = counters.take(device, count)
     try:
-        family.launch(call._replace(sums=sums, tops=tops, counter=counter))
+        kernels.launch(call._replace(sums=sums, tops=tops, counter=counter))
     except BaseException:
         counters.discard(key)
         raise

@@ -20,12 +20,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...core.backend import Family
+from ...core.backend import launch_for
 from ...core.op import define
 from ...errors import Unsupported
-from .spec import MAX_COLUMNS, SPLIT, AttentionCall, AttentionRows, MaskKind, attention_spec
+from .launch import MAX_COLUMNS, SPLIT, AttentionCall, AttentionRows, MaskKind, attention_spec
 
-_family: Final = Family("attention")
 LOG2E: Final = math.log2(math.e)
 """Kernels compute powers of two."""
 ALIGNED: Final = 16
@@ -95,7 +94,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     strides = (*steps(q), *steps(k), *steps(v), *mask_steps(mask))
     rows = AttentionRows(batch, keys, heads // keys, tokens, context, columns, -(-context // SPLIT), *strides)
     call = AttentionCall(attention_spec(q.dtype, mask_kind(mask)), q, k, v, mask, out, scale * LOG2E, rows)
-    _family.launch(q)(call)
+    launch_for("attention", q)(call)
     return out
 
 

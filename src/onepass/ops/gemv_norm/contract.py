@@ -5,22 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.backend import Family
+from ...core.backend import tiles_for
 from ...core.contract import Arg, Contract, Option, Out, Rule
 from ...core.options import MAX_COLUMNS, eps
 from ...formats import FLOATS, FP8_FORMATS
 from ...trace import GEMV_TRACE_EVENTS_PER_BLOCK as _EVENTS
 from ..linear import weight_scale
-from .spec import MAX_ROWS, MAX_SEGMENTS
+from .launch import MAX_ROWS, MAX_SEGMENTS
 
 FURTHER = range(1, MAX_SEGMENTS)
-family = Family("gemv_norm")
 
 
 def blocks_of(act: Tensor, weight: Tensor, widths: tuple[int, ...]) -> int:
     """The number of blocks of a launch, each of which has slots in a trace."""
     m, k = act.shape
-    blocks: int = family.config(act, "trace_blocks")(act.dtype, weight.dtype, m, weight.shape[0], k, widths)
+    blocks: int = tiles_for("gemv_norm", act).trace_blocks(act.dtype, weight.dtype, m, weight.shape[0], k, widths)
     return blocks
 
 

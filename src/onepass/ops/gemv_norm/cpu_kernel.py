@@ -8,7 +8,7 @@ last tile of a segment normalizes all its rows and resets the counter. Tiles of 
 from __future__ import annotations
 
 import time
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from llvmlite import ir
@@ -21,7 +21,7 @@ from ...cpu.llvm.loops import SumOfSquares, each_block, reciprocal_root, take
 from ...cpu.llvm.vec import I32, I64, LANES, Bool, Float, Int, declare
 from ...cpu.sizes import SUM, TILE
 from ...formats import Fp8Format, ScaleRule
-from .spec import MAX_ROWS, GemvSpec
+from .launch import MAX_ROWS, GemvSpec
 
 _SCALE: Final = ScaleRule("row", torch.float32)
 _EVENTS: Final = 16
@@ -95,7 +95,7 @@ class Segment(NamedTuple):
     slots: Int
 
 
-def _norms(module: Any, spec: GemvSpec, offsets: dict[str, int]) -> list[Function]:
+def _norms(module: Module, spec: GemvSpec, offsets: dict[str, int]) -> list[Function]:
     """The norm routine of each segment. Segments that differ only in sizes and addresses share one."""
     found: dict[tuple[torch.dtype, bool], Function] = {}
     kinds = [(gamma, i == 0 and spec.fp8 is not None) for i, gamma in enumerate(spec.gammas)]
@@ -188,7 +188,7 @@ def _tiles(args: Arguments, spec: GemvSpec) -> Int:
 class TileKernel:
     """Emits ``tile(block, index, thread)``: one tile from beginning to end."""
 
-    def __init__(self, module: Any, spec: GemvSpec, offsets: dict[str, int]) -> None:
+    def __init__(self, module: Module, spec: GemvSpec, offsets: dict[str, int]) -> None:
         self.f = f = Function(module, "tile", 3, private=True)
         self.spec = spec
         self.args = args = Arguments(f, offsets)

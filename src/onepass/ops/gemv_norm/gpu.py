@@ -1,8 +1,7 @@
 """The GEMV kernel: its parameters, configuration, alignment and names."""
 
-from collections import namedtuple
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import torch
 
@@ -12,57 +11,105 @@ from ...formats import WeightScale
 from ...gpu import counters
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import SHORT_NAMES, Family
+from ...gpu.launch import F32, I32, I64, SHORT_NAMES, GpuKernels, Pointer, make_build
 from ...gpu.product_tile import WEIGHTS, PieceTile, StreamTile, describe_pieces, describe_tile, tile_registers
 from ...gpu.quantization import quant
 from .gpu_kernel import _gemv_partial_norm_kernel
 from .gpu_tile import CHUNK, FragmentTile, GemvConfig, GemvTile, describe_fragments, fragment_registers, gemv_config
-from .spec import MAX_SEGMENTS, GemvCall, GemvSpec, tiles
+from .launch import MAX_SEGMENTS, GemvCall, GemvSpec, tiles
 
-GemvStrides = namedtuple("GemvStrides", "act weight weight_scale y tail scale")
-"""Strides from row to row."""
-GemvMath = namedtuple(
-    "GemvMath",
-    "segments stream pack weight regroups scaled gated normed residual round_sum hf hw_rounding pdl traced",
-)
-"""What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm. ``regroups``: see
-`device.codes`.
-``stream``: the kind of tile, one of `STREAMS`.
-"""
+
+class GemvStrides(NamedTuple):
+    """Strides from row to row."""
+
+    act: I64
+    weight: I64
+    weight_scale: I64
+    y: I64
+    tail: I64
+    scale: I64
+
+
+class GemvParameters(NamedTuple):
+    """The parameters of the kernel. Those of a segment come `MAX_SEGMENTS` times."""
+
+    act: Pointer
+    weight: Pointer
+    weight_scale: Pointer
+    y: Pointer
+    unnormed: Pointer
+    scale: Pointer
+    counter: Pointer
+    trace: Pointer
+    units: Pointer
+    gammas: Annotated[tuple[Pointer, ...], MAX_SEGMENTS]
+    normed: Annotated[tuple[Pointer, ...], MAX_SEGMENTS]
+    m: I32
+    k: I32
+    widths: Annotated[tuple[I32, ...], MAX_SEGMENTS]
+    tail: I32
+    strides: GemvStrides
+    normed_strides: Annotated[tuple[I64, ...], MAX_SEGMENTS]
+    eps: F32
+
+
+def pack(call: GemvCall, config: GemvConfig, programs: tuple[int, ...]) -> GemvParameters:
+    """The parameters of a call."""
+    act, weight, y, scale = call.act, call.weight, call.y, call.scale
+    weight_scale, unnormed, segments = call.weight_scale, call.unnormed, len(call.widths)
+    absent, zeros = (None,) * (MAX_SEGMENTS - segments), (0,) * (MAX_SEGMENTS - segments)
+    strides = GemvStrides(
+        act=act.stride(0),
+        weight=weight.stride(0),
+        weight_scale=0 if weight_scale is None or weight_scale.dim() < 2 else weight_scale.stride(0),
+        y=0 if y is None else y.stride(0),
+        tail=0 if unnormed is None else unnormed.stride(0),
+        scale=0 if scale is None else scale.stride(0),
+    )
+    return GemvParameters(
+        act,
+        weight,
+        weight_scale,
+        y,
+        unnormed,
+        scale,
+        call.counter,
+        call.trace,
+        call.units,
+        gammas=(*call.gammas, *absent),
+        normed=(*call.normed, *absent),
+        m=act.shape[0],
+        k=call.k,
+        widths=(*call.widths, *zeros),
+        tail=call.n - sum(call.widths),
+        strides=strides,
+        normed_strides=(*[t.stride(0) for t in call.normed], *zeros),
+        eps=call.eps,
+    )
+
+
+class GemvMath(NamedTuple):
+    """What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm. ``regroups``: see
+    `device.codes`. ``stream``: the kind of tile, one of `STREAMS`.
+    """
+
+    segments: int
+    stream: str
+    pack: int
+    weight: str
+    regroups: bool
+    scaled: str
+    gated: bool
+    normed: bool
+    residual: bool
+    round_sum: bool
+    hf: bool
+    hw_rounding: bool
+    pdl: bool
+    traced: bool
+
+
 STREAMS: Final = {FragmentTile: "fragments", PieceTile: "pieces", StreamTile: "products"}
-
-
-def _segments(entry: str) -> tuple[str, ...]:
-    return tuple(entry.format(s) for s in range(MAX_SEGMENTS))
-
-
-TABLE: Final = {
-    "act": "* act",
-    "weight": "* weight",
-    "weight_scale": "* weight_scale",
-    "y": "* y",
-    "unnormed": "* unnormed",
-    "scale": "* scale",
-    "counter": "* counter",
-    "trace": "* trace",
-    "units": "* units",
-    "gammas": _segments("* gammas[{}]"),
-    "normed": _segments("* normed[{}]"),
-    "m": "i32 act.shape[0]",
-    "k": "i32 call.k",
-    "widths": _segments("i32 widths[{}]"),
-    "tail": "i32 call.n - sum(widths)",
-    "strides": GemvStrides(
-        act="i64 act.stride(0)",
-        weight="i64 weight.stride(0)",
-        weight_scale="i64 0 if weight_scale is None or weight_scale.dim() < 2 else weight_scale.stride(0)",
-        y="i64 y.stride(0)",
-        tail="i64 0 if unnormed is None else unnormed.stride(0)",
-        scale="i64 scale.stride(0)",
-    ),
-    "normed_strides": _segments("i64 normed[{}].stride(0)"),
-    "eps": "fp32 eps",
-}
 
 
 def scale_dtype(scaled: WeightScale) -> torch.dtype | None:
@@ -95,7 +142,7 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
         "trace": torch.int64 if spec.traced else None,
         "units": torch.int32 if spec.traced else None,
     }
-    unused: dict[str, Any] = {}
+    unused: dict[str, float | None] = {}
     divisible: dict[str, int] = {"y": 16, "strides.y": 16}
     for s in range(MAX_SEGMENTS):
         present = s < segments
@@ -118,9 +165,17 @@ def build_for(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool, chi
     if isinstance(tile, StreamTile) and not chip.has_pdl:
         tile = tile._replace(pace=0)
     constants = {"TILE": tile, "NORM": config.norm, "MATH": _math(spec, tile, chip), "QUANT": quant(fp8, chip)}
-    name, registers = _describe(spec, config, aligned, even), _registers(tile, aligned, chip)
-    return FAMILY.make_build(
-        name, _gemv_partial_norm_kernel, chip, dtypes, constants, unused, divisible, tile.warps, registers
+    return make_build(
+        GemvParameters,
+        _describe(spec, config, aligned, even),
+        _gemv_partial_norm_kernel,
+        chip,
+        dtypes=dtypes,
+        constants=constants,
+        unused=unused,
+        divisible=divisible,
+        warps=tile.warps,
+        registers=_registers(tile, aligned, chip),
     )
 
 
@@ -211,24 +266,23 @@ def _grid(call: GemvCall, config: GemvConfig) -> tuple[int]:
     return (sum(tiles(call.n, call.widths, tile.columns)) * -(-call.act.shape[0] // tile.rows),)
 
 
-FAMILY: Final = Family(
-    GemvCall,
-    TABLE,
+KERNELS: Final[GpuKernels[GemvSpec, GemvCall, GemvFacts, GemvConfig]] = GpuKernels(
+    GemvParameters,
     _facts,
     lambda spec, facts, chip: facts.config,
     lambda spec, facts, config, chip: build_for(spec, config, facts.aligned, facts.even, chip),
     _grid,
-    device="act",
+    pack,
 )
-builds = FAMILY.builds
+builds = KERNELS.builds
 
 
 def launch(call: GemvCall) -> None:
     """One launch on the current stream, with the backend's counter if the call has none."""
     if call.counter is not None or not call.widths:
-        FAMILY.launch(call)
+        KERNELS.launch(call)
         return
-    device = call.act.get_device()
+    device = call.device
     key = None
     if device < 0:
         counter = torch.zeros(MAX_SEGMENTS, dtype=torch.int32)
@@ -239,7 +293,7 @@ def launch(call: GemvCall) -> None:
             replay.Source(partial(counters.take, device, MAX_SEGMENTS), counters.discard, per_stream=True),
         )
     try:
-        FAMILY.launch(call._replace(counter=counter))
+        KERNELS.launch(call._replace(counter=counter))
     except BaseException:
         counters.discard(key)
         raise

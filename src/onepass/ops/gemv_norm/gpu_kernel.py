@@ -14,8 +14,8 @@ from ...gpu.lib.gemv_stream import PIECES, fold_fragments, stream_fragments
 from ...gpu.lib.numbers import cast, encode_fp8, make_scale, quotient
 from ...gpu.lib.pdl import launch_dependents, wait
 from ...gpu.lib.product import product
+from ...gpu.lib.reduce import add_four
 from ...gpu.lib.row import magnitude, reciprocal_rms
-from ...gpu.lib.sums import add_four
 from ...gpu.lib.trace import name_unit, stamp
 from ...gpu.lib.weight_stream import first_weights, fold, stream
 

@@ -2,6 +2,8 @@
 
 Results depend on the order of summation alone. 16-bit weights have an order of their own
 (`device.gemv_stream`), the same for every call. Other products have `linear`'s (`product_config`).
+
+A module of its own, because it must not import Triton.
 """
 
 from functools import cache
@@ -14,7 +16,7 @@ from ...gpu.chip import INTERPRETER, Chip
 from ...gpu.product_tile import PieceTile, StreamTile, is_contiguous, piece_tile, stream_tile
 from ...gpu.tuning import tuning
 from ...gpu.tuning.table import GemvCut
-from .spec import MAX_ROWS, tiles
+from .launch import MAX_ROWS, tiles
 
 CHUNK: Final = 512
 """Columns of a norm's tile: 4 for each thread of the 4 warps along a row."""

@@ -17,13 +17,14 @@ uses two launches instead, and the norm reads y after rounding to act's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...core import replay
+from ...core.backend import launch_for
 from ...core.check import validation_of
 from ...core.contract import Contract, describe, require_bool, short
 from ...core.debug import debugging
@@ -32,21 +33,21 @@ from ...formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
 from ...trace import GmemTrace, NullTrace, TraceBuf
 from ..linear.weight_scale import kind_of, split
 from ..rms_norm.op import rms_norm
-from .contract import FURTHER, GEMV, GEMV_WITH_SCRATCH, blocks_of, family
+from .contract import FURTHER, GEMV, GEMV_WITH_SCRATCH, blocks_of
 from .contract import PLAIN_GEMV as _PLAIN_GEMV
 from .contract import UNFUSED as _UNFUSED
 from .contract import UNFUSED_WITH_SCRATCH as _UNFUSED_WITH_SCRATCH
-from .spec import MOST_COLUMNS, GemvCall, gemv_spec
+from .launch import MOST_COLUMNS, GemvArguments, GemvCall, NormedArguments, PlainArguments, ScratchArguments, gemv_spec
 
 __all__ = ["GEMV", "GEMV_WITH_SCRATCH", "gemv_and_partial_norm", "gemv_trace_blocks"]
 __all__ += ["gemv_and_partial_norm_unfused_with_scratch", "gemv_and_partial_norm_with_scratch"]
 
 
-def _fused(spec_cache: dict[Any, Any], a: Any) -> None:
+def _fused(spec_cache: object, a: NormedArguments) -> None:
     _run(a, _gammas(a), _normed(a), a.normed_dtype, a.eps, scale=a.scale_output, unnormed=a.unnormed_output)
 
 
-def _fused_with_scratch(spec_cache: dict[Any, Any], a: Any) -> None:
+def _fused_with_scratch(spec_cache: object, a: ScratchArguments) -> None:
     gammas, counter = _gammas(a), a.finish_counter
     if debugging():
         _check_counter(counter, len(gammas))
@@ -55,21 +56,26 @@ def _fused_with_scratch(spec_cache: dict[Any, Any], a: Any) -> None:
     _run(a, gammas, _normed(a), a.normed_dtype, a.eps, **outs, **scratch)
 
 
-def _plain_gemv(spec_cache: dict[Any, Any], a: Any) -> None:
+def _plain_gemv(spec_cache: object, a: PlainArguments) -> None:
     _run(a, [], [], None, 0.0, unnormed=a.y_scratch)
 
 
-def _gammas(a: Any) -> list[Tensor]:
+def _gammas(a: NormedArguments) -> list[Tensor]:
     return [g for g in (a.gamma, a.gamma1, a.gamma2, a.gamma3) if g is not None]
 
 
-def _normed(a: Any) -> list[Tensor]:
+def _normed(a: NormedArguments) -> list[Tensor]:
     outs = (a.normed_output, a.normed_output1, a.normed_output2, a.normed_output3)
     return [t for t in outs if t is not None]
 
 
 def _run(
-    a: Any, gammas: list[Tensor], normed: list[Tensor], codes: torch.dtype | None, eps: float, **rest: Tensor | None
+    a: GemvArguments,
+    gammas: list[Tensor],
+    normed: list[Tensor],
+    codes: torch.dtype | None,
+    eps: float,
+    **rest: Tensor | None,
 ) -> None:
     """Launch once, unless there are no rows. In the workspace every segment of y has whole tiles."""
     act, weight = a.act, a.weight
@@ -87,7 +93,7 @@ def _run(
         y = torch.empty(m, columns, dtype=torch.float32, device=act.device)
         replay.temporary(y)
     eps = max(eps, SMALLEST_EPS)
-    family.launch(act)(GemvCall(spec, widths, act, weight, weight_scale, gammas, y, normed, eps=eps, **rest))
+    launch_for("gemv_norm", act)(GemvCall(spec, widths, act, weight, weight_scale, gammas, y, normed, eps=eps, **rest))
 
 
 def _check_counter(counter: Tensor, segments: int) -> None:
@@ -144,9 +150,9 @@ def gemv_and_partial_norm(
     (tensor([[0.8485, 1.1314]]), tensor([[3.]]))
     """
     usual = fused is True and out is None and type(segments) is tuple and not segments
-    if usual and not is_compiling() and (repeat := _gemv.repeat) is not None:
+    if usual and not is_compiling():
         scales = (None, None) if weight_scale is None else split(weight, weight_scale)
-        known = repeat(act, weight, gamma, *_NONE_FURTHER, *scales, eps, normed_dtype, *_NONE_GIVEN)
+        known = _gemv.repeat(act, weight, gamma, *_NONE_FURTHER, *scales, eps, normed_dtype, *_NONE_GIVEN)
         if known is not None:
             return (known[0], known[-1]) if normed_dtype is None else (known[0], known[1], known[-1])
     require_bool(GEMV.name, "fused", fused)
@@ -169,7 +175,7 @@ def gemv_and_partial_norm(
         for index, tensor in zip(indices, out, strict=True):
             given[index] = tensor
     scales = split(weight, weight_scale)
-    results = _gemv.call(act, weight, gamma, *further, *scales, eps, normed_dtype, *given)
+    results = _gemv(act, weight, gamma, *further, *scales, eps, normed_dtype, *given)
     return tuple([t for t in results if t is not None])
 
 
@@ -228,7 +234,7 @@ def gemv_and_partial_norm_with_scratch(
         if act.is_cuda and torch.cuda.is_current_stream_capturing():
             contract.fail("trace_buf", "be a NullTrace or GmemTrace while a CUDA graph is captured", repr(trace_buf))
         own = GmemTrace.allocate(blocks_of(act, weight, tuple([g.shape[0] for g in (gamma, *segments)])), act.device)
-    _with_scratch.call(*tensors, *(trace_buf if own is None else own).tensors(), *rest)
+    _with_scratch(*tensors, *(trace_buf if own is None else own).tensors(), *rest)
     if own is not None:
         own.hand_over(trace_buf)
 
@@ -283,7 +289,13 @@ def _further(contract: Contract, segments: Sequence[Tensor]) -> list[Tensor | No
 
 
 def _two_launches(
-    contract: Contract, act: Tensor, weight: Tensor, gamma: Tensor, weight_scale: Tensor | None, eps: float, *outs: Any
+    contract: Contract,
+    act: Tensor,
+    weight: Tensor,
+    gamma: Tensor,
+    weight_scale: Tensor | None,
+    eps: float,
+    *outs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The norm, and all of y rounded to act's dtype. Everything is validated before the first launch."""
     normed, y = outs
@@ -295,5 +307,5 @@ def _two_launches(
     if weight.dtype in FLOATS and weight_scale is None:
         y = torch.matmul(act, weight.T, out=y)
     else:
-        y = cast(Tensor, _plain.call(act, weight, *scales, y)[0])
+        y = cast(Tensor, _plain(act, weight, *scales, y)[0])
     return rms_norm(y[:, : gamma.shape[0]], gamma, eps, out=normed), y

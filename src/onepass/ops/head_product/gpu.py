@@ -1,33 +1,54 @@
 """Products of each head with a weight of its own: their parameters and programs."""
 
-from collections import namedtuple
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import SHORT_NAMES, Family
-from ..attention.spec import ROWS
+from ...gpu.launch import I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
+from ..attention.launch import ROWS
 from .gpu_kernel import _head_product_kernel
-from .spec import HeadCall, HeadRows, HeadSpec
+from .launch import HeadCall, HeadRows, HeadSpec
 
 WARPS: Final = 4
 AHEAD: Final = 1056
 """Up to this many programs, weights are requested while the kernel before still runs: eight for each multiprocessor."""
 
-HeadTile = namedtuple("HeadTile", "rows columns step stages")
-"""Sizes of a program: rows, columns, and rows of a weight that are multiplied at a time, with the stages of this loop."""
-HeadMath = namedtuple("HeadMath", "order even hw_rounding pdl")
+
+class HeadParameters(NamedTuple):
+    """The parameters of the kernel. ``ahead``: whether weights are requested while the kernel before still runs."""
+
+    x: Pointer
+    weight: Pointer
+    out: Pointer
+    rows: Annotated[HeadRows, Sizes(4)]
+    ahead: I32
+
+
+def pack(call: HeadCall, config: None, programs: tuple[int, ...]) -> HeadParameters:
+    """The parameters of a call."""
+    return HeadParameters(call.x, call.weight, call.out, call.rows, ahead=int(programs[0] <= AHEAD))
+
+
+class HeadTile(NamedTuple):
+    """Sizes of a program: rows, columns, and rows of a weight that are multiplied at a time, with the stages of this loop."""
+
+    rows: int
+    columns: int
+    step: int
+    stages: int
+
+
+class HeadMath(NamedTuple):
+    """What a kernel computes. ``even``: see `HeadFacts`."""
+
+    order: str
+    even: bool
+    hw_rounding: bool
+    pdl: bool
+
 
 _TILES: Final = {"rows": HeadTile(ROWS, 128, 128, 2), "columns": HeadTile(ROWS, 32, 128, 5)}
 """32 KB of DeepSeek-V3's weights for each program."""
-_SIZES: Final = HeadRows._fields[:4]
-TABLE: Final = {
-    "x": "* x",
-    "weight": "* weight",
-    "out": "* out",
-    "rows": HeadRows._make(f"{'i32' if name in _SIZES else 'i64'} rows.{name}" for name in HeadRows._fields),
-    "ahead": f"i32 int(programs[0] <= {AHEAD})",
-}
 
 
 class HeadFacts(NamedTuple):
@@ -47,24 +68,30 @@ def build_for(spec: HeadSpec, facts: HeadFacts, chip: Chip) -> Build:
     math = HeadMath(spec.order, facts.even, chip.rounds_casts, chip.has_pdl)
     name = f"head_product x={SHORT_NAMES[spec.x]} {spec.order}{' even' * facts.even}"
     divisible = {"x": 16, "weight": 16, "out": 16} | {f"rows.{field}": 8 for field in HeadRows._fields[2:]}
-    dtypes = dict.fromkeys(("x", "weight", "out"), spec.x)
-    constants = {"TILE": _TILES[spec.order], "MATH": math}
-    return FAMILY.make_build(name, _head_product_kernel, chip, dtypes, constants, {}, divisible, WARPS, 0)
+    return make_build(
+        HeadParameters,
+        name,
+        _head_product_kernel,
+        chip,
+        dtypes=dict.fromkeys(("x", "weight", "out"), spec.x),
+        constants={"TILE": _TILES[spec.order], "MATH": math},
+        unused={},
+        divisible=divisible,
+        warps=WARPS,
+    )
 
 
-def _grid(call: HeadCall, config: Any) -> tuple[int]:
+def _grid(call: HeadCall, config: None) -> tuple[int]:
     tile, rows = _TILES[call.spec.order], call.rows
     return (rows.heads * -(-rows.n // tile.columns) * -(-rows.rows // tile.rows),)
 
 
-FAMILY: Final = Family(
-    HeadCall,
-    TABLE,
+KERNELS: Final[GpuKernels[HeadSpec, HeadCall, HeadFacts, None]] = GpuKernels(
+    HeadParameters,
     _facts,
     lambda spec, facts, chip: None,
     lambda spec, facts, config, chip: build_for(spec, facts, chip),
     _grid,
-    device="x",
+    pack,
 )
-builds = FAMILY.builds
-launch = FAMILY.launch
+launch, builds = KERNELS.launch, KERNELS.builds

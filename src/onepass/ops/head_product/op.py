@@ -7,18 +7,14 @@ The bytes of a row do not depend on other rows. Only GPUs have the kernel.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
-from ...core.backend import Family
+from ...core.backend import launch_for
 from ...core.op import define
 from ...errors import Unsupported
 from ..attention.op import aligned, described, steps
-from .spec import HeadCall, HeadRows, head_spec
-
-_family: Final = Family("head_product")
+from .launch import HeadCall, HeadRows, head_spec
 
 
 def multiplies_heads(x: Tensor | None, weight: Tensor) -> bool:
@@ -59,7 +55,7 @@ def _multiply(x: Tensor, weight: Tensor) -> Tensor:
     laid = _in_memory(weight)
     spec = head_spec(x.dtype, "rows" if laid is weight else "columns")
     rows = HeadRows._make((*x.shape, weight.shape[2], *steps(x), *steps(laid)))
-    _family.launch(x)(HeadCall(spec, x, weight, out, rows))
+    launch_for("head_product", x)(HeadCall(spec, x, weight, out, rows))
     return out
 
 

@@ -1,35 +1,78 @@
 """The attention of a decode step to latents: its parameters, programs and memory for sums of splits."""
 
-from collections import namedtuple
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import torch
 
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import SHORT_NAMES, Family
+from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
 from ..attention.gpu import AHEAD, launch_splits, units
-from ..attention.spec import ROWS, SPLIT, AttentionSpec
+from ..attention.launch import ROWS, SPLIT, AttentionSpec
 from ..qk_cache.gpu_tile import power_of_two
 from .gpu_kernel import _latent_attention_kernel
-from .spec import BLOCK, PIECES, LatentCall, LatentRows
+from .launch import BLOCK, PIECES, LatentCall, LatentRows
 
 WARPS: Final = PIECES
 
-LatentTensors = namedtuple("LatentTensors", "q q_rot latent k_rot mask out sums tops counter")
-LatentTile = namedtuple("LatentTile", "rows columns rotated pieces split block stages lines looked joined join_stages")
-"""Sizes of a program: rows, columns of a latent and of a rotated key (padded) and their pieces, entries of a split and of
-a step, stages of the loop, cache lines of a latent; the rest is that of `AttentionTile`.
-"""
-LatentMath = namedtuple("LatentMath", "mask columns rotated several hw_rounding pdl")
 
-_SIZES: Final = LatentRows._fields[:8]
-TABLE: Final = {
-    "tensors": LatentTensors(*(f"* {name}" for name in LatentTensors._fields)),
-    "rows": LatentRows._make(f"{'i32' if name in _SIZES else 'i64'} rows.{name}" for name in LatentRows._fields),
-    "scale": "fp32 scale",
-    "ahead": f"i32 int(programs[0] <= {AHEAD})",
-}
+class LatentTensors(NamedTuple):
+    """The tensors of a call."""
+
+    q: Pointer
+    q_rot: Pointer
+    latent: Pointer
+    k_rot: Pointer
+    mask: Pointer
+    out: Pointer
+    sums: Pointer
+    tops: Pointer
+    counter: Pointer
+
+
+class LatentParameters(NamedTuple):
+    """The parameters of the kernel. ``ahead``: whether entries are requested while the kernel before still runs."""
+
+    tensors: LatentTensors
+    rows: Annotated[LatentRows, Sizes(8)]
+    scale: F32
+    ahead: I32
+
+
+def pack(call: LatentCall, config: None, programs: tuple[int, ...]) -> LatentParameters:
+    """The parameters of a call."""
+    inputs = (call.q, call.q_rot, call.latent, call.k_rot, call.mask)
+    tensors = LatentTensors(*inputs, call.out, call.sums, call.tops, call.counter)
+    return LatentParameters(tensors, call.rows, call.scale, ahead=int(programs[0] <= AHEAD))
+
+
+class LatentTile(NamedTuple):
+    """Sizes of a program: rows, columns of a latent and of a rotated key (padded) and their pieces, entries of a split and
+    of a step, stages of the loop, cache lines of a latent; the rest is that of `AttentionTile`.
+    """
+
+    rows: int
+    columns: int
+    rotated: int
+    pieces: int
+    split: int
+    block: int
+    stages: int
+    lines: int
+    looked: int
+    joined: int
+    join_stages: int
+
+
+class LatentMath(NamedTuple):
+    """What a kernel computes."""
+
+    mask: str
+    columns: int
+    rotated: int
+    several: bool
+    hw_rounding: bool
+    pdl: bool
 
 
 class LatentFacts(NamedTuple):
@@ -50,17 +93,17 @@ def _tile(facts: LatentFacts) -> LatentTile:
 def build_for(spec: AttentionSpec, facts: LatentFacts, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
     sums, masked = torch.float32, spec.mask != "none"
-    tensors = LatentTensors(
-        q=spec.x,
-        q_rot=spec.x,
-        latent=spec.x,
-        k_rot=spec.x,
-        mask=spec.x if masked else None,
-        out=spec.x,
-        sums=sums if facts.several else None,
-        tops=sums if facts.several else None,
-        counter=torch.int32 if facts.several else None,
-    )
+    dtypes: dict[str, torch.dtype | None] = {
+        "q": spec.x,
+        "q_rot": spec.x,
+        "latent": spec.x,
+        "k_rot": spec.x,
+        "mask": spec.x if masked else None,
+        "out": spec.x,
+        "sums": sums if facts.several else None,
+        "tops": sums if facts.several else None,
+        "counter": torch.int32 if facts.several else None,
+    }
     math = LatentMath(spec.mask, facts.columns, facts.rotated, facts.several, chip.rounds_casts, chip.has_pdl)
     names = ["batch", "columns", "rotated"]
     names += [] if masked else ["mask_batch"]
@@ -70,17 +113,17 @@ def build_for(spec: AttentionSpec, facts: LatentFacts, chip: Chip) -> Build:
     divisible |= {f"rows.{name}": 8 for name in strides}
     columns = f"{facts.columns}+{facts.rotated}"
     name = f"latent_attention x={SHORT_NAMES[spec.x]} mask={spec.mask} columns={columns}{' splits' * facts.several}"
-    fixed = {f"rows.{name}": 0 for name in names} | {"rows.heads": 1}
-    return FAMILY.make_build(
+    unused = {f"rows.{name}": 0 for name in names} | {"rows.heads": 1}
+    return make_build(
+        LatentParameters,
         name,
         _latent_attention_kernel,
         chip,
-        {f"tensors.{name}": dtype for name, dtype in tensors._asdict().items()},
-        {"TILE": _tile(facts), "MATH": math},
-        fixed | ({} if facts.several else {"rows.splits": 1}),
-        divisible,
-        WARPS,
-        0,
+        dtypes={f"tensors.{name}": dtype for name, dtype in dtypes.items()},
+        constants={"TILE": _tile(facts), "MATH": math},
+        unused=unused | ({} if facts.several else {"rows.splits": 1}),
+        divisible=divisible,
+        warps=WARPS,
     )
 
 
@@ -88,22 +131,21 @@ def _facts(rows: LatentRows) -> LatentFacts:
     return LatentFacts(rows.columns, rows.rotated, rows.splits > 1)
 
 
-def _grid(call: LatentCall, config: Any) -> tuple[int]:
+def _grid(call: LatentCall, config: None) -> tuple[int]:
     return (units(call.rows) * call.rows.splits,)
 
 
-FAMILY: Final = Family(
-    LatentCall,
-    TABLE,
+KERNELS: Final[GpuKernels[AttentionSpec, LatentCall, LatentFacts, None]] = GpuKernels(
+    LatentParameters,
     lambda call, chip: _facts(call.rows),
     lambda spec, facts, chip: None,
     lambda spec, facts, config, chip: build_for(spec, facts, chip),
     _grid,
-    device="q",
+    pack,
 )
-builds = FAMILY.builds
+builds = KERNELS.builds
 
 
 def launch(call: LatentCall) -> None:
     """One launch on the current stream. Several splits need memory for their sums, and a counter per unit."""
-    launch_splits(FAMILY, call, _tile(_facts(call.rows)).columns)
+    launch_splits(KERNELS, call, _tile(_facts(call.rows)).columns)

@@ -11,7 +11,7 @@ import triton.language as tl
 from ...gpu.lib.numbers import cast
 from ...gpu.lib.pdl import launch_dependents, wait
 from ...gpu.lib.product import _operand
-from ...gpu.lib.sums import add_from_left
+from ...gpu.lib.reduce import add_from_left
 from ..attention.gpu_kernel import LOG2E, LOWEST, _end_split, _reference, _request
 
 

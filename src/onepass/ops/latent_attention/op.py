@@ -14,19 +14,15 @@ kernel.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
-from ...core.backend import Family
+from ...core.backend import launch_for
 from ...core.op import define
 from ...errors import Unsupported
+from ..attention.launch import SPLIT, attention_spec
 from ..attention.op import LOG2E, aligned, described, mask_fits, mask_kind, mask_steps, steps
-from ..attention.spec import SPLIT, attention_spec
-from .spec import MAX_LATENT, MAX_ROTATED, LatentCall, LatentRows
-
-_family: Final = Family("latent_attention")
+from .launch import MAX_LATENT, MAX_ROTATED, LatentCall, LatentRows
 
 
 def attends_latents(q: Tensor | None, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None) -> bool:
@@ -76,7 +72,7 @@ def _attend(q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tenso
     sizes = (batch, 1, heads, tokens, context, columns, rotated, -(-context // SPLIT))
     strides = (*steps(q), *steps(q_rot), *steps(latent)[::2], *steps(k_rot)[::2], *mask_steps(mask))
     spec, rows = attention_spec(q.dtype, mask_kind(mask)), LatentRows(*sizes, *strides)
-    _family.launch(q)(LatentCall(spec, q, q_rot, latent, k_rot, mask, out, scale * LOG2E, rows))
+    launch_for("latent_attention", q)(LatentCall(spec, q, q_rot, latent, k_rot, mask, out, scale * LOG2E, rows))
     return out
 
 

@@ -6,7 +6,7 @@ from ...core.contract import Arg, Contract, Option, Out, Rule
 from ...core.options import MAX_COLUMNS, ROUNDING, WEIGHT_OFFSET, eps
 from ...formats import FLOATS
 from . import weight_scale
-from .spec import ACTIVATIONS
+from .launch import ACTIVATIONS
 
 _OR_FLOAT32 = "(x.dtype, torch.float32)"
 _WEIGHTS = "(x.dtype, torch.float8_e4m3fn, torch.int8)"

@@ -2,52 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import torch
 
-from ...cpu.launch import Family, Fields
+from ...cpu.launch import CpuKernels, Field, Layout, address, addresses, integers
 from ...cpu.sizes import CHUNK, MAX_BLOCKS, MAX_SLOTS, PREPARED_ROWS, SUM, TILE, row_blocks
-from .spec import LinearCall, LinearSpec, linear_spec
+from .launch import LinearCall, LinearSpec, linear_spec
 
 SERIAL_BELOW: Final = 131072
 """A call is serial if ``N * K * (1 + M // 8)`` is smaller, as in `gemv_norm`."""
 
 
-def _fields(spec: LinearSpec) -> tuple[Fields, Sequence[str]]:
-    fields: Fields = {
-        "next": "0",
-        "threads": "0",
-        "team": "team",
-        "m": "x.shape[0]",
-        "k": "weight.shape[1]",
-        "n": "out.shape[1]",
-    }
-    fields |= {"block": "block", "blocks": "blocks", "panels": "panels", "slots": "slots", "scratch": "scratch"}
-    fields |= {"preparations": "preparations", "tiles": "tiles"}
-    fields |= dict.fromkeys(("prepared", "done"), (f"(0,) * {MAX_SLOTS}", MAX_SLOTS))
-    present = {
-        "x": True,
-        "weight": True,
-        "out": True,
-        "weight_scale": spec.weight_scale != "none",
-        "residual": spec.residual is not None,
-        "residual_out": spec.residual is not None,
-        "add": spec.add is not None,
-    }
-    for name, given in present.items():
-        if given:
-            fields |= {name: f"{name}.data_ptr()", f"{name}.stride": f"{name}.stride(0)"}
+class LinearWork(NamedTuple):
+    """How a call is carried out: by ``threads`` threads, on ``panels`` panels of ``blocks`` blocks of ``block`` rows.
+
+    ``slots`` panels are worked on at a time. Each takes ``preparations`` steps that norm and copy rows of x, and ``tiles``
+    tiles of columns.
+    """
+
+    threads: int
+    size: int
+    block: int
+    blocks: int
+    panels: int
+    slots: int
+    preparations: int
+    tiles: int
+
+
+def layout(spec: LinearSpec) -> Layout:
+    """The argument block of a spec's kernel, which `pack` fills."""
+    fields = integers("next", "threads", "team", "m", "k", "n", "block", "blocks", "panels", "slots")
+    fields += [*addresses("scratch"), *integers("preparations", "tiles")]
+    fields += [Field("prepared", MAX_SLOTS), Field("done", MAX_SLOTS)]
+    names = ["x", "weight", "out"]
+    names += ["weight_scale"] * (spec.weight_scale != "none")
+    names += ["residual", "residual_out"] * (spec.residual is not None)
+    names += ["add"] * (spec.add is not None)
+    for name in names:
+        fields += [*addresses(name), *integers(f"{name}.stride")]
     if spec.gamma is not None:
-        fields["gamma"] = "gamma.data_ptr()"
+        fields += addresses("gamma")
     if spec.bias is not None:
-        fields["bias"] = "bias.data_ptr()"
-    return fields, ("eps", "weight_offset")
+        fields += addresses("bias")
+    return Layout(fields, ("eps", "weight_offset"))
 
 
-def _config(call: LinearCall) -> tuple[Any, ...]:
+def pack(call: LinearCall, work: LinearWork, scratch: int) -> list[float]:
+    """The values of a call's argument block, in the order of `layout`."""
+    spec, x, weight, out = call.spec, call.x, call.weight, call.out
+    values: list[float] = [0, 0, work.threads, x.shape[0], weight.shape[1], out.shape[1]]
+    values += (work.block, work.blocks, work.panels, work.slots, scratch, work.preparations, work.tiles)
+    values += [0] * (2 * MAX_SLOTS)
+    scale = call.weight_scale if spec.weight_scale != "none" else None
+    for tensor in (x, weight, out, scale, call.residual, call.residual_out, call.add):
+        if tensor is not None:
+            values += (tensor.data_ptr(), tensor.stride(0))
+    if spec.gamma is not None:
+        values.append(address(call.gamma))
+    if spec.bias is not None:
+        values.append(address(call.bias))
+    return [*values, call.eps, call.weight_offset]
+
+
+def _work(call: LinearCall) -> LinearWork:
     """Scratch memory has a slot of float32 rows for each panel that is worked on at a time, and every thread's sums."""
     n, k = call.weight.shape
     m, columns = call.out.shape
@@ -59,10 +79,7 @@ def _config(call: LinearCall) -> tuple[Any, ...]:
     slots = min(panels, MAX_SLOTS, 2 + team // tiles)
     rows = block * blocks
     size = slots * rows * -(-k // CHUNK) * CHUNK + team * rows * TILE * SUM
-    return team, size, block, blocks, panels, slots, -(-rows // PREPARED_ROWS), tiles
-
-
-_VALUES: Final = ("team", "size", "block", "blocks", "panels", "slots", "preparations", "tiles")
+    return LinearWork(team, size, block, blocks, panels, slots, -(-rows // PREPARED_ROWS), tiles)
 
 
 def _canonical(spec: LinearSpec) -> LinearSpec:
@@ -70,6 +87,5 @@ def _canonical(spec: LinearSpec) -> LinearSpec:
     return linear_spec(**asdict(spec) | {"static": False}) if spec.static else spec
 
 
-FAMILY: Final = Family(LinearCall, _fields, _config, _VALUES, writes_block=True, canonical=_canonical)
-precompile = FAMILY.precompile
-launch = FAMILY.launcher()
+KERNELS: Final = CpuKernels("linear", layout, _work, pack, writes_block=True, canonical=_canonical)
+launch, precompile = KERNELS.launch, KERNELS.precompile

@@ -12,7 +12,8 @@ before the same item walks over the weights of the other half, so that one set o
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -24,7 +25,7 @@ from ...cpu.llvm.loops import SumOfSquares, each_block, reciprocal_root, take, w
 from ...cpu.llvm.math_functions import erf, exp, tanh
 from ...cpu.llvm.vec import Bool, Float, Int
 from ...cpu.sizes import CHUNK, MAX_BLOCKS, PREPARED_ROWS, ROW_BLOCKS, SUM, TILE
-from .spec import LinearSpec
+from .launch import LinearSpec
 
 _MAX_ROWS: Final = MAX_BLOCKS * ROW_BLOCKS[-1]
 """Rows of a panel."""
@@ -58,7 +59,7 @@ def _padded(args: Arguments) -> Int:
     return (args.integer("k") + (CHUNK - 1)) & -CHUNK
 
 
-def _item(module: Any, offsets: dict[str, int], prepare: Function, tile: Function) -> Function:
+def _item(module: Module, offsets: dict[str, int], prepare: Function, tile: Function) -> Function:
     """``item(block, index, sums)``: one item of the list."""
     f = Function(module, "item", 3, private=True)
     args, (_, index, sums) = Arguments(f, offsets), f.parameters
@@ -90,7 +91,7 @@ def _item(module: Any, offsets: dict[str, int], prepare: Function, tile: Functio
 # --- rows of x -----------------------------------------------------------------------------------------------------
 
 
-def _prepare(module: Any, spec: LinearSpec, product: dot.Product, offsets: dict[str, int]) -> Function:
+def _prepare(module: Module, spec: LinearSpec, product: dot.Product, offsets: dict[str, int]) -> Function:
     """``prepare(block, first, rows, padded, act, begin)``: copy some of the panel's rows, with norm and residual.
 
     The panel has ``rows`` rows of x from ``first`` on. The rest of its ``padded`` rows is never written: what they hold
@@ -181,7 +182,7 @@ _ACTIVATIONS: Final = {"silu_mul": _silu, "gelu_tanh_mul": _gelu_tanh, "gelu_mul
 class _Tile:
     """Emits ``tile(block, first, rows, blocks, act, index, sums)``: one tile of a panel, from beginning to end."""
 
-    def __init__(self, module: Any, spec: LinearSpec, offsets: dict[str, int]) -> None:
+    def __init__(self, module: Module, spec: LinearSpec, offsets: dict[str, int]) -> None:
         self.f = Function(module, "tile", 7, private=True)
         self.spec, self.args = spec, Arguments(self.f, offsets)
         _, self.first, self.rows, self.blocks, self.act, self.index, self.sums = self.f.parameters
@@ -231,7 +232,7 @@ class _Tile:
                 start, after = weight + row * stride, weight + following * stride
                 f.call(walk, start, stride, self.width, *place, after, *scales, row)
 
-    def each_vector(self, row: Int, use: Any) -> None:
+    def each_vector(self, row: Int, use: Callable[[Int, int, Bool, Float], None]) -> None:
         """``use(m, first, lanes, y)`` of `SUM` columns at a time: sums with scale and bias."""
         f, spec, args = self.f, self.spec, self.args
         scales = args.integer("weight_scale") if spec.weight_scale != "none" else f.index(0)

@@ -3,24 +3,24 @@
 The norm is a launch of its own, with the same bytes, except for few float32 rows.
 """
 
-from collections import namedtuple
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import JITFunction
 
 from ...core import replay
 from ...core.layout import Geometry
 from ...gpu import counters
-from ...gpu.chip import INTERPRETER, Chip, current_chip
+from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import SHORT_NAMES, Family, chips
-from ...gpu.product_tile import WEIGHTS, describe_pieces, describe_tile, has_blocks, tile_registers
+from ...gpu.launch import F32, I32, I64, SHORT_NAMES, GpuKernels, Matrix, Pointer, chip_of, make_build
+from ...gpu.product_tile import WEIGHTS, PieceTile, describe_pieces, describe_tile, has_blocks, tile_registers
 from ..gemv_norm.gpu import scale_dtype
 from ..rms_norm import gpu as rms_norm
-from ..rms_norm.spec import RowCall, row_spec
-from . import gpu_decode as decoded
+from ..rms_norm.launch import RowCall, row_spec
 from .gpu_kernel import (
+    _decode_kernel,
     _linear_blocks_kernel,
     _linear_descriptors_kernel,
     _linear_pieces_kernel,
@@ -28,52 +28,103 @@ from .gpu_kernel import (
     _linear_split_kernel,
 )
 from .gpu_tile import LinearConfig, fuses_norm, linear_config
-from .spec import LinearCall, LinearSpec, linear_spec
-
-LinearStrides = namedtuple("LinearStrides", "x weight weight_scale residual add out residual_out")
-"""Strides from row to row."""
-LinearMath = namedtuple(
-    "LinearMath",
-    "pack weight regroups scaled gated activation normed residual round_sum offset shift_gamma hf hw_rounding pdl",
-)
-"""What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `device.codes`.
-``offset`` and ``shift_gamma``: see `device.row.factor`.
-"""
+from .launch import LinearCall, LinearSpec, linear_spec
 
 
-def _stride(name: str) -> str:
-    return f"i64 0 if {name} is None else {name}.stride(0)"
+class LinearStrides(NamedTuple):
+    """Strides from row to row."""
+
+    x: I64
+    weight: I64
+    weight_scale: I64
+    residual: I64
+    add: I64
+    out: I64
+    residual_out: I64
 
 
-TABLE: Final = {
-    "x": "* x",
-    "weight": "* weight",
-    "x_tiles": "[] x",
-    "weight_tiles": "[] weight",
-    "weight_scale": "* weight_scale",
-    "gamma": "* gamma",
-    "residual": "* residual",
-    "bias": "* bias",
-    "add": "* add",
-    "out": "* out",
-    "residual_out": "* residual_out",
-    "sums": "* sums",
-    "counter": "* counter",
-    "m": "i32 x.shape[0]",
-    "n": "i32 out.shape[1]",
-    "k": "i32 weight.shape[1]",
-    "strides": LinearStrides(
-        x="i64 x.stride(0)",
-        weight="i64 weight.stride(0)",
-        weight_scale="i64 0 if weight_scale is None or weight_scale.dim() < 2 else weight_scale.stride(0)",
-        residual=_stride("residual"),
-        add=_stride("add"),
-        out="i64 out.stride(0)",
-        residual_out=_stride("residual_out"),
-    ),
-    "eps": "fp32 eps",
-    "weight_offset": "fp32 weight_offset",
-}
+class LinearParameters(NamedTuple):
+    """The parameters of the kernels. Tiles are what the copy engine loads of a matrix."""
+
+    x: Pointer
+    weight: Pointer
+    x_tiles: Matrix
+    weight_tiles: Matrix
+    weight_scale: Pointer
+    gamma: Pointer
+    residual: Pointer
+    bias: Pointer
+    add: Pointer
+    out: Pointer
+    residual_out: Pointer
+    sums: Pointer
+    counter: Pointer
+    m: I32
+    n: I32
+    k: I32
+    strides: LinearStrides
+    eps: F32
+    weight_offset: F32
+
+
+def _step(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.stride(0)
+
+
+def pack(call: LinearCall, config: LinearConfig, programs: tuple[int, ...]) -> LinearParameters:
+    """The parameters of a call."""
+    x, weight, scale = call.x, call.weight, call.weight_scale
+    strides = LinearStrides(
+        x=x.stride(0),
+        weight=weight.stride(0),
+        weight_scale=0 if scale is None or scale.dim() < 2 else scale.stride(0),
+        residual=_step(call.residual),
+        add=_step(call.add),
+        out=call.out.stride(0),
+        residual_out=_step(call.residual_out),
+    )
+    return LinearParameters(
+        x,
+        weight,
+        x_tiles=x,
+        weight_tiles=weight,
+        weight_scale=scale,
+        gamma=call.gamma,
+        residual=call.residual,
+        bias=call.bias,
+        add=call.add,
+        out=call.out,
+        residual_out=call.residual_out,
+        sums=call.sums,
+        counter=call.counter,
+        m=x.shape[0],
+        n=call.out.shape[1],
+        k=weight.shape[1],
+        strides=strides,
+        eps=call.eps,
+        weight_offset=call.weight_offset,
+    )
+
+
+class LinearMath(NamedTuple):
+    """What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `device.codes`.
+    ``offset`` and ``shift_gamma``: see `device.row.factor`.
+    """
+
+    pack: int
+    weight: str
+    regroups: bool
+    scaled: str
+    gated: bool
+    activation: str
+    normed: bool
+    residual: bool
+    round_sum: bool
+    offset: bool
+    shift_gamma: bool
+    hf: bool
+    hw_rounding: bool
+    pdl: bool
 
 
 def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool, offset: bool, chip: Chip) -> Build:
@@ -83,7 +134,53 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
     multiple of 16. ``even``: rows of the result and of what is added to it can be written and read
     16 bytes at a time.
     """
-    dtypes: dict[str, torch.dtype | None] = {
+    dtypes = _dtypes(spec)
+    math = _math(spec, config, offset, chip)
+    name = _describe(spec, config, aligned, even, offset)
+    unused, divisible = _unused(spec), _divisible(spec, aligned, even)
+    stream, pieces = config.stream, config.pieces
+    if stream is not None:
+        tile = stream if chip.has_pdl else stream._replace(pace=0)
+        return make_build(
+            LinearParameters,
+            name,
+            _linear_rows_kernel,
+            chip,
+            dtypes=dtypes,
+            constants={"TILE": tile, "STATS": config.stats, "MATH": math},
+            unused=unused,
+            divisible=divisible,
+            warps=stream.warps,
+            registers=tile_registers(stream, aligned, chip),
+        )
+    assert pieces is not None
+    wide = pieces.columns // (2 if math.gated else 1)
+    return make_build(
+        LinearParameters,
+        name,
+        _kernel_of(pieces, spec),
+        chip,
+        dtypes=dtypes | {"x_tiles": spec.x, "weight_tiles": spec.x},
+        constants={"TILE": pieces, "MATH": math},
+        unused=unused,
+        divisible=divisible,
+        warps=pieces.warps,
+        blocks={"x_tiles": (pieces.rows, pieces.step), "weight_tiles": (wide, pieces.step)},
+    )
+
+
+def _kernel_of(pieces: PieceTile, spec: LinearSpec) -> JITFunction:
+    """The kernel of a tile."""
+    if pieces.kind in ("cube", "flat"):
+        return _linear_pieces_kernel
+    if pieces.kind == "decoded" and has_blocks(spec.weight_scale):
+        return _linear_blocks_kernel
+    return _linear_split_kernel if pieces.kind == "split" else _linear_descriptors_kernel
+
+
+def _dtypes(spec: LinearSpec) -> dict[str, torch.dtype | None]:
+    """The dtypes of a kernel's tensors; None for those that it does not have."""
+    return {
         "x": spec.x,
         "weight": spec.weight,
         "weight_scale": scale_dtype(spec.weight_scale),
@@ -96,12 +193,21 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
         "sums": torch.float32,
         "counter": torch.int32,
     }
-    unused: dict[str, Any] = {f"strides.{name}": 0 for name in ("residual", "add", "residual_out") if not dtypes[name]}
+
+
+def _unused(spec: LinearSpec) -> dict[str, float | None]:
+    """The numbers that the kernel does not read, and the value that they have for it."""
+    tensors = {"residual": spec.residual, "add": spec.add, "residual_out": spec.residual}
+    unused: dict[str, float | None] = {f"strides.{name}": 0 for name, dtype in tensors.items() if not dtype}
     if not spec.weight_scale.endswith("block"):
         unused["strides.weight_scale"] = 0
     if spec.gamma is None:
         unused |= {"eps": 0.0, "weight_offset": 0.0}
-    stream = config.stream
+    return unused
+
+
+def _divisible(spec: LinearSpec, aligned: bool, even: bool) -> dict[str, int]:
+    """Alignment of addresses in bytes, and of sizes and strides in elements."""
     divisible: dict[str, int] = {}
     if aligned:
         divisible |= {"x": 16, "weight": 16, "k": 16}
@@ -115,8 +221,12 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
         divisible |= {"n": 16, "out": 16, "strides.out": 16 // spec.out.itemsize}
         if spec.add is not None:
             divisible |= {"add": 16, "strides.add": 16 // spec.add.itemsize}
+    return divisible
+
+
+def _math(spec: LinearSpec, config: LinearConfig, offset: bool, chip: Chip) -> LinearMath:
     hf = spec.rounding == "hf"
-    math = LinearMath(
+    return LinearMath(
         pack=4 // spec.weight.itemsize,
         weight="float" if _decodes(config) else WEIGHTS.get(spec.weight, "float"),
         regroups=chip.sums_sixteen,
@@ -131,28 +241,6 @@ def build_for(spec: LinearSpec, config: LinearConfig, aligned: bool, even: bool,
         hf=hf,
         hw_rounding=chip.rounds_casts,
         pdl=chip.has_pdl,
-    )
-    name = _describe(spec, config, aligned, even, offset)
-    if stream is not None:
-        tile = stream if chip.has_pdl else stream._replace(pace=0)
-        constants: dict[str, Any] = {"TILE": tile, "STATS": config.stats, "MATH": math}
-        registers = tile_registers(stream, aligned, chip)
-        return FAMILY.make_build(
-            name, _linear_rows_kernel, chip, dtypes, constants, unused, divisible, stream.warps, registers
-        )
-    pieces = config.pieces
-    assert pieces is not None
-    constants = {"TILE": pieces, "MATH": math}
-    kernel, blocks = _linear_pieces_kernel, None
-    if pieces.kind not in ("cube", "flat"):
-        kernel = _linear_split_kernel if pieces.kind == "split" else _linear_descriptors_kernel
-        if pieces.kind == "decoded" and has_blocks(spec.weight_scale):
-            kernel = _linear_blocks_kernel
-        wide = pieces.columns // (2 if math.gated else 1)
-        blocks = {"x_tiles": (pieces.rows, pieces.step), "weight_tiles": (wide, pieces.step)}
-        dtypes |= {"x_tiles": spec.x, "weight_tiles": spec.x}
-    return FAMILY.make_build(
-        name, kernel, chip, dtypes, constants, unused, divisible, pieces.warps, registers=0, blocks=blocks
     )
 
 
@@ -229,15 +317,110 @@ def _is_split(config: LinearConfig) -> bool:
     return config.pieces is not None and config.pieces.kind == "split"
 
 
-FAMILY: Final = Family(
-    LinearCall,
-    TABLE,
+KERNELS: Final[GpuKernels[LinearSpec, LinearCall, LinearFacts, LinearConfig]] = GpuKernels(
+    LinearParameters,
     _facts,
     lambda spec, facts, chip: facts.config,
     lambda spec, facts, config, chip: build_for(spec, config, facts.aligned, facts.even, facts.offset, chip),
     _grid,
-    device="x",
+    pack,
 )
+
+
+# --- 8-bit weights as 16-bit ones, for products of many rows: to decode them once costs less than in every tile ---------
+
+
+class DecodeSpec(NamedTuple):
+    """Everything except sizes that affects the machine code."""
+
+    weight: torch.dtype
+    out: torch.dtype
+
+
+class DecodeCall(NamedTuple):
+    """Codes [N, K] with any row stride, and the contiguous ``out``. Rows of both start on 16 bytes, and 16 divides K."""
+
+    spec: DecodeSpec
+    weight: Tensor
+    out: Tensor
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU, or -1."""
+        return self.weight.get_device()
+
+
+class DecodeParameters(NamedTuple):
+    """The parameters of the decoding kernel."""
+
+    weight: Pointer
+    out: Pointer
+    n: I32
+    k: I32
+    stride: I64
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a program."""
+
+    rows: int
+    columns: int
+
+
+class Math(NamedTuple):
+    """The kind of codes, and whether the chip's own instructions decode them."""
+
+    weight: str
+    hardware: bool
+    pdl: bool
+
+
+DECODE_TILE: Final = Tile(8, 512)
+DECODE_WARPS: Final = 4
+
+
+def decode_build_for(spec: DecodeSpec, chip: Chip) -> Build:
+    """The decoding kernel of a configuration; pure, no GPU needed."""
+    return make_build(
+        DecodeParameters,
+        f"decode {SHORT_NAMES[spec.weight]} to {SHORT_NAMES[spec.out]}",
+        _decode_kernel,
+        chip,
+        dtypes=spec._asdict(),
+        constants={"TILE": DECODE_TILE, "MATH": Math(WEIGHTS[spec.weight], chip.sums_sixteen, chip.has_pdl)},
+        unused={},
+        divisible={"weight": 16, "out": 16, "k": 16, "stride": 16},
+        warps=DECODE_WARPS,
+    )
+
+
+def _decode_grid(call: DecodeCall, config: None) -> tuple[int]:
+    n, k = call.weight.shape
+    return (-(-n // DECODE_TILE.rows) * -(-k // DECODE_TILE.columns),)
+
+
+def _decode_pack(call: DecodeCall, config: None, programs: tuple[int, ...]) -> DecodeParameters:
+    n, k = call.weight.shape
+    return DecodeParameters(call.weight, call.out, n, k, call.weight.stride(0))
+
+
+DECODE: Final[GpuKernels[DecodeSpec, DecodeCall, tuple[()], None]] = GpuKernels(
+    DecodeParameters,
+    lambda call, chip: (),
+    lambda spec, facts, chip: None,
+    lambda spec, facts, config, chip: decode_build_for(spec, chip),
+    _decode_grid,
+    _decode_pack,
+)
+
+
+def decode_call(weight: Tensor, dtype: torch.dtype) -> DecodeCall:
+    """The call that decodes a weight, with memory for its result."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    return DecodeCall(DecodeSpec(weight.dtype, dtype), weight, out)
+
+
+# --- a call's launches ----------------------------------------------------------------------------------------------
 
 
 def _is_fused(call: LinearCall, chip: Chip) -> bool:
@@ -291,16 +474,15 @@ def builds(chip: Chip, call: LinearCall) -> list[Build]:
 
 def _product_builds(chip: Chip, call: LinearCall) -> list[Build]:
     """The builds of a call without a norm."""
-    found = FAMILY.builds(chip, call)
+    found = KERNELS.builds(chip, call)
     if _decodes(_facts(call, chip).config):
-        found.insert(0, decoded.build_for(decoded.DecodeSpec(call.spec.weight, call.spec.x), chip))
+        found.insert(0, decode_build_for(DecodeSpec(call.spec.weight, call.spec.x), chip))
     return found
 
 
 def launch(call: LinearCall) -> None:
     """One launch on the current stream, or the norm first."""
-    device = call.x.get_device()
-    chip = INTERPRETER if device < 0 else chips.get(device) or chips.setdefault(device, current_chip(device))
+    chip = chip_of(call.device)
     if _is_fused(call, chip):
         _launch_product(call, chip)
         return
@@ -322,23 +504,23 @@ def _launch_product(call: LinearCall, chip: Chip) -> None:
     """
     config = _facts(call, chip).config
     if _decodes(config):
-        first = decoded.decode_call(call.weight, call.spec.x)
-        decoded.FAMILY.launch(first)
+        first = decode_call(call.weight, call.spec.x)
+        DECODE.launch(first)
         call = call._replace(weight=first.out)
     if not _is_split(config):
-        FAMILY.launch(call)
+        KERNELS.launch(call)
         return
     tile = config.pieces
     assert tile is not None
     programs = _grid(call, config)[0]
-    device = call.x.get_device()
+    device = call.device
     sums = torch.empty(programs * tile.columns * tile.rows, dtype=torch.float32, device=call.weight.device)
     if device < 0:
-        FAMILY.launch(call._replace(sums=sums, counter=torch.zeros(programs, dtype=torch.int32)))
+        KERNELS.launch(call._replace(sums=sums, counter=torch.zeros(programs, dtype=torch.int32)))
         return
     counter, key = counters.take(device, programs // tile.pieces)
     try:
-        FAMILY.launch(call._replace(sums=sums, counter=counter))
+        KERNELS.launch(call._replace(sums=sums, counter=counter))
     except BaseException:
         counters.discard(key)
         raise

@@ -7,6 +7,7 @@ has one, which sums in the order of `device.weight_stream` and can norm x as it 
 import triton
 import triton.language as tl
 
+from ...gpu.lib.codes import decode, decode_words
 from ...gpu.lib.numbers import cast, convert
 from ...gpu.lib.pdl import launch_dependents, wait
 from ...gpu.lib.product import descriptor_product, piece_product, product
@@ -63,7 +64,7 @@ def _finish(y, up, column, row, n, m, weight_scale, bias, add, out, strides, MAT
 
 @triton.jit
 def _statistics(x, residual, residual_out, m, k, strides, eps, writes, STATS: tl.constexpr, MATH: tl.constexpr):
-    """The reciprocal RMS of each row, summed as `device.bins` does; one program stores the sum with
+    """The reciprocal RMS of each row, summed as `gpu.lib.reduce` does; one program stores the sum with
     the residual.
     """
     row = tl.arange(0, STATS.rows)
@@ -252,3 +253,21 @@ def _linear_split_kernel(
             totals = totals + (total if TILE.weights_first else tl.trans(total),)
         _finish_tile(totals, row0, column0, n, m, weight_scale, bias, add, out, strides, MATH)
         tl.store(counter + tile, 0)
+
+
+@triton.jit
+def _decode_kernel(weight, out, n, k, stride, TILE: tl.constexpr, MATH: tl.constexpr):
+    """A tile of codes."""
+    launch_dependents(MATH.pdl)
+    across = tl.cdiv(k, TILE.columns)
+    block = tl.program_id(0)
+    row = (block // across * TILE.rows + tl.arange(0, TILE.rows))[:, None]
+    column = (block % across * TILE.columns + tl.arange(0, TILE.columns))[None, :]
+    inside = (row < n) & (column < k)
+    wait(MATH.pdl)
+    codes = tl.load(weight.to(tl.pointer_type(tl.int8)) + row.to(tl.int64) * stride + column, mask=inside, other=0)
+    if MATH.hardware:
+        values = decode_words(codes, out.dtype.element_ty, MATH.weight)
+    else:
+        values = decode(codes, out.dtype.element_ty, MATH.weight)
+    tl.store(out + row.to(tl.int64) * k + column, values, mask=inside)

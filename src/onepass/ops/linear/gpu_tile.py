@@ -1,5 +1,7 @@
 """How a `linear` call is divided. Results do not depend on anything chosen here but the order of
 summation (`product_config`).
+
+A module of its own, because it must not import Triton.
 """
 
 from functools import cache
@@ -9,11 +11,11 @@ from ...gpu.chip import Chip
 from ...gpu.product_tile import PieceTile, StreamTile, is_contiguous, piece_tile, stream_tile
 from ...gpu.tuning import tuning
 from ..rms_norm.gpu_tile import row_config
-from .spec import LinearSpec
+from .launch import LinearSpec
 
 
 class Stats(NamedTuple):
-    """The norm of ``rows`` rows, each summed in ``bins`` bins (`device.bins`)."""
+    """The norm of ``rows`` rows, each summed in ``bins`` bins (`gpu.lib.reduce`)."""
 
     rows: int
     bins: int

@@ -18,7 +18,7 @@ lane, and a GPU one per piece of K (docs/numerics.md).
 
 from __future__ import annotations
 
-from typing import Any, cast, overload
+from typing import cast, overload
 
 import torch
 from torch import Tensor
@@ -26,9 +26,8 @@ from torch.compiler import is_compiling
 
 from ...core.op import Op
 from ...formats import Rounding
-from .call import run_linear
 from .contract import LINEAR
-from .spec import Activation, LinearCall, LinearSpec, linear_spec
+from .launch import Activation, LinearArguments, LinearCall, LinearSpec, linear_spec, run_linear
 from .weight_scale import kind_of, split
 
 __all__ = ["LINEAR", "linear"]
@@ -37,7 +36,7 @@ SpecCache = dict[tuple[object, ...], LinearSpec]
 """The specs of one combination of options, by the tensors' dtypes and the kind of scale."""
 
 
-def _linear(spec_cache: SpecCache, a: Any) -> None:
+def _linear(spec_cache: SpecCache, a: LinearArguments) -> None:
     kind = kind_of(a.weight, a.weight_scale, a.block_scale)
     optional = [None if t is None else t.dtype for t in (a.gamma, a.residual, a.bias, a.add)]
     key = (a.x.dtype, a.weight.dtype, kind, *optional)
@@ -153,12 +152,7 @@ def linear(
     """
     row_scale, block_scale = split(weight, weight_scale)
     tensors = (x, weight, gamma, residual, bias, row_scale, block_scale, add)
-    if not is_compiling() and (repeat := _op.repeat) is not None:
-        known: tuple[Tensor, Tensor] | None = repeat(
-            *tensors, eps, weight_offset, activation, rounding, out_dtype, static_weight, out, residual_out
-        )
-        if known is not None:
-            return known[0] if residual is None else known
-    options = (eps, weight_offset, activation, rounding, out_dtype, static_weight)
-    y, h = _op.call(*tensors, *options, out, residual_out)
+    arguments = (*tensors, eps, weight_offset, activation, rounding, out_dtype, static_weight, out, residual_out)
+    repeated = None if is_compiling() else _op.repeat(*arguments)
+    y, h = repeated or _op(*arguments)
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))

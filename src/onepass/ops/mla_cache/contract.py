@@ -9,9 +9,9 @@ from ...core.options import WEIGHT_OFFSET, eps, output_dtype
 from ...formats import FLOATS, FP8_FORMATS
 from ...kvcache import CACHE_DTYPES, DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, ENTRY_FORMATS, INDEX_DTYPES
 from ...rope import STYLES
-from .spec import MAX_HEADS, MAX_LATENT, MAX_ROPE
+from .launch import MAX_HEADS, MAX_LATENT, MAX_ROPE
 
-Q_DTYPES = (*FLOATS, *FP8_FORMATS)
+OUT_DTYPES = (*FLOATS, *FP8_FORMATS)
 _SIGNED = (torch.int64, torch.int32)
 _F32 = (torch.float32,)
 _PLACED = "slot_mapping is not None"
@@ -20,7 +20,7 @@ _UNLESS_PLACED = "be given unless slot_mapping is (with a rotation: slot_mapping
 _NO_FREQS = "freqs_cis is not None or rope_dim == 0 or (R == 0 and rope_dim is None)"
 _ALL_COLUMNS = "C == L + R or (kv_norm_dim is not None and C > L + R)"
 _ONE_MORE = "input_row_offsets is None or cache_lengths is None or O == B + 1"
-_Q_DTYPE = "dtype of the result; None: that of q_rope_output, or q_rope's"
+_OUT_DTYPE = "dtype of the result; None: that of q_rope_output, or q_rope's"
 _CACHES = (*CACHE_DTYPES, torch.uint8)
 _PACKED = f"entry_format == '{DS_MLA}'"
 _DS_MLA_KV = "have {} columns and then q_rope's {} with {}".format(*DS_MLA_COLUMNS, DS_MLA)
@@ -59,12 +59,12 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         "rope_dim": _integer("rotated columns; None: freqs_cis' width", "rope_dim >= 0"),
         "weight_offset": WEIGHT_OFFSET,
         "rounding": Option("str", "once", "where values are rounded", choices=("once", "reference")),
-        "q_dtype": Option("ScalarType", None, _Q_DTYPE, Q_DTYPES, optional=True),
+        "out_dtype": Option("ScalarType", None, _OUT_DTYPE, OUT_DTYPES, optional=True),
         "kv_norm_dim": _integer("normed columns of kv; None: all but q_rope's", "kv_norm_dim > 0"),
         "entry_format": Option("str", "plain", "one dtype, or codes, scales and bfloat16", choices=ENTRY_FORMATS),
     },
     sizes={"E": "0 if freqs_cis is None or rope_dim == 0 else W if rope_dim is None else rope_dim"},
-    outs={"q_rope_output": Out("T H R", "q_dtype or dtype_of(q_rope_output, q_rope)", "rotated q", "q_rope_output")},
+    outs={"q_rope_output": Out("T H R", "out_dtype or dtype_of(q_rope_output, q_rope)", "rotated q", "q_rope_output")},
     rules=(
         Rule(f"0 < H <= {MAX_HEADS}", "q_rope", f"have 1 to {MAX_HEADS} heads"),
         Rule(f"R <= {MAX_ROPE}", "q_rope", f"have at most {MAX_ROPE} columns"),
@@ -89,7 +89,7 @@ FUSED_ROPE_RMSNORM_QUANTIZATION = Contract(
         Rule("per_token_scale is None or blocks.dtype in FP8", "per_token_scale", "be None unless the cache is fp8"),
         Rule("per_token_scale is None or kv_scale is None", "per_token_scale", "be None with kv_scale"),
     ),
-    scope={**output_dtype(Q_DTYPES), "FP8": tuple(FP8_FORMATS)},
+    scope={**output_dtype(OUT_DTYPES), "FP8": tuple(FP8_FORMATS)},
     rounding=(
         "once: entry = round((concat((x*rs)*(gamma+offset), rope(k)))/scale), q = round(rope(q)); "
         "reference: entry = round(concat(round(round(x*rs)*(gamma+offset)), round(rope(k)))/scale), q = round(round(rope(q)))"

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from ...cpu.launch import Family, Fields, share
-from .spec import MlaCall, MlaRows, MlaSpec, mla_spec
+from ...cpu.launch import CpuKernels, Field, Layout, Work, address, integers, share
+from .launch import MlaCall, MlaRows, MlaSpec, mla_spec
 
 INDICES: Final = ("offsets", "lengths", "table", "slots", "positions")
 _WIDTHS: Final = {torch.int64: 0, torch.int32: 1, torch.uint32: 2}
-_REQUIRED: Final = ("q", "kv", "gamma", "q_out", "blocks")
 _TENSORS: Final = ("q", "kv", "gamma", "freqs", *INDICES, "kv_scale", "q_out", "blocks", "token_scale")
 
 
-def _fields(spec: MlaSpec) -> tuple[Fields, Sequence[str]]:
-    """The same for every spec: the kernel checks which index tensors exist and how wide their elements are."""
-    fields: Fields = {"next": "0", "chunk": "chunk", "steps": "rows.requests.bit_length()"}
-    fields["rows"] = ("rows", len(MlaRows._fields))
-    for name in _TENSORS:
-        given = "" if name in _REQUIRED else f"{name} is not None and "
-        fields[f"{name}.at"] = f"{given}{name}.data_ptr()"
-    fields |= {f"{name}.width": f"{name} is not None and widths[{name}.dtype]" for name in INDICES}
-    return fields, ("eps", "weight_offset")
+def layout(spec: MlaSpec) -> Layout:
+    """The argument block, which `pack` fills.
+
+    The same for every spec: the kernel checks which index tensors exist and how wide their elements are.
+    """
+    fields = [*integers("next", "chunk", "steps"), Field("rows", len(MlaRows._fields))]
+    fields += [Field(f"{name}.at", address=True) for name in _TENSORS]
+    fields += integers(*(f"{name}.width" for name in INDICES))
+    return Layout(fields, ("eps", "weight_offset"))
 
 
-def _config(call: MlaCall) -> tuple[int, int, int]:
+def pack(call: MlaCall, work: Work, scratch: int) -> list[float]:
+    """The values of a call's argument block, in the order of `layout`."""
+    indices = (call.offsets, call.lengths, call.table, call.slots, call.positions)
+    tensors = (call.q, call.kv, call.gamma, call.freqs, *indices, call.kv_scale, call.q_out, call.blocks)
+    values: list[float] = [0, work.chunk, call.rows.requests.bit_length(), *call.rows]
+    values += [address(tensor) for tensor in (*tensors, call.token_scale)]
+    values += [0 if tensor is None else _WIDTHS[tensor.dtype] for tensor in indices]
+    values += (call.eps, call.weight_offset)
+    return values
+
+
+def _work(call: MlaCall) -> Work:
     rows = call.rows
     threads, chunk = share(rows.tokens, (rows.heads + 1) * rows.rope + rows.latent)
-    return threads, 0, chunk
+    return Work(threads, 0, chunk)
 
 
 def _canonical(spec: MlaSpec) -> MlaSpec:
@@ -40,8 +49,5 @@ def _canonical(spec: MlaSpec) -> MlaSpec:
     return mla_spec(spec.q, spec.q_out, spec.kv, spec.gamma, spec.cache, spec.freqs or torch.float32, **outputs)
 
 
-FAMILY: Final = Family(
-    MlaCall, _fields, _config, ("threads", "size", "chunk"), canonical=_canonical, constants={"widths": _WIDTHS}
-)
-launch = FAMILY.launcher()
-precompile = FAMILY.precompile
+KERNELS: Final = CpuKernels("mla_cache", layout, _work, pack, canonical=_canonical)
+launch, precompile = KERNELS.launch, KERNELS.precompile

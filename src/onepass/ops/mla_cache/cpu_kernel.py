@@ -21,7 +21,7 @@ from ...cpu.llvm.function import Arguments, Cell, Function, Module
 from ...cpu.llvm.loops import LINE, each_block, entry_points
 from ...cpu.llvm.vec import I32, I64, LANES, Bool, Float, Int
 from ...formats import FP8_FORMATS, SMALLEST_SCALE, ScaleRule
-from .spec import MAX_LATENT, MAX_ROPE, TILE, MlaRows, MlaSpec
+from .launch import MAX_LATENT, MAX_ROPE, TILE, MlaRows, MlaSpec
 
 _AHEAD: Final = 16
 """Heads between one that is read and one that is prefetched: 2 KiB with 64 columns of bfloat16."""

@@ -1,9 +1,8 @@
 """The MLA cache-write kernel: its parameters, programs, alignment and names."""
 
-from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import torch
 
@@ -12,12 +11,12 @@ from ...errors import ContractError, Unsupported
 from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import SHORT_NAMES, Family
+from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
 from ...gpu.quantization import quant
 from .gpu_kernel import _mla_rope_norm_kernel
 from .gpu_tile import MlaConfig, MlaCut, mla_config, mla_cut, power_of_two
-from .spec import TILE as COLUMNS_PER_SCALE
-from .spec import MlaCall, MlaRows, MlaSpec
+from .launch import TILE as COLUMNS_PER_SCALE
+from .launch import MlaCall, MlaRows, MlaSpec
 
 __all__ = ["MlaCut", "build_for", "builds", "config_of", "cut_as", "launch"]
 
@@ -25,28 +24,82 @@ MAX_PROGRAMS: Final = 2**31 - 2**13
 """Token numbers are 32-bit, including those of a tile's tokens beyond the last one."""
 
 
-MlaTensors = namedtuple(
-    "MlaTensors", "q kv gamma freqs offsets lengths table slots positions kv_scale q_out blocks token_scale"
-)
-MlaNumbers = namedtuple("MlaNumbers", "kv_programs page_shift early eps weight_offset")
-"""Programs of kv, log2 of the page size, programs for an early start, and two floats."""
-MlaMath = namedtuple("MlaMath", "rope turned half reference scale group paged full part packed split hw_rounding pdl")
-"""What a kernel computes. ``turned`` of ``rope`` columns rotate; ``half``: pairs are half of these
-apart. ``group`` columns share a scale of kind "tile". `Known` documents the rest.
-"""
+class MlaTensors(NamedTuple):
+    """The tensors of a call."""
 
-_SIZES: Final = MlaRows._fields[:11]
-TABLE: Final = {
-    "tensors": MlaTensors(*(f"* {name}" for name in MlaTensors._fields)),
-    "rows": MlaRows._make(f"{'i32' if name in _SIZES else 'i64'} rows.{name}" for name in MlaRows._fields),
-    "numbers": MlaNumbers(
-        kv_programs="i32 programs[1]",
-        page_shift="i32 rows.page_size.bit_length() - 1",
-        early="i32 config.early",
-        eps="fp32 eps",
-        weight_offset="fp32 weight_offset",
-    ),
-}
+    q: Pointer
+    kv: Pointer
+    gamma: Pointer
+    freqs: Pointer
+    offsets: Pointer
+    lengths: Pointer
+    table: Pointer
+    slots: Pointer
+    positions: Pointer
+    kv_scale: Pointer
+    q_out: Pointer
+    blocks: Pointer
+    token_scale: Pointer
+
+
+class MlaNumbers(NamedTuple):
+    """Programs of kv, log2 of the page size, programs for an early start, and two floats."""
+
+    kv_programs: I32
+    page_shift: I32
+    early: I32
+    eps: F32
+    weight_offset: F32
+
+
+class MlaParameters(NamedTuple):
+    """The parameters of the kernel."""
+
+    tensors: MlaTensors
+    rows: Annotated[MlaRows, Sizes(11)]
+    numbers: MlaNumbers
+
+
+def pack(call: MlaCall, config: MlaConfig, programs: tuple[int, ...]) -> MlaParameters:
+    """The parameters of a call."""
+    tensors = MlaTensors(
+        q=call.q,
+        kv=call.kv,
+        gamma=call.gamma,
+        freqs=call.freqs,
+        offsets=call.offsets,
+        lengths=call.lengths,
+        table=call.table,
+        slots=call.slots,
+        positions=call.positions,
+        kv_scale=call.kv_scale,
+        q_out=call.q_out,
+        blocks=call.blocks,
+        token_scale=call.token_scale,
+    )
+    page_shift = call.rows.page_size.bit_length() - 1
+    numbers = MlaNumbers(programs[1], page_shift, config.early, call.eps, call.weight_offset)
+    return MlaParameters(tensors, call.rows, numbers)
+
+
+class MlaMath(NamedTuple):
+    """What a kernel computes. ``turned`` of ``rope`` columns rotate; ``half``: pairs are half of these
+    apart. ``group`` columns share a scale of kind "tile". `Known` documents the rest.
+    """
+
+    rope: int
+    turned: int
+    half: bool
+    reference: bool
+    scale: str
+    group: int
+    paged: bool
+    full: bool
+    part: bool
+    packed: bool
+    split: bool
+    hw_rounding: bool
+    pdl: bool
 
 
 class Known(NamedTuple):
@@ -84,35 +137,51 @@ def _unused(spec: MlaSpec, config: MlaConfig, known: Known) -> list[str]:
 
 
 def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: Known, chip: Chip) -> Build:
-    """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed.
-
-    Stores are not given more alignment than loads: a wider store of fp8 would first move columns
-    between threads.
-    """
-    rotates, searches = turned > 0, config.width > 0
-    tensors = MlaTensors(
-        spec.q,
-        spec.kv,
-        spec.gamma,
-        freqs=spec.freqs if rotates else None,
-        offsets=spec.offsets if searches else None,
-        lengths=spec.lengths if searches else None,
-        table=spec.table if spec.slots is None else None,
-        slots=spec.slots,
-        positions=spec.positions if rotates else None,
-        kv_scale=torch.float32 if spec.scale == "tensor" else None,
-        q_out=spec.q_out,
-        blocks=spec.cache,
-        token_scale=torch.float32 if spec.scale == "token" else None,
+    """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
+    dtypes = _dtypes(spec, config, turned)
+    return make_build(
+        MlaParameters,
+        _describe(spec, config, rope, turned, known),
+        _mla_rope_norm_kernel,
+        chip,
+        dtypes={f"tensors.{name}": dtype for name, dtype in dtypes.items()},
+        constants=_constants(spec, config, rope, turned, known, chip),
+        unused=dict.fromkeys(_unused(spec, config, known), 0),
+        divisible=_divisible(spec, dtypes, known),
+        warps=config.warps,
+        registers=config.registers,
     )
-    dtypes = {f"tensors.{name}": dtype for name, dtype in tensors._asdict().items()}
+
+
+def _dtypes(spec: MlaSpec, config: MlaConfig, turned: int) -> dict[str, torch.dtype | None]:
+    """The dtypes of a kernel's tensors; None for those that it does not have."""
+    rotates, searches = turned > 0, config.width > 0
+    return {
+        "q": spec.q,
+        "kv": spec.kv,
+        "gamma": spec.gamma,
+        "freqs": spec.freqs if rotates else None,
+        "offsets": spec.offsets if searches else None,
+        "lengths": spec.lengths if searches else None,
+        "table": spec.table if spec.slots is None else None,
+        "slots": spec.slots,
+        "positions": spec.positions if rotates else None,
+        "kv_scale": torch.float32 if spec.scale == "tensor" else None,
+        "q_out": spec.q_out,
+        "blocks": spec.cache,
+        "token_scale": torch.float32 if spec.scale == "token" else None,
+    }
+
+
+def _constants(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: Known, chip: Chip) -> dict[str, object]:
+    """The constants of a kernel."""
     half = spec.style == "half"
     pairs = power_of_two(turned if half else rope) // 2
-    constants = {
+    return {
         "MATH": MlaMath(
             rope,
             turned,
-            half=rotates and half,
+            half=turned > 0 and half,
             reference=spec.rounding == "reference",
             scale=spec.scale,
             group=COLUMNS_PER_SCALE,
@@ -129,6 +198,13 @@ def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: K
         "K_OUT": quant(None if spec.scale == "tile" else FP8_FORMATS.get(spec.cache), chip),
         "Q_OUT": quant(FP8_FORMATS.get(spec.q_out), chip),
     }
+
+
+def _divisible(spec: MlaSpec, dtypes: Mapping[str, torch.dtype | None], known: Known) -> dict[str, int]:
+    """Alignment of addresses in bytes and of strides in elements.
+
+    Stores are not given more than loads: a wider store of fp8 would first move columns between threads.
+    """
     divisible: dict[str, int] = {"rows.latent": 16} if known.kv and not known.full else {}
     for aligned, loaded, strides in (
         (known.q, spec.q, {"q": ("q_token", "q_head"), "q_out": ("out_token", "out_head")}),
@@ -136,16 +212,12 @@ def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: K
         (known.freqs, spec.freqs, {"freqs": ("freqs_row",)}),
     ):
         for name, steps in strides.items():
-            dtype = getattr(tensors, name)
+            dtype = dtypes[name]
             if aligned and loaded is not None and dtype is not None:
                 vec = 16 // max(loaded.itemsize, dtype.itemsize)
                 divisible[f"tensors.{name}"] = vec * dtype.itemsize
                 divisible |= dict.fromkeys((f"rows.{step}" for step in steps), vec)
-    unused = dict.fromkeys(_unused(spec, config, known), 0)
-    name, registers = _describe(spec, config, rope, turned, known), config.registers
-    return FAMILY.make_build(
-        name, _mla_rope_norm_kernel, chip, dtypes, constants, unused, divisible, config.warps, registers
-    )
+    return divisible
 
 
 def _describe(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: Known) -> str:
@@ -270,13 +342,12 @@ def _grid(call: MlaCall, config: MlaConfig) -> tuple[int, int]:
     return programs, kv
 
 
-FAMILY: Final = Family(
-    MlaCall,
-    TABLE,
+KERNELS: Final[GpuKernels[MlaSpec, MlaCall, MlaFacts, MlaConfig]] = GpuKernels(
+    MlaParameters,
     _facts,
     config_of,
     lambda spec, facts, config, chip: build_for(spec, config, facts.rope, facts.turned, facts.known, chip),
     _grid,
-    device="q",
+    pack,
 )
-launch, builds = FAMILY.launch, FAMILY.builds
+launch, builds = KERNELS.launch, KERNELS.builds

@@ -9,7 +9,7 @@ a program's tokens are unrolled: first every load, then the arithmetic.
 
 A program with fewer tokens left repeats the last one: the same threads read the same elements
 before any of them is written, and write the same bytes. So q may be rotated in place. The order of
-the sum is that of `device.tree`. Tensors, rows, numbers and constants are the named tuples of
+the sum is that of `gpu.lib.reduce`. Tensors, rows, numbers and constants are the named tuples of
 `mla_cache`.
 """
 
@@ -19,8 +19,8 @@ import triton.language as tl
 from ...gpu.lib.mla_rope import angles, encode, read_rope, turn, write_rope
 from ...gpu.lib.numbers import make_scale, quotient
 from ...gpu.lib.pdl import launch_dependents, wait
+from ...gpu.lib.reduce import sum_columns
 from ...gpu.lib.row import magnitude, normalize, reciprocal_root
-from ...gpu.lib.tree import sum_columns
 
 
 @triton.jit

@@ -1,4 +1,7 @@
-"""How MLA's cache write is divided into programs. Results do not depend on it."""
+"""How MLA's cache write is divided into programs. Results do not depend on it.
+
+A module of its own, because it must not import Triton.
+"""
 
 from functools import cache
 from typing import NamedTuple

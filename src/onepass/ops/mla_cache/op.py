@@ -21,22 +21,23 @@ before scale and store.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ...core.op import Op
+from ...formats import Rounding
 from ...kvcache import DS_MLA, PagedKVCache, gather_mla
 from ...rope import RopeStyle
-from .call import run_mla
 from .contract import FUSED_ROPE_RMSNORM_QUANTIZATION
-from .spec import MlaCall, MlaRounding, MlaSpec, ScaleKind, mla_spec
+from .launch import MlaArguments, MlaCall, MlaSpec, ScaleKind, mla_spec, run_mla
 
 __all__ = ["FUSED_ROPE_RMSNORM_QUANTIZATION", "PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla"]
 
 
-def _write_cache(spec_cache: dict[object, MlaSpec], a: Any) -> None:
+def _write_cache(spec_cache: dict[object, MlaSpec], a: MlaArguments) -> None:
     freqs, positions = a.freqs_cis, a.positions
     offsets, lengths, table, slots = a.input_row_offsets, a.cache_lengths, a.lookup_table, a.slot_mapping
     turned = 0 if freqs is None else freqs.shape[1] if a.rope_dim is None else a.rope_dim
@@ -81,14 +82,14 @@ def fused_rope_rmsnorm_quantization(
     slot_mapping: Tensor | None = None,
     positions: Tensor | None = None,
     weight_offset: float = 0.0,
-    rounding: MlaRounding = "once",
-    q_dtype: torch.dtype | None = None,
+    rounding: Rounding = "once",
+    out_dtype: torch.dtype | None = None,
     kv_norm_dim: int | None = None,
 ) -> Tensor:
     """RoPE of MLA's queries, and RMSNorm and RoPE of its kv into a paged cache, in one launch. Returns q_rope_output.
 
     ``q_rope`` [T, H, R] and ``q_rope_output`` may be slices of wider tensors, and the output may be
-    q_rope itself. With None it is allocated, contiguous, in ``q_dtype`` (default: q_rope's dtype). An
+    q_rope itself. With None it is allocated, contiguous, in ``out_dtype`` (default: q_rope's dtype). An
     fp8 output is cast with saturation. ``kv`` [T, L + R] is a latent of gamma's length and R columns
     that are rotated like q's; its rows may be slices too. H is at most 256, R 1024 and L 2048; L may be
     odd, R may be 0. With ``kv_norm_dim``, which must be gamma's length, kv may have more columns: those
@@ -135,5 +136,7 @@ def fused_rope_rmsnorm_quantization(
     inputs = (q_rope, kv, gamma, freqs_cis)
     indices = (input_row_offsets, k_cache.cache_lengths, k_cache.lookup_table, slot_mapping, positions)
     cache = (kv_scale, k_cache.blocks, per_token_scale)
-    options = (epsilon, rope_style, rope_dim, weight_offset, rounding, q_dtype, kv_norm_dim, k_cache.entry_format)
-    return cast(Tensor, _write.call(*inputs, *indices, *cache, *options, q_rope_output)[0])
+    options = (epsilon, rope_style, rope_dim, weight_offset, rounding, out_dtype, kv_norm_dim, k_cache.entry_format)
+    arguments = (*inputs, *indices, *cache, *options, q_rope_output)
+    repeated = None if is_compiling() else _write.repeat(*arguments)
+    return cast(Tensor, (repeated or _write(*arguments))[0])

@@ -6,10 +6,10 @@ import torch
 
 from ...core.contract import Arg, Contract, Option, Out, Rule
 from ...core.options import WEIGHT_OFFSET, eps, output_dtype
-from ...formats import FLOATS, FP8_FORMATS
+from ...formats import FLOATS, FP8_FORMATS, ROUNDINGS
 from ...kvcache import CACHE_DTYPES
 from ...rope import STYLES
-from .spec import CACHE_LAYOUTS, CACHE_ROUNDINGS, MAX_HEAD, MAX_HEADS
+from .launch import CACHE_LAYOUTS, MAX_HEAD, MAX_HEADS
 
 _INTEGERS = (torch.int32, torch.int64)
 _F32 = (torch.float32,)
@@ -63,7 +63,7 @@ QK_NORM_ROPE_CACHE = Contract(
         ),
         "first": Option("int", 0, "start, if it is an int", where="-(2**31) <= first < 2**31"),
         "layout": Option("str", "NHD", "dimensions of the caches", choices=CACHE_LAYOUTS),
-        "rounding": Option("str", "once", "where values are rounded", choices=CACHE_ROUNDINGS),
+        "rounding": Option("str", "once", "where values are rounded", choices=(*ROUNDINGS, "hf_rope")),
     },
     sizes={
         "E": "(R if dim is None else dim) if freqs is not None else C if cos is not None else 0",
@@ -89,6 +89,7 @@ QK_NORM_ROPE_CACHE = Contract(
         Rule("(cos is None) == (sin is None)", "sin", "come with cos"),
         Rule("cos is None or sin.dtype == cos.dtype", "sin", "have cos' dtype"),
         Rule("freqs is None or cos is None", "cos", "be None with freqs"),
+        Rule("dim is None or freqs is not None", "dim", "be None without freqs"),
         Rule("E % 2 == 0 and E <= W and (W == 0 or E > 0)", "dim", "be even and at most the width of the angles"),
         Rule("E <= D", "dim", "be at most q's columns per head, D={D}"),
         Rule("(k_cache is None) == (v_cache is None)", "v_cache", _WITH),

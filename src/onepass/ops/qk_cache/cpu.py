@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Final
 
-from ...cpu.launch import Family, Fields, share
-from .spec import QkCacheCall, QkCacheRows, QkCacheSpec, qk_cache_spec
+from ...cpu.launch import CpuKernels, Field, Layout, Work, addresses, integers, share
+from .launch import QkCacheCall, QkCacheRows, QkCacheSpec, qk_cache_spec
 
 
-def _fields(spec: QkCacheSpec) -> tuple[Fields, Sequence[str]]:
+def layout(spec: QkCacheSpec) -> Layout:
+    """The argument block of a spec's kernel, which `pack` fills."""
     turn, cached = spec.turn, spec.placing != "none"
-    found: Fields = {"next": "0", "chunk": "chunk", "tokens": "rows.tokens"}
-    found["rows"] = ("rows", len(QkCacheRows._fields))
+    fields = [*integers("next", "chunk", "tokens"), Field("rows", len(QkCacheRows._fields))]
     present = {
         "q": True,
         "k": True,
@@ -33,16 +32,41 @@ def _fields(spec: QkCacheSpec) -> tuple[Fields, Sequence[str]]:
         "k_cache": cached,
         "v_cache": cached,
     }
-    found |= {name: f"{name}.data_ptr()" for name, here in present.items() if here}
+    fields += addresses(*(name for name, here in present.items() if here))
     if turn is not None:
-        found["dim"] = "spec.turn.dim"
-    return found, ("eps", "weight_offset")
+        fields += integers("dim")
+    return Layout(fields, ("eps", "weight_offset"))
 
 
-def _config(call: QkCacheCall) -> tuple[int, int, int]:
+def pack(call: QkCacheCall, work: Work, scratch: int) -> list[float]:
+    """The values of a call's argument block, in the order of `layout`. Calls have the tensors of their specs alone."""
+    spec, turn = call.spec, call.spec.turn
+    values: list[float] = [0, work.chunk, call.rows.tokens, *call.rows, call.q.data_ptr(), call.k.data_ptr()]
+    tensors = (
+        call.v,
+        call.gamma_q,
+        call.gamma_k,
+        call.freqs,
+        call.positions,
+        call.cos,
+        call.sin,
+        call.slots,
+        call.starts,
+    )
+    outputs = (call.k_scale, call.v_scale, call.q_out, None if spec.placing != "none" else call.k_out)
+    for tensor in (*tensors, *outputs, call.k_cache, call.v_cache):
+        if tensor is not None:
+            values.append(tensor.data_ptr())
+    if turn is not None:
+        values.append(turn.dim)
+    values += (call.eps, call.weight_offset)
+    return values
+
+
+def _work(call: QkCacheCall) -> Work:
     rows = call.rows
     threads, chunk = share(rows.tokens, (rows.q_heads + rows.k_heads) * rows.head + rows.k_heads * rows.value)
-    return threads, 0, chunk
+    return Work(threads, 0, chunk)
 
 
 def _canonical(spec: QkCacheSpec) -> QkCacheSpec:
@@ -53,6 +77,5 @@ def _canonical(spec: QkCacheSpec) -> QkCacheSpec:
     return qk_cache_spec(**{**values, "turn": spec.turn._replace(dim=0)})
 
 
-FAMILY: Final = Family(QkCacheCall, _fields, _config, ("threads", "size", "chunk"), canonical=_canonical)
-launch = FAMILY.launcher()
-precompile = FAMILY.precompile
+KERNELS: Final = CpuKernels("qk_cache", layout, _work, pack, canonical=_canonical)
+launch, precompile = KERNELS.launch, KERNELS.precompile

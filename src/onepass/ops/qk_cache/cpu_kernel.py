@@ -18,8 +18,8 @@ from ...cpu.llvm.function import Arguments, Cell, Function, Module
 from ...cpu.llvm.loops import each_block, entry_points
 from ...cpu.llvm.vec import I32, I64, LANES, Bool, Float, Int
 from ..qk_norm.cpu_kernel import SideKernel
-from ..qk_norm.spec import qk_spec
-from .spec import MAX_HEAD, QkCacheRows, QkCacheSpec
+from ..qk_norm.launch import qk_spec
+from .launch import MAX_HEAD, QkCacheRows, QkCacheSpec
 
 Read = Callable[[Int, "Bool | None", bool], Float]
 """A block of a head: its first column, its mask, and whether the values come paired (see `bits`)."""

@@ -1,53 +1,115 @@
 """The cache-write kernel of q, k and v: its parameters, programs, alignment and names."""
 
-from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...core import replay
 from ...errors import ContractError, Unsupported
 from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import SHORT_NAMES, Family
+from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
 from ...gpu.quantization import quant
 from .gpu_kernel import _qk_cache_kernel
 from .gpu_tile import QkCacheConfig, Side, columns_for, qk_cache_config
-from .spec import QkCacheCall, QkCacheRows, QkCacheSpec
+from .launch import QkCacheCall, QkCacheRows, QkCacheSpec
 
 MAX_PROGRAMS: Final = 2**31 - 2**13
 """Programs are numbered in 32 bits."""
 
-QkCacheTensors = namedtuple(
-    "QkCacheTensors",
-    "q k v gamma_q gamma_k freqs positions cos sin slots starts k_scale v_scale q_out k_out k_cache v_cache",
-)
-QkCacheNumbers = namedtuple("QkCacheNumbers", "page_shift early eps weight_offset")
-"""log2 of the page size, programs for an early start, and two floats."""
-QkCacheMath = namedtuple(
-    "QkCacheMath",
-    "rope turned half packed reference norm hf stepwise pair placing paged indexed levels hw_rounding pdl",
-)
-"""What a kernel computes for heads of ``rope`` columns, of which ``turned`` rotate; ``half``: pairs are half of these apart.
 
-``packed``: a table's rows allow loads of pairs. ``hf``: the norm rounds twice; ``stepwise``: the rotation rounds every
-step. ``paged``: the page size is a power of two. ``indexed``: a token's sequence and its index there are needed.
-"""
+class QkCacheTensors(NamedTuple):
+    """The tensors of a call."""
 
-_SIZES: Final = QkCacheRows._fields[:11]
-TABLE: Final = {
-    "tensors": QkCacheTensors(*(f"* {name}" for name in QkCacheTensors._fields)),
-    "rows": QkCacheRows._make(f"{'i32' if name in _SIZES else 'i64'} rows.{name}" for name in QkCacheRows._fields),
-    "numbers": QkCacheNumbers(
-        page_shift="i32 rows.entries.bit_length() - 1",
-        early="i32 config.early",
-        eps="fp32 eps",
-        weight_offset="fp32 weight_offset",
-    ),
-}
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    gamma_q: Pointer
+    gamma_k: Pointer
+    freqs: Pointer
+    positions: Pointer
+    cos: Pointer
+    sin: Pointer
+    slots: Pointer
+    starts: Pointer
+    k_scale: Pointer
+    v_scale: Pointer
+    q_out: Pointer
+    k_out: Pointer
+    k_cache: Pointer
+    v_cache: Pointer
+
+
+class QkCacheNumbers(NamedTuple):
+    """log2 of the page size, programs for an early start, and two floats."""
+
+    page_shift: I32
+    early: I32
+    eps: F32
+    weight_offset: F32
+
+
+class QkCacheParameters(NamedTuple):
+    """The parameters of the kernel."""
+
+    tensors: QkCacheTensors
+    rows: Annotated[QkCacheRows, Sizes(11)]
+    numbers: QkCacheNumbers
+
+
+def pack(call: QkCacheCall, config: QkCacheConfig, programs: tuple[int, ...]) -> QkCacheParameters:
+    """The parameters of a call."""
+    tensors = QkCacheTensors(
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        gamma_q=call.gamma_q,
+        gamma_k=call.gamma_k,
+        freqs=call.freqs,
+        positions=call.positions,
+        cos=call.cos,
+        sin=call.sin,
+        slots=call.slots,
+        starts=call.starts,
+        k_scale=call.k_scale,
+        v_scale=call.v_scale,
+        q_out=call.q_out,
+        k_out=call.k_out,
+        k_cache=call.k_cache,
+        v_cache=call.v_cache,
+    )
+    page_shift = call.rows.entries.bit_length() - 1
+    numbers = QkCacheNumbers(page_shift, config.early, call.eps, call.weight_offset)
+    return QkCacheParameters(tensors, call.rows, numbers)
+
+
+class QkCacheMath(NamedTuple):
+    """What a kernel computes for heads of ``rope`` columns, of which ``turned`` rotate; ``half``: pairs are half of these
+    apart.
+
+    ``packed``: a table's rows allow loads of pairs. ``hf``: the norm rounds twice; ``stepwise``: the rotation rounds every
+    step. ``paged``: the page size is a power of two. ``indexed``: a token's sequence and its index there are needed.
+    """
+
+    rope: int
+    turned: int
+    half: bool
+    packed: bool
+    reference: bool
+    norm: str
+    hf: bool
+    stepwise: bool
+    pair: bool
+    placing: str
+    paged: bool
+    indexed: bool
+    levels: int
+    hw_rounding: bool
+    pdl: bool
 
 
 class Known(NamedTuple):
@@ -77,7 +139,7 @@ class QkCacheFacts(NamedTuple):
     known: Known
 
 
-def _unused(spec: QkCacheSpec, known: Known, indexed: bool) -> dict[str, Any]:
+def _unused(spec: QkCacheSpec, known: Known, indexed: bool) -> dict[str, float | None]:
     """The numbers that the kernel does not read, and the value that they have for it."""
     names = ["tokens", "head", "value", "folded"]
     if known.folded:
@@ -102,7 +164,7 @@ def _unused(spec: QkCacheSpec, known: Known, indexed: bool) -> dict[str, Any]:
         names.append("first")
     if spec.starts is None:
         names.append("start_step")
-    found: dict[str, Any] = {f"rows.{name}": 0 for name in names}
+    found: dict[str, float | None] = {f"rows.{name}": 0 for name in names}
     if spec.placing != "slots" or not known.paged:
         found["numbers.page_shift"] = 0
     if spec.norm == "none":
@@ -114,31 +176,54 @@ def _unused(spec: QkCacheSpec, known: Known, indexed: bool) -> dict[str, Any]:
 
 def build_for(spec: QkCacheSpec, facts: QkCacheFacts, config: QkCacheConfig, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
-    turn, known, cached = spec.turn, facts.known, spec.placing != "none"
+    turn, known, dtypes = spec.turn, facts.known, _dtypes(spec)
+    by_index = turn is not None and not turn.pair and turn.positions is None
+    indexed = not known.folded or spec.placing == "dense" or by_index
+    return make_build(
+        QkCacheParameters,
+        _describe(spec, facts, config),
+        _qk_cache_kernel,
+        chip,
+        dtypes={f"tensors.{name}": dtype for name, dtype in dtypes.items()},
+        constants=_constants(spec, facts, config, indexed, chip),
+        unused=_unused(spec, known, indexed),
+        divisible=_divisible(spec, dtypes, known),
+        warps=config.warps,
+    )
+
+
+def _dtypes(spec: QkCacheSpec) -> dict[str, torch.dtype | None]:
+    """The dtypes of a kernel's tensors; None for those that it does not have."""
+    turn, cached = spec.turn, spec.placing != "none"
     pair = turn is not None and turn.pair
     table = None if turn is None or pair else turn.angles
     scale = torch.float32
-    tensors = QkCacheTensors(
-        q=spec.x,
-        k=spec.x,
-        v=spec.x if cached else None,
-        gamma_q=spec.gamma_q,
-        gamma_k=spec.gamma_k,
-        freqs=table,
-        positions=None if turn is None else turn.positions,
-        cos=turn.angles if turn is not None and pair else None,
-        sin=turn.angles if turn is not None and pair else None,
-        slots=spec.slots,
-        starts=spec.starts,
-        k_scale=scale if spec.k_scaled else None,
-        v_scale=scale if spec.v_scaled else None,
-        q_out=spec.q_out,
-        k_out=None if cached else spec.k_out,
-        k_cache=spec.k_out if cached else None,
-        v_cache=spec.k_out if cached else None,
-    )
-    by_index = turn is not None and not pair and turn.positions is None
-    indexed = not known.folded or spec.placing == "dense" or by_index
+    return {
+        "q": spec.x,
+        "k": spec.x,
+        "v": spec.x if cached else None,
+        "gamma_q": spec.gamma_q,
+        "gamma_k": spec.gamma_k,
+        "freqs": table,
+        "positions": None if turn is None else turn.positions,
+        "cos": turn.angles if turn is not None and pair else None,
+        "sin": turn.angles if turn is not None and pair else None,
+        "slots": spec.slots,
+        "starts": spec.starts,
+        "k_scale": scale if spec.k_scaled else None,
+        "v_scale": scale if spec.v_scaled else None,
+        "q_out": spec.q_out,
+        "k_out": None if cached else spec.k_out,
+        "k_cache": spec.k_out if cached else None,
+        "v_cache": spec.k_out if cached else None,
+    }
+
+
+def _constants(
+    spec: QkCacheSpec, facts: QkCacheFacts, config: QkCacheConfig, indexed: bool, chip: Chip
+) -> dict[str, object]:
+    """The constants of a kernel. ``indexed``: a token's sequence and its index there are needed."""
+    turn, known = spec.turn, facts.known
     math = QkCacheMath(
         rope=facts.head,
         turned=0 if turn is None else turn.dim,
@@ -148,7 +233,7 @@ def build_for(spec: QkCacheSpec, facts: QkCacheFacts, config: QkCacheConfig, chi
         norm=spec.norm,
         hf=spec.rounding == "hf",
         stepwise=spec.rounding != "once",
-        pair=pair,
+        pair=turn is not None and turn.pair,
         placing=spec.placing,
         paged=known.paged,
         indexed=indexed,
@@ -156,7 +241,7 @@ def build_for(spec: QkCacheSpec, facts: QkCacheFacts, config: QkCacheConfig, chi
         hw_rounding=chip.rounds_casts,
         pdl=chip.has_pdl,
     )
-    constants = {
+    return {
         "Q": config.q,
         "K": config.k,
         "V": config.v,
@@ -165,13 +250,9 @@ def build_for(spec: QkCacheSpec, facts: QkCacheFacts, config: QkCacheConfig, chi
         "CACHE": quant(FP8_FORMATS.get(spec.k_out), chip),
         "PLAIN": quant(None, chip),
     }
-    dtypes = {f"tensors.{name}": dtype for name, dtype in tensors._asdict().items()}
-    name = _describe(spec, facts, config)
-    unused, divisible = _unused(spec, known, indexed), _divisible(spec, tensors, known)
-    return FAMILY.make_build(name, _qk_cache_kernel, chip, dtypes, constants, unused, divisible, config.warps, 0)
 
 
-def _divisible(spec: QkCacheSpec, tensors: Any, known: Known) -> dict[str, int]:
+def _divisible(spec: QkCacheSpec, dtypes: Mapping[str, torch.dtype | None], known: Known) -> dict[str, int]:
     """Alignment of addresses in bytes and of strides in elements. Stores are not given more than loads."""
     found: dict[str, int] = {}
     groups: tuple[tuple[bool, dict[str, tuple[str, ...]]], ...] = (
@@ -188,7 +269,7 @@ def _divisible(spec: QkCacheSpec, tensors: Any, known: Known) -> dict[str, int]:
     )
     for aligned, group in groups:
         for name, strides in group.items():
-            dtype = getattr(tensors, name)
+            dtype = dtypes[name]
             if aligned and dtype is not None:
                 loaded = dtype if name in ("freqs", "cos", "sin") else spec.x
                 vec = 16 // max(loaded.itemsize, dtype.itemsize)
@@ -241,15 +322,15 @@ def _known(call: QkCacheCall) -> Known:
     tokens = rows.tokens > 1
     outer = 0 if rows.folded else 1
 
-    def address(tensor: Any, *steps: int) -> int:
+    def address(tensor: Tensor | None, *steps: int) -> int:
         if tensor is None:
             return 0
-        found: int = tensor.data_ptr()
+        found = tensor.data_ptr()
         for step in steps:
             found |= step * tensor.element_size()
         return found
 
-    def of_tokens(tensor: Any, by_outer: int, by_token: int, by_head: int, heads: int) -> int:
+    def of_tokens(tensor: Tensor | None, by_outer: int, by_token: int, by_head: int, heads: int) -> int:
         return address(tensor, outer * by_outer, tokens * by_token, (heads > 1) * by_head)
 
     q = of_tokens(call.q, rows.q_outer, rows.q_token, rows.q_head, rows.q_heads) | address(call.gamma_q)
@@ -320,5 +401,7 @@ def _grid(call: QkCacheCall, config: QkCacheConfig) -> tuple[int]:
     return (programs,)
 
 
-FAMILY: Final = Family(QkCacheCall, TABLE, _facts, _configure, build_for, _grid, device="q")
-launch, builds = FAMILY.launch, FAMILY.builds
+KERNELS: Final[GpuKernels[QkCacheSpec, QkCacheCall, QkCacheFacts, QkCacheConfig]] = GpuKernels(
+    QkCacheParameters, _facts, _configure, build_for, _grid, pack
+)
+launch, builds = KERNELS.launch, KERNELS.builds

@@ -7,7 +7,7 @@ that both columns of a pair are in the same thread. If these parts are halves of
 squares are summed as chunks of it; otherwise the row is loaded once more for its sum, from L1.
 With statistics over all heads of a token, one program processes all of them. Every element is read
 before it is overwritten, so q may be rotated in place. The order of all sums is that of
-`device.tree`. Tensors, rows, numbers and constants are the named tuples of `qk_cache`.
+`gpu.lib.reduce`. Tensors, rows, numbers and constants are the named tuples of `qk_cache`.
 """
 
 import triton
@@ -17,8 +17,8 @@ from ...gpu.lib.mla_rope import read_rope, turn, write_rope
 from ...gpu.lib.numbers import convert, quotient
 from ...gpu.lib.pdl import launch_dependents, wait
 from ...gpu.lib.qk_rope import angles_of_rows, angles_of_table, turn_stepwise
+from ...gpu.lib.reduce import sum_chunks, sum_columns, sum_eights
 from ...gpu.lib.row import normalize, reciprocal_root
-from ...gpu.lib.tree import sum_chunks, sum_columns, sum_eights
 
 
 @triton.jit

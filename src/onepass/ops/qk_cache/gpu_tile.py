@@ -1,14 +1,17 @@
-"""How the cache write of q, k and v is divided into programs. Results do not depend on it."""
+"""How the cache write of q, k and v is divided into programs. Results do not depend on it.
+
+A module of its own, because it must not import Triton.
+"""
 
 from functools import cache
 from typing import Final, NamedTuple
 
 from ...gpu.chip import Chip
 from ...gpu.tuning import tuning
-from .spec import NormKind, Turn
+from .launch import NormKind, Turn
 
 FOLD: Final = 8192
-"""Columns that lie this far apart are summed first; `device.tree.FOLD`."""
+"""Columns that lie this far apart are summed first; `gpu.lib.reduce.FOLD`."""
 
 
 class Side(NamedTuple):

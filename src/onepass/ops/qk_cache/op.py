@@ -12,22 +12,22 @@ Everything is float32 until the single rounding at the store. ``rounding="hf"`` 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from ...core.contract import describe
 from ...core.op import Op
-from ...rope import Rope
-from .call import run_qk_cache
+from ...formats import Rounding
+from ...rope import Rope, RopeStyle
 from .contract import QK_NORM_ROPE_CACHE
-from .spec import CacheLayout, CacheRounding, QkCacheCall, QkCacheSpec, Turn, qk_cache_spec
+from .launch import CacheLayout, QkCacheArguments, QkCacheCall, QkCacheSpec, Turn, qk_cache_spec, run_qk_cache
 
 __all__ = ["QK_NORM_ROPE_CACHE", "qk_norm_rope_cache"]
 
 
-def _write_cache(spec_cache: dict[object, QkCacheSpec], a: Any) -> None:
+def _write_cache(spec_cache: dict[object, QkCacheSpec], a: QkCacheArguments) -> None:
     turn, cached = None, a.k_cache is not None
     if a.freqs is not None:
         at = None if a.positions is None else a.positions.dtype
@@ -66,13 +66,13 @@ def qk_norm_rope_cache(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     per_head: bool = True,
-    rope: Rope | tuple[Any, ...] | None = None,
+    rope: Rope | None = None,
     slots: Tensor | None = None,
     start: int | Tensor | None = None,
     layout: CacheLayout = "NHD",
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    rounding: CacheRounding = "once",
+    rounding: Rounding = "once",
     out: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Norms of q and k, RoPE, and the write of k and v into a cache, in one launch. Returns q and, without a cache, k.
@@ -83,9 +83,7 @@ def qk_norm_rope_cache(
     Norms: ``gamma_q`` and ``gamma_k`` have the D columns of one head, or with ``per_head=False`` the columns of all
     heads of a token, which then share statistics. Without them nothing is normed, and eps is ignored.
 
-    ``rope`` is a `Rope`, or a pair (cos, sin) of tensors [..., dim] with one row per token ([1, S, dim] serves every
-    sequence), as transformers' ``position_embeddings``. Their second halves repeat the first and are not read. A third
-    element "interleaved" pairs columns 2i and 2i + 1. The first dim columns of a head are rotated, the others are not.
+    ``rope`` rotates the first dim columns of each head by the angles of a table or by each token's ``cos`` and ``sin``.
 
     ``k_cache`` and ``v_cache`` receive k and v. Their last dimension is contiguous, all others may have any stride:
 
@@ -125,16 +123,17 @@ def qk_norm_rope_cache(
     """
     fail = QK_NORM_ROPE_CACHE.fail
     freqs = positions = cos = sin = dim = None
-    style: Any = "half"
-    if isinstance(rope, Rope):
-        freqs, positions, style, dim = rope.freqs, rope.positions, rope.style, rope.dim
+    style: RopeStyle = "half"
+    if rope is not None:
+        if not isinstance(rope, Rope):
+            fail("rope", "be a Rope or None", describe(rope))
+        freqs, positions, style, dim, cos, sin = rope.freqs, rope.positions, rope.style, rope.dim, rope.cos, rope.sin
+        if cos is not None or sin is not None:
+            cos, sin = _per_token(cos, q), _per_token(sin, q)
+        elif freqs is None:
+            fail("rope", "have freqs, or cos and sin", "neither")
         if rope.head_dim is not None and isinstance(q, Tensor) and rope.head_dim != q.shape[-1]:
             fail("head_dim", "be None or q's last dimension", describe(rope.head_dim))
-    elif rope is not None:
-        if not isinstance(rope, (tuple, list)) or len(rope) not in (2, 3):
-            fail("rope", "be a Rope, a pair (cos, sin) or None", describe(rope))
-        cos, sin = (_per_token(t, q) for t in rope[:2])
-        style = rope[2] if len(rope) == 3 else "half"
     starts, first = (start, 0) if isinstance(start, Tensor) else (None, 0 if start is None else start)
     if starts is not None and starts.dim() == 0:
         starts = starts.view(1)
@@ -146,17 +145,13 @@ def qk_norm_rope_cache(
         q_out, k_out = out, None
     tensors = (q, k, v, gamma_q, gamma_k, freqs, positions, cos, sin, slots, starts, k_scale, v_scale, k_cache, v_cache)
     options = (eps, weight_offset, per_head, style, dim, first, layout, rounding)
-    made = None
-    if not is_compiling() and (repeat := _qk_norm_rope_cache.repeat) is not None:
-        made = repeat(*tensors, *options, q_out, k_out)
-    if made is None:
-        made = _qk_norm_rope_cache.call(*tensors, *options, q_out, k_out)
-    q_made = made[0]
-    assert q_made is not None
-    return q_made, made[1]
+    arguments = (*tensors, *options, q_out, k_out)
+    repeated = None if is_compiling() else _qk_norm_rope_cache.repeat(*arguments)
+    q_result, k_result = repeated or _qk_norm_rope_cache(*arguments)
+    return cast(Tensor, q_result), k_result
 
 
-def _per_token(angles: Any, q: object) -> Any:
+def _per_token(angles: Tensor | None, q: object) -> Tensor | None:
     """Cosines or sines with q's leading shape: a row for every sequence serves all of them."""
     if not isinstance(angles, Tensor) or not isinstance(q, Tensor) or (angles.dim(), q.dim()) != (3, 4):
         return angles

@@ -11,7 +11,7 @@ from ...core.contract import Arg, Contract, Option, Out, Rule
 from ...core.options import ROUNDING, WEIGHT_OFFSET, columns, eps, eps_of_k, output_dtype
 from ...formats import FLOATS, FP8_FORMATS
 from ...rope import STYLES
-from .spec import MAX_HEAD
+from .launch import MAX_HEAD
 
 
 def _heads_hint(known: dict[str, Any], k: Tensor) -> str:

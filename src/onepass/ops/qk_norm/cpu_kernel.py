@@ -18,7 +18,7 @@ from ...cpu.llvm.function import Arguments, Cell, Function, Module
 from ...cpu.llvm.loops import SumOfSquares, each_block, entry_points, prefetch
 from ...cpu.llvm.vec import I32, I64, LANES, Bool, Float, Int
 from ...formats import FP8_FORMATS, ScaleRule
-from .spec import QkSpec
+from .launch import QkSpec
 
 _SCALE: Final = ScaleRule("row", torch.float32)
 Emit = Callable[[Int, Float, "Bool | None", bool], None]

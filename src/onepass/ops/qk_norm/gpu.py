@@ -1,78 +1,139 @@
 """The QK-norm kernel: its parameters, tiles, alignment and names."""
 
-from collections import namedtuple
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...core.layout import LEVELS
 from ...errors import Unsupported
 from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import SHORT_NAMES, Family, rows
+from ...gpu.launch import F32, I32, I64, SHORT_NAMES, GpuKernels, Pointer, Rows, make_build, rows
 from ...gpu.quantization import quant
 from ...gpu.tuning import tuning
 from .gpu_kernel import _qk_norm_kernel
 from .gpu_tile import QkConfig, Side, qk_config
-from .spec import TENSORS, WITH_HEADS, QkCall, QkRows, QkSpec
+from .launch import TENSORS, QkCall, QkRows, QkSpec
 
 MAX_ROWS: Final = 2**31 - 2**13
 """Row numbers are 32-bit, including those of a tile's rows beyond the last one."""
 
 
-Heads = namedtuple("Heads", "at s0 s1 s2 head")
-"""A tensor of rows with heads: `launcher.Rows` and the stride to the next head."""
-Angles = namedtuple("Angles", "at row")
-"""Cosines and sines, one row per position."""
-QkMath = namedtuple("QkMath", "stage hf heads rope head dim levels scale hw_rounding pdl")
-"""What a kernel computes: ``rope`` is the style of RoPE, for ``dim`` of every ``head`` columns.
-``scale`` is what fp8 results are divided by (`QkScale`).
-"""
-QkShape = namedtuple(
-    "QkShape",
-    "tokens q_heads k_heads nq nk n1 n2 sequence limit q_programs q_divisor k_divisor eps weight_offset eps_k",
-)
-"""Counts, programs of q, divisors of the statistics, eps, the offset of gamma, and k's eps or None."""
+class Heads(NamedTuple):
+    """A tensor of rows with heads: `launch.Rows` and the stride to the next head."""
+
+    at: Pointer
+    s0: I64
+    s1: I64
+    s2: I64
+    head: I64
 
 
-def _heads(tensor: str) -> Heads:
-    where = rows(tensor, f"rows.strides[{TENSORS.index(tensor)}]")
-    return Heads(*where, f"i64 rows.steps[{WITH_HEADS.index(tensor)}]")
+class Angles(NamedTuple):
+    """Cosines and sines, one row per position."""
+
+    at: Pointer
+    row: I64
 
 
-TABLE: Final = {
-    "q": _heads("q"),
-    "k": _heads("k"),
-    "gamma_q": "* gamma_q",
-    "gamma_k": "* gamma_k",
-    "q_out": _heads("q_out"),
-    "k_out": _heads("k_out"),
-    "stats": rows("stats", "rows.strides[4]"),
-    "freqs": Angles("* freqs", "i64 freqs.stride(0)"),
-    "positions": rows("positions", "rows.strides[5]"),
-    "q_scale": "* q_scale",
-    "k_scale": "* k_scale",
-    "q_scale_out": _heads("q_scale_out"),
-    "k_scale_out": _heads("k_scale_out"),
-    "shape": QkShape(
-        tokens="i32 rows.geom[0]",
-        q_heads="i32 rows.heads[0]",
-        k_heads="i32 rows.heads[1]",
-        nq="i32 rows.widths[0]",
-        nk="i32 rows.widths[1]",
-        n1="i32 rows.geom[1]",
-        n2="i32 rows.geom[2]",
-        sequence="i32 rows.sequence",
-        limit="i32 freqs.shape[0]",
-        q_programs="i32 programs[1]",
-        q_divisor="fp32 1.0 if spec.stage == 'sums' else float(rows.widths[0])",
-        k_divisor="fp32 1.0 if spec.stage == 'sums' else float(rows.widths[1])",
-        eps="fp32 eps",
-        weight_offset="fp32 weight_offset",
-        eps_k="fp32 eps_k",
-    ),
-}
+class QkShape(NamedTuple):
+    """Counts, programs of q, divisors of the statistics, eps, the offset of gamma, and k's eps or None."""
+
+    tokens: I32
+    q_heads: I32
+    k_heads: I32
+    nq: I32
+    nk: I32
+    n1: I32
+    n2: I32
+    sequence: I32
+    limit: I32
+    q_programs: I32
+    q_divisor: F32
+    k_divisor: F32
+    eps: F32
+    weight_offset: F32
+    eps_k: F32
+
+
+class QkParameters(NamedTuple):
+    """The parameters of the kernel."""
+
+    q: Heads
+    k: Heads
+    gamma_q: Pointer
+    gamma_k: Pointer
+    q_out: Heads
+    k_out: Heads
+    stats: Rows
+    freqs: Angles
+    positions: Rows
+    q_scale: Pointer
+    k_scale: Pointer
+    q_scale_out: Heads
+    k_scale_out: Heads
+    shape: QkShape
+
+
+def pack(call: QkCall, config: QkConfig, programs: tuple[int, ...]) -> QkParameters:
+    """The parameters of a call."""
+    where, freqs = call.rows, call.freqs
+    geom, strides, steps = where.geom, where.strides, where.steps
+
+    def heads(tensor: Tensor | None, index: int, step: int) -> Heads:
+        return Heads(None, 0, 0, 0, 0) if tensor is None else Heads(tensor, *strides[index], steps[step])
+
+    sums = call.spec.stage == "sums"
+    shape = QkShape(
+        geom.rows,
+        *where.heads,
+        *where.widths,
+        geom.n1,
+        geom.n2,
+        where.sequence,
+        limit=0 if freqs is None else freqs.shape[0],
+        q_programs=programs[1],
+        q_divisor=1.0 if sums else float(where.widths[0]),
+        k_divisor=1.0 if sums else float(where.widths[1]),
+        eps=call.eps,
+        weight_offset=call.weight_offset,
+        eps_k=call.eps_k,
+    )
+    return QkParameters(
+        q=heads(call.q, 0, 0),
+        k=heads(call.k, 1, 1),
+        gamma_q=call.gamma_q,
+        gamma_k=call.gamma_k,
+        q_out=heads(call.q_out, 2, 2),
+        k_out=heads(call.k_out, 3, 3),
+        stats=rows(call.stats, strides[4]),
+        freqs=Angles(freqs, 0 if freqs is None else freqs.stride(0)),
+        positions=rows(call.positions, strides[5]),
+        q_scale=call.q_scale,
+        k_scale=call.k_scale,
+        q_scale_out=heads(call.q_scale_out, 6, 4),
+        k_scale_out=heads(call.k_scale_out, 7, 5),
+        shape=shape,
+    )
+
+
+class QkMath(NamedTuple):
+    """What a kernel computes: ``rope`` is the style of RoPE, for ``dim`` of every ``head`` columns.
+    ``scale`` is what fp8 results are divided by (`QkScale`).
+    """
+
+    stage: str
+    hf: bool
+    heads: bool
+    rope: str
+    head: int
+    dim: int
+    levels: int
+    scale: str
+    hw_rounding: bool
+    pdl: bool
 
 
 def _stage(spec: QkSpec) -> str:
@@ -97,11 +158,17 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, chip: Chip) -> Build:
         **dict.fromkeys(("q_scale_out", "k_scale_out"), torch.float32 if spec.scale == "row" else None),
     }
     style = (rope.style, rope.head_dim, rope.dim) if rope else ("none", 1, 0)
-    how = (_stage(spec), spec.rounding == "hf", spec.heads, *style, levels, spec.scale)
-    math = QkMath(*how, chip.rounds_casts, chip.has_pdl)
-    constants = {"MATH": math, "Q": config.q, "K": config.k, "EARLY_ROWS": tuning(chip).rows.early_rows}
+    math = QkMath(
+        _stage(spec), spec.rounding == "hf", spec.heads, *style, levels, spec.scale, chip.rounds_casts, chip.has_pdl
+    )
+    constants: dict[str, object] = {
+        "MATH": math,
+        "Q": config.q,
+        "K": config.k,
+        "EARLY_ROWS": tuning(chip).rows.early_rows,
+    }
     constants["QUANT"] = quant(None if spec.out is None else FP8_FORMATS.get(spec.out), chip)
-    unused: dict[str, Any] = {} if spec.two_eps else {"shape.eps_k": None}
+    unused: dict[str, float | None] = {} if spec.two_eps else {"shape.eps_k": None}
     divisible: dict[str, int] = {}
     for side, names in ((config.q, ("q", "q_out", "gamma_q")), (config.k, ("k", "k_out", "gamma_k"))):
         x, out, gamma = names
@@ -117,9 +184,18 @@ def build_for(spec: QkSpec, config: QkConfig, levels: int, chip: Chip) -> Build:
         unused["shape.sequence"] = 1
     if not rope:
         unused["shape.limit"] = 1
-    registers = config.registers if spec.applies else 0
-    name = _describe(spec, config, levels)
-    return FAMILY.make_build(name, _qk_norm_kernel, chip, dtypes, constants, unused, divisible, config.warps, registers)
+    return make_build(
+        QkParameters,
+        _describe(spec, config, levels),
+        _qk_norm_kernel,
+        chip,
+        dtypes=dtypes,
+        constants=constants,
+        unused=unused,
+        divisible=divisible,
+        warps=config.warps,
+        registers=config.registers if spec.applies else 0,
+    )
 
 
 def _describe(spec: QkSpec, config: QkConfig, levels: int) -> str:
@@ -167,14 +243,14 @@ def _facts(call: QkCall, chip: Chip) -> QkFacts:
     return QkFacts(where.widths, levels, (q, _vec(call, where, 1, call.k, call.k_out, call.gamma_k)))
 
 
-def _vec(call: QkCall, where: QkRows, side: int, x: Any, out: Any, gamma: Any) -> int:
+def _vec(call: QkCall, where: QkRows, side: int, x: Tensor, out: Tensor | None, gamma: Tensor | None) -> int:
     """Columns to load at a time: 16 bytes where all rows begin and end on 16 bytes, else one."""
     vec = 16 // call.spec.x.itemsize
     steps = where.widths[side] | where.steps[side] | where.steps[side + 2]
     if where.geom[0] > 1:
         (a0, a1, a2), (b0, b1, b2) = where.strides[side], where.strides[side + 2]
         steps |= a0 | a1 | a2 | b0 | b1 | b2
-    address: int = x.data_ptr()
+    address = x.data_ptr()
     if out is not None:
         address |= out.data_ptr()
     if gamma is not None:
@@ -201,13 +277,12 @@ def _grid(call: QkCall, config: QkConfig) -> tuple[int, int]:
     return grid, q_programs
 
 
-FAMILY: Final = Family(
-    QkCall,
-    TABLE,
+KERNELS: Final[GpuKernels[QkSpec, QkCall, QkFacts, QkConfig]] = GpuKernels(
+    QkParameters,
     _facts,
     _configure,
     lambda spec, facts, config, chip: build_for(spec, config, facts.levels, chip),
     _grid,
-    device="q",
+    pack,
 )
-launch, builds = FAMILY.launch, FAMILY.builds
+launch, builds = KERNELS.launch, KERNELS.builds

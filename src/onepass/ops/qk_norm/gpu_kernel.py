@@ -4,7 +4,7 @@ The first programs process q, the others k. All tiles have about the same number
 long row or several short ones, so that all programs take about the same time. Rows whose statistics
 are given are cut into pieces of columns instead, several rows per tile, which reads gamma less
 often. Every element is read before it is overwritten, so outputs may be the inputs. The order of
-all sums is that of `device.tree`. Tensors and constants are the named tuples of `qk_norm`.
+all sums is that of `gpu.lib.reduce`. Tensors and constants are the named tuples of `qk_norm`.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 
 from ...gpu.lib.numbers import convert, encode_fp8, make_scale, quotient
 from ...gpu.lib.pdl import launch_dependents, wait
+from ...gpu.lib.reduce import FOLD, sum_chunks, sum_columns, sum_eights
 from ...gpu.lib.row import magnitude, normalize, reciprocal_root, row_start, store
-from ...gpu.lib.tree import FOLD, sum_chunks, sum_columns, sum_eights
 
 EARLY_CHUNKS = tl.constexpr(4)
 """With more chunks per row no registers are left for gamma, which is then read after the sum."""

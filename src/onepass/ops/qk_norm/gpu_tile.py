@@ -1,4 +1,7 @@
-"""The tiles of the QK-norm kernel. Sums do not depend on them."""
+"""The tiles of the QK-norm kernel. Sums do not depend on them.
+
+A module of its own, because it must not import Triton.
+"""
 
 from functools import cache
 from typing import Final, NamedTuple
@@ -7,7 +10,7 @@ from ...gpu.chip import Chip
 from ...gpu.tuning import tuning
 
 QK_FOLD: Final = 8192
-"""Columns of the blocks in which longer rows are walked; `device.tree.FOLD`."""
+"""Columns of the blocks in which longer rows are walked; `gpu.lib.reduce.FOLD`."""
 MAX_THREADS: Final = 1024
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
 from ...core.backend import extension
@@ -28,9 +29,21 @@ from ...core.contract import Contract, describe
 from ...core.op import Op, stands_in
 from ...formats import FP8_FORMATS, Rounding
 from ...rope import Rope
-from .call import run_qk
 from .contract import APPLY_QK_RMS_NORM, QK_RMS_NORM, QK_RMS_NORM_HEADS, ROW_MEAN_OF_SQUARES_QK, ROW_SUM_OF_SQUARES_QK
-from .spec import QkCall, QkScale, QkSpec, RopeRule, Stage, qk_spec
+from .launch import (
+    ApplyArguments,
+    FlatArguments,
+    HeadsArguments,
+    NormArguments,
+    QkCall,
+    QkScale,
+    QkSpec,
+    RopeRule,
+    SquaresArguments,
+    Stage,
+    qk_spec,
+    run_qk,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,46 +56,48 @@ SpecCache = dict[object, QkSpec]
 """The specs of one combination of options, by the tensors' dtypes and the rotation."""
 
 
-def _sums(spec_cache: SpecCache, a: Any) -> None:
+def _sums(spec_cache: SpecCache, a: SquaresArguments) -> None:
     run_qk(ROW_SUM_OF_SQUARES_QK, QkCall(qk_spec("sums", a.q.dtype), a.q, a.k, stats=a.out), 0)
 
 
-def _means(spec_cache: SpecCache, a: Any) -> None:
+def _means(spec_cache: SpecCache, a: SquaresArguments) -> None:
     run_qk(ROW_MEAN_OF_SQUARES_QK, QkCall(qk_spec("means", a.q.dtype), a.q, a.k, stats=a.out), 0)
 
 
-def _apply(spec_cache: SpecCache, a: Any) -> None:
+def _apply(spec_cache: SpecCache, a: ApplyArguments) -> None:
     scale: QkScale = "none" if a.q_scale is None else "tensor"
-    two = a.epsilon_k is not None and a.epsilon_k != a.epsilon
+    eps_k = a.epsilon if a.epsilon_k is None else a.epsilon_k
+    two = eps_k != a.epsilon
     call = _call(spec_cache, a, "apply", a.head_dim or 0, a.epsilon, a.qk_var, scale=scale, two_eps=two)
     if two or a.q_scale is not None:
-        call = call._replace(eps_k=a.epsilon_k if two else a.epsilon, q_scale=a.q_scale, k_scale=a.k_scale)
+        call = call._replace(eps_k=eps_k, q_scale=a.q_scale, k_scale=a.k_scale)
     run_qk(APPLY_QK_RMS_NORM, call, 0)
 
 
-def _flat(spec_cache: SpecCache, a: Any) -> None:
+def _flat(spec_cache: SpecCache, a: FlatArguments) -> None:
     head = a.gamma_q.shape[0] if a.per_head else 0
     run_qk(QK_RMS_NORM, _fused(spec_cache, a, a.head_dim or head, a.per_head), head)
 
 
-def _heads(spec_cache: SpecCache, a: Any) -> None:
+def _heads(spec_cache: SpecCache, a: HeadsArguments) -> None:
     run_qk(QK_RMS_NORM_HEADS, _fused(spec_cache, a, a.q.shape[-1], True), -1)
 
 
-def _fused(cache: SpecCache, a: Any, head: int, per_head: bool) -> QkCall:
+def _fused(cache: SpecCache, a: HeadsArguments, head: int, per_head: bool) -> QkCall:
     """A call that computes its own statistics; results may be fp8, and k may have an eps of its own."""
     scale: QkScale = "tensor" if a.q_scale is not None else "row" if a.q_scale_out is not None else "none"
-    two = a.eps_k is not None and a.eps_k != a.eps
+    eps_k = a.eps if a.eps_k is None else a.eps_k
+    two = eps_k != a.eps
     call = _call(cache, a, "fused", head, a.eps, per_head=per_head, scale=scale, two_eps=two)
     if scale == "none" and not two:
         return call
-    scales = {name: getattr(a, name) for name in ("q_scale", "k_scale", "q_scale_out", "k_scale_out")}
-    return call._replace(eps_k=a.eps_k if two else a.eps, **scales)
+    call = call._replace(eps_k=eps_k, q_scale=a.q_scale, k_scale=a.k_scale)
+    return call._replace(q_scale_out=a.q_scale_out, k_scale_out=a.k_scale_out)
 
 
 def _call(
     cache: SpecCache,
-    a: Any,
+    a: NormArguments,
     stage: Stage,
     head: int,
     eps: float,
@@ -120,7 +135,7 @@ def row_sum_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> Te
     >>> onepass.row_sum_of_squares_qk(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0, 2.0]]))
     tensor([[25.,  9.]])
     """
-    return cast(Tensor, _row_sum_of_squares_qk.call(q, k, out)[0])
+    return cast(Tensor, _row_sum_of_squares_qk(q, k, out)[0])
 
 
 def row_mean_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
@@ -133,7 +148,7 @@ def row_mean_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> T
     >>> onepass.row_mean_of_squares_qk(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0, 2.0]]))
     tensor([[12.5000,  3.0000]])
     """
-    return cast(Tensor, _row_mean_of_squares_qk.call(q, k, out)[0])
+    return cast(Tensor, _row_mean_of_squares_qk(q, k, out)[0])
 
 
 def _unpacked(contract: Contract, rope: Rope | None) -> tuple[Any, ...]:
@@ -142,6 +157,8 @@ def _unpacked(contract: Contract, rope: Rope | None) -> tuple[Any, ...]:
         return None, None, "half", None, None
     if not isinstance(rope, Rope):
         contract.fail("rope", "be a Rope or None", describe(rope))
+    if rope.freqs is None:
+        contract.fail("rope", "have freqs", "None")
     return rope.freqs, rope.positions, rope.style, rope.dim, rope.head_dim
 
 
@@ -185,7 +202,7 @@ def apply_qk_rms_norm(
             APPLY_QK_RMS_NORM.fail(name, "be a tensor", "None")
     freqs, positions, *turn = _unpacked(APPLY_QK_RMS_NORM, rope)
     tensors = (q, k, gamma_q, gamma_k, qk_var, freqs, positions, q_scale, k_scale)
-    _apply_qk_rms_norm.call(*tensors, epsilon, weight_offset, rounding, epsilon_k, *turn, q_out, k_out)
+    _apply_qk_rms_norm(*tensors, epsilon, weight_offset, rounding, epsilon_k, *turn, q_out, k_out)
 
 
 def qk_rms_norm(
@@ -258,11 +275,12 @@ def qk_rms_norm(
         traced: tuple[Tensor, ...] = handle_torch_function(qk_rms_norm, (q, k), q, k, gamma_q, gamma_k, eps, **options)
         return traced
     if per_head is True and _has_heads(q, k, gamma_q, positions):
-        results = _qk_rms_norm_heads.call(*common, *turn, *given)
+        op, arguments = _qk_rms_norm_heads, (*common, *turn, *given)
     else:
-        results = _qk_rms_norm.call(*common, per_head, *turn, *given)
-    made = results[:2] if results[2] is None else results
-    return cast(tuple[Tensor, ...], made)
+        op, arguments = _qk_rms_norm, (*common, per_head, *turn, *given)
+    repeated = None if is_compiling() else op.repeat(*arguments)
+    results = repeated or op(*arguments)
+    return cast(tuple[Tensor, ...], results[:2] if results[2] is None else results)
 
 
 def _has_heads(q: object, k: object, gamma_q: object, positions: object) -> bool:

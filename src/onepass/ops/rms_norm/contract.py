@@ -8,27 +8,24 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...core.contract import Arg, Contract, Option, Out, Rule, short
+from ...core.contract import Alias, Arg, Contract, Option, Out, Rule, short
 from ...core.options import ROUNDING, WEIGHT_OFFSET, columns, eps
 from ...core.scale_layout import PACKINGS, empty_scale, scale_shape
 from ...formats import (
+    CODE_FORMATS,
     FLOATS,
-    FP8_CODES,
     GROUP_SIZES,
     OPERAND_GROUPS,
     QUANT_FORMATS,
-    QUANT_ROUNDINGS,
-    QUANT_SCALE_DTYPES,
-    QUANT_SCALE_FORMATS,
-    QUANT_SCALE_LAYOUTS,
     QUANTIZE,
     QUANTIZED,
+    ROUNDINGS,
     SCALE_DTYPES,
     SCALE_FORMATS,
     SCALE_LAYOUTS,
 )
 from ...prologues import MAX_OPERANDS, find
-from .spec import GATE_ACTIVATIONS, GATE_ORDERS, STATISTICS
+from .launch import GATE_ACTIVATIONS, GATE_ORDERS, STATISTICS
 
 _F32 = (torch.float32,)
 _GAMMA = Arg("N", "weight; any float dtype; None: 1", FLOATS, optional=True, sample="gamma")
@@ -50,11 +47,7 @@ _NEW_RESIDUAL = Out("... N", "residual.dtype", "x + residual", "residual_out", w
 _ROUND_SUM = Option(
     "bool", None, "whether x + residual is rounded before the norm; None: decided by rounding", optional=True
 )
-_MAXIMA = tuple(limit for f in FP8_CODES.values() for limit in f.maxima)
-_LIMITS = ", ".join(f"{f.name}: {' or '.join(f'{m:g}' for m in f.maxima)}" for f in FP8_CODES.values())
-_SCALES = ", ".join(f"{s.name}: {' or '.join(map(short, s.dtypes))}" for s in SCALE_FORMATS.values())
 _FINITE = "0 <= min_scale <= 3.4e38"
-_DYNAMIC, _BY_COLUMN = "static_scale is None", "scale_layout == 'column'"
 _NORM_DTYPE = "x.dtype if x.dtype in FLOATS else (head_gamma if gamma is None else gamma).dtype"
 _OPERAND_SHAPES = " | ".join(("... N", "N", "... 1", *(f"... N/{group}" for group in OPERAND_GROUPS)))
 _OPERANDS = "the prologue's other tensors: a value per element, per column, per row, or per group of columns"
@@ -173,50 +166,6 @@ _PROLOGUE_RULES: Final = (
     Rule("arity(prologue) == len(prologue_args)", "prologue_args", "hold one tensor per parameter after x"),
 )
 
-RMS_NORM_FUSED_FP8 = Contract(
-    "rms_norm_fused_fp8",
-    args={**_INPUTS, "head_gamma": _HEAD_GAMMA, "prologue_args": _PROLOGUE_ARGS},
-    options={
-        "eps": eps(groups=GROUP_SIZES),
-        "weight_offset": WEIGHT_OFFSET,
-        "rounding": ROUNDING,
-        "scale_ub": _SCALE_UB,
-        "out_dtype": Option("ScalarType", torch.float8_e4m3fn, "fp8 format", choices=tuple(FP8_CODES)),
-        "fp8_max": Option("float", None, f"saturation limit ({_LIMITS}); None: the first", _MAXIMA, optional=True),
-        "scales_dtype": Option("ScalarType", torch.float32, "dtype of stored scales", choices=SCALE_DTYPES),
-        "group_size": _GROUP_SIZE,
-        "scale_format": Option("str", "float", "any value, or powers of two", choices=tuple(SCALE_FORMATS)),
-        "scale_layout": Option("str", "row", "which dimension of scale is contiguous", choices=SCALE_LAYOUTS),
-        **_STEPS,
-    },
-    sizes={"G": "N // group_size if group_size else 1"},
-    outs={
-        "out": Out("... N", "out_dtype", "fp8 codes", "out"),
-        "scale": Out("... G", "scales_dtype", "one scale per row or group", "scale_output", _DYNAMIC, _BY_COLUMN),
-        "new_residual": _NEW_RESIDUAL,
-        "norm": _NORM,
-        "rstd": _RSTD,
-    },
-    rules=(
-        columns("N", "x"),
-        _DIVIDES,
-        Rule("fp8_max is None or fp8_max in maxima(out_dtype)", "fp8_max", f"be a limit of out_dtype ({_LIMITS})"),
-        Rule("scales_dtype in scale_dtypes(scale_format)", "scales_dtype", f"suit scale_format ({_SCALES})"),
-        *_TENSOR_RULES,
-        *_PROLOGUE_RULES,
-    ),
-    scope={
-        "FLOATS": FLOATS,
-        "scale_dtypes": lambda name: SCALE_FORMATS[name].dtypes,
-        "maxima": lambda dtype: FP8_CODES[dtype].maxima,
-        "arity": _arity,
-    },
-    rounding="once: code = round((h*(gamma+offset))*(rs/scale)); hf: y as in rms_norm, code = round(y*(1/scale)); "
-    "divide: y as in rms_norm (once: before its rounding), code = round(y/scale)",
-    carried=_EITHER_GAMMA | {"scale_ub": ("scale_ub", "scale_ub_tensor")},
-    known_as={"scale_ub_tensor": "scale_ub", "head_gamma": "gamma"},
-)
-
 
 def _is_dense(output: object) -> bool:
     """Whether an output is contiguous; one that is no strided tensor is rejected elsewhere."""
@@ -231,7 +180,8 @@ def _listed(values: Iterable[object]) -> str:
 _QUANT_LIMITS = tuple(dict.fromkeys(m for f in QUANT_FORMATS.values() for m in f.codes.maxima))
 _GROUPS = ", ".join(f"{f.name}: {_listed(f.groups)}" for f in QUANT_FORMATS.values())
 _QUANT_SCALES = ", ".join(f"{f.name}: {_listed(f.scales)}" for f in QUANT_FORMATS.values())
-_QUANT_DTYPES = ", ".join(f"{s.name}: {_listed(map(short, s.dtypes))}" for s in QUANT_SCALE_FORMATS.values())
+_LIMITS = ", ".join(f"{c.name}: {_listed(f'{m:g}' for m in c.maxima)}" for c in CODE_FORMATS.values())
+_SCALE_DTYPES = ", ".join(f"{s.name}: {_listed(map(short, s.dtypes))}" for s in SCALE_FORMATS.values())
 
 RMS_NORM_FUSED_QUANT = Contract(
     "rms_norm_fused_quant",
@@ -248,14 +198,14 @@ RMS_NORM_FUSED_QUANT = Contract(
     options={
         "eps": eps(groups=GROUP_SIZES),
         "weight_offset": WEIGHT_OFFSET,
-        "rounding": Option("str", "once", "where values are rounded", choices=QUANT_ROUNDINGS),
+        "rounding": Option("str", "once", "where values are rounded", choices=(*ROUNDINGS, "stored")),
         "scale_ub": _SCALE_UB,
         "format": Option("str", "e4m3fn", "format of codes and scales", choices=tuple(QUANT_FORMATS)),
         "code_max": Option("float", None, "saturation limit; None: the format's first", _QUANT_LIMITS, optional=True),
-        "scales_dtype": Option("ScalarType", torch.float32, "dtype of stored scales", choices=QUANT_SCALE_DTYPES),
+        "scales_dtype": Option("ScalarType", torch.float32, "dtype of stored scales", choices=SCALE_DTYPES),
         "group_size": _GROUP_SIZE,
-        "scale_format": Option("str", "float", "any value, powers of two, or fp8", choices=tuple(QUANT_SCALE_FORMATS)),
-        "scale_layout": Option("str", "row", "where scales are in memory", choices=QUANT_SCALE_LAYOUTS),
+        "scale_format": Option("str", "float", "any value, powers of two, or fp8", choices=tuple(SCALE_FORMATS)),
+        "scale_layout": Option("str", "row", "where scales are in memory", choices=SCALE_LAYOUTS),
         **_STEPS,
         **_GATING,
         "statistic": Option("str", "rms", "RMSNorm, or LayerNorm", choices=STATISTICS),
@@ -271,8 +221,8 @@ RMS_NORM_FUSED_QUANT = Contract(
             "*S",
             "scales_dtype",
             "one scale per row or group",
-            "scale_output",
-            _DYNAMIC,
+            "scale_out",
+            when="static_scale is None",
             make="empty_scale(lead, G, scale_layout, scales_dtype, device)",
         ),
         "new_residual": _NEW_RESIDUAL,
@@ -284,8 +234,12 @@ RMS_NORM_FUSED_QUANT = Contract(
         Rule("group_size in groups(format)", "group_size", f"suit format ({_GROUPS})"),
         _DIVIDES,
         Rule("scale_format in scales(format)", "scale_format", f"suit format ({_QUANT_SCALES})"),
-        Rule("code_max is None or code_max in codes(format).maxima", "code_max", "be a limit of format"),
-        Rule("scales_dtype in scale_dtypes(scale_format)", "scales_dtype", f"suit scale_format ({_QUANT_DTYPES})"),
+        Rule(
+            "code_max is None or code_max in codes(format).maxima",
+            "code_max",
+            f"be a limit of format's codes ({_LIMITS})",
+        ),
+        Rule("scales_dtype in scale_dtypes(scale_format)", "scales_dtype", f"suit scale_format ({_SCALE_DTYPES})"),
         Rule(
             "(scales_dtype == torch.int32) == (scale_layout == 'column_packed')",
             "scales_dtype",
@@ -302,8 +256,8 @@ RMS_NORM_FUSED_QUANT = Contract(
             "not be None for scale_layout 'column_packed' and '128x4'",
         ),
         Rule(
-            "scale_layout != '128x4' or is_dense(scale_output)",
-            "scale_output",
+            "scale_layout != '128x4' or is_dense(scale_out)",
+            "scale_out",
             "be contiguous for scale_layout '128x4'",
         ),
         Rule("global_scale is None or format == 'nvfp4'", "global_scale", "be None unless format is 'nvfp4'"),
@@ -320,7 +274,7 @@ RMS_NORM_FUSED_QUANT = Contract(
     scope={
         "FLOATS": FLOATS,
         "PACKINGS": PACKINGS,
-        "scale_dtypes": lambda name: QUANT_SCALE_FORMATS[name].dtypes,
+        "scale_dtypes": lambda name: SCALE_FORMATS[name].dtypes,
         "codes": lambda name: QUANT_FORMATS[name].codes,
         "groups": lambda name: QUANT_FORMATS[name].groups,
         "scales": lambda name: QUANT_FORMATS[name].scales,
@@ -329,8 +283,15 @@ RMS_NORM_FUSED_QUANT = Contract(
         "empty_scale": empty_scale,
         "arity": _arity,
     },
-    rounding="once, hf, divide: as in rms_norm_fused_fp8; stored: y = round((h*rs)*(gamma+offset)), "
+    rounding="once: code = round((h*(gamma+offset))*(rs/scale)); hf: y as in rms_norm, code = round(y*(1/scale)); "
+    "divide: y as in rms_norm (once: before its rounding), code = round(y/scale); stored: y = round((h*rs)*(gamma+offset)), "
     "code = round(y*(1/scale))",
     carried=_EITHER_GAMMA | {"scale_ub": ("scale_ub", "scale_ub_tensor")},
     known_as={"scale_ub_tensor": "scale_ub", "head_gamma": "gamma"},
+)
+
+RMS_NORM_FUSED_FP8 = Alias(
+    "rms_norm_fused_fp8",
+    RMS_NORM_FUSED_QUANT,
+    {"format": "out_dtype", "code_max": "fp8_max", "scale_out": "scale_output"},
 )

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from ...core.layout import LEVELS
 from ...core.scale_layout import TILE_BYTES
-from ...cpu.launch import CHUNK, CHUNKS_PER_THREAD, Family, Fields, describe, scratch
+from ...cpu.launch import (
+    CHUNK,
+    CHUNKS_PER_THREAD,
+    CpuKernels,
+    Field,
+    Layout,
+    address,
+    addresses,
+    describe,
+    integers,
+    scratch,
+)
 from ...cpu.sizes import BLOCK
-from .spec import RowCall, RowSpec
+from .launch import RowCall, RowSpec
 
-__all__ = ["FAMILY", "describe", "launch", "precompile", "scratch"]
+__all__ = ["KERNELS", "describe", "launch", "precompile", "scratch"]
 
 _EXPENSIVE: Final = frozenset({"exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "div"})
 """Operations that take longer than storing and loading a float32."""
@@ -38,44 +48,81 @@ def keeps_h(spec: RowSpec) -> bool:
     return spec.prologue is not None and any(i.op in _EXPENSIVE for i in spec.prologue.program)
 
 
-def _fields(spec: RowSpec) -> tuple[Fields, Sequence[str]]:
+class RowWork(NamedTuple):
+    """How a call is carried out. Threads take ``chunk`` rows at a time. ``far``: the bits of `FAR`."""
+
+    threads: int
+    size: int
+    chunk: int
+    far: int
+
+
+_TENSORS: Final = ("x", "residual", "norm", "codes", "scale", "new_residual")
+"""Those of `RowCall.rows` that precede operands."""
+
+
+@cache
+def _present(spec: RowSpec) -> tuple[tuple[int, str], ...]:
+    """The tensors of rows that a kernel has: their indices in `RowCall.rows`, and their names."""
+    operands = [f"operand{i}" for i in range(len(spec.operands))]
+    absent = {
+        "residual": spec.residual is None,
+        "norm": spec.norm is None,
+        "codes": spec.fp8 is None,
+        "scale": spec.scale is None or spec.scale.kind == "static",
+        "new_residual": spec.residual is None,
+        "row_gamma": not spec.per_row,
+        "rstd": not spec.rstd,
+    }
+    names = enumerate((*_TENSORS, *operands, "row_gamma", "rstd"))
+    return tuple((i, name) for i, name in names if not absent.get(name, False))
+
+
+def layout(spec: RowSpec) -> Layout:
+    """The argument block of a spec's kernel, which `pack` fills."""
     rule = spec.scale
-    stored_scale = rule is not None and rule.kind != "static"
-    present = {
-        "x": True,
-        "residual": spec.residual is not None,
-        "norm": spec.norm is not None,
-        "codes": spec.fp8 is not None,
-        "scale": stored_scale,
-        "new_residual": spec.residual is not None,
-    }
-    fields: Fields = {
-        "next": "0",
-        "threads": "0",
-        "chunk": "chunk",
-        "rows": "geom[0]",
-        "n1": "geom[1]",
-        "n2": "geom[2]",
-    }
-    shared_gamma = spec.gamma is not None and not spec.per_row
-    fields |= {"n": "n"} | ({"gamma": "gamma.data_ptr()"} if shared_gamma else {}) | {"scratch": "scratch"}
+    fields = integers("next", "threads", "chunk", "rows", "n1", "n2", "n")
+    if spec.gamma is not None and not spec.per_row:
+        fields += addresses("gamma")
+    fields += addresses("scratch")
     if spec.fp8 is None:
-        fields["far"] = "far"
-    tensors = [(name, name, given) for name, given in present.items()]
-    tensors += [(f"operand{i}", f"operands[{i}]", True) for i in range(len(spec.operands))]
-    tensors += [("row_gamma", "row_gamma", spec.per_row), ("rstd", "rstd", spec.rstd)]
-    for position, (name, expression, given) in enumerate(tensors):
-        if given:
-            fields[name] = f"{expression}.data_ptr()"
-            fields[f"{name}.strides"] = (f"strides[{position}]", LEVELS)
+        fields += integers("far")
+    for _, name in _present(spec):
+        fields += [Field(name, address=True), Field(f"{name}.strides", LEVELS)]
     if rule is not None and rule.kind == "group":
-        fields["scale.group"] = "scale.stride(-1)" if rule.packing != "128x4" else str(TILE_BYTES)
+        fields += integers("scale.group")
     if rule is not None and (rule.kind == "static" or rule.has_global):
-        fields["static_scale"] = "static_scale.data_ptr()"
+        fields += addresses("static_scale")
     if rule is not None and rule.bound_in_memory:
-        fields["scale_ub_tensor"] = "scale_ub_tensor.data_ptr()"
+        fields += addresses("scale_ub_tensor")
     least = rule is not None and rule.has_least
-    return fields, ("eps", "weight_offset", "scale_ub", *(("min_scale",) if least else ()))
+    return Layout(fields, ("eps", "weight_offset", "scale_ub", *(("min_scale",) if least else ())))
+
+
+def pack(call: RowCall, work: RowWork, scratch: int) -> list[float]:
+    """The values of a call's argument block, in the order of `layout`."""
+    spec, rule, tensors, strides = call.spec, call.spec.scale, call.rows, call.strides
+    values: list[float] = [0, 0, work.chunk, *call.geom, call.n]
+    if spec.gamma is not None and not spec.per_row:
+        values.append(address(call.gamma))
+    values.append(scratch)
+    if spec.fp8 is None:
+        values.append(work.far)
+    for index, _ in _present(spec):
+        values.append(address(tensors[index]))
+        values += strides[index]
+    if rule is not None:
+        if rule.kind == "group":
+            scale = None if rule.packing == "128x4" else call.scale
+            values.append(TILE_BYTES if scale is None else scale.stride(-1))
+        if rule.kind == "static" or rule.has_global:
+            values.append(address(call.static_scale))
+        if rule.bound_in_memory:
+            values.append(address(call.scale_ub_tensor))
+    values += (call.eps, call.weight_offset, call.scale_ub)
+    if rule is not None and rule.has_least:
+        values.append(call.min_scale)
+    return values
 
 
 @cache
@@ -113,15 +160,14 @@ def _far(call: RowCall) -> int:
     return sum(FAR[name] for name in chosen)
 
 
-def _config(call: RowCall) -> tuple[int, int, int, int]:
+def _work(call: RowCall) -> RowWork:
     """Scratch memory has a row for the weights and, to save ``h``, one per thread."""
     spec, n, rows = call.spec, call.n, call.geom[0]
     threads, chunk = split(rows, n, _inputs(spec))
     saved = threads if spec.prologue is not None and keeps_h(spec) else 0
     far = _far(call) if spec.fp8 is None and rows * n * 2 >= cache_size() else 0
-    return threads, (n + BLOCK) * (saved + 1), chunk, far
+    return RowWork(threads, (n + BLOCK) * (saved + 1), chunk, far)
 
 
-FAMILY: Final = Family(RowCall, _fields, _config, ("threads", "size", "chunk", "far"), prepares=True)
-launch = FAMILY.launcher()
-precompile = FAMILY.precompile
+KERNELS: Final = CpuKernels("rms_norm", layout, _work, pack, prepares=True)
+launch, precompile = KERNELS.launch, KERNELS.precompile

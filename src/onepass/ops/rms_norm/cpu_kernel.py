@@ -9,9 +9,12 @@ a row and no step depends on other rows: the result is a function of the row alo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from llvmlite import ir
 
+from ...core.layout import LEVELS
 from ...core.scale_layout import TILE_BYTES, TILE_GROUPS, TILE_ROWS
 from ...cpu.llvm import bf16, bits, prologue
 from ...cpu.llvm.bits import load_row, load_scalar, magnitude, round_to, store_row
@@ -20,9 +23,7 @@ from ...cpu.llvm.loops import LINE, SumOfSquares, each_block, entry_points, pref
 from ...cpu.llvm.math_functions import sigmoid
 from ...cpu.llvm.vec import I8, LANES, Bool, Float, Int, declare
 from .cpu import FAR, keeps_h
-from .cpu_gamma import is_paired, prepare_gamma, reads_gamma
-from .cpu_rows import Cursor, Row
-from .spec import RowSpec
+from .launch import RowSpec
 
 
 def build(spec: RowSpec, offsets: dict[str, int], features: str) -> str:
@@ -420,3 +421,97 @@ class RowKernel:
                 with other:
                     cursor.advance()
                     self.finish(row, self.row(cursor), rs, top)
+
+
+# --- where rows are ------------------------------------------------------------------------------------------------
+
+
+class Cursor:
+    """Walks over a range of rows: the current row's address in each tensor."""
+
+    def __init__(self, f: Function, spec: RowSpec, args: Arguments, first: Int) -> None:
+        self.f = f
+        self.sizes = {"x": spec.x.itemsize, "codes": 1}
+        for name, dtype in (("residual", spec.residual), ("new_residual", spec.residual), ("norm", spec.norm)):
+            if dtype is not None:
+                self.sizes[name] = dtype.itemsize
+        if spec.per_row and spec.gamma is not None:
+            self.sizes["row_gamma"] = spec.gamma.itemsize
+        self.sizes["rstd"] = 4
+        if spec.scale is not None:
+            self.sizes["scale"] = spec.scale.dtype.itemsize
+        self.sizes |= {f"operand{i}": operand.dtype.itemsize for i, operand in enumerate(spec.operands)}
+        self.names = [name for name in self.sizes if name in args]
+        self.base = {name: args.integer(name) for name in self.names}
+        self.strides = {name: [args.integer(f"{name}.strides", i) for i in range(LEVELS)] for name in self.names}
+        self.n1, self.n2 = args.integer("n1"), args.integer("n2")
+        pair, inner = first // self.n2, first // self.n2 // self.n1
+        self.indices = [Cell(f, inner), Cell(f, pair - inner * self.n1), Cell(f, first - pair * self.n2)]
+
+    def address(self, name: str) -> Int:
+        """Where the current row of a tensor begins."""
+        offset = self.f.index(0)
+        for cell, stride in zip(self.indices, self.strides[name], strict=True):
+            offset = offset + cell.get() * stride
+        return self.base[name] + offset * self.sizes[name]
+
+    def number(self) -> Int:
+        """The number of the current row."""
+        i0, i1, i2 = (cell.get() for cell in self.indices)
+        number: Int = (i0 * self.n1 + i1) * self.n2 + i2
+        return number
+
+    def advance(self) -> None:
+        """Go to the next row: count up the innermost index and carry."""
+        i0, i1, i2 = (cell.get() for cell in self.indices)
+        wrap2 = (i2 + 1).eq(self.n2)
+        wrap1 = wrap2 & (i1 + 1).eq(self.n1)
+        zero, one = self.f.index(0), self.f.index(1)
+        self.indices[2].set(wrap2.where(zero, i2 + 1))
+        self.indices[1].set(wrap1.where(zero, i1 + wrap2.where(one, zero)))
+        self.indices[0].set(i0 + wrap1.where(one, zero))
+
+
+class Row(NamedTuple):
+    """One row: its address in each tensor, and its values of the prologue's row operands.
+
+    ``scale`` is the address of its first scale, if it has any.
+    """
+
+    at: dict[str, Int]
+    scalars: dict[int, Float]
+    scale: Int | None = None
+
+
+# --- gamma + weight_offset ------------------------------------------------------------------------------------------
+
+
+def is_paired(spec: RowSpec) -> bool:
+    """Whether the kernel holds columns in paired order."""
+    return spec.x == torch.bfloat16
+
+
+def prepare_gamma(module: Module, spec: RowSpec, offsets: dict[str, int]) -> Function:
+    """Write ``gamma + weight_offset`` as float32, in the order of the lanes, to scratch memory in whole blocks.
+
+    Nothing is written if gamma is 1, if each row has its own, or if rows read it themselves.
+    """
+    f = Function(module, "prepare", 1)
+    args, dtype = Arguments(f, offsets), spec.gamma
+    if dtype is None or spec.per_row or reads_gamma(spec):
+        f.builder.ret_void()
+        return f
+    gamma, weights, offset = args.integer("gamma"), args.integer("scratch"), args.number("weight_offset")
+
+    def body(at: Int, mask: Bool | None) -> None:
+        g = load_row(f, dtype, gamma + at * dtype.itemsize, mask, is_paired(spec)) + offset
+        f.store(g.ir, weights + at * 4)
+
+    each_block(f, f.index(0), args.integer("n"), body)
+    f.builder.ret_void()
+    return f
+
+
+def reads_gamma(spec: RowSpec) -> bool:
+    """Whether rows read a gamma of all rows itself: half the bytes, for an addition. Codes need it twice and gain nothing."""
+    return spec.gamma == torch.bfloat16 and spec.fp8 is None and not spec.per_row

@@ -1,7 +1,6 @@
 """The row kernels: their parameters, tile, alignment and names."""
 
-from collections import namedtuple
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import torch
 
@@ -10,7 +9,7 @@ from ...errors import Unsupported
 from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import SHORT_NAMES, Family, rows
+from ...gpu.launch import ABSENT, F32, I32, I64, SHORT_NAMES, GpuKernels, Pointer, Rows, make_build, rows
 from ...gpu.lib.groups import owned
 from ...gpu.prologue import device_function
 from ...gpu.quantization import hardware_cast, quant
@@ -19,55 +18,139 @@ from ...gpu.tuning.table import Regime, Variant
 from ...prologues import MAX_OPERANDS
 from .gpu_kernel import _rms_norm_long_kernel, _rms_norm_row_kernel
 from .gpu_tile import RowConfig, batch_regime, row_config, row_unit
-from .spec import RowCall, RowSpec
+from .launch import RowCall, RowSpec
 
 _NARROW: Final = ("row", "group")
 """Kinds of operands with fewer values than columns; their alignment does not affect the layout."""
 _SMALL: Final = ("scale", "static_scale", "scale_ub", "rstd")
 """Tensors without columns, whose alignment does not matter either."""
+_SINGLE: Final = ("gamma", "static_scale", "scale_ub")
+"""Tensors without rows."""
 _MOST_OWNED: Final = 8
 """Chunks for whose scales a lane may divide."""
 _FIRST_OPERAND: Final = 6
 """The index of the first operand in `RowCall.strides`."""
 
 
-RowShape = namedtuple("RowShape", "rows n n1 n2")
-"""Rows, columns, and the sizes of the two inner leading dimensions."""
-RowMath = namedtuple(
-    "RowMath", "hf round_sum offset shift_gamma hw_rounding stored centered finishes gate bias weightless sigmoid"
-)
-"""What a kernel computes, apart from quantization. ``offset``: gamma has an offset.
-``shift_gamma``: see `device.row.factor`. ``stored``: the norm is rounded before it is quantized.
-``centered``: the mean is subtracted. ``finishes``: a gate or a bias, operands with these indices or
--1, follows gamma. ``weightless``: there is no gamma. ``sigmoid``: the gate's activation is not silu.
-"""
+class RowShape(NamedTuple):
+    """Rows, columns, and the sizes of the two inner leading dimensions."""
 
-TABLE: Final = {
-    "x": rows("x", "strides[0]"),
-    "gamma": "* gamma",
-    "residual": rows("residual", "strides[1]"),
-    "norm": rows("norm", "strides[2]"),
-    "codes": rows("codes", "strides[3]"),
-    "scale": rows("scale", "strides[4]"),
-    "scale_group": "i64 0 if scale is None else scale.stride(-1)",
-    "new_residual": rows("new_residual", "strides[5]"),
-    "static_scale": "* static_scale",
-    "operands": tuple(rows(f"operands[{i}]", f"strides[{_FIRST_OPERAND + i}]") for i in range(MAX_OPERANDS)),
-    "shape": RowShape("i32 geom[0]", "i32 n", "i32 geom[1]", "i32 geom[2]"),
-    "eps": "fp32 eps",
-    "weight_offset": "fp32 weight_offset",
-    "bound": "fp32 scale_ub",
-    "least": "fp32 min_scale",
-    "scale_ub": "* scale_ub_tensor",
-    "row_gamma": rows("row_gamma", "strides[-2]"),
-    "rstd": rows("rstd", "strides[-1]"),
-}
+    rows: I32
+    n: I32
+    n1: I32
+    n2: I32
+
+
+class RowParameters(NamedTuple):
+    """The parameters of the row kernels. ``bound`` is a number, ``scale_ub`` one in memory."""
+
+    x: Rows
+    gamma: Pointer
+    residual: Rows
+    norm: Rows
+    codes: Rows
+    scale: Rows
+    scale_group: I64
+    new_residual: Rows
+    static_scale: Pointer
+    operands: Annotated[tuple[Rows, ...], MAX_OPERANDS]
+    shape: RowShape
+    eps: F32
+    weight_offset: F32
+    bound: F32
+    least: F32
+    scale_ub: Pointer
+    row_gamma: Rows
+    rstd: Rows
+
+
+def pack(call: RowCall, config: RowConfig, programs: tuple[int, ...]) -> RowParameters:
+    """The parameters of a call."""
+    strides, geom, scale = call.strides, call.geom, call.scale
+    operands = [rows(tensor, strides[i]) for i, tensor in enumerate(call.operands, _FIRST_OPERAND)]
+    return RowParameters(
+        x=rows(call.x, strides[0]),
+        gamma=call.gamma,
+        residual=rows(call.residual, strides[1]),
+        norm=rows(call.norm, strides[2]),
+        codes=rows(call.codes, strides[3]),
+        scale=rows(scale, strides[4]),
+        scale_group=0 if scale is None else scale.stride(-1),
+        new_residual=rows(call.new_residual, strides[5]),
+        static_scale=call.static_scale,
+        operands=(*operands, *[ABSENT] * (MAX_OPERANDS - len(operands))),
+        shape=RowShape(geom.rows, call.n, geom.n1, geom.n2),
+        eps=call.eps,
+        weight_offset=call.weight_offset,
+        bound=call.scale_ub,
+        least=call.min_scale,
+        scale_ub=call.scale_ub_tensor,
+        row_gamma=rows(call.row_gamma, strides[-2]),
+        rstd=rows(call.rstd, strides[-1]),
+    )
+
+
+class RowMath(NamedTuple):
+    """What a kernel computes, apart from quantization."""
+
+    hf: bool
+    round_sum: bool
+    offset: bool
+    """Whether gamma has an offset."""
+    shift_gamma: bool
+    """See `device.row.factor`."""
+    hw_rounding: bool
+    stored: bool
+    """Whether the norm is rounded before it is quantized."""
+    centered: bool
+    """Whether the mean is subtracted."""
+    finishes: bool
+    """Whether a gate or a bias follows gamma: operands with the following indices, or -1."""
+    gate: int
+    bias: int
+    weightless: bool
+    """Whether there is no gamma."""
+    sigmoid: bool
+    """Whether the gate's activation is not silu."""
 
 
 def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip: Chip, offset: bool = False) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
+    dtypes = _dtypes(spec)
+    kinds = {f"operands.{i}": operand.kind for i, operand in enumerate(spec.operands)}
+    vectors = aligned and config.unit > 1
+    unused: dict[str, float | None] = {} if spec.scale and spec.scale.has_least else {"least": None}
+    divisible: dict[str, int] = {"shape.n": config.unit} if vectors else {}
+    for name, dtype in dtypes.items():
+        kind = kinds.get(name, "")
+        strided = name not in _SINGLE
+        strides = [f"{name}.s{level}" for level in range(3)] if strided else []
+        unused |= dict.fromkeys(strides if kind == "column" else strides[levels:], 0)
+        if vectors and dtype and kind not in _NARROW and name not in _SMALL:
+            # a tensor without rows must not make Triton choose a layout with more columns per
+            # thread than the rows allow
+            single = name == "gamma" or kind == "column"
+            pointer = f"{name}.at" if strided else name
+            divisible |= {pointer: min(16, config.vec * dtype.itemsize) if single else 16}
+            divisible |= dict.fromkeys(strides, config.unit)
+    return make_build(
+        RowParameters,
+        _describe(spec, config, levels, aligned, offset),
+        _rms_norm_long_kernel if config.long else _rms_norm_row_kernel,
+        chip,
+        dtypes=dtypes,
+        constants=_constants(spec, config, levels, aligned, chip, offset),
+        unused=unused,
+        divisible=divisible,
+        warps=config.warps,
+        registers=config.registers if vectors else 0,
+    )
+
+
+def _dtypes(spec: RowSpec) -> dict[str, torch.dtype | None]:
+    """The dtypes of a kernel's tensors; None for those that it does not have."""
     rule = spec.scale
-    dtypes: dict[str, torch.dtype | None] = {
+    return {
         "x": spec.x,
         "gamma": None if spec.per_row else spec.gamma,
         "row_gamma": spec.gamma if spec.per_row else None,
@@ -82,64 +165,44 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         **{f"operands.{i}": None for i in range(MAX_OPERANDS)},
         **{f"operands.{i}": operand.dtype for i, operand in enumerate(spec.operands)},
     }
-    kinds = {f"operands.{i}": operand.kind for i, operand in enumerate(spec.operands)}
+
+
+def _constants(
+    spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip: Chip, offset: bool
+) -> dict[str, object]:
+    """The constants of a kernel."""
+    hf, table = spec.rounding == "hf", tuning(chip).rows
     vectors = aligned and config.unit > 1
     ordered = vectors or config.rows > 1
-    table = tuning(chip).rows
-    hf = spec.rounding == "hf"
-    shift_gamma = hf and (spec.x, spec.gamma) == (torch.float16, torch.bfloat16)
-    constants = {
+    math = RowMath(
+        hf,
+        spec.round_sum,
+        offset,
+        shift_gamma=hf and (spec.x, spec.gamma) == (torch.float16, torch.bfloat16),
+        hw_rounding=chip.rounds_casts,
+        stored=spec.rounding == "stored",
+        centered=spec.centered,
+        finishes=any(spec.after),
+        gate=spec.gate,
+        bias=spec.bias,
+        weightless=spec.gamma is None,
+        sigmoid=spec.gate_activation == "sigmoid",
+    )
+    tile = config.laid_out(vectors, chip.warp_size, levels)._replace(
+        early_rows=table.fp8_early_rows if variant_of(spec) == "row scale" else table.early_rows,
+        lane_scales=aligned and _scales_by_lane(spec, config, chip),
+        assembly=_has_ptx(chip),
+    )
+    return {
         "PROLOGUE": _prologue(spec, chip, config.chunk if ordered else 0),
-        "MATH": RowMath(
-            hf,
-            spec.round_sum,
-            offset,
-            shift_gamma,
-            chip.rounds_casts,
-            spec.rounding == "stored",
-            spec.centered,
-            any(spec.after),
-            spec.gate,
-            spec.bias,
-            spec.gamma is None,
-            spec.gate_activation == "sigmoid",
-        ),
-        "QUANT": quant(spec.fp8, chip, rule, spec.fp8_max, spec.quantizes_norm),
-        "TILE": config.laid_out(vectors, chip.warp_size, levels)._replace(
-            early_rows=table.fp8_early_rows if variant_of(spec) == "fp8" else table.early_rows,
-            lane_scales=aligned and _scales_by_lane(spec, config, chip),
-            assembly=_has_ptx(chip),
-        ),
+        "MATH": math,
+        "QUANT": quant(spec.fp8, chip, spec.scale, spec.fp8_max, spec.quantizes_norm),
+        "TILE": tile,
         "PDL": chip.has_pdl,
     }
-    unused: dict[str, Any] = {} if rule and rule.has_least else {"least": None}
-    divisible: dict[str, int] = {"shape.n": config.unit} if vectors else {}
-    for name, dtype in dtypes.items():
-        kind = kinds.get(name, "")
-        strided = hasattr(TABLE.get(name, TABLE["x"]), "at")
-        strides = [f"{name}.s{level}" for level in range(3)] if strided else []
-        unused |= dict.fromkeys(strides if kind == "column" else strides[levels:], 0)
-        if vectors and dtype and kind not in _NARROW and name not in _SMALL:
-            # a tensor without rows must not make Triton choose a layout with more columns per
-            # thread than the rows allow
-            single = name == "gamma" or kind == "column"
-            pointer = f"{name}.at" if strided else name
-            divisible |= {pointer: min(16, config.vec * dtype.itemsize) if single else 16}
-            divisible |= dict.fromkeys(strides, config.unit)
-    return FAMILY.make_build(
-        _describe(spec, config, levels, aligned, offset),
-        _rms_norm_long_kernel if config.long else _rms_norm_row_kernel,
-        chip,
-        dtypes,
-        constants,
-        unused,
-        divisible,
-        config.warps,
-        config.registers if vectors else 0,
-    )
 
 
-def _prologue(spec: RowSpec, chip: Chip, width: int) -> Any:
+def _prologue(spec: RowSpec, chip: Chip, width: int) -> object:
     """The device function of a prologue; ``width`` as in `device_function`."""
     if spec.prologue is None:
         return None
@@ -220,33 +283,35 @@ def variant_of(spec: RowSpec) -> Variant:
     if spec.prologue:
         return "prologue"
     if any(spec.after):
-        return "finished" if spec.centered or spec.fp8 else "more"
+        return "layer norm, gate or bias" if spec.centered or spec.fp8 else "other"
     plain = _plain_variant(spec)
     if not spec.centered:
         return plain
-    return "centered" if plain == "fp8" else "centered, group" if plain == "group" else "finished"
+    if plain == "row scale":
+        return "layer norm, row scale"
+    return "layer norm, group scales" if plain == "group scales" else "layer norm, gate or bias"
 
 
 def _plain_variant(spec: RowSpec) -> Variant:
     """The variant of rows without a prologue, a bias or a gate whose mean stays."""
     if spec.x.itemsize != 2:
-        return "more"
+        return "other"
     narrow_gamma = spec.gamma is None or spec.gamma.itemsize == 2
     if spec.scale and spec.scale.kind == "group":
         if spec.norm:
-            return "group, norm"
-        return "group" if narrow_gamma and not spec.residual else "group, residual"
+            return "group scales, norm"
+        return "group scales" if narrow_gamma and not spec.residual else "group scales, residual"
     if spec.quantizes_norm or (spec.residual and spec.residual.itemsize != 2):
-        return "more"
+        return "other"
     if spec.fp8 is None:
         if spec.residual:
-            return "residual" if narrow_gamma else "more"
-        return "norm" if narrow_gamma else "wide gamma"
+            return "norm, residual" if narrow_gamma else "other"
+        return "norm" if narrow_gamma else "norm, float32 gamma"
     if spec.norm or not narrow_gamma or spec.fp8.name == "e4m3fnuz":
-        return "more"
+        return "other"
     if spec.scale and spec.scale.kind == "static":
-        return "more" if spec.residual else "given scale"
-    return "fp8, residual" if spec.residual else "fp8"
+        return "other" if spec.residual else "static scale"
+    return "row scale, residual" if spec.residual else "row scale"
 
 
 class RowFacts(NamedTuple):
@@ -296,13 +361,12 @@ def _grid(call: RowCall, config: RowConfig) -> tuple[int]:
     return (-(-count // config.rows),)
 
 
-FAMILY: Final = Family(
-    RowCall,
-    TABLE,
+KERNELS: Final[GpuKernels[RowSpec, RowCall, RowFacts, RowConfig]] = GpuKernels(
+    RowParameters,
     _facts,
     lambda spec, facts, chip: row_config(facts.n, spec.itemsize, chip, variant_of(spec), facts.regime),
     lambda spec, facts, config, chip: build_for(spec, config, facts.levels, facts.aligned, chip, facts.offset),
     _grid,
-    device="x",
+    pack,
 )
-launch, builds = FAMILY.launch, FAMILY.builds
+launch, builds = KERNELS.launch, KERNELS.builds

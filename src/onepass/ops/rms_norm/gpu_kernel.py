@@ -9,15 +9,18 @@ rows are `launcher.Rows`, and `rms_norm` defines the constants.
 import triton
 import triton.language as tl
 
-from ...gpu.lib.bins import bin_squares, bin_values, neighbours, sum_bins, sum_bins_and_peak
-from ...gpu.lib.chunks import load_chunks, load_columns, load_g, load_weights, weight_factor
 from ...gpu.lib.gates import finish, load_finish
 from ...gpu.lib.groups import pad_scales, scale_start, store_groups, store_groups_by_lane
 from ...gpu.lib.numbers import cast, convert, divisor, encode, make_scale, quotient, scaled, store_scale
 from ...gpu.lib.packing import encode_int8
 from ...gpu.lib.pdl import launch_dependents, wait
+from ...gpu.lib.reduce import bin_squares, bin_values, neighbours, sum_bins, sum_bins_and_peak
 from ...gpu.lib.row import (
     chunk_mask,
+    load_chunks,
+    load_columns,
+    load_g,
+    load_weights,
     magnitude,
     normalize,
     quantized_norm,
@@ -25,6 +28,7 @@ from ...gpu.lib.row import (
     row_start,
     store,
     tile_columns,
+    weight_factor,
 )
 from ...prologues import MAX_OPERANDS
 

@@ -1,4 +1,7 @@
-"""The tile of a row kernel. Results do not depend on any choice made here (`device.bins`)."""
+"""The tile of a row kernel. Results do not depend on any choice made here (`gpu.lib.reduce`).
+
+A module of its own, because it must not import Triton.
+"""
 
 from functools import cache
 from math import gcd
@@ -171,7 +174,7 @@ def _long_rows(n: int, chip: Chip, variant: Variant, unit: int) -> RowConfig:
     warps = 32 if n > LONGEST_ROWS or (variant == "norm" and n > table.long_norm_columns) else 16
     warps = min(warps, MAX_THREADS // chip.warp_size)
     registers = 0
-    if unit > 1 and variant == "fp8":
+    if unit > 1 and variant == "row scale":
         registers = table.long_fp8_registers
     elif unit > 1 and variant == "prologue" and warps <= 16:
         registers = table.long_prologue_registers

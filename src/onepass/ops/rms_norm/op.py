@@ -23,6 +23,10 @@ Three options change one step each, for callers who must match other code:
   default only in the division.
 - ``min_scale`` is the smallest scale: ``scale = max(min(amax, scale_ub) / fp8_max, min_scale)``.
 
+`layer_norm` subtracts the mean first: ``d = h - mean(h)`` takes the place of h. A bias and a gate may follow::
+
+    y    = ((d * rs) * (gamma + weight_offset) + bias) * act(gate)
+
 `rms_norm_fused_quant` does the same for all formats of `onepass.formats.QUANT_FORMATS`, and adds
 ``rounding="stored"``, which quantizes the norm as `rms_norm` stores it: ``y = round((h * rs) * g)``.
 """
@@ -30,46 +34,86 @@ Three options change one step each, for callers who must match other code:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Final, Literal, cast, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ...core.contract import Contract, describe, short
 from ...core.op import Op
+from ...errors import ContractError, Unsupported
 from ...formats import (
+    FP8_CODES,
     QUANT_FORMATS,
-    QUANT_SCALE_FORMATS,
+    SCALE_FORMATS,
     QuantFormatName,
     Quantize,
-    QuantRounding,
-    QuantScaleFormat,
-    QuantScaleLayout,
     Rounding,
     ScaleFormat,
     ScaleLayout,
 )
 from ...prologues import Prologue
-from .call import run_rows
-from .contract import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
-from .finish import SpecCache, either_gamma, finished_norm
-from .quantized import fp8_norm, prologue_key, quantized_norm, quantized_results
-from .spec import GateActivation, GateOrder, RowCall, Statistic, row_spec
+from .contract import LAYER_NORM, RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
+from .launch import (
+    FinishedArguments,
+    GateActivation,
+    GateOrder,
+    PlainArguments,
+    RowCall,
+    SpecCache,
+    Statistic,
+    finished_norm,
+    quantized_norm,
+    row_spec,
+    run_rows,
+)
 
 __all__ = [
+    "LAYER_NORM",
     "RMS_NORM",
     "RMS_NORM_FUSED_FP8",
     "RMS_NORM_FUSED_QUANT",
+    "layer_norm",
     "rms_norm",
     "rms_norm_fused_fp8",
     "rms_norm_fused_quant",
 ]
 
 
-def _norm(spec_cache: SpecCache, a: Any) -> None:
+def either_gamma(gamma: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The contract's two arguments for the public functions' ``gamma``: that of heads has two dimensions."""
+    return (None, gamma) if isinstance(gamma, Tensor) and gamma.dim() == 2 else (gamma, None)
+
+
+def prologue_key(contract: Contract, prologue: object) -> str:
+    """The name under which the kernels find a prologue."""
+    if prologue is None:
+        return ""
+    if not isinstance(prologue, Prologue):
+        contract.fail("prologue", "be a function decorated with onepass.prologue", describe(prologue))
+    return prologue.key
+
+
+def quantized_results(op: Op, arguments: tuple[Any, ...], static_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """The results of a quantizing call: codes, scale, and those of new residual, norm and rstd that there are."""
+    results = None if is_compiling() else op.repeat(*arguments)
+    codes, scale, new_residual, norm, rstd = results or cast(tuple[Any, ...], op(*arguments))
+    if static_scale is not None:
+        scale = static_scale
+    if new_residual is None and norm is None and rstd is None:
+        return codes, scale
+    return tuple([t for t in (codes, scale, new_residual, norm, rstd) if t is not None])
+
+
+def _centered_norm(spec_cache: SpecCache, a: FinishedArguments) -> None:
+    finished_norm(spec_cache, a, "once", centered=True, head_gamma=a.head_gamma, rstd=a.rstd_out)
+
+
+def _norm(spec_cache: SpecCache, a: PlainArguments) -> None:
     if a.gate is not None or a.bias is not None or a.gamma is None or a.return_rstd:
-        further = {"head_gamma": a.head_gamma, "rstd": a.rstd_out}
-        finished_norm(spec_cache, a, a.rounding, a.gate, (a.gate_order, a.gate_activation), **further)
+        gating = (a.gate_order, a.gate_activation)
+        finished_norm(spec_cache, a, a.rounding, a.gate, gating, head_gamma=a.head_gamma, rstd=a.rstd_out)
         return
     key = (a.x.dtype, a.gamma.dtype, None if a.residual is None else a.residual.dtype)
     spec = spec_cache.get(key)
@@ -79,8 +123,9 @@ def _norm(spec_cache: SpecCache, a: Any) -> None:
 
 
 RMS_NORM_OP = Op(RMS_NORM, _norm)
-_rms_norm_fused_fp8 = Op(RMS_NORM_FUSED_FP8, fp8_norm)
+_E4M3FN: Final = torch.float8_e4m3fn
 _rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, quantized_norm)
+_layer_norm = Op(LAYER_NORM, _centered_norm)
 
 
 @overload
@@ -209,10 +254,8 @@ def rms_norm(
     gamma, heads = either_gamma(gamma)
     options = (eps, weight_offset, rounding, round_sum, gate_order, gate_activation, out_dtype, return_rstd)
     arguments = (x, gamma, residual, gate, bias, heads, *options, out, residual_out, rstd_out)
-    known: tuple[Any, Any, Any] | None = None
-    if not is_compiling() and (repeat := RMS_NORM_OP.repeat) is not None:
-        known = repeat(*arguments)
-    y, h, rstd = known or RMS_NORM_OP.call(*arguments)
+    repeated = None if is_compiling() else RMS_NORM_OP.repeat(*arguments)
+    y, h, rstd = repeated or RMS_NORM_OP(*arguments)
     if rstd is not None:
         return tuple([t for t in (y, h, rstd) if t is not None])
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))
@@ -249,6 +292,8 @@ def rms_norm_fused_fp8(
 ) -> tuple[Tensor, ...]:
     """RMSNorm and FP8 quantization in one read. Returns (out, scale[, new_residual][, norm][, rstd]): ``out * scale`` is the norm.
 
+    An alias of `rms_norm_fused_quant` for fp8 codes, which ``out_dtype`` names, with the names of its reference page.
+
     ``scale`` is [..., 1], one per row. With ``group_size`` 16, 32, 64 or 128 it is [..., N / group_size],
     contiguous along the row or, with ``scale_layout="column"``, along the rows (strides (1, M), as
     block-scaled GEMMs read it). ``scale_format="ue8m0"`` rounds scales up to powers of two, stored as
@@ -284,17 +329,32 @@ def rms_norm_fused_fp8(
     (tensor([[ 0.8081, -1.1314],
             [ 1.6971, -0.5455]]), tensor([0.2828, 0.2828]))
     """
+    format = "e4m3fn" if out_dtype is _E4M3FN else _format_of(out_dtype)
     gamma, heads = either_gamma(gamma)
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
-    # fmt: off
-    arguments = (
-        x, gamma, residual, static_scale, bound, heads, prologue_args, eps, weight_offset, rounding, number, out_dtype,
-        fp8_max, scales_dtype, group_size, scale_format, scale_layout,
-        "" if prologue is None else prologue_key(RMS_NORM_FUSED_FP8, prologue),
-        return_norm, round_sum, quantize, min_scale, return_rstd, out, scale_output, residual_out, norm_out, rstd_out,
-    )
-    # fmt: on
-    return quantized_results(_rms_norm_fused_fp8, arguments, static_scale)
+    try:
+        # fmt: off
+        arguments = (  # noqa: RUF005 (as in rms_norm_fused_quant)
+            x, gamma, residual, static_scale, bound, None, None, None, heads, prologue_args, eps, weight_offset,
+        ) + (
+            rounding, number, format, fp8_max, scales_dtype, group_size, scale_format, scale_layout,
+            "" if prologue is None else prologue_key(RMS_NORM_FUSED_QUANT, prologue),
+            return_norm, round_sum, quantize, min_scale, return_rstd, "after", "silu", "rms",
+            out, scale_output, residual_out, norm_out, rstd_out,
+        )
+        # fmt: on
+        return quantized_results(_rms_norm_fused_quant, arguments, static_scale)
+    except (ContractError, Unsupported) as error:
+        raise RMS_NORM_FUSED_FP8.error(error) from None
+
+
+def _format_of(out_dtype: object) -> str:
+    """The format whose codes are fp8 of this dtype."""
+    for dtype, codes in FP8_CODES.items():
+        if out_dtype is dtype:
+            return codes.name
+    allowed = " or ".join(map(short, FP8_CODES))
+    raise ContractError(f"rms_norm_fused_fp8: `out_dtype` must be {allowed}, got {describe(out_dtype)}")
 
 
 def rms_norm_fused_quant(
@@ -311,13 +371,13 @@ def rms_norm_fused_quant(
     prologue: Prologue | None = None,
     prologue_args: Sequence[Tensor] = (),
     group_size: int | None = None,
-    scale_format: QuantScaleFormat | None = None,
-    scale_layout: QuantScaleLayout = "row",
+    scale_format: ScaleFormat | None = None,
+    scale_layout: ScaleLayout = "row",
     static_scale: Tensor | None = None,
     global_scale: Tensor | None = None,
     return_norm: bool = False,
     return_rstd: bool = False,
-    rounding: QuantRounding = "once",
+    rounding: Rounding = "once",
     round_sum: bool | None = None,
     quantize: Quantize = "reciprocal",
     min_scale: float = 0.0,
@@ -327,7 +387,7 @@ def rms_norm_fused_quant(
     bias: Tensor | None = None,
     statistic: Statistic = "rms",
     out: Tensor | None = None,
-    scale_output: Tensor | None = None,
+    scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
     norm_out: Tensor | None = None,
     rstd_out: Tensor | None = None,
@@ -355,7 +415,7 @@ def rms_norm_fused_quant(
     result, as with ``quantize="divide"`` or from its product with ``1 / scale``.
 
     ``rounding="stored"`` quantizes the norm as `rms_norm` stores it, rounded once to x's dtype. All other
-    arguments are those of `rms_norm_fused_fp8`, which is the form for fp8 of this function: same bytes.
+    arguments are those of `rms_norm_fused_fp8`, which is an alias of this function for fp8.
 
     A row with NaN or infinity has a NaN scale. Its codes are NaN, or 0 in int8 and e2m1, which have no
     NaN; with a NaN scale that is NaN again. int8 with ``static_scale`` stores such a row as zeros.
@@ -369,18 +429,114 @@ def rms_norm_fused_quant(
     if known is not None:
         group_size = known.groups[0] if group_size is None else group_size
         scale_format = known.scales[0] if scale_format is None else scale_format
-        encoding = QUANT_SCALE_FORMATS.get(scale_format) if isinstance(scale_format, str) else None
+        encoding = SCALE_FORMATS.get(scale_format) if isinstance(scale_format, str) else None
         if scales_dtype is None and encoding is not None:
             scales_dtype = torch.int32 if scale_layout == "column_packed" else encoding.dtypes[0]
     gamma, heads = either_gamma(gamma)
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
     # fmt: off
-    arguments = (
+    arguments = (  # noqa: RUF005 (CPython builds a tuple of more than 30 values by way of a list)
         x, gamma, residual, static_scale, bound, global_scale, gate, bias, heads, prologue_args, eps, weight_offset,
+    ) + (
         rounding, number, format, code_max, scales_dtype, group_size, scale_format, scale_layout,
         "" if prologue is None else prologue_key(RMS_NORM_FUSED_QUANT, prologue),
         return_norm, round_sum, quantize, min_scale, return_rstd, gate_order, gate_activation, statistic,
-        out, scale_output, residual_out, norm_out, rstd_out,
+        out, scale_out, residual_out, norm_out, rstd_out,
     )
     # fmt: on
     return quantized_results(_rms_norm_fused_quant, arguments, static_scale)
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: None = ...,
+    round_sum: bool | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
+    out: Tensor | None = ...,
+    residual_out: None = ...,
+    rstd_out: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor,
+    round_sum: bool | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[False] = ...,
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+    rstd_out: None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    *,
+    weight_offset: float = ...,
+    residual: Tensor | None = ...,
+    round_sum: bool | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    return_rstd: Literal[True],
+    out: Tensor | None = ...,
+    residual_out: Tensor | None = ...,
+    rstd_out: Tensor | None = ...,
+) -> tuple[Tensor, ...]: ...
+
+
+def layer_norm(
+    x: Tensor,
+    gamma: Tensor | None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    residual: Tensor | None = None,
+    round_sum: bool | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_rstd: bool = False,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    rstd_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """LayerNorm of the last dimension: ``y = (d * rs) * (gamma + weight_offset) + bias``, ``d = h - mean(h)``, ``h = x + residual``.
+
+    ``rs = 1 / sqrt(mean(d^2) + eps)``. The arguments, dtypes and results are those of `rms_norm`. Everything is float32
+    until the rounding at the store. The row's mean is rounded to float32 before it is subtracted.
+    ``gamma=None`` leaves out the product, and ``gamma`` [H, N] has a weight for each head of x [..., H, N], as in
+    `rms_norm`. ``return_rstd`` also returns ``rs`` as the last result. `rms_norm_fused_quant` with ``statistic="layer"``
+    quantizes the result.
+
+    >>> import torch, onepass
+    >>> onepass.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.tensor([0.0, 0.5]), eps=0.0)
+    tensor([[-1.0000,  1.5000]])
+    >>> heads, gamma = torch.tensor([[1.0, 3.0], [1.0, 5.0]]), torch.tensor([[1.0, 1.0], [2.0, 3.0]])
+    >>> onepass.layer_norm(heads, gamma, eps=0.0, return_rstd=True)
+    (tensor([[-1.,  1.],
+            [-2.,  3.]]), tensor([1.0000, 0.5000]))
+    """
+    gamma, heads = either_gamma(gamma)
+    options = (eps, weight_offset, round_sum, out_dtype, return_rstd)
+    arguments = (x, gamma, bias, residual, heads, *options, out, residual_out, rstd_out)
+    repeated = None if is_compiling() else _layer_norm.repeat(*arguments)
+    y, h, rstd = repeated or _layer_norm(*arguments)
+    if rstd is not None:
+        return tuple([t for t in (y, h, rstd) if t is not None])
+    return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))

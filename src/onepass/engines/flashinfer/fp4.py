@@ -1,0 +1,162 @@
+"""``rmsnorm_fp4quant`` and ``add_rmsnorm_fp4quant`` of FlashInfer: a norm and its quantization to NVFP4 or MXFP4.
+
+FlashInfer rounds the product of input and weight to the input's dtype before it is scaled, and approximates
+reciprocals. Here everything is float32 until the codes, so a value next to the midpoint between two codes, or a scale
+next to the midpoint between two scales, can be the other one. The layouts are FlashInfer's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...core.contract import describe
+from ...core.scale_layout import scale_shape
+from ...errors import ContractError, Unsupported
+from ...formats import QuantFormatName
+from ...ops.rms_norm.op import rms_norm_fused_quant
+from ..arguments import names_of_op, require_tensors
+
+_FORMATS: dict[int, tuple[QuantFormatName, str]] = {16: ("nvfp4", "e4m3"), 32: ("mxfp4", "ue8m0")}
+"""Format and scales of each block size."""
+_as_called = names_of_op(x="input", gamma="weight", out="y_fp4", scale_out="block_scale", norm_out="y_out")
+
+
+@_as_called
+def rmsnorm_fp4quant(
+    input: Tensor,
+    weight: Tensor,
+    y_fp4: Tensor | None = None,
+    block_scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    eps: float = 1e-6,
+    block_size: int = 16,
+    scale_format: Literal["e4m3", "ue8m0"] | None = None,
+    is_sf_swizzled_layout: bool = False,
+    enable_pdl: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(codes, scales)`` of ``norm(input) * weight``: pairs of e2m1, with a scale per block of 16 or 32 columns.
+
+    Blocks of 16 have float8_e4m3fn scales, which ``global_scale`` multiplies; blocks of 32 have UE8M0 scales in
+    uint8. Swizzled scales are flat, in tiles of 128 rows and 4 blocks. ``enable_pdl`` is ignored.
+    """
+    return _quantized(
+        "rmsnorm_fp4quant",
+        input,
+        None,
+        weight,
+        y_fp4,
+        block_scale,
+        global_scale,
+        eps,
+        block_size,
+        scale_format,
+        is_sf_swizzled_layout,
+    )
+
+
+@_as_called
+def add_rmsnorm_fp4quant(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    y_fp4: Tensor | None = None,
+    block_scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    eps: float = 1e-6,
+    block_size: int = 16,
+    scale_format: Literal["e4m3", "ue8m0"] | None = None,
+    is_sf_swizzled_layout: bool = False,
+    output_both_sf_layouts: bool = False,
+    block_scale_unswizzled: Tensor | None = None,
+    enable_pdl: bool | None = None,
+    y_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``residual += input``, then `rmsnorm_fp4quant` of the rounded sum, whose norm is also stored in ``y_out``.
+
+    Scales have one layout at a time.
+    """
+    name = "add_rmsnorm_fp4quant"
+    if output_both_sf_layouts or block_scale_unswizzled is not None:
+        raise Unsupported(f"{name}: `output_both_sf_layouts` must be False; scales are stored in one layout")
+    require_tensors(name, residual=residual)
+    return _quantized(
+        name,
+        input,
+        residual,
+        weight,
+        y_fp4,
+        block_scale,
+        global_scale,
+        eps,
+        block_size,
+        scale_format,
+        is_sf_swizzled_layout,
+        y_out,
+    )
+
+
+def _quantized(
+    name: str,
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    codes: Tensor | None,
+    scale: Tensor | None,
+    global_scale: Tensor | None,
+    eps: float,
+    block_size: int,
+    scale_format: str | None,
+    swizzled: bool,
+    norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    if not isinstance(input, Tensor) or not input.dim():
+        raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
+    require_tensors(name, weight=weight)
+    if not isinstance(block_size, int) or block_size not in _FORMATS:
+        raise ContractError(f"{name}: `block_size` must be 16 or 32, got {describe(block_size)}")
+    format, scales = _FORMATS[block_size]
+    if scale_format not in (None, scales):
+        raise Unsupported(
+            f"{name}: `scale_format` must be {scales!r} with blocks of {block_size}, got {scale_format!r}"
+        )
+    if input.shape[-1] % block_size:
+        raise ContractError(
+            f"{name}: `block_size` must divide the {input.shape[-1]} columns of `input`, got {block_size}"
+        )
+    if global_scale is not None and format == "mxfp4":
+        raise ContractError(f"{name}: `global_scale` must be None with blocks of 32, got {describe(global_scale)}")
+    if codes is not None:
+        require_tensors(name, y_fp4=codes)
+    if global_scale is not None and (not isinstance(global_scale, Tensor) or global_scale.numel() != 1):
+        raise ContractError(f"{name}: `global_scale` must be a tensor of one element, got {describe(global_scale)}")
+    shape = scale_shape(input.shape[:-1], input.shape[-1] // block_size, "128x4" if swizzled else "row")
+    dtype = torch.float8_e4m3fn if format == "nvfp4" else torch.float8_e8m0fnu
+    scale_out = None
+    if scale is not None:
+        if not isinstance(scale, Tensor) or scale.numel() != math.prod(shape) or scale.element_size() != 1:
+            raise ContractError(
+                f"{name}: `block_scale` must have {math.prod(shape)} elements of a byte, got {describe(scale)}"
+            )
+        scale_out = scale.view(torch.uint8).view(shape).view(dtype)
+    out, block_scales, *_ = rms_norm_fused_quant(
+        input,
+        weight,
+        eps,
+        format=format,
+        residual=residual,
+        round_sum=True,
+        global_scale=None if global_scale is None else global_scale.reshape(()),
+        scale_layout="128x4" if swizzled else "row",
+        out=None if codes is None else codes.view(torch.uint8),
+        scale_out=scale_out,
+        residual_out=residual,
+        return_norm=norm is not None,
+        norm_out=norm,
+    )
+    stored = block_scales if format == "nvfp4" else block_scales.view(torch.uint8)
+    result = out.view(torch.float4_e2m1fn_x2) if codes is None else codes
+    return result, scale if scale is not None else stored.flatten() if swizzled else stored

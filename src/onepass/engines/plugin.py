@@ -1,0 +1,179 @@
+"""onepass in vLLM: a provider of its IR ops, and its RMSNorm layer if batches must not change results.
+
+vLLM calls `register` in each of its processes, because onepass has an entry point in the group
+``vllm.general_plugins``. That makes ``onepass`` a provider of ``rms_norm`` and ``fused_add_rms_norm``. It is used
+where it is chosen::
+
+    vllm serve MODEL --ir-op-priority.rms_norm=onepass,native --ir-op-priority.fused_add_rms_norm=onepass,native
+
+Both have the bytes of vLLM's native ops, as far as the order of a sum allows. With ``rs`` from the unrounded
+``h = x + x_residual``::
+
+    weight of x's dtype      y = round(round(h * rs) * weight)
+    weight of float32        y = round((h * rs) * weight)
+    no weight                y = round(h * rs)
+
+If ``VLLM_BATCH_INVARIANT=1``, vLLM's layer `RMSNorm` calls other kernels on a GPU. `register` then replaces the
+layer too (`onepass.engines.plugin_layer`).
+
+``python -m onepass.engines.plugin`` prints what `register` does here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from importlib import metadata
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..formats import FLOATS, Rounding
+from ..models.patching.code import NotComparable, fingerprint_of
+from ..ops.rms_norm.op import rms_norm as _rms_norm
+
+__all__ = ["PROVIDER", "register"]
+
+PROVIDER: Final = "onepass"
+NATIVE: Final = {"rms_norm": ("610e69ad666b",), "fused_add_rms_norm": ("83ed1689ffd1",)}
+"""The code of vLLM's native ops that the functions below have the bytes of. It was read in seven releases, 0.22.1 to 0.32.0."""
+
+_log = logging.getLogger("vllm.plugins.onepass")
+
+
+def register() -> str:
+    """Make onepass a provider in this process. Returns one line that says what was done, or why nothing was.
+
+    A call that finds onepass registered changes nothing. If vLLM is absent, too old or too new, it keeps its own
+    implementations, and the line is logged as a warning.
+    """
+    try:
+        line = _register()
+    except _NotSupported as why:
+        line = f"onepass is not used: {why}"
+        _log.warning(line)
+    else:
+        _log.debug(line)
+    return line
+
+
+class _NotSupported(Exception):
+    """Why onepass cannot be registered."""
+
+
+def _register() -> str:
+    try:
+        import vllm
+    except ImportError:
+        raise _NotSupported("vLLM is not installed") from None
+    version = f"vLLM {getattr(vllm, '__version__', '')}".strip()
+    try:
+        from vllm import envs
+        from vllm.ir import ops
+        from vllm.platforms import current_platform
+
+        wanted = [(getattr(ops, op), function, supports) for op, function, supports in _IMPLEMENTATIONS]
+        same_code = all(_fingerprint(op) in NATIVE[op.name] for op, *_ in wanted)
+        invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        has_kernels = current_platform.is_cuda_alike() or current_platform.is_cpu()
+    except (ImportError, AttributeError) as error:
+        raise _NotSupported(f"{version} has no IR ops that onepass knows ({error})") from None
+    if not same_code:
+        raise _NotSupported(
+            f"{version} computes its native norms by code that onepass {__version__} does not know; update one of them"
+        )
+    for op, function, supports in wanted:
+        if PROVIDER in op.impls:
+            continue
+        try:
+            implementation = op.register_impl(
+                PROVIDER, supported=has_kernels, supports_args=supports, inplace=op.name == "fused_add_rms_norm"
+            )(function)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise _NotSupported(f"{version} does not accept it ({error})") from None
+        implementation.uuid = _Uuid(implementation.uuid())  # what a compiled model is cached by
+    names = "rms_norm and fused_add_rms_norm"
+    if invariant:
+        from . import plugin_layer
+
+        plugin_layer.register()
+        names += ", and its batch-invariant RMSNorm layer"
+    return f"onepass {__version__} provides {names} of {version}"
+
+
+def _fingerprint(op: Any) -> str:
+    try:
+        return fingerprint_of(op.impls["native"].impl_fn)
+    except (KeyError, NotComparable):
+        return ""
+
+
+class _Uuid:
+    """What identifies an implementation: vLLM hashes its file only, but onepass is more than this file."""
+
+    def __init__(self, of_file: str) -> None:
+        parts = (of_file, __version__, metadata.version("torch"))
+        self.value = hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    def __call__(self) -> str:
+        return self.value
+
+
+# --- the implementations; vLLM requires the names, annotations and defaults of its own ------------------------------
+
+
+def norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    """``rms_norm`` of vLLM."""
+    gamma = x.new_ones(x.shape[-1:]) if weight is None else weight
+    return _rms_norm(x, gamma, epsilon, rounding=_rounding(x, weight))
+
+
+def norm_of_sum(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """``fused_add_rms_norm`` of vLLM; overwrites both activations."""
+    gamma = x.new_ones(x.shape[-1:]) if weight is None else weight
+    return _rms_norm(
+        x,
+        gamma,
+        epsilon,
+        residual=x_residual,
+        rounding=_rounding(x, weight),
+        round_sum=False,
+        out=x,
+        residual_out=x_residual,
+    )
+
+
+def _rounding(x: Tensor, weight: Tensor | None) -> Rounding:
+    return "hf" if weight is not None and weight.dtype == x.dtype else "once"
+
+
+def supports_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    """Whether `norm` computes this call."""
+    columns = x.shape[-1]
+    return (
+        x.dtype in FLOATS
+        and x.stride(-1) == 1
+        and variance_size in (None, columns)
+        and (weight is None or (weight.dtype in (x.dtype, torch.float32) and weight.is_contiguous()))
+    )
+
+
+def supports_norm_of_sum(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    """Whether `norm_of_sum` computes this call."""
+    alike = x_residual.dtype == x.dtype and x_residual.shape == x.shape and x_residual.stride(-1) == 1
+    return alike and supports_norm(x, weight, epsilon, variance_size)
+
+
+_IMPLEMENTATIONS: Final = (
+    ("rms_norm", norm, supports_norm),
+    ("fused_add_rms_norm", norm_of_sum, supports_norm_of_sum),
+)
+
+if __name__ == "__main__":
+    print(register())

@@ -1,0 +1,33 @@
+"""onepass in transformers models: `patch` and `register`; `generate` and `MlaCache`, which alone import transformers."""
+
+from typing import TYPE_CHECKING
+
+from .patching.families import FAMILIES, Family
+from .patching.forms import Attention, Layer, Mla, Mlp, Norm, OtherNorm, PlainAttention, register
+from .patching.patch import NothingPatchedWarning, patch
+from .patching.report import Change, Patched
+
+if TYPE_CHECKING:
+    from .generation.generate import generate as generate
+    from .generation.mla_cache import MlaCache as MlaCache
+
+__all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
+__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "OtherNorm", "PlainAttention", "generate", "register"]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs transformers at first use."""
+    if name == "generate":
+        from .generation import generate
+
+        return generate.generate
+    if name == "MlaCache":
+        from .generation import mla_cache
+
+        return mla_cache.MlaCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, including those imported at first use."""
+    return sorted(__all__)

@@ -1,0 +1,291 @@
+"""Decoder layers and gated MLPs, and the table of all forwards.
+
+A step of few tokens is a chain of calls of `linear`, each with what surrounds it::
+
+    qkv = linear(h, W_qkv, norm)
+    out = attention(cache(rotate(qkv)))
+    h = linear(out, W_o, add=h)
+    h = linear(linear(h, W_gate_up, norm, activation), W_down, add=h)
+
+In a prompt the first addition and the norm after it are one launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from ...formats import Rounding
+from ...ops.linear.launch import Activation
+from .angles import AnglesRecord, angles_forward
+from .attention import AttentionRecord, HeadsModule, attend_heads, attention_forward, fuses_heads
+from .cache import is_mla_cache
+from .latent import LatentModule, LatentRecord, LatentStep, attend_latent, fuses_latents, latent_forward
+from .linear import (
+    MARK,
+    LinearRecord,
+    Parts,
+    Projection,
+    as_rows,
+    is_ready,
+    linear_forward,
+    parts_of,
+    project,
+    runs_step,
+    takes,
+)
+from .norm import (
+    FUSED_ROWS,
+    NormModule,
+    NormRecord,
+    OtherNormRecord,
+    add_norm,
+    is_own,
+    is_plain,
+    no_global_hooks,
+    norm_forward,
+    other_norm_forward,
+    quiet,
+    refuse_gradient,
+)
+
+
+class LayerRecord(NamedTuple):
+    """The attributes of a decoder layer; see `forms.Layer`.
+
+    ``names`` are the parameters of its forward after the first, ``defaults`` those that have a default, with its value. The
+    models' layers pass all of them to the attention by name. ``fused`` is whether prompts run here too, ``decode`` whether
+    steps of few tokens do, and ``always`` whether those may have any number of tokens.
+    """
+
+    names: tuple[str, ...]
+    defaults: tuple[tuple[str, object], ...]
+    norm: str
+    before: str
+    mlp: str
+    after_attention: str
+    after_mlp: str
+    multiplier: str
+    fused: bool = True
+    decode: bool = False
+    always: bool = False
+
+
+class MlpRecord(NamedTuple):
+    """A gated MLP: the projections of gate and up as one, and that of the product."""
+
+    gate_up: Projection
+    down: Projection
+    activation: Activation
+    rounding: Rounding
+    parts: Parts
+
+
+class LayerModule(nn.Module):
+    """What is read of a decoder layer."""
+
+    self_attn: HeadsModule | LatentModule
+    _onepass: LayerRecord
+
+
+class MlpModule(nn.Module):
+    """What is read of a gated MLP."""
+
+    _onepass: MlpRecord
+
+
+def layer_forward(self: LayerModule, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """A decoder layer::
+
+    residual = h + multiplier * after_attention(attention(before(h)))
+    return residual + multiplier * after_mlp(mlp(norm(residual)))
+    """
+    record = self._onepass
+    few = record.decode and (record.always or math.prod(hidden_states.shape[:-1]) <= FUSED_ROWS)
+    few = few and not self.training and no_global_hooks()
+    checkpoints = self.training and getattr(self, "gradient_checkpointing", False)  # the class's forward may do it
+    if not few and (checkpoints or not record.fused):
+        return cast(Tensor, type(self).forward(self, hidden_states, *args, **kwargs))
+    kwargs = {**dict(record.defaults), **dict(zip(record.names, args, strict=False)), **kwargs}
+    x, residual = _attention_side(self, few, hidden_states, kwargs)
+    out = _mlp_side(self, few, x, residual, hidden_states.shape)
+    return out if out.dim() == 3 else out.view(hidden_states.shape)
+
+
+def _attention_side(
+    self: LayerModule, few: bool, hidden_states: Tensor, kwargs: dict[str, Any]
+) -> tuple[Tensor | None, Tensor]:
+    """The layer up to its first addition: (None, the sum as rows), or what has to be added first."""
+    record, attention = self._onepass, self.self_attn
+    norm = getattr(self, record.before) if record.before else None
+    after = _after(self, few, record.after_attention)
+    plain = few and (norm is None or is_plain(norm)) and not is_mla_cache(kwargs.get("past_key_values"))
+    if plain and _is_skipped(attention, hidden_states):
+        if after is None and not record.multiplier:
+            rows, shape = as_rows(hidden_states), (hidden_states.shape[0], hidden_states.shape[1])
+            return None, _attend(attention, rows, norm=norm, add=rows, shape=shape, **kwargs)
+        x = _attend(attention, hidden_states, norm=norm, **kwargs)
+    else:
+        x = attention(hidden_states=hidden_states if norm is None else norm(hidden_states), **kwargs)[0]
+    if after is not None:
+        x = after(x)
+    return x * getattr(self, record.multiplier) if record.multiplier else x, hidden_states
+
+
+def _attend(attention: HeadsModule | LatentModule, x: Tensor, **kwargs: Any) -> Tensor:
+    """The output of an attention in a step of few tokens."""
+    record = attention._onepass
+    if isinstance(record, LatentRecord):
+        return attend_latent(cast(LatentModule, attention), cast(LatentStep, record.step), x, **kwargs)[0]
+    return attend_heads(cast(HeadsModule, attention), record.step, x, **kwargs)[0]
+
+
+def _mlp_side(self: LayerModule, few: bool, x: Tensor | None, residual: Tensor, shape: torch.Size) -> Tensor:
+    """The layer from its first addition on. ``x`` has to be added to the residual, unless it is None.
+
+    ``shape`` is that of the hidden states. The result has it too, or is rows.
+    """
+    record = self._onepass
+    norm, mlp = getattr(self, record.norm) if record.norm else None, getattr(self, record.mlp)
+    after = _after(self, few, record.after_mlp)
+    adds = after is None and not record.multiplier
+    skipped = few and _is_skipped(mlp, residual)
+    if norm is not None and skipped and is_plain(norm) and norm._onepass.rounding == mlp._onepass.rounding:
+        if x is None:
+            residual = residual if adds else residual.view(shape)
+            x = gated(mlp, residual, norm, add=residual if adds else None)
+        else:
+            x, residual = gated(mlp, x, norm, residual, add=residual if adds else None)
+        return x if adds else _added(self, x, residual, after)
+    residual = residual.view(shape)  # modules take and return hidden states
+    if norm is None:
+        residual = residual if x is None else residual + x
+        x = residual
+    elif x is not None and record.fused and is_plain(norm):
+        x, residual = add_norm(norm, x, residual)
+    else:
+        residual = residual if x is None else residual + x
+        x = norm(residual)
+    if skipped:
+        x = gated(mlp, x, add=residual if adds else None)
+        if adds:
+            return x
+    else:
+        x = mlp(x)
+        x = x[0] if isinstance(x, tuple) else x  # a mixture of experts may also return its scores
+    return _added(self, x, residual, after)
+
+
+def _added(self: LayerModule, x: Tensor, residual: Tensor, after: nn.Module | None) -> Tensor:
+    """The layer's last steps that are not part of a launch."""
+    if after is not None:
+        x = after(x)
+    if self._onepass.multiplier:
+        x = x * getattr(self, self._onepass.multiplier)
+    return residual + x
+
+
+def _after(self: LayerModule, few: bool, name: str) -> nn.Module | None:
+    """The module of this name; None if there is none, or in a step if it is a dropout, which does nothing there."""
+    module: nn.Module | None = getattr(self, name) if name else None
+    skipped = few and type(module) is nn.Dropout and not module.training and is_own(module)
+    return None if skipped else module
+
+
+def _is_skipped(module: nn.Module, x: Tensor) -> bool:
+    """Whether a layer may do the work of its attention or MLP without calling it."""
+    parts = parts_of(module)
+    if parts is None or not is_own(module, FORWARDS[type(module.__dict__[MARK])]):
+        return False
+    return takes(parts.projections[0], x, parts.always) and is_ready(module, parts)
+
+
+def mlp_forward(self: MlpModule, x: Tensor | None = None, /, **named: Tensor) -> Tensor:
+    """A gated MLP, of few tokens in two launches."""
+    if x is None:
+        (x,) = named.values()
+    if x.dim() == 3 and runs_step(self, self._onepass.parts, x):
+        return gated(self, x)
+    return cast(Tensor, type(self).forward(self, x))
+
+
+@overload
+def gated(
+    self: MlpModule, x: Tensor, norm: NormModule | None = ..., residual: None = ..., add: Tensor | None = ...
+) -> Tensor: ...
+
+
+@overload
+def gated(
+    self: MlpModule, x: Tensor, norm: NormModule | None, residual: Tensor, add: Tensor | None = ...
+) -> tuple[Tensor, Tensor]: ...
+
+
+def gated(
+    self: MlpModule,
+    x: Tensor,
+    norm: NormModule | None = None,
+    residual: Tensor | None = None,
+    add: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``down(act(gate(a)) * up(a)) + add`` with ``a = norm(x + residual)``; with a residual also ``x + residual``."""
+    gate_up, down, activation, rounding, _ = self._onepass
+    refuse_gradient(self, x, gate_up.weight, down.weight)
+    if residual is None:
+        y = project(gate_up, x, norm, activation=activation, rounding=rounding)
+        return project(down, y, rounding=rounding, add=add)
+    y, total = project(gate_up, x, norm, residual=residual, activation=activation, rounding=rounding)
+    return project(down, y, rounding=rounding, add=total if add is residual else add), total
+
+
+FORWARDS: Final[dict[type, Callable[..., object]]] = {
+    NormRecord: norm_forward,
+    OtherNormRecord: other_norm_forward,
+    LayerRecord: layer_forward,
+    AttentionRecord: attention_forward,
+    LatentRecord: latent_forward,
+    MlpRecord: mlp_forward,
+    LinearRecord: linear_forward,
+    AnglesRecord: angles_forward,
+}
+"""The forward of a patched module, by the type of its record."""
+
+
+def runs_fused(module: nn.Module) -> bool:
+    """Whether the next prompt will be fused: the modules that it would skip are as `patch` left them."""
+    record = module.__dict__[MARK]
+    if type(record) is LayerRecord:
+        return is_plain(getattr(module, record.norm))
+    if type(record) is AttentionRecord:
+        return fuses_heads(cast(HeadsModule, module))
+    return type(record) is not LatentRecord or fuses_latents(cast(LatentModule, module))
+
+
+def runs_decode(module: nn.Module) -> bool:
+    """Whether the next step of few tokens will skip the modules whose work it does."""
+    record = module.__dict__[MARK]
+    if type(record) is AnglesRecord:
+        return True
+    if not no_global_hooks():
+        return False
+    if type(record) is LayerRecord:
+        norms = [getattr(module, name) for name in (record.before, record.norm) if name]
+        return all(map(is_plain, norms)) and all(
+            _needs_no_call(module._modules.get(name)) for name in ("self_attn", record.mlp)
+        )
+    if type(record) is LinearRecord:
+        return quiet(module) and record.projection.current()
+    parts = parts_of(module)
+    return parts is None or is_ready(module, parts)
+
+
+def _needs_no_call(module: nn.Module | None) -> bool:
+    """Whether a submodule needs not be called; one that has no step of its own always is."""
+    parts = parts_of(module)
+    if module is None or parts is None:
+        return True
+    return is_own(module, FORWARDS[type(module.__dict__[MARK])]) and is_ready(module, parts)

@@ -1,0 +1,89 @@
+"""The model families that are tested in detail, each as a row of forms.
+
+`onepass.patch` does not read this table. It finds forms by code (`forms.py`), in these families and
+in all others. The evidence from GPUs, the tests and docs/models.md are about these rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ...formats import Rounding
+from .forms import (
+    DROPOUT,
+    FORMS,
+    GLM_SANDWICH,
+    HEADS_WINDOW,
+    HF,
+    LATENT,
+    OFFSET,
+    ONCE,
+    POST_NORM,
+    PRE_NORM,
+    SANDWICH,
+    TORCH,
+    WHOLE,
+    Attention,
+    Layer,
+    Mla,
+    Norm,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row: a name, the Python module, the norm's class, and the forms of its modules."""
+
+    name: str
+    module: str
+    norm: str
+    form: Norm
+    layer: Layer | None = None
+    attention: Attention | None = None
+    mla: Mla | None = None
+
+    @property
+    def path(self) -> str:
+        """The Python module that defines the classes."""
+        return self.module if "." in self.module else f"transformers.models.{self.module}.modeling_{self.module}"
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the norm's code; "" for torch's, which is matched by identity."""
+        return next((fingerprint for fingerprint, form in FORMS if form is self.form), "")
+
+    @property
+    def eps(self) -> str:
+        """The attribute that is the norm's epsilon."""
+        return self.form.eps
+
+    @property
+    def weight_offset(self) -> float:
+        """What the norm adds to its weight."""
+        return self.form.weight_offset
+
+    @property
+    def rounding(self) -> Rounding:
+        """How the norm rounds."""
+        return self.form.rounding
+
+
+# fmt: off
+FAMILIES: Final = (
+    #       name           module         norm                 form    layer         attention
+    Family("torch.nn",    "torch.nn.modules.normalization", "RMSNorm", TORCH),
+    Family("Llama",       "llama",       "LlamaRMSNorm",      HF,     PRE_NORM),
+    Family("Mistral",     "mistral",     "MistralRMSNorm",    HF,     PRE_NORM),
+    Family("Qwen2",       "qwen2",       "Qwen2RMSNorm",      HF,     PRE_NORM),
+    Family("Qwen3",       "qwen3",       "Qwen3RMSNorm",      HF,     PRE_NORM,     HEADS_WINDOW),
+    Family("Gemma 2",     "gemma2",      "Gemma2RMSNorm",     OFFSET, SANDWICH),
+    Family("Gemma 3",     "gemma3",      "Gemma3RMSNorm",     OFFSET, SANDWICH,     HEADS_WINDOW),
+    Family("OLMo-2",      "olmo2",       "Olmo2RMSNorm",      ONCE,   POST_NORM,    WHOLE),
+    Family("Phi-3",       "phi3",        "Phi3RMSNorm",       HF,     DROPOUT),
+    Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3RMSNorm", HF,     PRE_NORM,     mla=LATENT),
+    Family("MiniMax-M2",  "minimax_m2",  "MiniMaxM2RMSNorm",  HF,     PRE_NORM,     WHOLE),
+    Family("GLM-4",       "glm4",        "Glm4RMSNorm",       HF,     GLM_SANDWICH),
+    Family("gpt-oss",     "gpt_oss",     "GptOssRMSNorm",     ONCE,   PRE_NORM),
+)
+# fmt: on

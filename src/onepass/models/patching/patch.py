@@ -1,0 +1,421 @@
+"""``onepass.patch(model)``: run a transformers model's norms on onepass's kernels, and undo it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ...core.contract import describe, require_bool
+from ...errors import ContractError
+from ...formats import FLOATS, Rounding
+from ...ops.rms_norm.launch import GATE_ACTIVATIONS
+from ..forwards.attention import Turn
+from ..forwards.latent import LatentRecord
+from ..forwards.linear import MARK
+from ..forwards.norm import FUSED_ROWS, NormModule, NormRecord, OtherNormRecord
+from .decode import WHAT, attention_record, layer_names, layer_record, patch_decode
+from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, OtherNorm, match, rotation_of
+from .report import (
+    AFTER_MLP,
+    OTHER_NORM,
+    REPLACED_BEFORE,
+    ROTATION,
+    Change,
+    Patched,
+    counted,
+    missing,
+    unless,
+    why_not,
+)
+
+NEXT_LAYER: Final = "the norm that follows this addition belongs to the next layer's forward"
+SUM_IS_ROUNDED: Final = 'the model rounds the sum before the norm, but one launch does not (needs rounding="once")'
+NORM_BEFORE_ADD: Final = "no norm follows these additions within the layer"
+ROPE_ROUNDS: Final = "the model rounds between the norm and a rotation in float32, but one launch does not"
+ROPE_OTHER: Final = "its code is not one of the supported rotations"
+TWO_ROUNDINGS: Final = 'the model rounds between projection and norm, but one launch does not (needs rounding="once")'
+OWN_CALL: Final = "its class replaces __call__"
+CACHE_LAYOUT: Final = "transformers' caches separate latent and rotated key, but one launch writes them as one entry"
+
+_TORCH_NORMS: Final = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.CrossMapLRN2d,
+    nn.modules.batchnorm._NormBase,  # batch norms and instance norms
+)
+"""torch's norms that are not RMSNorms, which onepass cannot replace."""
+_LOOKS_LIKE_A_NORM: Final = re.compile(r"norm(?!al|ed)", re.IGNORECASE)
+
+
+class NothingPatchedWarning(UserWarning):
+    """`patch` found nothing to replace in a model, or with ``decode=True`` no layer, which runs as before."""
+
+
+def patch(
+    model: nn.Module,
+    *,
+    rounding: Rounding = "hf",
+    fuse: bool = True,
+    strict: bool = False,
+    decode: bool = False,
+    batch_invariant: bool = False,
+    weights: Literal["fp8"] | None = None,
+    keep_weights: bool = True,
+) -> Patched:
+    """Replace the norms of a transformers model in place; returns a handle with ``.undo()``.
+
+    It replaces RMSNorms, also gated ones (`rms_norm`), Cohere's LayerNorms (`layer_norm`), the addition
+    before a norm together with it, and the norms of queries and keys together with their rotation
+    (`qk_norm_rope_cache`, one launch). Modules are matched by what their code does; docs/models.md
+    lists models, and `onepass.models.register` adds code. ``print(handle)`` shows what was
+    replaced, what was left, and why. Weights, buffers and state dict are untouched.
+
+    Hooks see what they see in the unpatched model, including those added later: if a fused launch
+    would skip a module that has a forward hook or pre-hook, the modules are called one by one. Once
+    the hook is removed, the next call is fused again.
+
+    If nothing can be replaced, `patch` issues a `NothingPatchedWarning`. With ``strict=True`` it
+    raises a `ContractError` instead, also if it left a norm that may be an RMSNorm, and leaves the
+    model unchanged.
+
+    ``rounding="hf"`` rounds where the model's own modules do: 16-bit results are the model's,
+    except that float32 sums are added in another order. "once" rounds each kernel's result once,
+    which allows more fusion: additions in families whose norms round once, and MLA's down
+    projections with their norms. ``fuse=False`` replaces norms only.
+
+    ``decode=True`` also replaces projections. For up to 16 tokens a decoder layer is a chain of calls of
+    `linear`, each with the norm before it, the activation or the residual after it. Weights that have
+    the same input are merged once, and the model's parameters then lie in the merged memory. With
+    ``batch_invariant=True`` this is so for any number of tokens, and every other `torch.nn.Linear` is
+    replaced as well, so that a token's bytes do not depend on what else is computed. Attention to a cache
+    then calls a kernel of torch that does not split the context, where there is one. ``weights="fp8"``
+    quantizes the projections of layers, a scale per row, and uses them for any number of tokens. The
+    model keeps its own weights, and those that change are quantized again. ``keep_weights=False`` frees them,
+    one projection after the other. State dicts and `undo` then have the values that the codes stand for, in
+    the model's dtype.
+
+    There is no backward: call the patched model under ``torch.inference_mode()`` or ``no_grad()``,
+    otherwise it raises.
+
+    >>> import torch, onepass
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8))
+    >>> with onepass.patch(model) as handle, torch.inference_mode():
+    ...     print(handle)
+    ...     y = model(torch.ones(2, 8))
+    Sequential: 1 replaced, 0 left
+      replaced 1 x RMSNorm norm: rms_norm, rounding once
+    """
+    if not isinstance(model, nn.Module):
+        raise ContractError(f"patch: `model` must be a torch.nn.Module, got {type(model).__name__}")
+    if rounding not in ("hf", "once"):
+        raise ContractError(f"patch: `rounding` must be 'hf' or 'once', got {describe(rounding)}")
+    require_bool("patch", "fuse", fuse)
+    require_bool("patch", "strict", strict)
+    require_bool("patch", "decode", decode)
+    require_bool("patch", "batch_invariant", batch_invariant)
+    require_bool("patch", "keep_weights", keep_weights)
+    if weights not in (None, "fp8"):
+        raise ContractError(f"patch: `weights` must be None or 'fp8', got {describe(weights)}")
+    for name, used in (("batch_invariant", batch_invariant), ("weights", weights is not None)):
+        if used and not decode:
+            raise ContractError(f"patch: `{name}` must not be given without decode=True")
+    if not keep_weights and weights is None:
+        raise ContractError("patch: `keep_weights` must be True without weights='fp8', got False")
+    if decode and not fuse:
+        raise ContractError("patch: `fuse` must be True with decode=True, got False")
+    handle = Patched(model, rounding, keep_weights)
+    matches: Callable[..., Match] = cache(match)  # for this call only, because classes may be changed later
+    modules = list(model.named_modules())
+    for where, module in modules:  # norms first, because fused modules rely on them
+        if _may_be_a_norm(module):
+            _norm(handle, where, module, *(matches(type(module), kind) for kind in (Norm, OtherNorm)))
+    for where, module in modules if fuse else ():
+        for kind, step in _STEPS.items():
+            if _may_be(kind, module):
+                step(handle, where, module, matches(type(module), kind))
+    if decode and not (strict and handle.left_norms()):  # these raise below, and freed weights could not be restored
+        patch_decode(handle, modules, matches, "fp8_row" if weights == "fp8" else None, batch_invariant)
+    nothing = " No weight is fp8." if weights == "fp8" and not handle.fp8 else ""
+    _warn_or_raise(handle, strict, nothing)
+    if decode:
+        _warn_or_raise_decode(handle, strict, nothing)
+    return handle
+
+
+def _warn_or_raise(handle: Patched, strict: bool, nothing: str) -> None:
+    """Warn if nothing was patched. If ``strict``, raise instead, also if norms were left. ``nothing`` is said too."""
+    reasons = [f"{count} x {what}: {why}" for (what, why), count in counted(handle.left_norms())]
+    norms = "; ".join(reasons) if reasons else "it has no norm that could be replaced"
+    name = type(handle.model).__name__
+    if strict and (reasons or not handle.replaced):
+        handle.undo()
+        what = "norms were left in" if reasons else "nothing was replaced in"
+        raise ContractError(f"patch: `strict=True`, but {what} {name}, which is unchanged ({norms})")
+    if not handle.replaced:
+        warnings.warn(
+            f"onepass.patch replaced nothing in {name}, which runs as before ({norms}). docs/models.md explains what can be "
+            f"replaced; strict=True makes this an error.{nothing}",
+            NothingPatchedWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_or_raise_decode(handle: Patched, strict: bool, nothing: str) -> None:
+    """Warn if no layer runs as a decode step. If ``strict``, raise instead."""
+    if not handle.replaced or any(change.what == WHAT for change in handle.replaced):
+        return
+    left = [change for change in handle.left if change.what == WHAT]
+    reasons = "; ".join(f"{count} x {what}: {why}" for (what, why), count in counted(left))
+    why = f"no layer of {type(handle.model).__name__} runs as a decode step ({reasons or 'none has a self_attn'})"
+    if strict:
+        handle.undo()
+        raise ContractError(f"patch: `strict=True`, but {why}, and the model is unchanged")
+    warnings.warn(
+        f"onepass.patch(decode=True): {why}.{nothing} Everything else is patched.", NothingPatchedWarning, stacklevel=3
+    )
+
+
+def _may_be_a_norm(module: nn.Module) -> bool:
+    """Whether it has a weight and no submodules, or is named like a norm. torch's modules have to be named so."""
+    leaf = "weight" in module._parameters and not module._modules
+    ours = not type(module).__module__.startswith("torch.")
+    return (leaf and ours) or _looks_like_a_norm(module)
+
+
+def _looks_like_a_norm(module: nn.Module) -> bool:
+    """Decide by the name of its class. A block that only contains norms does not count."""
+    named = _LOOKS_LIKE_A_NORM.search(type(module).__name__) is not None
+    return named and (bool(module._parameters) or not module._modules)
+
+
+def _may_be(kind: type[Form], module: nn.Module) -> bool:
+    """Whether a module has submodules that one of this kind has, among them a norm that was patched."""
+    children = module._modules
+    if not _MARKS[kind] <= children.keys():
+        return False
+    norms = children.values() if kind is Layer else map(children.get, _MARKS[kind])
+    return any(map(_patched_norm, norms))
+
+
+def _norm(handle: Patched, where: str, module: nn.Module, match: Match, other: Match) -> None:
+    form = match.form
+    if isinstance(other.form, OtherNorm) or (form is TORCH and getattr(module, "weight", None) is None):
+        _other_norm(handle, where, module, match if other.form is None else other)
+        return
+    if not isinstance(form, Norm):
+        if _looks_like_a_norm(module):
+            torchs = isinstance(module, _TORCH_NORMS)
+            handle._leave(where, module, "norm", OTHER_NORM if torchs else why_not(module, match))
+        return
+    eps = _eps_of(module, form.eps)
+    objection = (
+        why_not(module, match, form.flag)
+        or unless(type(module).__call__ is nn.Module.__call__, OWN_CALL)
+        or _weight_objection(module)
+        or _eps_objection(module, form.eps)
+    )
+    if objection:
+        handle._leave(where, module, "norm", objection)
+        return
+    rounding = "once" if handle.rounding == "once" else form.rounding
+    handle._bind(
+        where, module, NormRecord(float(eps), form.weight_offset, rounding), "norm", f"rms_norm, rounding {rounding}"
+    )
+
+
+def _eps_of(module: nn.Module, name: str) -> Any:
+    """A norm's epsilon; torch's default where torch's norm has none."""
+    eps = getattr(module, name, None)
+    torchs = type(module).forward is nn.RMSNorm.forward
+    return torch.finfo(torch.float32).eps if eps is None and torchs else eps
+
+
+def _eps_objection(module: nn.Module, name: str) -> str:
+    eps = _eps_of(module, name)
+    return missing(module, name) or unless(type(eps) in (float, int), f"its epsilon, {name}, is {describe(eps)}")
+
+
+def _weight_objection(module: nn.Module, heads: bool = False) -> str:
+    """Why an op cannot use the weight, which may be one of each head."""
+    weight = cast(Any, getattr(module, "weight", None))
+    dims, what = ((1, 2), "1-D or 2-D") if heads else ((1,), "1-D")
+    return (
+        unless(weight is not None and weight.dim() in dims, f"it has no {what} weight")
+        or unless(type(weight) in (Tensor, Parameter), f"its weight is a {type(weight).__name__}")
+        or unless(weight.dtype in FLOATS, f"its weight is {weight.dtype}")
+    )
+
+
+def _other_norm(handle: Patched, where: str, module: nn.Module, match: Match) -> None:
+    form = match.form if isinstance(match.form, OtherNorm) else OtherNorm(weighted=False)
+    attributes = (form.gates_norm, form.activation, form.groups, form.group_size)
+    grouped = bool(form.groups or form.group_size)
+    objection = (
+        why_not(module, match)
+        or unless(type(module).__call__ is nn.Module.__call__, OWN_CALL)
+        or (_weight_objection(module, heads=not grouped) if form.weighted else _shape_objection(module))
+        or _eps_objection(module, form.eps)
+        or missing(module, *attributes)
+        or unless(_activation(module, form) in GATE_ACTIVATIONS, "its gate is neither silu nor sigmoid")
+    )
+    groups = 1 if objection else _groups(module, form)
+    objection = objection or unless(groups > 0, "its groups do not divide its columns")
+    if objection:
+        handle._leave(where, module, "norm", objection)
+        return
+    gate = form.gate
+    if form.gates_norm:
+        gate = "after" if getattr(module, form.gates_norm) else "before"
+    rounding = "once" if handle.rounding == "once" else form.rounding
+    centered = form.statistic == "layer"
+    eps = float(_eps_of(module, form.eps))
+    activation = _activation(module, form)
+    record = OtherNormRecord(eps, rounding, centered, form.weighted, gate, groups, form.squeezes, activation)
+    record = record._replace(weight_offset=form.weight_offset, same_dtype=form.same_dtype)
+    op = "layer_norm" if centered else "rms_norm"
+    gated = f"gate {gate}" if activation == "silu" else f"{activation} gate {gate}"
+    parts = [op, *[gated] * bool(gate), *[f"{groups} groups"] * (groups > 1)]
+    heads = form.weighted and cast(Tensor, module.weight).dim() == 2
+    parts += [*["no weight"] * (not form.weighted), *["weight per head"] * heads, f"rounding {rounding}"]
+    handle._bind(where, module, record, "norm", ", ".join(parts))
+
+
+def _shape_objection(module: nn.Module) -> str:
+    """torch's norm without a weight may be over several dimensions."""
+    shape = getattr(module, "normalized_shape", (1,))
+    return unless(len(shape) == 1, "it norms several dimensions")
+
+
+def _activation(module: nn.Module, form: OtherNorm) -> Any:
+    """What is applied to the gate."""
+    return getattr(module, form.activation) if form.activation else "silu"
+
+
+def _groups(module: nn.Module, form: OtherNorm) -> int:
+    """The number of groups of columns that are normed separately; 0 if they do not divide them."""
+    if not form.groups and not form.group_size:
+        return 1
+    columns, size = cast(Tensor, module.weight).numel(), getattr(module, form.groups or form.group_size)
+    if size is None and form.group_size:
+        return 1
+    if type(size) is not int or size < 1 or columns % size:
+        return 0
+    return size if form.groups else columns // size
+
+
+def _patched_norm(module: nn.Module | None) -> bool:
+    return module is not None and isinstance(module.__dict__.get(MARK), NormRecord)
+
+
+def _norm_of(module: nn.Module | None) -> NormRecord:
+    """How a patched norm is computed."""
+    return cast(NormModule, module)._onepass
+
+
+def _layer(handle: Patched, where: str, module: nn.Module, match: Match) -> None:
+    layer = match.form
+    if not isinstance(layer, Layer):
+        handle._leave(where, module, "additions", why_not(module, match))
+        return
+    if not layer.norm:
+        handle._leave(where, module, "additions", NORM_BEFORE_ADD)
+        return
+    handle._leave(where, module, AFTER_MLP, NEXT_LAYER)
+    what = "addition after the attention"
+    norm = getattr(module, layer.norm, None)
+    objection = (
+        why_not(module, match)
+        or missing(module, *layer_names(layer))
+        or unless(_patched_norm(norm), f"its {layer.norm} was left")
+        or unless(handle.rounding == "once" or _norm_of(norm).rounding == "hf", SUM_IS_ROUNDED)
+    )
+    if objection:
+        handle._leave(where, module, what, objection)
+        return
+    record = layer_record(layer, type(module), fused=True)
+    handle._bind(where, module, record, what, f"in the launch of {layer.norm}")
+
+
+def _attention(handle: Patched, where: str, module: nn.Module, match: Match) -> None:
+    what = "norms of q and k"
+    form = match.form
+    q_norm, k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
+    objection = (
+        why_not(module, match, form.flag if isinstance(form, Attention) else "")
+        or unless(_patched_norm(q_norm) and _patched_norm(k_norm), "one of them was left")
+        or unless(_norm_of(q_norm) == _norm_of(k_norm), "they have different epsilons")
+        or _not_importable(match)
+        or missing(sys.modules[_namespace(match)], *sorted(Attention.called))
+    )
+    if objection or not isinstance(form, Attention):
+        handle._leave(where, module, what, objection)
+        return
+    norm, rotation = _norm_of(q_norm), rotation_of(sys.modules[_namespace(match)])
+    record = attention_record(form, norm, _namespace(match))
+    extent = "per head" if form.per_head else "whole projections"
+    if rotation is None or rotation.wide:
+        handle._bind(where, module, record, what, f"qk_rms_norm, {extent}, rounding {norm.rounding}")
+        handle._leave(where, module, ROTATION, ROPE_OTHER if rotation is None else ROPE_ROUNDS)
+        return
+    record = record._replace(turn=Turn(rotation.style, False, True, "hf" if norm.rounding == "hf" else "hf_rope"))
+    why = f"qk_norm_rope_cache with the rotation, {extent}, rounding {norm.rounding}"
+    handle._bind(where, module, record, what, why)
+
+
+def _mla(handle: Patched, where: str, module: nn.Module, match: Match) -> None:
+    write = "norm of the latent, rotation and cache write"
+    what = "down projections and their norms"
+    if match.form is None:
+        handle._leave(where, module, what, why_not(module, match))
+        return
+    handle._leave(where, module, f"{write}, other caches", CACHE_LAYOUT)
+    norms = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
+    linears = [getattr(module, name, None) for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    objection = (
+        why_not(module, match)
+        or unless(linears[0] is not None, "queries have no down projection in this model")
+        or unless(handle.rounding == "once", TWO_ROUNDINGS)
+        or unless(all(map(_patched_norm, norms)), "one of these norms was left")
+        or unless(not any(_norm_of(norm).weight_offset for norm in norms), "their weights have an offset")
+        or unless(all(map(_is_linear, linears)), "they are not plain torch.nn.Linear modules without bias")
+        or unless(not any("forward" in vars(linear) for linear in linears), REPLACED_BEFORE)
+        or _not_importable(match)
+    )
+    if objection:
+        handle._leave(where, module, what, objection)
+        return
+    record = LatentRecord(_namespace(match), fused=True)
+    handle._bind(where, module, record, what, f"gemv_and_partial_norm for up to {FUSED_ROWS} tokens, one launch each")
+    why = "fused_rope_rmsnorm_quantization, if past_key_values is an onepass.models.MlaCache"
+    handle.replaced.append(Change(where, type(module).__name__, write, why))
+
+
+def _namespace(match: Match) -> str:
+    """The Python module in which the forward looks up its functions."""
+    return match.code.module if match.code is not None else ""
+
+
+def _not_importable(match: Match) -> str:
+    return unless(bool(_namespace(match)), "its Python module is not in sys.modules")
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    return type(module) is nn.Linear and module.bias is None
+
+
+_STEPS: Final[dict[type[Form], Callable[..., None]]] = {Layer: _layer, Attention: _attention, Mla: _mla}
+_MARKS: Final[dict[type[Form], set[str]]] = {
+    Layer: {"self_attn"},
+    Attention: {"q_norm", "k_norm"},
+    Mla: {"kv_a_layernorm"},
+}
+"""The submodules that each kind has. Only modules that have them are compared with the forms."""

@@ -1,0 +1,28 @@
+"""Where a token's entry lies in a cache, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def paged(slots: Tensor, pages: int, entries: int) -> tuple[Tensor, Tensor]:
+    """Page and entry of every slot; the page is -1 for a slot outside the cache."""
+    return _both([divmod(s, entries) if 0 <= s < pages * entries else (-1, 0) for s in slots.flatten().tolist()])
+
+
+def dense(starts: Sequence[int], sequences: int, tokens: int, entries: int) -> tuple[Tensor, Tensor]:
+    """Sequence and entry of every token, whose first one lies at its ``starts``; -1 if there is no such entry."""
+    found = []
+    for sequence in range(sequences):
+        for token in range(tokens):
+            entry = (starts[sequence] if len(starts) > 1 else starts[0]) + token
+            found.append((sequence, entry) if 0 <= entry < entries else (-1, 0))
+    return _both(found)
+
+
+def _both(places: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    pairs = torch.tensor(places, dtype=torch.int64).view(-1, 2)
+    return pairs[:, 0], pairs[:, 1]

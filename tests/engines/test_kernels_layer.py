@@ -1,0 +1,93 @@
+"""The layer for Hugging Face kernels, without that package. `test_kernels.py` runs it with the package."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onepass import ContractError, Unsupported
+from onepass.engines import kernels as layers
+from onepass.testing.case import same_bytes
+from tests.helpers.models import fresh
+
+
+def norms(family: str) -> list[Any]:
+    """The norms of a small model; their gammas are not all ones."""
+    found = [m for m in fresh(family, torch.bfloat16).modules() if type(m).__name__.endswith("RMSNorm")]
+    assert found and all(not torch.equal(m.weight, torch.ones_like(m.weight)) for m in found)
+    return found
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "OLMo-2", "gpt-oss"])
+def test_layer_has_the_bytes_of_the_module(family: str) -> None:
+    """Bound to the module, as `kernelize` does it."""
+    for norm in norms(family)[:2]:
+        x = torch.randn(50, norm.weight.shape[0], generator=torch.Generator().manual_seed(1)).bfloat16()
+        with torch.inference_mode():
+            expected = norm(x)
+            norm.forward = MethodType(layers.RMSNorm.forward, norm)
+            got = norm(x)
+        assert (got == expected).float().mean() > 0.995 and got.abs().max() > 0.5
+        assert got.dtype == expected.dtype and layers.form_of(type(norm)) is not None
+
+
+def test_module_runs_its_own_forward_where_the_layer_cannot() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states + self.weight
+
+    module: Any = Shifted()
+    x = torch.randn(3, 8)
+    assert layers.form_of(Shifted) is None
+    assert same_bytes(layers.RMSNorm.forward(module, x).detach(), (x + 1))
+    (norm, *_) = norms("Llama")
+    norm.float()
+    half = torch.randn(3, norm.weight.shape[0]).bfloat16()
+    assert layers.RMSNorm.forward(norm, half).dtype == torch.float32, "as transformers multiplies by a float32 weight"
+    norm.requires_grad_(True)
+    layers.RMSNorm.forward(norm, half.float()).sum().backward()
+    assert norm.weight.grad is not None
+
+
+def test_layer_has_no_state() -> None:
+    """What `kernels` requires of a layer: no constructor, and no members but two flags."""
+    assert layers.RMSNorm.__init__ is nn.Module.__init__
+    assert set(dir(layers.RMSNorm)) - set(dir(nn.Module)) == {"can_torch_compile", "has_backward"}
+    assert layers.RMSNorm.can_torch_compile and not layers.RMSNorm.has_backward
+
+
+def test_repository_is_complete() -> None:
+    root = layers.repository() / "build"
+    assert sorted(path.name for path in root.iterdir()) == ["torch-cpu", "torch-cuda"]
+    for variant in root.iterdir():
+        data = json.loads((variant / "metadata.json").read_text())
+        assert f"torch-{data['backend']['type']}" == variant.name and data["python-depends"] == []
+        spec = importlib.util.spec_from_file_location(data["id"], variant / "__init__.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[data["id"]] = module
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            for name in [name for name in sys.modules if name.split(".")[0] == data["id"]]:
+                del sys.modules[name]
+        assert module.layers.RMSNorm is layers.RMSNorm
+
+
+def test_mapping_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(Unsupported, match="mapping: the package kernels is needed"):
+        layers.mapping()
+    with pytest.raises(ContractError, match="mapping: `devices` must be some of cpu, cuda, got 'npu'"):
+        layers.mapping(["npu"])

@@ -1,0 +1,105 @@
+"""The matrix of cases of the norm, rotation and cache write of q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Final
+
+from onepass.formats import FLOATS
+from onepass.testing.qk_cache import BF16, F32, FNUZ, FP8, I32, I64, Angles, QkCacheCase
+from tests.grid import grid
+
+_ROUNDINGS: Final[list[Any]] = ["once", "hf", "hf_rope"]
+NORMS: Final[list[Any]] = ["none", "head", "whole"]
+
+
+WHOLE: Final = Angles(128, pair=BF16)
+
+
+def _size_and_dtype_cases() -> Iterator[QkCacheCase]:
+    c = partial(grid, QkCacheCase)
+    # models: Llama 3 and Qwen3, Gemma 3, OLMo-2, Phi-3, GLM-4
+    for lead in ((1,), (3,)):
+        yield from c("model", lead, 32, 8, 128, norm=["none", "head"], angles=Angles(128), page=16, memory="packed")
+    yield from c("model", (2, 2), 32, 8, 128, norm=["none", "head"], angles=WHOLE, rounding="hf", layout="dense")
+    offset: dict[str, Any] = {"weight_offset": 1.0}
+    yield from c("model", (3,), 16, 8, 256, angles=Angles(256), rounding=["once", "hf_rope"], options=offset)
+    yield from c("model", (2,), 32, 32, 128, norm="whole", angles=Angles(128), rounding=["once", "hf_rope"])
+    yield from c("model", (3,), 32, 32, 96, norm="none", angles=Angles(96), rounding=["once", "hf"])
+    for style in ("half", "interleaved"):
+        yield from c("model", (3,), 32, 2, 128, norm="none", angles=Angles(64, style), rounding=["once", "hf"])
+    # heads and columns
+    for d, dim in ((1, 0), (2, 2), (6, 4), (17, 16), (33, 0), (80, 80), (96, 40), (128, 128), (192, 64), (1000, 1000)):
+        for style in ("half", "interleaved") if dim else ("",):
+            turn = Angles(dim, style, I32) if dim else None
+            yield from c("columns", (3,), 3, 2, d, d + 1, norm=NORMS, angles=turn)
+    yield from c("columns", (2,), 1, 1, 1024, 8, norm=NORMS, angles=Angles(1024))
+    for q_heads, k_heads in ((1, 1), (5, 3), (7, 7), (2, 9), (33, 1)):
+        yield from c("heads", (3,), q_heads, k_heads, 32, norm=NORMS, angles=Angles(32))
+    yield from c("heads", (2,), 160, 70, 128, norm="whole", angles=[None, Angles(128), Angles(64, "interleaved")])
+    yield from c("heads", (2,), 100, 3, 96, norm="whole", angles=Angles(48), rounding="hf")
+    # dtypes
+    for x in FLOATS:
+        yield from c("dtypes", x=x, gamma=x, norm=NORMS, cache=x, rounding=_ROUNDINGS)
+        yield from c("dtypes", x=x, gamma=[g for g in FLOATS if g != x], cache=x)
+        yield from c("dtypes", x=x, gamma=x, cache=[d for d in FLOATS if d != x], rounding=["once", "hf"])
+        yield from c("dtypes", x=x, gamma=x, angles=Angles(64, pair=x), rounding=_ROUNDINGS, layout="HND")
+        yield from c("dtypes", x=x, norm="none", angles=Angles(64, pair=next(d for d in FLOATS if d != x)))
+        yield from c("dtypes", x=x, norm="none", angles=Angles(64, "interleaved", pair=x), rounding="hf")
+        yield from c("dtypes", x=x, gamma=F32, out=[d for d in FLOATS if d != x])
+    yield from c("dtypes", gamma=BF16, gamma_k=F32, norm=["head", "whole"])
+    # fp8
+    for fmt in (FP8, FNUZ):
+        yield from c("fp8", cache=fmt, scale=["", "k", "v", "kv"], norm=["none", "head"])
+        yield from c("fp8", x=F32, cache=fmt, scale="kv", rounding=["once", "hf"], angles=Angles(32, "interleaved"))
+        yield from c("fp8", (2, 3), cache=fmt, scale="kv", layout=["HND", "dense"], norm="whole")
+    yield from c("fp8", q_heads=3, k_heads=3, head=80, angles=Angles(40), cache=FP8, scale="kv", memory="misaligned")
+
+
+def _rotation_and_cache_cases() -> Iterator[QkCacheCase]:
+    c = partial(grid, QkCacheCase)
+    for style in ("half", "interleaved"):
+        for positions in (None, I32, I64):
+            yield from c("rope", [(5,), (2, 3)], angles=Angles(64, style, positions), layout="HND")
+        yield from c("rope", (2, 3), angles=Angles(32, style, pair=BF16), rounding=_ROUNDINGS, layout="dense")
+        yield from c("rope", (2, 3), angles=Angles(64, style, pair=F32, shared=True), norm=NORMS)
+        yield from c("rope", (7,), angles=Angles(2, style), norm=NORMS, rounding=["once", "hf"])
+    yield from c("rope", angles=None, norm=NORMS, rounding=_ROUNDINGS)
+    # caches
+    for layout in ("NHD", "HND"):
+        yield from c("paged", (9,), layout=layout, page=[1, 5, 16], slots=[I32, I64])
+        yield from c("paged", (3, 4), layout=layout, memory=["packed", "parts", "transposed"])
+    for start in ("default", "int", "one", "each"):
+        yield from c("dense", [(2, 3), (3, 1), (1, 4)], layout="dense", start=start, index=[I32, I64])
+    yield from c("dense", (3, 5), layout="dense", memory=["packed", "misaligned", "parts", "transposed"])
+    yield from c("dense", (2, 3), layout="dense", angles=Angles(64, positions=None), norm="none", value=48)
+    yield from c("no cache", [(5,), (2, 3)], cache=None, norm=NORMS, rounding=_ROUNDINGS)
+    yield from c("no cache", (2, 3), cache=None, out=F32, memory=["packed", "parts", "misaligned"])
+    yield from c("no cache", (5,), cache=None, angles=None, norm="none", out=[BF16, F32])
+
+
+def _memory_and_value_cases() -> Iterator[QkCacheCase]:
+    c = partial(grid, QkCacheCase)
+    layouts: list[Any] = ["packed", "misaligned", "transposed"]
+    yield from c("layouts", (4,), 5, 3, 96, norm=["none", "head"], angles=Angles(96), memory=layouts)
+    yield from c(
+        "layouts", (2, 3), 5, 3, 80, 72, norm=["none", "head"], angles=Angles(40, "interleaved"), memory=layouts
+    )
+    yield from c("layouts", (2, 3), norm="whole", memory=["packed", "misaligned", "parts"])
+    yield from c("layouts", (4,), x=F32, gamma=F32, cache=F32, memory=layouts)
+    # options and values
+    yield from c("options", options=[{"weight_offset": 1.0}, {"eps": 1e-3}], norm=["head", "whole"])
+    for x in (BF16, F32):
+        yield from c("values", (9,), x=x, gamma=x, cache=x, norm=NORMS, rounding=["once", "hf"], values="special")
+    yield from c("values", (9,), cache=[FP8, FNUZ], scale="kv", values="special")
+    yield from c("values", (9,), options={"eps": 0.0}, values="special", angles=Angles(32, "interleaved"))
+    yield from c("empty", [(0,), (0, 3), (2, 0)], cache=[None, BF16])
+    # many tokens
+    yield from c("large", (1000,), 32, 8, 128, angles=Angles(128), page=64, norm=["none", "head"], memory="packed")
+    yield from c("large", (4, 300), 32, 8, 128, angles=WHOLE, rounding="hf", layout="dense", memory="packed")
+    yield from c("large", (600,), 32, 32, 128, norm="whole", angles=Angles(128), rounding=["once", "hf_rope"])
+    yield from c("large", (600,), 32, 2, 128, norm="none", angles=Angles(64, "interleaved"), cache=FP8, scale="kv")
+
+
+CASES: Final = (*_size_and_dtype_cases(), *_rotation_and_cache_cases(), *_memory_and_value_cases())
