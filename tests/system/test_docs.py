@@ -357,8 +357,8 @@ def test_contributing_lists_the_folders_of_tests() -> None:
     assert sorted(listed) == sorted(path.parent.name for path in (ROOT / "tests").glob("*/__init__.py"))
 
 
-def test_models_md_lists_every_compat_function() -> None:
-    text = (ROOT / "docs/models.md").read_text().split("## Coming from vLLM")[1]
+def test_engines_md_lists_every_function() -> None:
+    text = (ROOT / "docs/engines.md").read_text().split("## Coming from vLLM")[1]
     for module in (engines.vllm, engines.flashinfer, engines.sglang):
         for name in module.__all__:
             short = name.removeprefix("fused_add_") if name.endswith("static_fp8_quant") else name
