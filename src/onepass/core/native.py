@@ -128,7 +128,7 @@ def direct() -> tuple[int, int, int, int]:
 
 
 def forget() -> None:
-    """Let no plan use memory that it has kept for a stream; it is taken anew."""
+    """Drop per-stream scratch memory; the next launch reallocates it."""
     module = _load()[0]
     if module is not None:
         module.forget()

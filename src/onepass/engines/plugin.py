@@ -6,7 +6,7 @@ where it is chosen::
 
     vllm serve MODEL --ir-op-priority.rms_norm=onepass,native --ir-op-priority.fused_add_rms_norm=onepass,native
 
-Both have the bytes of vLLM's native ops, as far as the order of a sum allows. With ``rs`` from the unrounded
+Both are bit-identical to vLLM's native ops, up to the order of a sum. With ``rs`` from the unrounded
 ``h = x + x_residual``::
 
     weight of x's dtype      y = round(round(h * rs) * weight)
@@ -38,7 +38,7 @@ __all__ = ["PROVIDER", "register"]
 
 PROVIDER: Final = "onepass"
 NATIVE: Final = {"rms_norm": ("610e69ad666b",), "fused_add_rms_norm": ("83ed1689ffd1",)}
-"""The code of vLLM's native ops that the functions below have the bytes of. It was read in seven releases, 0.22.1 to 0.32.0."""
+"""The code of vLLM's native ops that the functions below reproduce. It was read in seven releases, 0.22.1 to 0.32.0."""
 
 _log = logging.getLogger("vllm.plugins.onepass")
 

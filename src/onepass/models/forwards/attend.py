@@ -1,6 +1,6 @@
 """Attention to a cache: which kernel computes it, and masks in the form that it takes.
 
-For few queries torch splits a long context. cuDNN, its first choice on NVIDIA GPUs, then gives other bytes from run to run,
+For few queries torch splits a long context. cuDNN, its first choice on NVIDIA GPUs, is then not run-to-run deterministic,
 and flash splits by the batch. `ops.attention` has a kernel for up to 16 tokens of heads with up to 256 columns, in 16
 bits. `attend_unsplit` is for all others where bytes must not depend on the batch. torch's memory-efficient kernel gives a
 block of queries of one head to one program, which goes through the keys in order. The blocks depend on the dtype and the

@@ -415,7 +415,7 @@ class Parts(NamedTuple):
     """The submodules whose work a step of an attention or MLP does.
 
     ``names`` are the layers of the projections, in order; ``norms`` are patched norms, ``others`` have no weights.
-    ``always`` is whether steps of any number of tokens run so.
+    ``always`` is whether steps of any number of tokens do.
     """
 
     names: tuple[str, ...]

@@ -107,7 +107,7 @@ def _prepare(module: Module, spec: LinearSpec, product: dot.Product, offsets: di
 
 
 class _Row:
-    """Emits the work on one row of x. The norm has the bytes of the row kernel's (`rms_norm_kernels`)."""
+    """Emits the work on one row of x. The norm is bit-identical to the row kernel's."""
 
     def __init__(self, f: Function, spec: LinearSpec, product: dot.Product, args: Arguments, index: Int) -> None:
         self.f, self.spec, self.product, self.args = f, spec, product, args
