@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -95,3 +95,43 @@ class GemvCall(NamedTuple):
     def device(self) -> int:
         """The number of the GPU that the tensors are on, or -1."""
         return self.act.get_device()
+
+
+class GemvArguments(Protocol):
+    """Validated arguments that all products have."""
+
+    act: Tensor
+    weight: Tensor
+    weight_scale: Tensor | None
+    block_scale: Tensor | None
+
+
+class PlainArguments(GemvArguments, Protocol):
+    """Validated arguments of a product without norms."""
+
+    y_scratch: Tensor
+
+
+class NormedArguments(GemvArguments, Protocol):
+    """Validated arguments of `gemv_and_partial_norm`."""
+
+    gamma: Tensor
+    gamma1: Tensor | None
+    gamma2: Tensor | None
+    gamma3: Tensor | None
+    normed_dtype: torch.dtype | None
+    eps: float
+    normed_output: Tensor
+    scale_output: Tensor | None
+    normed_output1: Tensor | None
+    normed_output2: Tensor | None
+    normed_output3: Tensor | None
+    unnormed_output: Tensor | None
+
+
+class ScratchArguments(NormedArguments, Protocol):
+    """Validated arguments of `gemv_and_partial_norm_with_scratch`."""
+
+    finish_counter: Tensor
+    trace: Tensor | None
+    units: Tensor | None

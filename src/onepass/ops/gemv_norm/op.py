@@ -17,7 +17,7 @@ uses two launches instead, and the norm reads y after rounding to act's dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -37,17 +37,17 @@ from .contract import FURTHER, GEMV, GEMV_WITH_SCRATCH, blocks_of
 from .contract import PLAIN_GEMV as _PLAIN_GEMV
 from .contract import UNFUSED as _UNFUSED
 from .contract import UNFUSED_WITH_SCRATCH as _UNFUSED_WITH_SCRATCH
-from .launch import MOST_COLUMNS, GemvCall, gemv_spec
+from .launch import MOST_COLUMNS, GemvArguments, GemvCall, NormedArguments, PlainArguments, ScratchArguments, gemv_spec
 
 __all__ = ["GEMV", "GEMV_WITH_SCRATCH", "gemv_and_partial_norm", "gemv_trace_blocks"]
 __all__ += ["gemv_and_partial_norm_unfused_with_scratch", "gemv_and_partial_norm_with_scratch"]
 
 
-def _fused(spec_cache: dict[Any, Any], a: Any) -> None:
+def _fused(spec_cache: object, a: NormedArguments) -> None:
     _run(a, _gammas(a), _normed(a), a.normed_dtype, a.eps, scale=a.scale_output, unnormed=a.unnormed_output)
 
 
-def _fused_with_scratch(spec_cache: dict[Any, Any], a: Any) -> None:
+def _fused_with_scratch(spec_cache: object, a: ScratchArguments) -> None:
     gammas, counter = _gammas(a), a.finish_counter
     if debugging():
         _check_counter(counter, len(gammas))
@@ -56,21 +56,26 @@ def _fused_with_scratch(spec_cache: dict[Any, Any], a: Any) -> None:
     _run(a, gammas, _normed(a), a.normed_dtype, a.eps, **outs, **scratch)
 
 
-def _plain_gemv(spec_cache: dict[Any, Any], a: Any) -> None:
+def _plain_gemv(spec_cache: object, a: PlainArguments) -> None:
     _run(a, [], [], None, 0.0, unnormed=a.y_scratch)
 
 
-def _gammas(a: Any) -> list[Tensor]:
+def _gammas(a: NormedArguments) -> list[Tensor]:
     return [g for g in (a.gamma, a.gamma1, a.gamma2, a.gamma3) if g is not None]
 
 
-def _normed(a: Any) -> list[Tensor]:
+def _normed(a: NormedArguments) -> list[Tensor]:
     outs = (a.normed_output, a.normed_output1, a.normed_output2, a.normed_output3)
     return [t for t in outs if t is not None]
 
 
 def _run(
-    a: Any, gammas: list[Tensor], normed: list[Tensor], codes: torch.dtype | None, eps: float, **rest: Tensor | None
+    a: GemvArguments,
+    gammas: list[Tensor],
+    normed: list[Tensor],
+    codes: torch.dtype | None,
+    eps: float,
+    **rest: Tensor | None,
 ) -> None:
     """Launch once, unless there are no rows. In the workspace every segment of y has whole tiles."""
     act, weight = a.act, a.weight
@@ -284,7 +289,13 @@ def _further(contract: Contract, segments: Sequence[Tensor]) -> list[Tensor | No
 
 
 def _two_launches(
-    contract: Contract, act: Tensor, weight: Tensor, gamma: Tensor, weight_scale: Tensor | None, eps: float, *outs: Any
+    contract: Contract,
+    act: Tensor,
+    weight: Tensor,
+    gamma: Tensor,
+    weight_scale: Tensor | None,
+    eps: float,
+    *outs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The norm, and all of y rounded to act's dtype. Everything is validated before the first launch."""
     normed, y = outs

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -106,6 +106,26 @@ class LinearCall(NamedTuple):
     def device(self) -> int:
         """The number of the GPU that the tensors are on, or -1."""
         return self.x.get_device()
+
+
+class LinearArguments(Protocol):
+    """Validated arguments of `linear`."""
+
+    x: Tensor
+    weight: Tensor
+    gamma: Tensor | None
+    residual: Tensor | None
+    weight_scale: Tensor | None
+    block_scale: Tensor | None
+    bias: Tensor | None
+    add: Tensor | None
+    eps: float
+    weight_offset: float
+    activation: Activation | None
+    rounding: Rounding
+    static_weight: bool
+    out: Tensor
+    residual_out: Tensor | None
 
 
 def run_linear(call: LinearCall) -> None:

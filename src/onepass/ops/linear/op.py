@@ -18,7 +18,7 @@ lane, and a GPU one per piece of K (docs/numerics.md).
 
 from __future__ import annotations
 
-from typing import Any, cast, overload
+from typing import cast, overload
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.compiler import is_compiling
 from ...core.op import Op
 from ...formats import Rounding
 from .contract import LINEAR
-from .launch import Activation, LinearCall, LinearSpec, linear_spec, run_linear
+from .launch import Activation, LinearArguments, LinearCall, LinearSpec, linear_spec, run_linear
 from .weight_scale import kind_of, split
 
 __all__ = ["LINEAR", "linear"]
@@ -36,7 +36,7 @@ SpecCache = dict[tuple[object, ...], LinearSpec]
 """The specs of one combination of options, by the tensors' dtypes and the kind of scale."""
 
 
-def _linear(spec_cache: SpecCache, a: Any) -> None:
+def _linear(spec_cache: SpecCache, a: LinearArguments) -> None:
     kind = kind_of(a.weight, a.weight_scale, a.block_scale)
     optional = [None if t is None else t.dtype for t in (a.gamma, a.residual, a.bias, a.add)]
     key = (a.x.dtype, a.weight.dtype, kind, *optional)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -127,6 +127,30 @@ class MlaCall(NamedTuple):
     def device(self) -> int:
         """The number of the GPU that the tensors are on, or -1."""
         return self.q.get_device()
+
+
+class MlaArguments(Protocol):
+    """Validated arguments of `fused_rope_rmsnorm_quantization`."""
+
+    q_rope: Tensor
+    kv: Tensor
+    gamma: Tensor
+    blocks: Tensor
+    freqs_cis: Tensor | None
+    positions: Tensor | None
+    input_row_offsets: Tensor | None
+    cache_lengths: Tensor | None
+    lookup_table: Tensor | None
+    slot_mapping: Tensor | None
+    kv_scale: Tensor | None
+    per_token_scale: Tensor | None
+    rope_style: RopeStyle
+    rope_dim: int | None
+    entry_format: str
+    epsilon: float
+    weight_offset: float
+    rounding: Rounding
+    q_rope_output: Tensor
 
 
 def run_mla(contract: Contract, call: MlaCall, turned: int) -> None:

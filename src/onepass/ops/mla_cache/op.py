@@ -21,7 +21,7 @@ before scale and store.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,12 +32,12 @@ from ...formats import Rounding
 from ...kvcache import DS_MLA, PagedKVCache, gather_mla
 from ...rope import RopeStyle
 from .contract import FUSED_ROPE_RMSNORM_QUANTIZATION
-from .launch import MlaCall, MlaSpec, ScaleKind, mla_spec, run_mla
+from .launch import MlaArguments, MlaCall, MlaSpec, ScaleKind, mla_spec, run_mla
 
 __all__ = ["FUSED_ROPE_RMSNORM_QUANTIZATION", "PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla"]
 
 
-def _write_cache(spec_cache: dict[object, MlaSpec], a: Any) -> None:
+def _write_cache(spec_cache: dict[object, MlaSpec], a: MlaArguments) -> None:
     freqs, positions = a.freqs_cis, a.positions
     offsets, lengths, table, slots = a.input_row_offsets, a.cache_lengths, a.lookup_table, a.slot_mapping
     turned = 0 if freqs is None else freqs.shape[1] if a.rope_dim is None else a.rope_dim

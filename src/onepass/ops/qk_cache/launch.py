@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -163,6 +163,36 @@ class QkCacheCall(NamedTuple):
 
 
 _ABSENT = (0, 0, 0, 0)
+
+
+class QkCacheArguments(Protocol):
+    """Validated arguments of `qk_norm_rope_cache`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    gamma_q: Tensor | None
+    gamma_k: Tensor | None
+    freqs: Tensor | None
+    positions: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    slots: Tensor | None
+    starts: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    k_cache: Tensor | None
+    v_cache: Tensor | None
+    eps: float
+    weight_offset: float
+    per_head: bool
+    style: RopeStyle
+    dim: int | None
+    first: int
+    layout: CacheLayout
+    rounding: Rounding
+    q_out: Tensor
+    k_out: Tensor | None
 
 
 def run_qk_cache(contract: Contract, call: QkCacheCall, first: int, layout: CacheLayout) -> None:

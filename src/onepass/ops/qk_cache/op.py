@@ -12,7 +12,7 @@ Everything is float32 until the single rounding at the store. ``rounding="hf"`` 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -20,14 +20,14 @@ from torch.compiler import is_compiling
 from ...core.contract import describe
 from ...core.op import Op
 from ...formats import Rounding
-from ...rope import Rope
+from ...rope import Rope, RopeStyle
 from .contract import QK_NORM_ROPE_CACHE
-from .launch import CacheLayout, QkCacheCall, QkCacheSpec, Turn, qk_cache_spec, run_qk_cache
+from .launch import CacheLayout, QkCacheArguments, QkCacheCall, QkCacheSpec, Turn, qk_cache_spec, run_qk_cache
 
 __all__ = ["QK_NORM_ROPE_CACHE", "qk_norm_rope_cache"]
 
 
-def _write_cache(spec_cache: dict[object, QkCacheSpec], a: Any) -> None:
+def _write_cache(spec_cache: dict[object, QkCacheSpec], a: QkCacheArguments) -> None:
     turn, cached = None, a.k_cache is not None
     if a.freqs is not None:
         at = None if a.positions is None else a.positions.dtype
@@ -123,7 +123,7 @@ def qk_norm_rope_cache(
     """
     fail = QK_NORM_ROPE_CACHE.fail
     freqs = positions = cos = sin = dim = None
-    style: Any = "half"
+    style: RopeStyle = "half"
     if rope is not None:
         if not isinstance(rope, Rope):
             fail("rope", "be a Rope or None", describe(rope))
@@ -151,7 +151,7 @@ def qk_norm_rope_cache(
     return cast(Tensor, q_result), k_result
 
 
-def _per_token(angles: Any, q: object) -> Any:
+def _per_token(angles: Tensor | None, q: object) -> Tensor | None:
     """Cosines or sines with q's leading shape: a row for every sequence serves all of them."""
     if not isinstance(angles, Tensor) or not isinstance(q, Tensor) or (angles.dim(), q.dim()) != (3, 4):
         return angles

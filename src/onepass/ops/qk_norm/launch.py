@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -135,6 +135,58 @@ class QkCall(NamedTuple):
 
 _ONE: Final = (1, 1)
 _NO_STEPS: Final[tuple[int, ...]] = (0,) * len(WITH_HEADS)
+
+
+class SquaresArguments(Protocol):
+    """Validated arguments of `row_sum_of_squares_qk` and `row_mean_of_squares_qk`."""
+
+    q: Tensor
+    k: Tensor
+    out: Tensor
+
+
+class NormArguments(Protocol):
+    """Validated arguments that all norms of q and k have."""
+
+    q: Tensor
+    k: Tensor
+    gamma_q: Tensor
+    gamma_k: Tensor
+    freqs: Tensor | None
+    positions: Tensor | None
+    style: RopeStyle
+    dim: int | None
+    rounding: Rounding
+    weight_offset: float
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    q_out: Tensor
+    k_out: Tensor
+
+
+class ApplyArguments(NormArguments, Protocol):
+    """Validated arguments of `apply_qk_rms_norm`."""
+
+    qk_var: Tensor
+    head_dim: int | None
+    epsilon: float
+    epsilon_k: float | None
+
+
+class HeadsArguments(NormArguments, Protocol):
+    """Validated arguments of `qk_rms_norm` for q and k [..., H, D]."""
+
+    eps: float
+    eps_k: float | None
+    q_scale_out: Tensor | None
+    k_scale_out: Tensor | None
+
+
+class FlatArguments(HeadsArguments, Protocol):
+    """Validated arguments of `qk_rms_norm` for rows."""
+
+    per_head: bool
+    head_dim: int | None
 
 
 def run_qk(contract: Contract, call: QkCall, head: int) -> None:

@@ -30,7 +30,20 @@ from ...core.op import Op, stands_in
 from ...formats import FP8_FORMATS, Rounding
 from ...rope import Rope
 from .contract import APPLY_QK_RMS_NORM, QK_RMS_NORM, QK_RMS_NORM_HEADS, ROW_MEAN_OF_SQUARES_QK, ROW_SUM_OF_SQUARES_QK
-from .launch import QkCall, QkScale, QkSpec, RopeRule, Stage, qk_spec, run_qk
+from .launch import (
+    ApplyArguments,
+    FlatArguments,
+    HeadsArguments,
+    NormArguments,
+    QkCall,
+    QkScale,
+    QkSpec,
+    RopeRule,
+    SquaresArguments,
+    Stage,
+    qk_spec,
+    run_qk,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,46 +56,48 @@ SpecCache = dict[object, QkSpec]
 """The specs of one combination of options, by the tensors' dtypes and the rotation."""
 
 
-def _sums(spec_cache: SpecCache, a: Any) -> None:
+def _sums(spec_cache: SpecCache, a: SquaresArguments) -> None:
     run_qk(ROW_SUM_OF_SQUARES_QK, QkCall(qk_spec("sums", a.q.dtype), a.q, a.k, stats=a.out), 0)
 
 
-def _means(spec_cache: SpecCache, a: Any) -> None:
+def _means(spec_cache: SpecCache, a: SquaresArguments) -> None:
     run_qk(ROW_MEAN_OF_SQUARES_QK, QkCall(qk_spec("means", a.q.dtype), a.q, a.k, stats=a.out), 0)
 
 
-def _apply(spec_cache: SpecCache, a: Any) -> None:
+def _apply(spec_cache: SpecCache, a: ApplyArguments) -> None:
     scale: QkScale = "none" if a.q_scale is None else "tensor"
-    two = a.epsilon_k is not None and a.epsilon_k != a.epsilon
+    eps_k = a.epsilon if a.epsilon_k is None else a.epsilon_k
+    two = eps_k != a.epsilon
     call = _call(spec_cache, a, "apply", a.head_dim or 0, a.epsilon, a.qk_var, scale=scale, two_eps=two)
     if two or a.q_scale is not None:
-        call = call._replace(eps_k=a.epsilon_k if two else a.epsilon, q_scale=a.q_scale, k_scale=a.k_scale)
+        call = call._replace(eps_k=eps_k, q_scale=a.q_scale, k_scale=a.k_scale)
     run_qk(APPLY_QK_RMS_NORM, call, 0)
 
 
-def _flat(spec_cache: SpecCache, a: Any) -> None:
+def _flat(spec_cache: SpecCache, a: FlatArguments) -> None:
     head = a.gamma_q.shape[0] if a.per_head else 0
     run_qk(QK_RMS_NORM, _fused(spec_cache, a, a.head_dim or head, a.per_head), head)
 
 
-def _heads(spec_cache: SpecCache, a: Any) -> None:
+def _heads(spec_cache: SpecCache, a: HeadsArguments) -> None:
     run_qk(QK_RMS_NORM_HEADS, _fused(spec_cache, a, a.q.shape[-1], True), -1)
 
 
-def _fused(cache: SpecCache, a: Any, head: int, per_head: bool) -> QkCall:
+def _fused(cache: SpecCache, a: HeadsArguments, head: int, per_head: bool) -> QkCall:
     """A call that computes its own statistics; results may be fp8, and k may have an eps of its own."""
     scale: QkScale = "tensor" if a.q_scale is not None else "row" if a.q_scale_out is not None else "none"
-    two = a.eps_k is not None and a.eps_k != a.eps
+    eps_k = a.eps if a.eps_k is None else a.eps_k
+    two = eps_k != a.eps
     call = _call(cache, a, "fused", head, a.eps, per_head=per_head, scale=scale, two_eps=two)
     if scale == "none" and not two:
         return call
-    scales = {name: getattr(a, name) for name in ("q_scale", "k_scale", "q_scale_out", "k_scale_out")}
-    return call._replace(eps_k=a.eps_k if two else a.eps, **scales)
+    call = call._replace(eps_k=eps_k, q_scale=a.q_scale, k_scale=a.k_scale)
+    return call._replace(q_scale_out=a.q_scale_out, k_scale_out=a.k_scale_out)
 
 
 def _call(
     cache: SpecCache,
-    a: Any,
+    a: NormArguments,
     stage: Stage,
     head: int,
     eps: float,

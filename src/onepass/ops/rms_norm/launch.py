@@ -281,10 +281,22 @@ class NormArguments(Protocol):
 
 
 class FinishedArguments(NormArguments, Protocol):
-    """Validated arguments of `rms_norm` and `layer_norm`, as far as they are the same."""
+    """Validated arguments of `layer_norm`, all of which `rms_norm` has too."""
 
+    head_gamma: Tensor | None
     bias: Tensor | None
     out: Tensor
+    rstd_out: Tensor | None
+
+
+class PlainArguments(FinishedArguments, Protocol):
+    """Validated arguments of `rms_norm`."""
+
+    gate: Tensor | None
+    rounding: Rounding
+    gate_order: GateOrder
+    gate_activation: GateActivation
+    return_rstd: bool
 
 
 class QuantArguments(NormArguments, Protocol):

@@ -56,8 +56,10 @@ from ...formats import (
 from ...prologues import Prologue
 from .contract import LAYER_NORM, RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
 from .launch import (
+    FinishedArguments,
     GateActivation,
     GateOrder,
+    PlainArguments,
     RowCall,
     SpecCache,
     Statistic,
@@ -104,14 +106,14 @@ def quantized_results(op: Op, arguments: tuple[Any, ...], static_scale: Tensor |
     return tuple([t for t in (codes, scale, new_residual, norm, rstd) if t is not None])
 
 
-def _centered_norm(spec_cache: SpecCache, a: Any) -> None:
+def _centered_norm(spec_cache: SpecCache, a: FinishedArguments) -> None:
     finished_norm(spec_cache, a, "once", centered=True, head_gamma=a.head_gamma, rstd=a.rstd_out)
 
 
-def _norm(spec_cache: SpecCache, a: Any) -> None:
+def _norm(spec_cache: SpecCache, a: PlainArguments) -> None:
     if a.gate is not None or a.bias is not None or a.gamma is None or a.return_rstd:
-        further = {"head_gamma": a.head_gamma, "rstd": a.rstd_out}
-        finished_norm(spec_cache, a, a.rounding, a.gate, (a.gate_order, a.gate_activation), **further)
+        gating = (a.gate_order, a.gate_activation)
+        finished_norm(spec_cache, a, a.rounding, a.gate, gating, head_gamma=a.head_gamma, rstd=a.rstd_out)
         return
     key = (a.x.dtype, a.gamma.dtype, None if a.residual is None else a.residual.dtype)
     spec = spec_cache.get(key)
