@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-rest test-models test-all pytest native sanitize-native lint docs fuzz soak mutate engines cpu dist bounds newest gpu clean
+.PHONY: help demo bench test test-rest test-models test-all pytest native sanitize-native lint docs fuzz soak mutate engines cpu site serve dist bounds newest gpu clean
 
 PYTHON ?= python3
 JOBS ?= auto
@@ -18,7 +18,7 @@ DEVICE ?= cpu
 CHIP ?= h200
 RESULTS = benchmarks/$(if $(filter cuda,$(DEVICE)),$(CHIP),cpu)
 # tables in these documents are about the H200
-PAGES = $(if $(filter h200,$(CHIP)),--readme README.md docs/performance.md)
+PAGES = $(if $(filter h200,$(CHIP)),--readme docs/performance.md)
 LINEAR_PAGES = $(if $(filter h200,$(CHIP)),--readme docs/performance.md)
 # linear has its own file and tables
 MEASURED = --op rows --op gemv --op qk --op qk_cache --op mla --op decode-step --op host
@@ -120,6 +120,22 @@ $(ENGINES_READY): pyproject.toml
 	@$(ENGINES)/bin/pip install -qq --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+# Nothing is downloaded to build it, and pages make no requests to other servers.
+SITE := .venv-site
+SITE_READY := $(SITE)/.ready
+site: $(SITE_READY) ## build the documentation site into site/, strictly: every link and anchor resolves
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+serve: $(SITE_READY) ## show the site on this machine, rebuilt when a page changes
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs serve
+
+$(SITE_READY): tools/site/requirements.txt
+	@echo "making $(SITE) (once; 60 MB from pip's index)"
+	@$(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/pip install -qq --disable-pip-version-check -r tools/site/requirements.txt
+	@touch $@
+
 dist: export PYTHON := $(PYTHON)
 dist: ## build sdist and wheel, check their contents, and run the wheel in a clean environment
 	@.ci/dist
@@ -158,7 +174,7 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(PYTHON) -m tools.bench.headlines --folder $(RESULTS) --update
 
 clean: ## remove the virtual environment, caches and build output
-	@rm -rf .venv .venv-* build dist src/*.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-* build dist site src/*.egg-info $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

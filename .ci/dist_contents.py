@@ -1,4 +1,4 @@
-"""Check what a wheel and an sdist contain: `python dist_contents.py DIRECTORY`."""
+"""Check what a wheel and an sdist contain: `python dist_contents.py DIRECTORY [GLIBC]`."""
 
 import email
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 LARGEST = 1 << 20
 SHIPPED = (".py", ".pyi", ".c", ".h", ".typed", ".css", ".js", ".html", ".json")
 """Suffixes of the files in src/onepass that belong in the wheel."""
+VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 NATIVE = "onepass/core/_native.abi3.so"
 """In the wheel if there was a compiler."""
 
@@ -18,11 +19,12 @@ NATIVE = "onepass/core/_native.abi3.so"
 def check(directory: Path, root: Path) -> str:
     """Exit if something is missing or does not belong there; else return a summary."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    version = VERSION.search((root / "src/onepass/__init__.py").read_text())[1]  # type: ignore[index]
     (wheel,) = directory.glob("*.whl")
     (sdist,) = directory.glob("*.tar.gz")
-    info = f"onepass-{project['version']}.dist-info"
+    info = f"onepass-{version}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
+        names = {name for name in archive.namelist() if not name.endswith("/")}  # auditwheel adds folders
         sizes = {item.filename: item.file_size for item in archive.infolist()}
         metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
         commands = archive.read(f"{info}/entry_points.txt").decode()
@@ -47,9 +49,10 @@ def check(directory: Path, root: Path) -> str:
     if plain != {_normal(line) for line in project["dependencies"]}:
         raise SystemExit(f"the wheel requires {sorted(plain)}")
     for field, expected in (
-        ("Version", project["version"]),
+        ("Version", version),
         ("Requires-Python", project["requires-python"]),
         ("License-Expression", project["license"]),
+        ("Author", project["authors"][0]["name"]),
     ):
         if metadata[field] != expected:
             raise SystemExit(f"{field} is {metadata[field]!r}, not {expected!r}")
@@ -60,8 +63,16 @@ def check(directory: Path, root: Path) -> str:
     for needed in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "src/onepass/py.typed"):
         if needed not in packed:
             raise SystemExit(f"the sdist has no {needed}")
+    if native and not glibc(wheel.name):
+        raise SystemExit(f"the wheel's tag does not say which glibc its extension needs: {wheel.name}")
     about = f"{len(code)} files, {'with' if native else 'without'} the fast path in C, {wheel.stat().st_size} bytes"
     return f"{wheel.name}: {about}; {sdist.name}: {len(packed)} files"
+
+
+def glibc(name: str) -> tuple[int, int] | None:
+    """The lowest glibc that a wheel's tags name; None if they name none."""
+    tags = re.findall(r"manylinux_(\d+)_(\d+)_", name)
+    return min(((int(major), int(minor)) for major, minor in tags), default=None)
 
 
 def _normal(requirement: str) -> str:
@@ -72,3 +83,7 @@ def _normal(requirement: str) -> str:
 
 if __name__ == "__main__":
     print(check(Path(sys.argv[1]), Path(__file__).parents[1]))
+    if len(sys.argv) > 2:  # the newest glibc that the wheel may need, such as 2.28
+        (name,) = (path.name for path in Path(sys.argv[1]).glob("*.whl"))
+        if (glibc(name) or (0, 0)) > tuple(map(int, sys.argv[2].split("."))):
+            raise SystemExit(f"{name} needs a newer glibc than {sys.argv[2]}")

@@ -51,12 +51,17 @@ def compiled_words(results: Results) -> str:
 
 
 def ahead_words(results: Results) -> str:
-    """In how many shapes a peer is faster, in a chain and behind a kernel, and who the peers are."""
+    """In how many shapes onepass is fastest, in a chain and behind a kernel, and who the peers are."""
     if results.banner:
         return results.banner
-    ahead = f"A peer is ahead in {len(results.behind)} of {len(results.rows)} shapes"
+    fastest = f"onepass is fastest in {len(results.rows) - len(results.behind)} of {len(results.rows)} shapes"
     if results.device == "cpu":
-        return f"{ahead}. {results.peer_words}"
+        return f"{fastest}. {results.peer_words}"
     pairs = results.behind_kernel
-    behind = f"in {len(pairs.behind)} of {len(pairs.rows)}" if pairs.rows else "not measured"
-    return f"{ahead} in a chain, {behind} behind a kernel. {results.peer_words}"
+    wins = len(pairs.rows) - len(pairs.behind)
+    behind = (
+        f", and in {wins} of {len(pairs.rows)} behind another kernel"
+        if pairs.rows
+        else "; not measured behind a kernel"
+    )
+    return f"{fastest} back to back{behind}. {results.peer_words}"

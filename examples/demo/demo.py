@@ -51,13 +51,9 @@ SHOWN_CASES: Final = (
 )
 """Twelve of the cases of ``onepass check``, chosen for variety."""
 NEXT: Final = {
-    "onepass check --device {device}": "few cases that have every format and option, against the oracle",
-    "onepass check --device interpreter": "the GPU kernels, interpreted on the CPU",
-    "onepass env": "versions, devices, which backends work",
-    "make bench": "speed against torch and installed peers",
-    "docs/models.md": "what onepass.patch replaces in which family, and captured decode on a GPU",
-    "docs/ops.md": "every argument of every op",
-    "docs/numerics.md": "what is rounded where",
+    "make demo DEMO='--path DIR'": "the same with a model of yours",
+    "make bench": "every op next to torch and installed peers",
+    "onepass check --device {device}": "every op against a float64 oracle",
 }
 
 

@@ -1,7 +1,7 @@
 """The first part of the demo: tokens per second of a bfloat16 model without onepass, with it, and with fp8 weights.
 
-The model is a Llama with random weights, large enough that its weights do not fit into a CPU's caches, or one
-of yours. On a GPU, onepass's decode steps are replayed from a CUDA graph.
+The model is a Llama that recites (`recite`), large enough that its weights do not fit into a CPU's caches, or one of yours. On a GPU,
+onepass's decode steps are replayed from a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.suite.console import table
 
 from .model import patched
+from .recite import Passages
 from .screen import Screen, verdict
 
 PROMPT: Final = 16
@@ -42,6 +43,9 @@ SIZES: Final[dict[str, Any]] = {
 EMBEDDING: Final = 64.0
 """How much larger the embedding is than transformers' random one."""
 WITHOUT: Final = "without onepass"
+BAR: Final = 26
+"""Columns of the longest bar: a row has 80."""
+STYLES: Final = {WITHOUT: "dim", "with fp8 weights": "bright_green"}
 WAYS: Final[dict[str, dict[str, Any]]] = {
     WITHOUT: {},
     "with onepass": {"decode": True},
@@ -103,7 +107,13 @@ def load(path: Path | None, device: str) -> Any:
         model = make.from_config(transformers.LlamaConfig(**SIZES), dtype=torch.bfloat16).eval()
     with torch.no_grad():  # as large as what the layers add, so that tokens do not depend on roundings alone
         model.get_input_embeddings().weight.mul_(EMBEDDING)
+    passages().fit(model)
     return model
+
+
+def passages() -> Passages:
+    """What the model knows, as long as the demo generates."""
+    return Passages(PROMPT, NEW_TOKENS)
 
 
 def agreeing(tokens: Tensor, expected: Tensor) -> int:
@@ -116,8 +126,9 @@ def show(path: Path | None, screen: Screen) -> dict[str, Any]:
     model = load(path, screen.device)
     count = sum(p.numel() for p in model.parameters())
     where = f"{torch.get_num_threads()} threads" if screen.device == "cpu" else "CUDA graphs with onepass"
-    label = str(path) if path is not None else "random weights"
+    label = str(path) if path is not None else "random layers, a head that knows four passages"
     screen.console.print(f"{type(model).__name__} ({label}): {count / 1e6:.0f} M parameters, bfloat16, {where}")
+    prompts = passages().ids[:, :PROMPT] if path is None else _random(model)
     runs: list[Run] = []
     errors: dict[str, float] = {}
     forced: dict[str, int] = {}
@@ -132,20 +143,22 @@ def show(path: Path | None, screen: Screen) -> dict[str, Any]:
                     continue
                 for batch in BATCHES:
                     name = f"{way}, batch {batch}"
-                    tokens, rate = _generate(model, batch, progress, name, screen.device, bool(options))
+                    ids = prompts[:batch].to(model.device)
+                    tokens, rate = _generate(model, ids, progress, name, bool(options))
                     same = agreeing(tokens, expected.setdefault(batch, tokens))
                     runs.append(Run(way, batch, rate, same, tokens.numel()))
-                text = torch.cat([_prompt(model, 1, PROMPT), expected[BATCHES[0]][:1]], dim=1)
+                text = torch.cat([prompts[:1].to(model.device), expected[BATCHES[0]][:1]], dim=1)
                 logits = _logits(model, text)[PROMPT - 1 : -1]
                 if not options:
                     plain = logits
                     continue
                 errors[way] = float((logits - plain).abs().max() / plain.abs().max())
                 forced[way] = int((logits.argmax(-1) == plain.argmax(-1)).sum())
-    _show_table(runs, screen)
+    if path is None:
+        _show_text(passages(), expected[BATCHES[0]][0], screen)
+    _show_rates(runs, screen)
     for way, error in errors.items():
-        words = f"{way}: after the same text, {forced[way]} of {plain.shape[0]} next tokens are the same; "
-        words += f"logits differ by up to {error:.1%} of the largest"
+        words = f"{way}: logits after the same text within {error:.1%} of the largest, {forced[way]} of {plain.shape[0]} next tokens equal"
         screen.console.print(Text.assemble(verdict(_close(way, error)), f"  {words}"), soft_wrap=True)
     for way, problem in problems.items():
         screen.console.print(Text.assemble(verdict(False), f"  {way}: {problem}"), soft_wrap=True)
@@ -162,11 +175,10 @@ def show(path: Path | None, screen: Screen) -> dict[str, Any]:
     }
 
 
-def _prompt(model: Any, batch: int, tokens: int) -> Tensor:
-    """The first rows and tokens of the same random prompts."""
+def _random(model: Any) -> Tensor:
+    """Random prompts."""
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(2, vocabulary, (max(BATCHES), PROMPT), generator=torch.Generator().manual_seed(0))
-    return ids[:batch, :tokens].to(model.device)
+    return torch.randint(2, vocabulary, (max(BATCHES), PROMPT), generator=torch.Generator().manual_seed(0))
 
 
 def _logits(model: Any, text: Tensor) -> Tensor:
@@ -184,38 +196,38 @@ def _close(way: str, error: float) -> bool:
     return error <= limit
 
 
-def _generate(
-    model: Any, batch: int, progress: Progress, name: str, device: str, captured: bool
-) -> tuple[Tensor, float]:
+def _generate(model: Any, ids: Tensor, progress: Progress, name: str, captured: bool) -> tuple[Tensor, float]:
     """New tokens [batch, NEW_TOKENS], and tokens per second. A first call warms up and is not shown."""
-    ids = _prompt(model, batch, PROMPT)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW_TOKENS}
-    if device == "cuda" and captured:
+    if ids.is_cuda and captured:
         from onepass.models import generate  # needs transformers
 
         options["custom_generate"] = generate
-    model.generate(ids, **{**options, "max_new_tokens": 2 if device == "cpu" else NEW_TOKENS})
-    meter = Meter(progress, progress.add_task(name, total=NEW_TOKENS, rate=""), batch)
+    model.generate(ids, **{**options, "max_new_tokens": NEW_TOKENS if ids.is_cuda else 2})
+    meter = Meter(progress, progress.add_task(name, total=NEW_TOKENS, rate=""), ids.shape[0])
     tokens: Tensor = model.generate(ids, **options, streamer=meter)
     return tokens[:, ids.shape[1] :], meter.rate
 
 
-def _show_table(runs: list[Run], screen: Screen) -> None:
+def _show_text(known: Passages, tokens: Tensor, screen: Screen) -> None:
+    """The first prompt, and its continuation."""
+    screen.console.print(Text.assemble((known.text(known.ids[0, :PROMPT]), "dim"), " ", (known.text(tokens), "bold")))
+
+
+def _show_rates(runs: list[Run], screen: Screen) -> None:
+    """For each batch a bar per way, next to each other."""
     slow = {run.batch: run.tokens_per_second for run in runs if run.way == WITHOUT}
-    fastest = max(run.tokens_per_second for run in runs)
-    shown = table("", right=("batch", "tokens/s", "speed-up"))
-    shown.add_column("")
-    shown.add_column("same tokens", justify="right", no_wrap=True)
-    for run in runs:
-        bar = Text(
-            "━" * max(1, round(24 * run.tokens_per_second / fastest)), style="dim" if run.way == WITHOUT else "green"
-        )
-        speedup = "" if run.way == WITHOUT else screen.speedup(1 / slow[run.batch], 1 / run.tokens_per_second)
-        same = "" if run.way == WITHOUT else f"{run.same_tokens} of {run.tokens}"
-        shown.add_row(run.way, str(run.batch), f"{run.tokens_per_second:.1f}", speedup, bar, same)
-    screen.console.print(shown)
-    screen.console.print(
-        "Tokens count as the same up to the first that differs in a sequence. onepass adds products in another order than torch, so some "
-        "bfloat16 values round the other way. Logits of random weights are close together, and then a token may change.",
-        style="dim",
-    )
+    for batch in sorted(slow):
+        those = [run for run in runs if run.batch == batch]
+        fastest = max(run.tokens_per_second for run in those)
+        words = "one sequence" if batch == 1 else f"{batch} sequences"
+        shown = table(words, "", right=("tokens/s", "speed-up", "same tokens"))
+        for run in those:
+            bar = Text(
+                "━" * max(1, round(BAR * run.tokens_per_second / fastest)), STYLES.get(run.way, "green"), no_wrap=True
+            )
+            first = run.way == WITHOUT
+            speedup = "" if first else screen.speedup(1 / slow[batch], 1 / run.tokens_per_second)
+            same = "" if first else f"{run.same_tokens} of {run.tokens}"
+            shown.add_row(run.way, bar, f"{run.tokens_per_second:.1f}", speedup, same)
+        screen.console.print(shown)

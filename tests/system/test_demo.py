@@ -153,12 +153,13 @@ def test_demo(small_model: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert f"{rows} x {columns}" in result.output
     assert "16 of 16" in result.output
     assert "What to try next" in result.output
-    assert "with fp8 weights" in result.output and "of 5 next tokens are the same" in result.output
+    assert "with fp8 weights" in result.output and "of 5 next tokens equal" in result.output
     generated = json.loads((tmp_path / "report.json").read_text())["generate"]
+    assert demo_generate.passages().text(demo_generate.passages().ids[0]) in " ".join(result.output.split())
     ways = [(run["way"], run["batch"]) for run in generated["runs"]]
     assert ways == [(way, batch) for way in demo_generate.WAYS for batch in demo_generate.BATCHES]
     assert all(run["tokens_per_second"] > 0 and run["tokens"] == 5 * run["batch"] for run in generated["runs"])
-    assert all(run["same_tokens"] == run["tokens"] for run in generated["runs"] if run["way"] == demo_generate.WITHOUT)
+    assert all(run["same_tokens"] == run["tokens"] for run in generated["runs"])
     errors = generated["largest_difference_of_logits"]
     assert 0 <= errors["with onepass"] < errors["with fp8 weights"] < 0.3, "fp8 weights are used"
 
@@ -202,6 +203,13 @@ def test_demo_notices_weights_that_are_not_fp8(small_model: None, monkeypatch: p
         assert nothing == "no weight of LlamaForCausalLM is fp8"
 
 
+def test_passages_are_long_enough() -> None:
+    assert demo_generate.passages().ids.shape == (
+        max(demo_generate.BATCHES),
+        demo_generate.PROMPT + demo_generate.NEW_TOKENS,
+    )
+
+
 def test_demo_counts_tokens_up_to_the_first_that_differs() -> None:
     expected = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     assert demo_generate.agreeing(expected.clone(), expected) == 8
@@ -227,6 +235,6 @@ def test_demo_reports_a_wrong_kernel(
     assert result.exit_code == 1
     model, checks = result.output.split("A dozen checks")
     assert "WRONG  same tokens" in model and "WRONG  largest difference" in model
-    assert "WRONG  with onepass: after the same text" in model
+    assert "WRONG  with onepass: logits after the same text" in model
     assert "WRONG" in checks
     assert not json.loads((tmp_path / "report.json").read_text())["fine"]

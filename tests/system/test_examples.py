@@ -13,9 +13,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-LONG = ("fp8_linear.py", "prologue.py", "tensor_parallel.py")
+LONG = ("fp8_linear.py", "generate.py", "prologue.py", "tensor_parallel.py")
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 PRINTS = {
+    "batch_invariant.py": r"alone: 0 of 66 log-probabilities differ\nin batches of 4 and 2: 0 differ",
+    "fp8_checkpoint.py": r"1\.50 MiB of weights, bfloat16 would be 3\.00\nwithin ([\d.]+)% of",
+    "generate.py": r"without onepass: +[\d.]+ tokens/s\nwith onepass: +[\d.]+ .*\nwith fp8 weights: +[\d.]+ .*, ([1-9]\d*) weights",
+    "own_model.py": r"2 x ScaleNorm norm: rms_norm, rounding once\nlargest difference: \de-0[78] of",
     "fp8_linear.py": r"(decoded|_scaled_mm): \[32, 512\] torch\.bfloat16, ([\d.]+)% from bfloat16",
     "mla_decode.py": r"24 tokens cached, latents within (.*)% of float64",
     "prologue.py": r"largest difference from torch: 0\.0\d+; codes torch\.float8_e4m3fn, scale \[128, 1\]",
@@ -47,12 +51,17 @@ def test_every_example_has_an_expected_output() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in EXAMPLES]
 )
-def test_example_prints_what_it_should(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_prints_what_it_should(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
     printed = run(name, capsys)
     found = re.search(PRINTS[name], printed)
     assert found is not None, printed
     if name == "fp8_linear.py":
         assert 0.5 < float(found[2]) < 6
+    elif name == "fp8_checkpoint.py":
+        assert 0 < float(found[1]) < 1
     elif name == "mla_decode.py":
         errors = [float(error) for error in re.findall(PRINTS[name], printed)]
         assert len(errors) == 4 and 0 < max(errors) < 4

@@ -145,8 +145,8 @@ def test_gains_name_rows_where_a_compiler_is_ahead() -> None:
     tokens = {"captured, decode": 10.4, "static cache, compiled by transformers": 20.0}
     report = {"rows": rows, "generated": [{"model": "One", "batch": 1, "us_per_token": tokens, "failed": {}}]}
     assert model_tables.gains(report) == (
-        "With `decode=True` a step was faster in 1 of 2 rows than with torch.compile (0.75 to 1.50 times), but not for Two, "
-        "batch 8. Captured decode took 10 us per token of One, at batch 1, and transformers' own compiled static cache 20."
+        "A `decode=True` step is 0.75 to 1.50 times as fast as torch.compile, and faster in 1 of 2 rows (not in Two, batch 8). "
+        "For One, batch 1, captured decode takes 10 us per token and transformers' compiled static cache 20."
     )
     assert model_tables.gains({"rows": []}) == ""
 

@@ -170,14 +170,14 @@ def headline(report: dict[str, Any]) -> str:
     rows = report["rows"]
     count = len({row["model"] for row in rows})
     text = (
-        f"In a CUDA graph on an {report['machine'].removeprefix('NVIDIA ')}, a decode step of {count} models is "
-        f"{_times(rows, 'patched')} times as fast as uncompiled transformers"
+        f"On an {report['machine'].removeprefix('NVIDIA ')}, a patched model decodes {_times(rows, 'patched')} times as fast "
+        f"as uncompiled transformers, both in a CUDA graph, over {count} models."
     )
-    compiled, both = _times(rows, _COMPILED), _times(rows, _BOTH)
+    decode, compiled, both = (_times(rows, way) for way in (_DECODE, _COMPILED, _BOTH))
+    text += f" `decode=True` reaches {decode}." if decode else ""
     if compiled:
-        text += f"; with `torch.compile` instead it is {compiled}" + (f", with both {both}" if both else "")
-    decode = _times(rows, _DECODE)
-    return text + (f", with `decode=True` {decode}" if decode else "") + "."
+        text += f" `torch.compile` reaches {compiled}" + (f", and {both} on top of a patched model." if both else ".")
+    return text
 
 
 def _against(rows: list[dict[str, Any]], slower: str) -> str:
@@ -187,21 +187,22 @@ def _against(rows: list[dict[str, Any]], slower: str) -> str:
         return ""
     shares = [row["us"][slower] / row["us"][_DECODE] for row in both]
     behind = [f"{row['model']}, batch {row['batch']}" for row, share in zip(both, shares, strict=True) if share <= 1]
-    text = f"in {len(both) - len(behind)} of {len(both)} rows than with {slower} ({min(shares):.2f} to {max(shares):.2f} times)"
-    return text + (f", but not for {'; '.join(behind)}" if behind else "")
+    text = f"{min(shares):.2f} to {max(shares):.2f} times as fast as {slower}"
+    wins = f", and faster in {len(both) - len(behind)} of {len(both)} rows"
+    return text + wins + (f" (not in {'; '.join(behind)})" if behind else "")
 
 
 def gains(report: dict[str, Any]) -> str:
     """What `decode=True` and captured decode gain, in one line."""
     found = [text for text in (_against(report["rows"], way) for way in (_COMPILED, _AUTOTUNED)) if text]
-    lines = [f"With `decode=True` a step was faster {'; and '.join(found)}."] if found else []
+    lines = [f"A `decode=True` step is {'; it is '.join(found)}."] if found else []
     captured, static = FORMS["captured-decode"][0], FORMS["static"][0]
     for row in report.get("generated", []):
         us = row["us_per_token"]
         if {captured, static} <= us.keys():
             lines.append(
-                f"Captured decode took {us[captured]:.0f} us per token of {row['model']}, at batch {row['batch']}, and "
-                f"transformers' own compiled static cache {us[static]:.0f}."
+                f"For {row['model']}, batch {row['batch']}, captured decode takes {us[captured]:.0f} us per token and "
+                f"transformers' compiled static cache {us[static]:.0f}."
             )
     return " ".join(lines)
 

@@ -22,8 +22,8 @@ from .generating import FORMS
 from .markdown import filled, table
 from .svg import roofline_svg, time_svg
 
-SHORT, BRIEF = "speed", "brief"
-"""The markers of the table in docs/performance.md and of the one in README.md."""
+SHORT = "speed"
+"""The markers of the table in docs/performance.md."""
 SOURCE = "<!-- made by `python -m tools.bench.report` from: "
 HEADLINES = (
     "rms_norm_fused_fp8",
@@ -116,26 +116,6 @@ def section(results: Results, folder: str) -> str:
             f"Every shape and peer: [{shown}/README.md]({folder}/README.md).",
         )
     )
-
-
-def brief(results: Results) -> str:
-    """The text of README.md: each op at its smallest and largest batch, and how much longer torch.compile takes."""
-    rows = []
-    for op in HEADLINES:
-        cells = [_times(row) for row in headlines(results) if row.op == op]
-        rows += [[f"`{op}`", *cells]] if cells else []
-    dates = " and ".join(sorted({str(run["date"]) for run in results.runs}))
-    intro = (
-        f"{results.machine}, {dates}, bfloat16, in a chain of calls. In parentheses: `torch.compile`'s time over ours."
-    )
-    return "\n".join(
-        (intro, "", *table(["microseconds", "one row", "largest batch"], rows, 1), "", ahead_words(results))
-    )
-
-
-def _times(row: Row) -> str:
-    theirs = row.best(COMPILED)
-    return f"{row.ours:.2f}" if theirs is None else f"{row.ours:.2f} ({theirs / row.ours:.2f}x)"
 
 
 # --- every number ---------------------------------------------------------------------------------------------------
@@ -262,7 +242,7 @@ def sources(readme: Path) -> list[Path]:
 
 def with_section(text: str, results: Results, folder: str) -> str:
     """A page with the tables that it has markers for."""
-    return filled(text, {SHORT: section(results, folder), BRIEF: brief(results)})
+    return filled(text, {SHORT: section(results, folder)})
 
 
 def main() -> None:

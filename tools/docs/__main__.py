@@ -6,9 +6,27 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from . import architectures_page, dist_page, invariance_page, invariance_picture, models_page, ops_page
+from . import (
+    architectures_page,
+    dist_page,
+    invariance_page,
+    invariance_picture,
+    models_page,
+    ops_page,
+    peers_page,
+    tokens_picture,
+)
 
-PAGES: Final = (ops_page, dist_page, architectures_page, models_page, invariance_page, invariance_picture)
+PAGES: Final = (
+    ops_page,
+    dist_page,
+    architectures_page,
+    models_page,
+    invariance_page,
+    invariance_picture,
+    *peers_page.PAGES,
+    *tokens_picture.PAGES,
+)
 
 
 def write(path: Path, text: str) -> bool:

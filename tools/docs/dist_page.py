@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
+
+from .docstrings import markdown
 
 PATH: Final = Path("docs/dist.md")
 ORDER: Final = ("plan", "qk_rms_norm", "start_qk_stats", "finish_qk_rms_norm", "rms_norm")
@@ -83,11 +83,3 @@ def _parameters(parameters: Iterable[inspect.Parameter]) -> Iterator[str]:
 
 def _type(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", repr(annotation))
-
-
-def markdown(doc: str) -> str:
-    """Convert a docstring to Markdown: fence literal blocks after ``::`` and turn double backticks into single ones."""
-    parts = re.split(r"::\n\n((?:    .*\n|\n)*    .*)", doc)
-    for index, part in enumerate(parts):
-        parts[index] = part.replace("``", "`") if index % 2 == 0 else f":\n\n```\n{textwrap.dedent(part)}\n```"
-    return "".join(parts)
