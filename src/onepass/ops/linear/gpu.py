@@ -108,7 +108,7 @@ def pack(call: LinearCall, config: LinearConfig, programs: tuple[int, ...]) -> L
 
 class LinearMath(NamedTuple):
     """What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `device.codes`.
-    ``offset`` and ``shift_gamma``: see `device.row.factor`.
+    ``offset`` and ``shift_gamma``: see `gpu.lib.row.factor`.
     """
 
     pack: int
