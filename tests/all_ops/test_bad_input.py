@@ -14,7 +14,7 @@ from torch import Tensor
 
 import onepass
 from onepass import nn
-from onepass.core import native, replay
+from onepass.core import native, recording
 from onepass.core.backend import launching_with
 from onepass.core.plan import Step
 from onepass.errors import ContractError, Unsupported
@@ -157,8 +157,8 @@ class Launcher:
         self.addresses = range(count)
 
     def __call__(self, grid: int, addresses: Any) -> None:
-        if replay.tape.on:
-            replay.note(self, grid, addresses)
+        if recording.tape.on:
+            recording.note(self, grid, addresses)
 
     def step(self, grid: int, addresses: Any) -> Step:
         words = [*addresses, *[0] * 5]  # the driver's stand-in reads five

@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("llvmlite")
 
-from onepass.core import replay
+from onepass.core import recording
 from onepass.cpu import threads as _parallel
 from onepass.testing.case import same_bytes
 from tools import concurrency
@@ -77,7 +77,7 @@ def test_work_of_a_thread_that_cannot_start_goes_to_the_others(monkeypatch: pyte
 
     monkeypatch.setattr(_parallel, "_team", lambda: ("refusing", counted))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    monkeypatch.setattr(replay.switch, "on", False)  # the path in C has torch's own team
+    monkeypatch.setattr(recording.switch, "on", False)  # the path in C has torch's own team
     for job, results in zip(concurrency.jobs(), expected, strict=True):
         assert all(same_bytes(a, b) for a, b in zip(concurrency.results(job, "cpu"), results, strict=True))
     assert len(entered) == 8, "the calls that have enough work for a team"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.core import native, replay
+from onepass.core import native, recording
 from onepass.core import op as registration
 from tests.all_ops.bad_input import DISPATCHED
 from tests.inputs import names
@@ -45,11 +45,11 @@ def in_c_through_python(op: registration.Op, arguments: tuple[Any, ...]) -> None
 
 
 def in_python(op: registration.Op, arguments: tuple[Any, ...]) -> None:
-    replay.switch.on = False
+    recording.switch.on = False
     try:
         op(*arguments)
     finally:
-        replay.switch.on = True
+        recording.switch.on = True
 
 
 def dispatched(op: registration.Op, arguments: tuple[Any, ...]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.core import native, replay
+from onepass.core import native, recording
 from onepass.core import op as registration
 from onepass.core.contract import Arg, Contract, Option, Out
 from onepass.core.plan import Step
@@ -102,8 +102,8 @@ class Launcher:
         self.repeatable = True
 
     def __call__(self, grid: int, arguments: Any) -> None:
-        if replay.tape.on:
-            replay.note(self if self.repeatable else None, grid, arguments)
+        if recording.tape.on:
+            recording.note(self if self.repeatable else None, grid, arguments)
         self.slow.append(tuple(arguments))
 
     def step(self, grid: int, arguments: Any) -> Step | None:
@@ -118,7 +118,7 @@ class Memory:
     def __init__(self, per_stream: bool = False) -> None:
         self.pieces: list[Tensor] = []
         self.discarded: list[int] = []
-        self.source = replay.Source(self.take, self.discarded.append, per_stream=per_stream)
+        self.source = recording.Source(self.take, self.discarded.append, per_stream=per_stream)
 
     def take(self) -> tuple[Tensor, int]:
         self.pieces.append(torch.empty(4))
@@ -127,7 +127,7 @@ class Memory:
     def marked(self) -> int:
         """The address of a new piece."""
         address = self.take()[0].data_ptr()
-        replay.mark(address, self.source)
+        recording.mark(address, self.source)
         return address
 
 

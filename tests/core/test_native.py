@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
-from onepass.core import native, replay
+from onepass.core import native, recording
 from tests.core.fast_path import NO_OPTIONS, Driver, Op, rows
 
 pytestmark = pytest.mark.skipif(native.describe() != "on", reason=f"the extension: {native.describe()}")
@@ -200,11 +200,11 @@ class TestInterception:
     def test_the_switch(self, driver: Driver) -> None:
         op = Op()
         op.learn(rows())
-        replay.switch.on = False
+        recording.switch.on = False
         try:
             assert not op.known(rows())
         finally:
-            replay.switch.on = True
+            recording.switch.on = True
         assert op.known(rows())
 
     def test_lists_of_tensors(self, driver: Driver) -> None:

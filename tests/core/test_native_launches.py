@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.core import cuda_launch, native, plan, replay
+from onepass.core import cuda_launch, native, plan, recording
 from tests.core.fast_path import Driver, Memory, Op, rows
 
 pytestmark = pytest.mark.skipif(native.describe() != "on", reason=f"the extension: {native.describe()}")
@@ -139,7 +139,7 @@ class TestLaunches:
 
         def kernel(op: Op, a: Any) -> None:
             memory = torch.empty(a.count)
-            replay.temporary(memory)
+            recording.temporary(memory)
             for _ in range(launches):
                 op.launcher(1, [a.x.data_ptr(), memory.data_ptr(), a.out.data_ptr(), None])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.core import native, replay
+from onepass.core import native, recording
 from onepass.core.op import MAX_REMEMBERED, check_memory
 from tests.core.fast_path import NO_OPTIONS, Op
 
@@ -146,7 +146,7 @@ def test_a_failed_launch_is_reported_as_it_is() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
             op.of(rows(), None, None, out, torch.empty(3, 1))
-        assert not replay.tape.on and out._version == 0
+        assert not recording.tape.on and out._version == 0
 
 
 def test_number_of_combinations_is_limited() -> None:
@@ -174,7 +174,7 @@ def test_threads_do_not_record_each_other() -> None:
                         ops[me].launcher(me, [me])
                 steps.wait()
 
-            results[me] = replay.traced(run)[0]
+            results[me] = recording.traced(run)[0]
 
         threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
         for thread in threads:
@@ -183,7 +183,7 @@ def test_threads_do_not_record_each_other() -> None:
             thread.join(600)
         assert [len(each) for each in results] == list(launches)
         assert all(grid == me and arguments == [me] for me in (0, 1) for _, grid, arguments in results[me])
-        assert not replay.tape.on
+        assert not recording.tape.on
 
 
 def test_many_threads_call_an_op() -> None:

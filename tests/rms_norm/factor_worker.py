@@ -1,6 +1,6 @@
 """Run with TRITON_INTERPRET=1: prints a line for every group whose factor on an NVIDIA GPU is not IEEE's, and a count.
 
-The interpreter has no PTX. Of the instructions that `device.groups` needs here there is one, a reciprocal.
+The interpreter has no PTX. Of the instructions that `gpu.lib.groups` needs here there is one, a reciprocal.
 """
 
 from __future__ import annotations

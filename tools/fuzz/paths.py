@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite import machine
-from onepass.core import native, replay
+from onepass.core import native, recording
 from onepass.core import op as registration
 from onepass.testing.case import moved
 from onepass.testing.quantized import without_padding
@@ -154,11 +154,11 @@ def _spoiling(arguments: tuple[Any, ...], r: Random) -> Spoil:
 @contextmanager
 def _only_python() -> Iterator[None]:
     """Without the path in C."""
-    replay.switch.on = False
+    recording.switch.on = False
     try:
         yield
     finally:
-        replay.switch.on = True
+        recording.switch.on = True
 
 
 def _compare(
@@ -191,7 +191,7 @@ def _shown(outcome: Any) -> str:
 def _both(op: registration.Op, original: Callable[..., Any], tally: Tally, *arguments: Any) -> Any:
     """Compare both paths on copies, then make the call."""
     plain = all(type(t) in registration.PLAIN and t.layout is torch.strided for t in _flat(arguments))
-    if replay.switch.on and plain:
+    if recording.switch.on and plain:
         _compare(op, original, tally, arguments)
         _compare(op, original, tally, arguments, _spoiling(arguments, tally.random))
     return original(*arguments)

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 from torch import Tensor
 
 from ..errors import Unsupported
-from . import replay
+from . import recording
 
 Spec = TypeVar("Spec", covariant=True)
 
@@ -79,13 +79,13 @@ def launching_with(choose: Choose) -> Iterator[None]:
     An op's is chosen at its first launch.
     """
     saved = dict(_launches)
-    replay.switch.on = False
+    recording.switch.on = False
     _choosers.append(choose)
     _launches.clear()
     try:
         yield
     finally:
-        replay.switch.on = True
+        recording.switch.on = True
         _choosers.remove(choose)
         _launches.clear()
         _launches.update(saved)

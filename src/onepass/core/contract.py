@@ -51,7 +51,7 @@ class Arg:
     mutable: bool = False
     """Whether the op also writes it; only `Contract.in_place` ops may."""
     debugged: bool = False
-    """Debug mode reads its values on the host, as it does for indices. Such a call is then not replayed."""
+    """Debug mode reads its values on the host, as it does for indices. Such a call is then not repeated."""
     hint: Callable[[dict[str, Any], Tensor], str] | None = None
     """``hint(known sizes, tensor of the wrong shape)``: advice to append to the error message, or ""."""
 

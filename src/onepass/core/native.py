@@ -24,7 +24,7 @@ from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from . import build, cuda_launch, debug, plan, replay
+from . import build, cuda_launch, debug, plan, recording
 from .contract import Contract
 from .process import forked
 
@@ -80,7 +80,7 @@ def _load() -> tuple[Any, str]:
     )
     dual = (vars(forward_ad), "_current_level")
     environment = (debug._environment, debug._KEY, debug._ON)
-    profile = (vars(profiler), "_is_profiler_enabled", replay.Event)
+    profile = (vars(profiler), "_is_profiler_enabled", recording.Event)
     try:
         module.set_up(capsule, (Tensor, Parameter, torch.dtype), functions, dual, environment, profile, forked())
     except (RuntimeError, ValueError) as error:
@@ -90,7 +90,7 @@ def _load() -> tuple[Any, str]:
     if driver is not None:
         functions_of_cuda = driver.cuLaunchKernelEx, driver.cuCtxGetDevice, driver.cuStreamIsCapturing
         module.set_cuda(*map(_address, functions_of_cuda))
-    replay.switch.listeners.append(module.set_enabled)
+    recording.switch.listeners.append(module.set_enabled)
     return module, "on"
 
 
@@ -171,7 +171,7 @@ def remember(
     set_recording = _load()[0].set_recording
     set_recording(True)
     try:
-        launches, sources = replay.traced(run)
+        launches, sources = recording.traced(run)
     finally:
         set_recording(False)
     table.store(arguments, plan.plan(launches, sources, before, after, models))

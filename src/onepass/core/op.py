@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from ..errors import Unsupported
-from . import check, native, replay
+from . import check, native, recording
 from .check import NEGATED, refuse_gradient, validation_of
 from .contract import Contract, describe, plain_number
 from .memory import check_outputs, lie_apart, may_write
@@ -112,7 +112,7 @@ class Op:
                 return self(*arguments[:i], number, *arguments[i + 1 :])
         if not profiler._is_profiler_enabled:
             return self._run(arguments, answer)
-        with replay.Event(f"onepass::{self.contract.name}", [t for t in arguments if isinstance(t, Tensor)]):
+        with recording.Event(f"onepass::{self.contract.name}", [t for t in arguments if isinstance(t, Tensor)]):
             return self._run(arguments, answer)
 
     def _run(self, arguments: tuple[Any, ...], answer: object) -> Outputs:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .memory import extent
-from .replay import Launch, Source, like
+from .recording import Launch, Source, like
 
 RELEASE: Final = 32768
 """Elements from which a call on a CPU releases the interpreter's lock: it then takes about 5 us, releasing 0.1 us."""

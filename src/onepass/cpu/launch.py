@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Typ
 import torch
 from torch import Tensor
 
-from ..core import replay
+from ..core import recording
 from ..core.backend import SomeCall
 from ..core.plan import Step
 from . import cache as object_cache
@@ -214,9 +214,9 @@ class CpuKernels(Generic[Spec, Call, WorkOfCall]):
         if size and scratch.size < size:
             scratch.grow(size)
         block = kernel.layout.struct.pack(*self.pack(call, work, scratch.address))
-        if replay.tape.on:
+        if recording.tape.on:
             repeat = Repeat(kernel, block, team, size, scratch.address)
-            replay.note(repeat, 1, kernel.layout.words.unpack(block))
+            recording.note(repeat, 1, kernel.layout.words.unpack(block))
         if team == 1:
             kernel.serial(block)
         else:

@@ -18,7 +18,7 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from ..core import replay
+from ..core import recording
 from ..core.cuda_launch import direct
 from ..core.plan import Step
 from ..errors import Unsupported
@@ -185,8 +185,8 @@ class Launcher:
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
         """Launch on the current stream."""
         device = self._device
-        if replay.tape.on:
-            replay.note(self._recorder, grid, list(flat(self._shape, tuple(arguments))))
+        if recording.tape.on:
+            recording.note(self._recorder, grid, list(flat(self._shape, tuple(arguments))))
         stream = torch._C._cuda_getCurrentRawStream(device)
         if torch._C._cuda_getDevice() == device:
             self._run(grid, 1, 1, stream, *self._fixed, *arguments)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from ..core import replay
+from ..core import recording
 
 if TYPE_CHECKING:
     from ..gpu.tuning.table import Regime
@@ -19,13 +19,13 @@ def assuming(regime: Regime) -> Iterator[None]:
     """Configure every call for this regime. Replay is off, because it would key calls by their actual rows."""
     from ..ops.rms_norm.gpu_tile import assumed
 
-    before, replay.switch.on = replay.switch.on, False
+    before, recording.switch.on = recording.switch.on, False
     assumed.append(regime)
     try:
         yield
     finally:
         assumed.pop()
-        replay.switch.on = before
+        recording.switch.on = before
 
 
 def others(rows: int, row_bytes: int) -> list[Regime]:

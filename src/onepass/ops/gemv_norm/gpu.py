@@ -5,7 +5,7 @@ from typing import Annotated, Final, NamedTuple
 
 import torch
 
-from ...core import replay
+from ...core import recording
 from ...errors import Unsupported
 from ...formats import WeightScale
 from ...gpu import counters
@@ -288,9 +288,9 @@ def launch(call: GemvCall) -> None:
         counter = torch.zeros(MAX_SEGMENTS, dtype=torch.int32)
     else:
         counter, key = counters.take(device, MAX_SEGMENTS)
-        replay.mark(
+        recording.mark(
             counter.data_ptr(),
-            replay.Source(partial(counters.take, device, MAX_SEGMENTS), counters.discard, per_stream=True),
+            recording.Source(partial(counters.take, device, MAX_SEGMENTS), counters.discard, per_stream=True),
         )
     try:
         KERNELS.launch(call._replace(counter=counter))

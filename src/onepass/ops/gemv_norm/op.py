@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ...core import replay
+from ...core import recording
 from ...core.backend import launch_for
 from ...core.check import validation_of
 from ...core.contract import Contract, describe, require_bool, short
@@ -91,7 +91,7 @@ def _run(
     y = None
     if columns:
         y = torch.empty(m, columns, dtype=torch.float32, device=act.device)
-        replay.temporary(y)
+        recording.temporary(y)
     eps = max(eps, SMALLEST_EPS)
     launch_for("gemv_norm", act)(GemvCall(spec, widths, act, weight, weight_scale, gammas, y, normed, eps=eps, **rest))
 

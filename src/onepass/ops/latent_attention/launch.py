@@ -1,7 +1,7 @@
 """What one launch of a decode step's attention to latents computes, and where its tensors are.
 
 All heads of queries share one head of keys: a latent and a rotated key per entry. The queries of a sequence, heads times
-tokens, are the *rows* of a product. Splits and masks are those of `specs.attention`.
+tokens, are the *rows* of a product. Splits and masks are those of `ops.attention.launch`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton import JITFunction
 
-from ...core import replay
+from ...core import recording
 from ...core.layout import Geometry
 from ...gpu import counters
 from ...gpu.chip import Chip
@@ -108,7 +108,7 @@ def pack(call: LinearCall, config: LinearConfig, programs: tuple[int, ...]) -> L
 
 class LinearMath(NamedTuple):
     """What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `device.codes`.
-    ``offset`` and ``shift_gamma``: see `device.row.factor`.
+    ``offset`` and ``shift_gamma``: see `gpu.lib.row.factor`.
     """
 
     pack: int
@@ -488,7 +488,7 @@ def launch(call: LinearCall) -> None:
         return
     x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     if call.gamma is not None:
-        replay.temporary(x)
+        recording.temporary(x)
         rms_norm.launch(_norm_call(call, x))
     elif call.residual is not None and call.residual_out is not None:
         sums = call.x.float() + call.residual.float()

@@ -6,7 +6,7 @@ from typing import Annotated, Final, NamedTuple
 
 import torch
 
-from ...core import replay
+from ...core import recording
 from ...errors import ContractError, Unsupported
 from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
@@ -292,12 +292,12 @@ def cut_as(cut: MlaCut) -> Iterator[None]:
     ):
         if not (isinstance(value, int) and least <= value <= most and value & (value - 1) == 0):
             raise ContractError(f"cut_as: `{name}` must be a power of two from {least} to {most}, got {value!r}")
-    before, replays = _Forced.cut, replay.switch.on
-    _Forced.cut, replay.switch.on = cut, False
+    before, replays = _Forced.cut, recording.switch.on
+    _Forced.cut, recording.switch.on = cut, False
     try:
         yield
     finally:
-        _Forced.cut, replay.switch.on = before, replays
+        _Forced.cut, recording.switch.on = before, replays
 
 
 class MlaFacts(NamedTuple):

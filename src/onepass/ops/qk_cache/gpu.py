@@ -7,7 +7,7 @@ from typing import Annotated, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core import replay
+from ...core import recording
 from ...errors import ContractError, Unsupported
 from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
@@ -373,12 +373,12 @@ def columns_as(columns: int) -> Iterator[None]:
     """
     if not isinstance(columns, int) or columns < 1 or columns & (columns - 1):
         raise ContractError(f"columns_as: `columns` must be a power of two, got {columns!r}")
-    before, replays = _Forced.columns, replay.switch.on
-    _Forced.columns, replay.switch.on = columns, False
+    before, replays = _Forced.columns, recording.switch.on
+    _Forced.columns, recording.switch.on = columns, False
     try:
         yield
     finally:
-        _Forced.columns, replay.switch.on = before, replays
+        _Forced.columns, recording.switch.on = before, replays
 
 
 def _facts(call: QkCacheCall, chip: Chip) -> QkCacheFacts:

@@ -98,7 +98,7 @@ class RowMath(NamedTuple):
     offset: bool
     """Whether gamma has an offset."""
     shift_gamma: bool
-    """See `device.row.factor`."""
+    """See `gpu.lib.row.factor`."""
     hw_rounding: bool
     stored: bool
     """Whether the norm is rounded before it is quantized."""

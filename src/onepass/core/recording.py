@@ -64,7 +64,7 @@ tape: Final = Tape()
 
 
 class Switch:
-    """Whether calls are recorded and replayed: not while something other than a backend receives the launches."""
+    """Whether calls are recorded and repeated: not while something other than a backend receives the launches."""
 
     def __init__(self) -> None:
         self._on = True
