@@ -39,7 +39,7 @@ SMALLEST_EPS: Final = 2.0**-126
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """How a number becomes a code: a float with a sign, or an integer.
+    """How a number becomes a code, which is a small float or an integer.
 
     A float's smallest normal is ``2**(1 - bias)`` and the step below it ``2**(1 - bias - mantissa)``.
 

@@ -39,7 +39,9 @@ class PagedKVCache:
 
     Token p of request b has the entry::
 
-        page = lookup_table[b, p // page_size]        entry = p % page_size        slot = page * page_size + entry
+        page  = lookup_table[b, p // page_size]
+        entry = p % page_size
+        slot  = page * page_size + entry
 
     Tensors are not copied: update them in place, even between replays of a captured CUDA graph. Creating a cache reads both
     tables on the host to validate them (not while compiling or capturing), which waits for the device, so create it once,

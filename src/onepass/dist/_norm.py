@@ -87,6 +87,14 @@ def start_qk_stats(
 
     Returns:
         The sums under way: ``s_r = [sum(q_r^2), sum(k_r^2)]``.
+
+    >>> import torch, onepass
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> q, k = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]])
+    >>> pending = onepass.dist.start_qk_stats(q, k, group=torch.distributed.group.WORLD)
+    >>> onepass.dist.finish_qk_rms_norm(pending, torch.ones(2), torch.ones(2), eps=0.0)
+    (tensor([[0.8485, 1.1314]]), tensor([[0.0000, 1.4142]]))
+    >>> torch.distributed.destroy_process_group()
     """
     require_bool(_QK, "reproducible", reproducible)
     plan = _plan(_QK, (q, k), group, plan, kv_replicas, counts)
@@ -256,6 +264,12 @@ def rms_norm(
 
     Returns:
         This rank's columns of the result.
+
+    >>> import torch, onepass
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> onepass.dist.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0, group=torch.distributed.group.WORLD)
+    tensor([[0.8485, 1.1314]])
+    >>> torch.distributed.destroy_process_group()
     """
     require_bool(_ONE, "reproducible", reproducible)
     options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding}

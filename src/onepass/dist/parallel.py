@@ -49,6 +49,16 @@ class QKNormParallel(ParallelStyle):
         weight_offset: As in `rms_norm`.
         rounding: As in `rms_norm`.
         reproducible: As in `qk_rms_norm`.
+
+    >>> import torch, onepass
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    >>> norm = parallelize_module(torch.nn.RMSNorm(2, eps=1e-6), mesh, onepass.dist.QKNormParallel())
+    >>> with torch.inference_mode():
+    ...     norm(torch.tensor([[3.0, 4.0]]))
+    tensor([[0.8485, 1.1314]])
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(

@@ -216,9 +216,10 @@ def rms_norm(
 
     Rounding:
         "once" computes in float32 and rounds y (and separately h, for new_residual) at the store and nowhere else.
-        "hf" rounds where Hugging Face's modules do: h to the residual's dtype, ``h * rs`` to x's dtype, then the
-        product with gamma and the results of bias and gate, except the product before the norm. The order of the sum
-        of squares depends only on N and the dtypes, so each row is bit-identical to running it alone.
+        "hf" rounds where Hugging Face's modules do: h to the residual's dtype, then to x's dtype ``h * rs``, its product
+        with gamma, and the results of bias and gate. The product of x and a gate before the norm is not rounded.
+        ``round_sum`` changes the rounding of h alone. The order of the sum of squares depends only on N and the dtypes,
+        so each row is bit-identical to running it alone.
 
     To norm the first k columns of each row, pass views: the other columns are neither read nor written.
 
