@@ -39,13 +39,21 @@ SMALLEST_EPS: Final = 2.0**-126
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """How a number becomes a code of ``bits`` bits: a float with ``mantissa`` mantissa bits, or an ``integer``.
+    """How a number becomes a code, which is a small float or an integer.
 
-    ``bias`` is a float's exponent bias: the smallest normal is ``2**(1 - bias)`` and the step below it
-    ``2**(1 - bias - mantissa)``. ``nan_code`` is the code of NaN, which has either sign if the format has a
-    negative zero. It is 0 in formats without a NaN: their scale is NaN instead. ``maxima`` lists the
-    saturation limits that a caller may choose, the default first. 4-bit codes are stored in pairs, the even
-    column in the low half of a byte of ``dtype``.
+    A float's smallest normal is ``2**(1 - bias)`` and the step below it ``2**(1 - bias - mantissa)``.
+
+    Args:
+        name: Name of the format.
+        dtype: Dtype of the codes. 4-bit codes are stored in pairs, the even column in the low half of a byte.
+        bias: Exponent bias.
+        nan_code: The code of NaN, which has either sign if the format has a negative zero. 0 in formats without a NaN: their
+            scale is NaN instead.
+        has_negative_zero: Whether there is a code for -0.
+        maxima: Saturation limits that a caller may choose, the default first.
+        mantissa: Mantissa bits.
+        bits: Bits of a code.
+        integer: Whether codes are integers.
     """
 
     name: str
@@ -92,9 +100,13 @@ QUANTIZED: Final = (*FP8_FORMATS, torch.int8)
 
 @dataclass(frozen=True)
 class ScaleEncoding:
-    """How a computed scale is stored: the ``dtypes`` it may have, and whether it is a power of two.
+    """How a computed scale is stored.
 
-    A power of two is rounded up, or with ``floor`` down, as OCP's MX specification has it.
+    Args:
+        name: Name of the format.
+        dtypes: Dtypes it may have, the default first.
+        power_of_two: Whether it is rounded to a power of two: up, unless ``floor``.
+        floor: Round down, as OCP's MX specification has it.
     """
 
     name: ScaleFormat
@@ -119,7 +131,14 @@ SCALE_DTYPES: Final = tuple(dict.fromkeys(dtype for s in SCALE_FORMATS.values() 
 
 @dataclass(frozen=True)
 class QuantFormat:
-    """A format of `rms_norm_fused_quant`: its codes, group sizes (None: a row) and scale formats, the defaults first."""
+    """A format of `rms_norm_fused_quant`.
+
+    Args:
+        name: Name of the format.
+        codes: Its codes.
+        groups: Group sizes, the default first. None is a row.
+        scales: Scale formats, the default first.
+    """
 
     name: QuantFormatName
     codes: CodeFormat
@@ -147,11 +166,17 @@ QUANT_FORMATS: Final[dict[str, QuantFormat]] = {
 class ScaleRule:
     """How the scale of a row, a group of columns or a whole tensor is computed, stored and applied.
 
-    ``divides``: the norm is divided by the scale; otherwise it is multiplied by the reciprocal.
-    ``has_least``: the call sets a smallest scale. ``bound_in_memory``: the upper bound of amax is a tensor.
-    ``floor``: powers of two are rounded down. ``has_global``: scales are multiples of the reciprocal of one
-    number in memory. ``packing``: scales of four neighboring groups are four neighboring bytes, in
-    ``words`` or in tiles of 128 x 4. ``dtype`` is that of one scale.
+    Args:
+        kind: "row", "group" or "static".
+        dtype: Dtype of one scale.
+        group: Columns of a group.
+        ue8m0: Whether scales are powers of two.
+        divides: Whether the norm is divided by the scale. Otherwise it is multiplied by the reciprocal.
+        has_least: Whether the call sets a smallest scale.
+        bound_in_memory: Whether the upper bound of amax is a tensor.
+        floor: Whether powers of two are rounded down.
+        has_global: Whether scales are multiples of the reciprocal of one number in memory.
+        packing: Scales of four neighbouring groups are four neighbouring bytes, in "words" or in tiles of "128x4".
     """
 
     kind: ScaleKind

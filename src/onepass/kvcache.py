@@ -1,13 +1,9 @@
 """One layer's paged cache of MLA entries: its layout, bookkeeping for a decode loop, and reading entries back.
 
-A cache has pages of ``page_size`` entries. The entry of token p of request b is at::
+A *slot* identifies an entry by one number, as `PagedKVCache` defines it. A negative slot means no entry.
 
-    page = lookup_table[b, p // page_size]        entry = p % page_size        slot = page * page_size + entry
-
-A *slot* identifies an entry by one number. A negative slot means no entry.
-
-The columns of an entry have one dtype ("plain"), or they are packed into 656 bytes ("fp8_ds_mla", what
-vLLM and FlashMLA store for DeepSeek-V3.2)::
+The columns of an entry have one dtype ("plain"), or they are packed into 656 bytes ("fp8_ds_mla", what vLLM and FlashMLA
+store for DeepSeek-V3.2)::
 
     512 float8_e4m3fn codes of the latent | 4 float32 scales, one per 128 codes | 64 bfloat16 columns of k
 """
@@ -41,18 +37,28 @@ DS_MLA_BYTES: Final = 656
 class PagedKVCache:
     """A paged cache: ``blocks`` [pages, page_size, columns], and each request's length and pages.
 
-    ``blocks`` is fp8, bfloat16, float16 or float32 with contiguous columns. Pages and entries may have
-    any stride, so it can be one layer's view of a larger cache. Engines that allocate bytes pass uint8
-    blocks and ``blocks_dtype``, that of the columns; the cache then has a view of that dtype. With the
-    ``entry_format`` "fp8_ds_mla", blocks are uint8 with 656 bytes per entry. ``cache_lengths`` [requests] counts each
-    request's tokens and ``lookup_table`` [requests, max pages] lists its pages in order. Both are uint32,
-    int32 or int64, and entries of the table that no token needs yet may have any value. Without these
-    two, every call needs ``slot_mapping``.
+    Token p of request b has the entry::
 
-    Tensors are not copied: update them in place, even between replays of a captured CUDA graph. Creating
-    a cache reads both tables on the host to validate them (not while compiling or capturing), which
-    waits for the device, so create it once, outside the decode loop. Kernels never write outside the
-    blocks, whatever the tables contain later.
+        page  = lookup_table[b, p // page_size]
+        entry = p % page_size
+        slot  = page * page_size + entry
+
+    Tensors are not copied: update them in place, even between replays of a captured CUDA graph. Creating a cache reads both
+    tables on the host to validate them (not while compiling or capturing), which waits for the device, so create it once,
+    outside the decode loop. Kernels never write outside the blocks, whatever the tables contain later.
+
+    Args:
+        blocks: fp8, bfloat16, float16 or float32 with contiguous columns. Pages and entries may have any stride, so it can be
+            one layer's view of a larger cache. uint8 with ``blocks_dtype`` or ``entry_format="fp8_ds_mla"``.
+        cache_lengths: [requests], each request's number of tokens: uint32, int32 or int64. Without this and the table, every
+            call needs ``slot_mapping``.
+        lookup_table: [requests, max pages], each request's pages in order: uint32, int32 or int64. Entries that no token
+            needs yet may have any value.
+        page_size: Must be that of blocks, if passed.
+        blocks_dtype: Dtype of the columns of uint8 blocks, for engines that allocate bytes. The cache has a view of that
+            dtype.
+        entry_format: "plain", or "fp8_ds_mla" for uint8 blocks with 656 bytes per entry, as vLLM and FlashMLA store
+            DeepSeek-V3.2's: 512 float8_e4m3fn codes of the latent, 4 float32 scales, 64 bfloat16 columns of k.
 
     >>> import torch, onepass
     >>> table = torch.tensor([[2, 0], [1, 3]])
@@ -116,11 +122,22 @@ class PagedKVCache:
         blocks_dtype: torch.dtype | None = None,
         entry_format: EntryFormat = "plain",
     ) -> PagedKVCache:
-        """Create a cache from the slots [tokens] of all its tokens, one request after another.
+        """Create a cache from the slots of all its tokens, one request after another: the inverse of `slot_mapping`.
 
-        Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` are those of request b, in
-        order. The table has ``table_width`` columns (default: as many as the longest request needs) and
-        -1 where a request has no page. This is the inverse of `slot_mapping` and reads on the host.
+        It reads on the host.
+
+        Args:
+            blocks: As in `PagedKVCache`.
+            slots: [tokens], int32 or int64.
+            input_row_offsets: [requests + 1]. Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` are those of
+                request b, in order.
+            table_width: Columns of the table, which has -1 where a request has no page. None: what the longest request needs.
+            dtype: Dtype of the tables.
+            blocks_dtype: As in `PagedKVCache`.
+            entry_format: As in `PagedKVCache`.
+
+        Returns:
+            The cache.
 
         >>> import torch, onepass
         >>> slots, offsets = torch.tensor([4, 5, 0, 2, 3]), torch.tensor([0, 3, 5])
@@ -159,10 +176,15 @@ class PagedKVCache:
         return cls(blocks, *tables, entry_format=entry_format)
 
     def slot_mapping(self, input_row_offsets: Tensor, tokens: int | None = None) -> Tensor:
-        """The slots [tokens] int64 of the tokens that follow those in the cache; -1 for a token without one.
+        """The slots of the tokens that follow those in the cache.
 
-        Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` belong to request b. Their number
-        is read from the last offset, on the host, unless ``tokens`` is given.
+        Args:
+            input_row_offsets: [requests + 1]. Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` belong to
+                request b.
+            tokens: Their number. None reads it from the last offset, on the host.
+
+        Returns:
+            [tokens] int64, -1 for a token without a slot.
         """
         lengths, table = self._tables("slot_mapping")
         _check_tensor("input_row_offsets", input_row_offsets, "[requests + 1]", 1, INDEX_DTYPES)
@@ -186,9 +208,13 @@ class PagedKVCache:
         return torch.where(there, page * self.page_size + place % self.page_size, -1)
 
     def append(self, new_tokens: int | Tensor = 1, *, input_row_offsets: Tensor | None = None) -> None:
-        """Count the tokens of a written step: one number for all requests, [requests] numbers, or row offsets.
+        """Count the tokens of a written step: ``cache_lengths += new_tokens``, in place.
 
-        It updates ``cache_lengths`` in place and reads nothing on the host, so a CUDA graph can capture it.
+        It reads nothing on the host, so a CUDA graph can capture it.
+
+        Args:
+            new_tokens: One number for all requests, or [requests].
+            input_row_offsets: [requests + 1], in place of ``new_tokens``.
         """
         lengths, table = self._tables("append")
         if input_row_offsets is not None:
@@ -200,10 +226,13 @@ class PagedKVCache:
         (lengths.view(torch.int32) if lengths.dtype == torch.uint32 else lengths).add_(new_tokens)
 
     def check(self, new_tokens: int | Tensor = 0) -> None:
-        """Raise `ContractError` unless every request's pages exist and have room for ``new_tokens`` more.
+        """Check that every request's pages exist and have room. Reads the tables on the host, which waits for the device.
 
-        ``new_tokens`` is one number for all requests, or [requests]. Reads the tables on the host, which
-        waits for the device.
+        Args:
+            new_tokens: Further tokens: one number for all requests, or [requests].
+
+        Raises:
+            ContractError: If a token has no page.
         """
         lengths, table = self._tables("check")
         fault = table_fault(self.blocks, lengths, table, _counts(new_tokens, table.shape[0]))
@@ -250,11 +279,20 @@ def gather_mla(
     kv_scale: Tensor | None = None,
     per_token_scale: Tensor | None = None,
 ) -> Tensor:
-    """A request's entries [length, columns] in order, times their scale, as `fused_rope_rmsnorm_quantization` wrote them.
+    """A request's entries in order, as `fused_rope_rmsnorm_quantization` wrote them: ``round(entry * scale)``.
 
-    ``kv_scale`` and ``per_token_scale`` must be those of the write; entries of the format "fp8_ds_mla" contain
-    their scales. The product is computed in float32 and
-    rounded once, to ``dtype``. Plain torch on the cache's device; the length is read on the host.
+    Args:
+        cache: The cache.
+        request: Number of the request. Its length is read on the host.
+        dtype: Dtype of the result.
+        kv_scale: That of the write. Entries of the format "fp8_ds_mla" contain their scales.
+        per_token_scale: That of the write.
+
+    Returns:
+        [length, columns], on the cache's device.
+
+    Rounding:
+        The product is computed in float32 and rounded once.
 
     >>> import torch, onepass
     >>> blocks = torch.arange(8.0).view(4, 2, 1)
@@ -300,10 +338,14 @@ def gather_mla(
 
 
 def pack_ds_mla(latent: Tensor, rope: Tensor) -> Tensor:
-    """Entries [tokens, 656] uint8 of the format "fp8_ds_mla", from [tokens, 512] and [tokens, 64]; plain torch.
+    """Entries of the format "fp8_ds_mla": ``codes = latent / scale``, ``scale = max(amax / 448, 2**-126)`` per 128 columns.
 
-    Each 128 columns of the latent have the scale ``amax / 448``, at least 2**-126, and are divided by it. The other
-    columns are rounded to bfloat16.
+    Args:
+        latent: [tokens, 512].
+        rope: [tokens, 64], rounded to bfloat16.
+
+    Returns:
+        uint8 [tokens, 656].
     """
     tiles = latent.float().unflatten(-1, (-1, DS_MLA_TILE))
     amax = tiles.abs().amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Rotary position embedding as an argument: `Rope` specifies angles, pairs of columns and their number."""
+"""Rotary position embedding as an argument: `Rope` has the angles, the pairs of columns and their number."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ STYLES: Final[tuple[RopeStyle, ...]] = ("half", "interleaved")
 
 @dataclass(slots=True, eq=False)  # not frozen, which would double what one costs per layer and token
 class Rope:
-    """Rotate the first ``dim`` columns of every head by the angles of the token's position.
-
-    The angles are a table, ``freqs``, or each token's own, ``cos`` and ``sin``.
-
-    ``freqs`` [max_seq, dim] float32 holds (cos, sin) of each pair, interleaved: c0, s0, c1, s1, ...
-    ``positions``, int32 or int64 with the leading shape, selects each token's row of freqs; the default is
-    the token's index in the last leading dimension. ``style="half"`` pairs columns i and i + dim/2
-    (Llama, Qwen), "interleaved" columns 2i and 2i + 1 (GPT-J, DeepSeek)::
+    """Rotate the first ``dim`` columns of every head by the angles of the token's position::
 
         a, b = a * cos - b * sin, b * cos + a * sin
 
-    ``dim`` is even and at most freqs' width, which is the default. Further columns of a head are not
-    rotated. ``head_dim`` is required if the op cannot infer it.
+    The angles are a table, ``freqs``, or each token's own, ``cos`` and ``sin``.
 
-    ``cos`` and ``sin`` [..., dim] have one row per token ([1, S, dim] serves every sequence), as transformers'
-    ``position_embeddings``. Their second halves repeat the first and are not read. `qk_norm_rope_cache` takes them.
-
-    A position outside freqs uses the nearest row. With ``ONEPASS_DEBUG=1`` in the environment it raises instead.
+    Args:
+        freqs: [max_seq, dim] float32, (cos, sin) of each pair, interleaved: c0, s0, c1, s1, ...
+        positions: Each token's row of freqs: int32 or int64 with the leading shape. None: the token's index in the last
+            leading dimension. A position outside freqs uses the nearest row. With ``ONEPASS_DEBUG=1`` in the environment it
+            raises instead.
+        style: "half" pairs columns i and i + dim/2 (Llama, Qwen), "interleaved" columns 2i and 2i + 1 (GPT-J, DeepSeek).
+        dim: Even, and at most freqs' width, which None means. Further columns of a head are not rotated.
+        head_dim: Columns of a head. Required if the op cannot infer it.
+        cos: [..., dim], one row per token ([1, S, dim] serves every sequence), as transformers' ``position_embeddings``. Its
+            second half repeats the first and is not read. `qk_norm_rope_cache` takes it.
+        sin: The same for sines.
 
     >>> import torch, onepass
     >>> quarter = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # no rotation at position 0, a quarter turn at 1

@@ -1,15 +1,7 @@
 """Weights of `linear` as 8-bit codes with scales: how they are quantized, and what codes mean.
 
-| scheme | codes | scale | elements that share a scale |
-|---|---|---|---|
-| ``"fp8_tensor"`` | float8_e4m3fn | float32 [1] | all |
-| ``"fp8_row"`` | float8_e4m3fn | float32 [N] | a row |
-| ``"fp8_block"`` | float8_e4m3fn | float32 [ceil(N / 128), ceil(K / 128)] | a block of 128 x 128 |
-| ``"fp8_block_ue8m0"`` | float8_e4m3fn | float8_e8m0fnu, the same shape | a block of 128 x 128 |
-| ``"int8_row"`` | int8 | float32 [N] | a row |
-
-The last blocks of rows and columns may be smaller. ``"fp8_block"`` is the format of DeepSeek-V3's
-checkpoints: ``weight`` and ``weight_scale_inv``.
+`quantize_weight` lists the schemes. The last blocks of rows and columns may be smaller. "fp8_block" is the format of
+DeepSeek-V3's checkpoints: ``weight`` and ``weight_scale_inv``.
 """
 
 from __future__ import annotations
@@ -59,22 +51,34 @@ def check_scheme(op: str, scheme: object) -> None:
 
 
 def quantize_weight(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """``weight`` [N, K] as (codes, scale), which `linear` takes as ``weight`` and ``weight_scale``.
+    """A weight as (codes, scale), which `linear` takes as ``weight`` and ``weight_scale``.
 
-    ::
+    With the largest magnitude of the elements that share a scale::
 
         scale = max |w| / 448                   float32; int8: max |w| / 127
         codes = round(w / scale)                the float32 quotient to nearest, ties to even, saturated
 
-    The maximum is that of the elements that share a scale. "fp8_block_ue8m0" rounds scales up to a
-    power of two, so nothing saturates, and stores exponents. A float32 scale below 2**-126 is stored as
-    0 and its codes are 0, as for a row or block of zeros. The smallest UE8M0 scale is 2**-127.
+    | scheme | codes | scale | elements that share a scale |
+    |---|---|---|---|
+    | "fp8_tensor" | float8_e4m3fn | float32 [1] | all |
+    | "fp8_row" | float8_e4m3fn | float32 [N] | a row |
+    | "fp8_block" | float8_e4m3fn | float32 [ceil(N / 128), ceil(K / 128)] | a block of 128 x 128 |
+    | "fp8_block_ue8m0" | float8_e4m3fn | float8_e8m0fnu, the same shape | a block of 128 x 128 |
+    | "int8_row" | int8 | float32 [N] | a row |
 
-    A NaN or infinite weight becomes the NaN code 0x7F and does not affect the scale. The others keep
-    their values, and `linear` returns NaN in that column. int8 has no NaN, so "int8_row" raises.
+    Args:
+        weight: [N, K], bfloat16, float16 or float32 with any strides, on any device. The memory needed beyond the results does
+            not grow with N.
+        scheme: One of the above. "int8_row" on a GPU waits for the device.
 
-    ``weight`` is bfloat16, float16 or float32 with any strides, on any device. The memory needed beyond
-    the results does not grow with N. "int8_row" on a GPU waits for the device.
+    Returns:
+        ``(codes, scale)``.
+
+    Rounding:
+        "fp8_block_ue8m0" rounds scales up to a power of two, so nothing saturates, and stores exponents; the smallest scale is
+        2**-127. A float32 scale below 2**-126 is stored as 0 and its codes are 0, as for a row or block of zeros. A NaN or
+        infinite weight becomes the NaN code 0x7F and does not affect the scale, and `linear` returns NaN in that column.
+        int8 has no NaN, so "int8_row" raises.
 
     >>> import torch, onepass
     >>> codes, scale = onepass.quantize_weight(torch.tensor([[3.5, -0.5], [896.0, 4.0]]), "fp8_row")
@@ -111,11 +115,19 @@ def quantize_weight(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``codes * scale``: the product in float32, rounded once to ``dtype``.
+    """A weight from its codes: ``codes * scale``.
 
-    ``codes`` [N, K] is float8_e4m3fn or int8, ``scale`` any of `linear`'s: float32 [1], [N] or [N, 1], or
-    for float8_e4m3fn codes [ceil(N / 128), ceil(K / 128)], float32 or float8_e8m0fnu. A NaN code or scale
-    gives NaN.
+    Args:
+        codes: [N, K], float8_e4m3fn or int8.
+        scale: Any of `linear`'s: float32 [1], [N] or [N, 1], or for float8_e4m3fn codes [ceil(N / 128), ceil(K / 128)],
+            float32 or float8_e8m0fnu.
+        dtype: bfloat16, float16 or float32.
+
+    Returns:
+        [N, K] in ``dtype``.
+
+    Rounding:
+        The product is computed in float32 and rounded once. A NaN code or scale gives NaN.
 
     >>> import torch, onepass
     >>> codes, scale = onepass.quantize_weight(torch.tensor([[1.0, -0.5], [0.0, 0.25]]), "int8_row")

@@ -13,6 +13,8 @@ from .docstrings import markdown
 PATH: Final = Path("docs/dist.md")
 ORDER: Final = ("plan", "qk_rms_norm", "start_qk_stats", "finish_qk_rms_norm", "rms_norm")
 """Functions in the order in which a reader needs them. Classes follow."""
+_LISTS: Final = ("Args:", "Attributes:", "Raises:")
+_TITLES: Final = (*_LISTS, "Returns:", "Rounding:")
 _HEAD: Final = """\
 # onepass.dist
 
@@ -36,7 +38,7 @@ def render() -> str:
 
 
 def _section(name: str, member: Any) -> str:
-    parts = [f"## {name}", f"```python\n{signature(f'onepass.dist.{name}', member)}\n```", markdown(_doc(member))]
+    parts = [f"## {name}", f"```python\n{signature(f'onepass.dist.{name}', member)}\n```", _text(member)]
     if inspect.isclass(member):
         parts += _class_parts(name, member)
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -49,11 +51,38 @@ def _class_parts(name: str, kind: type) -> Iterator[str]:
     for label, method in vars(kind).items():
         if label[0] != "_" and inspect.isfunction(method):
             shown = signature(f"{name}.{label}", method, skip="self")
-            yield f"### {name}.{label}\n\n```python\n{shown}\n```\n\n{markdown(_doc(method))}"
+            yield f"### {name}.{label}\n\n```python\n{shown}\n```\n\n{_text(method)}"
 
 
 def _doc(member: Any) -> str:
     return inspect.getdoc(member) or ""
+
+
+def _text(member: Any) -> str:
+    return "\n".join(_sections(markdown(_doc(member)).splitlines()))
+
+
+def _sections(lines: Iterable[str]) -> Iterator[str]:
+    """Google's sections with bold titles, their arguments as lists, and examples as code."""
+    title, example = "", False
+    for line in lines:
+        if example and not line:
+            yield "```"
+        if line.startswith(">>> ") and not example:
+            yield "```pycon"
+        example = bool(line) and (example or line.startswith(">>> "))
+        if line in _TITLES:
+            title = line
+            yield f"**{line[:-1]}**\n"
+        elif title and line.startswith("    "):
+            name, _, words = line.strip().partition(": ")
+            is_item = title in _LISTS and line[4] != " "
+            yield f"- `{name}`: {words}" if is_item else "  " * (title in _LISTS) + line.strip()
+        else:
+            title = ""
+            yield line
+    if example:
+        yield "```"
 
 
 def _summary(member: Any) -> str:

@@ -24,10 +24,10 @@ _ONE = "dist.rms_norm"
 
 
 class PendingStats:
-    """Sums of squares that are being exchanged, returned by `start_qk_stats`; `apply` waits for them.
+    """Sums of squares that are being exchanged, as `start_qk_stats` returns them.
 
-    `apply` reads ``q`` and ``k`` again, so do not change them before then. Every rank must finish
-    what it started, in the same order.
+    `apply` reads ``q`` and ``k`` again, so do not change them before then. Every rank must finish what it started, in the
+    same order.
     """
 
     def __init__(self, plan: QKNormPlan, q: Tensor, k: Tensor, sent: Tensor, gathered: bool) -> None:
@@ -36,7 +36,11 @@ class PendingStats:
         self._means: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The means of squares for `onepass.apply_qk_rms_norm`, float32 [..., 2]."""
+        """Wait for the sums.
+
+        Returns:
+            The means of squares for `onepass.apply_qk_rms_norm`, float32 [..., 2].
+        """
         if self._means is None:
             self._means = _finish(_QK, self.plan, self._sent, self._gathered)
             del self._sent
@@ -57,7 +61,7 @@ class PendingStats:
         q_scale: Tensor | None = None,
         k_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Wait for the sums, then norm q and k. Nothing is written before then. See `qk_rms_norm`."""
+        """Wait for the sums, then norm q and k, with the arguments of `qk_rms_norm`. Nothing is written before then."""
         means = self.wait()
         q_out, k_out = _outputs(_QK, self.q, self.k, out_dtype, out)
         options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope}
@@ -78,8 +82,19 @@ def start_qk_stats(
 ) -> PendingStats:
     """Begin `qk_rms_norm`: sum the squares of this rank's columns and start the collective.
 
-    Work between this call and ``finish_qk_rms_norm`` (the v projection, say) runs while the sums are exchanged.
-    On CUDA the stream waits, not the host.
+    Work between this call and ``finish_qk_rms_norm`` (the v projection, say) overlaps with the exchange. On CUDA the stream
+    waits, not the host. The arguments are those of `qk_rms_norm`.
+
+    Returns:
+        The sums under way: ``s_r = [sum(q_r^2), sum(k_r^2)]``.
+
+    >>> import torch, onepass
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> q, k = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]])
+    >>> pending = onepass.dist.start_qk_stats(q, k, group=torch.distributed.group.WORLD)
+    >>> onepass.dist.finish_qk_rms_norm(pending, torch.ones(2), torch.ones(2), eps=0.0)
+    (tensor([[0.8485, 1.1314]]), tensor([[0.0000, 1.4142]]))
+    >>> torch.distributed.destroy_process_group()
     """
     require_bool(_QK, "reproducible", reproducible)
     plan = _plan(_QK, (q, k), group, plan, kv_replicas, counts)
@@ -103,7 +118,15 @@ def finish_qk_rms_norm(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Finish what `start_qk_stats` began: wait for the sums and norm q and k."""
+    """Finish what `start_qk_stats` began: wait for the sums and norm q and k.
+
+    Args:
+        pending: What `start_qk_stats` returned.
+        gamma_q: As in `qk_rms_norm`, like all that follow.
+
+    Returns:
+        This rank's ``(q_out, k_out)``.
+    """
     options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope}
     options |= {"eps_k": eps_k, "q_scale": q_scale, "k_scale": k_scale}
     return pending.apply(gamma_q, gamma_k, eps, out_dtype=out_dtype, out=out, **options)
@@ -133,29 +156,55 @@ def qk_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm of q and of k over the columns of all ranks. Returns this rank's (q_out, k_out).
 
-    ``q`` [..., Nq_r] and ``k`` [..., Nk_r] are this rank's columns, ``gamma_q`` and ``gamma_k``
-    their weights. Widths may differ between ranks; the leading shape, the options and the order of
-    calls must not. ``out`` may be (q, k) themselves: nothing is written before the sums of all
-    ranks have arrived.
+    For q, and likewise for k::
 
-    The total number of columns comes from ``plan`` (see `onepass.dist.plan`) or from ``counts`` =
-    (Nq, Nk). Otherwise the first call with these widths determines it in one blocking exchange
-    and caches it. ``kv_replicas`` = r: each r consecutive ranks hold the same k columns, which are
-    counted once. Inside torch.compile, a plan must exist or ``plan`` or ``counts`` must be given.
+        mean  = sum(q^2, over all ranks) / Nq
+        q_out = (q * (1 / sqrt(mean + eps))) * (gamma_q + weight_offset)
 
-    ``reproducible`` gathers the partial sums (8 bytes per row from each rank) and adds them in a
-    fixed tree over the ranks, so that results do not depend on the backend's algorithm. Otherwise
-    the backend adds them.
+    The total numbers of columns come from ``plan`` or ``counts``. Otherwise the first call with these widths determines them
+    in one blocking exchange and caches them. Inside torch.compile, a plan must exist or ``plan`` or ``counts`` must be given.
 
-    DTensors sharded on their last dimension are accepted, and DTensors are returned. They need no
-    ``group``, ``counts`` or ``kv_replicas``. ``weight_offset``, ``rounding``, ``rope``,
-    ``out_dtype`` and ``per_head`` are those of `onepass.qk_rms_norm`. With ``per_head`` every head
-    must be on one rank, so nothing is sent; pass local tensors then, because DTensors are rejected.
-    ``eps_k`` is k's epsilon. With ``q_scale`` and ``k_scale``, one float32 each, results may be fp8.
+    DTensors sharded on their last dimension are accepted, and DTensors are returned. They need no ``group``, ``counts`` or
+    ``kv_replicas``.
 
-    If the collective fails, its error is raised with the names of this op and the group, and no
-    output has been written. ``ONEPASS_DEBUG=1`` first compares every call across ranks and names
-    the rank that differs.
+    Args:
+        q: This rank's columns [..., Nq_r]. Widths may differ between ranks; the leading shape, the options and the order of
+            calls must not.
+        k: This rank's columns [..., Nk_r].
+        gamma_q: Their weights [Nq_r].
+        gamma_k: Their weights [Nk_r].
+        eps: Added to the mean of squares.
+        group: The ranks. May be None with ``plan``.
+        plan: What `onepass.dist.plan` returned.
+        counts: ``(Nq, Nk)``, the columns of all ranks.
+        kv_replicas: Number of consecutive ranks that hold the same k columns, which are counted once.
+        reproducible: Gather the partial sums (8 bytes per row from each rank) and add them in a fixed tree over the ranks, so
+            that results do not depend on the backend's algorithm. Otherwise the backend adds them.
+        weight_offset: As in `onepass.qk_rms_norm`.
+        rounding: As in `onepass.qk_rms_norm`.
+        rope: As in `onepass.qk_rms_norm`.
+        per_head: As in `onepass.qk_rms_norm`. Every head must be on one rank, so nothing is sent. DTensors are rejected.
+        out_dtype: As in `onepass.qk_rms_norm`.
+        out: Pair of tensors for the results, which may be q and k themselves.
+        eps_k: k's epsilon; None: q's.
+        q_scale: One float32, the scale of fp8 results; required for them.
+        k_scale: The same for k.
+
+    Returns:
+        This rank's ``(q_out, k_out)``.
+
+    Raises:
+        RuntimeError: If the collective fails: its own error, with the names of this op and the group. Nothing is written
+            before the sums of all ranks have arrived.
+
+    ``ONEPASS_DEBUG=1`` first compares every call across ranks and names the rank that differs.
+
+    >>> import torch, onepass
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> q, k = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]])
+    >>> onepass.dist.qk_rms_norm(q, k, torch.ones(2), torch.ones(2), eps=0.0, group=torch.distributed.group.WORLD)
+    (tensor([[0.8485, 1.1314]]), tensor([[0.0000, 1.4142]]))
+    >>> torch.distributed.destroy_process_group()
     """
     require_bool(_QK, "per_head", per_head)
     require_bool(_QK, "reproducible", reproducible)
@@ -196,10 +245,31 @@ def rms_norm(
     rounding: Rounding = "once",
     out: Tensor | None = None,
 ) -> Tensor:
-    """RMSNorm of one tensor over the columns of all ranks. Returns this rank's columns.
+    """RMSNorm of one tensor over the columns of all ranks: ``(x * (1 / sqrt(mean + eps))) * (gamma + weight_offset)``.
 
-    Norming two tensors this way costs two collectives; `qk_rms_norm` needs one. ``count`` is the
-    total number of columns, ``replicas`` the number of consecutive ranks that hold the same ones.
+    Norming two tensors this way costs two collectives; `qk_rms_norm` needs one.
+
+    Args:
+        x: This rank's columns [..., N_r], or a DTensor sharded on its last dimension.
+        gamma: Their weights [N_r].
+        eps: Added to the mean of squares.
+        group: The ranks. May be None with ``plan``.
+        plan: What `onepass.dist.plan` returned for one width.
+        count: Columns of all ranks.
+        replicas: Number of consecutive ranks that hold the same columns.
+        reproducible: As in `qk_rms_norm`.
+        weight_offset: As in `onepass.rms_norm`.
+        rounding: As in `onepass.qk_rms_norm`.
+        out: Receives the result.
+
+    Returns:
+        This rank's columns of the result.
+
+    >>> import torch, onepass
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> onepass.dist.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0, group=torch.distributed.group.WORLD)
+    tensor([[0.8485, 1.1314]])
+    >>> torch.distributed.destroy_process_group()
     """
     require_bool(_ONE, "reproducible", reproducible)
     options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding}

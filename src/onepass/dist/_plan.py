@@ -25,7 +25,7 @@ _NAMES: Final = ("q", "k")
 
 @dataclass(frozen=True)
 class QKNormPlan:
-    """The widths of a group's shards, made by `plan`, for any number of calls. Holds no model tensors."""
+    """The widths of a group's shards, as `plan` returns them, for any number of calls. It holds no model tensors."""
 
     group_name: str
     where: str
@@ -44,12 +44,17 @@ class QKNormPlan:
     _divisors: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def divide(self, sums: Tensor) -> Tensor:
-        """Divide ``sums`` [..., 2] by the totals, correctly rounded, compiled or not.
+        """Divide sums by the totals, correctly rounded, compiled or not: ``sums / totals``.
 
-        Eager calls divide by a tensor, because torch multiplies by the reciprocal of a Python
-        number. Compiled calls divide in float64, because Triton's float32 division is approximate.
-        Rounding a float64 quotient of float32 values to float32 is correctly rounded (53 >= 2 * 24
-        + 2 bits).
+        Eager calls divide by a tensor, because torch multiplies by the reciprocal of a Python number. Compiled calls divide in
+        float64, because Triton's float32 division is approximate. Rounding a float64 quotient of float32 values to float32 is
+        correctly rounded (53 >= 2 * 24 + 2 bits).
+
+        Args:
+            sums: float32 [..., 2].
+
+        Returns:
+            The means, float32 [..., 2].
         """
         if torch.compiler.is_compiling():
             columns = [
@@ -82,12 +87,26 @@ def plan(
     kv_replicas: int = 1,
     counts: Sequence[int] | None = None,
 ) -> QKNormPlan:
-    """The plan for this rank's ``nq`` columns of q and ``nk`` of k (None: for `rms_norm`).
+    """The plan for this rank's columns of q and k.
 
-    ``counts`` = (Nq, Nk) are the columns of all ranks, copies counted once; with it nothing is
-    sent. Without it the ranks exchange their widths, so all of them must make the call. The result
-    is cached per group and widths. ``kv_replicas`` = r: ranks 0 to r-1 hold the same k columns,
-    ranks r to 2r-1 the next ones, and so on.
+    Without ``counts`` the ranks exchange their widths, so all of them must make the call. The result is cached per group
+    and widths.
+
+    Args:
+        group: The ranks.
+        nq: This rank's columns of q, or of the only tensor.
+        nk: This rank's columns of k; None: for `rms_norm`.
+        kv_replicas: r if ranks 0 to r-1 hold the same k columns, ranks r to 2r-1 the next ones, and so on.
+        counts: ``(Nq, Nk)``, the columns of all ranks, copies counted once. With it nothing is sent.
+
+    Returns:
+        The plan.
+
+    >>> import torch, onepass
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> onepass.dist.plan(torch.distributed.group.WORLD, 64, 16).totals
+    (64, 16)
+    >>> torch.distributed.destroy_process_group()
     """
     widths = (nq,) if nk is None else (nq, nk)
     return find_plan("dist.plan", resolve("dist.plan", group), widths, kv_replicas, counts)

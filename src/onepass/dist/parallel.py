@@ -38,13 +38,27 @@ class _Sharding:
 
 
 class QKNormParallel(ParallelStyle):
-    """Shard an RMSNorm over a projection's output, with statistics over all ranks.
+    """Shard an RMSNorm over a projection's output, with statistics over all ranks, in one all-reduce per call.
 
-    The module needs a ``weight`` [N] and an epsilon named ``variance_epsilon`` or ``eps``
-    (otherwise pass ``eps``). Its forward takes this rank's columns, as `ColwiseParallel` returns
-    them, or a DTensor sharded on the last dimension, and returns the same kind. It costs one
-    all-reduce per call. There is no backward: call it under ``torch.inference_mode()`` or
-    ``torch.no_grad()``.
+    The module needs a ``weight`` [N] and an epsilon named ``variance_epsilon`` or ``eps``. Its forward takes this rank's
+    columns, as `ColwiseParallel` returns them, or a DTensor sharded on the last dimension, and returns the same kind. There
+    is no backward: call it under ``torch.inference_mode()`` or ``torch.no_grad()``.
+
+    Args:
+        eps: The epsilon; None: the module's.
+        weight_offset: As in `rms_norm`.
+        rounding: As in `rms_norm`.
+        reproducible: As in `qk_rms_norm`.
+
+    >>> import torch, onepass
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    >>> norm = parallelize_module(torch.nn.RMSNorm(2, eps=1e-6), mesh, onepass.dist.QKNormParallel())
+    >>> with torch.inference_mode():
+    ...     norm(torch.tensor([[3.0, 4.0]]))
+    tensor([[0.8485, 1.1314]])
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(
@@ -91,10 +105,15 @@ def _norm_forward(norm: Any, x: Tensor) -> Tensor:
 class QKAttentionParallel(ParallelStyle):
     """Shard an attention that norms whole q and k projections, with **one** all-reduce for both.
 
-    The module must have ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` (linear) and ``q_norm``,
-    ``k_norm`` (RMSNorm), and its forward must call ``q_norm(q_proj(x))`` and ``k_norm(k_proj(x))``
-    with the same x, as Hugging Face's Olmo2Attention does. `ColwiseParallel` and `RowwiseParallel`
-    shard the projections; the number of heads must be a multiple of the number of ranks.
+    The module must have ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` (linear) and ``q_norm``, ``k_norm`` (RMSNorm), and its
+    forward must call ``q_norm(q_proj(x))`` and ``k_norm(k_proj(x))`` with the same x, as Hugging Face's Olmo2Attention does.
+    `ColwiseParallel` and `RowwiseParallel` shard the projections; the number of heads must be a multiple of the number of
+    ranks.
+
+    Args:
+        weight_offset: As in `rms_norm`.
+        rounding: As in `rms_norm`.
+        reproducible: As in `qk_rms_norm`.
     """
 
     def __init__(self, *, weight_offset: float = 0.0, rounding: Rounding = "once", reproducible: bool = False) -> None:

@@ -3,13 +3,11 @@
 - `onepass.engines.vllm`: ``vllm._custom_ops`` of vLLM 0.20 and later; `onepass.engines.vllm_0_19`: of earlier releases.
 - `onepass.engines.flashinfer`: ``flashinfer.norm``, and MLA's rotation to fp8.
 - `onepass.engines.sglang`: the norms of ``sgl_kernel`` and ``fused_inplace_qknorm``.
-
-onepass adds sums in its own order (a row gives the same bytes in any batch), so results can differ
-from the originals' in the last bit. Docstrings list all other differences. The libraries
-themselves need not be installed.
-
-- `onepass.engines.plugin` makes onepass a provider of vLLM's norms; vLLM finds it by itself.
+- `onepass.engines.plugin` makes onepass a provider of vLLM's norms; vLLM discovers it.
 - `onepass.engines.kernels`: a layer for Hugging Face ``kernels``.
+
+Sums have onepass's order, in which each row is bit-identical to running it alone, so results can differ from the
+originals' in the last bit. Docstrings list all other differences. The libraries themselves need not be installed.
 """
 
 from typing import TYPE_CHECKING

@@ -6,9 +6,9 @@
     with use_kernel_mapping(mapping(), inherit_mapping=False):
         model = kernelize(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, device="cuda")
 
-This replaces every layer that transformers calls "RMSNorm", 136 classes in transformers 5.19. The classes do not all
-compute the same, so `RMSNorm.forward` looks up what the class of each module computes, as `onepass.patch` does. Where it
-does not know the code, or the weight's dtype is not the input's, the module's own forward runs.
+This replaces every layer that transformers calls "RMSNorm", 136 classes in transformers 5.19. They do not all compute
+the same, so `RMSNorm.forward` looks up what the class of each module computes, as `onepass.patch` does. The module's own
+forward runs if its code is unknown, or if the weight's dtype is not the input's.
 
 The layer has no backward: in training mode `kernelize` keeps the modules' own forward.
 """

@@ -1,22 +1,21 @@
-"""onepass in vLLM: a provider of its IR ops, and its RMSNorm layer if batches must not change results.
+"""onepass in vLLM: a provider of its IR ops, and its RMSNorm layer in batch-invariant mode.
 
 vLLM calls `register` in each of its processes, because onepass has an entry point in the group
-``vllm.general_plugins``. That makes ``onepass`` a provider of ``rms_norm`` and ``fused_add_rms_norm``. It is used
-where it is chosen::
+``vllm.general_plugins``. That makes ``onepass`` a provider of ``rms_norm`` and ``fused_add_rms_norm``, to be chosen with::
 
     vllm serve MODEL --ir-op-priority.rms_norm=onepass,native --ir-op-priority.fused_add_rms_norm=onepass,native
 
-Both are bit-identical to vLLM's native ops, up to the order of a sum. With ``rs`` from the unrounded
-``h = x + x_residual``::
+Both are bit-identical to vLLM's native ops, except where the order of a sum changes the last bit of ``rs``. With ``rs``
+from the unrounded ``h = x + x_residual``::
 
     weight of x's dtype      y = round(round(h * rs) * weight)
     weight of float32        y = round((h * rs) * weight)
     no weight                y = round(h * rs)
 
-If ``VLLM_BATCH_INVARIANT=1``, vLLM's layer `RMSNorm` calls other kernels on a GPU. `register` then replaces the
+With ``VLLM_BATCH_INVARIANT=1``, vLLM's layer `RMSNorm` calls other kernels on a GPU. `register` then replaces the
 layer too (`onepass.engines.plugin_layer`).
 
-``python -m onepass.engines.plugin`` prints what `register` does here.
+``python -m onepass.engines.plugin`` prints what `register` does on this machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""SGLang's norms: those of ``sgl_kernel``; ``fused_inplace_qknorm`` and ``dsv3_fused_a_gemm`` of ``sglang.kernels.ops``.
+"""SGLang's norms: those of ``sgl_kernel``, and ``fused_inplace_qknorm`` and ``dsv3_fused_a_gemm`` of ``sglang.kernels.ops``.
 
-The first four are FlashInfer's kernels, with the same names, order of arguments and rounding (`onepass.engines.flashinfer.norm`).
-`fused_inplace_qknorm` rounds once too: ``x = round((x * rs) * w)`` of each head of q and k.
+The first four are FlashInfer's kernels, with the same names, order of arguments and rounding
+(`onepass.engines.flashinfer.norm`). `fused_inplace_qknorm` rounds once too: ``x = round((x * rs) * w)`` of each head of q
+and k.
 
 Weights may have any float dtype, whatever the input's. ``enable_pdl`` is accepted and ignored.
 """

@@ -1,6 +1,6 @@
 """``vllm._custom_ops``: ``from onepass.engines import vllm as ops`` replaces its import.
 
-What vLLM 0.20 and later compute, where ``round`` rounds to the tensors' dtype::
+The equations are those of vLLM 0.20 and later, where ``round`` rounds to the tensors' dtype::
 
     rms_norm             y = round((x * rs) * w)
     fused_add_rms_norm   h = round(x + residual);  y = round((h * rs) * w),  rs from the rounded h
@@ -11,21 +11,20 @@ What vLLM 0.20 and later compute, where ``round`` rounds to the tensors' dtype::
 
     static fp8           h = round(x + residual);  y = round(round(h * rs) * w);  code = fp8(y * (1 / scale))
 
-``qmax`` is 448 for float8_e4m3fn and 224 for float8_e4m3fnuz. Results have the same bytes as
-vLLM's, with two exceptions. vLLM adds squares in another order, and on a GPU its reciprocal square
-root may differ in the last bit; where that changes ``rs``, a value at a rounding boundary can round
-the other way. And a row that contains NaN or infinity, or whose sum of squares overflows, is NaN
-here (in int8 its scale is NaN and its codes are 0); vLLM's functions store finite codes for it.
+``qmax`` is 448 for float8_e4m3fn and 224 for float8_e4m3fnuz. Results are bit-identical to vLLM's, with two exceptions:
+
+- vLLM adds squares in another order, and on a GPU its reciprocal square root may differ in the last bit. Where that
+  changes ``rs``, a value at a rounding boundary can round the other way.
+- A row that contains NaN or infinity, or whose sum of squares overflows, is NaN here (in int8 its scale is NaN and its
+  codes are 0). vLLM's functions store finite codes for it.
 
 vLLM 0.19 and earlier also round ``x * rs`` in the first two: see `onepass.engines.vllm_0_19`.
 
 The docstrings of the norms around attention, of MLA's cache write and of its projection state their rounding. Weights may
-have any float dtype, whatever the input's.
+have any float dtype, whatever the input's. Every function checks all of its arguments before it writes anything.
 
-Not all are in ``vllm._custom_ops``: those with static scales are ``torch.ops._C`` functions, and `fused_q_kv_rmsnorm` is in
-``vllm.models.common.ops``.
-
-Every function checks all of its arguments before it writes anything.
+Some functions are not in ``vllm._custom_ops``: those with static scales are ``torch.ops._C`` functions, and
+`fused_q_kv_rmsnorm` is in ``vllm.models.common.ops``.
 """
 
 from __future__ import annotations
@@ -385,7 +384,7 @@ def concat_and_cache_mla(
 def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor, enable_pdl: bool = False) -> None:
     """``output = mat_a @ mat_b``, rounded once. ``mat_b`` [K, N] is the transposed weight, as vLLM passes it.
 
-    Any number of tokens and any sizes, bfloat16, float16 or float32. A row's bytes do not depend on its batch.
+    Any number of tokens and any sizes, bfloat16, float16 or float32. Each row is bit-identical to running it alone.
     """
     require_tensors("dsv3_fused_a_gemm", output=output)
     linear(mat_a, weight_of("dsv3_fused_a_gemm", mat_b), out=output)

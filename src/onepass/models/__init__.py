@@ -1,4 +1,9 @@
-"""onepass in transformers models: `patch` and `register`; `generate` and `MlaCache`, which alone import transformers."""
+"""onepass inside transformers models.
+
+- `patch` replaces a model's norms, and with ``decode=True`` its projections. `register` adds classes with other code.
+- `generate` replays decode steps from a CUDA graph. `MlaCache` is a cache for latent attention. Only these two import
+  transformers.
+"""
 
 from typing import TYPE_CHECKING
 

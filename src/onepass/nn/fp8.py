@@ -20,13 +20,28 @@ _FP8: Final = torch.float8_e4m3fn
 class RMSNormFP8(RMSNorm):
     """`rms_norm_fused_fp8` as a module: norm and quantization in one pass, for `LinearFP8` layers.
 
-    ``forward(x)`` returns (codes, scale), codes in float8_e4m3fn and scale float32 [..., 1].
-    ``forward(x, residual)`` returns (codes, scale, new_residual). Layers with the same input (q, k
-    and v; gate and up) can share the result.
+    With y as in `RMSNorm`, whose parameters it has, ``codes = saturate(y / scale)`` and ``scale = max |y| / 448`` per row.
+    Layers with the same input (q, k and v; gate and up) can share the result.
+
+    >>> import torch
+    >>> from onepass.nn import LinearFP8, RMSNormFP8
+    >>> norm, linear = RMSNormFP8(2, eps=0.0), LinearFP8.from_linear(torch.nn.Linear(2, 1, bias=False))
+    >>> with torch.inference_mode():
+    ...     codes, scale = norm(torch.tensor([[3.0, -4.0]]))
+    ...     linear((codes, scale)).shape
+    torch.Size([1, 1])
     """
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """(codes, scale), or (codes, scale, new_residual)."""
+        """Norm and quantize x, or its sum with the residual.
+
+        Args:
+            x: [..., N].
+            residual: [..., N], in x's dtype or float32.
+
+        Returns:
+            ``(codes, scale)``: float8_e4m3fn [..., N] and float32 [..., 1]. With a residual ``(codes, scale, new_residual)``.
+        """
         if len(self.normalized_shape) != 1:
             raise ContractError(
                 f"RMSNormFP8: `normalized_shape` must be the last dimension, got {list(self.normalized_shape)}"
@@ -35,19 +50,27 @@ class RMSNormFP8(RMSNorm):
 
 
 class LinearFP8(CodesModule):
-    """A linear layer with fp8 weights and fp8 inputs, both with one scale per row.
+    """A linear layer with fp8 weights and fp8 inputs, both with one scale per row::
 
-    ``forward((codes, scale))`` takes what `RMSNormFP8` returns::
+        out = (codes @ weight.T) * scale * weight_scale + bias
 
-        out = (codes @ weight.T) * scale * weight_scale + bias          in ``dtype``
+    On GPUs with compute capability 8.9 or higher, for sizes that are multiples of 16 and a bfloat16 result, that is one
+    `torch._scaled_mm`. Otherwise codes are decoded on the fly and multiplied in float32, which takes memory and time but
+    rounds once, at the end.
 
-    On GPUs with compute capability 8.9 or higher, for sizes that are multiples of 16 and a bfloat16
-    result, that is one `torch._scaled_mm`. Otherwise codes are decoded on the fly and multiplied in
-    float32, which takes memory and time but rounds once, at the end. `kernel` returns which of them
-    a call would use.
+    `LinearFP8.from_linear` quantizes a layer; so does loading a state dict whose ``weight`` is not an fp8 tensor.
 
-    `LinearFP8.from_linear` quantizes a layer; so does loading a state dict whose ``weight`` is not
-    an fp8 tensor.
+    Args:
+        in_features: Columns of the input.
+        out_features: Columns of the result.
+        bias: Whether there is a bias.
+        device: Device of the parameters.
+        dtype: Dtype of the bias and of the result.
+
+    >>> import torch
+    >>> from onepass.nn import LinearFP8
+    >>> LinearFP8.from_linear(torch.nn.Linear(64, 32), torch.bfloat16)
+    LinearFP8(in_features=64, out_features=32, bias=True, dtype=torch.bfloat16)
     """
 
     bias: Tensor | None
@@ -77,7 +100,15 @@ class LinearFP8(CodesModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, dtype: torch.dtype | None = None) -> Self:
-        """The same layer with its weights rounded to fp8; results have ``dtype``, by default the layer's."""
+        """The same layer with its weights rounded to fp8.
+
+        Args:
+            linear: The layer to quantize.
+            dtype: Dtype of results; None: the layer's.
+
+        Returns:
+            The new module, in the mode (training or not) of the layer.
+        """
         weight, bias = linear.weight, linear.bias is not None
         made = cls(linear.in_features, linear.out_features, bias, weight.device, dtype or weight.dtype)
         made.load_state_dict(linear.state_dict())
@@ -91,14 +122,28 @@ class LinearFP8(CodesModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def kernel(self, codes: Tensor) -> str:
-        """``"_scaled_mm"`` or ``"decoded"``: how a call with these codes is computed."""
+        """How a call with these codes is computed.
+
+        Args:
+            codes: The codes of a call; only their device counts.
+
+        Returns:
+            ``"_scaled_mm"`` or ``"decoded"``.
+        """
         sizes = self.in_features % 16 == 0 and self.out_features % 16 == 0
         if not (codes.is_cuda and sizes and self.dtype is torch.bfloat16 and torch.version.cuda):
             return "decoded"
         return "_scaled_mm" if torch.cuda.get_device_capability(codes.device) >= (8, 9) else "decoded"
 
     def forward(self, quantized: tuple[Tensor, Tensor]) -> Tensor:
-        """``(codes @ weight.T) * scale * weight_scale + bias``."""
+        """``(codes @ weight.T) * scale * weight_scale + bias``.
+
+        Args:
+            quantized: ``(codes, scale)``, as `RMSNormFP8` returns them.
+
+        Returns:
+            [..., out_features] in ``dtype``.
+        """
         codes, scale = quantized[0], quantized[1]
         if isinstance(codes, Tensor) and (codes.dtype is not _FP8 or scale.shape != (*codes.shape[:-1], 1)):
             raise ContractError(

@@ -124,29 +124,28 @@ class _Layer(CodesModule):
 
 
 class Linear(_Layer):
-    """`torch.nn.Linear` as one call of `linear`, with the norm before it and the addition after it.
-
-    ::
+    """`torch.nn.Linear` as one call of `linear`, with the norm before it and the addition after it::
 
         out = (norm(x + residual) @ weight.T) * weight_scale + bias + add
 
-    Without a ``scheme`` it has the parameters and the state dict of torch.nn.Linear, and x must have the
-    weight's dtype. With one, ``weight`` holds codes and ``weight_scale`` their scales, as `quantize_weight`
-    returns them, both without gradients. x is then bfloat16, float16 or float32 and is not quantized, and
-    ``dtype`` is the bias's. Converting the module to another dtype leaves codes and scales alone. New
-    codes are 0.
+    Without a ``scheme`` it has the parameters and the state dict of torch.nn.Linear, and x must have the weight's dtype.
 
-    A layer with a scheme loads its own state dict. It quantizes a float ``weight`` that has no scales. It loads
-    codes with scales called ``weight_scale``, ``weight_scale_inv`` (DeepSeek-V3, Hugging Face) or ``scale``
-    (DeepSeek's own layout): per row also [N, 1], of any float dtype. Scales per block may be float32 or
-    float8_e8m0fnu in either of the two schemes. "fp8_block_ue8m0" refuses float32 scales that are not
-    powers of two, which some layers of DeepSeek-V3.1 have.
+    With one, ``weight`` holds codes and ``weight_scale`` their scales, as `quantize_weight` returns them, both without
+    gradients; new codes are 0. x is then bfloat16, float16 or float32 and is not quantized. Converting the module to
+    another dtype leaves codes and scales alone. Such a layer loads its own state dict, quantizes a float ``weight`` without
+    scales, and loads codes with scales called ``weight_scale``, ``weight_scale_inv`` (DeepSeek-V3, Hugging Face) or
+    ``scale`` (DeepSeek's own layout): per row also [N, 1], of any float dtype. Scales per block may be float32 or
+    float8_e8m0fnu in either of the two schemes. "fp8_block_ue8m0" refuses float32 scales that are not powers of two, which
+    some layers of DeepSeek-V3.1 have.
 
-    ``forward(x)`` returns out in x's dtype, or ``out_dtype``. ``forward(x, residual)`` returns (out, x +
-    residual). ``norm`` is an `RMSNorm` that this layer computes itself, without calling it or its hooks.
-    ``add``, ``out`` and ``residual_out`` are those of `linear`. ``rounding="hf"`` rounds before the
-    addition of ``add``. A norm with another rounding is then refused. Without ``add`` the layer's rounding
-    changes nothing.
+    Args:
+        in_features: Columns of x.
+        out_features: Columns of the result.
+        bias: Whether there is a bias.
+        device: Device of the parameters.
+        dtype: Dtype of the weight, or with a scheme of the bias.
+        scheme: Scheme of `quantize_weight`; None: float weights.
+        rounding: "hf" rounds before the addition of ``add``. Without ``add`` it changes nothing.
 
     >>> import torch
     >>> from onepass.nn import Linear
@@ -175,10 +174,18 @@ class Linear(_Layer):
 
     @classmethod
     def from_linear(cls, linear: nn.Module, scheme: Scheme | None = None, *, rounding: Rounding = "once") -> Self:
-        """The layer of a `torch.nn.Linear`, sharing its weight and bias. A scheme quantizes the weight and shares the bias.
+        """The layer of a `torch.nn.Linear`, sharing its weight and bias.
 
-        A layer that is quantized already (transformers' FP8Linear, `LinearFP8`, this class) keeps its codes and
-        scales, which are shared, and its scheme.
+        A layer that is quantized already (transformers' FP8Linear, `LinearFP8`, this class) keeps its scheme, and its codes and
+        scales are shared.
+
+        Args:
+            linear: The layer.
+            scheme: Scheme in which to quantize the weight, which is then not shared. None: the layer's own.
+            rounding: As in `Linear`.
+
+        Returns:
+            The new module, in the mode (training or not) of the layer.
         """
         if scheme is not None:
             check_scheme(cls.__name__, scheme)
@@ -200,7 +207,21 @@ class Linear(_Layer):
         out: Tensor | None = None,
         residual_out: Tensor | None = None,
     ) -> Any:
-        """Out, or (out, x + residual)."""
+        """One call of `linear`.
+
+        Args:
+            x: [..., in_features].
+            residual: [..., in_features], added to x.
+            norm: An `RMSNorm` that this layer computes itself, without calling it or its hooks. With ``add`` it must have the
+                layer's rounding.
+            add: [..., out_features], added to the result.
+            out_dtype: Dtype of the result: x's, which None means, or float32.
+            out: Receives the result.
+            residual_out: Receives ``x + residual``.
+
+        Returns:
+            out, or with a residual ``(out, x + residual)``.
+        """
         tensors = {"residual": residual, "add": add, "out": out, "residual_out": residual_out}
         return self._call(x, norm, None, out_dtype=out_dtype, **tensors)
 
@@ -212,13 +233,23 @@ class Linear(_Layer):
 class MergedLinear(_Layer):
     """Several linear layers with the same input as one call: q, k and v, or gate and up.
 
-    The rows of ``weight`` are those of all layers, in order. ``forward`` returns a tuple of views, one
-    per layer, or with a residual that tuple and ``x + residual``. With an ``activation`` of `linear`
-    ("silu_mul", "gelu_tanh_mul", "gelu_mul") it returns ``act(gate) * up + add``. There are then two layers
-    of the same size, the gate first. Without one, ``add`` and ``out`` have the columns of all layers.
+    With ``y = (norm(x + residual) @ weight.T) * weight_scale + bias``, where ``weight`` has the rows of all layers in order::
 
-    Parameters and state dicts are those of `Linear` with ``sum(out_features)`` rows. A scale per block may
-    not span two layers: every size but the last must be a multiple of 128.
+        out = split(y + add)                      without an activation
+        out = act(gate) * up + add                with one, for gate, up = split(y)
+
+    Parameters and state dicts are those of `Linear` with ``sum(out_features)`` rows.
+
+    Args:
+        in_features: Columns of x.
+        out_features: Columns of each layer. With a scale per block every size but the last must be a multiple of 128,
+            because a block may not span two layers.
+        bias: Whether there is a bias.
+        device: Device of the parameters.
+        dtype: Dtype of the weight, or with a scheme of the bias.
+        scheme: Scheme of `quantize_weight`; None: float weights.
+        activation: "silu_mul", "gelu_tanh_mul" or "gelu_mul", for two layers of the same size, the gate first.
+        rounding: As in `linear`.
 
     >>> import torch
     >>> from onepass.nn import MergedLinear
@@ -269,19 +300,27 @@ class MergedLinear(_Layer):
         activation: Activation | None = None,
         rounding: Rounding = "once",
     ) -> Self:
-        """Merge layers that `Linear.from_linear` takes. A scheme quantizes each of them first.
+        """Merge layers that `Linear.from_linear` takes. The weights are copied once.
 
-        The weights are copied once. With ``share`` the parameters of the given layers then lie in the memory
-        of the merged ones, so the layers work as before, take no memory of their own, and what is loaded into
-        them is loaded here. Parameters stay the same objects. Each has a storage of its own over its rows, so
-        it is saved and copied like any other. Moving or converting either side ends that: the
-        moved side is a copy. So move and convert the model first, then merge, or merge again. A
-        ``copy.deepcopy`` of both has copies of both too. If the merged layer is made a submodule, the model's
-        state dict has its keys too. Nothing is shared with float layers that a scheme quantizes.
+        Layers that are quantized already must have the same scheme, and keep their codes and scales. Those with one scale each
+        ("fp8_tensor", also if passed here) become one layer with the scheme "fp8_row", and their scales are not shared.
 
-        Layers that are quantized already must have the same scheme, and keep their codes and scales. Those
-        with one scale each ("fp8_tensor", also if given here) become one layer with the scheme "fp8_row", and
-        their scales are not shared.
+        Args:
+            linears: Layers with the same input.
+            scheme: Scheme in which to quantize each layer first. None: their own.
+            share: Whether to move the parameters of the layers into the memory of the merged ones. The layers then work as
+                before and take no memory of their own, and what is loaded into them is loaded here. Parameters stay the same
+                objects. Each has a storage of its own over its rows, so it is saved and copied like any other. Nothing is
+                shared with float layers that a scheme quantizes.
+            activation: As in `MergedLinear`.
+            rounding: As in `linear`.
+
+        Returns:
+            The merged layer, in the mode (training or not) of the first.
+
+        Moving or converting either side ends the sharing: the moved side is a copy. So move and convert the model first, then
+        merge, or merge again. A ``copy.deepcopy`` of both copies both. If the merged layer is made a submodule, the model's
+        state dict gains its keys.
         """
         owner = cls.__name__
         require_bool(owner, "share", share)
@@ -317,7 +356,22 @@ class MergedLinear(_Layer):
         out: Tensor | None = None,
         residual_out: Tensor | None = None,
     ) -> Any:
-        """One result per layer, or their gated product. With a residual it is a pair of that and x + residual."""
+        """One call of `linear` for all layers.
+
+        Args:
+            x: [..., in_features].
+            residual: [..., in_features], added to x.
+            norm: An `RMSNorm` that this layer computes itself, without calling it or its hooks. With ``add`` or an activation
+                it must have the layer's rounding.
+            add: Added to the result. Without an activation it has the columns of all layers.
+            out_dtype: Dtype of the result: x's, which None means, or float32.
+            out: Receives the result. Without an activation it has the columns of all layers.
+            residual_out: Receives ``x + residual``.
+
+        Returns:
+            A tuple of views, one per layer, or with an activation the gated product. With a residual a pair of that and
+                ``x + residual``.
+        """
         tensors = {"residual": residual, "add": add, "out": out, "residual_out": residual_out}
         y = self._call(x, norm, self.activation, out_dtype=out_dtype, **tensors)
         if self.activation is not None:

@@ -62,12 +62,17 @@ def check_options(owner: type, **values: object) -> None:
 class RMSNorm(nn.Module):
     """`rms_norm` as a module: ``y = (h * rs) * (weight + weight_offset)``, ``h = x + residual``.
 
-    The first five parameters are those of `torch.nn.RMSNorm`. ``eps=None`` is its default too and means
-    float32's epsilon for every dtype. ``weight_offset=1.0`` is Gemma's norm. ``rounding="once"``
-    rounds like torch.nn.RMSNorm, Gemma and OLMo-2, "hf" like Llama, Mistral, Qwen, Phi-3, DeepSeek
-    and GLM-4. Without ``elementwise_affine`` the weight is 1.
+    A drop-in replacement for `torch.nn.RMSNorm`, with its first five parameters and its state dict.
 
-    ``forward(x)`` returns y in x's dtype; ``forward(x, residual)`` returns (y, new_residual).
+    Args:
+        normalized_shape: Size of the last dimension, or sizes of the last dimensions.
+        eps: Added to the mean of squares. None is torch's default too: float32's epsilon, for every dtype.
+        elementwise_affine: Whether there is a weight; without it the weight is 1.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
+        weight_offset: Added to the weight in float32: 1.0 for Gemma.
+        rounding: "once" rounds like torch.nn.RMSNorm, Gemma and OLMo-2; "hf" like Llama, Mistral, Qwen, Phi-3, DeepSeek
+            and GLM-4.
 
     >>> import torch
     >>> from onepass.nn import RMSNorm
@@ -110,7 +115,16 @@ class RMSNorm(nn.Module):
 
     @classmethod
     def from_module(cls, norm: nn.Module, *, weight_offset: float = 0.0, rounding: Rounding = "once") -> Self:
-        """The norm of another module, sharing its weight."""
+        """The norm of another module, sharing its weight and taking its epsilon.
+
+        Args:
+            norm: Module with a ``weight``, and an epsilon called ``eps`` or ``variance_epsilon``.
+            weight_offset: Added to the weight in float32.
+            rounding: "once" or "hf".
+
+        Returns:
+            The new module, in the mode (training or not) of the other.
+        """
         weight = getattr(norm, "weight", None)
         if not isinstance(weight, Tensor):
             raise ContractError(f"{cls.__name__}: `norm` must have a weight, got {describe(norm)}")
@@ -120,7 +134,15 @@ class RMSNorm(nn.Module):
         return made.train(norm.training)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Y, or (y, new_residual)."""
+        """Norm x, or its sum with the residual.
+
+        Args:
+            x: [..., normalized_shape].
+            residual: Like x, in x's dtype or float32.
+
+        Returns:
+            y in x's dtype. With a residual ``(y, new_residual)``.
+        """
         if not is_compiling():
             # a known call of the op, as below: joined dimensions, a converted weight and errors are not known by these tensors
             # (nor is one that a parametrization computes: the module itself is no tensor)
@@ -184,12 +206,17 @@ class RMSNorm(nn.Module):
 
 
 class QKNorm(nn.Module):
-    """`qk_rms_norm` as a module: the norms of queries and keys, then RoPE if given, in one launch.
+    """`qk_rms_norm` as a module: ``(x * rs) * (weight + weight_offset)`` of queries and of keys, then RoPE, in one launch.
 
-    ``q_dim`` and ``k_dim`` are the lengths of the weights: whole projections (OLMo-2, MiniMax-M2),
-    or with ``per_head`` one head (Qwen3, Gemma 3), where ``k_dim`` may be omitted. ``forward`` takes
-    q [..., Nq] and k [..., Nk], or with ``per_head`` also [..., heads, head_dim], strided as in a
-    packed projection.
+    Args:
+        q_dim: Length of q's weight: its whole projection (OLMo-2, MiniMax-M2), or with ``per_head`` one head (Qwen3, Gemma 3).
+        k_dim: Length of k's weight. May be None with ``per_head``.
+        eps: Added to the mean of squares.
+        per_head: Whether each head is normed by itself.
+        weight_offset: Added to the weights in float32.
+        rounding: "once" or "hf".
+        device: Device of the weights.
+        dtype: Dtype of the weights.
 
     >>> import torch
     >>> from onepass.nn import QKNorm
@@ -231,7 +258,18 @@ class QKNorm(nn.Module):
         weight_offset: float = 0.0,
         rounding: Rounding = "once",
     ) -> Self:
-        """The norms of two modules with equal epsilons, sharing their weights."""
+        """The norms of two modules with equal epsilons, sharing their weights.
+
+        Args:
+            q_norm: The norm of queries.
+            k_norm: The norm of keys.
+            per_head: Whether each head is normed by itself.
+            weight_offset: Added to the weights in float32.
+            rounding: "once" or "hf".
+
+        Returns:
+            The new module.
+        """
         require_bool(cls.__name__, "per_head", per_head)
         if eps_of(q_norm) != eps_of(k_norm):
             raise ContractError(f"QKNorm: `k_norm` must have q_norm's epsilon, {eps_of(q_norm)}, got {eps_of(k_norm)}")
@@ -243,7 +281,16 @@ class QKNorm(nn.Module):
         return made
 
     def forward(self, q: Tensor, k: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
-        """The normed (and rotated) q and k, as new tensors."""
+        """Norm and rotate q and k.
+
+        Args:
+            q: [..., Nq], or with ``per_head`` also [..., heads, head_dim], strided as in a packed projection.
+            k: The same with k's sizes.
+            rope: Rotation of both; None: none.
+
+        Returns:
+            The normed (and rotated) q and k, as new tensors.
+        """
         norm = self.q_norm
         gammas = norm._gamma(q), self.k_norm._gamma(k)
         q, k = qk_rms_norm(q, k, *gammas, norm._eps(), rope=rope, per_head=self.per_head, **norm._options())

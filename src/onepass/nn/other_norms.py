@@ -18,11 +18,18 @@ from .norm import RMSNorm, check_options, eps_of, gamma_of, own, sizes_of
 
 
 class GatedRMSNorm(RMSNorm):
-    """`rms_norm` with a gate as a module: ``norm(x) * silu(gate)``, or with ``gate_order="before"`` ``norm(x * silu(gate))``.
+    """`rms_norm` with a gate as a module: ``norm(x) * act(gate)``, or with ``gate_order="before"`` ``norm(x * act(gate))``.
 
-    With ``rounding="hf"``, "after" is the norm of Qwen3-Next and OLMo-Hybrid, "before" that of Mamba-2 and Zamba2.
-    ``gate_activation="sigmoid"`` takes sigmoid in place of silu: with ``rounding="once"`` and "after" it is the norm of
-    Kimi Linear. ``groups`` is the number of groups of columns that are normed separately.
+    Args:
+        size: Columns of x.
+        eps: Added to the mean of squares.
+        gate_order: With ``rounding="hf"``, "after" is the norm of Qwen3-Next and OLMo-Hybrid, "before" that of Mamba-2 and
+            Zamba2.
+        gate_activation: "silu", or "sigmoid", with which "once" and "after" are the norm of Kimi Linear.
+        groups: Number of groups of columns that are normed separately.
+        rounding: "once" or "hf".
+        device: Device of the weight.
+        dtype: Dtype of the weight.
 
     >>> import torch
     >>> from onepass.nn import GatedRMSNorm
@@ -64,7 +71,18 @@ class GatedRMSNorm(RMSNorm):
         groups: int = 1,
         rounding: Rounding = "hf",
     ) -> Self:
-        """The norm of another module, sharing its weight."""
+        """The norm of another module, sharing its weight and taking its epsilon.
+
+        Args:
+            norm: Module with a one-dimensional ``weight``.
+            gate_order: "after" or "before".
+            gate_activation: "silu" or "sigmoid".
+            groups: Number of groups of columns that are normed separately.
+            rounding: "once" or "hf".
+
+        Returns:
+            The new module, in the mode (training or not) of the other.
+        """
         weight = getattr(norm, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 1:
             raise ContractError(f"{cls.__name__}: `norm` must have a weight of one dimension, got {describe(norm)}")
@@ -76,7 +94,15 @@ class GatedRMSNorm(RMSNorm):
         return made.train(norm.training)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Any:
-        """The gated norm; without a gate the norm."""
+        """Norm and gate x.
+
+        Args:
+            x: [..., size].
+            gate: [..., size]; None: no gate.
+
+        Returns:
+            The gated norm, or the norm.
+        """
         gamma = self._gamma(x)
         options: dict[str, Any] = {"rounding": self.rounding, "gate_order": self.gate_order}
         options["gate_activation"] = self.gate_activation
@@ -95,11 +121,20 @@ class GatedRMSNorm(RMSNorm):
 
 
 class LayerNorm(nn.Module):
-    """`layer_norm` as a module, with the parameters and the state dict of `torch.nn.LayerNorm`.
+    """`layer_norm` as a module: ``(h - mean(h)) * rs * weight + bias``, ``h = x + residual``.
 
-    It rounds once, like torch's and Cohere's (``bias=False``). ``forward(x)`` returns y in x's dtype;
-    ``forward(x, residual)`` returns (y, new_residual). With ``per_head``, ``normalized_shape`` is (H, N), and each head of
-    x [..., H, N] is normed over its N columns and has its own weight, as Cohere's queries and keys do.
+    A drop-in replacement for `torch.nn.LayerNorm`, with its parameters and its state dict. It rounds once, like torch's and
+    Cohere's (``bias=False``).
+
+    Args:
+        normalized_shape: Size of the last dimension, or sizes of the last dimensions; (H, N) with ``per_head``.
+        eps: Added to the mean of squares.
+        elementwise_affine: Whether there are a weight and a bias.
+        bias: Whether there is a bias. Must be False with ``per_head``.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        per_head: Whether each head of x [..., H, N] is normed over its N columns and has its own weight, as Cohere's
+            queries and keys do.
 
     >>> import torch
     >>> from onepass.nn import LayerNorm
@@ -142,9 +177,13 @@ class LayerNorm(nn.Module):
 
     @classmethod
     def from_module(cls, norm: nn.Module) -> Self:
-        """The norm of another module, sharing its weight and bias.
+        """The norm of another module, sharing its weight and bias and taking its epsilon.
 
-        A weight [H, N] of a module without ``normalized_shape`` is one for each head.
+        Args:
+            norm: Module with a ``weight``. A weight [H, N] of a module without ``normalized_shape`` is one for each head.
+
+        Returns:
+            The new module, in the mode (training or not) of the other.
         """
         weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
         if not isinstance(weight, Tensor):
@@ -158,7 +197,15 @@ class LayerNorm(nn.Module):
         return made.train(norm.training)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Y, or (y, new_residual)."""
+        """Norm x, or its sum with the residual.
+
+        Args:
+            x: [..., normalized_shape].
+            residual: Like x, in x's dtype or float32.
+
+        Returns:
+            y in x's dtype. With a residual ``(y, new_residual)``.
+        """
         if self.per_head:
             heads = None if self.weight is None else gamma_of(own(self, "weight", x))
             if isinstance(x, Tensor) and x.shape[-2:] != self.normalized_shape:

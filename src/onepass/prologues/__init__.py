@@ -1,4 +1,4 @@
-"""An elementwise Python function, fused into the load of a kernel on every backend.
+"""An elementwise Python function, fused into the load of a kernel on every backend::
 
     from onepass.prologues import prologue, sigmoid
 
@@ -6,23 +6,20 @@
     def gated(x, gate):
         return x * sigmoid(gate)
 
-`prologue` reads the function's source once, at decoration, and lowers it to a short straight-line
-program over float32 values (`Prologue.program`). Each backend prints that program in its own dialect,
-so the same function is compiled into the Triton kernel, into the CPU kernel, and evaluated by the
-float64 oracle. All arithmetic is float32 and IEEE (``maximum`` and ``minimum`` propagate NaN, as
-torch's do).
+`prologue` reads the function's source once, at decoration, and lowers it to a short straight-line program over float32
+values (`Prologue.program`). Each backend prints that program in its own dialect, so the same function is compiled into
+the Triton kernel and the CPU kernel, and evaluated by the float64 oracle. All arithmetic is float32 and IEEE (``maximum``
+and ``minimum`` propagate NaN, as torch's do).
 
-A body consists of assignments to local names (``=``, ``+=``, ``a, b = b, a``; parameters may be
-assigned too) and one final ``return``. It may use its parameters, numbers, ``+ - * /``, comparisons,
-``and or not``, ``a if c else b`` and the helper functions below. Anything else raises a `ContractError`
-at decoration that names the line. Names stand for numbers, one per element: ``x += y`` rebinds
-``x`` and changes no other name.
+A body consists of assignments to local names (``=``, ``+=``, ``a, b = b, a``; parameters may be assigned too) and one
+final ``return``. It may use its parameters, numbers, ``+ - * /``, comparisons, ``and or not``, ``a if c else b`` and the
+helper functions below. Anything else raises a `ContractError` at decoration that names the line. Names stand for
+numbers, one per element: ``x += y`` rebinds ``x`` and changes no other name.
 
-**Globals and closure variables are frozen at decoration.** A body may use a number from the module or
-an enclosing function. Its value at that moment becomes a constant of the program. Assigning another
-value later has no effect: decorate the function again, or pass the varying number as an operand.
-Numbers are rounded to float32. Those that float32 cannot represent (``1e39``, ``1e-50``) are rejected,
-but ``math.inf`` and ``math.nan`` are allowed.
+**Globals and closure variables are frozen at decoration.** A number from the module or an enclosing function becomes a
+constant of the program. To use another value later, decorate the function again, or pass the number as an operand.
+Numbers are rounded to float32. Those that float32 cannot represent (``1e39``, ``1e-50``) are rejected, but ``math.inf``
+and ``math.nan`` are allowed.
 """
 
 from __future__ import annotations
@@ -61,7 +58,13 @@ Number = Tensor | float
 
 
 class Operand(NamedTuple):
-    """An additional tensor of a prologue: ``full`` [..., N], ``column`` [N], ``row`` [..., 1] or ``group`` [..., N / group]."""
+    """A tensor that a prologue takes besides x.
+
+    Args:
+        kind: "full" [..., N], "column" [N], "row" [..., 1] or "group" [..., N / group].
+        dtype: Its dtype.
+        group: Columns per element of a "group".
+    """
 
     kind: OperandKind
     dtype: torch.dtype
@@ -146,7 +149,16 @@ Dialect = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Prologue:
-    """A lowered elementwise function. Call it on tensors to evaluate it with torch, in their dtype."""
+    """A lowered elementwise function. Call it on tensors to evaluate it with torch, in their dtype.
+
+    Attributes:
+        name: Module and name of the function.
+        parameters: Names of its parameters, x first.
+        program: Its instructions.
+        result: Name of the value that it returns.
+        doc: Docstring of the function.
+        key: Name plus a hash of the program: equal keys compute the same function.
+    """
 
     name: str
     parameters: tuple[str, ...]
@@ -161,7 +173,15 @@ class Prologue:
         object.__setattr__(self, "key", f"{self.name}:{digest[:12]}")
 
     def source(self, function: str, dialect: Dialect) -> str:
-        """The function's source in ``dialect``: a ``def`` of ``function`` with the parameters in order."""
+        """The function's source in a dialect.
+
+        Args:
+            function: Name of the function.
+            dialect: A format string for each operation.
+
+        Returns:
+            A ``def`` with the parameters in order.
+        """
         lines = [f"def {function}({', '.join(self.parameters)}):"]
         lines += [f"    {i.name} = {dialect[i.op].format(*i.args)}" for i in self.program]
         return "\n".join([*lines, f"    return {self.result}", ""])
@@ -189,7 +209,17 @@ _registry: dict[str, Prologue] = {}
 
 
 def find(key: str) -> Prologue:
-    """The registered prologue with that key."""
+    """The registered prologue with a key.
+
+    Args:
+        key: `Prologue.key`.
+
+    Returns:
+        The prologue.
+
+    Raises:
+        ContractError: If no imported module has decorated it.
+    """
     if key not in _registry:
         raise ContractError(f"prologue {key!r} is not registered in this process; import the module that decorates it")
     return _registry[key]
@@ -205,9 +235,29 @@ def _evaluator(prologue: Prologue) -> Callable[..., Tensor]:
 
 
 def prologue(function: Callable[..., Any]) -> Prologue:
-    """Decorate an elementwise function of ``x`` and up to four more tensors so that kernels can fuse it.
+    """Decorate an elementwise function so that kernels can fuse it: ``h = function(x, *prologue_args) + residual``.
 
     The source is read now, once. Globals and closure variables that it uses are frozen at their current values.
+
+    Args:
+        function: A function of ``x`` and up to four more tensors.
+
+    Returns:
+        The lowered function.
+
+    Raises:
+        ContractError: If the function uses what a prologue cannot contain.
+
+    >>> import torch, onepass
+    >>> @onepass.prologue
+    ... def halved(x):
+    ...     return x * 0.5
+    >>> x, gamma = torch.tensor([[6.0, -8.0]]), torch.ones(2)
+    >>> codes, scale, norm = onepass.rms_norm_fused_fp8(x, gamma, 0.0, prologue=halved, return_norm=True)
+    >>> norm
+    tensor([[ 0.8485, -1.1314]])
+    >>> halved(x)
+    tensor([[ 3., -4.]])
     """
     parameters, program, result = lower(function, _HELPERS)
     name = f"{function.__module__}.{label(function)}"

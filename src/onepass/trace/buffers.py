@@ -20,7 +20,20 @@ GEMV_TRACE_EVENTS_PER_BLOCK: Final = 16
 class GemvEvent(IntEnum):
     """What the timestamp in each slot of a block marks, in nanoseconds.
 
-    A slot that is never reached stays 0. Slots 10 to 15 are reserved.
+    A slot that is never reached stays 0. Slots 10 to 15 are reserved. "Last arriver" is the block of a segment that finishes
+    last and norms it.
+
+    Attributes:
+        ENTER: The block begins.
+        K_LOOP_START: Before its K loop; on a GPU its first weights are being loaded.
+        K_LOOP_END: After the K loop and the reduction over the block.
+        BEFORE_ARRIVE: y is stored, the fetch-add comes next (normed blocks only).
+        AFTER_ARRIVE: The fetch-add has returned (normed blocks only).
+        APPLY_START: It arrived last and begins to norm (this and the next three: last arriver only).
+        LOADS_DONE: All of y that is normed is loaded.
+        REDUCE_DONE: The mean of squares is known.
+        APPLY_END: The normed output is stored.
+        EXIT: The block ends.
     """
 
     ENTER = 0  # the block begins
@@ -38,18 +51,26 @@ class GemvEvent(IntEnum):
 class TraceBuf(ABC):
     """Receives the timestamps of one launch; slot ``e`` of block ``b`` has offset ``16 * b + e``.
 
-    A subclass must implement `store`. Kernels cannot call it, so the op lets the kernel write to
-    temporary memory, waits for the launch to finish, and then calls `store` on the host once per
-    slot that was reached, in order of offsets. A subclass that overrides `tensors` provides memory
-    that the kernel writes directly; its `store` is not called.
+    A subclass must implement `store`. Kernels cannot call it, so the op lets the kernel write to temporary memory, waits for
+    the launch to finish, and then calls `store` on the host once per slot that was reached, in order of offsets. A subclass
+    that overrides `tensors` provides memory that the kernel writes directly; its `store` is not called.
     """
 
     @abstractmethod
     def store(self, offset: int, ts: int) -> None:
-        """Store the timestamp ``ts`` at ``offset``."""
+        """Store a timestamp.
+
+        Args:
+            offset: Number of the slot.
+            ts: Nanoseconds.
+        """
 
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        """The tensors for a kernel to write: timestamps, and each block's SM or thread."""
+        """The tensors for a kernel to write.
+
+        Returns:
+            Timestamps, and each block's SM or thread. None: not wanted.
+        """
         return None, None
 
     @property
@@ -72,10 +93,20 @@ class NullTrace(TraceBuf):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GmemTrace(TraceBuf):
-    """Timestamps in ``buffer``, int64 or uint64, with 16 slots per block of the launch.
+    """Timestamps in the device's memory.
 
-    ``units``, int32 with one element per block, receives the SM (GPU) or worker thread (CPU) that
-    ran the block.
+    Args:
+        buffer: int64 or uint64, 16 slots per block of the launch.
+        units: int32, one element per block, receives the SM (GPU) or worker thread (CPU) that ran the block. None: not
+            wanted.
+
+    >>> import torch, onepass
+    >>> act, weight, gamma = torch.ones(1, 64), torch.ones(96, 64), torch.ones(64)
+    >>> trace = onepass.GmemTrace.allocate(onepass.gemv_trace_blocks(act, weight, gamma), "cpu")
+    >>> normed, rest, counter = torch.empty(1, 64), torch.empty(1, 32), torch.zeros(1, dtype=torch.int32)
+    >>> onepass.gemv_and_partial_norm_with_scratch(normed, rest, act, weight, gamma, 1e-6, counter, trace)
+    >>> bool(trace.events()[:, onepass.GemvEvent.ENTER].all())
+    True
     """
 
     buffer: Tensor
@@ -99,7 +130,15 @@ class GmemTrace(TraceBuf):
 
     @classmethod
     def allocate(cls, blocks: int, device: torch.device | str) -> GmemTrace:
-        """Allocate zeroed buffers, units included, for a launch of ``blocks`` blocks."""
+        """Allocate zeroed buffers, units included.
+
+        Args:
+            blocks: Blocks of the launch (`gemv_trace_blocks`).
+            device: Device of the launch.
+
+        Returns:
+            The trace.
+        """
         if not isinstance(blocks, int) or isinstance(blocks, bool) or not 0 <= blocks < 2**31:
             _refuse("blocks", "be an int of at least 0", describe(blocks))
         slots = blocks * GEMV_TRACE_EVENTS_PER_BLOCK
@@ -126,13 +165,21 @@ class GmemTrace(TraceBuf):
             self.units.zero_()
 
     def hand_over(self, to: TraceBuf) -> None:
-        """Wait for the launch, then `store` its timestamps in ``to`` in order of offsets."""
+        """Wait for the launch, then `store` its timestamps in another trace, in order of offsets.
+
+        Args:
+            to: The other trace.
+        """
         for offset, ts in enumerate(self.buffer.view(torch.int64).tolist()):
             if ts:
                 to.store(offset, ts)
 
     def events(self) -> Tensor:
-        """A copy of the timestamps on the CPU, int64 ``[blocks, 16]``; waits for the launch."""
+        """Wait for the launch and copy its timestamps to the CPU.
+
+        Returns:
+            int64 [blocks, 16].
+        """
         return self.buffer.view(torch.int64).view(-1, GEMV_TRACE_EVENTS_PER_BLOCK).to("cpu", copy=True)
 
 

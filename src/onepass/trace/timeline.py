@@ -29,7 +29,15 @@ START: Final = (
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """One phase over all blocks, in microseconds; ``share`` is its part of all blocks' time."""
+    """One phase over all blocks, in microseconds.
+
+    Args:
+        phase: Name of the phase.
+        count: Blocks that went through it.
+        median: Median of their times.
+        max: The longest of their times.
+        share: Its part of all blocks' time.
+    """
 
     phase: str
     count: int
@@ -42,9 +50,13 @@ class PhaseRow:
 class Summary:
     """A timeline in numbers, in microseconds; None where the events it needs are missing.
 
-    ``start_spread`` is the time from the first block's start to the last block's start, ``drain``
-    from the end of the last K loop to the end of the launch, ``apply_tail`` from the last block's
-    arrival until the normed output is stored.
+    Args:
+        phases: One row per phase.
+        total: Time from the first block's start to the last block's end.
+        start_spread: Time from the first block's start to the last block's start.
+        drain: Time from the end of the last K loop to the end of the launch.
+        apply_tail: Time from the last block's arrival until the normed output is stored.
+        gigabytes_a_second: Bytes to be read over the total.
     """
 
     phases: tuple[PhaseRow, ...]
@@ -78,7 +90,16 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One traced launch, in nanoseconds since its earliest event; ``parameters`` are only shown."""
+    """One traced launch, in nanoseconds since its earliest event.
+
+    Args:
+        title: Title of the page.
+        unit: "SM" or "thread".
+        machine: Name of the machine, shown on the page.
+        blocks: What each block did.
+        parameters: Further facts to show.
+        bytes_read: What the launch had to read; the summary derives a bandwidth from it.
+    """
 
     title: str
     unit: Literal["SM", "thread"]
@@ -98,9 +119,17 @@ class Timeline:
         parameters: Mapping[str, str] | None = None,
         bytes_read: int = 0,
     ) -> Timeline:
-        """Wait for the launch and read its ``trace``. Blocks that wrote nothing are omitted.
+        """Wait for the launch and read its trace. Blocks that wrote nothing are omitted.
 
-        ``bytes_read`` is how much the launch had to read; the summary derives a bandwidth from it.
+        Args:
+            trace: The trace that the launch wrote.
+            title: As in `Timeline`, like all that follow.
+
+        Returns:
+            The timeline.
+
+        Raises:
+            ContractError: If no block wrote anything.
         """
         rows: list[list[int]] = trace.events().tolist()
         units: list[int] = [-1] * len(rows) if trace.units is None else trace.units.tolist()

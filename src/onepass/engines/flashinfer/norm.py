@@ -9,12 +9,12 @@ FlashInfer's kernels round once, when they store, as onepass does by default::
     fused_add_rmsnorm_quant    h, residual as above;  out = fp8(((h * rs) * w) / scale)
     gemma_...                  1 + w instead of w, added in float32
 
-FlashInfer multiplies by the reciprocal of the scale, which one of its two backends approximates. If the scale is a
-power of two that is the same. Otherwise a value within one float32 rounding of the middle between two codes can
-get the other code.
+FlashInfer multiplies by the reciprocal of the scale, which one of its two backends approximates. For a scale that is a
+power of two that is the same. Otherwise a value within one float32 rounding of the midpoint between two codes can get
+the other code.
 
-``enable_pdl`` is accepted and ignored: onepass decides itself whether to use dependent launches. Weights may have any
-float dtype, whatever the input's.
+``enable_pdl`` is accepted and ignored: onepass decides itself whether to use programmatic dependent launch (PDL). Weights
+may have any float dtype, whatever the input's.
 """
 
 from __future__ import annotations

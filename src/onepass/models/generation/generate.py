@@ -217,15 +217,41 @@ def generate(
 
     Pass it to transformers: ``model.generate(**inputs, max_new_tokens=64, custom_generate=onepass.models.generate)``.
 
-    The prompt runs as usual. Then one decode step is recorded in a CUDA graph: the model with a static
-    cache, the choice of the token and the next position. The step is replayed for every token, and the host
-    does not wait for it: it looks at the tokens every few steps, and drops those behind the end. The
-    step and its cache are kept for the next call with the same batch and a similar length. On a CPU
-    the step is called.
+    The prompt runs as usual. Then one decode step is recorded in a CUDA graph: the model with a static cache, the choice of
+    the token and the next position. The step is replayed for every token, and the host does not wait for it: it looks at
+    the tokens every few steps, and drops those behind the end. The step and its cache are kept for the next call with the
+    same batch and a similar length. On a CPU the step is called.
 
-    It supports greedy choice, temperature, top-k and top-p, attention masks of prompts padded on the left,
-    streamers, ``max_new_tokens`` and ``max_length``, and several end-of-sequence ids. Sampling draws from ``generator``, or from
-    torch's default one. Everything else raises a `ContractError` that names it.
+    It supports greedy choice, temperature, top-k and top-p, attention masks of prompts padded on the left, streamers,
+    ``max_new_tokens`` and ``max_length``, and several end-of-sequence ids.
+
+    Args:
+        model: The model, which transformers passes, as it passes the next four.
+        input_ids: Prompts [batch, tokens].
+        logits_processor: As in transformers.
+        stopping_criteria: As in transformers.
+        generation_config: As in transformers.
+        synced_gpus: Must be False.
+        streamer: Receives the tokens of each step.
+        generator: What sampling draws from; None: torch's default generator.
+        **model_kwargs: Arguments of the model's forward.
+
+    Returns:
+        Prompts and new tokens, [batch, all tokens].
+
+    Raises:
+        ContractError: For anything that is not listed above, which it names.
+        Unsupported: If a step of the model cannot be recorded.
+
+    >>> import torch, transformers, onepass
+    >>> sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    >>> config = transformers.LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=None)
+    >>> model = transformers.LlamaForCausalLM(config).eval()
+    >>> prompt = torch.tensor([[1, 2, 3]])
+    >>> options = {"max_new_tokens": 4, "do_sample": False}
+    >>> tokens = model.generate(prompt, **options, custom_generate=onepass.models.generate)
+    >>> torch.equal(tokens, model.generate(prompt, **options))
+    True
     """
     called_by = _caller(inspect.currentframe())
     streamer = streamer if streamer is not None else called_by.get("streamer")

@@ -137,9 +137,21 @@ class MlaCacheLayer(CacheLayerMixin):
 class MlaCache(Cache):
     """A cache for `generate` or a decode loop: ``past_key_values=MlaCache(layers, max_length)``.
 
-    With ``static=True`` the number of tokens is known on the device only, as with transformers'
-    StaticCache: attention sees all ``max_length`` entries and needs a mask, and a CUDA graph can
-    capture a step. On a GPU ``generate`` then compiles steps unless ``disable_compile=True``.
+    Each layer has entries ``concat(norm(latent), rope(k))``.
+
+    Args:
+        layers: Number of layers.
+        max_length: Capacity in tokens.
+        static: Whether the number of tokens is known on the device only, as with transformers' StaticCache: attention sees
+            all ``max_length`` entries and needs a mask, and a CUDA graph can capture a step. On a GPU transformers'
+            ``generate`` then compiles steps unless ``disable_compile=True``.
+
+    >>> import torch
+    >>> from onepass.models import MlaCache
+    >>> cache = MlaCache(layers=1, max_length=8)
+    >>> latents, keys = cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 2), 0)
+    >>> list(latents.shape), list(keys.shape), cache.get_seq_length()
+    ([1, 1, 3, 4], [1, 1, 3, 2], 3)
     """
 
     onepass_mla = True

@@ -33,7 +33,17 @@ from .forms import (
 
 @dataclass(frozen=True)
 class Family:
-    """One row: a name, the Python module, the norm's class, and the forms of its modules."""
+    """A model family that is tested in detail.
+
+    Args:
+        name: Name of the family.
+        module: Python module of its classes: the name of a transformers model, or a path.
+        norm: Class of its RMSNorm.
+        form: What the norm computes.
+        layer: What a decoder layer computes.
+        attention: What an attention computes, if it norms queries and keys.
+        mla: What a latent attention computes.
+    """
 
     name: str
     module: str

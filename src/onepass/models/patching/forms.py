@@ -39,10 +39,13 @@ def _require_fields(form: Form) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """A norm: its rounding, the offset of its weight, and the attribute that is its epsilon.
+    """An RMSNorm: ``round(round(x * rs) * w)`` with "hf", ``round((x * rs) * (w + weight_offset))`` with "once".
 
-    ``rounding`` is "hf", ``round(round(x * rs) * w)``, or "once", ``round((x * rs) * (w + offset))``.
-    If ``flag`` is set, the form applies only to norms whose attribute of this name is True.
+    Args:
+        rounding: "hf" or "once".
+        weight_offset: Added to the weight in float32.
+        eps: The attribute that is the epsilon.
+        flag: If set, the form applies only to norms whose attribute of this name is True.
     """
 
     called: ClassVar[frozenset[str]] = frozenset()
@@ -58,16 +61,28 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherNorm:
-    """A norm that no addition and no attention is fused with: gated, in groups, without a weight, or LayerNorm.
+    """A norm that is fused with no addition and no attention: gated, in groups, without a weight, or LayerNorm.
 
-    ``gate`` says what the activated second argument multiplies: the norm ("after"), x ("before"), or nothing (""). If
-    ``gates_norm`` is set, the attribute of this name decides: True means "after". ``activation`` is the
-    attribute that names the activation, "silu" or "sigmoid"; if it is "" the activation is silu. ``groups`` is the
-    attribute that is the number of groups of columns that are normed separately, and ``group_size`` the one that is
-    their number of columns. Fields that do not apply are "".
-    With ``squeezes`` a batch of single tokens [B, 1, N] is returned as [B, N]. Without groups the weight may also be
-    [H, N]: then heads x [..., H, N] have a weight each. ``group_size`` may be an attribute that is None: then there are no
-    groups. With ``same_dtype`` the model's own forward runs where the dtypes of x and weight differ.
+    A gate is applied after the norm or before it::
+
+        y = norm(x) * act(gate)         gate="after"
+        y = norm(x * act(gate))         gate="before"
+
+    Fields that are "" do not apply.
+
+    Args:
+        rounding: "once" or "hf".
+        statistic: "rms" or "layer".
+        weighted: Whether there is a weight. Without groups it may be [H, N]: heads x [..., H, N] then have a weight each.
+        gate: What the activated second argument multiplies: the norm ("after"), x ("before"), or nothing ("").
+        gates_norm: The attribute that decides this: True means "after".
+        activation: The attribute that names the activation, "silu" or "sigmoid"; "" means silu.
+        groups: The attribute that is the number of groups of columns that are normed separately.
+        group_size: The attribute that is the number of columns of a group. If its value is None there are no groups.
+        squeezes: Whether a batch of single tokens [B, 1, N] is returned as [B, N].
+        weight_offset: Added to the weight in float32.
+        same_dtype: Whether the model's own forward runs where the dtypes of x and weight differ.
+        eps: The attribute that is the epsilon.
     """
 
     called: ClassVar[frozenset[str]] = frozenset()
@@ -113,10 +128,15 @@ class Layer:
         residual = h + multiplier * after_attention(self_attn(before(h)))
         return residual + multiplier * after_mlp(mlp(norm(residual)))
 
-    All fields are names of attributes. ``after_attention`` and ``after_mlp`` are modules such as
-    norms and dropouts. They and ``multiplier`` are "" if there are none. With ``norm=""`` no norm
-    follows an addition, so there is nothing to fuse. The layer passes all its arguments to the
-    attention by name.
+    All fields are names of attributes. The layer passes all its arguments to the attention by name.
+
+    Args:
+        norm: The norm; "" if none follows an addition, so that there is nothing to fuse.
+        before: The norm before the attention.
+        mlp: The MLP.
+        after_attention: A module such as a norm or a dropout; "" if there is none.
+        after_mlp: The same after the MLP.
+        multiplier: Factor of both additions; "" if there is none.
     """
 
     called: ClassVar[frozenset[str]] = frozenset()
@@ -133,14 +153,14 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """An attention that norms queries and keys by ``q_norm`` and ``k_norm``, then rotates them.
+    """An attention that computes ``rope(q_norm(q_proj(x)))``, and the same for k.
 
-    ``per_head`` is whether the norms see heads or whole projections, ``window`` whether
-    ``sliding_window`` is passed to the attention function, ``cache_position`` whether cos, sin and
-    cache_position are passed to the cache, as in transformers 4.57. With ``gated`` the projection
-    of a query head is followed by that of a gate, whose sigmoid is multiplied with the head's
-    output. If ``flag`` is set, the form applies only to attentions whose attribute of this name is
-    True.
+    Args:
+        per_head: Whether the norms see heads or whole projections.
+        window: Whether ``sliding_window`` is passed to the attention function.
+        cache_position: Whether cos, sin and cache_position are passed to the cache, as in transformers 4.57.
+        gated: Whether the projection of a query head is followed by that of a gate, whose sigmoid multiplies the head's output.
+        flag: If set, the form applies only to attentions whose attribute of this name is True.
     """
 
     called: ClassVar[frozenset[str]] = _ATTEND | {"apply_rotary_pos_emb"}
@@ -156,13 +176,17 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainAttention:
-    """An attention that rotates queries and keys without norms. Only ``decode=True`` replaces it, and not in training.
+    """An attention that computes ``rope(q_proj(x))`` without a norm, and the same for k.
 
-    ``window`` is the attribute that is passed to the attention function as ``sliding_window``
-    ("config.sliding_window" is the configuration's), ``softcap`` the one passed as ``softcap``.
-    ``packed`` is the projection of q, k and v in this order; "" means ``q_proj``, ``k_proj`` and
-    ``v_proj``. If ``rotates`` is set, heads are rotated only where this attribute is true. Fields that do
-    not apply are "". ``cache_position`` is as in `Attention`.
+    Only ``decode=True`` replaces it, and not in training. Fields that are "" do not apply.
+
+    Args:
+        window: The attribute that is passed to the attention function as ``sliding_window``; "config.sliding_window" is the
+            configuration's.
+        softcap: The attribute that is passed as ``softcap``.
+        packed: The projection of q, k and v in this order; "" means ``q_proj``, ``k_proj`` and ``v_proj``.
+        rotates: If set, heads are rotated only where this attribute is true.
+        cache_position: As in `Attention`.
     """
 
     called: ClassVar[frozenset[str]] = _ATTEND | {"apply_rotary_pos_emb"}
@@ -180,8 +204,14 @@ class PlainAttention:
 class Mlp:
     """A gated MLP, ``down(act(gate(x)) * up(x))``. Only ``decode=True`` replaces it, and not in training.
 
-    ``packed`` is the projection of gate and up in this order; "" means ``gate`` and ``up``. All fields are
-    names of attributes.
+    All fields are names of attributes.
+
+    Args:
+        gate: Projection of the gate.
+        up: Projection that is multiplied with the gate.
+        down: Projection of the product.
+        act: The activation.
+        packed: The projection of gate and up in this order; "" means ``gate`` and ``up``.
     """
 
     called: ClassVar[frozenset[str]] = frozenset()
@@ -448,10 +478,15 @@ def angles_of(module: nn.Module) -> Angles | str | None:
 def register(cls: type[nn.Module], form: Form) -> None:
     """Let `onepass.patch` replace a class, and all other classes whose forward does the same.
 
-    ``form`` says how the forward computes: a `Norm` or `OtherNorm`, a decoder `Layer`, an `Attention`, and for
-    ``decode=True`` also a `PlainAttention`, an `Mla` or an `Mlp`.
-    It is a promise that `patch` cannot check, so compare the outputs once. Registering the same
-    form again does nothing. A different form for the same code raises.
+    It is a promise that `patch` cannot check, so compare the outputs once.
+
+    Args:
+        cls: The class of the module.
+        form: What its forward computes: a `Norm` or `OtherNorm`, a decoder `Layer`, an `Attention`, and for ``decode=True``
+            also a `PlainAttention`, an `Mla` or an `Mlp`.
+
+    Raises:
+        ContractError: If the same code is registered with a different form. The same form again does nothing.
 
     >>> import torch, onepass
     >>> from onepass.models import Norm, register

@@ -57,7 +57,7 @@ _LOOKS_LIKE_A_NORM: Final = re.compile(r"norm(?!al|ed)", re.IGNORECASE)
 
 
 class NothingPatchedWarning(UserWarning):
-    """`patch` found nothing to replace in a model, or with ``decode=True`` no layer, which runs as before."""
+    """`patch` replaced nothing in a model, or with ``decode=True`` no layer; the model runs as before."""
 
 
 def patch(
@@ -73,38 +73,45 @@ def patch(
 ) -> Patched:
     """Replace the norms of a transformers model in place; returns a handle with ``.undo()``.
 
-    It replaces RMSNorms, also gated ones (`rms_norm`), Cohere's LayerNorms (`layer_norm`), the addition
-    before a norm together with it, and the norms of queries and keys together with their rotation
-    (`qk_norm_rope_cache`, one launch). Modules are matched by what their code does; docs/models.md
-    lists models, and `onepass.models.register` adds code. ``print(handle)`` shows what was
-    replaced, what was left, and why. Weights, buffers and state dict are untouched.
+    Modules are matched by what their code does; docs/models.md lists models, and `onepass.models.register` adds code::
 
-    Hooks see what they see in the unpatched model, including those added later: if a fused launch
-    would skip a module that has a forward hook or pre-hook, the modules are called one by one. Once
-    the hook is removed, the next call is fused again.
+        RMSNorm, gated RMSNorm                              rms_norm
+        LayerNorm (Cohere)                                  layer_norm
+        h = x + residual; norm(h)                           rms_norm(x, residual=)
+        rope(q_norm(q)), rope(k_norm(k))                    qk_norm_rope_cache
+        projections, activations, additions                 linear, with decode=True
 
-    If nothing can be replaced, `patch` issues a `NothingPatchedWarning`. With ``strict=True`` it
-    raises a `ContractError` instead, also if it left a norm that may be an RMSNorm, and leaves the
-    model unchanged.
+    Weights, buffers and state dict are untouched. There is no backward: call the patched model under
+    ``torch.inference_mode()`` or ``no_grad()``, otherwise it raises.
 
-    ``rounding="hf"`` rounds where the model's own modules do: 16-bit results are the model's,
-    except that float32 sums are added in another order. "once" rounds each kernel's result once,
-    which allows more fusion: additions in families whose norms round once, and MLA's down
-    projections with their norms. ``fuse=False`` replaces norms only.
+    Args:
+        model: The model. Hooks keep working, including those added later: if a fused launch would skip a module that has a
+            forward hook or pre-hook, the modules are called one by one until the hook is removed.
+        rounding: "hf" or "once", see below.
+        fuse: False replaces norms only.
+        strict: Raise if nothing was replaced or a norm that may be an RMSNorm was left, and leave the model unchanged.
+            Otherwise `patch` only issues a `NothingPatchedWarning` if it replaced nothing.
+        decode: Also replace projections. For up to 16 tokens a decoder layer is then a chain of calls of `linear`, each with
+            the norm before it and the activation or the residual after it. Weights with the same input are merged once, and
+            the model's parameters then lie in the merged memory.
+        batch_invariant: With ``decode``, use that chain for any number of tokens, and replace every other
+            `torch.nn.Linear`, so that a token's result does not depend on what else is computed. Attention to a cache then
+            calls a kernel of torch that does not split the context, where there is one.
+        weights: With ``decode``, "fp8" quantizes the projections of layers, with a scale per row, and uses them for any number
+            of tokens. Weights of the model that change are quantized again.
+        keep_weights: False frees the model's own weights as they are quantized. State dicts and ``undo`` then have the
+            values that the codes stand for, in the model's dtype.
 
-    ``decode=True`` also replaces projections. For up to 16 tokens a decoder layer is a chain of calls of
-    `linear`, each with the norm before it, the activation or the residual after it. Weights that have
-    the same input are merged once, and the model's parameters then lie in the merged memory. With
-    ``batch_invariant=True`` this is so for any number of tokens, and every other `torch.nn.Linear` is
-    replaced as well, so that a token's bytes do not depend on what else is computed. Attention to a cache
-    then calls a kernel of torch that does not split the context, where there is one. ``weights="fp8"``
-    quantizes the projections of layers, a scale per row, and uses them for any number of tokens. The
-    model keeps its own weights, and those that change are quantized again. ``keep_weights=False`` frees them,
-    one projection after the other. State dicts and `undo` then have the values that the codes stand for, in
-    the model's dtype.
+    Returns:
+        A handle, also a context manager. ``print(handle)`` shows what was replaced, what was left, and why.
 
-    There is no backward: call the patched model under ``torch.inference_mode()`` or ``no_grad()``,
-    otherwise it raises.
+    Raises:
+        ContractError: With ``strict``, and for arguments that do not go together.
+
+    Rounding:
+        "hf" rounds where the model's own modules do: 16-bit results are the model's, except that float32 sums are added in
+        another order. "once" rounds each kernel's result once, which allows more fusion: additions in families whose norms
+        round once, and MLA's down projections with their norms.
 
     >>> import torch, onepass
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8))

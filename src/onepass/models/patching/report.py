@@ -30,7 +30,14 @@ NOT_AS_PATCHED: Final = "a module that it would skip has a hook, or was replaced
 
 @dataclass(frozen=True)
 class Change:
-    """A part of a model: its path, its class, what was replaced or left, and how or why not."""
+    """A part of a model that `patch` replaced or left.
+
+    Args:
+        where: Path of the module.
+        cls: Name of its class.
+        what: What was replaced or left, such as "norm".
+        why: What replaced it, or why it was left.
+    """
 
     where: str
     cls: str
@@ -41,10 +48,25 @@ class Change:
 class Patched:
     """What `patch` did, with `undo`; also a context manager.
 
-    ``replaced`` and ``left`` list every module and addition that `patch` considered, ``fp8`` the modules whose
-    projections have 8-bit weights, with the names of these.
-    ``print(handle)`` shows the report: what was replaced, what was left and why, what is fp8, grouped by kind.
-    It also counts the fused modules that currently run unfused because of hooks.
+    ``print(handle)`` groups the report by kind. It also counts the fused modules that currently run unfused because of
+    hooks.
+
+    Attributes:
+        model: The patched model.
+        rounding: "hf" or "once".
+        replaced: Every module and addition that `patch` replaced.
+        left: Every module and addition that it considered and left.
+        fp8: The modules whose projections have 8-bit weights, with the names of these.
+        keep_weights: Whether the model kept the weights that were quantized.
+
+    >>> import torch, onepass
+    >>> handle = onepass.patch(torch.nn.Sequential(torch.nn.RMSNorm(8)))
+    >>> handle.replaced
+    [Change(where='0', cls='RMSNorm', what='norm', why='rms_norm, rounding once')]
+    >>> handle.undo()
+    >>> print(handle)
+    Sequential: 1 replaced, 0 left, undone
+      replaced 1 x RMSNorm norm: rms_norm, rounding once
     """
 
     def __init__(self, model: nn.Module, rounding: Rounding, keep_weights: bool = True) -> None:
@@ -84,8 +106,8 @@ class Patched:
     def refresh(self) -> None:
         """Quantize the weights of ``weights="fp8"`` again, and merge again those that were replaced.
 
-        Calls of the model notice changed weights themselves, except those that are compiled, and replays of a CUDA
-        graph. New codes are written over the old ones, so both use them from then on.
+        Calls of the model notice changed weights themselves, except compiled calls and replays of a CUDA graph. New codes are
+        written over the old ones, so both use them from then on.
         """
         for _, module, _ in self._bound.values():
             for projection in projections_of(module):
@@ -95,6 +117,9 @@ class Patched:
         """Restore every module's own forward, and the memory of merged weights. A second call does nothing.
 
         Weights that were freed (``keep_weights=False``) get the values that their codes stand for.
+
+        Raises:
+            ContractError: If other code replaced a module's forward after `patch`. All others are restored.
         """
         foreign = []
         for where, module, forward in self._bound.values():
@@ -119,7 +144,11 @@ class Patched:
         self.undo()
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """The report as plain data.
+
+        Returns:
+            "model", "rounding", and lists of changes: "replaced", "left" and "fp8".
+        """
         return {
             "model": type(self.model).__name__,
             "rounding": self.rounding,
@@ -147,7 +176,11 @@ class Patched:
         return "\n".join(lines)
 
     def left_norms(self) -> list[Change]:
-        """The norms that were left and may be RMSNorms: not torch's norms of other kinds."""
+        """The norms that were left and may be RMSNorms: not torch's norms of other kinds.
+
+        Returns:
+            These entries of ``left``.
+        """
         return [change for change in self.left if change.what == "norm" and change.why != OTHER_NORM]
 
 

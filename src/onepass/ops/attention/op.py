@@ -1,4 +1,4 @@
-"""The attention of a decode step, for `onepass.patch`: the bytes of a token depend on neither its batch nor the run.
+"""The attention of a decode step, for `onepass.patch`. A token's result depends on neither its batch nor the run.
 
 With the queries q of one token, and the keys k and values v of its context::
 
@@ -8,7 +8,7 @@ With the queries q of one token, and the keys k and values v of its context::
 
 Each split of `SPLIT` entries is summed by itself, relative to its own largest score. Then splits are added from the first
 to the last. A mask of zeros, a longer cache whose further entries do not count, other sequences and other tokens of a step
-leave a token's bytes as they are. Keys and values of entries that do not count must be finite, as for torch's attention.
+do not change a token's bits. Keys and values of entries that do not count must be finite, as for torch's attention.
 Only GPUs have the kernel.
 """
 
@@ -71,10 +71,20 @@ def steps(t: Tensor) -> tuple[int, ...]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention [batch, tokens, heads, columns] of queries [batch, heads, tokens, columns] to a cache, in one launch.
+    """Attention of queries to a cache, in one launch: ``softmax(scale * (q @ k.T) + mask) @ v``. The module has the rounding.
 
-    ``k`` and ``v`` are [batch, heads of keys, context, columns]. ``mask``, [batch or 1, 1, tokens, context] in q's dtype, is
-    added to scores. Several tokens need one. `attends` tells what is possible. The module says what is computed.
+    Args:
+        q: [batch, heads, tokens, columns], bfloat16 or float16.
+        k: [batch, heads of keys, context, columns].
+        v: Like k.
+        mask: [batch or 1, 1, tokens, context] in q's dtype, added to scores. Required for more than one token.
+        scale: Factor of the products.
+
+    Returns:
+        [batch, tokens, heads, columns].
+
+    Raises:
+        Unsupported: If `attends` is false for these tensors.
     """
     if torch.compiler.is_compiling():
         made: Tensor = torch.ops.onepass.attend.default(q, k, v, mask, scale)

@@ -1,17 +1,7 @@
 """``y = act @ weight.T`` and RMSNorm of its first columns, in one launch.
 
-With ``y = (act @ weight.T) * weight_scale`` in float32, its columns are split into segments, one per
-gamma, and a tail::
-
-    normed_i = (y_i * rs_i) * gamma_i          rs_i = 1 / sqrt(mean(y_i^2, -1) + eps)
-    unnormed = the remaining columns
-
-Everything is float32 until the single rounding of each stored value: the norm is that of the
-unrounded y. A first segment in fp8 has one scale per row: ``scale = amax / fp8_max``,
-``code = saturate((y * gamma) * (rs / scale))``.
-
-Each block computes some columns of y; the last block of a segment to finish norms it. ``fused=False``
-uses two launches instead, and the norm reads y after rounding to act's dtype.
+Each block computes some columns of y. The last block of a segment to finish norms it. A first segment in fp8 has one
+scale per row: ``scale = amax / fp8_max``, ``code = saturate((y * gamma) * (rs / scale))``.
 """
 
 from __future__ import annotations
@@ -125,21 +115,34 @@ def gemv_and_partial_norm(
 ) -> tuple[Tensor, ...]:
     """``act @ weight.T`` with RMSNorm of its first columns, in one launch. Returns (normed, unnormed).
 
-    ``act`` [M, K] and ``weight`` [N, K] are bfloat16, float16 or float32, with any row stride. weight
-    may also be float8_e4m3fn or int8. ``weight_scale`` is float32 with one element, or one per row: [N] or
-    [N, 1]. For float8_e4m3fn weights it may be [ceil(N / 128), ceil(K / 128)], one scale per block,
-    float32 or float8_e8m0fnu. ``gamma`` [Nn] has any float dtype. M is 1 to 16; K, N and Nn <= N are
-    arbitrary. ``normed`` is [M, Nn] and ``unnormed`` [M, N - Nn].
+    Columns of y form one segment per gamma, and a tail::
 
-    ``segments`` are further gammas, each of which norms the columns that follow separately.
-    ``normed_dtype``, an fp8 dtype, stores the first segment as codes with one float32 scale per row.
-    The result is then (normed[, scale][, further...], unnormed), and ``out`` takes tensors in that order.
+        y        = (act @ weight.T) * weight_scale
+        normed_i = (y_i * rs_i) * gamma_i               rs_i = 1 / sqrt(mean(y_i^2) + eps)
+        unnormed = the remaining columns of y
 
-    Rounding: y is float32, summed in an order that depends only on N, K, the dtypes and the kind of scale,
-    and each stored value is rounded once. On a GPU, 16-bit weights have an order of their own, so y may differ
-    from `linear`'s in the last bit. The bytes of a row do not depend on its batch. With ``fused=False``, which
-    accepts any M, y comes rounded from `torch.matmul` (or, for 8-bit weights, from our own kernel),
-    `rms_norm` reads it, and unnormed is a view of it.
+    Args:
+        act: [M, K] with M from 1 to 16, bfloat16, float16 or float32, with any row stride.
+        weight: [N, K] in act's dtype, float8_e4m3fn or int8, with any row stride.
+        gamma: Weight [Nn] of the first segment's norm, of any float dtype, Nn <= N.
+        eps: Added to the mean of squares.
+        segments: Up to three further gammas; each norms the columns that follow separately.
+        weight_scale: As in `linear`: one float32, one per row, or one per block of 128 x 128.
+        normed_dtype: float8_e4m3fn or float8_e4m3fnuz, for codes of the first segment with a float32 scale per row.
+            None: act's dtype.
+        fused: False uses two launches and takes any M, but no ``segments``, ``normed_dtype`` or ``out``.
+        out: Tensors for the results, in their order.
+
+    Returns:
+        ``(normed[, scale][, further...], unnormed)``: normed [M, Nn], scale [M, 1], unnormed [M, N - Nn] and a tensor per
+            further segment.
+
+    Rounding:
+        y is float32, and each stored value is rounded once; the norm reads the unrounded y. The order of the sum depends
+        only on N, K, the dtypes and the kind of scale, so each row is bit-identical to running it alone. On a GPU, 16-bit
+        weights have an order of their own, so y may differ from `linear`'s in the last bit. With ``fused=False`` y comes
+        rounded to act's dtype from `torch.matmul` (for 8-bit weights, from onepass's own kernel), `rms_norm` reads it, and
+        unnormed is a view of it.
 
     On Hopper and later, 16-bit and float32 weights are read before the previous kernel has ended. Do not call this
     right after a onepass kernel that writes ``weight`` (docs/gemv.md).
@@ -194,14 +197,24 @@ def gemv_and_partial_norm_with_scratch(
     weight_scale: Tensor | None = None,
     scale_output: Tensor | None = None,
 ) -> None:
-    """`gemv_and_partial_norm` writing to the caller's tensors, with the caller's counter and an optional trace.
+    """`gemv_and_partial_norm` that writes to the caller's tensors, with the caller's counter and an optional trace.
 
-    ``finish_counter`` is int32 with one element per segment. It must be zero before the first call and
-    is zero again after each call, so nothing is cleared between calls. Calls that may overlap in time
-    need separate counters. With ``ONEPASS_DEBUG=1`` in the environment a nonzero counter raises.
-    ``trace_buf``: `NullTrace` adds nothing to the machine code; `GmemTrace` receives the time of ten
-    events of every block. A custom `TraceBuf` that only has `store` receives them from the host, which
-    waits for the launch, so it cannot be used in a CUDA graph.
+    The equation, the rounding and the arguments that are not listed are those of `gemv_and_partial_norm`.
+
+    Args:
+        normed_output: Receives the first segment: [M, Nn] in act's dtype or fp8.
+        unnormed_output: Receives the columns without a norm.
+        finish_counter: int32, one element per segment. It must be zero before the first call and is zero again after each
+            call. Calls that may overlap in time need separate counters. With ``ONEPASS_DEBUG=1`` in the environment a
+            nonzero counter raises.
+        trace_buf: `NullTrace` adds nothing to the machine code; `GmemTrace` receives the time of ten events of every block.
+            A custom `TraceBuf` that only has `store` receives them from the host, which waits for the launch, so it
+            cannot be used in a CUDA graph.
+        segment_outputs: One tensor per further segment.
+        scale_output: Receives the scales of an fp8 ``normed_output``, [M, 1] float32.
+
+    Returns:
+        None.
 
     >>> import torch, onepass
     >>> act, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
@@ -249,9 +262,22 @@ def gemv_and_partial_norm_unfused_with_scratch(
     *,
     weight_scale: Tensor | None = None,
 ) -> None:
-    """The two-launch baseline: matmul into ``y_scratch`` [M, N], which then holds all of y, and the norm of its first columns.
+    """The two-launch baseline: ``y = act @ weight.T``, then RMSNorm of its first columns.
 
-    M is arbitrary. y is rounded to act's dtype before the norm.
+    Args:
+        normed_output: Receives the norm, [M, Nn].
+        act: [M, K] with any M.
+        weight: As in `gemv_and_partial_norm`.
+        gamma: Weight [Nn] of the norm.
+        eps: Added to the mean of squares.
+        y_scratch: Receives all of y, [M, N].
+        weight_scale: As in `gemv_and_partial_norm`.
+
+    Returns:
+        None.
+
+    Rounding:
+        y is rounded to act's dtype before the norm.
 
     >>> import torch, onepass
     >>> act, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
@@ -267,7 +293,16 @@ def gemv_and_partial_norm_unfused_with_scratch(
 
 
 def gemv_trace_blocks(act: Tensor, weight: Tensor, gamma: Tensor, segments: Sequence[Tensor] = ()) -> int:
-    """The number of blocks that a call with these tensors runs. A trace needs 16 slots for each.
+    """The number of blocks that `gemv_and_partial_norm` runs for these tensors. A trace needs 16 slots for each.
+
+    Args:
+        act: As in `gemv_and_partial_norm`.
+        weight: As in `gemv_and_partial_norm`.
+        gamma: As in `gemv_and_partial_norm`.
+        segments: As in `gemv_and_partial_norm`.
+
+    Returns:
+        The number of blocks.
 
     >>> import torch, onepass
     >>> act, weight = torch.zeros(1, 64), torch.zeros(96, 64)

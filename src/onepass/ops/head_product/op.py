@@ -2,7 +2,7 @@
 
     out[r, h] = round(x[r, h] @ weight[h])     summed in float32, in the order of K
 
-The bytes of a row do not depend on other rows. Only GPUs have the kernel.
+A row's result does not depend on other rows. Only GPUs have the kernel.
 """
 
 from __future__ import annotations
@@ -36,9 +36,17 @@ def _in_memory(weight: Tensor) -> Tensor:
 
 
 def head_product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x[r, h] @ weight[h]`` [rows, heads, N] for x [rows, heads, K] and weights [heads, K, N], in one launch.
+    """``out[r, h] = round(x[r, h] @ weight[h])`` in one launch.
 
-    Rows or columns of a weight are contiguous. `multiplies_heads` tells what is possible.
+    Args:
+        x: [rows, heads, K].
+        weight: [heads, K, N] with contiguous rows or columns.
+
+    Returns:
+        [rows, heads, N].
+
+    Raises:
+        Unsupported: If `multiplies_heads` is false for these tensors.
     """
     if torch.compiler.is_compiling():
         made: Tensor = torch.ops.onepass.head_product.default(x, weight)

@@ -1,4 +1,4 @@
-"""The attention of a decode step to latents, for `onepass.patch`: the bytes of a token depend on neither its batch nor the run.
+"""The attention of a decode step to latents, for `onepass.patch`. A token's result depends on neither its batch nor the run.
 
 An entry of the context has a latent c, which is also its value, and a rotated key r. With the two queries of one token and
 head, q and q_rot::
@@ -47,11 +47,21 @@ def attends_latents(q: Tensor | None, q_rot: Tensor, latent: Tensor, k_rot: Tens
 def attend_latents(
     q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention [batch, tokens, heads, columns] of queries to a cache of latents, in one launch.
+    """Attention of queries to a cache of latents, in one launch. The module has the equation.
 
-    ``q`` is [batch, heads, tokens, columns], and ``q_rot`` the same with the columns of a rotated key. ``latent`` and
-    ``k_rot`` are [batch, 1, context, columns]. ``mask``, [batch or 1, 1, tokens, context] in q's dtype, is added to scores.
-    Several tokens need one. `attends_latents` tells what is possible. The module says what is computed.
+    Args:
+        q: [batch, heads, tokens, columns], bfloat16 or float16.
+        q_rot: [batch, heads, tokens, columns of a rotated key].
+        latent: [batch, 1, context, columns].
+        k_rot: [batch, 1, context, columns of a rotated key].
+        mask: [batch or 1, 1, tokens, context] in q's dtype, added to scores. Required for more than one token.
+        scale: Factor of the products.
+
+    Returns:
+        [batch, tokens, heads, columns].
+
+    Raises:
+        Unsupported: If `attends_latents` is false for these tensors.
     """
     if torch.compiler.is_compiling():
         made: Tensor = torch.ops.onepass.attend_latents.default(q, q_rot, latent, k_rot, mask, scale)

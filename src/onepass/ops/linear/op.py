@@ -1,19 +1,8 @@
 """``y = x @ weight.T`` with what surrounds it in a transformer: norm and residual before, activation and addition after.
 
-With ``h = x + residual`` in float32 (either step may be absent)::
-
-    a = round((h * rs) * (gamma + weight_offset))       x's dtype, what `rms_norm` stores; without gamma: round(h)
-    y = (a @ weight.T) * weight_scale + bias
-    y = act(y[..., :I]) * y[..., I:]                    with an activation; weight is [2 * I, K], the gate's rows first
-    y = y + add
-
-Everything after a is float32 until the single rounding at the store. ``rounding="hf"`` rounds where
-Hugging Face's modules do: y, the activation, its product with the other half, and the sum with
-``add``, each to x's dtype.
-
-A scale per block of 128 x 128 weights multiplies the partial sum of its 128 columns, and the blocks
-are added from the left: ``total = fma(partial, scale, total)``, starting from 0. A CPU has a total per
-lane, and a GPU one per piece of K (docs/numerics.md).
+A scale per block of 128 x 128 weights multiplies the partial sum of its 128 columns, and blocks are added from the left:
+``total = fma(partial, scale, total)``, starting from 0. A CPU has one total per lane, a GPU one per piece of K
+(docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -115,33 +104,47 @@ def linear(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``y = act((norm(x + residual) @ weight.T) * weight_scale + bias) + add``, each part optional.
 
-    ``x`` [..., K] is bfloat16, float16 or float32 with any strides as long as the last dimension is
-    contiguous. ``weight`` [N, K] has x's dtype, float8_e4m3fn or int8, and any row stride.
-    ``weight_scale`` is float32 with one element, or one per row: [N] or [N, 1]. For float8_e4m3fn weights
-    it may be [ceil(N / 128), ceil(K / 128)], one scale per block, float32 or float8_e8m0fnu.
+    Step by step::
 
-    With ``gamma`` [K] the product is that of ``rms_norm(x, gamma, eps, weight_offset=, residual=,
-    rounding=)``. Without it, that of ``x + residual`` rounded to x's dtype. ``residual`` has x's dtype or
-    float32. With it the result is ``(y, new_residual)``, else ``y``.
+        h = x + residual                                    float32
+        a = round((h * rs) * (gamma + weight_offset))       what `rms_norm` stores; without gamma: round(h)
+        y = (a @ weight.T) * weight_scale + bias
+        y = act(y[..., :I]) * y[..., I:]                    with an activation; weight is [2 * I, K], the gate's rows first
+        y = y + add
 
-    ``activation``, "silu_mul", "gelu_tanh_mul" or "gelu_mul", splits y in two halves of I columns: the
-    activation of the first, which is the gate, times the second. ``add`` [..., I] (without an activation
-    [..., N]) has x's dtype or float32. y has x's dtype, or float32 if ``out_dtype`` says so. ``out`` and
-    ``residual_out`` receive the results and may be ``add`` and ``residual`` themselves.
+    Args:
+        x: [..., K], bfloat16, float16 or float32. The last dimension is contiguous, all others may have any stride.
+        weight: [N, K] in x's dtype, float8_e4m3fn or int8, with any row stride.
+        gamma: Weight [K] of the norm, of any float dtype. None: no norm.
+        eps: Added to the mean of squares.
+        weight_offset: Added to gamma in float32.
+        residual: [..., K] in x's dtype or float32.
+        bias: [N] of any float dtype.
+        weight_scale: float32 with one element or one per row, [N] or [N, 1]. For float8_e4m3fn weights also one per block,
+            [ceil(N / 128), ceil(K / 128)], float32 or float8_e8m0fnu.
+        activation: "silu_mul", "gelu_tanh_mul" or "gelu_mul": the activation of the first half of y times the second half.
+        add: [..., I], without an activation [..., N], in x's dtype or float32.
+        rounding: "once" or "hf", see below.
+        out_dtype: Dtype of y: x's, which None means, or float32.
+        static_weight: Lets a GPU (Hopper and later) read 16-bit and 8-bit weights and their scales, for up to 16 rows, before
+            the preceding kernel has ended. Set it if no onepass call, and no other kernel with programmatic launch, writes
+            them right before: for the weights of a model. float32 weights are always read this way. Results are the same.
+        out: Receives y; may be ``add`` itself.
+        residual_out: Receives h; may be the residual itself.
 
-    It is one launch, with two exceptions on a GPU. Norm and residual are computed first where that is
-    faster (16-bit weights, or more than 4 rows), and if ``residual_out`` is ``residual``. And for more than
-    64 rows, 8-bit weights may be decoded first, into memory that is free again after the call. Neither
-    changes the bytes.
+    Returns:
+        y, or with a residual ``(y, new_residual)``, where new_residual is h in the residual's dtype.
 
-    ``static_weight=True`` lets a GPU read 16-bit and 8-bit weights and their scales, for up to 16 rows, while the kernel in
-    front of this one still runs (Hopper and later). Give it if no onepass call, and no other kernel with programmatic
-    launch, writes them right before: the weights of a model. Results are the same. Float32 weights are always read so.
+    Rounding:
+        a is rounded to x's dtype. "once" computes everything after it in float32 and rounds at the store. "hf" rounds where
+        Hugging Face's modules do: y, the activation, the product of the halves and the sum with ``add``, each to x's dtype.
+        The order of each sum depends on N, K, the dtypes and the kind of scale, never on the number of rows, so each row is
+        bit-identical to running it alone. The product is bit-identical to ``unnormed`` of `gemv_and_partial_norm`, except for
+        16-bit weights on a GPU.
 
-    Rounding: "once" computes y in float32 and rounds at the store. "hf" rounds y, the activation, the
-    product of the halves and the sum with ``add``. The order of each sum depends on N, K, the dtypes and
-    the kind of scale, and never on the number of rows. So the bytes of a row do not depend on its batch.
-    Those of the product are those of ``unnormed`` of `gemv_and_partial_norm`.
+    It is one launch, with two exceptions on a GPU, neither of which changes a bit. Norm and residual run first where that
+    is faster (16-bit weights, or more than 4 rows) and if ``residual_out`` is ``residual``. For more than 64 rows, 8-bit
+    weights may be decoded first, into memory that is freed after the call.
 
     >>> import torch, onepass
     >>> x, weight = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0], [0.0, 2.0]])

@@ -1,23 +1,4 @@
-"""MLA's cache write in one launch: RoPE of q, RMSNorm of the latent, RoPE of k, and the store into the cache.
-
-A token has H rows of q, ``q_rope`` [T, H, R], and one row of kv [T, L + R]: a latent x and the columns
-k that may be rotated::
-
-    q      = rope(q)                                      to q_rope_output
-    latent = (x * rs) * (gamma + weight_offset)           rs = 1 / sqrt(mean(x^2) + epsilon), over L columns
-    entry  = concat(latent, rope(k))                      L + R columns
-    blocks[page, entry] = saturate(entry / scale)         scale 1 unless given, or amax(|entry|) / fp8_max of the token
-
-With ``kv_norm_dim`` only the first columns of kv are x. The others before k are copied into the entry.
-
-RoPE rotates pairs of the first ``rope_dim`` columns by the angle of the token's position,
-``a, b = a*cos - b*sin, b*cos + a*sin``; the others are copied. `onepass.kvcache` defines where the
-token's entry is.
-
-Everything is float32 until the single rounding at the store. ``rounding="reference"`` rounds
-``x * rs`` and its product with gamma to kv's dtype, and rotated values to the dtype of their input,
-before scale and store.
-"""
+"""MLA's cache write in one launch: RoPE of q, RMSNorm of the latent, RoPE of k, and the store into the cache."""
 
 from __future__ import annotations
 
@@ -88,37 +69,47 @@ def fused_rope_rmsnorm_quantization(
 ) -> Tensor:
     """RoPE of MLA's queries, and RMSNorm and RoPE of its kv into a paged cache, in one launch. Returns q_rope_output.
 
-    ``q_rope`` [T, H, R] and ``q_rope_output`` may be slices of wider tensors, and the output may be
-    q_rope itself. With None it is allocated, contiguous, in ``out_dtype`` (default: q_rope's dtype). An
-    fp8 output is cast with saturation. ``kv`` [T, L + R] is a latent of gamma's length and R columns
-    that are rotated like q's; its rows may be slices too. H is at most 256, R 1024 and L 2048; L may be
-    odd, R may be 0. With ``kv_norm_dim``, which must be gamma's length, kv may have more columns: those
-    between the normed ones and the last R are converted to the cache's dtype (and scaled) without
-    norm or rotation.
+    A row of kv has L columns of a latent x, and R columns k that are rotated like q's::
 
-    ``input_row_offsets`` [B + 1]: tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]``
-    follow those that request b has in ``k_cache`` (`PagedKVCache`). The cache's lengths are not changed
-    (see `PagedKVCache.append`). Tokens outside all requests are padding. Alternatively ``slot_mapping``
-    [T] gives each token's slot, page times page size plus entry; a negative slot means padding. Padding
-    does not touch the cache, but its q is written. ``positions`` [T] are the rows of ``freqs_cis``
-    [max_seq, >= rope_dim], (cos, sin) interleaved, if they differ from the token's index in its
-    request; padding has position 0. With slots and positions, ``input_row_offsets`` may be None.
+        q_rope_output = rope(q_rope)
+        latent        = (x * rs) * (gamma + weight_offset)          rs = 1 / sqrt(mean(x^2) + epsilon)
+        entry         = concat(latent, rope(k))
+        blocks[slot]  = saturate(entry / scale)                     1, kv_scale, or amax(|entry|) / fp8_max of the token
 
-    The first ``rope_dim`` of the R columns are rotated (default: as many as freqs_cis has; 0: none, and
-    freqs_cis may be None), in pairs of neighbours ("interleaved") or of i and i + rope_dim/2 ("half").
+    Args:
+        q_rope_output: Receives the rotated q; may be q_rope itself or a slice of a wider tensor. None: a new tensor.
+        q_rope: [T, H, R]; may be a slice of a wider tensor. H is at most 256, and R at most 1024, or 0.
+        kv: [T, L + R]; its rows may be slices. L is at most 2048 and may be odd.
+        input_row_offsets: [B + 1]. Tokens ``input_row_offsets[b]`` up to ``input_row_offsets[b + 1]`` follow those that
+            request b has in ``k_cache``. Tokens outside all requests are padding. May be None with slots and positions.
+        freqs_cis: [max_seq, >= rope_dim], (cos, sin) interleaved. May be None if ``rope_dim`` is 0.
+        gamma: Weight [L] of the latent's norm.
+        k_cache: The cache to write. Its lengths do not change (`PagedKVCache.append`).
+        epsilon: Added to the mean of squares.
+        rope_style: Pairs of neighbours ("interleaved"), or of columns i and i + rope_dim / 2 ("half").
+        rope_dim: Columns to rotate, the first of R; the others are copied. None: freqs_cis' width. 0: none.
+        kv_scale: One float32 that entries of an fp8 cache are divided by.
+        per_token_scale: [pages, page_size] float32, receives ``amax / fp8_max`` of each entry written to an fp8 cache.
+        slot_mapping: [T], each token's slot, page times page size plus entry, in place of ``input_row_offsets``. A negative
+            slot means padding.
+        positions: [T], each token's row of freqs_cis. None: its index in its request; padding has position 0.
+        weight_offset: Added to gamma in float32.
+        rounding: "once" or "reference", see below.
+        out_dtype: Dtype of a new q_rope_output, also fp8; None: q_rope's.
+        kv_norm_dim: Must be gamma's length. kv may then have more columns: those between the normed ones and the last R
+            are converted to the cache's dtype (and scaled) without norm or rotation.
 
-    An fp8 cache may have ``kv_scale``, one float32 that entries are divided by, or ``per_token_scale``
-    [pages, page_size] float32, which receives ``amax / fp8_max`` of each entry written. A cache of format
-    "fp8_ds_mla" (`PagedKVCache`) has a scale for each 128 columns of the latent in the entry itself.
-    `gather_mla` reads entries back.
+    Returns:
+        q_rope_output. An fp8 result is cast with saturation.
 
-    Rounding: "once" rounds at the store and nowhere else; "reference" rounds ``x * rs`` to kv's dtype,
-    its product with gamma again, and rotated values to their input's dtype, then scales and casts. A
-    token's bytes depend only on that token.
+    Rounding:
+        "once" rounds at the store and nowhere else. "reference" rounds ``x * rs`` to kv's dtype, its product with gamma
+        again, and rotated values to their input's dtype, then scales and casts. A token's results depend only on that
+        token. An entry of format "fp8_ds_mla" (`PagedKVCache`) holds a scale for each 128 columns of its latent.
 
-    Nothing is written outside the blocks: tokens whose page or slot does not exist are skipped, and a
-    position outside freqs_cis uses the nearest row. With ``ONEPASS_DEBUG=1`` in the environment both
-    raise instead.
+    Padding does not touch the cache, but its q is written. Nothing is written outside the blocks: tokens whose page or slot
+    does not exist are skipped, and a position outside freqs_cis uses the nearest row. With ``ONEPASS_DEBUG=1`` in the
+    environment both raise instead. `gather_mla` reads entries back.
 
     >>> import torch, onepass
     >>> cache = onepass.PagedKVCache(torch.zeros(2, 4, 4), torch.tensor([1]), torch.tensor([[1]]))

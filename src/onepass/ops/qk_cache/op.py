@@ -1,14 +1,4 @@
-"""Norms of q and k, RoPE, and the write of k and v into a cache, in one launch, for attention with grouped heads.
-
-A token has Hq rows of q, Hk rows of k (D columns each) and Hk rows of v::
-
-    x     = (x * rs) * (gamma + weight_offset)          q and k; rs = 1 / sqrt(mean(x^2) + eps), over a head or all of them
-    a, b  = a * cos - b * sin, b * cos + a * sin        pairs of the first dim columns of each head of q and k
-    q_out = q
-    k_cache[entry] = saturate(k / k_scale)              v_cache[entry] = saturate(v / v_scale)
-
-Everything is float32 until the single rounding at the store. ``rounding="hf"`` rounds where transformers does.
-"""
+"""Norms of q and k, RoPE, and the write of k and v into a cache, in one launch, for attention with grouped heads."""
 
 from __future__ import annotations
 
@@ -77,38 +67,47 @@ def qk_norm_rope_cache(
 ) -> tuple[Tensor, Tensor | None]:
     """Norms of q and k, RoPE, and the write of k and v into a cache, in one launch. Returns q and, without a cache, k.
 
-    ``q`` [..., Hq, D], ``k`` [..., Hk, D] and ``v`` [..., Hk, Dv] have the tokens [T] or [B, S] as leading dimensions
-    and may be slices of one packed projection. D and Dv are at most 1024. Hq need not be a multiple of Hk.
+    For each token::
 
-    Norms: ``gamma_q`` and ``gamma_k`` have the D columns of one head, or with ``per_head=False`` the columns of all
-    heads of a token, which then share statistics. Without them nothing is normed, and eps is ignored.
+        x     = (x * rs) * (gamma + weight_offset)          q and k; rs = 1 / sqrt(mean(x^2) + eps)
+        a, b  = a * cos - b * sin, b * cos + a * sin        pairs of the first dim columns of each head of q and k
+        k_cache[entry] = saturate(k / k_scale)              v_cache[entry] = saturate(v / v_scale)
 
-    ``rope`` rotates the first dim columns of each head by the angles of a table or by each token's ``cos`` and ``sin``.
+    Args:
+        q: [..., Hq, D] with tokens [T] or [B, S] as leading dimensions; may be a slice of a packed projection.
+        k: [..., Hk, D] in q's dtype. Hq need not be a multiple of Hk, and D is at most 1024.
+        v: [..., Hk, Dv] in q's dtype, Dv at most 1024. Not read without a cache.
+        k_cache: Receives k: any float dtype or fp8. The last dimension is contiguous, all others may have any stride.
+        v_cache: Receives v; k_cache's dtype.
+        gamma_q: Weight of q: the D columns of one head, or with ``per_head=False`` all of a token's. None: no norm.
+        gamma_k: Weight of k, likewise.
+        eps: Added to the mean of squares; ignored without gammas.
+        weight_offset: Added to gamma in float32.
+        per_head: False norms all heads of a token together.
+        rope: Rotation by a table, or by each token's cos and sin. None: none.
+        slots: [T] or [B, S], int32 or int64, each token's slot in a paged cache, page times page size plus entry. A token
+            whose slot is negative or beyond the cache is not stored. `PagedKVCache.slot_mapping` computes slots.
+        start: First entry to write in a dense cache: an int (None: 0), or a tensor with one element or B, int32 or int64,
+            that is read on the device. Compiled and captured code keeps the value of an int, so a decode loop passes a tensor.
+        layout: "NHD" [pages, page_size, Hk, D] or "HND" [pages, Hk, page_size, D], with ``slots``; or "dense"
+            [B, Hk, L, D], as in transformers' StaticCache: token s of sequence b goes to entry ``start[b] + s``, and is
+            not stored outside 0 to L - 1.
+        k_scale: One float32 that k is divided by in an fp8 cache; None: 1.
+        v_scale: The same for v.
+        rounding: "once", "hf" or "hf_rope", see below.
+        out: Receives q, in any float dtype; may be q itself. Without a cache also a pair of tensors for both results.
 
-    ``k_cache`` and ``v_cache`` receive k and v. Their last dimension is contiguous, all others may have any stride:
+    Returns:
+        ``(q, None)``, or without a cache ``(q, k)``.
 
-    - ``layout="NHD"`` [pages, page_size, Hk, D] and "HND" [pages, Hk, page_size, D]: ``slots``, int32 or int64 with the
-      leading shape of q, has each token's slot, page times page size plus entry. A token whose slot is negative or
-      beyond the cache is not stored. Ragged batches are tokens [T] with slots, and a block table becomes slots by
-      `PagedKVCache.slot_mapping`.
-    - ``layout="dense"`` [B, Hk, L, D], such as transformers' StaticCache: token s of sequence b goes to entry
-      ``start[b] + s``. ``start`` is an int (default 0), or a tensor with one element or B, int32 or int64, which is
-      read on the device. Entries outside 0 to L - 1 are not stored. Compiled and captured code keeps the value of an
-      int, so a decode loop passes a tensor.
+    Rounding:
+        "once" computes in float32 and rounds at each store and nowhere else. "hf" is bit-identical to transformers: the
+        norm rounds as "hf" of `rms_norm`, cos and sin are rounded to q's dtype, and so are each product of the rotation
+        and their sum, then k is scaled and stored. "hf_rope" rotates like that, but the norm is rounded once (Gemma,
+        OLMo-2). fp8 values saturate and are rounded once. A token's results depend only on that token.
 
-    If two tokens have the same entry, it holds one of them, but k and v may be of different ones. q is written for
-    every token. Caches have any float dtype or fp8. With fp8, values are divided by ``k_scale`` and ``v_scale``
-    (float32, one element, default 1), then saturate and are rounded once.
-
-    Without caches the second result is k, and v is not read. Otherwise it is None. ``out`` is the tensor for q's
-    result, of any float dtype, which may be q itself; without a cache also a pair of tensors for both results.
-
-    Rounding: "once" computes in float32 and rounds at each store and nowhere else. "hf" keeps the bits of transformers: the
-    norm rounds as "hf" of `rms_norm`, cos and sin are rounded to q's dtype, and so are each product of the rotation
-    and their sum, then k is scaled and stored. "hf_rope" rotates like that, but the norm is rounded once (Gemma,
-    OLMo-2). A token's bytes depend only on that token.
-
-    A position outside a Rope's freqs uses the nearest row. With ``ONEPASS_DEBUG=1`` in the environment that raises
+    If two tokens have the same entry, it holds one of them, but k and v may be of different ones. q is written for every
+    token. A position outside a Rope's freqs uses the nearest row. With ``ONEPASS_DEBUG=1`` in the environment that raises
     instead, and so does a slot beyond the cache.
 
     >>> import torch, onepass

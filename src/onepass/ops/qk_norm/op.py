@@ -1,18 +1,7 @@
 """RMSNorm of a query and a key projection in one launch: statistics, application, or both, with optional RoPE.
 
-For each row of q and, with its own gamma, of k::
-
-    mean = sum(x^2) / N
-    y    = (x * rsqrt(mean + eps)) * (gamma + weight_offset)
-
-`qk_rms_norm` does everything in one launch. Under tensor parallelism, where a rank holds some of the
-columns, the two halves are `row_sum_of_squares_qk` and `apply_qk_rms_norm`, with a reduction over the
-ranks in between. `row_mean_of_squares_qk` followed by `apply_qk_rms_norm` gives exactly the bytes of
-`qk_rms_norm`.
-
-Everything is float32 until the single rounding at the store. ``rounding="hf"`` rounds
-``x * rsqrt(...)`` and y to x's dtype. A rotation (`onepass.Rope`) reads y in float32, unrounded ("hf":
-rounded), and its result is rounded once.
+`qk_rms_norm` does everything in one launch. Under tensor parallelism, where a rank holds some of the columns, the two
+halves are `row_sum_of_squares_qk` and `apply_qk_rms_norm`, with a reduction over the ranks in between.
 """
 
 from __future__ import annotations
@@ -125,11 +114,20 @@ _qk_rms_norm_heads = Op(QK_RMS_NORM_HEADS, _heads)
 
 
 def row_sum_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
-    """Sums of squares of the rows of q and k in one launch: float32 [..., 2], q in column 0 and k in column 1.
+    """Sums of squares of the rows of q and k in one launch: ``out[..., 0] = sum(q^2)``, ``out[..., 1] = sum(k^2)``.
 
-    ``q`` [..., Nq] and ``k`` [..., Nk] have the same dtype and leading shape. For statistics of rows
-    whose columns are spread over devices, add these sums and divide by the total number of columns.
-    The order of summation depends only on the number of columns.
+    For rows whose columns are spread over devices, add these sums and divide by the total number of columns.
+
+    Args:
+        q: [..., Nq].
+        k: [..., Nk], with q's dtype and leading shape.
+        out: Receives the result.
+
+    Returns:
+        float32 [..., 2].
+
+    Rounding:
+        Sums are float32, in an order that depends only on the number of columns.
 
     >>> import torch, onepass
     >>> onepass.row_sum_of_squares_qk(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0, 2.0]]))
@@ -139,10 +137,20 @@ def row_sum_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> Te
 
 
 def row_mean_of_squares_qk(q: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
-    """Means of squares of the rows of q and k in one launch: float32 [..., 2], q in column 0 and k in column 1.
+    """Means of squares of the rows of q and k in one launch: ``out[..., 0] = mean(q^2)``, ``out[..., 1] = mean(k^2)``.
 
-    The statistics that `apply_qk_rms_norm` needs: `row_sum_of_squares_qk` divided by the number of
-    columns, correctly rounded.
+    These are the statistics that `apply_qk_rms_norm` needs. Together the two are bit-identical to `qk_rms_norm`.
+
+    Args:
+        q: [..., Nq].
+        k: [..., Nk], with q's dtype and leading shape.
+        out: Receives the result.
+
+    Returns:
+        float32 [..., 2].
+
+    Rounding:
+        The result of `row_sum_of_squares_qk` divided by the number of columns, correctly rounded.
 
     >>> import torch, onepass
     >>> onepass.row_mean_of_squares_qk(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0, 2.0]]))
@@ -181,14 +189,29 @@ def apply_qk_rms_norm(
 ) -> None:
     """RMSNorm of q and k from given statistics, in one launch: ``(x * rsqrt(qk_var + epsilon)) * (gamma + weight_offset)``.
 
-    ``qk_var`` [..., 2] has the mean of squares of q's row in column 0 and of k's in column 1, as
-    `row_mean_of_squares_qk` returns it. The results go to ``q_out`` and ``k_out``, of any float dtype,
-    which may be q and k themselves. Operations are grouped as written and rounded once, at the store
-    ("hf": ``x * rsqrt(...)`` and the product are rounded to q's dtype). If a mean is NaN or infinite its
-    row is NaN; if mean and epsilon are 0 the row is 0. ``epsilon_k`` is k's epsilon, if it differs from q's.
+    Args:
+        q_out: Receives q's result: any float dtype, or fp8 with scales. May be q itself.
+        k_out: Receives k's result. May be k itself.
+        gamma_q: Weight [Nq] of q.
+        gamma_k: Weight [Nk] of k.
+        qk_var: [..., 2], the mean of squares of q's row in column 0 and of k's in column 1 (`row_mean_of_squares_qk`).
+        q: [..., Nq].
+        k: [..., Nk], with q's dtype and leading shape.
+        epsilon: Added to the mean of squares.
+        weight_offset: Added to gamma in float32.
+        rounding: "once" or "hf", see below.
+        rope: Rotation of the result; None: none.
+        epsilon_k: k's epsilon; None: q's.
+        q_scale: One float32. With it ``q_out`` is fp8: ``code = saturate(y / q_scale)``. There are no scales per row,
+            because here a row is one rank's part of a longer one.
+        k_scale: The same for k.
 
-    With ``q_scale`` and ``k_scale``, one float32 each, ``q_out`` and ``k_out`` are fp8: ``code = saturate(y / scale)``.
-    There are no scales of rows: here a row is one rank's part of a longer one.
+    Returns:
+        None.
+
+    Rounding:
+        "once" groups operations as written and rounds at the store. "hf" rounds ``x * rsqrt(...)`` and its product with
+        gamma to q's dtype. A row whose mean is NaN or infinite is NaN; if mean and epsilon are 0 the row is 0.
 
     >>> import torch, onepass
     >>> q, k = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0]])
@@ -226,25 +249,36 @@ def qk_rms_norm(
 ) -> tuple[Tensor, ...]:
     """RMSNorm of q and k, each over its whole row or ``per_head``, in one launch: ``(x * rs) * (gamma + weight_offset)``.
 
-    ``q`` [..., Nq] and ``k`` [..., Nk] may be slices of one packed projection. With ``per_head`` the
-    gammas have the D columns of one head, and every D columns form a row. q and k may then also be
-    [..., Hq, D] and [..., Hk, D] with arbitrarily strided heads. If both last dimensions are D, the
-    second-to-last one counts heads, unless rope's positions have it too, or neither q nor k has a
-    dimension before it: [tokens, D] is one head per token. ``rope`` rotates the result in the same launch. ``out``
-    is a pair of tensors for the results, of any float dtype, which may be q and k themselves. Otherwise
-    they have ``out_dtype``, or q's dtype. ``eps_k`` is k's epsilon, if it differs from q's.
+    Here ``rs = 1 / sqrt(mean(x^2) + eps)``, and ``rope`` rotates the result in the same launch.
 
-    Results may be fp8: ``code = saturate(y / scale)``. With ``q_scale`` and ``k_scale``, one float32 each, the scales
-    are given. Otherwise each row, or with ``per_head`` each head, has its own, ``amax(|y|) / fp8_max``, and
-    the call returns (q_out, k_out, q_scales, k_scales). The scales are float32 [..., 1], [..., H] for heads within
-    a row, or [..., H, 1]; ``scale_out`` is a pair of tensors for them.
+    Args:
+        q: [..., Nq]; may be a slice of a packed projection. With ``per_head`` also [..., Hq, D] with arbitrarily strided heads.
+        k: [..., Nk], or with ``per_head`` [..., Hk, D], with q's dtype.
+        gamma_q: Weight of q, of any float dtype: all its columns, or with ``per_head`` the D columns of one head.
+        gamma_k: Weight of k, likewise.
+        eps: Added to the mean of squares.
+        weight_offset: Added to gamma in float32.
+        rounding: "once" or "hf", see below.
+        rope: Rotation of the result; None: none.
+        per_head: Whether every D columns form a row. If the last dimension of q and k is D, the one before counts heads,
+            unless rope's positions have it too, or neither q nor k has a dimension before it: [tokens, D] is one head per
+            token.
+        group: A process group, if q and k are this rank's columns of rows that are sharded over it (`onepass.dist`).
+        out_dtype: Dtype of the results, also fp8; None: that of ``out``, or q's.
+        out: Pair of tensors for the results, which may be q and k themselves.
+        eps_k: k's epsilon; None: q's.
+        q_scale: One float32, the scale of fp8 results. Required for fp8 with ``group``.
+        k_scale: The same for k.
+        scale_out: Pair of tensors for the scales of rows or heads.
 
-    ``group``: q and k are this rank's columns of rows that are sharded over a process group (`onepass.dist`). The scales
-    of fp8 results have to be given then.
+    Returns:
+        ``(q_out, k_out)``. fp8 results without given scales have one per row, or with ``per_head`` per head:
+            ``(q_out, k_out, q_scales, k_scales)``, float32 [..., 1], [..., H] for heads within a row, or [..., H, 1].
 
-    Rounding: "once" rounds at the store and nowhere else; "hf" rounds ``x * rs`` to q's dtype, then the
-    product with gamma, then the rotated value. Statistics are float32, summed in an order that depends
-    only on the number of columns.
+    Rounding:
+        "once" rounds at the store and nowhere else. "hf" rounds ``x * rs`` to q's dtype, then the product with gamma, then
+        the rotated value. fp8 codes are ``saturate(y / scale)``; computed scales are ``amax(|y|) / fp8_max``. Statistics are
+        float32, summed in an order that depends only on the number of columns.
 
     >>> import torch, onepass
     >>> q, k = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 2.0, 2.0, 0.0]])

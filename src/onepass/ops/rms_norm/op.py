@@ -1,34 +1,6 @@
-"""RMSNorm, plain and with quantization, in one launch and one read of each row.
+"""RMSNorm and LayerNorm, plain and quantized, in one launch that reads each row once.
 
-With ``h = prologue(x, *prologue_args) + residual`` in float32 (either may be absent)::
-
-    rs   = 1 / sqrt(mean(h^2, -1) + eps)
-    y    = (h * rs) * (gamma + weight_offset)
-
-`rms_norm` stores y. `rms_norm_fused_fp8` stores fp8 codes and scales (formats: `onepass.formats`)::
-
-    amax  = max |h * (gamma + weight_offset)| * rs                over a row, or over a group of columns
-    scale = min(amax, scale_ub) / fp8_max                         rounded to scales_dtype
-    code  = saturate((h * (gamma + weight_offset)) * (rs / scale))
-
-Everything is float32 until the single rounding at the store. ``rounding="hf"`` rounds where Hugging
-Face's modules do: h to the residual's dtype, ``h * rs`` to x's dtype, and y to x's dtype before amax
-and quantization.
-
-Three options change one step each, for callers who must match other code:
-
-- ``round_sum`` decides whether h is rounded to the residual's dtype before the norm, overriding ``rounding``.
-- ``quantize="divide"`` computes scale and codes from y itself: ``amax = max |y|``,
-  ``code = saturate(y / scale)``, with a correctly rounded division. "hf" then differs from its
-  default only in the division.
-- ``min_scale`` is the smallest scale: ``scale = max(min(amax, scale_ub) / fp8_max, min_scale)``.
-
-`layer_norm` subtracts the mean first: ``d = h - mean(h)`` takes the place of h. A bias and a gate may follow::
-
-    y    = ((d * rs) * (gamma + weight_offset) + bias) * act(gate)
-
-`rms_norm_fused_quant` does the same for all formats of `onepass.formats.QUANT_FORMATS`, and adds
-``rounding="stored"``, which quantizes the norm as `rms_norm` stores it: ``y = round((h * rs) * g)``.
+The public functions state their equations and rounding. docs/numerics.md compares the roundings of all ops.
 """
 
 from __future__ import annotations
@@ -215,27 +187,41 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, ...]:
     """RMSNorm of the last dimension: ``y = (h * rs) * (gamma + weight_offset)``, ``h = x + residual``.
 
-    ``x`` [..., N] is bfloat16, float16 or float32 with any strides as long as the last dimension is
-    contiguous. ``gamma`` [N] has any of these dtypes. Returns ``y`` in x's dtype or, with a
-    ``residual``, ``(y, new_residual)``, where ``new_residual = h`` in the residual's dtype. ``out`` and
-    ``residual_out`` receive the results and may be ``x`` and ``residual`` themselves.
+    With ``rs = 1 / sqrt(mean(h^2) + eps)`` and an optional bias and gate::
 
-    Without a gamma (None) ``y = h * rs``, with the bytes of a gamma of ones. ``gamma`` [H, N] has a weight for each
-    head of x [..., H, N]. ``return_rstd`` also returns ``rs``, float32 [...], as the last result, which ``rstd_out``
-    receives. To norm the first k columns of rows, pass views of them. The other columns are neither read nor written.
+        y = ((h * rs) * (gamma + weight_offset) + bias) * act(gate)
 
-    Rounding: "once" rounds y (and separately h, for new_residual) at the store and nowhere else. "hf"
-    rounds h to the residual's dtype, ``h * rs`` to x's dtype, then the product with gamma.
-    ``round_sum`` controls h alone: with True, "once" norms the sum as stored in new_residual; with
-    False, "hf" norms the unrounded sum. It has no effect without a residual.
+    Args:
+        x: [..., N], bfloat16, float16 or float32. The last dimension is contiguous, all others may have any stride.
+        gamma: Weight [N] of any float dtype, or [H, N] with a weight for each head of x [..., H, N]. None is
+            bit-identical to ones.
+        eps: Added to the mean of squares.
+        weight_offset: Added to gamma in float32: 1.0 for Gemma.
+        residual: [..., N] in x's dtype or float32, added to x in float32.
+        rounding: "once" or "hf", see below.
+        round_sum: Whether the norm reads h rounded to the residual's dtype. None leaves it to ``rounding``.
+        gate: [..., N] of any float dtype.
+        gate_order: "after" multiplies the result by ``act(gate)`` (Qwen3-Next), "before" multiplies x (Mamba-2).
+        gate_activation: "silu", or "sigmoid" (Kimi Linear).
+        bias: [N] of any float dtype, added to the product with gamma.
+        out_dtype: Dtype of y; None: x's.
+        return_rstd: Whether to return rs too.
+        out: Receives y; may be x itself.
+        residual_out: Receives h; may be the residual itself.
+        rstd_out: Receives rs.
 
-    ``bias`` [N] is added to the product with gamma. ``gate`` [..., N] multiplies the result by ``silu(gate)``, as
-    Qwen3-Next's gated norm does; with ``gate_order="before"`` it multiplies x instead, as Mamba-2's does.
-    ``gate_activation="sigmoid"`` multiplies by ``sigmoid(gate)``, as Kimi Linear's gated norm does. "hf" rounds
-    after each of these steps to x's dtype, except the product before the norm. ``out_dtype`` is the dtype of y.
+    Returns:
+        y. With a residual ``(y, new_residual)``, where new_residual is h in the residual's dtype.
+            ``return_rstd`` appends rs, float32 [...].
 
-    The sum of squares is float32 in an order that depends only on N and the dtypes, so the bytes of a row do not depend on
-    its batch.
+    Rounding:
+        "once" computes in float32 and rounds y (and separately h, for new_residual) at the store and nowhere else.
+        "hf" rounds where Hugging Face's modules do: h to the residual's dtype, then to x's dtype ``h * rs``, its product
+        with gamma, and the results of bias and gate. The product of x and a gate before the norm is not rounded.
+        ``round_sum`` changes the rounding of h alone. The order of the sum of squares depends only on N and the dtypes,
+        so each row is bit-identical to running it alone.
+
+    To norm the first k columns of each row, pass views: the other columns are neither read nor written.
 
     >>> import torch, onepass
     >>> x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
@@ -290,33 +276,59 @@ def rms_norm_fused_fp8(
     norm_out: Tensor | None = None,
     rstd_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """RMSNorm and FP8 quantization in one read. Returns (out, scale[, new_residual][, norm][, rstd]): ``out * scale`` is the norm.
+    """RMSNorm and fp8 quantization in one read: ``out * scale`` is the norm.
 
-    An alias of `rms_norm_fused_quant` for fp8 codes, which ``out_dtype`` names, with the names of its reference page.
+    With ``h = prologue(x, *prologue_args) + residual`` and ``g = gamma + weight_offset``::
 
-    ``scale`` is [..., 1], one per row. With ``group_size`` 16, 32, 64 or 128 it is [..., N / group_size],
-    contiguous along the row or, with ``scale_layout="column"``, along the rows (strides (1, M), as
-    block-scaled GEMMs read it). ``scale_format="ue8m0"`` rounds scales up to powers of two, stored as
-    float32 or float8_e8m0fnu. ``static_scale``, one float32 on the same device, replaces the computed
-    scale and is returned unchanged. ``scale_ub`` bounds amax: a positive number, or one float32 on the
-    same device, which the kernel reads. A tensor thus needs no synchronization with the host and may
-    hold any value: if it is zero or negative the scale is ``min_scale``, and NaN sets no bound.
+        rs    = 1 / sqrt(mean(h^2) + eps)
+        amax  = max |h * g| * rs                                    over a row, or over a group of columns
+        scale = max(min(amax, scale_ub) / fp8_max, min_scale)       rounded to scales_dtype
+        out   = saturate((h * g) * (rs / scale))
 
-    ``quantize="divide"`` computes codes as ``y / scale``, as unfused code does; the default multiplies
-    by the reciprocal. A quotient halfway between two codes is then rounded to even, whatever the
-    scale. ``min_scale`` is the smallest scale: smaller ones, and that of a row of zeros, are raised to it.
+    An alias of `rms_norm_fused_quant` for fp8, with the argument names of its reference page.
 
-    ``h = prologue(x, *prologue_args) + residual``: a function decorated with `onepass.prologue` is
-    compiled into the load. Each of its tensors is [..., N], [N], [..., 1] or, with a value per group of
-    32, 64, 128 or 256 columns, [..., N / group]. With a prologue ``x`` may be float8_e4m3fn,
-    float8_e4m3fnuz or int8, which the prologue sees as numbers (`onepass.prologues.dequantize`).
-    ``return_norm`` also stores what `rms_norm` would return, in x's dtype, or in gamma's for an 8-bit
-    x; ``rounding="hf"`` is rejected there, as it rounds to x's dtype. ``gamma`` may be None or [H, N], and
-    ``return_rstd`` also returns ``rs``, as in `rms_norm`.
+    Args:
+        x: [..., N], bfloat16, float16 or float32. With a prologue also float8_e4m3fn, float8_e4m3fnuz or int8, which the
+            prologue sees as numbers (`onepass.prologues.dequantize`).
+        gamma: Weight as in `rms_norm`: [N], [H, N], or None.
+        eps: Added to the mean of squares.
+        weight_offset: Added to gamma in float32.
+        scale_ub: Upper bound of amax: a positive number, or one float32 on x's device, which needs no synchronization. A
+            tensor may hold any value: zero or less makes the scale ``min_scale``, and NaN sets no bound.
+        out_dtype: float8_e4m3fn, float8_e4m3fnuz or float8_e5m2.
+        scales_dtype: Dtype of stored scales.
+        residual: [..., N] in x's dtype or float32, added in float32. With an 8-bit x, any float dtype.
+        prologue: Function decorated with `onepass.prologue`, compiled into the load.
+        prologue_args: Its other tensors, each [..., N], [N], [..., 1], or [..., N / group] with a value per group of 32,
+            64, 128 or 256 columns.
+        group_size: Columns that share a scale: 16, 32, 64 or 128. None: a whole row.
+        scale_format: "float"; "ue8m0", rounded up to a power of two; or "ue8m0_floor" (see `rms_norm_fused_quant`).
+            Powers of two are stored as float32 or float8_e8m0fnu.
+        scale_layout: "row", or "column" for scales that are contiguous along rows (strides (1, M)), as block-scaled GEMMs
+            read them. `rms_norm_fused_quant` lists the others.
+        static_scale: One float32 on x's device that replaces the computed scale and is returned unchanged.
+        return_norm: Whether to return the unquantized norm too, in x's dtype, or in gamma's for an 8-bit x.
+        return_rstd: Whether to return rs too.
+        rounding: "once", "hf" or "stored", see below. An 8-bit x takes only "once", because the others round to x's dtype.
+        round_sum: Whether the norm reads h rounded to the residual's dtype. None leaves it to ``rounding``.
+        quantize: "reciprocal", or "divide" to compute ``saturate(y / scale)`` and ``amax = max |y|``, as unfused code
+            does, with a correctly rounded division. A quotient halfway between two codes then rounds to even.
+        min_scale: Smallest scale; smaller ones, and that of a row of zeros, are raised to it.
+        fp8_max: Saturation limit. None: the format's. float8_e4m3fnuz also allows 224.
+        out: Receives the codes.
+        scale_output: Receives the scales.
+        residual_out: Receives h; may be the residual itself.
+        norm_out: Receives the norm.
+        rstd_out: Receives rs.
 
-    Rounding, including ``round_sum``: see the module. Codes are computed from the scale as stored,
-    rounded to nearest even, and saturate. A row of zeros has codes 0 and scale ``min_scale`` (ue8m0: at
-    least 2**-127). A row with NaN or inf has NaN codes and a NaN scale.
+    Returns:
+        ``(out, scale[, new_residual][, norm][, rstd])``. The scale is [..., 1], or [..., N / group_size] with groups.
+
+    Rounding:
+        Everything is float32 until the store. Codes are computed from the scale as stored, rounded to nearest even, and
+        saturate. "hf" rounds h, ``h * rs`` and y as in `rms_norm` before amax and quantization. "stored" quantizes y as
+        `rms_norm` stores it. A row of zeros has codes 0 and scale ``min_scale`` (ue8m0: at least 2**-127). A row with NaN
+        or infinity has NaN codes and a NaN scale.
 
     >>> import torch, onepass
     >>> q, scale = onepass.rms_norm_fused_fp8(torch.tensor([[3.0, -4.0]]), torch.ones(2), eps=0.0)
@@ -392,33 +404,46 @@ def rms_norm_fused_quant(
     norm_out: Tensor | None = None,
     rstd_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """RMSNorm and quantization to any format in one read. Returns (out, scale[, new_residual][, norm][, rstd]).
+    """RMSNorm and quantization to any format in one read: ``out * scale`` is the norm.
 
-    ``format`` names the codes and, where the format implies it, the groups and scales:
+    With ``y = (h * rs) * (gamma + weight_offset)`` as in `rms_norm`, and ``h = prologue(x, *prologue_args) + residual``::
+
+        scale = max(min(max |y|, scale_ub) / code_max, min_scale)       rounded to scales_dtype
+        out   = saturate(y / scale)                                     `rms_norm_fused_fp8` has the exact grouping
 
     - "e4m3fn", "e4m3fnuz", "e5m2", "int8": one byte per column, and a scale per row, per ``group_size``
       of 16, 32, 64 or 128 columns, or ``static_scale``. int8 codes are -127 to 127.
     - "mxfp8": e4m3fn codes, "mxfp4": e2m1 codes; a power of two per 32 columns.
-    - "nvfp4": e2m1 codes, a float8_e4m3fn scale per 16 columns. ``global_scale``, one float32 in
-      memory, multiplies the scales before they are rounded, so ``out * scale / global_scale`` is the norm.
+    - "nvfp4": e2m1 codes, and a float8_e4m3fn scale per 16 columns. ``out * scale / global_scale`` is the norm.
 
-    e2m1 codes are stored in pairs as uint8 [..., N / 2], the even column in the low half.
-    ``scale_format``: "float"; "ue8m0", the smallest power of two that makes nothing saturate;
-    "ue8m0_floor", OCP's rule ``2**(floor(log2(amax)) - emax)``, where the largest values may saturate.
+    Arguments that are not listed are those of `rms_norm_fused_fp8`, an alias of this function.
 
-    ``scale_layout``: "row" and "column" as in `rms_norm_fused_fp8`; "column_tma" pads columns to 16 bytes;
-    "column_packed" stores the exponents of four groups per int32, in such columns; "128x4" is the
-    [M padded to 128, G padded to 4] swizzle of block-scaled GEMMs. All leading dimensions together are M rows.
+    Args:
+        x: [..., N]. All leading dimensions together are M rows.
+        gamma: Weight as in `rms_norm`: [N], [H, N], or None.
+        format: Format of the codes; it may imply groups and scales.
+        code_max: Saturation limit; None: the format's first.
+        scales_dtype: Dtype of stored scales; None: the first that the scale format has.
+        scale_format: "float", "e4m3" (nvfp4), "ue8m0", the smallest power of two with which nothing saturates, or
+            "ue8m0_floor", OCP's rule ``2**(floor(log2(amax)) - emax)``, with which the largest values may saturate.
+        scale_layout: "row" or "column"; "column_tma" pads columns to 16 bytes; "column_packed" stores the exponents of four
+            groups per int32 in such columns; "128x4" is the [M padded to 128, G padded to 4] swizzle of block-scaled GEMMs.
+        global_scale: One float32 in memory that multiplies nvfp4's scales before they are rounded.
+        gate: As in `rms_norm`. With a gate or a bias, scale and codes are computed from the result.
+        gate_order: As in `rms_norm`.
+        gate_activation: As in `rms_norm`.
+        bias: As in `rms_norm`.
+        statistic: "rms", or "layer" for `layer_norm`.
+        out: Receives the codes: [..., N], or uint8 [..., N / 2] for e2m1, with the even column in the low half of a byte.
+        scale_out: Receives the scales.
 
-    ``gate``, ``gate_order``, ``gate_activation``, ``bias``, ``return_rstd`` and a ``gamma`` of None or [H, N] are those of
-    `rms_norm`, and ``statistic="layer"`` is `layer_norm`. With a gate or a bias, scale and codes are computed from the
-    result, as with ``quantize="divide"`` or from its product with ``1 / scale``.
+    Returns:
+        ``(out, scale[, new_residual][, norm][, rstd])``.
 
-    ``rounding="stored"`` quantizes the norm as `rms_norm` stores it, rounded once to x's dtype. All other
-    arguments are those of `rms_norm_fused_fp8`, which is an alias of this function for fp8.
-
-    A row with NaN or infinity has a NaN scale. Its codes are NaN, or 0 in int8 and e2m1, which have no
-    NaN; with a NaN scale that is NaN again. int8 with ``static_scale`` stores such a row as zeros.
+    Rounding:
+        As in `rms_norm_fused_fp8`. "stored" quantizes the norm as `rms_norm` stores it, rounded once to x's dtype.
+        A row with NaN or infinity has a NaN scale. Its codes are NaN, or 0 in int8 and e2m1, which have no NaN; times a
+        NaN scale that is NaN again. int8 with ``static_scale`` stores such a row as zeros.
 
     >>> import torch, onepass
     >>> q, scale = onepass.rms_norm_fused_quant(torch.tensor([[3.0, -4.0]]), torch.ones(2), eps=0.0, format="int8")
@@ -518,11 +543,28 @@ def layer_norm(
 ) -> Tensor | tuple[Tensor, ...]:
     """LayerNorm of the last dimension: ``y = (d * rs) * (gamma + weight_offset) + bias``, ``d = h - mean(h)``, ``h = x + residual``.
 
-    ``rs = 1 / sqrt(mean(d^2) + eps)``. The arguments, dtypes and results are those of `rms_norm`. Everything is float32
-    until the rounding at the store. The row's mean is rounded to float32 before it is subtracted.
-    ``gamma=None`` leaves out the product, and ``gamma`` [H, N] has a weight for each head of x [..., H, N], as in
-    `rms_norm`. ``return_rstd`` also returns ``rs`` as the last result. `rms_norm_fused_quant` with ``statistic="layer"``
-    quantizes the result.
+    Here ``rs = 1 / sqrt(mean(d^2) + eps)``. To quantize the result, use `rms_norm_fused_quant` with ``statistic="layer"``.
+
+    Args:
+        x: [..., N], bfloat16, float16 or float32. The last dimension is contiguous, all others may have any stride.
+        gamma: Weight [N] of any float dtype, or [H, N] with a weight for each head of x [..., H, N]. None: no product.
+        bias: [N] of any float dtype, added to the product.
+        eps: Added to the mean of squares.
+        weight_offset: Added to gamma in float32.
+        residual: [..., N] in x's dtype or float32, added to x in float32.
+        round_sum: Whether the norm reads h rounded to the residual's dtype.
+        out_dtype: Dtype of y; None: x's.
+        return_rstd: Whether to return rs too.
+        out: Receives y; may be x itself.
+        residual_out: Receives h; may be the residual itself.
+        rstd_out: Receives rs.
+
+    Returns:
+        y. With a residual ``(y, new_residual)``, where new_residual is h in the residual's dtype.
+            ``return_rstd`` appends rs, float32 [...].
+
+    Rounding:
+        Everything is float32 until the store. The mean is rounded to float32 before it is subtracted.
 
     >>> import torch, onepass
     >>> onepass.layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), torch.tensor([0.0, 0.5]), eps=0.0)
