@@ -413,7 +413,7 @@ def test_tests_do_not_depend_on_the_speed_of_the_machine() -> None:
 
 def test_mutation_score_is_quoted_with_its_scope() -> None:
     """Every quotation of the score names the files that mutation testing does not cover."""
-    outside = ("`triton/`", "prologues", "models", "`dist`", "`kvcache`", "`nn`", "`engines`")
+    outside = ("`gpu/`", "prologues", "models", "`dist`", "`kvcache`", "`nn`", "`engines`")
     quoted = 0
     for path in MARKDOWN:
         for block in re.split(r"\n(?=#|\*\*The result|\| a small mistake|\| no network)", path.read_text()):
