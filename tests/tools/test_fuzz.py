@@ -98,7 +98,8 @@ def test_cases_of_norms_cover_gates_and_heads() -> None:
 
 
 def test_a_wrong_activation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, other = onepass.rms_norm, {"silu": "sigmoid", "sigmoid": "silu"}
+    before = onepass.rms_norm
+    other = dict(zip(GATE_ACTIVATIONS, (*GATE_ACTIVATIONS[1:], GATE_ACTIVATIONS[0]), strict=True))
 
     def faulty(**given: Any) -> Any:
         return before(**given | {k: other[v] for k, v in given.items() if k == "gate_activation"})
