@@ -18,6 +18,7 @@ from torch import Tensor
 
 import onepass
 from onepass.formats import FLOATS, FP8_CODES, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED
+from onepass.ops.linear.launch import ACTIVATIONS
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.testing import bounds, compare
@@ -121,12 +122,15 @@ def test_cases_of_linear_cover_all_options() -> None:
         "scale": ("none", "tensor", "row", "column", "block", "ue8m0"),
         **dict.fromkeys(("gamma", "bias"), (None, *FLOATS)),
         **dict.fromkeys(("residual", "add"), (None, *FLOATS)),
-        "activation": (None, "silu_mul", "gelu_tanh_mul", "gelu_mul"),
+        "activation": (None, *ACTIVATIONS),
         "rounding": ("once", "hf"),
     }
     for name, values in expected.items():
         assert {getattr(c, name) for c in configs} == set(values), name
     assert {c.out for c in configs} == {None, *FLOATS}
+    assert {(name, name in c.flags) for c in configs for name in linear.FLAGS} == set(
+        product(linear.FLAGS, (True, False))
+    )
     assert {len(case.lead) for case in found} == {0, 1, 2, 3, 4} and any(0 in case.lead for case in found)
     assert {1, 2, 31, 127, 128, 129, 257} <= {case.k for case in found}
     assert max(math.prod(case.lead) for case in found) > 64 and max(case.n for case in found) > 1000
