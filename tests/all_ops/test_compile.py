@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_QUANT
 from onepass.prologues import silu_and_mul
 from onepass.testing.case import same_bytes
@@ -69,10 +70,9 @@ def test_opcheck_rms_norm(lead: tuple[int, ...], residual: bool) -> None:
 
 
 def test_gated_norms_compile() -> None:
-    """Both activations and orders, in one graph."""
+    """All activations and orders, in one graph."""
     x, gate, gamma = torch.randn(3, 64), torch.randn(3, 64), torch.randn(64)
-    orders, activations = ("after", "before"), ("silu", "sigmoid")
-    ways: list[Any] = [{"gate_order": o, "gate_activation": a} for o in orders for a in activations]
+    ways: list[Any] = [{"gate_order": o, "gate_activation": a} for o in GATE_ORDERS for a in GATE_ACTIVATIONS]
 
     def norms(x: Tensor, gate: Tensor) -> list[Tensor]:
         return [onepass.rms_norm(x, gamma, gate=gate, **way) for way in ways]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onepass.formats import FLOATS, ROUNDINGS
 from onepass.ops.linear.launch import ACTIVATIONS
-from onepass.ops.linear.op import linear
+from onepass.ops.linear.op import LINEAR, linear
 from onepass.ops.rms_norm.op import rms_norm
 from onepass.testing.case import same_bytes
 from onepass.testing.linear import as_rows, verify_call
@@ -26,6 +26,7 @@ VALUES = ("values", "weight", "scale", "gamma", "residual", "bias", "add", "eps"
 """Fields of a case that do not affect machine code."""
 _ROWS = (1, 1, 2, 3, 4, 5, 8, 16, 17, 33, 70)
 F32 = torch.float32
+FLAGS = tuple(name for name, option in LINEAR.options.items() if option.type == "bool")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class LinearConfiguration:
     add: torch.dtype | None = None
     out: torch.dtype | None = None
     rounding: str = "once"
-    static: bool = False
+    flags: tuple[str, ...] = ()
+    """Options that are true."""
     shapes: tuple[tuple[int, int], ...] = ()
 
 
@@ -64,7 +66,7 @@ def configuration(op: str, r: Random, bounded: bool) -> LinearConfiguration:
         add=r.choice((None, None, x, F32)),
         out=None if rounding == "hf" else r.choice((None, x, F32)),
         rounding=rounding,
-        static=r.random() < 0.4,
+        flags=tuple(name for name in FLAGS if r.random() < 0.4),
         shapes=tuple(_shape(r) for _ in range(3)) if bounded else (),
     )
 
@@ -172,7 +174,7 @@ def inputs(case: LinearCase) -> dict[str, Any]:
         "activation": c.activation,
         "rounding": c.rounding,
         "out_dtype": c.out,
-        "static_weight": c.static,
+        **{name: name in c.flags for name in FLAGS},
     }
     if c.gamma is not None:
         found |= {"gamma": draw.gamma(case.gamma, k, c.gamma), "eps": case.eps, "weight_offset": case.offset}

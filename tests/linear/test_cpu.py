@@ -14,6 +14,7 @@ import onepass
 from onepass.cpu import compile as compiler
 from onepass.cpu import threads
 from onepass.cpu.sizes import CHUNK, MAX_SLOTS, SUM, TILE
+from onepass.formats import WeightScale
 from onepass.ops.gemv_norm import cpu as gemv_norm
 from onepass.ops.gemv_norm.launch import GemvCall, gemv_spec
 from onepass.ops.linear import cpu as linear
@@ -298,7 +299,7 @@ def test_other_instruction_sets_give_the_same_bytes(name: str, monkeypatch: pyte
 
 @pytest.mark.skipif("+avx2" not in compiler.host()[1], reason="runs code for an x86 CPU with AVX2")
 @pytest.mark.parametrize("scale", ["row", "block"])
-def test_fp8_weights_are_added_in_one_order(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_weights_are_added_in_one_order(scale: WeightScale, monkeypatch: pytest.MonkeyPatch) -> None:
     """However codes are converted: the steps at a row's end, and those that do not fill one, belong to the same sum."""
     spec = linear_spec(F32, FP8, scale)
     shapes = [(m, k) for m in (1, 3, 4) for k in (32, 96, 600, 1000)]

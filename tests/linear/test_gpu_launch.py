@@ -55,10 +55,8 @@ def apart(rows: int, columns: int, gap: int, dtype: torch.dtype) -> Tensor:
 def test_kernel_receives_every_argument(dtype: torch.dtype, m: int) -> None:
     """Few float32 rows are normed by the same kernel."""
     n, k, normed = 96, 640, m == 3 and dtype == F32
-    first = {"gamma": F32, "residual": F32} if normed else {}
-    spec = linear_spec(
-        dtype, F8, "block", bias=F16, activation="gelu_mul", add=F32, out=F32, rounding="once", **first
-    )  # fmt: skip
+    first = F32 if normed else None
+    spec = linear_spec(dtype, F8, "block", first, first, F16, "gelu_mul", F32, F32)
     tensors = {
         "x": apart(m, k, 16, dtype).as_subclass(OnDevice),
         "weight": apart(n, k, 32, torch.uint8).view(F8),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import onepass
 from onepass.models import OtherNorm
 from onepass.models.forwards.norm import OtherNormRecord
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
 from onepass.testing.case import same_bytes
 
 pytest.importorskip("transformers")
@@ -126,7 +127,7 @@ def test_other_gates_and_groups_are_left() -> None:
     with onepass.patch(nn.Sequential(tanh, uneven, per_head, nn.RMSNorm(N))) as handle:
         reasons = [change.why for change in handle.left]
     assert reasons == [
-        "its gate is neither silu nor sigmoid",
+        f"its gate is neither {' nor '.join(GATE_ACTIVATIONS)}",
         "its groups do not divide its columns",
         "it has no 1-D or 2-D weight",
     ]

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import onepass
 from onepass.nn import GatedRMSNorm, LayerNorm, RMSNorm, RMSNormFP8
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
+from onepass.ops.rms_norm.reference import activate
 from onepass.testing.case import same_bytes
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -32,20 +34,20 @@ def randomized(module: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("activation", GATE_ACTIVATIONS)
 @pytest.mark.parametrize("order", ["after", "before"])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_gates_and_groups(order: Any, groups: int, activation: Any) -> None:
     norm = randomized(GatedRMSNorm(64, 1e-5, gate_order=order, gate_activation=activation, groups=groups))
     x, gate = rows(3, 5, 64), rows(3, 5, 64, seed=1)
-    factor = gate * torch.sigmoid(gate) if activation == "silu" else torch.sigmoid(gate)
+    factor = activate(gate, activation)
     h = (x * factor if order == "before" else x).unflatten(-1, (groups, -1))
     y = (h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(-2) * norm.weight
     torch.testing.assert_close(norm(x, gate), y * factor if order == "after" else y, rtol=1e-5, atol=1e-6)
     assert same_bytes(norm(x), norm(x, None)) and not torch.equal(norm(x), norm(x, gate))
     assert list(norm.state_dict()) == ["weight"]
     assert f"gate_order='{order}'" in repr(norm) and ("groups=4" in repr(norm)) == (groups == 4)
-    assert ("gate_activation='sigmoid'" in repr(norm)) == (activation == "sigmoid")
+    assert (f"gate_activation={activation!r}" in repr(norm)) == (activation != "silu")
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
@@ -116,7 +118,7 @@ def test_norms_without_a_weight_load_none(monkeypatch: pytest.MonkeyPatch) -> No
         (lambda: GatedRMSNorm(64, gate_order="first"), "GatedRMSNorm: `gate_order` must be 'after' or 'before'"),  # type: ignore[arg-type]
         (
             lambda: GatedRMSNorm(64, gate_activation="tanh"),  # type: ignore[arg-type]
-            "GatedRMSNorm: `gate_activation` must be 'silu' or 'sigmoid'",
+            f"GatedRMSNorm: `gate_activation` must be {' or '.join(map(repr, GATE_ACTIVATIONS))}, got 'tanh'",
         ),
         (
             lambda: LayerNorm(64, bias=False, per_head=True),

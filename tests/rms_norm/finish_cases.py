@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from onepass.formats import FLOATS
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
 from onepass.testing.case import Case
 from tests.grid import grid
 
@@ -15,7 +16,8 @@ BF16, F16, F32 = FLOATS
 _HF: Final = {"rounding": "hf"}
 _BEFORE: Final = {"gate": BF16, "gate_order": "before"}
 _BOTH: Final = {"gate": BF16, "bias": F32}
-_SIGMOID: Final = {"gate": BF16, "gate_activation": "sigmoid"}
+_OTHER_ACTIVATIONS: Final = GATE_ACTIVATIONS[1:]
+"""Silu is in the group "gate"."""
 
 
 def norm_cases(op: str) -> Iterator[Case]:
@@ -29,7 +31,8 @@ def norm_cases(op: str) -> Iterator[Case]:
     for x in (F16, F32):
         yield from c("gate", (3,), 640, x, BF16, options={"gate": F32, "bias": BF16, "rounding": "hf"})
         yield from c("gate", (9,), 384, x, values="special", options={"gate": x, "weight_offset": 1.0})
-    yield from _sigmoid_cases(op)
+    for activation in _OTHER_ACTIVATIONS:
+        yield from _activation_cases(op, activation)
     yield from c("bias", (5,), [128, 4096, 20000], options=[{"bias": BF16}, {"bias": F32, **_HF}])
     yield from c("bias", (9,), 384, values="special", options={"bias": F16, "eps": 0.0})
     for x in FLOATS:
@@ -38,17 +41,18 @@ def norm_cases(op: str) -> Iterator[Case]:
     yield from c("out dtype", (3, 4), 20000, layout="misaligned", residual=F32, options=_HF | {"out_dtype": F32})
 
 
-def _sigmoid_cases(op: str) -> Iterator[Case]:
-    """Of `rms_norm`: gates with sigmoid; Kimi Linear's has 128 columns."""
-    c = partial(grid, Case, op, "sigmoid")
-    before = _SIGMOID | {"gate_order": "before"}
-    yield from c((5,), [128, 2048, 20000], options=_SIGMOID)
+def _activation_cases(op: str, activation: str) -> Iterator[Case]:
+    """Of `rms_norm`: gates with another activation than silu. Kimi Linear's has sigmoid and 128 columns."""
+    c = partial(grid, Case, op, activation)
+    gated: dict[str, Any] = {"gate": BF16, "gate_activation": activation}
+    before = gated | {"gate_order": "before"}
+    yield from c((5,), [128, 2048, 20000], options=gated)
     yield from c((5,), [128, 5000], options=before)
-    yield from c((3,), 640, residual=BF16, options=[_SIGMOID | _HF, before | _HF, _SIGMOID | {"bias": F32}])
-    yield from c((3, 4), 128, gamma=F32, layout=["misaligned", "transposed"], options=_SIGMOID)
+    yield from c((3,), 640, residual=BF16, options=[gated | _HF, before | _HF, gated | {"bias": F32}])
+    yield from c((3, 4), 128, gamma=F32, layout=["misaligned", "transposed"], options=gated)
     for x in (F16, F32):
-        yield from c((3,), 640, x, BF16, options=_SIGMOID | {"gate": F32, **_HF})
-        yield from c((9,), 384, x, values="special", options=_SIGMOID | {"gate": x, "weight_offset": 1.0})
+        yield from c((3,), 640, x, BF16, options=gated | {"gate": F32, **_HF})
+        yield from c((9,), 384, x, values="special", options=gated | {"gate": x, "weight_offset": 1.0})
 
 
 def layer_cases(op: str) -> Iterator[Case]:
@@ -89,9 +93,12 @@ def code_cases(op: str) -> Iterator[Case]:
     yield from c("gate", (4,), 8192, options=layer)
     yield from c("gate", (3, 4), 1536, layout="misaligned", options=[ways[0], ways[2]])
     yield from c("gate", (9,), 384, values="special", options=ways)
-    yield from c("sigmoid", (4,), [128, 4096], options=[_SIGMOID | more for more in scales])
-    yield from c("sigmoid", (4,), 20480, residual=BF16, options=_SIGMOID | shown)
-    yield from c("sigmoid", (4,), 640, F16, options=[_SIGMOID | _HF, _SIGMOID | {"gate_order": "before"}])
-    yield from c("sigmoid", (5,), 896, options=[_SIGMOID | chosen for chosen in formats])
-    yield from c("sigmoid", (4,), 640, F32, options=_SIGMOID | layer | {"bias": F32, "quantize": "divide"})
-    yield from c("sigmoid", (9,), 384, values="special", options=_SIGMOID)
+    for activation in _OTHER_ACTIVATIONS:
+        c = partial(grid, Case, op, activation)
+        gated: dict[str, Any] = {"gate": BF16, "gate_activation": activation}
+        yield from c((4,), [128, 4096], options=[gated | more for more in scales])
+        yield from c((4,), 20480, residual=BF16, options=gated | shown)
+        yield from c((4,), 640, F16, options=[gated | _HF, gated | {"gate_order": "before"}])
+        yield from c((5,), 896, options=[gated | chosen for chosen in formats])
+        yield from c((4,), 640, F32, options=gated | layer | {"bias": F32, "quantize": "divide"})
+        yield from c((9,), 384, values="special", options=gated)

@@ -14,6 +14,7 @@ import onepass
 from onepass import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from onepass.core.contract import Contract
 from onepass.formats import E4M3FN, E4M3FNUZ, FP8_CODES, QUANT_FORMATS, SCALE_FORMATS
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
 from onepass.ops.rms_norm.op import LAYER_NORM, RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
 from onepass.prologues import dequantize
 from onepass.testing.rms_norm import soft_cap_gate
@@ -207,8 +208,7 @@ def _heads(t: Tensors) -> list[Tensor]:
 def _gated(t: Tensors) -> list[Tensor]:
     given: dict[str, Any] = {"gate": t["z"], "bias": t["bias"]}
     return [
-        rms_norm(t["x"], t["gamma"], **given),
-        rms_norm(t["x"], t["gamma"], gate_activation="sigmoid", **given),
+        *(rms_norm(t["x"], t["gamma"], gate_activation=activation, **given) for activation in GATE_ACTIVATIONS),
         *rms_norm_fused_quant(t["x"], t["gamma"], format="int8", gate_activation="sigmoid", **given),
     ]
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import onepass
 from onepass.errors import ContractError
+from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
+from onepass.ops.rms_norm.reference import activate
 from onepass.testing.case import same_bytes
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -74,7 +76,7 @@ def test_layer_norm_is_torchs() -> None:
     )
 
 
-@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("activation", GATE_ACTIVATIONS)
 @pytest.mark.parametrize("rounding", ["once", "hf"])
 def test_steps_are_rounded_where_the_contract_says(rounding: Any, activation: Any) -> None:
     """The gated norm from the stored norm: "hf" rounds each step, "once" only the last."""
@@ -83,16 +85,14 @@ def test_steps_are_rounded_where_the_contract_says(rounding: Any, activation: An
     y = onepass.rms_norm(x, gamma, rounding=rounding, out_dtype=F32)
     expected = y + bias
     expected = expected.bfloat16().float() if rounding == "hf" else expected
-    gate = z.float()
-    factor = gate * torch.sigmoid(gate) if activation == "silu" else torch.sigmoid(gate)
-    expected = (expected * factor).bfloat16()
+    expected = (expected * activate(z.float(), activation)).bfloat16()
     got = onepass.rms_norm(x, gamma, gate=z, gate_activation=activation, bias=bias, rounding=rounding)
     assert (got != expected).float().mean() < 0.005
     alone = onepass.rms_norm(x, gamma, bias=bias, rounding=rounding)
     assert same_bytes(alone, (y + bias).bfloat16()) and not same_bytes(alone, got)
 
 
-@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("activation", GATE_ACTIVATIONS)
 def test_a_gate_before_the_norm_is_the_prologue(activation: Any) -> None:
     x, z, gamma = tensors()
     prologue = getattr(onepass.prologues, f"{activation}_and_mul")
@@ -122,9 +122,9 @@ def test_quantized_results_are_those_of_the_norm() -> None:
     """With "stored" and division, codes are the quotient of what the plain call stores."""
     x, z, gamma = tensors()
     options: dict[str, Any] = {"rounding": "stored", "quantize": "divide", "return_norm": True}
+    gates: list[dict[str, Any]] = [{"gate": z, "gate_activation": activation} for activation in GATE_ACTIVATIONS]
     for further, norm in (
-        ({"gate": z}, onepass.rms_norm(x, gamma, gate=z)),
-        ({"gate": z, "gate_activation": "sigmoid"}, onepass.rms_norm(x, gamma, gate=z, gate_activation="sigmoid")),
+        *((gated, onepass.rms_norm(x, gamma, **gated)) for gated in gates),
         ({"statistic": "layer", "bias": gamma}, onepass.layer_norm(x, gamma, gamma)),
     ):
         codes, scale, shown = onepass.rms_norm_fused_quant(x, gamma, **further, **options)
@@ -150,7 +150,10 @@ def test_special_rows() -> None:
         ({"gate": torch.ones(6, 128).bfloat16()}, r"`gate` must have shape \[..., N\]"),
         ({"bias": torch.ones(6, 256)}, r"`bias` must have shape \[N\]"),
         ({"gate_order": "first"}, "`gate_order` must be 'after' or 'before'"),
-        ({"gate_activation": "gelu"}, "`gate_activation` must be 'silu' or 'sigmoid', got 'gelu'"),
+        (
+            {"gate_activation": "gelu"},
+            f"`gate_activation` must be {' or '.join(map(repr, GATE_ACTIVATIONS))}, got 'gelu'",
+        ),
         ({"out_dtype": torch.int8}, "`out_dtype` must be bfloat16 or float16 or float32"),
     ],
 )

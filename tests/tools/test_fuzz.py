@@ -18,6 +18,7 @@ from torch import Tensor
 
 import onepass
 from onepass.formats import FLOATS, FP8_CODES, FP8_FORMATS, GROUP_SIZES, OPERAND_GROUPS, QUANTIZE, QUANTIZED
+from onepass.ops.linear.launch import ACTIVATIONS
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.testing import bounds, compare
@@ -98,7 +99,8 @@ def test_cases_of_norms_cover_gates_and_heads() -> None:
 
 
 def test_a_wrong_activation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, other = onepass.rms_norm, {"silu": "sigmoid", "sigmoid": "silu"}
+    before = onepass.rms_norm
+    other = dict(zip(GATE_ACTIVATIONS, (*GATE_ACTIVATIONS[1:], GATE_ACTIVATIONS[0]), strict=True))
 
     def faulty(**given: Any) -> Any:
         return before(**given | {k: other[v] for k, v in given.items() if k == "gate_activation"})
@@ -120,12 +122,15 @@ def test_cases_of_linear_cover_all_options() -> None:
         "scale": ("none", "tensor", "row", "column", "block", "ue8m0"),
         **dict.fromkeys(("gamma", "bias"), (None, *FLOATS)),
         **dict.fromkeys(("residual", "add"), (None, *FLOATS)),
-        "activation": (None, "silu_mul", "gelu_tanh_mul", "gelu_mul"),
+        "activation": (None, *ACTIVATIONS),
         "rounding": ("once", "hf"),
     }
     for name, values in expected.items():
         assert {getattr(c, name) for c in configs} == set(values), name
     assert {c.out for c in configs} == {None, *FLOATS}
+    assert {(name, name in c.flags) for c in configs for name in linear.FLAGS} == set(
+        product(linear.FLAGS, (True, False))
+    )
     assert {len(case.lead) for case in found} == {0, 1, 2, 3, 4} and any(0 in case.lead for case in found)
     assert {1, 2, 31, 127, 128, 129, 257} <= {case.k for case in found}
     assert max(math.prod(case.lead) for case in found) > 64 and max(case.n for case in found) > 1000

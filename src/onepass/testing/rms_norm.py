@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOATS, FP8_FORMATS
+from ..ops.rms_norm.launch import GATE_ACTIVATIONS
 from ..ops.rms_norm.op import (
     LAYER_NORM,
     RMS_NORM,
@@ -153,17 +154,20 @@ CASES: Final = (
     _of("rms_norm", "out dtype", (3,), 640, F16, out_dtype=BF16),
     _of("layer_norm", "short", (5,), 33),
     _of("layer_norm", "dtypes", (3,), 640, F16, BF16, bias=F16),
-    _of(
-        "rms_norm_fused_quant",
-        "sigmoid",
-        (4,),
-        640,
-        F32,
-        gate=BF16,
-        gate_activation="sigmoid",
-        statistic="layer",
-        bias=F32,
-        quantize="divide",
+    *(
+        _of(
+            "rms_norm_fused_quant",
+            activation,
+            (4,),
+            640,
+            F32,
+            gate=BF16,
+            gate_activation=activation,
+            statistic="layer",
+            bias=F32,
+            quantize="divide",
+        )
+        for activation in GATE_ACTIVATIONS[1:]
     ),
     _of("rms_norm", "no gamma", (5,), 128, gamma=None),
     _of("layer_norm", "heads", (3, 4), 640, F32, BF16, F32, heads=True, weight_offset=1.0, bias=F16, return_rstd=True),

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ..formats import FLOATS
+from ..ops.rms_norm.reference import activate
 from . import bounds, compare
 from .bounds import Bounds
 
 BF16, F16, F32 = FLOATS
 GATE_ERROR: Final = 8 * compare.FLOAT32_ERROR
-"""Relative error of silu or sigmoid and its product, as for a prologue."""
+"""Relative error of an activation and its product, as for a prologue."""
 _NOT_ZERO: Final = 1e-300
 
 
@@ -53,8 +54,8 @@ def finished(y: Bounds, host: dict[str, Any]) -> Bounds:
 
 
 def activated(gate: Tensor, host: dict[str, Any]) -> Tensor:
-    """``sigmoid(gate)`` or ``silu(gate)``."""
-    return gate.sigmoid() if host.get("gate_activation") == "sigmoid" else gate * gate.sigmoid()
+    """``act(gate)``."""
+    return activate(gate, host.get("gate_activation", "silu"))
 
 
 def _wider(end: Tensor, radius: Tensor, side: int) -> Tensor:

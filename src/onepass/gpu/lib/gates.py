@@ -32,7 +32,7 @@ def finish(y, gate, bias, DTYPE: tl.constexpr, TILE: tl.constexpr, MATH: tl.cons
             y = convert(y, DTYPE, MATH.hw_rounding)
     if MATH.gate >= 0:
         z = gate.to(tl.float32)
-        if MATH.sigmoid:
+        if MATH.activation == "sigmoid":
             y = y * _sigmoid(z, TILE.assembly)
         else:
             y = y * (z * _sigmoid(z, TILE.assembly))

@@ -272,7 +272,9 @@ def _other_norm(handle: Patched, where: str, module: nn.Module, match: Match) ->
         or (_weight_objection(module, heads=not grouped) if form.weighted else _shape_objection(module))
         or _eps_objection(module, form.eps)
         or missing(module, *attributes)
-        or unless(_activation(module, form) in GATE_ACTIVATIONS, "its gate is neither silu nor sigmoid")
+        or unless(
+            _activation(module, form) in GATE_ACTIVATIONS, f"its gate is neither {' nor '.join(GATE_ACTIVATIONS)}"
+        )
     )
     groups = 1 if objection else _groups(module, form)
     objection = objection or unless(groups > 0, "its groups do not divide its columns")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Final, NamedTuple
 
 import torch
 
 from ...cpu.launch import CpuKernels, Field, Layout, address, addresses, integers
 from ...cpu.sizes import CHUNK, MAX_BLOCKS, MAX_SLOTS, PREPARED_ROWS, SUM, TILE, row_blocks
-from .launch import LinearCall, LinearSpec, linear_spec
+from .launch import LinearCall, LinearSpec, changed
 
 SERIAL_BELOW: Final = 131072
 """A call is serial if ``N * K * (1 + M // 8)`` is smaller, as in `gemv_norm`."""
@@ -84,7 +83,7 @@ def _work(call: LinearCall) -> LinearWork:
 
 def _canonical(spec: LinearSpec) -> LinearSpec:
     """Static weights make no difference on a CPU."""
-    return linear_spec(**asdict(spec) | {"static": False}) if spec.static else spec
+    return changed(spec, static=False) if spec.static else spec
 
 
 KERNELS: Final = CpuKernels("linear", layout, _work, pack, writes_block=True, canonical=_canonical)

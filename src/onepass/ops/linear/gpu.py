@@ -28,7 +28,7 @@ from .gpu_kernel import (
     _linear_split_kernel,
 )
 from .gpu_tile import LinearConfig, fuses_norm, linear_config
-from .launch import LinearCall, LinearSpec, linear_spec
+from .launch import LinearCall, LinearSpec, changed
 
 
 class LinearStrides(NamedTuple):
@@ -457,9 +457,7 @@ def _norm_call(call: LinearCall, norm: Tensor) -> RowCall:
 
 def _product_call(call: LinearCall, x: Tensor) -> LinearCall:
     """The rest of a call, for a normed x."""
-    s = call.spec
-    scales, end = (s.weight, s.weight_scale), (s.activation, s.add, s.out, s.rounding, s.static)
-    spec = linear_spec(s.x, *scales, None, None, s.bias, *end)
+    spec = changed(call.spec, gamma=None, residual=None)
     return call._replace(spec=spec, x=x, gamma=None, residual=None, residual_out=None, eps=0.0, weight_offset=0.0)
 
 

@@ -31,7 +31,7 @@ ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu_mul", "gelu_tanh_mul", "gelu
 
 @dataclass(frozen=True, eq=False)
 class LinearSpec:
-    """Everything except sizes that affects the machine code. `linear_spec` interns it, so identity is equality.
+    """Everything except sizes that affects the machine code. `linear_spec` and `changed` intern it, so identity is equality.
 
     Optional tensors are given by their dtypes, None if absent. ``rounding="hf"`` rounds y, the
     activation, its product with the other half and the sum with ``add`` to ``out``. ``static``: weights may be
@@ -51,7 +51,9 @@ class LinearSpec:
     static: bool = False
 
 
-@cache
+_interned: Final = cache(LinearSpec)
+
+
 def linear_spec(
     x: torch.dtype,
     weight: torch.dtype,
@@ -66,7 +68,12 @@ def linear_spec(
     static: bool = False,
 ) -> LinearSpec:
     """The interned `LinearSpec` with these properties. Results have x's dtype unless ``out`` says otherwise."""
-    return LinearSpec(x, weight, weight_scale, gamma, residual, bias, activation, add, out or x, rounding, static)
+    return _interned(x, weight, weight_scale, gamma, residual, bias, activation, add, out or x, rounding, static)
+
+
+def changed(spec: LinearSpec, **fields: object) -> LinearSpec:
+    """The interned spec that differs from ``spec`` in these fields."""
+    return _interned(*(vars(spec) | fields).values())
 
 
 class LinearCall(NamedTuple):

@@ -32,8 +32,9 @@ def _linear(spec_cache: SpecCache, a: LinearArguments) -> None:
     spec = spec_cache.get(key)
     if spec is None:
         gamma, residual, bias, add = optional
+        dtypes = (a.x.dtype, a.weight.dtype, kind, gamma, residual, bias)
         end = (a.activation, add, a.out.dtype, a.rounding, a.static_weight)
-        spec = spec_cache[key] = linear_spec(*key[:3], gamma, residual, bias, *end)
+        spec = spec_cache[key] = linear_spec(*dtypes, *end)
     scale = a.block_scale if a.weight_scale is None else a.weight_scale
     tensors = (a.x, a.weight, a.out, scale, a.gamma, a.residual, a.bias, a.add, a.residual_out)
     run_linear(LinearCall(spec, *tensors, eps=a.eps, weight_offset=a.weight_offset))

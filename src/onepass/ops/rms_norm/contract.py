@@ -52,7 +52,7 @@ _NORM_DTYPE = "x.dtype if x.dtype in FLOATS else (head_gamma if gamma is None el
 _OPERAND_SHAPES = " | ".join(("... N", "N", "... 1", *(f"... N/{group}" for group in OPERAND_GROUPS)))
 _OPERANDS = "the prologue's other tensors: a value per element, per column, per row, or per group of columns"
 
-_GATE = Arg("... N", "the norm (or x) is multiplied by its silu or sigmoid; any float dtype", FLOATS, optional=True)
+_GATE = Arg("... N", "the norm (or x) is multiplied by its activation; any float dtype", FLOATS, optional=True)
 _BIAS = Arg("N", "added to the norm; any float dtype", FLOATS, optional=True)
 _GATING: Final = {
     "gate_order": Option("str", "after", "gate the norm, or x before the norm", choices=GATE_ORDERS),

@@ -110,8 +110,8 @@ class RowMath(NamedTuple):
     bias: int
     weightless: bool
     """Whether there is no gamma."""
-    sigmoid: bool
-    """Whether the gate's activation is not silu."""
+    activation: str
+    """What is applied to the gate."""
 
 
 def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip: Chip, offset: bool = False) -> Build:
@@ -186,7 +186,7 @@ def _constants(
         gate=spec.gate,
         bias=spec.bias,
         weightless=spec.gamma is None,
-        sigmoid=spec.gate_activation == "sigmoid",
+        activation=spec.gate_activation,
     )
     tile = config.laid_out(vectors, chip.warp_size, levels)._replace(
         early_rows=table.fp8_early_rows if variant_of(spec) == "row scale" else table.early_rows,
@@ -244,7 +244,7 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
         parts.append("centered")
     for name, index in (("bias", spec.bias), ("gate", spec.gate)):
         if index >= 0:
-            activation = " sigmoid" if name == "gate" and spec.gate_activation == "sigmoid" else ""
+            activation = f" {spec.gate_activation}" if name == "gate" and spec.gate_activation != "silu" else ""
             parts.append(f"{name}={short[spec.operands[index].dtype]}{activation}")
     if spec.norm:
         parts.append("norm" if spec.norm == spec.x or spec.x.itemsize == 1 else f"norm={short[spec.norm]}")

@@ -54,6 +54,16 @@ def rms_norm(
     return Norm(h * rs * g, h)
 
 
+def activate(gate: Tensor, activation: str) -> Tensor:
+    """What a gate multiplies by."""
+    match activation:
+        case "silu":
+            return gate * gate.sigmoid()
+        case "sigmoid":
+            return gate.sigmoid()
+    raise ValueError(activation)
+
+
 def per_column(operand: Tensor, n: int) -> Tensor:
     """A prologue's operand that broadcasts with [..., n]: a value per group of columns becomes one per column."""
     groups = operand.shape[-1]
