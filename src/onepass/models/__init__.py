@@ -1,7 +1,8 @@
-"""onepass in transformers models: `patch` and `register`; `generate` and `MlaCache`, which alone import transformers."""
+"""onepass in transformers models: `patch`, `register` and `score`; `generate` and `MlaCache`, which alone import transformers."""
 
 from typing import TYPE_CHECKING
 
+from .generation.score import score
 from .patching.families import FAMILIES, Family
 from .patching.forms import Attention, Layer, Mla, Mlp, Norm, OtherNorm, PlainAttention, register
 from .patching.patch import NothingPatchedWarning, patch
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from .generation.mla_cache import MlaCache as MlaCache
 
 __all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
-__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "OtherNorm", "PlainAttention", "generate", "register"]
+__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "OtherNorm", "PlainAttention", "generate", "register", "score"]
 
 
 def __getattr__(name: str) -> object:
