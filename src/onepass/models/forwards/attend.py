@@ -61,32 +61,35 @@ def attend(
 ) -> Attended:
     """Attention of few tokens, or of any number if ``invariant``, as rows [batch, tokens, columns].
 
-    If the bytes must not depend on the batch, ``invariant``, a CPU computes each query from the keys that it sees. On a GPU
-    onepass's kernel is used for short contexts, and for any context if ``invariant``. Next comes torch's attention, which needs no copies of keys and values for groups of query heads.
+    On a GPU onepass's kernel is used for short contexts, and for any context if the bytes must not depend on the batch,
+    ``invariant``. A CPU then sums the keys that a query sees. Next comes torch's attention, which needs no copies of keys
+    and values for groups of query heads.
     transformers makes them if there is a mask. Where it relies on causality instead, or has other arguments, its
     function is called.
     """
     q, k, v = states
     batch, _, length, _ = q.shape
-    if invariant and takes_sequence(self, states, mask, kwargs):
-        softcap = kwargs.get("softcap") if self.config._attn_implementation == "eager" else None
-        return attend_sequence(q, k, v, mask, self.scaling, softcap or 0.0).flatten(2), None
     plain = self.config._attn_implementation == "sdpa" and (length == 1 or mask is not None)
-    if plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None:
+    plain = plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None
+    if plain:
         if length <= FUSED_ROWS and (invariant or _is_short(q, k)) and has_kernels(q):
             bias = None if mask is None else biases.of(mask, q.dtype, self.layer_idx)
             if attends(q, k, v, bias):
                 return attend_in_splits(q, k, v, bias, self.scaling).view(batch, length, -1), None
         if invariant and takes_unsplit(q, v, mask):
             return attend_unsplit(q, k, v, mask, self.scaling, self.layer_idx), None
-        if mask is not None and mask.dtype is torch.bool and not torch.compiler.is_compiling():
-            mask = biases.of(mask, q.dtype, self.layer_idx)
-        if length == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1):
-            return _attend_in_groups(q, k, v, mask, self.scaling).reshape(batch, length, -1), None
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=grouped)
-        return out.transpose(1, 2).reshape(batch, length, -1), None
-    return attend_as_model(self, namespace, states, mask, kwargs)
+    if invariant and takes_sequence(self, states, mask, kwargs):
+        softcap = kwargs.get("softcap") if self.config._attn_implementation == "eager" else None
+        return attend_sequence(q, k, v, mask, self.scaling, softcap or 0.0).flatten(2), None
+    if not plain:
+        return attend_as_model(self, namespace, states, mask, kwargs)
+    if mask is not None and mask.dtype is torch.bool and not torch.compiler.is_compiling():
+        mask = biases.of(mask, q.dtype, self.layer_idx)
+    if length == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1):
+        return _attend_in_groups(q, k, v, mask, self.scaling).reshape(batch, length, -1), None
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).reshape(batch, length, -1), None
 
 
 _REFUSED: Final = ("position_bias", "s_aux", "output_attentions", "head_mask")
