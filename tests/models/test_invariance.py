@@ -13,7 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import onepass
+from onepass.core import backend
+from onepass.models.forwards import attend
+from onepass.ops.sequence_attention import cpu
 from onepass.ops.sequence_attention.launch import SequenceCall
+from onepass.ops.sequence_attention.op import attend_sequence
 
 pytest.importorskip("transformers")
 
@@ -100,7 +104,8 @@ def in_chunks(model: Any, prompts: list[Tensor], lengths: tuple[int, ...], stati
     kind: Any = StaticCache if static else DynamicCache
     past = kind(config=model.config, **({"max_cache_len": width + 37} if static else {}))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits, start = [], 0
+    logits: list[Tensor] = []
+    start = 0
     while start < width:
         length = lengths[min(len(logits), len(lengths) - 1)]
         own = slice(start, start + length)
@@ -240,9 +245,7 @@ def test_other_numbers_of_threads() -> None:
 
 def test_padding_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in keys and values of padding has no effect."""
-    from onepass.models.forwards import attend
-
-    run: Callable[..., Tensor] = attend.attend_sequence
+    run: Callable[..., Tensor] = attend_sequence
     calls: list[int] = []
 
     def spoiled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *more: Any) -> Tensor:
@@ -264,15 +267,12 @@ def test_compiled_steps() -> None:
     """A compiler calls the same kernel."""
     with invariant(model_of("Llama")) as model:
         ids = torch.stack(prompts_of(model, 20, 1))
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
 def test_one_launch_has_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer calls the kernel once, for prompts and for steps."""
-    from onepass.core import backend
-    from onepass.ops.sequence_attention import cpu
-
     calls: list[SequenceCall] = []
 
     def launch(call: SequenceCall) -> None:

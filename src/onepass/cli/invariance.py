@@ -59,7 +59,7 @@ def invariance(options: argparse.Namespace) -> int:
         before = _counts(model, prompts, options)
         with patch(model, decode=True, batch_invariant=True):
             after = _counts(model, prompts, options)
-    rows = [(f"equal, of {count}", "unpatched: logits", "tokens", "patched: logits", "tokens")]
+    rows: list[tuple[str, ...]] = [(f"equal, of {count}", "unpatched: logits", "tokens", "patched: logits", "tokens")]
     rows += [(name, *map(str, (*before[name], *after[name]))) for name in before]
     print(table(rows, right=(1, 2, 3, 4)))
     return int(any(equal < count for equal, _ in after.values()))

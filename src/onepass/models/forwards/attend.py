@@ -56,7 +56,7 @@ def attend(
     namespace: str,
     states: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
-    kwargs: dict[str, object],
+    kwargs: dict[str, Any],
     invariant: bool = False,
 ) -> Attended:
     """Attention of few tokens, or of any number if ``invariant``, as rows [batch, tokens, columns].

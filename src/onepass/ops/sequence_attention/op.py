@@ -69,8 +69,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
     spec = sequence_spec(q.dtype, k.dtype, kind, softcap != 0)
     seen = context if tokens == 1 else 1
     mask_steps = (0, 0) if mask is None else (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(2))
-    steps = (step for t in (q, k, v) for step in t.stride()[:3])
-    rows = SequenceRows(keys, heads // keys, tokens, context, columns, values, seen, *steps, *mask_steps)
+    sizes = (keys, heads // keys, tokens, context, columns, values, seen)
+    rows = SequenceRows._make((*sizes, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_steps))
     launch_for("sequence_attention", q)(SequenceCall(spec, q, k, v, mask, out, scale, softcap, rows))
     return out
 
