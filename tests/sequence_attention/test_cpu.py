@@ -57,7 +57,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_result_is_that_of_the_formula(shape: Any, dtype: torch.dtype, kind: str) -> None:
     heads, tokens, context, columns = shape
-    q, k, v = states(*shape, dtype)
+    q, k, v = states(heads, tokens, context, columns, dtype)
     mask: Tensor | None = masked(1 if kind == "one for all" else 2, 1, tokens, context)
     if kind == "none":
         context = max(context, tokens)
