@@ -1,4 +1,4 @@
-"""The ``onepass`` command: ``onepass check | env | source | trace``."""
+"""The ``onepass`` command: ``onepass check | env | invariance | source | trace``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .cli import check, env, source, trace
+from .cli import check, env, invariance, source, trace
 from .cli.common import run
 
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"onepass {__version__}")
     parser.set_defaults(run=None, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for command in (check, trace, source, env):
+    for command in (check, invariance, trace, source, env):
         command.add(commands)
     return run(parser, arguments)
 

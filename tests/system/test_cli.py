@@ -175,7 +175,10 @@ def test_check_interprets_the_gpu_kernels() -> None:
         (("source", "nonsense"), "no op 'nonsense'; choose from rms_norm"),
         (("source", "rms_norm", "--part", "nonsense"), "choose from 'validation', 'cpu', 'triton'"),
         (("check", "--mat", "short"), "unrecognized arguments: --mat"),
-        (("nonsense",), "choose from 'check', 'trace', 'source', 'env'"),
+        (("nonsense",), "choose from 'check', 'invariance', 'trace', 'source', 'env'"),
+        (("invariance",), "the following arguments are required: --model"),
+        (("invariance", "--model", "/nonexistent"), "argument --model: there is no /nonexistent"),
+        (("invariance", "--model", "/dev/null"), "argument --model: no config of a model in /dev/null"),
     ],
 )
 def test_usage_errors_are_friendly(arguments: tuple[str, ...], message: str) -> None:
@@ -190,6 +193,31 @@ def test_a_missing_gpu_is_a_usage_error() -> None:
     result = invoke("check", "--device", "cuda")
     assert result.exit_code == 2
     assert "cuda cannot run here" in result.output
+
+
+# --- invariance -----------------------------------------------------------------------------------------------------
+
+
+def test_invariance(tmp_path: Path) -> None:
+    """A random model of a config, and the same model saved."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 200, "head_dim": 32}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    few = ("--prompts", "4", "--longest", "60", "--new", "3", "--batches", "4", "--chunks", "7", "--device", "cpu")
+    tables = []
+    for _ in range(2):
+        result = invoke("invariance", "--model", str(tmp_path), *few)
+        assert result.exit_code == 0, result.output
+        assert "Qwen3ForCausalLM, bfloat16, cpu: 4 prompts" in result.output
+        lines = result.stdout.splitlines()[-4:]
+        assert lines[0].startswith("equal, of 4") and all(line.split()[-2:] == ["4", "4"] for line in lines[1:])
+        assert any(line.split()[-4] != "4" for line in lines[1:]), "some logits of the unpatched model differ"
+        tables.append(lines)
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert tables[0] == tables[1]
 
 
 # --- env ------------------------------------------------------------------------------------------------------------

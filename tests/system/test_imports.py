@@ -62,6 +62,7 @@ LAZY = {
     "cpu": "kernel generators and llvmlite load only when a kernel is not in the object cache",
     "gpu": "the interpreter is only needed without a GPU",
     "testing": "Triton is optional",
+    "cli/invariance.py": "transformers is optional and slow to import",
     "cli/env.py": "backends that are not installed are reported",
 }
 """Files and folders that may import inside functions, with the reasons. A cycle is not a reason."""

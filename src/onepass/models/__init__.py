@@ -1,12 +1,14 @@
 """onepass inside transformers models.
 
 - `patch` replaces a model's norms, and with ``decode=True`` its projections. `register` adds classes with other code.
+- `score` returns log-probabilities of given tokens.
 - `generate` replays decode steps from a CUDA graph. `MlaCache` is a cache for latent attention. Only these two import
   transformers.
 """
 
 from typing import TYPE_CHECKING
 
+from .generation.score import score
 from .patching.families import FAMILIES, Family
 from .patching.forms import Attention, Layer, Mla, Mlp, Norm, OtherNorm, PlainAttention, register
 from .patching.patch import NothingPatchedWarning, patch
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from .generation.mla_cache import MlaCache as MlaCache
 
 __all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
-__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "OtherNorm", "PlainAttention", "generate", "register"]
+__all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "OtherNorm", "PlainAttention", "generate", "register", "score"]
 
 
 def __getattr__(name: str) -> object:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from ...ops.attention.launch import ROWS, SPLIT
 from ...ops.attention.op import attend as attend_in_splits
 from ...ops.attention.op import attends
+from ...ops.sequence_attention.op import attend_sequence, attends_sequence
 from .norm import FUSED_ROWS
 
 SHORT: Final = 128
@@ -55,34 +56,60 @@ def attend(
     namespace: str,
     states: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
-    kwargs: dict[str, object],
+    kwargs: dict[str, Any],
     invariant: bool = False,
 ) -> Attended:
-    """Attention of few tokens, as rows [batch, tokens, columns].
+    """Attention of few tokens, or of any number if ``invariant``, as rows [batch, tokens, columns].
 
-    onepass's kernel is used for short contexts, and for any context if the bytes must not depend on the batch,
-    ``invariant``. Next comes torch's attention, which needs no copies of keys and values for groups of query heads.
+    On a GPU onepass's kernel is used for short contexts, and for any context if the bytes must not depend on the batch,
+    ``invariant``. A CPU then sums the keys that a query sees. Next comes torch's attention, which needs no copies of keys
+    and values for groups of query heads.
     transformers makes them if there is a mask. Where it relies on causality instead, or has other arguments, its
     function is called.
     """
     q, k, v = states
     batch, _, length, _ = q.shape
     plain = self.config._attn_implementation == "sdpa" and (length == 1 or mask is not None)
-    if plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None:
+    plain = plain and kwargs.get("softcap") is None and kwargs.get("position_bias") is None
+    if plain:
         if length <= FUSED_ROWS and (invariant or _is_short(q, k)) and has_kernels(q):
             bias = None if mask is None else biases.of(mask, q.dtype, self.layer_idx)
             if attends(q, k, v, bias):
                 return attend_in_splits(q, k, v, bias, self.scaling).view(batch, length, -1), None
         if invariant and takes_unsplit(q, v, mask):
             return attend_unsplit(q, k, v, mask, self.scaling, self.layer_idx), None
-        if mask is not None and mask.dtype is torch.bool and not torch.compiler.is_compiling():
-            mask = biases.of(mask, q.dtype, self.layer_idx)
-        if length == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1):
-            return _attend_in_groups(q, k, v, mask, self.scaling).reshape(batch, length, -1), None
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=grouped)
-        return out.transpose(1, 2).reshape(batch, length, -1), None
-    return attend_as_model(self, namespace, states, mask, kwargs)
+    if invariant and takes_sequence(self, states, mask, kwargs):
+        softcap = kwargs.get("softcap") if self.config._attn_implementation == "eager" else None
+        return attend_sequence(q, k, v, mask, self.scaling, softcap or 0.0).flatten(2), None
+    if not plain:
+        return attend_as_model(self, namespace, states, mask, kwargs)
+    if mask is not None and mask.dtype is torch.bool and not torch.compiler.is_compiling():
+        mask = biases.of(mask, q.dtype, self.layer_idx)
+    if length == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1):
+        return _attend_in_groups(q, k, v, mask, self.scaling).reshape(batch, length, -1), None
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).reshape(batch, length, -1), None
+
+
+_REFUSED: Final = ("position_bias", "s_aux", "output_attentions", "head_mask")
+"""Arguments of an attention function that `attend_sequence` does not have."""
+
+
+def takes_sequence(
+    self: AttentionModule, states: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, kwargs: dict[str, Any]
+) -> bool:
+    """Whether `attend_sequence` computes what the attention function that the model is configured for computes."""
+    q, k, v = states
+    if has_kernels(q) or self.config._attn_implementation not in ("sdpa", "eager"):
+        return False
+    if any(kwargs.get(name) not in (None, False) for name in _REFUSED) or getattr(
+        self.config, "output_attentions", False
+    ):
+        return False
+    causal = kwargs.get("is_causal")
+    causal = getattr(self, "is_causal", True) if causal is None else causal
+    return (q.shape[2] == 1 or mask is not None or causal) and attends_sequence(q, k, v, mask)
 
 
 def attend_as_model(
