@@ -15,7 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from onepass.engines import kernels as layers
+from onepass.engines import layers
+from onepass.engines.kernels import mapping
 from onepass.testing.case import same_bytes
 from tests.engines.small_models import VOCABULARY, made
 from tools.vllm_bytes import normed_once, normed_twice, roots, rows_that_differ
@@ -25,7 +26,7 @@ MODES = (Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE)
 
 
 def kernelized(model: nn.Module, mode: Mode = Mode.INFERENCE) -> Any:
-    with use_kernel_mapping(layers.mapping(), inherit_mapping=False):
+    with use_kernel_mapping(mapping(), inherit_mapping=False):
         return kernelize(copy.deepcopy(model), mode=mode, device="cpu")
 
 

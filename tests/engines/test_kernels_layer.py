@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
 from types import MethodType
 from typing import Any
@@ -13,7 +11,8 @@ import torch
 from torch import nn
 
 from onepass import ContractError, Unsupported
-from onepass.engines import kernels as layers
+from onepass.core.backend import can_launch
+from onepass.engines import kernels, layers
 from onepass.testing.case import same_bytes
 from tests.helpers.models import fresh
 
@@ -67,27 +66,21 @@ def test_layer_has_no_state() -> None:
     assert layers.RMSNorm.can_torch_compile and not layers.RMSNorm.has_backward
 
 
-def test_repository_is_complete() -> None:
-    root = layers.repository() / "build"
-    assert sorted(path.name for path in root.iterdir()) == ["torch-cpu", "torch-cuda"]
-    for variant in root.iterdir():
-        data = json.loads((variant / "metadata.json").read_text())
-        assert f"torch-{data['backend']['type']}" == variant.name and data["python-depends"] == []
-        spec = importlib.util.spec_from_file_location(data["id"], variant / "__init__.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[data["id"]] = module
-        try:
-            spec.loader.exec_module(module)
-        finally:
-            for name in [name for name in sys.modules if name.split(".")[0] == data["id"]]:
-                del sys.modules[name]
-        assert module.layers.RMSNorm is layers.RMSNorm
+def test_own_forward_runs_on_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    (norm, *_) = norms("Llama")
+    x = torch.randn(3, norm.weight.shape[0]).bfloat16()
+    monkeypatch.setattr(layers, "rms_norm", None)
+    monkeypatch.setattr(layers, "can_launch", lambda op, device: False)
+    with torch.inference_mode():
+        assert same_bytes(layers.RMSNorm.forward(norm, x), norm(x))
+    monkeypatch.undo()
+    assert not can_launch("rms_norm", "mps") and can_launch("rms_norm", "cpu")
+    assert not can_launch("attention", "cpu"), "attention has GPU kernels alone"
 
 
 def test_mapping_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kernels", None)
     with pytest.raises(Unsupported, match="mapping: the package kernels is needed"):
-        layers.mapping()
+        kernels.mapping()
     with pytest.raises(ContractError, match="mapping: `devices` must be some of cpu, cuda, got 'npu'"):
-        layers.mapping(["npu"])
+        kernels.mapping(["npu"])
