@@ -29,14 +29,14 @@ NAME: Final = "onepass"
 VERSION: Final = 0
 """Of the kernel's interface; by Hugging Face's convention 0 is a version that may still change."""
 LICENSE: Final = "Apache-2.0"
-LAYERS: Final = "engines.layers"
-OPS: Final = ("rms_norm",)
+LAYERS: Final = ("engines.layers", "engines.fused")
+OPS: Final = ("rms_norm", "linear")
 KERNELS: Final = {
     "cpu": [f"ops.{op}.{module}" for op in OPS for module in ("cpu", "cpu_kernel")],
     "cuda": [f"ops.{op}.gpu" for op in OPS],
 }
 """The modules of each backend that are imported by name."""
-INIT: Final = '''"""onepass: RMSNorm for transformers models, in one launch. `layers` has the layers for `kernels.kernelize`."""
+INIT: Final = '''"""onepass: RMSNorm for transformers models. `layers` has the layers for `kernels.kernelize`."""
 
 from . import layers
 from .errors import ContractError, Unsupported
@@ -46,9 +46,10 @@ __all__ = ["ContractError", "Unsupported", "layers", "rms_norm"]
 '''
 EXPORTS: Final = '''"""Layers for `kernels.kernelize`."""
 
+from .engines.fused import RMSNormMLP
 from .engines.layers import RMSNorm
 
-__all__ = ["RMSNorm"]
+__all__ = ["RMSNorm", "RMSNormMLP"]
 '''
 BUILD: Final = f"""[general]
 name = "{NAME}"
@@ -68,7 +69,8 @@ tags:
 
 # onepass
 
-RMSNorm for inference with transformers, in one launch and one pass, with the rounding of the layer it replaces. A row's
+RMSNorm, alone or with the MLP after it, for inference with transformers: in one pass, with the rounding of the layer it
+replaces. A row's
 result does not depend on the batch it is in, bit for bit.
 
 ```python
@@ -86,6 +88,8 @@ with use_kernel_mapping({{"RMSNorm": {{"cuda": modes}}}}, inherit_mapping=False)
 - `layers.RMSNorm` replaces every layer that transformers registers as "RMSNorm". It reads the code of each class to learn
   how that class rounds, and calls the module's own forward where it does not know the code, where the weight's dtype
   differs from the input's, and where a gradient is needed. It works under `torch.compile` without graph breaks.
+- `layers.RMSNormMLP` is for the n-to-1 form of transformers' `KernelConfig`: a norm that rounds as Llama's and Llama's MLP,
+  in two launches for up to 16 tokens. For more tokens the modules' own forward runs.
 - `rms_norm(x, weight, eps)` is the function: residual addition, gates and both roundings are arguments.
 
 ## Hardware
@@ -145,7 +149,7 @@ def closure(modules: Iterable[str]) -> dict[str, Path]:
 
 def sources(backends: Iterable[str]) -> dict[str, str]:
     """The files of the kernel for some backends: text by path."""
-    modules = closure([LAYERS, *(module for backend in backends for module in KERNELS[backend])])
+    modules = closure([*LAYERS, *(module for backend in backends for module in KERNELS[backend])])
     files = {str(path.relative_to(SOURCE)): path.read_text() for path in modules.values()}
     for path in [Path(file) for file in files]:
         for folder in path.parents[:-1]:

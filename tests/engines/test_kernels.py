@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,17 +13,21 @@ import pytest
 import torch
 from kernels import LocalLayerRepository, Mode, get_local_kernel, kernelize, use_kernel_mapping
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
+from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import KernelConfig, LlamaForCausalLM, conversion_mapping
+from transformers.integrations.hub_kernels import register_kernel_replacements_and_fusions
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.monkey_patching import clear_patch_mapping
 
 from onepass.engines import layers
 from onepass.engines.kernels import mapping
 from onepass.testing.case import same_bytes
-from tests.engines.small_models import VOCABULARY, made
+from tests.engines.small_models import VOCABULARY, made, saved
 from tools import hf_kernel
 from tools.vllm_bytes import normed_once, normed_twice, roots, rows_that_differ
 
@@ -188,6 +193,53 @@ def test_compiled_model_calls_the_ops_of_the_repository(repository: Path) -> Non
     model = kernelized(made("llama"), Mode.INFERENCE | Mode.TORCH_COMPILE, repository)
     tokens = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(4))
     assert calls_when_compiled(model, tokens, f"{get_local_kernel(repository).__name__}.rms_norm") == 7
+
+
+@pytest.fixture
+def fusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets transformers patch its classes, and forget it."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and getattr(module, "__file__", "") is None:
+            monkeypatch.delitem(
+                sys.modules, name
+            )  # an old name of a module; transformers lists all, and some need torchvision
+    yield
+    clear_patch_mapping()
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
+
+
+@pytest.mark.usefixtures("fusing")
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_norm_and_mlp_are_fused_when_a_model_is_loaded(repository: Path, tmp_path: Path, mode: Mode) -> None:
+    """By transformers' n-to-1 form of KernelConfig, except its last step, which refuses CPUs."""
+    path = saved("llama", tmp_path)
+    own = LlamaForCausalLM.from_pretrained(path).eval()
+    pair = (("RMSNorm", "model.layers.*.post_attention_layernorm"), ("MLP", "model.layers.*.mlp"))
+    config = KernelConfig({pair: f"{repository}:RMSNormMLP"}, use_local_kernel=True)
+    register_kernel_replacements_and_fusions(LlamaForCausalLM, own.config, config)
+    model, loading = LlamaForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(loading.values())
+    tokens = torch.randint(2, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(2))
+    layer = LocalLayerRepository(repository, layer_name="RMSNormMLP")
+    with torch.inference_mode():
+        expected = own(tokens, use_cache=False).logits
+        assert torch.equal(model(tokens, use_cache=False).logits, expected)
+        with use_kernel_mapping({"RMSNormMLP": {"cpu": {mode: layer}}}, inherit_mapping=False):
+            kernelize(model, mode=mode, device="cpu")
+        got = model(tokens, use_cache=False).logits
+        assert not torch.equal(got, expected) and (got - expected).abs().max() < 2**-5 * expected.abs().max()
+        if Mode.TORCH_COMPILE in mode:
+            assert calls_when_compiled(model, tokens, f"{get_local_kernel(repository).__name__}.linear") == 6
+        texts = [m.generate(tokens, max_new_tokens=24, do_sample=False) for m in (own, model)]
+    assert torch.equal(*texts)
+    model.save_pretrained(tmp_path / "again")
+    with (
+        safe_open(path / "model.safetensors", "pt") as before,
+        safe_open(tmp_path / "again/model.safetensors", "pt") as after,
+    ):
+        assert sorted(before.keys()) == sorted(after.keys())
+    with pytest.raises(ValueError, match="got: cpu"):
+        config.create_compatible_mapping(model)
 
 
 def test_cuda_build_keeps_the_forward_of_a_model_on_a_cpu(repository: Path) -> None:

@@ -10,6 +10,7 @@ themselves need not be installed.
 
 - `onepass.engines.plugin` makes onepass a provider of vLLM's norms; vLLM finds it by itself.
 - `onepass.engines.kernels`: a layer for Hugging Face ``kernels``.
+  `onepass.engines.layers` defines it, and `onepass.engines.fused` one for a norm and an MLP.
 """
 
 from typing import TYPE_CHECKING
