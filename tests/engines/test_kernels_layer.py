@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
 from types import MethodType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
-from onepass import ContractError, Unsupported
-from onepass.engines import kernels as layers
+from onepass import ContractError, Unsupported, linear
+from onepass.core.backend import can_launch
+from onepass.engines import fused, kernels, layers
 from onepass.testing.case import same_bytes
 from tests.helpers.models import fresh
 
@@ -60,34 +60,70 @@ def test_module_runs_its_own_forward_where_the_layer_cannot() -> None:
     assert norm.weight.grad is not None
 
 
-def test_layer_has_no_state() -> None:
+@pytest.mark.parametrize("layer", [layers.RMSNorm, fused.RMSNormMLP])
+def test_layer_has_no_state(layer: Any) -> None:
     """What `kernels` requires of a layer: no constructor, and no members but two flags."""
-    assert layers.RMSNorm.__init__ is nn.Module.__init__
-    assert set(dir(layers.RMSNorm)) - set(dir(nn.Module)) == {"can_torch_compile", "has_backward"}
-    assert layers.RMSNorm.can_torch_compile and not layers.RMSNorm.has_backward
+    assert layer.__init__ is nn.Module.__init__
+    assert set(dir(layer)) - set(dir(nn.Module)) == {"can_torch_compile", "has_backward"}
+    assert layer.can_torch_compile and not layer.has_backward
 
 
-def test_repository_is_complete() -> None:
-    root = layers.repository() / "build"
-    assert sorted(path.name for path in root.iterdir()) == ["torch-cpu", "torch-cuda"]
-    for variant in root.iterdir():
-        data = json.loads((variant / "metadata.json").read_text())
-        assert f"torch-{data['backend']['type']}" == variant.name and data["python-depends"] == []
-        spec = importlib.util.spec_from_file_location(data["id"], variant / "__init__.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[data["id"]] = module
-        try:
-            spec.loader.exec_module(module)
-        finally:
-            for name in [name for name in sys.modules if name.split(".")[0] == data["id"]]:
-                del sys.modules[name]
-        assert module.layers.RMSNorm is layers.RMSNorm
+def test_own_forward_runs_on_devices_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    (norm, *_) = norms("Llama")
+    x = torch.randn(3, norm.weight.shape[0]).bfloat16()
+    monkeypatch.setattr(layers, "rms_norm", None)
+    monkeypatch.setattr(layers, "can_launch", lambda op, device: False)
+    with torch.inference_mode():
+        assert same_bytes(layers.RMSNorm.forward(norm, x), norm(x))
+    monkeypatch.undo()
+    assert not can_launch("rms_norm", "mps") and can_launch("rms_norm", "cpu")
+    assert not can_launch("attention", "cpu"), "attention has GPU kernels alone"
+
+
+def norm_and_mlp(family: str) -> tuple[Any, Any]:
+    (layer, *_) = [m for m in fresh(family, torch.bfloat16).modules() if hasattr(m, "post_attention_layernorm")]
+    return layer.post_attention_layernorm, layer.mlp
+
+
+def layout_of(norm: Any, mlp: Any) -> Any:
+    """With the weights, which transformers loads."""
+    layout = fused.RMSNormMLPLayout(norm, mlp)
+    layout.gate_up_proj.weight = nn.Parameter(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    return layout.requires_grad_(False)
+
+
+def test_norm_and_mlp_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For few tokens. More are computed by the modules themselves, bit for bit."""
+    norm, mlp = norm_and_mlp("Llama")
+    layout = layout_of(norm, mlp)
+    op = Mock(wraps=linear)
+    monkeypatch.setattr(fused, "linear", op)
+    with torch.inference_mode():
+        for tokens, launches in ((1, 2), (16, 2), (17, 0)):
+            x = torch.randn(1, tokens, norm.weight.shape[0], generator=torch.Generator().manual_seed(1)).bfloat16()
+            op.reset_mock()
+            expected, got = mlp(norm(x)), fused.RMSNormMLP.forward(layout, x)
+            assert op.call_count == launches
+            assert (got - expected).abs().max() <= (2**-6 * expected.abs().max() if launches else 0)
+            assert same_bytes(layout(x), expected)
+    x = torch.randn(2, norm.weight.shape[0], requires_grad=True).bfloat16()
+    fused.RMSNormMLP.forward(layout, x).sum().backward()
+
+
+def test_layout_refuses_what_the_fused_layer_does_not_compute() -> None:
+    norm, mlp = norm_and_mlp("Llama")
+    with pytest.raises(Unsupported, match="RMSNormMLP: Identity must round twice"):
+        fused.RMSNormMLPLayout(nn.Identity(), mlp)
+    with pytest.raises(Unsupported, match="RMSNormMLP: Identity must be Llama's MLP"):
+        fused.RMSNormMLPLayout(norm, nn.Identity())
+    mlp.act_fn = nn.GELU()
+    with pytest.raises(Unsupported, match="without biases and with SiLU"):
+        fused.RMSNormMLPLayout(norm, mlp)
 
 
 def test_mapping_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kernels", None)
     with pytest.raises(Unsupported, match="mapping: the package kernels is needed"):
-        layers.mapping()
+        kernels.mapping()
     with pytest.raises(ContractError, match="mapping: `devices` must be some of cpu, cuda, got 'npu'"):
-        layers.mapping(["npu"])
+        kernels.mapping(["npu"])

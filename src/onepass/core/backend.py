@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -34,7 +35,10 @@ Launch = Callable[..., None]
 """Runs a validated call of an op."""
 Choose = Callable[[str], Launch]
 
+PACKAGE: Final = __name__.removesuffix(".core.backend")
+"""This package's name: "onepass", or what Hugging Face kernels calls its copy of the package."""
 _BACKENDS: Final = {"cpu": "cpu", "cuda": "gpu"}
+_COMPILERS: Final = {"cpu": "llvmlite", "cuda": "triton"}
 _launches: Final[dict[tuple[str, str], Launch]] = {}
 """The launch functions used so far, by op and kind of device."""
 _choosers: Final[list[Choose]] = []
@@ -51,7 +55,7 @@ def _load(op: str, device: str) -> Launch:
         stand_in = _chosen_later(_choosers[-1], op)
         _launches[op, "cpu"] = _launches[op, "cuda"] = stand_in
         return stand_in
-    module = f"onepass.ops.{op}.{_BACKENDS[device]}"
+    module = _backend(op, device)
     if find_spec(module) is None:
         raise Unsupported(f"{op}: there is no kernel for {device}")
     launch: Launch = import_module(module).launch
@@ -59,17 +63,27 @@ def _load(op: str, device: str) -> Launch:
     return launch
 
 
+def _backend(op: str, device: str) -> str:
+    return f"{PACKAGE}.ops.{op}.{_BACKENDS[device]}"
+
+
+@cache
+def can_launch(op: str, device: str) -> bool:
+    """Whether this installation has the op's kernels for a kind of device, and what compiles them."""
+    return device in _BACKENDS and None not in (find_spec(_COMPILERS[device]), find_spec(_backend(op, device)))
+
+
 def tiles_for(op: str, tensor: Tensor) -> ModuleType:
     """The module that divides calls of an op on the tensor's device, which needs neither Triton nor llvmlite.
 
     The GPU backend also answers for devices without kernels (meta).
     """
-    return import_module(f"onepass.ops.{op}.{'cpu' if tensor.is_cpu else 'gpu_tile'}")
+    return import_module(f"{PACKAGE}.ops.{op}.{'cpu' if tensor.is_cpu else 'gpu_tile'}")
 
 
 def extension(name: str) -> Any:
     """The package ``onepass.<name>``, imported at first use."""
-    return sys.modules.get(f"onepass.{name}") or import_module(f"onepass.{name}")
+    return sys.modules.get(f"{PACKAGE}.{name}") or import_module(f"{PACKAGE}.{name}")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from ..errors import Unsupported
 from . import check, native, recording
+from .backend import PACKAGE
 from .check import NEGATED, refuse_gradient, validation_of
 from .contract import Contract, describe, plain_number
 from .memory import check_outputs, lie_apart, may_write
@@ -30,7 +31,9 @@ from .memory import check_outputs, lie_apart, may_write
 if TYPE_CHECKING:
     from ._native import Table
 
-_library = torch.library.Library("onepass", "DEF")
+NAMESPACE: Final = PACKAGE.replace(".", "_")
+"""Where ops are registered: ``torch.ops.onepass``. Each copy of the package that Hugging Face kernels loads has its own."""
+_library = torch.library.Library(NAMESPACE, "DEF")
 PLAIN = frozenset({Tensor, Parameter, type(None)})
 MAX_REMEMBERED: Final = 4096
 """Combinations of options for which an op keeps specs."""
@@ -311,7 +314,7 @@ def _above_mutation(contract: Contract, name: str) -> Callable[..., Any]:
 
     def step(keys: torch._C.DispatchKeySet, *arguments: Tensor | None) -> None:
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            getattr(torch.ops.onepass, name).default.redispatch(
+            getattr(getattr(torch.ops, NAMESPACE), name).default.redispatch(
                 keys & torch._C._after_ADInplaceOrView_keyset, *arguments
             )
         increment_version([tensor for i in mutable if (tensor := arguments[i]) is not None])
@@ -325,7 +328,7 @@ def _above_autograd(contract: Contract, name: str) -> Callable[..., Any]:
     def step(keys: torch._C.DispatchKeySet, *arguments: object) -> object:
         _refuse_gradients(contract, arguments)
         with torch._C._AutoDispatchBelowAutograd():
-            return getattr(torch.ops.onepass, name).default.redispatch(
+            return getattr(getattr(torch.ops, NAMESPACE), name).default.redispatch(
                 keys & torch._C._after_autograd_keyset, *arguments
             )
 
@@ -338,7 +341,7 @@ def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., 
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     for key in ("CPU", "CUDA"):
         _library.impl(name, implementation, key)
-    torch.library.register_fake(f"onepass::{name}", fake, lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
 def _define(contract: Contract, kernel: Kernel) -> tuple[Any, Any]:
@@ -378,6 +381,6 @@ def _define(contract: Contract, kernel: Kernel) -> tuple[Any, Any]:
             step = contract.completed(_above_mutation(contract, name), outs, first=1)
             _library.impl(name, partial(_refuse_negated, contract), "Negative")
             _library.impl(name, step, "ADInplaceOrView", with_keyset=True)
-        torch.library.register_fake(f"onepass::{name}", contract.completed(meta, outs), lib=_library)
-        defined.append(getattr(torch.ops.onepass, name).default)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", contract.completed(meta, outs), lib=_library)
+        defined.append(getattr(getattr(torch.ops, NAMESPACE), name).default)
     return (None, defined[0]) if contract.in_place else (defined[1], defined[0])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core import recording
-from ..core.backend import SomeCall
+from ..core.backend import PACKAGE, SomeCall
 from ..core.plan import Step
 from . import cache as object_cache
 from . import compile as compiler
@@ -188,7 +188,9 @@ class CpuKernels(Generic[Spec, Call, WorkOfCall]):
     def build(self, spec: Spec, features: str) -> str:
         """The LLVM module of ``spec``. Its builder is imported only here: most processes find all kernels on disk."""
         spec = self.canonical(spec)
-        build: Callable[[Spec, Mapping[str, int], str], str] = import_module(f"onepass.ops.{self.op}.cpu_kernel").build
+        build: Callable[[Spec, Mapping[str, int], str], str] = import_module(
+            f"{PACKAGE}.ops.{self.op}.cpu_kernel"
+        ).build
         return build(spec, self.layout(spec).offsets, features)
 
     def kernel(self, spec: Spec) -> Kernel:

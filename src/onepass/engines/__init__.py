@@ -5,6 +5,7 @@
 - `onepass.engines.sglang`: the norms of ``sgl_kernel`` and ``fused_inplace_qknorm``.
 - `onepass.engines.plugin` makes onepass a provider of vLLM's norms; vLLM discovers it.
 - `onepass.engines.kernels`: a layer for Hugging Face ``kernels``.
+  `onepass.engines.layers` defines it, and `onepass.engines.fused` one for a norm and an MLP.
 
 Sums have onepass's order, in which each row is bit-identical to running it alone, so results can differ from the
 originals' in the last bit. Docstrings list all other differences. The libraries themselves need not be installed.

@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 
 from ...errors import ContractError
 from ...formats import Rounding
-from ...nn import gamma_of
+from ...nn.norm import gamma_of
 from ...ops.gemv_norm.launch import MAX_ROWS
 from ...ops.rms_norm.launch import GateActivation
 from ...ops.rms_norm.op import layer_norm, rms_norm

@@ -1,0 +1,65 @@
+"""Layers for Hugging Face ``kernels``: `onepass.engines.kernels` maps modules to them, and `tools.hf_kernel` copies them
+into a repository that needs no installed onepass.
+
+`RMSNorm` replaces every layer that transformers calls "RMSNorm", 136 classes in transformers 5.19. The classes do not all
+compute the same, so its forward looks up what the class of each module computes, as `onepass.patch` does. Where it
+does not know the code, the weight's dtype is not the input's, or there are no kernels for the device, the module's own
+forward runs.
+
+The layer has no backward: in training mode `kernelize` keeps the modules' own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..core.backend import can_launch
+from ..formats import FLOATS, Rounding
+from ..models.patching.forms import TORCH, Norm, match
+from ..ops.rms_norm.op import rms_norm
+
+__all__ = ["RMSNorm"]
+
+_forms: Final[dict[type, tuple[Rounding, float, str] | None]] = {}
+
+
+class RMSNorm(nn.Module):
+    """The norm of a transformers model; ``self`` is the module that it replaces."""
+
+    can_torch_compile = True
+    has_backward = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The bytes of the module's own forward, as far as the order of a sum allows."""
+        form = form_of(type(self))
+        weight = cast(Tensor, self.weight)
+        if form is None or not _computes(weight, hidden_states):
+            return type(self).forward(self, hidden_states)
+        rounding, offset, eps = form
+        return rms_norm(hidden_states, weight, getattr(self, eps), weight_offset=offset, rounding=rounding)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def form_of(cls: type[nn.Module]) -> tuple[Rounding, float, str] | None:
+    """Rounding, offset of the weight and name of the epsilon of a class; None if its code is not known."""
+    if cls not in _forms:
+        form = match(cls, Norm).form
+        usable = isinstance(form, Norm) and form is not TORCH and not form.flag
+        _forms[cls] = (form.rounding, form.weight_offset, form.eps) if usable else None  # type: ignore[union-attr]
+    return _forms[cls]
+
+
+def _computes(weight: object, x: Tensor) -> bool:
+    """Whether the op has kernels and the module's result dtype, and no derivative is needed."""
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or x.dtype not in FLOATS or x.stride(-1) != 1:
+        return False
+    recorded = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
+    return weight.dtype == x.dtype and not recorded and _has_kernels(x.device.type)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernels(device: str) -> bool:
+    return can_launch("rms_norm", device)
