@@ -41,6 +41,22 @@ def test_each_call_launches_on_its_own_tensors() -> None:
         assert (out.shape, out.dtype, sums.shape, sums.dtype) == ((3, 8), torch.float32, (3, 1), torch.float32)
 
 
+def test_a_call_may_come_while_the_table_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another thread; here loading itself makes it."""
+    op = Op()
+    op._loaded, op.repeat = False, op._first_repeat
+    del op.__dict__["_own_table"]
+    loads: list[Any] = []
+
+    def table(contract: Any) -> None:
+        loads.append(contract)
+        if len(loads) == 1:
+            assert op.repeat() is None
+
+    monkeypatch.setattr(native, "table", table)
+    assert op.repeat() is None and len(loads) == 2
+
+
 def test_specs_belong_to_a_combination_of_options() -> None:
     seen: list[Any] = []
     op = Op(lambda op, a: seen.append(id(op.kept)))

@@ -135,7 +135,7 @@ def test_other_cpu_features_have_another_file(monkeypatch: pytest.MonkeyPatch, t
 
 CALLS = """
 import hashlib, sys, torch, onepass
-from onepass.cpu import compiler
+from onepass.cpu import compile as compiler
 host = compiler.host()
 if sys.argv[1] == "without":
     features = ",".join(f"-{f[1:]}" if f[1:].startswith(("f16c", "avx512")) else f for f in host[1].split(","))

@@ -89,7 +89,7 @@ def untraceable(tmp_path: Path) -> Any:
     assert not re.search(r"stamp\(|name_unit\(|if TRACED|device\.trace\b", bare)
     file = tmp_path / "_gemv_without_trace.py"
     file.write_text(bare)
-    spec = importlib.util.spec_from_file_location("onepass.gpu._gemv_without_trace", file)
+    spec = importlib.util.spec_from_file_location("onepass.ops.gemv_norm._gemv_without_trace", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -146,9 +146,11 @@ class Op:
     def load_table(self) -> Table | None:
         """Load the C extension when an op is first called, which keeps the import fast."""
         if not self._loaded:
+            # atomic: threads that get here together take the same table, and no lock can be held across a fork
+            table: Table | None = self.__dict__.setdefault("_own_table", native.table(self.contract))
+            self.table = table
+            self.repeat = _nothing if table is None else table.repeat
             self._loaded = True
-            self.table = native.table(self.contract)
-            self.repeat = _nothing if self.table is None else self.table.repeat
         return self.table
 
     def _first_repeat(self, *arguments: object) -> Any:
