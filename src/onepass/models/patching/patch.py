@@ -96,8 +96,9 @@ def patch(
     `linear`, each with the norm before it, the activation or the residual after it. Weights that have
     the same input are merged once, and the model's parameters then lie in the merged memory. With
     ``batch_invariant=True`` this is so for any number of tokens, and every other `torch.nn.Linear` is
-    replaced as well, so that a token's bytes do not depend on what else is computed. Attention to a cache
-    then calls a kernel of torch that does not split the context, where there is one. ``weights="fp8"``
+    replaced as well, so that a token's bytes do not depend on what else is computed. On a CPU attention then
+    sums the keys that a query sees and no others, in prompts and steps alike. On a GPU it calls a kernel of torch that
+    does not split the context, where there is one. ``weights="fp8"``
     quantizes the projections of layers, a scale per row, and uses them for any number of tokens. The
     model keeps its own weights, and those that change are quantized again. ``keep_weights=False`` frees them,
     one projection after the other. State dicts and `undo` then have the values that the codes stand for, in
