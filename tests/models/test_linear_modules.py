@@ -17,7 +17,7 @@ from onepass.weights import SCHEMES, Scheme
 from tests.helpers.models import COMMON, logits, small, tokens
 
 pytest.importorskip("transformers")
-PAGE = Path(__file__).parents[2] / "docs/models.md"
+PAGE = Path(__file__).parents[2] / "docs/modules.md"
 
 
 def llama_layer(dtype: torch.dtype) -> Any:

@@ -5,7 +5,7 @@ and flash splits by the batch. `ops.attention` has a kernel for up to 16 tokens 
 bits. `attend_unsplit` is for all others where bytes must not depend on the batch. torch's memory-efficient kernel gives a
 block of queries of one head to one program, which goes through the keys in order. The blocks depend on the dtype and the
 columns of a head, and on nothing else. A masked entry adds zero. So a token also has the same bytes among other tokens of
-a step, and in a static cache of any length.
+a step, and in a static cache of any length. On a CPU `ops.sequence_attention` takes its place, for prompts and steps.
 """
 
 from __future__ import annotations

@@ -95,8 +95,9 @@ def patch(
             the norm before it and the activation or the residual after it. Weights with the same input are merged once, and
             the model's parameters then lie in the merged memory.
         batch_invariant: With ``decode``, use that chain for any number of tokens, and replace every other
-            `torch.nn.Linear`, so that a token's result does not depend on what else is computed. Attention to a cache then
-            calls a kernel of torch that does not split the context, where there is one.
+            `torch.nn.Linear`, so that a token's result does not depend on what else is computed. On a CPU attention then
+            sums the keys that a query sees and no others, in prompts and steps alike. On a GPU attention to a cache calls a
+            kernel of torch that does not split the context, where there is one.
         weights: With ``decode``, "fp8" quantizes the projections of layers, with a scale per row, and uses them for any number
             of tokens. Weights of the model that change are quantized again.
         keep_weights: False frees the model's own weights as they are quantized. State dicts and ``undo`` then have the
