@@ -100,20 +100,21 @@ def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight.float() * factors).bfloat16()
 
 
+def random_weight(n: int, k: int, fmt: str, device: str) -> Weight:
+    """A random weight in a format of `weight_format`."""
+    weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5
+    if fmt == BLOCKS:
+        return blocks(weight)
+    if fmt == ROWS:
+        codes, scale = quantized(weight.float())
+        return Weight(codes, scale.flatten())
+    return Weight(weight)
+
+
 @lru_cache(2)
 def weights(n: int, k: int, fmt: str, device: str, sets: int) -> tuple[Weight, ...]:
     """``sets`` weights. Those of the last two sizes are kept, so that all M share them."""
-    made = []
-    for _ in range(sets):
-        weight = torch.randn(n, k, device=device, dtype=torch.bfloat16) * k**-0.5
-        if fmt == BLOCKS:
-            made.append(blocks(weight))
-        elif fmt == ROWS:
-            codes, scale = quantized(weight.float())
-            made.append(Weight(codes, scale.flatten()))
-        else:
-            made.append(Weight(weight))
-    return tuple(made)
+    return tuple(random_weight(n, k, fmt, device) for _ in range(sets))
 
 
 # --- the same in torch ----------------------------------------------------------------------------------------------

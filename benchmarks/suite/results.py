@@ -222,11 +222,11 @@ def shape_words(row: Mapping[str, Any]) -> tuple[str, str]:
         return str(rows), f"{columns[0]} heads{', ' + row['cache'] if 'cache' in row else ''}"
     if "cache" in row:
         return str(rows), f"{columns[0]} + {columns[1]} heads of {columns[2]}, {row['cache']}"
+    more = f", {row['with']}" if "with" in row else ""
     if "normed" in row:
-        return str(rows), f"{columns[0]} x {columns[1]}, {row['normed']} normed"
+        return str(rows), f"{columns[0]} x {columns[1]}, {row['normed']} normed{more}"
     if not columns:
         return f"batch {rows}", ""
-    more = f", {row['with']}" if "with" in row else ""
     if row.get("op", "").split(",")[0] == LINEAR:
         return str(rows), f"{' x '.join(map(str, columns))}{more}"
     return str(rows), f"{columns[0]}{more}" if len(columns) == 1 else f"({' + '.join(map(str, columns))})"

@@ -24,14 +24,14 @@ from onepass.formats import SCALE_BLOCK, WeightScale
 from onepass.gpu import product_tile as product_config
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build, compile_build
-from onepass.gpu.lib import gemv_stream, product
-from onepass.gpu.product_tile import PieceTile, StreamTile
+from onepass.gpu.lib import arrivals, gemv_stream, product
+from onepass.gpu.product_tile import StreamTile
 from onepass.gpu.tuning import tuning
 from onepass.ops.gemv_norm import gpu as gemv_norm
 from onepass.ops.gemv_norm import gpu_kernel as gemv_norm_kernels
 from onepass.ops.gemv_norm import gpu_tile as gemv_norm_config
-from onepass.ops.gemv_norm.gpu_tile import FragmentTile, GemvConfig, gemv_config
-from onepass.ops.gemv_norm.launch import MAX_ROWS, MOST_COLUMNS, GemvSpec, gemv_spec, tiles
+from onepass.ops.gemv_norm.gpu_tile import FragmentTile, GemvConfig, NormTile, gemv_config
+from onepass.ops.gemv_norm.launch import MAX_ROWS, MOST_COLUMNS, GemvSpec, gemv_spec, programs, tiles
 from tests.helpers.interpreting import passed_checks
 from tests.matrix import select
 from tools.evidence import records
@@ -108,13 +108,18 @@ def test_untraced_kernel_has_no_trace_code(m: int, n: int, k: int, widths: tuple
     assert texts[0] == texts[1]
     assert "globaltimer" not in texts[0] and "smid" not in texts[0]
     traced = lowered(build(plain_spec(len(widths), True), m, n, k, widths), records.H200, "ptx")
-    # six in every block, and four in the norm of each segment
-    assert traced.count("globaltimer") == 6 + 4 * len(widths) and "smid" in traced
+    # six in every block, two around the norms, and two in the norm of each segment
+    assert traced.count("globaltimer") == 8 + 2 * len(widths) and "smid" in traced
 
 
 # --- configurations ------------------------------------------------------------------------------------------------
 
 WIDTHS: list[tuple[int, ...]] = [(), (1,), (512,), (513, 3), (1536, 512), (4096,), (4097,), (9000, 1, 1, 1)]
+
+
+def chunks_of(norm: NormTile) -> list[int]:
+    """The chunks of each segment that a program holds, whole tiles of them."""
+    return [count * norm.side for count in norm.tiles]
 
 
 def configurations(kind: tuple[Any, Any, WeightScale], widths: tuple[int, ...]) -> list[tuple[Any, GemvConfig]]:
@@ -131,7 +136,7 @@ def configurations(kind: tuple[Any, Any, WeightScale], widths: tuple[int, ...]) 
 @pytest.mark.sampled(4)  # some configurations stay
 @pytest.mark.parametrize("kind", KINDS_OF_PRODUCT, ids=str)
 def test_settings_that_affect_bits_do_not_depend_on_rows(kind: tuple[Any, Any, WeightScale]) -> None:
-    """Pieces, blocks and grains depend on the dtypes, the kind of scale and N, the norm's chunks on its width."""
+    """Pieces and blocks depend on the dtypes and the kind of scale, whether a norm reads twice on its width."""
     act, weight, scaled = kind
     decided: dict[int, set[tuple[int, ...]]] = {}
     for widths in WIDTHS:
@@ -142,31 +147,28 @@ def test_settings_that_affect_bits_do_not_depend_on_rows(kind: tuple[Any, Any, W
                     order: tuple[int, ...] = (tile.vec,)
                 case StreamTile():
                     order = (tile.pieces, tile.block, tile.vec)
-                case PieceTile():
-                    order = (tile.pieces, tile.grain)
             decided.setdefault(n, set()).add(order)
-        assert len({(norm.chunks, norm.longs) for _, (_, norm) in calls}) == 1
+        assert len({norm.longs for _, (_, norm) in calls}) == 1
         assert len({config for _, config in calls}) > 4, "the other settings depend on sizes"
     blocks = scaled.endswith("block")
-    for n, settings in decided.items():
+    for settings in decided.values():
         (decision,) = settings
         if act == F32:
             assert decision == (16, SCALE_BLOCK if blocks else 16, 4)
-        elif weight == act:
-            assert decision == (8,)
         else:
-            assert decision == (8 if n <= 2640 else 4, SCALE_BLOCK if blocks else 64)
+            assert decision == (16 // weight.itemsize,)
     assert any(n >= 8192 for n in decided) and any(n < 7168 for n in decided)
 
 
 def test_kernel_and_config_constants_agree() -> None:
     assert product.SCALED.value == SCALE_BLOCK
     assert gemv_norm_kernels.CHUNK.value == gemv_norm_config.CHUNK
-    assert gemv_stream.PIECES.value * 4 * gemv_norm_config.VEC == gemv_norm_config.STEP
+    assert gemv_norm_config.MOST_CHUNKS % gemv_norm_kernels.PHASES.value == 0
+    assert arrivals.ARRIVED.value == gemv_norm_config.MOST_COUNTED
     spec = gemv_spec(BF16, F8, "row", (BF16,), None, False)
-    for m, n in ((1, 40), (16, 40), (1, 9000), (8, 9000)):
-        made = build(spec, m, n, 1024, (24,))
-        assert made.warps == dict(made.constants)["TILE.warps"] == (8 if n == 40 else 4)
+    for m, n, warps in ((1, 40, 4), (4, 40, 8), (16, 40, 16), (1, 9000, 4), (8, 9000, 16)):
+        kernel = build(spec, m, n, 1024, (24,))
+        assert kernel.warps == dict(kernel.constants)["TILE.warps"] == warps
 
 
 def check_stream(tile: StreamTile, m: int, k: int, aligned: bool) -> None:
@@ -188,51 +190,24 @@ def check_stream(tile: StreamTile, m: int, k: int, aligned: bool) -> None:
 
 
 def check_fragments(tile: FragmentTile, m: int, k: int, aligned: bool) -> None:
-    """What kernels assume about a tile of 16-bit weights."""
+    """What kernels assume about a tile of 16-bit act."""
     parts = gemv_stream.PIECES.value // tile.warps
     assert parts * tile.warps == gemv_stream.PIECES.value and parts in (1, 2, 4)
     assert tile.columns % (16 // parts) == 0 and tile.rows % (8 // parts) == 0, "whole fragments"
     assert tile.rows >= min(m, tuning(records.H200).gemv.unaligned_rows)
     assert 1 <= tile.depth <= tile.steps and 1 <= tile.ahead <= tile.steps
-    covered = tile.steps * gemv_norm_config.STEP
+    covered = tile.steps * gemv_stream.PIECES.value * 4 * tile.vec
+    assert tile.vec % gemv_stream.HALF.value == 0
+    assert tile.split == 1 or (tile.warps == 16 and tile.split == 4 and m <= MAX_ROWS)
     assert tile.long or covered == k
     assert tile.mask == (k % covered != 0)
     assert aligned or (tile.long and tile.steps == 1)
     assert tile.pace == 0 or (tile.pace > 0 and aligned and not tile.long)
 
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a program of an H200 may have."""
-
-
-def check_pieces(tile: PieceTile, weight: torch.dtype, scaled: WeightScale, k: int, aligned: bool) -> None:
-    """What kernels assume about a tile of 16-bit x."""
-    for size in (tile.columns, tile.rows, tile.step, tile.warps):
-        assert size & (size - 1) == 0
-    assert tile.columns >= 16 and tile.rows >= 8 and tile.step >= 64 and tile.stages >= 2
-    assert tile.grain == (SCALE_BLOCK if scaled.endswith("block") else 64) and tile.aligned == aligned
-    length = -(-k // (tile.pieces * tile.grain)) * tile.grain
-    assert tile.mask == (tile.pieces * length != k or length % tile.step != 0)
-    if tile.kind != "cube":  # a step does not reach into the next piece
-        assert tile.pieces == 1 or length % tile.step == 0
-    copied = tile.kind not in ("cube", "flat")
-    assert aligned or not copied
-    if tile.kind == "decoded":
-        assert weight.itemsize == 1 and (not scaled.endswith("block") or tile.step == SCALE_BLOCK)
-    elif weight.itemsize == 1:
-        assert not copied and tile.weights_first, "decoded weights are a product's left side"
-        assert tile.kind != "cube" or tile.warps == tile.pieces, "a warp has its fragments of one piece"
-        assert not scaled.endswith("block") or tile.step == SCALE_BLOCK, "a step has one scale, a scale one step"
-    together = tile.pieces if tile.kind == "cube" else 1
-    size = 2 if tile.kind == "decoded" else weight.itemsize
-    held = together * tile.step * (tile.columns * size + tile.rows * 2)
-    stages = tile.stages - (not copied)
-    assert held * stages <= SHARED_MEMORY
-
-
 @pytest.mark.parametrize("kind", KINDS_OF_PRODUCT, ids=str)
 def test_configurations_are_valid(kind: tuple[Any, Any, WeightScale]) -> None:
-    act, weight, scaled = kind
+    act, weight, _ = kind
     scales: tuple[WeightScale, ...] = ("none", "row", "block") if weight.itemsize == 1 else ("none", "row")
     for widths in WIDTHS:
         for (m, n, k, aligned), (stream, norm) in configurations(kind, widths):
@@ -241,32 +216,67 @@ def test_configurations_are_valid(kind: tuple[Any, Any, WeightScale]) -> None:
                     check_fragments(stream, m, k, aligned)
                 case StreamTile():
                     check_stream(stream, m, k, aligned)
-                case PieceTile():
-                    assert stream.kind in ("cube", "flat")
-                    check_pieces(stream, weight, scaled, k, aligned)
-            assert m > MAX_ROWS or MOST_COLUMNS % stream.columns == 0, "the workspace has whole tiles"
-            assert len(norm.chunks) == len(norm.longs) == len(widths)
-            side = max(1, stream.warps // 4)
-            for width, chunks, long in zip(widths, norm.chunks, norm.longs, strict=True):
-                assert long == (chunks * gemv_norm_config.CHUNK < width) and chunks <= gemv_norm_config.MOST_CHUNKS
-                held = norm.group * chunks * gemv_norm_config.CHUNK // (32 * stream.warps)
-                assert norm.group == side or held <= tuning(records.H200).stream.most_values
-            assert norm.group & (norm.group - 1) == 0
-            assert norm.group % side == 0 if widths else norm.group == 1
+            wide = stream.columns * norm.split
+            assert m > MAX_ROWS or wide <= MOST_COLUMNS, "the workspace has room for whole tiles"
+            assert norm.side == max(1, stream.warps // 4) and len(norm.tiles) == len(norm.longs) == len(widths)
+            for width, chunks, long in zip(widths, chunks_of(norm), norm.longs, strict=True):
+                assert long == (chunks * gemv_norm_config.CHUNK < width)
+                assert chunks == gemv_norm_config.MOST_CHUNKS or not long
+            counts = [-(-width // wide) * norm.split * -(-m // stream.rows) for width in widths]
+            assert norm.shared == (m > 1 and all(m <= count <= arrivals.ARRIVED.value for count in counts))
             if m <= MAX_ROWS:
                 for other_scale, other_place in itertools.product(scales, (True, False)):
                     other, _ = gemv_config(act, weight, other_scale, m, n, k, widths, other_place, records.H200)
                     assert (other.columns, other.rows) == (stream.columns, stream.rows), (
                         "blocks must not depend on alignment or scales"
                     )
-                programs = sum(tiles(n, widths, stream.columns)) * -(-m // stream.rows)
-                assert gemv_norm_config.trace_blocks(act, weight, m, n, k, widths) == programs
+                blocks = programs(n, widths, stream.columns, norm.split) * -(-m // stream.rows)
+                assert gemv_norm_config.trace_blocks(act, weight, m, n, k, widths) == blocks
+
+
+def test_more_programs_than_a_counter_counts_do_not_share_the_norm() -> None:
+    def shared(width: int) -> bool:
+        return gemv_config(BF16, BF16, "none", 4, width, 64, (width,), True, records.H200).norm.shared
+
+    assert shared(8 * arrivals.ARRIVED.value)
+    assert not shared(8 * arrivals.ARRIVED.value + 1)
+
+
+SHARES = """
+import sys, torch, triton, triton.language as tl
+from onepass.gpu.lib.arrivals import await_all
+
+@triton.jit
+def arrive(counter, shares, count, sharing):
+    state = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    mine = 0
+    if state & 0xFFF >= count - sharing:
+        begin, end, bits = await_all(counter, state, count, sharing)
+        for share in range(begin, end):
+            mine += bits & 1 << share
+    tl.store(shares + tl.program_id(0), mine)
+
+for count, sharing in ((1, 1), (2, 2), (5, 3), (40, 16)):
+    counter, shares = torch.zeros(1, dtype=torch.int32), torch.full((count,), -1, dtype=torch.int32)
+    arrive[(count,)](counter, shares, count, sharing)
+    assert shares.tolist() == [0] * (count - 1) + [2**sharing - 1], shares
+    assert counter.item() == 0
+"""
+
+
+def test_programs_that_would_wait_forever_give_their_shares_up(tmp_path: Path) -> None:
+    """The interpreter runs one program after another, so all but the last wait in vain."""
+    (tmp_path / "shares.py").write_text(SHARES)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-W", "ignore", str(tmp_path / "shares.py")], env=environment, check=True)
 
 
 def test_tiles_do_not_span_segments() -> None:
     assert tiles(100, (60, 1), 8) == [8, 1, 5]
     assert tiles(61, (60, 1), 4) == [15, 1, 0]
     assert tiles(7, (), 4) == [2]
+    assert programs(100, (60, 1), 8, 1) == 8 + 1 + 5
+    assert programs(100, (60, 1), 8, 4) == 8 + 4 + 5, "those that share a tile are whole"
 
 
 # --- the order of the norm's sum -----------------------------------------------------------------------------------
@@ -285,8 +295,8 @@ def chunk_sum(squares: Tensor) -> Tensor:
 def piece_sum(pieces: Tensor) -> Tensor:
     """The sum of 16 pieces in the order of `fold_fragments`."""
     for _ in range(2):
-        rows = pieces.view(4, -1)
-        pieces = (rows[0] + rows[1]) + (rows[2] + rows[3])
+        columns = pieces.view(-1, 4).unbind(1)
+        pieces = (columns[0] + columns[1]) + (columns[2] + columns[3])
     return pieces
 
 
@@ -294,12 +304,21 @@ SUMS = """
 import sys, torch, triton, triton.language as tl
 from onepass.gpu.lib.gemv_stream import fold_fragments
 from onepass.ops.gemv_norm.gpu_tile import FragmentTile
-from onepass.ops.gemv_norm.gpu_kernel import _sum_chunk
+from onepass.ops.gemv_norm.gpu_kernel import _sum_chunk, _sum_phases
 
 @triton.jit
 def add_chunks(x, y):
     row = tl.arange(0, 4)
     tl.store(y + row, _sum_chunk(tl.load(x + row[:, None] * 512 + tl.arange(0, 512)[None, :]), 4))
+
+@triton.jit
+def add_phases(x, y, SIDE: tl.constexpr):
+    COUNT: tl.constexpr = 4 // SIDE
+    place = tl.arange(0, SIDE)[:, None] * 512 + tl.arange(0, 512)[None, :]
+    phases = ()
+    for i in tl.static_range(COUNT):
+        phases = phases + (tl.load(x + i * SIDE * 512 + place),)
+    tl.store(y + tl.arange(0, 1), _sum_phases(phases, COUNT, SIDE))
 
 @triton.jit
 def add_pieces(x, y, TILE: tl.constexpr):
@@ -311,11 +330,13 @@ def add_pieces(x, y, TILE: tl.constexpr):
     tl.store(y + place, fold_fragments(total, TILE))
 
 given = torch.load(sys.argv[1] + "/given")
-sums = [torch.empty(4)]
+sums = [torch.empty(4), torch.empty(3)]
 add_chunks[(1,)](given["chunks"], sums[0])
+for i in range(3):
+    add_phases[(1,)](given["chunks"], sums[1][i:], 1 << i)
 for warps, pieces in given["pieces"].items():
     sums.append(torch.empty(2 * warps // 2, warps // 2))
-    add_pieces[(1,)](pieces, sums[-1], FragmentTile(warps, 8, 0, 0, 0, False, False, 0, 0, 0))
+    add_pieces[(1,)](pieces, sums[-1], FragmentTile(warps, 8, 0, 0, 1, 0, False, False, 0, 0, 0))
 torch.save(sums, sys.argv[1] + "/sums")
 """
 
@@ -331,8 +352,10 @@ def test_kernels_sum_in_the_documented_order(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "ignore", str(tmp_path / "adds.py"), str(tmp_path)]
     subprocess.run(command, env=environment, check=True)
-    squares, *folded = torch.load(tmp_path / "sums")
-    assert squares.tolist() == [float(chunk_sum(row)) for row in chunks]
+    squares, phases, *folded = torch.load(tmp_path / "sums")
+    p0, p1, p2, p3 = [chunk_sum(row) for row in chunks]
+    assert squares.tolist() == [float(p) for p in (p0, p1, p2, p3)]
+    assert phases.tolist() == [float((p0 + p1) + (p2 + p3))] * 3, "for 1, 2 and 4 chunks side by side"
     for (warps, total), sums in zip(pieces.items(), folded, strict=True):
         parts = 16 // warps
         fragments = total.view(warps, 16 // parts, parts, 8 // parts, parts).diagonal(dim1=2, dim2=4)
@@ -361,7 +384,7 @@ def test_order_of_summation_does_not_depend_on_layouts(
     parts = gemv_stream.PIECES.value // made.warps
     for axis, kind, shape in reductions:
         size = int(shape.split("x")[int(axis)])
-        diagonal = weight == BF16 and shape.startswith(f"{made.warps}x16x") and size == parts
+        diagonal = shape.startswith(f"{made.warps}x16x") and size == parts
         assert kind == "addf" and (size == 2 or diagonal), (kind, shape)
 
 

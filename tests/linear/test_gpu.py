@@ -17,11 +17,11 @@ from onepass.formats import SCALE_BLOCK, WeightScale
 from onepass.gpu.chip import INTERPRETER, Chip
 from onepass.gpu.compile import Build, compile_build
 from onepass.gpu.product_tile import PieceTile, StreamTile, order_of, piece_tile
-from onepass.ops.gemv_norm.gpu_tile import gemv_config
+from onepass.ops.gemv_norm.gpu_tile import FragmentTile, gemv_config
 from onepass.ops.linear import gpu as linear
 from onepass.ops.linear.gpu_tile import LinearConfig, fuses_norm, linear_config
 from onepass.ops.linear.launch import LinearSpec, linear_spec
-from tests.gemv_norm.test_gpu import BF16, F8, F16, F32, INT8, OTHER_CHIPS, check_pieces, check_stream
+from tests.gemv_norm.test_gpu import BF16, F8, F16, F32, INT8, OTHER_CHIPS, check_stream
 from tests.helpers.interpreting import interpret
 from tests.linear import interpreter_worker as linear_worker
 from tests.matrix import select
@@ -38,8 +38,8 @@ SPECS = {
     "fp8 powers, gate": linear_spec(F16, F8, "ue8m0_block", activation="silu_mul"),
     "int8": linear_spec(BF16, INT8, "row", residual=BF16),
 }
-SHARED_MEMORY = {80: 163 * 1024, 100: 227 * 1024, "gfx942": 64 * 1024}
-"""Bytes that a program of another chip may have."""
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes that a program of a chip may have."""
 
 
 def build(spec: LinearSpec, m: int, n: int, k: int, aligned: bool = True, chip: Chip = records.H200) -> Build:
@@ -62,7 +62,7 @@ def configurations(spec: LinearSpec, chip: Chip) -> Iterator[tuple[tuple[int, in
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 def test_order_of_summation_depends_on_dtypes_scale_and_columns(spec: LinearSpec) -> None:
-    """8-bit weights and float32 x have the order of `gemv_and_partial_norm`, too."""
+    """Float32 x has the order of `gemv_and_partial_norm`, too."""
     kernels: set[str] = set()
     blocks = spec.weight_scale.endswith("block")
     for (m, n, k, aligned), config in configurations(spec, records.H200):
@@ -74,8 +74,7 @@ def test_order_of_summation_depends_on_dtypes_scale_and_columns(spec: LinearSpec
             few, many = (8 if n <= 2640 else 4, 4) if spec.weight.itemsize == 1 else (4, 1)
             pieces = many if n >= 7168 else few
             assert order == (tile.pieces, 0, tile.grain) == (pieces, 0, SCALE_BLOCK if blocks else 64)
-            assert isinstance(other, PieceTile) == (spec.weight.itemsize == 1)
-            assert not isinstance(other, PieceTile) or order == (other.pieces, 0, other.grain)
+            assert isinstance(other, FragmentTile)
         else:
             kernels.add("stream")
             assert tile is not None and isinstance(other, StreamTile)
@@ -100,6 +99,31 @@ def test_chips_whose_sums_are_not_known_use_one_instruction(
             tile = piece_tile(weight, scaled, m, n, k, aligned, chip, True)
             assert tile.kind == "cube" and tile.pieces == order_of(BF16, weight, scaled, n).pieces
             check_pieces(tile, weight, scaled, k, aligned)
+
+
+def check_pieces(tile: PieceTile, weight: torch.dtype, scaled: WeightScale, k: int, aligned: bool) -> None:
+    """What kernels assume about a tile of 16-bit x."""
+    for size in (tile.columns, tile.rows, tile.step, tile.warps):
+        assert size & (size - 1) == 0
+    assert tile.columns >= 16 and tile.rows >= 8 and tile.step >= 64 and tile.stages >= 2
+    assert tile.grain == (SCALE_BLOCK if scaled.endswith("block") else 64) and tile.aligned == aligned
+    length = -(-k // (tile.pieces * tile.grain)) * tile.grain
+    assert tile.mask == (tile.pieces * length != k or length % tile.step != 0)
+    if tile.kind != "cube":  # a step does not reach into the next piece
+        assert tile.pieces == 1 or length % tile.step == 0
+    copied = tile.kind not in ("cube", "flat")
+    assert aligned or not copied
+    if tile.kind == "decoded":
+        assert weight.itemsize == 1 and (not scaled.endswith("block") or tile.step == SCALE_BLOCK)
+    elif weight.itemsize == 1:
+        assert not copied and tile.weights_first, "decoded weights are a product's left side"
+        assert tile.kind != "cube" or tile.warps == tile.pieces, "a warp has its fragments of one piece"
+        assert not scaled.endswith("block") or tile.step == SCALE_BLOCK, "a step has one scale, a scale one step"
+    together = tile.pieces if tile.kind == "cube" else 1
+    size = 2 if tile.kind == "decoded" else weight.itemsize
+    held = together * tile.step * (tile.columns * size + tile.rows * 2)
+    stages = tile.stages - (not copied)
+    assert held * stages <= SHARED_MEMORY[90]
 
 
 def bins_of(k: int) -> int:

@@ -205,8 +205,8 @@ def test_a_bar_that_is_raised_by_hand_needs_a_new_reason() -> None:
 
 def problem_of(op: str, kind: str) -> Problem:
     """A small problem of an op with alternatives."""
-    if op == gemv_norm.OP:
-        return gemv_norm.problem(2, 24, 64, 16, "cpu")
+    if op in (gemv_norm.OP, gemv_norm.FP8):
+        return gemv_norm.problem(2, 24, 64, 16, "cpu", kind)
     if op == qk_norm.FUSED:
         return qk_norm.problem(op, 3, 64, 32, "cpu")
     if op == qk_cache.OP:

@@ -30,6 +30,8 @@ HIGHER: Final = (FASTER, SHARE, REACHED)
 """Units in which more is better."""
 ALTERNATIVES: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     (gemv_norm.OP, ""): (gemv_norm.SEPARATE,),
+    (gemv_norm.FP8, linear.ROWS): (gemv_norm.SEPARATE,),
+    (gemv_norm.FP8, linear.BLOCKS): (gemv_norm.SEPARATE,),
     ("rms_norm", rms_norm.MORE["rms_norm"]): (rms_norm.SEPARATE,),
     (qk_norm.FUSED, ""): (qk_norm.HALVES, qk_norm.SEPARATE),
     (qk_cache.OP, ""): (qk_cache.SEPARATE,),

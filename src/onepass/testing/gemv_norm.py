@@ -166,7 +166,7 @@ def call_scratch(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]
     eps = arguments.get("eps", 1e-6)
     gemv_and_partial_norm_with_scratch(normed, unnormed, *named, eps, counter, trace, scale_output=scale, **more)
     if isinstance(trace, GmemTrace):
-        _check_trace(trace, len(case.widths))
+        _check_trace(trace, len(case.widths), case.m)
     return tuple(given), counter
 
 
@@ -176,16 +176,16 @@ def call_two_launches(arguments: dict[str, Any], normed: Tensor, y: Tensor) -> N
     gemv_and_partial_norm_unfused_with_scratch(normed, *named, y, weight_scale=arguments.get("weight_scale"))
 
 
-def _check_trace(trace: GmemTrace, segments: int) -> None:
-    """Every block entered, looped and left, in that order; one per segment applied the norm; other slots are 0."""
+def _check_trace(trace: GmemTrace, segments: int, rows: int) -> None:
+    """Every block entered, looped and left, in that order. Up to one per row of a segment applied the norm. Other slots are 0."""
     events = trace.events()
     if not events.any():  # nothing was launched: the call is only recorded
         return
     order = events[:, [GemvEvent.ENTER, GemvEvent.K_LOOP_START, GemvEvent.K_LOOP_END, GemvEvent.EXIT]]
     if not order.all() or (order.diff(dim=1) < 0).any():
         raise AssertionError("a block's events are missing or out of order")
-    if int((events[:, GemvEvent.APPLY_END] > 0).sum()) != segments or events[:, 10:].any():
-        raise AssertionError("the norm's events are not those of one block per segment")
+    if not segments <= int((events[:, GemvEvent.APPLY_END] > 0).sum()) <= segments * rows or events[:, 10:].any():
+        raise AssertionError("the norm's events are not those of the last blocks of each segment")
 
 
 def variants(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:

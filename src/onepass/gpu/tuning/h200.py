@@ -94,7 +94,6 @@ ROWS: Final = RowTuning(
 
 STREAM: Final = StreamTuning(
     unaligned_registers=168,  # by default the assembler uses 128 where it needs a few more, and spills
-    most_values=80,  # of a norm that a thread holds
 )
 
 GEMV: Final = GemvTuning(
@@ -105,15 +104,31 @@ GEMV: Final = GemvTuning(
     # registers (9.5 with as many), 4096 x 4096 9.0 with 8 columns (10.7). More rows of act are
     # worth more columns and warps, which read act less often: M = 4 took 8.1 (4 warps: 9.2), M = 8
     # 9.0 (4 warps: 12.9; 16: 9.7), M = 16 11.9 with 16 warps (8: 12.3). More than 16 rows [38]: M =
-    # 32 14.2 (2 deep: 17.8), 64 23.1 (3 deep: 26.7).
+    # 32 14.2 (2 deep: 17.8), 64 23.1 (3 deep: 26.7). With each row normed by another program, in a
+    # chain and behind an ordinary kernel [57]: M = 16 10.5 / 13.0 with split-K (6 more bytes ahead
+    # 10.2 / 13.6; without split-K 12.1 / 16.0), fp8 rows 6.4 / 8.6, M = 4 7.1 / 8.6 (paced 6.7 / 9.3).
     cuts=(
-        (2, 2112, GemvCut(4, 4, 9, 1, 3)),
+        (2, 2112, GemvCut(4, 4, 9, 2, 3)),
         (2, 2640, GemvCut(4, 4, 5, 1, 2)),
         (2, ANY, GemvCut(4, 8, 4, 1, 1)),
         (4, ANY, GemvCut(8, 8, 8, 2, 3)),
-        (8, ANY, GemvCut(8, 8, 7, 2, 2)),
-        (16, ANY, GemvCut(16, 16, 8, 2, 2)),
+        (8, 4224, GemvCut(8, 8, 7, 2, 2)),
+        (8, ANY, GemvCut(16, 48, 2, 1, 0)),
+        (16, 2640, GemvCut(16, 16, 7, 4, 4, split=True)),
+        (16, 4224, GemvCut(16, 32, 4, 2, 0)),
+        (16, ANY, GemvCut(16, 48, 2, 1, 0)),
         (32, ANY, GemvCut(16, 16, 3, 1, 2)),
+        (ANY, ANY, GemvCut(16, 16, 2, 1, 0)),
+    ),
+    codes=(
+        (2, 4224, GemvCut(4, 4, 5, 1, 2)),
+        (2, ANY, GemvCut(4, 8, 3, 1, 0)),
+        (4, 2640, GemvCut(8, 8, 4, 2, 0)),
+        (4, ANY, GemvCut(8, 16, 3, 1, 0)),
+        (8, 2640, GemvCut(16, 16, 4, 2, 0)),
+        (16, 2640, GemvCut(16, 16, 5, 1, 0)),
+        (16, 4224, GemvCut(16, 32, 3, 1, 0)),
+        (16, ANY, GemvCut(16, 48, 2, 1, 0)),
         (ANY, ANY, GemvCut(16, 16, 2, 1, 0)),
     ),
 )

@@ -72,12 +72,12 @@ class StreamTuning:
     """Products of float32 rows, and the norms that follow a product."""
 
     unaligned_registers: int
-    most_values: int
 
 
 class GemvCut(NamedTuple):
     """Warps and columns per program; steps of weights (``depth``) and act (``ahead``) in flight,
-    and of weights before the previous kernel ends (``pace``).
+    and of weights before the previous kernel ends (``pace``). ``split``: four programs share four times the normed columns,
+    and each sums a quarter of K.
     """
 
     warps: int
@@ -85,15 +85,17 @@ class GemvCut(NamedTuple):
     depth: int
     ahead: int
     pace: int
+    split: bool = False
 
 
 @dataclass(frozen=True)
 class GemvTuning:
-    """GEMV kernels of 16-bit weights: cuts by the largest M and N they are for."""
+    """GEMV kernels of 16-bit act: cuts by the largest M and N they are for, of 16-bit weights and of 8-bit ``codes``."""
 
     most_rows: int
     unaligned_rows: int
     cuts: tuple[tuple[int, int, GemvCut], ...]
+    codes: tuple[tuple[int, int, GemvCut], ...]
 
 
 PieceKind = Literal["cube", "flat", "descriptors", "split", "decoded"]

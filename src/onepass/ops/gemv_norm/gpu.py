@@ -12,11 +12,20 @@ from ...gpu import counters
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
 from ...gpu.launch import F32, I32, I64, SHORT_NAMES, GpuKernels, Pointer, make_build
-from ...gpu.product_tile import WEIGHTS, PieceTile, StreamTile, describe_pieces, describe_tile, tile_registers
+from ...gpu.product_tile import WEIGHTS, StreamTile, describe_tile, tile_registers
 from ...gpu.quantization import quant
 from .gpu_kernel import _gemv_partial_norm_kernel
-from .gpu_tile import CHUNK, FragmentTile, GemvConfig, GemvTile, describe_fragments, fragment_registers, gemv_config
-from .launch import MAX_SEGMENTS, GemvCall, GemvSpec, tiles
+from .gpu_tile import (
+    CHUNK,
+    FragmentTile,
+    GemvConfig,
+    GemvTile,
+    blocks,
+    describe_fragments,
+    fragment_registers,
+    gemv_config,
+)
+from .launch import MAX_SEGMENTS, GemvCall, GemvSpec
 
 
 class GemvStrides(NamedTuple):
@@ -89,8 +98,8 @@ def pack(call: GemvCall, config: GemvConfig, programs: tuple[int, ...]) -> GemvP
 
 
 class GemvMath(NamedTuple):
-    """What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm. ``regroups``: see
-    `device.codes`. ``stream``: the kind of tile, one of `STREAMS`.
+    """What a kernel computes; ``pack`` weights fill 32 bits. Act comes as it is, without a norm. ``regroups``: whether 8-bit
+    weights are decoded with the chip's instructions. ``stream``: the kind of tile, one of `STREAMS`.
     """
 
     segments: int
@@ -109,7 +118,7 @@ class GemvMath(NamedTuple):
     traced: bool
 
 
-STREAMS: Final = {FragmentTile: "fragments", PieceTile: "pieces", StreamTile: "products"}
+STREAMS: Final = {FragmentTile: "fragments", StreamTile: "products"}
 
 
 def scale_dtype(scaled: WeightScale) -> torch.dtype | None:
@@ -200,23 +209,15 @@ def _math(spec: GemvSpec, tile: GemvTile, chip: Chip) -> GemvMath:
 
 def _registers(tile: GemvTile, aligned: bool, chip: Chip) -> int:
     """The register limit per thread; 0 leaves it to the assembler."""
-    match tile:
-        case FragmentTile():
-            return fragment_registers(tile, aligned, chip)
-        case StreamTile():
-            return tile_registers(tile, aligned, chip)
-        case PieceTile():
-            return 0
+    if isinstance(tile, FragmentTile):
+        return fragment_registers(tile, aligned, chip)
+    return tile_registers(tile, aligned, chip)
 
 
 def _describe_tile(tile: GemvTile, aligned: bool) -> str:
-    match tile:
-        case FragmentTile():
-            return describe_fragments(tile, aligned)
-        case StreamTile():
-            return describe_tile(tile, aligned)
-        case PieceTile():
-            return describe_pieces(tile)
+    if isinstance(tile, FragmentTile):
+        return describe_fragments(tile, aligned)
+    return describe_tile(tile, aligned)
 
 
 def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> str:
@@ -225,10 +226,11 @@ def _describe(spec: GemvSpec, config: GemvConfig, aligned: bool, even: bool) -> 
     parts = ["gemv", f"act={short[spec.act]}", f"weight={short[spec.weight]}"]
     if spec.weight_scale != "none":
         parts.append(f"scale={spec.weight_scale}")
-    segments = zip(spec.gammas, config.norm.chunks, config.norm.longs, strict=True)
-    gammas = ",".join(f"{short[gamma]}:{chunks * CHUNK}{'+' * long}" for gamma, chunks, long in segments)
-    parts.append(f"norm={gammas}/{config.norm.group}" if gammas else "plain")
-    parts += [option for option, chosen in (("even", even), ("traced", spec.traced)) if chosen]
+    norm = config.norm
+    segments = zip(spec.gammas, norm.tiles, norm.longs, strict=True)
+    gammas = ",".join(f"{short[gamma]}:{count * norm.side * CHUNK}{'+' * long}" for gamma, count, long in segments)
+    parts.append(f"norm={gammas}" if gammas else "plain")
+    parts += [option for option, chosen in (("shared", norm.shared), ("even", even), ("traced", spec.traced)) if chosen]
     if spec.fp8:
         parts.append(spec.fp8.name)
     parts.append(_describe_tile(config.tile, aligned))
@@ -262,8 +264,7 @@ def _facts(call: GemvCall, chip: Chip) -> GemvFacts:
 
 
 def _grid(call: GemvCall, config: GemvConfig) -> tuple[int]:
-    tile = config.tile
-    return (sum(tiles(call.n, call.widths, tile.columns)) * -(-call.act.shape[0] // tile.rows),)
+    return (blocks(config.tile, call.act.shape[0], call.n, call.widths),)
 
 
 KERNELS: Final[GpuKernels[GemvSpec, GemvCall, GemvFacts, GemvConfig]] = GpuKernels(

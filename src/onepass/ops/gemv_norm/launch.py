@@ -20,8 +20,10 @@ from ...formats import FP8_FORMATS, Fp8Format, WeightScale
 
 MAX_ROWS: Final = 16
 """Maximum number of rows of ``act`` per launch."""
+MOST_SHARES: Final = 4
+"""Most programs that share a tile of columns. Each has its own sums in the workspace."""
 MOST_COLUMNS: Final = 64
-"""Most columns of a tile; in the workspace every segment begins at a multiple of this."""
+"""Most columns that one program or the `MOST_SHARES` of a tile compute: no segment needs so many more in the workspace."""
 MAX_SEGMENTS: Final = 4
 """Maximum number of normed segments per call."""
 
@@ -59,11 +61,17 @@ def tiles(n: int, widths: tuple[int, ...], tile: int) -> list[int]:
     return [-(-width // tile) for width in (*widths, n - sum(widths))]
 
 
+def programs(n: int, widths: tuple[int, ...], tile: int, split: int) -> int:
+    """The programs of a launch for up to `MAX_ROWS` rows: ``split`` of them share as many tiles of a normed segment."""
+    *normed, tail = tiles(n, widths, tile)
+    return sum([-(-count // split) * split for count in normed]) + tail
+
+
 class GemvCall(NamedTuple):
     """One call of a GEMV kernel: its spec, tensors and numbers, all validated.
 
-    ``y`` is a float32 workspace for the normed columns, if there are any. ``counter`` has one int32 per
-    segment, all zero before and after the call; without it the backend provides one.
+    ``y`` is a float32 workspace for the normed columns, if there are any: `MOST_SHARES` times as many rows as act has.
+    ``counter`` has one int32 per segment, all zero before and after the call; without it the backend provides one.
     """
 
     spec: GemvSpec

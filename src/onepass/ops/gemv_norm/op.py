@@ -27,7 +27,16 @@ from .contract import FURTHER, GEMV, GEMV_WITH_SCRATCH, blocks_of
 from .contract import PLAIN_GEMV as _PLAIN_GEMV
 from .contract import UNFUSED as _UNFUSED
 from .contract import UNFUSED_WITH_SCRATCH as _UNFUSED_WITH_SCRATCH
-from .launch import MOST_COLUMNS, GemvArguments, GemvCall, NormedArguments, PlainArguments, ScratchArguments, gemv_spec
+from .launch import (
+    MOST_COLUMNS,
+    MOST_SHARES,
+    GemvArguments,
+    GemvCall,
+    NormedArguments,
+    PlainArguments,
+    ScratchArguments,
+    gemv_spec,
+)
 
 __all__ = ["GEMV", "GEMV_WITH_SCRATCH", "gemv_and_partial_norm", "gemv_trace_blocks"]
 __all__ += ["gemv_and_partial_norm_unfused_with_scratch", "gemv_and_partial_norm_with_scratch"]
@@ -77,10 +86,10 @@ def _run(
     dtypes = tuple([g.dtype for g in gammas])
     spec = gemv_spec(act.dtype, weight.dtype, kind, dtypes, codes, rest.get("trace") is not None)
     widths = tuple([g.shape[0] for g in gammas])
-    columns = sum([w + MOST_COLUMNS - 1 & -MOST_COLUMNS for w in widths])
+    columns = sum([w + MOST_COLUMNS & -16 for w in widths])
     y = None
     if columns:
-        y = torch.empty(m, columns, dtype=torch.float32, device=act.device)
+        y = torch.empty(MOST_SHARES * m, columns, dtype=torch.float32, device=act.device)
         recording.temporary(y)
     eps = max(eps, SMALLEST_EPS)
     launch_for("gemv_norm", act)(GemvCall(spec, widths, act, weight, weight_scale, gammas, y, normed, eps=eps, **rest))
@@ -139,13 +148,13 @@ def gemv_and_partial_norm(
 
     Rounding:
         y is float32, and each stored value is rounded once; the norm reads the unrounded y. The order of the sum depends
-        only on N, K, the dtypes and the kind of scale, so each row is bit-identical to running it alone. On a GPU, 16-bit
-        weights have an order of their own, so y may differ from `linear`'s in the last bit. With ``fused=False`` y comes
+        only on K, the dtypes and the kind of scale, so each row is bit-identical to running it alone. On a GPU, 16-bit
+        act has an order of its own, so y may differ from `linear`'s in the last bit. With ``fused=False`` y comes
         rounded to act's dtype from `torch.matmul` (for 8-bit weights, from onepass's own kernel), `rms_norm` reads it, and
         unnormed is a view of it.
 
-    On Hopper and later, 16-bit and float32 weights are read before the previous kernel has ended. Do not call this
-    right after a onepass kernel that writes ``weight`` (docs/gemv.md).
+    On Hopper and later, weights and their block scales are read before the previous kernel has ended. Do not call this
+    right after a onepass kernel that writes them (docs/gemv.md).
 
     >>> import torch, onepass
     >>> act, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
