@@ -146,10 +146,10 @@ def test_a_reason_is_stored_with_the_figure(plant: Plant, capsys: pytest.Capture
 
 
 def test_a_faster_figure_sets_the_bar(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = plant("bench.json", times(gemv_norm.OP, [1, 2112, 7168], 0.7))
+    folder = plant("bench.json", times(gemv_norm.OP, [1, 2112, 5120], 0.7))
     assert run(folder, capsys, "--update")[0] == 0
-    row = headlines.parse((folder / FILE).read_text())["gemv_and_partial_norm 1 x 2112 x 7168, 1536 normed", "chain"]
-    assert row["bar"] == row["value"] == 5.172 and "reason" not in row and "was" not in row
+    row = headlines.parse((folder / FILE).read_text())["gemv_and_partial_norm 1 x 2112 x 5120, 1536 normed", "chain"]
+    assert row["bar"] == row["value"] == 4.346 and "reason" not in row and "was" not in row
 
 
 def test_an_op_that_loses_to_its_own_launches_fails(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,11 +162,11 @@ def test_an_alternative_that_is_measured_for_the_first_time_counts(
     plant: Plant, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def add(document: Any) -> None:
-        row = next(row for row in document["rows"] if row["op"] == gemv_norm.OP)
-        row["us"][gemv_norm.SEPARATE] = [7.2, 7.21]
+        row = next(row for row in document["rows"] if row.get("with") == rms_norm.MORE["rms_norm"])
+        row["us"][rms_norm.SEPARATE] = [1.542, 1.55]
 
     status, out = run(plant("bench.json", add), capsys)
-    assert status == 1 and out.count("LOSES") == 1 and f"`{gemv_norm.SEPARATE}` takes 7.2 (2.6%)" in out
+    assert status == 1 and out.count("LOSES") == 1 and f"`{rms_norm.SEPARATE}` takes 1.542 (2.6%)" in out
 
 
 def test_a_slower_model_and_one_that_is_gone_fail(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
