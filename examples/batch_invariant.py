@@ -17,16 +17,9 @@ model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=1024, eos_token_
 model = model.eval().to(device)
 sequences = torch.randint(2, 1024, (6, 12), device=device)
 
-
-def scores(ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of each token after the first."""
-    logits = model(ids, use_cache=False).logits[:, :-1].float()
-    return torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
-
-
 with torch.inference_mode(), onepass.patch(model, decode=True, batch_invariant=True):
-    together = scores(sequences)
-    alone = torch.cat([scores(row[None]) for row in sequences])
-    halves = torch.cat([scores(part) for part in sequences.split(4)])
+    together = onepass.models.score(model, sequences)  # of each token after the first
+    alone = torch.cat([onepass.models.score(model, row[None]) for row in sequences])
+    halves = torch.cat([onepass.models.score(model, part) for part in sequences.split(4)])
 print(f"alone: {int((alone != together).sum())} of {together.numel()} log-probabilities differ")
 print(f"in batches of 4 and 2: {int((halves != together).sum())} differ")

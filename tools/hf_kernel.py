@@ -69,9 +69,8 @@ tags:
 
 # onepass
 
-RMSNorm, alone or with the MLP after it, for inference with transformers: in one pass, with the rounding of the layer it
-replaces. A row's
-result does not depend on the batch it is in, bit for bit.
+RMSNorm, alone or with the MLP after it, for inference with transformers: in one pass, rounded as the layer it replaces. A row
+is bit-identical alone and in any batch.
 
 ```python
 from pathlib import Path
@@ -86,15 +85,15 @@ with use_kernel_mapping({{"RMSNorm": {{"cuda": modes}}}}, inherit_mapping=False)
 ## Layers and functions
 
 - `layers.RMSNorm` replaces every layer that transformers registers as "RMSNorm". It reads the code of each class to learn
-  how that class rounds, and calls the module's own forward where it does not know the code, where the weight's dtype
-  differs from the input's, and where a gradient is needed. It works under `torch.compile` without graph breaks.
-- `layers.RMSNormMLP` is for the n-to-1 form of transformers' `KernelConfig`: a norm that rounds as Llama's and Llama's MLP,
-  in two launches for up to 16 tokens. For more tokens the modules' own forward runs.
-- `rms_norm(x, weight, eps)` is the function: residual addition, gates and both roundings are arguments.
+  how that class rounds, and calls the module's own forward if the code is unknown, the weight's dtype differs from the
+  input's, or a gradient is needed. It works under `torch.compile` without graph breaks.
+- `layers.RMSNormMLP` is for the n-to-1 form of transformers' `KernelConfig`: Llama's MLP and the norm before it, in two
+  launches for up to 16 tokens. For more tokens it calls the modules' own forward.
+- `rms_norm(x, weight, eps)` is the function, with arguments for residual addition, gates and both roundings.
 
 ## Hardware
 
-- `torch-cuda` needs Triton 3.6 or later, which CUDA builds of PyTorch bring along, and nothing else. onepass's GPU kernels
+- `torch-cuda` needs Triton 3.6 or later, which CUDA builds of PyTorch include, and nothing else. onepass's GPU kernels
   were run on an H200 and compile for an A100 and a B200. This repository itself was never loaded on a GPU.
 - `torch-cpu` compiles its kernels with llvmlite (`pip install llvmlite`) on Linux. Without llvmlite the layer calls the
   module's own forward, and `rms_norm` raises `Unsupported`.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import util
@@ -52,8 +55,8 @@ SHOWN_CASES: Final = (
 """Twelve of the cases of ``onepass check``, chosen for variety."""
 NEXT: Final = {
     "make demo DEMO='--path DIR'": "the same with a model of yours",
-    "make bench": "every op next to torch and installed peers",
-    "onepass check --device {device}": "every op against a float64 oracle",
+    "make bench": "every op next to torch and peers",
+    "{onepass} check --device {device}": "every op against a float64 oracle",
 }
 
 
@@ -107,7 +110,7 @@ def demo(options: argparse.Namespace) -> int:
         screen.warn()
     grid = Table.grid(padding=(0, 2))
     for command, what in NEXT.items():
-        grid.add_row(Text(command.format(device=device), "bold"), what)
+        grid.add_row(Text(command.format(onepass=_command(), device=device), "bold"), what)
     screen.console.print()
     screen.console.print(Panel(grid, title="What to try next", title_align="left", expand=False))
     screen.console.print(f"That took {time.perf_counter() - start:.1f} s.", style="dim")
@@ -136,6 +139,14 @@ def dequantization_error(result: tuple[Tensor, ...], exact: Tensor) -> float:
     codes, scale = result[:2]
     difference = (codes.double() * scale.double()).cpu() - exact
     return float((difference.abs() / exact.abs().amax(-1, keepdim=True)).max())
+
+
+def _command() -> str:
+    """How to call onepass from here: `make demo` does not activate its environment."""
+    installed = Path(sys.executable).with_name("onepass")
+    if shutil.which("onepass") or not installed.exists():
+        return "onepass"
+    return os.path.relpath(installed)
 
 
 def _time(seconds: float) -> str:
@@ -221,10 +232,10 @@ def _show_prologue(screen: Screen) -> None:
 
 
 def _show_invariance(screen: Screen) -> bool:
-    screen.heading(6, "A row gives the same bytes alone and in any batch")
+    screen.heading(6, "A row gives the same bits alone and in any batch")
     x, gamma = (tensor.to(screen.device) for tensor in _inputs(1024, 7168, 1))
     whole = rms_norm_fused_fp8(x, gamma, EPS)
-    shown = table("rows per call", "calls", "calls whose codes and scales equal those of the batch of 1024")
+    shown = table("rows per call", "calls", "same codes and scales as 1024 rows at once")
     right = True
     with live(screen.console, shown):
         for size in (1, 3, 32, 500):

@@ -127,7 +127,7 @@ def show(path: Path | None, screen: Screen) -> dict[str, Any]:
     count = sum(p.numel() for p in model.parameters())
     where = f"{torch.get_num_threads()} threads" if screen.device == "cpu" else "CUDA graphs with onepass"
     label = str(path) if path is not None else "random layers, a head that knows four passages"
-    screen.console.print(f"{type(model).__name__} ({label}): {count / 1e6:.0f} M parameters, bfloat16, {where}")
+    screen.console.print(f"{type(model).__name__}: {count / 1e6:.0f} M parameters, bfloat16, {where}\n{label}")
     prompts = passages().ids[:, :PROMPT] if path is None else _random(model)
     runs: list[Run] = []
     errors: dict[str, float] = {}
@@ -158,7 +158,7 @@ def show(path: Path | None, screen: Screen) -> dict[str, Any]:
         _show_text(passages(), expected[BATCHES[0]][0], screen)
     _show_rates(runs, screen)
     for way, error in errors.items():
-        words = f"{way}: logits after the same text within {error:.1%} of the largest, {forced[way]} of {plain.shape[0]} next tokens equal"
+        words = f"{way}: {forced[way]} of {plain.shape[0]} next tokens, logits within {error:.1%} of the largest"
         screen.console.print(Text.assemble(verdict(_close(way, error)), f"  {words}"), soft_wrap=True)
     for way, problem in problems.items():
         screen.console.print(Text.assemble(verdict(False), f"  {way}: {problem}"), soft_wrap=True)

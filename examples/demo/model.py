@@ -325,7 +325,7 @@ def _show_agreement(outcome: Outcome, screen: Screen) -> None:
 
 
 def _show_ops(model: Any, handle: Patched, outcome: Outcome, screen: Screen) -> None:
-    shown = table("op, one token, float32", right=("calls per token", "the model's code", "onepass", "speed-up"))
+    shown = table("op, one token, float32", right=("calls", "model's code", "onepass", "speed-up"))
     with live(screen.console, shown):
         for pair in pairs(model, handle, screen.device):
             slow, fast = screen.seconds(pair.plain, pair.ours)

@@ -49,7 +49,7 @@ class Screen:
             f"This machine is not quiet: other processes have used {self.load.worst:.0%} of its cores. "
             "Times are unreliable, especially torch's, and no speed-up is claimed."
         )
-        self.console.print(Text(text, style="bold yellow"), soft_wrap=True)
+        self.console.print(Text(text, style="bold yellow"))
 
 
 def verdict(right: bool) -> Text:

@@ -30,12 +30,12 @@ call. A call that violates these tables raises `onepass.ContractError` with a me
 the rules for NaN, zero and overflow are specified in [numerics.md](numerics.md).
 
 A caller's tensor for the main result is `out`, and for any other result `<result>_out`, such as `residual_out` and `scale_out`.
-`out_dtype` is the dtype of the main result, `<result>_dtype` that of another, and `format` names codes, groups and scales together. The
-founding ops keep the names of their [reference pages](reference.md), such as `epsilon` and `*_output`.
+`out_dtype` is the dtype of the main result, `<result>_dtype` that of another, and `format` names codes, groups and scales together.
+Ops with a [reference page](reference.md) keep its names, such as `epsilon` and `*_output`.
 
-In `torch.ops.onepass` new arguments come after the others and have defaults, so recorded calls keep running. Pass outputs by name.
+In `torch.ops.onepass`, new arguments are added at the end with defaults, so recorded calls keep working. Pass outputs by name.
 
-The host does not read the values of index tensors, because it would have to wait for the GPU. A RoPE position outside the table is
+The host does not read the values of index tensors, because that would stall the GPU. A RoPE position outside the table is
 clamped to the nearest row, and a token whose page or slot does not exist is not stored. With `ONEPASS_DEBUG=1` in the environment,
 such a call raises `ContractError` instead.
 """
@@ -138,7 +138,8 @@ def _section(op: PublicOp) -> str:
 
 def _checked(op: PublicOp) -> str:
     if not op.cases:
-        return "**Checked by** the cases of the op that it is a form of. Each case runs both forms."
+        base = op.name.removesuffix("_with_scratch")
+        return f"**Checked by** the cases of `{base}`, each of which runs both functions."
     return (
         f"**Checked by** {sum(op.cases.values())} cases: {', '.join(f'{n} {group}' for group, n in op.cases.items())}."
     )

@@ -35,6 +35,8 @@ API: Final = {
     "prologues": ("onepass.prologues", ""),
 }
 """A page for each of these packages, with the names of its ``__all__``."""
+CELL: Final = re.compile(r"<td\b.*?</td>|<h\d [^>]*doc-heading.*?</h\d>", re.DOTALL)
+NAME: Final = re.compile(r"(<code>|doc-object-name[^>]*>)([^<]*)")
 LINK: Final = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 EXAMPLE: Final = re.compile(r"^>>> .*?(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
 PICTURE: Final = re.compile(
@@ -46,7 +48,8 @@ def outside() -> dict[str, str]:
     """Files beyond docs/ that the site has: their paths in the repository, and on the site."""
     tables = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "benchmarks").rglob("*.md")))
     charts = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "benchmarks").glob("*/*.svg")))
-    return NAMED | {path: path for path in (*tables, *charts)}
+    # mkdocs would take a README.md for the page of its section and leave it out of the navigation
+    return NAMED | {path: path.replace("README", "all") for path in (*tables, *charts)}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -66,6 +69,15 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     if here == NAMED["README.md"]:
         page.meta["hide"] = ["navigation", "toc"]
     return converted(text, found.get(here, f"docs/{here}"), here)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let names in tables and headings of the reference break between their words, for narrow screens."""
+
+    def broken(name: re.Match[str]) -> str:
+        return name[1] + re.sub(r"([_/]|\.(?=[A-Za-z_]))(?=.)", r"\1<wbr>", name[2])
+
+    return CELL.sub(lambda cell: NAME.sub(broken, cell[0]), html)
 
 
 def converted(text: str, source: str, site: str) -> str:

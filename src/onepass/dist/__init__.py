@@ -1,7 +1,7 @@
 """RMSNorm over columns that are sharded over ranks, with one small all-reduce of sums of squares.
 
 Tensor parallelism gives rank r the columns q_r [..., Nq_r] and k_r [..., Nk_r] of a projection that the model norms as a
-whole (OLMo-2, MiniMax-M2). All that a rank lacks is one float32 per row and tensor::
+whole (OLMo-2, MiniMax-M2). A rank needs only one more float32 per row and tensor::
 
     s_r     = [sum(q_r^2), sum(k_r^2)]                       float32 [..., 2], in a fixed order
     S       = s_0 + s_1 + ... + s_(W-1)                      one all-reduce: 8 bytes per row
@@ -10,7 +10,7 @@ whole (OLMo-2, MiniMax-M2). All that a rank lacks is one float32 per row and ten
 
 Ranks exchange sums, not means, because shards may differ in width. Where several ranks hold copies of the same k columns
 (fewer kv heads than ranks, ``kv_replicas``), the first of them sends its sum and the others send 0. Adding 0 is exact.
-Sending a share of the sum would not be, because dividing by a number that is not a power of two rounds.
+Sending a share of the sum is not exact, because dividing by a number that is not a power of two rounds.
 
 `plan` determines the column counts, once per group and widths. `qk_rms_norm` does everything; `start_qk_stats` and
 `finish_qk_rms_norm` are its two halves, so that other work can run in between. `rms_norm` is the same for one tensor.

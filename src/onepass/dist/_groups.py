@@ -33,7 +33,7 @@ def resolve(op: str, group: object) -> c10d.ProcessGroup:
 
 
 def group_named(name: str) -> c10d.ProcessGroup:
-    """The group that a plan was made for."""
+    """The group of a plan."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 

@@ -86,7 +86,7 @@ def start_qk_stats(
     waits, not the host. The arguments are those of `qk_rms_norm`.
 
     Returns:
-        The sums under way: ``s_r = [sum(q_r^2), sum(k_r^2)]``.
+        The pending sums: ``s_r = [sum(q_r^2), sum(k_r^2)]``.
 
     >>> import torch, onepass
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -122,7 +122,7 @@ def finish_qk_rms_norm(
 
     Args:
         pending: What `start_qk_stats` returned.
-        gamma_q: As in `qk_rms_norm`, like all that follow.
+        gamma_q: As in `qk_rms_norm`, like all other arguments.
 
     Returns:
         This rank's ``(q_out, k_out)``.
@@ -194,7 +194,7 @@ def qk_rms_norm(
         This rank's ``(q_out, k_out)``.
 
     Raises:
-        RuntimeError: If the collective fails: its own error, with the names of this op and the group. Nothing is written
+        RuntimeError: If the collective fails: its error, prefixed with this op and the group. Nothing is written
             before the sums of all ranks have arrived.
 
     ``ONEPASS_DEBUG=1`` first compares every call across ranks and names the rank that differs.

@@ -97,7 +97,7 @@ def plan(
         nq: This rank's columns of q, or of the only tensor.
         nk: This rank's columns of k; None: for `rms_norm`.
         kv_replicas: r if ranks 0 to r-1 hold the same k columns, ranks r to 2r-1 the next ones, and so on.
-        counts: ``(Nq, Nk)``, the columns of all ranks, copies counted once. With it nothing is sent.
+        counts: ``(Nq, Nk)``, the columns of all ranks, counting copies once. Nothing is then sent.
 
     Returns:
         The plan.

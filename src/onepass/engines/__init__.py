@@ -7,7 +7,7 @@
 - `onepass.engines.kernels`: a layer for Hugging Face ``kernels``.
   `onepass.engines.layers` defines it, and `onepass.engines.fused` one for a norm and an MLP.
 
-Sums have onepass's order, in which each row is bit-identical to running it alone, so results can differ from the
+Sums are added in onepass's order, in which each row is bit-identical to running it alone, so results can differ from the
 originals' in the last bit. Docstrings list all other differences. The libraries themselves need not be installed.
 """
 

@@ -1,4 +1,4 @@
-"""Errors of functions with another library's interface name the function that was called and its own arguments."""
+"""Make errors of functions with another library's interface name that function and its arguments."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A norm and the MLP after it as one layer for transformers' ``KernelConfig``, which fuses modules when a model is loaded::
+"""A norm and the MLP after it as one layer for transformers' ``KernelConfig``, which fuses modules while it loads a model::
 
     norm_and_mlp = (("RMSNorm", "model.layers.*.post_attention_layernorm"), ("MLP", "model.layers.*.mlp"))
     config = KernelConfig({norm_and_mlp: "/path/of/the/repository:RMSNormMLP"}, use_local_kernel=True)
     model = AutoModelForCausalLM.from_pretrained(MODEL, kernel_config=config, device_map="cuda")
 
-transformers finds `RMSNormMLPLayout` by its name and makes one of each pair of modules. `RMSNormMLP` has the forward. Its
-two launches are those of `onepass.nn.MergedLinear` with a norm and of `onepass.nn.Linear`.
+transformers finds `RMSNormMLPLayout` by its name and builds one from each pair of modules. `RMSNormMLP` has the forward: one
+launch of `onepass.nn.MergedLinear` with a norm, and one of `onepass.nn.Linear`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RMSNormMLP(nn.Module):
     has_backward = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Two launches for up to 16 tokens. For more, the modules' own forward, whose products are then faster."""
+        """Two launches for up to 16 tokens; for more, the modules' own forward, which is faster there."""
         layout = cast(RMSNormMLPLayout, self)
         weights = (layout.norm.weight, layout.gate_up_proj.weight, layout.down_proj.weight)
         if not _computes(hidden_states, *cast(tuple[Tensor, ...], weights)):

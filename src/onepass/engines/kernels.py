@@ -6,7 +6,7 @@
     with use_kernel_mapping(mapping(), inherit_mapping=False):
         model = kernelize(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, device="cuda")
 
-This replaces every layer that transformers calls "RMSNorm"; `onepass.engines.layers` says by what.
+This replaces every layer that transformers calls "RMSNorm"; `onepass.engines.layers` has the replacement.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Layers for Hugging Face ``kernels``: `onepass.engines.kernels` maps modules to them, and `tools.hf_kernel` copies them
-into a repository that needs no installed onepass.
+into a repository that works without onepass.
 
-`RMSNorm` replaces every layer that transformers calls "RMSNorm", 136 classes in transformers 5.19. The classes do not all
-compute the same, so its forward looks up what the class of each module computes, as `onepass.patch` does. Where it
-does not know the code, the weight's dtype is not the input's, or there are no kernels for the device, the module's own
-forward runs.
+`RMSNorm` replaces every layer that transformers calls "RMSNorm", 136 classes in transformers 5.19. These classes
+differ, so its forward looks up what the class of each module computes, as `onepass.patch` does. If the code is unknown,
+the weight's dtype is not the input's, or the device has no kernels, it calls the module's own forward.
 
 The layer has no backward: in training mode `kernelize` keeps the modules' own forward.
 """
@@ -33,7 +32,7 @@ class RMSNorm(nn.Module):
     has_backward = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """The bytes of the module's own forward, as far as the order of a sum allows."""
+        """Bit-identical to the module's own forward, except for the order of a sum."""
         form = form_of(type(self))
         weight = cast(Tensor, self.weight)
         if form is None or not _computes(weight, hidden_states):
@@ -44,7 +43,7 @@ class RMSNorm(nn.Module):
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def form_of(cls: type[nn.Module]) -> tuple[Rounding, float, str] | None:
-    """Rounding, offset of the weight and name of the epsilon of a class; None if its code is not known."""
+    """Rounding, offset of the weight and name of the epsilon of a class; None if its code is unknown."""
     if cls not in _forms:
         form = match(cls, Norm).form
         usable = isinstance(form, Norm) and form is not TORCH and not form.flag

@@ -1,7 +1,7 @@
 """onepass in vLLM: a provider of its IR ops, and its RMSNorm layer in batch-invariant mode.
 
 vLLM calls `register` in each of its processes, because onepass has an entry point in the group
-``vllm.general_plugins``. That makes ``onepass`` a provider of ``rms_norm`` and ``fused_add_rms_norm``, to be chosen with::
+``vllm.general_plugins``. That makes ``onepass`` a provider of ``rms_norm`` and ``fused_add_rms_norm``. To use it::
 
     vllm serve MODEL --ir-op-priority.rms_norm=onepass,native --ir-op-priority.fused_add_rms_norm=onepass,native
 
@@ -45,7 +45,7 @@ _log = logging.getLogger("vllm.plugins.onepass")
 def register() -> str:
     """Make onepass a provider in this process. Returns one line that says what was done, or why nothing was.
 
-    A call that finds onepass registered changes nothing. If vLLM is absent, too old or too new, it keeps its own
+    A second call changes nothing. If vLLM is absent, too old or too new, it keeps its own
     implementations, and the line is logged as a warning.
     """
     try:

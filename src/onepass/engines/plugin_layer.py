@@ -6,7 +6,7 @@ residual as its CUDA kernel does::
     without a residual   y = round((x * rs) * weight)
     with one             h = round(x + residual);  y = round((h * rs) * weight),  rs from the rounded h
 
-Here too each row is bit-identical to running it alone. Everything else is vLLM's class.
+Each row is bit-identical to running it alone, here too. Everything else is inherited from vLLM's class.
 """
 
 from __future__ import annotations

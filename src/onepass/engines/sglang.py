@@ -57,6 +57,6 @@ def fused_inplace_qknorm(
 def dsv3_fused_a_gemm(mat_a: Tensor, mat_b: Tensor, output: Tensor | None = None) -> Tensor:
     """``mat_a`` [tokens, K] times ``mat_b`` [K, N], which is the transposed weight; rounded once.
 
-    Any number of tokens and any sizes, bfloat16, float16 or float32. A row's bytes do not depend on its batch.
+    Any number of tokens and any sizes, bfloat16, float16 or float32. Each row is bit-identical to running it alone.
     """
     return linear(mat_a, weight_of("dsv3_fused_a_gemm", mat_b), out=output)

@@ -1,4 +1,4 @@
-"""Weights of other modules and of state dicts, as `Linear` stores them."""
+"""Convert the weights of other modules and state dicts to those of `Linear`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Taken(NamedTuple):
         return self.weight.dtype if self.scheme is None else None if self.bias is None else self.bias.dtype
 
     def quantized(self, owner: str, scheme: Scheme | None) -> Taken:
-        """The same layer in this scheme. None keeps its own."""
+        """The same layer in this scheme; None keeps its own."""
         if scheme is None or scheme == self.scheme:
             return self
         if self.scheme is not None:
@@ -43,7 +43,7 @@ class Taken(NamedTuple):
 
     @property
     def traits(self) -> Iterator[tuple[str, object]]:
-        """What layers must have in common to be merged."""
+        """What layers must share to be merged."""
         yield "number of columns", self.weight.shape[1]
         yield "scheme", self.scheme
         yield "dtype", short(self.weight.dtype)

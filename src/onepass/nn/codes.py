@@ -13,11 +13,11 @@ INTEGERS: Final = {1: torch.uint8, 4: torch.int32}
 
 
 class CodesModule(nn.Module):
-    """A module that ``to(dtype)``, ``half()`` and the like do not damage.
+    """A module whose codes survive ``to(dtype)``, ``half()`` and the like.
 
-    They convert every floating parameter, and fp8 codes and scales count as floating. Here ``weight`` and
-    ``weight_scale`` keep their dtypes, and only move, as long as there is a ``weight_scale``. Pickles have them as integers:
-    torch cannot read pickled tensors of 8-bit floats.
+    These convert every floating-point parameter, which includes fp8 codes and scales. Here ``weight`` and
+    ``weight_scale`` keep their dtypes and only move, as long as there is a ``weight_scale``. Pickles store them as integers,
+    because torch cannot read pickled tensors of 8-bit floats.
     """
 
     def __getstate__(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Linear(_Layer):
     another dtype leaves codes and scales alone. Such a layer loads its own state dict, quantizes a float ``weight`` without
     scales, and loads codes with scales called ``weight_scale``, ``weight_scale_inv`` (DeepSeek-V3, Hugging Face) or
     ``scale`` (DeepSeek's own layout): per row also [N, 1], of any float dtype. Scales per block may be float32 or
-    float8_e8m0fnu in either of the two schemes. "fp8_block_ue8m0" refuses float32 scales that are not powers of two, which
+    float8_e8m0fnu in either of the two schemes. "fp8_block_ue8m0" rejects float32 scales that are not powers of two, which
     some layers of DeepSeek-V3.1 have.
 
     Args:
@@ -309,8 +309,8 @@ class MergedLinear(_Layer):
             linears: Layers with the same input.
             scheme: Scheme in which to quantize each layer first. None: their own.
             share: Whether to move the parameters of the layers into the memory of the merged ones. The layers then work as
-                before and take no memory of their own, and what is loaded into them is loaded here. Parameters stay the same
-                objects. Each has a storage of its own over its rows, so it is saved and copied like any other. Nothing is
+            before without memory of their own, and weights loaded into them are loaded here too. Parameters stay the same
+            objects. Each has its own storage over its rows, so it is saved and copied like any other. Nothing is
                 shared with float layers that a scheme quantizes.
             activation: As in `MergedLinear`.
             rounding: As in `linear`.
@@ -319,7 +319,7 @@ class MergedLinear(_Layer):
             The merged layer, in the mode (training or not) of the first.
 
         Moving or converting either side ends the sharing: the moved side is a copy. So move and convert the model first, then
-        merge, or merge again. A ``copy.deepcopy`` of both copies both. If the merged layer is made a submodule, the model's
+        merge, or merge again. A ``copy.deepcopy`` of both copies both. If the merged layer becomes a submodule, the model's
         state dict gains its keys.
         """
         owner = cls.__name__

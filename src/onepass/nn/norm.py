@@ -1,4 +1,4 @@
-"""`RMSNorm` and `QKNorm`, and what other modules check in the same way."""
+"""`RMSNorm`, `QKNorm`, and checks shared with the other modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gamma_of(weight: Tensor) -> Tensor:
 
 
 def own(module: nn.Module, name: str, x: object) -> Any:
-    """A module's parameter, and not the stand-in for it that torch.fx gives while x is one too."""
+    """A module's parameter, not the proxy that torch.fx returns for it while x is a proxy too."""
     return getattr(module, name) if isinstance(x, Tensor) else module._parameters[name]
 
 

@@ -218,15 +218,15 @@ def generate(
     Pass it to transformers: ``model.generate(**inputs, max_new_tokens=64, custom_generate=onepass.models.generate)``.
 
     The prompt runs as usual. Then one decode step is recorded in a CUDA graph: the model with a static cache, the choice of
-    the token and the next position. The step is replayed for every token, and the host does not wait for it: it looks at
-    the tokens every few steps, and drops those behind the end. The step and its cache are kept for the next call with the
-    same batch and a similar length. On a CPU the step is called.
+    the token and the next position. The step is replayed for every token, and the host does not wait for it: it reads
+    the tokens every few steps, and drops those after the end. The step and its cache are kept for the next call with the
+    same batch size and a similar length. On a CPU the step is called, not recorded.
 
     It supports greedy choice, temperature, top-k and top-p, attention masks of prompts padded on the left, streamers,
     ``max_new_tokens`` and ``max_length``, and several end-of-sequence ids.
 
     Args:
-        model: The model, which transformers passes, as it passes the next four.
+        model: The model. transformers passes this and the next four arguments.
         input_ids: Prompts [batch, tokens].
         logits_processor: As in transformers.
         stopping_criteria: As in transformers.
@@ -240,7 +240,7 @@ def generate(
         Prompts and new tokens, [batch, all tokens].
 
     Raises:
-        ContractError: For anything that is not listed above, which it names.
+        ContractError: For anything that is not listed above; the message names it.
         Unsupported: If a step of the model cannot be recorded.
 
     >>> import torch, transformers, onepass

@@ -1,4 +1,4 @@
-"""What a call of `generate` asks for, checked: everything that the recorded step cannot do is refused by its name."""
+"""What a call of `generate` asks for, checked: anything that the recorded step cannot do raises an error that names it."""
 
 from __future__ import annotations
 

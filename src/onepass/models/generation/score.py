@@ -18,12 +18,12 @@ def score(model: nn.Module, ids: Tensor, attention_mask: Tensor | None = None) -
     """The log-probability of each next token, [batch, tokens - 1] in float32: entry t is that of ``ids[:, t + 1]``.
 
     The model runs once, over whole sequences. ``attention_mask``, [batch, tokens], is 1 where a token counts, and sequences may be
-    padded on either side. Positions are counted from a sequence's first token. The entries of padding, and that
-    of a sequence's first token behind padding, are 0.
+    padded on either side. Positions are counted from a sequence's first token. Entries of padding and of
+    a sequence's first token after padding are 0.
 
-    On a CPU, after ``onepass.patch(model, decode=True, batch_invariant=True)``, the logits have the same bytes as in greedy steps and
-    samples of `generate`, in whatever batch the tokens were made. So have the scores, compared with
-    ``log_softmax(logits.float(), -1)`` of those steps. docs/numerics.md says what is not covered.
+    On a CPU, after ``onepass.patch(model, decode=True, batch_invariant=True)``, the logits are bit-identical to those of the steps of
+    `generate`, greedy or sampled, whatever the batch in which the tokens were generated. The scores are bit-identical to
+    ``log_softmax(logits.float(), -1)`` of those steps. docs/numerics.md lists what is not covered.
 
     >>> import onepass, torch, transformers
     >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1)

@@ -1,7 +1,7 @@
 """The forms of norms, decoder layers, attentions and MLPs that `onepass.patch` can replace, and `register`.
 
-A form says how a forward computes. It is found by the forward's fingerprint (`code.py`), so a row is
-about code, not about a model: all classes with this code are replaced, in any model and release. If
+A form states what a forward computes. It is looked up by the forward's fingerprint (`code.py`), so a row
+describes code, not a model: all classes with this code are replaced, in any model and release. If
 a form cannot express a difference, add a field, never a per-model function.
 """
 
@@ -44,7 +44,7 @@ class Norm:
     Args:
         rounding: "hf" or "once".
         weight_offset: Added to the weight in float32.
-        eps: The attribute that is the epsilon.
+        eps: The attribute that holds the epsilon.
         flag: If set, the form applies only to norms whose attribute of this name is True.
     """
 
@@ -61,7 +61,7 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherNorm:
-    """A norm that is fused with no addition and no attention: gated, in groups, without a weight, or LayerNorm.
+    """A norm that is not fused with an addition or an attention: gated, in groups, without a weight, or LayerNorm.
 
     A gate is applied after the norm or before it::
 
@@ -75,14 +75,14 @@ class OtherNorm:
         statistic: "rms" or "layer".
         weighted: Whether there is a weight. Without groups it may be [H, N]: heads x [..., H, N] then have a weight each.
         gate: What the activated second argument multiplies: the norm ("after"), x ("before"), or nothing ("").
-        gates_norm: The attribute that decides this: True means "after".
+        gates_norm: The attribute that decides between the two: True means "after".
         activation: The attribute that names the activation, "silu" or "sigmoid"; "" means silu.
-        groups: The attribute that is the number of groups of columns that are normed separately.
-        group_size: The attribute that is the number of columns of a group. If its value is None there are no groups.
+        groups: The attribute that holds the number of groups of columns that are normed separately.
+        group_size: The attribute that holds the number of columns per group. If its value is None, there are no groups.
         squeezes: Whether a batch of single tokens [B, 1, N] is returned as [B, N].
         weight_offset: Added to the weight in float32.
         same_dtype: Whether the model's own forward runs where the dtypes of x and weight differ.
-        eps: The attribute that is the epsilon.
+        eps: The attribute that holds the epsilon.
     """
 
     called: ClassVar[frozenset[str]] = frozenset()
@@ -159,7 +159,7 @@ class Attention:
         per_head: Whether the norms see heads or whole projections.
         window: Whether ``sliding_window`` is passed to the attention function.
         cache_position: Whether cos, sin and cache_position are passed to the cache, as in transformers 4.57.
-        gated: Whether the projection of a query head is followed by that of a gate, whose sigmoid multiplies the head's output.
+        gated: Whether each query head's projection is followed by a gate's, whose sigmoid multiplies the head's output.
         flag: If set, the form applies only to attentions whose attribute of this name is True.
     """
 
@@ -447,7 +447,7 @@ def match(cls: type[nn.Module], kind: type[Form]) -> Match:
 
 
 def rotation_of(module: object) -> Rotation | None:
-    """The rotation of a Python module's ``apply_rotary_pos_emb``; None if it is another one."""
+    """The rotation of a Python module's ``apply_rotary_pos_emb``; None if it is unknown."""
     try:
         return ROTATIONS.get(fingerprint_of(getattr(module, "apply_rotary_pos_emb", None)))
     except NotComparable:
@@ -478,7 +478,7 @@ def angles_of(module: nn.Module) -> Angles | str | None:
 def register(cls: type[nn.Module], form: Form) -> None:
     """Let `onepass.patch` replace a class, and all other classes whose forward does the same.
 
-    It is a promise that `patch` cannot check, so compare the outputs once.
+    `patch` cannot check that this is true, so compare the outputs once.
 
     Args:
         cls: The class of the module.

@@ -93,25 +93,25 @@ def patch(
             Otherwise `patch` only issues a `NothingPatchedWarning` if it replaced nothing.
         decode: Also replace projections. For up to 16 tokens a decoder layer is then a chain of calls of `linear`, each with
             the norm before it and the activation or the residual after it. Weights with the same input are merged once, and
-            the model's parameters then lie in the merged memory.
+            the model's parameters become views of the merged ones.
         batch_invariant: With ``decode``, use that chain for any number of tokens, and replace every other
-            `torch.nn.Linear`, so that a token's result does not depend on what else is computed. On a CPU attention then
-            sums the keys that a query sees and no others, in prompts and steps alike. On a GPU attention to a cache calls a
-            kernel of torch that does not split the context, where there is one.
+            `torch.nn.Linear`, so that a token's result does not depend on the batch. On a CPU, attention then sums
+            only the keys that a query sees, in prompts and in steps. On a GPU, attention that onepass's kernel does not
+            cover uses a torch kernel that does not split the context, where there is one.
         weights: With ``decode``, "fp8" quantizes the projections of layers, with a scale per row, and uses them for any number
-            of tokens. Weights of the model that change are quantized again.
+            of tokens. If the model's weights change, they are quantized again.
         keep_weights: False frees the model's own weights as they are quantized. State dicts and ``undo`` then have the
-            values that the codes stand for, in the model's dtype.
+            dequantized values, in the model's dtype.
 
     Returns:
         A handle, also a context manager. ``print(handle)`` shows what was replaced, what was left, and why.
 
     Raises:
-        ContractError: With ``strict``, and for arguments that do not go together.
+        ContractError: With ``strict``, and for arguments that exclude each other.
 
     Rounding:
         "hf" rounds where the model's own modules do: 16-bit results are the model's, except that float32 sums are added in
-        another order. "once" rounds each kernel's result once, which allows more fusion: additions in families whose norms
+        a different order. "once" rounds each kernel's result once, which allows more fusion: additions in families whose norms
         round once, and MLA's down projections with their norms.
 
     >>> import torch, onepass

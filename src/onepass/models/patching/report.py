@@ -56,8 +56,8 @@ class Patched:
         rounding: "hf" or "once".
         replaced: Every module and addition that `patch` replaced.
         left: Every module and addition that it considered and left.
-        fp8: The modules whose projections have 8-bit weights, with the names of these.
-        keep_weights: Whether the model kept the weights that were quantized.
+        fp8: The modules whose projections have 8-bit weights, and the names of these projections.
+        keep_weights: Whether the model keeps its own weights next to the codes.
 
     >>> import torch, onepass
     >>> handle = onepass.patch(torch.nn.Sequential(torch.nn.RMSNorm(8)))
@@ -106,8 +106,8 @@ class Patched:
     def refresh(self) -> None:
         """Quantize the weights of ``weights="fp8"`` again, and merge again those that were replaced.
 
-        Calls of the model notice changed weights themselves, except compiled calls and replays of a CUDA graph. New codes are
-        written over the old ones, so both use them from then on.
+        Calls of the model notice changed weights themselves, except compiled calls and replays of a CUDA graph. The new codes
+        overwrite the old ones, so compiled calls and replays use them too.
         """
         for _, module, _ in self._bound.values():
             for projection in projections_of(module):
@@ -116,7 +116,7 @@ class Patched:
     def undo(self) -> None:
         """Restore every module's own forward, and the memory of merged weights. A second call does nothing.
 
-        Weights that were freed (``keep_weights=False``) get the values that their codes stand for.
+        Weights that were freed (``keep_weights=False``) get the dequantized values.
 
         Raises:
             ContractError: If other code replaced a module's forward after `patch`. All others are restored.
@@ -176,7 +176,7 @@ class Patched:
         return "\n".join(lines)
 
     def left_norms(self) -> list[Change]:
-        """The norms that were left and may be RMSNorms: not torch's norms of other kinds.
+        """The norms that were left and may be RMSNorms; torch's other norms are not listed.
 
         Returns:
             These entries of ``left``.

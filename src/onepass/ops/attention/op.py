@@ -2,13 +2,13 @@
 
 With the queries q of one token, and the keys k and values v of its context::
 
-    s   = scale * (q . k) + mask             float32; an entry whose mask is -inf does not count
+    s   = scale * (q . k) + mask             float32; a mask of -inf excludes an entry
     p   = round(exp(s - max(s)))             to v's dtype
-    out = round(sum(p * v) / sum(p))         sums in float32; 0 where no entry counts
+    out = round(sum(p * v) / sum(p))         sums in float32; 0 if all entries are excluded
 
 Each split of `SPLIT` entries is summed by itself, relative to its own largest score. Then splits are added from the first
-to the last. A mask of zeros, a longer cache whose further entries do not count, other sequences and other tokens of a step
-do not change a token's bits. Keys and values of entries that do not count must be finite, as for torch's attention.
+to the last. A mask of zeros, a longer cache whose further entries are excluded, other sequences and other tokens of a step
+do not change a token's bits. Keys and values of excluded entries must be finite, as for torch's attention.
 Only GPUs have the kernel.
 """
 
@@ -59,14 +59,14 @@ def mask_fits(q: Tensor, context: int, mask: Tensor | None) -> bool:
 
 
 def aligned(t: Tensor) -> bool:
-    """Whether rows of the last dimension can be loaded 16 bytes at a time. A compiler does not know addresses."""
+    """Whether rows of the last dimension can be loaded 16 bytes at a time. While compiling, addresses are unknown."""
     if t.stride(-1) != 1 or any(step * t.element_size() % ALIGNED for step in steps(t)):
         return False
     return torch.compiler.is_compiling() or t.data_ptr() % ALIGNED == 0
 
 
 def steps(t: Tensor) -> tuple[int, ...]:
-    """The strides of all dimensions but the last. That of a single element means nothing, and is 0 here."""
+    """The strides of all dimensions but the last. The stride of a dimension of one element means nothing, and is 0 here."""
     return tuple([0 if size == 1 else step for size, step in zip(t.shape[:-1], t.stride()[:-1], strict=True)])
 
 

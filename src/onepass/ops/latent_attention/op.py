@@ -3,13 +3,13 @@
 An entry of the context has a latent c, which is also its value, and a rotated key r. With the two queries of one token and
 head, q and q_rot::
 
-    s   = scale * (q . c + q_rot . r) + mask   float32; an entry whose mask is -inf does not count
+    s   = scale * (q . c + q_rot . r) + mask   float32; a mask of -inf excludes an entry
     p   = round(exp(s - max(s)))               to the latents' dtype
-    out = round(sum(p * c) / sum(p))           sums in float32; 0 where no entry counts
+    out = round(sum(p * c) / sum(p))           sums in float32; 0 if all entries are excluded
 
 Both products of a score are cut into `PIECES` pieces of columns, which are added from the first to the last. The context
-is summed in splits, as in `ops.attention`, and the same holds for masks, longer caches and other tokens. Only GPUs have the
-kernel.
+is summed in splits, as in `ops.attention`, and masks, longer caches and other tokens matter as little as there. Only GPUs
+have the kernel.
 """
 
 from __future__ import annotations

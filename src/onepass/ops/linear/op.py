@@ -126,10 +126,10 @@ def linear(
         activation: "silu_mul", "gelu_tanh_mul" or "gelu_mul": the activation of the first half of y times the second half.
         add: [..., I], without an activation [..., N], in x's dtype or float32.
         rounding: "once" or "hf", see below.
-        out_dtype: Dtype of y: x's, which None means, or float32.
+        out_dtype: Dtype of y: None (x's) or float32.
         static_weight: Lets a GPU (Hopper and later) read 16-bit and 8-bit weights and their scales, for up to 16 rows, before
-            the preceding kernel has ended. Set it if no onepass call, and no other kernel with programmatic launch, writes
-            them right before: for the weights of a model. float32 weights are always read this way. Results are the same.
+            the preceding kernel has ended. Set it for weights that no onepass call, and no other kernel with programmatic
+            launch, writes right before, such as a model's. float32 weights are always read this way. Results are the same.
         out: Receives y; may be ``add`` itself.
         residual_out: Receives h; may be the residual itself.
 

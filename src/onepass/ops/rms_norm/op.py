@@ -54,7 +54,7 @@ __all__ = [
 
 
 def either_gamma(gamma: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The contract's two arguments for the public functions' ``gamma``: that of heads has two dimensions."""
+    """The contract's two arguments for the public functions' ``gamma``; the one for heads has two dimensions."""
     return (None, gamma) if isinstance(gamma, Tensor) and gamma.dim() == 2 else (gamma, None)
 
 
@@ -68,7 +68,7 @@ def prologue_key(contract: Contract, prologue: object) -> str:
 
 
 def quantized_results(op: Op, arguments: tuple[Any, ...], static_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """The results of a quantizing call: codes, scale, and those of new residual, norm and rstd that there are."""
+    """The results of a quantizing call: codes, scale, then new residual, norm and rstd, if requested."""
     results = None if is_compiling() else op.repeat(*arguments)
     codes, scale, new_residual, norm, rstd = results or cast(tuple[Any, ...], op(*arguments))
     if static_scale is not None:
@@ -442,8 +442,8 @@ def rms_norm_fused_quant(
 
     Rounding:
         As in `rms_norm_fused_fp8`. "stored" quantizes the norm as `rms_norm` stores it, rounded once to x's dtype.
-        A row with NaN or infinity has a NaN scale. Its codes are NaN, or 0 in int8 and e2m1, which have no NaN; times a
-        NaN scale that is NaN again. int8 with ``static_scale`` stores such a row as zeros.
+        A row with NaN or infinity has a NaN scale. Its codes are NaN, or 0 in int8 and e2m1, which have no NaN; times the
+        NaN scale they are NaN again. int8 with ``static_scale`` stores such a row as zeros.
 
     >>> import torch, onepass
     >>> q, scale = onepass.rms_norm_fused_quant(torch.tensor([[3.0, -4.0]]), torch.ones(2), eps=0.0, format="int8")
@@ -547,7 +547,7 @@ def layer_norm(
 
     Args:
         x: [..., N], bfloat16, float16 or float32. The last dimension is contiguous, all others may have any stride.
-        gamma: Weight [N] of any float dtype, or [H, N] with a weight for each head of x [..., H, N]. None: no product.
+        gamma: Weight [N] of any float dtype, or [H, N] with a weight for each head of x [..., H, N]. None: 1.
         bias: [N] of any float dtype, added to the product.
         eps: Added to the mean of squares.
         weight_offset: Added to gamma in float32.

@@ -1,1 +1,1 @@
-"""Attention on a CPU whose bytes depend on a query and the keys that it sees, for prompts and steps."""
+"""Attention on a CPU, for prompts and steps. Its results depend only on a query and the keys that it sees."""

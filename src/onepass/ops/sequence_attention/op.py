@@ -1,14 +1,14 @@
 """The attention of a CPU for `onepass.patch` with ``batch_invariant=True``: prompts, chunks of prompts and decode steps.
 
-A query q sees keys and values in an order: those that its mask allows, counted from the first. Nothing else is read::
+A query q sees the keys and values that its mask allows, in order. Nothing else is read::
 
     s   = scale * (q . k) + mask             float32; with a soft cap: cap * tanh(scale * (q . k) / cap) + mask
     p   = exp(s - max(s))                    float32
     out = round(sum(p * v) / sum(p))         sums in float32; 0 where no key is seen
 
-Both sums are made of splits of `SPLIT` keys that the query sees, added from the first to the last. So the bytes depend on
-the query and on these keys and values. Padding on either side, other sequences, other queries, the length and kind of a
-cache, and the number of threads change nothing.
+Both sums are made of splits of `SPLIT` keys that the query sees, added from the first to the last. So the bits depend
+only on the query and on these keys and values. Padding on either side, other sequences, other queries, the length and kind
+of a cache, and the number of threads change nothing.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def attend_sequence(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     """Attention [batch, tokens, heads, values] of queries [batch, heads, tokens, columns], in one launch.
 
     ``k`` is [batch, heads of keys, context, columns], and ``v`` has as many heads and entries. ``mask``, [batch or 1, 1, tokens,
-    context], is boolean, or added to scores: -inf, or the smallest number of its dtype, hides a key. Without one a single
-    token sees all keys, and token t of several the first t + 1. ``softcap`` is 0 for none. `attends_sequence` tells
-    what is possible. The module says what is computed.
+    context], is boolean, or added to scores: -inf, or the smallest number of its dtype, hides a key. Without a mask a single
+    token sees all keys, and token t of several sees the first t + 1. ``softcap`` is 0 for none. `attends_sequence` tells
+    what is supported. The module's docstring has the equation.
     """
     if torch.compiler.is_compiling():
         made: Tensor = torch.ops.onepass.attend_sequence.default(q, k, v, mask, scale, softcap)
