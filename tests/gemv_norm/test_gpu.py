@@ -223,7 +223,9 @@ def test_configurations_are_valid(kind: tuple[Any, Any, WeightScale]) -> None:
                 assert long == (chunks * gemv_norm_config.CHUNK < width)
                 assert chunks == gemv_norm_config.MOST_CHUNKS or not long
             counts = [-(-width // wide) * norm.split * -(-m // stream.rows) for width in widths]
-            assert norm.shared == (m > 1 and all(m <= count <= arrivals.ARRIVED.value for count in counts))
+            assert norm.shared == (
+                m > 1 and len(widths) > 0 and all(m <= count <= arrivals.ARRIVED.value for count in counts)
+            )
             if m <= MAX_ROWS:
                 for other_scale, other_place in itertools.product(scales, (True, False)):
                     other, _ = gemv_config(act, weight, other_scale, m, n, k, widths, other_place, records.H200)

@@ -92,7 +92,7 @@ def gemv_config(
     longs = tuple(width > MOST_CHUNKS * CHUNK for width in widths)
     split = tile.split if isinstance(tile, FragmentTile) else 1
     counts = [-(-width // (tile.columns * split)) * split * -(-m // tile.rows) for width in widths]
-    shared = m > 1 and all(m <= count <= MOST_COUNTED for count in counts)
+    shared = m > 1 and len(counts) > 0 and all(m <= count <= MOST_COUNTED for count in counts)
     return GemvConfig(tile, NormTile(split, shared, side, tuple(-(-chunk // side) for chunk in chunks), longs))
 
 
