@@ -102,6 +102,7 @@ SPILLING = {
     "rms_norm_row x=bf16 gamma=bf16 per row gate=bf16 norm 16x128-/2w/v8u levels=3": 96,
     **{_LONG.format(scale): 8 for scale in ("ue8m0:f32", "f16", "f32")},
     "linear x=bf16 weight=e4m3fn scale=row add=bf16 even decoded 256x128x64/8w/s4g8m p4": 56,
+    "gemv act=bf16 weight=e4m3fn scale=row plain even 16x32/16w/dot/v16/7 d2a1p0": 72,
     "linear x=bf16 weight=e4m3fn scale=block silu_mul hf even cube 64x16x128/4w/s2g8ls p4": 8,
     **{f"attention x={x} mask=none columns={n} splits": 8 for x in ("bf16", "f16") for n in (80, 96)},
     **{f"latent_attention x={x} mask=many columns=512+64": 8 for x in ("bf16", "f16")},
