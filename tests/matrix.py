@@ -1,4 +1,4 @@
-"""The matrix: every case of every op. `onepass check` has few of them (`onepass.testing.runner`)."""
+"""The matrix: every case of every op. `onepass check` makes few calls (`onepass.testing.runner`)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from onepass.testing.case import Check
-from onepass.testing.runner import among
 from tests.attention import cases as attention
 from tests.gemv_norm import cases as gemv_norm
 from tests.head_product import cases as head_product
 from tests.latent_attention import cases as latent_attention
 from tests.linear import cases as linear
 from tests.mla_cache import cases as mla_cache
+from tests.oracle.runner import among
 from tests.qk_cache import cases as qk_cache
 from tests.qk_norm import cases as qk_norm
 from tests.rms_norm import cases as rms_norm

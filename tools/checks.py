@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onepass.testing.case import Check
-from onepass.testing.runner import DEVICES, Result, matches, run_cases
+from onepass.testing.runner import DEVICES, Result, matches
 from tests.matrix import select
+from tests.oracle.runner import run_cases
 from tools import compact
 from tools.evidence import families, proof
 from tools.promises.run import run_promises, run_promises_in_groups, serve

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS
-from onepass.testing import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
+from onepass.testing import gemv_norm
 from onepass.testing.case import Case, same_bytes
-from onepass.testing.mla_cache import MlaCase
-from onepass.testing.qk_cache import QkCacheCase
-from onepass.testing.qk_norm import QkCase, Turn
+from tests.linear import checks as linear
+from tests.mla_cache import checks as mla_cache
+from tests.mla_cache.checks import MlaCase
+from tests.qk_cache import checks as qk_cache
+from tests.qk_cache.checks import QkCacheCase
+from tests.qk_norm import checks as qk_norm
+from tests.qk_norm.checks import QkCase, Turn
+from tests.rms_norm import checks as rms_norm
 
 Promise = Callable[[], str | None]
 THREADS: Final = 8

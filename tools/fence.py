@@ -23,11 +23,16 @@ from torch import Tensor
 
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
 from onepass.ops.rms_norm.cpu import scratch
-from onepass.testing import gemv_norm, linear, mla_cache, qk_cache, qk_norm, rms_norm
+from onepass.testing import gemv_norm
 from onepass.testing.case import Check, same_bytes
-from onepass.testing.runner import MODULES
 from onepass.trace import GmemTrace, NullTrace
+from tests.linear import checks as linear
 from tests.matrix import select
+from tests.mla_cache import checks as mla_cache
+from tests.oracle.runner import MODULES
+from tests.qk_cache import checks as qk_cache
+from tests.qk_norm import checks as qk_norm
+from tests.rms_norm import checks as rms_norm
 
 Edge = Literal["end", "start", "odd"]
 PAGE: Final = mmap.PAGESIZE

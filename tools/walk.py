@@ -27,7 +27,7 @@ from tools import compact
 
 ROOT: Final = Path(__file__).parents[1]
 LONGEST: Final = 60
-"""Lines that a function outside of kernels may have."""
+"""Lines of code that a function outside of kernels may have."""
 FOLDERS: Final = 4
 """A name that occurs in this many folders belongs to an op, if ops have no folders."""
 LATER: Final = 6
@@ -226,28 +226,39 @@ def op_files(package: Path) -> dict[str, list[str]]:
     return files
 
 
-def long_functions(package: Path) -> dict[str, int]:
-    """The lines, without docstrings, of functions with more than `LONGEST`, outside of kernels and of their files."""
-    heights = {}
-    for file in python_files(package):
-        if "kernel" in file.stem:
+def long_functions(folder: Path) -> dict[str, int]:
+    """The lines of code of functions with more than `LONGEST`, outside of kernels and of their files."""
+    lengths = {}
+    for file in python_files(folder):
+        if file.stem.endswith(("_kernel", "_kernels")):
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
-                lines = _height(node)
-                if ast.get_docstring(node) is not None:
-                    lines -= _height(node.body[0])
-                if lines > LONGEST:
-                    heights[f"{file.relative_to(package)}:{node.name}"] = lines
-    return heights
+        source = file.read_text()
+        for name, function in _functions(ast.parse(source)):
+            if (lines := code_lines(function, source.splitlines())) > LONGEST:
+                lengths[f"{file.relative_to(folder)}:{name}"] = lines
+    return lengths
 
 
-def _height(node: ast.stmt) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno + 1
+def _functions(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """All functions with their qualified names, without jitted ones."""
+    for child in ast.iter_child_nodes(node):
+        name = scope
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = f"{scope}.{child.name}".lstrip(".")
+            if any("jit" in ast.unparse(decorator).split(".") for decorator in child.decorator_list):
+                continue
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield name, child
+        yield from _functions(child, name)
 
 
-def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, source: list[str]) -> int:
+    """Lines of the body without its docstring, comments and empty lines."""
+    body = function.body[ast.get_docstring(function) is not None :]
+    if not body:
+        return 0
+    lines = (line.strip() for line in source[body[0].lineno - 1 : function.end_lineno])
+    return sum(bool(line) and not line.startswith("#") for line in lines)
 
 
 def json_lines(root: Path) -> int:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.core.contract import moved_bytes
 from onepass.formats import E4M3FN
 from onepass.ops.mla_cache.launch import MAX_HEADS
 
-from .workload import EPS, Family, Workload, metas, normed, randoms
+from .workload import EPS, Family, Workload, metas, moved_bytes, normed, randoms
 from .workload import Problem as Contest
 
 OP = "fused_rope_rmsnorm_quantization"

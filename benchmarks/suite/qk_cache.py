@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.core.contract import moved_bytes
 from onepass.formats import E4M3FN
 from onepass.ops.qk_cache.launch import MAX_HEAD, MAX_HEADS
 
 from .mla_cache import entries, put
-from .workload import EPS, Family, Workload, metas, normed, randoms
+from .workload import EPS, Family, Workload, metas, moved_bytes, normed, randoms
 from .workload import Problem as Contest
 
 OP: Final = "qk_norm_rope_cache"

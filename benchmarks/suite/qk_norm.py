@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.core.contract import moved_bytes
 
-from .workload import EPS, Family, Problem, Stream, Workload, metas, randoms
+from .workload import EPS, Family, Problem, Stream, Workload, metas, moved_bytes, randoms
 
 SUMS, MEANS, APPLY, FUSED = "row_sum_of_squares_qk", "row_mean_of_squares_qk", "apply_qk_rms_norm", "qk_rms_norm"
 STATISTICS = (SUMS, MEANS)

@@ -8,10 +8,23 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.core.contract import moved_bytes
 from onepass.formats import E4M3FN
 
-from .workload import EPS, GROUP, Call, Family, Problem, Stream, Workload, grouped, metas, normed, quantized, randoms
+from .workload import (
+    EPS,
+    GROUP,
+    Call,
+    Family,
+    Problem,
+    Stream,
+    Workload,
+    grouped,
+    metas,
+    moved_bytes,
+    normed,
+    quantized,
+    randoms,
+)
 
 _MODEL = tuple((m, 7168) for m in (1, 32, 128, 1024, 4096, 16384))
 _CPU = (*((m, 4096) for m in (1, 16, 256, 4096)), (4096, 7168))

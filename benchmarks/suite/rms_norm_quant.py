@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import onepass
-from onepass.core.contract import moved_bytes
 from onepass.formats import E2M1, E4M3FN, QUANT_FORMATS
 
-from .workload import EPS, Family, Problem, Workload, metas, normed, randoms
+from .workload import EPS, Family, Problem, Workload, metas, moved_bytes, normed, randoms
 
 OP, GATED = "rms_norm_fused_quant", "rms_norm, gated"
 _ON_GPU, _ON_CPU = tuple((m, 7168) for m in (1, 4096, 16384)), ((1, 4096), (256, 4096))

@@ -135,3 +135,8 @@ def grouped(y: Tensor) -> tuple[Tensor, Tensor]:
     """fp8 codes and one scale per `GROUP` columns."""
     codes, scale = quantized(y.unflatten(-1, (-1, GROUP)))
     return codes.flatten(-2), scale.squeeze(-1)
+
+
+def moved_bytes(tensors: Sequence[Tensor | None]) -> int:
+    """Bytes that an ideal kernel moves: every input is read once and every output written once."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

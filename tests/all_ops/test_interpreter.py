@@ -20,9 +20,9 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from onepass.testing.case import Check
-from onepass.testing.interpreter import _equal_types_accepted, _types_kept, interpreting, quick_interpreter
 from tests import matrix
 from tests.helpers.interpreting import interpret
+from tests.oracle.interpreter import _equal_types_accepted, _types_kept, interpreting, quick_interpreter
 
 LEFT_OUT = {
     "gemv_and_partial_norm": {
@@ -61,7 +61,7 @@ INTERPRETED = {
 """Ops whose cases test_rms_norm.py interprets, all of them, and their least number."""
 PROGRAM = """
 import json, sys
-from onepass.testing.runner import run_cases
+from tests.oracle.runner import run_cases
 from tests.matrix import select
 cases = select(device="interpreter")
 chosen = [cases[index] for index in json.loads(sys.argv[1])]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from onepass.ops.attention.launch import SPLIT
-from onepass.testing.attention import BF16, F16, AttentionCase
+from tests.attention.checks import BF16, F16, AttentionCase
 from tests.grid import grid
 
 

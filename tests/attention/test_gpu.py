@@ -15,9 +15,9 @@ from onepass.gpu.compile import compile_build
 from onepass.ops.attention import reference
 from onepass.ops.attention.launch import SPLIT, AttentionCall
 from onepass.ops.attention.op import attend, attends
-from onepass.testing import attention
-from onepass.testing.attention import AttentionCase, Mask
 from tests import matrix
+from tests.attention import checks as attention
+from tests.attention.checks import AttentionCase, Mask
 from tests.attention.shared import orders_of_products, refuses_wrong_results
 from tests.helpers.interpreting import passed_checks
 from tools.evidence import proof, records

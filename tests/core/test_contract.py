@@ -17,7 +17,7 @@ import torch
 
 import onepass
 from onepass.core.check import validation_of
-from onepass.core.contract import Arg, Contract, Option, Out, moved_bytes
+from onepass.core.contract import Arg, Contract, Option, Out
 from onepass.core.op import generated_sources
 from onepass.errors import ContractError
 from onepass.formats import FLOATS, FP8_CODES
@@ -263,10 +263,6 @@ def test_fake_outputs_match_real_ones(contract: Contract) -> None:
 def test_meta_tensors() -> None:
     y = onepass.rms_norm(torch.empty(3, 64, device="meta"), torch.empty(64, device="meta"))
     assert y.shape == (3, 64) and y.device.type == "meta"
-
-
-def test_moved_bytes() -> None:
-    assert moved_bytes([torch.empty(3, 8, dtype=torch.bfloat16), None, torch.empty(8)]) == 48 + 32
 
 
 # --- values in messages -------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from onepass.ops.qk_norm import cpu as qk_norm
 from onepass.ops.qk_norm.launch import RopeRule, qk_spec
 from onepass.ops.rms_norm import cpu as rms_norm
 from onepass.testing import runner
-from onepass.testing.case import Check
+from onepass.testing.call import Case
 from tests.cpu import reference as cpu_reference
 from tests.gemv_norm import cpu_reference as cpu_gemv_reference
 from tests.linear import cpu_reference as cpu_linear_reference
@@ -41,16 +41,14 @@ SPECS: dict[str, tuple[launcher.CpuKernels[Any, Any, Any], Any]] = {
     "mla_cache": (mla_cache.KERNELS, mla_spec(BF16, BF16, BF16, BF16, BF16, slots=torch.int64)),
 }
 
-CASES = [case for case in runner.CASES if case.group != "large"][::4]
+CASES = runner.CASES[::4]
 
 
-def launched(case: Check) -> list[tuple[str, Any]]:
+def launched(case: Case) -> list[tuple[str, Any]]:
     """The ops that a case launches on the CPU, and their calls."""
     calls: list[tuple[str, Any]] = []
-    module = runner.MODULES[case.op]
-    arguments = module.inputs(case, "cpu")
     with torch.inference_mode(), launching_with(lambda op: lambda call: calls.append((op, call))):
-        module.call(case, arguments)
+        runner.call(case, case.draw("cpu"))
     return calls
 
 
@@ -71,7 +69,7 @@ def expected(call: Any, field: str) -> list[float] | None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.name}")
-def test_fields_hold_what_their_names_say(case: Check) -> None:
+def test_fields_hold_what_their_names_say(case: Case) -> None:
     """And the block has as many values as fields."""
     for op, call in launched(case):
         kernels = import_module(f"onepass.ops.{op}.cpu").KERNELS

@@ -11,7 +11,7 @@ from onepass.gpu.lib.reduce import bin_squares, sum_bins, sum_bins_and_peak
 from onepass.gpu.lib.row import tile_columns
 from onepass.gpu.tuning.table import Regime, Variant
 from onepass.ops.rms_norm.gpu_tile import RowConfig, row_bins, row_config
-from onepass.testing.interpreter import quick_interpreter
+from tests.oracle.interpreter import quick_interpreter
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import pytest
 from onepass.gpu import compile as compiler
 from onepass.gpu import launch as launcher
 from onepass.gpu.compile import Build
-from onepass.gpu.launch import GpuKernels, arguments_by_name
+from onepass.gpu.launch import GpuKernels
 from tools.evidence import records
 
 
@@ -27,7 +27,9 @@ class Recorder:
     def __call__(self, grid: int, arguments: Any) -> None:
         if Recorder.broken:
             raise RuntimeError("out of resources")
-        Recorder.calls.append((grid, arguments_by_name(self.build, arguments)))
+        values = compiler.flat(self.build.shape, tuple(arguments))
+        names = (name for name, _, _ in self.build.leaves())
+        Recorder.calls.append((grid, dict(zip(names, values, strict=True))))
 
 
 def record(monkeypatch: pytest.MonkeyPatch, *ops: GpuKernels[Any, Any, Any, Any]) -> None:

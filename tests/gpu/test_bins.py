@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from onepass.ops.rms_norm import gpu_tile as config
-from onepass.testing import rms_norm, runner
-from onepass.testing.batch_regime import REGIMES, assuming, others
 from onepass.testing.case import Case
-
-HERE = Path(__file__).parent
+from tests.helpers.interpreting import interpret
+from tests.oracle import runner
+from tests.oracle.batch_regime import REGIMES, assuming, others
+from tests.rms_norm import checks as rms_norm
 
 
 @pytest.mark.full  # interprets 400 tiles
 @pytest.mark.slow
 def test_every_tile_sums_a_row_as_defined() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1] / "src"), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(HERE / "bins_worker.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    *wrong, tried = done.stdout.splitlines()
+    *wrong, tried = interpret("tests/gpu/bins_worker.py").splitlines()
     assert not wrong
     assert int(tried.split()[0]) > 400
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from onepass.testing.head_product import BF16, F16, HeadCase
 from tests.grid import grid
+from tests.head_product.checks import BF16, F16, HeadCase
 
 
 def _cases() -> Iterator[HeadCase]:

@@ -15,9 +15,9 @@ from onepass.errors import Unsupported
 from onepass.gpu.compile import compile_build
 from onepass.ops.head_product.launch import HeadCall
 from onepass.ops.head_product.op import head_product, multiplies_heads
-from onepass.testing import head_product as cases
-from onepass.testing.head_product import HeadCase
+from tests.head_product import checks as cases
 from tests.head_product.cases import CASES
+from tests.head_product.checks import HeadCase
 from tools.evidence import proof, records
 
 BF16 = torch.bfloat16

@@ -33,7 +33,7 @@ def broken_promise(op: str, function: str) -> str:
     """What a promise of tests/<op>/promises.py finds wrong in the interpreter; ``None`` as text if it holds."""
     code = (
         f"from tests.{op}.promises import {function}\n"
-        "from onepass.testing.runner import running_on\n"
+        "from tests.oracle.runner import running_on\n"
         "with running_on('interpreter'):\n"
         f"    print({function}('cpu'))\n"
     )

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from onepass.ops.attention.launch import SPLIT
-from onepass.testing.attention import BF16, F16
-from onepass.testing.latent_attention import DEEPSEEK, LatentCase
+from tests.attention.checks import BF16, F16
 from tests.grid import grid
+from tests.latent_attention.checks import DEEPSEEK, LatentCase
 
 
 def _cases() -> Iterator[LatentCase]:

@@ -17,10 +17,10 @@ from onepass.ops.attention.launch import SPLIT
 from onepass.ops.latent_attention import reference
 from onepass.ops.latent_attention.launch import LatentCall
 from onepass.ops.latent_attention.op import attend_latents, attends_latents
-from onepass.testing import latent_attention
-from onepass.testing.attention import Mask
-from onepass.testing.latent_attention import DEEPSEEK, LatentCase
+from tests.attention.checks import Mask
 from tests.attention.shared import orders_of_products, refuses_wrong_results
+from tests.latent_attention import checks as latent_attention
+from tests.latent_attention.checks import DEEPSEEK, LatentCase
 from tools.evidence import proof, records
 
 BF16 = torch.bfloat16

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from onepass.formats import FLOATS
 from onepass.ops.linear.launch import ACTIVATIONS
-from onepass.testing.linear import BF16, E4M3, F16, F32, INT8, Case
 from tests.grid import grid
+from tests.linear.checks import BF16, E4M3, F16, F32, INT8, Case
 
 BLOCKS: Final[dict[str, Any]] = {"weight": E4M3, "scale": "block"}
 

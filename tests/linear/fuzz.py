@@ -16,7 +16,7 @@ from onepass.ops.linear.launch import ACTIVATIONS
 from onepass.ops.linear.op import LINEAR, linear
 from onepass.ops.rms_norm.op import rms_norm
 from onepass.testing.case import same_bytes
-from onepass.testing.linear import as_rows, verify_call
+from tests.linear.checks import as_rows, verify_call
 from tools.fuzz import draw, weights
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 from tools.fuzz.steps import InSteps, Steps

@@ -28,8 +28,8 @@ from onepass.ops.linear import gpu_kernel
 from onepass.ops.linear import gpu_tile as linear_config
 from onepass.ops.linear.gpu_tile import LinearConfig
 from onepass.ops.linear.launch import LinearSpec
-from onepass.testing.linear import BF16, E4M3, F16, F32, INT8, Case
-from onepass.testing.runner import run_case, running_on
+from tests.linear.checks import BF16, E4M3, F16, F32, INT8, Case
+from tests.oracle.runner import run_case, running_on
 
 SILU = {"activation": "silu_mul"}
 

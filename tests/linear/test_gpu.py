@@ -336,7 +336,7 @@ def test_interpreted_kernel_passes_its_cases() -> None:
     assert {case.group for case in cases} >= {"activation", "add", "bias", "layouts"} and len(cases) > 14
     program = (
         "import json, sys\n"
-        "from onepass.testing.runner import run_cases\nfrom tests.matrix import select\n"
+        "from tests.oracle.runner import run_cases\nfrom tests.matrix import select\n"
         "cases = [case for case in select(['linear'], sys.argv[1]) if case.interpretable]\n"
         "print(json.dumps([f'{r.case}: {r.message}' for r in run_cases(cases, 'interpreter') if not r.passed]))\n"
     )

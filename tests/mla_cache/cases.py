@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Final
 
 from onepass.formats import FLOATS
-from onepass.testing.mla_cache import BF16, F16, F32, FNUZ, FP8, I32, I64, RAGGED, U32, MlaCase
 from tests.grid import grid
+from tests.mla_cache.checks import BF16, F16, F32, FNUZ, FP8, I32, I64, RAGGED, U32, MlaCase
 
 STYLES: Final = ["interleaved", "half"]
 ROUNDED: Final[dict[str, Any]] = {"rounding": "reference"}

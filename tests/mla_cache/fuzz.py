@@ -16,9 +16,9 @@ import torch
 from onepass.formats import E4M3FN, FLOATS, FP8_FORMATS
 from onepass.kvcache import DS_MLA_COLUMNS
 from onepass.rope import STYLES
-from onepass.testing import mla_cache
 from onepass.testing.case import moved
-from onepass.testing.mla_cache import MlaCase
+from tests.mla_cache import checks as mla_cache
+from tests.mla_cache.checks import MlaCase
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, Values
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ from onepass.ops.mla_cache.gpu_tile import MlaCut, mla_config, mla_cut, search_w
 from onepass.ops.mla_cache.launch import MlaCall, MlaRows, mla_spec
 from tests.gpu.launches import Recorder, record
 from tests.gpu.test_other_chips import OTHER_CHIPS
-from tests.helpers.interpreting import broken_promise, passed_checks
+from tests.helpers.interpreting import broken_promise, interpret, passed_checks
 from tests.mla_cache.cases import CASES
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
@@ -114,7 +111,7 @@ def test_interpreted_kernel_passes_its_cases() -> None:
 
 SEARCH = """
 import sys, torch
-from onepass.testing.runner import running_on
+from tests.oracle.runner import running_on
 from dataclasses import replace
 from onepass.ops.mla_cache import gpu_tile as mla_cache_config
 from onepass.gpu.chip import INTERPRETER
@@ -148,8 +145,7 @@ def test_multi_level_search_finds_the_request_of_each_token(tmp_path: Path) -> N
             "blocks": torch.zeros(len(counts), 8, 9),
         })  # fmt: skip
     torch.save(given, tmp_path / "given")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", SEARCH, str(tmp_path)], env=environment, check=True)
+    interpret("-c", SEARCH, str(tmp_path))
     for case, blocks in zip(given, torch.load(tmp_path / "found"), strict=True):
         expected = torch.zeros_like(blocks[..., 8])
         for request, (begin, end) in enumerate(zip(case["offsets"][:-1], case["offsets"][1:], strict=True)):

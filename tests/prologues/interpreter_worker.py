@@ -3,7 +3,7 @@
 import torch
 
 from onepass.prologues import prologue
-from onepass.testing.runner import running_on
+from tests.oracle.runner import running_on
 from tests.prologues.reference import define, direct, elements, random_source, same_numbers
 from tests.prologues.test_meaning import EXACT, HALF, arguments, kernel
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +12,7 @@ import onepass
 from onepass.formats import FLOATS, FP8_FORMATS, OPERAND_GROUPS, QUANTIZED
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.prologues import dequantize, prologue
+from tests.helpers.interpreting import interpret
 from tools.ulps import floats
 
 BF16, F16, F32 = FLOATS
@@ -60,18 +57,13 @@ def test_every_code_is_decoded_exactly(dtype: torch.dtype) -> None:
 def test_triton_kernel_decodes_every_code_exactly() -> None:
     """In the interpreter, which decodes like GPUs without a hardware instruction."""
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
     program = """
-from onepass.testing.runner import running_on
+from tests.oracle.runner import running_on
 from tests.prologues.test_dequantize import QUANTIZED, wrong_codes
 with running_on("interpreter"):
     print([wrong_codes(dtype) for dtype in QUANTIZED])
 """
-    path = os.pathsep.join((str(root / "src"), str(root)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.stdout == "[0, 0, 0]\n", done.stdout + done.stderr
+    assert interpret("-c", program) == "[0, 0, 0]\n"
 
 
 def quantized(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from torch import Tensor
 
 import onepass
 from onepass.prologues import maximum, prologue, silu, where
+from tests.helpers.interpreting import interpret
 from tests.prologues.reference import define, direct, elements, random_source, same_numbers
 
 HALF = 0.5
@@ -160,8 +158,4 @@ def test_random_functions_in_the_cpu_kernel(seed: int) -> None:
 @pytest.mark.slow
 def test_triton_source_matches_the_function() -> None:
     pytest.importorskip("triton")
-    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.prologues.interpreter_worker"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0 and done.stdout == f"{len(EXACT) + 8} compared\n", done.stdout + done.stderr
+    assert interpret("-m", "tests.prologues.interpreter_worker") == f"{len(EXACT) + 8} compared\n"

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Final
 
 from onepass.formats import FLOATS
-from onepass.testing.qk_cache import BF16, F32, FNUZ, FP8, I32, I64, Angles, QkCacheCase
 from tests.grid import grid
+from tests.qk_cache.checks import BF16, F32, FNUZ, FP8, I32, I64, Angles, QkCacheCase
 
 _ROUNDINGS: Final[list[Any]] = ["once", "hf", "hf_rope"]
 NORMS: Final[list[Any]] = ["none", "head", "whole"]

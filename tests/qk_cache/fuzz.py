@@ -16,10 +16,10 @@ import torch
 from onepass.formats import FLOATS, FP8_FORMATS, ROUNDINGS
 from onepass.ops.qk_cache.launch import CACHE_LAYOUTS
 from onepass.rope import STYLES
-from onepass.testing import qk_cache
 from onepass.testing.case import moved
-from onepass.testing.qk_cache import Angles, QkCacheCase
+from tests.qk_cache import checks as qk_cache
 from tests.qk_cache.cases import NORMS
+from tests.qk_cache.checks import Angles, QkCacheCase
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, Values
 

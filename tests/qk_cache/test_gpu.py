@@ -21,9 +21,9 @@ from onepass.gpu.compile import Build, compile_build
 from onepass.ops.qk_cache import gpu as backend
 from onepass.ops.qk_cache.gpu_tile import qk_cache_config
 from onepass.ops.qk_cache.launch import QkCacheCall, Turn
-from onepass.testing import qk_cache
 from tests.gpu.test_other_chips import OTHER_CHIPS
 from tests.helpers.interpreting import broken_promise, passed_checks
+from tests.qk_cache import checks as qk_cache
 from tests.qk_cache.cases import CASES
 from tools.evidence import attentions, proof, records
 from tools.evidence.records import lowered

@@ -12,9 +12,9 @@ from torch import Tensor
 import onepass
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing import qk_cache
 from onepass.testing.case import same_bytes
-from onepass.testing.qk_cache import Angles, QkCacheCase
+from tests.qk_cache import checks as qk_cache
+from tests.qk_cache.checks import Angles, QkCacheCase
 from tests.qk_cache.promises import qk_cache_promises
 
 BF16, F16, F32 = FLOATS

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from onepass.formats import FLOATS
-from onepass.testing.qk_norm import APPLY, FNUZ, FP8, FUSED, I32, I64, MEANS, SUMS, QkCase, Turn
 from tests.grid import grid
+from tests.qk_norm.checks import APPLY, FNUZ, FP8, FUSED, I32, I64, MEANS, SUMS, QkCase, Turn
 
 BF16, F16, F32 = FLOATS
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from onepass.formats import FLOATS, FP8_FORMATS, ROUNDINGS
 from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import STYLES, Rope
-from onepass.testing import bounds, qk_norm
+from onepass.testing import bounds
 from onepass.testing.case import moved, same_bytes
-from onepass.testing.qk_norm import APPLY, FUSED, MEANS, SUMS, Turn, verify_call
+from tests.qk_norm import checks as qk_norm
+from tests.qk_norm.checks import APPLY, FUSED, MEANS, SUMS, Turn, verify_call
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 from tools.fuzz.steps import InSteps, Steps

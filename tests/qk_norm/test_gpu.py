@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from onepass.ops.qk_norm.gpu_tile import QK_FOLD, qk_config
 from onepass.ops.qk_norm.launch import QkCall, QkRows, RopeRule, qk_spec
 from tests.gpu.launches import Recorder, record
 from tests.gpu.test_other_chips import OTHER_CHIPS
+from tests.helpers.interpreting import interpret
 from tests.qk_norm.cases import CASES
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
@@ -62,14 +60,13 @@ def test_interpreted_kernel_sums_in_the_documented_order(tmp_path: Path) -> None
     torch.save(given, tmp_path / "given")
     code = (
         "import sys, torch, onepass\n"
-        "from onepass.testing.runner import running_on\n"
+        "from tests.oracle.runner import running_on\n"
         "given = torch.load(sys.argv[1] + '/given')\n"
         "with running_on('interpreter'):\n"
         "    sums = {n: onepass.row_sum_of_squares_qk(x, torch.ones(3, 33)) for n, x in given.items()}\n"
         "torch.save(sums, sys.argv[1] + '/sums')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], env=environment, check=True)
+    interpret("-c", code, str(tmp_path))
     for n, sums in torch.load(tmp_path / "sums").items():
         assert sums[:, 0].tolist() == [float(tree(row)) for row in given[n]]
         assert sums[:, 1].eq(33).all()

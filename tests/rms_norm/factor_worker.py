@@ -22,7 +22,7 @@ from onepass.gpu.chip import INTERPRETER
 from onepass.gpu.lib.groups import _group_factor, _scales
 from onepass.gpu.quantization import quant
 from onepass.testing.bounds import multiplier
-from onepass.testing.interpreter import quick_interpreter
+from tests.oracle.interpreter import quick_interpreter
 
 AMAX = (0.0, 1e-40, 2.0**-20, 0.75, 6.0, 3e38, inf, nan)
 OVERALL = (1.0, -2.0, 37.5, 1e-40, 3e38, 0.0, -0.0, inf, -inf, nan)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
-from onepass.testing import rms_norm as testing
-from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import same_bytes
 from onepass.testing.quantized import without_padding
+from tests.oracle.batch_regime import REGIMES, assuming
+from tests.rms_norm import checks as testing
 from tests.rms_norm.fuzz_configuration import PROLOGUES, STORES_NORM, RowConfiguration, configuration
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values

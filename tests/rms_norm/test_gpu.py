@@ -28,13 +28,13 @@ from onepass.ops.rms_norm.gpu import build_for, variant_of
 from onepass.ops.rms_norm.gpu_tile import RowConfig, row_bins, row_config, row_unit
 from onepass.ops.rms_norm.launch import RowSpec, row_spec
 from onepass.prologues import Operand, dequantize
-from onepass.testing import rms_norm
-from onepass.testing.batch_regime import others
 from onepass.testing.case import Check
+from onepass.testing.rms_norm import soft_cap_gate
 from tests import matrix
 from tests.all_ops.test_interpreter import INTERPRETED
 from tests.gpu.test_other_chips import OTHER_CHIPS
 from tests.helpers.interpreting import passed_checks
+from tests.oracle.batch_regime import others
 from tests.rms_norm.cases import CASES
 from tools.evidence import families, proof, records
 from tools.evidence.chips import MACHINES
@@ -214,7 +214,7 @@ def test_aligned_operands_do_not_widen_the_row_layout(n: int, columns: int, regi
     """The alignment of rows sets the columns per thread, even if gamma or a prologue's operands are aligned better."""
     operands = (Operand("full", BF16), Operand("column", BF16), Operand("row", BF16)) if prologue else ()
     spec = row_spec(
-        BF16, BF16, None, None, "once", rms_norm.soft_cap_gate.key if prologue else "", operands, E4M3FN.dtype, 448.0,
+        BF16, BF16, None, None, "once", soft_cap_gate.key if prologue else "", operands, E4M3FN.dtype, 448.0,
         ScaleRule("row", torch.float32),
     )  # fmt: skip
     config = row_config(n, 2, records.H200, variant_of(spec), regime)

@@ -12,10 +12,10 @@ import torch
 import onepass
 from onepass.formats import QUANT_FORMATS
 from onepass.gpu.tuning.table import Regime
-from onepass.testing.batch_regime import REGIMES, assuming
 from tests import matrix
 from tests.all_ops.test_interpreter import PROGRAM
 from tests.helpers.interpreting import interpret, passed_checks
+from tests.oracle.batch_regime import REGIMES, assuming
 from tools.evidence import records
 
 GROUPS = ("formats", "groups", "values", "places", "levels")

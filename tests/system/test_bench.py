@@ -395,3 +395,7 @@ def test_host_times_cover_every_op_with_and_without_kernels(monkeypatch: pytest.
     ours |= {f"{name}, 64 columns" for name in ours if name.startswith("rms_norm, ")}
     assert set(found) == {*host.TORCH, *ours, *(f"{op}, no kernel" for op in ours)}
     assert all(len(us) == 2 and min(us) > 0 for us in found.values())
+
+
+def test_moved_bytes() -> None:
+    assert workload.moved_bytes([torch.empty(3, 8, dtype=torch.bfloat16), None, torch.empty(8)]) == 48 + 32

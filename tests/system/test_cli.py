@@ -112,17 +112,17 @@ def test_check_runs_few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_check_reports_failures(wrong_kernel: None) -> None:
-    result = invoke("check", "--match", "short: 5x33")
+    result = invoke("check", "--match", "short: x=bf16[5,33]")
     assert result.exit_code == 1
     assert "0/1" in result.output
     assert "0 of 3 passed" in result.output
-    assert "FAILED rms_norm short: 5x33 bf16" in result.output
+    assert "FAILED rms_norm short: x=bf16[5,33]" in result.output
     assert "out of bounds" in result.output
 
 
 def test_check_json(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    assert invoke("check", "--match", "short: 5x33", "--json", str(file)).exit_code == 0
+    assert invoke("check", "--match", "short: x=bf16[5,33]", "--json", str(file)).exit_code == 0
     report = json.loads(file.read_text())
     assert set(report) == {"device", "passed", "failed", "left_out", "seconds", "results"}
     assert (report["device"], report["passed"], report["failed"], report["left_out"]) == ("cpu", 3, 0, 0)
@@ -131,7 +131,7 @@ def test_check_json(tmp_path: Path) -> None:
 
 
 def test_check_json_with_failures(wrong_kernel: None) -> None:
-    result = invoke("check", "--match", "short: 5x33", "--json", "-")
+    result = invoke("check", "--match", "short: x=bf16[5,33]", "--json", "-")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["failed"] == 3
@@ -140,14 +140,14 @@ def test_check_json_with_failures(wrong_kernel: None) -> None:
 
 def test_check_process() -> None:
     """With JSON on stdout the table goes to stderr."""
-    good = onepass_process("check", "--match", "short: 5x33", "--json", "-")
+    good = onepass_process("check", "--match", "short: x=bf16[5,33]", "--json", "-")
     assert good.returncode == 0, good.stderr
     assert json.loads(good.stdout)["passed"] == 3
     assert "3 of 3 passed" in good.stderr
 
 
 def test_failed_checks_set_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["onepass", "check", "--match", "short: 5x33"])
+    monkeypatch.setattr(sys, "argv", ["onepass", "check", "--match", "short: x=bf16[5,33]"])
     with launching_with(lambda family: lambda *_: None):
         assert main() == 1
     assert "0 of 3 passed" in capsys.readouterr().out
@@ -156,9 +156,9 @@ def test_failed_checks_set_the_exit_status(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.full  # all_ops/test_interpreter.py interprets cases of every op
 @pytest.mark.skipif(not common.backend_status()["interpreter"][0], reason="needs Triton's interpreter")
 def test_check_interprets_the_gpu_kernels() -> None:
-    """5x33 runs; 5x20000 is left out and counted."""
-    match = "short: |wide: "
-    done = onepass_process("check", "--device", "interpreter", "--op", "rms_norm", "--match", match, "--json", "-")
+    """A short product runs; what needs a GPU is left out and counted."""
+    match = "activation: |static: "
+    done = onepass_process("check", "--device", "interpreter", "--op", "linear", "--match", match, "--json", "-")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["device"], report["failed"], report["left_out"]) == ("interpreter", 0, 1)
@@ -171,7 +171,7 @@ def test_check_interprets_the_gpu_kernels() -> None:
         (("check", "--op", "nonsense"), "no op 'nonsense'; choose from rms_norm"),
         (("check", "--match", "nonsense"), "no case has 'nonsense' in its name"),
         (("check", "--device", "tpu"), "'tpu' is not one of cpu, cuda, interpreter"),
-        (("check", "--match", "short: 5x33", "--json", "/nonexistent/file"), "cannot write"),
+        (("check", "--match", "short: x=bf16[5,33]", "--json", "/nonexistent/file"), "cannot write"),
         (("source", "nonsense"), "no op 'nonsense'; choose from rms_norm"),
         (("source", "rms_norm", "--part", "nonsense"), "choose from 'validation', 'cpu', 'triton'"),
         (("check", "--mat", "short"), "unrecognized arguments: --mat"),

@@ -29,10 +29,11 @@ from onepass.models.patching.families import FAMILIES
 from onepass.ops.rms_norm import gpu_kernel as kernels
 from onepass.ops.rms_norm.gpu import build_for
 from onepass.ops.rms_norm.gpu_tile import row_config
-from onepass.testing import runner
 from onepass.testing.case import Check
-from onepass.testing.mla_cache import MlaCase
+from onepass.testing.runner import OPS, Result
 from tests import matrix
+from tests.mla_cache.checks import MlaCase
+from tests.oracle import runner
 from tests.rms_norm.cases import CASES
 from tests.rms_norm.test_gpu import norm_spec
 from tools import checks
@@ -267,7 +268,7 @@ class TestSourceDigests:
     def test_digests_are_the_same_in_every_process(self) -> None:
         """Sets have another order in each process."""
         program = (
-            "from onepass.testing import runner; from tests import matrix; from tools.evidence import proof, records as evidence\n"
+            "from tests import matrix; from tools.evidence import proof, records as evidence\n"
             "firsts = {case.op: case for case in reversed(matrix.CASES)}.values()\n"
             "for build in proof.distinct_builds(firsts, evidence.H200).values():\n"
             "    print(build.name, evidence.digest(build, evidence.H200))"
@@ -282,7 +283,7 @@ class TestSourceDigests:
             ).stdout
             for seed in ("1", "2")
         }
-        assert len(told) == 1 and told.pop().count("\n") > len(runner.OPS)
+        assert len(told) == 1 and told.pop().count("\n") > len(OPS)
 
     def test_a_constant_of_an_unknown_kind_is_rejected(self) -> None:
         with pytest.raises(TypeError, match="no rule for a constant of type dict"):
@@ -300,7 +301,7 @@ class TestFile:
     def test_passing_configurations_are_recorded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """With a simulated GPU: configurations of a failed case are left out."""
         cases = [case for case in CASES if case.group == "short" and case.n in (64, 512)][:2]
-        results = [runner.Result(case.op, case.name, "cuda", case.n == 512, "", 0.0) for case in cases]
+        results = [Result(case.op, case.name, "cuda", case.n == 512, "", 0.0) for case in cases]
         monkeypatch.setattr(chip, "current_chip", lambda _: records.H200)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "one")

@@ -18,7 +18,7 @@ import onepass
 from onepass.core.backend import launching_with
 from onepass.ops.rms_norm import cpu as cpu_rms_norm
 from onepass.ops.rms_norm.launch import RowCall
-from onepass.testing import runner
+from tests.oracle import runner
 from tools import fence
 
 

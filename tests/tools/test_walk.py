@@ -99,8 +99,8 @@ def test_an_op_is_a_folder_or_a_basename(files: dict[str, str], expected: dict[s
 
 def test_long_functions_are_those_outside_of_kernels(tmp_path: Path) -> None:
     files = {
-        "a.py": function("fits", 60) + function("long", 61) + function("told", 60, docstring=20),
-        "b.py": function("jitted", 90, "@triton.jit\n") + function("more", 70, docstring=5),
+        "a.py": function("fits", 61) + function("long", 62) + function("told", 61, docstring=20),
+        "b.py": function("jitted", 90, "@triton.jit\n") + function("more", 71, docstring=5),
         "c_kernels.py": function("emitted", 90),
     }
     assert walk.long_functions(plant(tmp_path, files)) == {"a.py:long": 61, "b.py:more": 70}

@@ -28,7 +28,7 @@ from benchmarks.suite.peers import PEERS
 from benchmarks.suite.results import COMPILED
 from benchmarks.suite.run import Plan, cases
 from benchmarks.suite.workload import Workload
-from onepass.testing.runner import run_cases
+from tests.oracle.runner import run_cases
 
 FIRST: Final = (1, 8, 16, 4, 2)
 """The order of numbers of rows: if time is short, each size has these first."""

@@ -10,7 +10,7 @@ import torch
 
 from onepass.ops.qk_cache.op import qk_norm_rope_cache
 from onepass.rope import Rope
-from onepass.testing.qk_cache import BF16, FP8, Angles, QkCacheCase
+from tests.qk_cache.checks import BF16, FP8, Angles, QkCacheCase
 from tools.evidence.published import ATTENTIONS, Attention
 
 PAGED: Final[tuple[tuple[int], ...]] = ((1,), (16,), (64,), (300,))

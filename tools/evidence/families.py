@@ -1,6 +1,6 @@
 """Cases for every GPU configuration that published models need, and the calls that determine those configurations.
 
-A case has few rows: the tiles of all batch regimes are checked anyway (`onepass.testing.batch_regime`). A call has as many
+A case has few rows: the tiles of all batch regimes are checked anyway (`tests.oracle.batch_regime`). A call has as many
 rows as models have and is never launched: it only yields the machine code that it needs.
 """
 
@@ -20,11 +20,12 @@ from onepass.kvcache import PagedKVCache
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm
 from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
-from onepass.testing import gemv_norm, qk_norm
+from onepass.testing import gemv_norm
 from onepass.testing.case import Case, Check
-from onepass.testing.mla_cache import FP8, MlaCase
-from onepass.testing.qk_cache import QkCacheCase
-from onepass.testing.qk_norm import APPLY, FUSED, MEANS, QkCase, Turn
+from tests.mla_cache.checks import FP8, MlaCase
+from tests.qk_cache.checks import QkCacheCase
+from tests.qk_norm import checks as qk_norm
+from tests.qk_norm.checks import APPLY, FUSED, MEANS, QkCase, Turn
 from tools.evidence import attentions
 from tools.evidence.published import FAMILIES, Latent, Model, Published
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from onepass.testing.batch_regime import REGIMES, assuming
 from onepass.testing.case import Check
-from onepass.testing.runner import MODULES, Result, run_cases
+from onepass.testing.runner import Result
+from tests.oracle.batch_regime import REGIMES, assuming
+from tests.oracle.runner import MODULES, run_cases
 
 if TYPE_CHECKING:
     from onepass.gpu.chip import Chip
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tools.evidence.records import Proof
 
 
-class _Undrawn(TorchFunctionMode):
+class Undrawn(TorchFunctionMode):
     """`torch.randn` gives zeros, in a tenth of the time."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,16 +43,20 @@ def builds(case: Check, chip: Chip, device: str = "cpu") -> list[Build]:
 
     They depend on sizes, strides and addresses, and not on values, so random numbers are not drawn.
     """
+    module = MODULES[case.op]
+    with Undrawn():
+        arguments = module.inputs(case, device)
+    return builds_of_call(lambda: module.call(case, arguments), chip)
+
+
+def builds_of_call(call: Callable[[], object], chip: Chip) -> list[Build]:
+    """The same of any call."""
     from tools.evidence import records
 
-    module = MODULES[case.op]
-    with _Undrawn():
-        arguments = module.inputs(case, device)
     found: dict[str, Build] = {}
     for regime in REGIMES:
         with assuming(regime):
-            for build in records.builds_of(lambda: module.call(case, arguments), chip):
-                found[build.name] = build
+            found |= {build.name: build for build in records.builds_of(call, chip)}
     return list(found.values())
 
 

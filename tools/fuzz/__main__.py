@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from onepass.testing.runner import running_on
 from tests.linear.fuzz import LinearCase
+from tests.oracle.runner import running_on
 from tools import compact
 from tools.fuzz.cases import CONFIGURATIONS, OPS, numbered, run, run_all, shrink
 

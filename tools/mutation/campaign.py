@@ -370,8 +370,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     return fields | {name: value for name, value in rest.items() if value}
 
 
-def main() -> None:
-    """Sample, run, report; fails below ``--goal``."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=300, help="mutants to draw")
     parser.add_argument("--seed", type=int, default=1)
@@ -385,7 +384,12 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, help="keep the lines that tests run in this file")
     parser.add_argument("--again", type=Path, help="run only the survivors of this result again")
     parser.add_argument("--json", type=Path, help="write the result")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Sample, run, report; fails below ``--goal``."""
+    arguments = _arguments()
     begun = time.monotonic()
     for module in ("torch", "llvmlite.binding", "llvmlite.ir", "hypothesis", "numpy"):  # once, for every process below
         import_module(module)

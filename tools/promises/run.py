@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 
-from onepass.testing.runner import Result, matches, running_on, timed
+from onepass.testing.runner import Result, matches, timed
 from tests.gemv_norm.promises import gemv_promises
 from tests.linear.promises import linear_promises
 from tests.mla_cache.promises import mla_promises
+from tests.oracle.runner import running_on
 from tests.qk_cache.promises import qk_cache_promises
 from tests.qk_norm.promises import qk_promises
 from tests.rms_norm.format_promises import format_promises

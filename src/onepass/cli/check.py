@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..testing import runner
-from ..testing.case import Check
+from ..testing.call import Case
 from ..testing.runner import Result
 from .common import Commands, Progress, UsageError, cannot_write, table, usable_device
 
@@ -60,9 +60,9 @@ def check(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _chosen(options: argparse.Namespace) -> tuple[list[Check], int]:
+def _chosen(options: argparse.Namespace) -> tuple[list[Case], int]:
     """The cases to run, and how many more the interpreter cannot run."""
-    ops = runner.OPS if options.device == "cpu" else tuple(runner.MODULES)
+    ops = runner.OPS if options.device == "cpu" else runner.ALL_OPS
     unknown = sorted(set(options.op) - set(ops))
     if unknown:
         raise UsageError(f"argument --op: no op {unknown[0]!r}; choose from {', '.join(ops)}")
@@ -75,7 +75,7 @@ def _chosen(options: argparse.Namespace) -> tuple[list[Check], int]:
     return cases, skipped
 
 
-def _run(cases: list[Check], device: str, stream: TextIO) -> list[Result]:
+def _run(cases: list[Case], device: str, stream: TextIO) -> list[Result]:
     cached = "" if device == "interpreter" else "; compiled kernels are cached, so a second run is shorter"
     what = "1 case" if len(cases) == 1 else f"{len(cases)} cases"
     print(f"{what} on {device}{cached}", file=stream, flush=True)

@@ -13,7 +13,7 @@ from ..core import backend as dispatch
 from ..core import op as registration
 from ..ops.rms_norm.contract import RMS_NORM_FUSED_FP8
 from ..testing import runner
-from ..testing.case import Check
+from ..testing.call import Case
 from .common import UsageError, backend_status
 
 
@@ -83,16 +83,15 @@ def _sample(op: str, backend: Part) -> object:
 
         return record
 
-    module = runner.MODULES[op]
     generates = Part.triton is backend  # of prologues alone
     case = min(
         runner.select([op]),
         key=lambda case: (generates and not _has_prologue(case), case.group != "short", len(case.name)),
     )
     with torch.inference_mode(), dispatch.launching_with(recording):
-        module.call(case, module.inputs(case, "cpu" if backend is Part.cpu else "cuda"))
+        runner.call(case, case.draw("cpu" if backend is Part.cpu else "cuda"))
     return seen[-1]
 
 
-def _has_prologue(case: Check) -> bool:
-    return "prologue" in getattr(case, "options", {})
+def _has_prologue(case: Case) -> bool:
+    return "prologue" in case.arguments

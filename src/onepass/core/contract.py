@@ -303,8 +303,3 @@ def _type(value: object) -> str:
 def short(dtype: torch.dtype) -> str:
     """``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
-
-
-def moved_bytes(tensors: Sequence[Tensor | None]) -> int:
-    """Bytes that an ideal kernel moves: every input is read once and every output written once."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -326,30 +326,9 @@ def concat_and_cache_mla(
             f"{name}: `kv_cache_dtype` must be auto, fp8, fp8_e4m3 or fp8_ds_mla, got {describe(kv_cache_dtype)}"
         )
     require_tensors(name, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    if kv_c.dim() != 2:
-        raise ContractError(f"{name}: `kv_c` must be [tokens, columns], got {list(kv_c.shape)}")
-    if k_pe.dim() not in (2, 3) or k_pe.shape[0] != kv_c.shape[0] or k_pe.numel() != k_pe.shape[0] * k_pe.shape[-1]:
-        raise ContractError(
-            f"{name}: `k_pe` must be [{kv_c.shape[0]}, columns] or [{kv_c.shape[0]}, 1, columns], got {list(k_pe.shape)}"
-        )
-    if slot_mapping.dim() != 1 or slot_mapping.dtype not in _INTEGERS:
-        raise ContractError(f"{name}: `slot_mapping` must be [tokens] of int32 or int64, got {describe(slot_mapping)}")
-    for label, tensor in (("kv_c", kv_c), ("k_pe", k_pe)):
-        if not tensor.dtype.is_floating_point:
-            raise ContractError(f"{name}: `{label}` must have a float dtype, got {tensor.dtype}")
-    for label, tensor in (("k_pe", k_pe), ("kv_cache", kv_cache), ("slot_mapping", slot_mapping)):
-        if tensor.device != kv_c.device:
-            raise ContractError(f"{name}: `{label}` must be on {kv_c.device} like kv_c, got {tensor.device}")
-    tokens, width = slot_mapping.shape[0], kv_c.shape[-1] + k_pe.shape[-1]
     packed = kv_cache_dtype == DS_MLA
-    if packed and (kv_c.shape[-1], k_pe.shape[-1]) != DS_MLA_COLUMNS:
-        got = f"{kv_c.shape[-1]} and {k_pe.shape[-1]}"
-        raise ContractError(f"{name}: `kv_c` must have 512 columns and k_pe 64 with fp8_ds_mla, got {got}")
-    width = DS_MLA_BYTES if packed else width
-    if kv_cache.dim() != 3 or kv_cache.shape[-1] != width:
-        raise ContractError(f"{name}: `kv_cache` must be [pages, page size, {width}], got {list(kv_cache.shape)}")
-    if tokens > kv_c.shape[0]:
-        raise ContractError(f"{name}: `slot_mapping` must have at most {kv_c.shape[0]} elements, got {tokens}")
+    _check_entries(name, kv_c, k_pe, kv_cache, slot_mapping, packed)
+    tokens = slot_mapping.shape[0]
     rope = k_pe.reshape(k_pe.shape[0], -1)[:tokens]
     entries = pack_ds_mla(kv_c[:tokens], rope) if packed else torch.cat((kv_c[:tokens], rope), -1)
     if packed:
@@ -365,11 +344,40 @@ def concat_and_cache_mla(
             values = values / scale.reshape(())
         entries = values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
         kv_cache = kv_cache.view(torch.uint8)
-    if not tokens:
-        return
-    entries = entries.to(kv_cache.dtype)
+    if tokens:
+        _scatter(entries.to(kv_cache.dtype), kv_cache, slot_mapping.long())
+
+
+def _check_entries(name: str, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, packed: bool) -> None:
+    """The shapes, devices and dtypes of what is stored."""
+    if kv_c.dim() != 2:
+        raise ContractError(f"{name}: `kv_c` must be [tokens, columns], got {list(kv_c.shape)}")
+    if k_pe.dim() not in (2, 3) or k_pe.shape[0] != kv_c.shape[0] or k_pe.numel() != k_pe.shape[0] * k_pe.shape[-1]:
+        raise ContractError(
+            f"{name}: `k_pe` must be [{kv_c.shape[0]}, columns] or [{kv_c.shape[0]}, 1, columns], got {list(k_pe.shape)}"
+        )
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in _INTEGERS:
+        raise ContractError(f"{name}: `slot_mapping` must be [tokens] of int32 or int64, got {describe(slot_mapping)}")
+    for label, tensor in (("kv_c", kv_c), ("k_pe", k_pe)):
+        if not tensor.dtype.is_floating_point:
+            raise ContractError(f"{name}: `{label}` must have a float dtype, got {tensor.dtype}")
+    for label, tensor in (("k_pe", k_pe), ("kv_cache", kv_cache), ("slot_mapping", slot_mapping)):
+        if tensor.device != kv_c.device:
+            raise ContractError(f"{name}: `{label}` must be on {kv_c.device} like kv_c, got {tensor.device}")
+    tokens, width = slot_mapping.shape[0], kv_c.shape[-1] + k_pe.shape[-1]
+    if packed and (kv_c.shape[-1], k_pe.shape[-1]) != DS_MLA_COLUMNS:
+        got = f"{kv_c.shape[-1]} and {k_pe.shape[-1]}"
+        raise ContractError(f"{name}: `kv_c` must have 512 columns and k_pe 64 with fp8_ds_mla, got {got}")
+    width = DS_MLA_BYTES if packed else width
+    if kv_cache.dim() != 3 or kv_cache.shape[-1] != width:
+        raise ContractError(f"{name}: `kv_cache` must be [pages, page size, {width}], got {list(kv_cache.shape)}")
+    if tokens > kv_c.shape[0]:
+        raise ContractError(f"{name}: `slot_mapping` must have at most {kv_c.shape[0]} elements, got {tokens}")
+
+
+def _scatter(entries: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    """Write each entry to its slot, without waiting for the device."""
     # A token without a slot repeats the write of one that has a slot, and if there is none, rewrites the first entry.
-    slots = slot_mapping.long()
     stored = slots.argmax(0, keepdim=True)  # one element and not a scalar, which torch would read on the host
     last = slots[stored]
     replacement = torch.where((last < 0).unsqueeze(-1), kv_cache[0, 0], entries[stored])

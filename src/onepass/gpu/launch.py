@@ -281,12 +281,6 @@ def _number(value: float) -> object:
     return tl.tensor(TensorHandle(numpy.array([value], numpy.float32), tl.float32), tl.float32)
 
 
-def arguments_by_name(build: Build, arguments: Sequence[object]) -> dict[str, object]:
-    """Packed arguments by the names of their leaves."""
-    values = compiler.flat(build.shape, tuple(arguments))
-    return {name: value for (name, _, _), value in zip(build.leaves(), values, strict=True)}
-
-
 # --- launches --------------------------------------------------------------------------------------------------------
 
 Spec = TypeVar("Spec", bound=Hashable)

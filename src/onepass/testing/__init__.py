@@ -1,1 +1,1 @@
-"""Correctness: cases, comparison against each op's ``reference.py``, and the runner behind ``onepass check``."""
+"""Correctness: calls of every op, compared with each op's ``reference.py``, and the runner behind ``onepass check``."""

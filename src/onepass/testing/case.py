@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch import Tensor
 
-Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed", "reversed"]
+Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed", "reversed", "columns"]
 Values = Literal["normal", "pattern", "special", "spread"]
 
 INTERPRETED_COLUMNS: Final = 8192
@@ -109,7 +109,9 @@ def set_special(x: Tensor, last: int = -1, large: float = 1e4) -> None:
 
 
 def lay_out(values: Tensor, layout: Layout) -> Tensor:
-    """The same values in strided, misaligned, expanded or transposed memory; "reversed": all leading dimensions."""
+    """The same values in strided, misaligned, expanded or transposed memory; "reversed": all leading dimensions;
+    "columns": columns are contiguous.
+    """
     *lead, n = values.shape
     match layout:
         case "sliced" | "misaligned":
@@ -121,6 +123,8 @@ def lay_out(values: Tensor, layout: Layout) -> Tensor:
             return values[:1].expand(values.shape)
         case "transposed":
             return values.transpose(0, 1).contiguous().transpose(0, 1) if len(lead) > 1 else values
+        case "columns":
+            return values.mT.contiguous().mT
         case "reversed":
             order = (*reversed(range(len(lead))), len(lead))
             return values.permute(order).contiguous().permute(order)

@@ -5,7 +5,6 @@ This is written from the layouts' definitions, index by index, and shares nothin
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +12,12 @@ from torch import Tensor
 
 from ..formats import (
     CODE_FORMATS,
-    FP8_FORMATS,
     QUANT_FORMATS,
     SCALE_FORMATS,
     CodeFormat,
     ScaleRule,
 )
 from ..ops.rms_norm import reference as rms_norm_reference
-from . import compare
 
 
 class Quantized(NamedTuple):
@@ -135,26 +132,3 @@ def without_padding(scale: Tensor, count: int) -> Tensor:
     index = tile_index(*scale.shape)[count:].flatten().to(scale.device)
     copy.view(torch.uint8).view(-1)[index] = 0
     return copy
-
-
-def verify_division(host: dict[str, Any], out: Tensor, scale: Tensor, norm: Tensor) -> str | None:
-    """With the quantized norm stored, scales and codes are known to the byte. Multiplying by a reciprocal would not
-    give them all.
-    """
-    if norm.dtype != torch.float32 and host.get("rounding") != "hf":
-        return None
-    fmt, group = FP8_FORMATS[out.dtype], host.get("group_size") or norm.shape[-1]
-    fp8_max = host.get("fp8_max") or fmt.max
-    grouped = norm.float().unflatten(-1, (-1, group))
-    if "static_scale" not in host and scale.dtype == torch.float32:
-        amax = grouped.abs().amax(-1)
-        bound = math.inf if host.get("scale_ub") is None else float(host["scale_ub"])
-        wanted = (amax if math.isnan(bound) else amax.clamp(max=bound)) / fp8_max
-        wanted = torch.maximum(wanted, torch.tensor(host.get("min_scale", 0.0)))
-        known = amax.isfinite()
-        if not torch.equal(wanted.view(torch.int32)[known], scale.view(torch.int32)[known]):
-            return "scales are not those of the stored norm"
-    divided = grouped / torch.where(scale == 0, math.inf, scale.float()).unsqueeze(-1)
-    codes = compare.encoded(divided.flatten(-2).double(), fmt, fp8_max)
-    different = int((codes != out.view(torch.uint8)).sum())
-    return f"{different} codes are not those of the stored norm divided by its scale" if different else None

@@ -1,37 +1,24 @@
-"""Cases of rms_norm, rms_norm_fused_fp8 and rms_norm_fused_quant: inputs, calls and verification."""
+"""The calls of the norms, and of those that quantize, that `onepass check` makes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..formats import FLOATS, FP8_FORMATS
-from ..ops.rms_norm.launch import GATE_ACTIVATIONS
-from ..ops.rms_norm.op import (
-    LAYER_NORM,
-    RMS_NORM,
-    RMS_NORM_FUSED_QUANT,
-    layer_norm,
-    rms_norm,
-    rms_norm_fused_fp8,
-    rms_norm_fused_quant,
-)
-from ..ops.rms_norm.reference import per_column
+from ..ops.rms_norm import reference
+from ..ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from ..prologues import add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
-from . import bounds, compare
-from .batch_regime import assuming, others
-from .case import Case, Layout, Values, lay_out, moved, poisoned_like, set_special, to_cpu
-from .interpreter import interpreting
-from .quantized import Quantized, described, verify_division, without_padding
-from .rms_norm_finish import activated, centered, finished
-from .samples import sample
+from . import compare
+from .call import ERROR, Case, Expected, Random, bf16, case, e4m3fn, e4m3fnuz, f16, f32, int8
+from .quantized import Quantized, described, without_padding
 
 BF16, F16, F32 = FLOATS
-E8M0, INT8, FP8, FNUZ = torch.float8_e8m0fnu, torch.int8, *FP8_FORMATS
+FP8, FNUZ = FP8_FORMATS
 
 
 @prologue
@@ -41,349 +28,197 @@ def soft_cap_gate(x, gate, bias, scale):  # type: ignore[no-untyped-def]
     return where(gate > 0, capped * sigmoid(gate), -0.5 * abs(capped)) * scale
 
 
-def _of(
-    op: str,
-    group: str,
-    lead: tuple[int, ...],
-    n: int,
-    x: torch.dtype = BF16,
-    gamma: torch.dtype | None = None,
-    residual: torch.dtype | None = None,
-    /,
-    operands: tuple[str, ...] = (),
-    layout: Layout = "contiguous",
-    values: Values = "normal",
-    **options: Any,
-) -> Case:
-    """A case with its options as keywords."""
-    return Case(op, group, lead, n, x, gamma, residual, operands, layout, values, options)
+def _quantized(**arguments: Any) -> tuple[Tensor, ...]:
+    out, scale, *others = rms_norm_fused_quant(**arguments)
+    if arguments.get("scale_layout") == "128x4":
+        scale = without_padding(scale, out.shape[:-1].numel())
+    return out, scale, *others
 
 
-CASES: Final = (
-    _of("rms_norm", "short", (5,), 33),
-    _of("rms_norm", "wide", (5,), 20000),
-    _of("rms_norm", "layouts", (3, 4), 128, layout="expanded"),
-    _of("rms_norm", "dtypes", (3,), 640, F16, F32, rounding="once"),
-    _of("rms_norm", "gammas", (3,), 640, BF16, F16, rounding="once"),
-    _of("rms_norm", "gammas", (5,), 200, F16, BF16, values="spread", rounding="hf"),
-    _of("rms_norm", "sums", (3, 4), 640, BF16, None, BF16, layout="misaligned", rounding="once", round_sum=True),
-    _of("rms_norm_fused_fp8", "short", (5,), 33),
-    _of("rms_norm_fused_fp8", "dtypes", (4,), 640, scales_dtype=F16, out_dtype=FNUZ),
-    _of("rms_norm_fused_fp8", "dtypes", (4,), 640, F32, scales_dtype=BF16, out_dtype=FNUZ),
-    _of("rms_norm_fused_fp8", "groups", (6,), 384, group_size=64, scale_layout="row"),
-    _of("rms_norm_fused_fp8", "groups", (6,), 384, group_size=64, scale_layout="column"),
-    _of("rms_norm_fused_fp8", "groups", (6,), 384, group_size=128, scale_format="ue8m0", scales_dtype=E8M0),
-    _of("rms_norm_fused_fp8", "scales", (4,), 512, out_dtype=FNUZ, fp8_max=224.0),
-    _of("rms_norm_fused_fp8", "prologues", (4,), 1536, operands=("full",), prologue=silu_and_mul),
-    _of("rms_norm_fused_fp8", "prologues", (4,), 1536, operands=("full",), layout="sliced", prologue=add),
-    _of(
-        "rms_norm_fused_fp8",
+FUNCTIONS: Final = {
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "rms_norm_fused_fp8": rms_norm_fused_fp8,
+    "rms_norm_fused_quant": _quantized,
+}
+_DRAWS: Final = {BF16: bf16, F16: f16, F32: f32}
+_OPERANDS: Final = [bf16(4, 1536), bf16(1536), bf16(4, 48, positive=True)]
+_UPPER: Final = torch.tensor(1.5)
+_VLLM: Final[dict[str, Any]] = {
+    "scale_ub": _UPPER,
+    "rounding": "hf",
+    "round_sum": False,
+    "quantize": "divide",
+    "min_scale": 1 / (448 * 512),
+    "return_norm": True,
+}
+
+
+def _norm(group: str, x: Random, gamma: Any = "x", /, op: str = "rms_norm", **more: Any) -> Case:
+    """A case whose gamma has x's dtype, or bfloat16 if x holds codes, unless passed."""
+    n = x.shape[-1]
+    if gamma == "x":
+        gamma = _DRAWS.get(x.dtype, bf16)(n)
+    elif gamma is not None and not isinstance(gamma, Random):
+        gamma = gamma(n)
+    return case(op, group, x=x, gamma=gamma, **more)
+
+
+_layer = partial(_norm, op="layer_norm")
+_fp8 = partial(_norm, op="rms_norm_fused_fp8")
+_quant = partial(_norm, op="rms_norm_fused_quant")
+
+
+CASES: Final[tuple[Case, ...]] = (
+    _norm("short", bf16(5, 33)),
+    _norm("wide", bf16(5, 20000)),
+    _norm("layouts", bf16(3, 4, 128, layout="expanded")),
+    _norm("layouts", bf16(3, 4, 128, layout="transposed"), None, weight_offset=0.0),
+    _norm("dtypes", f16(3, 640), f32, rounding="once"),
+    _norm("dtypes", bf16(3, 640), f16, weight_offset=1.0),
+    _norm("dtypes", f16(5, 200), bf16, residual=f16(5, 200), rounding="hf", round_sum=False),
+    _norm("sums", bf16(3, 4, 640, layout="misaligned"), residual=bf16(3, 4, 640), round_sum=True, return_rstd=True),
+    _norm("sums", bf16(3, 4, 640), bf16(4, 640), residual=f32(3, 4, 640)),
+    _norm("values", f16(9, 384, special=True), gate=f16(9, 384), eps=1e-5),
+    _norm("gate", bf16(5, 128), gate=bf16(5, 128), gate_order="before"),
+    _norm("gate", f32(3, 640), bf16, gate=f32(3, 640), bias=bf16(640), rounding="hf"),
+    _norm("gate", bf16(3, 640), gate=f32(3, 640), gate_activation="sigmoid"),
+    _norm("out dtype", bf16(3, 640), out_dtype=F16),
+    _norm("out dtype", bf16(3, 640), out_dtype=F32),
+    _norm("out dtype", f16(3, 640), out_dtype=BF16),
+    _layer("short", bf16(5, 33)),
+    _layer("dtypes", f16(3, 640), bf16, bias=f16(640), out_dtype=F32),
+    _layer(
+        "heads", f32(3, 4, 640), bf16(4, 640), residual=f32(3, 4, 640), round_sum=True, bias=f16(640), return_rstd=True
+    ),
+    _fp8("short", bf16(5, 33)),
+    _fp8("scales", bf16(4, 640), scales_dtype=F16, out_dtype=FNUZ),
+    _fp8("scales", f32(4, 640), scales_dtype=BF16, fp8_max=448.0),
+    _fp8("scales", bf16(4, 512), out_dtype=FNUZ, fp8_max=224.0),
+    _fp8("scales", bf16(6, 120), eps=1e-5, scale_ub=_UPPER, weight_offset=1.0),
+    _fp8("groups", bf16(6, 384), group_size=64, scale_layout="row"),
+    _fp8("groups", bf16(6, 384), group_size=64, scale_layout="column"),
+    _fp8("groups", bf16(6, 384), group_size=128, scale_format="ue8m0"),
+    _fp8("prologues", bf16(4, 1536), prologue=silu_and_mul, prologue_args=[bf16(4, 1536)]),
+    _fp8("prologues", bf16(4, 1536, layout="sliced"), prologue=add, prologue_args=[bf16(4, 1536, layout="sliced")]),
+    _fp8("prologues", e4m3fn(4, 1536), residual=bf16(4, 1536), prologue=soft_cap_gate, prologue_args=_OPERANDS),
+    _fp8(
         "dequantize",
-        (5,),
-        200,
-        FNUZ,
-        F32,
-        operands=("row",),
+        e4m3fnuz(5, 200),
+        f32,
         prologue=dequantize,
+        prologue_args=[f32(5, 1, positive=True)],
         return_norm=True,
     ),
-    _of("rms_norm_fused_fp8", "dequantize", (4,), 768, FP8, BF16, operands=("group64",), prologue=dequantize),
-    _of("rms_norm_fused_fp8", "dequantize", (4,), 768, FP8, BF16, operands=("group256",), prologue=dequantize),
-    _of(
-        "rms_norm_fused_fp8",
-        "dequantize",
-        (4,),
-        1536,
-        FP8,
-        BF16,
-        BF16,
-        operands=("full", "column", "group32"),
-        prologue=soft_cap_gate,
+    _fp8(
+        "dequantize", e4m3fn(4, 768), prologue=dequantize, prologue_args=[f32(4, 12, positive=True)], return_rstd=True
     ),
-    _of("rms_norm_fused_fp8", "values", (9,), 384, values="special", out_dtype=FP8, static_scale=True),
-    _of("rms_norm_fused_fp8", "pattern", (6,), 120, values="pattern", eps=1e-5, weight_offset=0.0, scale_ub=448.0),
-    _of(
-        "rms_norm_fused_fp8",
-        "vllm",
-        (5,),
-        640,
-        F16,
-        None,
-        F16,
-        bounded=1.5,
-        rounding="hf",
-        round_sum=False,
-        quantize="divide",
-        min_scale=1 / (448 * 512),
-        group_size=None,
-        return_norm=True,
-    ),
-    _of("rms_norm_fused_quant", "dtypes", (3,), 640, F16, format="e5m2", rounding="stored"),
-    _of(
-        "rms_norm_fused_quant",
-        "values",
-        (9,),
-        384,
-        values="special",
-        format="e4m3fn",
+    _fp8("dequantize", e4m3fn(4, 768), prologue=dequantize, prologue_args=[f32(4, 3, positive=True)]),
+    _fp8("values", bf16(9, 384, special=True), out_dtype=FP8, static_scale=torch.tensor(0.02)),
+    _fp8("vllm", f16(5, 640), residual=f16(5, 640), **_VLLM),
+    _quant("formats", f16(3, 640), format="e5m2", rounding="stored"),
+    _quant("formats", bf16(5, 640), format="e4m3fnuz", group_size=64),
+    _quant("formats", bf16(2, 3, 2, 3, 128, layout="reversed"), format="nvfp4"),
+    _quant("formats", int8(4, 1536), format="int8", prologue=dequantize, prologue_args=[f32(4, 12, positive=True)]),
+    _quant("scales", bf16(5, 384), format="mxfp8", scale_format="ue8m0_floor", scales_dtype=F32),
+    _quant("scales", bf16(5, 640), format="nvfp4", global_scale=torch.tensor(8.0)),
+    _quant("places", bf16(5, 480), format="mxfp8", scale_layout="column_tma"),
+    _quant("places", bf16(3, 44, 256, layout="transposed"), format="mxfp4", scale_layout="128x4"),
+    _quant(
+        "places",
+        bf16(9, 384, special=True),
+        code_max=448.0,
         group_size=128,
         scale_format="ue8m0",
         scale_layout="column_packed",
     ),
-    _of("rms_norm_fused_quant", "levels", (2, 3, 2, 3), 128, layout="reversed", format="nvfp4"),
-    _of("rms_norm_fused_quant", "scales", (5,), 384, format="mxfp8", scale_format="ue8m0_floor", scales_dtype=F32),
-    _of("rms_norm_fused_quant", "scales", (5,), 640, format="nvfp4", global_scale=1.0),
-    _of("rms_norm_fused_quant", "places", (5,), 480, format="mxfp8", scale_layout="column_tma"),
-    _of("rms_norm_fused_quant", "places", (3, 44), 1536, layout="transposed", format="mxfp4", scale_layout="128x4"),
-    _of(
-        "rms_norm_fused_quant",
-        "prologues",
-        (4,),
-        1536,
-        INT8,
-        BF16,
-        operands=("group128",),
-        format="int8",
-        prologue=dequantize,
+    _quant(
+        "gate",
+        f32(4, 640),
+        gate=bf16(4, 640),
+        gate_activation="sigmoid",
+        statistic="layer",
+        bias=f32(640),
+        quantize="divide",
     ),
-    _of("rms_norm", "gate", (5,), 128, gate=BF16, gate_order="before"),
-    _of("rms_norm", "gate", (9,), 384, F16, values="special", gate=F16, weight_offset=1.0),
-    _of("rms_norm", "gate", (3,), 640, F32, BF16, gate=F32, bias=BF16, rounding="hf"),
-    _of("rms_norm", "out dtype", (3,), 640, out_dtype=F16),
-    _of("rms_norm", "out dtype", (3,), 640, out_dtype=F32),
-    _of("rms_norm", "out dtype", (3,), 640, F16, out_dtype=BF16),
-    _of("layer_norm", "short", (5,), 33),
-    _of("layer_norm", "dtypes", (3,), 640, F16, BF16, bias=F16),
-    *(
-        _of(
-            "rms_norm_fused_quant",
-            activation,
-            (4,),
-            640,
-            F32,
-            gate=BF16,
-            gate_activation=activation,
-            statistic="layer",
-            bias=F32,
-            quantize="divide",
-        )
-        for activation in GATE_ACTIVATIONS[1:]
-    ),
-    _of("rms_norm", "no gamma", (5,), 128, gamma=None),
-    _of("layer_norm", "heads", (3, 4), 640, F32, BF16, F32, heads=True, weight_offset=1.0, bias=F16, return_rstd=True),
 )
-"""Few cases that together have every dtype, format, option and layout of the matrix in tests/rms_norm/cases.py."""
-SCALE_NAMES = {"rms_norm_fused_fp8": "scale_output", "rms_norm_fused_quant": "scale_out"}
-"""The keyword for a tensor that receives the scales, by op."""
 
 
-_OPS: dict[str, Any] = {
-    "rms_norm": (RMS_NORM, rms_norm),
-    "layer_norm": (LAYER_NORM, layer_norm),
-    "rms_norm_fused_fp8": (RMS_NORM_FUSED_QUANT, rms_norm_fused_fp8),
-    "rms_norm_fused_quant": (RMS_NORM_FUSED_QUANT, rms_norm_fused_quant),
-}
+def verify(op: str, host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[Expected | str]:
+    """The norm, or its codes and scales, the new residual, and the reciprocal RMS."""
+    options = dict(host, statistic="layer") if op == "layer_norm" else host
+    quantized = "fused" in op
+    names = ["out", *["scale"] * quantized, *["residual"] * (host.get("residual") is not None)]
+    names += [name for name in ("norm", "rstd") if host.get(f"return_{name}")]
+    named = dict(zip(names, results, strict=True))
+    y, summed, normed, error = _exact(options)
+    if "residual" in named:
+        yield Expected("new residual", named["residual"], summed)
+    if "rstd" in named:
+        mean = normed.square().mean(-1) + host.get("eps", 1e-6)
+        yield Expected("rstd", named["rstd"], torch.where(mean.isfinite(), mean.rsqrt(), torch.nan), error)
+    shown = "norm" if quantized else "out"
+    if shown in named:
+        yield Expected(shown, named[shown], y, error)
+    if quantized:
+        q = described(host, named["out"], named["scale"])
+        if isinstance(q, str):
+            yield q
+            return
+        yield from _codes(host, q, y.to(host["x"].dtype).double() if host.get("rounding") == "stored" else y, error)
 
 
-# --- inputs and calls -----------------------------------------------------------------------------------------------
+class _Exact(NamedTuple):
+    """The norm and what it is of; ``summed``: with the residual, unrounded; ``error``: what roundings on the way leave."""
+
+    y: Tensor
+    summed: Tensor
+    normed: Tensor
+    error: float
 
 
-def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
-    """Keyword arguments of the public function."""
-    contract, _ = _OPS[case.op]
-    options = dict(case.options)
-    static, bound, overall = (options.pop(name, None) for name in ("static_scale", "bounded", "global_scale"))
-    further: dict[str, torch.dtype] = {name: options.pop(name) for name in ("gate", "bias") if name in options}
-    optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
-    gamma = "head_gamma" if options.pop("heads", False) else "gamma"
-    optional += [*further, gamma]
-    own = case.x if case.x in FLOATS else F32
-    dtypes = {"x": own, gamma: case.gamma or case.x, "residual": case.residual or own, "static_scale": F32}
-    dtypes |= further
-    sizes = {"N": case.n, "H": (1, *case.lead)[-1]}
-    tensors: dict[str, Any] = {
-        **sample(contract, sizes, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
-    }
-    tensors["gamma"] = tensors.pop(gamma)
-    _set_values(tensors, case)
-    if case.x not in FLOATS:
-        tensors["x"] = (40 * tensors["x"]).clamp(-127, 127).to(case.x)
-    for name in tensors.keys() & {"x", "residual", "gate"}:
-        tensors[name] = lay_out(tensors[name], case.layout)
-    if bound is not None:
-        tensors["scale_ub"] = torch.tensor(bound)
-    if overall is not None:
-        tensors["global_scale"] = torch.tensor(overall)
-    if case.operands:
-        generator = torch.Generator().manual_seed(seed)
-        made = [torch.randn(_operand_shape(case, kind), generator=generator).to(own) for kind in case.operands]
-        tensors["prologue_args"] = [lay_out(t, case.layout) if t.dim() > 1 and t.shape[-1] > 1 else t for t in made]
-    return moved(tensors, device) | options
-
-
-def _operand_shape(case: Case, kind: str) -> tuple[int, ...]:
-    if kind.startswith("group"):
-        return (*case.lead, case.n // int(kind.removeprefix("group")))
-    return {"full": (*case.lead, case.n), "column": (case.n,), "row": (*case.lead, 1)}[kind]
-
-
-def _set_values(tensors: dict[str, Tensor], case: Case) -> None:
-    x, gamma = tensors["x"], tensors["gamma"]
-    if case.values == "pattern":
-        count = torch.arange(x.numel())
-        x.copy_((0.05 + (3.0 - 0.05) * (count % 20) / 19).reshape(x.shape))
-        gamma.copy_(0.5 + 0.1 * (torch.arange(case.n) % 11))
-    elif case.values == "spread":  # float16 cannot represent the smallest of these
-        gamma.mul_(2.0 ** (torch.arange(case.n) % 35 - 22))
-    elif case.values == "special":
-        set_special(x)
-        if "residual" in tensors:
-            tensors["residual"].zero_()
-
-
-def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The public function's results as a tuple."""
-    result = _OPS[case.op][1](**arguments)
-    result = result if isinstance(result, tuple) else (result,)
-    if case.options.get("scale_layout") == "128x4":
-        return result[0], without_padding(result[1], math.prod(case.lead)), *result[2:]
-    return result
-
-
-def result_names(case: Case) -> list[str]:
-    """The output keyword of each result, in order."""
-    return _names(SCALE_NAMES.get(case.op), case.residual is not None, case.options)
-
-
-def _names(scale: str | None, residual: bool, options: dict[str, Any]) -> list[str]:
-    names = ["out"] + ([scale] if scale else []) + ["residual_out"] * residual
-    return names + ["norm_out"] * bool(options.get("return_norm")) + ["rstd_out"] * bool(options.get("return_rstd"))
-
-
-def zeroable(case: Case) -> list[tuple[int, str]]:
-    """Position and name of each result that the kernel writes."""
-    static = case.options.get("static_scale")
-    return [(i, name) for i, name in enumerate(result_names(case)) if not (static and name in SCALE_NAMES.values())]
-
-
-def call_out(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same call into the caller's poisoned outputs."""
-    return call(case, arguments | {name: poisoned_like(like[index]) for index, name in zeroable(case)})
-
-
-def variants(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
-    """Other ways to make the same call: into given outputs, and with the tiles of smaller or larger batches."""
-    if not interpreting():  # there the first call was the same launch into poisoned memory
-        yield "when written into the caller's tensors", call_out(case, arguments, results)
-    for regime in others(math.prod(case.lead), case.n * max(2, case.x.itemsize)):
-        with assuming(regime):
-            yield f"with the tile of a {regime} batch", call_out(case, arguments, results)
-
-
-# --- verification ---------------------------------------------------------------------------------------------------
-
-
-def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
-    """None, or what is wrong with the results."""
-    host, results = to_cpu(arguments), tuple(t.cpu() for t in results)
-    if case.op == "layer_norm":
-        host["statistic"] = "layer"
-    wrong = None
-    if case.options.get("quantize") == "divide" and case.options.get("return_norm"):
-        wrong = verify_division(host, results[0], results[1], results[-1])
-    return wrong or verify_call(host, results)
-
-
-def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
-    """None, or what is wrong with the results of any call: every value lies between bounds."""
-    quantized, residual = results[0].dtype not in FLOATS, host.get("residual")
-    names = _names("scale" if quantized else None, residual is not None, host)
-    named, hf = dict(zip(names, results, strict=True)), host.get("rounding") == "hf"
-    x, error, doubt = host["x"], compare.FLOAT32_ERROR, None
-    h = x.float()
+def _exact(host: dict[str, Any]) -> _Exact:
+    x, gate, residual, rounding = host["x"], host.get("gate"), host.get("residual"), host.get("rounding", "once")
+    factor = None if gate is None else reference.activate(gate.double(), host.get("gate_activation", "silu"))
+    h = x.double()
     if "prologue" in host:
-        error *= 8
-        h = host["prologue"](h.double(), *(per_column(t.double(), x.shape[-1]) for t in host["prologue_args"]))
-        doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
-    if host.get("gate") is not None and host.get("gate_order") == "before":
-        error *= 8
-        h = h.double() * activated(host["gate"].double(), host)
-        doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
-    if residual is not None:
-        h = (h + residual.to(h.dtype)).double()
-        summed = bounds.Bounds(h, h) if doubt is None else bounds.around(h, doubt)
-        wrong = summed.stored(named["residual_out"])
-        if wrong is not None:
-            return f"new_residual: {wrong}"
-        round_sum = host.get("round_sum")
-        if hf if round_sum is None else round_sum:
-            low, high = summed.rounded(residual.dtype)
-            doubt = None if doubt is None else torch.where(low.isfinite() & high.isfinite(), high - low, 0.0)
-            h = h.to(residual.dtype)
-    h = h.double()
+        h = host["prologue"](h, *(reference.per_column(t.double(), x.shape[-1]) for t in host["prologue_args"]))
+    if factor is not None and host.get("gate_order") == "before":
+        h, factor = h * factor, None
+    summed = normed = h if residual is None else h + residual.double()
+    round_sum = host.get("round_sum")
+    if residual is not None and (rounding == "hf" if round_sum is None else round_sum):
+        normed = summed.to(residual.dtype).double()
     if host.get("statistic") == "layer":
-        h, doubt = centered(h, doubt)
-    rs = bounds.reciprocal_rms(h, host.get("eps", 1e-6))
-    wrong = _verify_rstd(named["rstd_out"], rs, error, doubt) if "rstd_out" in named else None
-    if wrong is not None:
-        return f"rstd: {wrong}"
-    g = bounds.weight(host["gamma"], host.get("weight_offset", 0.0))
-    y = finished(bounds.normed(h, rs, g, x.dtype if hf else None, error, doubt), host)
-    shown = "norm_out" if quantized else "out"
-    wrong = y.stored(named[shown]) if shown in named else None
-    if wrong is not None:
-        return f"{shown}: {wrong}"
-    if not quantized:
-        return None
-    if host.get("rounding") == "stored":
-        y = y.rounded(x.dtype)
-    q = described(host, named["out"], named["scale"])
-    return q if isinstance(q, str) else _verify_codes(host, q, h, rs, g, y, error, doubt)
+        normed = normed - normed.mean(-1, keepdim=True)
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(x.dtype).double() if rounding == "hf" else t
+
+    a = rounded(reference.rms_norm(normed, None, host.get("eps", 1e-6)).y)
+    gamma = torch.ones(1) if host["gamma"] is None else host["gamma"]
+    y = rounded(a * (gamma.double() + host.get("weight_offset", 0.0)))
+    y = y if host.get("bias") is None else rounded(y + host["bias"].double())
+    y = y if factor is None else rounded(y * factor)
+    return _Exact(y, summed, normed, ERROR + (0.0 if rounding == "once" else 2 * torch.finfo(x.dtype).eps))
 
 
-def _verify_rstd(actual: Tensor, rs: Tensor, error: float, doubt: Tensor | None) -> str | None:
-    """None, or what is wrong with the reciprocal RMS of rows whose own values may be off by ``doubt``."""
-    off = rs * error if doubt is None else rs * (error + bounds.spread(doubt, rs))
-    return bounds.Bounds(*(end.squeeze(-1) for end in bounds.around(rs, off))).stored(actual)
-
-
-def _finishes(host: dict[str, Any]) -> bool:
-    """Whether a bias or a gate follows gamma."""
-    return host.get("bias") is not None or (host.get("gate") is not None and host.get("gate_order") != "before")
-
-
-def _verify_codes(
-    host: dict[str, Any],
-    q: Quantized,
-    h: Tensor,
-    rs: Tensor,
-    g: Tensor,
-    y: bounds.Bounds,
-    error: float,
-    doubt: Tensor | None,
-) -> str | None:
-    group, rule, n = q.rule.group or None, q.rule, q.codes.shape[-1]
-    normed = rule.divides or host.get("rounding", "once") != "once" or _finishes(host)
-    if rule.kind == "static":
-        stored = q.scale.double().reshape(()).expand(q.codes.shape)
+def _codes(host: dict[str, Any], q: Quantized, y: Tensor, error: float) -> Iterator[Expected | str]:
+    """The scales, by their rule, and the codes of ``y / scale`` with the scales that were stored."""
+    if q.rule.kind == "static":
+        stored = q.scale.double().reshape(()).expand(y.shape)
     else:
-        low, high = bounds.sizes(y)
-        if not normed:  # amax is that of h * g, times rs
-            size = (h * g).abs()
-            off = (size if doubt is None else (h.abs() + doubt) * g.abs()) * rs * error + bounds.FLOOR * rs
-            if doubt is not None:
-                off = off + doubt * rs * g.abs() + size * rs * bounds.spread(doubt, rs)
-            off = torch.where(size == 0, 0.0 if doubt is None else off, off)
-            low, high = size * rs - off, size * rs + off
-        bound = None if host.get("scale_ub") is None else float(host["scale_ub"])
-        ends = bounds.largest(low, group), bounds.largest(high, group)
-        wrong = bounds.scales(q.scale, *ends, bound, q.unit, rule, host.get("min_scale", 0.0), q.overall)
-        if wrong is not None:
-            return wrong
-        stored = q.applied().repeat_interleave(group or n, -1)
-    if normed:
-        stored = torch.where(rs.isnan(), torch.nan, stored)
-        codes = (bounds.codes_divided if rule.divides else bounds.codes_rounded)(y, stored)
-    else:
-        codes = bounds.codes_once(h, rs, g, stored, error, doubt)
-    return compare.between(q.codes, *codes, q.fmt, q.limit)
+        amax = y.abs().unflatten(-1, (-1, q.rule.group or y.shape[-1])).amax(-1)
+        amax = torch.where(amax.isfinite(), amax, torch.nan)
+        if host.get("scale_ub") is not None:
+            amax = amax.clamp(max=float(host["scale_ub"]))
+        value = reference.scale_values(q.scale)
+        least = torch.tensor(host.get("min_scale", 0.0)).double()
+        ends = [(amax * (1 + e) / q.unit * q.overall).clamp(min=least) for e in (-error, error)]
+        low, high = (compare.stored_scale(end, q.rule) for end in ends)
+        right = ((low <= value) & (value <= high)) | (value.isnan() & amax.isnan())
+        if value.shape != amax.shape or not right.all():
+            yield f"scale: {int((~right).sum())} of {right.numel()} are not those of the rows or groups"
+            return
+        stored = q.applied().repeat_interleave(q.rule.group or y.shape[-1], -1)
+    yield Expected("codes", q.codes, reference.divided(y, stored), error, q.fmt, q.limit)

@@ -1,4 +1,4 @@
-"""Runs cases on a device: what `onepass check` calls."""
+"""Makes calls on a device and compares their results: what `onepass check` runs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from . import attention, gemv_norm, head_product, latent_attention, linear, mla_cache, qk_cache, qk_norm, rms_norm
-from .case import Check, same_bytes
-from .interpreter import quick_interpreter
+from . import attention, caches, products, qk_norm, rms_norm
+from .call import Case, Verify, to
+from .case import same_bytes
 
-_FAMILIES = (rms_norm, gemv_norm, linear, qk_norm, mla_cache, qk_cache)
-_OF_GPUS = (attention, latent_attention, head_product)
-MODULES: dict[str, Any] = {case.op: module for module in (*_FAMILIES, *_OF_GPUS) for case in module.CASES}
-"""The module of each op, which defines CASES, inputs, call, variants, verify and zeroable."""
-CASES: tuple[Check, ...] = tuple(case for module in _FAMILIES for case in module.CASES)
+_FAMILIES: tuple[Any, ...] = (rms_norm, products, qk_norm, caches, attention)
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], Verify]] = {
+    op: (function, module.verify) for module in _FAMILIES for op, function in module.FUNCTIONS.items()
+}
+CASES: tuple[Case, ...] = (*rms_norm.CASES, *products.GEMV_CASES, *products.CASES, *qk_norm.CASES, *caches.CASES)
 """Cases that every device runs."""
+GPU_CASES: tuple[Case, ...] = (*attention.CASES, *products.GPU_CASES)
+"""Cases of kernels that a CPU does not have, and of what a GPU does differently."""
 OPS: tuple[str, ...] = tuple(dict.fromkeys(case.op for case in CASES))
-"""The ops of these."""
-_ON_GPUS = tuple(case for module in _OF_GPUS for case in module.CASES)
-GPU_CASES: tuple[Check, ...] = (*_ON_GPUS, *linear.GPU_CASES)
-"""Cases of kernels that a CPU does not have, and of what a GPU does differently. The interpreter has the former."""
+"""The ops that every device has."""
+ALL_OPS: tuple[str, ...] = tuple(_FUNCTIONS)
 DEVICES = ("cpu", "cuda", "interpreter")
 
 
@@ -47,13 +48,9 @@ class Result:
         return asdict(self)
 
 
-def select(ops: Sequence[str] = (), match: str = "", device: str = "cpu") -> list[Check]:
+def select(ops: Sequence[str] = (), match: str = "", device: str = "cpu") -> list[Case]:
     """The device's cases of these ops (all when empty) whose name contains ``match``, or one of its alternatives separated by ``|``."""
-    return among(CASES if device == "cpu" else (*CASES, *GPU_CASES), ops, match)
-
-
-def among(cases: Iterable[Check], ops: Sequence[str], match: str) -> list[Check]:
-    """The cases of these ops whose name contains ``match``, as for `select`."""
+    cases = CASES if device == "cpu" else (*CASES, *GPU_CASES)
     return [case for case in cases if (not ops or case.op in ops) and matches(case.name, match)]
 
 
@@ -80,30 +77,41 @@ def running_on(device: str) -> Iterator[None]:
             return
         from ..core.backend import launching_with
 
-        with launching_with(_interpreted), quick_interpreter(), warnings.catch_warnings():
+        with launching_with(_interpreted), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # 0/0 is intended
             yield
 
 
-def run(case: Check, device: str, seed: int = 0) -> str | None:
-    """Call, verify, and call in every other way that must give the same bytes; None, or what is wrong."""
-    module = MODULES[case.op]
-    arguments = module.inputs(case, device, seed)
-    results = module.call(case, arguments)
-    wrong: str | None = module.verify(case, arguments, results)
-    if wrong is not None:
-        return wrong
-    for way, again in module.variants(case, arguments, results):
-        for index, (first, second) in enumerate(zip(results, again, strict=True)):
-            if not same_bytes(first, second):
-                return f"result {index} differs {way}"
+def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The results of a call with copies of these arguments."""
+    results = _FUNCTIONS[case.op][0](**to(None, arguments))
+    return results if isinstance(results, tuple) else (results,)
+
+
+def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
+    """None, or what is wrong with the results."""
+    stored = tuple(to("cpu", dict(enumerate(results))).values())  # type: ignore[arg-type]
+    for expected in _FUNCTIONS[case.op][1](case.op, to("cpu", arguments), stored):
+        wrong = expected if isinstance(expected, str) else expected.fault()
+        if wrong is not None:
+            return wrong
     return None
 
 
-def run_case(case: Check, device: str) -> Result:
-    """Run one case; an exception counts as a failure."""
-    where = "cpu" if device == "interpreter" else device
-    return timed(case.op, case.name, device, lambda: run(case, where))
+def run_case(case: Case, device: str) -> Result:
+    """Make a call, compare its results, and make it again; an exception counts as a failure."""
+
+    def run() -> str | None:
+        arguments = case.draw("cpu" if device == "interpreter" else device)
+        results = call(case, arguments)
+        wrong = verify(case, arguments, results)
+        if wrong is None and device != "interpreter":
+            again = call(case, arguments)
+            if not all(same_bytes(one, two) for one, two in zip(results, again, strict=True)):
+                wrong = "a second call gave other results"
+        return wrong
+
+    return timed(case.op, case.name, device, run)
 
 
 def timed(op: str, name: str, device: str, test: Callable[[], str | None]) -> Result:
@@ -118,7 +126,7 @@ def timed(op: str, name: str, device: str, test: Callable[[], str | None]) -> Re
     return Result(op, name, device, not message, message, time.perf_counter() - start)
 
 
-def run_cases(cases: Iterable[Check], device: str, progress: Callable[[Result], None] | None = None) -> list[Result]:
+def run_cases(cases: Iterable[Case], device: str, progress: Callable[[Result], None] | None = None) -> list[Result]:
     """Run all cases and report each result as it arrives."""
     results = []
     with running_on(device):

@@ -19,7 +19,7 @@ multiply-add with the block's scale, lane by lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -133,111 +133,132 @@ def copy_row(f: Function, k: Int, target: Int, padded: Int, m: Int, value: Calla
         each_block(f, chunk, (chunk + CHUNK).min(k), body)
 
 
-def _dot(module: Module, product: Product, shape: Shape) -> Function:
-    """``dot(weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, begun)``.
+class _Dot:
+    """Emits ``dot(weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, begun)``.
 
     It adds ``count`` columns, in whole steps, to the tile's sums, or replaces these if ``begun`` is 0. Weight rows
     beyond the ``last`` one repeat it. The same number of the weight rows that follow is prefetched, from ``fetch`` on,
     at the pace of the columns or ``2**slow`` times slower.
     """
-    f = Function(module, f"dot{shape.block}", 11, private=True)
-    weight, stride, last, act, sums, count, fetch, fetch_stride, slow, scales, begun = f.parameters
-    size, looked_up = product.weight.itemsize, _looks_up(module, product, shape)
-    dtype = torch.float16 if product.is_fp8 else product.weight
-    rows = [weight + stride * last.min(r) for r in range(shape.rows)]
-    fetched = [fetch + fetch_stride * r for r in range(shape.rows)]
 
-    def halves(address: Int) -> tuple[Float, Float]:
-        """A step's columns, in the order of the copy of ``act``."""
-        if product.is_paired:
-            return load_row(f, dtype, address, None, True).halves()
-        low, high = (load_row(f, dtype, address + i * SUM * dtype.itemsize, None, False, SUM) for i in range(2))
-        return low, high
+    def __init__(self, module: Module, product: Product, shape: Shape) -> None:
+        self.f = Function(module, f"dot{shape.block}", 11, private=True)
+        (
+            weight,
+            stride,
+            last,
+            self.act,
+            self.sums,
+            self.count,
+            fetch,
+            fetch_stride,
+            self.slow,
+            self.scales,
+            self.begun,
+        ) = self.f.parameters
+        self.product, self.shape, self.looked_up = product, shape, _looks_up(module, product, shape)
+        self.dtype = torch.float16 if product.is_fp8 else product.weight
+        self.rows = [weight + stride * last.min(r) for r in range(shape.rows)]
+        self.fetched = [fetch + fetch_stride * r for r in range(shape.rows)]
 
-    def prefetch(at: Int, columns: int) -> None:
-        for offset in range(0, columns * size, LINE):
-            for row in fetched:
-                f.prefetch(row + ((at * size >> slow) + offset), level=2)
+    def emit(self) -> Function:
+        """The function."""
+        f = self.f
+        for first in range(0, self.shape.block, self.shape.act_rows):
+            if self.product.block_scale is None:
+                self._settle(first, self._partial(first, f.index(0), self.count), None, self.begun)
+                continue
+            with f.loop(f.index(0), self.count, SCALE_BLOCK) as begin:
+                cells = self._partial(first, begin, (begin + SCALE_BLOCK).min(self.count))
+                at = self.scales + begin // SCALE_BLOCK * 4
+                scale = [
+                    load_scalar(f, torch.float32, at + r * (_SCALES * 4)).splat(SUM) for r in range(self.shape.rows)
+                ]
+                self._settle(first, cells, scale, self.begun + begin)
+        f.builder.ret_void()
+        return f
 
-    def look_up(cells: list[list[Cell]], first: int, at: Int, whole: bool) -> None:
-        """Add `lookup.WIDTH` columns, or a step. Numbers are split where they are used, which saves registers."""
-        if first == 0:
-            prefetch(at, lookup.WIDTH)
-        parts = range(4 if whole else 2)
-
-        def number(pair: Int, part: int) -> Float:
-            return (pair & 0xFFFF0000 if part % 2 else pair << 16).float()
-
-        def acts(m: int, part: int) -> Float:
-            return f.floats(act + (at + ((first + m) * CHUNK + part * SUM)) * 4, SUM)
-
-        if shape.act_rows == 1:  # there are many weight rows: one is done before the next is loaded
-            mine = [acts(0, part) for part in parts]
-            for row, cell in zip(rows, cells[0], strict=True):
-                words = lookup.numbers(f, row + at, 1 / _FP8_SCALE, whole)
-                for part in parts:
-                    cell.set(mine[part].fma(number(words[part // 2], part), cell.get()))
-            return
-        several = [lookup.numbers(f, row + at, 1 / _FP8_SCALE, whole) for row in rows]
-        for part in parts:
-            weights = [number(words[part // 2], part) for words in several]
-            for m, line in enumerate(cells):
-                a = acts(m, part)
-                for cell, w in zip(line, weights, strict=True):
-                    cell.set(a.fma(w, cell.get()))
-
-    def partial(first: int, begin: Int, end: Int) -> list[list[Cell]]:
+    def _partial(self, first: int, begin: Int, end: Int) -> list[list[Cell]]:
         """Sums over a range of columns."""
+        f = self.f
         zero = Float(f.builder, constant(type_of(F32, SUM), 0.0))
-        cells = [[Cell(f, zero) for _ in range(shape.rows)] for _ in range(shape.act_rows)]
-        if looked_up:
+        cells = [[Cell(f, zero) for _ in range(self.shape.rows)] for _ in range(self.shape.act_rows)]
+        if self.looked_up:
             most = end - ((end - begin) & (lookup.WIDTH - 1))
             with f.loop(begin, most, lookup.WIDTH) as at:
-                look_up(cells, first, at, True)
+                self._look_up(cells, first, at, True)
             with f.when(most < end):
-                look_up(cells, first, most, False)
+                self._look_up(cells, first, most, False)
             return cells
         with f.loop(begin, end, BLOCK) as at:
             if first == 0:
-                prefetch(at, BLOCK)
-            weights = [halves(row + at * dtype.itemsize) for row in rows]
+                self._prefetch(at, BLOCK)
+            weights = [self._halves(row + at * self.dtype.itemsize) for row in self.rows]
             for half in range(2):
                 for m, line in enumerate(cells):
-                    a = f.floats(act + (at + ((first + m) * CHUNK + half * SUM)) * 4, SUM)
+                    a = self._acts(first + m, at, half)
                     for cell, w in zip(line, weights, strict=True):
                         cell.set(a.fma(w[half], cell.get()))
         return cells
 
-    def settle(first: int, cells: list[list[Cell]], scale: list[Float] | None, begun: Int) -> None:
+    def _look_up(self, cells: list[list[Cell]], first: int, at: Int, whole: bool) -> None:
+        """Add `lookup.WIDTH` columns, or a step. Numbers are split where they are used, which saves registers."""
+        if first == 0:
+            self._prefetch(at, lookup.WIDTH)
+        parts = range(4 if whole else 2)
+
+        def number(words: Sequence[Int], part: int) -> Float:
+            pair = words[part // 2]
+            return (pair & 0xFFFF0000 if part % 2 else pair << 16).float()
+
+        if self.shape.act_rows == 1:  # there are many weight rows: one is done before the next is loaded
+            mine = [self._acts(first, at, part) for part in parts]
+            for row, cell in zip(self.rows, cells[0], strict=True):
+                words = lookup.numbers(self.f, row + at, 1 / _FP8_SCALE, whole)
+                for part in parts:
+                    cell.set(mine[part].fma(number(words, part), cell.get()))
+            return
+        several = [lookup.numbers(self.f, row + at, 1 / _FP8_SCALE, whole) for row in self.rows]
+        for part in parts:
+            weights = [number(words, part) for words in several]
+            for m, line in enumerate(cells):
+                a = self._acts(first + m, at, part)
+                for cell, w in zip(line, weights, strict=True):
+                    cell.set(a.fma(w, cell.get()))
+
+    def _settle(self, first: int, cells: list[list[Cell]], scale: list[Float] | None, begun: Int) -> None:
         """Add the sums to the tile's, or to 0."""
+        f, is_fp8 = self.f, self.product.is_fp8
         zero = Float(f.builder, constant(type_of(F32, SUM), 0.0))
         fresh = begun.eq(0).splat(SUM)
         for m, line in enumerate(cells):
             for r, cell in enumerate(line):
-                address = sums + ((first + m) * TILE + r) * VECTOR
+                address = self.sums + ((first + m) * TILE + r) * VECTOR
                 total = fresh.where(zero, f.floats(address, SUM))
                 value: Float = cell.get()
                 if scale is not None:
-                    total = (value * _FP8_SCALE if product.is_fp8 else value).fma(scale[r], total)
+                    total = (value * _FP8_SCALE if is_fp8 else value).fma(scale[r], total)
                 else:
-                    total = value.fma(_FP8_SCALE, total) if product.is_fp8 else total + value
+                    total = value.fma(_FP8_SCALE, total) if is_fp8 else total + value
                 f.store(total.ir, address)
 
-    for first in range(0, shape.block, shape.act_rows):
-        if product.block_scale is None:
-            settle(first, partial(first, f.index(0), count), None, begun)
-            continue
-        with f.loop(f.index(0), count, SCALE_BLOCK) as begin:
-            cells = partial(first, begin, (begin + SCALE_BLOCK).min(count))
-            at = scales + begin // SCALE_BLOCK * 4
-            settle(
-                first,
-                cells,
-                [load_scalar(f, torch.float32, at + r * (_SCALES * 4)).splat(SUM) for r in range(shape.rows)],
-                begun + begin,
-            )
-    f.builder.ret_void()
-    return f
+    def _halves(self, address: Int) -> tuple[Float, Float]:
+        """A step's weights, in the order of the copy of ``act``."""
+        f, dtype = self.f, self.dtype
+        if self.product.is_paired:
+            return load_row(f, dtype, address, None, True).halves()
+        low, high = (load_row(f, dtype, address + i * SUM * dtype.itemsize, None, False, SUM) for i in range(2))
+        return low, high
+
+    def _acts(self, row: int, at: Int, part: int) -> Float:
+        """`SUM` columns of a row of ``act``: the given part of those from ``at`` on."""
+        return self.f.floats(self.act + (at + (row * CHUNK + part * SUM)) * 4, SUM)
+
+    def _prefetch(self, at: Int, columns: int) -> None:
+        size = self.product.weight.itemsize
+        for offset in range(0, columns * size, LINE):
+            for row in self.fetched:
+                self.f.prefetch(row + ((at * size >> self.slow) + offset), level=2)
 
 
 def _looks_up(module: Module, product: Product, shape: Shape) -> bool:
@@ -302,7 +323,7 @@ def walks(module: Module, product: Product, wide: bool) -> dict[int, Function]:
 
 
 def _walk(module: Module, product: Product, shape: Shape, stage: Function) -> Function:
-    dot = _dot(module, product, shape)
+    dot = _Dot(module, product, shape).emit()
     f = Function(module, f"walk{shape.block}", 11, private=True)
     weight, stride, rows, act, blocks, k, sums, following, scale, scale_stride, column = f.parameters
     size = product.weight.itemsize
@@ -311,9 +332,7 @@ def _walk(module: Module, product: Product, shape: Shape, stage: Function) -> Fu
     staged = f.allocate(_PANEL * staged_stride)
     scales = f.allocate(_PANEL * _SCALES * 4) if product.block_scale is not None else f.index(0)
     zero = f.index(0)
-    slow = zero
-    for power in range(1, MAX_BLOCKS.bit_length()):
-        slow = slow + (blocks < (1 << power)).where(zero, f.index(1))
+    slow = _share(f, blocks)
     columns = (k + (CHUNK - 1)) & -CHUNK
     step = -(-_AHEAD // (CHUNK * size)) * CHUNK
     with f.loop(zero, rows, _PANEL) as panel, f.loop(zero, k, CHUNK) as chunk:
@@ -345,13 +364,8 @@ def _walk(module: Module, product: Product, shape: Shape, stage: Function) -> Fu
             with f.when(block.eq(0)):
                 if product.block_scale is not None:
                     place = scale + chunk // SCALE_BLOCK * product.block_scale.itemsize
-                    there = f.first_lanes((count + (SCALE_BLOCK - 1)) // SCALE_BLOCK, _SCALES)
-                    for r in range(shape.rows):
-                        line = (
-                            (column + row + last.min(r)) // SCALE_BLOCK * (scale_stride * product.block_scale.itemsize)
-                        )
-                        value = load_row(f, product.block_scale, place + line, there, False, _SCALES)
-                        f.store(value.ir, own_scales + r * (_SCALES * 4))
+                    weight_rows = (column + row + last.min(r) for r in range(shape.rows))
+                    _store_scales(f, product.block_scale, place, scale_stride, weight_rows, count, own_scales)
                 if product.is_fp8:  # looked up where it is, unless the last step has to be padded
                     with f.when((whole < count) if looked_up else count > 0):
                         expand(zero, count)
@@ -372,6 +386,24 @@ def _walk(module: Module, product: Product, shape: Shape, stage: Function) -> Fu
                     add(own, f.index(staged_stride), whole, f.index(BLOCK))
     f.builder.ret_void()
     return f
+
+
+def _share(f: Function, blocks: Int) -> Int:
+    """The binary logarithm of ``blocks``, rounded up: by so many bits each of them prefetches less."""
+    zero = slow = f.index(0)
+    for power in range(1, MAX_BLOCKS.bit_length()):
+        slow = slow + (blocks < (1 << power)).where(zero, f.index(1))
+    return slow
+
+
+def _store_scales(
+    f: Function, dtype: torch.dtype, place: Int, stride: Int, rows: Iterable[Int], count: Int, target: Int
+) -> None:
+    """Write the scales of ``count`` columns of some weight rows to ``target``, as float32 [row, block]."""
+    mask = f.first_lanes((count + (SCALE_BLOCK - 1)) // SCALE_BLOCK, _SCALES)
+    for r, row in enumerate(rows):  # one at a time: each is computed where it is used
+        value = load_row(f, dtype, place + row // SCALE_BLOCK * (stride * dtype.itemsize), mask, False, _SCALES)
+        f.store(value.ir, target + r * (_SCALES * 4))
 
 
 def tile_sums(f: Function, sums: Int, m: Int, first: int) -> Float:

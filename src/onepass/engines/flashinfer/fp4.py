@@ -20,7 +20,10 @@ from ...formats import QuantFormatName
 from ...ops.rms_norm.op import rms_norm_fused_quant
 from ..arguments import names_of_op, require_tensors
 
-_FORMATS: dict[int, tuple[QuantFormatName, str]] = {16: ("nvfp4", "e4m3"), 32: ("mxfp4", "ue8m0")}
+_FORMATS: dict[int, tuple[QuantFormatName, str, torch.dtype]] = {
+    16: ("nvfp4", "e4m3", torch.float8_e4m3fn),
+    32: ("mxfp4", "ue8m0", torch.float8_e8m0fnu),
+}
 """Format and scales of each block size."""
 _as_called = names_of_op(x="input", gamma="weight", out="y_fp4", scale_out="block_scale", norm_out="y_out")
 
@@ -113,28 +116,8 @@ def _quantized(
     swizzled: bool,
     norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if not isinstance(input, Tensor) or not input.dim():
-        raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
-    require_tensors(name, weight=weight)
-    if not isinstance(block_size, int) or block_size not in _FORMATS:
-        raise ContractError(f"{name}: `block_size` must be 16 or 32, got {describe(block_size)}")
-    format, scales = _FORMATS[block_size]
-    if scale_format not in (None, scales):
-        raise Unsupported(
-            f"{name}: `scale_format` must be {scales!r} with blocks of {block_size}, got {scale_format!r}"
-        )
-    if input.shape[-1] % block_size:
-        raise ContractError(
-            f"{name}: `block_size` must divide the {input.shape[-1]} columns of `input`, got {block_size}"
-        )
-    if global_scale is not None and format == "mxfp4":
-        raise ContractError(f"{name}: `global_scale` must be None with blocks of 32, got {describe(global_scale)}")
-    if codes is not None:
-        require_tensors(name, y_fp4=codes)
-    if global_scale is not None and (not isinstance(global_scale, Tensor) or global_scale.numel() != 1):
-        raise ContractError(f"{name}: `global_scale` must be a tensor of one element, got {describe(global_scale)}")
+    format, dtype = _checked(name, input, weight, codes, global_scale, block_size, scale_format)
     shape = scale_shape(input.shape[:-1], input.shape[-1] // block_size, "128x4" if swizzled else "row")
-    dtype = torch.float8_e4m3fn if format == "nvfp4" else torch.float8_e8m0fnu
     scale_out = None
     if scale is not None:
         if not isinstance(scale, Tensor) or scale.numel() != math.prod(shape) or scale.element_size() != 1:
@@ -160,3 +143,36 @@ def _quantized(
     stored = block_scales if format == "nvfp4" else block_scales.view(torch.uint8)
     result = out.view(torch.float4_e2m1fn_x2) if codes is None else codes
     return result, scale if scale is not None else stored.flatten() if swizzled else stored
+
+
+def _checked(
+    name: str,
+    input: Tensor,
+    weight: Tensor,
+    codes: Tensor | None,
+    global_scale: Tensor | None,
+    block_size: int,
+    scale_format: str | None,
+) -> tuple[QuantFormatName, torch.dtype]:
+    """The format of the codes and the dtype of their scales, once everything but the scales' memory is as it must be."""
+    if not isinstance(input, Tensor) or not input.dim():
+        raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
+    require_tensors(name, weight=weight)
+    if not isinstance(block_size, int) or block_size not in _FORMATS:
+        raise ContractError(f"{name}: `block_size` must be 16 or 32, got {describe(block_size)}")
+    format, scales, dtype = _FORMATS[block_size]
+    if scale_format not in (None, scales):
+        raise Unsupported(
+            f"{name}: `scale_format` must be {scales!r} with blocks of {block_size}, got {scale_format!r}"
+        )
+    if input.shape[-1] % block_size:
+        raise ContractError(
+            f"{name}: `block_size` must divide the {input.shape[-1]} columns of `input`, got {block_size}"
+        )
+    if global_scale is not None and format == "mxfp4":
+        raise ContractError(f"{name}: `global_scale` must be None with blocks of 32, got {describe(global_scale)}")
+    if codes is not None:
+        require_tensors(name, y_fp4=codes)
+    if global_scale is not None and (not isinstance(global_scale, Tensor) or global_scale.numel() != 1):
+        raise ContractError(f"{name}: `global_scale` must be a tensor of one element, got {describe(global_scale)}")
+    return format, dtype

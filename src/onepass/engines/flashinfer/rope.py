@@ -48,31 +48,8 @@ def mla_rope_quantize_fp8(
     dtype = quantize_dtype or next((out.dtype for out in outs if out is not None), torch.float8_e4m3fn)
     if dtype not in _FORMATS:
         raise Unsupported(f"{name}: `quantize_dtype` must be one of {', '.join(map(str, _FORMATS))}, got {dtype}")
-    if cos_sin_cache.dtype != torch.float32 or cos_sin_cache.dim() != 2:
-        raise ContractError(
-            f"{name}: `cos_sin_cache` must be float32 [positions, columns], got {describe(cos_sin_cache)}"
-        )
-    if pos_ids.dim() != 1 or pos_ids.dtype not in (torch.int32, torch.int64):
-        raise ContractError(f"{name}: `pos_ids` must be [tokens] of int32 or int64, got {describe(pos_ids)}")
     queries, keys = {"q_rope": q_rope, "q_nope": q_nope}, {"k_rope": k_rope, "k_nope": k_nope}
-    for label, x in {**queries, **keys, "pos_ids": pos_ids}.items():
-        if x.device != cos_sin_cache.device:
-            raise ContractError(
-                f"{name}: `{label}` must be on {cos_sin_cache.device} like cos_sin_cache, got {x.device}"
-            )
-    for label, x in {**queries, **keys}.items():
-        if x.dim() not in ((3,) if label in queries else (2, 3)) or x.shape[0] != pos_ids.shape[0]:
-            shapes = "[tokens, heads, columns]" if label in queries else "[tokens, columns] or [tokens, heads, columns]"
-            raise ContractError(
-                f"{name}: `{label}` must be {shapes} with the {pos_ids.shape[0]} tokens of pos_ids, got {list(x.shape)}"
-            )
-        if not x.dtype.is_floating_point:
-            raise ContractError(f"{name}: `{label}` must have a float dtype, got {x.dtype}")
-    for label, rotated in (("q_rope", q_rope), ("k_rope", k_rope)):
-        if rotated.shape[-1] != cos_sin_cache.shape[-1]:
-            raise ContractError(
-                f"{name}: `{label}` must have the {cos_sin_cache.shape[-1]} columns of cos_sin_cache, got {rotated.shape[-1]}"
-            )
+    _check(name, queries, keys, cos_sin_cache, pos_ids)
     for label, factor in (("quant_scale_q", quant_scale_q), ("quant_scale_kv", quant_scale_kv)):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise ContractError(f"{name}: `{label}` must be a number, got {describe(factor)}")
@@ -90,6 +67,36 @@ def mla_rope_quantize_fp8(
         results.append(codes if out is None else out.copy_(codes))
     q_turned, k_turned, q_plain, k_plain = results
     return q_turned, k_turned, q_plain, k_plain
+
+
+def _check(
+    name: str, queries: dict[str, Tensor], keys: dict[str, Tensor], cos_sin_cache: Tensor, pos_ids: Tensor
+) -> None:
+    """The dtypes, devices and shapes of what is rotated or cast, by the names of the arguments."""
+    if cos_sin_cache.dtype != torch.float32 or cos_sin_cache.dim() != 2:
+        raise ContractError(
+            f"{name}: `cos_sin_cache` must be float32 [positions, columns], got {describe(cos_sin_cache)}"
+        )
+    if pos_ids.dim() != 1 or pos_ids.dtype not in (torch.int32, torch.int64):
+        raise ContractError(f"{name}: `pos_ids` must be [tokens] of int32 or int64, got {describe(pos_ids)}")
+    for label, x in {**queries, **keys, "pos_ids": pos_ids}.items():
+        if x.device != cos_sin_cache.device:
+            raise ContractError(
+                f"{name}: `{label}` must be on {cos_sin_cache.device} like cos_sin_cache, got {x.device}"
+            )
+    for label, x in {**queries, **keys}.items():
+        if x.dim() not in ((3,) if label in queries else (2, 3)) or x.shape[0] != pos_ids.shape[0]:
+            shapes = "[tokens, heads, columns]" if label in queries else "[tokens, columns] or [tokens, heads, columns]"
+            raise ContractError(
+                f"{name}: `{label}` must be {shapes} with the {pos_ids.shape[0]} tokens of pos_ids, got {list(x.shape)}"
+            )
+        if not x.dtype.is_floating_point:
+            raise ContractError(f"{name}: `{label}` must have a float dtype, got {x.dtype}")
+    for label, rotated in (("q_rope", queries["q_rope"]), ("k_rope", keys["k_rope"])):
+        if rotated.shape[-1] != cos_sin_cache.shape[-1]:
+            raise ContractError(
+                f"{name}: `{label}` must have the {cos_sin_cache.shape[-1]} columns of cos_sin_cache, got {rotated.shape[-1]}"
+            )
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:

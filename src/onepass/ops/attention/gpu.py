@@ -89,21 +89,8 @@ def _tile(columns: int) -> AttentionTile:
 
 def build_for(spec: AttentionSpec, facts: AttentionFacts, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
-    sums, masked = torch.float32, spec.mask != "none"
-    dtypes: dict[str, torch.dtype | None] = {
-        "q": spec.x,
-        "k": spec.x,
-        "v": spec.x,
-        "mask": spec.x if masked else None,
-        "out": spec.x,
-        "sums": sums if facts.several else None,
-        "tops": sums if facts.several else None,
-        "counter": torch.int32 if facts.several else None,
-    }
+    dtypes = dict.fromkeys("qkv", spec.x) | dtypes_of_ends(spec, facts.several)
     math = AttentionMath(spec.mask, facts.columns, facts.several, chip.rounds_casts, chip.has_pdl)
-    names = ["batch", "columns"]
-    names += [] if masked else ["mask_batch"]
-    names += [] if spec.mask == "many" else ["mask_token"]
     strides = [name for name in AttentionRows._fields if name[:2] in ("q_", "k_", "v_")]
     divisible = {f"tensors.{name}": 16 for name in ("q", "k", "v", "out", "sums", "tops")}
     divisible |= {f"rows.{name}": 8 for name in strides}
@@ -115,10 +102,28 @@ def build_for(spec: AttentionSpec, facts: AttentionFacts, chip: Chip) -> Build:
         chip,
         dtypes={f"tensors.{name}": dtype for name, dtype in dtypes.items()},
         constants={"TILE": _tile(facts.columns), "MATH": math},
-        unused={f"rows.{name}": 0 for name in names} | ({} if facts.several else {"rows.splits": 1}),
+        unused=unused_rows(spec, facts.several, batch=0, columns=0),
         divisible=divisible,
         warps=WARPS,
     )
+
+
+def dtypes_of_ends(spec: AttentionSpec, several: bool) -> dict[str, torch.dtype | None]:
+    """The dtypes of the mask, the result and the memory of several splits; of no tensor it is None."""
+    dtypes: dict[str, torch.dtype | None] = {"mask": spec.x if spec.mask != "none" else None, "out": spec.x}
+    sums, counter = (torch.float32, torch.int32) if several else (None, None)
+    return dtypes | {"sums": sums, "tops": sums, "counter": counter}
+
+
+def unused_rows(spec: AttentionSpec, several: bool, **constant: int) -> dict[str, int]:
+    """The sizes and strides that a kernel does not read: ``constant`` ones, and those of a mask and of splits."""
+    if spec.mask == "none":
+        constant["mask_batch"] = 0
+    if spec.mask != "many":
+        constant["mask_token"] = 0
+    if not several:
+        constant["splits"] = 1
+    return {f"rows.{name}": value for name, value in constant.items()}
 
 
 def units(rows: AttentionRows | LatentRows) -> int:
@@ -126,7 +131,8 @@ def units(rows: AttentionRows | LatentRows) -> int:
     return rows.batch * rows.heads * -(-rows.groups * rows.tokens // ROWS)
 
 
-def _grid(call: AttentionCall, config: None) -> tuple[int]:
+def grid(call: AttentionCall | LatentCall, config: None) -> tuple[int]:
+    """A program for each unit and split."""
     return (units(call.rows) * call.rows.splits,)
 
 
@@ -135,7 +141,7 @@ KERNELS: Final[GpuKernels[AttentionSpec, AttentionCall, AttentionFacts, None]] =
     lambda call, chip: AttentionFacts(call.rows.columns, call.rows.splits > 1),
     lambda spec, facts, chip: None,
     lambda spec, facts, config, chip: build_for(spec, facts, chip),
-    _grid,
+    grid,
     pack,
 )
 builds = KERNELS.builds

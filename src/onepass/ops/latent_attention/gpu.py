@@ -2,12 +2,10 @@
 
 from typing import Annotated, Final, NamedTuple
 
-import torch
-
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
 from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
-from ..attention.gpu import AHEAD, launch_splits, units
+from ..attention.gpu import AHEAD, dtypes_of_ends, grid, launch_splits, unused_rows
 from ..attention.launch import ROWS, SPLIT, AttentionSpec
 from ..qk_cache.gpu_tile import power_of_two
 from .gpu_kernel import _latent_attention_kernel
@@ -92,28 +90,14 @@ def _tile(facts: LatentFacts) -> LatentTile:
 
 def build_for(spec: AttentionSpec, facts: LatentFacts, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
-    sums, masked = torch.float32, spec.mask != "none"
-    dtypes: dict[str, torch.dtype | None] = {
-        "q": spec.x,
-        "q_rot": spec.x,
-        "latent": spec.x,
-        "k_rot": spec.x,
-        "mask": spec.x if masked else None,
-        "out": spec.x,
-        "sums": sums if facts.several else None,
-        "tops": sums if facts.several else None,
-        "counter": torch.int32 if facts.several else None,
-    }
+    inputs = ("q", "q_rot", "latent", "k_rot")
+    dtypes = dict.fromkeys(inputs, spec.x) | dtypes_of_ends(spec, facts.several)
     math = LatentMath(spec.mask, facts.columns, facts.rotated, facts.several, chip.rounds_casts, chip.has_pdl)
-    names = ["batch", "columns", "rotated"]
-    names += [] if masked else ["mask_batch"]
-    names += [] if spec.mask == "many" else ["mask_token"]
     strides = [name for name in LatentRows._fields if name.startswith(("q_", "latent_", "k_rot_"))]
-    divisible = {f"tensors.{name}": 16 for name in ("q", "q_rot", "latent", "k_rot", "out", "sums", "tops")}
+    divisible = {f"tensors.{name}": 16 for name in (*inputs, "out", "sums", "tops")}
     divisible |= {f"rows.{name}": 8 for name in strides}
     columns = f"{facts.columns}+{facts.rotated}"
     name = f"latent_attention x={SHORT_NAMES[spec.x]} mask={spec.mask} columns={columns}{' splits' * facts.several}"
-    unused = {f"rows.{name}": 0 for name in names} | {"rows.heads": 1}
     return make_build(
         LatentParameters,
         name,
@@ -121,7 +105,7 @@ def build_for(spec: AttentionSpec, facts: LatentFacts, chip: Chip) -> Build:
         chip,
         dtypes={f"tensors.{name}": dtype for name, dtype in dtypes.items()},
         constants={"TILE": _tile(facts), "MATH": math},
-        unused=unused | ({} if facts.several else {"rows.splits": 1}),
+        unused=unused_rows(spec, facts.several, batch=0, columns=0, rotated=0, heads=1),
         divisible=divisible,
         warps=WARPS,
     )
@@ -131,16 +115,12 @@ def _facts(rows: LatentRows) -> LatentFacts:
     return LatentFacts(rows.columns, rows.rotated, rows.splits > 1)
 
 
-def _grid(call: LatentCall, config: None) -> tuple[int]:
-    return (units(call.rows) * call.rows.splits,)
-
-
 KERNELS: Final[GpuKernels[AttentionSpec, LatentCall, LatentFacts, None]] = GpuKernels(
     LatentParameters,
     lambda call, chip: _facts(call.rows),
     lambda spec, facts, chip: None,
     lambda spec, facts, config, chip: build_for(spec, facts, chip),
-    _grid,
+    grid,
     pack,
 )
 builds = KERNELS.builds

@@ -21,7 +21,7 @@ MOST_SUMS: Final = 16
 """Partial sums of a row that each thread receives and adds after the exchange."""
 
 assumed: Final[list[Regime]] = []
-"""The regime assumed for every call; set by `onepass.testing.batch_regime`."""
+"""The regime assumed for every call; set by tests."""
 
 
 class RowConfig(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..formats import FLOATS
-from ..ops.rms_norm.reference import activate
-from . import bounds, compare
-from .bounds import Bounds
+from onepass.formats import FLOATS
+from onepass.ops.rms_norm.reference import activate
+from onepass.testing import bounds, compare
+from onepass.testing.bounds import Bounds
 
 BF16, F16, F32 = FLOATS
 GATE_ERROR: Final = 8 * compare.FLOAT32_ERROR

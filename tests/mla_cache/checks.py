@@ -11,16 +11,16 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from ..formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, SMALLEST_SCALE, ScaleRule
-from ..kvcache import DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, DS_MLA_TILE, PagedKVCache
-from ..ops.mla_cache import reference as mla_cache_reference
-from ..ops.mla_cache.launch import ScaleKind
-from ..ops.mla_cache.op import fused_rope_rmsnorm_quantization
-from ..ops.qk_norm import reference as qk_norm_reference
-from . import bounds, compare
-from .bounds import Bounds
-from .case import GPU_ONLY, Values, case_name, labelled, moved, same_bytes, set_special, to_cpu
-from .guarded import GUARD, run_guarded
+from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, SMALLEST_SCALE, ScaleRule
+from onepass.kvcache import DS_MLA, DS_MLA_BYTES, DS_MLA_COLUMNS, DS_MLA_TILE, PagedKVCache
+from onepass.ops.mla_cache import reference as mla_cache_reference
+from onepass.ops.mla_cache.launch import ScaleKind
+from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
+from onepass.ops.qk_norm import reference as qk_norm_reference
+from onepass.testing import bounds, compare
+from onepass.testing.bounds import Bounds
+from onepass.testing.case import GPU_ONLY, Values, case_name, labelled, moved, same_bytes, set_special, to_cpu
+from tests.oracle.guarded import GUARD, run_guarded
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
@@ -96,28 +96,6 @@ def _index_name(label: str, dtype: torch.dtype | None) -> str:
 
 
 RAGGED: Final = ((0, 0), (7, 4), (3, 0), (0, 0), (12, 1), (0, 5), (1, 0))
-
-CASES: Final = (
-    MlaCase("dtypes", q=F16, kv=F16, gamma=F16),
-    MlaCase("dtypes", q=F32, gamma=F32, cache=BF16, out=FNUZ),
-    MlaCase("dtypes", q=F32, gamma=F32, cache=BF16, out=BF16),
-    MlaCase("dtypes", q=F32, gamma=F32, cache=BF16, out=F16),
-    MlaCase("dtypes", freqs=BF16),
-    MlaCase("dtypes", freqs=F16),
-    MlaCase("part", latent=256, normed=200, cache=FNUZ, scale="tensor", options={"rounding": "reference"}),
-    MlaCase("part", latent=512, normed=384, kv=F32, gamma=F32, cache=F32, style="half"),
-    MlaCase("part", latent=160, normed=128, kv=F16, cache=F16, slots=I64, layout="slices"),
-    MlaCase("nope", turned=0, q=F32, freqs=None, out=FP8, scale="token"),
-    MlaCase("packed", RAGGED, 16, 512, page=64, scale="tile", slots=I64, positions=I64, layout="misaligned"),
-    MlaCase("packed", latent=512, turned=0, page=5, scale="tile", padding=(1, 2), layout="transposed"),
-    MlaCase("reference", gamma=F32, cache=F32, out=F32, options={"rounding": "reference", "weight_offset": 1.0}),
-    MlaCase("ragged", RAGGED, index=U32),
-    MlaCase("slots", RAGGED, page=5, scale="token", slots=I32, positions=I32),
-    MlaCase("bad tables", RAGGED, scale="token", index=I64, fault="width"),
-    MlaCase("bad tables", RAGGED, scale="token", fault="lengths"),
-    MlaCase("values", ((0, 16),), cache=BF16, out=FP8, style="half", values="special", options={"epsilon": 0.0}),
-)
-"""Few cases that together have every dtype, format, option and layout of the matrix in tests/mla_cache/cases.py."""
 
 POSITIONS: Final = 48
 """Rows of freqs."""

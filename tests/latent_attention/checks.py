@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..ops.latent_attention import reference
-from ..ops.latent_attention.op import attend_latents
-from .attention import BF16, F16, Mask, bounds, mask_of, same_results
-from .case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
+from onepass.ops.latent_attention import reference
+from onepass.ops.latent_attention.op import attend_latents
+from onepass.testing.case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
+from tests.attention.checks import BF16, Mask, bounds, mask_of, same_results
 
 OP: Final = "attend_latents"
 _TENSORS: Final = ("q", "q_rot", "latent", "k_rot")
@@ -52,16 +52,6 @@ class LatentCase:
 
 DEEPSEEK: Final = (512, 64)
 """Columns of a latent and of a rotated key in DeepSeek-V2 and -V3."""
-
-CASES: Final = (
-    LatentCase("short", mask="none"),
-    LatentCase("short", columns=(128, 64), x=F16, mask="zeros"),
-    LatentCase("short", tokens=3, context=300, part=True),
-    LatentCase("short", heads=20, context=513, columns=(72, 24), mask="padded"),
-    LatentCase("short", heads=3, context=1, columns=(40, 8), mask="shared"),
-    LatentCase("special", 4, 2, context=265, values="special"),
-)
-"""Few cases that together have every dtype, format, option and layout of the matrix in tests/latent_attention/cases.py."""
 
 
 def inputs(case: LatentCase, device: str, seed: int = 0) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..formats import E4M3FN, FLOATS
-from ..ops.linear import reference as linear_reference
-from ..ops.linear.op import LINEAR, linear
-from . import bounds, compare, linear_bounds
-from .bounds import Bounds
-from .case import (
+from onepass.formats import E4M3FN, FLOATS
+from onepass.ops.linear import reference as linear_reference
+from onepass.ops.linear.op import LINEAR, linear
+from onepass.testing import bounds, compare, linear_bounds
+from onepass.testing.bounds import Bounds
+from onepass.testing.case import (
     GPU_ONLY,
     Layout,
     Values,
@@ -28,8 +28,8 @@ from .case import (
     short_dtype,
     to_cpu,
 )
-from .samples import sample
-from .weights import scales, whole_numbers
+from onepass.testing.samples import sample
+from onepass.testing.weights import scales, whole_numbers
 
 BF16, F16, F32 = FLOATS
 E4M3, INT8, E8M0 = E4M3FN.dtype, torch.int8, torch.float8_e8m0fnu
@@ -83,32 +83,6 @@ class Case:
         return case_name(
             self.group, shape, short_dtype(self.x), *dtypes, f"scale={self.scale}", *options, self.layout, self.values
         )
-
-
-CASES: Final = (
-    Case("dtypes", 3, 136, 200, weight=E4M3, scale="ue8m0"),
-    Case("activation", 3, 46, 96, gamma=BF16, add=BF16, options={"activation": "gelu_tanh_mul", "rounding": "hf"}),
-    Case("activation", 5, 46, 96, bias=BF16, options={"activation": "gelu_mul"}),
-    Case("values", 9, 48, 264, F16, E4M3, "block", F16, F32, F32, values="special"),
-    Case("norm", 4, 40, 320, F16, gamma=F16, residual=F16),
-    Case("activation", 3, 46, 96, F16, gamma=F16, add=F16, options={"activation": "silu_mul", "rounding": "hf"}),
-    Case("activation", 5, 46, 96, F16, bias=F16, options={"activation": "silu_mul"}),
-    Case("activation", 3, 46, 96, F32, gamma=F32, add=F32, options={"activation": "silu_mul", "rounding": "hf"}),
-    Case("dtypes", 3, 136, 200, weight=E4M3, scale="column"),
-    Case("rows", 33, 48, 160),
-    Case("rows", 130, 48, 160),
-    Case("rows", 130, 144, 272, weight=E4M3, scale="block"),
-    Case("norm", 2, 40, 300, gamma=F32, options={"weight_offset": 1.0, "eps": 0.001}),
-    Case("bias", 2, 136, 260, weight=E4M3, scale="tensor", bias=F32, options={"out_dtype": F32}),
-    Case("layouts", 1, 40, 264, gamma=BF16, residual=F32, add=BF16, layout="misaligned"),
-    Case("layouts", 2, 40, 256, F32, INT8, "row", layout="sliced"),
-    Case("layouts", (3, 2, 2), 40, 64, gamma=F32, residual=BF16, add=F32, layout="reversed"),
-    Case("layouts", (4, 3), 40, 64, layout="transposed"),
-    Case("layouts", (4, 3), 40, 64, layout="expanded"),
-)
-"""Few cases that together have every dtype, format, option and layout of the matrix in tests/linear/cases.py."""
-GPU_CASES: Final = (Case("static", 1, 1504, 512, options={"static_weight": True, "rounding": "hf"}),)
-"""Cases of what only a GPU does differently."""
 
 
 # --- inputs and calls -----------------------------------------------------------------------------------------------

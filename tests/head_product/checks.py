@@ -9,11 +9,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..ops.head_product import reference
-from ..ops.head_product.launch import WeightOrder
-from ..ops.head_product.op import head_product
-from .bounds import around
-from .case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
+from onepass.ops.head_product import reference
+from onepass.ops.head_product.launch import WeightOrder
+from onepass.ops.head_product.op import head_product
+from onepass.testing.bounds import around
+from onepass.testing.case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
 
 OP: Final = "head_product"
 BF16, F16 = torch.bfloat16, torch.float16
@@ -45,13 +45,6 @@ class HeadCase:
         """See `Check`."""
         shape = f"{self.rows}x{self.heads}x{self.k}x{self.n}"
         return case_name(self.group, shape, short_dtype(self.x), self.order, self.values)
-
-
-CASES: Final = (
-    HeadCase("short", x=F16, order="columns"),
-    HeadCase("special", 5, k=136, n=40, values="special"),
-)
-"""Few cases that together have every dtype, format, option and layout of the matrix in tests/head_product/cases.py."""
 
 
 def inputs(case: HeadCase, device: str, seed: int = 0) -> dict[str, Any]:

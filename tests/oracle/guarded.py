@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .case import fetched, memory_of, moved
+from onepass.testing.case import fetched, memory_of, moved
 
 GUARD: Final = 4096
 """Bytes of a pattern around every buffer; a multiple of every alignment."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from ..core import recording
+from onepass.core import recording
 
 if TYPE_CHECKING:
-    from ..gpu.tuning.table import Regime
+    from onepass.gpu.tuning.table import Regime
 
 REGIMES: Final[tuple[Regime, ...]] = ("small", "large", "streaming")
 
@@ -17,7 +17,7 @@ REGIMES: Final[tuple[Regime, ...]] = ("small", "large", "streaming")
 @contextmanager
 def assuming(regime: Regime) -> Iterator[None]:
     """Configure every call for this regime. Replay is off, because it would key calls by their actual rows."""
-    from ..ops.rms_norm.gpu_tile import assumed
+    from onepass.ops.rms_norm.gpu_tile import assumed
 
     before, recording.switch.on = recording.switch.on, False
     assumed.append(regime)
@@ -30,7 +30,7 @@ def assuming(regime: Regime) -> Iterator[None]:
 
 def others(rows: int, row_bytes: int) -> list[Regime]:
     """The regimes that give such a batch a different tile; "streaming" does so only for some row lengths."""
-    from ..ops.rms_norm.gpu_tile import batch_regime
+    from onepass.ops.rms_norm.gpu_tile import batch_regime
 
     own, (*_, streaming) = batch_regime(rows, row_bytes), REGIMES
     return [regime for regime in REGIMES if regime != own and (regime != streaming or 8192 < row_bytes <= 16384)]

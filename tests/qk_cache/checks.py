@@ -11,18 +11,28 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from ..formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, Rounding
-from ..ops.qk_cache import reference as qk_cache_reference
-from ..ops.qk_cache.launch import CacheLayout, NormKind
-from ..ops.qk_cache.op import qk_norm_rope_cache
-from ..ops.qk_norm import reference as qk_norm_reference
-from ..ops.rms_norm import reference as rms_norm_reference
-from ..rope import Rope
-from . import bounds, compare
-from .bounds import Bounds
-from .case import GPU_ONLY, Values, case_name, labelled, moved, same_bytes, set_special, short_dtype, to_cpu
-from .guarded import GUARD, run_guarded
-from .interpreter import interpreting
+from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, Rounding
+from onepass.ops.qk_cache import reference as qk_cache_reference
+from onepass.ops.qk_cache.launch import CacheLayout, NormKind
+from onepass.ops.qk_cache.op import qk_norm_rope_cache
+from onepass.ops.qk_norm import reference as qk_norm_reference
+from onepass.ops.rms_norm import reference as rms_norm_reference
+from onepass.rope import Rope
+from onepass.testing import bounds, compare
+from onepass.testing.bounds import Bounds
+from onepass.testing.case import (
+    GPU_ONLY,
+    Values,
+    case_name,
+    labelled,
+    moved,
+    same_bytes,
+    set_special,
+    short_dtype,
+    to_cpu,
+)
+from tests.oracle.guarded import GUARD, run_guarded
+from tests.oracle.interpreter import interpreting
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
@@ -119,35 +129,6 @@ class QkCacheCase:
             self.group, shape, *parts, scale, labelled("out", self.out), *options, self.memory, self.values
         )
 
-
-CASES: Final = (
-    QkCacheCase("model", (3,), 16, 8, 256, angles=Angles(256), options={"weight_offset": 1.0}),
-    QkCacheCase("dtypes", gamma=F32, out=F16),
-    QkCacheCase("dtypes", x=F16, gamma=F16, rounding="hf", cache=F16),
-    QkCacheCase("dtypes", x=F16, norm="whole", gamma=F16, cache=F16),
-    QkCacheCase("dtypes", x=F16, gamma=F32, out=BF16),
-    QkCacheCase("dtypes", gamma_k=F32),
-    QkCacheCase("dtypes", norm="whole", gamma_k=F32),
-    QkCacheCase("fp8", norm="none", cache=FP8, scale="k"),
-    QkCacheCase("fp8", (2, 3), norm="whole", cache=FP8, layout="HND", scale="kv"),
-    QkCacheCase("fp8", (2, 3), norm="whole", cache=FP8, layout="dense", scale="kv"),
-    QkCacheCase("fp8", norm="none", cache=FNUZ, scale="v"),
-    QkCacheCase("fp8", (2, 3), norm="whole", cache=FNUZ, layout="HND", scale="kv"),
-    QkCacheCase("fp8", (2, 3), norm="whole", cache=FNUZ, layout="dense", scale="kv"),
-    QkCacheCase("rope", (2, 3), norm="none", angles=Angles(64, pair=F32, shared=True)),
-    QkCacheCase("rope", (2, 3), angles=Angles(32, "interleaved", pair=BF16), rounding="hf_rope", layout="dense"),
-    QkCacheCase("paged", (3, 4), memory="parts"),
-    QkCacheCase("paged", (3, 4), memory="transposed"),
-    QkCacheCase("paged", (9,), layout="HND", page=1, slots=I32),
-    QkCacheCase("dense", (2, 3), layout="dense", start="default", index=I32),
-    QkCacheCase("dense", (2, 3), layout="dense", start="int", index=I32),
-    QkCacheCase("dense", (2, 3), layout="dense", start="one", index=I32),
-    QkCacheCase("no cache", (2, 3), cache=None, out=F32, memory="packed"),
-    QkCacheCase("layouts", (4,), x=F32, gamma=F32, cache=F32, memory="misaligned"),
-    QkCacheCase("options", options={"eps": 0.001}),
-    QkCacheCase("values", (9,), x=F32, norm="whole", gamma=F32, cache=F32, values="special"),
-)
-"""Few cases that together have every dtype, format, option and layout of the matrix in tests/qk_cache/cases.py."""
 
 POSITIONS: Final = 48
 """Rows of freqs."""

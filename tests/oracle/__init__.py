@@ -1,0 +1,1 @@
+"""How cases are called and verified: what those of all ops share. An op's part is tests/<op>/checks.py."""
