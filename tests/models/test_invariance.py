@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -31,12 +32,19 @@ PROMPTS, NEW = 16, 4
 SIZES = {"hidden_size": 128, "intermediate_size": 160, "max_position_embeddings": 512}
 OTHERS: dict[str, dict[str, Any]] = {
     "Gemma 2": {"attn_implementation": "eager", "attn_logit_softcapping": 2.0},
-    "DeepSeek-V3": {"first_k_dense_replace": 2},
     "Gemma 3": {"layer_types": ["sliding_attention", "full_attention"]},
 }
-"""Soft-capped scores, latents without experts, and layers with and without a window."""
-FAMILIES = ("Qwen3", "Llama", "Gemma 3", "OLMo-2", "Gemma 2", "DeepSeek-V3")
-DTYPES = {"Gemma 2": torch.float32, "DeepSeek-V3": torch.float32}
+"""Soft-capped scores, and layers with and without a window."""
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "Qwen3-MoE": (
+        "Qwen3MoeConfig",
+        {"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 56},
+    ),
+    "MiniMax-M2": CONFIGS["MiniMax-M2"],
+}
+FAMILIES = ("Qwen3", "Llama", "Gemma 3", "OLMo-2", "Gemma 2", "DeepSeek-V3", *MIXTURES)
+DTYPES = dict.fromkeys(("Gemma 2", "DeepSeek-V3", *MIXTURES), torch.float32)
 """In bfloat16 the logits of these small models are the same without onepass."""
 
 
@@ -45,7 +53,7 @@ def model_of(family: str, dtype: torch.dtype | None = None, **more: Any) -> Any:
     """A small model whose prompts may have hundreds of tokens, with weights that make every layer matter."""
     import transformers
 
-    name, special = CONFIGS[family]
+    name, special = MIXTURES[family] if family in MIXTURES else CONFIGS[family]
     special = {**special, **OTHERS.get(family, {}), **more}
     implementation = special.pop("attn_implementation", "sdpa")
     config = getattr(transformers, name)(**{**COMMON, **SIZES, "num_hidden_layers": 2, **special})
@@ -241,6 +249,58 @@ def test_other_numbers_of_threads() -> None:
         finally:
             torch.set_num_threads(before)
         assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-V3", *MIXTURES])
+def test_experts_do_the_same_as_the_models(family: str) -> None:
+    model, ids = model_of(family), torch.arange(2, 26).view(2, 12)
+    with torch.inference_mode():
+        expected = model(ids).logits
+    with invariant(model):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-V3", *MIXTURES])
+def test_experts_are_reported(family: str) -> None:
+    with onepass.patch(model_of(family), decode=True, batch_invariant=True, strict=True) as handle:
+        assert not [change for change in handle.left if change.what.startswith("decode")]
+        assert {"decode experts", "decode router"} <= {change.what for change in handle.replaced}
+
+
+@pytest.mark.filterwarnings("ignore::onepass.models.NothingPatchedWarning")
+def test_experts_of_other_code_are_listed() -> None:
+    """gpt-oss multiplies by transposed weights, and adds biases."""
+    model = model_of("gpt-oss", attn_implementation="eager")
+    with onepass.patch(model, decode=True, batch_invariant=True) as handle:
+        left = [change for change in handle.left if change.what == "decode experts"]
+    assert [change.cls for change in left] == ["GptOssExperts"] * 2
+    assert all("not one of the supported forms" in change.why for change in left)
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_strict_refuses_experts_of_other_code(freed: bool) -> None:
+    """Before any weight is freed."""
+    model = copy.deepcopy(model_of("Qwen3-MoE"))
+    before = copy.deepcopy(model.state_dict())
+    model.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
+    options: dict[str, Any] = {"weights": "fp8", "keep_weights": False} if freed else {}
+    with pytest.raises(
+        onepass.errors.ContractError,
+        match=r"strict=True.*is not batch-invariant, and is unchanged .*1 x Qwen3MoeExperts decode experts: its activation",
+    ):
+        onepass.patch(model, decode=True, batch_invariant=True, strict=True, **options)
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_experts_refuse_gradients() -> None:
+    model = model_of("Mixtral")
+    with (
+        onepass.patch(model, decode=True, batch_invariant=True),
+        pytest.raises(onepass.errors.ContractError, match="have no backward"),
+    ):
+        model.model.layers[0].mlp.gate(torch.randn(3, SIZES["hidden_size"]))
 
 
 def test_padding_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from ...ops.linear.launch import Activation
 from .angles import AnglesRecord, angles_forward
 from .attention import AttentionRecord, HeadsModule, attend_heads, attention_forward, fuses_heads
 from .cache import is_mla_cache
+from .experts import ExpertsRecord, RouterRecord, experts_forward, router_forward
 from .latent import LatentModule, LatentRecord, LatentStep, attend_latent, fuses_latents, latent_forward
 from .linear import (
     MARK,
@@ -250,6 +251,8 @@ FORWARDS: Final[dict[type, Callable[..., object]]] = {
     LatentRecord: latent_forward,
     MlpRecord: mlp_forward,
     LinearRecord: linear_forward,
+    ExpertsRecord: experts_forward,
+    RouterRecord: router_forward,
     AnglesRecord: angles_forward,
 }
 """The forward of a patched module, by the type of its record."""
@@ -268,7 +271,7 @@ def runs_fused(module: nn.Module) -> bool:
 def runs_decode(module: nn.Module) -> bool:
     """Whether the next step of few tokens will skip the modules whose work it does."""
     record = module.__dict__[MARK]
-    if type(record) is AnglesRecord:
+    if type(record) in (AnglesRecord, ExpertsRecord, RouterRecord):
         return True
     if not no_global_hooks():
         return False

@@ -19,14 +19,30 @@ from ...weights import Scheme
 from ..forwards.angles import AnglesRecord, Frequencies
 from ..forwards.attend import has_kernels
 from ..forwards.attention import AttentionRecord, AttentionStep, Turn
+from ..forwards.experts import ExpertsRecord, RouterRecord
 from ..forwards.latent import LatentRecord, LatentStep, has_latent_kernels
 from ..forwards.layer import LayerRecord, MlpRecord
 from ..forwards.linear import MARK, LinearRecord, Parts, Projection, SpotCheck, Watch, mergeable, shared_storages
 from ..forwards.norm import FUSED_ROWS, NormRecord
-from .forms import Attention, Form, Layer, Match, Mla, Mlp, PlainAttention, angles_of, rotation_of
+from .forms import (
+    EXPERTS,
+    OTHER_CODE,
+    ROUTERS,
+    Attention,
+    Form,
+    Layer,
+    Match,
+    Mla,
+    Mlp,
+    PlainAttention,
+    angles_of,
+    own_forward,
+    rotation_of,
+)
 from .report import AFTER_MLP, ROTATION, Change, Patched, bound_before, missing, unless, why_not
 
 WHAT: Final = "decode"
+EXPERTS_WHAT: Final = f"{WHAT} experts"
 _SILU: Final = ("SiLUActivation", "SiLU")
 _GELU: Final = ("GELUActivation", "GELUTanh", "PytorchGELUTanh", "GELU")
 
@@ -76,6 +92,9 @@ def patch_decode(
     for where, module in modules:
         if "self_attn" in module._modules:
             _layer(decoding, where, module)
+    if invariant:
+        for where, module in modules:
+            _experts(decoding, where, module)
     head = _head(handle.model)
     for where, module in modules:
         _linear(decoding, where, module, module is head)
@@ -99,6 +118,8 @@ def _projections(decoding: Decoding) -> list[Projection]:
 
 def _still_left(decoding: Decoding, change: Change, decoded: set[str]) -> Change | None:
     """What a decode step does not do either. What it does is left for more tokens only."""
+    if change.what == WHAT and f"{change.where}.experts" in decoded:
+        return None
     if change.where not in decoded or change.what not in (AFTER_MLP, ROTATION):
         return change
     return None if decoding.always else replace(change, what=f"{change.what}, more than {FUSED_ROWS} tokens")
@@ -331,6 +352,30 @@ def _mlp_record(decoding: Decoding, module: nn.Module) -> MlpRecord | str:
         return str(error)
     parts = Parts(names, (gate_up, down), (), (form.act,), decoding.always, Watch())
     return MlpRecord(gate_up, down, activation, decoding.rounding, parts)
+
+
+def _experts(decoding: Decoding, where: str, module: nn.Module) -> None:
+    """Bind the experts of a mixture, their router and the MLPs beside them; every other module is left alone."""
+    experts, router = module._modules.get("experts"), module._modules.get("gate")
+    if experts is None or isinstance(experts, nn.ModuleList):  # a list has layers of its own
+        return
+    activation = _activation(getattr(experts, "act_fn", None))
+    objection = (
+        bound_before(experts)
+        or unless(own_forward(type(experts)) in EXPERTS, OTHER_CODE)
+        or unless(activation is not None, "its activation is not SiLU or GELU")
+        or unless(router is not None and own_forward(type(router)) in ROUTERS, "the code of its router is not known")
+        or unless(all(weight.is_cpu for weight in experts.parameters()), "experts run row by row on a CPU only")
+    )
+    if objection or activation is None or router is None:
+        decoding.handle._leave(f"{where}.experts", experts, EXPERTS_WHAT, objection)
+        return
+    why = f"linear with {activation}, linear down, for each expert"
+    decoding.handle._bind(f"{where}.experts", experts, ExpertsRecord(activation, decoding.rounding), EXPERTS_WHAT, why)
+    decoding.handle._bind(f"{where}.gate", router, RouterRecord(), f"{WHAT} router", "linear, token by token")
+    for name, child in module._modules.items():
+        if child is not None and decoding.matches(type(child), Mlp).form is not None:
+            _mlp(decoding, f"{where}.{name}", child)
 
 
 def _activation(act: object) -> Activation | None:

@@ -422,6 +422,21 @@ ANGLES: Final = {
 }
 """Fingerprint of a rotary embedding's forward -> what it returns; in transformers 5.17 unless stated."""
 
+EXPERTS: Final = frozenset({"6df36ae0cf2a", "bf656b4e18a4"})
+"""Fingerprints of the eager forward of experts, in transformers 5.17 and since 5.22: Mixtral, Qwen3-MoE, DeepSeek-V3 and more."""
+ROUTERS: Final = frozenset(
+    {
+        "4bd30f91076f",  # DeepSeek-V3, GLM-4-MoE
+        "1cd0bafd6cb1",  # Qwen3-MoE, Qwen2-MoE, OLMoE
+        "d68682dee3ad",  # Qwen3.5-MoE, Qwen3-VL-MoE
+        "59d5153c51e3",  # Mixtral, MiniMax
+        "c55cea5261c5",  # MiniMax-M2
+    }
+)
+"""Fingerprints of the forward of routers that choose experts for each token by itself."""
+_CHOICE: Final = "transformers.integrations.moe"
+"""The module of the decorator that chooses how experts are computed."""
+
 _registered: Final[dict[tuple[type, str], Form]] = {(type(form), fingerprint): form for fingerprint, form in FORMS}
 _lock: Final = threading.Lock()
 
@@ -452,6 +467,17 @@ def rotation_of(module: object) -> Rotation | None:
         return ROTATIONS.get(fingerprint_of(getattr(module, "apply_rotary_pos_emb", None)))
     except NotComparable:
         return None
+
+
+def own_forward(cls: type[nn.Module]) -> str:
+    """The fingerprint of a class's forward, without the choice of how experts are computed; "" if it cannot be read."""
+    forward: Any = cls.forward
+    if hasattr(forward, "__wrapped__") and forward.__globals__.get("__name__") == _CHOICE:
+        forward = forward.__wrapped__
+    try:
+        return fingerprint_of(forward)
+    except NotComparable:
+        return ""
 
 
 def angles_of(module: nn.Module) -> Angles | str | None:

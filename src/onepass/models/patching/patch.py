@@ -21,7 +21,7 @@ from ..forwards.attention import Turn
 from ..forwards.latent import LatentRecord
 from ..forwards.linear import MARK
 from ..forwards.norm import FUSED_ROWS, NormModule, NormRecord, OtherNormRecord
-from .decode import WHAT, attention_record, layer_names, layer_record, patch_decode
+from .decode import EXPERTS_WHAT, WHAT, attention_record, layer_names, layer_record, patch_decode
 from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, OtherNorm, match, rotation_of
 from .report import (
     AFTER_MLP,
@@ -89,8 +89,9 @@ def patch(
             forward hook or pre-hook, the modules are called one by one until the hook is removed.
         rounding: "hf" or "once", see below.
         fuse: False replaces norms only.
-        strict: Raise if nothing was replaced or a norm that may be an RMSNorm was left, and leave the model unchanged.
-            Otherwise `patch` only issues a `NothingPatchedWarning` if it replaced nothing.
+        strict: Raise if nothing was replaced or a norm that may be an RMSNorm was left, and leave the model unchanged. With
+            ``batch_invariant`` also raise if a layer, a projection or experts were left. Otherwise `patch` only issues a
+            `NothingPatchedWarning` if it replaced nothing.
         decode: Also replace projections. For up to 16 tokens a decoder layer is then a chain of calls of `linear`, each with
             the norm before it and the activation or the residual after it. Weights with the same input are merged once, and
             the model's parameters become views of the merged ones.
@@ -140,6 +141,8 @@ def patch(
         raise ContractError("patch: `keep_weights` must be True without weights='fp8', got False")
     if decode and not fuse:
         raise ContractError("patch: `fuse` must be True with decode=True, got False")
+    if strict and batch_invariant and not keep_weights:  # raise before weights are freed, which could not be restored
+        patch(model, rounding=rounding, strict=True, decode=True, batch_invariant=True, weights=weights).undo()
     handle = Patched(model, rounding, keep_weights)
     matches: Callable[..., Match] = cache(match)  # for this call only, because classes may be changed later
     modules = list(model.named_modules())
@@ -156,6 +159,8 @@ def patch(
     _warn_or_raise(handle, strict, nothing)
     if decode:
         _warn_or_raise_decode(handle, strict, nothing)
+    if batch_invariant and strict:
+        _raise_if_variant(handle)
     return handle
 
 
@@ -190,6 +195,17 @@ def _warn_or_raise_decode(handle: Patched, strict: bool, nothing: str) -> None:
     warnings.warn(
         f"onepass.patch(decode=True): {why}.{nothing} Everything else is patched.", NothingPatchedWarning, stacklevel=3
     )
+
+
+def _raise_if_variant(handle: Patched) -> None:
+    """Raise if the model's own products run somewhere, whose results depend on the batch."""
+    left = [change for change in handle.left if change.what in (WHAT, EXPERTS_WHAT)]
+    if not left:
+        return
+    handle.undo()
+    reasons = "; ".join(f"{count} x {what}: {why}" for (what, why), count in counted(left))
+    name = type(handle.model).__name__
+    raise ContractError(f"patch: `strict=True`, but {name} is not batch-invariant, and is unchanged ({reasons})")
 
 
 def _may_be_a_norm(module: nn.Module) -> bool:
