@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -14,9 +15,11 @@ import time
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import onepass
 from onepass.__main__ import main
@@ -206,18 +209,67 @@ def test_invariance(tmp_path: Path) -> None:
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
     few = ("--prompts", "4", "--longest", "60", "--new", "3", "--batches", "4", "--chunks", "7", "--device", "cpu")
-    tables = []
+    files = ("--json", str(tmp_path / "counts.json"), "--markdown", str(tmp_path / "page.md"))
+    reports = []
     for _ in range(2):
-        result = invoke("invariance", "--model", str(tmp_path), *few)
+        result = invoke("invariance", "--model", str(tmp_path), *few, *files)
         assert result.exit_code == 0, result.output
         assert "Qwen3ForCausalLM, bfloat16, cpu: 4 prompts" in result.output
-        lines = result.stdout.splitlines()[-4:]
-        assert lines[0].startswith("equal, of 4") and all(line.split()[-2:] == ["4", "4"] for line in lines[1:])
-        assert any(line.split()[-4] != "4" for line in lines[1:]), "some logits of the unpatched model differ"
-        tables.append(lines)
+        report = json.loads((tmp_path / "counts.json").read_text())
+        assert len(report["patched"]) == 5
+        for name, (logits, tokens) in report["patched"].items():
+            scored = name.startswith("scored")
+            assert (logits, tokens) == (4, None if scored else 4), name
+            assert f"| {name} |" in (tmp_path / "page.md").read_text()
+            (line,) = [line for line in result.stdout.splitlines() if line.startswith(name)]
+            assert line.split()[-2:] == ["4", "-" if scored else "4"]
+        assert any(logits < 4 for logits, _ in report["unpatched"].values()), (
+            "some logits of the unpatched model differ"
+        )
+        reports.append(report)
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    assert tables[0] == tables[1]
+    assert reports[0] == reports[1]
+
+
+def save_config(folder: Path) -> None:
+    """Save the config of a tiny Llama."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 50}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(folder)
+
+
+def test_invariance_fails_if_logits_depend_on_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    save_config(tmp_path)
+    forward = transformers.LlamaForCausalLM.forward
+
+    @functools.wraps(forward)
+    def off(self: Any, input_ids: Tensor, *arguments: Any, **options: Any) -> Any:
+        out = forward(self, input_ids, *arguments, **options)
+        if len(input_ids) > 1:
+            out.logits[-1, -1, 0] += 1.0
+        return out
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", off)
+    few = ("--prompts", "2", "--longest", "9", "--new", "2", "--batches", "2", "--chunks", "4", "--device", "cpu")
+    result = invoke("invariance", "--model", str(tmp_path), *few, "--patched-only", "--json", str(tmp_path / "counts"))
+    assert result.exit_code == 1, result.output
+    report = json.loads((tmp_path / "counts").read_text())
+    assert report["unpatched"] is None
+    assert {name: logits for name, (logits, _) in report["patched"].items() if logits < 2} == {
+        "generated in batches of 2": 1,
+        "prompts in right-padded batches of 2": 1,
+    }
+
+
+def test_invariance_names_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    save_config(tmp_path)
+    few = ("--prompts", "1", "--longest", "3", "--new", "1", "--batches", "1", "--chunks", "1", "--device", "cpu")
+    result = invoke("invariance", "--model", str(tmp_path), *few, "--json", str(tmp_path / "absent" / "counts"))
+    assert result.exit_code == 2
+    assert "argument --json: cannot write" in result.output
 
 
 # --- env ------------------------------------------------------------------------------------------------------------
