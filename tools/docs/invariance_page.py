@@ -33,8 +33,8 @@ is the largest change of a single value (of a code times its scale). Rows and we
 _MODELS: Final = """\
 ## Whole models
 
-Prompts of {prompts:,} whose logits keep every bit, compared with the same prompt alone: unpatched → with
-`patch(model, decode=True, batch_invariant=True)`. Prompts have {shortest:,} to {longest:,} random tokens, short ones as many as long
+Prompts whose logits keep every bit, compared with the same prompt alone: unpatched → with `patch(model, decode=True,
+batch_invariant=True)`. Prompts have {shortest:,} to {longest:,} random tokens, short ones as many as long
 ones on a logarithmic scale, and generate {new} greedy tokens. Models have two layers, 128 wide, with random {dtype} weights
 (`python -m tools.model_invariance`). {machine}, torch {torch}, transformers {transformers}.
 
@@ -90,6 +90,7 @@ def _models(path: Path) -> Iterator[str]:
     yield _MODELS.format_map(rows[0])
     yield f"| | {' | '.join(row['family'] for row in rows)} |"
     yield f"|---|{'---:|' * len(rows)}"
+    yield f"| prompts | {' | '.join(format(row['prompts'], ',') for row in rows)} |"
     for name in rows[0]["patched"]:
         pairs = ((row["unpatched"][name][0], row["patched"][name][0]) for row in rows)
         yield f"| {name} | {' | '.join(f'{before:,} → **{after:,}**' for before, after in pairs)} |"
