@@ -99,7 +99,7 @@ def measure(family: str, options: argparse.Namespace, **more: Any) -> dict[str, 
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(config(family, **more)))
         report = counts(folder, sizes, options.threads)
-        alone = ["--patched-only", "--batches", str(options.prompts), "--chunks", str(options.longest)]
+        alone = ["--patched-only", "--batches", "--chunks"]
         again = counts(folder, [*sizes, *alone], 2 if options.threads == 1 else 1)["digest"]
     return {
         "family": family,
