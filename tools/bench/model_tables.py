@@ -207,19 +207,26 @@ def gains(report: dict[str, Any]) -> str:
 
 def agreement(reports: list[dict[str, Any]]) -> str:
     """How often logits are bit-identical, and why they are not always."""
-    heads = ["machine", "model", "hidden size", "tokens", "prompts equal", "logits equal"]
-    heads += ["same most likely token", "same next token"]
+    heads = ["machine", "model", "hidden size", "prompts equal", "logits equal", "same most likely token"]
+    models = [(report["machine"], model) for report in reports for model in report["models"]]
+    parts = [part for _, model in models for part in model["lengths"]]
+    (lengths,) = {tuple(part["tokens"] for part in model["lengths"]) for _, model in models}
+    (prompts,) = {part["prompts"] for part in parts}
     rows = []
-    for report in reports:
-        for model in report["models"]:
-            for part in model["lengths"]:
-                prompts, next_token = (
-                    f"{part[key]} of {part['prompts']}" for key in ("equal_prompts", "equal_next_token")
-                )
-                shares = (f"{part['equal_logits']:.1%}", f"{part['equal_argmax']:.1%}")
-                sizes = (str(model["hidden"]), str(part["tokens"]))
-                rows.append([report["machine"], model["model"], *sizes, prompts, *shares, next_token])
-    lines = [*table(heads, rows, 2), ""]
+    for machine, model in models:
+        equal = ", ".join(str(part["equal_prompts"]) for part in model["lengths"])
+        shares = (
+            ", ".join(f"{part[key]:.1%}" for part in model["lengths"]) for key in ("equal_logits", "equal_argmax")
+        )
+        rows.append([machine, model["model"], str(model["hidden"]), equal, *shares])
+    lines = [
+        f"For prompts of {', '.join(str(n) for n in lengths[:-1])} and {lengths[-1]} tokens, {prompts} of each:",
+        "",
+        *table(heads, rows, 2),
+        "",
+        f"The most likely token after the prompt was the same for {sum(part['equal_next_token'] for part in parts)} of "
+        f"{prompts * len(parts)} prompts.",
+    ]
     for report in reports:
         norms = [model["norms"] for model in report["models"]]
         total = {key: sum(norm[key] for norm in norms) for key in norms[0] if key not in ("tokens", "prompts")}
