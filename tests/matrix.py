@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from onepass.testing.case import Check
 from tests.attention import cases as attention
 from tests.gemv_norm import cases as gemv_norm
 from tests.head_product import cases as head_product
 from tests.latent_attention import cases as latent_attention
 from tests.linear import cases as linear
 from tests.mla_cache import cases as mla_cache
+from tests.oracle.case import Check
 from tests.oracle.runner import among
 from tests.qk_cache import cases as qk_cache
 from tests.qk_norm import cases as qk_norm

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onepass.testing.case import Check
 from onepass.testing.runner import DEVICES, Result, matches
 from tests.matrix import select
+from tests.oracle.case import Check
 from tests.oracle.runner import run_cases
 from tools import compact
 from tools.evidence import families, proof

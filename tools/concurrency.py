@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS
-from onepass.testing import gemv_norm
-from onepass.testing.case import Case, same_bytes
+from onepass.testing.tensors import same_bytes
+from tests.gemv_norm import checks as gemv_norm
 from tests.linear import checks as linear
 from tests.mla_cache import checks as mla_cache
 from tests.mla_cache.checks import MlaCase
+from tests.oracle.case import Case
 from tests.qk_cache import checks as qk_cache
 from tests.qk_cache.checks import QkCacheCase
 from tests.qk_norm import checks as qk_norm

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.gemv_norm import inputs as gemv_norm
 from tests.inputs import Rows
 from tests.linear import inputs as linear

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 import onepass
-from onepass.testing.case import to_cpu
 from onepass.testing.quantized import Quantized, described
+from tests.oracle.memory import to_cpu
 from tools import compact
 
 ROWS: Final = 192

@@ -27,9 +27,9 @@ from onepass.ops.mla_cache import op as mla_cache
 from onepass.ops.qk_norm import contract as qk_norm_contract
 from onepass.ops.rms_norm import op as rms_norm
 from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
-from onepass.testing.samples import sample
 from tests.helpers.contract_oracle import option_is_legal
 from tests.helpers.mistakes import Mistake, mistakes
+from tests.oracle.samples import sample
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rms_norm": onepass.rms_norm,

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.testing.gemv_norm import BLOCKS, Case
+from tests.gemv_norm.checks import BLOCKS, Case
 from tests.grid import grid
 
 BF16, F16, F32 = FLOATS

@@ -13,7 +13,7 @@ from onepass.formats import E4M3FN, FLOATS
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm
 from onepass.ops.linear.op import linear
 from onepass.ops.rms_norm.op import rms_norm
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.linear.promises import weights_of
 
 Promise = Callable[[], str | None]

@@ -13,7 +13,7 @@ from torch import Tensor
 from onepass.formats import E4M3FN
 from onepass.kvcache import DS_MLA_BYTES, DS_MLA_COLUMNS, PagedKVCache
 from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.promises.tokens import (
     difference_of_layouts,
     difference_of_parts,

@@ -7,15 +7,16 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
-from onepass.testing import gemv_norm
 from onepass.testing import runner as library
-from onepass.testing.case import Check, same_bytes
 from onepass.testing.runner import Result, matches, timed
+from onepass.testing.tensors import same_bytes
 from tests.attention import checks as attention
+from tests.gemv_norm import checks as gemv_norm
 from tests.head_product import checks as head_product
 from tests.latent_attention import checks as latent_attention
 from tests.linear import checks as linear
 from tests.mla_cache import checks as mla_cache
+from tests.oracle.case import Check
 from tests.oracle.interpreter import quick_interpreter
 from tests.qk_cache import checks as qk_cache
 from tests.qk_norm import checks as qk_norm

@@ -14,7 +14,7 @@ from onepass.formats import E4M3FN
 from onepass.ops.qk_cache.op import qk_norm_rope_cache
 from onepass.ops.qk_norm.op import qk_rms_norm
 from onepass.rope import Rope
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.promises.tokens import (
     difference_of_layouts,
     difference_of_parts,

@@ -12,7 +12,7 @@ from torch import Tensor
 import onepass
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.qk_cache import checks as qk_cache
 from tests.qk_cache.checks import Angles, QkCacheCase
 from tests.qk_cache.promises import qk_cache_promises

@@ -14,21 +14,12 @@ from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, ScaleRule
 from onepass.ops.qk_norm import reference as qk_norm_reference
 from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import Rope
-from onepass.testing import bounds, compare
-from onepass.testing.case import (
-    GPU_ONLY,
-    INTERPRETED_COLUMNS,
-    Values,
-    case_name,
-    labelled,
-    lay_out,
-    moved,
-    poisoned_like,
-    set_special,
-    short_dtype,
-    to_cpu,
-)
+from onepass.testing import compare
+from onepass.testing.tensors import lay_out, moved, set_special, short_dtype
+from tests.oracle import bounds
+from tests.oracle.case import GPU_ONLY, INTERPRETED_COLUMNS, Values, case_name, labelled
 from tests.oracle.interpreter import interpreting
+from tests.oracle.memory import poisoned_like, to_cpu
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype

@@ -19,9 +19,9 @@ from onepass.errors import ContractError
 from onepass.formats import FLOATS
 from onepass.ops.qk_norm import reference as qk_norm_reference
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.case import same_bytes
-from onepass.testing.samples import sample
+from onepass.testing.tensors import same_bytes
 from tests.helpers.mistakes import Mistake, mistakes
+from tests.oracle.samples import sample
 from tests.qk_norm.promises import qk_promises
 from tools.ulps import floats
 

@@ -10,9 +10,9 @@ import torch
 
 from onepass.formats import FLOATS, FP8_FORMATS, QUANTIZED
 from onepass.prologues import add, dequantize, silu_and_mul
-from onepass.testing.case import Case
 from onepass.testing.rms_norm import soft_cap_gate
 from tests.grid import grid
+from tests.oracle.case import Case
 from tests.rms_norm.finish_cases import code_cases, layer_cases, norm_cases
 from tests.rms_norm.option_cases import sum_cases, vllm_cases
 from tests.rms_norm.quant_cases import quant_cases

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from onepass.formats import FLOATS
 from onepass.ops.rms_norm.reference import activate
-from onepass.testing import bounds, compare
-from onepass.testing.bounds import Bounds
+from onepass.testing import compare
+from tests.oracle import bounds
+from tests.oracle.bounds import Bounds
 
 BF16, F16, F32 = FLOATS
 GATE_ERROR: Final = 8 * compare.FLOAT32_ERROR

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.formats import FLOATS
 from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 Promise = Callable[[], str | None]
 """Returns None, or how the promise is broken."""

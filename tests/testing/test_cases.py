@@ -16,8 +16,8 @@ from onepass.core.backend import launching_with
 from onepass.prologues import Prologue
 from onepass.testing import runner
 from onepass.testing.call import Case, Random
-from onepass.testing.case import Check
 from tests import matrix
+from tests.oracle.case import Check
 from tests.oracle.runner import MODULES
 from tools.evidence import proof
 

@@ -20,11 +20,13 @@ from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from onepass.ops.qk_norm.op import qk_rms_norm
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
-from onepass.testing import bounds, compare, gemv_norm
-from onepass.testing.bounds import around
-from onepass.testing.case import same_bytes
+from onepass.testing import compare
+from onepass.testing.tensors import same_bytes
+from tests.gemv_norm import checks as gemv_norm
 from tests.mla_cache import checks as mla_cache
 from tests.mla_cache.checks import MlaCase
+from tests.oracle import bounds
+from tests.oracle.bounds import around
 from tools.soak.batch import LONGEST, NOWHERE, PAGE, WIDTH, Churn, Ledger, Request, tables
 
 BF16, _, F32 = FLOATS

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..formats import FLOATS, CodeFormat
 from ..rope import Rope
 from . import compare
-from .case import Layout, lay_out, moved, set_special, short_dtype
+from .tensors import Layout, lay_out, moved, set_special, short_dtype
 
 ERROR: Final = 2e-5
 """Error of float32 arithmetic, relative to a value and to the mean of its row."""

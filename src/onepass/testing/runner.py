@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import attention, caches, products, qk_norm, rms_norm
 from .call import Case, Verify, to
-from .case import same_bytes
+from .tensors import same_bytes
 
 _FAMILIES: tuple[Any, ...] = (rms_norm, products, qk_norm, caches, attention)
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], Verify]] = {

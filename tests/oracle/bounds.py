@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import FLOAT32_MAX, SMALLEST_EPS, ScaleRule
-from ..ops.qk_norm import reference as qk_norm_reference
-from ..ops.rms_norm import reference as rms_norm_reference
-from . import compare
-from .compare import FLOAT32_ERROR
+from onepass.formats import FLOAT32_MAX, SMALLEST_EPS, ScaleRule
+from onepass.ops.qk_norm import reference as qk_norm_reference
+from onepass.ops.rms_norm import reference as rms_norm_reference
+from onepass.testing import compare
+from onepass.testing.compare import FLOAT32_ERROR
 
 FLOOR: Final = 2.0**-149
 """The spacing of float32's subnormal numbers: the error of a subnormal product."""
