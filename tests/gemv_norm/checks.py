@@ -237,7 +237,7 @@ def normed_bounds(y: Bounds, gamma: Tensor, eps: float) -> tuple[Bounds, Tensor]
     slow, fast = bounds.reciprocal_rms(most, eps), bounds.reciprocal_rms(least, eps)
     ends = torch.stack([end * rs * gamma for end in y for rs in (slow, fast)])
     low, high = ends.amin(0), ends.amax(0)
-    off = compare.FLOAT32_ERROR
+    off = bounds.FLOAT32_ERROR
     low, high = low - low.abs() * off - FLOOR * (1 + gamma.abs()), high + high.abs() * off + FLOOR * (1 + gamma.abs())
     exact = ~(low.isfinite() & high.isfinite()) | (gamma == 0)
     return Bounds(torch.where(exact, ends[0], low), torch.where(exact, ends[3], high)), slow
@@ -255,6 +255,6 @@ def _verify_codes(codes: Tensor, scale: Tensor, normed: Bounds, slow: Tensor) ->
         return None  # the factor exceeds float32; the cases of rms_norm_fused_fp8 test these codes
     k = torch.where(stored == 0, 0.0, 1 / stored)
     low, high = (torch.where((end == 0) & ~k.isnan(), end, end * k) for end in normed)
-    off, exact = compare.FLOAT32_ERROR, low == 0
+    off, exact = bounds.FLOAT32_ERROR, low == 0
     low, high = torch.where(exact, low, low - low.abs() * off), torch.where(exact, high, high + high.abs() * off)
     return compare.between(codes, low, high, fmt)

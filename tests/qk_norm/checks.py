@@ -202,7 +202,7 @@ def verify_call(
         totals = []
         for x in (host["q"].double(), host["k"].double()):
             total = bounds.squares(x) / (1 if op == SUMS else x.shape[-1])
-            off = total * compare.FLOAT32_ERROR + bounds.FLOOR * (x.shape[-1] if op == SUMS else 2)
+            off = total * bounds.FLOAT32_ERROR + bounds.FLOOR * (x.shape[-1] if op == SUMS else 2)
             totals.append(bounds.around(total, off))
         low, high = (torch.cat(ends, -1) for ends in zip(*totals, strict=True))
         return compare.between(results[0], low, high)

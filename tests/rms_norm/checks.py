@@ -161,7 +161,7 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
     quantized, residual = results[0].dtype not in FLOATS, host.get("residual")
     names = _names("scale" if quantized else None, residual is not None, host)
     named, hf = dict(zip(names, results, strict=True)), host.get("rounding") == "hf"
-    x, error, doubt = host["x"], compare.FLOAT32_ERROR, None
+    x, error, doubt = host["x"], bounds.FLOAT32_ERROR, None
     h = x.float()
     if "prologue" in host:
         error *= 8

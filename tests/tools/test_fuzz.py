@@ -277,7 +277,7 @@ def test_tensor_cores_may_lose_more_of_subnormal_numbers() -> None:
 def test_one_unit_in_the_last_place_is_detected() -> None:
     y = torch.randn(50, 40, dtype=torch.float64) + 3
     for dtype in (torch.bfloat16, torch.float16):
-        exact = bounds.around(y, y.abs() * compare.FLOAT32_ERROR)
+        exact = bounds.around(y, y.abs() * bounds.FLOAT32_ERROR)
         right = y.to(dtype)
         assert exact.stored(right) is None
         right.view(torch.int16)[7, 7] += 2

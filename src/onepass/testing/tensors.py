@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from ..rope import Rope
 
 Layout = Literal["contiguous", "sliced", "misaligned", "expanded", "transposed", "reversed", "columns"]
 
@@ -69,16 +73,23 @@ def _in_a_row(t: Tensor) -> Tensor:
     return flat if flat.numel() != 1 or flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """``change(value)``; of a list or a `Rope` every part is changed."""
+    if isinstance(value, list):
+        return [mapped(change, part) for part in value]
+    if isinstance(value, Rope):
+        return replace(value, **{f.name: mapped(change, getattr(value, f.name)) for f in fields(value)})
+    return change(value)
+
+
 def moved(arguments: dict[str, Any], device: str | None = None, guard: int = 0) -> dict[str, Any]:
-    """Copies on a device (None: the same) that keep strides, offsets and shared memory; also of tensors in lists.
+    """Copies on a device (None: the same) that keep strides, offsets and shared memory; also of tensors in lists and in a `Rope`.
 
     ``guard`` adds this many bytes of a pattern before and after each allocation.
     """
     copies: dict[int, Tensor] = {}
 
     def copied(value: Any) -> Any:
-        if isinstance(value, list):
-            return [copied(v) for v in value]
         if not isinstance(value, Tensor):
             return value
         at = value.untyped_storage().data_ptr()
@@ -90,4 +101,4 @@ def moved(arguments: dict[str, Any], device: str | None = None, guard: int = 0) 
         offset = value.storage_offset() + guard // value.element_size()
         return empty.set_(copies[at].untyped_storage(), offset, value.shape, value.stride())
 
-    return {name: copied(value) for name, value in arguments.items()}
+    return {name: mapped(copied, value) for name, value in arguments.items()}
