@@ -19,6 +19,7 @@ from tests.oracle.case import GPU_ONLY, Values, case_name
 from tests.oracle.memory import to_cpu
 
 OP: Final = "attend"
+OPS: Final = (OP,)
 BF16, F16 = torch.bfloat16, torch.float16
 
 Mask = Literal["none", "zeros", "each", "shared", "padded"]

@@ -97,3 +97,5 @@ def _two_launch_cases() -> Iterator[Case]:
 
 
 CASES = (*_size_and_dtype_cases(), *_memory_and_value_cases(), *_two_launch_cases())
+THREADED = (Case("threads", 3, 96, 320, (64,)), Case("threads", 2, 400, 700, (130, 129)))
+"""Cases with little work, which the calling thread does, and with enough to split on a CPU, for `tools/concurrency.py`."""

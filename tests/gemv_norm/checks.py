@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ BF16, F16, F32 = FLOATS
 E4M3, E4M3UZ = FP8_FORMATS
 INT8 = torch.int8
 BLOCKS = ("block", "ue8m0")
+OPS: Final = ("gemv_and_partial_norm",)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ LAUNCHES = 100_000
 STREAMS = 4
 
 
-def gemv_promises(device: str) -> Iterator[tuple[str, Promise]]:
+def promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for dtype in FLOATS:
         for k in (512, 3584, 1001):

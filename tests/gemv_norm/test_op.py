@@ -19,7 +19,7 @@ from onepass.ops.linear import reference as linear_reference
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.testing.tensors import same_bytes
 from tests.gemv_norm.inputs import all_same, inputs
-from tests.gemv_norm.promises import gemv_promises
+from tests.gemv_norm.promises import promises
 from tests.oracle.memory import poison
 from tools.ulps import floats
 
@@ -161,7 +161,7 @@ class TestResults:
         assert all_same(onepass.gemv_and_partial_norm(act, weight, gamma, out=out), expected)
 
 
-PROMISES = dict(gemv_promises("cpu"))
+PROMISES = dict(promises("cpu"))
 
 
 @pytest.mark.parametrize("name", PROMISES)

@@ -18,6 +18,7 @@ from tests.oracle.case import GPU_ONLY, Values, case_name
 from tests.oracle.memory import to_cpu
 
 OP: Final = "head_product"
+OPS: Final = (OP,)
 BF16, F16 = torch.bfloat16, torch.float16
 ERROR: Final = 2.0**-20
 """Error of a float32 sum relative to the sum of magnitudes: tensor cores cut off what they add."""

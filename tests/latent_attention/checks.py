@@ -18,6 +18,7 @@ from tests.oracle.case import GPU_ONLY, Values, case_name
 from tests.oracle.memory import to_cpu
 
 OP: Final = "attend_latents"
+OPS: Final = (OP,)
 _TENSORS: Final = ("q", "q_rot", "latent", "k_rot")
 
 

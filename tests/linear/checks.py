@@ -25,6 +25,7 @@ from tests.oracle.weights import scales, whole_numbers
 
 BF16, F16, F32 = FLOATS
 E4M3, INT8, E8M0 = E4M3FN.dtype, torch.int8, torch.float8_e8m0fnu
+OPS: Final = ("linear",)
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ _FEW_FLOATS: Final = ((300, 2100), (1536, 300), (8200, 1088))
 """N and K for which a GPU, where each dtype is compiled, takes float16 and float32 too."""
 
 
-def linear_promises(device: str) -> Iterator[tuple[str, Promise]]:
+def promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for kind in _KINDS:
         for n, k in _SHAPES:

@@ -17,7 +17,7 @@ from onepass.formats import FLOATS
 from onepass.ops.linear.launch import ACTIVATIONS, LinearCall
 from onepass.testing.tensors import same_bytes
 from tests.helpers.pairs import Pair, covering, every_pair, pairs_of
-from tests.linear.promises import linear_promises
+from tests.linear.promises import promises
 from tests.oracle.memory import poison
 from tests.oracle.weights import scales, whole_numbers
 
@@ -256,7 +256,7 @@ def test_powers_of_two_scale_as_float32_does() -> None:
     )
 
 
-PROMISES = dict(linear_promises("cpu"))
+PROMISES = dict(promises("cpu"))
 
 
 @pytest.mark.sampled(31)  # one size stays

@@ -29,6 +29,7 @@ BF16, F16, F32 = FLOATS
 FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
 I32, I64, U32 = torch.int32, torch.int64, torch.uint32
 OP: Final = "fused_rope_rmsnorm_quantization"
+OPS: Final = (OP,)
 
 MlaLayout = Literal["contiguous", "slices", "misaligned", "transposed"]
 """slices: q in heads 128 columns wider, its output in heads 512 wider, kv the last columns of a projection, entries with

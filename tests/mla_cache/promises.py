@@ -30,7 +30,7 @@ FEW = WIDTHS[:1] + WIDTHS[2:3]
 """Widths for which a GPU, where each dtype is compiled, takes float32 too."""
 
 
-def mla_promises(device: str) -> Iterator[tuple[str, Promise]]:
+def promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for dtype in (torch.bfloat16, torch.float32):  # float16 takes the same paths as bfloat16
         for latent, rope in FEW if device == "cuda" and dtype == torch.float32 else WIDTHS:

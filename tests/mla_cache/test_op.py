@@ -22,13 +22,13 @@ from tests.mla_cache import entries as mla_oracle
 from tests.mla_cache.cases import CASES
 from tests.mla_cache.checks import MlaCase
 from tests.mla_cache.inputs import SLOTS, Call, positional, rotations
-from tests.mla_cache.promises import mla_promises
+from tests.mla_cache.promises import promises
 from tests.oracle.bounds import around
 
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in mla_promises("cpu")])
+@pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in promises("cpu")])
 def test_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
 

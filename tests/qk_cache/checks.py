@@ -31,6 +31,7 @@ BF16, F16, F32 = FLOATS
 FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
 I32, I64 = torch.int32, torch.int64
 OP: Final = "qk_norm_rope_cache"
+OPS: Final = (OP,)
 
 Memory = Literal["contiguous", "packed", "misaligned", "transposed", "parts"]
 """packed: q, k and v in one tensor, both caches in another; misaligned: the same, one element further; transposed: heads
