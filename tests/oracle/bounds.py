@@ -87,18 +87,18 @@ def normed(
     rounded: torch.dtype | None,
     error: float = FLOAT32_ERROR,
     doubt: Tensor | None = None,
-    given: bool = False,
+    overflow: bool = False,
 ) -> Bounds:
     """``(h * rs) * g``, unrounded, or with both products rounded ("hf").
 
-    ``doubt`` is how far h itself may be off; ``given``: rs is the caller's, so products may exceed float32.
+    ``doubt`` is how far h itself may be off; ``overflow``: rs is the caller's, so products may exceed float32.
     """
-    a = overflowed(h * rs) if given else h * rs
+    a = overflowed(h * rs) if overflow else h * rs
     radius = a.abs() * error + FLOOR
     if doubt is not None:
         radius = radius + doubt * rs + a.abs() * spread(doubt, rs)
     if rounded is None:
-        y = overflowed(a * g) if given else a * g
+        y = overflowed(a * g) if overflow else a * g
         low, high = around(y, torch.where(a == 0, 0.0, radius) * g.abs() + FLOOR)
         # zeros have the sign of h, which may be in doubt
         either = (g == 0) & (a != 0) & a.isfinite() & (a.abs() <= radius)

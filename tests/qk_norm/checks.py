@@ -217,7 +217,7 @@ def verify_call(
             rs = bounds.root(host["qk_var"][..., index : index + 1].double() + bounds.added(eps))
         g = bounds.weight(host[f"gamma_{side}"], host.get("weight_offset", 0.0))
         hf = host.get("rounding") == "hf"
-        y = bounds.normed(x.double(), rs, g, x.dtype if hf else None, given=op == APPLY)
+        y = bounds.normed(x.double(), rs, g, x.dtype if hf else None, overflow=op == APPLY)
         if turn is not None and actual.numel():
             y = bounds.rotated(y, partial(_rotated, host, per_head, turn))
         if actual.dtype in FP8_FORMATS:
