@@ -1,8 +1,8 @@
 """``python -m tools.bench.model_tables``: writes the measured numbers about models into the documents.
 
 It reads benchmarks/h200/models.json (`tools.bench.models`), and of each machine agreement.json
-(`tools.bench.agreement`) and batch-invariance.json (`tools.batch_invariance`), and replaces the text between
-markers in README.md and docs/. Columns and sentences appear if the data contain them. A test fails if a document is stale.
+(`tools.bench.agreement`), and replaces the text between markers in README.md and docs/. Columns and sentences
+appear if the data contain them. A test fails if a document is stale.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
-
-from tools.batch_invariance import markdown as invariance_table
 
 from .generating import FORMS
 from .limits import OutOfTime
@@ -239,10 +237,8 @@ def render(root: Path) -> dict[Path, str]:
     measured = json.loads((root / "benchmarks/h200/models.json").read_text())
     files = [root / f"benchmarks/{machine}/agreement.json" for machine in ("cpu", "h200")]
     reports = [json.loads(file.read_text()) for file in files if file.exists()]
-    counted = [root / f"benchmarks/{machine}/batch-invariance.json" for machine in ("cpu", "h200")]
-    tables = [invariance_table(json.loads(file.read_text())) for file in counted if file.exists()]
     bodies = {"steps": steps(measured), "agreement": agreement(reports), "models": headline(measured)}
-    bodies |= {"gains": gains(measured), "batch-invariance": "\n\n".join(tables)}
+    bodies["gains"] = gains(measured)
     found = {path: path.read_text() for path in (root / "README.md", *sorted((root / "docs").rglob("*.md")))}
     return {
         path: filled(text, bodies) for path, text in found.items() if any(markers(name)[0] in text for name in bodies)
