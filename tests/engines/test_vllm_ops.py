@@ -18,7 +18,7 @@ from vllm.model_executor.determinism import batch_invariant
 from onepass import __version__
 from onepass.engines import plugin
 from onepass.engines import vllm as functions
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.vllm_bytes import normed_once, normed_twice, roots, rows_that_differ
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -364,10 +364,10 @@ def test_engines_md_lists_every_function() -> None:
 def test_numerics_states_the_tolerances() -> None:
     """The numbers in docs/numerics.md match the code."""
     from onepass.formats import FP8_FORMATS, SMALLEST_EPS, SMALLEST_SCALE
-    from onepass.testing import compare
+    from tests.oracle import bounds
 
     text = (ROOT / "docs/numerics.md").read_text()
-    assert compare.FLOAT32_ERROR == 1e-6
+    assert bounds.FLOAT32_ERROR == 1e-6
     assert "its float32 error, 1e-6 relative" in text
     assert SMALLEST_SCALE == 2.0**-126 == torch.finfo(torch.float32).smallest_normal
     assert SMALLEST_EPS == 2.0**-126 and "below 2^-126 it counts as 2^-126" in text
