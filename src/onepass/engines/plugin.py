@@ -13,7 +13,7 @@ from the unrounded ``h = x + x_residual``::
     no weight                y = round(h * rs)
 
 With ``VLLM_BATCH_INVARIANT=1``, vLLM's layer `RMSNorm` calls other kernels on a GPU. `register` then replaces the
-layer too (`onepass.engines.plugin_layer`).
+layer too (`onepass.engines.plugin_layer`), and on CPUs the product (`onepass.engines.plugin_product`).
 
 ``python -m onepass.engines.plugin`` prints what `register` does on this machine.
 """
@@ -31,6 +31,7 @@ from torch import Tensor
 from .. import __version__
 from ..formats import FLOATS, Rounding
 from ..ops.rms_norm.op import rms_norm as _rms_norm
+from . import plugin_product
 from .registration import NotSupported, announced, fingerprint
 
 __all__ = ["PROVIDER", "register"]
@@ -82,13 +83,17 @@ def _register() -> str:
         except (AssertionError, TypeError, ValueError) as error:
             raise NotSupported(f"{version} does not accept it ({error})") from None
         implementation.uuid = _Uuid(implementation.uuid())  # what a compiled model is cached by
-    names = "rms_norm and fused_add_rms_norm"
+    parts = ["rms_norm", "fused_add_rms_norm"]
     if invariant:
         from . import plugin_layer
 
         plugin_layer.register()
-        names += ", and its batch-invariant RMSNorm layer"
-    return f"onepass {__version__} provides {names} of {version}"
+        parts.append("its batch-invariant RMSNorm layer")
+        try:
+            parts += filter(None, [plugin_product.register(version, current_platform.is_cpu())])
+        except NotSupported as why:
+            _log.warning("onepass computes no products: %s", why)
+    return f"onepass {__version__} provides {', '.join(parts[:-1])} and {parts[-1]} of {version}"
 
 
 def _fingerprint(op: Any) -> str:
