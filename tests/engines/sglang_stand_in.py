@@ -1,4 +1,4 @@
-"""The parts of SGLang 0.5.23 that the plugin meets, written from their documentation and formulas.
+"""The parts of SGLang 0.5.23 and its sgl_kernel that the plugin meets, written from their documentation and formulas.
 
 SGLang needs CUDA libraries, so `make test` cannot have it. `test_sglang_source.py` runs the plugin with SGLang itself.
 """
@@ -10,6 +10,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from enum import Enum
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,24 +27,27 @@ class HookType(Enum):
 
 
 def registry() -> Any:
-    """A new registry with the methods of SGLang's, for hooks that wrap a function or method."""
+    """A new registry with the methods of SGLang's, for hooks that wrap or replace a function or method."""
 
     class HookRegistry:
-        hooks: dict[str, list[Callable[..., Any]]] = {}  # noqa: RUF012
+        hooks: dict[str, list[tuple[HookType, Callable[..., Any]]]] = {}  # noqa: RUF012
 
         @classmethod
         def register(
             cls, target: str, hook: Callable[..., Any], hook_type: HookType = HookType.AFTER, *, source: object = None
         ) -> None:
-            assert hook_type is HookType.AROUND
-            cls.hooks.setdefault(target, []).append(hook)
+            assert hook_type in (HookType.AROUND, HookType.REPLACE)
+            cls.hooks.setdefault(target, []).append((hook_type, hook))
 
         @classmethod
         def apply_hooks(cls) -> None:
             for target, hooks in cls.hooks.items():
                 owner, name = resolved(target)
-                for hook in hooks:
-                    setattr(owner, name, around(getattr(owner, name), hook))
+                for kind, hook in hooks:
+                    original = getattr(owner, name)
+                    setattr(
+                        owner, name, around(original, hook) if kind is HookType.AROUND else replaced(original, hook)
+                    )
 
     return HookRegistry
 
@@ -62,6 +66,34 @@ def around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[.
         return hook(original, *arguments, **options)
 
     return wrapper
+
+
+def replaced(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+    return around(original, lambda _, *arguments, **options: hook(*arguments, **options))
+
+
+def rmsnorm(
+    input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
+) -> Tensor:
+    raise NotImplementedError("a CUDA kernel")
+
+
+def fused_add_rmsnorm(
+    input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
+) -> None:
+    raise NotImplementedError("a CUDA kernel")
+
+
+def sgl_kernel() -> Any:
+    """The module with the signatures of its norms."""
+    module: Any = ModuleType("sgl_kernel")
+    module.__spec__ = ModuleSpec("sgl_kernel", None)
+    module.rmsnorm, module.fused_add_rmsnorm = rmsnorm, fused_add_rmsnorm
+    module.gemma_rmsnorm, module.gemma_fused_add_rmsnorm = (
+        around(function, lambda original, *arguments, **options: original(*arguments, **options))
+        for function in (rmsnorm, fused_add_rmsnorm)
+    )
+    return module
 
 
 def layer_class() -> Any:
@@ -138,6 +170,9 @@ class StandIn:
             parent, _, last = name.rpartition(".")
             if parent:
                 setattr(sys.modules[parent], last, module)
+
+        self.sgl_kernel = sgl_kernel()
+        monkeypatch.setitem(sys.modules, "sgl_kernel", self.sgl_kernel)
 
     def module(self, name: str) -> Any:
         return sys.modules[f"sglang.srt.{name}"]

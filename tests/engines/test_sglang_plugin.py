@@ -31,6 +31,7 @@ EPS = 1e-5
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """A stand-in whose code is the code that the plugin was written for."""
+    monkeypatch.delenv("ONEPASS_SGLANG_NORMS", raising=False)
     stand_in = StandIn(monkeypatch)
     functions: dict[str, Any] = {
         "forward_native": stand_in.layer.forward_native,
@@ -104,6 +105,47 @@ def test_registers_once_and_quietly(sglang: StandIn, caplog: pytest.LogCaptureFi
     assert line == f"onepass {__version__} computes the norms of SGLang 0.5.23's deterministic mode"
     assert {target: len(hooks) for target, hooks in sglang.registry.hooks.items()} == {plugin.LAYER: 1, plugin.NORM: 1}
     assert not [record for record in caplog.records if record.levelno >= logging.INFO]
+
+
+def test_norms_of_sgl_kernel_if_asked(sglang: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four, in every mode, in place where they are in place, and once."""
+    monkeypatch.setenv("ONEPASS_SGLANG_NORMS", "1")
+    for _ in range(2):
+        assert plugin.register().endswith(
+            "computes the norms of SGLang 0.5.23's deterministic mode and the norms of sgl_kernel"
+        )
+    sglang.registry.apply_hooks()
+    kernels = sglang.sgl_kernel
+    x, residual, weight = inputs(BF16)
+    total = x.float() + residual.float()
+    for name, offset in (("rmsnorm", 0.0), ("gemma_rmsnorm", 1.0)):
+        y = getattr(kernels, name)(x, weight, EPS, enable_pdl=True)
+        assert rows_that_differ([y], ([(x * rs * (weight.float() + offset)).to(BF16)] for rs in roots(x))) == []
+    for name, offset in (("fused_add_rmsnorm", 0.0), ("gemma_fused_add_rmsnorm", 1.0)):
+        y, h = x.clone(), residual.clone()
+        assert getattr(kernels, name)(y, h, weight, EPS) is None and same_bytes(h, total.to(BF16))
+        assert rows_that_differ([y], ([(total * rs * (weight.float() + offset)).to(BF16)] for rs in roots(total))) == []
+
+
+def test_norms_of_sgl_kernel_stay(hooked: StandIn) -> None:
+    x, _, weight = inputs(BF16)
+    with pytest.raises(NotImplementedError, match="a CUDA kernel"):
+        hooked.sgl_kernel.rmsnorm(x, weight)
+
+
+def test_other_norms_of_sgl_kernel(
+    sglang: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ONEPASS_SGLANG_NORMS", "1")
+    sglang.sgl_kernel.gemma_rmsnorm = lambda input, weight: input
+    assert plugin.register() == only_warning(caplog)
+    assert (
+        "`sgl_kernel.gemma_rmsnorm` must have the parameters input, weight, eps, out, enable_pdl, got input, weight"
+        in (only_warning(caplog))
+    )
+    del sglang.sgl_kernel.gemma_rmsnorm
+    assert "SGLang 0.5.23 has no norms in sgl_kernel that onepass knows (" in plugin.register()
+    assert sglang.registry.hooks == {}
 
 
 # --- results --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.batch_invariant_ops import batch_invariant_ops
+from sglang.srt.layers import layernorm
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -21,9 +24,13 @@ from torch import Tensor
 from onepass.core.backend import launching_with
 from onepass.engines import sglang_plugin as plugin
 from onepass.testing.case import same_bytes
+from tests.engines.sglang_stand_in import sgl_kernel
 from tests.engines.test_sglang_plugin import BF16, DTYPES, EPS, inputs
 from tools.vllm_bytes import normed_once, roots, rows_that_differ
 
+os.environ["ONEPASS_SGLANG_NORMS"] = "1"
+kernels = sys.modules.setdefault("sgl_kernel", sgl_kernel())  # the package cannot be imported without CUDA libraries
+layernorm.rmsnorm = kernels.rmsnorm  # what `from sgl_kernel import rmsnorm` does there on CUDA
 load_plugins()  # as each process of SGLang does; it finds the entry point
 
 
@@ -99,6 +106,15 @@ def test_batch_does_not_change_rows() -> None:
     parts = [layer.forward_cuda(x[i : i + 1], residual[i : i + 1]) for i in range(96)]
     assert same_bytes(torch.cat([part[0] for part in parts]), y)
     assert same_bytes(torch.cat([part[1] for part in parts]), h)
+
+
+def test_norms_of_sgl_kernel_reach_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry replaces them in modules that imported them before, so outside of deterministic mode the layer calls ours."""
+    monkeypatch.setattr(batch_invariant_ops, "_batch_invariant_MODE", False)
+    assert {f"sgl_kernel.{name}" for name in plugin.KERNELS} <= HookRegistry._patched
+    x, _, weight = inputs(BF16)
+    y = layer_of(weight).forward_cuda(x)
+    assert rows_that_differ([y], ([normed_once(x, rs, weight)] for rs in roots(x))) == []
 
 
 def test_a_trainers_bits_stay_sglangs(deterministic: SimpleNamespace) -> None:

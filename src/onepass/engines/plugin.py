@@ -38,7 +38,7 @@ __all__ = ["PROVIDER", "register"]
 
 PROVIDER: Final = "onepass"
 NATIVE: Final = {"rms_norm": ("610e69ad666b",), "fused_add_rms_norm": ("83ed1689ffd1",)}
-"""The code of vLLM's native ops that the functions below reproduce. It was read in seven releases, 0.22.1 to 0.32.0."""
+"""The code of vLLM's native ops that the functions below reproduce. It was read in eight releases, 0.22.1 to 0.33.0."""
 
 _log = logging.getLogger("vllm.plugins.onepass")
 

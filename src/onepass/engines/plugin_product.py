@@ -30,9 +30,9 @@ from .registration import NotSupported, fingerprint
 __all__ = ["CPU_CODE", "GPU_CODE", "CpuProducts", "GpuProducts", "product", "register"]
 
 CPU_CODE: Final = ("1a4b804f7789",)
-"""``cpu_unquantized_gemm``, which calls what a layer has chosen. It was read in four releases, 0.29.0 to 0.32.0."""
+"""``cpu_unquantized_gemm``, which calls what a layer has chosen. It was read in five releases, 0.29.0 to 0.33.0."""
 GPU_CODE: Final = ("f7d16775ea93", "60dd67c4a9c7")
-"""The kernel of ``matmul_persistent``, in 0.29.0 to 0.31.0 and in 0.32.0; they differ in the stride of the bias."""
+"""The kernel of ``matmul_persistent``, in 0.29.0 to 0.31.0 and in 0.32.0 to 0.33.0; they differ in the stride of the bias."""
 
 
 def register(version: str, cpu: bool) -> str:

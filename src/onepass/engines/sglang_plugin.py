@@ -13,15 +13,21 @@ Each is one launch. Results are bit-identical to SGLang's, except where the orde
 Each row is bit-identical to running it alone.
 
 SGLang's own code computes everything else: outside of deterministic mode, under ``torch.compile``, and calls that onepass
-has no equation for (see `supports_layer`). With ``--rl-on-policy-target`` it computes all norms, because those must have the
-trainer's bits.
+has no equation for (see `supports_layer`). With ``--rl-on-policy-target`` it computes both functions' norms, because those must
+have the trainer's bits.
+
+With ``ONEPASS_SGLANG_NORMS=1`` in the environment, `register` also replaces the four norms of ``sgl_kernel`` by those of
+`onepass.engines.sglang`. On CUDA, `RMSNorm` calls them outside of deterministic mode, and Gemma's norms in any mode. That is
+opt-in: nobody has measured the two next to each other.
 
 ``python -m onepass.engines.sglang_plugin`` prints what `register` does on this machine.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakSet
@@ -33,9 +39,10 @@ from .. import __version__
 from ..core.backend import can_launch
 from ..formats import FLOATS, Rounding
 from ..ops.rms_norm.op import rms_norm
+from .flashinfer.norm import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 from .registration import NotSupported, announced, fingerprint
 
-__all__ = ["LAYER", "NATIVE", "NORM", "DeterministicNorms", "register", "supports_layer"]
+__all__ = ["KERNELS", "LAYER", "NATIVE", "NORM", "DeterministicNorms", "register", "supports_layer"]
 
 LAYER: Final = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
 NORM: Final = "sglang.srt.batch_invariant_ops.batch_invariant_ops.rms_norm_batch_invariant"
@@ -45,6 +52,13 @@ NATIVE: Final = {
     "_rms_norm_kernel": ("c212e093957f",),
 }
 """SGLang's code that the hooks reproduce. It was read in six releases, 0.5.18 to 0.5.23."""
+KERNELS: Final[dict[str, Callable[..., Any]]] = {
+    "rmsnorm": rmsnorm,
+    "fused_add_rmsnorm": fused_add_rmsnorm,
+    "gemma_rmsnorm": gemma_rmsnorm,
+    "gemma_fused_add_rmsnorm": gemma_fused_add_rmsnorm,
+}
+"""What replaces the norms of ``sgl_kernel``."""
 
 _log = logging.getLogger("sglang.plugins.onepass")
 _hooked: Final[WeakSet[type]] = WeakSet()
@@ -78,7 +92,7 @@ def _register() -> str:
             "_rms_norm_kernel": invariant._rms_norm_kernel.fn,
         }
         norms = DeterministicNorms(invariant.is_batch_invariant_mode_enabled, get_exec)
-        around = HookType.AROUND
+        around, replace = HookType.AROUND, HookType.REPLACE
     except (ImportError, AttributeError) as error:
         raise NotSupported(f"{version} has no hooks or norms that onepass knows ({error})") from None
     if HookRegistry not in _hooked:
@@ -87,10 +101,37 @@ def _register() -> str:
                 f"{version} computes its deterministic norms by code that onepass {__version__} does not know; "
                 "update one of them"
             )
+        kernels = _kernels(version)
         HookRegistry.register(LAYER, norms.forward_native, around)
         HookRegistry.register(NORM, norms.rms_norm_batch_invariant, around)
+        for name, function in kernels.items():
+            HookRegistry.register(f"sgl_kernel.{name}", function, replace)
         _hooked.add(HookRegistry)
-    return f"onepass {__version__} computes the norms of {version}'s deterministic mode"
+    more = " and the norms of sgl_kernel" if _wants_kernels() else ""
+    return f"onepass {__version__} computes the norms of {version}'s deterministic mode{more}"
+
+
+def _wants_kernels() -> bool:
+    return os.environ.get("ONEPASS_SGLANG_NORMS") == "1"
+
+
+def _kernels(version: str) -> dict[str, Callable[..., Any]]:
+    """What replaces functions of ``sgl_kernel``: all of `KERNELS`, or nothing unless it was asked for."""
+    if not _wants_kernels():
+        return {}
+    try:
+        import sgl_kernel
+
+        natives = {name: getattr(sgl_kernel, name) for name in KERNELS}
+    except (ImportError, AttributeError) as error:
+        raise NotSupported(f"{version} has no norms in sgl_kernel that onepass knows ({error})") from None
+    for name, native in natives.items():
+        theirs, ours = (list(inspect.signature(function).parameters) for function in (native, KERNELS[name]))
+        if theirs != ours:
+            raise NotSupported(
+                f"`sgl_kernel.{name}` must have the parameters {', '.join(ours)}, got {', '.join(theirs)}"
+            )
+    return KERNELS
 
 
 class DeterministicNorms:
