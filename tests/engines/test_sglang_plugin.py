@@ -167,10 +167,10 @@ def test_bytes_of_the_layer(hooked: StandIn, dtype: torch.dtype, cast: bool) -> 
     assert rows_that_differ([alone], ([norm(x, rs, weight).to(dtype)] for rs in roots(x))) == []
     rounded = (total * rs for rs in roots(total))
     if cast:
-        made = ([(part.to(dtype).float() * weight.float()).to(dtype)] for part in rounded)
+        candidates = ([(part.to(dtype).float() * weight.float()).to(dtype)] for part in rounded)
     else:
-        made = ([(part * weight.float()).to(dtype)] for part in rounded)
-    assert rows_that_differ([y], made) == [] and same_bytes(h, total.to(dtype))
+        candidates = ([(part * weight.float()).to(dtype)] for part in rounded)
+    assert rows_that_differ([y], candidates) == [] and same_bytes(h, total.to(dtype))
     assert y.abs().max() > 0.5  # zeros would fail
 
 

@@ -73,12 +73,12 @@ class _OtherCode(Exception):
     """vLLM's code is not the code that a replacement was written for."""
 
 
-def _replace(module: Any, name: str, cls: type[_Products], code: object, known: tuple[str, ...]) -> None:
+def _replace(module: Any, name: str, cls: type[_Products], code: object, fingerprints: tuple[str, ...]) -> None:
     """Replace a function of one of vLLM's modules, which calls it by this name, unless that was done before."""
     native = getattr(module, name)
     if isinstance(native, cls):
         return
-    if fingerprint(code) not in known or tuple(inspect.signature(native).parameters) != cls.parameters:
+    if fingerprint(code) not in fingerprints or tuple(inspect.signature(native).parameters) != cls.parameters:
         raise _OtherCode
     setattr(module, name, cls(native))
 
