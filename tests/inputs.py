@@ -17,8 +17,8 @@ from torch import Tensor
 
 from onepass.core.check import validation_of
 from onepass.core.contract import Contract
-from onepass.testing.samples import sample
 from tests.helpers.contract_oracle import faults
+from tests.oracle.samples import sample
 
 BF16, F32, I32, FP8 = torch.bfloat16, torch.float32, torch.int32, torch.float8_e4m3fn
 Arguments = dict[str, Any]

@@ -9,7 +9,7 @@ import torch
 
 from onepass import PagedKVCache
 from onepass.errors import ContractError
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 GOOD = (torch.zeros(4, 2, 8), torch.tensor([3, 0]), torch.tensor([[2, 0], [1, 9]]))
 

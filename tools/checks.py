@@ -18,9 +18,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onepass.testing.case import Check
-from onepass.testing.runner import DEVICES, Result, matches
+from onepass.testing.runner import Result, matches
 from tests.matrix import select
+from tests.oracle.case import Check
 from tests.oracle.runner import run_cases
 from tools import compact
 from tools.evidence import families, proof
@@ -70,7 +70,7 @@ def _options() -> argparse.Namespace:
         prog="python -m tools.checks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--device", choices=DEVICES, default="cpu")
+    add("--device", choices=("cpu", "cuda", "interpreter"), default="cpu")
     add("--chip", default="h200", help="the GPU in tools/evidence/chips.py that evidence is about; default h200")
     add("--op", action="append", default=[])
     add("--match", default="", help="only cases, or promises, whose name contains this; a|b: this or that")

@@ -5,62 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
+from math import gcd
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from onepass.formats import FLOATS
-from onepass.testing import gemv_norm
-from onepass.testing.case import Case, same_bytes
-from tests.linear import checks as linear
-from tests.mla_cache import checks as mla_cache
-from tests.mla_cache.checks import MlaCase
-from tests.qk_cache import checks as qk_cache
-from tests.qk_cache.checks import QkCacheCase
-from tests.qk_norm import checks as qk_norm
-from tests.qk_norm.checks import QkCase, Turn
-from tests.rms_norm import checks as rms_norm
+from onepass.testing.tensors import same_bytes
+from tests.ops import each
+from tests.oracle.runner import MODULES
 
 Promise = Callable[[], str | None]
 THREADS: Final = 8
 TIMEOUT: Final = 600.0
 """Seconds after which threads count as deadlocked."""
-BF16, _, F32 = FLOATS
-
 Job = tuple[Any, Any]
 """A module of cases and one of its cases."""
 
 
 def jobs() -> list[Job]:
-    """Each op with little work, which the calling thread does, and with enough to split on a CPU."""
-    rows = [
-        Case("rms_norm", "threads", (7,), 640),
-        Case("rms_norm", "threads", (150,), 1024, F32, residual=F32),
-        Case("rms_norm_fused_fp8", "threads", (3,), 512, residual=BF16),
-        Case("rms_norm_fused_fp8", "threads", (140,), 1024, options={"group_size": 128}),
-    ]
-    gemvs = [
-        gemv_norm.Case("threads", 3, 96, 320, (64,)),
-        gemv_norm.Case("threads", 2, 400, 700, (130, 129)),
-    ]
-    linears = [
-        linear.Case("threads", 3, 96, 320),
-        linear.Case("threads", 2, 400, 700, gamma=BF16, residual=F32, options={"activation": "silu_mul"}),
-        linear.Case("threads", 40, 300, 400, weight=torch.float8_e4m3fn, scale="block", gamma=F32),
-    ]
-    qks = [QkCase(op, "threads", (5,), 256, 64) for op in (qk_norm.SUMS, qk_norm.MEANS, qk_norm.APPLY, qk_norm.FUSED)]
-    qks.append(QkCase(qk_norm.FUSED, "threads", (70,), 1536, 512, turn=Turn("half", 32, 64)))
-    mlas = [MlaCase("threads"), MlaCase("threads", ((0, 70), (3, 50)), heads=16, scale="token", style="half")]
-    writes = [QkCacheCase("threads"), QkCacheCase("threads", (4, 60), 16, 4, norm="whole", layout="dense")]
-    return [
-        *((rms_norm, case) for case in rows),
-        *((gemv_norm, case) for case in gemvs),
-        *((linear, case) for case in linears),
-        *((qk_norm, case) for case in qks),
-        *((mla_cache, case) for case in mlas),
-        *((qk_cache, case) for case in writes),
-    ]
+    """What tests/<op>/cases.py has for threads, of every op."""
+    return [(MODULES[case.op], case) for case in chain(*each("cases", "THREADED"))]
 
 
 def results(job: Job, device: str, seed: int = 0) -> tuple[Tensor, ...]:
@@ -90,12 +56,13 @@ def at_once(device: str, rounds: int = 3, together: bool = False) -> str | None:
     found: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
     errors: list[str] = []
     gate = threading.Barrier(THREADS, timeout=TIMEOUT)
+    stride = next(n for n in (5, 7, 11, 13) if gcd(n, len(work)) == 1)  # so that it reaches every job
 
     def call_all(me: int) -> None:
         try:
             for turn in range(rounds):
                 for step in range(len(work)):
-                    index = step if together else (step * 5 + me * 3 + turn) % len(work)  # 5 shares no factor with 16
+                    index = step if together else (step * stride + me * 3 + turn) % len(work)
                     if together or step == 0:
                         gate.wait()
                     module, case = work[index]

@@ -8,31 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS
-from onepass.testing.case import same_bytes
-from tests.gemv_norm import inputs as gemv_norm
+from onepass.testing.tensors import same_bytes
 from tests.inputs import Rows
-from tests.linear import inputs as linear
-from tests.mla_cache import inputs as mla_cache
-from tests.qk_cache import inputs as qk_cache
-from tests.qk_norm import inputs as qk_norm
-from tests.rms_norm import inputs as rms_norm
+from tests.ops import each
 
 REPEATS: Final = 1000
 Promise = Callable[[], str | None]
-SUBJECTS: Final[tuple[Rows, ...]] = (
-    *rms_norm.ROWS,
-    *qk_norm.ROWS,
-    *gemv_norm.ROWS,
-    *linear.ROWS,
-    *mla_cache.ROWS,
-    *qk_cache.ROWS,
-)
+SUBJECTS: Final[tuple[Rows, ...]] = tuple(chain(*each("inputs", "ROWS")))
 
 
 def _differing(some: list[Tensor], others: list[Tensor]) -> int | None:

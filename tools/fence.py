@@ -23,12 +23,13 @@ from torch import Tensor
 
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
 from onepass.ops.rms_norm.cpu import scratch
-from onepass.testing import gemv_norm
-from onepass.testing.case import Check, same_bytes
+from onepass.testing.tensors import same_bytes
 from onepass.trace import GmemTrace, NullTrace
+from tests.gemv_norm import checks as gemv_norm
 from tests.linear import checks as linear
 from tests.matrix import select
 from tests.mla_cache import checks as mla_cache
+from tests.oracle.case import Check
 from tests.oracle.runner import MODULES
 from tests.qk_cache import checks as qk_cache
 from tests.qk_norm import checks as qk_norm

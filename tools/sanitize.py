@@ -27,10 +27,10 @@ from typing import Any, Final
 import torch
 
 from onepass.formats import E4M3FN
-from onepass.testing.case import Check
 from onepass.testing.runner import Result, matches
 from tests.linear import checks as linear
 from tests.matrix import select
+from tests.oracle.case import Check
 from tests.oracle.runner import run_case, running_on
 from tools import compact
 from tools.evidence.chips import DEFAULT, MACHINES, Machine

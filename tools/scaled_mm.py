@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 import onepass
-from onepass.testing.case import to_cpu
 from onepass.testing.quantized import Quantized, described
+from tests.oracle.memory import to_cpu
+from tests.oracle.quantized import values
 from tools import compact
 
 ROWS: Final = 192
@@ -72,7 +73,7 @@ def operand(rows: int, options: dict[str, Any], device: str, seed: int) -> Opera
     plain = described(to_cpu(arguments), codes.cpu(), scale.cpu())
     if not isinstance(plain, Quantized):
         raise TypeError(plain)
-    return Operand(codes, scale, plain.values())
+    return Operand(codes, scale, values(plain))
 
 
 def _old(a: Operand, b: Operand) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from onepass.testing.compare import FLOAT32_ERROR
+from tests.oracle.bounds import FLOAT32_ERROR
 
 FEW: Final = 8
 """Values that may always lie near a midpoint: a share means little for a single row of a few hundred."""

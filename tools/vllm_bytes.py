@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onepass.engines import plugin, vllm, vllm_0_19
 from onepass.formats import FLOATS
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 Promise = Callable[[], str | None]
 EPS: Final = 1e-5

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from onepass.testing.case import Check
 from onepass.testing.runner import Result
 from tests.matrix import select
+from tests.oracle.case import Check
 from tests.oracle.runner import MODULES, run_cases
 
 from . import decode_step, gemv_norm, host, linear, mla_cache, qk_cache, qk_norm, rms_norm, rms_norm_quant

@@ -29,8 +29,8 @@ from onepass.cli.machine import label
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.op import rms_norm_fused_fp8
 from onepass.prologues import prologue, sigmoid
-from onepass.testing.case import same_bytes
 from onepass.testing.runner import CASES, run_case
+from onepass.testing.tensors import same_bytes
 
 from . import generate, model
 from .screen import Screen, verdict

@@ -204,8 +204,8 @@ class PagedKVCache:
         place = lengths.long()[request] + (token - offsets[request])
         column = place.div(self.page_size, rounding_mode="floor")
         page = table.long()[request, column.clamp(0, width - 1)]
-        there = owned & (column >= 0) & (column < width) & (page >= 0) & (page < self.blocks.shape[0])
-        return torch.where(there, page * self.page_size + place % self.page_size, -1)
+        inside = owned & (column >= 0) & (column < width) & (page >= 0) & (page < self.blocks.shape[0])
+        return torch.where(inside, page * self.page_size + place % self.page_size, -1)
 
     def append(self, new_tokens: int | Tensor = 1, *, input_row_offsets: Tensor | None = None) -> None:
         """Count the tokens of a written step: ``cache_lengths += new_tokens``, in place.

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from onepass.core import op as registration
-from tests.gemv_norm import inputs as gemv_norm
-from tests.inputs import Build, Form, names, with_outputs
-from tests.linear import inputs as linear
-from tests.mla_cache import inputs as mla_cache
-from tests.qk_cache import inputs as qk_cache
-from tests.qk_norm import inputs as qk_norm
-from tests.rms_norm import inputs as rms_norm
+from itertools import chain
 
-PUBLIC: list[Form] = [
-    *rms_norm.FORMS,
-    *gemv_norm.FORMS,
-    *linear.FORMS,
-    *qk_norm.FORMS,
-    *mla_cache.FORMS,
-    *qk_cache.FORMS,
-]
-_BUILDS: dict[str, Build] = {
-    **rms_norm.BY_CONTRACT,
-    **gemv_norm.BY_CONTRACT,
-    **linear.BY_CONTRACT,
-    **qk_norm.BY_CONTRACT,
-    **mla_cache.BY_CONTRACT,
-    **qk_cache.BY_CONTRACT,
-}
+from onepass.core import op as registration
+from tests.inputs import Build, Form, names, with_outputs
+from tests.ops import each
+
+PUBLIC: list[Form] = [*chain(*each("inputs", "FORMS"))]
+_BUILDS: dict[str, Build] = {name: build for builds in each("inputs", "BY_CONTRACT") for name, build in builds.items()}
 
 
 def _dispatched(op: registration.Op) -> Form:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import onepass
 from onepass.core.backend import launching_with
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E4M3UZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz

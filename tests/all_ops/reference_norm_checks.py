@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.all_ops.reference_checks import CHECKS as CHECKS
 from tests.all_ops.reference_checks import check, launches, near, rms
 

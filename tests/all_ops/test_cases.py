@@ -15,9 +15,10 @@ from onepass.core import backend
 from onepass.core.backend import launching_with
 from onepass.formats import E4M3FN, FLOATS, Quantize, Rounding
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.case import Case, Check, same_bytes
+from onepass.testing.tensors import same_bytes
 from tests import matrix
 from tests.oracle import runner
+from tests.oracle.case import Case, Check
 from tools.ulps import floats
 
 

@@ -14,8 +14,8 @@ import onepass
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_QUANT
 from onepass.prologues import silu_and_mul
-from onepass.testing.case import same_bytes
-from onepass.testing.samples import sample
+from onepass.testing.tensors import same_bytes
+from tests.oracle.samples import sample
 
 F8 = torch.float8_e4m3fn
 

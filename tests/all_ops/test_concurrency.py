@@ -19,7 +19,7 @@ pytest.importorskip("llvmlite")
 
 from onepass.core import recording
 from onepass.cpu import threads as _parallel
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools import concurrency
 
 ROOT = Path(__file__).parents[2]

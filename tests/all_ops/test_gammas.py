@@ -13,7 +13,7 @@ import onepass
 from onepass import nn
 from onepass.engines import flashinfer, vllm, vllm_0_19
 from onepass.formats import FLOATS
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 PAIRS = [(x, gamma) for x in FLOATS for gamma in FLOATS if gamma != torch.float32]
 CALL = pytest.mark.parametrize(("x", "gamma"), PAIRS, ids=lambda d: str(d).removeprefix("torch."))

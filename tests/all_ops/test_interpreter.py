@@ -19,9 +19,9 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from onepass.testing.case import Check
 from tests import matrix
 from tests.helpers.interpreting import interpret
+from tests.oracle.case import Check
 from tests.oracle.interpreter import _equal_types_accepted, _types_kept, interpreting, quick_interpreter
 
 LEFT_OUT = {

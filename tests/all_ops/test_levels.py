@@ -14,7 +14,7 @@ from torch import Tensor
 import onepass
 from onepass.core.backend import launching_with
 from onepass.core.layout import geometry, smallest_dimension
-from onepass.testing.case import lay_out, same_bytes
+from onepass.testing.tensors import lay_out, same_bytes
 
 LEAD = (2, 3, 4, 2)
 

@@ -20,7 +20,7 @@ import onepass
 from benchmarks.suite import host
 from onepass.core import build, native
 from onepass.core import op as registration
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.fuzz import cases
 from tools.fuzz.cases import OPS, numbered
 from tools.fuzz.paths import compared

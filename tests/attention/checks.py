@@ -13,10 +13,13 @@ from torch import Tensor
 from onepass.ops.attention import reference
 from onepass.ops.attention.launch import SPLIT
 from onepass.ops.attention.op import attend
-from onepass.testing.bounds import Bounds
-from onepass.testing.case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
+from onepass.testing.tensors import moved, short_dtype
+from tests.oracle.bounds import Bounds
+from tests.oracle.case import GPU_ONLY, Values, case_name
+from tests.oracle.memory import to_cpu
 
 OP: Final = "attend"
+OPS: Final = (OP,)
 BF16, F16 = torch.bfloat16, torch.float16
 
 Mask = Literal["none", "zeros", "each", "shared", "padded"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onepass.testing.case import Check
+from tests.oracle.case import Check
 from tools.evidence import proof, records
 
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from importlib import import_module
 from typing import Any
 
 import numpy
@@ -21,15 +22,11 @@ from onepass.core.contract import Arg, Contract, Option, Out
 from onepass.core.op import generated_sources
 from onepass.errors import ContractError
 from onepass.formats import FLOATS, FP8_CODES
-from onepass.ops.gemv_norm import op as gemv_norm
-from onepass.ops.linear import op as linear
-from onepass.ops.mla_cache import op as mla_cache
-from onepass.ops.qk_norm import contract as qk_norm_contract
-from onepass.ops.rms_norm import op as rms_norm
 from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
-from onepass.testing.samples import sample
 from tests.helpers.contract_oracle import option_is_legal
 from tests.helpers.mistakes import Mistake, mistakes
+from tests.ops import FOLDERS
+from tests.oracle.samples import sample
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rms_norm": onepass.rms_norm,
@@ -53,8 +50,8 @@ FP8 = replace(
 
 CONTRACTS = [
     value
-    for module in (rms_norm, qk_norm_contract, gemv_norm, linear, mla_cache)
-    for value in vars(module).values()
+    for folder in FOLDERS
+    for value in vars(import_module(f"onepass.ops.{folder}.contract")).values()
     if isinstance(value, Contract)
 ]
 
@@ -220,6 +217,11 @@ def small_contract(name: str, options: dict[str, Option], out: Out = Out("N", "x
     return Contract(name, {"x": Arg("N", "", FLOATS)}, options, {"y": out}, "")
 
 
+def following(value: Any, towards: float, option: Option) -> Any:
+    """The next number that the option can be."""
+    return value + int(math.copysign(1, towards)) if option.type == "int" else math.nextafter(value, towards)
+
+
 def test_limits_of_numbers() -> None:
     """Both limits of every option are accepted if it says ``<=``, and the next number beyond them is not."""
     seen = 0
@@ -231,10 +233,11 @@ def test_limits_of_numbers() -> None:
             check = validation_of(small_contract("limits", {name: option})).prepare
             lowest, least, highest = limits.groups()
             for limit, beyond, inclusive in ((lowest, -math.inf, True), (highest, math.inf, least == "<=")):
-                last = float(limit) if inclusive else math.nextafter(float(limit), -beyond)
+                value = eval(limit, {"inf": math.inf})
+                last = value if inclusive else following(value, -beyond, option)
                 check(torch.ones(1), last)
-                with pytest.raises(ContractError, match=f"limits: `{name}` must be a number and satisfy "):
-                    check(torch.ones(1), math.nextafter(last, beyond))
+                with pytest.raises(ContractError, match=f"limits: `{name}` must be an? (int|number) and satisfy "):
+                    check(torch.ones(1), following(last, beyond, option))
                 seen += 1
     assert seen > 20
 

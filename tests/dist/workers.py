@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 import onepass
 from onepass import dist
 from onepass.dist import _norm
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.dist.__main__ import run_checks, time_calls
 from tools.dist.cases import EPS, Collectives, agreement, apart, problem
 from tools.dist.ranks import Place

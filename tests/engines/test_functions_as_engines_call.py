@@ -15,7 +15,7 @@ import onepass
 from onepass import ContractError, Unsupported
 from onepass.engines import flashinfer, sglang, vllm
 from onepass.engines.flashinfer import norm as flashinfer_norm
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.vllm_bytes import rows_that_differ
 
 EPS = 1e-5

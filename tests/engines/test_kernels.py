@@ -26,7 +26,7 @@ from transformers.monkey_patching import clear_patch_mapping
 
 from onepass.engines import layers
 from onepass.engines.kernels import mapping
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.engines.small_models import VOCABULARY, made, saved
 from tools import hf_kernel
 from tools.vllm_bytes import normed_once, normed_twice, roots, rows_that_differ

@@ -14,7 +14,7 @@ from torch import nn
 from onepass import ContractError, Unsupported, linear
 from onepass.core.backend import can_launch
 from onepass.engines import fused, kernels, layers
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.helpers.models import fresh
 
 

@@ -17,7 +17,7 @@ from onepass.core.backend import launching_with
 from onepass.engines import plugin_product
 from onepass.engines.plugin_product import CpuProducts, GpuProducts, product
 from onepass.engines.registration import NotSupported, fingerprint
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.engines.test_functions import assert_close
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

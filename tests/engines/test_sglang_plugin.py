@@ -19,7 +19,7 @@ from onepass import __version__
 from onepass.core.backend import launching_with
 from onepass.engines import sglang_plugin as plugin
 from onepass.engines.registration import fingerprint
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.engines.sglang_stand_in import StandIn, batch_invariant_kernel
 from tools.vllm_bytes import normed_once, normed_twice, roots, rows_that_differ
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onepass.core.backend import launching_with
 from onepass.engines import sglang_plugin as plugin
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.engines.sglang_stand_in import sgl_kernel
 from tests.engines.test_sglang_plugin import BF16, DTYPES, EPS, inputs
 from tools.vllm_bytes import normed_once, roots, rows_that_differ

@@ -20,7 +20,7 @@ from onepass.engines import plugin, plugin_product
 from onepass.engines import vllm as functions
 from onepass.engines.plugin_product import product
 from onepass.engines.registration import fingerprint
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.engines.test_functions import assert_close
 from tests.engines.test_plugin_product import inputs as product_inputs
 from tools.vllm_bytes import normed_once, normed_twice, roots, rows_that_differ

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.testing.gemv_norm import BLOCKS, Case
+from tests.gemv_norm.checks import BLOCKS, Case
 from tests.grid import grid
 
 BF16, F16, F32 = FLOATS
@@ -97,3 +97,5 @@ def _two_launch_cases() -> Iterator[Case]:
 
 
 CASES = (*_size_and_dtype_cases(), *_memory_and_value_cases(), *_two_launch_cases())
+THREADED = (Case("threads", 3, 96, 320, (64,)), Case("threads", 2, 400, 700, (130, 129)))
+"""Cases with little work, which the calling thread does, and with enough to split on a CPU, for `tools/concurrency.py`."""

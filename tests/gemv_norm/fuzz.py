@@ -17,9 +17,9 @@ from onepass.ops.gemv_norm.op import (
     gemv_and_partial_norm_unfused_with_scratch,
     gemv_and_partial_norm_with_scratch,
 )
-from onepass.testing.bounds import Bounds
-from onepass.testing.case import same_bytes
-from onepass.testing.gemv_norm import products, verify_call, verify_norm_of_stored
+from onepass.testing.tensors import same_bytes
+from tests.gemv_norm.checks import products, verify_call, verify_norm_of_stored
+from tests.oracle.bounds import Bounds
 from tools.fuzz import draw, weights
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 from tools.fuzz.steps import InSteps, Steps

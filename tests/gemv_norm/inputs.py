@@ -15,7 +15,7 @@ from onepass.formats import E4M3FN, FP8_FORMATS
 from onepass.ops.gemv_norm.contract import PLAIN_GEMV, UNFUSED, UNFUSED_WITH_SCRATCH
 from onepass.ops.gemv_norm.launch import MAX_ROWS
 from onepass.ops.gemv_norm.op import GEMV, GEMV_WITH_SCRATCH
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from onepass.trace import TraceBuf
 from tests.inputs import FP8, Arguments, Build, Form, Rows, Tensors, both, sampled_arguments, writing
 from tests.linear.inputs import public_scale, split_scale

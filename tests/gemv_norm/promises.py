@@ -13,7 +13,7 @@ from onepass.formats import E4M3FN, FLOATS
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm
 from onepass.ops.linear.op import linear
 from onepass.ops.rms_norm.op import rms_norm
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.linear.promises import weights_of
 
 Promise = Callable[[], str | None]
@@ -22,7 +22,7 @@ LAUNCHES = 100_000
 STREAMS = 4
 
 
-def gemv_promises(device: str) -> Iterator[tuple[str, Promise]]:
+def promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for dtype in FLOATS:
         for k in (512, 3584, 1001):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import onepass
 from onepass.errors import ContractError
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from onepass.trace import GemvEvent, GmemTrace, NullTrace, TraceBuf
 
 ROOT = Path(__file__).resolve().parents[2]

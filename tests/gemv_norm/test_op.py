@@ -17,9 +17,10 @@ from onepass.ops.gemv_norm import cpu as cpu_gemv_norm
 from onepass.ops.gemv_norm import op as gemv_norm
 from onepass.ops.linear import reference as linear_reference
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.case import poison, same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.gemv_norm.inputs import all_same, inputs
-from tests.gemv_norm.promises import gemv_promises
+from tests.gemv_norm.promises import promises
+from tests.oracle.memory import poison
 from tools.ulps import floats
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
@@ -160,7 +161,7 @@ class TestResults:
         assert all_same(onepass.gemv_and_partial_norm(act, weight, gamma, out=out), expected)
 
 
-PROMISES = dict(gemv_promises("cpu"))
+PROMISES = dict(promises("cpu"))
 
 
 @pytest.mark.parametrize("name", PROMISES)

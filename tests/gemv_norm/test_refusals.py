@@ -16,10 +16,11 @@ from onepass.core.backend import launching_with
 from onepass.errors import ContractError
 from onepass.gpu import counters
 from onepass.ops.gemv_norm.op import GEMV, GEMV_WITH_SCRATCH
-from onepass.testing.case import poison, same_bytes
-from onepass.testing.samples import sample
+from onepass.testing.tensors import same_bytes
 from tests.gemv_norm.inputs import RawTrace, all_same, inputs
 from tests.helpers.mistakes import Mistake, mistakes
+from tests.oracle.memory import poison
+from tests.oracle.samples import sample
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 F8 = torch.float8_e4m3fn

@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton")
 
 from onepass.ops.rms_norm import gpu_tile as config
-from onepass.testing.case import Case
 from tests.helpers.interpreting import interpret
 from tests.oracle import runner
 from tests.oracle.batch_regime import REGIMES, assuming, others
+from tests.oracle.case import Case
 from tests.rms_norm import checks as rms_norm
 
 

@@ -12,10 +12,13 @@ from torch import Tensor
 from onepass.ops.head_product import reference
 from onepass.ops.head_product.launch import WeightOrder
 from onepass.ops.head_product.op import head_product
-from onepass.testing.bounds import around
-from onepass.testing.case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
+from onepass.testing.tensors import moved, short_dtype
+from tests.oracle.bounds import around
+from tests.oracle.case import GPU_ONLY, Values, case_name
+from tests.oracle.memory import to_cpu
 
 OP: Final = "head_product"
+OPS: Final = (OP,)
 BF16, F16 = torch.bfloat16, torch.float16
 ERROR: Final = 2.0**-20
 """Error of a float32 sum relative to the sum of magnitudes: tensor cores cut off what they add."""

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from onepass.ops.latent_attention import reference
 from onepass.ops.latent_attention.op import attend_latents
-from onepass.testing.case import GPU_ONLY, Values, case_name, moved, short_dtype, to_cpu
+from onepass.testing.tensors import moved, short_dtype
 from tests.attention.checks import BF16, Mask, bounds, mask_of, same_results
+from tests.oracle.case import GPU_ONLY, Values, case_name
+from tests.oracle.memory import to_cpu
 
 OP: Final = "attend_latents"
+OPS: Final = (OP,)
 _TENSORS: Final = ("q", "q_rot", "latent", "k_rot")
 
 

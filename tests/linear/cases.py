@@ -142,3 +142,9 @@ def _static_cases() -> Iterator[Case]:
 CASES = (*_option_cases(), *_size_and_memory_cases(), *_large_cases())
 GPU_CASES = tuple(_static_cases())
 """Cases of what only a GPU does differently."""
+THREADED = (
+    Case("threads", 3, 96, 320),
+    Case("threads", 2, 400, 700, gamma=BF16, residual=F32, options={"activation": "silu_mul"}),
+    Case("threads", 40, 300, 400, weight=E4M3, scale="block", gamma=F32),
+)
+"""Cases with little work, which the calling thread does, and with enough to split on a CPU, for `tools/concurrency.py`."""

@@ -13,26 +13,19 @@ from torch import Tensor
 from onepass.formats import E4M3FN, FLOATS
 from onepass.ops.linear import reference as linear_reference
 from onepass.ops.linear.op import LINEAR, linear
-from onepass.testing import bounds, compare, linear_bounds
-from onepass.testing.bounds import Bounds
-from onepass.testing.case import (
-    GPU_ONLY,
-    Layout,
-    Values,
-    case_name,
-    labelled,
-    lay_out,
-    moved,
-    poison,
-    set_special,
-    short_dtype,
-    to_cpu,
-)
-from onepass.testing.samples import sample
-from onepass.testing.weights import scales, whole_numbers
+from onepass.testing import compare
+from onepass.testing.tensors import Layout, lay_out, moved, set_special, short_dtype
+from tests.linear import bounds as linear_bounds
+from tests.oracle import bounds
+from tests.oracle.bounds import Bounds
+from tests.oracle.case import GPU_ONLY, Values, case_name, labelled
+from tests.oracle.memory import poison, to_cpu
+from tests.oracle.samples import sample
+from tests.oracle.weights import scales, whole_numbers
 
 BF16, F16, F32 = FLOATS
 E4M3, INT8, E8M0 = E4M3FN.dtype, torch.int8, torch.float8_e8m0fnu
+OPS: Final = ("linear",)
 
 
 @dataclass(frozen=True, eq=False)

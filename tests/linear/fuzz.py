@@ -15,7 +15,7 @@ from onepass.formats import FLOATS, ROUNDINGS
 from onepass.ops.linear.launch import ACTIVATIONS
 from onepass.ops.linear.op import LINEAR, linear
 from onepass.ops.rms_norm.op import rms_norm
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.linear.checks import as_rows, verify_call
 from tools.fuzz import draw, weights
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values

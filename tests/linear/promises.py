@@ -19,8 +19,8 @@ from onepass.gpu.product_tile import MOST_STATIC
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm
 from onepass.ops.linear.op import linear
 from onepass.ops.rms_norm.op import rms_norm
-from onepass.testing.case import same_bytes
-from onepass.testing.weights import scales, whole_numbers
+from onepass.testing.tensors import same_bytes
+from tests.oracle.weights import scales, whole_numbers
 
 Promise = Callable[[], str | None]
 _ROWS: Final = (1, 2, 3, 4, 5, 8, 16, 17, 33, 64, 130)
@@ -37,7 +37,7 @@ _FEW_FLOATS: Final = ((300, 2100), (1536, 300), (8200, 1088))
 """N and K for which a GPU, where each dtype is compiled, takes float16 and float32 too."""
 
 
-def linear_promises(device: str) -> Iterator[tuple[str, Promise]]:
+def promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for kind in _KINDS:
         for n, k in _SHAPES:

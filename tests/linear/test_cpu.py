@@ -19,7 +19,7 @@ from onepass.ops.gemv_norm import cpu as gemv_norm
 from onepass.ops.gemv_norm.launch import GemvCall, gemv_spec
 from onepass.ops.linear import cpu as linear
 from onepass.ops.linear.launch import ACTIVATIONS, LinearCall, LinearSpec, linear_spec
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.cpu.page_edge import against_the_edge
 from tests.cpu.reference import BF16, F16, F32, INF, NAN, kernel_for
 from tests.cpu.team import team as team

@@ -15,10 +15,11 @@ from onepass.core.backend import launching_with
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
 from onepass.ops.linear.launch import ACTIVATIONS, LinearCall
-from onepass.testing.case import poison, same_bytes
-from onepass.testing.weights import scales, whole_numbers
+from onepass.testing.tensors import same_bytes
 from tests.helpers.pairs import Pair, covering, every_pair, pairs_of
-from tests.linear.promises import linear_promises
+from tests.linear.promises import promises
+from tests.oracle.memory import poison
+from tests.oracle.weights import scales, whole_numbers
 
 BF16, F16, F32 = FLOATS
 F8, E8M0, I8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int8
@@ -255,7 +256,7 @@ def test_powers_of_two_scale_as_float32_does() -> None:
     )
 
 
-PROMISES = dict(linear_promises("cpu"))
+PROMISES = dict(promises("cpu"))
 
 
 @pytest.mark.sampled(31)  # one size stays

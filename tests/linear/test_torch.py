@@ -12,7 +12,7 @@ from torch import Tensor
 import onepass
 from onepass.errors import ContractError
 from onepass.ops.linear.op import LINEAR
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.inputs import names, with_outputs
 from tests.linear.inputs import blocks_arguments, linear_arguments
 

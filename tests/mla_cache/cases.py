@@ -130,3 +130,8 @@ CASES = (
     *_option_and_slot_cases(),
     *_memory_and_value_cases(),
 )
+THREADED = (
+    MlaCase("threads"),
+    MlaCase("threads", ((0, 70), (3, 50)), heads=16, scale="token", style="half"),
+)
+"""Cases with little work, which the calling thread does, and with enough to split on a CPU, for `tools/concurrency.py`."""

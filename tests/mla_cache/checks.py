@@ -17,15 +17,19 @@ from onepass.ops.mla_cache import reference as mla_cache_reference
 from onepass.ops.mla_cache.launch import ScaleKind
 from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from onepass.ops.qk_norm import reference as qk_norm_reference
-from onepass.testing import bounds, compare
-from onepass.testing.bounds import Bounds
-from onepass.testing.case import GPU_ONLY, Values, case_name, labelled, moved, same_bytes, set_special, to_cpu
+from onepass.testing import compare
+from onepass.testing.tensors import moved, same_bytes, set_special
+from tests.oracle import bounds
+from tests.oracle.bounds import Bounds
+from tests.oracle.case import GPU_ONLY, Values, case_name, labelled
 from tests.oracle.guarded import GUARD, run_guarded
+from tests.oracle.memory import to_cpu
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
 I32, I64, U32 = torch.int32, torch.int64, torch.uint32
 OP: Final = "fused_rope_rmsnorm_quantization"
+OPS: Final = (OP,)
 
 MlaLayout = Literal["contiguous", "slices", "misaligned", "transposed"]
 """slices: q in heads 128 columns wider, its output in heads 512 wider, kv the last columns of a projection, entries with

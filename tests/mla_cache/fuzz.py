@@ -16,7 +16,7 @@ import torch
 from onepass.formats import E4M3FN, FLOATS, FP8_FORMATS
 from onepass.kvcache import DS_MLA_COLUMNS
 from onepass.rope import STYLES
-from onepass.testing.case import moved
+from onepass.testing.tensors import moved
 from tests.mla_cache import checks as mla_cache
 from tests.mla_cache.checks import MlaCase
 from tools.fuzz import draw

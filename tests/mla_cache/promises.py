@@ -13,7 +13,7 @@ from torch import Tensor
 from onepass.formats import E4M3FN
 from onepass.kvcache import DS_MLA_BYTES, DS_MLA_COLUMNS, PagedKVCache
 from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.promises.tokens import (
     difference_of_layouts,
     difference_of_parts,
@@ -30,7 +30,7 @@ FEW = WIDTHS[:1] + WIDTHS[2:3]
 """Widths for which a GPU, where each dtype is compiled, takes float32 too."""
 
 
-def mla_promises(device: str) -> Iterator[tuple[str, Promise]]:
+def promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for dtype in (torch.bfloat16, torch.float32):  # float16 takes the same paths as bfloat16
         for latent, rope in FEW if device == "cuda" and dtype == torch.float32 else WIDTHS:

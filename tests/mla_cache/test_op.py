@@ -15,20 +15,20 @@ from onepass.errors import ContractError
 from onepass.formats import E4M3FN, FP8_FORMATS
 from onepass.ops.mla_cache.launch import MlaRows, MlaSpec
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.bounds import around
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.inputs import FP8
 from tests.mla_cache import checks as mla_rope_norm
 from tests.mla_cache import entries as mla_oracle
 from tests.mla_cache.cases import CASES
 from tests.mla_cache.checks import MlaCase
 from tests.mla_cache.inputs import SLOTS, Call, positional, rotations
-from tests.mla_cache.promises import mla_promises
+from tests.mla_cache.promises import promises
+from tests.oracle.bounds import around
 
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in mla_promises("cpu")])
+@pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in promises("cpu")])
 def test_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
 

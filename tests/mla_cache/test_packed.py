@@ -12,7 +12,7 @@ import onepass
 from onepass import PagedKVCache, gather_mla
 from onepass.engines import vllm
 from onepass.errors import ContractError
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.mla_cache.inputs import rotations
 
 BF16, U8, FP8 = torch.bfloat16, torch.uint8, torch.float8_e4m3fn

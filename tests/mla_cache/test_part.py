@@ -10,7 +10,7 @@ from torch import Tensor
 
 import onepass
 from onepass.errors import ContractError
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 FP8 = torch.float8_e4m3fn
 T, H, R = 5, 3, 8

@@ -11,7 +11,7 @@ from torch import Tensor
 from onepass import PagedKVCache
 from onepass.errors import ContractError
 from onepass.ops.mla_cache import op as mla_cache
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.helpers.mistakes import Mistake, mistakes
 from tests.inputs import FP8
 from tests.mla_cache.inputs import CONTRACT, SLOTS, Call, positional, rotations

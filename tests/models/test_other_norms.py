@@ -14,7 +14,7 @@ import onepass
 from onepass.models import OtherNorm
 from onepass.models.forwards.norm import OtherNormRecord
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ import onepass
 from onepass.nn import GatedRMSNorm, LayerNorm, RMSNorm, RMSNormFP8
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
 from onepass.ops.rms_norm.reference import activate
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 pytestmark = pytest.mark.usefixtures("inference")
 

@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from onepass.testing.case import fetched, memory_of, moved
+from onepass.testing.tensors import memory_of, moved
+from tests.oracle.memory import fetched
 
 GUARD: Final = 4096
 """Bytes of a pattern around every buffer; a multiple of every alignment."""

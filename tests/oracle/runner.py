@@ -7,31 +7,14 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
-from onepass.testing import gemv_norm
 from onepass.testing import runner as library
-from onepass.testing.case import Check, same_bytes
 from onepass.testing.runner import Result, matches, timed
-from tests.attention import checks as attention
-from tests.head_product import checks as head_product
-from tests.latent_attention import checks as latent_attention
-from tests.linear import checks as linear
-from tests.mla_cache import checks as mla_cache
+from onepass.testing.tensors import same_bytes
+from tests.ops import FOLDERS, GPU_FOLDERS, parts
+from tests.oracle.case import Check
 from tests.oracle.interpreter import quick_interpreter
-from tests.qk_cache import checks as qk_cache
-from tests.qk_norm import checks as qk_norm
-from tests.rms_norm import checks as rms_norm
 
-MODULES: dict[str, Any] = {
-    **dict.fromkeys(rms_norm.OPS, rms_norm),
-    **dict.fromkeys(qk_norm.OPS, qk_norm),
-    "gemv_and_partial_norm": gemv_norm,
-    "linear": linear,
-    mla_cache.OP: mla_cache,
-    qk_cache.OP: qk_cache,
-    attention.OP: attention,
-    latent_attention.OP: latent_attention,
-    head_product.OP: head_product,
-}
+MODULES: dict[str, Any] = {op: module for module in parts("checks", (*FOLDERS, *GPU_FOLDERS)) for op in module.OPS}
 """The module of each op, which defines inputs, call, variants, verify and zeroable."""
 
 

@@ -103,3 +103,8 @@ def _memory_and_value_cases() -> Iterator[QkCacheCase]:
 
 
 CASES: Final = (*_size_and_dtype_cases(), *_rotation_and_cache_cases(), *_memory_and_value_cases())
+THREADED: Final = (
+    QkCacheCase("threads"),
+    QkCacheCase("threads", (4, 60), 16, 4, norm="whole", layout="dense"),
+)
+"""Cases with little work, which the calling thread does, and with enough to split on a CPU, for `tools/concurrency.py`."""

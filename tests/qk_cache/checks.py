@@ -18,26 +18,20 @@ from onepass.ops.qk_cache.op import qk_norm_rope_cache
 from onepass.ops.qk_norm import reference as qk_norm_reference
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.rope import Rope
-from onepass.testing import bounds, compare
-from onepass.testing.bounds import Bounds
-from onepass.testing.case import (
-    GPU_ONLY,
-    Values,
-    case_name,
-    labelled,
-    moved,
-    same_bytes,
-    set_special,
-    short_dtype,
-    to_cpu,
-)
+from onepass.testing import compare
+from onepass.testing.tensors import moved, same_bytes, set_special, short_dtype
+from tests.oracle import bounds
+from tests.oracle.bounds import Bounds
+from tests.oracle.case import GPU_ONLY, Values, case_name, labelled
 from tests.oracle.guarded import GUARD, run_guarded
 from tests.oracle.interpreter import interpreting
+from tests.oracle.memory import to_cpu
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
 I32, I64 = torch.int32, torch.int64
 OP: Final = "qk_norm_rope_cache"
+OPS: Final = (OP,)
 
 Memory = Literal["contiguous", "packed", "misaligned", "transposed", "parts"]
 """packed: q, k and v in one tensor, both caches in another; misaligned: the same, one element further; transposed: heads

@@ -16,7 +16,7 @@ import torch
 from onepass.formats import FLOATS, FP8_FORMATS, ROUNDINGS
 from onepass.ops.qk_cache.launch import CACHE_LAYOUTS
 from onepass.rope import STYLES
-from onepass.testing.case import moved
+from onepass.testing.tensors import moved
 from tests.qk_cache import checks as qk_cache
 from tests.qk_cache.cases import NORMS
 from tests.qk_cache.checks import Angles, QkCacheCase

@@ -14,7 +14,7 @@ from onepass.formats import E4M3FN
 from onepass.ops.qk_cache.op import qk_norm_rope_cache
 from onepass.ops.qk_norm.op import qk_rms_norm
 from onepass.rope import Rope
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.promises.tokens import (
     difference_of_layouts,
     difference_of_parts,
@@ -30,7 +30,7 @@ HEADS = ((128, 128), (256, 64), (96, 96), (33, 16))
 """Columns of a head, and those that rotate."""
 
 
-def qk_cache_promises(device: str) -> Iterator[tuple[str, Promise]]:
+def promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for dtype in (torch.bfloat16, torch.float32):  # float16 takes the same paths as bfloat16
         for head, dim in HEADS[1:3] if device == "cuda" and dtype == torch.float32 else HEADS:

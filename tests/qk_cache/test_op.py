@@ -12,10 +12,10 @@ from torch import Tensor
 import onepass
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.qk_cache import checks as qk_cache
 from tests.qk_cache.checks import Angles, QkCacheCase
-from tests.qk_cache.promises import qk_cache_promises
+from tests.qk_cache.promises import promises
 
 BF16, F16, F32 = FLOATS
 FP8 = torch.float8_e4m3fn
@@ -322,7 +322,7 @@ def test_fake_tensors_have_the_results_shapes() -> None:
 
 
 @pytest.mark.full  # test_determinism.py has its batches, layouts and threads
-@pytest.mark.parametrize("promise", [pytest.param(test, id=name) for name, test in qk_cache_promises("cpu")])
+@pytest.mark.parametrize("promise", [pytest.param(test, id=name) for name, test in promises("cpu")])
 def test_promises(promise: Callable[[], str | None]) -> None:
     assert promise() is None
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from onepass.formats import FLOATS
 from tests.grid import grid
-from tests.qk_norm.checks import APPLY, FNUZ, FP8, FUSED, I32, I64, MEANS, SUMS, QkCase, Turn
+from tests.qk_norm.checks import APPLY, FNUZ, FP8, FUSED, I32, I64, MEANS, OPS, SUMS, QkCase, Turn
 
 BF16, F16, F32 = FLOATS
 
@@ -152,3 +152,8 @@ CASES = (
     *_code_cases(),
     *_applied_code_cases(),
 )
+THREADED = (
+    *(QkCase(op, "threads", (5,), 256, 64) for op in OPS),
+    QkCase(FUSED, "threads", (70,), 1536, 512, turn=Turn("half", 32, 64)),
+)
+"""Cases with little work, which the calling thread does, and with enough to split on a CPU, for `tools/concurrency.py`."""

@@ -14,21 +14,12 @@ from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, ScaleRule
 from onepass.ops.qk_norm import reference as qk_norm_reference
 from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import Rope
-from onepass.testing import bounds, compare
-from onepass.testing.case import (
-    GPU_ONLY,
-    INTERPRETED_COLUMNS,
-    Values,
-    case_name,
-    labelled,
-    lay_out,
-    moved,
-    poisoned_like,
-    set_special,
-    short_dtype,
-    to_cpu,
-)
+from onepass.testing import compare
+from onepass.testing.tensors import lay_out, moved, set_special, short_dtype
+from tests.oracle import bounds
+from tests.oracle.case import GPU_ONLY, INTERPRETED_COLUMNS, Values, case_name, labelled
 from tests.oracle.interpreter import interpreting
+from tests.oracle.memory import poisoned_like, to_cpu
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
@@ -211,7 +202,7 @@ def verify_call(
         totals = []
         for x in (host["q"].double(), host["k"].double()):
             total = bounds.squares(x) / (1 if op == SUMS else x.shape[-1])
-            off = total * compare.FLOAT32_ERROR + bounds.FLOOR * (x.shape[-1] if op == SUMS else 2)
+            off = total * bounds.FLOAT32_ERROR + bounds.FLOOR * (x.shape[-1] if op == SUMS else 2)
             totals.append(bounds.around(total, off))
         low, high = (torch.cat(ends, -1) for ends in zip(*totals, strict=True))
         return compare.between(results[0], low, high)
@@ -226,7 +217,7 @@ def verify_call(
             rs = bounds.root(host["qk_var"][..., index : index + 1].double() + bounds.added(eps))
         g = bounds.weight(host[f"gamma_{side}"], host.get("weight_offset", 0.0))
         hf = host.get("rounding") == "hf"
-        y = bounds.normed(x.double(), rs, g, x.dtype if hf else None, given=op == APPLY)
+        y = bounds.normed(x.double(), rs, g, x.dtype if hf else None, overflow=op == APPLY)
         if turn is not None and actual.numel():
             y = bounds.rotated(y, partial(_rotated, host, per_head, turn))
         if actual.dtype in FP8_FORMATS:

@@ -14,8 +14,8 @@ from torch import Tensor
 from onepass.formats import FLOATS, FP8_FORMATS, ROUNDINGS
 from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import STYLES, Rope
-from onepass.testing import bounds
-from onepass.testing.case import moved, same_bytes
+from onepass.testing.tensors import moved, same_bytes
+from tests.oracle import bounds
 from tests.qk_norm import checks as qk_norm
 from tests.qk_norm.checks import APPLY, FUSED, MEANS, SUMS, Turn, verify_call
 from tools.fuzz import draw

@@ -12,13 +12,13 @@ from torch import Tensor
 from onepass.formats import E4M3FN, ROUNDINGS
 from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from onepass.rope import Rope
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 Promise = Callable[[], str | None]
 WIDTHS = ((128, 64), (1000, 37), (1536, 256), (6144, 1024), (16384, 1024), (20000, 1000))
 
 
-def qk_promises(device: str) -> Iterator[tuple[str, Promise]]:
+def promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for dtype in (torch.bfloat16, torch.float32):  # float16 takes the same paths as bfloat16
         for nq, nk in WIDTHS:

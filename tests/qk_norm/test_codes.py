@@ -9,7 +9,7 @@ import torch
 
 import onepass
 from onepass.errors import ContractError
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tests.qk_norm.test_op import angles, qk
 
 FP8, F32 = torch.float8_e4m3fn, torch.float32

@@ -19,10 +19,10 @@ from onepass.errors import ContractError
 from onepass.formats import FLOATS
 from onepass.ops.qk_norm import reference as qk_norm_reference
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.case import same_bytes
-from onepass.testing.samples import sample
+from onepass.testing.tensors import same_bytes
 from tests.helpers.mistakes import Mistake, mistakes
-from tests.qk_norm.promises import qk_promises
+from tests.oracle.samples import sample
+from tests.qk_norm.promises import promises
 from tools.ulps import floats
 
 OPS = {op.contract.name: op for op in registration.ops if "q" in op.contract.args and not op.contract.in_place}
@@ -144,7 +144,7 @@ def test_positions_outside_raise_in_debug_mode(monkeypatch: pytest.MonkeyPatch) 
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in qk_promises("cpu")])
+@pytest.mark.parametrize(("name", "promise"), [pytest.param(n, p, id=n) for n, p in promises("cpu")])
 def test_promise(name: str, promise: Callable[[], str | None]) -> None:
     assert promise() is None
 

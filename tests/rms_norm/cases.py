@@ -10,9 +10,9 @@ import torch
 
 from onepass.formats import FLOATS, FP8_FORMATS, QUANTIZED
 from onepass.prologues import add, dequantize, silu_and_mul
-from onepass.testing.case import Case
 from onepass.testing.rms_norm import soft_cap_gate
 from tests.grid import grid
+from tests.oracle.case import Case
 from tests.rms_norm.finish_cases import code_cases, layer_cases, norm_cases
 from tests.rms_norm.option_cases import sum_cases, vllm_cases
 from tests.rms_norm.quant_cases import quant_cases
@@ -174,3 +174,10 @@ CASES = (
     *fp8_weight_cases("rms_norm_fused_fp8"),
     *quant_weight_cases("rms_norm_fused_quant"),
 )
+THREADED = (
+    Case("rms_norm", "threads", (7,), 640),
+    Case("rms_norm", "threads", (150,), 1024, F32, residual=F32),
+    Case("rms_norm_fused_fp8", "threads", (3,), 512, residual=BF16),
+    Case("rms_norm_fused_fp8", "threads", (140,), 1024, options={"group_size": 128}),
+)
+"""Cases with little work, which the calling thread does, and with enough to split on a CPU, for `tools/concurrency.py`."""

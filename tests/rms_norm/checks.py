@@ -20,12 +20,15 @@ from onepass.ops.rms_norm.op import (
     rms_norm_fused_quant,
 )
 from onepass.ops.rms_norm.reference import per_column
-from onepass.testing import bounds, compare
-from onepass.testing.case import Case, lay_out, moved, poisoned_like, set_special, to_cpu
+from onepass.testing import compare
 from onepass.testing.quantized import Quantized, described, without_padding
-from onepass.testing.samples import sample
+from onepass.testing.tensors import lay_out, moved, set_special
+from tests.oracle import bounds
 from tests.oracle.batch_regime import assuming, others
+from tests.oracle.case import Case
 from tests.oracle.interpreter import interpreting
+from tests.oracle.memory import poisoned_like, to_cpu
+from tests.oracle.samples import sample
 from tests.rms_norm.finish_bounds import activated, centered, finished
 
 BF16, F16, F32 = FLOATS
@@ -158,7 +161,7 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
     quantized, residual = results[0].dtype not in FLOATS, host.get("residual")
     names = _names("scale" if quantized else None, residual is not None, host)
     named, hf = dict(zip(names, results, strict=True)), host.get("rounding") == "hf"
-    x, error, doubt = host["x"], compare.FLOAT32_ERROR, None
+    x, error, doubt = host["x"], bounds.FLOAT32_ERROR, None
     h = x.float()
     if "prologue" in host:
         error *= 8

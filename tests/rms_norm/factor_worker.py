@@ -21,7 +21,7 @@ from onepass.formats import QUANT_FORMATS, ScaleRule
 from onepass.gpu.chip import INTERPRETER
 from onepass.gpu.lib.groups import _group_factor, _scales
 from onepass.gpu.quantization import quant
-from onepass.testing.bounds import multiplier
+from tests.oracle.bounds import multiplier
 from tests.oracle.interpreter import quick_interpreter
 
 AMAX = (0.0, 1e-40, 2.0**-20, 0.75, 6.0, 3e38, inf, nan)

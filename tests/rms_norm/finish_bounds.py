@@ -9,11 +9,11 @@ from torch import Tensor
 
 from onepass.formats import FLOATS
 from onepass.ops.rms_norm.reference import activate
-from onepass.testing import bounds, compare
-from onepass.testing.bounds import Bounds
+from tests.oracle import bounds
+from tests.oracle.bounds import Bounds
 
 BF16, F16, F32 = FLOATS
-GATE_ERROR: Final = 8 * compare.FLOAT32_ERROR
+GATE_ERROR: Final = 8 * bounds.FLOAT32_ERROR
 """Relative error of an activation and its product, as for a prologue."""
 _NOT_ZERO: Final = 1e-300
 
@@ -24,7 +24,7 @@ def centered(h: Tensor, doubt: Tensor | None) -> tuple[Tensor, Tensor]:
         return h - h, torch.zeros_like(h)
     d = h - h.mean(-1, keepdim=True)
     sizes = h.abs() if doubt is None else h.abs() + doubt
-    off = sizes.mean(-1, keepdim=True) * compare.FLOAT32_ERROR + d.abs() * bounds.PRODUCT
+    off = sizes.mean(-1, keepdim=True) * bounds.FLOAT32_ERROR + d.abs() * bounds.PRODUCT
     off = torch.where(off > 0, off + 2 * bounds.FLOOR, off)
     if doubt is not None:
         off = off + doubt + doubt.mean(-1, keepdim=True)

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from onepass.formats import FLOATS
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
-from onepass.testing.case import Case
 from tests.grid import grid
+from tests.oracle.case import Case
 
 BF16, F16, F32 = FLOATS
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from onepass.formats import QUANT_FORMATS
 from onepass.ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_quant
-from onepass.testing.case import same_bytes
 from onepass.testing.quantized import plain_scales
+from onepass.testing.tensors import same_bytes
 
 Promise = Callable[[], str | None]
 _COLUMNS: Final = ("row", "column", "column_tma")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
-from onepass.testing.case import same_bytes
 from onepass.testing.quantized import without_padding
+from onepass.testing.tensors import same_bytes
 from tests.oracle.batch_regime import REGIMES, assuming
 from tests.rms_norm import checks as testing
 from tests.rms_norm.fuzz_configuration import PROLOGUES, STORES_NORM, RowConfiguration, configuration

@@ -9,8 +9,8 @@ from typing import Any
 
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.prologues import silu_and_mul
-from onepass.testing.case import Case
 from tests.grid import grid
+from tests.oracle.case import Case
 
 BF16, F16, F32 = FLOATS
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onepass.formats import FLOATS
 from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 Promise = Callable[[], str | None]
 """Returns None, or how the promise is broken."""
@@ -20,7 +20,7 @@ ON_GPU = {torch.bfloat16: LENGTHS, torch.float16: (127, 512, 7168), torch.float3
 """Lengths on a GPU, where each dtype is compiled. float16 takes the same paths as bfloat16."""
 
 
-def rms_promises(device: str) -> Iterator[tuple[str, Promise]]:
+def promises(device: str) -> Iterator[tuple[str, Promise]]:
     """Name and test of every promise that can be tested on ``device``."""
     for dtype in FLOATS:
         for n in ON_GPU[dtype] if device == "cuda" else LENGTHS:

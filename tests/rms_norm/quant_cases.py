@@ -11,8 +11,8 @@ import torch
 
 from onepass.formats import FLOATS
 from onepass.prologues import dequantize, silu_and_mul
-from onepass.testing.case import Case
 from tests.grid import grid
+from tests.oracle.case import Case
 
 BF16, F16, F32 = FLOATS
 E8M0 = torch.float8_e8m0fnu

@@ -16,7 +16,7 @@ from onepass.core import op as registration
 from onepass.cpu import launch as launcher
 from onepass.ops.rms_norm import cpu as rms_norm
 from onepass.ops.rms_norm.launch import RowCall, RowSpec, row_spec
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -13,7 +13,7 @@ import onepass
 from onepass.errors import ContractError
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
 from onepass.ops.rms_norm.reference import activate
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 BF16, F32 = torch.bfloat16, torch.float32
 

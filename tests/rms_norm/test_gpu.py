@@ -28,13 +28,13 @@ from onepass.ops.rms_norm.gpu import build_for, variant_of
 from onepass.ops.rms_norm.gpu_tile import RowConfig, row_bins, row_config, row_unit
 from onepass.ops.rms_norm.launch import RowSpec, row_spec
 from onepass.prologues import Operand, dequantize
-from onepass.testing.case import Check
 from onepass.testing.rms_norm import soft_cap_gate
 from tests import matrix
 from tests.all_ops.test_interpreter import INTERPRETED
 from tests.gpu.test_other_chips import OTHER_CHIPS
 from tests.helpers.interpreting import passed_checks
 from tests.oracle.batch_regime import others
+from tests.oracle.case import Check
 from tests.rms_norm.cases import CASES
 from tools.evidence import families, proof, records
 from tools.evidence.chips import MACHINES

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import onepass
 from onepass.formats import QUANT_FORMATS
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

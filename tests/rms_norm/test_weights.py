@@ -13,7 +13,7 @@ import onepass
 from onepass.errors import ContractError
 from onepass.formats import FLOATS
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 BF16, F16, F32 = FLOATS
 Results = tuple[Tensor, ...]

@@ -10,8 +10,8 @@ import torch
 
 from onepass.formats import FLOATS
 from onepass.prologues import dequantize
-from onepass.testing.case import Case
 from tests.grid import grid
+from tests.oracle.case import Case
 
 BF16, F16, F32 = FLOATS
 

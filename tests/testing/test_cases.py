@@ -16,8 +16,8 @@ from onepass.core.backend import launching_with
 from onepass.prologues import Prologue
 from onepass.testing import runner
 from onepass.testing.call import Case, Random
-from onepass.testing.case import Check
-from tests import matrix
+from tests import matrix, ops
+from tests.oracle.case import Check
 from tests.oracle.runner import MODULES
 from tools.evidence import proof
 
@@ -140,6 +140,23 @@ def test_results_that_change_are_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
     own = runner.call
     monkeypatch.setattr(runner, "call", call)
     assert runner.run_case(case, "cpu").message == "a second call gave other results"
+
+
+def test_every_op_is_listed() -> None:
+    public, gpu = (
+        {path.parent.name for path in (ROOT / "src/onepass/ops").glob(f"*/{name}.py")} for name in ("contract", "gpu")
+    )
+    assert set(ops.FOLDERS) == public
+    assert set(ops.GPU_FOLDERS) == gpu - public
+
+
+def test_what_an_op_lacks_is_named() -> None:
+    with pytest.raises(
+        ModuleNotFoundError, match=r"^the op sequence_attention needs tests/sequence_attention/cases\.py"
+    ):
+        ops.parts("cases", ["sequence_attention"])
+    with pytest.raises(AttributeError, match=r"^tests/rms_norm/cases\.py must define ROWS: see "):
+        ops.each("cases", "ROWS")
 
 
 def test_cases_of_the_matrix_have_unique_names() -> None:

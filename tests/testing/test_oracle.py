@@ -16,11 +16,11 @@ from onepass.ops.attention import reference as attention_reference
 from onepass.ops.latent_attention import reference as latent_attention_reference
 from onepass.ops.linear import reference as linear_reference
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing import bounds, compare
-from onepass.testing.case import Case
+from onepass.testing import compare
 from tests.mla_cache import checks as mla_cache
 from tests.mla_cache.cases import CASES
-from tests.oracle import runner
+from tests.oracle import bounds, runner
+from tests.oracle.case import Case
 from tools.ulps import floats
 
 F32 = torch.float32

@@ -18,7 +18,7 @@ from onepass.core.op import ops
 from onepass.cpu import threads as _parallel
 from onepass.formats import FLOATS
 from onepass.ops.rms_norm.contract import RMS_NORM_FUSED_FP8
-from onepass.testing.case import lay_out, same_bytes
+from onepass.testing.tensors import lay_out, same_bytes
 from tests.inputs import Rows
 from tools import checks, determinism
 from tools.determinism import SUBJECTS, determinism_promises

@@ -29,11 +29,11 @@ from onepass.models.patching.families import FAMILIES
 from onepass.ops.rms_norm import gpu_kernel as kernels
 from onepass.ops.rms_norm.gpu import build_for
 from onepass.ops.rms_norm.gpu_tile import row_config
-from onepass.testing.case import Check
 from onepass.testing.runner import OPS, Result
 from tests import matrix
 from tests.mla_cache.checks import MlaCase
 from tests.oracle import runner
+from tests.oracle.case import Check
 from tests.rms_norm.cases import CASES
 from tests.rms_norm.test_gpu import norm_spec
 from tools import checks

@@ -21,10 +21,11 @@ from onepass.formats import FLOATS, FP8_CODES, FP8_FORMATS, GROUP_SIZES, OPERAND
 from onepass.ops.linear.launch import ACTIVATIONS
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
-from onepass.testing import bounds, compare
-from onepass.testing import gemv_norm as testing_gemv
+from onepass.testing import compare
+from tests.gemv_norm import checks as gemv_checks
 from tests.gemv_norm import fuzz as gemv_norm
 from tests.linear import fuzz as linear
+from tests.oracle import bounds
 from tests.qk_norm import fuzz as qk
 from tests.rms_norm import fuzz as rows
 from tests.rms_norm.fuzz_configuration import PROLOGUES
@@ -265,18 +266,18 @@ def test_tensor_cores_may_lose_more_of_subnormal_numbers() -> None:
     exponents = [t.abs().clamp_min(2.0**-14).log2().floor() for t in (act, weight)]
     unit = 2.0 ** ((exponents[0] + exponents[1]).amax(-1, keepdim=True) - 25)
     y = ((act * weight / unit).trunc() * unit).sum(-1) * host["weight_scale"].double()
-    normed, _ = testing_gemv.normed_bounds(bounds.Bounds(y, y).part(slice(0, 35)), host["gamma"].double(), case.eps)
+    normed, _ = gemv_checks.normed_bounds(bounds.Bounds(y, y).part(slice(0, 35)), host["gamma"].double(), case.eps)
     found = normed.low.half(), y[:, 35:].half()
     assert found[0][4, 15].item() == pytest.approx(-0.0258331299)
-    assert testing_gemv.verify_call(host, found, testing_gemv.products(host, on_gpu=True)) is None
-    on_cpu = testing_gemv.verify_call(host, found, testing_gemv.products(host, on_gpu=False))
+    assert gemv_checks.verify_call(host, found, gemv_checks.products(host, on_gpu=True)) is None
+    on_cpu = gemv_checks.verify_call(host, found, gemv_checks.products(host, on_gpu=False))
     assert on_cpu is not None and on_cpu.startswith("segment 0: 1 of 490 values out of bounds, first at (4, 15)")
 
 
 def test_one_unit_in_the_last_place_is_detected() -> None:
     y = torch.randn(50, 40, dtype=torch.float64) + 3
     for dtype in (torch.bfloat16, torch.float16):
-        exact = bounds.around(y, y.abs() * compare.FLOAT32_ERROR)
+        exact = bounds.around(y, y.abs() * bounds.FLOAT32_ERROR)
         right = y.to(dtype)
         assert exact.stored(right) is None
         right.view(torch.int16)[7, 7] += 2

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.testing.case import fetched, memory_of
+from onepass.testing.tensors import memory_of
 from tests.linear import fuzz as linear
 from tests.mla_cache import checks as mla_cache
 from tests.oracle import guarded
+from tests.oracle.memory import fetched
 from tests.qk_norm import fuzz as qk
 from tests.rms_norm import fuzz as rows
 from tools.fuzz import steps

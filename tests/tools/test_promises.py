@@ -11,7 +11,7 @@ import torch
 
 from onepass.ops.rms_norm.op import rms_norm_fused_quant
 from onepass.testing.runner import Result
-from tests.mla_cache.promises import mla_promises
+from tests.mla_cache import promises as mla_cache
 from tests.rms_norm import format_promises as formats
 from tests.rms_norm.format_promises import format_promises
 from tools.promises import run as promises
@@ -56,7 +56,7 @@ def test_all_promises_are_in_one_group_each() -> None:
     together = next(
         group for group in groups if "MLA, alignment and strides change no bit: 31 + 6 columns of float32" in group
     )
-    assert together == [name for name, _ in mla_promises("cpu") if "31 + 6 columns of float32" in name]
+    assert together == [name for name, _ in mla_cache.promises("cpu") if "31 + 6 columns of float32" in name]
     assert any(word in groups[0][0] for word in promises._LONG)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import onepass
 from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.fuzz.cases import OPS, configuration, draw_case
 from tools.fuzz.draw import Values
 

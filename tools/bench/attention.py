@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.suite.timing import Behind, graph_times
 from onepass.models.forwards.attend import attend_unsplit
 from onepass.ops.attention.op import attend
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 from . import common, markdown
 

@@ -1,8 +1,8 @@
 """``python -m tools.bench.model_tables``: writes the measured numbers about models into the documents.
 
 It reads benchmarks/h200/models.json (`tools.bench.models`), and of each machine agreement.json
-(`tools.bench.agreement`) and batch-invariance.json (`tools.batch_invariance`), and replaces the text between
-markers in README.md and docs/. Columns and sentences appear if the data contain them. A test fails if a document is stale.
+(`tools.bench.agreement`), and replaces the text between markers in README.md and docs/. Columns and sentences
+appear if the data contain them. A test fails if a document is stale.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
-
-from tools.batch_invariance import markdown as invariance_table
 
 from .generating import FORMS
 from .limits import OutOfTime
@@ -209,19 +207,26 @@ def gains(report: dict[str, Any]) -> str:
 
 def agreement(reports: list[dict[str, Any]]) -> str:
     """How often logits are bit-identical, and why they are not always."""
-    heads = ["machine", "model", "hidden size", "tokens", "prompts equal", "logits equal"]
-    heads += ["same most likely token", "same next token"]
+    heads = ["machine", "model", "hidden size", "prompts equal", "logits equal", "same most likely token"]
+    models = [(report["machine"], model) for report in reports for model in report["models"]]
+    parts = [part for _, model in models for part in model["lengths"]]
+    (lengths,) = {tuple(part["tokens"] for part in model["lengths"]) for _, model in models}
+    (prompts,) = {part["prompts"] for part in parts}
     rows = []
-    for report in reports:
-        for model in report["models"]:
-            for part in model["lengths"]:
-                prompts, next_token = (
-                    f"{part[key]} of {part['prompts']}" for key in ("equal_prompts", "equal_next_token")
-                )
-                shares = (f"{part['equal_logits']:.1%}", f"{part['equal_argmax']:.1%}")
-                sizes = (str(model["hidden"]), str(part["tokens"]))
-                rows.append([report["machine"], model["model"], *sizes, prompts, *shares, next_token])
-    lines = [*table(heads, rows, 2), ""]
+    for machine, model in models:
+        equal = ", ".join(str(part["equal_prompts"]) for part in model["lengths"])
+        shares = (
+            ", ".join(f"{part[key]:.1%}" for part in model["lengths"]) for key in ("equal_logits", "equal_argmax")
+        )
+        rows.append([machine, model["model"], str(model["hidden"]), equal, *shares])
+    lines = [
+        f"For prompts of {', '.join(str(n) for n in lengths[:-1])} and {lengths[-1]} tokens, {prompts} of each:",
+        "",
+        *table(heads, rows, 2),
+        "",
+        f"The most likely token after the prompt was the same for {sum(part['equal_next_token'] for part in parts)} of "
+        f"{prompts * len(parts)} prompts.",
+    ]
     for report in reports:
         norms = [model["norms"] for model in report["models"]]
         total = {key: sum(norm[key] for norm in norms) for key in norms[0] if key not in ("tokens", "prompts")}
@@ -239,10 +244,8 @@ def render(root: Path) -> dict[Path, str]:
     measured = json.loads((root / "benchmarks/h200/models.json").read_text())
     files = [root / f"benchmarks/{machine}/agreement.json" for machine in ("cpu", "h200")]
     reports = [json.loads(file.read_text()) for file in files if file.exists()]
-    counted = [root / f"benchmarks/{machine}/batch-invariance.json" for machine in ("cpu", "h200")]
-    tables = [invariance_table(json.loads(file.read_text())) for file in counted if file.exists()]
     bodies = {"steps": steps(measured), "agreement": agreement(reports), "models": headline(measured)}
-    bodies |= {"gains": gains(measured), "batch-invariance": "\n\n".join(tables)}
+    bodies["gains"] = gains(measured)
     found = {path: path.read_text() for path in (root / "README.md", *sorted((root / "docs").rglob("*.md")))}
     return {
         path: filled(text, bodies) for path, text in found.items() if any(markers(name)[0] in text for name in bodies)

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onepass import dist
 from onepass.ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_sum_of_squares_qk
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.case import same_bytes
-from onepass.testing.compare import FLOAT32_ERROR
+from onepass.testing.tensors import same_bytes
+from tests.oracle.bounds import FLOAT32_ERROR
 from tools.dist.ranks import Place
 from tools.ulps import floats
 

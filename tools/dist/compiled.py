@@ -10,7 +10,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from onepass import dist
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 from tools.dist.cases import EPS, Check, problem
 from tools.dist.ranks import Place
 

@@ -24,13 +24,19 @@ def render() -> str:
 
 
 def _table(releases: list[dict[str, Any]]) -> list[str]:
+    """Families and releases with the same cells share a row or a column."""
     releases = sorted(releases, key=lambda found: [int(part) for part in found["transformers"].split(".")])
-    rows = []
-    for family in FAMILIES:
-        name = _ARCHITECTURE.get(family.name, family.module)
-        if family.path != family.module:  # not torch's own norm
-            rows.append([family.name, *(_cell(found["models"].get(name)) for found in releases)])
-    return table(["family", *(found["transformers"] for found in releases)], rows, left=5)
+    families = [family for family in FAMILIES if family.path != family.module]  # not torch's own norm
+    names = [_ARCHITECTURE.get(family.name, family.module) for family in families]
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for found in releases:
+        cells = tuple(_cell(found["models"].get(name)) for name in names)
+        columns.setdefault(cells, []).append(found["transformers"])
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for family, cells in zip(families, zip(*columns, strict=True), strict=True):
+        rows.setdefault(cells, []).append(family.name)
+    heads = ["family", *map(", ".join, columns.values())]
+    return table(heads, [[", ".join(members), *cells] for cells, members in rows.items()], left=len(heads))
 
 
 def _cell(row: dict[str, Any] | None) -> str:

@@ -20,9 +20,9 @@ from onepass.kvcache import PagedKVCache
 from onepass.ops.gemv_norm.op import gemv_and_partial_norm
 from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
-from onepass.testing import gemv_norm
-from onepass.testing.case import Case, Check
+from tests.gemv_norm import checks as gemv_norm
 from tests.mla_cache.checks import FP8, MlaCase
+from tests.oracle.case import Case, Check
 from tests.qk_cache.checks import QkCacheCase
 from tests.qk_norm import checks as qk_norm
 from tests.qk_norm.checks import APPLY, FUSED, MEANS, QkCase, Turn

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from onepass.testing.case import Check
 from onepass.testing.runner import Result
 from tests.oracle.batch_regime import REGIMES, assuming
+from tests.oracle.case import Check
 from tests.oracle.runner import MODULES, run_cases
 
 if TYPE_CHECKING:

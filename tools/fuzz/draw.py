@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onepass.formats import E4M3FN
 from onepass.ops.rms_norm import reference as rms_norm_reference
-from onepass.testing.case import memory_of
+from onepass.testing.tensors import memory_of
 
 Kind = Literal[
     "normal", "spread", "subnormal", "small", "largest", "ties", "alternating", "equal", "one hot", "zero", "-zero"

@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.suite import machine
 from onepass.core import native, recording
 from onepass.core import op as registration
-from onepass.testing.case import moved
 from onepass.testing.quantized import without_padding
+from onepass.testing.tensors import moved
 from tools import compact
 from tools.fuzz import cases
 from tools.fuzz.cases import OPS, numbered

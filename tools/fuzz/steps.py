@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Sequence
 
 from torch import Tensor
 
-from onepass.testing.case import fetched
+from tests.oracle.memory import fetched
 
 Steps = Generator[tuple[Iterable[Tensor], ...], list[tuple[Tensor, ...]], str | None]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onepass.formats import E4M3FN, FLOATS, SCALE_BLOCK
-from onepass.testing.weights import whole_numbers
+from tests.oracle.weights import whole_numbers
 from tools.fuzz.draw import PLAIN, Kind, Place, Values
 
 INT8, E4M3, E8M0 = torch.int8, E4M3FN.dtype, torch.float8_e8m0fnu

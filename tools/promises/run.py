@@ -17,30 +17,15 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
 
 from onepass.testing.runner import Result, matches, timed
-from tests.gemv_norm.promises import gemv_promises
-from tests.linear.promises import linear_promises
-from tests.mla_cache.promises import mla_promises
+from tests.ops import each
 from tests.oracle.runner import running_on
-from tests.qk_cache.promises import qk_cache_promises
-from tests.qk_norm.promises import qk_promises
 from tests.rms_norm.format_promises import format_promises
-from tests.rms_norm.promises import Promise, rms_promises
+from tests.rms_norm.promises import Promise
 from tools.concurrency import thread_promises
 from tools.determinism import determinism_promises
 from tools.vllm_bytes import vllm_promises
 
-_ALL = (
-    rms_promises,
-    format_promises,
-    determinism_promises,
-    gemv_promises,
-    linear_promises,
-    qk_promises,
-    mla_promises,
-    qk_cache_promises,
-    vllm_promises,
-    thread_promises,
-)
+_ALL = (*each("promises", "promises"), format_promises, determinism_promises, vllm_promises, thread_promises)
 
 _LONG = ("launches over", "2**3", "thousand times", "fused is separate", "sizes and numbers of blocks")
 """Words in the names of promises that take longest."""

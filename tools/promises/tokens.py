@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from onepass.testing.case import same_bytes
+from onepass.testing.tensors import same_bytes
 
 
 class Tokens(Protocol):

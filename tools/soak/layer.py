@@ -20,11 +20,13 @@ from onepass.ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from onepass.ops.qk_norm.op import qk_rms_norm
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
-from onepass.testing import bounds, compare, gemv_norm
-from onepass.testing.bounds import around
-from onepass.testing.case import same_bytes
+from onepass.testing import compare
+from onepass.testing.tensors import same_bytes
+from tests.gemv_norm import checks as gemv_norm
 from tests.mla_cache import checks as mla_cache
 from tests.mla_cache.checks import MlaCase
+from tests.oracle import bounds
+from tests.oracle.bounds import around
 from tools.soak.batch import LONGEST, NOWHERE, PAGE, WIDTH, Churn, Ledger, Request, tables
 
 BF16, _, F32 = FLOATS
@@ -208,11 +210,11 @@ class Layer:
         yield from _prefixed("rms_norm_fused_fp8, the sum", _stored(out.h2, exact.h))
         yield from _prefixed("rms_norm_fused_fp8, the norm", _stored(out.normed, exact.y))
         amax, rule = bounds.largest(exact.y.abs(), GROUP), ScaleRule("group", F32, GROUP)
-        ends = (amax * (1 - compare.FLOAT32_ERROR), amax * (1 + compare.FLOAT32_ERROR))
+        ends = (amax * (1 - bounds.FLOAT32_ERROR), amax * (1 + bounds.FLOAT32_ERROR))
         yield from _prefixed("rms_norm_fused_fp8", bounds.scales(out.scale, *ends, None, E4M3FN.max, rule))
         scale = out.scale.double().repeat_interleave(GROUP, -1)
         coded = torch.where(scale == 0, 0 * exact.y, exact.y / scale)
-        error = compare.FLOAT32_ERROR * coded.abs()
+        error = bounds.FLOAT32_ERROR * coded.abs()
         yield from _prefixed("rms_norm_fused_fp8", compare.between(out.codes, *around(coded, error), E4M3FN))
         for (name, pool), q in zip(self.pools.items(), out.q_rope, strict=True):
             given = {"q_rope": out.wide.view(-1, HEADS, NOPE + ROPE)[..., NOPE:], "kv": out.kv, "gamma": gamma_kv}
@@ -313,7 +315,7 @@ def _host(value: Any) -> Any:
 
 def _stored(actual: Tensor, exact: Tensor) -> str | None:
     """Each value is stored for a number within float32's error of the exact one."""
-    return around(exact, compare.FLOAT32_ERROR * exact.abs()).stored(actual.cpu())
+    return around(exact, bounds.FLOAT32_ERROR * exact.abs()).stored(actual.cpu())
 
 
 def _prefixed(what: str, wrong: str | None) -> Iterator[str]:

@@ -41,9 +41,9 @@ def add(commands: Commands) -> None:
     option("--longest", type=at_least(SHORTEST), default=90, metavar="N", help=longest)
     option("--new", type=number, default=8, metavar="N", help="tokens to generate; default 8")
     option(
-        "--batches", type=number, nargs="+", default=[2, 8, 16], metavar="N", help="sizes of batches; default 2 8 16"
+        "--batches", type=number, nargs="*", default=[2, 8, 16], metavar="N", help="sizes of batches; default 2 8 16"
     )
-    option("--chunks", type=number, nargs="+", default=[7, 16], metavar="N", help="sizes of chunks; default 7 16")
+    option("--chunks", type=number, nargs="*", default=[7, 16], metavar="N", help="sizes of chunks; default 7 16")
     option("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the model; default bfloat16")
     option("--patched-only", action="store_true", help="leave out the unpatched model")
     option("--json", default="", metavar="FILE", help="also write the counts here")

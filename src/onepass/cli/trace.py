@@ -121,8 +121,10 @@ def _cold_bytes(device: str) -> int:
     if device == "cuda":
         return max(GPU_COLD, 2 * torch.cuda.get_device_properties().L2_cache_size)
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    found = [int(text[:-1]) << {"K": 10, "M": 20}[text[-1]] for text in (file.read_text().strip() for file in sizes)]
-    return 2 * max(found, default=32 << 20)
+    sizes_in_bytes = [
+        int(text[:-1]) << {"K": 10, "M": 20}[text[-1]] for text in (file.read_text().strip() for file in sizes)
+    ]
+    return 2 * max(sizes_in_bytes, default=32 << 20)
 
 
 def _show(timeline: Timeline) -> None:

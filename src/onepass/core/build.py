@@ -20,11 +20,11 @@ NAME = "_native.abi3.so"
 
 def digest() -> str:
     """What identifies the sources; the module has that of the sources it was compiled from. "" if they are not here."""
-    found = hashlib.sha256()
+    state = hashlib.sha256()
     paths = [path for path in sorted((HERE / "csrc").glob("*")) if path.suffix in (".c", ".h")]
     for path in paths:
-        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:16] if paths else ""
+        state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return state.hexdigest()[:16] if paths else ""
 
 
 def macros() -> dict[str, str]:

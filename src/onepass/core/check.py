@@ -69,16 +69,18 @@ class Writer:
         self.scope[name] = value
         return name
 
-    def _fail_shape(self, argument: str, dims: str, known: dict[str, object], got: Tensor, index: str = "") -> NoReturn:
+    def _fail_shape(
+        self, argument: str, dims: str, symbols: dict[str, object], got: Tensor, index: str = ""
+    ) -> NoReturn:
         """``index`` identifies one tensor of a list. In ``N/32`` the known symbol is N."""
         shapes = " or ".join(f"[{', '.join(shape.split())}]" for shape in dims.split("|")).replace("[*S]", "S")
         tokens = (d.split("/")[0].removeprefix("*") for d in dims.replace("|", " ").split())
-        mentioned = dict.fromkeys(d for d in tokens if d in known)
+        mentioned = dict.fromkeys(d for d in tokens if d in symbols)
         with_ = ", ".join(
-            f"{d}={list(v) if isinstance(v, tuple) else v}" for d in mentioned if (v := known[d]) is not None
+            f"{d}={list(v) if isinstance(v, tuple) else v}" for d in mentioned if (v := symbols[d]) is not None
         )
         arg = self.contract.args.get(argument)
-        hint = arg.hint(known, got) if arg is not None and arg.hint is not None else ""
+        hint = arg.hint(symbols, got) if arg is not None and arg.hint is not None else ""
         self.contract.fail(
             argument,
             f"have shape {shapes}" + (f" with {with_}" if with_ else ""),
@@ -143,19 +145,19 @@ def _bind_shape(write: Writer, name: str, dims: str, depth: int) -> None:
         """,
         depth,
     )
-    known: list[str] = []
+    differences: list[str] = []
     parts = [("lead", f"{shape}[:-{len(tail)}]")] if "..." in tokens else []
     parts += [(symbol, f"{shape}[{index - len(tail)}]") for index, symbol in enumerate(tail)]
     for symbol, part in parts:
         if symbol in write.symbols or symbol.isdigit():
             if symbol in write.absent:
                 write(f"{symbol} = {part} if {symbol} is None else {symbol}", depth)
-            known.append(f"{part} != {symbol}")
+            differences.append(f"{part} != {symbol}")
         else:
             write(f"{symbol} = {part}", depth)
             write.symbols.add(symbol)
-    if known:
-        write(f"if {' or '.join(known)}:", depth)
+    if differences:
+        write(f"if {' or '.join(differences)}:", depth)
         write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
 
 

@@ -70,8 +70,8 @@ def direct(compiled: Any, kinds: Sequence[str], warps: int, pdl: bool, device: i
     ptx = compiled.asm.get("ptx", "")
     entry = re.search(r"\.entry\s+\w+\((.*?)\)", ptx, re.DOTALL)
     expected = [".u64" if kind.startswith("*") else SIZES.get(kind, "?") for kind in kinds] + [".u64"] * SCRATCH
-    found = re.findall(r"\.param\s+(\.\w+)", entry[1]) if entry is not None else None
+    parameters = re.findall(r"\.param\s+(\.\w+)", entry[1]) if entry is not None else None
     plain = compiled.metadata.num_ctas == 1 and not compiled.metadata.launch_cooperative_grid
-    if found != expected or not plain or torch.version.hip or driver() is None:
+    if parameters != expected or not plain or torch.version.hip or driver() is None:
         return None
     return Direct(compiled.function, kinds, warps, compiled.metadata.shared, pdl, device)

@@ -107,9 +107,9 @@ class Op:
         for i, name in self._lists:
             if not isinstance(arguments[i], (list, tuple)):
                 self.contract.fail(name, "be a list of tensors", describe(arguments[i]))
-        inputs, given = arguments[: self._inputs], arguments[self._inputs :]
-        if _watched() or _special(*inputs[: self._tensors], *given):
-            return self._dispatch(inputs, given)
+        inputs, outs = arguments[: self._inputs], arguments[self._inputs :]
+        if _watched() or _special(*inputs[: self._tensors], *outs):
+            return self._dispatch(inputs, outs)
         for i in self._floats:
             if type(arguments[i]) is not float and (number := plain_number(arguments[i])) is not arguments[i]:
                 return self(*arguments[:i], number, *arguments[i + 1 :])
@@ -120,9 +120,9 @@ class Op:
 
     def _run(self, arguments: tuple[Any, ...], answer: object) -> Outputs:
         """Validate, allocate and launch a plain eager call; record it for the table if its answer was to do so."""
-        inputs, given = arguments[: self._inputs], arguments[self._inputs :]
+        inputs, outs = arguments[: self._inputs], arguments[self._inputs :]
         tensors, options = inputs[: self._tensors], inputs[self._tensors :]
-        written = [t for t in (*[inputs[i] for i in self._mutable], *given) if t is not None]
+        written = [t for t in (*[inputs[i] for i in self._mutable], *outs) if t is not None]
         validation = check.eager_validation_of(self.contract)
         outputs = validation.prepare(*arguments)
         if written:
@@ -134,7 +134,7 @@ class Op:
             specs = self.specs[options] = {}
         run = partial(self._kernel, specs, self.contract.arguments(*inputs, *outputs))
         if self.table is not None and answer == native.RECORD:
-            native.remember(self.table, run, arguments, (*tensors, *given), (*tensors, *outputs), validation.models)
+            native.remember(self.table, run, arguments, (*tensors, *outs), (*tensors, *outputs), validation.models)
         else:
             run()
         increment_version(written)
@@ -157,7 +157,7 @@ class Op:
         self.load_table()
         return self.repeat(*arguments)
 
-    def _dispatch(self, inputs: tuple[Any, ...], given: Outputs) -> Outputs:
+    def _dispatch(self, inputs: tuple[Any, ...], outs: Outputs) -> Outputs:
         """Make the call through torch's dispatcher, so that modes, tracers and transforms see it."""
         for name, value in zip(self.contract.args, inputs, strict=False):
             if isinstance(value, Tensor):
@@ -167,20 +167,20 @@ class Op:
                         f"{self.contract.public_name}: `{name}` is on {value.device}; only cpu and cuda have kernels"
                     )
         present = self._present(*inputs)
-        if self.functional is not None and all(out is None for out in given):
+        if self.functional is not None and all(out is None for out in outs):
             results, count = self.functional(*inputs), 0
             outputs: list[Tensor | None] = []
             for here in present:  # a tracer's results have no length
                 outputs.append(results[count] if here else None)
                 count += bool(here)
             return tuple(outputs)
-        if any(stands_in(value) for value in (*inputs, *given)):
-            for out, here, tensor in zip(self.contract.out_names, present, given, strict=True):
+        if any(stands_in(value) for value in (*inputs, *outs)):
+            for out, here, tensor in zip(self.contract.out_names, present, outs, strict=True):
                 if here and tensor is None:
                     self.contract.fail(out, "be given if another output is, while torch.fx traces", "None")
-            written = given
+            written = outs
         else:
-            written = self._prepare(*inputs, *given)
+            written = self._prepare(*inputs, *outs)
         self.out(*inputs, *written)
         return written
 

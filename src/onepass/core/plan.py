@@ -145,8 +145,8 @@ def _allocation(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
     function = _FUNCTIONS.get(tensor.device.type)
     if function is not None:
         try:
-            made = function(size, strides, tensor.dtype)
-            if (made.shape, made.stride(), made.dtype, made.device) == (size, strides, tensor.dtype, tensor.device):
+            twin = function(size, strides, tensor.dtype)
+            if (twin.shape, twin.stride(), twin.dtype, twin.device) == (size, strides, tensor.dtype, tensor.device):
                 return function, (size, strides, tensor.dtype)
         except (RuntimeError, TypeError):  # another torch
             pass

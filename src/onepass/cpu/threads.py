@@ -33,9 +33,9 @@ def _openmp_libraries() -> list[str]:
     except OSError:
         lines = []
     paths = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
-    found = sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp")))
+    libraries = sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp")))
     home = str(Path(torch.__file__).parent)
-    return sorted(found, key=lambda path: not path.startswith(home))
+    return sorted(libraries, key=lambda path: not path.startswith(home))
 
 
 def _openmp_team(path: str | None) -> Team | None:

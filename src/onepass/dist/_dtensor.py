@@ -29,13 +29,13 @@ class Shards(NamedTuple):
         return tuple(_wrap(result, like) for result, like in zip(results, self.like, strict=True))
 
 
-def shards_of(op: str, tensors: dict[str, Tensor], gammas: dict[str, Tensor], given: dict[str, object]) -> Shards:
+def shards_of(op: str, tensors: dict[str, Tensor], gammas: dict[str, Tensor], refused: dict[str, object]) -> Shards:
     """This rank's parts of one or two DTensors, of which the second may be replicated, and their weights.
 
-    ``given`` are arguments that must be None, because the DTensors determine them or they are not
+    ``refused`` are arguments that must be None, because the DTensors determine them or they are not
     supported.
     """
-    for name, value in given.items():
+    for name, value in refused.items():
         if value is not None:
             raise ContractError(f"{op}: `{name}` must be left out with DTensors, got {describe(value)}")
     like = [cast(DTensor, x) for x in tensors.values()]

@@ -388,8 +388,8 @@ def _outputs(
     op: str, q: Tensor, k: Tensor, dtype: torch.dtype | None, out: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     if out is None:
-        made = [torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (q, k)]
-        return made[0], made[1]
+        results = [torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format) for t in (q, k)]
+        return results[0], results[1]
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         raise ContractError(f"{op}: `out` must be (q_out, k_out), got {describe(out)}")
     if dtype is not None and any(t.dtype != dtype for t in out):
@@ -399,8 +399,8 @@ def _outputs(
 
 def _refuse_codes(dtype: torch.dtype | None, out: object) -> None:
     """Raise for fp8 results whose scales are not given: those of rows would be those of a rank's columns."""
-    given = [t.dtype for t in out if isinstance(t, Tensor)] if isinstance(out, (tuple, list)) else []
-    if any(found in FP8_FORMATS for found in (dtype, *given)):
+    dtypes = [t.dtype for t in out if isinstance(t, Tensor)] if isinstance(out, (tuple, list)) else []
+    if any(result in FP8_FORMATS for result in (dtype, *dtypes)):
         raise ContractError(f"{_QK}: `q_scale` must be given for fp8 results, got None")
 
 

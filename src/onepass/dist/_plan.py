@@ -65,15 +65,15 @@ class QKNormPlan:
         return sums / self._divisor(sums.device)
 
     def _divisor(self, device: torch.device) -> Tensor:
-        found = self._divisors.get(device)
-        if found is None:
+        divisor = self._divisors.get(device)
+        if divisor is None:
             # filled on the device: a copy from the host cannot be captured in a CUDA graph
-            found = torch.empty(2, dtype=torch.float32, device=device)
-            found[0].fill_(self.totals[0])
-            found[1].fill_(self.totals[-1])
+            divisor = torch.empty(2, dtype=torch.float32, device=device)
+            divisor[0].fill_(self.totals[0])
+            divisor[1].fill_(self.totals[-1])
             if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-                self._divisors[device] = found
-        return found
+                self._divisors[device] = divisor
+        return divisor
 
 
 _known: WeakKeyDictionary[c10d.ProcessGroup, dict[tuple[object, ...], QKNormPlan]] = WeakKeyDictionary()
@@ -118,10 +118,10 @@ def find_plan(
     """The cached plan, or a new one."""
     plans = _known.setdefault(group, {})
     key = (widths, kv_replicas, None if counts is None else tuple(counts))
-    found = plans.get(key)
-    if found is None:
-        found = plans[key] = _make(op, group, widths, kv_replicas, counts)
-    return found
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = _make(op, group, widths, kv_replicas, counts)
+    return plan
 
 
 def traced_plan(
@@ -202,14 +202,14 @@ def _check_table(op: str, table: list[tuple[tuple[int, ...], int]]) -> None:
     """Compare the ranks' widths. All ranks see the same table, so all of them raise."""
     widths, replicas = table[0]
     last = _NAMES[len(widths) - 1]
-    for rank, (found, other) in enumerate(table):
+    for rank, (row, other) in enumerate(table):
         first = rank - rank % replicas
         for rule, got, expected, reference in (
             ("`kv_replicas` must be the same on all ranks of the group", other, replicas, 0),
-            ("all ranks of the group must norm the same number of tensors", len(found), len(widths), 0),
+            ("all ranks of the group must norm the same number of tensors", len(row), len(widths), 0),
             (
                 f"`{last}` must have the same number of columns on ranks that hold copies of it",
-                found[-1],
+                row[-1],
                 table[first][0][-1],
                 first,
             ),

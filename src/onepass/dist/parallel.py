@@ -89,17 +89,17 @@ class QKNormParallel(ParallelStyle):
             )
         sharded = distribute_tensor(weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
         module.register_parameter("weight", nn.Parameter(sharded, requires_grad=weight.requires_grad))
-        made = plan(device_mesh, sharded.to_local().shape[0], counts=(weight.shape[0],))
-        module._onepass_sharding = _Sharding(made, eps, self.options)  # type: ignore[assignment]
+        norm_plan = plan(device_mesh, sharded.to_local().shape[0], counts=(weight.shape[0],))
+        module._onepass_sharding = _Sharding(norm_plan, eps, self.options)  # type: ignore[assignment]
         module.forward = MethodType(_norm_forward, module)
         return module
 
 
 def _norm_forward(norm: Any, x: Tensor) -> Tensor:
-    how: _Sharding = norm._onepass_sharding
+    sharding: _Sharding = norm._onepass_sharding
     if isinstance(x, DTensor):
-        return rms_norm(x, norm.weight, how.eps, **how.options)
-    return rms_norm(x, norm.weight.to_local(), how.eps, plan=how.plan, **how.options)
+        return rms_norm(x, norm.weight, sharding.eps, **sharding.options)
+    return rms_norm(x, norm.weight.to_local(), sharding.eps, plan=sharding.plan, **sharding.options)
 
 
 class QKAttentionParallel(ParallelStyle):

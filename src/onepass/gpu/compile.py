@@ -97,8 +97,8 @@ class Build:
 
     def leaves(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Name, path and type of every argument, in order."""
-        found = (leaves(kind, name, (i,)) for i, (name, kind) in enumerate(self.signature))
-        return [leaf for each in found for leaf in each]
+        parts = (leaves(kind, name, (i,)) for i, (name, kind) in enumerate(self.signature))
+        return [leaf for each in parts for leaf in each]
 
     def source(self) -> ASTSource:
         """What Triton compiles."""
@@ -201,7 +201,7 @@ _loaded: dict[tuple[Build, int], Launcher] = {}
 def load(build: Build, device: int) -> Launcher:
     """The launcher of a configuration on a device; rows of different lengths may share it."""
     with _lock:
-        found = _loaded.get((build, device))
-        if found is None:
-            found = _loaded[build, device] = Launcher(build, device)
-    return found
+        launcher = _loaded.get((build, device))
+        if launcher is None:
+            launcher = _loaded[build, device] = Launcher(build, device)
+    return launcher

@@ -43,10 +43,10 @@ def take(device: int, number: int) -> tuple[Tensor, tuple[int, int] | None]:
             _pools[device] = _zeros(POOL, device)
             _kept.append(_pools[device])
     key = (device, torch._C._cuda_getCurrentRawStream(device))
-    found = _streams.get(key)
-    if found is None:
-        found = _streams[key] = _zeros(MOST, device)
-    return found, key
+    counter = _streams.get(key)
+    if counter is None:
+        counter = _streams[key] = _zeros(MOST, device)
+    return counter, key
 
 
 def _zeros(number: int, device: int) -> Tensor:

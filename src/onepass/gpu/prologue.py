@@ -127,13 +127,13 @@ def device_function(
         f"    {prologue.parameters[0]} = {value}",
     ]
     for index, operand in enumerate(operands):
-        given, size = f"operands[{index}].at, starts[{index}]", operand.group
+        place, size = f"operands[{index}].at, starts[{index}]", operand.group
         if not size:
-            loaded = f"load_operand({given}, columns, mask, '{operand.kind}')"
+            loaded = f"load_operand({place}, columns, mask, '{operand.kind}')"
         elif size <= width:
-            loaded = f"load_groups({given}, columns, mask, {size})"
+            loaded = f"load_groups({place}, columns, mask, {size})"
         else:  # one load per column, of its group's value
-            loaded = f"load_operand({given}, columns // {size}, mask, 'full')"
+            loaded = f"load_operand({place}, columns // {size}, mask, 'full')"
         lines.append(f"    {prologue.parameters[index + 1]} = {loaded}")
     body = prologue.source("fused", DIALECT).splitlines()[1:]
     source = "\n".join([*lines, *body]) + "\n"

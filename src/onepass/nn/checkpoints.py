@@ -97,16 +97,16 @@ def loadable(
             wanted = "a float weight unless the layer has a scheme"
             raise ContractError(f"{owner}: `{key}` must be {wanted}, got {describe(loaded)}")
         return state_dict
-    made = dict(state_dict)
+    entries = dict(state_dict)
     named = next((f"{prefix}{name}" for name in SCALE_NAMES if f"{prefix}{name}" in state_dict), None)
     if loaded.dtype in FLOATS and named is None:
-        made[key], made[f"{prefix}weight_scale"] = quantize_weight(loaded, scheme)
+        entries[key], entries[f"{prefix}weight_scale"] = quantize_weight(loaded, scheme)
     elif loaded.dtype is not codes_dtype(scheme):
         wanted = f"{short(codes_dtype(scheme))} with scales, or a float weight without"
         raise ContractError(f"{owner}: `{key}` must be {wanted}, for scheme={scheme!r}, got {describe(loaded)}")
     elif named is not None:
-        made[f"{prefix}weight_scale"] = _stored_scale(owner, named, made.pop(named), scale)
-    return made
+        entries[f"{prefix}weight_scale"] = _stored_scale(owner, named, entries.pop(named), scale)
+    return entries
 
 
 def _stored_scale(owner: str, key: str, loaded: object, parameter: Tensor) -> Tensor:
@@ -118,10 +118,10 @@ def _stored_scale(owner: str, key: str, loaded: object, parameter: Tensor) -> Te
         loaded = loaded.reshape(-1)
     if parameter.dtype is not ue8m0:
         return loaded.float()
-    made = loaded.to(ue8m0)
-    if not loaded.is_meta and not torch.equal(made.float(), loaded.float()):
+    stored = loaded.to(ue8m0)
+    if not loaded.is_meta and not torch.equal(stored.float(), loaded.float()):
         raise ContractError(
             f"{owner}: `{key}` must be powers of two with scheme='fp8_block_ue8m0', got other values: "
             "use scheme='fp8_block'"
         )
-    return made
+    return stored

@@ -44,10 +44,10 @@ class CodesModule(nn.Module):
             if not any(tensor is parameter for parameter in kept):
                 return fn(tensor)
             integers = tensor.view(INTEGERS[tensor.element_size()])
-            made = fn(integers)
-            if made.dtype is not integers.dtype:  # Module.type converts integers too
-                made = integers.to(made.device)
-            return made.view(tensor.dtype)
+            moved_codes = fn(integers)
+            if moved_codes.dtype is not integers.dtype:  # Module.type converts integers too
+                moved_codes = integers.to(moved_codes.device)
+            return moved_codes.view(tensor.dtype)
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self

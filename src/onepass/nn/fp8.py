@@ -110,9 +110,9 @@ class LinearFP8(CodesModule):
             The new module, in the mode (training or not) of the layer.
         """
         weight, bias = linear.weight, linear.bias is not None
-        made = cls(linear.in_features, linear.out_features, bias, weight.device, dtype or weight.dtype)
-        made.load_state_dict(linear.state_dict())
-        return made.train(linear.training)
+        layer = cls(linear.in_features, linear.out_features, bias, weight.device, dtype or weight.dtype)
+        layer.load_state_dict(linear.state_dict())
+        return layer.train(linear.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
         weight = state_dict.get(f"{prefix}weight")

@@ -78,8 +78,8 @@ class _Layer(CodesModule):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
-        made = loadable(type(self).__name__, state_dict, prefix, self.weight_scale, self.scheme)
-        super()._load_from_state_dict(made, prefix, *rest)
+        entries = loadable(type(self).__name__, state_dict, prefix, self.weight_scale, self.scheme)
+        super()._load_from_state_dict(entries, prefix, *rest)
 
     def _hold(self, weight: Tensor | None, scale: Tensor | None, bias: Tensor | None) -> None:
         """Replace the parameters by these tensors, without copies. Codes have no gradients."""
@@ -192,9 +192,9 @@ class Linear(_Layer):
         layer = taken_from(cls.__name__, "linear", linear).quantized(cls.__name__, scheme)
         n, k = layer.weight.shape
         dtype = layer.float_dtype
-        made = cls(k, n, layer.bias is not None, "meta", dtype, scheme=layer.scheme, rounding=rounding)
-        made._hold(layer.weight, layer.scale, layer.bias)
-        return made.train(linear.training)
+        module = cls(k, n, layer.bias is not None, "meta", dtype, scheme=layer.scheme, rounding=rounding)
+        module._hold(layer.weight, layer.scale, layer.bias)
+        return module.train(linear.training)
 
     def forward(
         self,
@@ -407,18 +407,18 @@ def _check_alike(owner: str, layers: Sequence[Taken]) -> None:
                 raise ContractError(f"{owner}: `linears` must have the same {what}, got {wanted} and {got}")
 
 
-def _share(given: Sequence[Taken], made: MergedLinear, scheme: Scheme | None) -> None:
+def _share(layers: Sequence[Taken], merged: MergedLinear, scheme: Scheme | None) -> None:
     """Move the parameters of the given layers into the merged ones, except for weights that a scheme quantized."""
     start = block = 0
-    for layer in given:
+    for layer in layers:
         stop, last = start + len(layer.weight), block - (-len(layer.weight) // SCALE_BLOCK)
         if layer.scheme == scheme:
-            layer.weight.data = _rows_of(made.weight, slice(start, stop))
-            if layer.bias is not None and made.bias is not None:
-                layer.bias.data = _rows_of(made.bias, slice(start, stop))
-            if layer.owned_scale is not None and made.weight_scale is not None and made.scheme == scheme:
+            layer.weight.data = _rows_of(merged.weight, slice(start, stop))
+            if layer.bias is not None and merged.bias is not None:
+                layer.bias.data = _rows_of(merged.bias, slice(start, stop))
+            if layer.owned_scale is not None and merged.weight_scale is not None and merged.scheme == scheme:
                 rows = slice(block, last) if scheme in BLOCK_SCHEMES else slice(start, stop)
-                layer.owned_scale.data = _rows_of(made.weight_scale, rows).view(layer.owned_scale.shape)
+                layer.owned_scale.data = _rows_of(merged.weight_scale, rows).view(layer.owned_scale.shape)
         start, block = stop, last
 
 

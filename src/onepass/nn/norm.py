@@ -129,9 +129,9 @@ class RMSNorm(nn.Module):
         if not isinstance(weight, Tensor):
             raise ContractError(f"{cls.__name__}: `norm` must have a weight, got {describe(norm)}")
         options: dict[str, Any] = {"device": "meta", "dtype": weight.dtype, "weight_offset": weight_offset}
-        made = cls(weight.shape, eps_of(norm), rounding=rounding, **options)
-        made.weight = weight
-        return made.train(norm.training)
+        module = cls(weight.shape, eps_of(norm), rounding=rounding, **options)
+        module.weight = weight
+        return module.train(norm.training)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Norm x, or its sum with the residual.
@@ -273,12 +273,12 @@ class QKNorm(nn.Module):
         require_bool(cls.__name__, "per_head", per_head)
         if eps_of(q_norm) != eps_of(k_norm):
             raise ContractError(f"QKNorm: `k_norm` must have q_norm's epsilon, {eps_of(q_norm)}, got {eps_of(k_norm)}")
-        made = cls(1, per_head=True, device="meta")
-        made.per_head = per_head
-        made.q_norm, made.k_norm = (
+        module = cls(1, per_head=True, device="meta")
+        module.per_head = per_head
+        module.q_norm, module.k_norm = (
             RMSNorm.from_module(norm, weight_offset=weight_offset, rounding=rounding) for norm in (q_norm, k_norm)
         )
-        return made
+        return module
 
     def forward(self, q: Tensor, k: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
         """Norm and rotate q and k.

@@ -89,9 +89,9 @@ class GatedRMSNorm(RMSNorm):
         eps = eps_of(norm)
         options: dict[str, Any] = {"gate_order": gate_order, "gate_activation": gate_activation, "groups": groups}
         options |= {"rounding": rounding, "device": "meta"}
-        made = cls(weight.numel(), 1e-6 if eps is None else eps, **options)
-        made.weight = weight
-        return made.train(norm.training)
+        module = cls(weight.numel(), 1e-6 if eps is None else eps, **options)
+        module.weight = weight
+        return module.train(norm.training)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Any:
         """Norm and gate x.
@@ -171,9 +171,9 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.per_head = per_head
-        for name, given, value in (("weight", True, 1.0), ("bias", bias, 0.0)):
-            made = torch.full(shape, value, device=device, dtype=dtype) if elementwise_affine and given else None
-            self.register_parameter(name, None if made is None else nn.Parameter(made))
+        for name, wanted, value in (("weight", True, 1.0), ("bias", bias, 0.0)):
+            initial = torch.full(shape, value, device=device, dtype=dtype) if elementwise_affine and wanted else None
+            self.register_parameter(name, None if initial is None else nn.Parameter(initial))
 
     @classmethod
     def from_module(cls, norm: nn.Module) -> Self:
@@ -191,10 +191,10 @@ class LayerNorm(nn.Module):
         eps = eps_of(norm)
         per_head = getattr(norm, "per_head", weight.dim() == 2 and not hasattr(norm, "normalized_shape"))
         options: dict[str, Any] = {"bias": isinstance(bias, Tensor), "device": "meta", "per_head": per_head}
-        made = cls(weight.shape, 1e-5 if eps is None else eps, **options)
-        made.weight = weight
-        made.bias = bias if isinstance(bias, Tensor) else None
-        return made.train(norm.training)
+        module = cls(weight.shape, 1e-5 if eps is None else eps, **options)
+        module.weight = weight
+        module.bias = bias if isinstance(bias, Tensor) else None
+        return module.train(norm.training)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Norm x, or its sum with the residual.
@@ -228,5 +228,5 @@ class LayerNorm(nn.Module):
     def extra_repr(self) -> str:
         """All parameters except the weights."""
         size = self.normalized_shape[0] if len(self.normalized_shape) == 1 else self.normalized_shape
-        given = f"{size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, bias={self.bias is not None}"
-        return f"{given}, per_head=True" if self.per_head else given
+        options = f"{size}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, bias={self.bias is not None}"
+        return f"{options}, per_head=True" if self.per_head else options

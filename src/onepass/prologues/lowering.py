@@ -143,9 +143,9 @@ class _Lowering:
     def _assign(self, statement: ast.stmt) -> None:
         match statement:
             case ast.Assign(targets=targets, value=value):
-                found = [(target, self._values(target, value)) for target in targets[:1]]
-                found += [(target, self._same(target, found[0][1], statement)) for target in targets[1:]]
-                for target, values in found:
+                assigned = [(target, self._values(target, value)) for target in targets[:1]]
+                assigned += [(target, self._same(target, assigned[0][1], statement)) for target in targets[1:]]
+                for target, values in assigned:
                     self.values.update(zip(_names(target), values, strict=True))
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 self.values[name] = self._expression(value)
@@ -260,9 +260,9 @@ class _Lowering:
             case ast.Constant(value=int() | float() as number):
                 return self._constant(number, node)
             case ast.Name() | ast.Attribute():
-                found = self._resolve(node)
-                if isinstance(found, (int, float)) and not isinstance(found, bool):
-                    return self._constant(found, node)
+                constant = self._resolve(node)
+                if isinstance(constant, (int, float)) and not isinstance(constant, bool):
+                    return self._constant(constant, node)
                 self.fail(f"`{ast.unparse(node)}` is neither a parameter, a local, nor a number", node)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return self._emit("neg", self._float(operand), node=node)
@@ -314,8 +314,8 @@ class _Lowering:
         target = self._resolve(node.func)
         helper = next((h for h in self.helpers if h.function is target), None)
         if helper is None:
-            known = ", ".join(h.op for h in self.helpers)
-            self.fail(f"`{name}` is not one of onepass's helper functions ({known})", node)
+            names = ", ".join(h.op for h in self.helpers)
+            self.fail(f"`{name}` is not one of onepass's helper functions ({names})", node)
         if node.keywords:
             self.fail("helper functions take positional arguments only", node)
         if len(node.args) != helper.arity:

@@ -15,10 +15,10 @@ from ..ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from ..ops.qk_cache import reference as qk_cache
 from ..ops.qk_cache.op import qk_norm_rope_cache
 from ..ops.qk_norm.reference import from_pairs, pairs, rotate, token_angles
-from ..ops.rms_norm.reference import divided, rms_norm
+from ..ops.rms_norm.reference import divided
 from ..rope import Rope
-from .call import ERROR, Case, Expected, Random, bf16, case, f16, f32
-from .qk_norm import positions, table, turned
+from .call import ERROR, Case, Expected, Random, bf16, case, f16, f32, scaled_rows
+from .qk_norm import norm_of, positions, table, turned
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = FP8_FORMATS
@@ -35,8 +35,10 @@ _ROUNDED: Final = ("hf", "hf_rope", "reference")
 def _write_qkv(q_out: torch.dtype | None = None, **arguments: Any) -> tuple[Tensor, ...]:
     q, k, cache = arguments["q"], arguments["k"], arguments.get("k_cache")
     outs = [torch.empty(t.shape, dtype=q_out or t.dtype, device=t.device) for t in (q, k)]
-    q_made, k_made = qk_norm_rope_cache(**arguments, out=outs[0] if cache is not None else (outs[0], outs[1]))
-    return (q_made, arguments["k_cache"], arguments["v_cache"]) if k_made is None else (q_made, k_made)
+    if cache is not None:
+        return qk_norm_rope_cache(**arguments, out=outs[0])[0], cache, arguments["v_cache"]
+    qk_norm_rope_cache(**arguments, out=(outs[0], outs[1]))
+    return tuple(outs)
 
 
 def _slots(dtype: torch.dtype, pages: int, page: int, *lead: int) -> Tensor:
@@ -161,12 +163,7 @@ def _exact(host: dict[str, Any], name: str) -> Tensor:
     y, rounding, rope = x.double(), host.get("rounding", "once"), host.get("rope")
     if f"gamma_{name}" in host:
         rows = x if host.get("per_head", True) else x.flatten(-2)
-        options: dict[str, Any] = {
-            "weight_offset": host.get("weight_offset", 0.0),
-            "rounding": "hf" if rounding == "hf" else "once",
-        }
-        y = rms_norm(rows, host[f"gamma_{name}"], host.get("eps", 1e-6), **options).y
-        y = y.view(x.shape)
+        y = norm_of(host, rows, host[f"gamma_{name}"], host.get("eps", 1e-6)).view(x.shape)
     if rope is None:
         return y
     if rope.cos is not None and rope.sin is not None:
@@ -196,27 +193,33 @@ def _entries(
     name: str, before: Tensor, after: Tensor, at: Any, values: Tensor, error: float
 ) -> Iterator[Expected | str]:
     """What was written to entries [page, entry] of a cache, and that nothing else was."""
-    free = torch.ones(after.shape[:2], dtype=torch.bool)
-    free[at] = False
-    was, now = (t.unsqueeze(-1).contiguous().view(torch.uint8) for t in (before, after))
-    if not torch.equal(was[free], now[free]):
+    yield from _others_unchanged(name, before, after, at)
+    entries = _bytes(after)[at].view(after.dtype).squeeze(-1)
+    yield Expected(name, entries, values, error, FP8_FORMATS.get(after.dtype))
+
+
+def _others_unchanged(name: str, before: Tensor, after: Tensor, at: Any) -> Iterator[str]:
+    others = torch.ones(after.shape[:2], dtype=torch.bool)
+    others[at] = False
+    if not torch.equal(_bytes(before)[others], _bytes(after)[others]):
         yield f"{name}: entries that belong to no token were written"
-    yield Expected(name, now[at].view(after.dtype).squeeze(-1), values, error, FP8_FORMATS.get(after.dtype))
+
+
+def _bytes(cache: Tensor) -> Tensor:
+    """Entries as bytes, since fp8 tensors cannot be indexed."""
+    return cache.unsqueeze(-1).contiguous().view(torch.uint8)
 
 
 # --- latents --------------------------------------------------------------------------------------------------------
 
 
 def _write_latents(q_out: torch.dtype | None = None, **arguments: Any) -> tuple[Tensor, ...]:
-    given = dict(arguments)
-    q, blocks = given.pop("q"), given.pop("blocks")
+    rest = {"freqs_cis": None, **arguments}
+    q, kv, offsets, blocks = (rest.pop(name) for name in ("q", "kv", "offsets", "blocks"))
     cache = PagedKVCache(blocks, entry_format=DS_MLA if blocks.dtype == torch.uint8 else "plain")
-    cache.cache_lengths, cache.lookup_table = given.pop("lengths"), given.pop("table")  # unchecked: some are invalid
-    given.setdefault("freqs_cis", None)
-    made = fused_rope_rmsnorm_quantization(
-        None, q, given.pop("kv"), given.pop("offsets"), k_cache=cache, out_dtype=q_out or q.dtype, **given
-    )
-    return (made, blocks, *([given["per_token_scale"]] if "per_token_scale" in given else []))
+    cache.cache_lengths, cache.lookup_table = rest.pop("lengths"), rest.pop("table")  # unchecked: some are invalid
+    out = fused_rope_rmsnorm_quantization(None, q, kv, offsets, k_cache=cache, out_dtype=q_out or q.dtype, **rest)
+    return (out, blocks, *([rest["per_token_scale"]] if "per_token_scale" in rest else []))
 
 
 def _latents(
@@ -320,8 +323,7 @@ def _verify_latents(host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterat
     here = slot >= 0
     at = slot[here] // blocks.shape[1], slot[here] % blocks.shape[1]
     latent, between, k = kv[here].split((len(gamma), kv.shape[1] - len(gamma) - q.shape[2], q.shape[2]), -1)
-    options: dict[str, Any] = {"rounding": "hf" if rounding == "reference" else "once"}
-    norm = rms_norm(latent, gamma, host.get("epsilon", 1e-6), weight_offset=host.get("weight_offset", 0.0), **options).y
+    norm = norm_of(host, latent, gamma, host.get("epsilon", 1e-6))
     values = torch.cat((norm, between.double(), rotated(k.unsqueeze(1), position[here]).squeeze(1)), -1)
     if blocks.dtype == torch.uint8:
         yield from _packed(host["blocks"], blocks, at, values, error)
@@ -340,12 +342,9 @@ def _verify_latents(host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterat
 def _packed(before: Tensor, after: Tensor, at: Any, values: Tensor, error: float) -> Iterator[Expected | str]:
     """Entries of the format "fp8_ds_mla": codes, a scale for each 128 of them, and columns in bfloat16."""
     latent, rope = DS_MLA_COLUMNS
-    free = torch.ones(after.shape[:2], dtype=torch.bool)
-    free[at] = False
-    if not torch.equal(before[free], after[free]):
-        yield "blocks: entries that belong to no token were written"
+    yield from _others_unchanged("blocks", before, after, at)
     codes, scales, rest = (t.contiguous() for t in after[at].split((latent, latent // 128 * 4, 2 * rope), -1))
-    tiles, stored = values[:, :latent].unflatten(-1, (-1, 128)), scales.view(F32)
-    yield Expected("scales", stored, tiles.abs().amax(-1) / E4M3FN.max, error)
-    yield Expected("codes", codes, divided(tiles, stored.unsqueeze(-1)).flatten(-2), error, E4M3FN)
+    tiles = (-1, 128)
+    exact = values[:, :latent].unflatten(-1, tiles)
+    yield from scaled_rows("codes", codes.unflatten(-1, tiles), scales.view(F32), exact, E4M3FN, error)
     yield Expected("rotated columns", rest.view(BF16), values[:, latent:], error)

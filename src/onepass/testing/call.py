@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..formats import FLOATS, CodeFormat
+from ..ops.rms_norm.reference import divided
 from ..rope import Rope
 from . import compare
-from .case import Layout, lay_out, moved, set_special, short_dtype
+from .tensors import Layout, lay_out, mapped, moved, set_special, short_dtype
 
 ERROR: Final = 2e-5
 """Error of float32 arithmetic, relative to a value and to the mean of its row."""
@@ -83,6 +84,16 @@ def _row_mean(exact: Tensor) -> Tensor:
     return sizes.mean(-1, keepdim=True) if exact.dim() and exact.shape[-1] else sizes
 
 
+def scaled_rows(
+    name: str, codes: Tensor, scale: Tensor, y: Tensor, fmt: CodeFormat, error: float, share: float = SHARE
+) -> Iterator[Expected]:
+    """A scale per row, by which the largest value of y becomes the format's, and the codes with the scales as stored."""
+    amax = y.abs().amax(-1)
+    exact = torch.where(amax.isfinite(), amax, torch.nan) / fmt.max
+    yield Expected(f"scale of {name}", scale, exact.view(scale.shape), error)
+    yield Expected(name, codes, divided(y, scale.view(*amax.shape, 1)), error, fmt, share=share)
+
+
 Verify = Callable[[str, dict[str, Any], tuple[Tensor, ...]], Iterator["Expected | str"]]
 """What to expect of an op's results, from the arguments; all on the CPU. A text names what is wrong."""
 
@@ -107,31 +118,14 @@ class Case:
         generator = torch.Generator().manual_seed(len(self.name))
 
         def drawn(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return [drawn(v) for v in value]
-            if isinstance(value, Rope):
-                return replace(value, **{f.name: drawn(getattr(value, f.name)) for f in fields(value)})
             return value.draw(generator) if isinstance(value, Random) else value
 
-        return to(device, {name: drawn(value) for name, value in self.arguments.items()})
+        return moved({name: mapped(drawn, value) for name, value in self.arguments.items()}, device)
 
 
 def case(op: str, group: str, /, **arguments: Any) -> Case:
     """A case with its arguments as keywords."""
     return Case(op, group, arguments)
-
-
-def to(device: str | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Copies on a device (None: the same) that keep strides and shared memory, also of the tensors of a `Rope`."""
-    plain = {name: value for name, value in arguments.items() if not isinstance(value, Rope)}
-    for name, value in arguments.items():
-        if isinstance(value, Rope):
-            plain |= {f"{name}.{f.name}": getattr(value, f.name) for f in fields(value)}
-    copies = moved(plain, device)
-    for name, value in arguments.items():
-        if isinstance(value, Rope):
-            copies[name] = Rope(**{f.name: copies.pop(f"{name}.{f.name}") for f in fields(value)})
-    return copies
 
 
 def _text(value: Any) -> str:

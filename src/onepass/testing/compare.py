@@ -6,16 +6,11 @@ zero is correct.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
 from ..formats import E4M3FN, CodeFormat, ScaleRule
 from ..ops.rms_norm import reference as rms_norm_reference
-
-FLOAT32_ERROR: Final = 1e-6
-"""Relative error that float32 accumulation and the few products after it may leave."""
 
 
 def between(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,8 +15,8 @@ from ..ops.gemv_norm.reference import gemv_and_partial_norm as exact_gemv
 from ..ops.linear.op import linear
 from ..ops.linear.reference import linear as exact_linear
 from ..ops.linear.reference import matmul
-from ..ops.rms_norm.reference import divided, rms_norm
-from .call import Case, Expected, Random, bf16, case, e4m3fn, f16, f32, int8
+from ..ops.rms_norm.reference import rms_norm
+from .call import Case, Expected, Random, bf16, case, e4m3fn, f16, f32, int8, scaled_rows
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = FP8_FORMATS
@@ -26,13 +27,14 @@ FUNCTIONS: Final = {"linear": linear, "gemv_and_partial_norm": gemv_and_partial_
 
 
 def _blocks(n: int, k: int) -> Random:
+    """A scale per block of weights [n, k]."""
     return f32(-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK), positive=True)
 
 
 def _powers(n: int, k: int) -> Tensor:
     """Powers of two, as exponents."""
-    rows, columns = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-    exponents = 120 + torch.arange(rows * columns).view(rows, columns) % 5
+    shape = _blocks(n, k).shape
+    exponents = 120 + torch.arange(torch.Size(shape).numel()).view(shape) % 5
     return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
@@ -42,13 +44,40 @@ def _linear(group: str, x: Random, n: int, weight: Random | None = None, **more:
     return case("linear", group, x=x, weight=weight or Random(x.dtype, (n, k), x.layout, times=k**-0.5), **more)
 
 
+_gemv = partial(case, "gemv_and_partial_norm")
+_ROW: Final = f32(40, positive=True)
+_ONE: Final = f32(1, positive=True)
+
+
 CASES: Final[tuple[Case, ...]] = (
+    _gemv("dtypes", act=bf16(1, 520), weight=bf16(40, 520), gamma=bf16(24)),
+    _gemv("dtypes", act=f32(1, 520), weight=f32(40, 520), gamma=f32(24), eps=1e-5),
+    _gemv("dtypes", act=f16(1, 520), weight=f16(40, 520), gamma=f16(24)),
+    _gemv("dtypes", act=f16(2, 1040), weight=int8(40, 1040), gamma=f16(24), weight_scale=_ONE),
+    _gemv("scales", act=bf16(3, 520), weight=e4m3fn(140, 520), gamma=bf16(130), weight_scale=_powers(140, 520)),
+    _gemv(
+        "segments",
+        act=bf16(1, 257),
+        weight=e4m3fn(300, 257),
+        gamma=bf16(24),
+        segments=[f16(150), f32(40)],
+        weight_scale=_blocks(300, 257),
+        normed_dtype=FP8,
+    ),
+    _gemv("two launches", act=bf16(33, 640), weight=bf16(40, 640), gamma=f16(24), weight_scale=_ROW, fused=False),
+    _gemv("layouts", act=bf16(1, 512, layout="misaligned"), weight=bf16(40, 512, layout="misaligned"), gamma=bf16(24)),
+    _gemv(
+        "layouts",
+        act=bf16(2, 1024, layout="sliced"),
+        weight=e4m3fn(40, 1024, layout="sliced"),
+        gamma=bf16(24),
+        weight_scale=_ROW,
+    ),
+    _gemv("values", act=bf16(9, 256, special=True), weight=e4m3fn(48, 256), gamma=bf16(24), normed_dtype=FNUZ),
     _linear("dtypes", bf16(3, 200), 136, e4m3fn(136, 200), weight_scale=_powers(136, 200)),
     _linear("dtypes", bf16(3, 200), 136, e4m3fn(136, 200), weight_scale=f32(136, 1, positive=True)),
-    _linear("dtypes", f32(2, 256, layout="sliced"), 40, int8(40, 256), weight_scale=f32(40, positive=True)),
-    _linear(
-        "bias", bf16(2, 260), 136, e4m3fn(136, 260), weight_scale=f32(1, positive=True), bias=f32(136), out_dtype=F32
-    ),
+    _linear("dtypes", f32(2, 256, layout="sliced"), 40, int8(40, 256), weight_scale=_ROW),
+    _linear("bias", bf16(2, 260), 136, e4m3fn(136, 260), weight_scale=_ONE, bias=f32(136), out_dtype=F32),
     _linear("norm", f16(4, 320), 40, gamma=f16(320), residual=f16(4, 320)),
     _linear("norm", bf16(2, 300), 40, gamma=f32(300), weight_offset=1.0, eps=0.001),
     _linear("activation", bf16(5, 96), 46, bias=bf16(46), activation="gelu_mul"),
@@ -91,60 +120,6 @@ CASES: Final[tuple[Case, ...]] = (
         bias=f32(48),
     ),
 )
-GEMV_CASES: Final[tuple[Case, ...]] = tuple(
-    case("gemv_and_partial_norm", group, **arguments)
-    for group, arguments in (
-        ("dtypes", {"act": bf16(1, 520), "weight": bf16(40, 520), "gamma": bf16(24)}),
-        ("dtypes", {"act": f32(1, 520), "weight": f32(40, 520), "gamma": f32(24), "eps": 1e-5}),
-        ("dtypes", {"act": f16(1, 520), "weight": f16(40, 520), "gamma": f16(24)}),
-        (
-            "dtypes",
-            {"act": f16(2, 1040), "weight": int8(40, 1040), "gamma": f16(24), "weight_scale": f32(1, positive=True)},
-        ),
-        (
-            "scales",
-            {"act": bf16(3, 520), "weight": e4m3fn(140, 520), "gamma": bf16(130), "weight_scale": _powers(140, 520)},
-        ),
-        (
-            "segments",
-            {
-                "act": bf16(1, 257),
-                "weight": e4m3fn(300, 257),
-                "gamma": bf16(24),
-                "segments": [f16(150), f32(40)],
-                "weight_scale": _blocks(300, 257),
-                "normed_dtype": FP8,
-            },
-        ),
-        (
-            "two launches",
-            {
-                "act": bf16(33, 640),
-                "weight": bf16(40, 640),
-                "gamma": f16(24),
-                "weight_scale": f32(40, positive=True),
-                "fused": False,
-            },
-        ),
-        (
-            "layouts",
-            {"act": bf16(1, 512, layout="misaligned"), "weight": bf16(40, 512, layout="misaligned"), "gamma": bf16(24)},
-        ),
-        (
-            "layouts",
-            {
-                "act": bf16(2, 1024, layout="sliced"),
-                "weight": e4m3fn(40, 1024, layout="sliced"),
-                "gamma": bf16(24),
-                "weight_scale": f32(40, positive=True),
-            },
-        ),
-        (
-            "values",
-            {"act": bf16(9, 256, special=True), "weight": e4m3fn(48, 256), "gamma": bf16(24), "normed_dtype": FNUZ},
-        ),
-    )
-)
 GPU_CASES: Final[tuple[Case, ...]] = (
     Case(
         "linear",
@@ -184,8 +159,7 @@ def _verify_gemv(host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[
         codes = left.pop(0)
         fmt = FP8_FORMATS.get(codes.dtype)
         if fmt is not None:
-            scale, amax = left.pop(0), normed.abs().amax(-1, keepdim=True)
-            yield Expected(f"scale {index}", scale, torch.where(amax.isfinite(), amax, torch.nan) / fmt.max, error)
-            normed = divided(normed, scale)
-        yield Expected(f"normed {index}", codes, normed, error, fmt, share=0.95)
+            yield from scaled_rows(f"normed {index}", codes, left.pop(0), normed, fmt, error, 0.95)
+        else:
+            yield Expected(f"normed {index}", codes, normed, error, share=0.95)
     yield Expected("unnormed", left[0], exact.unnormed, error, share=0.95)

@@ -13,7 +13,7 @@ from ..ops.qk_norm import reference
 from ..ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from ..ops.rms_norm.reference import divided, rms_norm
 from ..rope import Rope
-from .call import ERROR, Case, Expected, Random, bf16, case, f16, f32
+from .call import ERROR, Case, Expected, Random, bf16, case, f16, f32, scaled_rows
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = FP8_FORMATS
@@ -127,14 +127,10 @@ def verify(op: str, host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterat
     for index, (name, x) in enumerate(rows.items()):
         y, error = normed(host, name, index, x)
         fmt, scale = FP8_FORMATS.get(results[index].dtype), host.get(f"{name}_scale")
-        if fmt is not None:
-            if scale is None:
-                scale = results[2 + index]
-                amax = y.abs().amax(-1, keepdim=True) if scale.dim() == y.dim() else y.abs().amax(-1)
-                yield Expected(f"scale of {name}", scale, amax / fmt.max, error)
-                scale = scale if scale.dim() == y.dim() else scale.unsqueeze(-1)
-            y = divided(y, scale)
-        yield Expected(name, results[index], y, error, fmt)
+        if fmt is None or scale is not None:
+            yield Expected(name, results[index], y if scale is None else divided(y, scale), error, fmt)
+        else:
+            yield from scaled_rows(name, results[index], results[2 + index], y, fmt, error)
 
 
 def normed(host: dict[str, Any], name: str, index: int, x: Tensor) -> tuple[Tensor, float]:
@@ -142,18 +138,23 @@ def normed(host: dict[str, Any], name: str, index: int, x: Tensor) -> tuple[Tens
     eps = host.get("eps", host.get("epsilon", 1e-6))
     if name == "k" and (own := host.get("eps_k", host.get("epsilon_k"))) is not None:
         eps = own
-    gamma, offset, hf = host[f"gamma_{name}"], host.get("weight_offset", 0.0), host.get("rounding") == "hf"
-    error = ERROR + (2 * torch.finfo(host[name].dtype).eps if hf else 0.0)
+    gamma, dtype, hf = host[f"gamma_{name}"], host[name].dtype, host.get("rounding") == "hf"
+    error = ERROR + (2 * torch.finfo(dtype).eps if hf else 0.0)
     if "qk_var" in host:
         a = x * (host["qk_var"][..., index : index + 1].double() + eps).rsqrt()
-        if hf:
-            a = a.to(host[name].dtype).double()
-        y = a * (gamma.double() + offset)
-        y = y.to(host[name].dtype).double() if hf else y
+        a = a.to(dtype).double() if hf else a
+        y = a * (gamma.double() + host.get("weight_offset", 0.0))
+        y = y.to(dtype).double() if hf else y
     else:
-        y = rms_norm(host[name], gamma, eps, weight_offset=offset, rounding="hf" if hf else "once").y
+        y = norm_of(host, host[name], gamma, eps)
     rope = host.get("rope")
     return (y if rope is None else turned(y, rope, host.get("per_head", False))), error
+
+
+def norm_of(host: dict[str, Any], x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """The norm of the rows of x, rounded as the call asks."""
+    rounding = "hf" if host.get("rounding") in ("hf", "reference") else "once"
+    return rms_norm(x, gamma, eps, weight_offset=host.get("weight_offset", 0.0), rounding=rounding).y
 
 
 def turned(y: Tensor, rope: Rope, heads: bool) -> Tensor:

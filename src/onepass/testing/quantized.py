@@ -10,13 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import (
-    CODE_FORMATS,
-    QUANT_FORMATS,
-    SCALE_FORMATS,
-    CodeFormat,
-    ScaleRule,
-)
+from ..formats import CODE_FORMATS, QUANT_FORMATS, SCALE_FORMATS, CodeFormat, ScaleRule
 from ..ops.rms_norm import reference as rms_norm_reference
 
 
@@ -42,50 +36,31 @@ class Quantized(NamedTuple):
             return scale
         return torch.where(scale == 0, 0.0, (scale.float() / self.overall).double())
 
-    def values(self) -> Tensor:
-        """What codes and scales stand for, as float64."""
-        if self.fmt.integer:
-            numbers = self.codes.view(torch.int8).double()
-        else:
-            table = rms_norm_reference.decode_table(self.fmt.bias, self.fmt.mantissa)
-            numbers = table[(self.codes & 0x7F).long()] * torch.where(self.codes >= 0x80, -1.0, 1.0)
-            if self.fmt.has_nan:
-                numbers = torch.where((self.codes & 0x7F) == (self.fmt.nan_code & 0x7F), torch.nan, numbers)
-        scale = self.applied()
-        wide = scale if scale.numel() == 1 else scale.repeat_interleave(numbers.shape[-1] // scale.shape[-1], -1)
-        return numbers * wide
-
 
 def described(host: dict[str, Any], out: Tensor, scale: Tensor) -> Quantized | str:
     """The results of a quantizing norm with these arguments, or what is wrong with its padding."""
-    known = QUANT_FORMATS.get(host.get("format", ""))
-    fmt = known.codes if known is not None else CODE_FORMATS[out.dtype]
+    quant = QUANT_FORMATS.get(host.get("format", ""))
+    fmt = CODE_FORMATS[out.dtype] if quant is None else quant.codes
     limit = host.get("code_max") or host.get("fp8_max") or fmt.max
-    group = host.get("group_size") or (known.groups[0] if known is not None else None)
-    name = host.get("scale_format") or (known.scales[0] if known is not None else "float")
-    encoding, overall = SCALE_FORMATS[name], host.get("global_scale")
+    codes, divides = _bytes(fmt, out), host.get("quantize") == "divide"
     if "static_scale" in host:
-        return Quantized(
-            fmt, limit, ScaleRule("static", torch.float32, divides=_divides(host)), _bytes(fmt, out), scale, 1.0
-        )
-    codes = _bytes(fmt, out)
+        return Quantized(fmt, limit, ScaleRule("static", torch.float32, divides=divides), codes, scale, 1.0)
+    group = host.get("group_size") or (quant.groups[0] if quant is not None else 0) or 0
+    encoding = SCALE_FORMATS[host.get("scale_format") or ("float" if quant is None else quant.scales[0])]
+    overall = host.get("global_scale")
     plain = plain_scales(scale, codes.shape, group, host.get("scale_layout", "row"))
     if isinstance(plain, str):
         return plain
     rule = ScaleRule(
         "group" if group else "row",
         plain.dtype,
-        group or 0,
+        group,
         encoding.power_of_two,
-        _divides(host),
+        divides,
         floor=encoding.floor,
         has_global=overall is not None,
     )
     return Quantized(fmt, limit, rule, codes, plain, 1.0 if overall is None else float(overall))
-
-
-def _divides(host: dict[str, Any]) -> bool:
-    return host.get("quantize") == "divide"
 
 
 def _bytes(fmt: CodeFormat, out: Tensor) -> Tensor:

@@ -178,24 +178,25 @@ class _Exact(NamedTuple):
 
 
 def _exact(host: dict[str, Any]) -> _Exact:
-    x, gate, residual, rounding = host["x"], host.get("gate"), host.get("residual"), host.get("rounding", "once")
+    x, gate, rounding = host["x"], host.get("gate"), host.get("rounding", "once")
+    names = ("residual", "prologue", "prologue_args")
+    before: dict[str, Any] = {name: host[name] for name in names if name in host}
     factor = None if gate is None else reference.activate(gate.double(), host.get("gate_activation", "silu"))
-    h = x.double()
-    if "prologue" in host:
-        h = host["prologue"](h, *(reference.per_column(t.double(), x.shape[-1]) for t in host["prologue_args"]))
     if factor is not None and host.get("gate_order") == "before":
-        h, factor = h * factor, None
-    summed = normed = h if residual is None else h + residual.double()
-    round_sum = host.get("round_sum")
-    if residual is not None and (rounding == "hf" if round_sum is None else round_sum):
-        normed = summed.to(residual.dtype).double()
+        before |= {"prologue": torch.mul, "prologue_args": [factor]}
+        factor = None
+    eps, round_sum = host.get("eps", 1e-6), host.get("round_sum")
+    summed, normed = (
+        reference.rms_norm(x, None, eps, rounding=rounding, round_sum=rounds, **before).h
+        for rounds in (False, round_sum)
+    )
     if host.get("statistic") == "layer":
         normed = normed - normed.mean(-1, keepdim=True)
 
     def rounded(t: Tensor) -> Tensor:
         return t.to(x.dtype).double() if rounding == "hf" else t
 
-    a = rounded(reference.rms_norm(normed, None, host.get("eps", 1e-6)).y)
+    a = rounded(reference.rms_norm(normed, None, eps).y)
     gamma = torch.ones(1) if host["gamma"] is None else host["gamma"]
     y = rounded(a * (gamma.double() + host.get("weight_offset", 0.0)))
     y = y if host.get("bias") is None else rounded(y + host["bias"].double())

@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from . import attention, caches, products, qk_norm, rms_norm
-from .call import Case, Verify, to
-from .case import same_bytes
+from .call import Case, Verify
+from .tensors import moved, same_bytes
 
 _FAMILIES: tuple[Any, ...] = (rms_norm, products, qk_norm, caches, attention)
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], Verify]] = {
     op: (function, module.verify) for module in _FAMILIES for op, function in module.FUNCTIONS.items()
 }
-CASES: tuple[Case, ...] = (*rms_norm.CASES, *products.GEMV_CASES, *products.CASES, *qk_norm.CASES, *caches.CASES)
+CASES: tuple[Case, ...] = (*rms_norm.CASES, *products.CASES, *qk_norm.CASES, *caches.CASES)
 """Cases that every device runs."""
-GPU_CASES: tuple[Case, ...] = (*attention.CASES, *products.GPU_CASES)
+GPU_CASES: tuple[Case, ...] = (*attention.GPU_CASES, *products.GPU_CASES)
 """Cases of kernels that a CPU does not have, and of what a GPU does differently."""
 OPS: tuple[str, ...] = tuple(dict.fromkeys(case.op for case in CASES))
 """The ops that every device has."""
 ALL_OPS: tuple[str, ...] = tuple(_FUNCTIONS)
-DEVICES = ("cpu", "cuda", "interpreter")
 
 
 @dataclass(frozen=True)
@@ -84,14 +83,15 @@ def running_on(device: str) -> Iterator[None]:
 
 def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The results of a call with copies of these arguments."""
-    results = _FUNCTIONS[case.op][0](**to(None, arguments))
+    results = _FUNCTIONS[case.op][0](**moved(arguments))
     return results if isinstance(results, tuple) else (results,)
 
 
 def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results."""
-    stored = tuple(to("cpu", dict(enumerate(results))).values())  # type: ignore[arg-type]
-    for expected in _FUNCTIONS[case.op][1](case.op, to("cpu", arguments), stored):
+    host = moved({**arguments, "results": list(results)}, "cpu")
+    stored = tuple(host.pop("results"))
+    for expected in _FUNCTIONS[case.op][1](case.op, host, stored):
         wrong = expected if isinstance(expected, str) else expected.fault()
         if wrong is not None:
             return wrong

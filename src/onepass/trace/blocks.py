@@ -73,15 +73,15 @@ class Block:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The phases of which both ends were written, in order; they never overlap."""
-        found = []
+        spans_of_block = []
         for name, begin, end, _ in PHASES:
             if name == "store" and self.kind == "tail":
                 end = GemvEvent.EXIT
             if name == "exit" and self.kind == "normed":
                 begin = GemvEvent.AFTER_ARRIVE
             if begin in self.marks and end in self.marks:
-                found.append(Span(name, self.marks[begin], self.marks[end]))
-        return tuple(found)
+                spans_of_block.append(Span(name, self.marks[begin], self.marks[end]))
+        return tuple(spans_of_block)
 
 
 def last(event: GemvEvent, blocks: Iterable[Block]) -> int | None:

@@ -187,8 +187,8 @@ def _check(name: str, tensor: object, *dtypes: torch.dtype) -> None:
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         _refuse(name, "be a strided tensor", describe(tensor))
     if tensor.dtype not in dtypes:
-        known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        _refuse(name, f"be {known}", str(tensor.dtype).removeprefix("torch."))
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        _refuse(name, f"be {allowed}", str(tensor.dtype).removeprefix("torch."))
     if tensor.dim() != 1:
         _refuse(name, "be 1-D", f"shape {list(tensor.shape)}")
     if not tensor.is_contiguous():

@@ -28,7 +28,7 @@ class Track(NamedTuple):
 
 def tracks(blocks: Sequence[Block], unit: str) -> list[Track]:
     """Tracks by SM or thread; a block goes to the first one that is free when it begins."""
-    found = []
+    rows_of_unit = []
     ordered = sorted(blocks, key=lambda block: (block.unit, block.begin, block.end))
     for number, members in groupby(ordered, key=lambda block: block.unit):
         lanes: list[list[Block]] = []
@@ -40,8 +40,8 @@ def tracks(blocks: Sequence[Block], unit: str) -> list[Track]:
                 free.append(block)
         for index, lane in enumerate(lanes, 1):
             again = f" ({index})" if index > 1 else ""
-            found.append(Track(f"{unit} {number}{again}" if number >= 0 else f"lane {index}", number, lane))
-    return found
+            rows_of_unit.append(Track(f"{unit} {number}{again}" if number >= 0 else f"lane {index}", number, lane))
+    return rows_of_unit
 
 
 class Row(NamedTuple):
@@ -52,14 +52,14 @@ class Row(NamedTuple):
     height: float
 
 
-def _rows(found: list[Track]) -> tuple[list[Row], float]:
+def _rows(tracks: list[Track]) -> tuple[list[Row], float]:
     """The position of every track, tall if there are few, and where the last one ends."""
-    pitch = min(30.0, max(3.0, 960 / len(found)))
+    pitch = min(30.0, max(3.0, 960 / len(tracks)))
     apart = min(6.0, 0.25 * pitch) if pitch > 6 else 1.5
-    several = len(found) > len({track.unit for track in found})
+    several = len(tracks) > len({track.unit for track in tracks})
     within = 0.0 if pitch < 4 else 0.5
-    rows, top, unit = [], float(ROWS_TOP), found[0].unit
-    for track in found:
+    rows, top, unit = [], float(ROWS_TOP), tracks[0].unit
+    for track in tracks:
         top += apart if track.unit != unit else 0
         unit = track.unit
         rows.append(Row(track, top, pitch - (within if several else 0)))
@@ -102,8 +102,8 @@ def _strip(blocks: Sequence[Block], total: int) -> Iterator[str]:
         ceiling = [low + more for low, more in zip(floor, bins, strict=True)]
         used = [i for i, count in enumerate(bins) if count]
         span = range(used[0], used[-1] + 1)
-        there, back = [(ceiling[i], at[i + 1]) for i in span], [(floor[i], at[i]) for i in reversed(span)]
-        levels = [(f"{STRIP_TOP + STRIP * (1 - count / highest):.1f}", x) for count, x in (*there, *back)]
+        forth, back = [(ceiling[i], at[i + 1]) for i in span], [(floor[i], at[i]) for i in reversed(span)]
+        levels = [(f"{STRIP_TOP + STRIP * (1 - count / highest):.1f}", x) for count, x in (*forth, *back)]
         steps = (f"V{y}H{list(run)[-1][1]}" for y, run in groupby(levels, key=lambda level: level[0]))
         outline = f'<path class="p{phase}" d="M{at[span[0]]} {STRIP_TOP + STRIP}{"".join(steps)}Z"/>'
         yield f"<g{' class=tail' if tail else ''}>{outline}</g>"
@@ -163,11 +163,11 @@ def _axis(total: int, bottom: float) -> Iterator[str]:
 def _moments(blocks: Sequence[Block]) -> list[tuple[int, str]]:
     """The times after which only stragglers, or only the norm, still run: lines in the picture."""
     last_arrivers = [block for block in blocks if block.kind == "normed, last to arrive"]
-    found = [
+    moments = [
         (last(GemvEvent.K_LOOP_END, blocks), "last K loop ends"),
         (last(GemvEvent.AFTER_ARRIVE, last_arrivers), "last arrival"),
     ]
-    return sorted((ns, text) for ns, text in found if ns is not None)
+    return sorted((ns, text) for ns, text in moments if ns is not None)
 
 
 def svg(title: str, unit: str, blocks: Sequence[Block]) -> str:

@@ -44,8 +44,8 @@ def lane_mask(mask: Bool, paired: bool) -> Bool:
 # --- bf16, f16 and f32 ---------------------------------------------------------------------------------------------
 
 
-def _cast(value: Float, element: ir.Type, how: str) -> Any:
-    return getattr(value.builder, how)(value.ir, type_of(element, value.lanes))
+def _cast(value: Float, element: ir.Type, instruction: str) -> Any:
+    return getattr(value.builder, instruction)(value.ir, type_of(element, value.lanes))
 
 
 def round_to(dtype: torch.dtype, value: Float) -> Float:
@@ -246,10 +246,10 @@ def make_scale(
     ``overall`` multiplies the quotient. If the rule rounds down, ``fp8_max`` is the largest power of two of the codes.
     """
     wanted = (amax < bound).where(amax, bound) / fp8_max
-    known = is_finite(amax)
+    finite = is_finite(amax)
     if overall is not None:
         wanted = (wanted > 0.0).where(wanted, 0.0) * overall  # the bound may be negative
-        known = known & ~wanted.is_nan()
+        finite = finite & ~wanted.is_nan()
     if least is None and (rule.bound_in_memory or overall is not None):  # either may be negative
         least = wanted.number(0.0)
     if least is not None:
@@ -264,7 +264,7 @@ def make_scale(
         scale = (wanted < SMALLEST_SCALE).where(wanted.number(0.0), wanted)
         largest = torch.finfo(rule.dtype).max
         scale = round_to(rule.dtype, (scale > largest).where(scale.number(largest), scale))
-    return known.where(scale, amax.number(float("nan")))
+    return finite.where(scale, amax.number(float("nan")))
 
 
 def _power_of_two_above(value: Float) -> Float:

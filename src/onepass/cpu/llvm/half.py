@@ -63,13 +63,13 @@ def in_software(text: str) -> str:
     """An LLVM module with all conversions from and to float16 done by integer arithmetic."""
     needed: dict[str, str] = {}
 
-    def call(found: re.Match[str]) -> str:
-        vector = re.match(r"<(\d+) x", found["source"])
+    def call(match: re.Match[str]) -> str:
+        vector = re.match(r"<(\d+) x", match["source"])
         lanes = int(vector[1]) if vector else 0
-        widens = found["how"] == "fpext"
+        widens = match["how"] == "fpext"
         name = f"onepass_{'widen' if widens else 'narrow'}_{lanes}"
         needed[name] = _definition(name, widens, lanes)
-        return f"call {found['target']} @{name}({found['source']} {found['value']})"
+        return f"call {match['target']} @{name}({match['source']} {match['value']})"
 
     rewritten = _CONVERSION.sub(call, text)
     return rewritten + "".join(needed.values())

@@ -122,10 +122,10 @@ def _binary(instruction: str) -> Callable[[V, V | Number], V]:
     return emit
 
 
-def _comparison(instruction: str, how: str) -> Callable[[V, V | Number], Bool]:
+def _comparison(instruction: str, operator: str) -> Callable[[V, V | Number], Bool]:
     def emit(self: V, other: V | Number) -> Bool:
         left, right = self._match(other)
-        return Bool(self.builder, getattr(self.builder, instruction)(how, left.ir, right.ir))
+        return Bool(self.builder, getattr(self.builder, instruction)(operator, left.ir, right.ir))
 
     return emit
 

@@ -15,7 +15,7 @@ from .table import Tuning
 
 @cache
 def _tables() -> dict[tuple[str, int | str], Tuning]:
-    modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
+    modules = [import_module(f"{__name__}.{table.name}") for table in iter_modules(__path__)]
     return {chip: module.TUNING for module in modules for chip in getattr(module, "CHIPS", ())}
 
 

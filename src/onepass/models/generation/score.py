@@ -52,8 +52,8 @@ def score(model: nn.Module, ids: Tensor, attention_mask: Tensor | None = None) -
         torch.log_softmax(some.float(), -1).gather(1, own)
         for some, own in zip(rows.split(ROWS), wanted.split(ROWS), strict=True)
     ]
-    found = torch.cat(parts).view(logits.shape[:2]) if parts else logits.new_zeros(logits.shape[:2]).float()
-    return found.masked_fill(~(counted[:, 1:] & counted[:, :-1]), 0.0)
+    scores = torch.cat(parts).view(logits.shape[:2]) if parts else logits.new_zeros(logits.shape[:2]).float()
+    return scores.masked_fill(~(counted[:, 1:] & counted[:, :-1]), 0.0)
 
 
 def _counted(ids: Tensor, mask: Tensor) -> Tensor:

@@ -87,8 +87,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
         Unsupported: If `attends` is false for these tensors.
     """
     if torch.compiler.is_compiling():
-        made: Tensor = torch.ops.onepass.attend.default(q, k, v, mask, scale)
-        return made
+        out: Tensor = torch.ops.onepass.attend.default(q, k, v, mask, scale)
+        return out
     return _attend(q, k, v, mask, scale)
 
 

@@ -135,15 +135,15 @@ PLAIN_GEMV = Contract(
 )
 
 
-def _two_launches_contract(name: str, given: bool, form_of: str = "") -> Contract:
-    """What both launches together require, including outputs if the caller has ``given`` them."""
+def _two_launches_contract(name: str, with_outputs: bool, form_of: str = "") -> Contract:
+    """What both launches together require, including outputs if the caller has them (``with_outputs``)."""
     return Contract(
         name,
         args={name: _ARGS[name] for name in ("act", "weight", "gamma", *weight_scale.ARGS)},
         options={"eps": eps()},
         outs={
-            "normed": Out("M W0", "act.dtype", "norm of the first columns", "normed_output", when=str(given)),
-            "y": Out("M N", "act.dtype", "act @ weight.T", "y_scratch", when=str(given)),
+            "normed": Out("M W0", "act.dtype", "norm of the first columns", "normed_output", when=str(with_outputs)),
+            "y": Out("M N", "act.dtype", "act @ weight.T", "y_scratch", when=str(with_outputs)),
         },
         sizes={"T": "N - W0"},
         rules=(_COLUMNS, *(rule for rule in _RULES if rule.argument == "gamma"), *weight_scale.RULES),

@@ -19,12 +19,12 @@ not."""
 @cache
 def _parts(n: int, widths: tuple[int, ...]) -> tuple[int, ...]:
     """First tile, first column and end of each segment and of the tail; then the number of tiles."""
-    found: list[int] = []
+    parts: list[int] = []
     tile = begin = 0
     for count, width in zip(tiles(n, widths, TILE), (*widths, n - sum(widths)), strict=True):
-        found += [tile, begin, begin + width]
+        parts += [tile, begin, begin + width]
         tile, begin = tile + count, begin + width
-    return (*found, tile)
+    return (*parts, tile)
 
 
 def trace_blocks(act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...]) -> int:

@@ -97,14 +97,14 @@ class Segment(NamedTuple):
 
 def _norms(module: Module, spec: GemvSpec, offsets: dict[str, int]) -> list[Function]:
     """The norm routine of each segment. Segments that differ only in sizes and addresses share one."""
-    found: dict[tuple[torch.dtype, bool], Function] = {}
+    functions: dict[tuple[torch.dtype, bool], Function] = {}
     kinds = [(gamma, i == 0 and spec.fp8 is not None) for i, gamma in enumerate(spec.gammas)]
     for gamma, coded in kinds:
-        if (gamma, coded) not in found:
-            f = Function(module, f"norm{len(found)}", len(Segment._fields), private=True)
-            found[gamma, coded] = f
+        if (gamma, coded) not in functions:
+            f = Function(module, f"norm{len(functions)}", len(Segment._fields), private=True)
+            functions[gamma, coded] = f
             _norm(f, spec, offsets, gamma, spec.fp8 if coded else None)
-    return [found[kind] for kind in kinds]
+    return [functions[kind] for kind in kinds]
 
 
 def _norm(f: Function, spec: GemvSpec, offsets: dict[str, int], gamma: torch.dtype, fp8: Fp8Format | None) -> None:
@@ -263,9 +263,9 @@ class TileKernel:
     def arrive(self, norm: Function, i: int) -> None:
         """Count a tile of segment ``i``; the last one's thread normalizes the segment."""
         f, args, part = self.f, self.args, self.parts[i]
-        given = args.integer("counter")
+        shared = args.integer("counter")
         own = args.block + args.offsets["counter0"]
-        counter = f.pointer(given.eq(0).where(own, given) + 4 * i)
+        counter = f.pointer(shared.eq(0).where(own, shared) + 4 * i)
         self.trace.mark(_BEFORE)
         before = f.builder.atomic_rmw("add", counter, ir.Constant(I32, 1), "acq_rel")
         self.trace.mark(_AFTER)

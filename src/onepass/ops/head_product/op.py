@@ -49,8 +49,8 @@ def head_product(x: Tensor, weight: Tensor) -> Tensor:
         Unsupported: If `multiplies_heads` is false for these tensors.
     """
     if torch.compiler.is_compiling():
-        made: Tensor = torch.ops.onepass.head_product.default(x, weight)
-        return made
+        out: Tensor = torch.ops.onepass.head_product.default(x, weight)
+        return out
     return _multiply(x, weight)
 
 

@@ -64,8 +64,8 @@ def attend_latents(
         Unsupported: If `attends_latents` is false for these tensors.
     """
     if torch.compiler.is_compiling():
-        made: Tensor = torch.ops.onepass.attend_latents.default(q, q_rot, latent, k_rot, mask, scale)
-        return made
+        out: Tensor = torch.ops.onepass.attend_latents.default(q, q_rot, latent, k_rot, mask, scale)
+        return out
     return _attend(q, q_rot, latent, k_rot, mask, scale)
 
 

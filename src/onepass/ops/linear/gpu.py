@@ -439,7 +439,7 @@ def _norm_call(call: LinearCall, norm: Tensor) -> RowCall:
     """The `rms_norm` that a call begins with."""
     spec, gamma, (m, k) = call.spec, call.gamma, call.x.shape
     assert gamma is not None
-    made = RowCall(
+    rows_call = RowCall(
         row_spec(spec.x, gamma.dtype, spec.residual, spec.x, spec.rounding),
         call.x,
         gamma,
@@ -451,8 +451,8 @@ def _norm_call(call: LinearCall, norm: Tensor) -> RowCall:
         n=k,
         geom=Geometry(m, 1, 1),
     )
-    rows = (made.x, made.residual, norm, None, None, made.new_residual)
-    return made._replace(strides=tuple([(0 if t is None else t.stride(0), 0, 0) for t in rows]))
+    rows = (rows_call.x, rows_call.residual, norm, None, None, rows_call.new_residual)
+    return rows_call._replace(strides=tuple([(0 if t is None else t.stride(0), 0, 0) for t in rows]))
 
 
 def _product_call(call: LinearCall, x: Tensor) -> LinearCall:
@@ -472,10 +472,10 @@ def builds(chip: Chip, call: LinearCall) -> list[Build]:
 
 def _product_builds(chip: Chip, call: LinearCall) -> list[Build]:
     """The builds of a call without a norm."""
-    found = KERNELS.builds(chip, call)
+    builds = KERNELS.builds(chip, call)
     if _decodes(_facts(call, chip).config):
-        found.insert(0, decode_build_for(DecodeSpec(call.spec.weight, call.spec.x), chip))
-    return found
+        builds.insert(0, decode_build_for(DecodeSpec(call.spec.weight, call.spec.x), chip))
+    return builds
 
 
 def launch(call: LinearCall) -> None:

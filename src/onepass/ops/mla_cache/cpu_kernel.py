@@ -101,15 +101,15 @@ class TokenKernel:
         """An element of an index tensor of any dtype."""
         f, builder = self.f, self.f.builder
         base, width = self.args.integer(f"{name}.at"), self.args.integer(f"{name}.width")
-        found = Cell(f, f.index(0))
+        value_cell = Cell(f, f.index(0))
         with f.choice(width.eq(0)) as (wide, narrow):
             with wide:
-                found.set(Int(builder, f.load(base + at * 8, I64, lanes=0)))
+                value_cell.set(Int(builder, f.load(base + at * 8, I64, lanes=0)))
             with narrow:
                 raw = f.load(base + at * 4, I32, lanes=0)
                 signed, unsigned = Int(builder, builder.sext(raw, I64)), Int(builder, builder.zext(raw, I64))
-                found.set(width.eq(1).where(signed, unsigned))
-        value: Int = found.get()
+                value_cell.set(width.eq(1).where(signed, unsigned))
+        value: Int = value_cell.get()
         return value
 
     def at_most(self, a: Int, b: Int) -> Bool:

@@ -120,20 +120,20 @@ class Known(NamedTuple):
 
 def _unused(spec: MlaSpec, config: MlaConfig, known: Known) -> list[str]:
     """The numbers that the kernel does not read."""
-    found = ["rows.rope", "rows.turned", "rows.page_size" if known.paged else "numbers.page_shift"]
+    names = ["rows.rope", "rows.turned", "rows.page_size" if known.paged else "numbers.page_shift"]
     if known.full:
-        found.append("rows.latent")
+        names.append("rows.latent")
     if not known.part:
-        found.append("rows.normed")
+        names.append("rows.normed")
     if spec.freqs is None:
-        found += ["rows.limit", "rows.freqs_row"]
+        names += ["rows.limit", "rows.freqs_row"]
     if spec.slots is not None:
-        found += ["rows.table_width", "rows.table_row"]
+        names += ["rows.table_width", "rows.table_row"]
     if not config.width:
-        found.append("rows.requests")
+        names.append("rows.requests")
     if spec.scale != "token":
-        found += ["rows.scale_page", "rows.scale_entry"]
-    return found
+        names += ["rows.scale_page", "rows.scale_entry"]
+    return names
 
 
 def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: Known, chip: Chip) -> Build:

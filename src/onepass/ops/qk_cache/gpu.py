@@ -164,14 +164,14 @@ def _unused(spec: QkCacheSpec, known: Known, indexed: bool) -> dict[str, float |
         names.append("first")
     if spec.starts is None:
         names.append("start_step")
-    found: dict[str, float | None] = {f"rows.{name}": 0 for name in names}
+    unused: dict[str, float | None] = {f"rows.{name}": 0 for name in names}
     if spec.placing != "slots" or not known.paged:
-        found["numbers.page_shift"] = 0
+        unused["numbers.page_shift"] = 0
     if spec.norm == "none":
-        found |= {"numbers.eps": 0.0, "numbers.weight_offset": 0.0}
+        unused |= {"numbers.eps": 0.0, "numbers.weight_offset": 0.0}
     if not indexed or known.single:
-        found["rows.sequence"] = 1
-    return found
+        unused["rows.sequence"] = 1
+    return unused
 
 
 def build_for(spec: QkCacheSpec, facts: QkCacheFacts, config: QkCacheConfig, chip: Chip) -> Build:
@@ -254,7 +254,7 @@ def _constants(
 
 def _divisible(spec: QkCacheSpec, dtypes: Mapping[str, torch.dtype | None], known: Known) -> dict[str, int]:
     """Alignment of addresses in bytes and of strides in elements. Stores are not given more than loads."""
-    found: dict[str, int] = {}
+    divisors: dict[str, int] = {}
     groups: tuple[tuple[bool, dict[str, tuple[str, ...]]], ...] = (
         (known.q, {"q": _strides("q"), "q_out": _strides("q_out"), "gamma_q": ()}),
         (
@@ -273,9 +273,9 @@ def _divisible(spec: QkCacheSpec, dtypes: Mapping[str, torch.dtype | None], know
             if aligned and dtype is not None:
                 loaded = dtype if name in ("freqs", "cos", "sin") else spec.x
                 vec = 16 // max(loaded.itemsize, dtype.itemsize)
-                found[f"tensors.{name}"] = vec * dtype.itemsize
-                found |= dict.fromkeys((f"rows.{stride}" for stride in strides), vec)
-    return found
+                divisors[f"tensors.{name}"] = vec * dtype.itemsize
+                divisors |= dict.fromkeys((f"rows.{stride}" for stride in strides), vec)
+    return divisors
 
 
 def _strides(name: str) -> tuple[str, ...]:
@@ -325,10 +325,10 @@ def _known(call: QkCacheCall) -> Known:
     def address(tensor: Tensor | None, *steps: int) -> int:
         if tensor is None:
             return 0
-        found = tensor.data_ptr()
+        bits = tensor.data_ptr()
         for step in steps:
-            found |= step * tensor.element_size()
-        return found
+            bits |= step * tensor.element_size()
+        return bits
 
     def of_tokens(tensor: Tensor | None, by_outer: int, by_token: int, by_head: int, heads: int) -> int:
         return address(tensor, outer * by_outer, tokens * by_token, (heads > 1) * by_head)

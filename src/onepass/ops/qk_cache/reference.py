@@ -15,12 +15,12 @@ def paged(slots: Tensor, pages: int, entries: int) -> tuple[Tensor, Tensor]:
 
 def dense(starts: Sequence[int], sequences: int, tokens: int, entries: int) -> tuple[Tensor, Tensor]:
     """Sequence and entry of every token, whose first one lies at its ``starts``; -1 if there is no such entry."""
-    found = []
+    places = []
     for sequence in range(sequences):
         for token in range(tokens):
             entry = (starts[sequence] if len(starts) > 1 else starts[0]) + token
-            found.append((sequence, entry) if 0 <= entry < entries else (-1, 0))
-    return _both(found)
+            places.append((sequence, entry) if 0 <= entry < entries else (-1, 0))
+    return _both(places)
 
 
 def _both(places: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,9 @@ from ...rope import STYLES
 from .launch import MAX_HEAD
 
 
-def _heads_hint(known: dict[str, Any], k: Tensor) -> str:
+def _heads_hint(symbols: dict[str, Any], k: Tensor) -> str:
     """Advice if q and k differ only in the second-to-last dimension, as [B, H, D] with different head counts do."""
-    lead, width = list(known.get("...", ())), known.get("Nq")
+    lead, width = list(symbols.get("...", ())), symbols.get("Nq")
     if lead and [*lead[:-1], width] == [*k.shape[:-2], *k.shape[-1:]] and k.dim() == len(lead) + 1:
         return f"if the second-to-last dimension counts heads, pass per_head=True and gammas of {width} elements"
     return ""

@@ -82,8 +82,8 @@ class SideKernel:
             angles = self.angles(token) if spec.rope is not None else None
             with f.loop(f.index(0), heads) as head:
                 x = source + head * args.integer(f"{self.side}.step") * spec.x.itemsize
-                given = stats if spec.stage == "apply" else None
-                v = self.mean(x) if given is None else load_scalar(f, torch.float32, given)
+                sums = stats if spec.stage == "apply" else None
+                v = self.mean(x) if sums is None else load_scalar(f, torch.float32, sums)
                 if stats is not None and target is None:
                     store_scalar(f, torch.float32, v, stats)
                 elif target is not None and spec.out is not None:

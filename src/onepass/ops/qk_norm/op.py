@@ -220,8 +220,8 @@ def apply_qk_rms_norm(
     >>> q, k
     (tensor([[0.8485, 1.1314]]), tensor([[0.0000, 1.4142]]))
     """
-    for name, given in (("q_out", q_out), ("k_out", k_out)):
-        if given is None:
+    for name, output in (("q_out", q_out), ("k_out", k_out)):
+        if output is None:
             APPLY_QK_RMS_NORM.fail(name, "be a tensor", "None")
     freqs, positions, *turn = _unpacked(APPLY_QK_RMS_NORM, rope)
     tensors = (q, k, gamma_q, gamma_k, qk_var, freqs, positions, q_scale, k_scale)

@@ -145,7 +145,7 @@ class _Token:
         f, size = self.f, self.spec.kv.itemsize
         columns = self.n["columns"]
         whole = columns & -SUM
-        found: list[Float] = []
+        scores: list[Float] = []
         step = SUM if self.wide else 4
         for begin in range(0, SUM, step):
             keys = [self.k + self.entry(first + begin + i) * self.n["k_entry"] * size for i in range(step)]
@@ -160,8 +160,8 @@ class _Token:
                 add(at, None)
             with f.when(whole < columns):
                 add(whole, f.first_lanes(columns - whole, SUM))
-            found += [cell.get() for cell in cells]
-        return found
+            scores += [cell.get() for cell in cells]
+        return scores
 
     def write_powers(self, top: Float) -> Float:
         """Write powers over the scores; returns their sum."""

@@ -51,8 +51,8 @@ def attend_sequence(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     what is supported. The module's docstring has the equation.
     """
     if torch.compiler.is_compiling():
-        made: Tensor = torch.ops.onepass.attend_sequence.default(q, k, v, mask, scale, softcap)
-        return made
+        out: Tensor = torch.ops.onepass.attend_sequence.default(q, k, v, mask, scale, softcap)
+        return out
     return _attend(q, k, v, mask, scale, softcap)
 
 

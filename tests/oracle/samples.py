@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from ..core.contract import Contract
+from onepass.core.contract import Contract
 
 
 def sample(

@@ -10,10 +10,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..formats import FLOATS, SCALE_BLOCK
-from ..ops.linear import reference as linear_reference
-from ..ops.rms_norm import reference as rms_norm_reference
-from .bounds import FLOOR, Bounds
+from onepass.formats import FLOATS, SCALE_BLOCK
+from onepass.ops.linear import reference as linear_reference
+from onepass.ops.rms_norm import reference as rms_norm_reference
+from tests.oracle.bounds import FLOOR, Bounds
 
 _SCALED: Final = 256
 """A CPU sums products with fp8 weights at 1/256 of their size, so many more of them are subnormal."""

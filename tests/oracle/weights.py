@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..formats import SCALE_BLOCK
+from onepass.formats import SCALE_BLOCK
 
 _SPREAD: Final = 8.0
 """Standard deviation of int8 weights, for results near 1 with `scales`."""
@@ -31,5 +31,5 @@ def scales(kind: str, n: int, k: int, generator: torch.Generator, apart: bool = 
     whole = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     if kind == "block":
         whole = torch.exp2(exponents.float()) * (1 + torch.rand(exponents.shape, generator=generator))
-    found = whole[:, 1 : 1 + columns]
-    return found if apart else found.contiguous()
+    part = whole[:, 1 : 1 + columns]
+    return part if apart else part.contiguous()

@@ -14,12 +14,13 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import FLOAT32_MAX, SMALLEST_EPS, ScaleRule
-from ..ops.qk_norm import reference as qk_norm_reference
-from ..ops.rms_norm import reference as rms_norm_reference
-from . import compare
-from .compare import FLOAT32_ERROR
+from onepass.formats import FLOAT32_MAX, SMALLEST_EPS, ScaleRule
+from onepass.ops.qk_norm import reference as qk_norm_reference
+from onepass.ops.rms_norm import reference as rms_norm_reference
+from onepass.testing import compare
 
+FLOAT32_ERROR: Final = 1e-6
+"""Relative error that float32 accumulation and the few products after it may leave."""
 FLOOR: Final = 2.0**-149
 """The spacing of float32's subnormal numbers: the error of a subnormal product."""
 PRODUCT: Final = 2.0**-23
@@ -86,18 +87,18 @@ def normed(
     rounded: torch.dtype | None,
     error: float = FLOAT32_ERROR,
     doubt: Tensor | None = None,
-    given: bool = False,
+    overflow: bool = False,
 ) -> Bounds:
     """``(h * rs) * g``, unrounded, or with both products rounded ("hf").
 
-    ``doubt`` is how far h itself may be off; ``given``: rs is the caller's, so products may exceed float32.
+    ``doubt`` is how far h itself may be off; ``overflow``: rs is the caller's, so products may exceed float32.
     """
-    a = overflowed(h * rs) if given else h * rs
+    a = overflowed(h * rs) if overflow else h * rs
     radius = a.abs() * error + FLOOR
     if doubt is not None:
         radius = radius + doubt * rs + a.abs() * spread(doubt, rs)
     if rounded is None:
-        y = overflowed(a * g) if given else a * g
+        y = overflowed(a * g) if overflow else a * g
         low, high = around(y, torch.where(a == 0, 0.0, radius) * g.abs() + FLOOR)
         # zeros have the sign of h, which may be in doubt
         either = (g == 0) & (a != 0) & a.isfinite() & (a.abs() <= radius)

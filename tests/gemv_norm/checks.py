@@ -9,40 +9,33 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..formats import FLOATS, FP8_FORMATS, ScaleRule
-from ..ops.gemv_norm import reference
-from ..ops.gemv_norm.op import (
+from onepass.formats import FLOATS, FP8_FORMATS, ScaleRule
+from onepass.ops.gemv_norm import reference
+from onepass.ops.gemv_norm.op import (
     GEMV,
     gemv_and_partial_norm,
     gemv_and_partial_norm_unfused_with_scratch,
     gemv_and_partial_norm_with_scratch,
     gemv_trace_blocks,
 )
-from ..ops.linear.reference import matmul
-from ..ops.rms_norm.reference import divided
-from ..trace import GemvEvent, GmemTrace, NullTrace, TraceBuf
-from . import bounds, compare, linear_bounds
-from .bounds import FLOOR, Bounds
-from .case import (
-    GPU_ONLY,
-    Layout,
-    Values,
-    case_name,
-    labelled,
-    lay_out,
-    moved,
-    poison,
-    set_special,
-    short_dtype,
-    to_cpu,
-)
-from .samples import sample
-from .weights import scales, whole_numbers
+from onepass.ops.linear.reference import matmul
+from onepass.ops.rms_norm.reference import divided
+from onepass.testing import compare
+from onepass.testing.tensors import Layout, lay_out, moved, set_special, short_dtype
+from onepass.trace import GemvEvent, GmemTrace, NullTrace, TraceBuf
+from tests.linear import bounds as linear_bounds
+from tests.oracle import bounds
+from tests.oracle.bounds import FLOOR, Bounds
+from tests.oracle.case import GPU_ONLY, Values, case_name, labelled
+from tests.oracle.memory import poison, to_cpu
+from tests.oracle.samples import sample
+from tests.oracle.weights import scales, whole_numbers
 
 BF16, F16, F32 = FLOATS
 E4M3, E4M3UZ = FP8_FORMATS
 INT8 = torch.int8
 BLOCKS = ("block", "ue8m0")
+OPS: Final = ("gemv_and_partial_norm",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,21 +72,6 @@ class Case:
         launches = "" if self.fused or self.group == "two launches" else "two launches"
         rest = self.scale, self.layout, self.values, launches
         return case_name(self.group, *shapes, short_dtype(self.act), *dtypes, *rest)
-
-
-CASES: Final = (
-    Case("dtypes", 1, 40, 520, (24,), gamma=BF16),
-    Case("gammas", 1, 40, 520, (24,), gamma=F16),
-    Case("gammas", 33, 40, 640, (24,), gamma=F16, scale="row", fused=False),
-    Case("dtypes", 1, 40, 520, (24,), F32, gamma=F32),
-    Case("block scales", 3, 140, 520, (130,), weight=E4M3, scale="ue8m0"),
-    Case("int8 weights", 2, 40, 1040, (24,), F16, INT8, scale="tensor"),
-    Case("block scales", 1, 300, 257, (24, 150), weight=E4M3, scale="block", codes=E4M3),
-    Case("layouts", 1, 40, 512, (24,), layout="misaligned"),
-    Case("layouts", 2, 40, 1024, (24,), weight=E4M3, scale="row", layout="sliced"),
-    Case("values", 9, 48, 256, (24,), weight=E4M3, codes=E4M3UZ, values="special"),
-)
-"""Few cases that together have every dtype, format, option and layout of the matrix in tests/gemv_norm/cases.py."""
 
 
 # --- inputs and calls -----------------------------------------------------------------------------------------------
@@ -146,17 +124,17 @@ def zeroable(case: Case) -> list[tuple[int, str]]:
 
 def call_scratch(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
     """The caller-scratch form into poisoned, strided outputs; and the counter it used."""
-    given = []
+    outputs = []
     for t in like:
         wide = torch.empty(t.shape[0], t.shape[1] + 3, dtype=t.dtype, device=t.device)
-        given.append(poison(wide)[:, 1 : 1 + t.shape[1]])
-    rest = list(given)
+        outputs.append(poison(wide)[:, 1 : 1 + t.shape[1]])
+    rest = list(outputs)
     normed, unnormed = rest.pop(0), rest.pop()
     scale = rest.pop(0) if case.codes is not None else None
     counter = torch.zeros(len(case.widths), dtype=torch.int32, device=like[0].device)
     if not case.fused:
         call_two_launches(arguments, normed, unnormed)
-        return tuple(given), counter
+        return tuple(outputs), counter
     trace: TraceBuf = NullTrace()
     segments = arguments.get("segments", ())
     named = (arguments["act"], arguments["weight"], arguments["gamma"])
@@ -167,7 +145,7 @@ def call_scratch(case: Case, arguments: dict[str, Any], like: tuple[Tensor, ...]
     gemv_and_partial_norm_with_scratch(normed, unnormed, *named, eps, counter, trace, scale_output=scale, **more)
     if isinstance(trace, GmemTrace):
         _check_trace(trace, len(case.widths), case.m)
-    return tuple(given), counter
+    return tuple(outputs), counter
 
 
 def call_two_launches(arguments: dict[str, Any], normed: Tensor, y: Tensor) -> None:
@@ -260,7 +238,7 @@ def normed_bounds(y: Bounds, gamma: Tensor, eps: float) -> tuple[Bounds, Tensor]
     slow, fast = bounds.reciprocal_rms(most, eps), bounds.reciprocal_rms(least, eps)
     ends = torch.stack([end * rs * gamma for end in y for rs in (slow, fast)])
     low, high = ends.amin(0), ends.amax(0)
-    off = compare.FLOAT32_ERROR
+    off = bounds.FLOAT32_ERROR
     low, high = low - low.abs() * off - FLOOR * (1 + gamma.abs()), high + high.abs() * off + FLOOR * (1 + gamma.abs())
     exact = ~(low.isfinite() & high.isfinite()) | (gamma == 0)
     return Bounds(torch.where(exact, ends[0], low), torch.where(exact, ends[3], high)), slow
@@ -278,6 +256,6 @@ def _verify_codes(codes: Tensor, scale: Tensor, normed: Bounds, slow: Tensor) ->
         return None  # the factor exceeds float32; the cases of rms_norm_fused_fp8 test these codes
     k = torch.where(stored == 0, 0.0, 1 / stored)
     low, high = (torch.where((end == 0) & ~k.isnan(), end, end * k) for end in normed)
-    off, exact = compare.FLOAT32_ERROR, low == 0
+    off, exact = bounds.FLOAT32_ERROR, low == 0
     low, high = torch.where(exact, low, low - low.abs() * off), torch.where(exact, high, high + high.abs() * off)
     return compare.between(codes, low, high, fmt)
