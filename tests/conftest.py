@@ -20,7 +20,12 @@ NEED_ENGINES = [
     "engines/test_vllm_serving.py",
 ]
 """`make engines` runs these in an environment that has the engines."""
-collect_ignore = [] if find_spec("vllm") and find_spec("kernels") else NEED_ENGINES
+NEED_SGLANG = ["engines/test_sglang_source.py"]
+"""Run by hand: SGLang has no build without CUDA libraries."""
+collect_ignore = [
+    *([] if find_spec("vllm") and find_spec("kernels") else NEED_ENGINES),
+    *([] if find_spec("sglang") else NEED_SGLANG),
+]
 
 # Read when torch is imported, here and in the processes that tests start. There is one worker per
 # core, each with one thread per core: threads that spin while they wait would slow the others down.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -23,6 +24,7 @@ os.environ |= {
 import torch
 from vllm import LLM, SamplingParams
 from vllm.ir.op import IrOp
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 from tests.engines.small_models import VOCABULARY
 
@@ -49,6 +51,20 @@ def count_calls() -> Counter[str]:
     return calls
 
 
+def note_logits() -> list[list[str]]:
+    """From now on, append a digest of each row of logits, a list per step. Rows are in the order of the requests."""
+    steps: list[list[str]] = []
+    forward = LogitsProcessor.forward
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        logits = forward(*arguments, **options)
+        steps.append([hashlib.sha256(row.view(torch.uint8).numpy().tobytes()).hexdigest()[:16] for row in logits])
+        return logits
+
+    LogitsProcessor.forward = noted
+    return steps
+
+
 def main() -> None:
     """Serve eight requests at once, then each by itself."""
     parser = argparse.ArgumentParser()
@@ -56,6 +72,7 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="the file that results are written to as JSON")
     parser.add_argument("--provider", default="native")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--logits", action="store_true", help="report digests of the logits too")
     options = parser.parse_args()
     priority = ["native"] if options.provider == "native" else [options.provider, "native"]
     llm = LLM(
@@ -67,6 +84,7 @@ def main() -> None:
         ir_op_priority=dict.fromkeys(OPS, priority),
     )
     calls = count_calls()
+    steps = note_logits() if options.logits else []
     generator = torch.Generator().manual_seed(1)
     prompts: list[Any] = [
         {"prompt_token_ids": torch.randint(2, VOCABULARY, (n,), generator=generator).tolist()} for n in LENGTHS
@@ -74,18 +92,22 @@ def main() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     llm.generate(prompts[:2], greedy, use_tqdm=False)  # compiles what is compiled
     calls.clear()
+    steps.clear()
     started = time.perf_counter()
     together = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, greedy, use_tqdm=False)]
     seconds = time.perf_counter() - started
-    counted = dict(calls)
+    counted, logits_together = dict(calls), list(steps)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         llm.generate(prompts[:1], greedy, use_tqdm=False)
     operators = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("onepass::")}
+    steps.clear()
     alone = [list(llm.generate([p], greedy, use_tqdm=False)[0].outputs[0].token_ids) for p in prompts]
     report = {
         "tokens": together,
         "alone": alone,
         "calls": counted,
+        "logits": logits_together,
+        "logits_alone": steps,
         "operators": operators,
         "per_second": sum(map(len, together)) / seconds,
         "priority": {op: IrOp.registry[op].get_priority() for op in OPS},

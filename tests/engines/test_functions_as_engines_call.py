@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import onepass
 from onepass import ContractError, Unsupported
 from onepass.engines import flashinfer, sglang, vllm
 from onepass.engines.flashinfer import norm as flashinfer_norm
@@ -106,6 +107,97 @@ def test_flashinfer_static_codes(
     wrong = rows_that_differ([out], ([codes(rs)] for rs in near(total)))
     assert wrong == [] if scale == 0.0625 else len(wrong) <= 1, "another scale may change a code at a boundary"
     assert (out.float() - codes(near(total)[4]).float()).abs().max() <= 32 and out.float().abs().max() > 20
+
+
+def statistics(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Rows minus their mean, and roots within a few units of that of the variance."""
+    d = x.float() - x.double().mean(-1, keepdim=True).float()
+    return d, near(d)
+
+
+@pytest.mark.sampled(3)  # each compiles a kernel
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [*MIXED, (BF16, F32)])
+def test_flashinfer_layernorm(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """``round((d * rs) * gemma + beta)``; a mean in another order may move a value at a boundary."""
+    x, beta, gemma = inputs(dtype, weight_dtype, 24, 640)
+    x, beta = x + 3, beta[0].to(weight_dtype)
+    before = x.clone()
+    y = flashinfer.layernorm(x, gemma, beta, EPS)
+    d, roots = statistics(x)
+    expected = ((d * roots[4]) * gemma.float() + beta.float()).to(dtype)
+    if dtype is F32:
+        torch.testing.assert_close(y, expected, rtol=2e-5, atol=5e-6)
+    else:
+        assert_close(y, expected, 0.995)
+    assert same_bytes(x, before) and y.float().abs().max() > 2
+    assert same_bytes(flashinfer.layernorm(x[5:6], gemma, beta, EPS), y[5:6])
+
+
+@pytest.mark.sampled(3)  # each compiles a kernel
+@pytest.mark.parametrize("stored_as", [F8, torch.float8_e5m2])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, F32), (F16, F16), (F32, F32)])
+def test_flashinfer_layernorm_codes(dtype: torch.dtype, weight_dtype: torch.dtype, stored_as: torch.dtype) -> None:
+    """Codes of what `layernorm` stores: ``fp8(y * (1 / scale))``, every byte."""
+    x, beta, gemma = inputs(dtype, weight_dtype, 24, 640)
+    beta, scale = beta[0].to(weight_dtype), torch.tensor([0.013])
+    out = torch.empty(24, 640, dtype=stored_as)
+    assert flashinfer.layernorm_quant(out, x, gemma, beta, scale, EPS) is None
+    y = flashinfer.layernorm(x, gemma, beta, EPS)
+    assert same_bytes(out, fp8(y.float() * (1.0 / scale), stored_as))
+    assert out.float().abs().max() > 50
+    again = torch.empty_like(out)
+    flashinfer.layernorm_quant(again, x, gemma, beta, 0.013, EPS)
+    assert same_bytes(out, again)
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (5, 3, 64), (7, 640)])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_flashinfer_sigmoid_gate(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """In place, between the other columns of a projection."""
+    both = inputs(dtype, dtype, *shape[:-1], 2 * shape[-1])[0]
+    before = both.clone()
+    x, gate = both[..., : shape[-1]], both[..., shape[-1] :]
+    flashinfer.rmsnorm_sigmoid_gate(x, gate, EPS, enable_pdl=False)
+    h = before[..., : shape[-1]].float()
+    expected = (h * near(h)[4] * torch.sigmoid(gate.double()).float()).to(dtype)
+    assert_close(x, expected, 0.99)
+    assert same_bytes(gate, before[..., shape[-1] :])
+
+
+@pytest.mark.sampled(3)  # each compiles a kernel
+@pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED)
+def test_flashinfer_fp8_blocks(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """The norm of the unrounded sum; scales and codes of what is stored; a group of zeros has the smallest scale."""
+    x, residual, weight = inputs(dtype, weight_dtype, 9, 512)
+    x[3, 128:256], residual[3, 128:256] = 0.0, 0.0
+    out, normed = torch.empty(9, 512, dtype=F8), torch.empty_like(x)
+    scale, stored, total = torch.full((4, 12), 7.0), residual.clone(), x.float() + residual.float()
+    flashinfer.fused_add_rmsnorm_fp8_block_quant(out, scale, normed, x, stored, weight, EPS)
+    assert same_bytes(stored, total.to(dtype))
+    assert rows_that_differ([normed], ([(total * rs * weight.float()).to(dtype)] for rs in near(total))) == []
+    groups = normed.float().unflatten(-1, (4, 128))
+    expected = groups.abs().amax(-1).clamp(min=1e-4) / 448
+    torch.testing.assert_close(scale[:, :9].t(), expected, rtol=2e-7, atol=0.0)
+    assert scale[1, 3] == torch.tensor(1e-4 / 448) and (scale[:, 9:] == 7.0).all()
+    codes = fp8((groups * (1.0 / scale[:, :9].t().unsqueeze(-1))).flatten(1))
+    assert same_bytes(out, codes) and out.float().abs().amax() == 448
+    with pytest.raises(ContractError, match=r"`block_scale` must be \[4, 12\] with contiguous rows, got"):
+        flashinfer.fused_add_rmsnorm_fp8_block_quant(out, scale[:, :9], normed, x, stored, weight)
+
+
+def test_packed_scales_of_a_norm() -> None:
+    """One call for a norm and vLLM's ``per_token_group_quant_fp8_packed_for_deepgemm`` of its result: the same bytes."""
+    x, _, weight = inputs(BF16, BF16, 9, 640)
+    codes, words = onepass.rms_norm_fused_quant(
+        x, weight, EPS, group_size=128, scale_format="ue8m0", scale_layout="column_packed", rounding="stored"
+    )
+    y = onepass.rms_norm(x, weight, EPS).float().unflatten(-1, (5, 128))
+    scale = torch.exp2(torch.ceil(torch.log2(y.abs().amax(-1).clamp(min=1e-10).double() / 448))).float()
+    assert same_bytes(codes, fp8((y / scale.unsqueeze(-1)).flatten(1)))
+    exponents = torch.nn.functional.pad((scale.view(torch.int32) >> 23) & 0xFF, (0, 3)).unflatten(-1, (2, 4))
+    expected = (exponents << torch.tensor([0, 8, 16, 24])).sum(-1)
+    assert words.dtype == torch.int32 and words.shape == (9, 2) and words.stride() == (1, 12)
+    assert torch.equal(words.long() & 0xFFFFFFFF, expected & 0xFFFFFFFF) and (words != 0).all()
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,19 @@ GOOD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (flashinfer.gemma_fused_add_rmsnorm, norm(residual=X, eps=0.5), ""),
     (flashinfer.fused_add_rmsnorm_quant, norm(out=CODES, residual=X, scale=ONE, eps=0.5), ""),
     (flashinfer.qk_rmsnorm, norm(output=X, eps=0.5, weight_bias=0.0), ""),
+    (flashinfer.rmsnorm_sigmoid_gate, {"input": X, "gate": X.clone(), "eps": 0.5}, ""),
+    (flashinfer.layernorm, {"input": X, "gemma": torch.zeros(64), "beta": torch.zeros(64), "eps": 0.5}, ""),
+    (
+        flashinfer.layernorm_quant,
+        {"out": CODES, "input": X, "gemma": zeros(64), "beta": zeros(64), "scale": 1.0, "eps": 0.5},
+        "",
+    ),
+    (
+        flashinfer.fused_add_rmsnorm_fp8_block_quant,
+        {"out": zeros(3, 128, dtype=FP8), "block_scale": torch.zeros(1, 4), "normed_out": zeros(3, 128),
+         "input": zeros(3, 128), "residual": zeros(3, 128), "weight": zeros(128), "eps": 0.5},
+        "",
+    ),
     (flashinfer.rmsnorm_fp4quant, FP4, "y_fp4 block_scale global_scale"),
     (flashinfer.add_rmsnorm_fp4quant, {**FP4, "residual": X, "y_out": X.clone()}, "y_fp4 block_scale global_scale y_out"),
     (

@@ -54,6 +54,11 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "fused_add_rmsnorm_quant": "out, input, residual, weight, scale, eps=1e-06, enable_pdl=None",
         "gemma_rmsnorm": "input, weight, eps=1e-06, out=None, enable_pdl=None",
         "gemma_fused_add_rmsnorm": "input, residual, weight, eps=1e-06, enable_pdl=None",
+        "rmsnorm_sigmoid_gate": "input, gate, eps=1e-05, *, enable_pdl=True",
+        "layernorm": "input, gemma, beta, eps=1e-06",
+        "layernorm_quant": "out, input, gemma, beta, scale, eps=1e-06",
+        "fused_add_rmsnorm_fp8_block_quant": "out, block_scale, normed_out, input, residual, weight, eps=1e-06, "
+        "enable_pdl=None",
         "rmsnorm_fp4quant": "input, weight, y_fp4=None, block_scale=None, global_scale=None, eps=1e-06, block_size=16, "
         "scale_format=None, is_sf_swizzled_layout=False, enable_pdl=None",
         "add_rmsnorm_fp4quant": "input, residual, weight, y_fp4=None, block_scale=None, global_scale=None, eps=1e-06, "

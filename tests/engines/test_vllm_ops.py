@@ -16,9 +16,13 @@ from vllm.ir.op import IrOp
 from vllm.model_executor.determinism import batch_invariant
 
 from onepass import __version__
-from onepass.engines import plugin
+from onepass.engines import plugin, plugin_product
 from onepass.engines import vllm as functions
+from onepass.engines.plugin_product import product
+from onepass.engines.registration import fingerprint
 from onepass.testing.tensors import same_bytes
+from tests.engines.test_functions import assert_close
+from tests.engines.test_plugin_product import inputs as product_inputs
 from tools.vllm_bytes import normed_once, normed_twice, roots, rows_that_differ
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -171,8 +175,13 @@ def test_batch_does_not_change_rows_of_the_ops() -> None:
 
 def test_batch_invariant_layer(monkeypatch: pytest.MonkeyPatch, default_config: None) -> None:
     """With VLLM_BATCH_INVARIANT=1 models get our layer, whose GPU forward computes what vLLM's does there."""
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert plugin.register().endswith("and its batch-invariant RMSNorm layer of vLLM 0.32.0")
+    assert plugin.register().endswith(
+        ", its batch-invariant RMSNorm layer and its batch-invariant product of vLLM 0.32.0"
+    )
     plugin.register()
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -198,6 +207,33 @@ def test_batch_invariant_layer(monkeypatch: pytest.MonkeyPatch, default_config: 
     assert same_bytes(torch.cat(parts), layer.forward_cuda(b))
     bare = RMSNorm(640, EPS, has_weight=False)
     assert same_bytes(bare.forward_cuda(b), layer_without_weight(b))
+
+
+def test_products_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own functions call the replacements; both product and bias are those of torch, rounded once."""
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    assert plugin_product.register("vLLM", cpu=True)
+    kernel = batch_invariant.matmul_kernel_persistent
+    monkeypatch.setattr(plugin_product, "GPU_CODE", (fingerprint(kernel),))  # without Triton it is another function
+    monkeypatch.setattr(batch_invariant, "matmul_persistent", batch_invariant.matmul_persistent)
+    monkeypatch.setenv("ONEPASS_VLLM_PRODUCT", "1")
+    assert plugin_product.register("vLLM", cpu=False)
+    x, weight, bias = product_inputs(torch.bfloat16)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    expected = (x.double() @ weight.double().t() + bias.double()).to(torch.bfloat16)
+    whole = utils.cpu_unquantized_gemm(layer, x, layer.weight, bias)
+    assert_close(whole, expected, 0.97)
+    parts = [utils.cpu_unquantized_gemm(layer, x[i : i + 1], layer.weight, bias) for i in range(len(x))]
+    assert same_bytes(torch.cat(parts), whole)
+    assert same_bytes(batch_invariant.linear_batch_invariant(x, weight, bias), whole)
+    assert same_bytes(batch_invariant.addmm_batch_invariant(bias, x, weight.t()), whole)
+    assert same_bytes(
+        batch_invariant.matmul_batch_invariant(x.view(3, 11, -1), weight.t()).flatten(0, 1), product(x, weight)
+    )
 
 
 def layer_without_weight(x: Tensor) -> Tensor:

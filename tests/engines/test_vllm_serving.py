@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engines.serve import LENGTHS, NEW_TOKENS
-from tests.engines.small_models import CONFIGS, LAYERS, saved
+from tests.engines.small_models import CONFIGS, LAYERS, WIDE, saved
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT = 600
@@ -88,12 +88,38 @@ def test_engine_in_its_own_process_loads_the_plugin(models: Path) -> None:
 
 
 def test_batch_invariant_mode_creates_our_layer(models: Path) -> None:
-    """On a CPU the layer's forward is vLLM's, which calls the IR op, so tokens do not change."""
+    """On a CPU the layer's forward is vLLM's, which calls the IR op. onepass computes the products too."""
     settings = {"VLLM_BATCH_INVARIANT": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
     invariant = onepass(models, "qwen3", **settings)
-    created = [line for line in invariant.log.splitlines() if "vllm_layer.OnepassRMSNorm" in line]
+    created = [line for line in invariant.log.splitlines() if "plugin_layer.OnepassRMSNorm" in line]
     assert len(created) == 4 * LAYERS + 1, "two norms of a layer, two of its heads, and the last"
-    assert invariant.tokens == onepass(models, "qwen3").tokens
+    assert [len(tokens) for tokens in invariant.tokens] == [NEW_TOKENS] * len(LENGTHS)
+    products = 4 * LAYERS + 1  # q, k and v are one, gate and up another; the last one is the head's
+    assert invariant.operators["onepass::linear"] == products * NEW_TOKENS
+
+
+def test_batch_invariant_mode_gives_the_same_logits(models: Path) -> None:
+    """Bit for bit, whether eight requests are served at once or one by one; vLLM's attention must not split keys."""
+    settings = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
+    mine = served(models, WIDE, "--provider", "onepass", "--logits", VLLM_BATCH_INVARIANT="1", **settings)
+    assert len(mine.logits) == NEW_TOKENS and len(mine.logits_alone) == NEW_TOKENS * len(LENGTHS)
+    assert by_request(mine.logits) == alone_by_request(mine.logits_alone) and mine.tokens == mine.alone
+    assert len({digest for step in mine.logits for digest in step}) > NEW_TOKENS, "constant logits show nothing"
+    theirs = served(models, WIDE, "--provider", "onepass", "--logits", **settings)
+    pairs = zip(by_request(theirs.logits), alone_by_request(theirs.logits_alone), strict=True)
+    equal = sum(a == b for together, alone in pairs for a, b in zip(together, alone, strict=True))
+    print(f"with vLLM's products {equal} of {NEW_TOKENS * len(LENGTHS)} rows of logits do not depend on the batch")
+
+
+def by_request(steps: list[list[str]]) -> list[list[str]]:
+    """Digests of each request, from those of the steps in which all were served."""
+    return [[step[request] for step in steps] for request in range(len(LENGTHS))]
+
+
+def alone_by_request(steps: list[list[str]]) -> list[list[str]]:
+    """The same from the steps of one request after the other."""
+    digests = [digest for (digest,) in steps]
+    return [digests[start : start + NEW_TOKENS] for start in range(0, len(digests), NEW_TOKENS)]
 
 
 def test_command_line_chooses_the_provider(models: Path) -> None:

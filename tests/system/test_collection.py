@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import COLLECTED, NEED_ENGINES, left_out
+from tests.conftest import COLLECTED, NEED_ENGINES, NEED_SGLANG, left_out
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def test_every_file_of_tests_is_found(pytestconfig: pytest.Config, collected: di
     if pytestconfig.args != pytestconfig.getini("testpaths"):
         pytest.skip("this run is about some of the tests")
     expected = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py")}
-    engines = {f"tests/{file}" for file in NEED_ENGINES}
+    engines = {f"tests/{file}" for file in (*NEED_ENGINES, *NEED_SGLANG)}
     assert engines & expected and expected - engines - set(collected) == set()
 
 

@@ -361,6 +361,19 @@ def test_engines_md_lists_every_function() -> None:
     assert "no int8" not in text
 
 
+def test_engines_md_names_calls_that_exist() -> None:
+    """Those in the table of requests."""
+    rows = (ROOT / "docs/engines.md").read_text().split("## Requests that a call answers")[1].splitlines()
+    names = [name for row in rows if row.startswith("| ") for name in re.findall(r"`onepass\.([\w.]+)", row)]
+    assert len(names) >= 5
+    for name in names:
+        *path, last = name.split(".")
+        member: object = onepass
+        for part in path:
+            member = getattr(member, part)
+        assert callable(getattr(member, last)), name
+
+
 def test_numerics_states_the_tolerances() -> None:
     """The numbers in docs/numerics.md match the code."""
     from onepass.formats import FP8_FORMATS, SMALLEST_EPS, SMALLEST_SCALE

@@ -58,6 +58,8 @@ LAZY = {
     "engines/__init__.py": "each module mirrors one library",
     "models/__init__.py": "transformers is optional",
     "engines/plugin.py": "vLLM is optional",
+    "engines/plugin_product.py": "vLLM is optional",
+    "engines/sglang_plugin.py": "SGLang is optional",
     "engines/fused.py": "transformers is optional",
     "engines/kernels.py": "Hugging Face kernels is optional",
     "trace/__init__.py": "programs that only record a trace need no page",

@@ -22,6 +22,8 @@ VARIABLES = {
     "ONEPASS_DEBUG": "1: check values on the host that kernels cannot check; this waits for the device",
     "ONEPASS_CACHE_DIR": "where compiled CPU kernels are cached; off: no cache",
     "ONEPASS_NATIVE": "0: do not use the compiled fast path of eager calls",
+    "ONEPASS_SGLANG_NORMS": "1: in SGLang, replace the norms of sgl_kernel too",
+    "ONEPASS_VLLM_PRODUCT": "1: in vLLM's batch-invariant mode, compute products on a GPU too",
     "ONEPASS_UNPROVEN": "1: run GPU kernels that are listed as not yet run on a GPU",
     "TRITON_INTERPRET": "1: Triton interprets kernels instead of compiling them",
 }

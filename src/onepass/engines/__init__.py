@@ -4,6 +4,7 @@
 - `onepass.engines.flashinfer`: ``flashinfer.norm``, and MLA's rotation to fp8.
 - `onepass.engines.sglang`: the norms of ``sgl_kernel`` and ``fused_inplace_qknorm``.
 - `onepass.engines.plugin` makes onepass a provider of vLLM's norms; vLLM discovers it.
+- `onepass.engines.sglang_plugin` computes the norms of SGLang's deterministic mode; SGLang discovers it.
 - `onepass.engines.kernels`: a layer for Hugging Face ``kernels``.
   `onepass.engines.layers` defines it, and `onepass.engines.fused` one for a norm and an MLP.
 

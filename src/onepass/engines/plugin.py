@@ -13,7 +13,7 @@ from the unrounded ``h = x + x_residual``::
     no weight                y = round(h * rs)
 
 With ``VLLM_BATCH_INVARIANT=1``, vLLM's layer `RMSNorm` calls other kernels on a GPU. `register` then replaces the
-layer too (`onepass.engines.plugin_layer`).
+layer too (`onepass.engines.plugin_layer`), and on CPUs the product (`onepass.engines.plugin_product`).
 
 ``python -m onepass.engines.plugin`` prints what `register` does on this machine.
 """
@@ -30,14 +30,15 @@ from torch import Tensor
 
 from .. import __version__
 from ..formats import FLOATS, Rounding
-from ..models.patching.code import NotComparable, fingerprint_of
 from ..ops.rms_norm.op import rms_norm as _rms_norm
+from . import plugin_product
+from .registration import NotSupported, announced, fingerprint
 
 __all__ = ["PROVIDER", "register"]
 
 PROVIDER: Final = "onepass"
 NATIVE: Final = {"rms_norm": ("610e69ad666b",), "fused_add_rms_norm": ("83ed1689ffd1",)}
-"""The code of vLLM's native ops that the functions below reproduce. It was read in seven releases, 0.22.1 to 0.32.0."""
+"""The code of vLLM's native ops that the functions below reproduce. It was read in eight releases, 0.22.1 to 0.33.0."""
 
 _log = logging.getLogger("vllm.plugins.onepass")
 
@@ -48,25 +49,14 @@ def register() -> str:
     A second call changes nothing. If vLLM is absent, too old or too new, it keeps its own
     implementations, and the line is logged as a warning.
     """
-    try:
-        line = _register()
-    except _NotSupported as why:
-        line = f"onepass is not used: {why}"
-        _log.warning(line)
-    else:
-        _log.debug(line)
-    return line
-
-
-class _NotSupported(Exception):
-    """Why onepass cannot be registered."""
+    return announced(_log, _register)
 
 
 def _register() -> str:
     try:
         import vllm
     except ImportError:
-        raise _NotSupported("vLLM is not installed") from None
+        raise NotSupported("vLLM is not installed") from None
     version = f"vLLM {getattr(vllm, '__version__', '')}".strip()
     try:
         from vllm import envs
@@ -78,9 +68,9 @@ def _register() -> str:
         invariant = bool(envs.VLLM_BATCH_INVARIANT)
         has_kernels = current_platform.is_cuda_alike() or current_platform.is_cpu()
     except (ImportError, AttributeError) as error:
-        raise _NotSupported(f"{version} has no IR ops that onepass knows ({error})") from None
+        raise NotSupported(f"{version} has no IR ops that onepass knows ({error})") from None
     if not same_code:
-        raise _NotSupported(
+        raise NotSupported(
             f"{version} computes its native norms by code that onepass {__version__} does not know; update one of them"
         )
     for op, function, supports in wanted:
@@ -91,22 +81,24 @@ def _register() -> str:
                 PROVIDER, supported=has_kernels, supports_args=supports, inplace=op.name == "fused_add_rms_norm"
             )(function)
         except (AssertionError, TypeError, ValueError) as error:
-            raise _NotSupported(f"{version} does not accept it ({error})") from None
+            raise NotSupported(f"{version} does not accept it ({error})") from None
         implementation.uuid = _Uuid(implementation.uuid())  # what a compiled model is cached by
-    names = "rms_norm and fused_add_rms_norm"
+    parts = ["rms_norm", "fused_add_rms_norm"]
     if invariant:
         from . import plugin_layer
 
         plugin_layer.register()
-        names += ", and its batch-invariant RMSNorm layer"
-    return f"onepass {__version__} provides {names} of {version}"
+        parts.append("its batch-invariant RMSNorm layer")
+        try:
+            parts += filter(None, [plugin_product.register(version, current_platform.is_cpu())])
+        except NotSupported as why:
+            _log.warning("onepass computes no products: %s", why)
+    return f"onepass {__version__} provides {', '.join(parts[:-1])} and {parts[-1]} of {version}"
 
 
 def _fingerprint(op: Any) -> str:
-    try:
-        return fingerprint_of(op.impls["native"].impl_fn)
-    except (KeyError, NotComparable):
-        return ""
+    native = op.impls.get("native")
+    return fingerprint(getattr(native, "impl_fn", None))
 
 
 class _Uuid:

@@ -11,12 +11,16 @@ from . import fp4, norm, rope
 from .fp4 import add_rmsnorm_fp4quant, rmsnorm_fp4quant
 from .norm import (
     fused_add_rmsnorm,
+    fused_add_rmsnorm_fp8_block_quant,
     fused_add_rmsnorm_quant,
     gemma_fused_add_rmsnorm,
     gemma_rmsnorm,
+    layernorm,
+    layernorm_quant,
     qk_rmsnorm,
     rmsnorm,
     rmsnorm_quant,
+    rmsnorm_sigmoid_gate,
 )
 from .rope import mla_rope_quantize_fp8
 
@@ -24,14 +28,18 @@ __all__ = [
     "add_rmsnorm_fp4quant",
     "fp4",
     "fused_add_rmsnorm",
+    "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
+    "layernorm",
+    "layernorm_quant",
     "mla_rope_quantize_fp8",
     "norm",
     "qk_rmsnorm",
     "rmsnorm",
     "rmsnorm_fp4quant",
     "rmsnorm_quant",
+    "rmsnorm_sigmoid_gate",
     "rope",
 ]

@@ -8,10 +8,19 @@ FlashInfer's kernels round once, when they store, as onepass does by default::
     rmsnorm_quant              out      = fp8(((x * rs) * w) / scale)
     fused_add_rmsnorm_quant    h, residual as above;  out = fp8(((h * rs) * w) / scale)
     gemma_...                  1 + w instead of w, added in float32
+    rmsnorm_sigmoid_gate       input    = round((x * rs) * sigmoid(gate))
+    layernorm                  out      = round((d * rs) * gemma + beta),  d = x - mean(x)
 
-FlashInfer multiplies by the reciprocal of the scale, which one of its two backends approximates. For a scale that is a
-power of two that is the same. Otherwise a value within one float32 rounding of the midpoint between two codes can get
-the other code.
+Two quantize what the norm would store, so they round twice::
+
+    layernorm_quant                     out = fp8(round((d * rs) * gemma + beta) * (1 / scale))
+    fused_add_rmsnorm_fp8_block_quant   h, residual as above;  normed_out = round((h * rs) * w)
+                                        block_scale = max(amax(|normed_out|), 1e-4) / 448  of 128 columns
+                                        out = fp8(normed_out * (1 / block_scale))
+
+In `rmsnorm_quant` and `fused_add_rmsnorm_quant`, FlashInfer multiplies by the reciprocal of the scale, which one of its
+two backends approximates. For a scale that is a power of two that is the same. Otherwise a value within one float32
+rounding of the midpoint between two codes can get the other code.
 
 ``enable_pdl`` is accepted and ignored: onepass decides itself whether to use programmatic dependent launch (PDL). Weights
 may have any float dtype, whatever the input's.
@@ -19,27 +28,37 @@ may have any float dtype, whatever the input's.
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Final, TypedDict
 
 import torch
 from torch import Tensor
 
 from ...core.contract import describe
 from ...errors import ContractError, Unsupported
-from ...formats import FP8_CODES, Quantize
-from ...ops.rms_norm.op import rms_norm, rms_norm_fused_fp8
+from ...formats import FP8_CODES, QuantFormatName, Quantize
+from ...ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
 from ..arguments import names_of_op, require_tensors
 
 __all__ = [
     "fused_add_rmsnorm",
+    "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
+    "layernorm",
+    "layernorm_quant",
     "qk_rmsnorm",
     "rmsnorm",
     "rmsnorm_quant",
+    "rmsnorm_sigmoid_gate",
 ]
 _as_called = names_of_op(x="input", gamma="weight", static_scale="scale")
+_layer_as_called = names_of_op(x="input", gamma="gemma", bias="beta", static_scale="scale")
+_block_as_called = names_of_op(
+    x="input", gamma="weight", scale_out="block_scale", norm_out="normed_out", residual_out="residual"
+)
+_BLOCK: Final = 128
+_FORMATS: Final[dict[torch.dtype, QuantFormatName]] = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 
 
 @_as_called
@@ -98,16 +117,19 @@ def _static(name: str, out: Tensor, input: Tensor, scale: float | Tensor) -> _Op
     if not isinstance(out, Tensor) or out.dtype not in FP8_CODES:
         kind = out.dtype if isinstance(out, Tensor) else type(out).__name__
         raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, FP8_CODES))}), got {kind}")
+    return {"static_scale": _scale(name, scale, input), "quantize": "divide", "out_dtype": out.dtype}
+
+
+def _scale(name: str, scale: float | Tensor, input: Tensor) -> Tensor:
+    """The scale as a tensor of no dimensions on input's device."""
     require_tensors(name, input=input)
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
             raise ContractError(f"{name}: `scale` must have one element, got shape {list(scale.shape)}")
-        scale = scale.reshape(())
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        return scale.reshape(())
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise ContractError(f"{name}: `scale` must be a number or a tensor of one element, got {describe(scale)}")
-    else:
-        scale = torch.full((), scale, dtype=torch.float32, device=input.device)
-    return {"static_scale": scale, "quantize": "divide", "out_dtype": out.dtype}
+    return torch.full((), scale, dtype=torch.float32, device=input.device)
 
 
 class _Options(TypedDict):
@@ -153,3 +175,135 @@ def qk_rmsnorm(
     if output is None or weight is None:
         require_tensors("qk_rmsnorm", output=output, weight=weight)
     rms_norm(input, weight, eps, weight_offset=weight_bias, out=output)
+
+
+@names_of_op(x="input", out="input")
+def rmsnorm_sigmoid_gate(input: Tensor, gate: Tensor, eps: float = 1e-5, *, enable_pdl: bool = True) -> None:
+    """``input = round((input * rs) * sigmoid(gate))`` in place: a norm of every head without a weight.
+
+    Args:
+        input: [rows, N] or [rows, heads, N] with any strides but contiguous columns. FlashInfer takes N = 64.
+        gate: Like input, of any float dtype.
+        eps: Added to the mean of squares.
+        enable_pdl: Ignored.
+
+    Rounding:
+        Once. FlashInfer's sigmoid is approximate.
+    """
+    require_tensors("rmsnorm_sigmoid_gate", input=input, gate=gate)
+    rms_norm(input, None, eps, gate=gate, gate_activation="sigmoid", out=input)
+
+
+@_layer_as_called
+def layernorm(input: Tensor, gemma: Tensor, beta: Tensor, eps: float = 1e-6) -> Tensor:
+    """``round((d * rs) * gemma + beta)`` with ``d = input - mean(input)`` and ``rs = 1 / sqrt(mean(d^2) + eps)``.
+
+    Args:
+        input: [tokens, N], bfloat16, float16 or float32. FlashInfer takes bfloat16.
+        gemma: The weight [N] of any float dtype, by FlashInfer's name.
+        beta: [N] of any float dtype.
+        eps: Added to the variance.
+
+    Returns:
+        [tokens, N] in input's dtype.
+
+    Rounding:
+        Once.
+    """
+    require_tensors("layernorm", gemma=gemma, beta=beta)
+    return layer_norm(input, gemma, beta, eps)
+
+
+@_layer_as_called
+def layernorm_quant(
+    out: Tensor, input: Tensor, gemma: Tensor, beta: Tensor, scale: float | Tensor, eps: float = 1e-6
+) -> None:
+    """``out = fp8(layernorm(input, gemma, beta) * (1 / scale))``.
+
+    Args:
+        out: [tokens, N] of float8_e4m3fn or float8_e5m2; receives the codes.
+        input: [tokens, N], as `layernorm` takes it.
+        gemma: The weight [N].
+        beta: [N].
+        scale: A number or one float32.
+        eps: Added to the variance.
+
+    Rounding:
+        Twice: the norm to input's dtype, its product with the reciprocal of the scale to fp8.
+    """
+    name = "layernorm_quant"
+    require_tensors(name, gemma=gemma, beta=beta)
+    if not isinstance(out, Tensor) or out.dtype not in _FORMATS:
+        kind = out.dtype if isinstance(out, Tensor) else type(out).__name__
+        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, _FORMATS))}), got {kind}")
+    rms_norm_fused_quant(
+        input,
+        gemma,
+        eps,
+        format=_FORMATS[out.dtype],
+        bias=beta,
+        statistic="layer",
+        rounding="stored",
+        static_scale=_scale(name, scale, input),
+        out=out,
+    )
+
+
+@_block_as_called
+def fused_add_rmsnorm_fp8_block_quant(
+    out: Tensor,
+    block_scale: Tensor,
+    normed_out: Tensor,
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """``residual += input``, then the norm of the unrounded sum, and its codes with a scale per 128 columns.
+
+    Args:
+        out: [tokens, N] of float8_e4m3fn; receives the codes.
+        block_scale: float32 [N / 128, tokens rounded up to a multiple of 4]; receives a column of scales per group, as
+            DeepGEMM reads them. What is beyond the tokens is not written.
+        normed_out: [tokens, N] in input's dtype; receives the norm.
+        input: [tokens, N]; N is any multiple of 128.
+        residual: Like input; updated in place.
+        weight: [N] of any float dtype.
+        eps: Added to the mean of squares.
+        enable_pdl: Ignored.
+
+    Rounding:
+        The norm is rounded once to input's dtype, and that is what scales and codes are computed from. Codes are products
+        with ``1 / block_scale``, where FlashInfer divides 448 by the maximum: at a midpoint a code may be the other one.
+        A group with NaN has a NaN scale, where FlashInfer's maximum ignores it.
+    """
+    name = "fused_add_rmsnorm_fp8_block_quant"
+    require_tensors(name, out=out, block_scale=block_scale, normed_out=normed_out)
+    require_tensors(name, input=input, residual=residual, weight=weight)
+    if input.dim() != 2 or input.shape[1] % _BLOCK:
+        raise ContractError(f"{name}: `input` must be [tokens, a multiple of {_BLOCK}], got {list(input.shape)}")
+    if out.dtype != torch.float8_e4m3fn:
+        raise Unsupported(f"{name}: `out` must be torch.float8_e4m3fn, got {out.dtype}")
+    tokens, columns = input.shape
+    shape = (columns // _BLOCK, -(-tokens // 4) * 4)
+    if block_scale.shape != shape or block_scale.stride(-1) != 1:
+        raise ContractError(
+            f"{name}: `block_scale` must be {list(shape)} with contiguous rows, got {describe(block_scale)}"
+        )
+    rms_norm_fused_quant(
+        input,
+        weight,
+        eps,
+        format="e4m3fn",
+        group_size=_BLOCK,
+        scale_layout="column_tma",
+        residual=residual,
+        rounding="stored",
+        min_scale=1e-4 / 448,
+        return_norm=True,
+        out=out,
+        scale_out=block_scale.t()[:tokens],
+        residual_out=residual,
+        norm_out=normed_out,
+    )
