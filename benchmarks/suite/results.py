@@ -25,6 +25,7 @@ CEILINGS = (STREAM, BEST)
 WAYS = (
     rms_norm.IN_PLACE,
     rms_norm.SEPARATE,
+    rms_norm.TWO,
     linear.THEN,
     gemv_norm.SEPARATE,
     qk_norm.HALVES,

@@ -1,8 +1,9 @@
-"""rms_norm, rms_norm_fused_fp8 and layer_norm of bfloat16 rows."""
+"""rms_norm, rms_norm_fused_fp8, layer_norm and rms_norm_add_rms_norm of bfloat16 rows."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ _MODEL = tuple((m, 7168) for m in (1, 32, 128, 1024, 4096, 16384))
 _CPU = (*((m, 4096) for m in (1, 16, 256, 4096)), (4096, 7168))
 _ENGINE = ((1, 64), *((m, 4096) for m in (1, 4, 16, 1024, 4096)), (4096, 16384))
 """What an engine on a CPU calls, from one short row to a long prefill."""
+SANDWICH = "rms_norm_add_rms_norm"
+"""Rows of Gemma 3: 1152 columns in its smallest model of text, 5376 in its largest. Its GPU kernels have not run yet."""
+SANDWICH_FP8 = "rms_norm_add_rms_norm_quant"
 SHAPES = {
     ("rms_norm_fused_fp8", "cuda"): (*_MODEL, (128, 4096), (16384, 4096), (1024, 8192), (8192, 16384), (2048, 40960)),
     ("rms_norm", "cuda"): (*_MODEL, (16384, 4096), (8192, 16384), (262144, 128)),
@@ -37,6 +41,10 @@ SHAPES = {
     ("rms_norm", "cpu"): (*_ENGINE, (4096, 7168)),
     ("layer_norm", "cuda"): ((1, 8192), (4096, 8192), (16384, 8192)),
     ("layer_norm", "cpu"): ((1, 4096), (256, 4096)),
+    (SANDWICH, "cuda"): ((1, 5376), (16, 5376), (4096, 5376)),
+    (SANDWICH_FP8, "cuda"): ((1, 5376), (4096, 5376)),
+    (SANDWICH_FP8, "cpu"): ((1, 5376), (256, 5376)),
+    (SANDWICH, "cpu"): ((1, 1152), (1, 5376), (16, 5376), (256, 5376), (4096, 5376)),
 }
 _MORE = ((1, 7168), (4096, 7168))
 WITH_MORE = {"rms_norm": (*_ENGINE, *_MORE), "rms_norm_fused_fp8": _MORE}
@@ -46,7 +54,15 @@ IN_PLACE = "onepass, in place"
 """The sum in place, as engines call it. On a GPU it has the kernel of the other form, and is not measured."""
 SEPARATE = "add, then rms_norm"
 """A norm with a residual as two launches: torch's sum and our norm."""
-STREAMS: dict[str, Stream] = {"rms_norm": "copy", "rms_norm_fused_fp8": "halve", "layer_norm": "copy"}
+TWO = "rms_norm, then the next norm"
+"""A post-norm and the next norm with the residual as two launches of ours."""
+STREAMS: dict[str, Stream] = {
+    "rms_norm": "copy",
+    "rms_norm_fused_fp8": "halve",
+    "layer_norm": "copy",
+    SANDWICH: "copy",
+    SANDWICH_FP8: "halve",
+}
 
 
 def norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
@@ -64,6 +80,18 @@ def added(x: Tensor, gamma: Tensor, eps: float, residual: Tensor) -> tuple[Tenso
     """`onepass.rms_norm` of ``x + residual`` in torch."""
     h = x.float() + residual.float()
     return normed(h, gamma, eps).to(x.dtype), h.to(x.dtype)
+
+
+def sandwiched(x: Tensor, post: Tensor, pre: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """`onepass.rms_norm_add_rms_norm` in torch."""
+    h = normed(x, post, eps).to(x.dtype).float() + residual.float()
+    return normed(h, pre, eps).to(x.dtype), h.to(x.dtype)
+
+
+def sandwiched_fp8(x: Tensor, post: Tensor, pre: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, ...]:
+    """`onepass.rms_norm_add_rms_norm_quant` to fp8 in torch."""
+    h = normed(x, post, eps).to(x.dtype).float() + residual.float()
+    return *quantized(normed(h, pre, eps)), h.to(x.dtype)
 
 
 def per_row(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -109,12 +137,50 @@ def problem(op: str, m: int, n: int, device: str, more: bool = False) -> Problem
     return Problem(name, {"onepass": fp8}, per_group if more else per_row, (x, gamma, EPS))
 
 
+def sandwich_problem(m: int, n: int, device: str) -> Problem:
+    """A post-norm, an addition and a norm in one launch, and as two of ours."""
+    x, residual, post, pre = randoms(device, (m, n), (m, n), (n,), (n,))
+    b, y, h = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+    one = partial(onepass.rms_norm_add_rms_norm, x, post, pre, EPS, residual=residual, out=y, residual_out=h)
+
+    def two() -> object:
+        onepass.rms_norm(x, post, EPS, out=b)
+        return onepass.rms_norm(b, pre, EPS, residual=residual, out=y, residual_out=h)
+
+    return Problem(SANDWICH, {"onepass": one, TWO: two}, sandwiched, (x, post, pre, EPS, residual))
+
+
+def sandwich_fp8_problem(m: int, n: int, device: str) -> Problem:
+    """The same to fp8."""
+    x, residual, post, pre = randoms(device, (m, n), (m, n), (n,), (n,))
+    b, h, codes = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x, dtype=E4M3FN.dtype)
+    outs: dict[str, Any] = {
+        "residual": residual,
+        "residual_out": h,
+        "out": codes,
+        "scale_out": torch.empty(m, 1, device=device),
+    }
+    one = partial(onepass.rms_norm_add_rms_norm_quant, x, post, pre, EPS, **outs)
+
+    def two() -> object:
+        onepass.rms_norm(x, post, EPS, out=b)
+        return onepass.rms_norm_fused_quant(b, pre, EPS, **outs)
+
+    return Problem(SANDWICH_FP8, {"onepass": one, TWO: two}, sandwiched_fp8, (x, post, pre, EPS, residual))
+
+
 def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     """[M, N]; at some shapes also with a residual, or with one scale per group."""
     if len(shape) != 2:
         return []
     m, n = shape
     x, gamma = metas((m, n), (n,))
+    if op == SANDWICH:
+        moved = moved_bytes([x, x, gamma, gamma, x, x])
+        return [Workload(op, shape, moved, partial(sandwich_problem, m, n), STREAMS[op])]
+    if op == SANDWICH_FP8:
+        moved = moved_bytes([x, x, gamma, gamma, x, *onepass.rms_norm_fused_fp8(x, gamma)])
+        return [Workload(op, shape, moved, partial(sandwich_fp8_problem, m, n), STREAMS[op])]
     found = []
     for more in (False, True) if shape in WITH_MORE.get(op, ()) else (False,):
         if op != "rms_norm_fused_fp8":
@@ -127,4 +193,6 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     return found
 
 
-FAMILY = Family("rows", ("rms_norm_fused_fp8", "rms_norm", "layer_norm"), SHAPES, workloads, "MxN")
+FAMILY = Family(
+    "rows", ("rms_norm_fused_fp8", "rms_norm", "layer_norm", SANDWICH, SANDWICH_FP8), SHAPES, workloads, "MxN"
+)

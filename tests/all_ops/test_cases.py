@@ -28,7 +28,13 @@ def runs_here(case: Check) -> bool:
     return not large or any(name in case.name for name in ("e4m3fn", "nvfp4"))
 
 
-LARGE = ("rms_norm_fused_quant", "rms_norm_fused_fp8", "layer_norm")
+LARGE = (
+    "rms_norm_fused_quant",
+    "rms_norm_fused_fp8",
+    "layer_norm",
+    "rms_norm_add_rms_norm",
+    "rms_norm_add_rms_norm_quant",
+)
 
 
 @pytest.mark.sampled(40)  # each group of each op stays

@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import onepass
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
-from onepass.ops.rms_norm.op import RMS_NORM, RMS_NORM_FUSED_QUANT
+from onepass.ops.rms_norm.op import (
+    RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM_QUANT,
+    RMS_NORM_FUSED_QUANT,
+)
 from onepass.prologues import silu_and_mul
 from onepass.testing.tensors import same_bytes
 from tests.oracle.samples import sample
@@ -97,6 +102,41 @@ def test_opcheck_weights_and_statistics(heads: bool) -> None:
     )
     for found, wanted in zip(compiled(x), onepass.rms_norm(x, gamma, return_rstd=True), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_opcheck_sandwich(quantized: bool) -> None:
+    contract = RMS_NORM_ADD_RMS_NORM_QUANT if quantized else RMS_NORM_ADD_RMS_NORM
+    tensors = sample(contract, {"N": 96}, (2, 3), dtypes={"x": torch.float32})
+    options = {name: option.default for name, option in contract.options.items()}
+    arguments = tuple({**dict.fromkeys(contract.args), **tensors, **options}.values())
+    if quantized:
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # allclose has no float8
+        torch.library.opcheck(torch.ops.onepass.rms_norm_add_rms_norm_quant.default, arguments, test_utils=tests)
+        return
+    torch.library.opcheck(torch.ops.onepass.rms_norm_add_rms_norm.default, arguments)
+    outs = (torch.empty_like(tensors["x"]), tensors["residual"])
+    torch.library.opcheck(torch.ops.onepass.rms_norm_add_rms_norm_out.default, (*arguments, *outs))
+
+
+def sandwich(x: Tensor, gamma: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    y, h = onepass.rms_norm_add_rms_norm(x, gamma, gamma + 1, residual=residual, rounding="hf")
+    out = torch.empty_like(x)
+    onepass.rms_norm_add_rms_norm(y, gamma, gamma, residual=h, out=out)
+    codes, scale, *rest = onepass.rms_norm_add_rms_norm_quant(
+        out, gamma, gamma, residual=h, format="mxfp8", return_norm=True
+    )
+    return y, h, out, codes.float(), scale.view(torch.uint8), *rest
+
+
+def test_compile_sandwich() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(sandwich, fullgraph=True, dynamic=True, backend="aot_eager")
+    gamma = torch.randn(96).bfloat16()
+    for rows in (2, 5):
+        x, residual = torch.randn(rows, 3, 96).bfloat16(), torch.randn(rows, 3, 96).bfloat16()
+        found, expected = compiled(x, gamma, residual), sandwich(x, gamma, residual)
+        assert len(found) == 7 and all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def every_rstd(x: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:

@@ -84,6 +84,12 @@ OPS: dict[str, Callable[[torch.dtype, Tensor], Results]] = {
     "rms_norm_fused_quant, layer": lambda x, gamma: onepass.rms_norm_fused_quant(
         rows(x), gamma, format="mxfp8", statistic="layer", bias=gamma, return_norm=True, rounding="stored"
     ),
+    "rms_norm_add_rms_norm": lambda x, gamma: onepass.rms_norm_add_rms_norm(
+        rows(x), gamma, gamma, residual=rows(x, seed=1)
+    ),
+    "rms_norm_add_rms_norm_quant, hf": lambda x, gamma: onepass.rms_norm_add_rms_norm_quant(
+        rows(x), gamma, gamma, residual=rows(x, seed=1), format="int8", rounding="hf", return_norm=True
+    ),
     "rms_norm, heads": lambda x, gamma: (onepass.rms_norm(rows(x).view(4, 3, 32), gamma.view(3, 32)),),
     "rms_norm_fused_fp8, hf": lambda x, gamma: fp8(x, gamma, rounding="hf"),
     "gemv": gemv,

@@ -58,6 +58,11 @@ TRACED: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
     "layer_norm": (Call(onepass.layer_norm, GAMMA), (X,)),
     "rms_norm_fused_fp8": (Call(onepass.rms_norm_fused_fp8, GAMMA), (X,)),
     "rms_norm_fused_quant": (Call(lambda x, g: onepass.rms_norm_fused_quant(x, g, format="int8"), GAMMA), (X,)),
+    "rms_norm_add_rms_norm": (Call(lambda x, h, g: onepass.rms_norm_add_rms_norm(x, g, g, residual=h), GAMMA), (X, H)),
+    "rms_norm_add_rms_norm_quant": (
+        Call(lambda x, h, g: onepass.rms_norm_add_rms_norm_quant(x, g, g, residual=h, format="int8"), GAMMA),
+        (X, H),
+    ),
     "linear": (Call(onepass.linear, WEIGHT), (X,)),
     "gemv": (Call(lambda g, x, w: onepass.gemv_and_partial_norm(x, w, g), WEIGHT), (GAMMA[:16], X[0])),
     "row_mean_of_squares_qk": (Call(onepass.row_mean_of_squares_qk, torch.randn(2, 3, 64)), (X,)),

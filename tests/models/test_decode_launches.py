@@ -33,7 +33,7 @@ LINEAR, CACHE, ATTENTION, NORM = (
     "onepass.rms_norm",
 )
 CHAIN = {LINEAR: 4, CACHE: 1, ATTENTION: 1}
-SANDWICH = {**CHAIN, NORM: 3, "aten.add.Tensor": 2}
+SANDWICH = {**CHAIN, "onepass.rms_norm_add_rms_norm": 1, NORM: 1, "aten.add.Tensor": 1}
 PER_LAYER = {
     "Llama": CHAIN,
     "Mistral": CHAIN,

@@ -12,10 +12,12 @@ from torch.nn.modules import module as torch_module
 
 import onepass
 from onepass.models.forwards import attention, latent, norm
+from onepass.models.forwards import layer as layers
 
 pytest.importorskip("transformers")
 
 from tests.helpers.models import close, fresh, logits, tokens
+from tools.architectures.small import build
 
 
 class Launches:
@@ -99,6 +101,100 @@ def test_the_launch_that_norms_and_rotates_has_the_models_bits(name: str, roundi
                 assert (own["_onepass"].turn is not None) == in_one_launch
                 own["_onepass"] = own["_onepass"]._replace(turn=None)
     assert all(torch.equal(one, two) and one.abs().max() > 1 for one, two in zip(found[:3], found[3:], strict=True))
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("rounding", ["hf", "once"])
+@pytest.mark.parametrize("name", ["Gemma 2", "Gemma 3", "GLM-4"])
+def test_a_post_norm_in_the_launch_changes_no_bit(name: str, rounding: Any, decode: bool, posts: list[int]) -> None:
+    """The same logits as with the post-norm as a launch of its own, in prompts and in steps."""
+    model = fresh(name, torch.bfloat16)
+    found, launches = [], []
+    with onepass.patch(model, rounding=rounding, decode=decode), torch.inference_mode():
+        for in_one_launch in (True, False):
+            cache: Any = None
+            for count in (20, 1, 3):
+                posts.clear()
+                out = model(tokens(2, count, seed=count), past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                found.append(out.logits)
+                launches.append(len(posts))
+            for layer in model.model.layers:
+                own = layer.__dict__
+                assert own["_onepass"].post == in_one_launch
+                own["_onepass"] = own["_onepass"]._replace(post=False)
+    in_steps = 0 if decode and (rounding == "once" or name == "GLM-4") else 2  # `linear` adds and norms there
+    assert launches == [2, in_steps, in_steps, 0, 0, 0]
+    assert all(torch.equal(one, two) and one.abs().max() > 1 for one, two in zip(found[:3], found[3:], strict=True))
+
+
+def test_a_scaled_post_norm_in_the_launch_changes_no_bit(posts: list[int]) -> None:
+    """HyperCLOVA X multiplies it by a number."""
+    model = build("hyperclovax").to(torch.bfloat16)
+    ids = tokens(2, 5)
+    for layer in model.model.layers:
+        layer.residual_multiplier = 0.22
+    with onepass.patch(model):
+        joined = logits(model, ids)
+        assert len(posts) == 2
+        for layer in model.model.layers:
+            layer.__dict__["_onepass"] = layer.__dict__["_onepass"]._replace(post=False)
+        assert torch.equal(joined, logits(model, ids)) and len(posts) == 2 and joined.abs().max() > 0.05
+        for layer in model.model.layers:
+            layer.residual_multiplier = 1.0
+        assert not torch.equal(joined, logits(model, ids))
+
+
+@pytest.fixture
+def posts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each launch with a post-norm."""
+    seen: list[int] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return onepass.rms_norm_add_rms_norm(*args, **kwargs)
+
+    monkeypatch.setattr(norm, "rms_norm_add_rms_norm", noted)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["post_attention_layernorm", "pre_feedforward_layernorm"])
+def test_a_hook_on_either_norm_prevents_the_launch_of_both(name: str, posts: list[int]) -> None:
+    model = fresh("Gemma 3")
+    ids = tokens(2, 5)
+    expected = logits(model, ids)
+    with onepass.patch(model) as handle:
+        close(logits(model, ids), expected)
+        assert len(posts) == 2 and "unfused now" not in repr(handle)
+        hook = getattr(model.model.layers[0], name).register_forward_hook(lambda *_: None)
+        posts.clear()
+        close(logits(model, ids), expected)
+        assert len(posts) == 1 and "unfused now 1 x Gemma3DecoderLayer" in repr(handle)
+        hook.remove()
+        posts.clear()
+        close(logits(model, ids), expected)
+        assert len(posts) == 2 and "unfused now" not in repr(handle)
+
+
+def test_a_post_norm_joins_no_launch_on_other_devices() -> None:
+    """Its GPU kernels have not run yet."""
+    model = fresh("Gemma 3", layers=1)
+    with onepass.patch(model):
+        found = model.model.layers[0]
+        assert layers._post_norm(found, torch.empty(1, 2, 64)) is found.post_attention_layernorm
+        assert layers._post_norm(found, torch.empty(1, 2, 64, device="meta")) is None
+
+
+def test_a_residual_of_another_dtype_is_added_as_in_the_model(posts: list[int]) -> None:
+    """Under autocast the attention's output is bfloat16 and the residual float32, and so is the model's sum."""
+    model = fresh("Gemma 3")
+    ids = tokens(2, 5)
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        expected = model(ids).logits
+        with onepass.patch(model):
+            got = model(ids).logits
+    assert got.dtype == expected.dtype and not posts
+    assert (got - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def test_norms_replaced_after_the_patch_are_called(monkeypatch: pytest.MonkeyPatch) -> None:

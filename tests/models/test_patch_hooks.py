@@ -154,6 +154,8 @@ def test_global_hooks(name: str) -> None:
 SKIPPED = [
     ("Llama", "model.layers.0.post_attention_layernorm"),
     ("Gemma 3", "model.layers.1.pre_feedforward_layernorm"),
+    ("Gemma 3", "model.layers.1.post_attention_layernorm"),
+    ("GLM-4", "model.layers.1.post_self_attn_layernorm"),
     ("Qwen3", "model.layers.0.self_attn.q_norm"),
     ("OLMo-2", "model.layers.1.self_attn.k_norm"),
     ("DeepSeek-V3", "model.layers.0.self_attn.q_a_proj"),

@@ -146,6 +146,10 @@ def test_rounded_sums_are_fused_with_rounding_once_only() -> None:
                 assert len(additions) == fused
                 reasons = {c.why for c in handle.left if c.what == "addition after the attention"}
                 assert any("the model rounds the sum" in why for why in reasons) == (not fused)
+                joined = "post_attention_layernorm and addition after the attention"
+                assert sum(c.what == joined for c in handle.replaced) == (2 if name == "Gemma 3" and not fused else 0)
+                with_post = name == "Gemma 3" and fused == 2
+                assert all(("on CPUs with post_attention_layernorm" in c.why) == with_post for c in additions)
 
 
 def test_fuse_false_replaces_norms_only() -> None:

@@ -13,9 +13,13 @@ from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.rms_norm.op import (
     LAYER_NORM,
     RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM_QUANT,
     RMS_NORM_FUSED_QUANT,
     layer_norm,
     rms_norm,
+    rms_norm_add_rms_norm,
+    rms_norm_add_rms_norm_quant,
     rms_norm_fused_fp8,
     rms_norm_fused_quant,
 )
@@ -30,12 +34,17 @@ from tests.oracle.interpreter import interpreting
 from tests.oracle.memory import poisoned_like, to_cpu
 from tests.oracle.samples import sample
 from tests.rms_norm.finish_bounds import activated, centered, finished
+from tests.rms_norm.post_bounds import middle, post_sum
 
 BF16, F16, F32 = FLOATS
 E8M0, INT8, FP8, FNUZ = torch.float8_e8m0fnu, torch.int8, *FP8_FORMATS
 
 
-SCALE_NAMES = {"rms_norm_fused_fp8": "scale_output", "rms_norm_fused_quant": "scale_out"}
+SCALE_NAMES = {
+    "rms_norm_fused_fp8": "scale_output",
+    "rms_norm_fused_quant": "scale_out",
+    "rms_norm_add_rms_norm_quant": "scale_out",
+}
 """The keyword for a tensor that receives the scales, by op."""
 
 
@@ -44,6 +53,8 @@ OPS: dict[str, Any] = {
     "layer_norm": (LAYER_NORM, layer_norm),
     "rms_norm_fused_fp8": (RMS_NORM_FUSED_QUANT, rms_norm_fused_fp8),
     "rms_norm_fused_quant": (RMS_NORM_FUSED_QUANT, rms_norm_fused_quant),
+    "rms_norm_add_rms_norm": (RMS_NORM_ADD_RMS_NORM, rms_norm_add_rms_norm),
+    "rms_norm_add_rms_norm_quant": (RMS_NORM_ADD_RMS_NORM_QUANT, rms_norm_add_rms_norm_quant),
 }
 
 
@@ -57,16 +68,20 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     static, bound, overall = (options.pop(name, None) for name in ("static_scale", "bounded", "global_scale"))
     further: dict[str, torch.dtype] = {name: options.pop(name) for name in ("gate", "bias") if name in options}
     optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
-    gamma = "head_gamma" if options.pop("heads", False) else "gamma"
+    sandwich = "gamma_pre" in contract.args
+    gamma = "gamma_pre" if sandwich else "head_gamma" if options.pop("heads", False) else "gamma"
     optional += [*further, gamma]
     own = case.x if case.x in FLOATS else F32
     dtypes = {"x": own, gamma: case.gamma or case.x, "residual": case.residual or own, "static_scale": F32}
     dtypes |= further
+    if sandwich:
+        dtypes["gamma_post"] = options.pop("post", case.gamma or case.x)
     sizes = {"N": case.n, "H": (1, *case.lead)[-1]}
     tensors: dict[str, Any] = {
         **sample(contract, sizes, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
     }
-    tensors["gamma"] = tensors.pop(gamma)
+    if not sandwich:
+        tensors["gamma"] = tensors.pop(gamma)
     _set_values(tensors, case)
     if case.x not in FLOATS:
         tensors["x"] = (40 * tensors["x"]).clamp(-127, 127).to(case.x)
@@ -90,13 +105,15 @@ def _operand_shape(case: Case, kind: str) -> tuple[int, ...]:
 
 
 def _set_values(tensors: dict[str, Tensor], case: Case) -> None:
-    x, gamma = tensors["x"], tensors["gamma"]
+    x, gammas = tensors["x"], [tensors[name] for name in ("gamma", "gamma_post", "gamma_pre") if name in tensors]
     if case.values == "pattern":
         count = torch.arange(x.numel())
         x.copy_((0.05 + (3.0 - 0.05) * (count % 20) / 19).reshape(x.shape))
-        gamma.copy_(0.5 + 0.1 * (torch.arange(case.n) % 11))
+        for gamma in gammas:
+            gamma.copy_(0.5 + 0.1 * (torch.arange(case.n) % 11))
     elif case.values == "spread":  # float16 cannot represent the smallest of these
-        gamma.mul_(2.0 ** (torch.arange(case.n) % 35 - 22))
+        for gamma in gammas:
+            gamma.mul_(2.0 ** (torch.arange(case.n) % 35 - 22))
     elif case.values == "special":
         set_special(x)
         if "residual" in tensors:
@@ -105,11 +122,29 @@ def _set_values(tensors: dict[str, Tensor], case: Case) -> None:
 
 def call(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """The public function's results as a tuple."""
-    result = OPS[case.op][1](**arguments)
+    return _unpadded(case, OPS[case.op][1](**arguments))
+
+
+def _unpadded(case: Case, result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Results as a tuple, without the padding of scales."""
     result = result if isinstance(result, tuple) else (result,)
     if case.options.get("scale_layout") == "128x4":
         return result[0], without_padding(result[1], math.prod(case.lead)), *result[2:]
     return result
+
+
+def separate(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The results of `rms_norm` and the next norm as two calls."""
+    rest = dict(arguments)
+    x, gamma_post = rest.pop("x"), rest.pop("gamma_post")
+    shared = {name: rest[name] for name in ("eps", "weight_offset", "rounding") if name in rest}
+    if shared.get("rounding") == "stored":
+        shared["rounding"] = "once"
+    post = rms_norm(x, gamma_post, **shared)
+    if "branch_scale" in rest:  # torch changes the bits of a NaN
+        post = post * rest.pop("branch_scale")
+    following: Any = rms_norm_fused_quant if case.op in SCALE_NAMES else rms_norm
+    return _unpadded(case, following(post, gamma=rest.pop("gamma_pre"), **rest))
 
 
 def result_names(case: Case) -> list[str]:
@@ -137,6 +172,8 @@ def variants(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...])
     """Other ways to make the same call: into given outputs, and with the tiles of smaller or larger batches."""
     if not interpreting():  # there the first call was the same launch into poisoned memory
         yield "when written into the caller's tensors", call_out(case, arguments, results)
+    if "gamma_post" in arguments:
+        yield "from that of the separate calls", separate(case, arguments)
     for regime in others(math.prod(case.lead), case.n * max(2, case.x.itemsize)):
         with assuming(regime):
             yield f"with the tile of a {regime} batch", call_out(case, arguments, results)
@@ -171,14 +208,21 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
         error *= 8
         h = h.double() * activated(host["gate"].double(), host)
         doubt = torch.where(h.isfinite(), h.abs() * error, 0.0)
-    if residual is not None:
+    round_sum = host.get("round_sum")
+    round_sum = hf if round_sum is None else round_sum
+    if "gamma_post" in host:
+        summed = post_sum(host)
+        wrong = summed.stored(named["residual_out"])
+        if wrong is not None:
+            return f"new_residual: {wrong}"
+        h, doubt = middle(summed.rounded(host["residual"].dtype) if round_sum else summed)
+    elif residual is not None:
         h = (h + residual.to(h.dtype)).double()
         summed = bounds.Bounds(h, h) if doubt is None else bounds.around(h, doubt)
         wrong = summed.stored(named["residual_out"])
         if wrong is not None:
             return f"new_residual: {wrong}"
-        round_sum = host.get("round_sum")
-        if hf if round_sum is None else round_sum:
+        if round_sum:
             low, high = summed.rounded(residual.dtype)
             doubt = None if doubt is None else torch.where(low.isfinite() & high.isfinite(), high - low, 0.0)
             h = h.to(residual.dtype)
@@ -189,7 +233,7 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
     wrong = _verify_rstd(named["rstd_out"], rs, error, doubt) if "rstd_out" in named else None
     if wrong is not None:
         return f"rstd: {wrong}"
-    g = bounds.weight(host["gamma"], host.get("weight_offset", 0.0))
+    g = bounds.weight(host["gamma_pre" if "gamma_pre" in host else "gamma"], host.get("weight_offset", 0.0))
     y = finished(bounds.normed(h, rs, g, x.dtype if hf else None, error, doubt), host)
     shown = "norm_out" if quantized else "out"
     wrong = y.stored(named[shown]) if shown in named else None

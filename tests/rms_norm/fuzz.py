@@ -1,4 +1,4 @@
-"""Random calls of rms_norm, layer_norm, rms_norm_fused_fp8 and rms_norm_fused_quant."""
+"""Random calls of rms_norm, layer_norm, rms_norm_add_rms_norm and the ops that quantize."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 
 from onepass.formats import FLOATS, FP8_FORMATS
-from onepass.ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from onepass.ops.rms_norm.op import (
+    layer_norm,
+    rms_norm,
+    rms_norm_add_rms_norm,
+    rms_norm_add_rms_norm_quant,
+    rms_norm_fused_fp8,
+    rms_norm_fused_quant,
+)
 from onepass.testing.quantized import without_padding
 from onepass.testing.tensors import same_bytes
 from tests.oracle.batch_regime import REGIMES, assuming
 from tests.rms_norm import checks as testing
-from tests.rms_norm.fuzz_configuration import PROLOGUES, STORES_NORM, RowConfiguration, configuration
+from tests.rms_norm.fuzz_configuration import PROLOGUES, SANDWICH, STORES_NORM, RowConfiguration, configuration
 from tools.fuzz import draw
 from tools.fuzz.draw import NORMAL, PLAIN, Place, Values
 from tools.fuzz.steps import InSteps, Steps
@@ -26,13 +33,14 @@ from tools.fuzz.steps import InSteps, Steps
 if TYPE_CHECKING:
     from onepass.gpu.tuning.table import Regime
 
-OPS = ("rms_norm", "rms_norm_fused_fp8", "rms_norm_fused_quant", "layer_norm")
-VALUES = ("values", "second", "gamma", "eps", "scale_ub", "min_scale", "static", "overall")
+OPS = ("rms_norm", "rms_norm_fused_fp8", "rms_norm_fused_quant", "layer_norm", *SANDWICH)
+VALUES = ("values", "second", "gamma", "post", "eps", "scale_ub", "min_scale", "static", "overall", "branch")
 """Fields of a case that do not affect machine code."""
 _BOUNDS = (1.5, 448.0, 1e-3, 0.0, -0.0, -2.0, float("inf"), float("-inf"), float("nan"), 1e-42)
 """A bound in memory may be anything."""
 _LEAST = (1 / (448 * 512), 0.01, 1e-30, 1e-40, 7e4)
 _OVERALL = (1.0, 37.5, 2.0**-4, 1e5, -2.0, 0.0, -0.0, 1e-30, 1e-40, float("inf"), float("-inf"), float("nan"))
+_BRANCH = (0.5, 0.22, -1.4, 0.0, 1e-3)
 _STATIC = (0.02, 1.0, 0.0, 2.0**-14, 3e4, float("nan"), float("inf"), 1e-40)
 
 
@@ -50,10 +58,14 @@ class RowCase(InSteps):
     """Where the configuration has one."""
     static: float = 0.02
     overall: float = 1.0
+    branch: float = 0.5
+    """What multiplies a post-norm, where the configuration says so."""
     column: bool = False
     values: Values = NORMAL
     second: Values = NORMAL
     gamma: Values = NORMAL
+    post: Values = NORMAL
+    """Of the post-norm's gamma."""
     places: tuple[Place, Place, Place, Place] = (PLAIN, PLAIN, PLAIN, PLAIN)
     """Of x, of residual and operands, of codes or y, of the other results."""
     shift: int = 0
@@ -81,6 +93,7 @@ class RowCase(InSteps):
             min_scale=0.01,
             static=0.02,
             overall=1.0,
+            branch=0.5,
             column=False,
             shift=0,
             regime=None,
@@ -127,6 +140,8 @@ def draw_case(c: RowConfiguration, r: Random) -> RowCase:
         values=draw.values(r, tame=tame),
         second=draw.values(r, tame=tame),
         gamma=draw.weights(r),
+        post=draw.weights(r) if c.post is not None else NORMAL,
+        branch=r.choice(_BRANCH) if c.scaled else 0.5,
         places=(draw.place(r), draw.place(r), draw.place(r, inputs=False), draw.place(r, inputs=False)),
         shift=r.choice((0, 0, 1, 3)),
         regime=r.choice((None, None, *REGIMES[1:])),
@@ -139,13 +154,17 @@ def inputs(case: RowCase) -> dict[str, Any]:
     x_place, other_place = case.places[:2]
     found: dict[str, Any] = {
         "x": x_place.put(_x(case.values, shape, c.x)),
-        "gamma": _gamma(case),
         "eps": case.eps,
         "weight_offset": case.offset,
         "rounding": c.rounding,
         "round_sum": c.round_sum,
-        "return_rstd": c.rstd,
     }
+    if c.post is not None:
+        found["gamma_post"] = Place(start=case.shift).put(draw.gamma(case.post, case.n, c.post))
+        found["gamma_pre"] = _gamma(case)
+        found["branch_scale"] = case.branch if c.scaled else 1.0
+    else:
+        found |= {"gamma": _gamma(case), "return_rstd": c.rstd}
     if c.residual is not None:
         found["residual"] = other_place.put(case.second.make(shape, c.residual))
     if c.gate is not None:
@@ -159,7 +178,7 @@ def inputs(case: RowCase) -> dict[str, Any]:
         if c.op == "layer_norm":
             del found["rounding"]
         return found
-    if c.format:
+    if c.format and c.post is None:
         found["statistic"] = "layer" if c.layer else "rms"
     found |= {"return_norm": c.norm, "quantize": c.quantize}
     found |= {"format": c.format, "code_max": c.fp8_max} if c.format else {"out_dtype": c.out, "fp8_max": c.fp8_max}
@@ -210,7 +229,8 @@ def _x(values: Values, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     functions: dict[str, Any] = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm_fused_fp8}
-    functions["layer_norm"] = layer_norm
+    functions |= {"layer_norm": layer_norm, "rms_norm_add_rms_norm": rms_norm_add_rms_norm}
+    functions["rms_norm_add_rms_norm_quant"] = rms_norm_add_rms_norm_quant
     result = functions.get(op, rms_norm_fused_quant)(**arguments)
     result = result if isinstance(result, tuple) else (result,)
     if arguments.get("scale_layout") == "128x4":

@@ -1,4 +1,4 @@
-"""Random configurations of rms_norm, layer_norm, rms_norm_fused_fp8 and rms_norm_fused_quant: what determines machine code."""
+"""Random configurations of the row norms: what determines machine code."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from onepass.testing.rms_norm import soft_cap_gate
 from tools.fuzz import draw
 
 E8M0 = torch.float8_e8m0fnu
-STORES_NORM = ("rms_norm", "layer_norm")
+STORES_NORM = ("rms_norm", "layer_norm", "rms_norm_add_rms_norm")
 """Ops that store the norm alone."""
+SANDWICH = ("rms_norm_add_rms_norm", "rms_norm_add_rms_norm_quant")
+"""Ops with a post-norm, which always have a residual."""
 PROLOGUES: dict[str, tuple[Prologue, tuple[str, ...]]] = {
     "silu_and_mul": (silu_and_mul, ("full",)),
     "add": (add, ("full",)),
@@ -79,6 +81,10 @@ class RowConfiguration:
     heads: bool = False
     """Whether each head has its own gamma."""
     rstd: bool = False
+    post: torch.dtype | None = None
+    """The dtype of a post-norm's gamma."""
+    scaled: bool = False
+    """Whether a number multiplies the post-norm."""
 
     @property
     def unit(self) -> int:
@@ -98,6 +104,8 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
         lengths=(draw.size(r, 300), draw.size(r, 3000), r.choice(_LONG)) if bounded else (),
         round_sum=r.choice((None, None, True, False)),
     )
+    if op in SANDWICH:
+        return _sandwich(c, r)
     if op in STORES_NORM:
         return _by_row(_finished(replace(c, y=r.choice((None, None, *FLOATS))), r), r)
     out = r.choice(tuple(FP8_CODES))
@@ -135,6 +143,19 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
         lengths=tuple(-(-n // c.unit) * c.unit for n in c.lengths),
     )
     return _by_row(c, r)
+
+
+def _sandwich(c: RowConfiguration, r: Random) -> RowConfiguration:
+    """A post-norm before the residual, without what only other ops have."""
+    c = replace(c, gamma=r.choice((c.x, *FLOATS)), post=r.choice((c.x, *FLOATS)))
+    c = replace(c, residual=r.choice((c.x, torch.float32)), scaled=r.random() < 0.3)
+    if c.op in STORES_NORM:
+        return replace(c, y=r.choice((None, None, *FLOATS)))
+    c = _formatted(c, r)
+    least, bounded = (not c.static and r.random() < 0.3 for _ in range(2))
+    lengths = tuple(-(-n // c.unit) * c.unit for n in c.lengths)
+    c = replace(c, norm=r.random() < 0.3, quantize=r.choice(QUANTIZE), lengths=lengths)
+    return replace(c, least=least, bounded=bounded)
 
 
 def _by_row(c: RowConfiguration, r: Random) -> RowConfiguration:

@@ -1,4 +1,4 @@
-"""Valid calls of `rms_norm`, `layer_norm`, `rms_norm_fused_fp8` and `rms_norm_fused_quant`."""
+"""Valid calls of `rms_norm`, `layer_norm`, `rms_norm_add_rms_norm` and the ops that quantize."""
 
 from __future__ import annotations
 
@@ -11,11 +11,25 @@ import torch
 from torch import Tensor
 
 import onepass
-from onepass import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from onepass import (
+    layer_norm,
+    rms_norm,
+    rms_norm_add_rms_norm,
+    rms_norm_add_rms_norm_quant,
+    rms_norm_fused_fp8,
+    rms_norm_fused_quant,
+)
 from onepass.core.contract import Contract
 from onepass.formats import E4M3FN, E4M3FNUZ, FP8_CODES, QUANT_FORMATS, SCALE_FORMATS
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
-from onepass.ops.rms_norm.op import LAYER_NORM, RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
+from onepass.ops.rms_norm.op import (
+    LAYER_NORM,
+    RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM_QUANT,
+    RMS_NORM_FUSED_FP8,
+    RMS_NORM_FUSED_QUANT,
+)
 from onepass.prologues import dequantize
 from onepass.testing.rms_norm import soft_cap_gate
 from tests.inputs import F32, FP8, I32, Arguments, Build, Form, Rows, Tensors, both, random, sampled_arguments, writing
@@ -94,10 +108,35 @@ def packed_arguments(device: str = "cpu") -> Arguments:
     return values | {"scale_layout": "column_packed", "prologue": onepass.prologues.silu_and_mul.key}
 
 
+def sandwich_arguments(device: str = "cpu") -> Arguments:
+    return sampled_arguments(RMS_NORM_ADD_RMS_NORM, {"N": 64}, (3, 2), device, eps=0.5, weight_offset=1.0)
+
+
+def sandwich_hf_arguments(device: str = "cpu") -> Arguments:
+    options: dict[str, Any] = {"eps": 0.5, "rounding": "hf", "round_sum": False, "residual": F32, "branch_scale": 0.25}
+    return sampled_arguments(RMS_NORM_ADD_RMS_NORM, {"N": 64}, (3,), device, **options) | {"out_dtype": F32}
+
+
+def sandwich_quant_arguments(device: str = "cpu") -> Arguments:
+    """Pairs of 4-bit codes, swizzled scales and a scale in memory."""
+    values = sampled_arguments(
+        RMS_NORM_ADD_RMS_NORM_QUANT, {"N": 96}, (3, 2), device, ("global_scale", "scale_ub_tensor"), eps=0.5
+    )
+    values |= {"format": "nvfp4", "group_size": 16, "scale_format": "e4m3", "scales_dtype": FP8}
+    return values | {"scale_layout": "128x4", "return_norm": True, "rounding": "stored"}
+
+
+def sandwich_static_arguments(device: str = "cpu") -> Arguments:
+    options = {"eps": 0.0, "weight_offset": 1.0, "format": "int8", "branch_scale": 0.25}
+    return sampled_arguments(RMS_NORM_ADD_RMS_NORM_QUANT, {"N": 64}, (3,), device, ("static_scale",), **options)
+
+
 BY_CONTRACT: dict[str, Build] = {
     "rms_norm": norm_arguments,
     "layer_norm": layer_arguments,
     "rms_norm_fused_quant": quant_arguments,
+    "rms_norm_add_rms_norm": sandwich_arguments,
+    "rms_norm_add_rms_norm_quant": sandwich_quant_arguments,
 }
 
 # --- calls of the public functions ----------------------------------------------------------------------------------
@@ -121,16 +160,25 @@ def public_bound(values: Arguments) -> Any:
     return values["scale_ub"] if values["scale_ub_tensor"] is None else values["scale_ub_tensor"]
 
 
-def split_both(values: Arguments) -> Arguments:
-    """The contract's arguments for the public function's ``gamma`` and ``scale_ub``."""
+def split_bound(values: Arguments) -> Arguments:
+    """The contract's arguments for the public function's ``scale_ub``."""
     bound = public_bound(values)
     tensor = isinstance(bound, Tensor)
-    return split_gamma(values | {"scale_ub": None if tensor else bound, "scale_ub_tensor": bound if tensor else None})
+    return values | {"scale_ub": None if tensor else bound, "scale_ub_tensor": bound if tensor else None}
+
+
+def split_both(values: Arguments) -> Arguments:
+    """The contract's arguments for the public function's ``gamma`` and ``scale_ub``."""
+    return split_gamma(split_bound(values))
 
 
 def with_defaults(values: Arguments) -> Arguments:
     """The contract's arguments: None stands for what the format implies."""
-    values = split_both(values)
+    return implied(split_both(values))
+
+
+def implied(values: Arguments) -> Arguments:
+    """The arguments with what the format implies in place of None."""
     quant = QUANT_FORMATS.get(values["format"]) if isinstance(values["format"], str) else None
     if quant is None:
         return values
@@ -180,7 +228,21 @@ def call_quant(values: Arguments) -> Any:
     return _call_quantizing(rms_norm_fused_quant, values)
 
 
+def call_sandwich(values: Arguments) -> Any:
+    return rms_norm_add_rms_norm(**values)
+
+
+def call_sandwich_quant(values: Arguments) -> Any:
+    named = {name: value for name, value in values.items() if name != "scale_ub_tensor"}
+    return rms_norm_add_rms_norm_quant(**named | {"scale_ub": public_bound(values)})
+
+
+def sandwich_defaults(values: Arguments) -> Arguments:
+    return implied(split_bound(values))
+
+
 _FP8_FORM: dict[str, Any] = {"derived": split_both, "fixed": _ONLY_QUANT, "own_rules": fp8_rules}
+_SANDWICH_QUANT: Any = (RMS_NORM_ADD_RMS_NORM_QUANT, sandwich_quant_arguments, call_sandwich_quant)
 FORMS: list[Form] = [
     *both("rms_norm", RMS_NORM, norm_arguments, call_norm, derived=split_gamma),
     writing("rms_norm, gated", RMS_NORM, gated_arguments, call_norm, derived=split_gamma),
@@ -192,6 +254,16 @@ FORMS: list[Form] = [
     writing("rms_norm_fused_fp8, as vLLM", _FP8, vllm_arguments, call_fp8, **_FP8_FORM),
     writing("rms_norm_fused_quant", _QUANT, quant_arguments, call_quant, derived=with_defaults),
     writing("rms_norm_fused_quant, packed", _QUANT, packed_arguments, call_quant, derived=with_defaults),
+    *both("rms_norm_add_rms_norm", RMS_NORM_ADD_RMS_NORM, sandwich_arguments, call_sandwich),
+    writing("rms_norm_add_rms_norm, hf", RMS_NORM_ADD_RMS_NORM, sandwich_hf_arguments, call_sandwich),
+    writing("rms_norm_add_rms_norm_quant", *_SANDWICH_QUANT, derived=sandwich_defaults),
+    writing(
+        "rms_norm_add_rms_norm_quant, static",
+        RMS_NORM_ADD_RMS_NORM_QUANT,
+        sandwich_static_arguments,
+        call_sandwich_quant,
+        derived=sandwich_defaults,
+    ),
 ]
 
 # --- any number of rows ---------------------------------------------------------------------------------------------
@@ -247,6 +319,15 @@ def _dequantized(t: Tensors) -> list[Tensor]:
     return list(rms_norm_fused_fp8(t["x"], t["gamma"], residual=t["r"], prologue=dequantize, prologue_args=[t["s"]]))
 
 
+def _sandwich(t: Tensors, **options: Any) -> list[Tensor]:
+    return list(rms_norm_add_rms_norm(t["x"], t["gamma"], t["gamma"], residual=t["r"], **options))
+
+
+def _sandwich_codes(t: Tensors, **options: Any) -> list[Tensor]:
+    results = rms_norm_add_rms_norm_quant(t["x"], t["gamma"], t["gamma"], residual=t["r"], return_norm=True, **options)
+    return list(results)
+
+
 _ROW, _GAMMA = {"x": 0, "r": 0}, {"gamma": (0,)}
 ROWS: Final = (
     Rows("rms_norm", _ROW, _GAMMA, lambda t: list(rms_norm(t["x"], t["gamma"], residual=t["r"]))),
@@ -297,5 +378,14 @@ ROWS: Final = (
         {"gamma": (320,)},
         _dequantized,
         own={"x": E4M3FN.dtype, "s": torch.float32},
+    ),
+    Rows("rms_norm_add_rms_norm", _ROW, _GAMMA, _sandwich),
+    Rows("rms_norm_add_rms_norm, hf", _ROW, _GAMMA, partial(_sandwich, rounding="hf")),
+    Rows("rms_norm_add_rms_norm_quant", _ROW, _GAMMA, partial(_sandwich_codes, format="int8", rounding="stored")),
+    Rows(
+        "rms_norm_add_rms_norm_quant, mxfp8",
+        {"x": 320, "r": 320},
+        {"gamma": (320,)},
+        partial(_sandwich_codes, format="mxfp8", round_sum=True),
     ),
 )

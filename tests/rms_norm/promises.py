@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onepass.formats import FLOATS
-from onepass.ops.rms_norm.op import rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from onepass.formats import FLOATS, ROUNDINGS
+from onepass.ops.rms_norm.op import (
+    rms_norm,
+    rms_norm_add_rms_norm,
+    rms_norm_add_rms_norm_quant,
+    rms_norm_fused_fp8,
+    rms_norm_fused_quant,
+)
 from onepass.testing.tensors import same_bytes
 
 Promise = Callable[[], str | None]
@@ -28,6 +35,7 @@ def promises(device: str) -> Iterator[tuple[str, Promise]]:
             yield f"a row alone is the row in a batch: {label}", partial(_batch, device, n, dtype)
             yield f"alignment changes no bit: {label}", partial(_alignment, device, n, dtype)
             yield f"what else is stored changes no bit: {label}", partial(_stored, device, n, dtype)
+            yield f"a post-norm in the launch changes no bit: {label}", partial(_sandwiched, device, n, dtype)
     yield "a thousand repeats change no bit", lambda: _repeats(device)
     if device == "cuda":
         yield "a captured graph replays on new inputs", _graph
@@ -41,7 +49,8 @@ def _all(x: Tensor, gamma: Tensor) -> list[Tensor]:
     results += rms_norm_fused_quant(x, gamma, format="int8", rounding="stored")
     if x.shape[-1] % 32 == 0:
         results += [*rms_norm_fused_quant(x, gamma, format="mxfp4"), *rms_norm_fused_quant(x, gamma, format="nvfp4")]
-    return results
+    results += [*rms_norm_add_rms_norm(x, gamma, gamma, residual=x)]
+    return [*results, *rms_norm_add_rms_norm_quant(x, gamma, gamma, residual=x, format="int8", rounding="hf")]
 
 
 def _inputs(device: str, rows: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -97,6 +106,23 @@ def _stored(device: str, n: int, dtype: torch.dtype) -> str | None:
     for label, other in scales.items():
         if not same_bytes(scale, other):
             return f"the scales {label} differ from those with codes alone"
+    return None
+
+
+def _sandwiched(device: str, n: int, dtype: torch.dtype) -> str | None:
+    """`rms_norm_add_rms_norm` is bit-identical to the separate calls, in each rounding."""
+    x, post = _inputs(device, 65, n, dtype)
+    residual, pre = _inputs(device, 65, n, dtype)
+    for rounding in ROUNDINGS:
+        for round_sum in (False, True):
+            b = rms_norm(x, post, rounding=rounding)
+            options: dict[str, Any] = {"residual": residual, "rounding": rounding, "round_sum": round_sum}
+            pairs: list[Any] = [(rms_norm_add_rms_norm(x, post, pre, **options), rms_norm(b, pre, **options))]
+            codes = rms_norm_add_rms_norm_quant(x, post, pre, return_norm=True, **options)
+            pairs.append((codes, rms_norm_fused_quant(b, pre, return_norm=True, **options)))
+            for ours, wanted in pairs:
+                if not all(map(same_bytes, ours, wanted)):
+                    return f"{len(ours)} results with rounding {rounding!r} and round_sum={round_sum} differ"
     return None
 
 

@@ -16,6 +16,8 @@ from ..testing.call import Case
 from ..testing.runner import Result
 from .common import Commands, Progress, UsageError, cannot_write, table, usable_device
 
+_NOT_RUN = "these kernels have not run on a GPU yet, and ONEPASS_UNPROVEN=1 runs them"
+
 
 def add(commands: Commands) -> None:
     """Add the command to the command line."""
@@ -57,6 +59,8 @@ def check(options: argparse.Namespace) -> int:
     if skipped:
         what = "1 case" if skipped == 1 else f"{skipped} cases"
         print(f"{what} left out: rows too long, or too many, for the interpreter", file=stream)
+    if absent := runner.left_out(device):
+        print(f"left out: {', '.join(absent)}: {_NOT_RUN}", file=stream)
     return 1 if failed else 0
 
 
@@ -69,6 +73,8 @@ def _chosen(options: argparse.Namespace) -> tuple[list[Case], int]:
     chosen = runner.select(options.op, options.match, options.device)
     cases = [case for case in chosen if options.device != "interpreter" or case.interpretable]
     skipped = len(chosen) - len(cases)
+    if options.op and set(options.op) <= set(runner.left_out(options.device)):
+        raise UsageError(f"argument --op: {', '.join(options.op)}: {_NOT_RUN}")
     if not cases:
         limit = " and is short enough to interpret" if skipped else ""
         raise UsageError(f"argument --match: no case has {options.match!r} in its name{limit}")

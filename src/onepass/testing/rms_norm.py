@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +11,14 @@ from torch import Tensor
 
 from ..formats import FLOATS, FP8_FORMATS
 from ..ops.rms_norm import reference
-from ..ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
+from ..ops.rms_norm.op import (
+    layer_norm,
+    rms_norm,
+    rms_norm_add_rms_norm,
+    rms_norm_add_rms_norm_quant,
+    rms_norm_fused_fp8,
+    rms_norm_fused_quant,
+)
 from ..prologues import add, dequantize, prologue, sigmoid, silu_and_mul, tanh, where
 from . import compare
 from .call import ERROR, Case, Expected, Random, bf16, case, e4m3fn, e4m3fnuz, f16, f32, int8
@@ -28,8 +35,8 @@ def soft_cap_gate(x, gate, bias, scale):  # type: ignore[no-untyped-def]
     return where(gate > 0, capped * sigmoid(gate), -0.5 * abs(capped)) * scale
 
 
-def _quantized(**arguments: Any) -> tuple[Tensor, ...]:
-    out, scale, *others = rms_norm_fused_quant(**arguments)
+def _quantized(op: Callable[..., tuple[Tensor, ...]], **arguments: Any) -> tuple[Tensor, ...]:
+    out, scale, *others = op(**arguments)
     if arguments.get("scale_layout") == "128x4":
         scale = without_padding(scale, out.shape[:-1].numel())
     return out, scale, *others
@@ -39,7 +46,9 @@ FUNCTIONS: Final = {
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
     "rms_norm_fused_fp8": rms_norm_fused_fp8,
-    "rms_norm_fused_quant": _quantized,
+    "rms_norm_fused_quant": partial(_quantized, rms_norm_fused_quant),
+    "rms_norm_add_rms_norm": rms_norm_add_rms_norm,
+    "rms_norm_add_rms_norm_quant": partial(_quantized, rms_norm_add_rms_norm_quant),
 }
 _DRAWS: Final = {BF16: bf16, F16: f16, F32: f32}
 _OPERANDS: Final = [bf16(4, 1536), bf16(1536), bf16(4, 48, positive=True)]
@@ -69,6 +78,32 @@ _fp8 = partial(_norm, op="rms_norm_fused_fp8")
 _quant = partial(_norm, op="rms_norm_fused_quant")
 
 
+def _sandwich(group: str, x: Random, /, gamma_pre: Any = None, residual: Any = None, **more: Any) -> Case:
+    """A case of a post-norm, a sum and a pre-norm. The latter's gamma and the residual have x's dtype, unless passed."""
+    own, n = _DRAWS[x.dtype], x.shape[-1]
+    op = "rms_norm_add_rms_norm" + "_quant" * ("format" in more)
+    tensors = {"gamma_post": own(n), "gamma_pre": (gamma_pre or own)(n), "residual": residual or own(*x.shape)}
+    return case(op, group, x=x, **tensors, **more)
+
+
+_SANDWICHES: Final[tuple[Case, ...]] = (
+    _sandwich("short", bf16(5, 31)),
+    _sandwich("wide", bf16(5, 20000)),
+    _sandwich("gemma", bf16(5, 1152), weight_offset=1.0, round_sum=True),
+    _sandwich("layouts", bf16(3, 4, 640, layout="transposed"), rounding="hf"),
+    _sandwich("scaled", bf16(5, 640), rounding="hf", branch_scale=0.22),
+    _sandwich("layouts", bf16(3, 4, 640, layout="misaligned")),
+    _sandwich("dtypes", f16(3, 640), bf16, f32(3, 640), rounding="hf", round_sum=False),
+    _sandwich("dtypes", f32(3, 640), f16, out_dtype=BF16),
+    _sandwich("values", f16(9, 384, special=True), eps=1e-5),
+    _sandwich("formats", bf16(5, 640), format="e4m3fn", return_norm=True),
+    _sandwich("formats", bf16(5, 640), format="int8", group_size=64, rounding="hf"),
+    _sandwich("formats", f16(5, 640), format="mxfp8", rounding="stored", scale_layout="column_packed"),
+    _sandwich("formats", bf16(3, 44, 256), format="nvfp4", scale_layout="128x4"),
+    _sandwich("formats", f32(4, 640), format="mxfp4", quantize="divide"),
+    _sandwich("limits", bf16(5, 640), format="e4m3fn", static_scale=torch.tensor(0.02)),
+    _sandwich("limits", bf16(5, 640), format="e5m2", scale_ub=_UPPER, min_scale=1e-4),
+)
 CASES: Final[tuple[Case, ...]] = (
     _norm("short", bf16(5, 33)),
     _norm("wide", bf16(5, 20000)),
@@ -141,19 +176,20 @@ CASES: Final[tuple[Case, ...]] = (
         bias=f32(640),
         quantize="divide",
     ),
+    *_SANDWICHES,
 )
 
 
 def verify(op: str, host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[Expected | str]:
     """The norm, or its codes and scales, the new residual, and the reciprocal RMS."""
     options = dict(host, statistic="layer") if op == "layer_norm" else host
-    quantized = "fused" in op
+    quantized = "fused" in op or op.endswith("quant")
     names = ["out", *["scale"] * quantized, *["residual"] * (host.get("residual") is not None)]
     names += [name for name in ("norm", "rstd") if host.get(f"return_{name}")]
     named = dict(zip(names, results, strict=True))
     y, summed, normed, error = _exact(options)
     if "residual" in named:
-        yield Expected("new residual", named["residual"], summed)
+        yield Expected("new residual", named["residual"], summed, _post_error(host) + ERROR)
     if "rstd" in named:
         mean = normed.square().mean(-1) + host.get("eps", 1e-6)
         yield Expected("rstd", named["rstd"], torch.where(mean.isfinite(), mean.rsqrt(), torch.nan), error)
@@ -177,7 +213,18 @@ class _Exact(NamedTuple):
     error: float
 
 
+def _post_error(host: dict[str, Any]) -> float:
+    """What the rounding of a post-norm leaves."""
+    return 3 * torch.finfo(host["x"].dtype).eps if "gamma_post" in host else 0.0
+
+
 def _exact(host: dict[str, Any]) -> _Exact:
+    if "gamma_post" in host:
+        numbers = (host.get("eps", 1e-6), host.get("branch_scale", 1.0), host.get("weight_offset", 0.0))
+        post = reference.post_norm(host["x"], host["gamma_post"], *numbers, host.get("rounding", "once"))
+        rest = {name: value for name, value in host.items() if name != "gamma_post"}
+        exact = _exact(rest | {"x": post, "gamma": host["gamma_pre"]})
+        return exact._replace(error=exact.error + _post_error(host))
     x, gate, rounding = host["x"], host.get("gate"), host.get("rounding", "once")
     names = ("residual", "prologue", "prologue_args")
     before: dict[str, Any] = {name: host[name] for name in names if name in host}

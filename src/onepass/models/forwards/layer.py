@@ -7,7 +7,8 @@ A step of few tokens is a chain of calls of `linear`, each with what surrounds i
     h = linear(out, W_o, add=h)
     h = linear(linear(h, W_gate_up, norm, activation), W_down, add=h)
 
-In a prompt the first addition and the norm after it are one launch.
+In a prompt the first addition and the norm after it are one launch. On a CPU a post-norm before this addition is part of it,
+also in steps that norm before they project.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from .norm import (
     no_global_hooks,
     norm_forward,
     other_norm_forward,
+    post_add_norm,
     quiet,
     refuse_gradient,
 )
@@ -60,7 +62,8 @@ class LayerRecord(NamedTuple):
 
     ``names`` are the parameters of its forward after the first, ``defaults`` those that have a default, with its value. The
     models' layers pass all of them to the attention by name. ``fused`` is whether prompts run here too, ``decode`` whether
-    steps of few tokens do, and ``always`` whether those may have any number of tokens.
+    steps of few tokens do, and ``always`` whether those may have any number of tokens. ``post`` is whether the norm after the
+    attention, the addition and the next norm may be one launch.
     """
 
     names: tuple[str, ...]
@@ -74,6 +77,7 @@ class LayerRecord(NamedTuple):
     fused: bool = True
     decode: bool = False
     always: bool = False
+    post: bool = False
 
 
 class MlpRecord(NamedTuple):
@@ -109,18 +113,44 @@ def layer_forward(self: LayerModule, hidden_states: Tensor, *args: object, **kwa
     few = record.decode and (record.always or math.prod(hidden_states.shape[:-1]) <= FUSED_ROWS)
     few = few and not self.training and no_global_hooks()
     checkpoints = self.training and getattr(self, "gradient_checkpointing", False)  # the class's forward may do it
-    if not few and (checkpoints or not record.fused):
+    post = _post_norm(self, hidden_states)
+    if not few and (checkpoints or not (record.fused or post is not None)):
         return cast(Tensor, type(self).forward(self, hidden_states, *args, **kwargs))
     kwargs = {**dict(record.defaults), **dict(zip(record.names, args, strict=False)), **kwargs}
-    x, residual = _attention_side(self, few, hidden_states, kwargs)
-    out = _mlp_side(self, few, x, residual, hidden_states.shape)
+    x, residual = _attention_side(self, few, hidden_states, kwargs, post)
+    out = _mlp_side(self, few, x, residual, hidden_states.shape, post)
     return out if out.dim() == 3 else out.view(hidden_states.shape)
 
 
+def _post_norm(self: LayerModule, hidden_states: Tensor) -> NormModule | None:
+    """The norm after the attention, if it can be part of the launch that adds and norms: on CPUs, because
+    `rms_norm_add_rms_norm` has not run on a GPU yet.
+    """
+    record = self._onepass
+    if not record.post or not hidden_states.is_cpu:
+        return None
+    post, norm = getattr(self, record.after_attention), getattr(self, record.norm)
+    alike = is_plain(post) and is_plain(norm) and post._onepass == norm._onepass
+    return post if alike and type(_multiplier(self)) is float else None
+
+
+def _multiplier(self: LayerModule) -> object:
+    """What the outputs of attention and MLP are multiplied by."""
+    return getattr(self, self._onepass.multiplier) if self._onepass.multiplier else 1.0
+
+
+def _scaled(self: LayerModule, x: Tensor) -> Tensor:
+    """``x`` times the layer's multiplier, if it has one."""
+    return x * getattr(self, self._onepass.multiplier) if self._onepass.multiplier else x
+
+
 def _attention_side(
-    self: LayerModule, few: bool, hidden_states: Tensor, kwargs: dict[str, Any]
+    self: LayerModule, few: bool, hidden_states: Tensor, kwargs: dict[str, Any], post: NormModule | None
 ) -> tuple[Tensor | None, Tensor]:
-    """The layer up to its first addition: (None, the sum as rows), or what has to be added first."""
+    """The layer up to its first addition: (None, the sum as rows), or what has to be added first.
+
+    The latter is before the norm ``post``, if that is part of a later launch.
+    """
     record, attention = self._onepass, self.self_attn
     norm = getattr(self, record.before) if record.before else None
     after = _after(self, few, record.after_attention)
@@ -132,9 +162,9 @@ def _attention_side(
         x = _attend(attention, hidden_states, norm=norm, **kwargs)
     else:
         x = attention(hidden_states=hidden_states if norm is None else norm(hidden_states), **kwargs)[0]
-    if after is not None:
-        x = after(x)
-    return x * getattr(self, record.multiplier) if record.multiplier else x, hidden_states
+    if post is not None:
+        return x, hidden_states
+    return _scaled(self, x if after is None else after(x)), hidden_states
 
 
 def _attend(attention: HeadsModule | LatentModule, x: Tensor, **kwargs: Any) -> Tensor:
@@ -145,17 +175,22 @@ def _attend(attention: HeadsModule | LatentModule, x: Tensor, **kwargs: Any) -> 
     return attend_heads(cast(HeadsModule, attention), record.step, x, **kwargs)[0]
 
 
-def _mlp_side(self: LayerModule, few: bool, x: Tensor | None, residual: Tensor, shape: torch.Size) -> Tensor:
+def _mlp_side(
+    self: LayerModule, few: bool, x: Tensor | None, residual: Tensor, shape: torch.Size, post: NormModule | None
+) -> Tensor:
     """The layer from its first addition on. ``x`` has to be added to the residual, unless it is None.
 
-    ``shape`` is that of the hidden states. The result has it too, or is rows.
+    ``post`` is the norm of x, if x was not normed yet. ``shape`` is that of the hidden states. The result has it too, or is rows.
     """
     record = self._onepass
     norm, mlp = getattr(self, record.norm) if record.norm else None, getattr(self, record.mlp)
     after = _after(self, few, record.after_mlp)
     adds = after is None and not record.multiplier
     skipped = few and _is_skipped(mlp, residual)
-    if norm is not None and skipped and is_plain(norm) and norm._onepass.rounding == mlp._onepass.rounding:
+    projected = skipped and norm is not None and is_plain(norm) and norm._onepass.rounding == mlp._onepass.rounding
+    if x is not None and post is not None and (projected or not _in_one_launch(record, x, residual)):
+        x, post = _scaled(self, post(x)), None
+    if norm is not None and projected:
         if x is None:
             residual = residual if adds else residual.view(shape)
             x = gated(mlp, residual, norm, add=residual if adds else None)
@@ -166,6 +201,10 @@ def _mlp_side(self: LayerModule, few: bool, x: Tensor | None, residual: Tensor, 
     if norm is None:
         residual = residual if x is None else residual + x
         x = residual
+    elif x is not None and post is not None:
+        x, residual = post_add_norm(
+            norm, post, x, residual, cast(float, _multiplier(self)), None if record.fused else True
+        )
     elif x is not None and record.fused and is_plain(norm):
         x, residual = add_norm(norm, x, residual)
     else:
@@ -181,13 +220,16 @@ def _mlp_side(self: LayerModule, few: bool, x: Tensor | None, residual: Tensor, 
     return _added(self, x, residual, after)
 
 
+def _in_one_launch(record: LayerRecord, x: Tensor, residual: Tensor) -> bool:
+    """Whether a launch with a post-norm gives the bits and the dtype of the model's own steps."""
+    return record.fused or x.dtype == residual.dtype
+
+
 def _added(self: LayerModule, x: Tensor, residual: Tensor, after: nn.Module | None) -> Tensor:
     """The layer's last steps that are not part of a launch."""
     if after is not None:
         x = after(x)
-    if self._onepass.multiplier:
-        x = x * getattr(self, self._onepass.multiplier)
-    return residual + x
+    return residual + _scaled(self, x)
 
 
 def _after(self: LayerModule, few: bool, name: str) -> nn.Module | None:
@@ -262,7 +304,8 @@ def runs_fused(module: nn.Module) -> bool:
     """Whether the next prompt will be fused: the modules that it would skip are as `patch` left them."""
     record = module.__dict__[MARK]
     if type(record) is LayerRecord:
-        return is_plain(getattr(module, record.norm))
+        names = (record.norm,) if record.fused else (record.norm, record.after_attention)
+        return all(is_plain(getattr(module, name)) for name in names)
     if type(record) is AttentionRecord:
         return fuses_heads(cast(HeadsModule, module))
     return type(record) is not LatentRecord or fuses_latents(cast(LatentModule, module))

@@ -13,7 +13,7 @@ from ...formats import Rounding
 from ...nn.norm import gamma_of
 from ...ops.gemv_norm.launch import MAX_ROWS
 from ...ops.rms_norm.launch import GateActivation
-from ...ops.rms_norm.op import layer_norm, rms_norm
+from ...ops.rms_norm.op import layer_norm, rms_norm, rms_norm_add_rms_norm
 
 FUSED_ROWS: Final = MAX_ROWS
 """The op's limit; up to this many tokens one launch is faster (docs/performance.md)."""
@@ -160,3 +160,23 @@ def add_norm(norm: NormModule, x: Tensor, residual: Tensor | None = None) -> Ten
     if residual is None:
         return rms_norm(x, gamma, eps, weight_offset=weight_offset, rounding=rounding)
     return rms_norm(x, gamma, eps, residual=residual, weight_offset=weight_offset, rounding=rounding)
+
+
+def post_add_norm(
+    norm: NormModule, post: NormModule, x: Tensor, residual: Tensor, scale: float, round_sum: bool | None
+) -> tuple[Tensor, Tensor]:
+    """``(norm(h), h)`` with ``h = residual + post(x) * scale``, in one launch. Both norms have the same record."""
+    eps, weight_offset, rounding = norm._onepass
+    gammas = gamma_of(post.weight), gamma_of(norm.weight)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    refuse_gradient(norm, x, *gammas, residual)
+    return rms_norm_add_rms_norm(
+        x,
+        *gammas,
+        eps,
+        residual=residual,
+        branch_scale=scale,
+        weight_offset=weight_offset,
+        rounding=rounding,
+        round_sum=round_sum,
+    )

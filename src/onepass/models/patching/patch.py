@@ -38,6 +38,7 @@ from .report import (
 
 NEXT_LAYER: Final = "the norm that follows this addition belongs to the next layer's forward"
 SUM_IS_ROUNDED: Final = 'the model rounds the sum before the norm, but one launch does not (needs rounding="once")'
+POST_NORM_JOINS: Final = "on CPUs in the launch of the norm that follows, with the model's rounding"
 NORM_BEFORE_ADD: Final = "no norm follows these additions within the layer"
 ROPE_ROUNDS: Final = "the model rounds between the norm and a rotation in float32, but one launch does not"
 ROPE_OTHER: Final = "its code is not one of the supported rotations"
@@ -362,13 +363,21 @@ def _layer(handle: Patched, where: str, module: nn.Module, match: Match) -> None
         why_not(module, match)
         or missing(module, *layer_names(layer))
         or unless(_patched_norm(norm), f"its {layer.norm} was left")
-        or unless(handle.rounding == "once" or _norm_of(norm).rounding == "hf", SUM_IS_ROUNDED)
     )
     if objection:
         handle._leave(where, module, what, objection)
         return
-    record = layer_record(layer, type(module), fused=True)
-    handle._bind(where, module, record, what, f"in the launch of {layer.norm}")
+    fused = handle.rounding == "once" or _norm_of(norm).rounding == "hf"
+    post = getattr(module, layer.after_attention) if layer.after_attention else None
+    joins = _patched_norm(post) and _norm_of(post) == _norm_of(norm)
+    record = layer_record(layer, type(module), fused)._replace(post=joins)
+    if fused:
+        with_post = f", on CPUs with {layer.after_attention}" if joins else ""
+        handle._bind(where, module, record, what, f"in the launch of {layer.norm}{with_post}")
+        return
+    handle._leave(where, module, what, SUM_IS_ROUNDED)
+    if joins:
+        handle._bind(where, module, record, f"{layer.after_attention} and {what}", POST_NORM_JOINS)
 
 
 def _attention(handle: Patched, where: str, module: nn.Module, match: Match) -> None:

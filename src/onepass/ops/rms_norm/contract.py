@@ -1,9 +1,9 @@
-"""The contracts of `rms_norm`, `layer_norm`, `rms_norm_fused_fp8` and `rms_norm_fused_quant`."""
+"""The contracts of `rms_norm`, `layer_norm`, `rms_norm_add_rms_norm` and the ops that quantize."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -126,28 +126,36 @@ def _arity(prologue: str) -> int:
     return len(find(prologue).parameters) - 1 if prologue else 0
 
 
+_SCALE_INPUTS: Final = {
+    "static_scale": Arg("", "scale of the whole tensor", _F32, True, layout="any", sample="positive"),
+    "scale_ub_tensor": Arg("", "upper bound of amax, in memory", _F32, True, layout="any", sample="positive"),
+}
 _INPUTS: Final = {
     "x": Arg("... N", "activations; 8 bits if a prologue dequantizes them", (*FLOATS, *QUANTIZED)),
     "gamma": _GAMMA,
     "residual": _RESIDUAL_OF_ANY_X,
-    "static_scale": Arg("", "scale of the whole tensor", _F32, True, layout="any", sample="positive"),
-    "scale_ub_tensor": Arg("", "upper bound of amax, in memory", _F32, True, layout="any", sample="positive"),
+    **_SCALE_INPUTS,
 }
+_GLOBAL_SCALE: Final = Arg(
+    "", "what nvfp4's scales are multiplied by before rounding", _F32, True, layout="any", sample="positive"
+)
 _PROLOGUE_ARGS: Final = Arg(_OPERAND_SHAPES, _OPERANDS, FLOATS, many=True)
 _GROUP_SIZE: Final = Option("int", None, "columns per scale; None: the whole row", choices=GROUP_SIZES, optional=True)
 _SCALE_UB: Final = Option("float", None, "upper bound of amax", where="scale_ub > 0", optional=True)
+_QUANTIZE: Final = Option("str", "reciprocal", "multiply by 1 / scale, or divide by scale", choices=QUANTIZE)
+_MIN_SCALE: Final = Option("float", 0.0, "smallest scale, before rounding to scales_dtype", where=_FINITE)
+_RETURN_NORM: Final = Option("bool", False, "also return the unquantized norm")
 _STEPS: Final = {
     "prologue": Option("str", "", "elementwise function fused into the load; its globals are frozen at decoration"),
-    "return_norm": Option("bool", False, "also return the unquantized norm"),
+    "return_norm": _RETURN_NORM,
     "round_sum": _ROUND_SUM,
-    "quantize": Option("str", "reciprocal", "multiply by 1 / scale, or divide by scale", choices=QUANTIZE),
-    "min_scale": Option("float", 0.0, "smallest scale, before rounding to scales_dtype", where=_FINITE),
+    "quantize": _QUANTIZE,
+    "min_scale": _MIN_SCALE,
     "return_rstd": _RETURN_RSTD,
 }
 _NORM: Final = Out("... N", _NORM_DTYPE, "the norm, as rms_norm returns it", "norm_out", when="return_norm")
 _DIVIDES: Final = Rule("group_size is None or N % group_size == 0", "group_size", "divide the number of columns, N={N}")
-_TENSOR_RULES: Final = (
-    *_GAMMA_RULES,
+_SCALE_RULES: Final = (
     Rule("static_scale is None or scale_ub is None", "scale_ub", "be None with static_scale"),
     Rule("static_scale is None or scale_ub_tensor is None", "scale_ub_tensor", "be None with static_scale"),
     Rule("scale_ub is None or scale_ub_tensor is None", "scale_ub_tensor", "be either a number or a tensor"),
@@ -182,85 +190,104 @@ _GROUPS = ", ".join(f"{f.name}: {_listed(f.groups)}" for f in QUANT_FORMATS.valu
 _QUANT_SCALES = ", ".join(f"{f.name}: {_listed(f.scales)}" for f in QUANT_FORMATS.values())
 _LIMITS = ", ".join(f"{c.name}: {_listed(f'{m:g}' for m in c.maxima)}" for c in CODE_FORMATS.values())
 _SCALE_DTYPES = ", ".join(f"{s.name}: {_listed(map(short, s.dtypes))}" for s in SCALE_FORMATS.values())
+_CODES_OPTIONS: Final = {
+    "eps": eps(groups=GROUP_SIZES),
+    "weight_offset": WEIGHT_OFFSET,
+    "rounding": Option("str", "once", "where values are rounded", choices=(*ROUNDINGS, "stored")),
+    "scale_ub": _SCALE_UB,
+    "format": Option("str", "e4m3fn", "format of codes and scales", choices=tuple(QUANT_FORMATS)),
+    "code_max": Option("float", None, "saturation limit; None: the format's first", _QUANT_LIMITS, optional=True),
+    "scales_dtype": Option("ScalarType", torch.float32, "dtype of stored scales", choices=SCALE_DTYPES),
+    "group_size": _GROUP_SIZE,
+    "scale_format": Option("str", "float", "any value, powers of two, or fp8", choices=tuple(SCALE_FORMATS)),
+    "scale_layout": Option("str", "row", "where scales are in memory", choices=SCALE_LAYOUTS),
+}
+_CODES_SIZES: Final = {
+    "C": "N // 2 if codes(format).bits == 4 else N",
+    "G": "N // group_size if group_size else 1",
+    "S": "scale_shape(lead, G, scale_layout)",
+}
+_CODES_OUTS: Final = {
+    "out": Out("... C", "codes(format).dtype", "codes; of 4 bits two in a byte", "out"),
+    "scale": Out(
+        "*S",
+        "scales_dtype",
+        "one scale per row or group",
+        "scale_out",
+        when="static_scale is None",
+        make="empty_scale(lead, G, scale_layout, scales_dtype, device)",
+    ),
+}
+_FORMAT_RULES: Final = (
+    columns("N", "x"),
+    Rule("group_size in groups(format)", "group_size", f"suit format ({_GROUPS})"),
+    _DIVIDES,
+    Rule("scale_format in scales(format)", "scale_format", f"suit format ({_QUANT_SCALES})"),
+    Rule(
+        "code_max is None or code_max in codes(format).maxima",
+        "code_max",
+        f"be a limit of format's codes ({_LIMITS})",
+    ),
+    Rule("scales_dtype in scale_dtypes(scale_format)", "scales_dtype", f"suit scale_format ({_SCALE_DTYPES})"),
+    Rule(
+        "(scales_dtype == torch.int32) == (scale_layout == 'column_packed')",
+        "scales_dtype",
+        "be int32 for scale_layout 'column_packed', and only for it",
+    ),
+    Rule(
+        "scale_layout != '128x4' or scales_dtype.itemsize == 1",
+        "scales_dtype",
+        "be float8_e8m0fnu or float8_e4m3fn for scale_layout '128x4'",
+    ),
+    Rule(
+        "group_size or scale_layout not in PACKINGS",
+        "group_size",
+        "not be None for scale_layout 'column_packed' and '128x4'",
+    ),
+    Rule(
+        "scale_layout != '128x4' or is_dense(scale_out)",
+        "scale_out",
+        "be contiguous for scale_layout '128x4'",
+    ),
+    Rule("global_scale is None or format == 'nvfp4'", "global_scale", "be None unless format is 'nvfp4'"),
+)
+_FORMAT_SCOPE: Final[dict[str, Any]] = {
+    "PACKINGS": PACKINGS,
+    "scale_dtypes": lambda name: SCALE_FORMATS[name].dtypes,
+    "codes": lambda name: QUANT_FORMATS[name].codes,
+    "groups": lambda name: QUANT_FORMATS[name].groups,
+    "scales": lambda name: QUANT_FORMATS[name].scales,
+    "scale_shape": scale_shape,
+    "is_dense": _is_dense,
+    "empty_scale": empty_scale,
+}
+_EITHER_BOUND: Final[dict[str, tuple[str, ...]]] = {"scale_ub": ("scale_ub", "scale_ub_tensor")}
 
 RMS_NORM_FUSED_QUANT = Contract(
     "rms_norm_fused_quant",
     args={
         **_INPUTS,
-        "global_scale": Arg(
-            "", "what nvfp4's scales are multiplied by before rounding", _F32, True, layout="any", sample="positive"
-        ),
+        "global_scale": _GLOBAL_SCALE,
         "gate": _GATE,
         "bias": _BIAS,
         "head_gamma": _HEAD_GAMMA,
         "prologue_args": _PROLOGUE_ARGS,
     },
     options={
-        "eps": eps(groups=GROUP_SIZES),
-        "weight_offset": WEIGHT_OFFSET,
-        "rounding": Option("str", "once", "where values are rounded", choices=(*ROUNDINGS, "stored")),
-        "scale_ub": _SCALE_UB,
-        "format": Option("str", "e4m3fn", "format of codes and scales", choices=tuple(QUANT_FORMATS)),
-        "code_max": Option("float", None, "saturation limit; None: the format's first", _QUANT_LIMITS, optional=True),
-        "scales_dtype": Option("ScalarType", torch.float32, "dtype of stored scales", choices=SCALE_DTYPES),
-        "group_size": _GROUP_SIZE,
-        "scale_format": Option("str", "float", "any value, powers of two, or fp8", choices=tuple(SCALE_FORMATS)),
-        "scale_layout": Option("str", "row", "where scales are in memory", choices=SCALE_LAYOUTS),
+        **_CODES_OPTIONS,
         **_STEPS,
         **_GATING,
         "statistic": Option("str", "rms", "RMSNorm, or LayerNorm", choices=STATISTICS),
     },
-    sizes={
-        "C": "N // 2 if codes(format).bits == 4 else N",
-        "G": "N // group_size if group_size else 1",
-        "S": "scale_shape(lead, G, scale_layout)",
-    },
+    sizes=_CODES_SIZES,
     outs={
-        "out": Out("... C", "codes(format).dtype", "codes; of 4 bits two in a byte", "out"),
-        "scale": Out(
-            "*S",
-            "scales_dtype",
-            "one scale per row or group",
-            "scale_out",
-            when="static_scale is None",
-            make="empty_scale(lead, G, scale_layout, scales_dtype, device)",
-        ),
+        **_CODES_OUTS,
         "new_residual": _NEW_RESIDUAL,
         "norm": _NORM,
         "rstd": _RSTD,
     },
     rules=(
-        columns("N", "x"),
-        Rule("group_size in groups(format)", "group_size", f"suit format ({_GROUPS})"),
-        _DIVIDES,
-        Rule("scale_format in scales(format)", "scale_format", f"suit format ({_QUANT_SCALES})"),
-        Rule(
-            "code_max is None or code_max in codes(format).maxima",
-            "code_max",
-            f"be a limit of format's codes ({_LIMITS})",
-        ),
-        Rule("scales_dtype in scale_dtypes(scale_format)", "scales_dtype", f"suit scale_format ({_SCALE_DTYPES})"),
-        Rule(
-            "(scales_dtype == torch.int32) == (scale_layout == 'column_packed')",
-            "scales_dtype",
-            "be int32 for scale_layout 'column_packed', and only for it",
-        ),
-        Rule(
-            "scale_layout != '128x4' or scales_dtype.itemsize == 1",
-            "scales_dtype",
-            "be float8_e8m0fnu or float8_e4m3fn for scale_layout '128x4'",
-        ),
-        Rule(
-            "group_size or scale_layout not in PACKINGS",
-            "group_size",
-            "not be None for scale_layout 'column_packed' and '128x4'",
-        ),
-        Rule(
-            "scale_layout != '128x4' or is_dense(scale_out)",
-            "scale_out",
-            "be contiguous for scale_layout '128x4'",
-        ),
-        Rule("global_scale is None or format == 'nvfp4'", "global_scale", "be None unless format is 'nvfp4'"),
+        *_FORMAT_RULES,
         Rule("gate is None or gate_order == 'after' or not prologue", "gate_order", "be 'after' with a prologue"),
         Rule("statistic == 'rms' or rounding != 'hf'", "rounding", "be 'once' or 'stored' for LayerNorm"),
         Rule(
@@ -268,26 +295,69 @@ RMS_NORM_FUSED_QUANT = Contract(
             "prologue_args",
             f"hold at most {MAX_OPERANDS} tensors, gate and bias included",
         ),
-        *_TENSOR_RULES,
+        *_GAMMA_RULES,
+        *_SCALE_RULES,
         *_PROLOGUE_RULES,
     ),
-    scope={
-        "FLOATS": FLOATS,
-        "PACKINGS": PACKINGS,
-        "scale_dtypes": lambda name: SCALE_FORMATS[name].dtypes,
-        "codes": lambda name: QUANT_FORMATS[name].codes,
-        "groups": lambda name: QUANT_FORMATS[name].groups,
-        "scales": lambda name: QUANT_FORMATS[name].scales,
-        "scale_shape": scale_shape,
-        "is_dense": _is_dense,
-        "empty_scale": empty_scale,
-        "arity": _arity,
-    },
+    scope={**_FORMAT_SCOPE, "FLOATS": FLOATS, "arity": _arity},
     rounding="once: code = round((h*(gamma+offset))*(rs/scale)); hf: y as in rms_norm, code = round(y*(1/scale)); "
     "divide: y as in rms_norm (once: before its rounding), code = round(y/scale); stored: y = round((h*rs)*(gamma+offset)), "
     "code = round(y*(1/scale))",
-    carried=_EITHER_GAMMA | {"scale_ub": ("scale_ub", "scale_ub_tensor")},
+    carried=_EITHER_GAMMA | _EITHER_BOUND,
     known_as={"scale_ub_tensor": "scale_ub", "head_gamma": "gamma"},
+)
+
+_SANDWICHED: Final = {
+    "x": Arg("... N", "the output of an attention or MLP", FLOATS),
+    "gamma_post": Arg("N", "weight of the post-norm; any float dtype", FLOATS, sample="gamma"),
+    "gamma_pre": Arg("N", "weight of the next pre-norm; any float dtype", FLOATS, sample="gamma"),
+    "residual": Arg("... N", "added to the post-norm in float32; x's dtype or float32", "(x.dtype, torch.float32)"),
+}
+_ROUND_H: Final = Option(
+    "bool", None, "whether h is rounded before the pre-norm; None: decided by rounding", optional=True
+)
+_H: Final = Out("... N", "residual.dtype", "post-norm + residual", "residual_out")
+_BRANCH_SCALE: Final = Option("float", 1.0, "multiplies the post-norm", where="-3.4e38 <= branch_scale <= 3.4e38")
+_POST = "b = y of rms_norm(x, gamma_post), as stored in x's dtype, and round(b*branch_scale) unless that is 1; then as {} of b"
+
+RMS_NORM_ADD_RMS_NORM = Contract(
+    "rms_norm_add_rms_norm",
+    args=_SANDWICHED,
+    options={
+        "eps": eps(),
+        "weight_offset": WEIGHT_OFFSET,
+        "rounding": ROUNDING,
+        "round_sum": _ROUND_H,
+        "out_dtype": _OUT_DTYPE,
+        "branch_scale": _BRANCH_SCALE,
+    },
+    outs={"y": _Y, "h": _H},
+    rules=(columns("N", "x"),),
+    rounding=_POST.format("rms_norm"),
+)
+
+RMS_NORM_ADD_RMS_NORM_QUANT = Contract(
+    "rms_norm_add_rms_norm_quant",
+    args={**_SANDWICHED, **_SCALE_INPUTS, "global_scale": _GLOBAL_SCALE},
+    options={
+        **_CODES_OPTIONS,
+        "return_norm": _RETURN_NORM,
+        "round_sum": _ROUND_H,
+        "quantize": _QUANTIZE,
+        "min_scale": _MIN_SCALE,
+        "branch_scale": _BRANCH_SCALE,
+    },
+    sizes=_CODES_SIZES,
+    outs={
+        **_CODES_OUTS,
+        "h": _H,
+        "norm": Out("... N", "x.dtype", "y, as rms_norm returns it", "norm_out", when="return_norm"),
+    },
+    rules=(*_FORMAT_RULES, *_SCALE_RULES),
+    scope=_FORMAT_SCOPE,
+    carried=_EITHER_BOUND,
+    known_as={"scale_ub_tensor": "scale_ub"},
+    rounding=_POST.format("rms_norm_fused_quant"),
 )
 
 RMS_NORM_FUSED_FP8 = Alias(

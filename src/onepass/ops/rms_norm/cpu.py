@@ -44,7 +44,12 @@ TAKES: Final = 4
 
 @cache
 def keeps_h(spec: RowSpec) -> bool:
-    """Whether ``h`` is saved in scratch memory after the statistics, because computing it again would take longer."""
+    """Whether ``h`` is saved in scratch memory after the statistics, because computing it again would take longer.
+
+    After a post-norm it is, unless it is rounded: then it is stored as the new residual, and read from there.
+    """
+    if spec.post is not None and not spec.round_sum:
+        return True
     return spec.prologue is not None and any(i.op in _EXPENSIVE for i in spec.prologue.program)
 
 
@@ -84,6 +89,8 @@ def layout(spec: RowSpec) -> Layout:
     fields = integers("next", "threads", "chunk", "rows", "n1", "n2", "n")
     if spec.gamma is not None and not spec.per_row:
         fields += addresses("gamma")
+    if spec.post is not None:
+        fields += addresses("gamma_post")
     fields += addresses("scratch")
     if spec.fp8 is None:
         fields += integers("far")
@@ -96,7 +103,8 @@ def layout(spec: RowSpec) -> Layout:
     if rule is not None and rule.bound_in_memory:
         fields += addresses("scale_ub_tensor")
     least = rule is not None and rule.has_least
-    return Layout(fields, ("eps", "weight_offset", "scale_ub", *(("min_scale",) if least else ())))
+    further = [name for name, present in (("min_scale", least), ("branch_scale", spec.scaled)) if present]
+    return Layout(fields, ("eps", "weight_offset", "scale_ub", *further))
 
 
 def pack(call: RowCall, work: RowWork, scratch: int) -> list[float]:
@@ -105,6 +113,8 @@ def pack(call: RowCall, work: RowWork, scratch: int) -> list[float]:
     values: list[float] = [0, 0, work.chunk, *call.geom, call.n]
     if spec.gamma is not None and not spec.per_row:
         values.append(address(call.gamma))
+    if spec.post is not None:
+        values.append(address(call.gamma_post))
     values.append(scratch)
     if spec.fp8 is None:
         values.append(work.far)
@@ -122,6 +132,8 @@ def pack(call: RowCall, work: RowWork, scratch: int) -> list[float]:
     values += (call.eps, call.weight_offset, call.scale_ub)
     if rule is not None and rule.has_least:
         values.append(call.min_scale)
+    if spec.scaled:
+        values.append(call.branch_scale)
     return values
 
 
@@ -164,7 +176,7 @@ def _work(call: RowCall) -> RowWork:
     """Scratch memory has a row for the weights and, to save ``h``, one per thread."""
     spec, n, rows = call.spec, call.n, call.geom[0]
     threads, chunk = split(rows, n, _inputs(spec))
-    saved = threads if spec.prologue is not None and keeps_h(spec) else 0
+    saved = threads if keeps_h(spec) else 0
     far = _far(call) if spec.fp8 is None and rows * n * 2 >= cache_size() else 0
     return RowWork(threads, (n + BLOCK) * (saved + 1), chunk, far)
 

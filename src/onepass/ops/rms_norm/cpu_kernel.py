@@ -4,7 +4,8 @@ A row is read once for its statistics and again, from the cache, to write its ou
 whose norm itself is quantized (``rounding="hf"``, or division by the scale), is read once more for its largest value.
 A residual sum that is rounded before the norm is stored by the first pass, and the others read it instead of the
 inputs. No input is read after an output was written over it, so an output may overwrite its input. One thread processes
-a row and no step depends on other rows: the result is a function of the row alone.
+a row and no step depends on other rows: the result is a function of the row alone. A post-norm takes one more pass over x,
+for its own statistics, before the sum with the residual can be collected.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class RowKernel:
         self.count = self.n.to_float()
         self.gamma = args.integer("gamma") if reads_gamma(spec) else None
         self.weights, self.offset = args.integer("scratch"), args.number("weight_offset")
+        self.gamma_post = args.integer("gamma_post") if spec.post is not None else None
+        self.branch_scale = args.number("branch_scale") if spec.scaled else None
         self.eps, self.bound = args.number("eps"), args.number("scale_ub")
         if "scale_ub_tensor" in args:
             bound = load_scalar(f, torch.float32, args.integer("scale_ub_tensor"))
@@ -75,6 +78,8 @@ class RowKernel:
         self.stores_early = spec.residual is not None and spec.round_sum and saved is None
         """Whether ``h`` is stored as the new residual by the first pass and loaded from there by the others."""
         self.mean: Float | None = None
+        self.post_rs: Float | None = None
+        """The ``rs`` of the post-norm of the row that is collected."""
         self.far = args.integer("far") if "far" in args and "sse2" in f.builder.module.features else None
         """Which outputs bypass the caches, if any may: see `FAR`."""
         self.bypass: dict[str, Bool] = {}
@@ -146,11 +151,25 @@ class RowKernel:
             value = prologue.apply(spec.prologue, value, operands)
             if mask is not None:  # f(0) need not be 0
                 value = bits.lane_mask(mask, self.paired).where(value, 0.0)
+        if spec.post is not None:
+            value = self.post_normed(value, at, mask)
         if spec.residual is not None:
             value = value + self.load(spec.residual, row.at["residual"], at, mask)
             if spec.round_sum:
                 value = round_to(spec.residual, value)
         return value
+
+    def post_normed(self, x: Float, at: Int, mask: Bool | None) -> Float:
+        """The post-norm of a block of the row that is collected, and its product, rounded as they would be stored."""
+        spec = self.spec
+        assert spec.post is not None
+        assert self.gamma_post is not None
+        assert self.post_rs is not None
+        a = x * self.post_rs
+        if spec.rounding == "hf":
+            a = round_to(spec.x, a)
+        b = round_to(spec.x, a * (self.load(spec.post, self.gamma_post, at, mask) + self.offset))
+        return b if self.branch_scale is None else round_to(spec.x, b * self.branch_scale)
 
     def h_again(self, row: Row, at: Int, mask: Bool | None) -> Float:
         """``h`` of a block that was collected before."""
@@ -196,6 +215,22 @@ class RowKernel:
         for name, dtype in {"x": self.spec.x, "residual": self.spec.residual, **operands}.items():
             if dtype is not None:
                 prefetch(self.f, dtype, row.at[name], at, level)
+
+    def begin(self, row: Row) -> Row:
+        """The row, before anything of it is collected: with a post-norm, its ``rs`` is computed."""
+        if self.spec.post is None:
+            return row
+
+        def body(at: Int, mask: Bool | None) -> None:
+            if mask is None:
+                self.fetch(row, at)
+            self.squares.add(self.load(self.spec.x, row.at["x"], at, mask))
+            self.squares.settle(at)
+
+        each_block(self.f, self.f.index(0), self.n, body)
+        self.post_rs = reciprocal_root(self.squares.get(), self.count, self.eps)
+        self.squares.clear()
+        return row
 
     def collect(self, row: Row, at: Int, mask: Bool | None) -> None:
         """Add a block to the sum of squares and, if the row has one scale, to the maximum of ``|h * g|``."""
@@ -408,7 +443,7 @@ class RowKernel:
 
     def run(self, cursor: Cursor, begin: Int, end: Int) -> None:
         """Process a range of rows."""
-        first = self.row(cursor)
+        first = self.begin(self.row(cursor))
         each_block(self.f, self.f.index(0), self.n, lambda at, mask: self.collect(first, at, mask))
         with self.f.loop(begin, end) as index:
             row = self.row(cursor)
@@ -420,7 +455,7 @@ class RowKernel:
                     self.finish(row, None, rs, top)
                 with other:
                     cursor.advance()
-                    self.finish(row, self.row(cursor), rs, top)
+                    self.finish(row, self.begin(self.row(cursor)), rs, top)
 
 
 # --- where rows are ------------------------------------------------------------------------------------------------

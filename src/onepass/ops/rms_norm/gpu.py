@@ -24,8 +24,10 @@ _NARROW: Final = ("row", "group")
 """Kinds of operands with fewer values than columns; their alignment does not affect the layout."""
 _SMALL: Final = ("scale", "static_scale", "scale_ub", "rstd")
 """Tensors without columns, whose alignment does not matter either."""
-_SINGLE: Final = ("gamma", "static_scale", "scale_ub")
+_SINGLE: Final = ("gamma", "static_scale", "scale_ub", "gamma_post")
 """Tensors without rows."""
+_SHIFTED: Final = (torch.float16, torch.bfloat16)
+"""The dtypes of x and gamma for which `gpu.lib.row.factor` shifts bits."""
 _MOST_OWNED: Final = 8
 """Chunks for whose scales a lane may divide."""
 _FIRST_OPERAND: Final = 6
@@ -62,6 +64,8 @@ class RowParameters(NamedTuple):
     scale_ub: Pointer
     row_gamma: Rows
     rstd: Rows
+    gamma_post: Pointer
+    branch_scale: F32
 
 
 def pack(call: RowCall, config: RowConfig, programs: tuple[int, ...]) -> RowParameters:
@@ -87,6 +91,8 @@ def pack(call: RowCall, config: RowConfig, programs: tuple[int, ...]) -> RowPara
         scale_ub=call.scale_ub_tensor,
         row_gamma=rows(call.row_gamma, strides[-2]),
         rstd=rows(call.rstd, strides[-1]),
+        gamma_post=call.gamma_post,
+        branch_scale=call.branch_scale,
     )
 
 
@@ -112,6 +118,12 @@ class RowMath(NamedTuple):
     """Whether there is no gamma."""
     activation: str
     """What is applied to the gate."""
+    post: bool
+    """Whether x is normed before the residual is added."""
+    shift_post: bool
+    """``shift_gamma`` for the post-norm's gamma."""
+    scaled: bool
+    """Whether a number multiplies the post-norm."""
 
 
 def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip: Chip, offset: bool = False) -> Build:
@@ -120,6 +132,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
     kinds = {f"operands.{i}": operand.kind for i, operand in enumerate(spec.operands)}
     vectors = aligned and config.unit > 1
     unused: dict[str, float | None] = {} if spec.scale and spec.scale.has_least else {"least": None}
+    unused |= {} if spec.scaled else {"branch_scale": None}
     divisible: dict[str, int] = {"shape.n": config.unit} if vectors else {}
     for name, dtype in dtypes.items():
         kind = kinds.get(name, "")
@@ -129,7 +142,7 @@ def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip
         if vectors and dtype and kind not in _NARROW and name not in _SMALL:
             # a tensor without rows must not make Triton choose a layout with more columns per
             # thread than the rows allow
-            single = name == "gamma" or kind == "column"
+            single = name in ("gamma", "gamma_post") or kind == "column"
             pointer = f"{name}.at" if strided else name
             divisible |= {pointer: min(16, config.vec * dtype.itemsize) if single else 16}
             divisible |= dict.fromkeys(strides, config.unit)
@@ -162,6 +175,7 @@ def _dtypes(spec: RowSpec) -> dict[str, torch.dtype | None]:
         "static_scale": torch.float32 if rule and (rule.kind == "static" or rule.has_global) else None,
         "scale_ub": torch.float32 if rule and rule.bound_in_memory else None,
         "rstd": torch.float32 if spec.rstd else None,
+        "gamma_post": spec.post,
         **{f"operands.{i}": None for i in range(MAX_OPERANDS)},
         **{f"operands.{i}": operand.dtype for i, operand in enumerate(spec.operands)},
     }
@@ -178,7 +192,7 @@ def _constants(
         hf,
         spec.round_sum,
         offset,
-        shift_gamma=hf and (spec.x, spec.gamma) == (torch.float16, torch.bfloat16),
+        shift_gamma=hf and (spec.x, spec.gamma) == _SHIFTED,
         hw_rounding=chip.rounds_casts,
         stored=spec.rounding == "stored",
         centered=spec.centered,
@@ -187,6 +201,9 @@ def _constants(
         bias=spec.bias,
         weightless=spec.gamma is None,
         activation=spec.gate_activation,
+        post=spec.post is not None,
+        shift_post=hf and (spec.x, spec.post) == _SHIFTED,
+        scaled=spec.scaled,
     )
     tile = config.laid_out(vectors, chip.warp_size, levels)._replace(
         early_rows=table.fp8_early_rows if variant_of(spec) == "row scale" else table.early_rows,
@@ -232,7 +249,10 @@ def _scales_by_lane(spec: RowSpec, config: RowConfig, chip: Chip) -> bool:
 def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offset: bool) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
     short = SHORT_NAMES
-    parts = ["rms_norm_long" if config.long else "rms_norm_row", f"x={short[spec.x]}"]
+    parts = ["rms_norm_long" if config.long else "rms_norm_row"]
+    if spec.post:
+        parts.append(f"post={short[spec.post]}{' scaled' if spec.scaled else ''}")
+    parts.append(f"x={short[spec.x]}")
     parts.append(f"gamma={short[spec.gamma] if spec.gamma else 'none'}{' per row' if spec.per_row else ''}")
     if spec.residual:
         parts.append(f"residual={short[spec.residual]}")
@@ -340,6 +360,8 @@ def _aligned(call: RowCall, unit: int) -> bool:
     steps = s0 | s1 | s2
     if call.gamma is not None:
         addresses |= call.gamma.data_ptr()
+    if call.gamma_post is not None:
+        addresses |= call.gamma_post.data_ptr()
     tensors = ((1, call.residual), (2, call.norm), (3, call.codes), (5, call.new_residual), (-2, call.row_gamma))
     for i, tensor in tensors:
         if tensor is not None:

@@ -1,8 +1,8 @@
 """RMSNorm kernels: a row is held in registers, chunk by chunk, or walked in chunks if it is too
 long.
 
-Both do, for each row: load -> prologue -> residual -> sum of squares -> gamma -> store and/or
-quantize. Every element is read before it is overwritten, so outputs may be the inputs. Tensors of
+Both do, for each row: load -> prologue or post-norm -> residual -> sum of squares -> gamma -> store
+and/or quantize. Every element is read before it is overwritten, so outputs may be the inputs. Tensors of
 rows are `launcher.Rows`, and `rms_norm` defines the constants.
 """
 
@@ -57,12 +57,45 @@ def _combine(v, r, operands, starts, columns, mask, PROLOGUE: tl.constexpr, MATH
 
 
 @triton.jit
+def _post_normed(v, rs, weight, weight_offset, branch_scale, DTYPE: tl.constexpr, MATH: tl.constexpr):
+    """The post-norm of some columns in x's dtype, as `rms_norm` stores it, and its rounded product."""
+    if MATH.offset:
+        g = weight.to(tl.float32) + weight_offset
+    elif MATH.shift_post:
+        g = (weight.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        g = weight.to(tl.float32)
+    b = cast(normalize(v.to(tl.float32), rs, g, DTYPE, MATH.hf, MATH.hw_rounding), DTYPE, MATH.hw_rounding)
+    if MATH.scaled:
+        return cast(b.to(tl.float32) * branch_scale, DTYPE, MATH.hw_rounding)
+    else:
+        return b
+
+
+@triton.jit
+def _post_norm(
+    chunks, gamma_post, inner, n, eps, weight_offset, branch_scale,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """The chunks of rows, normed."""
+    weights = load_columns(gamma_post, inner, n, TILE)
+    rs = reciprocal_rms(sum_bins(bin_squares(chunks, TILE), TILE), n, eps)
+    normed = ()
+    for c in tl.static_range(TILE.count):
+        normed = normed + (_post_normed(chunks[c], rs, weights[c], weight_offset, branch_scale, DTYPE, MATH),)
+    return normed
+
+
+@triton.jit
 def _load_h(
-    x, x_at, residual, r_at, operands, starts, columns, mask,
+    x, x_at, residual, r_at, operands, starts, columns, mask, post,
     PROLOGUE: tl.constexpr, MATH: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """``prologue(x, ...) + residual`` in float32, zero outside the mask."""
+    """``prologue(x, ...) + residual`` in float32, zero outside the mask. ``post``: the post-norm's rs, gamma, offset and scale."""
     v = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
+    if MATH.post:
+        weight = tl.load(post[1] + columns[None, :], mask=mask, other=0.0)
+        v = _post_normed(v, post[0], weight, post[2], post[3], x.at.dtype.element_ty, MATH)
     r = None
     if residual.at is not None:
         r = tl.load(residual.at + r_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
@@ -183,7 +216,7 @@ def _starts(row, shape, operands, LEVELS: tl.constexpr):
 @triton.jit
 def _rms_norm_row_kernel(
     x, gamma, residual, norm, codes, scale, scale_group, new_residual, static_scale, operands, shape,
-    eps, weight_offset, bound, least, scale_ub, row_gamma, rstd,
+    eps, weight_offset, bound, least, scale_ub, row_gamma, rstd, gamma_post, branch_scale,
     PROLOGUE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of up to ``count`` chunks, each read once and held in registers; one tile of rows per
@@ -214,6 +247,8 @@ def _rms_norm_row_kernel(
         weights = load_weights(gamma, row_gamma, row, shape, inner, present, TILE)
     x_at = row_start(row, shape, x, LEVELS)
     held = load_chunks(x.at, x_at, inner, n, present, TILE, "evict_last" if TILE.reread else "")
+    if MATH.post:
+        held = _post_norm(held, gamma_post, inner, n, eps, weight_offset, branch_scale, DTYPE, TILE, MATH)
     if residual.at is not None or PROLOGUE is not None:
         added = held
         if residual.at is not None:
@@ -324,7 +359,7 @@ def _rms_norm_row_kernel(
 @triton.jit
 def _rms_norm_long_kernel(
     x, gamma, residual, norm, codes, scale, scale_group, new_residual, static_scale, operands, shape,
-    eps, weight_offset, bound, least, scale_ub, row_gamma, rstd,
+    eps, weight_offset, bound, least, scale_ub, row_gamma, rstd, gamma_post, branch_scale,
     PROLOGUE: tl.constexpr, MATH: tl.constexpr, QUANT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of any length, walked in blocks: once for the statistics, once more (from L2) to write."""
@@ -352,19 +387,31 @@ def _rms_norm_long_kernel(
     if codes.at is not None:
         pad_scales(scale.at, scale_at, scale_group, n, present, QUANT)
     out = (codes.at, codes_at, scale.at, scale_at, scale_group)
+    post = (0.0, gamma_post, weight_offset, branch_scale)
+    if MATH.post:
+        squares = tl.zeros((1, CHUNK), tl.float32)
+        for first in range(0, n, CHUNK):
+            columns = first + inner
+            mask = (columns < n)[None, :]
+            v = tl.load(x.at + x_at[:, None] + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_last")
+            squares = tl.fma(v.to(tl.float32), v.to(tl.float32), squares)
+        post_rs = reciprocal_rms(sum_bins((neighbours(squares, TILE),), TILE), n, eps)
+        post = (post_rs, gamma_post, weight_offset, branch_scale)
     if MATH.centered:
         values = tl.zeros((1, CHUNK), tl.float32)
         for first in range(0, n, CHUNK):
             columns = first + inner
             mask = (columns < n)[None, :]
-            values += _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
+            values += _load_h(
+                x, x_at, residual, r_at, operands, starts, columns, mask, post, PROLOGUE, MATH, "evict_last"
+            )
         mean = _mean(sum_bins((neighbours(values, TILE),), TILE), n)
     squares = tl.zeros((1, CHUNK), tl.float32)
     peaks = tl.zeros((1, CHUNK), tl.int32)
     for first in range(0, n, CHUNK):
         columns = first + inner
         mask = (columns < n)[None, :]
-        h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
+        h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, post, PROLOGUE, MATH, "evict_last")
         if MATH.centered:
             h = tl.where(mask, h - mean[:, None], 0.0)
         squares = tl.fma(h, h, squares)
@@ -385,7 +432,7 @@ def _rms_norm_long_kernel(
         for first in range(0, n, CHUNK):
             columns = first + inner
             mask = (columns < n)[None, :]
-            h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_last")
+            h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, post, PROLOGUE, MATH, "evict_last")
             g = load_g(gamma, row_gamma, row, shape, columns, mask, weight_offset, MATH, LEVELS)
             if MATH.centered:
                 h = tl.where(mask, h - mean[:, None], 0.0)
@@ -402,7 +449,7 @@ def _rms_norm_long_kernel(
     for first in range(0, n, CHUNK):
         columns = first + inner
         mask = (columns < n)[None, :]
-        h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, PROLOGUE, MATH, "evict_first")
+        h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, post, PROLOGUE, MATH, "evict_first")
         g = load_g(gamma, row_gamma, row, shape, columns, mask, weight_offset, MATH, LEVELS)
         if new_residual.at is not None:
             store(new_residual.at, row_start(row, shape, new_residual, LEVELS), columns, mask, h, MATH.hw_rounding)

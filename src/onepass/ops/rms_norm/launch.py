@@ -7,7 +7,8 @@ With ``d = h``, or for LayerNorm ``d = h - mean(h)``::
 
     y = ((d * rs) * (gamma + weight_offset) + bias) * act(gate)
 
-``act`` is silu or sigmoid. A gate before the norm is a prologue: ``h = x * act(gate)``.
+``act`` is silu or sigmoid. A gate before the norm is a prologue: ``h = x * act(gate)``. A post-norm replaces x by its norm,
+rounded to x's dtype, before the residual is added.
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ class RowSpec:
     """Whether the reciprocal RMS of each row is stored."""
     gate_activation: GateActivation = "silu"
     """What is applied to a gate that follows gamma."""
+    post: torch.dtype | None = None
+    """The dtype of the post-norm's gamma, if x is normed before the residual is added."""
+    scaled: bool = False
+    """Whether the post-norm is multiplied by a number."""
 
     @property
     def quantizes_norm(self) -> bool:
@@ -129,6 +134,8 @@ def row_spec(
     per_row: bool = False,
     rstd: bool = False,
     gate_activation: GateActivation = "silu",
+    post: torch.dtype | None = None,
+    scaled: bool = False,
 ) -> RowSpec:
     """The interned `RowSpec` with these properties. ``round_sum=None`` follows ``rounding``."""
     if round_sum is None or residual in (None, torch.float32):  # rounding does not change a float32 sum
@@ -150,6 +157,8 @@ def row_spec(
         per_row,
         rstd,
         gate_activation if after.gate else "silu",
+        post,
+        scaled,
     )
 
 
@@ -162,7 +171,8 @@ class RowCall(NamedTuple):
     ``n`` is the number of columns; ``geom`` and ``strides`` locate the rows. ``strides`` has one triple
     for each of x, residual, norm, codes, scale, new_residual, the operands, row_gamma and rstd, in this order. An output
     may be the input that it replaces. ``row_gamma`` [..., N] replaces ``gamma`` if rows differ in it, and neither is
-    given if gamma is 1. ``rstd`` is [..., 1].
+    given if gamma is 1. ``rstd`` is [..., 1]. ``gamma_post`` [N] is the post-norm's, which
+    ``branch_scale`` multiplies.
     """
 
     spec: RowSpec
@@ -182,6 +192,8 @@ class RowCall(NamedTuple):
     min_scale: float = 0.0
     row_gamma: Tensor | None = None
     rstd: Tensor | None = None
+    gamma_post: Tensor | None = None
+    branch_scale: float = 1.0
     n: int = 0
     geom: Geometry = Geometry(0, 1, 1)
     strides: Sequence[Strides] = ()
@@ -299,16 +311,12 @@ class PlainArguments(FinishedArguments, Protocol):
     return_rstd: bool
 
 
-class QuantArguments(NormArguments, Protocol):
-    """Validated arguments of `rms_norm_fused_quant`."""
+class CodesArguments(Protocol):
+    """Validated arguments that say how a norm is quantized, and where codes and scales are stored."""
 
-    head_gamma: Tensor | None
     static_scale: Tensor | None
     scale_ub_tensor: Tensor | None
     global_scale: Tensor | None
-    gate: Tensor | None
-    bias: Tensor | None
-    prologue_args: Sequence[Tensor]
     rounding: Rounding
     scale_ub: float | None
     format: QuantFormatName
@@ -317,16 +325,45 @@ class QuantArguments(NormArguments, Protocol):
     group_size: int | None
     scale_format: ScaleFormat
     scale_layout: ScaleLayout
-    prologue: str
     quantize: Quantize
     min_scale: float
-    gate_order: GateOrder
-    gate_activation: GateActivation
-    statistic: Statistic
     out: Tensor
     scale_out: Tensor | None
     norm_out: Tensor | None
+
+
+class QuantArguments(NormArguments, CodesArguments, Protocol):
+    """Validated arguments of `rms_norm_fused_quant`."""
+
+    head_gamma: Tensor | None
+    gate: Tensor | None
+    bias: Tensor | None
+    prologue_args: Sequence[Tensor]
+    prologue: str
+    gate_order: GateOrder
+    gate_activation: GateActivation
+    statistic: Statistic
     rstd_out: Tensor | None
+
+
+class SandwichArguments(Protocol):
+    """Validated arguments of `rms_norm_add_rms_norm`."""
+
+    x: Tensor
+    gamma_post: Tensor
+    gamma_pre: Tensor
+    residual: Tensor
+    eps: float
+    branch_scale: float
+    weight_offset: float
+    rounding: Rounding
+    round_sum: bool | None
+    out: Tensor
+    residual_out: Tensor
+
+
+class SandwichQuantArguments(SandwichArguments, CodesArguments, Protocol):
+    """Validated arguments of `rms_norm_add_rms_norm_quant`."""
 
 
 def finished_norm(
@@ -428,19 +465,66 @@ def quantized_norm(spec_cache: SpecCache, a: QuantArguments) -> None:
             rstd=a.rstd_out is not None,
             gate_activation=a.gate_activation,
         )
-    number = a.static_scale if a.global_scale is None else a.global_scale
+    call = RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, new_residual=a.residual_out)
+    run_rows(with_rows(_with_codes(call, a), a.head_gamma, a.rstd_out))
+
+
+def sandwich_norm(spec_cache: SpecCache, a: SandwichArguments) -> None:
+    """Run a validated call of `rms_norm_add_rms_norm`."""
+    dtypes = (a.x.dtype, a.gamma_pre.dtype, a.residual.dtype, a.out.dtype)
+    key = (*dtypes, a.gamma_post.dtype)
+    spec = spec_cache.get(key)
+    if spec is None:
+        spec = spec_cache[key] = row_spec(
+            *dtypes, a.rounding, round_sum=a.round_sum, post=a.gamma_post.dtype, scaled=a.branch_scale != 1.0
+        )
+    run_rows(_sandwiched(spec, a)._replace(norm=a.out))
+
+
+def quantized_sandwich(spec_cache: SpecCache, a: SandwichQuantArguments) -> None:
+    """Run a validated call of `rms_norm_add_rms_norm_quant`."""
+    dtypes = (a.x.dtype, a.gamma_pre.dtype, a.residual.dtype, None if a.norm_out is None else a.norm_out.dtype)
+    key = (*dtypes, a.gamma_post.dtype, a.static_scale is None, a.scale_ub_tensor is None, a.global_scale is None)
+    spec = spec_cache.get(key)
+    if spec is None:
+        codes = QUANT_FORMATS[a.format].codes
+        spec = spec_cache[key] = row_spec(
+            *dtypes,
+            a.rounding,
+            codes=codes.dtype,
+            fp8_max=a.code_max or codes.max,
+            scale=_scale_rule(a),
+            round_sum=a.round_sum,
+            post=a.gamma_post.dtype,
+            scaled=a.branch_scale != 1.0,
+        )
+    run_rows(_with_codes(_sandwiched(spec, a), a))
+
+
+def _sandwiched(spec: RowSpec, a: SandwichArguments) -> RowCall:
+    """The call without what it stores apart from the sum."""
+    call = RowCall(spec, a.x, a.gamma_pre, a.eps, a.weight_offset, a.residual)
+    return call._replace(gamma_post=a.gamma_post, branch_scale=a.branch_scale, new_residual=a.residual_out)
+
+
+def _with_codes(call: RowCall, a: CodesArguments) -> RowCall:
+    """The call with codes and scales, and the norm if it is stored too."""
     scale = a.scale_out
     if scale is not None and a.scale_layout == "column_packed":
         scale = bytes_of_words(scale)
-    inputs = (a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, number)
-    outs = (a.norm_out, a.out, scale, a.residual_out)
-    scale_ub = math.inf if a.scale_ub is None else a.scale_ub
-    call = RowCall(spec, *inputs, *outs, scale_ub, a.scale_ub_tensor, a.min_scale)
-    run_rows(with_rows(call, a.head_gamma, a.rstd_out))
+    return call._replace(
+        static_scale=a.static_scale if a.global_scale is None else a.global_scale,
+        norm=a.norm_out,
+        codes=a.out,
+        scale=scale,
+        scale_ub=math.inf if a.scale_ub is None else a.scale_ub,
+        scale_ub_tensor=a.scale_ub_tensor,
+        min_scale=a.min_scale,
+    )
 
 
-def _scale_rule(a: QuantArguments) -> ScaleRule:
-    """How the scales of a call of `rms_norm_fused_quant` are computed and stored."""
+def _scale_rule(a: CodesArguments) -> ScaleRule:
+    """How the scales of a quantizing call are computed and stored."""
     kind: ScaleKind = "static" if a.static_scale is not None else "group" if a.group_size else "row"
     encoding = SCALE_FORMATS[a.scale_format]
     one_scale = torch.float8_e8m0fnu if a.scales_dtype == torch.int32 else a.scales_dtype

@@ -26,7 +26,14 @@ from ...formats import (
     ScaleLayout,
 )
 from ...prologues import Prologue
-from .contract import LAYER_NORM, RMS_NORM, RMS_NORM_FUSED_FP8, RMS_NORM_FUSED_QUANT
+from .contract import (
+    LAYER_NORM,
+    RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM,
+    RMS_NORM_ADD_RMS_NORM_QUANT,
+    RMS_NORM_FUSED_FP8,
+    RMS_NORM_FUSED_QUANT,
+)
 from .launch import (
     FinishedArguments,
     GateActivation,
@@ -37,17 +44,23 @@ from .launch import (
     Statistic,
     finished_norm,
     quantized_norm,
+    quantized_sandwich,
     row_spec,
     run_rows,
+    sandwich_norm,
 )
 
 __all__ = [
     "LAYER_NORM",
     "RMS_NORM",
+    "RMS_NORM_ADD_RMS_NORM",
+    "RMS_NORM_ADD_RMS_NORM_QUANT",
     "RMS_NORM_FUSED_FP8",
     "RMS_NORM_FUSED_QUANT",
     "layer_norm",
     "rms_norm",
+    "rms_norm_add_rms_norm",
+    "rms_norm_add_rms_norm_quant",
     "rms_norm_fused_fp8",
     "rms_norm_fused_quant",
 ]
@@ -98,6 +111,8 @@ RMS_NORM_OP = Op(RMS_NORM, _norm)
 _E4M3FN: Final = torch.float8_e4m3fn
 _rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, quantized_norm)
 _layer_norm = Op(LAYER_NORM, _centered_norm)
+_sandwich = Op(RMS_NORM_ADD_RMS_NORM, sandwich_norm)
+_sandwich_quant = Op(RMS_NORM_ADD_RMS_NORM_QUANT, quantized_sandwich)
 
 
 @overload
@@ -369,6 +384,20 @@ def _format_of(out_dtype: object) -> str:
     raise ContractError(f"rms_norm_fused_fp8: `out_dtype` must be {allowed}, got {describe(out_dtype)}")
 
 
+def _implied(
+    format: str, group_size: int | None, scale_format: ScaleFormat | None, scales_dtype: torch.dtype | None, layout: str
+) -> tuple[int | None, ScaleFormat | None, torch.dtype | None]:
+    """Groups, scale format and dtype of scales, with what the format implies in place of None."""
+    known = QUANT_FORMATS.get(format) if isinstance(format, str) else None
+    if known is not None:
+        group_size = known.groups[0] if group_size is None else group_size
+        scale_format = known.scales[0] if scale_format is None else scale_format
+        encoding = SCALE_FORMATS.get(scale_format) if isinstance(scale_format, str) else None
+        if scales_dtype is None and encoding is not None:
+            scales_dtype = torch.int32 if layout == "column_packed" else encoding.dtypes[0]
+    return group_size, scale_format, scales_dtype
+
+
 def rms_norm_fused_quant(
     x: Tensor,
     gamma: Tensor | None,
@@ -450,13 +479,7 @@ def rms_norm_fused_quant(
     >>> q, q * scale
     (tensor([[  95, -127]], dtype=torch.int8), tensor([[ 0.8463, -1.1314]]))
     """
-    known = QUANT_FORMATS.get(format) if isinstance(format, str) else None
-    if known is not None:
-        group_size = known.groups[0] if group_size is None else group_size
-        scale_format = known.scales[0] if scale_format is None else scale_format
-        encoding = SCALE_FORMATS.get(scale_format) if isinstance(scale_format, str) else None
-        if scales_dtype is None and encoding is not None:
-            scales_dtype = torch.int32 if scale_layout == "column_packed" else encoding.dtypes[0]
+    group_size, scale_format, scales_dtype = _implied(format, group_size, scale_format, scales_dtype, scale_layout)
     gamma, heads = either_gamma(gamma)
     bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
     # fmt: off
@@ -582,3 +605,136 @@ def layer_norm(
     if rstd is not None:
         return tuple([t for t in (y, h, rstd) if t is not None])
     return cast(Tensor, y) if residual is None else (cast(Tensor, y), cast(Tensor, h))
+
+
+def rms_norm_add_rms_norm(
+    x: Tensor,
+    gamma_post: Tensor,
+    gamma_pre: Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor,
+    branch_scale: float = 1.0,
+    weight_offset: float = 0.0,
+    rounding: Rounding = "once",
+    round_sum: bool | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A post-norm, the residual add and the next pre-norm: ``h = residual + norm(x, gamma_post)``, ``y = norm(h, gamma_pre)``.
+
+    The norms around an attention or MLP in Gemma 2 and 3 and GLM-4. The results are bit-identical to the separate calls::
+
+        b    = rms_norm(x, gamma_post, eps, weight_offset=..., rounding=...) * branch_scale
+        y, h = rms_norm(b, gamma_pre, eps, residual=residual, weight_offset=..., rounding=..., round_sum=...)
+
+    Args:
+        x: [..., N], bfloat16, float16 or float32. The last dimension is contiguous, all others may have any stride.
+        gamma_post: Weight [N] of the norm of x, of any float dtype.
+        gamma_pre: Weight [N] of the norm of h, of any float dtype.
+        eps: Added to the mean of squares of both norms.
+        residual: [..., N] in x's dtype or float32, added to the post-norm in float32.
+        branch_scale: Multiplies the post-norm: the residual multiplier of HyperCLOVA X.
+        weight_offset: Added to both weights in float32: 1.0 for Gemma.
+        rounding: "once" or "hf" for both norms, see below.
+        round_sum: Whether the pre-norm reads h rounded to the residual's dtype. None leaves it to ``rounding``.
+        out_dtype: Dtype of y; None: x's.
+        out: Receives y; may be x itself.
+        residual_out: Receives h; may be the residual itself.
+
+    Returns:
+        ``(y, h)``, with h in the residual's dtype.
+
+    Rounding:
+        The post-norm is rounded to x's dtype before it is added, as `rms_norm` stores it: with "once" in that place alone,
+        with "hf" also after its first product. Its product with ``branch_scale`` is rounded to x's dtype too. The rest is
+        `rms_norm` with a residual. Gemma's modules, which round a norm once and h before the pre-norm, are "once" with
+        ``round_sum=True``.
+
+    The GPU kernels have not run yet: on a GPU this raises `Unsupported`, unless ONEPASS_UNPROVEN=1 is set.
+
+    >>> import torch, onepass
+    >>> x, residual, ones = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 1.0]]), torch.ones(2)
+    >>> onepass.rms_norm_add_rms_norm(x, ones, ones, eps=0.0, residual=residual)
+    (tensor([[0.5231, 1.3139]]), tensor([[0.8485, 2.1314]]))
+    """
+    options = (eps, weight_offset, rounding, round_sum, out_dtype, branch_scale)
+    arguments = (x, gamma_post, gamma_pre, residual, *options, out, residual_out)
+    repeated = None if is_compiling() else _sandwich.repeat(*arguments)
+    y, h = repeated or _sandwich(*arguments)
+    return cast(Tensor, y), cast(Tensor, h)
+
+
+def rms_norm_add_rms_norm_quant(
+    x: Tensor,
+    gamma_post: Tensor,
+    gamma_pre: Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: Tensor,
+    branch_scale: float = 1.0,
+    format: QuantFormatName = "e4m3fn",
+    weight_offset: float = 0.0,
+    scale_ub: float | Tensor | None = None,
+    code_max: float | None = None,
+    scales_dtype: torch.dtype | None = None,
+    group_size: int | None = None,
+    scale_format: ScaleFormat | None = None,
+    scale_layout: ScaleLayout = "row",
+    static_scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    return_norm: bool = False,
+    rounding: Rounding = "once",
+    round_sum: bool | None = None,
+    quantize: Quantize = "reciprocal",
+    min_scale: float = 0.0,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    norm_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """`rms_norm_add_rms_norm` with a quantized y, in any format of `rms_norm_fused_quant`.
+
+    The results are bit-identical to those of `rms_norm` and `rms_norm_fused_quant`, called separately::
+
+        b             = rms_norm(x, gamma_post, eps, weight_offset=..., rounding=...) * branch_scale
+        out, scale, h = rms_norm_fused_quant(b, gamma_pre, eps, residual=residual, format=..., rounding=..., ...)
+
+    Args:
+        x: As in `rms_norm_add_rms_norm`, like all arguments up to ``branch_scale``.
+        format: As in `rms_norm_fused_quant`, like all arguments that are not listed.
+        rounding: "once", "hf" or "stored". "stored" rounds the post-norm as "once" does.
+        out: Receives the codes.
+        scale_out: Receives the scales.
+        residual_out: Receives h; may be the residual itself.
+        norm_out: Receives y.
+
+    Returns:
+        ``(out, scale, h[, y])``, with y in x's dtype.
+
+    Rounding:
+        The post-norm is rounded to x's dtype before it is added. The rest is `rms_norm_fused_quant` with a residual.
+
+    The GPU kernels have not run yet: on a GPU this raises `Unsupported`, unless ONEPASS_UNPROVEN=1 is set.
+
+    >>> import torch, onepass
+    >>> x, residual, ones = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 1.0]]), torch.ones(2)
+    >>> q, scale, h = onepass.rms_norm_add_rms_norm_quant(x, ones, ones, eps=0.0, residual=residual, format="int8")
+    >>> q, q * scale
+    (tensor([[ 51, 127]], dtype=torch.int8), tensor([[0.5276, 1.3139]]))
+    """
+    group_size, scale_format, scales_dtype = _implied(format, group_size, scale_format, scales_dtype, scale_layout)
+    bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
+    # fmt: off
+    arguments = (
+        x, gamma_post, gamma_pre, residual, static_scale, bound, global_scale, eps, weight_offset, rounding, number,
+        format, code_max, scales_dtype, group_size, scale_format, scale_layout, return_norm, round_sum, quantize,
+        min_scale, branch_scale, out, scale_out, residual_out, norm_out,
+    )
+    # fmt: on
+    results = None if is_compiling() else _sandwich_quant.repeat(*arguments)
+    codes, scale, h, norm = results or cast(tuple[Any, ...], _sandwich_quant(*arguments))
+    if static_scale is not None:
+        scale = static_scale
+    return (codes, scale, h) if norm is None else (codes, scale, h, norm)

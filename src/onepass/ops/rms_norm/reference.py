@@ -1,6 +1,6 @@
 """The norm, and codes and scales of its results, in float64 and unrounded. Independent of every implementation.
 
-Only ``rounding="hf"`` and ``round_sum=True`` round here: they specify rounding points. Rounding to the output format is
+Only ``rounding="hf"``, ``round_sum=True`` and a post-norm round here: they specify rounding points. Rounding to the output format is
 left to the comparison (`onepass.testing.compare`).
 """
 
@@ -52,6 +52,32 @@ def rms_norm(
     if rounding == "hf":
         return Norm(((h * rs).to(x.dtype).double() * g).to(x.dtype).double(), h)
     return Norm(h * rs * g, h)
+
+
+def post_norm(
+    x: Tensor, gamma: Tensor, eps: float, scale: float = 1.0, weight_offset: float = 0.0, rounding: str = "once"
+) -> Tensor:
+    """The norm of x, rounded to x's dtype, times ``scale``, rounded to x's dtype."""
+    b = rms_norm(x, gamma, eps, weight_offset=weight_offset, rounding=rounding).y.to(x.dtype)
+    return (b.double() * float(torch.tensor(scale, dtype=torch.float32))).to(x.dtype)
+
+
+def rms_norm_add_rms_norm(
+    x: Tensor,
+    gamma_post: Tensor,
+    gamma_pre: Tensor,
+    eps: float,
+    *,
+    residual: Tensor,
+    branch_scale: float = 1.0,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    round_sum: bool | None = None,
+) -> Norm:
+    """The pre-norm of ``b * branch_scale + residual``, where b is the norm of x. Both products are rounded to x's dtype."""
+    b = post_norm(x, gamma_post, eps, branch_scale, weight_offset, rounding)
+    options = {"weight_offset": weight_offset, "rounding": rounding, "round_sum": round_sum}
+    return rms_norm(b, gamma_pre, eps, residual=residual, **options)  # type: ignore[arg-type]
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
