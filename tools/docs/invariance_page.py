@@ -21,8 +21,7 @@ different tokens, a trainer's forward pass differs from the server's, and result
 
 In onepass they do not: the order of every sum depends only on the number of columns and the dtypes ([numerics](numerics.md)).
 `python -m tools.checks --promises` tests this for every op. For whole models, use `onepass.patch(model, decode=True,
-batch_invariant=True)` ([models](models.md#decode-steps), [batch_invariant.py](../examples/batch_invariant.py)); on a CPU their
-logits do not change either ([below](#whole-models)).
+batch_invariant=True)` ([models](models.md#decode-steps), [batch_invariant.py](../examples/batch_invariant.py)).
 
 `python -m benchmarks.suite.invariance` counts the rows that change, for every implementation on a machine. It computes 4,096 rows
 in one call, then the same rows in calls of 1, 16, 255, 256 and again 4,096. A row has changed if one bit differs. The last column
