@@ -75,7 +75,7 @@ def dsv3_fused_a_gemm(mat_a: Tensor, mat_b: Tensor, output: Tensor | None = None
 
     Args:
         mat_a: [tokens, K], bfloat16, float16 or float32.
-        mat_b: [K, N], the transposed weight, in mat_a's dtype.
+        mat_b: [K, N], the transpose of a contiguous weight, in mat_a's dtype.
         output: Receives the result.
 
     Returns:

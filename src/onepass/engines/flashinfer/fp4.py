@@ -99,7 +99,7 @@ def add_rmsnorm_fp4quant(
 
     Args:
         input: [..., N]; not changed.
-        residual: Like input; overwritten by the sum.
+        residual: Like input, or float32; overwritten by the sum.
         output_both_sf_layouts: Must be False: scales have one layout at a time.
         block_scale_unswizzled: Must be None.
         y_out: Receives the norm.
