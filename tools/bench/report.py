@@ -190,13 +190,19 @@ def full(results: Results, sources: Sequence[str], models: dict[str, Any] | None
     small = "" if results.has_best or results.banner else small
     behind = ""
     if results.device == "cuda":
-        behind = f"{BEHIND_WORDS} " if results.behind_kernel.rows else f"{BEHIND}: not measured in this run. "
+        behind = BEHIND_WORDS if results.behind_kernel.rows else f"{BEHIND}: not measured in this run."
     parts = [
         f"{SOURCE}{' '.join(sources)} -->",
         f"# onepass on {results.machine}",
         "",
         *([f"**{results.banner}**", ""] if results.banner else []),
-        f"{setup(results)} {ceiling(results)}{stream} {_brackets(results)}{small}{behind}".rstrip(),
+        setup(results),
+        "",
+        *(
+            f"- {words.strip()}"
+            for words in (f"{ceiling(results)}{stream}", f"{_brackets(results)}{small}", behind)
+            if words
+        ),
         "",
         "![time against the number of rows](time.svg)",
         "",
