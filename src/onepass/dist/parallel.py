@@ -123,6 +123,7 @@ class QKAttentionParallel(ParallelStyle):
     ...         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
     ...             setattr(self, name, torch.nn.Linear(4, 4, bias=False))
     ...         self.q_norm, self.k_norm = torch.nn.RMSNorm(4, eps=1e-6), torch.nn.RMSNorm(4, eps=1e-6)
+    ...
     ...     def forward(self, x):
     ...         q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
     ...         return self.o_proj(torch.nn.functional.scaled_dot_product_attention(q, k, self.v_proj(x)))
