@@ -114,6 +114,27 @@ class QKAttentionParallel(ParallelStyle):
         weight_offset: As in `rms_norm`.
         rounding: As in `rms_norm`.
         reproducible: As in `qk_rms_norm`.
+
+    >>> import torch, onepass
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> class Attention(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    ...             setattr(self, name, torch.nn.Linear(4, 4, bias=False))
+    ...         self.q_norm, self.k_norm = torch.nn.RMSNorm(4, eps=1e-6), torch.nn.RMSNorm(4, eps=1e-6)
+    ...
+    ...     def forward(self, x):
+    ...         q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+    ...         return self.o_proj(torch.nn.functional.scaled_dot_product_attention(q, k, self.v_proj(x)))
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> mesh, attention, x = torch.distributed.init_device_mesh("cpu", (1,)), Attention(), torch.ones(1, 3, 4)
+    >>> with torch.inference_mode():
+    ...     whole = attention(x)
+    ...     sharded = parallelize_module(attention, mesh, onepass.dist.QKAttentionParallel())(x)
+    >>> torch.allclose(whole, sharded, atol=1e-6)
+    True
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(self, *, weight_offset: float = 0.0, rounding: Rounding = "once", reproducible: bool = False) -> None:

@@ -41,10 +41,25 @@ def rmsnorm_fp4quant(
     is_sf_swizzled_layout: bool = False,
     enable_pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(codes, scales)`` of ``norm(input) * weight``: pairs of e2m1, with a scale per block of 16 or 32 columns.
+    """Codes and scales of ``(input * rs) * weight``: pairs of e2m1, with a scale per block of columns.
 
-    Blocks of 16 have float8_e4m3fn scales, which ``global_scale`` multiplies; blocks of 32 have UE8M0 scales in
-    uint8. Swizzled scales are flat, in tiles of 128 rows and 4 blocks. ``enable_pdl`` is ignored.
+    Args:
+        input: [..., N].
+        weight: [N] of any float dtype.
+        y_fp4: Receives the codes.
+        block_scale: Receives the scales.
+        global_scale: One float32 that multiplies the scales of blocks of 16. None: 1.
+        eps: Added to the mean of squares.
+        block_size: 16 for NVFP4, whose scales are float8_e4m3fn; 32 for MXFP4, whose scales are UE8M0 in uint8.
+        scale_format: "e4m3" or "ue8m0"; None: that of the block size.
+        is_sf_swizzled_layout: Whether scales are flat, in tiles of 128 rows and 4 blocks.
+        enable_pdl: Ignored.
+
+    Returns:
+        ``(codes, scales)``: ``y_fp4`` and ``block_scale`` if given.
+
+    Rounding:
+        Everything is float32 until the scales and codes.
     """
     return _quantized(
         "rmsnorm_fp4quant",
@@ -78,9 +93,23 @@ def add_rmsnorm_fp4quant(
     enable_pdl: bool | None = None,
     y_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``residual += input``, then `rmsnorm_fp4quant` of the rounded sum, whose norm is also stored in ``y_out``.
+    """``residual = round(input + residual)``, then `rmsnorm_fp4quant` of it.
 
-    Scales have one layout at a time.
+    Arguments that are not listed are those of `rmsnorm_fp4quant`.
+
+    Args:
+        input: [..., N]; not changed.
+        residual: Like input, or float32; overwritten by the sum.
+        output_both_sf_layouts: Must be False: scales have one layout at a time.
+        block_scale_unswizzled: Must be None.
+        y_out: Receives the norm.
+
+    Returns:
+        ``(codes, scales)``.
+
+    Rounding:
+        The sum is rounded to the residual's dtype before the norm reads it. Then everything is float32 until the scales
+        and codes.
     """
     name = "add_rmsnorm_fp4quant"
     if output_both_sf_layouts or block_scale_unswizzled is not None:

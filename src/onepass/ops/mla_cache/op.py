@@ -86,7 +86,7 @@ def fused_rope_rmsnorm_quantization(
         gamma: Weight [L] of the latent's norm.
         k_cache: The cache to write. Its lengths do not change (`PagedKVCache.append`).
         epsilon: Added to the mean of squares.
-        rope_style: Pairs of neighbours ("interleaved"), or of columns i and i + rope_dim / 2 ("half").
+        rope_style: Pairs of neighbors ("interleaved"), or of columns i and i + rope_dim / 2 ("half").
         rope_dim: Columns to rotate, the first of R; the others are copied. None: freqs_cis' width. 0: none.
         kv_scale: One float32 that entries of an fp8 cache are divided by.
         per_token_scale: [pages, page_size] float32, receives ``amax / fp8_max`` of each entry written to an fp8 cache.
