@@ -22,7 +22,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 def tiny(name: str, **more: Any) -> Any:
     _, config, sizes = common.sized(name, 2)
-    return common.build(config, {**sizes, **models._TINY, **more}, "cpu")
+    return common.build(config, {**common.tiny(sizes), **more}, "cpu")
 
 
 def test_sizes() -> None:
@@ -38,7 +38,7 @@ def ways(*names: str) -> tuple[Way, ...]:
 
 
 def measure(model: Any, batch: int, *names: str) -> dict[str, Any]:
-    return steps.measure(Models(model), batch, "cpu", 1, ways(*names), only_trace=True)
+    return steps.measure(Models(model), steps.Size(batch), "cpu", 1, ways(*names), only_trace=True)
 
 
 def test_decode_step_with_a_static_cache() -> None:
@@ -81,7 +81,7 @@ def test_models_are_chosen_by_parts_of_their_names() -> None:
         "Llama 3 8B",
         "OLMo-2 7B",
     ]
-    assert common.chosen(None, "cpu") == ["Llama 1024"] and len(common.chosen(None)) == len(common.MODELS)
+    assert common.chosen(None, common.CPU_MODELS) == ["Llama 1024"] and len(common.chosen(None)) == len(common.MODELS)
     with pytest.raises(SystemExit, match="no model has a name like bert"):
         common.chosen(["bert"])
 
@@ -194,7 +194,8 @@ def test_results_are_written_after_each_row(tmp_path: Path, monkeypatch: pytest.
     file = tmp_path / "models.json"
     measured: list[int] = []
 
-    def measure(models: Any, batch: int, *_: Any) -> dict[str, Any]:
+    def measure(models: Any, size: steps.Size, *_: Any) -> dict[str, Any]:
+        batch = size.batch
         if measured:
             assert [row["batch"] for row in json.loads(file.read_text())["rows"]] == measured
         measured.append(batch)
@@ -204,7 +205,7 @@ def test_results_are_written_after_each_row(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(models, "measure", measure)
     monkeypatch.setattr(common, "build", lambda *_: None)
-    line = ["models", "--device", "cpu", "--tiny", "--model", "qwen3", "olmo", "--json", str(file), "--batch"]
+    line = ["models", "--device", "cpu", "--tiny", "--model", "qwen3-8b", "olmo-2-7b", "--json", str(file), "--batch"]
     monkeypatch.setattr(sys, "argv", [*line, "1", "3", "5"])
     with pytest.raises(KeyboardInterrupt):
         models.main()
@@ -212,7 +213,7 @@ def test_results_are_written_after_each_row(tmp_path: Path, monkeypatch: pytest.
     assert [row["model"] for row in report["rows"]] == ["Qwen3 8B, 2 layers"] * 2
     assert "transformers' own code, not compiled" in report["baseline"]
     measured.clear()
-    monkeypatch.setattr(models, "measure", lambda models, batch, *_: row_of(batch, fp8=2.0))
+    monkeypatch.setattr(models, "measure", lambda models, size, *_: row_of(size.batch, fp8=2.0))
     monkeypatch.setattr(sys, "argv", [*line, "3", "7"])
     with pytest.raises(SystemExit):
         models.main()
