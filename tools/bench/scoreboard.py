@@ -176,9 +176,11 @@ def rollout(model: Any, prompt: Tensor, outputs: int, forced: Tensor | None = No
 
 
 def fixtures(model: Any, plan: Plan) -> list[Fixture]:
-    """Random prompts with the float32 reference and the errors of the bfloat16 model."""
+    """Random prompts with the float32 reference and the errors of the bfloat16 model, which adds in float32 meanwhile."""
     exact = copy.deepcopy(model).float()
-    attention = model.config._attn_implementation
+    attention, products = model.config._attn_implementation, torch.backends.cuda.matmul
+    reduced = products.allow_bf16_reduced_precision_reduction
+    products.allow_bf16_reduced_precision_reduction = False
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, model.config.vocab_size, (plan.prompts, 1, PROMPT), generator=generator).to(model.device)
     found = []
@@ -189,6 +191,7 @@ def fixtures(model: Any, plan: Plan) -> list[Fixture]:
         start, _, logits = rollout(model, prompt, plan.outputs, tokens)
         found.append(Fixture(start, tokens, reference, errors(reference, logits, tokens[1:])))
     model.set_attn_implementation(attention)
+    products.allow_bf16_reduced_precision_reduction = reduced
     return found
 
 
