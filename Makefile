@@ -168,6 +168,7 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(PYTHON) -m tools.bench --device cuda --op formats --op rms_norm_fused_fp8 --match '$(FORMATS)' --prepare $$(nproc) --json $(RESULTS)/formats.json
 	$(PYTHON) -m tools.bench.formats $(RESULTS)/formats.json $(LINEAR_PAGES)
 	$(PYTHON) -m tools.bench.models --device cuda --generate --json $(RESULTS)/models.json
+	$(PYTHON) -m tools.bench.scoreboard --device cuda --json $(RESULTS)/scoreboard.json
 	$(PYTHON) -m tools.bench.agreement --device cuda --json $(RESULTS)/agreement.json
 	$(PYTHON) -m tools.bench.model_tables
 	$(PYTHON) -m benchmarks.suite.invariance --device cuda --json $(RESULTS)/invariance.json
