@@ -118,7 +118,6 @@ def attend_as_model(
     states: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     kwargs: dict[str, object],
-    dropout: float = 0.0,
 ) -> Attended:
     """The attention function that the model is configured for, as rows [batch, tokens, columns]."""
     batch, _, length, _ = states[0].shape
@@ -128,8 +127,9 @@ def attend_as_model(
         function = functions.get_interface(implementation, model.eager_attention_forward)
     else:  # transformers 4.57
         function = model.eager_attention_forward if implementation == "eager" else functions[implementation]
+    dropout = self.attention_dropout if self.training else 0.0
     out, weights = function(self, *states, mask, dropout=dropout, scaling=self.scaling, **kwargs)
-    return out.reshape(batch, length, -1), weights
+    return out.reshape(batch, length, -1).contiguous(), weights
 
 
 def _is_short(q: Tensor, k: Tensor) -> bool:

@@ -140,7 +140,10 @@ def attend_heads(
     if record.softcap:
         kwargs["softcap"] = getattr(self, record.softcap)
     states = _rotate_and_store(self, step, states, position_embeddings, past_key_values, kwargs)
-    out, weights = _attended(self, step, states, attention_mask, kwargs)
+    if step is None:
+        out, weights = attend_as_model(self, record.namespace, states, attention_mask, kwargs)
+    else:
+        out, weights = attend(self, record.namespace, states, attention_mask, kwargs, step.invariant)
     if gate is not None:
         out = out * torch.sigmoid(gate.reshape(out.shape))
     if step is None:
@@ -167,18 +170,6 @@ def _projected(
     if step is None:
         refuse_gradient(self, q, k, gamma_of(self.q_norm.weight), gamma_of(self.k_norm.weight))
     return (q, k, v), gate
-
-
-def _attended(
-    self: HeadsModule, step: AttentionStep | None, states: Heads, mask: Tensor | None, kwargs: dict[str, object]
-) -> Attended:
-    """Rows [batch, tokens, columns]: by the model's attention function, or by the kernel for few tokens."""
-    namespace = self._onepass.namespace
-    if step is not None:
-        return attend(self, namespace, states, mask, kwargs, step.invariant)
-    dropout = self.attention_dropout if self.training else 0.0
-    out, weights = attend_as_model(self, namespace, states, mask, kwargs, dropout)
-    return out.contiguous(), weights
 
 
 def _rotate_and_store(

@@ -113,9 +113,8 @@ def latent_forward(
         if past_key_values is not None:
             latent, k_rot = past_key_values.update(latent, k_rot, self.layer_idx)
     k, v = self.expand_kv(latent, k_rot)
-    dropout = self.attention_dropout if self.training else 0.0
-    out, weights = attend_as_model(self, record.namespace, (q, k, v), attention_mask, kwargs, dropout)
-    return self.o_proj(out.contiguous()), weights
+    out, weights = attend_as_model(self, record.namespace, (q, k, v), attention_mask, kwargs)
+    return self.o_proj(out), weights
 
 
 def fuses_latents(self: LatentModule) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, cast, overload
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from .linear import (
     linear_forward,
     parts_of,
     project,
+    project_sum,
     runs_step,
     takes,
 )
@@ -188,14 +189,15 @@ def _mlp_side(
     adds = after is None and not record.multiplier
     skipped = few and _is_skipped(mlp, residual)
     projected = skipped and norm is not None and is_plain(norm) and norm._onepass.rounding == mlp._onepass.rounding
-    if x is not None and post is not None and (projected or not _in_one_launch(record, x, residual)):
+    # a launch with a post-norm must give the bits and the dtype of the model's own steps
+    if x is not None and post is not None and (projected or not (record.fused or x.dtype == residual.dtype)):
         x, post = _scaled(self, post(x)), None
     if norm is not None and projected:
         if x is None:
             residual = residual if adds else residual.view(shape)
             x = gated(mlp, residual, norm, add=residual if adds else None)
         else:
-            x, residual = gated(mlp, x, norm, residual, add=residual if adds else None)
+            x, residual = gated_sum(mlp, x, residual, norm, adds)
         return x if adds else _added(self, x, residual, after)
     residual = residual.view(shape)  # modules take and return hidden states
     if norm is None:
@@ -220,11 +222,6 @@ def _mlp_side(
     return _added(self, x, residual, after)
 
 
-def _in_one_launch(record: LayerRecord, x: Tensor, residual: Tensor) -> bool:
-    """Whether a launch with a post-norm gives the bits and the dtype of the model's own steps."""
-    return record.fused or x.dtype == residual.dtype
-
-
 def _added(self: LayerModule, x: Tensor, residual: Tensor, after: nn.Module | None) -> Tensor:
     """The layer's last steps that are not part of a launch."""
     if after is not None:
@@ -239,12 +236,12 @@ def _after(self: LayerModule, few: bool, name: str) -> nn.Module | None:
     return None if skipped else module
 
 
-def _is_skipped(module: nn.Module, x: Tensor) -> bool:
-    """Whether a layer may do the work of its attention or MLP without calling it."""
+def _is_skipped(module: nn.Module, x: Tensor | None = None) -> bool:
+    """Whether a layer may do the work of its attention or MLP without calling it, for this input or for few tokens."""
     parts = parts_of(module)
     if parts is None or not is_own(module, FORWARDS[type(module.__dict__[MARK])]):
         return False
-    return takes(parts.projections[0], x, parts.always) and is_ready(module, parts)
+    return (x is None or takes(parts.projections[0], x, parts.always)) and is_ready(module, parts)
 
 
 def mlp_forward(self: MlpModule, x: Tensor | None = None, /, **named: Tensor) -> Tensor:
@@ -256,33 +253,20 @@ def mlp_forward(self: MlpModule, x: Tensor | None = None, /, **named: Tensor) ->
     return cast(Tensor, type(self).forward(self, x))
 
 
-@overload
-def gated(
-    self: MlpModule, x: Tensor, norm: NormModule | None = ..., residual: None = ..., add: Tensor | None = ...
-) -> Tensor: ...
-
-
-@overload
-def gated(
-    self: MlpModule, x: Tensor, norm: NormModule | None, residual: Tensor, add: Tensor | None = ...
-) -> tuple[Tensor, Tensor]: ...
-
-
-def gated(
-    self: MlpModule,
-    x: Tensor,
-    norm: NormModule | None = None,
-    residual: Tensor | None = None,
-    add: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``down(act(gate(a)) * up(a)) + add`` with ``a = norm(x + residual)``; with a residual also ``x + residual``."""
+def gated(self: MlpModule, x: Tensor, norm: NormModule | None = None, add: Tensor | None = None) -> Tensor:
+    """``down(act(gate(a)) * up(a)) + add`` with ``a = norm(x)``."""
     gate_up, down, activation, rounding, _ = self._onepass
     refuse_gradient(self, x, gate_up.weight, down.weight)
-    if residual is None:
-        y = project(gate_up, x, norm, activation=activation, rounding=rounding)
-        return project(down, y, rounding=rounding, add=add)
-    y, total = project(gate_up, x, norm, residual=residual, activation=activation, rounding=rounding)
-    return project(down, y, rounding=rounding, add=total if add is residual else add), total
+    y = project(gate_up, x, norm, activation=activation, rounding=rounding)
+    return project(down, y, rounding=rounding, add=add)
+
+
+def gated_sum(self: MlpModule, x: Tensor, residual: Tensor, norm: NormModule, adds: bool) -> tuple[Tensor, Tensor]:
+    """`gated` of ``h = x + residual``, and h, which is added if ``adds``."""
+    gate_up, down, activation, rounding, _ = self._onepass
+    refuse_gradient(self, x, gate_up.weight, down.weight)
+    y, h = project_sum(gate_up, x, residual, norm, rounding, activation)
+    return project(down, y, rounding=rounding, add=h if adds else None), h
 
 
 FORWARDS: Final[dict[type, Callable[..., object]]] = {
@@ -320,18 +304,10 @@ def runs_decode(module: nn.Module) -> bool:
         return False
     if type(record) is LayerRecord:
         norms = [getattr(module, name) for name in (record.before, record.norm) if name]
-        return all(map(is_plain, norms)) and all(
-            _needs_no_call(module._modules.get(name)) for name in ("self_attn", record.mlp)
-        )
+        children = [getattr(module, name) for name in ("self_attn", record.mlp)]
+        # a submodule that has no step of its own is always called
+        return all(map(is_plain, norms)) and all(parts_of(child) is None or _is_skipped(child) for child in children)
     if type(record) is LinearRecord:
         return quiet(module) and record.projection.current()
     parts = parts_of(module)
     return parts is None or is_ready(module, parts)
-
-
-def _needs_no_call(module: nn.Module | None) -> bool:
-    """Whether a submodule needs not be called; one that has no step of its own always is."""
-    parts = parts_of(module)
-    if module is None or parts is None:
-        return True
-    return is_own(module, FORWARDS[type(module.__dict__[MARK])]) and is_ready(module, parts)
