@@ -30,6 +30,8 @@ SHORT: Final = 128
 
 Attended: TypeAlias = tuple[Tensor, Tensor | None]
 """What an attention returns: its output and, if available, the attention weights."""
+CosSin: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of the positions."""
 
 
 class Config(Protocol):

@@ -19,15 +19,13 @@ from ...nn import gamma_of
 from ...ops.qk_cache.op import qk_norm_rope_cache
 from ...ops.qk_norm.op import qk_rms_norm
 from ...rope import Rope, RopeStyle
-from .attend import Attended, AttentionModule, attend, attend_as_model
+from .attend import Attended, AttentionModule, CosSin, attend, attend_as_model
 from .cache import Cache, CacheLayer, count, dense_layer, is_mla_cache, settle
 from .linear import Parts, Projection, project, runs_step
 from .norm import NormModule, NormRecord, is_plain, refuse_gradient
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""
-CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of the positions."""
 
 
 class Turn(NamedTuple):

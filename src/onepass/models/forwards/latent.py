@@ -32,7 +32,7 @@ from ...ops.latent_attention.op import attend_latents, attends_latents
 from ...ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from ...ops.qk_cache.op import qk_norm_rope_cache
 from ...rope import Rope, RopeStyle
-from .attend import Attended, AttentionModule, attend, attend_as_model, biases, has_kernels
+from .attend import Attended, AttentionModule, CosSin, attend, attend_as_model, biases, has_kernels
 from .cache import Cache, count, dense_layer, is_mla_cache, settle
 from .linear import Parts, Projection, linear_forward, project, runs_step
 from .norm import FUSED_ROWS, NormModule, add_norm, is_own, is_plain, no_global_hooks, quiet, refuse_gradient
@@ -40,8 +40,6 @@ from .norm import FUSED_ROWS, NormModule, add_norm, is_own, is_plain, no_global_
 if TYPE_CHECKING:
     from ..generation.mla_cache import MlaCache
 
-CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of the positions."""
 SHORT: Final = 256
 """Entries of the context up to which onepass's kernels take less time than torch's calls on an H200."""
 
