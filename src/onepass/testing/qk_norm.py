@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -59,7 +59,9 @@ def _norm(op: str, group: str, q: Random, k: Random, gammas: tuple[Any, Any] | N
     return case(op, group, q=q, k=k, gamma_q=gamma_q, gamma_k=gamma_k, **more)
 
 
-def _rows(draw: Any, lead: tuple[int, ...], columns: tuple[int, int], layout: Layout) -> tuple[Random, Random]:
+def _rows(
+    draw: Callable[..., Random], lead: tuple[int, ...], columns: tuple[int, int], layout: Layout
+) -> tuple[Random, Random]:
     """q and k with these columns."""
     return draw(*lead, columns[0], layout=layout), draw(*lead, columns[1], layout=layout)
 
