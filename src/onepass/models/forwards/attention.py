@@ -20,8 +20,8 @@ from ...ops.qk_cache.op import qk_norm_rope_cache
 from ...ops.qk_norm.op import qk_rms_norm
 from ...rope import Rope, RopeStyle
 from .attend import Attended, AttentionModule, CosSin, attend, attend_as_model
-from .cache import Cache, CacheLayer, count, dense_layer, is_mla_cache, settle
-from .linear import Parts, Projection, project, runs_step
+from .cache import Cache, CacheLayer, count, dense_layer, settle
+from .linear import Parts, Projection, project
 from .norm import NormModule, NormRecord, is_plain, refuse_gradient
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -86,26 +86,6 @@ class HeadsModule(AttentionModule):
     v_proj: nn.Module
     o_proj: nn.Module
     _onepass: AttentionRecord
-
-
-def attention_forward(
-    self: HeadsModule,
-    hidden_states: Tensor,
-    position_embeddings: CosSin | None = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Cache | None = None,
-    **kwargs: Any,
-) -> Attended:
-    """An attention: a step of few tokens, or with the norms and rotation of queries and keys in one launch."""
-    record = self._onepass
-    arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
-    if record.step is not None:
-        if runs_step(self, record.step.parts, hidden_states) and not is_mla_cache(past_key_values):
-            return attend_heads(self, record.step, *arguments, **kwargs)
-        settle(past_key_values)
-    if fuses_heads(self):
-        return attend_heads(self, None, *arguments, **kwargs)
-    return cast(Attended, type(self).forward(self, *arguments, **kwargs))
 
 
 def fuses_heads(self: HeadsModule) -> bool:

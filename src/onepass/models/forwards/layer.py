@@ -1,4 +1,4 @@
-"""Decoder layers and gated MLPs, and the table of all forwards.
+"""Decoder layers, gated MLPs and how a call of an attention runs; and the table of all forwards.
 
 A step of few tokens is a chain of calls of `linear`, each with what surrounds it::
 
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from ...formats import Rounding
 from ...ops.linear.launch import Activation
 from .angles import AnglesRecord, angles_forward
-from .attention import AttentionRecord, HeadsModule, attend_heads, attention_forward, fuses_heads
-from .cache import is_mla_cache
+from .attend import Attended, CosSin
+from .attention import AttentionRecord, HeadsModule, attend_heads, fuses_heads
+from .cache import Cache, is_mla_cache, settle
 from .experts import ExpertsRecord, RouterRecord, experts_forward, router_forward
-from .latent import LatentModule, LatentRecord, LatentStep, attend_latent, fuses_latents, latent_forward
+from .latent import LatentModule, LatentRecord, attend_latent, fuses_latents
 from .linear import (
     MARK,
     LinearRecord,
@@ -171,9 +172,7 @@ def _attention_side(
 def _attend(attention: HeadsModule | LatentModule, x: Tensor, **kwargs: Any) -> Tensor:
     """The output of an attention in a step of few tokens."""
     record = attention._onepass
-    if isinstance(record, LatentRecord):
-        return attend_latent(cast(LatentModule, attention), cast(LatentStep, record.step), x, **kwargs)[0]
-    return attend_heads(cast(HeadsModule, attention), record.step, x, **kwargs)[0]
+    return ATTENTIONS[type(record)][0](attention, record.step, x, **kwargs)[0]
 
 
 def _mlp_side(
@@ -244,6 +243,26 @@ def _is_skipped(module: nn.Module, x: Tensor | None = None) -> bool:
     return (x is None or takes(parts.projections[0], x, parts.always)) and is_ready(module, parts)
 
 
+def attention_forward(
+    self: HeadsModule | LatentModule,
+    hidden_states: Tensor,
+    position_embeddings: CosSin | None = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    **kwargs: Any,
+) -> Attended:
+    """An attention: a step of few tokens, a prompt with fused norms and rotations, or as its class computes it."""
+    record, arguments = self._onepass, (hidden_states, position_embeddings, attention_mask, past_key_values)
+    attend, fuses = ATTENTIONS[type(record)]
+    if record.step is not None:
+        if runs_step(self, record.step.parts, hidden_states) and not is_mla_cache(past_key_values):
+            return attend(self, record.step, *arguments, **kwargs)
+        settle(past_key_values)
+    if fuses(self):
+        return attend(self, None, *arguments, **kwargs)
+    return cast(Attended, type(self).forward(self, *arguments, **kwargs))
+
+
 def mlp_forward(self: MlpModule, x: Tensor | None = None, /, **named: Tensor) -> Tensor:
     """A gated MLP, of few tokens in two launches."""
     if x is None:
@@ -269,12 +288,17 @@ def gated_sum(self: MlpModule, x: Tensor, residual: Tensor, norm: NormModule, ad
     return project(down, y, rounding=rounding, add=h if adds else None), h
 
 
+ATTENTIONS: Final[dict[type, tuple[Callable[..., Attended], Callable[..., bool]]]] = {
+    AttentionRecord: (attend_heads, fuses_heads),
+    LatentRecord: (attend_latent, fuses_latents),
+}
+"""What computes an attention with a step, or with None for a prompt, and whether prompts are fused; by the type of its record."""
 FORWARDS: Final[dict[type, Callable[..., object]]] = {
     NormRecord: norm_forward,
     OtherNormRecord: other_norm_forward,
     LayerRecord: layer_forward,
     AttentionRecord: attention_forward,
-    LatentRecord: latent_forward,
+    LatentRecord: attention_forward,
     MlpRecord: mlp_forward,
     LinearRecord: linear_forward,
     ExpertsRecord: experts_forward,
@@ -290,9 +314,7 @@ def runs_fused(module: nn.Module) -> bool:
     if type(record) is LayerRecord:
         names = (record.norm,) if record.fused else (record.norm, record.after_attention)
         return all(is_plain(getattr(module, name)) for name in names)
-    if type(record) is AttentionRecord:
-        return fuses_heads(cast(HeadsModule, module))
-    return type(record) is not LatentRecord or fuses_latents(cast(LatentModule, module))
+    return type(record) not in ATTENTIONS or ATTENTIONS[type(record)][1](module)
 
 
 def runs_decode(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from ...core.contract import describe, require_bool
 from ...errors import ContractError
 from ...formats import FLOATS, Rounding
-from ...ops.rms_norm.launch import GATE_ACTIVATIONS
+from ...ops.rms_norm.launch import GATE_ACTIVATIONS, GateActivation
 from ..forwards.attention import Turn
 from ..forwards.latent import LatentRecord
 from ..forwards.norm import FUSED_ROWS, NormRecord, OtherNormRecord
@@ -280,7 +280,7 @@ def _other_norm(handle: Patched, where: str, module: nn.Module, match: Match) ->
     form = match.form if isinstance(match.form, OtherNorm) else OtherNorm(weighted=False)
     attributes = (form.gates_norm, form.activation, form.groups, form.group_size)
     grouped = bool(form.groups or form.group_size)
-    activation: Any = getattr(module, form.activation, None) if form.activation else "silu"
+    activation = cast(GateActivation, getattr(module, form.activation, None) if form.activation else "silu")
     objection = (
         why_not(module, match)
         or unless(type(module).__call__ is nn.Module.__call__, OWN_CALL)
