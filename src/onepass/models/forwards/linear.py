@@ -527,20 +527,21 @@ def project(
     host less.
     """
     options = _options(projection, norm, rounding, activation)
+    y: Tensor
     if x.dim() == 2:
-        return cast(Tensor, multiply(as_rows(x), projection.weight, add=add, **options))
-    add = None if add is None else add.flatten(0, 1)
-    y: Tensor = multiply(as_rows(x), projection.weight, add=add, **options)
+        y = multiply(x if x.stride(1) == 1 else x.contiguous(), projection.weight, add=add, **options)
+        return y
+    y = multiply(as_rows(x), projection.weight, add=None if add is None else add.flatten(0, 1), **options)
     return y.view(*x.shape[:2], y.shape[-1])
 
 
 def project_sum(
     projection: Projection, x: Tensor, residual: Tensor, norm: NormModule, rounding: Rounding, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """`project` of ``x + residual``, and this sum."""
+    """`project` of ``x + residual`` [batch, tokens, columns], and this sum."""
     options = _options(projection, norm, rounding, activation)
     y, total = multiply(as_rows(x), projection.weight, residual=as_rows(residual), **options)
-    return y.view(*x.shape[:-1], y.shape[-1]), total.view(residual.shape)
+    return y.view(*x.shape[:2], y.shape[-1]), total.view(residual.shape)
 
 
 def _options(
@@ -550,13 +551,13 @@ def _options(
     if norm is not None:
         eps, weight_offset, _ = norm._onepass
         options |= {"gamma": gamma_of(norm.weight), "eps": eps, "weight_offset": weight_offset}
-    return options | {"activation": activation, "static_weight": True}
+    options |= {"activation": activation, "static_weight": True}
+    return options
 
 
 def as_rows(x: Tensor) -> Tensor:
     """Tokens as rows with contiguous columns."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x if x.dim() == 2 else x.flatten(0, 1)
+    return (x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1)
 
 
 def linear_forward(self: LinearModule, input: Tensor) -> Tensor:
