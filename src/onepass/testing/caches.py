@@ -151,10 +151,10 @@ def _verify_qkv(host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[E
             page, entry = qk_cache.dense(starts, lead[0], lead[1], now.shape[1])
         else:
             page, entry = qk_cache.paged(host["slots"], now.shape[0], now.shape[1])
-        written, scale = page >= 0, host.get(f"{name}_scale")
-        values = exact.flatten(0, len(lead) - 1)[written]
+        here, scale = page >= 0, host.get(f"{name}_scale")
+        values = exact.flatten(0, len(lead) - 1)[here]
         values = values if scale is None else divided(values, scale)
-        yield from _entries(f"{name}_cache", before, now, (page[written], entry[written]), values, error)
+        yield from _entries(f"{name}_cache", before, now, (page[here], entry[here]), values, error)
 
 
 def _exact(host: dict[str, Any], name: str) -> Tensor:
@@ -295,7 +295,10 @@ LATENT_CASES: Final[tuple[Case, ...]] = (
     _latents("bad tables", ragged=True, scale="token", bad="lengths"),
 )
 CASES: Final[tuple[Case, ...]] = (*QKV_CASES, *LATENT_CASES)
-FUNCTIONS: Final = {"qk_norm_rope_cache": _write_qkv, "fused_rope_rmsnorm_quantization": _write_latents}
+FUNCTIONS: Final = {
+    "qk_norm_rope_cache": _write_qkv,
+    "fused_rope_rmsnorm_quantization": _write_latents,
+}
 
 
 def verify(op: str, host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[Expected | str]:
@@ -317,11 +320,11 @@ def _verify_latents(host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterat
         return y.to(heads.dtype).double() if rounding == "reference" else y
 
     yield Expected("q", results[0], rotated(q, position), error, FP8_FORMATS.get(results[0].dtype))
-    written = slot >= 0
-    at = slot[written] // blocks.shape[1], slot[written] % blocks.shape[1]
-    latent, between, k = kv[written].split((len(gamma), kv.shape[1] - len(gamma) - q.shape[2], q.shape[2]), -1)
+    here = slot >= 0
+    at = slot[here] // blocks.shape[1], slot[here] % blocks.shape[1]
+    latent, between, k = kv[here].split((len(gamma), kv.shape[1] - len(gamma) - q.shape[2], q.shape[2]), -1)
     norm = norm_of(host, latent, gamma, host.get("epsilon", 1e-6))
-    values = torch.cat((norm, between.double(), rotated(k.unsqueeze(1), position[written]).squeeze(1)), -1)
+    values = torch.cat((norm, between.double(), rotated(k.unsqueeze(1), position[here]).squeeze(1)), -1)
     if blocks.dtype == torch.uint8:
         yield from _packed(host["blocks"], blocks, at, values, error)
         return
