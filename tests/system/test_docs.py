@@ -298,8 +298,8 @@ def anchors(path: Path) -> set[str]:
 
 
 def test_models_md_lists_every_family() -> None:
-    """The table of docs/models.md matches models/patching/families.py."""
-    from onepass.models import FAMILIES
+    """The table of docs/models.md matches tests/helpers/families.py."""
+    from tests.helpers.families import FAMILIES
 
     assert f"{len(FAMILIES) - 1} Hugging Face model families" in (ROOT / "README.md").read_text()
     text, _ = (ROOT / "docs/models.md").read_text().split("## Releases of transformers")
@@ -309,10 +309,10 @@ def test_models_md_lists_every_family() -> None:
         if family.name == "torch.nn":
             continue
         _, rounds, offset, addition, heads, more = rows[family.name]
-        assert rounds == {"hf": "twice", "once": "once"}[family.rounding]
-        assert float(offset) == family.weight_offset
+        assert rounds == {"hf": "twice", "once": "once"}[family.form.rounding]
+        assert float(offset) == family.form.weight_offset
         assert family.layer is not None
-        fused = "yes" if family.rounding == "hf" else 'with `rounding="once"`'
+        fused = "yes" if family.form.rounding == "hf" else 'with `rounding="once"`'
         assert addition == (fused if family.layer.norm else "none follows an addition")
         kinds = {None: "", True: "per head", False: "whole projections"}
         assert heads == kinds[family.attention.per_head if family.attention else None]

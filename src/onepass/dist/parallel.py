@@ -165,7 +165,7 @@ class _Pair:
             raise ContractError(
                 f"QKAttentionParallel: q_norm and k_norm must have the same eps, got {q.eps} and {k.eps}"
             )
-        self.how: _Sharding = q
+        self.sharding: _Sharding = q
         self.plan = plan(mesh, *q.plan.widths, *k.plan.widths, counts=(*q.plan.totals, *k.plan.totals))
         self.k: Tensor | None = None
         """The normed k, from ``q_proj`` until the attention calls ``k_proj``."""
@@ -181,7 +181,7 @@ class _Pair:
         self.k = None
         k = self.k_proj(inputs[0])
         weights = self.q_norm.weight.to_local(), self.k_norm.weight.to_local()
-        q, self.k = qk_rms_norm(q, k, *weights, self.how.eps, plan=self.plan, **self.how.options)
+        q, self.k = qk_rms_norm(q, k, *weights, self.sharding.eps, plan=self.plan, **self.sharding.options)
         self.q_normed = True
         return q
 

@@ -78,6 +78,11 @@ _fp8 = partial(_norm, op="rms_norm_fused_fp8")
 _quant = partial(_norm, op="rms_norm_fused_quant")
 
 
+def _scales(*shape: int) -> dict[str, Any]:
+    """Codes are multiplied by scales of this shape."""
+    return {"prologue": dequantize, "prologue_args": [f32(*shape, positive=True)]}
+
+
 def _sandwich(group: str, x: Random, /, gamma_pre: Any = None, residual: Any = None, **more: Any) -> Case:
     """A case of a post-norm, a sum and a pre-norm. The latter's gamma and the residual have x's dtype, unless passed."""
     own, n = _DRAWS[x.dtype], x.shape[-1]
@@ -137,24 +142,15 @@ CASES: Final[tuple[Case, ...]] = (
     _fp8("prologues", bf16(4, 1536), prologue=silu_and_mul, prologue_args=[bf16(4, 1536)]),
     _fp8("prologues", bf16(4, 1536, layout="sliced"), prologue=add, prologue_args=[bf16(4, 1536, layout="sliced")]),
     _fp8("prologues", e4m3fn(4, 1536), residual=bf16(4, 1536), prologue=soft_cap_gate, prologue_args=_OPERANDS),
-    _fp8(
-        "dequantize",
-        e4m3fnuz(5, 200),
-        f32,
-        prologue=dequantize,
-        prologue_args=[f32(5, 1, positive=True)],
-        return_norm=True,
-    ),
-    _fp8(
-        "dequantize", e4m3fn(4, 768), prologue=dequantize, prologue_args=[f32(4, 12, positive=True)], return_rstd=True
-    ),
-    _fp8("dequantize", e4m3fn(4, 768), prologue=dequantize, prologue_args=[f32(4, 3, positive=True)]),
+    _fp8("dequantize", e4m3fnuz(5, 200), f32, **_scales(5, 1), return_norm=True),
+    _fp8("dequantize", e4m3fn(4, 768), **_scales(4, 12), return_rstd=True),
+    _fp8("dequantize", e4m3fn(4, 768), **_scales(4, 3)),
     _fp8("values", bf16(9, 384, special=True), out_dtype=FP8, static_scale=torch.tensor(0.02)),
     _fp8("vllm", f16(5, 640), residual=f16(5, 640), **_VLLM),
     _quant("formats", f16(3, 640), format="e5m2", rounding="stored"),
     _quant("formats", bf16(5, 640), format="e4m3fnuz", group_size=64),
     _quant("formats", bf16(2, 3, 2, 3, 128, layout="reversed"), format="nvfp4"),
-    _quant("formats", int8(4, 1536), format="int8", prologue=dequantize, prologue_args=[f32(4, 12, positive=True)]),
+    _quant("formats", int8(4, 1536), format="int8", **_scales(4, 12)),
     _quant("scales", bf16(5, 384), format="mxfp8", scale_format="ue8m0_floor", scales_dtype=F32),
     _quant("scales", bf16(5, 640), format="nvfp4", global_scale=torch.tensor(8.0)),
     _quant("places", bf16(5, 480), format="mxfp8", scale_layout="column_tma"),

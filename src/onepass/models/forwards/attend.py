@@ -30,6 +30,8 @@ SHORT: Final = 128
 
 Attended: TypeAlias = tuple[Tensor, Tensor | None]
 """What an attention returns: its output and, if available, the attention weights."""
+CosSin: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of the positions."""
 
 
 class Config(Protocol):
@@ -122,7 +124,6 @@ def attend_as_model(
     states: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     kwargs: dict[str, object],
-    dropout: float = 0.0,
 ) -> Attended:
     """The attention function that the model is configured for, as rows [batch, tokens, columns]."""
     batch, _, length, _ = states[0].shape
@@ -132,8 +133,9 @@ def attend_as_model(
         function = functions.get_interface(implementation, model.eager_attention_forward)
     else:  # transformers 4.57
         function = model.eager_attention_forward if implementation == "eager" else functions[implementation]
+    dropout = self.attention_dropout if self.training else 0.0
     out, weights = function(self, *states, mask, dropout=dropout, scaling=self.scaling, **kwargs)
-    return out.reshape(batch, length, -1), weights
+    return out.reshape(batch, length, -1).contiguous(), weights
 
 
 def _is_short(q: Tensor, k: Tensor) -> bool:
