@@ -191,18 +191,13 @@ def _check_tensor(write: Writer, name: str, arg: Arg, depth: int) -> None:
         write(f"    fail('{name}', *NEGATED)", depth)
 
 
-def check_list_lines(write: Writer, name: str) -> None:
-    """Validate that an argument is a list."""
-    write(f"if not isinstance({name}, (list, tuple)):")
-    write(f"    fail('{name}', 'be a list of tensors', describe({name}))")
-
-
 def _check_many(write: Writer, name: str, arg: Arg) -> None:
     """Validate a list of tensors, each with one of several shapes."""
     allowed = write.constant(arg.dtypes, f"dtypes_{name}")
     shapes = ", ".join(_shape(d) for d in arg.dims.split("|"))
-    check_list_lines(write, name)
     write(f"""
+        if not isinstance({name}, (list, tuple)):
+            fail('{name}', 'be a list of tensors', describe({name}))
         if {name}:
             shapes = [{shapes}]
             for index, item in enumerate({name}):

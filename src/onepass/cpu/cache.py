@@ -28,7 +28,7 @@ UNFINISHED: Final = "unfinished-"
 """Prefix of the names of files that are being written."""
 _ABANDONED: Final = 3600.0
 """Seconds after which the writer of such a file must be dead: writing takes milliseconds."""
-SHARED: Final = ("core/*layout.py", "formats.py", "prologues/*.py", "ops/*/cpu*.py", "ops/*/launch.py")
+SHARED: Final = ("core/layout.py", "formats.py", "prologues/*.py", "ops/*/cpu*.py", "ops/*/launch.py")
 """The modules outside this package that generated code depends on."""
 
 

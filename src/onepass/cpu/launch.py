@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..core import recording
 from ..core.backend import PACKAGE, SomeCall
-from ..core.plan import Step
 from . import cache as object_cache
 from . import compile as compiler
 from . import threads
@@ -258,13 +257,13 @@ class Repeat(NamedTuple):
         """The words of the block that are addresses."""
         return self.kernel.layout.addresses
 
-    def step(self, grid: int, arguments: Sequence[int]) -> Step | None:
+    def step(self, grid: int, arguments: Sequence[int]) -> recording.Step | None:
         """The launch as the C path makes it. Only torch's own threads can be used from there."""
         team = threads.entry() if self.threads > 1 else 0
         if self.threads > 1 and not team:
             return None
         head = (*self.kernel.entries, team, self.threads, 4 * self.size)
-        return Step(False, head, self.block, None, self.scratch if self.size else 0)
+        return recording.Step(False, head, self.block, None, self.scratch if self.size else 0)
 
 
 def _nothing(block: bytes) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core.backend import launch_for
 from ...core.contract import Contract
-from ...core.debug import debugging
+from ...core.process import debugging
 from ...formats import SMALLEST_EPS, Rounding
 from ...kvcache import table_fault
 from ...rope import RopeStyle

@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ...core.layout import LEVELS
-from ...core.scale_layout import TILE_BYTES
+from ...core.layout import LEVELS, TILE_BYTES
 from ...cpu.launch import (
     CHUNK,
     CHUNKS_PER_THREAD,

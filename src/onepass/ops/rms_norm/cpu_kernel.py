@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from llvmlite import ir
 
-from ...core.layout import LEVELS
-from ...core.scale_layout import TILE_BYTES, TILE_GROUPS, TILE_ROWS
+from ...core.layout import LEVELS, TILE_BYTES, TILE_GROUPS, TILE_ROWS
 from ...cpu.llvm import bf16, bits, prologue
 from ...cpu.llvm.bits import load_row, load_scalar, magnitude, round_to, store_row
 from ...cpu.llvm.function import Arguments, Cell, Function, Module
