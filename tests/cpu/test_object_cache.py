@@ -20,7 +20,6 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from onepass.cpu import cache as object_cache
 from onepass.cpu import compile as compiler
 from onepass.cpu import launch as launcher
 from onepass.ops.rms_norm import cpu as rms_norm
@@ -97,13 +96,13 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fresh(SPECS["norm_bf16"], monkeypatch)
     rms_norm.precompile(SPECS["norm_bf16"])
     (file,) = tmp_path.iterdir()
-    assert object_cache.read(file)
+    assert compiler.read_object(file)
     return file
 
 
 def damaged(good: bytes) -> Iterator[bytes]:
     """Every bit of the header flipped, and some of the code; truncation to every length of the header, and some beyond."""
-    head, draw = len(object_cache.MAGIC) + 32, random.Random(0)
+    head, draw = len(compiler.MAGIC) + 32, random.Random(0)
     for bit in (*range(8 * head), *(draw.randrange(8 * head, 8 * len(good)) for _ in range(1000))):
         yield good[: bit // 8] + bytes([good[bit // 8] ^ 1 << bit % 8]) + good[bit // 8 + 1 :]
     for length in (*range(head + 1), *(draw.randrange(head, len(good)) for _ in range(200))):
@@ -118,11 +117,11 @@ def test_damage_is_always_detected(cached: Path) -> None:
     count = 0
     for bad in damaged(good):
         cached.write_bytes(bad)
-        assert object_cache.read(cached) is None
+        assert compiler.read_object(cached) is None
         count += 1
     assert count > 1600
     cached.write_bytes(good)
-    assert object_cache.read(cached) is not None
+    assert compiler.read_object(cached) is not None
 
 
 def test_an_intact_file_under_another_name_is_not_run(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +133,7 @@ def test_an_intact_file_under_another_name_is_not_run(cached: Path, monkeypatch:
     name.chmod(0o600)
     compiled = fresh(other, monkeypatch)
     Case(other, 2, 77).run().check()
-    assert compiled[:1] == [other] and object_cache.read(name)
+    assert compiled[:1] == [other] and compiler.read_object(name)
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
@@ -162,7 +161,7 @@ def test_something_else_under_the_files_name(cached: Path, kind: str, monkeypatc
     compiled = fresh(SPECS["norm_bf16"], monkeypatch)
     Case(SPECS["norm_bf16"], 2, 77).run().check()
     assert compiled[:1] == [SPECS["norm_bf16"]]
-    assert cached.is_dir() if kind == "a directory" else object_cache.read(cached)
+    assert cached.is_dir() if kind == "a directory" else compiler.read_object(cached)
     assert list(cached.parent.iterdir()) == [cached]
 
 
@@ -195,7 +194,7 @@ def test_a_directory_that_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if moment == "before":
             directory.write_text("in the way")
         else:
-            monkeypatch.setattr(object_cache, "_remove_abandoned", shutil.rmtree)
+            monkeypatch.setattr(compiler, "_remove_abandoned", shutil.rmtree)
         fresh(spec, monkeypatch)
         Case(spec, 2, 77).run().check()
         assert not directory.is_dir()
@@ -221,12 +220,12 @@ def test_only_files_of_dead_writers_are_removed(cached: Path) -> None:
         file.write_bytes(b"half")
     for file in (cached, dead):
         os.utime(file, (time.time() - 7200,) * 2)
-    object_cache.write(new, b"image")
+    compiler.write_object(new, b"image")
     assert set(cached.parent.iterdir()) == {cached, alive, new}
 
 
 def test_a_process_may_link_many_kernels(cached: Path) -> None:
-    image = object_cache.read(cached)
+    image = compiler.read_object(cached)
     assert image is not None
     linked = [compiler.link(image, "serial") for _ in range(200)]
     assert len({code["serial"] for code in linked}) == 200
@@ -258,7 +257,7 @@ def test_interrupted_growth_of_scratch_memory_leaves_no_memory(monkeypatch: pyte
 def test_cache_directory(chosen: str, shared: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("ONEPASS_CACHE_DIR", chosen), ("XDG_CACHE_HOME", shared), ("HOME", "/home/me")):
         monkeypatch.setenv(name, value)
-    assert str(object_cache.directory()) == expected
+    assert str(compiler.cache_directory()) == expected
 
 
 def test_file_names_depend_on_every_source_that_shapes_code() -> None:
@@ -277,7 +276,7 @@ def test_file_names_depend_on_every_source_that_shapes_code() -> None:
     }
     outside = {root / module for module in imported if module.parts[0] != "cpu"}
     assert root / "ops/rms_norm/launch" in outside and root / "formats" in outside
-    shared = {path for pattern in object_cache.SHARED for path in root.glob(pattern)}
+    shared = {path for pattern in compiler.SHARED for path in root.glob(pattern)}
     assert {*kernels} <= shared
     for module in outside:
         assert (module / "__init__.py" if module.is_dir() else module.with_suffix(".py")) in shared, module
@@ -295,7 +294,7 @@ def test_warm_start_does_not_import_the_code_generator(cache: Path) -> None:
         "import sys, torch, onepass.ops.rms_norm.cpu as r; from onepass.ops.rms_norm.launch import row_spec;"
         "assert 'llvmlite' not in sys.modules;"
         "r.precompile(row_spec(torch.bfloat16, torch.bfloat16, None, torch.bfloat16, 'once'));"
-        "print(sorted({'onepass.ops.rms_norm.cpu_kernel', 'onepass.cpu.llvm.vec'} & set(sys.modules)))"
+        "print(sorted({'onepass.ops.rms_norm.cpu_kernel', 'onepass.cpu.llvm.emit'} & set(sys.modules)))"
     )
     source = str(Path(rms_norm.__file__).parents[3])
     environment = {**os.environ, "ONEPASS_CACHE_DIR": str(cache), "PYTHONPATH": source}

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("llvmlite")
 
 from onepass.core.layout import Geometry
-from onepass.cpu import cache as object_cache
 from onepass.cpu import compile as compiler
 from onepass.cpu import launch as launcher
 from onepass.cpu import threads
@@ -284,7 +283,7 @@ def test_untraced_code_has_no_clock() -> None:
     assert "clock" not in launcher.ir_of(SPECS["bf16"])
     for name, clock in (("traced", True), ("bf16", False)):
         gemv_norm.precompile(SPECS[name])
-        image = object_cache.read(compiler.cache_file(SPECS[name]))
+        image = compiler.read_object(compiler.cache_file(SPECS[name]))
         assert image is not None and (b"clock_gettime" in image) is clock
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..core import recording
 from ..core.backend import PACKAGE, SomeCall
-from . import cache as object_cache
 from . import compile as compiler
 from . import threads
 
@@ -279,5 +278,5 @@ def describe() -> dict[str, str]:
         "cpu": cpu,
         "vector": f"{width} bit",
         "threads": f"{torch.get_num_threads()}, {threads.describe()}",
-        "cache": str(object_cache.directory() or "off"),
+        "cache": str(compiler.cache_directory() or "off"),
     }
