@@ -17,9 +17,8 @@ import onepass
 from benchmarks.suite import mla_cache
 from onepass.core.backend import launching_with
 from onepass.errors import ContractError, Unsupported
-from onepass.gpu.chip import Chip
+from onepass.gpu.chip import Chip, tuning
 from onepass.gpu.compile import Build, compile_build
-from onepass.gpu.tuning import tuning
 from onepass.ops.mla_cache import gpu as backend
 from onepass.ops.mla_cache.gpu_tile import MlaCut, mla_config, mla_cut, search_width
 from onepass.ops.mla_cache.launch import MlaCall, MlaRows, mla_spec
@@ -115,7 +114,7 @@ from tests.oracle.runner import running_on
 from dataclasses import replace
 from onepass.ops.mla_cache import gpu_tile as mla_cache_config
 from onepass.gpu.chip import INTERPRETER
-from onepass.gpu.tuning import tuning
+from onepass.gpu.chip import tuning
 import onepass
 table = tuning(INTERPRETER)
 narrow = replace(table, mla=replace(table.mla, search_widths=(1, 4)))

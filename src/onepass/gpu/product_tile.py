@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ..formats import SCALE_BLOCK, WeightScale
-from .chip import Chip
-from .tuning import tuning
+from .chip import Chip, tuning
 from .tuning.table import PieceCut, PieceKind
 
 GRAIN: Final = 64

@@ -54,6 +54,16 @@ def row_start(row, shape, tensor, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def scale_start(row, shape, scale, LEVELS: tl.constexpr, QUANT: tl.constexpr):
+    """Where the scales of rows begin: by strides, or in tiles of 128 rows and 4 groups."""
+    if QUANT.packing == "128x4":
+        tiles = (shape.n // QUANT.group + 3) // 4
+        return row // 128 * (tiles.to(tl.int64) * 512) + row % 32 * 16 + row % 128 // 32 * 4
+    else:
+        return row_start(row, shape, scale, LEVELS)
+
+
+@triton.jit
 def load_operand(pointer, start, columns, mask, KIND: tl.constexpr):
     """A prologue's tensor as float32: the whole row, one value per column, or one value per row."""
     if KIND == "full":

@@ -12,8 +12,8 @@ from ...gpu import counters
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
 from ...gpu.launch import F32, I32, I64, SHORT_NAMES, GpuKernels, Pointer, make_build
+from ...gpu.lib.numbers import quant
 from ...gpu.product_tile import WEIGHTS, StreamTile, describe_tile, tile_registers
-from ...gpu.quantization import quant
 from .gpu_kernel import _gemv_partial_norm_kernel
 from .gpu_tile import (
     CHUNK,

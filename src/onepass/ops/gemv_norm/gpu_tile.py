@@ -12,9 +12,8 @@ from typing import Final, NamedTuple
 import torch
 
 from ...formats import WeightScale
-from ...gpu.chip import INTERPRETER, Chip
+from ...gpu.chip import INTERPRETER, Chip, tuning
 from ...gpu.product_tile import StreamTile, is_contiguous, stream_tile
-from ...gpu.tuning import tuning
 from ...gpu.tuning.table import GemvCut
 from .launch import MAX_ROWS, MOST_SHARES, programs
 

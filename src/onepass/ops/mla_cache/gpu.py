@@ -12,7 +12,7 @@ from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
 from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
-from ...gpu.quantization import quant
+from ...gpu.lib.numbers import quant
 from .gpu_kernel import _mla_rope_norm_kernel
 from .gpu_tile import MlaConfig, MlaCut, mla_config, mla_cut, power_of_two
 from .launch import TILE as COLUMNS_PER_SCALE
