@@ -47,7 +47,7 @@ def test_cache_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     directory = tmp_path / "deep" / "cache"
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(directory))
     compiled = fresh(spec, monkeypatch)
-    rms_norm.precompile(spec)
+    rms_norm.KERNELS.kernel(spec)
     assert compiled == [spec]
     (file,) = directory.iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -94,7 +94,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The intact file of one kernel, alone in its directory."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     fresh(SPECS["norm_bf16"], monkeypatch)
-    rms_norm.precompile(SPECS["norm_bf16"])
+    rms_norm.KERNELS.kernel(SPECS["norm_bf16"])
     (file,) = tmp_path.iterdir()
     assert compiler.read_object(file)
     return file
@@ -140,7 +140,7 @@ def test_an_intact_file_under_another_name_is_not_run(cached: Path, monkeypatch:
 def test_a_file_that_others_may_write_is_not_run(cached: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cached.chmod(mode)
     compiled = fresh(SPECS["norm_bf16"], monkeypatch)
-    rms_norm.precompile(SPECS["norm_bf16"])
+    rms_norm.KERNELS.kernel(SPECS["norm_bf16"])
     assert compiled == [SPECS["norm_bf16"]]
     assert stat.S_IMODE(cached.stat().st_mode) == 0o600, "replaced by a private one"
 
@@ -188,7 +188,7 @@ def test_a_directory_that_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec = SPECS["norm_bf16"]
     for moment in ("before", "while"):
         fresh(spec, monkeypatch)
-        rms_norm.precompile(spec)
+        rms_norm.KERNELS.kernel(spec)
         assert len(list(directory.iterdir())) == 1
         shutil.rmtree(directory)
         if moment == "before":
@@ -207,7 +207,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            rms_norm.precompile(SPECS["norm_bf16"])
+            rms_norm.KERNELS.kernel(SPECS["norm_bf16"])
     assert not list(tmp_path.iterdir())
     Case(SPECS["norm_bf16"], 2, 77).run().check()
     assert compiled == [SPECS["norm_bf16"]] * 2
@@ -293,7 +293,7 @@ def test_warm_start_does_not_import_the_code_generator(cache: Path) -> None:
     program = (
         "import sys, torch, onepass.ops.rms_norm.cpu as r; from onepass.ops.rms_norm.launch import row_spec;"
         "assert 'llvmlite' not in sys.modules;"
-        "r.precompile(row_spec(torch.bfloat16, torch.bfloat16, None, torch.bfloat16, 'once'));"
+        "r.KERNELS.kernel(row_spec(torch.bfloat16, torch.bfloat16, None, torch.bfloat16, 'once'));"
         "print(sorted({'onepass.ops.rms_norm.cpu_kernel', 'onepass.cpu.llvm.emit'} & set(sys.modules)))"
     )
     source = str(Path(rms_norm.__file__).parents[3])
@@ -309,8 +309,8 @@ def test_warm_start_does_not_import_the_code_generator(cache: Path) -> None:
 def test_files_of_another_user_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS["norm_bf16"]
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
-    rms_norm.precompile(spec)
+    rms_norm.KERNELS.kernel(spec)
     compiled = fresh(spec, monkeypatch)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    rms_norm.precompile(spec)
+    rms_norm.KERNELS.kernel(spec)
     assert compiled == [spec]

@@ -266,15 +266,9 @@ def _allocate(write: Writer, out: Out) -> None:
         write(f"{name} = {like} if {source}.is_contiguous() else {like[:-1]}, memory_format=contiguous)", 2)
     else:
         sizes = ", ".join("*lead" if d == "..." else d for d in out.dims.split())
-        where = f"dtype={out.dtype}, device=device"
-        plain = f"empty({sizes}, {where})"
-        if out.column != "False":
-            *rest, last = sizes.split(", ")
-            column = f"empty({last}, {', '.join(rest)}, {where}).movedim(0, -1)"
-            plain = f"{column} if {out.column} else {plain}"
-        write(f"{name} = {plain}", 2)
+        write(f"{name} = empty({sizes}, dtype={out.dtype}, device=device)", 2)
     write("else:")
-    layout: Layout = "any" if out.make or out.column != "False" else "rows"
+    layout: Layout = "any" if out.make else "rows"
     _check_tensor(write, name, Arg(out.dims, out.doc, f"({out.dtype},)", layout=layout), 2)
     write(f"if {name}.requires_grad and is_grad_enabled():", 2)
     write(f"    fail_grad({name}={name})", 2)

@@ -114,10 +114,8 @@ class Out:
     doc: str
     argument: str
     when: str = "True"
-    column: str = "False"
-    """Condition under which the last dimension is the slowest one: stored as [last, ...]."""
     make: str = ""
-    """An expression that allocates it, for layouts that ``column`` cannot describe; the caller's may then have any strides."""
+    """An expression that allocates it, if it is not contiguous; the caller's may then have any strides."""
 
 
 @dataclass(frozen=True)

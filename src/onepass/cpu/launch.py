@@ -192,7 +192,7 @@ class CpuKernels(Generic[Spec, Call, WorkOfCall]):
         return build(spec, self.layout(spec).offsets, features)
 
     def kernel(self, spec: Spec) -> Kernel:
-        """The kernel of ``spec``, from memory, from disk or from the compiler."""
+        """The kernel of ``spec``, from memory, from the cache directory, or compiled into both."""
         with compiler.lock:
             if spec not in self.loaded:
                 shared = self.canonical(spec)
@@ -201,10 +201,6 @@ class CpuKernels(Generic[Spec, Call, WorkOfCall]):
                     self.loaded[shared] = Kernel(self, shared, code)
                 self.loaded[spec] = self.loaded[shared]
             return self.loaded[spec]
-
-    def precompile(self, spec: Spec) -> None:
-        """Load or compile the kernel of ``spec``, into memory and the cache directory."""
-        self.kernel(spec)
 
     def launch(self, call: Call) -> None:
         """Run the kernel of ``call.spec``, writing the outputs that the call has."""

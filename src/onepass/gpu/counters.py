@@ -5,12 +5,14 @@ counters. Each captured launch has separate ones, because a graph can be replaye
 """
 
 import threading
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..core import native
+from ..core import native, recording
 
 POOL: Final = 1 << 18
 """Counters for captured calls per allocation."""
@@ -23,6 +25,36 @@ _pools: dict[int, Tensor] = {}
 _lock: Final = threading.Lock()
 _kept: list[Tensor] = []
 """Keeps pools alive: a graph may be replayed long after its pool is used up."""
+
+
+class CountedCall(Protocol):
+    """A call with counters."""
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU, or -1."""
+
+    def _replace(self, *, counter: Tensor) -> Self: ...
+
+
+Call = TypeVar("Call", bound=CountedCall)
+
+
+def launch_counted(launch: Callable[[Call], None], call: Call, number: int) -> None:
+    """Launch a call with ``number`` zeroed counters as its ``counter``."""
+    device = call.device
+    if device < 0:
+        launch(call._replace(counter=torch.zeros(number, dtype=torch.int32)))
+        return
+    counter, key = take(device, number)
+    if recording.tape.on:
+        source = recording.Source(partial(take, device, number), discard, per_stream=True)
+        recording.mark(counter.data_ptr(), source)
+    try:
+        launch(call._replace(counter=counter))
+    except BaseException:
+        discard(key)
+        raise
 
 
 def take(device: int, number: int) -> tuple[Tensor, tuple[int, int] | None]:

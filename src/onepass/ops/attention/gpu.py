@@ -157,7 +157,7 @@ SplitCall = TypeVar("SplitCall", AttentionCall, LatentCall)
 
 def launch_splits(kernels: GpuKernels[AttentionSpec, SplitCall, Any, None], call: SplitCall, columns: int) -> None:
     """Launch a call, with memory for the sums of its splits if there are several: ``columns`` for each row."""
-    rows, device = call.rows, call.device
+    rows = call.rows
     if rows.splits == 1:
         kernels.launch(call)
         return
@@ -165,12 +165,4 @@ def launch_splits(kernels: GpuKernels[AttentionSpec, SplitCall, Any, None], call
     programs = count * rows.splits
     sums = torch.empty(programs * ROWS * (columns + 2), dtype=torch.float32, device=call.q.device)
     sums, tops = sums.split_with_sizes((programs * ROWS * columns, programs * ROWS * 2))
-    if device < 0:
-        kernels.launch(call._replace(sums=sums, tops=tops, counter=torch.zeros(count, dtype=torch.int32)))
-        return
-    counter, key = counters.take(device, count)
-    try:
-        kernels.launch(call._replace(sums=sums, tops=tops, counter=counter))
-    except BaseException:
-        counters.discard(key)
-        raise
+    counters.launch_counted(kernels.launch, call._replace(sums=sums, tops=tops), count)

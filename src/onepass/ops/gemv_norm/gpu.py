@@ -1,11 +1,9 @@
 """The GEMV kernel: its parameters, configuration, alignment and names."""
 
-from functools import partial
 from typing import Annotated, Final, NamedTuple
 
 import torch
 
-from ...core import recording
 from ...errors import Unsupported
 from ...formats import WeightScale
 from ...gpu import counters
@@ -283,18 +281,4 @@ def launch(call: GemvCall) -> None:
     if call.counter is not None or not call.widths:
         KERNELS.launch(call)
         return
-    device = call.device
-    key = None
-    if device < 0:
-        counter = torch.zeros(MAX_SEGMENTS, dtype=torch.int32)
-    else:
-        counter, key = counters.take(device, MAX_SEGMENTS)
-        recording.mark(
-            counter.data_ptr(),
-            recording.Source(partial(counters.take, device, MAX_SEGMENTS), counters.discard, per_stream=True),
-        )
-    try:
-        KERNELS.launch(call._replace(counter=counter))
-    except BaseException:
-        counters.discard(key)
-        raise
+    counters.launch_counted(KERNELS.launch, call, MAX_SEGMENTS)

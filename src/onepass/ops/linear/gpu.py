@@ -511,14 +511,5 @@ def _launch_product(call: LinearCall, chip: Chip) -> None:
     tile = config.pieces
     assert tile is not None
     programs = _grid(call, config)[0]
-    device = call.device
     sums = torch.empty(programs * tile.columns * tile.rows, dtype=torch.float32, device=call.weight.device)
-    if device < 0:
-        KERNELS.launch(call._replace(sums=sums, counter=torch.zeros(programs, dtype=torch.int32)))
-        return
-    counter, key = counters.take(device, programs // tile.pieces)
-    try:
-        KERNELS.launch(call._replace(sums=sums, counter=counter))
-    except BaseException:
-        counters.discard(key)
-        raise
+    counters.launch_counted(KERNELS.launch, call._replace(sums=sums), programs // tile.pieces)

@@ -50,4 +50,4 @@ def _canonical(spec: MlaSpec) -> MlaSpec:
 
 
 KERNELS: Final = CpuKernels("mla_cache", layout, _work, pack, canonical=_canonical)
-launch, precompile = KERNELS.launch, KERNELS.precompile
+launch = KERNELS.launch
