@@ -11,8 +11,9 @@ from ...gpu.chip import Chip
 from ...gpu.compile import Build
 from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
 from ...gpu.lib.numbers import quant
+from ..qk_cache.gpu_tile import power_of_two
 from .gpu_kernel import _mla_rope_norm_kernel
-from .gpu_tile import MlaConfig, MlaCut, mla_config, mla_cut, power_of_two
+from .gpu_tile import MlaConfig, MlaCut, mla_config, mla_cut
 from .launch import TILE as COLUMNS_PER_SCALE
 from .launch import MlaCall, MlaRows, MlaSpec
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ...gpu.chip import Chip, tuning
+from ..qk_cache.gpu_tile import power_of_two
 
 
 class MlaCut(NamedTuple):
@@ -41,11 +42,6 @@ class MlaConfig(NamedTuple):
     width: int
     levels: int
     early: int
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least ``n``."""
-    return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 @cache
