@@ -99,13 +99,9 @@ NO_ROWS: Final = MlaRows(*[0] * len(MlaRows._fields))
 """The rows of a call whose layout is not known yet."""
 
 
-class MlaCall(NamedTuple):
-    """One call of the cache-write kernel: its spec, tensors and numbers, all validated.
+class MlaTensors(NamedTuple):
+    """The tensors of a call. Index tensors are None if the kernel does not need them."""
 
-    Index tensors are None if the kernel does not need them.
-    """
-
-    spec: MlaSpec
     q: Tensor
     kv: Tensor
     gamma: Tensor
@@ -119,6 +115,13 @@ class MlaCall(NamedTuple):
     q_out: Tensor
     blocks: Tensor
     token_scale: Tensor | None
+
+
+class MlaCall(NamedTuple):
+    """One call of the cache-write kernel: its spec, tensors and numbers, all validated."""
+
+    spec: MlaSpec
+    tensors: MlaTensors
     eps: float
     weight_offset: float
     rows: MlaRows = NO_ROWS
@@ -126,7 +129,7 @@ class MlaCall(NamedTuple):
     @property
     def device(self) -> int:
         """The number of the GPU that the tensors are on, or -1."""
-        return self.q.get_device()
+        return self.tensors.q.get_device()
 
 
 class MlaArguments(Protocol):
@@ -154,31 +157,32 @@ class MlaArguments(Protocol):
 
 
 def run_mla(contract: Contract, call: MlaCall, turned: int) -> None:
-    """Launch once, unless there are no tokens. Index tensors are None if the kernel does not need them."""
-    q, kv, freqs, table, blocks = call.q, call.kv, call.freqs, call.table, call.blocks
+    """Launch once, unless there are no tokens."""
+    t = call.tensors
+    q, freqs, table, blocks = t.q, t.freqs, t.table, t.blocks
     launch = launch_for("mla_cache", q)
     tokens, heads, rope = q.shape
     if not tokens:
         return
     if debugging():
-        _check(contract, call)
+        _check(contract, t)
     pages, page_size, _ = blocks.shape
     requests, width, table_row = (0, 0, 0) if table is None else (*table.shape, table.stride(0))
-    if call.lengths is not None:
-        requests = call.lengths.shape[0]
+    if t.lengths is not None:
+        requests = t.lengths.shape[0]
     limit, freqs_row = (0, 0) if freqs is None else (freqs.shape[0], freqs.stride(0))
-    q_strides, out_strides, block_strides = q.stride()[:2], call.q_out.stride()[:2], blocks.stride()[:2]
-    scale_strides = (0, 0) if call.token_scale is None else call.token_scale.stride()
-    latent = kv.shape[1] - rope
-    sizes = (tokens, heads, latent, rope, turned, requests, width, pages, page_size, limit, call.gamma.shape[0])
-    strides = (*q_strides, *out_strides, kv.stride(0), freqs_row, table_row, *block_strides, *scale_strides)
+    q_strides, out_strides, block_strides = q.stride()[:2], t.q_out.stride()[:2], blocks.stride()[:2]
+    scale_strides = (0, 0) if t.token_scale is None else t.token_scale.stride()
+    latent = t.kv.shape[1] - rope
+    sizes = (tokens, heads, latent, rope, turned, requests, width, pages, page_size, limit, t.gamma.shape[0])
+    strides = (*q_strides, *out_strides, t.kv.stride(0), freqs_row, table_row, *block_strides, *scale_strides)
     launch(call._replace(rows=MlaRows(*sizes, *strides), eps=max(call.eps, SMALLEST_EPS)))
 
 
-def _check(contract: Contract, call: MlaCall) -> None:
+def _check(contract: Contract, t: MlaTensors) -> None:
     """Read the index tensors on the host, which waits for the device; for debugging only."""
-    tokens, blocks, table, freqs = call.q.shape[0], call.blocks, call.table, call.freqs
-    offsets, lengths, slots, positions = call.offsets, call.lengths, call.slots, call.positions
+    tokens, blocks, table, freqs = t.q.shape[0], t.blocks, t.table, t.freqs
+    offsets, lengths, slots, positions = t.offsets, t.lengths, t.slots, t.positions
     counts = None
     if offsets is not None and lengths is not None:
         starts = offsets.long().cpu()

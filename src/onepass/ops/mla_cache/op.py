@@ -13,7 +13,7 @@ from ...formats import Rounding
 from ...kvcache import DS_MLA, PagedKVCache, gather_mla
 from ...rope import RopeStyle
 from .contract import FUSED_ROPE_RMSNORM_QUANTIZATION
-from .launch import MlaArguments, MlaCall, MlaSpec, ScaleKind, mla_spec, run_mla
+from .launch import MlaArguments, MlaCall, MlaSpec, MlaTensors, ScaleKind, mla_spec, run_mla
 
 __all__ = ["FUSED_ROPE_RMSNORM_QUANTIZATION", "PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla"]
 
@@ -39,7 +39,7 @@ def _write_cache(spec_cache: dict[object, MlaSpec], a: MlaArguments) -> None:
         spec = spec_cache[dtypes, scale] = mla_spec(*dtypes, a.rope_style, scale, a.rounding)
     indices = (offsets, lengths, table, slots, positions)
     cache = (a.kv_scale, a.q_rope_output, blocks, a.per_token_scale)
-    call = MlaCall(spec, a.q_rope, a.kv, a.gamma, freqs, *indices, *cache, a.epsilon, a.weight_offset)
+    call = MlaCall(spec, MlaTensors(a.q_rope, a.kv, a.gamma, freqs, *indices, *cache), a.epsilon, a.weight_offset)
     run_mla(FUSED_ROPE_RMSNORM_QUANTIZATION, call, turned)
 
 
