@@ -37,7 +37,7 @@ LANES = range(32)
 
 
 def step_of(place: int) -> int:
-    """Which of the two steps of 32 columns multiplies the number at a place, as `device.codes` says."""
+    """Which of the two steps of 32 columns multiplies the number at a place, as `gpu.lib.codes` says."""
     return place // 2 % 2
 
 

@@ -1,6 +1,6 @@
 """Device functions over a tile of rows, ``[rows, chunk]``; every row kernel consists of these.
 
-``TILE`` is a `rms_norm_config.RowConfig`. Where rows are 16-byte aligned, a thread loads adjacent
+``TILE`` is a `ops.rms_norm.gpu_tile.RowConfig`. Where rows are 16-byte aligned, a thread loads adjacent
 columns at once. Otherwise it loads single columns, and the columns of a warp would be scattered
 over the row. Such a tile therefore holds its columns *permuted* (`tile_columns`), so that each warp
 owns one piece of the row, which it can sum by itself.
@@ -45,7 +45,7 @@ def chunk_mask(columns, n, present, LAST: tl.constexpr):
 
 @triton.jit
 def row_start(row, shape, tensor, LEVELS: tl.constexpr):
-    """Where rows of a `launcher.Rows` begin, in elements (int64): by one stride or three."""
+    """Where rows of a `gpu.launch.Rows` begin, in elements (int64): by one stride or three."""
     if LEVELS == 1:
         return row * tensor.s0
     else:

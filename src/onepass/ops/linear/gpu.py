@@ -107,7 +107,7 @@ def pack(call: LinearCall, config: LinearConfig, programs: tuple[int, ...]) -> L
 
 
 class LinearMath(NamedTuple):
-    """What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `device.codes`.
+    """What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `gpu.lib.codes`.
     ``offset`` and ``shift_gamma``: see `gpu.lib.row.factor`.
     """
 

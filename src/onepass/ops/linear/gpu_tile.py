@@ -1,5 +1,5 @@
 """How a `linear` call is divided. Results do not depend on anything chosen here but the order of
-summation (`product_config`).
+summation (`gpu.product_tile`).
 
 A module of its own, because it must not import Triton.
 """
