@@ -95,10 +95,6 @@ class MlaRows(NamedTuple):
     scale_entry: int
 
 
-NO_ROWS: Final = MlaRows(*[0] * len(MlaRows._fields))
-"""The rows of a call whose layout is not known yet."""
-
-
 class MlaTensors(NamedTuple):
     """The tensors of a call. Index tensors are None if the kernel does not need them."""
 
@@ -124,7 +120,7 @@ class MlaCall(NamedTuple):
     tensors: MlaTensors
     eps: float
     weight_offset: float
-    rows: MlaRows = NO_ROWS
+    rows: MlaRows
 
     @property
     def device(self) -> int:
@@ -156,9 +152,8 @@ class MlaArguments(Protocol):
     q_rope_output: Tensor
 
 
-def run_mla(contract: Contract, call: MlaCall, turned: int) -> None:
+def run_mla(contract: Contract, spec: MlaSpec, t: MlaTensors, turned: int, eps: float, weight_offset: float) -> None:
     """Launch once, unless there are no tokens."""
-    t = call.tensors
     q, freqs, table, blocks = t.q, t.freqs, t.table, t.blocks
     launch = launch_for("mla_cache", q)
     tokens, heads, rope = q.shape
@@ -176,7 +171,7 @@ def run_mla(contract: Contract, call: MlaCall, turned: int) -> None:
     latent = t.kv.shape[1] - rope
     sizes = (tokens, heads, latent, rope, turned, requests, width, pages, page_size, limit, t.gamma.shape[0])
     strides = (*q_strides, *out_strides, t.kv.stride(0), freqs_row, table_row, *block_strides, *scale_strides)
-    launch(call._replace(rows=MlaRows(*sizes, *strides), eps=max(call.eps, SMALLEST_EPS)))
+    launch(MlaCall(spec, t, max(eps, SMALLEST_EPS), weight_offset, MlaRows(*sizes, *strides)))
 
 
 def _check(contract: Contract, t: MlaTensors) -> None:
