@@ -63,6 +63,7 @@ class GemvParameters(NamedTuple):
 def pack(call: GemvCall, config: GemvConfig, programs: tuple[int, ...]) -> GemvParameters:
     """The parameters of a call."""
     act, weight, y, scale = call.act, call.weight, call.y, call.scale
+    n, k = weight.shape
     weight_scale, unnormed, segments = call.weight_scale, call.unnormed, len(call.widths)
     absent, zeros = (None,) * (MAX_SEGMENTS - segments), (0,) * (MAX_SEGMENTS - segments)
     strides = GemvStrides(
@@ -86,9 +87,9 @@ def pack(call: GemvCall, config: GemvConfig, programs: tuple[int, ...]) -> GemvP
         gammas=(*call.gammas, *absent),
         normed=(*call.normed, *absent),
         m=act.shape[0],
-        k=call.k,
+        k=k,
         widths=(*call.widths, *zeros),
-        tail=call.n - sum(call.widths),
+        tail=n - sum(call.widths),
         strides=strides,
         normed_strides=(*[t.stride(0) for t in call.normed], *zeros),
         eps=call.eps,
@@ -262,7 +263,7 @@ def _facts(call: GemvCall, chip: Chip) -> GemvFacts:
 
 
 def _grid(call: GemvCall, config: GemvConfig) -> tuple[int]:
-    return (blocks(config.tile, call.act.shape[0], call.n, call.widths),)
+    return (blocks(config.tile, call.act.shape[0], call.weight.shape[0], call.widths),)
 
 
 KERNELS: Final[GpuKernels[GemvSpec, GemvCall, GemvFacts, GemvConfig]] = GpuKernels(

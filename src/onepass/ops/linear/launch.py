@@ -88,16 +88,6 @@ class LinearCall(NamedTuple):
     counter: Tensor | None = None
 
     @property
-    def n(self) -> int:
-        """Rows of weight."""
-        return self.weight.shape[0]
-
-    @property
-    def k(self) -> int:
-        """Terms of each sum."""
-        return self.weight.shape[1]
-
-    @property
     def device(self) -> int:
         """The number of the GPU that the tensors are on, or -1."""
         return self.x.get_device()
