@@ -202,8 +202,7 @@ def _threads() -> str | None:
 
 
 def _cuts(device: str) -> str | None:
-    from onepass.ops.mla_cache.gpu_tile import MlaCut
-    from tests.mla_cache.cuts import cut_as
+    from onepass.ops.mla_cache.gpu import MlaCut, cut_as
 
     for latent, rope, heads, tokens in ((512, 64, 16, 24), (577, 18, 3, 5), (31, 6, 1, 1)):
         x = _inputs(device, tokens, heads, latent, rope, torch.bfloat16)

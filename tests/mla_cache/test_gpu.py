@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import onepass
 from benchmarks.suite import mla_cache
 from onepass.core.backend import launching_with
-from onepass.errors import Unsupported
+from onepass.errors import ContractError, Unsupported
 from onepass.gpu.chip import Chip, tuning
 from onepass.gpu.compile import Build, compile_build
 from onepass.ops.mla_cache import gpu as backend
@@ -26,7 +26,6 @@ from tests.gpu.launches import Recorder, record
 from tests.gpu.test_other_chips import OTHER_CHIPS
 from tests.helpers.interpreting import broken_promise, interpret, passed_checks
 from tests.mla_cache.cases import CASES
-from tests.mla_cache.cuts import cut_as
 from tools.evidence import proof, records
 from tools.evidence.records import lowered
 
@@ -302,12 +301,20 @@ def test_norm_of_fewer_columns_uses_another_kernel() -> None:
 @pytest.mark.usefixtures("recorded")
 def test_cut_as_sets_threads_and_blocks() -> None:
     usual, _ = launched()
-    with cut_as(MlaCut(128, 512, 1024)):
+    with backend.cut_as(backend.MlaCut(128, 512, 1024)):
         cut, got = launched()
         assert (got["TILE.kv_tokens"], got["TILE.q_tokens"] * got["TILE.heads"]) == (2, 8)
         assert cut == 50 + 100 * 16
     assert launched()[0] == usual != cut
     assert [build.warps for build in Recorder.made] == [1, 4]
+
+
+@pytest.mark.parametrize("cut", [(33, 512, 512), (16, 512, 512), (32, 500, 512), (32, 512, 0), (2048, 512, 512)])
+def test_invalid_cuts_are_rejected(cut: tuple[int, int, int]) -> None:
+    refused = pytest.raises(ContractError, match=r"^cut_as: `(threads|q_columns|kv_columns)` must be a power of two")
+    with refused, backend.cut_as(backend.MlaCut(*cut)):
+        pytest.fail("it was accepted")
+    assert backend._Forced.cut is None
 
 
 @pytest.mark.full  # interprets a kernel with every tile size
@@ -320,6 +327,6 @@ def test_cuts_do_not_change_results() -> None:
 @pytest.mark.parametrize("cut", [(64, 4096, 4096), (256, 256, 512)])
 def test_other_cuts_compile(cut: tuple[int, int, int]) -> None:
     case = next(c for c in CASES if c.group == "model")
-    with cut_as(MlaCut(*cut)):
+    with backend.cut_as(backend.MlaCut(*cut)):
         (build,) = proof.builds(case, records.H200)
     assert build.warps == cut[0] // 32 and compile_build(build, records.H200).asm

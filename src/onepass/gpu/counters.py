@@ -7,7 +7,7 @@ counters. Each captured launch has separate ones, because a graph can be replaye
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol, Self, TypeVar
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,31 +27,17 @@ _kept: list[Tensor] = []
 """Keeps pools alive: a graph may be replayed long after its pool is used up."""
 
 
-class CountedCall(Protocol):
-    """A call with counters."""
-
-    @property
-    def device(self) -> int:
-        """The number of the GPU, or -1."""
-
-    def _replace(self, *, counter: Tensor) -> Self: ...
-
-
-Call = TypeVar("Call", bound=CountedCall)
-
-
-def launch_counted(launch: Callable[[Call], None], call: Call, number: int) -> None:
-    """Launch a call with ``number`` zeroed counters as its ``counter``."""
-    device = call.device
+def launch_counted(device: int, number: int, launch: Callable[[Tensor], None]) -> None:
+    """``launch(counters)`` on the current stream, with ``number`` zeroed ones. Device -1 is the interpreter."""
     if device < 0:
-        launch(call._replace(counter=torch.zeros(number, dtype=torch.int32)))
+        launch(torch.zeros(number, dtype=torch.int32))
         return
     counter, key = take(device, number)
     if recording.tape.on:
         source = recording.Source(partial(take, device, number), discard, per_stream=True)
         recording.mark(counter.data_ptr(), source)
     try:
-        launch(call._replace(counter=counter))
+        launch(counter)
     except BaseException:
         discard(key)
         raise

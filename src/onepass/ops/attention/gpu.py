@@ -166,4 +166,6 @@ def launch_splits(kernels: GpuKernels[AttentionSpec, SplitCall, Any, Any], call:
     programs = count * rows.splits
     sums = torch.empty(programs * ROWS * (columns + 2), dtype=torch.float32, device=call.q.device)
     sums, tops = sums.split_with_sizes((programs * ROWS * columns, programs * ROWS * 2))
-    counters.launch_counted(kernels.launch, call._replace(sums=sums, tops=tops), count)
+    counters.launch_counted(
+        call.device, count, lambda counter: kernels.launch(call._replace(sums=sums, tops=tops, counter=counter))
+    )

@@ -282,4 +282,4 @@ def launch(call: GemvCall) -> None:
     if call.counter is not None or not call.widths:
         KERNELS.launch(call)
         return
-    counters.launch_counted(KERNELS.launch, call, MAX_SEGMENTS)
+    counters.launch_counted(call.device, MAX_SEGMENTS, lambda counter: KERNELS.launch(call._replace(counter=counter)))

@@ -512,4 +512,8 @@ def _launch_product(call: LinearCall, chip: Chip) -> None:
     assert tile is not None
     programs = _grid(call, config)[0]
     sums = torch.empty(programs * tile.columns * tile.rows, dtype=torch.float32, device=call.weight.device)
-    counters.launch_counted(KERNELS.launch, call._replace(sums=sums), programs // tile.pieces)
+    counters.launch_counted(
+        call.device,
+        programs // tile.pieces,
+        lambda counter: KERNELS.launch(call._replace(sums=sums, counter=counter)),
+    )

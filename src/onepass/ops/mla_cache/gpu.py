@@ -1,11 +1,13 @@
 """The MLA cache-write kernel: its parameters, programs, alignment and names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Final, NamedTuple
 
 import torch
 
-from ...errors import Unsupported
+from ...core import recording
+from ...errors import ContractError, Unsupported
 from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
@@ -16,6 +18,8 @@ from .gpu_kernel import _mla_rope_norm_kernel
 from .gpu_tile import MlaConfig, MlaCut, mla_config, mla_cut
 from .launch import TILE as COLUMNS_PER_SCALE
 from .launch import MlaCall, MlaRows, MlaSpec, MlaTensors
+
+__all__ = ["MlaCut", "build_for", "builds", "config_of", "cut_as", "launch"]
 
 MAX_PROGRAMS: Final = 2**31 - 2**13
 """Token numbers are 32-bit, including those of a tile's tokens beyond the last one."""
@@ -231,6 +235,36 @@ def _known(call: MlaCall) -> Known:
     )
 
 
+class _Forced:
+    """The cut of an open `cut_as`, if any."""
+
+    cut: MlaCut | None = None
+
+
+@contextmanager
+def cut_as(cut: MlaCut) -> Iterator[None]:
+    """For experiments: use ``cut`` for every launch of this process while the context is open;
+    results do not change.
+
+    ``threads`` is the size of a block, 32 to 1024; a block of RoPE has ``q_columns`` columns of q,
+    and a block of the norm ``kv_columns`` of latents. All are powers of two. A cut is adjusted to
+    fit short calls and long latents.
+    """
+    for name, value, least, most in (
+        ("threads", cut.threads, 32, 1024),
+        ("q_columns", cut.q_columns, 1, 1 << 16),
+        ("kv_columns", cut.kv_columns, 1, 1 << 16),
+    ):
+        if not (isinstance(value, int) and least <= value <= most and value & (value - 1) == 0):
+            raise ContractError(f"cut_as: `{name}` must be a power of two from {least} to {most}, got {value!r}")
+    before, replays = _Forced.cut, recording.switch.on
+    _Forced.cut, recording.switch.on = cut, False
+    try:
+        yield
+    finally:
+        _Forced.cut, recording.switch.on = before, replays
+
+
 class MlaFacts(NamedTuple):
     """What selects the machine code, besides the spec; tokens and requests are powers of two."""
 
@@ -241,20 +275,20 @@ class MlaFacts(NamedTuple):
     turned: int
     requests: int
     known: Known
-    cut: MlaCut
+    cut: MlaCut | None
 
 
 def _facts(call: MlaCall, chip: Chip) -> MlaFacts:
     tokens, heads, latent, rope, turned, requests = call.rows[:6]
     tokens, requests = 1 << (tokens - 1).bit_length(), 1 << ((requests or 2) - 1).bit_length()  # none: masked
-    cut = mla_cut(tokens, heads, rope, chip)
-    return MlaFacts(tokens, heads, latent, rope, turned, requests, _known(call), cut)
+    return MlaFacts(tokens, heads, latent, rope, turned, requests, _known(call), _Forced.cut)
 
 
 def config_of(spec: MlaSpec, facts: MlaFacts, chip: Chip) -> MlaConfig:
     """The programs of a call."""
     tokens, heads, latent, rope, turned, requests, _, cut = facts
     searches = spec.slots is None or (turned > 0 and spec.positions is None)
+    cut = cut or mla_cut(tokens, heads, rope, chip)
     config = mla_config(cut, tokens, heads, latent, rope, requests if searches else 0, chip)
     if spec.scale == "tile":  # the kernel writes one packed entry
         config = config._replace(kv_tokens=1)

@@ -44,7 +44,6 @@ class MlaConfig(NamedTuple):
     early: int
 
 
-@cache
 def mla_cut(tokens: int, heads: int, rope: int, chip: Chip) -> MlaCut:
     """The measured cut for a call of this size: larger calls have more columns per program."""
     table = tuning(chip).mla
