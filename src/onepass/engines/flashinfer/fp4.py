@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.contract import describe
-from ...core.scale_layout import scale_shape
+from ...core.layout import scale_shape
 from ...errors import ContractError, Unsupported
 from ...formats import QuantFormatName
 from ...ops.rms_norm.op import rms_norm_fused_quant

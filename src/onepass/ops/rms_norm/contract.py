@@ -8,9 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...core.contract import Alias, Arg, Contract, Option, Out, Rule, short
-from ...core.options import ROUNDING, WEIGHT_OFFSET, columns, eps
-from ...core.scale_layout import PACKINGS, empty_scale, scale_shape
+from ...core.contract import ROUNDING, WEIGHT_OFFSET, Alias, Arg, Contract, Option, Out, Rule, columns, eps, short
+from ...core.layout import PACKINGS, empty_scale, scale_shape
 from ...formats import (
     CODE_FORMATS,
     FLOATS,

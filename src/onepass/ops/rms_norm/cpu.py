@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ...core.layout import LEVELS
-from ...core.scale_layout import TILE_BYTES
+from ...core.layout import LEVELS, TILE_BYTES
 from ...cpu.launch import (
     CHUNK,
     CHUNKS_PER_THREAD,
@@ -25,7 +24,7 @@ from ...cpu.launch import (
 from ...cpu.sizes import BLOCK
 from .launch import RowCall, RowSpec
 
-__all__ = ["KERNELS", "describe", "launch", "precompile", "scratch"]
+__all__ = ["KERNELS", "describe", "launch", "scratch"]
 
 _EXPENSIVE: Final = frozenset({"exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "div"})
 """Operations that take longer than storing and loading a float32."""
@@ -182,4 +181,4 @@ def _work(call: RowCall) -> RowWork:
 
 
 KERNELS: Final = CpuKernels("rms_norm", layout, _work, pack, prepares=True)
-launch, precompile = KERNELS.launch, KERNELS.precompile
+launch = KERNELS.launch

@@ -15,14 +15,12 @@ from typing import NamedTuple
 import torch
 from llvmlite import ir
 
-from ...core.layout import LEVELS
-from ...core.scale_layout import TILE_BYTES, TILE_GROUPS, TILE_ROWS
-from ...cpu.llvm import bf16, bits, prologue
+from ...core.layout import LEVELS, TILE_BYTES, TILE_GROUPS, TILE_ROWS
+from ...cpu.llvm import bits, prologue
 from ...cpu.llvm.bits import load_row, load_scalar, magnitude, round_to, store_row
-from ...cpu.llvm.function import Arguments, Cell, Function, Module
+from ...cpu.llvm.emit import I8, LANES, Arguments, Bool, Cell, Float, Function, Int, Module, declare
 from ...cpu.llvm.loops import LINE, SumOfSquares, each_block, entry_points, prefetch, reciprocal_root
 from ...cpu.llvm.math_functions import sigmoid
-from ...cpu.llvm.vec import I8, LANES, Bool, Float, Int, declare
 from .cpu import FAR, keeps_h
 from .launch import RowSpec
 
@@ -392,7 +390,7 @@ class RowKernel:
             if mask is not None and self.spec.centered:
                 sizes = bits.lane_mask(mask, self.paired).where(sizes, 0)
             if self.paired:
-                sizes = sizes.shuffle(sizes, bf16.INTERLEAVED)
+                sizes = sizes.shuffle(sizes, bits.INTERLEAVED)
             scales = [self.make_scale(part.max_lane(), rs) for part in sizes.halves()]
             self.store_scale(row, scales[0], at // half)
             with f.when((at + half) < self.n):

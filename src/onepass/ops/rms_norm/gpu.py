@@ -7,13 +7,12 @@ import torch
 from ...core.layout import LEVELS
 from ...errors import Unsupported
 from ...formats import FP8_FORMATS
-from ...gpu.chip import Chip
+from ...gpu.chip import Chip, tuning
 from ...gpu.compile import Build
 from ...gpu.launch import ABSENT, F32, I32, I64, SHORT_NAMES, GpuKernels, Pointer, Rows, make_build, rows
 from ...gpu.lib.groups import owned
+from ...gpu.lib.numbers import hardware_cast, quant
 from ...gpu.prologue import device_function
-from ...gpu.quantization import hardware_cast, quant
-from ...gpu.tuning import tuning
 from ...gpu.tuning.table import Regime, Variant
 from ...prologues import MAX_OPERANDS
 from .gpu_kernel import _rms_norm_long_kernel, _rms_norm_row_kernel

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from ...gpu.lib.gates import finish, load_finish
-from ...gpu.lib.groups import pad_scales, scale_start, store_groups, store_groups_by_lane
-from ...gpu.lib.numbers import cast, convert, divisor, encode, make_scale, quotient, scaled, store_scale
-from ...gpu.lib.packing import encode_int8
+from ...gpu.lib.groups import pad_scales, store_groups, store_groups_by_lane
+from ...gpu.lib.numbers import cast, convert, divisor, encode, encode_int8, make_scale, quotient, scaled, store_scale
 from ...gpu.lib.pdl import launch_dependents, wait
 from ...gpu.lib.reduce import bin_squares, bin_values, neighbours, sum_bins, sum_bins_and_peak
 from ...gpu.lib.row import (
@@ -26,6 +25,7 @@ from ...gpu.lib.row import (
     quantized_norm,
     reciprocal_rms,
     row_start,
+    scale_start,
     store,
     tile_columns,
     weight_factor,

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from ...core.backend import launch_for
-from ...core.layout import Geometry, Strides, geometry, smallest_dimension
-from ...core.scale_layout import PACKINGS, bytes_of_words
+from ...core.layout import PACKINGS, Geometry, Strides, bytes_of_words, geometry, smallest_dimension
 from ...errors import Unsupported
 from ...formats import (
     CODE_FORMATS,
