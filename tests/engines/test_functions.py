@@ -17,7 +17,7 @@ from tests.oracle.quantized import values
 from tools import vllm_bytes
 
 EPS = 1e-5
-BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
+BF16, F16, F8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -145,6 +145,26 @@ def test_the_comparison_of_static_codes_can_fail(change: dict[str, Any], monkeyp
     before = onepass.rms_norm_fused_fp8
     monkeypatch.setattr(vllm, "rms_norm_fused_fp8", lambda *a, **k: before(*a, **{**k, **change}))
     assert vllm_bytes.static_bytes("cpu", BF16, 4096, True) is not None
+
+
+@pytest.mark.sampled(4)  # each compiles a kernel
+@pytest.mark.parametrize("out", [F8, torch.float8_e4m3fnuz, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("group", [None, 16, 32])
+def test_codes_that_vllm_does_not_have(group: int | None, out: torch.dtype) -> None:
+    """Smaller groups and e5m2, by vLLM's formula."""
+    assert vllm_bytes.code_bytes("cpu", BF16, 640, group, True, 1.5, out) is None
+    assert vllm_bytes.code_bytes("cpu", F16, 640, group, False, None, out) is None
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_int8_groups_that_vllm_does_not_have(group: int) -> None:
+    """Those of int8, as the op computes them."""
+    x, _, weight = inputs(BF16, 9, 256)
+    codes, scales = vllm.rms_norm_per_block_quant(x, weight, EPS, torch.int8, [1, group])
+    options: Any = {"format": "int8", "group_size": group, "rounding": "hf", "min_scale": 2.0**-23}
+    expected = onepass.rms_norm_fused_quant(x, weight, EPS, **options)
+    assert torch.equal(codes, expected[0]) and torch.equal(scales, expected[1])
+    assert codes.abs().amax() == 127 and scales.shape == (9, 256 // group)
 
 
 def test_vllm_codes_are_divided_by_the_scale() -> None:
@@ -308,7 +328,7 @@ def test_vllm_shapes_and_dtypes() -> None:
     with pytest.raises(onepass.ContractError, match=r"`scale_ub` must be None with torch\.int8"):
         vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.int8, torch.ones(1))
     with pytest.raises(onepass.ContractError, match="`group_size` must be"):
-        vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 32])
+        vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 8])
     with pytest.raises(onepass.ContractError, match="`tma_alignment` must be 0 or 4"):
         vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 128], tma_alignment=3)
 

@@ -11,7 +11,8 @@ The equations are those of vLLM 0.20 and later, where ``round`` rounds to the te
 
     static fp8           h = round(x + residual);  y = round(round(h * rs) * w);  code = fp8(y * (1 / scale))
 
-``qmax`` is 448 for float8_e4m3fn and 224 for float8_e4m3fnuz. Results are bit-identical to vLLM's, with two exceptions:
+``qmax`` is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz and 57344 for float8_e5m2, which vLLM's functions do not take.
+Results are bit-identical to vLLM's, with two exceptions:
 
 - vLLM adds squares in another order, and on a GPU its reciprocal square root may differ in the last bit. Where that
   changes ``rs``, a value at a rounding boundary can round the other way.
@@ -46,8 +47,10 @@ from ..ops.rms_norm.op import rms_norm_fused_fp8, rms_norm_fused_quant
 from ..rope import Rope, RopeStyle
 from .arguments import names_of_op, one_element, require_codes, require_counts, require_tensors
 
-_MAXIMA = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
-"""The largest value of each fp8 format in vLLM."""
+_MAXIMA = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0, torch.float8_e5m2: 57344.0}
+"""The largest value of each fp8 format. vLLM takes the first on NVIDIA's GPUs and the second on AMD's."""
+_GROUPS = (16, 32, 64, 128)
+"""Columns that may share a scale; 64 and 128 in vLLM."""
 _LEAST_INT8 = 2.0**-23
 """The smallest scale of int8 in vLLM."""
 as_called = names_of_op(x="input", gamma="weight", eps="epsilon", out_dtype="quant_dtype")
@@ -162,14 +165,14 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Norm and quantize to fp8 or int8 with one scale per ``group_size[1]`` columns, 64 or 128.
+    """Norm and quantize to fp8 or int8 with one scale per ``group_size[1]`` columns: 16, 32, 64 or 128.
 
     Scales are [tokens, N / group_size[1]]. ``is_scale_transposed`` stores the scales column by
     column; ``tma_alignment=4`` aligns each column to a multiple of four elements.
     """
     name = "rms_norm_per_block_quant"
-    if not isinstance(group_size, Sequence) or len(group_size) != 2 or group_size[1] not in (64, 128):
-        raise ContractError(f"{name}: `group_size` must be [1, 64] or [1, 128], got {describe(group_size)}")
+    if not isinstance(group_size, Sequence) or len(group_size) != 2 or group_size[1] not in _GROUPS:
+        raise ContractError(f"{name}: `group_size` must be [1, n] with n 16, 32, 64 or 128, got {describe(group_size)}")
     if tma_alignment not in (0, 4):
         raise ContractError(f"{name}: `tma_alignment` must be 0 or 4, got {describe(tma_alignment)}")
     alignment = (tma_alignment or 1) if is_scale_transposed else None
