@@ -239,6 +239,26 @@ def test_fused_add_is_one_launch() -> None:
     assert launched == ["rms_norm"] and residual._version == version + 1  # and no torch operation wrote to it
 
 
+@pytest.mark.parametrize("module", [vllm, vllm_0_19])
+def test_vllm_without_a_weight(module: Any) -> None:
+    """A weight of ones, which is not made."""
+    x, residual, _ = inputs(BF16, 5, 64)
+    ones, outs, sums = (
+        torch.ones(64, dtype=BF16),
+        [torch.empty_like(x) for _ in range(2)],
+        [x.clone() for _ in range(2)],
+    )
+    totals = [residual.clone() for _ in range(2)]
+    for out, h, total, weight in zip(outs, sums, totals, (None, ones), strict=True):
+        module.rms_norm(out, x, weight, EPS)
+        module.fused_add_rms_norm(h, total, weight, EPS)
+    assert torch.equal(*outs) and torch.equal(*sums) and torch.equal(*totals)
+    assert outs[0].abs().max() > 0.5 and not torch.equal(sums[0], x) and not torch.equal(totals[0], residual)
+    with torch.profiler.profile() as profiler:
+        module.rms_norm(outs[0], x, None, EPS)
+    assert not any(event.key.startswith("aten::") for event in profiler.key_averages())
+
+
 def wrong_arguments(x: Tensor, residual: Tensor, weight: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
     """Bad values for every argument of a call that updates a residual in place."""
     n = x.shape[-1]

@@ -126,18 +126,16 @@ class _Uuid:
 
 def norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """``rms_norm`` of vLLM."""
-    gamma = x.new_ones(x.shape[-1:]) if weight is None else weight
-    return _rms_norm(x, gamma, epsilon, rounding=_rounding(x, weight))
+    return _rms_norm(x, weight, epsilon, rounding=_rounding(x, weight))
 
 
 def norm_of_sum(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """``fused_add_rms_norm`` of vLLM; overwrites both activations."""
-    gamma = x.new_ones(x.shape[-1:]) if weight is None else weight
     return _rms_norm(
         x,
-        gamma,
+        weight,
         epsilon,
         residual=x_residual,
         rounding=_rounding(x, weight),

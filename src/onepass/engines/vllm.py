@@ -76,20 +76,12 @@ __all__ = [
 ]
 
 
-def weight_or_ones(weight: Tensor | None, like: Tensor) -> Tensor:
-    """The weight; None means ones, as in vLLM."""
-    if weight is not None:
-        return weight
-    require_tensors("rms_norm", input=like)
-    return like.new_ones(like.shape[-1:])
-
-
 @as_called
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """``out = round((input * rs) * weight)``; ``weight=None`` is a weight of ones."""
     if out is None:
         require_tensors("rms_norm", out=out)
-    _rms_norm(input, weight_or_ones(weight, input), epsilon, out=out)
+    _rms_norm(input, weight, epsilon, out=out)
 
 
 @as_called
@@ -97,7 +89,6 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
     """``residual += input``, then ``input = round((residual * rs) * weight)``, in one launch."""
     if residual is None:
         require_tensors("fused_add_rms_norm", residual=residual)
-    weight = weight_or_ones(weight, input)
     _rms_norm(input, weight, epsilon, residual=residual, round_sum=True, out=input, residual_out=residual)
 
 
