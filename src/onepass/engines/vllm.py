@@ -286,7 +286,7 @@ def fused_qk_norm_rope(
     for label, tensor in (("cos_sin_cache", cos_sin_cache), ("position_ids", position_ids)):
         if tensor.device != qkv.device:
             raise ContractError(f"{name}: `{label}` must be on {qkv.device} like qkv, got {tensor.device}")
-    q, k, _ = qkv.unflatten(1, (heads, head_dim)).split((num_heads_q, num_heads_k, num_heads_v), 1)
+    q, k, _ = qkv.view(qkv.shape[0], heads, head_dim).split((num_heads_q, num_heads_k, num_heads_v), 1)
     rope = _angles(cos_sin_cache, position_ids, "half" if is_neox else "interleaved")
     qk_norm_rope_cache(q, k, gamma_q=q_weight, gamma_k=k_weight, eps=eps, rope=rope, out=(q, k))
 
@@ -298,7 +298,8 @@ def _angles(cos_sin_cache: Tensor, positions: Tensor, style: RopeStyle) -> Rope:
     """
     tokens, columns = positions.shape[0], cos_sin_cache.shape[1]
     angles = cos_sin_cache.new_empty(tokens * columns + columns // 2)
-    cos, sin = (angles[start:][: tokens * columns].view(tokens, columns) for start in (0, columns // 2))
+    shape, strides = (tokens, columns), (columns, 1)
+    cos, sin = angles.as_strided(shape, strides), angles.as_strided(shape, strides, columns // 2)
     torch.index_select(cos_sin_cache, 0, positions, out=cos)
     return Rope(cos=cos, sin=sin, style=style)
 
