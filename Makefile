@@ -104,7 +104,7 @@ mutate: $(READY) ## put small mistakes into a copy of the library and see whethe
 # vLLM's torchvision, torchaudio and torchcodec are CUDA builds, which fail to import beside a CPU build of torch.
 ENGINES := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
-engines: $(ENGINES_READY) ## serve small models with vLLM and kernelize others, with and without onepass; downloads 3.5 GB once
+engines: $(ENGINES_READY) ## serve small models with vLLM and kernelize others, with and without onepass; downloads 5 GB once
 	@$(ENGINES)/bin/python -m pytest -n0 -s -p no:cacheprovider tests/engines/test_kernels.py tests/engines/test_vllm_*.py
 
 # Needs a quiet machine: rows during which others used more than a tenth of the cores are measured again. Commit the changes.

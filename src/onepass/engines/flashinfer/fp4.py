@@ -18,7 +18,9 @@ from ...core.layout import scale_shape
 from ...errors import ContractError, Unsupported
 from ...formats import QuantFormatName
 from ...ops.rms_norm.op import rms_norm_fused_quant
-from ..arguments import names_of_op, require_tensors
+from ..arguments import names_of_op, one_element, require_tensors
+
+__all__ = ["add_rmsnorm_fp4quant", "rmsnorm_fp4quant"]
 
 _FORMATS: dict[int, tuple[QuantFormatName, str, torch.dtype]] = {
     16: ("nvfp4", "e4m3", torch.float8_e4m3fn),
@@ -61,19 +63,8 @@ def rmsnorm_fp4quant(
     Rounding:
         Everything is float32 until the scales and codes.
     """
-    return _quantized(
-        "rmsnorm_fp4quant",
-        input,
-        None,
-        weight,
-        y_fp4,
-        block_scale,
-        global_scale,
-        eps,
-        block_size,
-        scale_format,
-        is_sf_swizzled_layout,
-    )
+    options = (global_scale, eps, block_size, scale_format, is_sf_swizzled_layout)
+    return _quantized("rmsnorm_fp4quant", (input, None, weight), (y_fp4, block_scale, None), *options)
 
 
 @_as_called
@@ -115,37 +106,32 @@ def add_rmsnorm_fp4quant(
     if output_both_sf_layouts or block_scale_unswizzled is not None:
         raise Unsupported(f"{name}: `output_both_sf_layouts` must be False; scales are stored in one layout")
     require_tensors(name, residual=residual)
-    return _quantized(
-        name,
-        input,
-        residual,
-        weight,
-        y_fp4,
-        block_scale,
-        global_scale,
-        eps,
-        block_size,
-        scale_format,
-        is_sf_swizzled_layout,
-        y_out,
-    )
+    options = (global_scale, eps, block_size, scale_format, is_sf_swizzled_layout)
+    return _quantized(name, (input, residual, weight), (y_fp4, block_scale, y_out), *options)
 
 
 def _quantized(
     name: str,
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    codes: Tensor | None,
-    scale: Tensor | None,
+    inputs: tuple[Tensor, Tensor | None, Tensor],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     global_scale: Tensor | None,
     eps: float,
     block_size: int,
     scale_format: str | None,
     swizzled: bool,
-    norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    format, dtype = _checked(name, input, weight, codes, global_scale, block_size, scale_format)
+    """Codes and scales of the norm of input + residual, in the given outputs: codes, scales and the norm."""
+    (input, residual, weight), (codes, scale, norm) = inputs, outputs
+    if not isinstance(input, Tensor) or not input.dim():
+        raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
+    require_tensors(name, weight=weight)
+    format, dtype = _format(name, input.shape[-1], block_size, scale_format)
+    if codes is not None:
+        require_tensors(name, y_fp4=codes)
+    if global_scale is not None:
+        if format == "mxfp4":
+            raise ContractError(f"{name}: `global_scale` must be None with blocks of 32, got {describe(global_scale)}")
+        global_scale = one_element(name, global_scale=global_scale)
     shape = scale_shape(input.shape[:-1], input.shape[-1] // block_size, "128x4" if swizzled else "row")
     scale_out = None
     if scale is not None:
@@ -161,7 +147,7 @@ def _quantized(
         format=format,
         residual=residual,
         round_sum=True,
-        global_scale=None if global_scale is None else global_scale.reshape(()),
+        global_scale=global_scale,
         scale_layout="128x4" if swizzled else "row",
         out=None if codes is None else codes.view(torch.uint8),
         scale_out=scale_out,
@@ -174,19 +160,8 @@ def _quantized(
     return result, scale if scale is not None else stored.flatten() if swizzled else stored
 
 
-def _checked(
-    name: str,
-    input: Tensor,
-    weight: Tensor,
-    codes: Tensor | None,
-    global_scale: Tensor | None,
-    block_size: int,
-    scale_format: str | None,
-) -> tuple[QuantFormatName, torch.dtype]:
-    """The format of the codes and the dtype of their scales, once everything but the scales' memory is as it must be."""
-    if not isinstance(input, Tensor) or not input.dim():
-        raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
-    require_tensors(name, weight=weight)
+def _format(name: str, columns: int, block_size: int, scale_format: str | None) -> tuple[QuantFormatName, torch.dtype]:
+    """The format of the codes and the dtype of their scales."""
     if not isinstance(block_size, int) or block_size not in _FORMATS:
         raise ContractError(f"{name}: `block_size` must be 16 or 32, got {describe(block_size)}")
     format, scales, dtype = _FORMATS[block_size]
@@ -194,14 +169,6 @@ def _checked(
         raise Unsupported(
             f"{name}: `scale_format` must be {scales!r} with blocks of {block_size}, got {scale_format!r}"
         )
-    if input.shape[-1] % block_size:
-        raise ContractError(
-            f"{name}: `block_size` must divide the {input.shape[-1]} columns of `input`, got {block_size}"
-        )
-    if global_scale is not None and format == "mxfp4":
-        raise ContractError(f"{name}: `global_scale` must be None with blocks of 32, got {describe(global_scale)}")
-    if codes is not None:
-        require_tensors(name, y_fp4=codes)
-    if global_scale is not None and (not isinstance(global_scale, Tensor) or global_scale.numel() != 1):
-        raise ContractError(f"{name}: `global_scale` must be a tensor of one element, got {describe(global_scale)}")
+    if columns % block_size:
+        raise ContractError(f"{name}: `block_size` must divide the {columns} columns of `input`, got {block_size}")
     return format, dtype

@@ -37,7 +37,7 @@ from ...core.contract import describe
 from ...errors import ContractError, Unsupported
 from ...formats import FP8_CODES, QuantFormatName, Quantize
 from ...ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
-from ..arguments import names_of_op, require_tensors
+from ..arguments import names_of_op, one_element, require_codes, require_tensors
 
 __all__ = [
     "fused_add_rmsnorm",
@@ -169,9 +169,7 @@ def fused_add_rmsnorm_quant(
 
 def _static(name: str, out: Tensor, input: Tensor, scale: float | Tensor) -> _Options:
     """The options of a norm that is divided by a given scale."""
-    if not isinstance(out, Tensor) or out.dtype not in FP8_CODES:
-        kind = out.dtype if isinstance(out, Tensor) else type(out).__name__
-        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, FP8_CODES))}), got {kind}")
+    require_codes(name, FP8_CODES, out=out)
     return {"static_scale": _scale(name, scale, input), "quantize": "divide", "out_dtype": out.dtype}
 
 
@@ -179,9 +177,7 @@ def _scale(name: str, scale: float | Tensor, input: Tensor) -> Tensor:
     """The scale as a tensor of no dimensions on input's device."""
     require_tensors(name, input=input)
     if isinstance(scale, Tensor):
-        if scale.numel() != 1:
-            raise ContractError(f"{name}: `scale` must have one element, got shape {list(scale.shape)}")
-        return scale.reshape(())
+        return one_element(name, scale=scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise ContractError(f"{name}: `scale` must be a number or a tensor of one element, got {describe(scale)}")
     return torch.full((), scale, dtype=torch.float32, device=input.device)
@@ -312,9 +308,7 @@ def layernorm_quant(
     """
     name = "layernorm_quant"
     require_tensors(name, gemma=gemma, beta=beta)
-    if not isinstance(out, Tensor) or out.dtype not in _FORMATS:
-        kind = out.dtype if isinstance(out, Tensor) else type(out).__name__
-        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, _FORMATS))}), got {kind}")
+    require_codes(name, _FORMATS, out=out)
     rms_norm_fused_quant(
         input,
         gemma,
