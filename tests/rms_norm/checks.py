@@ -286,7 +286,9 @@ def _verify_codes(
     doubt: Tensor | None,
 ) -> str | None:
     group, rule, n = q.rule.group or None, q.rule, q.codes.shape[-1]
-    normed = rule.divides or host.get("rounding", "once") != "once" or _finishes(host) or host.get("statistic") == "none"
+    normed = (
+        rule.divides or host.get("rounding", "once") != "once" or _finishes(host) or host.get("statistic") == "none"
+    )
     if rule.kind == "static":
         stored = q.scale.double().reshape(()).expand(q.codes.shape)
     else:

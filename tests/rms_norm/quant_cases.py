@@ -113,7 +113,10 @@ def _scale_cases(op: str) -> Iterator[Case]:
     yield from c((5,), 640, options=each([FORMATS[5]], raised, raised | {"quantize": "divide"}))
     c = partial(grid, Case, op, "places")
     padded = [format_of(f["format"], scale_layout=order) for f in BLOCKS for order in ("column", "column_tma")]
-    padded += [format_of("int8", group_size=32, scale_layout="column_tma"), format_of("int8", scale_layout="column_tma")]
+    padded += [
+        format_of("int8", group_size=32, scale_layout="column_tma"),
+        format_of("int8", scale_layout="column_tma"),
+    ]
     yield from c((5,), [480, 4096], options=padded)
     yield from c((5,), 480, options=PACKED[:3])
     yield from c((130,), [384, 4096, 7168], options=PACKED)

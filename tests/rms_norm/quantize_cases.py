@@ -28,7 +28,9 @@ def quantize_cases(op: str) -> Iterator[Case]:
     yield from c("short", (5,), [2, 33, 64, 128, 200, 512], options=[{}, _GATE])
     yield from c("formats", (5,), [128, 896, 7168, 20480], options=FORMATS)
     yield from c("groups", (5,), [384, 7168], options=GROUPS)
-    yield from c("gates", (5,), [896, 7168, 20480], options=each([FORMATS[0], FORMATS[2], FORMATS[3], FORMATS[5]], _GATE))
+    yield from c(
+        "gates", (5,), [896, 7168, 20480], options=each([FORMATS[0], FORMATS[2], FORMATS[3], FORMATS[5]], _GATE)
+    )
     yield from c("gates", (3,), 384, options=each(GROUPS, _GATE))
     yield from c("gates", (3,), [384, 14336], options=each([FORMATS[0], _E8M0], _SIGMOID))
     for x in FLOATS:
@@ -59,7 +61,9 @@ def _value_cases(op: str) -> Iterator[Case]:
     yield from c(384, [F16, F32], options=each([FORMATS[0], FORMATS[5]], {}, _GATE))
     given: list[dict[str, Any]] = [{"format": name, "static_scale": True} for name in ("e4m3fn", "e5m2", "int8")]
     yield from c([384, 20480], options=each(given, {}, _DIVIDE))
-    yield from c(384, options=[given[0] | _HF, {"min_scale": 0.25, **FORMATS[3]}, {"scale_ub": 1.5}, {"bounded": math.nan}])
+    yield from c(
+        384, options=[given[0] | _HF, {"min_scale": 0.25, **FORMATS[3]}, {"scale_ub": 1.5}, {"bounded": math.nan}]
+    )
     yield from c([384, 4096], options=each([FORMATS[5]], {"global_scale": 300.0}, {"global_scale": math.inf}))
 
 

@@ -84,7 +84,9 @@ class RowKernel:
         """Which outputs bypass the caches, if any may: see `FAR`."""
         self.bypass: dict[str, Bool] = {}
         """Whether outputs of the current row do."""
-        self.collects_top = spec.scale is not None and spec.scale.kind == "row" and (spec.unnormed or not spec.quantizes_norm)
+        self.collects_top = (
+            spec.scale is not None and spec.scale.kind == "row" and (spec.unnormed or not spec.quantizes_norm)
+        )
         self.collects_nothing = spec.unnormed and not self.collects_top and saved is None
         """Whether the first pass over a row is left out."""
 
