@@ -10,7 +10,7 @@ from typing import Any, Final
 from onepass.formats import FLOATS
 from tests.grid import grid
 from tests.oracle.case import Case
-from tests.rms_norm.quant_cases import BLOCKS, FORMATS, GROUPS, PACKED, each, format_of
+from tests.rms_norm.quant_cases import FORMATS, GROUPS, PACKED, each, format_of
 
 BF16, F16, F32 = FLOATS
 

@@ -21,6 +21,7 @@ from onepass.testing.tensors import same_bytes
 
 BF16, F16, F32 = FLOATS
 E8M0 = torch.float8_e8m0fnu
+quantize: Any = onepass.quantize
 GROUPED: Final[dict[str, dict[str, Any]]] = {
     "e4m3fn": {"group_size": 64},
     "e5m2": {"group_size": 32, "scale_format": "ue8m0", "scales_dtype": E8M0},
@@ -44,7 +45,9 @@ def same(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
 
 
 def groups_of(format: Any) -> int:
-    return GROUPED[format].get("group_size") or QUANT_FORMATS[format].groups[0]
+    group = GROUPED[format].get("group_size") or QUANT_FORMATS[format].groups[0]
+    assert isinstance(group, int)
+    return group
 
 
 def scales_of(format: Any, x: Tensor, scale: Tensor) -> Tensor:
@@ -71,7 +74,7 @@ def test_codes_and_scales_are_those_of_torch(n: int, format: Any) -> None:
                 clamped = quotient.clamp(-codes.max, codes.max).flatten(-2)
                 wanted = (clamped.round() if codes.integer else clamped).to(codes.dtype)
                 options: dict[str, Any] = {"format": format, "group_size": group, "quantize": way}
-                assert same(onepass.quantize(x, **options), (wanted, scale.squeeze(-1)))
+                assert same(quantize(x, **options), (wanted, scale.squeeze(-1)))
 
 
 def test_numbers_are_near_the_reference() -> None:
@@ -79,7 +82,7 @@ def test_numbers_are_near_the_reference() -> None:
     for activation in ("silu", "sigmoid"):
         for rounding in ("once", "stored", "hf"):
             options: dict[str, Any] = {"gate": gate, "gate_activation": activation, "rounding": rounding}
-            q, scale = onepass.quantize(x, group_size=128, **options)
+            q, scale = quantize(x, group_size=128, **options)
             y = reference.gated(x, gate, activation, rounding)
             off = (q.double().unflatten(-1, (-1, 128)) * scale.double().unsqueeze(-1)).flatten(-2) - y
             step = scale.double().repeat_interleave(128, -1)
@@ -92,10 +95,10 @@ def test_a_product_is_quantized_as_it_is_stored(dtype: torch.dtype) -> None:
     x, _ = tensors(1024, dtype=dtype)
     gate = torch.randint(20, 60, x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     for format, options in GROUPED.items():
-        stored = onepass.quantize(x * gate, format=format, **options)  # type: ignore[arg-type]
-        unrounded = onepass.quantize(x.float() * gate.float(), format=format, **options)  # type: ignore[arg-type]
+        stored = quantize(x * gate, format=format, **options)
+        unrounded = quantize(x.float() * gate.float(), format=format, **options)
         for rounding, wanted in {"once": unrounded, "stored": stored, "hf": stored}.items():
-            ours = onepass.quantize(x, gate=gate, format=format, rounding=rounding, **options)  # type: ignore[arg-type]
+            ours = quantize(x, gate=gate, format=format, rounding=rounding, **options)
             if options.get("scale_layout") == "128x4":
                 wanted, ours = ((q, scales_of(format, x, scale)) for q, scale in (wanted, ours))
             assert same(ours, wanted), (format, rounding)
@@ -106,9 +109,9 @@ def test_a_product_is_quantized_as_it_is_stored(dtype: torch.dtype) -> None:
 def test_hf_is_the_activation_of_a_gated_mlp(dtype: torch.dtype) -> None:
     """Equal but for values next to a rounding boundary. "stored" does not round the activation."""
     x, gate = tensors(4096, 64, dtype)
-    wanted, scale = onepass.quantize(silu(gate) * x, group_size=128)
-    ours, mine = onepass.quantize(x, gate=gate, group_size=128, rounding="hf")
-    other, _ = onepass.quantize(x, gate=gate, group_size=128, rounding="stored")
+    wanted, scale = quantize(silu(gate) * x, group_size=128)
+    ours, mine = quantize(x, gate=gate, group_size=128, rounding="hf")
+    other, _ = quantize(x, gate=gate, group_size=128, rounding="stored")
 
     def differing(codes: Tensor) -> float:
         return float((codes.view(torch.uint8) != wanted.view(torch.uint8)).float().mean())
@@ -119,9 +122,9 @@ def test_hf_is_the_activation_of_a_gated_mlp(dtype: torch.dtype) -> None:
 
 def test_without_a_gate_roundings_are_the_same() -> None:
     x, _ = tensors()
-    once = onepass.quantize(x, format="nvfp4")
-    assert same(onepass.quantize(x, format="nvfp4", rounding="hf"), once)
-    assert same(onepass.quantize(x, format="nvfp4", rounding="stored"), once)
+    once = quantize(x, format="nvfp4")
+    assert same(quantize(x, format="nvfp4", rounding="hf"), once)
+    assert same(quantize(x, format="nvfp4", rounding="stored"), once)
 
 
 # --- NaN, infinity, zeros -------------------------------------------------------------------------------------------
@@ -135,9 +138,9 @@ def test_what_is_not_finite_spoils_its_group(format: Any, value: float, where: s
     fmt = QUANT_FORMATS[format].codes
     x, gate = tensors(1088)
     gates: dict[str, Any] = {} if where == "no gate" else {"gate": gate}
-    clean, steps = onepass.quantize(x, format=format, **gates, **options)
+    clean, steps = quantize(x, format=format, **gates, **options)
     (gate if where == "gate" else x)[2, group + 1] = value
-    codes, scale = onepass.quantize(x, format=format, **gates, **options)
+    codes, scale = quantize(x, format=format, **gates, **options)
     ours, before = scales_of(format, x, scale), scales_of(format, x, steps)
     spoilt = torch.zeros_like(ours, dtype=torch.bool)
     spoilt[2, 1] = True
@@ -153,14 +156,14 @@ def test_what_is_not_finite_spoils_its_group(format: Any, value: float, where: s
 def test_what_is_not_finite_spoils_its_row(format: Any, n: int) -> None:
     fmt = QUANT_FORMATS[format].codes
     x, _ = tensors(n)
-    clean, steps = onepass.quantize(x, format=format)
+    clean, steps = quantize(x, format=format)
     x[1, 5], x[3, n - 1], x[4, 0] = torch.nan, torch.inf, -torch.inf
     for bound in (None, 1.0, torch.tensor(1.0)):
-        codes, scale = onepass.quantize(x, format=format, scale_ub=bound)
+        codes, scale = quantize(x, format=format, scale_ub=bound)
         for row in (1, 3, 4):
             assert scale[row].isnan() and (codes[row].view(torch.uint8) == fmt.nan_code).all()
         assert scale[[0, 2, 5]].isfinite().all()
-    codes, scale = onepass.quantize(x, format=format)
+    codes, scale = quantize(x, format=format)
     assert same((codes[[0, 2, 5]], scale[[0, 2, 5]]), (clean[[0, 2, 5]], steps[[0, 2, 5]]))
 
 
@@ -175,7 +178,7 @@ def test_a_static_scale_keeps_values_apart(format: Any, way: Any) -> None:
         options: dict[str, Any] = {"format": format, "static_scale": static, "quantize": way, **gates}
         spoilt = x.clone()
         spoilt[0, 3], spoilt[1, 4], spoilt[2, 5] = torch.nan, torch.inf, -torch.inf
-        clean, codes = onepass.quantize(x, **options)[0], onepass.quantize(spoilt, **options)[0]
+        clean, codes = quantize(x, **options)[0], quantize(spoilt, **options)[0]
         at = torch.zeros_like(x, dtype=torch.bool)
         at[0, 3] = at[1, 4] = at[2, 5] = True
         assert torch.equal(codes.view(torch.uint8)[~at], clean.view(torch.uint8)[~at])
@@ -183,7 +186,7 @@ def test_a_static_scale_keeps_values_apart(format: Any, way: Any) -> None:
         assert codes[0, 3].view(torch.uint8) == fmt.nan_code
         assert float(codes[1, 4]) == signs[0] * fmt.max and float(codes[2, 5]) == -signs[1] * fmt.max
         for nothing in (0.0, torch.inf):
-            codes, _ = onepass.quantize(spoilt, **options | {"static_scale": torch.tensor(nothing)})
+            codes, _ = quantize(spoilt, **options | {"static_scale": torch.tensor(nothing)})
             assert (codes[3:].float() == 0).all()
             assert all(codes[row, column].view(torch.uint8) == fmt.nan_code for row, column in ((0, 3), (1, 4), (2, 5)))
 
@@ -193,12 +196,12 @@ def test_a_product_may_overflow() -> None:
     x = torch.full((2, 64), 1e4, dtype=F16)
     gate = torch.full((2, 64), 30.0, dtype=F16)
     gate[1] = 1.0
-    assert onepass.quantize(x, gate=gate)[1].isfinite().all()
+    assert quantize(x, gate=gate)[1].isfinite().all()
     for rounding in ("stored", "hf"):
-        codes, scale = onepass.quantize(x, gate=gate, rounding=rounding)  # type: ignore[arg-type]
+        codes, scale = quantize(x, gate=gate, rounding=rounding)
         assert scale[0].isnan() and codes[0].isnan().all() and scale[1].isfinite() and not codes[1].isnan().any()
     wide, gate = torch.full((1, 64), 3e38), torch.full((1, 64), 30.0)
-    assert onepass.quantize(wide, gate=gate)[1].isnan() and onepass.quantize(wide)[1].isfinite()
+    assert quantize(wide, gate=gate)[1].isnan() and quantize(wide)[1].isfinite()
 
 
 @pytest.mark.parametrize("format", GROUPED)
@@ -207,16 +210,16 @@ def test_rows_of_zeros(format: Any) -> None:
     x[1] = -0.0
     x[2] = 1e-45  # 0 in bfloat16
     for gates in ({}, {"gate": torch.randn(3, 128)}):
-        codes, scale = onepass.quantize(x, format=format, **gates, **GROUPED[format])  # type: ignore[arg-type]
+        codes, scale = quantize(x, format=format, **gates, **GROUPED[format])
         assert (codes.view(torch.uint8) & 0x77 == 0).all()  # but for signs
         least = 2.0**-127 if scale.dtype == E8M0 else 0.0
         assert (scales_of(format, x, scale) == least).all()
 
 
 def test_a_scale_too_small_for_float32_is_zero() -> None:
-    codes, scale = onepass.quantize(torch.full((1, 64), 1e-37))
+    codes, scale = quantize(torch.full((1, 64), 1e-37))
     assert scale == 0 and (codes.float() == 0).all()
-    codes, scale = onepass.quantize(torch.full((1, 64), 1e-37), min_scale=1e-37)
+    codes, scale = quantize(torch.full((1, 64), 1e-37), min_scale=1e-37)
     assert scale == torch.tensor(1e-37) and (codes.float() == 1).all()
 
 
@@ -228,9 +231,9 @@ def test_a_scale_too_small_for_float32_is_zero() -> None:
 def test_rows_alone_and_in_a_batch(options: dict[str, Any], gated: bool) -> None:
     """Enough rows for several threads."""
     x, gate = tensors(1152, 300)
-    whole = onepass.quantize(x, gate=gate if gated else None, **options)
+    whole = quantize(x, gate=gate if gated else None, **options)
     for rows in (slice(0, 1), slice(299, 300), slice(17, 34), slice(100, 228)):
-        part = onepass.quantize(x[rows], gate=gate[rows] if gated else None, **options)
+        part = quantize(x[rows], gate=gate[rows] if gated else None, **options)
         assert same(part, tuple(t if t.dim() == 0 else t[rows] for t in whole))
 
 
@@ -245,45 +248,44 @@ def test_halves_of_one_tensor(n: int) -> None:
         both = wide.bfloat16()[..., -2 * n :].transpose(0, 1)
         gate, x = both[..., :n], both[..., n:]
         assert not x.is_contiguous()
-        ours = onepass.quantize(x, gate=gate, rounding="hf", group_size=16)
-        assert same(ours, onepass.quantize(x.contiguous(), gate=gate.contiguous(), rounding="hf", group_size=16))
+        ours = quantize(x, gate=gate, rounding="hf", group_size=16)
+        assert same(ours, quantize(x.contiguous(), gate=gate.contiguous(), rounding="hf", group_size=16))
 
 
 def test_results_in_given_tensors() -> None:
     x, gate = tensors(1024)
     for format, options in GROUPED.items():
-        codes, scale = onepass.quantize(x, gate=gate, format=format, **options)  # type: ignore[arg-type]
+        codes, scale = quantize(x, gate=gate, format=format, **options)
         given = torch.empty_like(codes), torch.zeros_like(scale)
-        ours = onepass.quantize(x, gate=gate, format=format, out=given[0], scale_out=given[1], **options)  # type: ignore[arg-type]
+        ours = quantize(x, gate=gate, format=format, out=given[0], scale_out=given[1], **options)
         assert ours[0] is given[0] and ours[1] is given[1] and same_bytes(given[0], codes)
         assert torch.equal(scales_of(format, x, given[1]), scales_of(format, x, scale))
     static = torch.tensor(0.02)
-    assert onepass.quantize(x, static_scale=static)[1] is static
+    assert quantize(x, static_scale=static)[1] is static
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
 def test_no_rows(shape: tuple[int, ...]) -> None:
     x = torch.empty(shape, dtype=BF16)
-    codes, scale = onepass.quantize(x, gate=x, format="mxfp4")
+    codes, scale = quantize(x, gate=x, format="mxfp4")
     assert codes.shape == (*shape[:-1], 32) and scale.shape == (*shape[:-1], 2)
 
 
 def test_errors_name_the_op_and_the_argument() -> None:
     x, gate = tensors(64)
-    call: Any = onepass.quantize
     with pytest.raises(
         ContractError, match=r"^quantize: `gate` must have shape \[\.\.\., N\] with .*N=64, got \[6, 63\]"
     ):
-        call(x, gate=gate[:, :63])
+        quantize(x, gate=gate[:, :63])
     with pytest.raises(ContractError, match=r"^quantize: `x` must have dtype bfloat16 or float16 or float32, got int8"):
-        call(x.to(torch.int8))
+        quantize(x.to(torch.int8))
     with pytest.raises(ContractError, match=r"^quantize: `group_size` must divide the number of columns, N=64"):
-        call(x, group_size=128)
+        quantize(x, group_size=128)
     with pytest.raises(ContractError, match=r"^quantize: `scale_ub` must be None with static_scale"):
-        call(x, static_scale=torch.tensor(1.0), scale_ub=torch.tensor(1.0))
+        quantize(x, static_scale=torch.tensor(1.0), scale_ub=torch.tensor(1.0))
     apart = torch.empty(3, 2, 2, 2, 2, 96, dtype=BF16).permute(4, 3, 2, 1, 0, 5)
     with pytest.raises(Unsupported, match=r"^quantize: `scale_layout` '128x4' needs rows that fold"):
-        call(apart, format="nvfp4", scale_layout="128x4")
+        quantize(apart, format="nvfp4", scale_layout="128x4")
 
 
 # --- launches -------------------------------------------------------------------------------------------------------
@@ -293,16 +295,16 @@ def test_a_call_is_one_launch() -> None:
     x, gate = tensors(128)
     launches: list[str] = []
     with launching_with(lambda family: lambda call: launches.append(family)):
-        onepass.quantize(x, gate=gate)
-        onepass.quantize(x, format="nvfp4")
+        quantize(x, gate=gate)
+        quantize(x, format="nvfp4")
     assert launches == ["rms_norm"] * 2
 
 
 CALLS: Final[dict[str, Callable[[Tensor], object]]] = {
-    "row": onepass.quantize,
-    "groups": lambda x: onepass.quantize(x, group_size=128, scale_format="ue8m0"),
-    "gate": lambda x: onepass.quantize(x, gate=x, rounding="hf", format="nvfp4"),
-    "static": lambda x: onepass.quantize(x, gate=x, static_scale=torch.empty(())),
+    "row": quantize,
+    "groups": lambda x: quantize(x, group_size=128, scale_format="ue8m0"),
+    "gate": lambda x: quantize(x, gate=x, rounding="hf", format="nvfp4"),
+    "static": lambda x: quantize(x, gate=x, static_scale=torch.empty(())),
 }
 
 

@@ -2,7 +2,8 @@
 long.
 
 Both do, for each row: load -> prologue or post-norm -> residual -> sum of squares -> gamma -> store
-and/or quantize. Without a norm nothing is summed, and rs is 1. Every element is read before it is overwritten, so outputs may be the inputs. Tensors of
+and/or quantize. Without a norm nothing is summed, and rs is 1.
+Every element is read before it is overwritten, so outputs may be the inputs. Tensors of
 rows are `launcher.Rows`, and `rms_norm` defines the constants.
 """
 

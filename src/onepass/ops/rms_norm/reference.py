@@ -1,7 +1,7 @@
 """The norm, and codes and scales of its results, in float64 and unrounded. Independent of every implementation.
 
-Only ``rounding="hf"`` and "stored", ``round_sum=True`` and a post-norm round here: they specify rounding points. Rounding to the output format is
-left to the comparison (`onepass.testing.compare`).
+Only ``rounding="hf"``, a stored product with a gate, ``round_sum=True`` and a post-norm round here: they specify rounding points.
+Rounding to the output format is left to the comparison (`onepass.testing.compare`).
 """
 
 from __future__ import annotations
