@@ -1,4 +1,4 @@
-"""The calls of the norms, and of those that quantize, that `onepass check` makes."""
+"""The calls of the norms, of those that quantize, and of `quantize`, that `onepass check` makes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..formats import FLOATS, FP8_FORMATS
 from ..ops.rms_norm import reference
 from ..ops.rms_norm.op import (
     layer_norm,
+    quantize,
     rms_norm,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_quant,
@@ -49,6 +50,7 @@ FUNCTIONS: Final = {
     "rms_norm_fused_quant": partial(_quantized, rms_norm_fused_quant),
     "rms_norm_add_rms_norm": rms_norm_add_rms_norm,
     "rms_norm_add_rms_norm_quant": partial(_quantized, rms_norm_add_rms_norm_quant),
+    "quantize": partial(_quantized, quantize),
 }
 _DRAWS: Final = {BF16: bf16, F16: f16, F32: f32}
 _OPERANDS: Final = [bf16(4, 1536), bf16(1536), bf16(4, 48, positive=True)]
@@ -108,6 +110,19 @@ _SANDWICHES: Final[tuple[Case, ...]] = (
     _sandwich("formats", f32(4, 640), format="mxfp4", quantize="divide"),
     _sandwich("limits", bf16(5, 640), format="e4m3fn", static_scale=torch.tensor(0.02)),
     _sandwich("limits", bf16(5, 640), format="e5m2", scale_ub=_UPPER, min_scale=1e-4),
+)
+_rows = partial(case, "quantize")
+_UNNORMED: Final[tuple[Case, ...]] = (
+    _rows("short", x=bf16(5, 33)),
+    _rows("wide", x=bf16(5, 20000), format="int8"),
+    _rows("layouts", x=bf16(3, 4, 640, layout="transposed"), gate=bf16(3, 4, 640, layout="sliced")),
+    _rows("layouts", x=bf16(3, 4, 640, layout="misaligned"), format="e4m3fnuz", group_size=64),
+    _rows("values", x=bf16(9, 384, special=True), format="mxfp8", scale_layout="column_packed"),
+    _rows("values", x=f16(9, 384, special=True), static_scale=torch.tensor(0.02), quantize="divide"),
+    _rows("gate", x=bf16(5, 7168), gate=bf16(5, 7168), rounding="hf", group_size=128, scale_format="ue8m0"),
+    _rows("gate", x=f16(5, 640), gate=f16(5, 640), rounding="stored", format="mxfp4", scale_layout="128x4"),
+    _rows("gate", x=f32(4, 640), gate=bf16(4, 640), gate_activation="sigmoid", format="nvfp4", global_scale=_UPPER),
+    _rows("limits", x=bf16(5, 640), format="e5m2", scale_ub=_UPPER, min_scale=1e-4),
 )
 CASES: Final[tuple[Case, ...]] = (
     _norm("short", bf16(5, 33)),
@@ -173,17 +188,18 @@ CASES: Final[tuple[Case, ...]] = (
         quantize="divide",
     ),
     *_SANDWICHES,
+    *_UNNORMED,
 )
 
 
 def verify(op: str, host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[Expected | str]:
-    """The norm, or its codes and scales, the new residual, and the reciprocal RMS."""
+    """The norm, or codes and scales, the new residual, and the reciprocal RMS."""
     options = dict(host, statistic="layer") if op == "layer_norm" else host
-    quantized = "fused" in op or op.endswith("quant")
+    quantized = "fused" in op or op.endswith(("quant", "quantize"))
     names = ["out", *["scale"] * quantized, *["residual"] * (host.get("residual") is not None)]
     names += [name for name in ("norm", "rstd") if host.get(f"return_{name}")]
     named = dict(zip(names, results, strict=True))
-    y, summed, normed, error = _exact(options)
+    y, summed, normed, error = _product(host) if op == "quantize" else _exact(options)
     if "residual" in named:
         yield Expected("new residual", named["residual"], summed, _post_error(host) + ERROR)
     if "rstd" in named:
@@ -212,6 +228,13 @@ class _Exact(NamedTuple):
 def _post_error(host: dict[str, Any]) -> float:
     """What the rounding of a post-norm leaves."""
     return 3 * torch.finfo(host["x"].dtype).eps if "gamma_post" in host else 0.0
+
+
+def _product(host: dict[str, Any]) -> _Exact:
+    """What `quantize` quantizes."""
+    rounding, activation = host.get("rounding", "once"), host.get("gate_activation", "silu")
+    y = reference.gated(host["x"], host.get("gate"), activation, rounding)
+    return _Exact(y, y, y, ERROR + (0.0 if rounding == "once" else 2 * torch.finfo(host["x"].dtype).eps))
 
 
 def _exact(host: dict[str, Any]) -> _Exact:

@@ -45,10 +45,13 @@ TAKES: Final = 4
 def keeps_h(spec: RowSpec) -> bool:
     """Whether ``h`` is saved in scratch memory after the statistics, because computing it again would take longer.
 
-    After a post-norm it is, unless it is rounded: then it is stored as the new residual, and read from there.
+    After a post-norm it is, unless it is rounded: then it is stored as the new residual, and read from there. Without a norm
+    it is the product with a gate, which a static scale needs once.
     """
     if spec.post is not None and not spec.round_sum:
         return True
+    if spec.unnormed:
+        return spec.gate >= 0 and spec.scale is not None and spec.scale.kind != "static"
     return spec.prologue is not None and any(i.op in _EXPENSIVE for i in spec.prologue.program)
 
 
