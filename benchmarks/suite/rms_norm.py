@@ -52,9 +52,9 @@ SHAPES = {
     (QUANTIZE, "cpu"): _QUANTIZED,
 }
 _MORE = ((1, 7168), (4096, 7168))
-WITH_MORE = {"rms_norm": (*_ENGINE, *_MORE), "rms_norm_fused_fp8": _MORE}
-"""Shapes that are also measured with a residual, or with one scale per group."""
-MORE = {"rms_norm": "residual", "rms_norm_fused_fp8": f"groups of {GROUP}"}
+WITH_MORE = {"rms_norm": (*_ENGINE, *_MORE), "rms_norm_fused_fp8": _MORE, QUANTIZE: _QUANTIZED}
+"""Shapes that are also measured with a residual, with one scale per group, or with a gate."""
+MORE = {"rms_norm": "residual", "rms_norm_fused_fp8": f"groups of {GROUP}", QUANTIZE: "silu_mul"}
 IN_PLACE = "onepass, in place"
 """The sum in place, as engines call it. On a GPU it has the kernel of the other form, and is not measured."""
 SEPARATE = "add, then rms_norm"
@@ -197,11 +197,11 @@ def quantize_problem(m: int, n: int, device: str, gated: bool = False) -> Proble
     if not gated:
         return Problem(QUANTIZE, {"onepass": ours}, plain_fp8, (x,))
     gate = both[:, :n]
-    return Problem(f"{QUANTIZE}, silu_mul", {"onepass": partial(ours, gate=gate)}, activated_fp8, (x, gate))
+    return Problem(f"{QUANTIZE}, {MORE[QUANTIZE]}", {"onepass": partial(ours, gate=gate)}, activated_fp8, (x, gate))
 
 
 def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
-    """[M, N]; at some shapes also with a residual, or with one scale per group."""
+    """[M, N]; at some shapes also with a residual, with one scale per group, or with a gate."""
     if len(shape) != 2:
         return []
     m, n = shape
@@ -212,21 +212,17 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     if op == SANDWICH_FP8:
         moved = moved_bytes([x, x, gamma, gamma, x, *onepass.rms_norm_fused_fp8(x, gamma)])
         return [Workload(op, shape, moved, partial(sandwich_fp8_problem, m, n), STREAMS[op])]
-    if op == QUANTIZE:
-        results = onepass.quantize(x)
-        makes = {gated: partial(quantize_problem, m, n, gated=gated) for gated in (False, True)}
-        plain = Workload(op, shape, moved_bytes([x, *results]), makes[False], STREAMS[op])
-        about = {"with": "silu_mul"}
-        return [plain, Workload(op, shape, moved_bytes([x, x, *results]), makes[True], STREAMS[op], about)]
     found = []
     for more in (False, True) if shape in WITH_MORE.get(op, ()) else (False,):
-        if op != "rms_norm_fused_fp8":
-            others: tuple[Tensor, ...] = (x, x, x) if more else (x,)
-        else:
-            others = onepass.rms_norm_fused_fp8(x, gamma, group_size=GROUP if more else None)
-        about = {"with": MORE[op]} if more else {}
         make = partial(problem, op, m, n, more=more)
-        found.append(Workload(op, shape, moved_bytes([x, gamma, *others]), make, STREAMS[op], about))
+        others: tuple[Tensor, ...] = (gamma, x, x, x) if more else (gamma, x)
+        if op == QUANTIZE:
+            make = partial(quantize_problem, m, n, gated=more)
+            others = (*[x] * more, *onepass.quantize(x))
+        elif op == "rms_norm_fused_fp8":
+            others = (gamma, *onepass.rms_norm_fused_fp8(x, gamma, group_size=GROUP if more else None))
+        about = {"with": MORE[op]} if more else {}
+        found.append(Workload(op, shape, moved_bytes([x, *others]), make, STREAMS[op], about))
     return found
 
 

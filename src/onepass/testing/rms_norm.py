@@ -113,7 +113,7 @@ _SANDWICHES: Final[tuple[Case, ...]] = (
 )
 _rows = partial(case, "quantize")
 _UNNORMED: Final[tuple[Case, ...]] = (
-    _rows("short", x=bf16(5, 33)),
+    _rows("short", x=bf16(7, 33)),
     _rows("wide", x=bf16(5, 20000), format="int8"),
     _rows("layouts", x=bf16(3, 4, 640, layout="transposed"), gate=bf16(3, 4, 640, layout="sliced")),
     _rows("layouts", x=bf16(3, 4, 640, layout="misaligned"), format="e4m3fnuz", group_size=64),
