@@ -249,6 +249,6 @@ def test_onepass_check_leaves_out_what_has_not_run_on_a_gpu(monkeypatch: pytest.
     assert ops <= {case.op for case in runner.select(device="cpu")} & {
         c.op for c in runner.select(device="interpreter")
     }
-    assert not ops & {case.op for case in runner.select(device="cuda")} and set(runner.left_out("cuda")) == ops
+    assert not ops & {case.op for case in runner.select(device="cuda")} and ops <= set(runner.left_out("cuda"))
     monkeypatch.setenv("ONEPASS_UNPROVEN", "1")
     assert ops <= {case.op for case in runner.select(device="cuda")}

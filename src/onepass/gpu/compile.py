@@ -132,7 +132,14 @@ def machine_hash(compiled: CompiledKernel) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-UNPROVEN: tuple[str, ...] = ("rms_norm_row post=", "rms_norm_long post=")
+UNPROVEN: tuple[str, ...] = (
+    "rms_norm_row post=",
+    "rms_norm_long post=",
+    "qk_cache axes=",
+    "qk_cache vnorm",
+    "qk_cache keys",
+    "qk_cache scales=",
+)
 """Name prefixes of configurations that were merged before they ran on a GPU. On a GPU they raise
 `Unsupported`.
 
