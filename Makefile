@@ -104,7 +104,7 @@ mutate: $(READY) ## put small mistakes into a copy of the library and see whethe
 # vLLM's torchvision, torchaudio and torchcodec are CUDA builds, which fail to import beside a CPU build of torch.
 ENGINES := .venv-engines
 ENGINES_READY := $(ENGINES)/.ready
-engines: $(ENGINES_READY) ## serve small models with vLLM and kernelize others, with and without onepass; downloads 3.5 GB once
+engines: $(ENGINES_READY) ## serve small models with vLLM and kernelize others, with and without onepass; downloads 5 GB once
 	@$(ENGINES)/bin/python -m pytest -n0 -s -p no:cacheprovider tests/engines/test_kernels.py tests/engines/test_vllm_*.py
 
 # Needs a quiet machine: rows during which others used more than a tenth of the cores are measured again. Commit the changes.
@@ -168,6 +168,7 @@ gpu: ## check every kernel on a GPU (CHIP=h200), record the evidence, run the sa
 	$(PYTHON) -m tools.bench --device cuda --op formats --op rms_norm_fused_fp8 --match '$(FORMATS)' --prepare $$(nproc) --json $(RESULTS)/formats.json
 	$(PYTHON) -m tools.bench.formats $(RESULTS)/formats.json $(LINEAR_PAGES)
 	$(PYTHON) -m tools.bench.models --device cuda --generate --json $(RESULTS)/models.json
+	$(PYTHON) -m tools.bench.scoreboard --device cuda --json $(RESULTS)/scoreboard.json
 	$(PYTHON) -m tools.bench.agreement --device cuda --json $(RESULTS)/agreement.json
 	$(PYTHON) -m tools.bench.model_tables
 	$(PYTHON) -m benchmarks.suite.invariance --device cuda --json $(RESULTS)/invariance.json

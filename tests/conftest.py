@@ -14,10 +14,12 @@ from zlib import crc32
 import pytest
 
 NEED_ENGINES = [
+    "engines/calls.py",
     "engines/serve.py",
     "engines/test_kernels.py",
     "engines/test_vllm_ops.py",
     "engines/test_vllm_serving.py",
+    "engines/test_vllm_versions.py",
 ]
 """`make engines` runs these in an environment that has the engines."""
 NEED_SGLANG = ["engines/test_sglang_source.py"]

@@ -26,10 +26,8 @@ from torch import Tensor
 from onepass.formats import QUANT_FORMATS
 from onepass.gpu.chip import current_chip
 from onepass.gpu.lib.gates import _sigmoid
-from onepass.gpu.lib.numbers import encode
-from onepass.gpu.lib.packing import encode_e2m1_pairs, encode_int8
+from onepass.gpu.lib.numbers import encode, encode_e2m1_pairs, encode_int8, quant
 from onepass.gpu.lib.ratios import over, ratio, ratio_of_any
-from onepass.gpu.quantization import quant
 from tools import compact
 
 BLOCK: Final = 1024

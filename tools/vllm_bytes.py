@@ -28,7 +28,7 @@ EPS: Final = 1e-5
 NEAR: Final = range(-8, 9)
 """Distance in ulp that a float32 root may have from the exact one: a sum of 20,480 squares in another order is off by 2,
 a GPU's reciprocal root by 2."""
-QMAX: Final = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+QMAX: Final = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0, torch.float8_e5m2: 57344.0}
 BOUNDS: Final = (None, 1.5, 0.0, -2.0)
 
 

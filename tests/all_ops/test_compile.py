@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import onepass
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS, GATE_ORDERS
 from onepass.ops.rms_norm.op import (
+    QUANTIZATION,
     RMS_NORM,
     RMS_NORM_ADD_RMS_NORM,
     RMS_NORM_ADD_RMS_NORM_QUANT,
@@ -137,6 +138,37 @@ def test_compile_sandwich() -> None:
         x, residual = torch.randn(rows, 3, 96).bfloat16(), torch.randn(rows, 3, 96).bfloat16()
         found, expected = compiled(x, gamma, residual), sandwich(x, gamma, residual)
         assert len(found) == 7 and all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_opcheck_quantize() -> None:
+    tensors = sample(QUANTIZATION, {"N": 96}, (2, 3), dtypes={"x": torch.bfloat16}, optional=("gate",))
+    options = {name: option.default for name, option in QUANTIZATION.options.items()}
+    arguments = tuple({**dict.fromkeys(QUANTIZATION.args), **tensors, **options}.values())
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # allclose has no float8
+    torch.library.opcheck(torch.ops.onepass.quantize.default, arguments, test_utils=tests)
+    integers = tuple({**dict.fromkeys(QUANTIZATION.args), **tensors, **options, "format": "int8"}.values())
+    torch.library.opcheck(torch.ops.onepass.quantize.default, integers)
+    outs = (torch.empty(2, 3, 96, dtype=torch.int8), torch.empty(2, 3, 1))
+    torch.library.opcheck(torch.ops.onepass.quantize_out.default, (*integers, *outs))
+
+
+def activations(gate_up: Tensor) -> tuple[Tensor, ...]:
+    gate, x = gate_up.chunk(2, -1)
+    codes, scale = onepass.quantize(x, gate=gate, rounding="hf", group_size=32)
+    pairs, tiles = onepass.quantize(
+        x, format="nvfp4", scale_layout="128x4", scale_out=x.new_zeros(128, 8).to(torch.float8_e4m3fn)
+    )
+    integers, static = onepass.quantize(x, format="int8", static_scale=gate_up.new_ones((), dtype=torch.float32))
+    return codes.float(), scale, pairs, tiles.view(torch.uint8), integers, static
+
+
+def test_compile_quantize() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(activations, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (2, 5):
+        gate_up = torch.randn(rows, 3, 192).bfloat16()
+        found, expected = compiled(gate_up), activations(gate_up)
+        assert len(found) == 6 and all(same_bytes(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def every_rstd(x: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:

@@ -63,6 +63,7 @@ TRACED: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
         Call(lambda x, h, g: onepass.rms_norm_add_rms_norm_quant(x, g, g, residual=h, format="int8"), GAMMA),
         (X, H),
     ),
+    "quantize": (Call(lambda x, gate, _: onepass.quantize(x, gate=gate, format="int8"), GAMMA), (X, H)),
     "linear": (Call(onepass.linear, WEIGHT), (X,)),
     "gemv": (Call(lambda g, x, w: onepass.gemv_and_partial_norm(x, w, g), WEIGHT), (GAMMA[:16], X[0])),
     "row_mean_of_squares_qk": (Call(onepass.row_mean_of_squares_qk, torch.randn(2, 3, 64)), (X,)),

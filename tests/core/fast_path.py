@@ -14,7 +14,7 @@ from torch import Tensor
 from onepass.core import native, recording
 from onepass.core import op as registration
 from onepass.core.contract import Arg, Contract, Option, Out
-from onepass.core.plan import Step
+from onepass.core.recording import Step
 from onepass.formats import FLOATS
 
 CONTRACT = Contract(

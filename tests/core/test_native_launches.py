@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from onepass.core import cuda_launch, native, plan, recording
+from onepass.core import native, recording
 from tests.core.fast_path import Driver, Memory, Op, rows
 
 pytestmark = pytest.mark.skipif(native.describe() != "on", reason=f"the extension: {native.describe()}")
@@ -35,7 +35,7 @@ def test_outputs_without_torchs_fastest_functions(
     op, other = Op(), Op()
     op.learn(x)
     expected = op.of(x)
-    monkeypatch.setattr(plan, "_FUNCTIONS", {"cpu": function})
+    monkeypatch.setattr(recording, "_FUNCTIONS", {"cpu": function})
     other.learn(x)
     assert other.known(x)
     about = [(t.shape, t.stride(), t.dtype, t.device) for t in expected]
@@ -81,7 +81,7 @@ class TestLaunches:
             assert op.asked == asked
 
     def test_further_memory_is_taken_and_discarded(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_launch, "_message", str)
+        monkeypatch.setattr(native, "_message", str)
         memory = Memory()
 
         def kernel(op: Op, a: Any) -> None:
@@ -102,7 +102,7 @@ class TestLaunches:
         assert op.asked == 2
 
     def test_memory_of_a_stream_is_kept(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_launch, "_message", str)
+        monkeypatch.setattr(native, "_message", str)
         memory = Memory(per_stream=True)
 
         def kernel(op: Op, a: Any) -> None:
@@ -144,7 +144,7 @@ class TestLaunches:
                 op.launcher(1, [a.x.data_ptr(), memory.data_ptr(), a.out.data_ptr(), None])
 
         op = Op(kernel)
-        monkeypatch.setitem(plan._FUNCTIONS, "cpu", allocate)
+        monkeypatch.setitem(recording._FUNCTIONS, "cpu", allocate)
         given = rows(), None, None, rows(), torch.empty(3, 1)
         sequence = (1000, 1000, 2000, 500)
         for count in {*sequence}:

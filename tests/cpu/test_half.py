@@ -17,7 +17,7 @@ pytest.importorskip("llvmlite")
 from llvmlite import ir
 
 from onepass.cpu import compile as compiler
-from onepass.cpu.llvm import bits, half, vec
+from onepass.cpu.llvm import bits, emit, half
 from onepass.ops.rms_norm.launch import row_spec
 from tests.cpu.reference import F16, F32
 from tests.cpu.test_numbers import all_values, elementwise, neighbours, pad
@@ -43,18 +43,18 @@ CPUS: dict[str, Callable[[], tuple[str, str]]] = {
 }
 
 
-def widened(value: vec.Float) -> vec.Value:
+def widened(value: emit.Float) -> emit.Value:
     """The float32 of the float16 in the low bits of a word."""
     word = value.builder.bitcast(
-        value.builder.trunc(value.bits().ir, ir.VectorType(vec.I16, value.lanes)), ir.VectorType(vec.F16, value.lanes)
+        value.builder.trunc(value.bits().ir, ir.VectorType(emit.I16, value.lanes)), ir.VectorType(emit.F16, value.lanes)
     )
-    return vec.Float(value.builder, bits._cast(vec.Float(value.builder, word), vec.F32, "fpext")).bits()
+    return emit.Float(value.builder, bits._cast(emit.Float(value.builder, word), emit.F32, "fpext")).bits()
 
 
-def narrowed(value: vec.Float) -> vec.Value:
+def narrowed(value: emit.Float) -> emit.Value:
     """The float16 of a float32, in the low bits of a word."""
-    word = value.builder.bitcast(bits._cast(value, vec.F16, "fptrunc"), ir.VectorType(vec.I16, value.lanes))
-    return vec.Int(value.builder, value.builder.zext(word, ir.VectorType(vec.I32, value.lanes)))
+    word = value.builder.bitcast(bits._cast(value, emit.F16, "fptrunc"), ir.VectorType(emit.I16, value.lanes))
+    return emit.Int(value.builder, value.builder.zext(word, ir.VectorType(emit.I32, value.lanes)))
 
 
 def words(values: Tensor) -> Tensor:

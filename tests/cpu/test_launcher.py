@@ -58,7 +58,10 @@ def expected(call: Any, field: str) -> list[float] | None:
     index = re.fullmatch(r"(gamma|normed|operand)(\d)", name)
     if index is not None:
         name = {"gamma": "gammas", "normed": "normed", "operand": "operands"}[index[1]]
-    value = getattr(call, name) if name in call._fields else None
+    named = call._asdict()
+    if "tensors" in named:
+        named |= named["tensors"]._asdict()
+    value = named.get(name)
     if index is not None and value is not None:
         value = value[int(index[2])]
     if isinstance(value, Tensor) and not part:

@@ -12,8 +12,7 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 from onepass.cpu import compile as compiler
-from onepass.cpu.llvm import bf16, bits, lookup, math_functions, prologue, vec
-from onepass.cpu.llvm import function as _function
+from onepass.cpu.llvm import bits, emit, lookup, math_functions, prologue
 from onepass.formats import E4M3FN, E4M3FNUZ, Fp8Format
 from onepass.prologues import OPCODES
 from tests.cpu.reference import BF16, F16, F32, INF, NAN, random_bits
@@ -21,18 +20,18 @@ from tests.cpu.reference import BF16, F16, F32, INF, NAN, random_bits
 # --- harness: run a vector function over a float32 tensor ----------------------------------------------------------
 
 
-def elementwise(function: Callable[[vec.Float], vec.Value], x: Tensor, cpu: tuple[str, str] | None = None) -> Tensor:
+def elementwise(function: Callable[[emit.Float], emit.Value], x: Tensor, cpu: tuple[str, str] | None = None) -> Tensor:
     """``function`` of every element of ``x`` [multiple of LANES]; the 32-bit results as int32."""
     cpu = cpu or compiler.host()
-    module = _function.Module(cpu[1])
-    f = _function.Function(module, "serial", 3)
+    module = emit.Module(cpu[1])
+    f = emit.Function(module, "serial", 3)
     source, target, count = f.parameters
-    with f.loop(f.index(0), count, vec.LANES) as i:
-        value = function(vec.Float(f.builder, f.load(source + i * 4, vec.F32)))
+    with f.loop(f.index(0), count, emit.LANES) as i:
+        value = function(emit.Float(f.builder, f.load(source + i * 4, emit.F32)))
         f.store(value.ir, target + i * 4)
     f.builder.ret_void()
     code = compiler.link(compiler.compile_ir(str(module), *cpu), "serial")
-    assert x.dtype == F32 and x.is_contiguous() and x.numel() % vec.LANES == 0
+    assert x.dtype == F32 and x.is_contiguous() and x.numel() % emit.LANES == 0
     out = torch.full(x.shape, 0x5A5A5A5A, dtype=torch.int32)
     ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(code["serial"])(x.data_ptr(), out.data_ptr(), x.numel())
     return out
@@ -49,13 +48,13 @@ def neighbours(x: Tensor) -> Tensor:
 
 
 def pad(x: Tensor) -> Tensor:
-    return torch.cat([x, torch.zeros(-x.numel() % vec.LANES)]).contiguous()
+    return torch.cat([x, torch.zeros(-x.numel() % emit.LANES)]).contiguous()
 
 
 # --- number formats ------------------------------------------------------------------------------------------------
 
 
-def encoder(fmt: Fp8Format, limit: float) -> Callable[[vec.Float], vec.Int]:
+def encoder(fmt: Fp8Format, limit: float) -> Callable[[emit.Float], emit.Int]:
     return lambda value: bits.encode(fmt, limit, value).bytes()
 
 
@@ -111,14 +110,14 @@ def test_every_way_to_bfloat16_has_the_same_bits(how: str, target: str) -> None:
     few[torch.arange(64), torch.arange(64) % 32] = odd.repeat(16)
     x = pad(torch.cat([random_bits(1 << 17), exact, neighbours(ties), few.flatten()]))
 
-    def columns(value: vec.Float) -> vec.Int:
+    def columns(value: emit.Float) -> emit.Int:
         """In both orders the bits of a column end up in its lane."""
         if how == "paired":
             value = value.shuffle(value, [*range(0, 32, 2), *range(1, 32, 2)])
-        narrow = bf16.columns(value, how == "paired")
-        return vec.Int(value.builder, value.builder.zext(narrow, vec.type_of(vec.I32, vec.LANES))) << 16
+        narrow = bits.bf16_columns(value, how == "paired")
+        return emit.Int(value.builder, value.builder.zext(narrow, emit.type_of(emit.I32, emit.LANES))) << 16
 
-    got = elementwise(bf16.rounded if how == "rounded" else columns, x, TARGETS[target])
+    got = elementwise(bits.bf16_rounded if how == "rounded" else columns, x, TARGETS[target])
     word = x.view(torch.int32).long() & 0xFFFFFFFF
     want = torch.where(x.isnan(), word | 0x400000, word + 0x7FFF + ((word >> 16) & 1)) & 0xFFFF0000
     assert torch.equal(got.long() & 0xFFFFFFFF, want)
@@ -149,7 +148,7 @@ def test_looked_up_codes(whole: bool) -> None:
     """Every code in every place: lane l has the columns l and l + 16, and l + 32 and l + 48 in a second vector."""
     width = 64 if whole else 32
     codes = (torch.arange(256 * width) // width + torch.arange(256 * width) % width * 3).to(torch.uint8)
-    f = _function.Function(_function.Module(compiler.host()[1]), "serial", 3)
+    f = emit.Function(emit.Module(compiler.host()[1]), "serial", 3)
     source, target, count = f.parameters
     with f.loop(f.index(0), count, width) as i:
         for place, words in enumerate(lookup.numbers(f, source + i, 1 / 256, whole)):
@@ -168,7 +167,7 @@ def test_looked_up_codes(whole: bool) -> None:
 
 # --- functions of the prologue -------------------------------------------------------------------------------------
 
-FUNCTIONS: dict[str, tuple[Callable[[vec.Float], vec.Float], Callable[[Tensor], Tensor]]] = {
+FUNCTIONS: dict[str, tuple[Callable[[emit.Float], emit.Float], Callable[[Tensor], Tensor]]] = {
     "exp": (math_functions.exp, torch.exp),
     "log": (math_functions.log, torch.log),
     "tanh": (math_functions.tanh, torch.tanh),

@@ -20,7 +20,6 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from onepass.cpu import cache as object_cache
 from onepass.cpu import compile as compiler
 from onepass.cpu import launch as launcher
 from onepass.ops.rms_norm import cpu as rms_norm
@@ -48,7 +47,7 @@ def test_cache_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     directory = tmp_path / "deep" / "cache"
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(directory))
     compiled = fresh(spec, monkeypatch)
-    rms_norm.precompile(spec)
+    rms_norm.KERNELS.kernel(spec)
     assert compiled == [spec]
     (file,) = directory.iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -95,15 +94,15 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The intact file of one kernel, alone in its directory."""
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
     fresh(SPECS["norm_bf16"], monkeypatch)
-    rms_norm.precompile(SPECS["norm_bf16"])
+    rms_norm.KERNELS.kernel(SPECS["norm_bf16"])
     (file,) = tmp_path.iterdir()
-    assert object_cache.read(file)
+    assert compiler.read_object(file)
     return file
 
 
 def damaged(good: bytes) -> Iterator[bytes]:
     """Every bit of the header flipped, and some of the code; truncation to every length of the header, and some beyond."""
-    head, draw = len(object_cache.MAGIC) + 32, random.Random(0)
+    head, draw = len(compiler.MAGIC) + 32, random.Random(0)
     for bit in (*range(8 * head), *(draw.randrange(8 * head, 8 * len(good)) for _ in range(1000))):
         yield good[: bit // 8] + bytes([good[bit // 8] ^ 1 << bit % 8]) + good[bit // 8 + 1 :]
     for length in (*range(head + 1), *(draw.randrange(head, len(good)) for _ in range(200))):
@@ -118,11 +117,11 @@ def test_damage_is_always_detected(cached: Path) -> None:
     count = 0
     for bad in damaged(good):
         cached.write_bytes(bad)
-        assert object_cache.read(cached) is None
+        assert compiler.read_object(cached) is None
         count += 1
     assert count > 1600
     cached.write_bytes(good)
-    assert object_cache.read(cached) is not None
+    assert compiler.read_object(cached) is not None
 
 
 def test_an_intact_file_under_another_name_is_not_run(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +133,14 @@ def test_an_intact_file_under_another_name_is_not_run(cached: Path, monkeypatch:
     name.chmod(0o600)
     compiled = fresh(other, monkeypatch)
     Case(other, 2, 77).run().check()
-    assert compiled[:1] == [other] and object_cache.read(name)
+    assert compiled[:1] == [other] and compiler.read_object(name)
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 def test_a_file_that_others_may_write_is_not_run(cached: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cached.chmod(mode)
     compiled = fresh(SPECS["norm_bf16"], monkeypatch)
-    rms_norm.precompile(SPECS["norm_bf16"])
+    rms_norm.KERNELS.kernel(SPECS["norm_bf16"])
     assert compiled == [SPECS["norm_bf16"]]
     assert stat.S_IMODE(cached.stat().st_mode) == 0o600, "replaced by a private one"
 
@@ -162,7 +161,7 @@ def test_something_else_under_the_files_name(cached: Path, kind: str, monkeypatc
     compiled = fresh(SPECS["norm_bf16"], monkeypatch)
     Case(SPECS["norm_bf16"], 2, 77).run().check()
     assert compiled[:1] == [SPECS["norm_bf16"]]
-    assert cached.is_dir() if kind == "a directory" else object_cache.read(cached)
+    assert cached.is_dir() if kind == "a directory" else compiler.read_object(cached)
     assert list(cached.parent.iterdir()) == [cached]
 
 
@@ -189,13 +188,13 @@ def test_a_directory_that_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec = SPECS["norm_bf16"]
     for moment in ("before", "while"):
         fresh(spec, monkeypatch)
-        rms_norm.precompile(spec)
+        rms_norm.KERNELS.kernel(spec)
         assert len(list(directory.iterdir())) == 1
         shutil.rmtree(directory)
         if moment == "before":
             directory.write_text("in the way")
         else:
-            monkeypatch.setattr(object_cache, "_remove_abandoned", shutil.rmtree)
+            monkeypatch.setattr(compiler, "_remove_abandoned", shutil.rmtree)
         fresh(spec, monkeypatch)
         Case(spec, 2, 77).run().check()
         assert not directory.is_dir()
@@ -208,7 +207,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            rms_norm.precompile(SPECS["norm_bf16"])
+            rms_norm.KERNELS.kernel(SPECS["norm_bf16"])
     assert not list(tmp_path.iterdir())
     Case(SPECS["norm_bf16"], 2, 77).run().check()
     assert compiled == [SPECS["norm_bf16"]] * 2
@@ -221,12 +220,12 @@ def test_only_files_of_dead_writers_are_removed(cached: Path) -> None:
         file.write_bytes(b"half")
     for file in (cached, dead):
         os.utime(file, (time.time() - 7200,) * 2)
-    object_cache.write(new, b"image")
+    compiler.write_object(new, b"image")
     assert set(cached.parent.iterdir()) == {cached, alive, new}
 
 
 def test_a_process_may_link_many_kernels(cached: Path) -> None:
-    image = object_cache.read(cached)
+    image = compiler.read_object(cached)
     assert image is not None
     linked = [compiler.link(image, "serial") for _ in range(200)]
     assert len({code["serial"] for code in linked}) == 200
@@ -258,7 +257,7 @@ def test_interrupted_growth_of_scratch_memory_leaves_no_memory(monkeypatch: pyte
 def test_cache_directory(chosen: str, shared: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("ONEPASS_CACHE_DIR", chosen), ("XDG_CACHE_HOME", shared), ("HOME", "/home/me")):
         monkeypatch.setenv(name, value)
-    assert str(object_cache.directory()) == expected
+    assert str(compiler.cache_directory()) == expected
 
 
 def test_file_names_depend_on_every_source_that_shapes_code() -> None:
@@ -277,7 +276,7 @@ def test_file_names_depend_on_every_source_that_shapes_code() -> None:
     }
     outside = {root / module for module in imported if module.parts[0] != "cpu"}
     assert root / "ops/rms_norm/launch" in outside and root / "formats" in outside
-    shared = {path for pattern in object_cache.SHARED for path in root.glob(pattern)}
+    shared = {path for pattern in compiler.SHARED for path in root.glob(pattern)}
     assert {*kernels} <= shared
     for module in outside:
         assert (module / "__init__.py" if module.is_dir() else module.with_suffix(".py")) in shared, module
@@ -294,8 +293,8 @@ def test_warm_start_does_not_import_the_code_generator(cache: Path) -> None:
     program = (
         "import sys, torch, onepass.ops.rms_norm.cpu as r; from onepass.ops.rms_norm.launch import row_spec;"
         "assert 'llvmlite' not in sys.modules;"
-        "r.precompile(row_spec(torch.bfloat16, torch.bfloat16, None, torch.bfloat16, 'once'));"
-        "print(sorted({'onepass.ops.rms_norm.cpu_kernel', 'onepass.cpu.llvm.vec'} & set(sys.modules)))"
+        "r.KERNELS.kernel(row_spec(torch.bfloat16, torch.bfloat16, None, torch.bfloat16, 'once'));"
+        "print(sorted({'onepass.ops.rms_norm.cpu_kernel', 'onepass.cpu.llvm.emit'} & set(sys.modules)))"
     )
     source = str(Path(rms_norm.__file__).parents[3])
     environment = {**os.environ, "ONEPASS_CACHE_DIR": str(cache), "PYTHONPATH": source}
@@ -310,8 +309,8 @@ def test_warm_start_does_not_import_the_code_generator(cache: Path) -> None:
 def test_files_of_another_user_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS["norm_bf16"]
     monkeypatch.setenv("ONEPASS_CACHE_DIR", str(tmp_path))
-    rms_norm.precompile(spec)
+    rms_norm.KERNELS.kernel(spec)
     compiled = fresh(spec, monkeypatch)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    rms_norm.precompile(spec)
+    rms_norm.KERNELS.kernel(spec)
     assert compiled == [spec]

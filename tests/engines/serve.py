@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +26,12 @@ from vllm import LLM, SamplingParams
 from vllm.ir.op import IrOp
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
+from tests.engines import calls
 from tests.engines.small_models import VOCABULARY
 
-OPS = ("rms_norm", "fused_add_rms_norm")
 LENGTHS = (5, 17, 33, 2, 64, 48, 9, 1)
 """Tokens of the prompts that are served at once."""
 NEW_TOKENS = 32
-
-
-def count_calls() -> Counter[str]:
-    """Count the calls of every implementation from now on, by op and provider."""
-    calls: Counter[str] = Counter()
-
-    def counted(name: str, function: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            calls[name] += 1
-            return function(*arguments, **options)
-
-        return call
-
-    for op in OPS:
-        for provider, implementation in IrOp.registry[op].impls.items():
-            implementation.impl_fn = counted(f"{op}: {provider}", implementation.impl_fn)
-    return calls
 
 
 def note_logits() -> list[list[str]]:
@@ -73,6 +56,7 @@ def main() -> None:
     parser.add_argument("--provider", default="native")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--logits", action="store_true", help="report digests of the logits too")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that a layer's columns are spread over")
     options = parser.parse_args()
     priority = ["native"] if options.provider == "native" else [options.provider, "native"]
     llm = LLM(
@@ -81,9 +65,14 @@ def main() -> None:
         dtype="bfloat16",
         max_model_len=128,
         enforce_eager=not options.compile,
-        ir_op_priority=dict.fromkeys(OPS, priority),
+        ir_op_priority=dict.fromkeys(calls.OPS, priority),
+        tensor_parallel_size=options.ranks,
     )
-    calls = count_calls()
+
+    def on_ranks(function: Callable[[], Any]) -> list[Any]:
+        return [function()] if options.ranks == 1 else llm.collective_rpc(function)
+
+    on_ranks(calls.count)
     steps = note_logits() if options.logits else []
     generator = torch.Generator().manual_seed(1)
     prompts: list[Any] = [
@@ -91,12 +80,12 @@ def main() -> None:
     ]
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     llm.generate(prompts[:2], greedy, use_tqdm=False)  # compiles what is compiled
-    calls.clear()
+    on_ranks(calls.taken)
     steps.clear()
     started = time.perf_counter()
     together = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, greedy, use_tqdm=False)]
     seconds = time.perf_counter() - started
-    counted, logits_together = dict(calls), list(steps)
+    counted, logits_together = on_ranks(calls.taken), list(steps)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         llm.generate(prompts[:1], greedy, use_tqdm=False)
     operators = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("onepass::")}
@@ -105,12 +94,13 @@ def main() -> None:
     report = {
         "tokens": together,
         "alone": alone,
-        "calls": counted,
+        "calls": counted[0],
+        "calls_of_ranks": counted,
         "logits": logits_together,
         "logits_alone": steps,
         "operators": operators,
         "per_second": sum(map(len, together)) / seconds,
-        "priority": {op: IrOp.registry[op].get_priority() for op in OPS},
+        "priority": {op: IrOp.registry[op].get_priority() for op in calls.OPS},
     }
     options.report.write_text(json.dumps(report))
 

@@ -17,7 +17,7 @@ from tests.oracle.quantized import values
 from tools import vllm_bytes
 
 EPS = 1e-5
-BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
+BF16, F16, F8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -147,6 +147,26 @@ def test_the_comparison_of_static_codes_can_fail(change: dict[str, Any], monkeyp
     assert vllm_bytes.static_bytes("cpu", BF16, 4096, True) is not None
 
 
+@pytest.mark.sampled(4)  # each compiles a kernel
+@pytest.mark.parametrize("out", [F8, torch.float8_e4m3fnuz, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("group", [None, 16, 32])
+def test_codes_that_vllm_does_not_have(group: int | None, out: torch.dtype) -> None:
+    """Smaller groups and e5m2, by vLLM's formula."""
+    assert vllm_bytes.code_bytes("cpu", BF16, 640, group, True, 1.5, out) is None
+    assert vllm_bytes.code_bytes("cpu", F16, 640, group, False, None, out) is None
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_int8_groups_that_vllm_does_not_have(group: int) -> None:
+    """Those of int8, as the op computes them."""
+    x, _, weight = inputs(BF16, 9, 256)
+    codes, scales = vllm.rms_norm_per_block_quant(x, weight, EPS, torch.int8, [1, group])
+    options: Any = {"format": "int8", "group_size": group, "rounding": "hf", "min_scale": 2.0**-23}
+    expected = onepass.rms_norm_fused_quant(x, weight, EPS, **options)
+    assert torch.equal(codes, expected[0]) and torch.equal(scales, expected[1])
+    assert codes.abs().amax() == 127 and scales.shape == (9, 256 // group)
+
+
 def test_vllm_codes_are_divided_by_the_scale() -> None:
     """-100 is halfway between -96 and -104; multiplying by the rounded reciprocal of the scale would give -104."""
     weight = torch.full((64,), 0.68359375, dtype=BF16)
@@ -217,6 +237,26 @@ def test_fused_add_is_one_launch() -> None:
     with launching_with(lambda family: lambda *_: launched.append(family)):
         vllm.fused_add_rms_norm(x, residual, weight, EPS)
     assert launched == ["rms_norm"] and residual._version == version + 1  # and no torch operation wrote to it
+
+
+@pytest.mark.parametrize("module", [vllm, vllm_0_19])
+def test_vllm_without_a_weight(module: Any) -> None:
+    """A weight of ones, which is not made."""
+    x, residual, _ = inputs(BF16, 5, 64)
+    ones, outs, sums = (
+        torch.ones(64, dtype=BF16),
+        [torch.empty_like(x) for _ in range(2)],
+        [x.clone() for _ in range(2)],
+    )
+    totals = [residual.clone() for _ in range(2)]
+    for out, h, total, weight in zip(outs, sums, totals, (None, ones), strict=True):
+        module.rms_norm(out, x, weight, EPS)
+        module.fused_add_rms_norm(h, total, weight, EPS)
+    assert torch.equal(*outs) and torch.equal(*sums) and torch.equal(*totals)
+    assert outs[0].abs().max() > 0.5 and not torch.equal(sums[0], x) and not torch.equal(totals[0], residual)
+    with torch.profiler.profile() as profiler:
+        module.rms_norm(outs[0], x, None, EPS)
+    assert not any(event.key.startswith("aten::") for event in profiler.key_averages())
 
 
 def wrong_arguments(x: Tensor, residual: Tensor, weight: Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -308,7 +348,7 @@ def test_vllm_shapes_and_dtypes() -> None:
     with pytest.raises(onepass.ContractError, match=r"`scale_ub` must be None with torch\.int8"):
         vllm.rms_norm_dynamic_per_token_quant(x, weight, EPS, torch.int8, torch.ones(1))
     with pytest.raises(onepass.ContractError, match="`group_size` must be"):
-        vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 32])
+        vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 8])
     with pytest.raises(onepass.ContractError, match="`tma_alignment` must be 0 or 4"):
         vllm.rms_norm_per_block_quant(x, weight, EPS, torch.float8_e4m3fn, [1, 128], tma_alignment=3)
 

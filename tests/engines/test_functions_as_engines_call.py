@@ -13,9 +13,11 @@ from torch import Tensor
 
 import onepass
 from onepass import ContractError, Unsupported
+from onepass.core.backend import launching_with
 from onepass.engines import flashinfer, sglang, vllm
 from onepass.engines.flashinfer import norm as flashinfer_norm
 from onepass.testing.tensors import same_bytes
+from tests.helpers.interpreting import interpret
 from tools.vllm_bytes import rows_that_differ
 
 EPS = 1e-5
@@ -186,14 +188,26 @@ def test_flashinfer_fp8_blocks(dtype: torch.dtype, weight_dtype: torch.dtype) ->
 
 
 def test_packed_scales_of_a_norm() -> None:
-    """One call for a norm and vLLM's ``per_token_group_quant_fp8_packed_for_deepgemm`` of its result: the same bytes."""
+    """One call for a norm and vLLM's ``per_token_group_quant_fp8_packed_for_deepgemm`` of its result: the same bytes.
+
+    That function's ``eps`` is 1e-10, and so is the smallest scale before it becomes a power of two.
+    """
     x, _, weight = inputs(BF16, BF16, 9, 640)
+    x[4, 128:256] = 0.0
     codes, words = onepass.rms_norm_fused_quant(
-        x, weight, EPS, group_size=128, scale_format="ue8m0", scale_layout="column_packed", rounding="stored"
+        x,
+        weight,
+        EPS,
+        group_size=128,
+        scale_format="ue8m0",
+        scale_layout="column_packed",
+        rounding="stored",
+        min_scale=1e-10,
     )
     y = onepass.rms_norm(x, weight, EPS).float().unflatten(-1, (5, 128))
-    scale = torch.exp2(torch.ceil(torch.log2(y.abs().amax(-1).clamp(min=1e-10).double() / 448))).float()
-    assert same_bytes(codes, fp8((y / scale.unsqueeze(-1)).flatten(1)))
+    least = (y.abs().amax(-1).clamp(min=1e-10) / 448).clamp(min=1e-10)
+    scale = torch.exp2(torch.ceil(torch.log2(least.double()))).float()
+    assert same_bytes(codes, fp8((y / scale.unsqueeze(-1)).flatten(1))) and scale[4, 1] == 2.0**-33
     exponents = torch.nn.functional.pad((scale.view(torch.int32) >> 23) & 0xFF, (0, 3)).unflatten(-1, (2, 4))
     expected = (exponents << torch.tensor([0, 8, 16, 24])).sum(-1)
     assert words.dtype == torch.int32 and words.shape == (9, 2) and words.stride() == (1, 12)
@@ -219,10 +233,10 @@ def test_packed_scales_of_a_norm() -> None:
             "concat_and_cache_mla: `kv_cache_dtype`",
         ),
         (
-            lambda x, w: flashinfer.mla_rope_quantize_fp8(
-                x, x, x, x, torch.ones(2, 64), torch.zeros(2), quantize_dtype=torch.int8
+            lambda x, w: vllm.concat_and_cache_mla(
+                x, x, torch.zeros(1, 4, 656, dtype=torch.uint8), torch.zeros(2), "fp8_ds_mla", torch.ones(1)
             ),
-            "mla_rope_quantize_fp8: `quantize_dtype`",
+            "concat_and_cache_mla: `kv_cache_dtype` must be auto, fp8 or fp8_e4m3, got 'fp8_ds_mla'",
         ),
     ],
 )
@@ -265,6 +279,31 @@ def test_fused_qk_norm_rope(dtype: torch.dtype, cache: torch.dtype, columns: int
         y = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
         expected = rotated(y, cos, sin, neox, columns).to(dtype)
         assert_close(qkv.view(tokens, 8, dim)[:, part], expected)
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize(("dtype", "cache"), [(BF16, BF16), (BF16, F32), (F32, F16)])
+def test_fused_qk_norm_rope_has_the_bytes_of_the_op(dtype: torch.dtype, cache: torch.dtype, neox: bool) -> None:
+    """Those of `qk_rms_norm` with a table of pairs, for tokens in any order."""
+    qkv, _, weight = inputs(dtype, dtype, 7, 8 * 64)
+    table, weights = torch.randn(40, 48).to(cache), (weight[:64].clone(), weight[64:128].clone())
+    positions = torch.tensor([39, 0, 7, 7, 2, 1, 20], dtype=torch.int32)
+    expected = qkv.clone()
+    q, k = expected[:, : 4 * 64], expected[:, 4 * 64 : 6 * 64]
+    pairs = torch.stack(table.float().chunk(2, -1), -1).flatten(-2)
+    rope = onepass.Rope(pairs, positions, "half" if neox else "interleaved", head_dim=64)
+    onepass.qk_rms_norm(q, k, *weights, EPS, rope=rope, per_head=True, out=(q, k))
+    vllm.fused_qk_norm_rope(qkv, 4, 2, 2, 64, EPS, *weights, table, neox, positions)
+    assert same_bytes(qkv, expected) and qkv.float().abs().max() > 0.5
+
+
+def test_fused_qk_norm_rope_compiles_in_one_graph() -> None:
+    qkv, _, weight = inputs(BF16, BF16, 7, 8 * 64)
+    arguments = (4, 2, 2, 64, EPS, weight[:64], weight[:64], torch.randn(40, 64), True, torch.arange(7))
+    results = [qkv.clone() for _ in range(2)]
+    vllm.fused_qk_norm_rope(results[0], *arguments)
+    torch.compile(vllm.fused_qk_norm_rope, fullgraph=True, backend="aot_eager")(results[1], *arguments)
+    assert same_bytes(*results) and not same_bytes(results[0], qkv)
 
 
 def test_fused_qk_norm_rope_checks_its_arguments() -> None:
@@ -318,28 +357,78 @@ def test_sglang_norms_are_flashinfers() -> None:
 # --- MLA --------------------------------------------------------------------------------------------------------------
 
 
-def latents(dtype: torch.dtype, tokens: int = 6) -> tuple[Tensor, Tensor]:
+def latents(dtype: torch.dtype, tokens: int = 6, columns: tuple[int, int] = (48, 16)) -> tuple[Tensor, Tensor]:
+    """Parts of one projection."""
     generator = torch.Generator().manual_seed(2)
-    both = torch.randn(tokens, 48 + 16, generator=generator).to(dtype)
-    return both[:, :48], both[:, 48:]
+    both = torch.randn(tokens, sum(columns), generator=generator).to(dtype)
+    return both[:, : columns[0]], both[:, columns[0] :]
+
+
+def pages_after(
+    kind: str,
+    slots: list[int],
+    dtype: torch.dtype = BF16,
+    columns: tuple[int, int] = (48, 16),
+    index: torch.dtype = torch.int64,
+) -> tuple[Tensor, Tensor]:
+    """Pages that `concat_and_cache_mla` has written, and what a loop over tokens writes."""
+    kv_c, k_pe = latents(dtype, columns=columns)
+    kv_c[0, :3], k_pe[1, 0] = torch.tensor([3e4, -3e4, torch.nan], dtype=dtype), torch.inf
+    width = sum(columns)
+    pages = (
+        torch.randn(3, 5, width).to(dtype) if kind == "auto" else torch.randint(0, 120, (3, 5, width)).to(torch.uint8)
+    )
+    cache, scale = pages[:, :4], torch.tensor([0.37])  # pages with a stride of their own
+    expected, before = pages.clone(), kv_c.clone()
+    for token, slot in enumerate(slots):
+        if 0 <= slot < 12:
+            entry = torch.cat((kv_c[token], k_pe[token]))
+            expected[slot // 4, slot % 4] = entry if kind == "auto" else fp8(entry.float() / scale).view(torch.uint8)
+    rope = k_pe.unsqueeze(1) if kind == "fp8" else k_pe
+    vllm.concat_and_cache_mla(kv_c, rope, cache, torch.tensor(slots, dtype=index), kind, scale)
+    assert same_bytes(kv_c, before) and pages.view(torch.uint8).any()
+    return pages, expected
 
 
 @pytest.mark.sampled(5)  # each compiles a kernel
-@pytest.mark.parametrize("slots", [[5, 0, 11, 7, 2, 9], [5, -1, 0, -1, 3, -1], [-1] * 6, [-1, 0, -1, 4]], ids=str)
+@pytest.mark.parametrize(
+    "slots", [[5, 0, 11, 7, 2, 9], [5, -1, 0, 12, 3, 10**6], [-1] * 6, [-1, 0, -1, 4], []], ids=lambda slots: str(slots)
+)
 @pytest.mark.parametrize("kind", ["auto", "fp8", "fp8_e4m3"])
 def test_concat_and_cache_mla(kind: str, slots: list[int]) -> None:
+    """Values beyond fp8 saturate, NaN stays NaN, and tokens without a slot in the cache are not stored."""
+    assert same_bytes(*pages_after(kind, slots))
+
+
+@pytest.mark.sampled(2)  # each compiles a kernel
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_concat_and_cache_mla_of_a_model(dtype: torch.dtype, kind: str) -> None:
+    assert same_bytes(*pages_after(kind, [5, -1, 0, 11, 3, 8], dtype, (512, 64), torch.int32))
+
+
+def test_functions_are_one_launch() -> None:
+    launched: list[str] = []
     kv_c, k_pe = latents(BF16)
-    pages = torch.randn(3, 5, 64).to(BF16) if kind == "auto" else torch.randint(0, 120, (3, 5, 64)).to(torch.uint8)
-    cache, scale = pages[:, :4], torch.tensor([0.37])  # pages with a stride of their own
-    expected = pages.clone()
-    for token, slot in enumerate(slots):
-        if slot >= 0:
-            entry = torch.cat((kv_c[token], k_pe[token]))
-            code = entry if kind == "auto" else fp8(entry.float() / scale).view(torch.uint8)
-            expected[slot // 4, slot % 4] = code
-    assert vllm.concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor(slots), kind, scale) is None  # type: ignore[func-returns-value]
-    assert same_bytes(pages, expected)
-    assert not same_bytes(pages, torch.zeros_like(pages))
+    qkv, weight, table = torch.ones(3, 4 * 16), torch.ones(16), torch.ones(9, 16)
+    with launching_with(lambda family: lambda *_: launched.append(family)):
+        vllm.concat_and_cache_mla(kv_c, k_pe, torch.zeros(3, 4, 64, dtype=F8), torch.arange(6), "fp8", torch.ones(1))
+        vllm.fused_qk_norm_rope(qkv, 2, 1, 1, 16, EPS, weight, weight, table, True, torch.arange(3))
+    assert launched == ["qk_cache"] * 2
+
+
+@pytest.mark.slow  # Triton's interpreter
+def test_gpu_kernel_writes_the_same_entries() -> None:
+    code = (
+        "import torch\n"
+        "from onepass.testing.runner import running_on\n"
+        "from onepass.testing.tensors import same_bytes\n"
+        "from tests.engines.test_functions_as_engines_call import pages_after\n"
+        "with running_on('interpreter'):\n"
+        "    for kind in ('auto', 'fp8'):\n"
+        "        print(same_bytes(*pages_after(kind, [5, -1, 0, 12, 3, 10], columns=(512, 64))))\n"
+    )
+    assert interpret("-c", code).split() == ["True", "True"]
 
 
 def test_concat_and_cache_mla_skips_a_scale_of_one() -> None:
@@ -349,29 +438,6 @@ def test_concat_and_cache_mla_skips_a_scale_of_one() -> None:
     vllm.concat_and_cache_mla(kv_c, k_pe, caches[0], slots, "fp8", torch.ones(1))
     vllm.concat_and_cache_mla(kv_c, k_pe, caches[1], slots, "fp8", torch.full((1,), torch.nan), skip_scale=True)
     assert same_bytes(*caches) and caches[0].float().abs().sum() > 0
-
-
-def test_concat_and_cache_mla_packs_entries() -> None:
-    """The layout of vLLM's cache: 512 codes, four float32 scales, 64 bfloat16; the same bytes as the fused op's."""
-    generator = torch.Generator().manual_seed(3)
-    kv = torch.randn(5, 576, generator=generator).to(BF16)
-    kv[3, 128:256] = 0.0
-    slots, cache = torch.tensor([6, -1, 0, 3, 9]), torch.full((3, 4, 656), 0x5A, dtype=torch.uint8)
-    vllm.concat_and_cache_mla(kv[:, :512], kv[:, 512:], cache, slots, "fp8_ds_mla", torch.ones(1))
-    entries = cache.flatten(0, 1)
-    assert (entries == 0x5A).all(-1).sum() == 8
-    for token in (0, 2, 3, 4):
-        entry, tiles = entries[slots[token]], kv[token, :512].float().view(4, 128)
-        scale = entry[512:528].view(torch.float32)
-        expected = (tiles.abs().amax(-1) / 448).clamp(min=2.0**-126)
-        assert torch.equal(scale, expected)
-        assert same_bytes(entry[:512], fp8((tiles / scale.unsqueeze(-1)).flatten()).view(torch.uint8))
-        assert same_bytes(entry[528:].view(BF16), kv[token, 512:])
-    wide = torch.zeros(1, 1, 656, dtype=torch.bfloat16)
-    with pytest.raises(ContractError, match="concat_and_cache_mla: `kv_cache` must be uint8"):
-        vllm.concat_and_cache_mla(kv[:, :512], kv[:, 512:], wide, slots, "fp8_ds_mla", torch.ones(1))
-    with pytest.raises(ContractError, match="concat_and_cache_mla: `kv_c` must have 512 columns"):
-        vllm.concat_and_cache_mla(kv[:, :500], kv[:, 512:], cache, slots, "fp8_ds_mla", torch.ones(1))
 
 
 def test_concat_and_cache_mla_compiles_in_one_graph() -> None:
@@ -394,38 +460,6 @@ def test_concat_and_cache_mla_checks_its_arguments() -> None:
     ):
         with pytest.raises(ContractError, match=f"concat_and_cache_mla: {words}"):
             vllm.concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor(slots), kind, torch.ones(1))
-
-
-@pytest.mark.parametrize("neox", [True, False])
-@pytest.mark.parametrize("dtype", [F8, torch.float8_e5m2])
-def test_mla_rope_quantize_fp8(dtype: torch.dtype, neox: bool) -> None:
-    generator = torch.Generator().manual_seed(4)
-    q, k = torch.randn(5, 3, 80, generator=generator).bfloat16(), torch.randn(5, 80, generator=generator).bfloat16()
-    q_rope, k_rope, q_nope, k_nope = q[..., :16], k[..., :16], q[..., 16:], k[..., 16:]
-    angle = torch.rand(30, 8, generator=generator) * 6
-    table = torch.cat((angle.cos(), angle.sin()), -1)
-    positions = torch.tensor([3, 29, 0, 7, 7], dtype=torch.int32)
-    given = torch.zeros(5, 3, 16, dtype=dtype)
-    results = flashinfer.mla_rope_quantize_fp8(
-        q_rope, k_rope, q_nope, k_nope, table, positions, neox, dtype, 1.5, 100.0, q_rope_out=given
-    )
-    assert results[0] is given
-    cos, sin = table[positions.long()].chunk(2, -1)
-    expected = (
-        rotated(q_rope, cos, sin, neox, 16) * 1.5,
-        rotated(k_rope[:, None], cos, sin, neox, 16)[:, 0] * 100.0,
-        q_nope.double() * 1.5,
-        k_nope.double() * 100.0,
-    )
-    for got, value in zip(results, expected, strict=True):
-        wanted = fp8(value.float(), dtype)
-        assert got.dtype == dtype and (got.float() == wanted.float()).float().mean() > 0.99
-        assert ((got.float() - wanted.float()).abs() <= wanted.float().abs() * 0.26 + 1e-3).all()
-    assert float(results[1].float().abs().max()) <= torch.finfo(dtype).max
-    with pytest.raises(ContractError, match="`cos_sin_cache` must be float32"):
-        flashinfer.mla_rope_quantize_fp8(q_rope, k_rope, q_nope, k_nope, table.half(), positions)
-    with pytest.raises(ContractError, match="`k_rope` must have the 16 columns"):
-        flashinfer.mla_rope_quantize_fp8(q_rope, k, q_nope, k_nope, table, positions)
 
 
 def test_dsv3_fused_a_gemm() -> None:

@@ -84,12 +84,6 @@ GOOD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (flashinfer.rmsnorm_fp4quant, FP4, "y_fp4 block_scale global_scale"),
     (flashinfer.add_rmsnorm_fp4quant, {**FP4, "residual": X, "y_out": X.clone()}, "y_fp4 block_scale global_scale y_out"),
-    (
-        flashinfer.mla_rope_quantize_fp8,
-        {"q_rope": zeros(3, 2, 16), "k_rope": zeros(3, 16), "q_nope": zeros(3, 2, 32), "k_nope": zeros(3, 32),
-         "cos_sin_cache": COS_SIN, "pos_ids": THREE, "quant_scale_q": 1.0},
-        "",
-    ),
 ]  # fmt: skip
 """A function, a good call, and the arguments that may be None."""
 

@@ -68,11 +68,6 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "flashinfer-python 0.7.2.post1: flashinfer.norm.kernels.rmsnorm": {
         "qk_rmsnorm_cute": "input, weight, output, eps=1e-06, weight_bias=0.0, enable_pdl=False",
     },
-    "flashinfer-python 0.7.2.post1: flashinfer.rope": {
-        "mla_rope_quantize_fp8": "q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox=True, "
-        "quantize_dtype=None, quant_scale_q=1.0, quant_scale_kv=1.0, q_rope_out=None, k_rope_out=None, q_nope_out=None, "
-        "k_nope_out=None, enable_pdl=False",
-    },
     "sglang-kernel 0.4.10: sgl_kernel": {
         "rmsnorm": "input, weight, eps=1e-06, out=None, enable_pdl=None",
         "fused_add_rmsnorm": "input, residual, weight, eps=1e-06, enable_pdl=None",

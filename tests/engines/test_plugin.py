@@ -110,3 +110,20 @@ def test_registers_once_and_quietly(
     assert made.impl_fn is plugin.norm and made.uuid() != "of the file"
     assert ops.rms_norm.options["inplace"] is False and ops.fused_add_rms_norm.options["inplace"] is True
     assert not [record for record in caplog.records if record.levelno >= logging.INFO]
+
+
+@pytest.mark.usefixtures("known")
+def test_batch_invariant_mode_without_the_layer_or_the_product(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ops: Any
+) -> None:
+    """The norms are provided all the same, and each part that is missing is one line."""
+    install(monkeypatch, ops)
+    sys.modules["vllm"].envs.VLLM_BATCH_INVARIANT = True
+    monkeypatch.setitem(sys.modules, "vllm.model_executor", None)
+    monkeypatch.delitem(sys.modules, "onepass.engines.plugin_layer", raising=False)
+    assert plugin.register().endswith(" provides rms_norm and fused_add_rms_norm of vLLM 9.0")
+    layer, product = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    assert layer.startswith("onepass replaces no layer: vLLM 9.0 has no RMSNorm that onepass knows (")
+    assert product.startswith(
+        "onepass computes no products: vLLM 9.0 has no batch-invariant product that onepass knows ("
+    )

@@ -87,6 +87,18 @@ def test_engine_in_its_own_process_loads_the_plugin(models: Path) -> None:
     assert any("EngineCore" in line for line in lines), lines
 
 
+def test_tensor_parallel_ranks_serve(models: Path) -> None:
+    """Two processes that add their parts with Gloo: vLLM's tokens, and every norm of each rank is onepass's."""
+    cores = sorted(os.sched_getaffinity(0))
+    settings = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}  # one for each, or they wait for one another
+    mine = served(models, "llama", "--provider", "onepass", "--ranks", "2", **settings)
+    theirs = served(models, "llama", "--ranks", "2", **settings)
+    assert mine.tokens == theirs.tokens and mine.alone == theirs.alone
+    assert [len(tokens) for tokens in mine.tokens] == [NEW_TOKENS] * len(LENGTHS)
+    norms = onepass(models, "llama").calls
+    assert mine.calls_of_ranks == [norms] * 2 and all(name.endswith("onepass") for name in norms)
+
+
 def test_batch_invariant_mode_creates_our_layer(models: Path) -> None:
     """On a CPU the layer's forward is vLLM's, which calls the IR op. onepass computes the products too."""
     settings = {"VLLM_BATCH_INVARIANT": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("llvmlite")
 
 from onepass.core.layout import Geometry
-from onepass.cpu import cache as object_cache
 from onepass.cpu import compile as compiler
 from onepass.cpu import launch as launcher
 from onepass.cpu import threads
@@ -283,8 +282,8 @@ def test_untraced_code_has_no_clock() -> None:
     assert "clock_gettime" in launcher.ir_of(SPECS["traced"])
     assert "clock" not in launcher.ir_of(SPECS["bf16"])
     for name, clock in (("traced", True), ("bf16", False)):
-        gemv_norm.precompile(SPECS[name])
-        image = object_cache.read(compiler.cache_file(SPECS[name]))
+        gemv_norm.KERNELS.kernel(SPECS[name])
+        image = compiler.read_object(compiler.cache_file(SPECS[name]))
         assert image is not None and (b"clock_gettime" in image) is clock
 
 
@@ -297,7 +296,7 @@ def test_kernels_are_cached_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names = {compiler.cache_file(spec) for spec in SPECS.values()}
     assert len(names) == len(SPECS)
     monkeypatch.delitem(gemv_norm.KERNELS.loaded, spec, raising=False)
-    gemv_norm.precompile(spec)
+    gemv_norm.KERNELS.kernel(spec)
     assert [*tmp_path.iterdir()] == [compiler.cache_file(spec)]
 
     def refuse(*_: Any) -> bytes:

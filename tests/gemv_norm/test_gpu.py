@@ -22,11 +22,10 @@ pytest.importorskip("triton")
 import onepass
 from onepass.formats import SCALE_BLOCK, WeightScale
 from onepass.gpu import product_tile as product_config
-from onepass.gpu.chip import Chip
+from onepass.gpu.chip import Chip, tuning
 from onepass.gpu.compile import Build, compile_build
 from onepass.gpu.lib import arrivals, gemv_stream, product
 from onepass.gpu.product_tile import StreamTile
-from onepass.gpu.tuning import tuning
 from onepass.ops.gemv_norm import gpu as gemv_norm
 from onepass.ops.gemv_norm import gpu_kernel as gemv_norm_kernels
 from onepass.ops.gemv_norm import gpu_tile as gemv_norm_config

@@ -16,9 +16,9 @@ from triton.compiler import make_backend
 from triton.experimental.gluon import language as gluon
 
 from onepass.formats import WeightScale
+from onepass.gpu.chip import tuning
 from onepass.gpu.compile import Build
 from onepass.gpu.lib import codes
-from onepass.gpu.tuning import tuning
 from onepass.gpu.tuning.table import ANY
 from onepass.ops.gemv_norm.launch import gemv_spec
 from onepass.ops.linear import gpu as linear
@@ -37,7 +37,7 @@ LANES = range(32)
 
 
 def step_of(place: int) -> int:
-    """Which of the two steps of 32 columns multiplies the number at a place, as `device.codes` says."""
+    """Which of the two steps of 32 columns multiplies the number at a place, as `gpu.lib.codes` says."""
     return place // 2 % 2
 
 

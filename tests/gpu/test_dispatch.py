@@ -16,9 +16,9 @@ from onepass.core.layout import Geometry
 from onepass.formats import E4M3FN, ScaleRule
 from onepass.gpu import compile as compiler
 from onepass.gpu import counters
-from onepass.gpu.chip import Chip
+from onepass.gpu.chip import Chip, tuning
 from onepass.gpu.prologue import generated_sources
-from onepass.gpu.tuning import h200, tuning
+from onepass.gpu.tuning import h200
 from onepass.ops.rms_norm import gpu as backend
 from onepass.ops.rms_norm.gpu_tile import row_config
 from onepass.ops.rms_norm.launch import RowCall, RowSpec, row_spec

@@ -1,4 +1,4 @@
-"""The arithmetic behind device functions that replace divisions and encodings (`device.ratios`, `device.packing`).
+"""The arithmetic behind device functions that replace divisions and encodings (`gpu.lib.ratios`, `gpu.lib.numbers`).
 
 A GPU runs them over all numbers (`python -m tools.device_functions`). Here Python's exact fractions follow the same steps.
 """

@@ -144,7 +144,7 @@ class _Reading:
         if when is not _UNKNOWN and not when:
             self.found.append(out.argument)
             return
-        layout = "any" if out.make or out.column != "False" else "rows"
+        layout = "any" if out.make else "rows"
         if self._is_legal(value, out.dims, dtypes, layout):
             self.written.append((out.argument, value))
         else:

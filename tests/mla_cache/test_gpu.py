@@ -17,12 +17,11 @@ import onepass
 from benchmarks.suite import mla_cache
 from onepass.core.backend import launching_with
 from onepass.errors import ContractError, Unsupported
-from onepass.gpu.chip import Chip
+from onepass.gpu.chip import Chip, tuning
 from onepass.gpu.compile import Build, compile_build
-from onepass.gpu.tuning import tuning
 from onepass.ops.mla_cache import gpu as backend
 from onepass.ops.mla_cache.gpu_tile import MlaCut, mla_config, mla_cut, search_width
-from onepass.ops.mla_cache.launch import MlaCall, MlaRows, mla_spec
+from onepass.ops.mla_cache.launch import MlaCall, MlaRows, MlaTensors, mla_spec
 from tests.gpu.launches import Recorder, record
 from tests.gpu.test_other_chips import OTHER_CHIPS
 from tests.helpers.interpreting import broken_promise, interpret, passed_checks
@@ -32,7 +31,7 @@ from tools.evidence.records import lowered
 
 ROOT = Path(__file__).parents[2]
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-TENSORS = backend.MlaTensors._fields
+TENSORS = MlaTensors._fields
 
 
 def build_of(tokens: int, heads: int, dtype: torch.dtype = FP8, **options: Any) -> Build:
@@ -115,7 +114,7 @@ from tests.oracle.runner import running_on
 from dataclasses import replace
 from onepass.ops.mla_cache import gpu_tile as mla_cache_config
 from onepass.gpu.chip import INTERPRETER
-from onepass.gpu.tuning import tuning
+from onepass.gpu.chip import tuning
 import onepass
 table = tuning(INTERPRETER)
 narrow = replace(table, mla=replace(table.mla, search_widths=(1, 4)))
@@ -220,8 +219,7 @@ def launched(address: int = 0, tokens: int = 100, requests: int = 5, **changes: 
     tensors: list[Any] = [OnDevice(0x1000 * (i + 1) + address) for i in range(13)]
     for absent in ("slots", "positions", "kv_scale"):
         tensors[TENSORS.index(absent)] = None
-    call: Any = MlaCall
-    backend.launch(call(spec, *tensors, 1e-5, 0.5, rows))
+    backend.launch(MlaCall(spec, MlaTensors(*tensors), 1e-5, 0.5, rows))
     return Recorder.calls[-1]
 
 

@@ -13,7 +13,7 @@ from onepass import PagedKVCache, fused_rope_rmsnorm_quantization, gather_mla
 from onepass.core.backend import launching_with
 from onepass.errors import ContractError
 from onepass.formats import E4M3FN, FP8_FORMATS
-from onepass.ops.mla_cache.launch import MlaRows, MlaSpec
+from onepass.ops.mla_cache.launch import MlaCall
 from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.testing.tensors import same_bytes
 from tests.inputs import FP8
@@ -179,26 +179,25 @@ def test_the_output_is_returned_and_may_be_the_input() -> None:
 
 
 def test_one_launch_and_its_arguments() -> None:
-    call, seen = Call(), list[tuple[MlaSpec, MlaRows, tuple[Any, ...]]]()
-    with launching_with(lambda family: lambda call: seen.append((call.spec, call.rows, tuple(call[1:16])))):
+    call, seen = Call(), list[MlaCall]()
+    with launching_with(lambda family: seen.append):
         call()
         call(slot_mapping=SLOTS)
         call(slot_mapping=SLOTS, positions=SLOTS, offsets=None)
         call(rope_dim=0, epsilon=0.0)
         call(q=call.q[:0], kv=call.kv[:0])
     assert len(seen) == 4
-    present = [
-        [t is not None for t in rest[3:9]] for _, _, rest in seen
-    ]  # freqs, offsets, lengths, table, slots, positions
+    # freqs, offsets, lengths, table, slots, positions
+    present = [[t is not None for t in made.tensors[3:9]] for made in seen]
     assert present == [
         [True, True, True, True, False, False],
         [True, True, True, False, True, False],
         [True, False, False, False, True, True],
         [False, True, True, True, False, False],
     ]
-    assert [rows.turned for _, rows, _ in seen] == [64, 64, 64, 0]
-    assert [rest[-2] for _, _, rest in seen] == [1e-6, 1e-6, 1e-6, 2.0**-126]
-    assert seen[0][0] is not seen[1][0] and seen[0][1].requests == 2 and seen[2][1].requests == 0
+    assert [made.rows.turned for made in seen] == [64, 64, 64, 0]
+    assert [made.eps for made in seen] == [1e-6, 1e-6, 1e-6, 2.0**-126]
+    assert seen[0].spec is not seen[1].spec and seen[0].rows.requests == 2 and seen[2].rows.requests == 0
 
 
 # --- torch ----------------------------------------------------------------------------------------------------------

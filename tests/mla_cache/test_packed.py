@@ -10,7 +10,6 @@ from torch import Tensor
 
 import onepass
 from onepass import PagedKVCache, gather_mla
-from onepass.engines import vllm
 from onepass.errors import ContractError
 from onepass.testing.tensors import same_bytes
 from tests.mla_cache.inputs import rotations
@@ -25,38 +24,24 @@ def write(cache: PagedKVCache, kv: Tensor, gamma: Tensor, **options: Any) -> Ten
     return onepass.fused_rope_rmsnorm_quantization(None, q, kv, None, rotations(9, 64), gamma, cache, **given)
 
 
-def test_entry_is_codes_scales_and_bfloat16() -> None:
-    """An independent decoder: each part at its place, from a plain float32 cache of the same call."""
+@pytest.mark.parametrize(("rounding", "dtype"), [("once", torch.float32), ("reference", BF16)])
+def test_entry_is_codes_scales_and_bfloat16(rounding: str, dtype: torch.dtype) -> None:
+    """An independent decoder: each part at its place, from a plain cache of the same call; "reference" rounds values first."""
     torch.manual_seed(0)
-    kv, gamma = torch.randn(3, 576).bfloat16(), torch.randn(512)
+    kv, gamma = torch.randn(3, 576).bfloat16(), torch.randn(512).to(dtype)
     kv[1, :512] = 0.0
     blocks = torch.full((2, 4, 656), 0x5A, dtype=U8)
-    torch.manual_seed(1)
-    write(PagedKVCache(blocks, entry_format="fp8_ds_mla"), kv, gamma)
-    plain = PagedKVCache(torch.zeros(2, 4, 576))
-    torch.manual_seed(1)
-    write(plain, kv, gamma)
+    plain = PagedKVCache(torch.zeros(2, 4, 576, dtype=dtype))
+    for cache in (PagedKVCache(blocks, entry_format="fp8_ds_mla"), plain):
+        torch.manual_seed(1)
+        write(cache, kv, gamma, rounding=rounding)
     assert (blocks.flatten(0, 1)[[1, 3, 4, 6, 7]] == 0x5A).all()
     for slot in SLOTS.tolist():
-        entry, exact = blocks.flatten(0, 1)[slot], plain.blocks.flatten(0, 1)[slot]
+        entry, exact = blocks.flatten(0, 1)[slot], plain.blocks.flatten(0, 1)[slot].float()
         tiles, scale = exact[:512].view(4, 128), entry[512:528].view(torch.float32)
         assert torch.equal(scale, (tiles.abs().amax(-1) / 448).clamp(min=2.0**-126))
         assert same_bytes(entry[:512], (tiles / scale.unsqueeze(-1)).to(FP8).flatten().view(U8))
         assert same_bytes(entry[528:].view(BF16), exact[512:].bfloat16())
-
-
-def test_fused_write_has_the_bytes_of_vllms_function() -> None:
-    """What `concat_and_cache_mla` stores for the rounded norm and the rotated columns."""
-    torch.manual_seed(0)
-    kv, gamma = torch.randn(3, 576).bfloat16(), torch.randn(512).bfloat16()
-    ours, theirs = torch.zeros(2, 4, 656, dtype=U8), torch.zeros(2, 4, 656, dtype=U8)
-    rounded = PagedKVCache(torch.zeros(2, 4, 576, dtype=BF16))
-    for cache in (PagedKVCache(ours, entry_format="fp8_ds_mla"), rounded):
-        torch.manual_seed(1)
-        write(cache, kv, gamma, rounding="reference")
-    entries = rounded.blocks.flatten(0, 1)[SLOTS]
-    vllm.concat_and_cache_mla(entries[:, :512], entries[:, 512:], theirs, SLOTS, "fp8_ds_mla", torch.ones(1))
-    assert same_bytes(ours, theirs) and ours.any()
 
 
 def test_gather_reads_packed_entries_back() -> None:

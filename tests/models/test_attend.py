@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from onepass.models.forwards import attend as attending
 from onepass.models.forwards.attend import attend
 
 SCALING = 0.2
@@ -61,6 +62,37 @@ def test_a_sequence_has_the_same_bytes_alone_and_in_a_batch(heads: tuple[int, in
             one = slice(row, row + 1)
             alone = attend(MODULE, "", (q[one], k[one], v[one]), mask[one].clone(), {})[0]
             assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("heads", [(8, 2), (6, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_behind_the_last_entry_that_counts_are_not_read(
+    heads: tuple[int, int], dtype: torch.dtype, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of all entries: for boolean and added masks, and where the capacity is no multiple of a block."""
+    for used in (160, 700):
+        q, k, v = states(2, heads, 1500, dtype)
+        mask = masked(2, 1500)
+        mask[:, ..., used:] = False
+        mask[1, ..., 90:] = False
+        hidden = (-torch.inf, torch.finfo(dtype).min)
+        for kind in (mask, *(torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, value) for value in hidden)):
+            with monkeypatch.context() as patch:
+                patch.setattr(attending, "BLOCK", 1500)
+                whole = attend(MODULE, "", (q, k, v), kind, {}, invariant)[0]
+            end = (used // attending.BLOCK + 1) * attending.BLOCK
+            poisoned = (torch.cat((t[:, :, :end], torch.full_like(t[:, :, end:], torch.nan)), 2) for t in (k, v))
+            assert torch.equal(attend(MODULE, "", (q, next(poisoned), next(poisoned)), kind, {}, invariant)[0], whole)
+
+
+def test_all_entries_are_read_where_a_query_sees_none() -> None:
+    """With the smallest number instead of -inf, torch's result is then the mean of all values."""
+    q, k, v = states(2, (8, 2), 1500, torch.float32)
+    mask = torch.full((2, 1, 1, 1500), torch.finfo(torch.float32).min)
+    mask[0, ..., :100] = 0.0
+    got = attend(MODULE, "", (q, k, v), mask, {})[0].view(2, 2, 4, 64)
+    torch.testing.assert_close(got[1], v[1].mean(1).unsqueeze(1).expand(2, 4, 64))
 
 
 def test_masks_per_head_and_several_tokens_are_left_to_torch() -> None:

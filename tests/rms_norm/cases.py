@@ -1,4 +1,4 @@
-"""The matrix of cases of rms_norm, layer_norm, rms_norm_add_rms_norm and the ops that quantize."""
+"""The matrix of cases of rms_norm, layer_norm, rms_norm_add_rms_norm, the norms that quantize, and quantize."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.oracle.case import Case
 from tests.rms_norm.finish_cases import code_cases, layer_cases, norm_cases
 from tests.rms_norm.option_cases import sum_cases, vllm_cases
 from tests.rms_norm.quant_cases import quant_cases
+from tests.rms_norm.quantize_cases import quantize_cases
 from tests.rms_norm.sandwich_cases import quant_sandwich_cases, sandwich_cases
 from tests.rms_norm.weight_cases import fp8_weight_cases, layer_weight_cases, quant_weight_cases, weight_cases
 
@@ -176,6 +177,7 @@ CASES = (
     *quant_weight_cases("rms_norm_fused_quant"),
     *sandwich_cases("rms_norm_add_rms_norm"),
     *quant_sandwich_cases("rms_norm_add_rms_norm_quant"),
+    *quantize_cases("quantize"),
 )
 THREADED = (
     Case("rms_norm", "threads", (7,), 640),

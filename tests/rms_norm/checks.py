@@ -1,4 +1,4 @@
-"""How cases of the norms, and of those that quantize, are called and verified."""
+"""How cases of the norms, of those that quantize, and of `quantize` are called and verified."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import Tensor
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.rms_norm.op import (
     LAYER_NORM,
+    QUANTIZATION,
     RMS_NORM,
     RMS_NORM_ADD_RMS_NORM,
     RMS_NORM_ADD_RMS_NORM_QUANT,
     RMS_NORM_FUSED_QUANT,
     layer_norm,
+    quantize,
     rms_norm,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_quant,
@@ -33,7 +35,7 @@ from tests.oracle.case import Case
 from tests.oracle.interpreter import interpreting
 from tests.oracle.memory import poisoned_like, to_cpu
 from tests.oracle.samples import sample
-from tests.rms_norm.finish_bounds import activated, centered, finished
+from tests.rms_norm.finish_bounds import activated, centered, finished, product
 from tests.rms_norm.post_bounds import middle, post_sum
 
 BF16, F16, F32 = FLOATS
@@ -44,6 +46,7 @@ SCALE_NAMES = {
     "rms_norm_fused_fp8": "scale_output",
     "rms_norm_fused_quant": "scale_out",
     "rms_norm_add_rms_norm_quant": "scale_out",
+    "quantize": "scale_out",
 }
 """The keyword for a tensor that receives the scales, by op."""
 
@@ -55,7 +58,12 @@ OPS: dict[str, Any] = {
     "rms_norm_fused_quant": (RMS_NORM_FUSED_QUANT, rms_norm_fused_quant),
     "rms_norm_add_rms_norm": (RMS_NORM_ADD_RMS_NORM, rms_norm_add_rms_norm),
     "rms_norm_add_rms_norm_quant": (RMS_NORM_ADD_RMS_NORM_QUANT, rms_norm_add_rms_norm_quant),
+    "quantize": (QUANTIZATION, quantize),
 }
+
+
+STATISTICS = {"layer_norm": "layer", "quantize": "none"}
+"""What `verify_call` is told about ops that have no such option."""
 
 
 # --- inputs and calls -----------------------------------------------------------------------------------------------
@@ -68,7 +76,7 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     static, bound, overall = (options.pop(name, None) for name in ("static_scale", "bounded", "global_scale"))
     further: dict[str, torch.dtype] = {name: options.pop(name) for name in ("gate", "bias") if name in options}
     optional = [name for name, wanted in (("residual", case.residual), ("static_scale", static)) if wanted]
-    sandwich = "gamma_pre" in contract.args
+    sandwich, normed = "gamma_pre" in contract.args, case.op != "quantize"
     gamma = "gamma_pre" if sandwich else "head_gamma" if options.pop("heads", False) else "gamma"
     optional += [*further, gamma]
     own = case.x if case.x in FLOATS else F32
@@ -80,7 +88,7 @@ def inputs(case: Case, device: str, seed: int = 0) -> dict[str, Any]:
     tensors: dict[str, Any] = {
         **sample(contract, sizes, case.lead, dtypes=dtypes, optional=optional, seed=seed + case.n)
     }
-    if not sandwich:
+    if normed and not sandwich:
         tensors["gamma"] = tensors.pop(gamma)
     _set_values(tensors, case)
     if case.x not in FLOATS:
@@ -185,8 +193,8 @@ def variants(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...])
 def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results."""
     host, results = to_cpu(arguments), tuple(t.cpu() for t in results)
-    if case.op == "layer_norm":
-        host["statistic"] = "layer"
+    if case.op in STATISTICS:
+        host["statistic"] = STATISTICS[case.op]
     wrong = None
     if case.options.get("quantize") == "divide" and case.options.get("return_norm"):
         wrong = verify_division(host, results[0], results[1], results[-1])
@@ -195,6 +203,8 @@ def verify(case: Case, arguments: dict[str, Any], results: tuple[Tensor, ...]) -
 
 def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results of any call: every value lies between bounds."""
+    if host.get("statistic") == "none":
+        return _verify_rows(host, *results)
     quantized, residual = results[0].dtype not in FLOATS, host.get("residual")
     names = _names("scale" if quantized else None, residual is not None, host)
     named, hf = dict(zip(names, results, strict=True)), host.get("rounding") == "hf"
@@ -247,6 +257,13 @@ def verify_call(host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None
     return q if isinstance(q, str) else _verify_codes(host, q, h, rs, g, y, error, doubt)
 
 
+def _verify_rows(host: dict[str, Any], out: Tensor, scale: Tensor) -> str | None:
+    """None, or what is wrong with codes and scales of rows without a norm."""
+    y, one = product(host), torch.ones(1, dtype=torch.float64)
+    q = described(host, out, scale)
+    return q if isinstance(q, str) else _verify_codes(host, q, y.low, one, one, y, bounds.FLOAT32_ERROR, None)
+
+
 def _verify_rstd(actual: Tensor, rs: Tensor, error: float, doubt: Tensor | None) -> str | None:
     """None, or what is wrong with the reciprocal RMS of rows whose own values may be off by ``doubt``."""
     off = rs * error if doubt is None else rs * (error + bounds.spread(doubt, rs))
@@ -269,7 +286,9 @@ def _verify_codes(
     doubt: Tensor | None,
 ) -> str | None:
     group, rule, n = q.rule.group or None, q.rule, q.codes.shape[-1]
-    normed = rule.divides or host.get("rounding", "once") != "once" or _finishes(host)
+    normed = (
+        rule.divides or host.get("rounding", "once") != "once" or _finishes(host) or host.get("statistic") == "none"
+    )
     if rule.kind == "static":
         stored = q.scale.double().reshape(()).expand(q.codes.shape)
     else:

@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 from onepass.formats import QUANT_FORMATS, ScaleRule
 from onepass.gpu.chip import INTERPRETER
 from onepass.gpu.lib.groups import _group_factor, _scales
-from onepass.gpu.quantization import quant
+from onepass.gpu.lib.numbers import quant
 from tests.oracle.bounds import multiplier
 from tests.oracle.interpreter import quick_interpreter
 

@@ -1,4 +1,4 @@
-"""The bounds of LayerNorm's differences, and of what follows the product with gamma: a bias and a gate."""
+"""The bounds of LayerNorm's differences, of what follows the product with gamma, and of x times a gate without a norm."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tests.oracle.bounds import Bounds
 BF16, F16, F32 = FLOATS
 GATE_ERROR: Final = 8 * bounds.FLOAT32_ERROR
 """Relative error of an activation and its product, as for a prologue."""
+_LEAST: Final = 2.0**-125
+"""A sigmoid this small may be 0, because it is subnormal."""
 _NOT_ZERO: Final = 1e-300
 
 
@@ -41,16 +43,33 @@ def finished(y: Bounds, host: dict[str, Any]) -> Bounds:
         y = Bounds(*(_wider(end, end.abs() * bounds.PRODUCT, side) for side, end in enumerate(sums)))
         y = y if dtype is None else y.rounded(dtype)
     if gate is not None:
-        factor = activated(gate.double(), host)
-        ends = [end * factor for end in y]
-        rising = ends[0] <= ends[1]  # minimum and maximum would lose the sign of zeros
-        low, high = torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0])
-        nan = ends[0].isnan() | ends[1].isnan()
-        low, high = torch.where(nan, ends[0], low), torch.where(nan, ends[1], high)
-        least = (y.low.abs() + y.high.abs() + 1.0) * 2.0**-125  # a subnormal sigmoid may be 0
-        y = Bounds(*(_wider(e, e.abs() * GATE_ERROR + least, side) for side, e in enumerate((low, high))))
+        ends = _times(y, activated(gate.double(), host))
+        least = (y.low.abs() + y.high.abs() + 1.0) * _LEAST
+        y = Bounds(*(_wider(e, e.abs() * GATE_ERROR + least, side) for side, e in enumerate(ends)))
         y = y if dtype is None else y.rounded(dtype)
     return y
+
+
+def product(host: dict[str, Any]) -> Bounds:
+    """What `quantize` quantizes: x, exactly, or ``x * act(gate)``. "hf" rounds both steps, "stored" the product."""
+    dtype, x, gate = host["x"].dtype, host["x"].double(), host.get("gate")
+    if gate is None:
+        return Bounds(x, x)
+    rounding, factor = host.get("rounding", "once"), activated(gate.double(), host)
+    factors = bounds.around(factor, factor.abs() * GATE_ERROR + _LEAST)
+    factors = factors.rounded(dtype) if rounding == "hf" else factors
+    ends = _times(factors, x)
+    y = Bounds(*(bounds.overflowed(_wider(e, e.abs() * bounds.PRODUCT + bounds.FLOOR, i)) for i, e in enumerate(ends)))
+    return y if rounding == "once" else y.rounded(dtype)
+
+
+def _times(y: Bounds, factor: Tensor) -> Bounds:
+    """The bounds of a product; one is NaN where it may be."""
+    ends = [end * factor for end in y]
+    rising = ends[0] <= ends[1]  # minimum and maximum would lose the sign of zeros
+    low, high = torch.where(rising, ends[0], ends[1]), torch.where(rising, ends[1], ends[0])
+    nan = ends[0].isnan() | ends[1].isnan()
+    return Bounds(torch.where(nan, ends[0], low), torch.where(nan, ends[1], high))
 
 
 def activated(gate: Tensor, host: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random calls of rms_norm, layer_norm, rms_norm_add_rms_norm and the ops that quantize."""
+"""Random calls of rms_norm, layer_norm, rms_norm_add_rms_norm, the norms that quantize, and quantize."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from onepass.formats import FLOATS, FP8_FORMATS
 from onepass.ops.rms_norm.op import (
     layer_norm,
+    quantize,
     rms_norm,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_quant,
@@ -33,7 +34,7 @@ from tools.fuzz.steps import InSteps, Steps
 if TYPE_CHECKING:
     from onepass.gpu.tuning.table import Regime
 
-OPS = ("rms_norm", "rms_norm_fused_fp8", "rms_norm_fused_quant", "layer_norm", *SANDWICH)
+OPS = ("rms_norm", "rms_norm_fused_fp8", "rms_norm_fused_quant", "layer_norm", *SANDWICH, "quantize")
 VALUES = ("values", "second", "gamma", "post", "eps", "scale_ub", "min_scale", "static", "overall", "branch")
 """Fields of a case that do not affect machine code."""
 _BOUNDS = (1.5, 448.0, 1e-3, 0.0, -0.0, -2.0, float("inf"), float("-inf"), float("nan"), 1e-42)
@@ -152,25 +153,21 @@ def inputs(case: RowCase) -> dict[str, Any]:
     """Keyword arguments of the public function, on the CPU."""
     c, shape = case.config, (*case.lead, case.n)
     x_place, other_place = case.places[:2]
-    found: dict[str, Any] = {
-        "x": x_place.put(_x(case.values, shape, c.x)),
-        "eps": case.eps,
-        "weight_offset": case.offset,
-        "rounding": c.rounding,
-        "round_sum": c.round_sum,
-    }
+    found: dict[str, Any] = {"x": x_place.put(_x(case.values, shape, c.x)), "rounding": c.rounding}
+    if c.normed:
+        found |= {"eps": case.eps, "weight_offset": case.offset, "round_sum": c.round_sum}
     if c.post is not None:
         found["gamma_post"] = Place(start=case.shift).put(draw.gamma(case.post, case.n, c.post))
         found["gamma_pre"] = _gamma(case)
         found["branch_scale"] = case.branch if c.scaled else 1.0
-    else:
+    elif c.normed:
         found |= {"gamma": _gamma(case), "return_rstd": c.rstd}
     if c.residual is not None:
         found["residual"] = other_place.put(case.second.make(shape, c.residual))
     if c.gate is not None:
         gate = Values(start=case.second.start + 1).make(shape, torch.float32) * 3
-        found |= {"gate": other_place.put(gate.to(c.gate)), "gate_order": c.gate_order}
-        found["gate_activation"] = c.gate_activation
+        found |= {"gate": other_place.put(gate.to(c.gate)), "gate_activation": c.gate_activation}
+        found |= {"gate_order": c.gate_order} if c.normed else {}
     if c.bias is not None:
         found["bias"] = Values(start=case.second.start + 2).make((case.n,), c.bias)
     if c.op in STORES_NORM:
@@ -178,9 +175,9 @@ def inputs(case: RowCase) -> dict[str, Any]:
         if c.op == "layer_norm":
             del found["rounding"]
         return found
-    if c.format and c.post is None:
+    if c.format and c.normed and c.post is None:
         found["statistic"] = "layer" if c.layer else "rms"
-    found |= {"return_norm": c.norm, "quantize": c.quantize}
+    found |= {"quantize": c.quantize} | ({"return_norm": c.norm} if c.normed else {})
     found |= {"format": c.format, "code_max": c.fp8_max} if c.format else {"out_dtype": c.out, "fp8_max": c.fp8_max}
     if c.overall:
         found["global_scale"] = torch.tensor(case.overall)
@@ -230,7 +227,7 @@ def _x(values: Values, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _call(op: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     functions: dict[str, Any] = {"rms_norm": rms_norm, "rms_norm_fused_fp8": rms_norm_fused_fp8}
     functions |= {"layer_norm": layer_norm, "rms_norm_add_rms_norm": rms_norm_add_rms_norm}
-    functions["rms_norm_add_rms_norm_quant"] = rms_norm_add_rms_norm_quant
+    functions |= {"rms_norm_add_rms_norm_quant": rms_norm_add_rms_norm_quant, "quantize": quantize}
     result = functions.get(op, rms_norm_fused_quant)(**arguments)
     result = result if isinstance(result, tuple) else (result,)
     if arguments.get("scale_layout") == "128x4":
@@ -299,7 +296,8 @@ def _calls(
 
 def verify(case: RowCase, host: dict[str, Any], results: tuple[Tensor, ...]) -> str | None:
     """None, or what is wrong with the results."""
-    return testing.verify_call(host | {"statistic": "layer" if case.config.layer else "rms"}, results)
+    statistic = "layer" if case.config.layer else "rms"
+    return testing.verify_call(host | {"statistic": testing.STATISTICS.get(case.op, statistic)}, results)
 
 
 __all__ = ["OPS", "RowCase", "RowConfiguration", "configuration", "draw_case", "inputs", "verify"]

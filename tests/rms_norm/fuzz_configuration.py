@@ -1,4 +1,4 @@
-"""Random configurations of the row norms: what determines machine code."""
+"""Random configurations of the row norms and of `quantize`: what determines machine code."""
 
 from __future__ import annotations
 
@@ -87,6 +87,11 @@ class RowConfiguration:
     """Whether a number multiplies the post-norm."""
 
     @property
+    def normed(self) -> bool:
+        """Whether there is a norm."""
+        return self.op != "quantize"
+
+    @property
     def unit(self) -> int:
         """The number that row lengths are multiples of."""
         return max(1, self.group or 1, self.operand_group)
@@ -106,6 +111,10 @@ def configuration(op: str, r: Random, bounded: bool) -> RowConfiguration:
     )
     if op in SANDWICH:
         return _sandwich(c, r)
+    if not c.normed:
+        gate, activation = r.choice((None, *FLOATS)), r.choice(GATE_ACTIVATIONS)
+        c = replace(c, gamma=None, residual=None, round_sum=None, gate=gate, gate_activation=activation)
+        return _limited(_formatted(c, r), r)
     if op in STORES_NORM:
         return _by_row(_finished(replace(c, y=r.choice((None, None, *FLOATS))), r), r)
     out = r.choice(tuple(FP8_CODES))
@@ -151,11 +160,14 @@ def _sandwich(c: RowConfiguration, r: Random) -> RowConfiguration:
     c = replace(c, residual=r.choice((c.x, torch.float32)), scaled=r.random() < 0.3)
     if c.op in STORES_NORM:
         return replace(c, y=r.choice((None, None, *FLOATS)))
-    c = _formatted(c, r)
+    return replace(_limited(_formatted(c, r), r), norm=r.random() < 0.3)
+
+
+def _limited(c: RowConfiguration, r: Random) -> RowConfiguration:
+    """Perhaps with limits of scales, and with lengths that have whole groups."""
     least, bounded = (not c.static and r.random() < 0.3 for _ in range(2))
     lengths = tuple(-(-n // c.unit) * c.unit for n in c.lengths)
-    c = replace(c, norm=r.random() < 0.3, quantize=r.choice(QUANTIZE), lengths=lengths)
-    return replace(c, least=least, bounded=bounded)
+    return replace(c, least=least, bounded=bounded, quantize=r.choice(QUANTIZE), lengths=lengths)
 
 
 def _by_row(c: RowConfiguration, r: Random) -> RowConfiguration:

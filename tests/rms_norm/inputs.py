@@ -1,4 +1,4 @@
-"""Valid calls of `rms_norm`, `layer_norm`, `rms_norm_add_rms_norm` and the ops that quantize."""
+"""Valid calls of `rms_norm`, `layer_norm`, `rms_norm_add_rms_norm`, the norms that quantize, and `quantize`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 import onepass
 from onepass import (
     layer_norm,
+    quantize,
     rms_norm,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_quant,
@@ -24,6 +25,7 @@ from onepass.formats import E4M3FN, E4M3FNUZ, FP8_CODES, QUANT_FORMATS, SCALE_FO
 from onepass.ops.rms_norm.launch import GATE_ACTIVATIONS
 from onepass.ops.rms_norm.op import (
     LAYER_NORM,
+    QUANTIZATION,
     RMS_NORM,
     RMS_NORM_ADD_RMS_NORM,
     RMS_NORM_ADD_RMS_NORM_QUANT,
@@ -131,12 +133,26 @@ def sandwich_static_arguments(device: str = "cpu") -> Arguments:
     return sampled_arguments(RMS_NORM_ADD_RMS_NORM_QUANT, {"N": 64}, (3,), device, ("static_scale",), **options)
 
 
+def rows_arguments(device: str = "cpu") -> Arguments:
+    """Pairs of 4-bit codes, swizzled scales, a scale in memory and a gate."""
+    optional = ("gate", "global_scale", "scale_ub_tensor")
+    values = sampled_arguments(QUANTIZATION, {"N": 96}, (3, 2), device, optional, gate=F32)
+    values |= {"format": "nvfp4", "group_size": 16, "scale_format": "e4m3", "scales_dtype": FP8}
+    return values | {"scale_layout": "128x4", "rounding": "stored", "gate_activation": "sigmoid"}
+
+
+def rows_static_arguments(device: str = "cpu") -> Arguments:
+    options = {"format": "int8", "quantize": "divide"}
+    return sampled_arguments(QUANTIZATION, {"N": 64}, (3,), device, ("static_scale",), **options)
+
+
 BY_CONTRACT: dict[str, Build] = {
     "rms_norm": norm_arguments,
     "layer_norm": layer_arguments,
     "rms_norm_fused_quant": quant_arguments,
     "rms_norm_add_rms_norm": sandwich_arguments,
     "rms_norm_add_rms_norm_quant": sandwich_quant_arguments,
+    "quantize": rows_arguments,
 }
 
 # --- calls of the public functions ----------------------------------------------------------------------------------
@@ -232,12 +248,21 @@ def call_sandwich(values: Arguments) -> Any:
     return rms_norm_add_rms_norm(**values)
 
 
-def call_sandwich_quant(values: Arguments) -> Any:
+def public_scale_ub(values: Arguments) -> Arguments:
+    """The public function's arguments: one ``scale_ub`` of either kind."""
     named = {name: value for name, value in values.items() if name != "scale_ub_tensor"}
-    return rms_norm_add_rms_norm_quant(**named | {"scale_ub": public_bound(values)})
+    return named | {"scale_ub": public_bound(values)}
 
 
-def sandwich_defaults(values: Arguments) -> Arguments:
+def call_sandwich_quant(values: Arguments) -> Any:
+    return rms_norm_add_rms_norm_quant(**public_scale_ub(values))
+
+
+def call_rows(values: Arguments) -> Any:
+    return quantize(**public_scale_ub(values))
+
+
+def bound_defaults(values: Arguments) -> Arguments:
     return implied(split_bound(values))
 
 
@@ -256,14 +281,16 @@ FORMS: list[Form] = [
     writing("rms_norm_fused_quant, packed", _QUANT, packed_arguments, call_quant, derived=with_defaults),
     *both("rms_norm_add_rms_norm", RMS_NORM_ADD_RMS_NORM, sandwich_arguments, call_sandwich),
     writing("rms_norm_add_rms_norm, hf", RMS_NORM_ADD_RMS_NORM, sandwich_hf_arguments, call_sandwich),
-    writing("rms_norm_add_rms_norm_quant", *_SANDWICH_QUANT, derived=sandwich_defaults),
+    writing("rms_norm_add_rms_norm_quant", *_SANDWICH_QUANT, derived=bound_defaults),
     writing(
         "rms_norm_add_rms_norm_quant, static",
         RMS_NORM_ADD_RMS_NORM_QUANT,
         sandwich_static_arguments,
         call_sandwich_quant,
-        derived=sandwich_defaults,
+        derived=bound_defaults,
     ),
+    *both("quantize", QUANTIZATION, rows_arguments, call_rows, derived=bound_defaults),
+    writing("quantize, static", QUANTIZATION, rows_static_arguments, call_rows, derived=bound_defaults),
 ]
 
 # --- any number of rows ---------------------------------------------------------------------------------------------
@@ -328,6 +355,14 @@ def _sandwich_codes(t: Tensors, **options: Any) -> list[Tensor]:
     return list(results)
 
 
+def _codes(t: Tensors, **options: Any) -> list[Tensor]:
+    return list(quantize(t["x"], **options))
+
+
+def _gated_codes(t: Tensors, **options: Any) -> list[Tensor]:
+    return list(quantize(t["x"], gate=t["z"], **options))
+
+
 _ROW, _GAMMA = {"x": 0, "r": 0}, {"gamma": (0,)}
 ROWS: Final = (
     Rows("rms_norm", _ROW, _GAMMA, lambda t: list(rms_norm(t["x"], t["gamma"], residual=t["r"]))),
@@ -388,4 +423,8 @@ ROWS: Final = (
         {"gamma": (320,)},
         partial(_sandwich_codes, format="mxfp8", round_sum=True),
     ),
+    Rows("quantize", {"x": 0}, {}, _codes),
+    Rows("quantize, groups", {"x": 320}, {}, partial(_codes, group_size=64, format="int8")),
+    Rows("quantize, gate", {"x": 0, "z": 0}, {}, partial(_gated_codes, rounding="hf")),
+    Rows("quantize, gate, nvfp4", {"x": 336, "z": 336}, {}, partial(_gated_codes, format="nvfp4")),
 )

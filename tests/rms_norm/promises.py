@@ -1,4 +1,4 @@
-"""Promises of the row norms: a row's bytes depend on the row alone, graphs replay, indices are 64-bit."""
+"""Promises of the row norms and of `quantize`: a row's bytes depend on the row alone, graphs replay, indices are 64-bit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onepass.formats import FLOATS, ROUNDINGS
 from onepass.ops.rms_norm.op import (
+    quantize,
     rms_norm,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_quant,
@@ -36,6 +37,7 @@ def promises(device: str) -> Iterator[tuple[str, Promise]]:
             yield f"alignment changes no bit: {label}", partial(_alignment, device, n, dtype)
             yield f"what else is stored changes no bit: {label}", partial(_stored, device, n, dtype)
             yield f"a post-norm in the launch changes no bit: {label}", partial(_sandwiched, device, n, dtype)
+            yield f"codes and scales without a norm are those of torch: {label}", partial(_divided, device, n, dtype)
     yield "a thousand repeats change no bit", lambda: _repeats(device)
     if device == "cuda":
         yield "a captured graph replays on new inputs", _graph
@@ -49,6 +51,7 @@ def _all(x: Tensor, gamma: Tensor) -> list[Tensor]:
     results += rms_norm_fused_quant(x, gamma, format="int8", rounding="stored")
     if x.shape[-1] % 32 == 0:
         results += [*rms_norm_fused_quant(x, gamma, format="mxfp4"), *rms_norm_fused_quant(x, gamma, format="nvfp4")]
+    results += [*quantize(x), *quantize(x, gate=x, rounding="hf", format="int8", group_size=group)]
     results += [*rms_norm_add_rms_norm(x, gamma, gamma, residual=x)]
     return [*results, *rms_norm_add_rms_norm_quant(x, gamma, gamma, residual=x, format="int8", rounding="hf")]
 
@@ -123,6 +126,22 @@ def _sandwiched(device: str, n: int, dtype: torch.dtype) -> str | None:
             for ours, wanted in pairs:
                 if not all(map(same_bytes, ours, wanted)):
                     return f"{len(ours)} results with rounding {rounding!r} and round_sum={round_sum} differ"
+    return None
+
+
+def _divided(device: str, n: int, dtype: torch.dtype) -> str | None:
+    """Scales and codes are known to the byte where nothing is computed before them."""
+    x, _ = _inputs(device, 65, n, dtype)
+    for group in (None, 64) if n % 64 == 0 else (None,):
+        y = x.float().unflatten(-1, (-1, group or n))
+        most = torch.tensor(448.0, device=device)  # on a GPU torch multiplies by the reciprocal of a number
+        scale = y.abs().amax(-1, keepdim=True) / most
+        for way, quotient in {"reciprocal": y * (1 / scale), "divide": y / scale}.items():
+            codes, ours = quantize(x, quantize=way, group_size=group)  # type: ignore[arg-type]
+            if not same_bytes(ours, scale.squeeze(-1)):
+                return f"scales of groups of {group} are not the largest magnitude over 448"
+            if not same_bytes(codes, quotient.clamp(-448, 448).to(codes.dtype).flatten(-2)):
+                return f"codes of groups of {group} are not those of the {way}"
     return None
 
 

@@ -78,7 +78,7 @@ BY_NAME = {
     "core/backend.py": "an op in the backend of a device",
     "testing/runner.py": "a family in the interpreter",
     "cpu/launch.py": "code generators, only where a kernel must be compiled",
-    "gpu/tuning/__init__.py": "one module per chip",
+    "gpu/chip.py": "one module per chip",
     "cli/source.py": "the backends that are installed",
 }
 """Files that may import modules by a computed name, and why."""

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from onepass.models.forwards import layer
 from onepass.models.forwards import norm as norms
 from onepass.models.forwards.norm import NormRecord
-from tools.bench import common, differences, models
+from tools.bench import common, differences
 from tools.bench.agreement import own_norm
 
 KINDS = {
@@ -31,7 +31,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny(name: str) -> Any:
     _, config, sizes = common.sized(name, 2)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
-    return common.build(config, {**sizes, **models._TINY, **heads}, "cpu")
+    return common.build(config, {**common.tiny(sizes), **heads}, "cpu")
 
 
 def report_of(name: str) -> dict[str, Any]:

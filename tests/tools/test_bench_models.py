@@ -22,7 +22,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 def tiny(name: str, **more: Any) -> Any:
     _, config, sizes = common.sized(name, 2)
-    return common.build(config, {**sizes, **models._TINY, **more}, "cpu")
+    return common.build(config, {**common.tiny(sizes), **more}, "cpu")
 
 
 def test_sizes() -> None:
@@ -33,12 +33,53 @@ def test_sizes() -> None:
         assert len(sizes.get("layer_types", [0] * layers)) == layers
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Llama-3.2-1B", 1_235_814_400),
+        ("Qwen3-0.6B", 596_049_920),
+        ("OLMo-2-1B", 1_484_916_736),
+        ("Gemma-3-1B", 999_885_952),
+    ],
+)
+def test_whole_models_have_as_many_parameters_as_the_published_ones(name: str, parameters: int) -> None:
+    title, config, sizes = common.sized(name, 8)
+    model = common.build(config, sizes, "meta")
+    assert title == f"{name}, whole" and sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_whole_models_are_measured_with_a_long_context_too() -> None:
+    assert models.sizes_of("Qwen3 8B", (1, 4), None) == [(1, 128), (4, 128)]
+    assert models.sizes_of("Qwen3-0.6B", (1, 4, 8), None) == [(1, 128), (4, 128), (8, 128), (1, 4096), (8, 4096)]
+    assert models.sizes_of("Qwen3-0.6B", (4,), (64, 4096)) == [(4, 64), (4, 4096)]
+
+
+def test_a_long_context_is_full_behind_the_step() -> None:
+    """Its row is another one than that of the usual context, and its floor has the cache."""
+    with torch.no_grad():
+        model = tiny("Qwen3 8B", **HEADS)
+        row = steps.measure(Models(model), steps.Size(2, 200), "cpu", 1, ways("decode"))
+        step = steps.Step(model, 2, "cpu", context=200)
+    assert row["context"] == 200 and set(row["us"]) == {"unpatched", "decode"} and steps.agrees(row, NAMES)
+    assert bool(step.mask.all()) and int(step.positions[0]) == step.used == 199
+    rows = [row_of(2, unpatched=5.0)]
+    models.add(rows, {**row_of(2, decode=3.0), "context": 200})
+    assert [entry["us"] for entry in rows] == [{"unpatched": 5.0}, {"decode": 3.0}]
+    found = steps.floors(model, 400)
+    assert found["cache"] == pytest.approx(400 * 2 * 2 * 4 * 128 * 2 / 4.55e6), (
+        "400 entries of 2 layers, 4 heads of 128"
+    )
+    assert steps.floor_of({"floor": found}, "decode") == pytest.approx(found[""] + found["cache"])
+    assert steps.floor_of({"floor": found}, "decode, fp8") == pytest.approx(found["fp8"] + found["cache"])
+    assert steps.floor_of({"floor": {"": 2.0, "fp8": 1.0}}, "decode") == 2.0 and steps.floor_of({}, "decode") is None
+
+
 def ways(*names: str) -> tuple[Way, ...]:
     return tuple(WAYS[name] for name in ("eager", *names))
 
 
 def measure(model: Any, batch: int, *names: str) -> dict[str, Any]:
-    return steps.measure(Models(model), batch, "cpu", 1, ways(*names), only_trace=True)
+    return steps.measure(Models(model), steps.Size(batch), "cpu", 1, ways(*names), only_trace=True)
 
 
 def test_decode_step_with_a_static_cache() -> None:
@@ -81,7 +122,7 @@ def test_models_are_chosen_by_parts_of_their_names() -> None:
         "Llama 3 8B",
         "OLMo-2 7B",
     ]
-    assert common.chosen(None, "cpu") == ["Llama 1024"] and len(common.chosen(None)) == len(common.MODELS)
+    assert common.chosen(None, common.CPU_MODELS) == ["Llama 1024"] and len(common.chosen(None)) == len(common.MODELS)
     with pytest.raises(SystemExit, match="no model has a name like bert"):
         common.chosen(["bert"])
 
@@ -194,7 +235,8 @@ def test_results_are_written_after_each_row(tmp_path: Path, monkeypatch: pytest.
     file = tmp_path / "models.json"
     measured: list[int] = []
 
-    def measure(models: Any, batch: int, *_: Any) -> dict[str, Any]:
+    def measure(models: Any, size: steps.Size, *_: Any) -> dict[str, Any]:
+        batch = size.batch
         if measured:
             assert [row["batch"] for row in json.loads(file.read_text())["rows"]] == measured
         measured.append(batch)
@@ -204,7 +246,7 @@ def test_results_are_written_after_each_row(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(models, "measure", measure)
     monkeypatch.setattr(common, "build", lambda *_: None)
-    line = ["models", "--device", "cpu", "--tiny", "--model", "qwen3", "olmo", "--json", str(file), "--batch"]
+    line = ["models", "--device", "cpu", "--tiny", "--model", "qwen3-8b", "olmo-2-7b", "--json", str(file), "--batch"]
     monkeypatch.setattr(sys, "argv", [*line, "1", "3", "5"])
     with pytest.raises(KeyboardInterrupt):
         models.main()
@@ -212,7 +254,7 @@ def test_results_are_written_after_each_row(tmp_path: Path, monkeypatch: pytest.
     assert [row["model"] for row in report["rows"]] == ["Qwen3 8B, 2 layers"] * 2
     assert "transformers' own code, not compiled" in report["baseline"]
     measured.clear()
-    monkeypatch.setattr(models, "measure", lambda models, batch, *_: row_of(batch, fp8=2.0))
+    monkeypatch.setattr(models, "measure", lambda models, size, *_: row_of(size.batch, fp8=2.0))
     monkeypatch.setattr(sys, "argv", [*line, "3", "7"])
     with pytest.raises(SystemExit):
         models.main()

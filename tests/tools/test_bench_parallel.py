@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from tools.bench import common, limits, model_tables, models, parallel
 from tools.bench.limits import OutOfTime, deadline_after, over, until
 from tools.bench.parallel import Job, jobs
+from tools.bench.steps import Size
 from tools.bench.ways import WAYS
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +121,7 @@ def test_resumed_processes_return_what_they_measured(tmp_path: Path, monkeypatch
             yield Job("Qwen3 8B", (batch,)), {"rows": [row(batch, 9.0), row(other, 1.0)]}
 
     monkeypatch.setattr(parallel, "run", run)
-    line = ["models", "--device=cpu", "--tiny", "--model=qwen3", "--workers=2", "--resume", f"--json={file}"]
+    line = ["models", "--device=cpu", "--tiny", "--model=qwen3-8b", "--workers=2", "--resume", f"--json={file}"]
     monkeypatch.setattr(sys, "argv", [*line, "--batch", "1", "4"])
     with pytest.raises(SystemExit):
         models.main()
@@ -130,10 +131,11 @@ def test_resumed_processes_return_what_they_measured(tmp_path: Path, monkeypatch
 def test_resumed_runs_measure_what_is_missing() -> None:
     ways = tuple(WAYS[name] for name in ("eager", "decode", "fp8"))
     rows = [{"model": "M", "batch": 1, "us": {"unpatched": 3.0, "decode": 1.0}, "failed": {"decode, fp8": "no"}}]
-    assert [way.name for way in models.missing(ways, rows, "M", 1)] == ["unpatched", "decode, fp8"]
-    assert models.missing(ways, rows, "M", 4) == ways == models.missing(ways, [], "M", 1)
+    assert [way.name for way in models.missing(ways, rows, "M", Size(1))] == ["unpatched", "decode, fp8"]
+    for size in (Size(4), Size(1, 4096)):
+        assert models.missing(ways, rows, "M", size) == ways == models.missing(ways, [], "M", size)
     rows[0]["us"]["decode, fp8"] = 1.0  # type: ignore[index]
-    assert models.missing(ways, rows, "M", 1) == ()
+    assert models.missing(ways, rows, "M", Size(1)) == ()
 
 
 def test_gains_name_rows_where_a_compiler_is_ahead() -> None:

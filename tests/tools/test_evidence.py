@@ -25,12 +25,12 @@ from onepass.gpu import chip
 from onepass.gpu import compile as compiler
 from onepass.gpu.chip import Chip
 from onepass.gpu.compile import Build
-from onepass.models.patching.families import FAMILIES
 from onepass.ops.rms_norm import gpu_kernel as kernels
 from onepass.ops.rms_norm.gpu import build_for
 from onepass.ops.rms_norm.gpu_tile import row_config
 from onepass.testing.runner import OPS, Result
 from tests import matrix
+from tests.helpers.families import FAMILIES
 from tests.mla_cache.checks import MlaCase
 from tests.oracle import runner
 from tests.oracle.case import Check
@@ -66,7 +66,7 @@ class TestPublishedModels:
         assert {family.name for family in published.FAMILIES} == set(rows)
         for family in published.FAMILIES:
             row = rows[family.name]
-            assert (family.rounding, family.weight_offset) == (row.rounding, row.weight_offset), family.name
+            assert (family.rounding, family.weight_offset) == (row.form.rounding, row.form.weight_offset), family.name
             norms = "" if row.attention is None else "heads" if row.attention.per_head else "whole"
             assert family.norms == norms, family.name
             assert any(model.latent for model in family.models) == (row.mla is not None), family.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,14 @@ def _sizes(hidden: int, intermediate: int, **more: int) -> dict[str, Any]:
     return {"hidden_size": hidden, "intermediate_size": intermediate, **more}
 
 
+def _whole(
+    vocabulary: int, layers: int, tied: bool, sizes: dict[str, Any], heads: tuple[int, int, int]
+) -> dict[str, Any]:
+    """The sizes of a whole model; ``heads`` of queries, of keys, and the columns of each."""
+    own = {"vocab_size": vocabulary, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    return sizes | own | dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
+
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 3 8B": ("LlamaConfig", _sizes(4096, 14336, **_HEADS)),
     "Qwen3 8B": ("Qwen3Config", _sizes(4096, 12288, **_HEADS)),
@@ -39,11 +47,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """The configuration class and layer sizes of each model."""
-MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3 0.6B": (
-        "Qwen3Config",
-        _sizes(1024, 3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128, num_hidden_layers=28),
+WHOLE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.2-1B": ("LlamaConfig", _whole(128256, 16, True, _sizes(2048, 8192), (32, 8, 64))),
+    "Qwen3-0.6B": ("Qwen3Config", _whole(151936, 28, True, _sizes(1024, 3072), (16, 8, 128))),
+    "OLMo-2-1B": ("Olmo2Config", _whole(100352, 16, False, _sizes(2048, 8192), (16, 16, 128))),
+    "Gemma-3-1B": (
+        "Gemma3TextConfig",
+        _whole(262144, 26, True, _sizes(1152, 6912, query_pre_attn_scalar=256), (4, 1, 256)),
     ),
+}
+"""Small models with their published sizes: all layers and the whole vocabulary. Every layer of Gemma attends to all entries."""
+MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral 7B": ("MistralConfig", {**_sizes(4096, 14336, **_HEADS), "sliding_window": None}),
     "Qwen2 7B": ("Qwen2Config", _sizes(3584, 18944, num_attention_heads=28, num_key_value_heads=4, head_dim=128)),
     "Gemma 2 9B": ("Gemma2Config", _sizes(3584, 14336, **_GEMMA_HEADS)),
@@ -54,8 +68,6 @@ MORE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4 9B": ("Glm4Config", _sizes(4096, 13696, num_attention_heads=32, num_key_value_heads=2, head_dim=128)),
 }
 """Models that are measured only if they are named."""
-SMALL = "Qwen3 0.6B"
-"""The one of these that a CPU runs too."""
 _CPU_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
 CPU_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 1024": ("LlamaConfig", _sizes(1024, 2816, **_CPU_HEADS, num_hidden_layers=16)),
@@ -65,7 +77,7 @@ CPU_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def sized(name: str, layers: int) -> tuple[str, str, dict[str, Any]]:
     """A title, the configuration class and its sizes with a number of decoder layers (DeepSeek-V3 has three dense ones)."""
-    config, sizes = {**MODELS, **MORE_MODELS, **CPU_MODELS}[name]
+    config, sizes = {**MODELS, **WHOLE_MODELS, **MORE_MODELS, **CPU_MODELS}[name]
     layers = sizes.get("num_hidden_layers", layers)
     more: dict[str, Any] = {}
     dense = ""
@@ -74,7 +86,16 @@ def sized(name: str, layers: int) -> tuple[str, str, dict[str, Any]]:
         more = {"first_k_dense_replace": layers}
     elif name.startswith("Gemma"):
         more = {"layer_types": ["full_attention"] * layers}
-    return f"{name}, {layers}{dense} layers", config, {**sizes, "num_hidden_layers": layers, **more}
+    title = f"{name}, whole" if name in WHOLE_MODELS else f"{name}, {layers}{dense} layers"
+    return title, config, {**sizes, "num_hidden_layers": layers, **more}
+
+
+def tiny(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Small sizes for tests, with at most two layers."""
+    small = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}
+    layers = min(2, sizes["num_hidden_layers"])
+    more = {"layer_types": sizes["layer_types"][:layers]} if "layer_types" in sizes else {}
+    return {**sizes, **small, **more, "num_hidden_layers": layers}
 
 
 def build(config: str, sizes: dict[str, Any], device: str) -> Any:
@@ -113,13 +134,12 @@ def _matches(part: str, name: str) -> bool:
     return part[1:] == name if part.startswith("=") else _letters(part) in _letters(name)
 
 
-def chosen(parts: Sequence[str] | None, device: str = "cuda") -> list[str]:
-    """The names of the models that ``--model`` selects. Case and punctuation do not matter.
+def chosen(parts: Sequence[str] | None, usual: Iterable[str] = MODELS, more: Iterable[str] = MORE_MODELS) -> list[str]:
+    """The names of the models that ``--model`` selects; of the usual ones and more if it names some.
 
-    A part that starts with "=" is a whole name.
+    Case and punctuation do not matter. A part that starts with "=" is a whole name.
     """
-    usual, more = (MODELS, MORE_MODELS) if device == "cuda" else (CPU_MODELS, {SMALL: MORE_MODELS[SMALL]})
-    names = list({**usual, **(more if parts else {})})
+    names = list(dict.fromkeys((*usual, *(more if parts else ()))))
     found = [name for name in names if not parts or any(_matches(part, name) for part in parts)]
     if not found:
         raise SystemExit(f"no model has a name like {', '.join(parts or ())}; there are {', '.join(names)}")

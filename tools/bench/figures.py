@@ -20,9 +20,11 @@ from benchmarks.suite.results import CEILINGS, COMPILED, EAGER, OURS, Results, R
 from . import engine, formats, report
 from . import linear as linear_tables
 from .goals import Goal, Sheet
-from .ways import BASELINE, WAYS
+from .steps import LENGTH
+from .ways import BASELINE, NAMES, WAYS
 
 CHAIN, BEHIND, STEP, TURNS = "chain", "behind a kernel", "captured step", "in turns with the rest"
+SEQUENCE, SCOREBOARD = "127 dependent steps", "scoreboard.json"
 HOST, TUNING = "host time of a call", "behind a norm, tuning run"
 MICROSECONDS, LONGER, AHEAD = "us", "times as long", "rows with a peer ahead"
 FASTER, SHARE, REACHED = "times as fast", "share", "rows that reach it"
@@ -145,6 +147,7 @@ def _of_gpu(folder: Path) -> Iterator[Figure]:
     yield from _of_linear(folder)
     yield from _of_formats(folder)
     yield from _of_models(folder / report.MODELS)
+    yield from _of_scoreboard(folder / SCOREBOARD)
     yield from _of_hosts(folder)
     for name, (protocol, file, keys) in QUOTED.items():
         if (folder / file).exists():
@@ -195,11 +198,17 @@ def _at(value: Any, keys: Sequence[str | int]) -> float:
     return float(value)
 
 
+def _step(row: Mapping[str, Any]) -> str:
+    """The name of a decode step: contexts that are not the usual one are named."""
+    context = row.get("context", LENGTH)
+    return f"{row['model']}, batch {row['batch']}{'' if context == LENGTH else f', context {context}'}"
+
+
 def _of_models(path: Path) -> Iterator[Figure]:
     """The ranges of README.md, and each decode step next to the model that is only patched, and to the one that is not."""
     if not path.exists():
         return
-    rows = [(f"{row['model']}, batch {row['batch']}", row["us"]) for row in json.loads(path.read_text())["rows"]]
+    rows = [(_step(row), row["us"]) for row in json.loads(path.read_text())["rows"]]
     for way in (_PATCHED, _BOTH, _DECODE):
         gains = [us[BASELINE] / us[way] for _, us in rows if {way, BASELINE} <= us.keys()]
         if gains:
@@ -212,6 +221,21 @@ def _of_models(path: Path) -> Iterator[Figure]:
         for way, others in ((_PATCHED, (BASELINE,)), (_DECODE, (BASELINE, _PATCHED))):
             if way in us:
                 yield Figure(f"{name}, {way}", STEP, us[way], path.name, must_beat={o: us.get(o) for o in others})
+
+
+def _of_scoreboard(path: Path) -> Iterator[Figure]:
+    """Our ways under the scoreboard's protocol, and what a long cache costs."""
+    every = json.loads(path.read_text())["rows"] if path.exists() else []
+    short: dict[tuple[str, str], float] = {}
+    for row in sorted((row for row in every if "us" in row), key=lambda row: int(row["capacity"])):
+        name, key = f"{row['model']}, {row['way']}, {row['capacity']} entries", (row["model"], row["way"])
+        if row["way"] in NAMES and not NAMES[row["way"]].ours:
+            continue
+        yield Figure(name, SEQUENCE, row["us"], path.name)
+        if short.setdefault(key, row["us"]) != row["us"]:
+            yield Figure(f"{name}: over the shortest cache", SEQUENCE, row["us"] / short[key], path.name, LONGER)
+        if "gate" in row:
+            yield Figure(f"{name}: gate", SEQUENCE, int(row["gate"]["passes"]), path.name, REACHED)
 
 
 def _of_cache(path: Path) -> Iterator[Figure]:

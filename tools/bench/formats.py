@@ -95,9 +95,9 @@ def full(sheet: Sheet, sources: Sequence[str]) -> str:
     run = sheet.results.runs[0]
     about = (
         f"{sheet.results.machine}, {run['date']}, torch {run['torch']}, Triton {run.get('triton', 'unknown')}. bfloat16 rows, microseconds "
-        "per call in a chain of itself / behind an ordinary kernel, the smaller of two medians. The ceiling is the fastest copy of as many "
-        "bytes. `torch.compile` is in its default mode. FlashInfer has one of these norms on this chip, with a given scale: its FP4 "
-        "needs another."
+        "per call back to back / behind an ordinary kernel, the smaller of two medians. The ceiling is the fastest copy of as many "
+        "bytes. `torch.compile` is in its default mode. Of FlashInfer's norms, only the one with a static scale runs on this chip; "
+        "its FP4 needs a newer one."
     )
     parts = [f"{SOURCE}{' '.join(sources)} -->", f"# Formats on {sheet.results.machine}", "", about, ""]
     refused = [f"- {name}, {row.words}: `{why}`" for row in sheet.rows for name, why in row.refused.items()]

@@ -93,7 +93,7 @@ def generating(
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, models.model.config.vocab_size, (batch, PROMPT), generator=generator).to(device)
-    call: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens}
+    asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens}
     row: dict[str, Any] = {"batch": batch, "prompt": PROMPT, "new_tokens": new_tokens, "us_per_token": {}}
     row |= {"medians": {}, "same_tokens": {}, "warm_up_s": {}, "failed": {}}
     wanted = ["dynamic", *(name for name in FORMS if name != "dynamic" and (not names or name in names))]
@@ -107,9 +107,9 @@ def generating(
                 model, _ = models.of(WAYS[form.way])
                 start = time.perf_counter()
                 for _ in range(2):
-                    before = _call(model, ids, {**call, **form.options}, device)[0]
+                    before = call(model, ids, {**asked, **form.options}, device)[0]
                 row["warm_up_s"][title] = time.perf_counter() - start
-                timed = [_call(model, ids, {**call, **form.options}, device) for _ in range(2 * repeats)]
+                timed = [call(model, ids, {**asked, **form.options}, device) for _ in range(2 * repeats)]
             new, samples = timed[-1][0], [seconds / new_tokens * 1e6 for _, seconds in timed]
             if form.sampled and not torch.equal(new, before):
                 raise AssertionError("the same seed drew other tokens")
@@ -124,7 +124,7 @@ def generating(
     return row
 
 
-def _call(model: Any, ids: Tensor, options: dict[str, Any], device: str) -> tuple[Tensor, float]:
+def call(model: Any, ids: Tensor, options: dict[str, Any], device: str) -> tuple[Tensor, float]:
     """The new tokens, and the seconds of the call."""
     torch.manual_seed(0)
     wait(device)

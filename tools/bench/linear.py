@@ -165,11 +165,11 @@ def full(sheet: Sheet, sources: Sequence[str]) -> str:
         )
     else:
         about = (
-            f"{machine}, Triton {run.get('triton', 'unknown')}. Microseconds per call in a chain of itself / behind an ordinary kernel, "
+            f"{machine}, Triton {run.get('triton', 'unknown')}. Microseconds per call back to back / behind an ordinary kernel, "
             f"the smaller of two medians. The floor is the bytes of the weights at {RATE} TB/s. Up to M = 16, weights rotate through "
-            f"more than 400 MB; beyond, one set of inputs is used. `{SCALED}` gets rows that are fp8 already, so it does less work, and "
-            "less accurate work. cuBLAS has bfloat16 weights, next to fp8 rows too. `torch.compile` is in its default mode, or "
-            "max-autotune where that was measured and is faster."
+            f"more than 400 MB; beyond, one set of inputs is used. `{SCALED}` gets rows that are fp8 already, so it does less work, "
+            "less accurately. cuBLAS always has bfloat16 weights. `torch.compile` is in its default mode, or max-autotune where that "
+            "was measured and is faster."
         )
     parts = [f"{SOURCE}{' '.join(sources)} -->", f"# linear on {sheet.results.machine}", ""]
     parts += [f"**{sheet.results.banner}**", ""] if sheet.results.banner else []

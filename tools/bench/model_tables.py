@@ -1,8 +1,8 @@
 """``python -m tools.bench.model_tables``: writes the measured numbers about models into the documents.
 
-It reads benchmarks/h200/models.json (`tools.bench.models`), and of each machine agreement.json
-(`tools.bench.agreement`), and replaces the text between markers in README.md and docs/. Columns and sentences
-appear if the data contain them. A test fails if a document is stale.
+It reads benchmarks/h200/models.json (`tools.bench.models`) and scoreboard.json (`tools.bench.scoreboard`), and of each
+machine agreement.json (`tools.bench.agreement`), and replaces the text between markers in README.md and docs/. Columns
+and sentences appear if the data contain them. A test fails if a document is stale.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from .generating import FORMS
 from .limits import OutOfTime
 from .markdown import filled, markers, table
+from .scoreboard import MODEL
+from .steps import LENGTH, floor_of
 from .ways import BASELINE, WAYS
 
 _TITLES = {
@@ -23,8 +25,10 @@ _TITLES = {
     WAYS["decode"].name: "`decode=True`",
     WAYS["fp8"].name: '`decode=True, weights="fp8"`',
 }
+SCOREBOARD: Final = f"{MODEL}, whole"
 _WAYS = [way.name for way in WAYS.values()]
 _PATCHED, _COMPILED, _BOTH, _DECODE = (WAYS[n].name for n in ("patched", "compile", "compile-patched", "decode"))
+_FP8 = WAYS["fp8"].name
 _AUTOTUNED = WAYS["max-autotune"].name
 
 
@@ -34,15 +38,25 @@ def _failed(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _cell(row: dict[str, Any], way: str) -> str:
+    """Microseconds; in brackets the speed-up over the baseline and, for decode steps, the share of the floor."""
     us, plain = row["us"].get(way), row["us"].get(BASELINE)
     if us is None:
         return "failed" if way in _failed(row) else ""
-    return f"{us:.0f}" if way == BASELINE or plain is None else f"{us:.0f} ({plain / us:.2f}x)"
+    floor = floor_of(row, way) if way in (_DECODE, _FP8) else None
+    notes = [f"{plain / us:.2f}x"] if way != BASELINE and plain is not None else []
+    notes += [f"{floor / us:.0%}"] if floor else []
+    return f"{us:.0f} ({', '.join(notes)})" if notes else f"{us:.0f}"
+
+
+def _name(row: dict[str, Any]) -> str:
+    """The model, and the entries of a long cache."""
+    context = row.get("context", LENGTH)
+    return row["model"] if context == LENGTH else f"{row['model']}, context {context:,}"
 
 
 def _floor(row: dict[str, Any]) -> list[str]:
-    floor = row.get("floor")
-    return [f"{floor['']:.0f} ({floor['fp8']:.0f})" if floor else ""]
+    plain, quantized = (floor_of(row, way) for way in (BASELINE, _FP8))
+    return [f"{plain:.0f} ({quantized:.0f})" if plain else ""]
 
 
 def _times(rows: list[dict[str, Any]], way: str) -> str:
@@ -61,6 +75,7 @@ def steps(report: dict[str, Any]) -> str:
     """The table of decode steps and its conclusions."""
     rows = report["rows"]
     floor = any(row.get("floor") for row in rows)
+    cached = any("cache" in row["floor"] for row in rows if row.get("floor"))
     ways = [way for way in _WAYS if any(way in row["us"] or way in _failed(row) for row in rows)]
     lines = [
         "One decode step of models with the layer sizes of well-known ones, with random bfloat16 weights and static caches, "
@@ -71,7 +86,7 @@ def steps(report: dict[str, Any]) -> str:
         *table(
             ["model", "batch", *(["floor"] if floor else []), *(_TITLES.get(way, way) for way in ways)],
             (
-                [row["model"], str(row["batch"]), *(_floor(row) if floor else []), *(_cell(row, way) for way in ways)]
+                [_name(row), str(row["batch"]), *(_floor(row) if floor else []), *(_cell(row, way) for way in ways)]
                 for row in rows
             ),
             1,
@@ -79,7 +94,11 @@ def steps(report: dict[str, Any]) -> str:
         "",
     ]
     if floor:
-        lines.append("The floor reads all weights of a step once at 4.55 TB/s; in brackets with fp8 projections.")
+        read = "all weights of a step, and the entries of its cache," if cached else "all weights of a step"
+        lines.append(
+            f"The floor reads {read} once at 4.55 TB/s; in brackets with fp8 projections. "
+            "Percentages are the share of the floor in a step's time."
+        )
     if _DECODE in ways:
         for name in (_COMPILED, _AUTOTUNED):
             wins, total = _counted(rows, _DECODE, name)
@@ -104,30 +123,7 @@ def steps(report: dict[str, Any]) -> str:
     )
     if report.get("generated"):
         lines += ["", *_generated(report["generated"])]
-    elif report.get("generate"):
-        lines += ["", *_generate(report["generate"])]
     return "\n".join(lines)
-
-
-def _generate(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        "`generate()` with its default, growing cache launches every kernel from Python, so the host limits its speed. "
-        f"Microseconds per token, without the prompt, {rows[0]['new_tokens']} tokens:",
-        "",
-        *table(
-            ["model", "batch", BASELINE, "patched", "same tokens"],
-            (
-                [
-                    row["model"],
-                    str(row["batch"]),
-                    *(_cell({"us": row["us_per_token"]}, way) for way in (BASELINE, "patched")),
-                    f"{row['same_tokens']:.0%}",
-                ]
-                for row in rows
-            ),
-            1,
-        ),
-    ]
 
 
 def _generated(rows: list[dict[str, Any]]) -> list[str]:
@@ -184,7 +180,7 @@ def _against(rows: list[dict[str, Any]], slower: str) -> str:
     if not both:
         return ""
     shares = [row["us"][slower] / row["us"][_DECODE] for row in both]
-    behind = [f"{row['model']}, batch {row['batch']}" for row, share in zip(both, shares, strict=True) if share <= 1]
+    behind = [f"{_name(row)}, batch {row['batch']}" for row, share in zip(both, shares, strict=True) if share <= 1]
     text = f"{min(shares):.2f} to {max(shares):.2f} times as fast as {slower}"
     wins = f", and faster in {len(both) - len(behind)} of {len(both)} rows"
     return text + wins + (f" (not in {'; '.join(behind)})" if behind else "")
@@ -203,6 +199,60 @@ def gains(report: dict[str, Any]) -> str:
                 f"transformers' compiled static cache {us[static]:.0f}."
             )
     return " ".join(lines)
+
+
+PUBLIC: Final = (
+    ("a CUDA graph with programmatic launch", 794.7, "passes"),
+    ("Hazy Research's megakernel", 759.8, "misses it"),
+)
+"""Results of others on an H200, in microseconds per step, and what they say about the gate."""
+PROTOCOL: Final = (
+    "[msaroufim/megakernels-vs-cuda-graphs](https://github.com/msaroufim/megakernels-vs-cuda-graphs) times Llama-3.2-1B at batch 1: "
+    "32 tokens, then 127 dependent steps with the choice of the token, in a cache of 16,384 entries. Its numerical gate subtracts the "
+    "error of transformers' own bfloat16 from that of a contender: the KL divergence and the absolute difference of the NLL, both "
+    "against float32. The upper end of the 95 % interval must not be above 0. Its results on an H200 (its docs/RESULTS.md, "
+    "2026-09-14):"
+)
+
+
+def scoreboard(report: dict[str, Any] | None) -> str:
+    """The results of others under the scoreboard's protocol, ours if there are any, and who is ahead."""
+    heads = ["what", "us per step", "gate"]
+    lines = [PROTOCOL, "", *table(heads, ([what, f"{us:.1f}", gate] for what, us, gate in PUBLIC), 1), ""]
+    if report is None:
+        return "\n".join((*lines, "onepass has not been measured under this protocol."))
+    every = [row for row in report["rows"] if "us" in row and row["model"] == SCOREBOARD]
+    longest = max(row["capacity"] for row in every)
+    rows = [row for row in every if row["capacity"] == longest]
+    lines += [
+        f"The same protocol with random weights (`python -m tools.bench.scoreboard`, {report['machine']}, {report['date']}, torch "
+        f"{report['torch']}, transformers {report['transformers']}). Bounds are those of the gate, for the KL divergence and the NLL. "
+        f"The last column is the time with a cache of {longest:,} entries over that with a short one.",
+        "",
+        *table(["way", *heads[1:], "bounds", "long cache"], (_entry(row, every) for row in rows), 1),
+        "",
+    ]
+    failed = [row for row in report["rows"] if "failed" in row]
+    lines += [f"`{row['way']}`, {row['capacity']:,} entries, failed: `{row['failed']}`." for row in failed]
+    exact = {way.name for way in WAYS.values() if way.ours and "weights" not in dict(way.options)}
+    best = min((row for row in rows if row["way"] in exact), key=lambda row: (not row["gate"]["passes"], row["us"]))
+    for what, us, _ in PUBLIC:
+        word, gate = "ahead of" if best["us"] < us else "behind", "passes" if best["gate"]["passes"] else "misses"
+        lines.append(f"`{best['way']}`, which {gate} the gate, is {word} {what}: {best['us']:.1f} against {us:.1f} us.")
+    return "\n".join(lines)
+
+
+def _entry(row: dict[str, Any], every: list[dict[str, Any]]) -> list[str]:
+    """The cells of a contender. Captured `generate` runs the step of `decode=True`, whose gate counts."""
+    gate = row.get("gate")
+    verdict = ["as `decode=True`", ""]
+    if gate:
+        verdict = [
+            "passes" if gate["passes"] else "misses it",
+            f"{gate['kl']['bound']:+.1e}, {gate['nll']['bound']:+.1e}",
+        ]
+    ratios = [row["us"] / other["us"] for other in every if other["way"] == row["way"] and other is not row]
+    return [_TITLES.get(row["way"], row["way"]), f"{row['us']:.1f}", *verdict, f"{max(ratios):.3f}x" if ratios else ""]
 
 
 def agreement(reports: list[dict[str, Any]]) -> str:
@@ -246,6 +296,8 @@ def render(root: Path) -> dict[Path, str]:
     reports = [json.loads(file.read_text()) for file in files if file.exists()]
     bodies = {"steps": steps(measured), "agreement": agreement(reports), "models": headline(measured)}
     bodies["gains"] = gains(measured)
+    board = root / "benchmarks/h200/scoreboard.json"
+    bodies["scoreboard"] = scoreboard(json.loads(board.read_text()) if board.exists() else None)
     found = {path: path.read_text() for path in (root / "README.md", *sorted((root / "docs").rglob("*.md")))}
     return {
         path: filled(text, bodies) for path, text in found.items() if any(markers(name)[0] in text for name in bodies)

@@ -1,7 +1,7 @@
 """``python -m tools.bench.models``: one decode step of patched transformers models, captured in a CUDA graph and replayed.
 
-Models have the layer sizes of well-known ones, few layers and random weights, in bfloat16 with a
-static cache. The step is captured in the ways that ``--contender`` names (default: all but the slow ones). The
+Large models have the layer sizes of well-known ones and few layers, small models all of theirs; weights are random, in
+bfloat16, with a static cache. The step is captured in the ways that ``--contender`` names (default: all but the slow ones). The
 baseline is "unpatched": transformers' own code, not compiled, in a CUDA graph. Replays are compared with
 the unpatched model's eager step, then timed in turns, twice. ``--generate`` also times `model.generate`, with the
 forms it names or with all. What fails is recorded with the first line of its error. Results are
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,17 @@ import torch
 
 from . import common, generating, parallel
 from .limits import deadline_after, over, until
-from .steps import agrees, measure, prepared
+from .steps import LENGTH, Size, agrees, floor_of, measure, prepared
 from .ways import BASELINE, NAMES, WAYS, Models, Way, chosen, first_line
 
 BATCHES = {"cuda": (1, 4, 8, 16), "cpu": (1, 4)}
+LONG_CONTEXT, LONG_BATCHES = 4096, (1, 8)
+"""The second context of whole models, and its batch sizes."""
 CONTENDERS = {"cuda": None, "cpu": ("compile", "decode", "fp8")}
 LAYERS = 8
 REPLAYS = 15
 THREADS = 2
 """Threads of a CPU."""
-_TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 256}
 
 
 def merged(report: dict[str, Any], path: Path | None) -> dict[str, Any]:
@@ -49,10 +51,15 @@ def merged(report: dict[str, Any], path: Path | None) -> dict[str, Any]:
     return {**old, **report, "rows": old["rows"], "generated": old.get("generated", [])}
 
 
+def key_of(row: dict[str, Any]) -> tuple[str, Size]:
+    """What a row is about."""
+    return row["model"], Size(row["batch"], row.get("context", LENGTH))
+
+
 def add(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
-    """Merge a row into the row of the same model and batch, if there is one. What was measured again is replaced."""
+    """Merge a row into the row of the same model and size, if there is one. What was measured again is replaced."""
     for old in rows:
-        if (old["model"], old["batch"]) == (new["model"], new["batch"]):
+        if key_of(old) == key_of(new):
             again = {*new["failed"], *new.get("us", ()), *new.get("us_per_token", ())}
             for key, value in new.items():
                 if isinstance(value, dict):
@@ -66,16 +73,18 @@ def add(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
 
 def _times(row: dict[str, Any], us: dict[str, float]) -> str:
     plain = us.get(BASELINE, float("nan"))
-    words = [f"  {name:40} {time:9.1f}  {plain / time:5.2f}x" for name, time in us.items()]
+    floors = {name: floor_of(row, name) for name in us}
+    shares = {name: f"  {floor / us[name]:4.0%} of the floor" for name, floor in floors.items() if floor}
+    words = [f"  {name:40} {time:9.1f}  {plain / time:5.2f}x{shares.get(name, '')}" for name, time in us.items()]
     words += [f"  {name:40} failed: {error}" for name, error in row["failed"].items()]
     return "\n".join(words)
 
 
 def shown(row: dict[str, Any]) -> str:
     """The table of one row: microseconds, the speed-up over the baseline, and the share of the floor."""
-    floor = row.get("floor") or {}
-    title = f"{row['model']}, batch {row['batch']}: one decode step, us"
-    title += f"; floor {floor['']:.0f}, with fp8 weights {floor['fp8']:.0f}" if floor else ""
+    title = f"{row['model']}, batch {row['batch']}, context {key_of(row)[1].context}: one decode step, us"
+    floors = [floor for name in (BASELINE, WAYS["fp8"].name) if (floor := floor_of(row, name))]
+    title += "; floor {:.0f}, with fp8 weights {:.0f}".format(*floors) if floors else ""
     return f"{title}\n{_times(row, row['us'])}"
 
 
@@ -86,9 +95,16 @@ def shown_generated(row: dict[str, Any]) -> str:
     return f"{title}\n{_times(row, row['us_per_token'])}\n  tokens/s: {', '.join(rates)}"
 
 
-def missing(ways: tuple[Way, ...], rows: list[dict[str, Any]], title: str, batch: int) -> tuple[Way, ...]:
+def sizes_of(name: str, batches: Sequence[int], contexts: Sequence[int] | None) -> list[Size]:
+    """The sizes to measure: of whole models also some with a long context, unless ``contexts`` are named."""
+    long = (LONG_CONTEXT,) if name in common.WHOLE_MODELS else ()
+    sizes = [Size(batch, context) for context in contexts or (LENGTH, *long) for batch in batches]
+    return [size for size in sizes if contexts or size.context == LENGTH or size.batch in LONG_BATCHES]
+
+
+def missing(ways: tuple[Way, ...], rows: list[dict[str, Any]], title: str, size: Size) -> tuple[Way, ...]:
     """The ways that a report has no time for, and the baseline if there are any."""
-    known = [row["us"] for row in rows if (row["model"], row["batch"]) == (title, batch)]
+    known = [row["us"] for row in rows if key_of(row) == (title, size)]
     left = [way for way in ways if not any(way.name in us for us in known)]
     return tuple(way for way in ways if left and (way in left or way.name == BASELINE))
 
@@ -103,7 +119,9 @@ class Run:
         baseline = f"transformers' own code, not compiled, {where}"
         head = {**common.head(self.device), "baseline": baseline, "rows": [], "generated": []}
         self.report = merged(head, options.json)
-        self.names = common.chosen(options.model, "cuda" if options.tiny else self.device)
+        cuda = self.device == "cuda" or options.tiny
+        usual = (*common.MODELS, *common.WHOLE_MODELS) if cuda else tuple(common.CPU_MODELS)
+        self.names = common.chosen(options.model, usual, common.MORE_MODELS if cuda else common.WHOLE_MODELS)
         self.batches = tuple(options.batch or BATCHES[self.device])
         self.tables: list[str] = []
         self.fine = True
@@ -111,12 +129,12 @@ class Run:
     def sized(self, name: str) -> tuple[str, str, dict[str, Any]]:
         """A model's title, configuration and sizes."""
         title, config, sizes = common.sized(name, 2 if self.options.tiny else self.options.layers)
-        return title, config, {**sizes, **_TINY} if self.options.tiny else sizes
+        return title, config, common.tiny(sizes) if self.options.tiny else sizes
 
-    def ways(self, title: str, batch: int, latent: bool) -> tuple[Way, ...]:
+    def ways(self, title: str, size: Size, latent: bool) -> tuple[Way, ...]:
         """The ways to measure, with ``--resume`` those that the file does not have."""
         ways = chosen(self.options.contender or CONTENDERS[self.device], latent)
-        return missing(ways, self.report["rows"], title, batch) if self.options.resume else ways
+        return missing(ways, self.report["rows"], title, size) if self.options.resume else ways
 
     def keep(self, row: dict[str, Any], part: str = "rows") -> None:
         """Print a row and write it."""
@@ -128,39 +146,39 @@ class Run:
         common.write(self.report, self.options.json)
 
     def model(self, name: str) -> None:
-        """Measure one model with every batch size. An error ends this model, and the others continue."""
+        """Measure one model in every size. An error ends this model, and the others continue."""
         title, config, sizes = self.sized(name)
         latent = "kv_lora_rank" in sizes
-        wanted = {batch: self.ways(title, batch, latent) for batch in self.batches}
-        steps = () if self.options.no_steps else [batch for batch in self.batches if wanted[batch]]
-        if not steps and self.options.generate is None:
+        measured = [] if self.options.no_steps else sizes_of(name, self.batches, self.options.context)
+        wanted = {size: ways for size in measured if (ways := self.ways(title, size, latent))}
+        if not wanted and self.options.generate is None:
             return
         try:
             with until(self.deadline):
                 models = Models(common.build(config, sizes, self.device))
             if self.options.turn is not None:
-                self._in_turn(title, models, list(steps), wanted)
+                self._in_turn(title, models, wanted)
                 return
-            for batch in self.batches:
-                self._batch(title, models, batch, wanted[batch] if batch in steps else ())
+            for size, ways in wanted.items():
+                if not over(self.deadline):
+                    settings = (self.device, self.options.replays, ways, self.options.tiny, self.deadline)
+                    self.keep({"model": title, **measure(models, size, *settings)})
+            for batch in self.batches if self.options.generate is not None else ():
+                self._generate(title, models, batch)
         except Exception as error:
             self.fine = False
             print(f"{title}: failed: {first_line(error)}", flush=True)
 
-    def _batch(self, title: str, models: Models, batch: int, ways: tuple[Way, ...]) -> None:
-        options = self.options
-        if ways and not over(self.deadline):
-            row = measure(models, batch, self.device, options.replays, ways, options.tiny, self.deadline)
-            self.keep({"model": title, **row})
-        if options.generate is not None and not over(self.deadline):
-            repeats, tokens = (1, 2) if options.tiny else (3, generating.NEW_TOKENS)
-            asked = (repeats, tokens, options.generate, self.deadline)
+    def _generate(self, title: str, models: Models, batch: int) -> None:
+        if not over(self.deadline):
+            repeats, tokens = (1, 2) if self.options.tiny else (3, generating.NEW_TOKENS)
+            asked = (repeats, tokens, self.options.generate, self.deadline)
             self.keep({"model": title, **generating.generating(models, batch, self.device, *asked)}, "generated")
 
-    def _in_turn(self, title: str, models: Models, batches: list[int], wanted: dict[int, tuple[Way, ...]]) -> None:
+    def _in_turn(self, title: str, models: Models, wanted: dict[Size, tuple[Way, ...]]) -> None:
         """Prepare all rows, then wait for the turn to measure them."""
-        ways = tuple(way for way in WAYS.values() if any(way in wanted[batch] for batch in batches))
-        rows = prepared(models, batches, self.device, ways, self.options.tiny, self.deadline)
+        ways = tuple(way for way in WAYS.values() if any(way in some for some in wanted.values()))
+        rows = prepared(models, list(wanted), self.device, ways, self.options.tiny, self.deadline)
         parallel.wait_for_turn(self.options.turn)
         for row in rows:
             self.keep({"model": title, **row.measured(self.options.replays)})
@@ -171,6 +189,7 @@ class Run:
         line = [f"--device={self.device}", f"--layers={self.options.layers}", f"--replays={self.options.replays}"]
         line += ["--tiny"] if self.options.tiny else []
         line += ["--contender", *self.options.contender] if self.options.contender else []
+        line += ["--context", *map(str, self.options.context)] if self.options.context else []
         if self.options.resume and self.options.json and self.options.json.exists():
             line += ["--resume"]
         for job, found in parallel.run(jobs, self.options.workers, line, self.deadline, self.options.json):
@@ -178,15 +197,19 @@ class Run:
             for row in found["rows"]:
                 if row["model"] == title and row["batch"] in job.batches:
                     self.keep(row)
-        measured = {(row["model"], row["batch"]) for row in self.report["rows"] if row["us"]}
-        titles = {self.sized(name)[0] for name in self.names}
-        self.fine = self.fine and all((title, batch) in measured for title in titles for batch in self.batches)
+        measured = {key_of(row) for row in self.report["rows"] if row["us"]}
+        every = {name: sizes_of(name, self.batches, self.options.context) for name in self.names}
+        keys = ((self.sized(name)[0], size) for name, sizes in every.items() for size in sizes)
+        self.fine = self.fine and measured.issuperset(keys)
 
 
 def main() -> None:
     """Measure every model, print tables, write JSON if asked; exit status 1 if a patched step failed or disagrees."""
     parser = common.parser("models", __doc__, LAYERS)
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes (default: 1 4 8 16; CPU: 1 4)")
+    parser.add_argument(
+        "--context", type=int, nargs="+", help="entries of caches (default: 128; whole models: also 4096)"
+    )
     parser.add_argument("--contender", nargs="+", choices=tuple(WAYS), help="ways to run a step")
     names = tuple(generating.FORMS)
     parser.add_argument("--generate", nargs="*", choices=names, help="also time generate(): these forms, or all")

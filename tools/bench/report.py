@@ -38,20 +38,26 @@ MODELS = "models.json"
 EAGER_FORMS = ("dynamic", "dynamic-patched", "dynamic-decode")
 
 
-def about(results: Results) -> str:
-    """Machine, date, versions and ceilings in a sentence or two."""
+def setup(results: Results) -> str:
+    """Machine, date, versions and unit in a sentence."""
     run = results.runs[0]
     dates = " and ".join(sorted({str(run["date"]) for run in results.runs}))
-    note = f" {run['note']}" if run.get("note") else ""
     if results.device == "cpu":
         return (
             f"{results.machine}, {run.get('threads', 'unknown')} threads, {dates}, bfloat16, microseconds per call, contenders take "
-            f"turns; torch {run['torch']}. The ceiling is a memory stream of the same size, in turn with the rest.{note}"
+            f"turns; torch {run['torch']}."
         )
     return (
         f"{results.machine}, {dates}, bfloat16, microseconds per call in a CUDA graph with rotating inputs; torch {run['torch']}, "
-        f"Triton {run.get('triton', 'unknown')}. {ceiling_words(results)}{note}"
+        f"Triton {run.get('triton', 'unknown')}."
     )
+
+
+def ceiling(results: Results) -> str:
+    """What a row's share of the ceiling refers to."""
+    stream = "The ceiling is a memory stream of the same size, which takes turns with the contenders."
+    note = f" {results.runs[0]['note']}" if results.runs[0].get("note") else ""
+    return f"{stream if results.device == 'cpu' else ceiling_words(results)}{note}"
 
 
 # --- the short table ------------------------------------------------------------------------------------------------
@@ -107,9 +113,12 @@ def section(results: Results, folder: str) -> str:
     shown = folder.removeprefix("../")
     return "\n".join(
         (
-            f"{about(results)} {_brackets(results)}{compiled_words(results)}. {ahead_words(results)}",
+            f"{setup(results)} {ahead_words(results)}",
             "",
             short_table(results),
+            "",
+            f"- {ceiling(results)}",
+            f"- {_brackets(results)}{compiled_words(results)}.",
             "",
             f"![time against the number of rows]({folder}/time.svg)",
             "",
@@ -181,13 +190,19 @@ def full(results: Results, sources: Sequence[str], models: dict[str, Any] | None
     small = "" if results.has_best or results.banner else small
     behind = ""
     if results.device == "cuda":
-        behind = f"{BEHIND_WORDS} " if results.behind_kernel.rows else f"{BEHIND}: not measured in this run. "
+        behind = BEHIND_WORDS if results.behind_kernel.rows else f"{BEHIND}: not measured in this run."
     parts = [
         f"{SOURCE}{' '.join(sources)} -->",
         f"# onepass on {results.machine}",
         "",
         *([f"**{results.banner}**", ""] if results.banner else []),
-        f"{about(results)}{stream} {_brackets(results)}{small}{behind}".rstrip(),
+        setup(results),
+        "",
+        *(
+            f"- {words.strip()}"
+            for words in (f"{ceiling(results)}{stream}", f"{_brackets(results)}{small}", behind)
+            if words
+        ),
         "",
         "![time against the number of rows](time.svg)",
         "",

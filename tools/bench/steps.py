@@ -5,54 +5,72 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .limits import over, until
-from .ways import BASELINE, Models, Way, effort, first_line
+from .ways import BASELINE, NAMES, Models, Way, effort, first_line
 
 PROMPT, LENGTH = 63, 128
+"""Tokens before the step, and the entries of its cache. Longer caches are full behind the step."""
 BANDWIDTH = 4.55e12
 """Bytes per second that an H200 reads at most: the rate of a 1 GiB read (docs/performance.md)."""
 
 
-class Step:
-    """One decode step of a model with a static cache that can be reset."""
+class Size(NamedTuple):
+    """Sequences of a step, and entries of their caches."""
 
-    def __init__(self, model: Any, batch: int, device: str, latent: bool = False) -> None:
+    batch: int
+    context: int = LENGTH
+
+
+class Step:
+    """One decode step of a model behind a prompt, with a static cache of ``context`` entries, that can be reset."""
+
+    def __init__(
+        self,
+        model: Any,
+        batch: int,
+        device: str,
+        latent: bool = False,
+        context: int = LENGTH,
+        prompt: Tensor | None = None,
+    ) -> None:
         self.model = model
         self.call: Callable[..., Any] = model
         self.compiled: list[Any] = []  # compiled code: a captured graph runs its kernels
         self.device = device
-        self.cache = self._cache(latent)
+        self.cache = self._cache(latent, context)
         vocabulary = model.config.vocab_size
         generator = torch.Generator().manual_seed(0)
-        prompt = torch.randint(2, vocabulary, (batch, PROMPT), generator=generator).to(device)
+        if prompt is None:
+            tokens = PROMPT if context == LENGTH else context - 1
+            prompt = torch.randint(2, vocabulary, (batch, tokens), generator=generator).to(device)
+        self.used = prompt.shape[1]
         self.ids = torch.randint(2, vocabulary, (batch, 1), generator=generator).to(device)
-        self.positions = torch.full((batch, 1), PROMPT, device=device)
+        self.positions = torch.full((batch, 1), self.used, device=device)
+        self.slots = torch.arange(context, device=device)
         # four dimensions: the model uses it unchanged and builds none on the host
-        self.mask = (torch.arange(LENGTH, device=device) <= PROMPT).expand(batch, 1, 1, LENGTH).contiguous()
-        model(prompt, past_key_values=self.cache, use_cache=True)
+        self.mask = (self.slots <= self.used).expand(batch, 1, 1, context).contiguous()
+        model(prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.saved = [[t.clone() for t in self._state(layer)] for layer in self.cache.layers]
 
-    def _cache(self, latent: bool) -> Any:
+    def _cache(self, latent: bool, context: int) -> Any:
         if latent:
             from onepass.models import MlaCache
 
-            return MlaCache(self.model.config.num_hidden_layers, LENGTH, static=True)
+            return MlaCache(self.model.config.num_hidden_layers, context, static=True)
         import transformers
 
         make: Any = transformers.StaticCache
-        return make(config=self.model.config, max_cache_len=LENGTH)
+        return make(config=self.model.config, max_cache_len=context)
 
     @staticmethod
     def _state(layer: Any) -> tuple[Tensor, ...]:
-        """The tensors that a step changes."""
-        if hasattr(layer, "paged"):
-            return layer.paged.blocks, layer.paged.cache_lengths
-        return layer.keys, layer.values, layer.cumulative_length
+        """The tensors that a step changes, except for the entry that the next one overwrites."""
+        return (layer.paged.cache_lengths,) if hasattr(layer, "paged") else (layer.cumulative_length,)
 
     def reset(self) -> None:
         """Restore the cache to its state after the prompt."""
@@ -114,14 +132,15 @@ class Row:
     ``found`` is the row of the report. A way that fails is recorded there with the first line of its error.
     """
 
-    def __init__(self, models: Models, batch: int, device: str) -> None:
-        self.models, self.batch, self.device = models, batch, device
+    def __init__(self, models: Models, batch: int, device: str, context: int = LENGTH) -> None:
+        self.models, self.batch, self.device, self.context = models, batch, device, context
         self.captured: dict[str, tuple[Step, Callable[[], None], Tensor]] = {}
-        self.plain = Step(models.model, batch, device)
+        self.plain = Step(models.model, batch, device, context=context)
         self.plain.reset()
         self.eager = self.plain().float()
-        self.found: dict[str, Any] = {"batch": batch, "agreement": {}, "us": {}, "medians": {}, "replaced": {}}
-        self.found |= {"compiled": {}, "failed": {}, "floor": floors(models.model) if device == "cuda" else {}}
+        self.found: dict[str, Any] = {"batch": batch, "context": context, "agreement": {}, "us": {}, "medians": {}}
+        self.found |= {"replaced": {}, "compiled": {}, "failed": {}}
+        self.found["floor"] = floors(models.model, batch * (self.plain.used + 1)) if device == "cuda" else {}
 
     def prepare(self, way: Way, only_trace: bool = False, deadline: float | None = None) -> None:
         """Patch, compile and capture a step, unless time is over. Nothing is timed."""
@@ -131,7 +150,8 @@ class Row:
         try:
             with until(deadline):
                 model, handle = self.models.of(way)
-                step = self.plain if way.name == BASELINE else Step(model, self.batch, self.device, latent=way.latent)
+                made = (model, self.batch, self.device, way.latent, self.context)
+                step = self.plain if way.name == BASELINE else Step(*made)
                 if way.mode:
                     step.compile(way.mode, only_trace)
                 step.reset()
@@ -175,14 +195,14 @@ def _agreement(got: Tensor, eager: Tensor) -> dict[str, Any]:
 
 def prepared(
     models: Models,
-    batches: Sequence[int],
+    sizes: Sequence[Size],
     device: str,
     ways: Sequence[Way],
     only_trace: bool = False,
     deadline: float | None = None,
 ) -> list[Row]:
-    """Rows of several batch sizes with every way prepared, those first that take least time to prepare."""
-    rows = [Row(models, batch, device) for batch in batches]
+    """Rows of several sizes with every way prepared, those first that take least time to prepare."""
+    rows = [Row(models, batch, device, context) for batch, context in sizes]
     for way in sorted(ways, key=effort):
         for row in rows:
             if way.mode:
@@ -193,7 +213,7 @@ def prepared(
 
 def measure(
     models: Models,
-    batch: int,
+    size: Size,
     device: str,
     replays: int,
     ways: tuple[Way, ...],
@@ -202,7 +222,7 @@ def measure(
 ) -> dict[str, Any]:
     """Agreement with the eager step, and microseconds per step, of each way that did not fail."""
     torch._dynamo.reset()
-    row = Row(models, batch, device)
+    row = Row(models, size.batch, device, size.context)
     for way in ways:
         row.prepare(way, only_trace, deadline)
     return row.measured(replays)
@@ -213,14 +233,15 @@ def _turns(captured: dict[str, Any], replays: int, device: str) -> dict[str, lis
     for _ in range(replays):
         for name, (step, replay, _) in captured.items():
             step.reset()
-            samples[name].append(_timed(replay, device))
+            samples[name].append(timed(replay, device))
     return samples
 
 
-def floors(model: Any) -> dict[str, float]:
+def floors(model: Any, entries: int = 0) -> dict[str, float]:
     """Microseconds in which an H200 reads all weights of a step once, and the same with projections of one byte per weight.
 
-    A step reads one row of the embedding, but all of it where it is also the output projection.
+    A step reads one row of the embedding, but all of it where it is also the output projection. ``cache`` is the time for
+    so many entries of the cache.
     """
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
@@ -228,7 +249,25 @@ def floors(model: Any) -> dict[str, float]:
     total = sum(p.numel() * p.element_size() for p in weights)
     layers = model.get_decoder().layers
     saved = sum(m.weight.numel() for m in layers.modules() if isinstance(m, torch.nn.Linear))
-    return {"": total / BANDWIDTH * 1e6, "fp8": (total - saved) / BANDWIDTH * 1e6}
+    sizes = {"": total, "fp8": total - saved, "cache": entries * _entry(model.config)}
+    return {name: size / BANDWIDTH * 1e6 for name, size in sizes.items()}
+
+
+def _entry(config: Any) -> int:
+    """Bytes of an entry of all layers of a 16-bit cache; DeepSeek's has latents."""
+    columns = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if latent := getattr(config, "kv_lora_rank", None):
+        return 2 * int(config.num_hidden_layers) * int(latent + config.qk_rope_head_dim)
+    return 4 * int(config.num_hidden_layers * config.num_key_value_heads * columns)
+
+
+def floor_of(row: dict[str, Any], name: str) -> float | None:
+    """The floor of a way in microseconds, with the cache if the row has it."""
+    floor = row.get("floor")
+    if not floor:
+        return None
+    quantized = name in NAMES and "weights" in dict(NAMES[name].options)
+    return float(floor["fp8" if quantized else ""] + floor.get("cache", 0.0))
 
 
 def wait(device: str) -> None:
@@ -237,7 +276,8 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _timed(call: Callable[[], None], device: str) -> float:
+def timed(call: Callable[[], None], device: str) -> float:
+    """Microseconds of a call on the device."""
     if device == "cpu":
         start = time.perf_counter()
         call()

@@ -213,7 +213,7 @@ def start_and_finish(place: Place) -> str | None:
     pending = dist.start_qk_stats(q, k, group=_world())
     between = q @ q.mT  # other work
     got = dist.finish_qk_rms_norm(pending, gamma_q, gamma_k, EPS)
-    again = pending.apply(gamma_q, gamma_k, EPS)
+    again = dist.finish_qk_rms_norm(pending, gamma_q, gamma_k, EPS)
     expected = dist.qk_rms_norm(q, k, gamma_q, gamma_k, EPS, group=_world())
     if not all(map(same_bytes, (*got, *again), expected * 2)) or not between.isfinite().all():
         return "started and finished differs from all at once"

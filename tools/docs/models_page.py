@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from onepass.models import FAMILIES
+from tests.helpers.families import FAMILIES
 from tools.bench.markdown import filled, table
 
 from .architectures_page import DATA, FOLDER

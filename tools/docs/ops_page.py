@@ -182,10 +182,7 @@ def _option_row(name: str, option: Option, parameter: inspect.Parameter | None) 
 
 def _output_row(name: str, out: Out) -> Sequence[str]:
     when = "always" if out.when == "True" else f"`{out.when}`"
-    shape = _shape(out.dims)
-    if out.column != "False":
-        shape += f"; column-major if `{out.column}`"
-    return f"`{name}`", shape, f"`{out.dtype.removeprefix('torch.')}`", when, f"`{out.argument}`", out.doc
+    return f"`{name}`", _shape(out.dims), f"`{out.dtype.removeprefix('torch.')}`", when, f"`{out.argument}`", out.doc
 
 
 def _conditions(contract: Contract) -> str:

@@ -119,7 +119,8 @@ def reference(package: str, words: str) -> str:
     if not file.exists():
         return ""
     tree = ast.parse(file.read_text())
-    names = [name for name in public(tree) if not (file.parent / name).is_dir()]
+    pages = {named for named, _ in API.values()}
+    names = [name for name in public(tree) if f"{package}.{name}" not in pages]
     head = f"# {package}\n\n{words or markdown(ast.get_docstring(tree) or '')}\n"
     return "\n".join((head, *(f"::: {package}.{name}\n" for name in sorted(names, key=str.lower))))
 

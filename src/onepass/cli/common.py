@@ -1,19 +1,19 @@
-"""What the commands share: usage errors, devices that work here, tables and progress."""
+"""What the commands share: usage errors, this machine and its devices, tables and progress."""
 
 from __future__ import annotations
 
 import argparse
+import platform
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Collection, Sequence
-from importlib import util
+from importlib import metadata, util
+from pathlib import Path
 from typing import TextIO, TypeAlias
 
 import torch
-
-from .machine import version
 
 GAP = 2
 """Spaces between columns."""
@@ -43,6 +43,31 @@ def run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None)
     except UsageError as error:
         options.parser.error(str(error))
     return status
+
+
+def name(device: str) -> str:
+    """The name of the GPU, or of the CPU as the kernel reports it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or f"{platform.machine()} CPU"
+
+
+def label(device: str) -> str:
+    """The name, for a CPU with the number of threads."""
+    threads = torch.get_num_threads()
+    return name(device) if device == "cuda" else f"{name(device)}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def backend_status() -> dict[str, tuple[bool, str]]:

@@ -14,8 +14,7 @@ from .. import __version__
 from ..core import native
 from ..core.contract import short
 from ..formats import FLOATS, FP8_CODES, GROUP_SIZES, SCALE_FORMATS
-from .common import Commands, backend_status, table
-from .machine import version
+from .common import Commands, backend_status, table, version
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "transformers")
 VARIABLES = {

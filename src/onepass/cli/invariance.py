@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..models import patch, score
-from .common import Commands, Progress, UsageError, add_device, at_least, cannot_write, table
-from .machine import label, version
+from .common import Commands, Progress, UsageError, add_device, at_least, cannot_write, label, table, version
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 SHORTEST: Final = 3

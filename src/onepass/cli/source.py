@@ -25,10 +25,6 @@ class Part(StrEnum):
     triton = "triton"
 
 
-_ROOMS = {Part.cpu: "cpu", Part.triton: "gpu"}
-"""The package of each backend."""
-
-
 def add(commands: Any) -> None:
     """Add the command to the command line."""
     words = "print the code generated for an op"
@@ -73,9 +69,10 @@ def _backend(op: str, backend: Part) -> dict[str, str]:
 def _sample(op: str, backend: Part) -> object:
     """Call the op on its smallest case; return the spec of the kernel that it launched."""
     seen: list[object] = []
+    module, device = ("cpu", "cpu") if backend is Part.cpu else ("gpu", "cuda")
 
     def recording(family: str) -> dispatch.Launch:
-        launch: dispatch.Launch = import_module(f"onepass.ops.{family}.{_ROOMS[backend]}").launch
+        launch: dispatch.Launch = import_module(f"onepass.ops.{family}.{module}").launch
 
         def record(call: dispatch.SomeCall[object]) -> None:
             seen.append(call.spec)
@@ -83,15 +80,10 @@ def _sample(op: str, backend: Part) -> object:
 
         return record
 
-    generates = Part.triton is backend  # of prologues alone
-    case = min(
-        runner.select([op]),
-        key=lambda case: (generates and not _has_prologue(case), case.group != "short", len(case.name)),
-    )
+    def rank(case: Case) -> tuple[bool, bool, int]:  # Triton code is generated for prologues alone
+        return backend is Part.triton and "prologue" not in case.arguments, case.group != "short", len(case.name)
+
+    case = min(runner.select([op]), key=rank)
     with torch.inference_mode(), dispatch.launching_with(recording):
-        runner.call(case, case.draw("cpu" if backend is Part.cpu else "cuda"))
+        runner.call(case, case.draw(device))
     return seen[-1]
-
-
-def _has_prologue(case: Case) -> bool:
-    return "prologue" in case.arguments

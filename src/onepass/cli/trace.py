@@ -14,8 +14,7 @@ from torch import Tensor
 from .. import gemv_and_partial_norm_with_scratch, gemv_trace_blocks
 from ..errors import ContractError, Unsupported
 from ..trace import PHASES, GmemTrace, NullTrace, Timeline, TraceBuf, percent
-from .common import Commands, Progress, UsageError, add_device, at_least, cannot_write, table
-from .machine import label
+from .common import Commands, Progress, UsageError, add_device, at_least, cannot_write, label, table
 
 EPS: Final = 1e-6
 MAX_COPIES: Final = 8

@@ -19,7 +19,6 @@ def set_up(
     dual: tuple[dict[str, Any], str],
     environment: tuple[dict[Any, Any], object, object],
     profiler: tuple[dict[str, Any], str, object],
-    forked: bool,
     /,
 ) -> None: ...
 def set_cuda(launch: int, get_device: int, is_capturing: int, /) -> None: ...

@@ -196,18 +196,13 @@ def _check_tensor(write: Writer, name: str, arg: Arg, depth: int) -> None:
         write(f"    fail('{name}', *NEGATED)", depth)
 
 
-def check_list_lines(write: Writer, name: str) -> None:
-    """Validate that an argument is a list."""
-    write(f"if not isinstance({name}, (list, tuple)):")
-    write(f"    fail('{name}', 'be a list of tensors', describe({name}))")
-
-
 def _check_many(write: Writer, name: str, arg: Arg) -> None:
     """Validate a list of tensors, each with one of several shapes."""
     allowed = write.constant(arg.dtypes, f"dtypes_{name}")
     shapes = ", ".join(_shape(d) for d in arg.dims.split("|"))
-    check_list_lines(write, name)
     write(f"""
+        if not isinstance({name}, (list, tuple)):
+            fail('{name}', 'be a list of tensors', describe({name}))
         if {name}:
             shapes = [{shapes}]
             for index, item in enumerate({name}):
@@ -276,15 +271,9 @@ def _allocate(write: Writer, out: Out) -> None:
         write(f"{name} = {like} if {source}.is_contiguous() else {like[:-1]}, memory_format=contiguous)", 2)
     else:
         sizes = ", ".join("*lead" if d == "..." else d for d in out.dims.split())
-        where = f"dtype={out.dtype}, device=device"
-        plain = f"empty({sizes}, {where})"
-        if out.column != "False":
-            *rest, last = sizes.split(", ")
-            column = f"empty({last}, {', '.join(rest)}, {where}).movedim(0, -1)"
-            plain = f"{column} if {out.column} else {plain}"
-        write(f"{name} = {plain}", 2)
+        write(f"{name} = empty({sizes}, dtype={out.dtype}, device=device)", 2)
     write("else:")
-    layout: Layout = "any" if out.make or out.column != "False" else "rows"
+    layout: Layout = "any" if out.make else "rows"
     _check_tensor(write, name, Arg(out.dims, out.doc, f"({out.dtype},)", layout=layout), 2)
     write(f"if {name}.requires_grad and is_grad_enabled():", 2)
     write(f"    fail_grad({name}={name})", 2)

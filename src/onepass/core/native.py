@@ -24,9 +24,8 @@ from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from . import build, cuda_launch, debug, plan, recording
+from . import build, process, recording
 from .contract import Contract
-from .process import forked
 
 if TYPE_CHECKING:
     from ._native import Table
@@ -63,7 +62,7 @@ def _load() -> tuple[Any, str]:
     built_from = getattr(module, "SOURCES", "")
     if not built_from or built_from != (build.digest() or built_from):
         return None, "not used: it was built from other sources (python -m onepass.core.build builds it anew)"
-    if type(debug._environment) is not dict:
+    if type(process.ENVIRONMENT) is not dict:
         return None, "off (os.environ is not the usual one)"
     functions = (
         torch._C._len_torch_dispatch_stack,
@@ -76,22 +75,44 @@ def _load() -> tuple[Any, str]:
         Tensor.is_neg,
         Tensor.is_inference,
         increment_version,
-        cuda_launch.fail,
+        fail,
     )
     dual = (vars(forward_ad), "_current_level")
-    environment = (debug._environment, debug._KEY, debug._ON)
+    environment = (process.ENVIRONMENT, process.DEBUG_NAME, process.DEBUG_ON)
     profile = (vars(profiler), "_is_profiler_enabled", recording.Event)
     try:
-        module.set_up(capsule, (Tensor, Parameter, torch.dtype), functions, dual, environment, profile, forked())
+        module.set_up(capsule, (Tensor, Parameter, torch.dtype), functions, dual, environment, profile)
     except (RuntimeError, ValueError) as error:
         return None, f"off ({error})"
     module.set_direct(*direct())
-    driver = cuda_launch.driver() if torch.version.cuda else None
-    if driver is not None:
-        functions_of_cuda = driver.cuLaunchKernelEx, driver.cuCtxGetDevice, driver.cuStreamIsCapturing
+    cuda = driver() if torch.version.cuda else None
+    if cuda is not None:
+        functions_of_cuda = cuda.cuLaunchKernelEx, cuda.cuCtxGetDevice, cuda.cuStreamIsCapturing
         module.set_cuda(*map(_address, functions_of_cuda))
     recording.switch.listeners.append(module.set_enabled)
     return module, "on"
+
+
+@cache
+def driver() -> Any:
+    """The CUDA driver that torch has loaded; None if there is none, or if it lacks this launch function."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        _ = library.cuLaunchKernelEx
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def fail(error: int) -> None:
+    """Raise for a launch that CUDA rejected."""
+    raise RuntimeError(f"a kernel could not be launched: CUDA error {error}, {_message(error)}")
+
+
+def _message(error: int) -> str:
+    text = ctypes.c_char_p()
+    driver().cuGetErrorString(error, ctypes.byref(text))
+    return (text.value or b"unknown").decode()
 
 
 def _address(function: Any) -> int:
@@ -174,4 +195,4 @@ def remember(
         launches, sources = recording.traced(run)
     finally:
         set_recording(False)
-    table.store(arguments, plan.plan(launches, sources, before, after, models))
+    table.store(arguments, recording.plan(launches, sources, before, after, models))

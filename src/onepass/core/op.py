@@ -337,13 +337,14 @@ def _above_autograd(contract: Contract, name: str) -> Callable[..., Any]:
     return step
 
 
-def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define an op of onepass that has no contract: an internal one, whose caller looks at its arguments."""
+def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> str:
+    """Define an op of onepass; returns its name. One without a contract is internal, and its caller looks at its arguments."""
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     for key in ("CPU", "CUDA"):
         _library.impl(name, implementation, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return name
 
 
 def _define(contract: Contract, kernel: Kernel) -> tuple[Any, Any]:
@@ -372,17 +373,13 @@ def _define(contract: Contract, kernel: Kernel) -> tuple[Any, Any]:
         forms.append((contract.schema, run, fake))
     defined: list[Any] = []
     for schema, implementation, meta in forms:
-        name = schema.split("(")[0]
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         outs = implementation is run_out
-        for key in ("CPU", "CUDA"):
-            _library.impl(name, contract.completed(implementation, outs), key)
+        name = define(schema, contract.completed(implementation, outs), contract.completed(meta, outs))
         _library.impl(name, _above_autograd(contract, name), "Autograd", with_keyset=True)
         _library.impl(name, partial(_refuse_vmap, contract), "FuncTorchBatched")
-        if implementation is run_out:
+        if outs:
             step = contract.completed(_above_mutation(contract, name), outs, first=1)
             _library.impl(name, partial(_refuse_negated, contract), "Negative")
             _library.impl(name, step, "ADInplaceOrView", with_keyset=True)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", contract.completed(meta, outs), lib=_library)
         defined.append(getattr(getattr(torch.ops, NAMESPACE), name).default)
     return (None, defined[0]) if contract.in_place else (defined[1], defined[0])

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from ..core import recording
 from ..core.backend import PACKAGE, SomeCall
-from ..core.plan import Step
-from . import cache as object_cache
 from . import compile as compiler
 from . import threads
 
@@ -194,7 +192,7 @@ class CpuKernels(Generic[Spec, Call, WorkOfCall]):
         return build(spec, self.layout(spec).offsets, features)
 
     def kernel(self, spec: Spec) -> Kernel:
-        """The kernel of ``spec``, from memory, from disk or from the compiler."""
+        """The kernel of ``spec``, from memory, from the cache directory, or compiled into both."""
         with compiler.lock:
             if spec not in self.loaded:
                 shared = self.canonical(spec)
@@ -203,10 +201,6 @@ class CpuKernels(Generic[Spec, Call, WorkOfCall]):
                     self.loaded[shared] = Kernel(self, shared, code)
                 self.loaded[spec] = self.loaded[shared]
             return self.loaded[spec]
-
-    def precompile(self, spec: Spec) -> None:
-        """Load or compile the kernel of ``spec``, into memory and the cache directory."""
-        self.kernel(spec)
 
     def launch(self, call: Call) -> None:
         """Run the kernel of ``call.spec``, writing the outputs that the call has."""
@@ -258,13 +252,13 @@ class Repeat(NamedTuple):
         """The words of the block that are addresses."""
         return self.kernel.layout.addresses
 
-    def step(self, grid: int, arguments: Sequence[int]) -> Step | None:
+    def step(self, grid: int, arguments: Sequence[int]) -> recording.Step | None:
         """The launch as the C path makes it. Only torch's own threads can be used from there."""
         team = threads.entry() if self.threads > 1 else 0
         if self.threads > 1 and not team:
             return None
         head = (*self.kernel.entries, team, self.threads, 4 * self.size)
-        return Step(False, head, self.block, None, self.scratch if self.size else 0)
+        return recording.Step(False, head, self.block, None, self.scratch if self.size else 0)
 
 
 def _nothing(block: bytes) -> None:
@@ -280,5 +274,5 @@ def describe() -> dict[str, str]:
         "cpu": cpu,
         "vector": f"{width} bit",
         "threads": f"{torch.get_num_threads()}, {threads.describe()}",
-        "cache": str(object_cache.directory() or "off"),
+        "cache": str(compiler.cache_directory() or "off"),
     }

@@ -16,8 +16,17 @@ from ..formats import FP8_FORMATS, Rounding
 from ..ops.qk_norm.op import apply_qk_rms_norm, row_sum_of_squares_qk
 from ..ops.qk_norm.op import qk_rms_norm as local_qk_rms_norm
 from ..rope import Rope
-from ._groups import GROUP_KINDS, Group, compare_ranks, debugging, group_named, named_errors, resolve
-from ._plan import QKNormPlan, find_plan, traced_plan
+from ._plan import (
+    GROUP_KINDS,
+    Group,
+    QKNormPlan,
+    compare_ranks,
+    debugging,
+    find_plan,
+    named_errors,
+    resolve,
+    traced_plan,
+)
 
 _QK = "dist.qk_rms_norm"
 _ONE = "dist.rms_norm"
@@ -26,8 +35,8 @@ _ONE = "dist.rms_norm"
 class PendingStats:
     """Sums of squares that are being exchanged, as `start_qk_stats` returns them.
 
-    `apply` reads ``q`` and ``k`` again, so do not change them before then. Every rank must finish what it started, in the
-    same order.
+    `finish_qk_rms_norm` reads ``q`` and ``k`` again, so do not change them before then. Every rank must finish what it
+    started, in the same order.
     """
 
     def __init__(self, plan: QKNormPlan, q: Tensor, k: Tensor, sent: Tensor, gathered: bool) -> None:
@@ -45,29 +54,6 @@ class PendingStats:
             self._means = _finish(_QK, self.plan, self._sent, self._gathered)
             del self._sent
         return self._means
-
-    def apply(
-        self,
-        gamma_q: Tensor,
-        gamma_k: Tensor,
-        eps: float = 1e-6,
-        *,
-        weight_offset: float = 0.0,
-        rounding: Rounding = "once",
-        rope: Rope | None = None,
-        out_dtype: torch.dtype | None = None,
-        out: tuple[Tensor, Tensor] | None = None,
-        eps_k: float | None = None,
-        q_scale: Tensor | None = None,
-        k_scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Wait for the sums, then norm q and k, with the arguments of `qk_rms_norm`. Nothing is written before then."""
-        means = self.wait()
-        q_out, k_out = _outputs(_QK, self.q, self.k, out_dtype, out)
-        options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope}
-        options |= {"epsilon_k": eps_k, "q_scale": q_scale, "k_scale": k_scale}
-        apply_qk_rms_norm(q_out, k_out, gamma_q, gamma_k, means, self.q, self.k, eps, **options)
-        return q_out, k_out
 
 
 def start_qk_stats(
@@ -118,7 +104,7 @@ def finish_qk_rms_norm(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Finish what `start_qk_stats` began: wait for the sums and norm q and k.
+    """Finish what `start_qk_stats` began: wait for the sums, then norm q and k. Nothing is written before then.
 
     Args:
         pending: What `start_qk_stats` returned.
@@ -127,9 +113,12 @@ def finish_qk_rms_norm(
     Returns:
         This rank's ``(q_out, k_out)``.
     """
+    means = pending.wait()
+    q_out, k_out = _outputs(_QK, pending.q, pending.k, out_dtype, out)
     options: dict[str, Any] = {"weight_offset": weight_offset, "rounding": rounding, "rope": rope}
-    options |= {"eps_k": eps_k, "q_scale": q_scale, "k_scale": k_scale}
-    return pending.apply(gamma_q, gamma_k, eps, out_dtype=out_dtype, out=out, **options)
+    options |= {"epsilon_k": eps_k, "q_scale": q_scale, "k_scale": k_scale}
+    apply_qk_rms_norm(q_out, k_out, gamma_q, gamma_k, means, pending.q, pending.k, eps, **options)
+    return q_out, k_out
 
 
 def qk_rms_norm(
@@ -213,9 +202,9 @@ def qk_rms_norm(
     if _distributed(q, k):
         from ._dtensor import shards_of  # here, because it imports all of DTensor
 
-        given: dict[str, object] = {"group": group, "plan": plan, "counts": counts, "out": out}
-        given |= {"per_head": per_head or None, "kv_replicas": None if kv_replicas == 1 else kv_replicas}
-        local = shards_of(_QK, {"q": q, "k": k}, {"gamma_q": gamma_q, "gamma_k": gamma_k}, given)
+        refused: dict[str, object] = {"group": group, "plan": plan, "counts": counts, "out": out}
+        refused |= {"per_head": per_head or None, "kv_replicas": None if kv_replicas == 1 else kv_replicas}
+        local = shards_of(_QK, {"q": q, "k": k}, {"gamma_q": gamma_q, "gamma_k": gamma_k}, refused)
         options |= {"group": local.group, "counts": local.counts, "kv_replicas": local.replicas}
         (q, k), (gamma_q, gamma_k) = local.tensors, local.weights
         q_out, k_out = local.wrap(*qk_rms_norm(q, k, gamma_q, gamma_k, eps, reproducible=reproducible, **options))
@@ -228,7 +217,7 @@ def qk_rms_norm(
     pending = start_qk_stats(
         q, k, group=group, plan=plan, counts=counts, kv_replicas=kv_replicas, reproducible=reproducible
     )
-    return pending.apply(gamma_q, gamma_k, eps, out=out, **options)
+    return finish_qk_rms_norm(pending, gamma_q, gamma_k, eps, out=out, **options)
 
 
 def rms_norm(
@@ -276,9 +265,9 @@ def rms_norm(
     if _distributed(x):
         from ._dtensor import shards_of  # here, because it imports all of DTensor
 
-        given: dict[str, object] = {"group": group, "plan": plan, "count": count, "out": out}
-        given["replicas"] = None if replicas == 1 else replicas
-        local = shards_of(_ONE, {"x": x}, {"gamma": gamma}, given)
+        refused: dict[str, object] = {"group": group, "plan": plan, "count": count, "out": out}
+        refused["replicas"] = None if replicas == 1 else replicas
+        local = shards_of(_ONE, {"x": x}, {"gamma": gamma}, refused)
         options |= {"group": local.group, "count": local.counts[0], "reproducible": reproducible}
         return local.wrap(rms_norm(local.tensors[0], local.weights[0], eps, **options))[0]
     if not isinstance(gamma, Tensor) or gamma.dim() != 1:
@@ -332,7 +321,7 @@ def _compare(op: str, plan: QKNormPlan, tensors: dict[str, Tensor], reproducible
     mine: dict[str, Any] = {"op": op}
     mine |= {f"{name}.shape[:-1]": list(tensor.shape[:-1]) for name, tensor in tensors.items()}
     mine |= {"counts": list(plan.totals), "kv_replicas": plan.kv_replicas, "reproducible": reproducible}
-    compare_ranks(op, group_named(plan.group_name), mine)
+    compare_ranks(op, plan.group_name, mine)
 
 
 def _start(op: str, plan: QKNormPlan, sums: Tensor, gather: bool) -> Tensor:

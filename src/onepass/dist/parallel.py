@@ -114,6 +114,27 @@ class QKAttentionParallel(ParallelStyle):
         weight_offset: As in `rms_norm`.
         rounding: As in `rms_norm`.
         reproducible: As in `qk_rms_norm`.
+
+    >>> import torch, onepass
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> class Attention(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    ...             setattr(self, name, torch.nn.Linear(4, 4, bias=False))
+    ...         self.q_norm, self.k_norm = torch.nn.RMSNorm(4, eps=1e-6), torch.nn.RMSNorm(4, eps=1e-6)
+    ...
+    ...     def forward(self, x):
+    ...         q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+    ...         return self.o_proj(torch.nn.functional.scaled_dot_product_attention(q, k, self.v_proj(x)))
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> mesh, attention, x = torch.distributed.init_device_mesh("cpu", (1,)), Attention(), torch.ones(1, 3, 4)
+    >>> with torch.inference_mode():
+    ...     whole = attention(x)
+    ...     sharded = parallelize_module(attention, mesh, onepass.dist.QKAttentionParallel())(x)
+    >>> torch.allclose(whole, sharded, atol=1e-6)
+    True
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(self, *, weight_offset: float = 0.0, rounding: Rounding = "once", reproducible: bool = False) -> None:
@@ -144,7 +165,7 @@ class _Pair:
             raise ContractError(
                 f"QKAttentionParallel: q_norm and k_norm must have the same eps, got {q.eps} and {k.eps}"
             )
-        self.how: _Sharding = q
+        self.sharding: _Sharding = q
         self.plan = plan(mesh, *q.plan.widths, *k.plan.widths, counts=(*q.plan.totals, *k.plan.totals))
         self.k: Tensor | None = None
         """The normed k, from ``q_proj`` until the attention calls ``k_proj``."""
@@ -160,7 +181,7 @@ class _Pair:
         self.k = None
         k = self.k_proj(inputs[0])
         weights = self.q_norm.weight.to_local(), self.k_norm.weight.to_local()
-        q, self.k = qk_rms_norm(q, k, *weights, self.how.eps, plan=self.plan, **self.how.options)
+        q, self.k = qk_rms_norm(q, k, *weights, self.sharding.eps, plan=self.plan, **self.sharding.options)
         self.q_normed = True
         return q
 

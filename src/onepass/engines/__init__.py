@@ -1,7 +1,7 @@
 """Drop-in replacements: other libraries' names, argument order, in-place semantics, rounding.
 
 - `onepass.engines.vllm`: ``vllm._custom_ops`` of vLLM 0.20 and later; `onepass.engines.vllm_0_19`: of earlier releases.
-- `onepass.engines.flashinfer`: ``flashinfer.norm``, and MLA's rotation to fp8.
+- `onepass.engines.flashinfer`: ``flashinfer.norm``.
 - `onepass.engines.sglang`: the norms of ``sgl_kernel`` and ``fused_inplace_qknorm``.
 - `onepass.engines.plugin` makes onepass a provider of vLLM's norms; vLLM discovers it.
 - `onepass.engines.sglang_plugin` computes the norms of SGLang's deterministic mode; SGLang discovers it.

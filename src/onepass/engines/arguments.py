@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from torch import SymInt, Tensor
+from torch import SymInt, Tensor, dtype
 
 from ..core.contract import describe
 from ..errors import ContractError, Unsupported, renamed
@@ -49,3 +49,19 @@ def require_counts(function: str, **arguments: object) -> None:
     for name, value in arguments.items():
         if isinstance(value, bool) or not isinstance(value, (int, SymInt)) or value < 1:
             raise ContractError(f"{function}: `{name}` must be an int of at least 1, got {describe(value)}")
+
+
+def require_codes(function: str, dtypes: Iterable[dtype], **argument: object) -> None:
+    """Raise if the argument, which receives fp8 codes, is not a tensor of one of these dtypes."""
+    ((name, value),) = argument.items()
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise Unsupported(f"{function}: `{name}` must be an fp8 tensor ({', '.join(map(str, dtypes))}), got {kind}")
+
+
+def one_element(function: str, **argument: object) -> Tensor:
+    """The argument as a tensor without dimensions; raise if it is not a tensor of one element."""
+    ((name, value),) = argument.items()
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ContractError(f"{function}: `{name}` must be a tensor of one element, got {describe(value)}")
+    return value.reshape(())

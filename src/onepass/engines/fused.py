@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from ..core.backend import can_launch
 from ..errors import Unsupported
-from ..formats import FLOATS
 from ..models.patching.forms import GATED, Mlp, match
 from ..ops.gemv_norm.launch import MAX_ROWS
 from ..ops.linear.op import linear
-from .layers import form_of
+from .layers import computes, form_of
 
 __all__ = ["RMSNormMLP", "RMSNormMLPLayout"]
 
@@ -51,7 +48,8 @@ class RMSNormMLP(nn.Module):
         """Two launches for up to 16 tokens; for more, the modules' own forward, which is faster there."""
         layout = cast(RMSNormMLPLayout, self)
         weights = (layout.norm.weight, layout.gate_up_proj.weight, layout.down_proj.weight)
-        if not _computes(hidden_states, *cast(tuple[Tensor, ...], weights)):
+        few = hidden_states.numel() <= MAX_ROWS * hidden_states.shape[-1]
+        if not few or not computes("linear", hidden_states, *weights):
             return type(layout).forward(layout, hidden_states)
         gamma, gate_up, down = cast(tuple[Tensor, Tensor, Tensor], weights)
         norm = {"gamma": gamma, "eps": layout.eps, "weight_offset": layout.weight_offset}
@@ -87,16 +85,3 @@ class RMSNormMLPLayout(nn.Module):
         """The modules' own forward."""
         gate, up = self.gate_up_proj(self.norm(hidden_states)).chunk(2, -1)
         return cast(Tensor, self.down_proj(self.act_fn(gate) * up))
-
-
-def _computes(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the op has kernels and the modules' result dtype, no derivative is needed, and there are few tokens."""
-    if x.dtype not in FLOATS or x.stride(-1) != 1 or x.numel() > MAX_ROWS * x.shape[-1]:
-        return False
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
-    return all(weight.dtype == x.dtype for weight in weights) and not recorded and _has_kernels(x.device.type)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_kernels(device: str) -> bool:
-    return can_launch("linear", device)

@@ -36,7 +36,14 @@ class _Installed:
 def mapping(devices: Sequence[str] = DEVICES) -> dict[str, Any]:
     """The argument of ``kernels.use_kernel_mapping`` or ``kernels.register_kernel_mapping``.
 
-    ``devices`` are "cpu", "cuda" or both. It is registered for inference, with and without ``torch.compile``.
+    Args:
+        devices: "cpu", "cuda" or both.
+
+    Returns:
+        The layer for each device, for inference with and without ``torch.compile``.
+
+    Raises:
+        Unsupported: If the package ``kernels`` is not installed.
     """
     wrong = [device for device in devices if device not in DEVICES]
     if wrong:

@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
         """Bit-identical to the module's own forward, except for the order of a sum."""
         form = form_of(type(self))
         weight = cast(Tensor, self.weight)
-        if form is None or not _computes(weight, hidden_states):
+        if form is None or not computes("rms_norm", hidden_states, weight) or weight.dim() != 1:
             return type(self).forward(self, hidden_states)
         rounding, offset, eps = form
         return rms_norm(hidden_states, weight, getattr(self, eps), weight_offset=offset, rounding=rounding)
@@ -51,14 +51,16 @@ def form_of(cls: type[nn.Module]) -> tuple[Rounding, float, str] | None:
     return _forms[cls]
 
 
-def _computes(weight: object, x: Tensor) -> bool:
-    """Whether the op has kernels and the module's result dtype, and no derivative is needed."""
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or x.dtype not in FLOATS or x.stride(-1) != 1:
+def computes(op: str, x: Tensor, *weights: object) -> bool:
+    """Whether an op has kernels and the modules' result dtype, and no derivative is needed."""
+    if x.dtype not in FLOATS or x.stride(-1) != 1:
         return False
-    recorded = torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad)
-    return weight.dtype == x.dtype and not recorded and _has_kernels(x.device.type)
+    if not all(isinstance(weight, Tensor) and weight.dtype == x.dtype for weight in weights):
+        return False
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *cast(tuple[Tensor, ...], weights)))
+    return not recorded and _has_kernels(op, x.device.type)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_kernels(device: str) -> bool:
-    return can_launch("rms_norm", device)
+def _has_kernels(op: str, device: str) -> bool:
+    return can_launch(op, device)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, Final
 
@@ -85,15 +86,23 @@ def _register() -> str:
         implementation.uuid = _Uuid(implementation.uuid())  # what a compiled model is cached by
     parts = ["rms_norm", "fused_add_rms_norm"]
     if invariant:
+        parts += filter(None, _batch_invariant(version, current_platform.is_cpu()))
+    return f"onepass {__version__} provides {', '.join(parts[:-1])} and {parts[-1]} of {version}"
+
+
+def _batch_invariant(version: str, cpu: bool) -> Iterator[str]:
+    """What else onepass computes in batch-invariant mode. A part that it cannot compute is one warning."""
+    try:
         from . import plugin_layer
 
         plugin_layer.register()
-        parts.append("its batch-invariant RMSNorm layer")
-        try:
-            parts += filter(None, [plugin_product.register(version, current_platform.is_cpu())])
-        except NotSupported as why:
-            _log.warning("onepass computes no products: %s", why)
-    return f"onepass {__version__} provides {', '.join(parts[:-1])} and {parts[-1]} of {version}"
+        yield "its batch-invariant RMSNorm layer"
+    except (ImportError, AttributeError) as error:
+        _log.warning("onepass replaces no layer: %s has no RMSNorm that onepass knows (%s)", version, error)
+    try:
+        yield plugin_product.register(version, cpu)
+    except NotSupported as why:
+        _log.warning("onepass computes no products: %s", why)
 
 
 def _fingerprint(op: Any) -> str:
@@ -117,18 +126,16 @@ class _Uuid:
 
 def norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """``rms_norm`` of vLLM."""
-    gamma = x.new_ones(x.shape[-1:]) if weight is None else weight
-    return _rms_norm(x, gamma, epsilon, rounding=_rounding(x, weight))
+    return _rms_norm(x, weight, epsilon, rounding=_rounding(x, weight))
 
 
 def norm_of_sum(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """``fused_add_rms_norm`` of vLLM; overwrites both activations."""
-    gamma = x.new_ones(x.shape[-1:]) if weight is None else weight
     return _rms_norm(
         x,
-        gamma,
+        weight,
         epsilon,
         residual=x_residual,
         rounding=_rounding(x, weight),

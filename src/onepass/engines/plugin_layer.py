@@ -29,7 +29,7 @@ class OnepassRMSNorm(RMSNorm):  # type: ignore[misc]
             refused: Tensor | tuple[Tensor, Tensor] = super().forward_cuda(x, residual)
             return refused
         has_weight = self.pass_weight if residual is None else self.pass_weight_add
-        gamma = self.weight.data if has_weight else x.new_ones(x.shape[-1:])
+        gamma = self.weight.data if has_weight else None
         if residual is None:
             return rms_norm(x, gamma, self.variance_epsilon)
         return rms_norm(

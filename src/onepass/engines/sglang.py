@@ -32,9 +32,25 @@ __all__ = [
 def fused_inplace_qknorm(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float = 1e-6, *, head_dim: int = 0
 ) -> None:
-    """Norm every head of ``q`` [tokens, heads, head_dim] and of ``k``, in place and in one launch.
+    """``x = round((x * rs) * weight)`` of every head of q and of k, in place and in one launch.
 
-    With ``head_dim``, q and k may also be [tokens, heads * head_dim]. They may be slices of one projection.
+    Args:
+        q: [tokens, heads, head_dim], or with ``head_dim`` also [tokens, heads * head_dim]. May be a slice of a projection.
+        k: The same for k.
+        q_weight: [head_dim] of any float dtype.
+        k_weight: The same for k.
+        eps: Added to the mean of squares.
+        head_dim: Columns of a head; 0: those of q's last dimension.
+
+    Rounding:
+        Once.
+
+    >>> import torch
+    >>> from onepass.engines import sglang
+    >>> q, k = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[0.0, 2.0]]])
+    >>> sglang.fused_inplace_qknorm(q, k, torch.ones(2), torch.ones(2), eps=0.0)
+    >>> q, k
+    (tensor([[[0.8485, 1.1314]]]), tensor([[[0.0000, 1.4142]]]))
     """
     name = "fused_inplace_qknorm"
     require_tensors(name, q=q, k=k, q_weight=q_weight, k_weight=k_weight)
@@ -55,8 +71,17 @@ def fused_inplace_qknorm(
 
 @product
 def dsv3_fused_a_gemm(mat_a: Tensor, mat_b: Tensor, output: Tensor | None = None) -> Tensor:
-    """``mat_a`` [tokens, K] times ``mat_b`` [K, N], which is the transposed weight; rounded once.
+    """``round(mat_a @ mat_b)``, for any number of tokens and any sizes.
 
-    Any number of tokens and any sizes, bfloat16, float16 or float32. Each row is bit-identical to running it alone.
+    Args:
+        mat_a: [tokens, K], bfloat16, float16 or float32.
+        mat_b: [K, N], the transpose of a contiguous weight, in mat_a's dtype.
+        output: Receives the result.
+
+    Returns:
+        [tokens, N] in mat_a's dtype.
+
+    Rounding:
+        Once. Each row is bit-identical to running it alone.
     """
     return linear(mat_a, weight_of("dsv3_fused_a_gemm", mat_b), out=output)

@@ -22,7 +22,6 @@ from .vllm import (
     rms_norm_dynamic_per_token_quant,
     rms_norm_per_block_quant,
     rms_norm_static_fp8_quant,
-    weight_or_ones,
 )
 
 __all__ = [
@@ -44,7 +43,7 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
     """``out = round(round(input * rs) * weight)``."""
     if out is None:
         require_tensors("rms_norm", out=out)
-    _rms_norm(input, weight_or_ones(weight, input), epsilon, rounding="hf", out=out)
+    _rms_norm(input, weight, epsilon, rounding="hf", out=out)
 
 
 @as_called
@@ -52,5 +51,4 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
     """``residual += input``, then ``input = round(round(residual * rs) * weight)``, in one launch."""
     if residual is None:
         require_tensors("fused_add_rms_norm", residual=residual)
-    weight = weight_or_ones(weight, input)
     _rms_norm(input, weight, epsilon, residual=residual, rounding="hf", out=input, residual_out=residual)

@@ -1,8 +1,15 @@
-"""What kernels and their configurations need to know about a GPU."""
+"""What kernels and their configurations need to know about a GPU: what it can do, and its measured tiles."""
 
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Final, NamedTuple
 
 import torch
+
+from . import tuning as tables
+from .tuning import h200
+from .tuning.table import Tuning
 
 
 class Chip(NamedTuple):
@@ -44,3 +51,15 @@ def current_chip(device: int) -> Chip:
     if torch.version.hip:
         return Chip("hip", properties.gcnArchName.split(":")[0], 64)
     return Chip("cuda", properties.major * 10 + properties.minor, 32)
+
+
+@cache
+def _tables() -> dict[tuple[str, int | str], Tuning]:
+    modules = [import_module(f"{tables.__name__}.{table.name}") for table in iter_modules(tables.__path__)]
+    return {chip: module.TUNING for module in modules for chip in getattr(module, "CHIPS", ())}
+
+
+@cache
+def tuning(chip: Chip) -> Tuning:
+    """The table of a chip, or the default."""
+    return _tables().get((chip.backend, chip.arch), h200.TUNING)

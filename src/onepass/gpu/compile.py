@@ -7,10 +7,12 @@ which `machine_hash` identifies.
 
 import hashlib
 import os
+import re
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import triton
@@ -18,9 +20,7 @@ from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from ..core import recording
-from ..core.cuda_launch import direct
-from ..core.plan import Step
+from ..core import native, recording
 from ..errors import Unsupported
 from .chip import Chip, current_chip
 
@@ -135,6 +135,8 @@ def machine_hash(compiled: CompiledKernel) -> str:
 UNPROVEN: tuple[str, ...] = (
     "rms_norm_row post=",
     "rms_norm_long post=",
+    "rms_norm_row unnormed",
+    "rms_norm_long unnormed",
     "qk_cache axes=",
     "qk_cache vnorm",
     "qk_cache keys",
@@ -150,6 +152,42 @@ All others compile and run, even without evidence (see CONTRIBUTING.md).
 def is_unproven(build: Build) -> bool:
     """Whether a configuration is listed in `UNPROVEN`."""
     return build.name.startswith(UNPROVEN) if UNPROVEN else False
+
+
+# --- launches in C: Triton's launcher parses every argument of every call, `cuLaunchKernelEx` takes prepared words ----
+
+SIZES: Final = {"i32": ".u32", "i64": ".u64", "fp32": ".f32"}
+SCRATCH: Final = 2
+"""Triton appends two addresses of scratch memory to every kernel's arguments."""
+
+
+def direct(
+    compiled: CompiledKernel, kinds: Sequence[str], warps: int, pdl: bool, device: int
+) -> tuple[int, int, int, bool, int] | None:
+    """How C launches a kernel with these parameters: function, threads, shared memory, whether dependent, device.
+
+    None if the parameters are not the expected ones.
+    """
+    ptx = compiled.asm.get("ptx", "")
+    entry = re.search(r"\.entry\s+\w+\((.*?)\)", ptx, re.DOTALL)
+    expected = [".u64" if kind.startswith("*") else SIZES.get(kind, "?") for kind in kinds] + [".u64"] * SCRATCH
+    parameters = re.findall(r"\.param\s+(\.\w+)", entry[1]) if entry is not None else None
+    plain = compiled.metadata.num_ctas == 1 and not compiled.metadata.launch_cooperative_grid
+    if parameters != expected or not plain or torch.version.hip or native.driver() is None:
+        return None
+    return compiled.function, 32 * warps, compiled.metadata.shared, pdl, device
+
+
+def words(kinds: Sequence[str], values: Sequence[Any]) -> bytes:
+    """Runtime arguments of these kinds as the eight bytes each that CUDA reads."""
+    numbers = [_word(kind, value) for kind, value in zip(kinds, values, strict=True)] + [0] * SCRATCH
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def _word(kind: str, value: float | None) -> int:
+    if kind == "fp32":
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return int(value or 0) & (0xFFFFFFFF if kind == "i32" else 0xFFFFFFFFFFFFFFFF)
 
 
 class Launcher:
@@ -179,15 +217,18 @@ class Launcher:
             fixed += (run.launch_cooperative_grid, run.launch_pdl, None, None)
         self._fixed = (*fixed, compiled.packed_metadata, None, None, None)
         self._runtime = [i for i, kind in enumerate(kinds) if kind != "constexpr"]
-        runtime = [kinds[i] for i in self._runtime]
-        self._direct = None if scratch else direct(compiled, runtime, build.warps, build.pdl, device)
+        self._kinds = [kinds[i] for i in self._runtime]
+        self._head = None if scratch else direct(compiled, self._kinds, build.warps, build.pdl, device)
 
-    def step(self, grid: int, arguments: Sequence[Any]) -> Step | None:
+    def step(self, grid: int, arguments: Sequence[Any]) -> recording.Step | None:
         """The launch as the C path makes it, or None if only Triton's launcher can."""
-        if self._direct is None:
+        if self._head is None:
             return None
-        head, words = self._direct.step(grid, [arguments[i] for i in self._runtime])
-        return Step(True, head, words, {index: place for place, index in enumerate(self._runtime)})
+        function, *others = self._head
+        places = {index: place for place, index in enumerate(self._runtime)}
+        return recording.Step(
+            True, (function, grid, *others), words(self._kinds, [arguments[i] for i in places]), places
+        )
 
     def __call__(self, grid: int, arguments: Sequence[Any]) -> None:
         """Launch on the current stream."""

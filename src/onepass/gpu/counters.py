@@ -5,12 +5,14 @@ counters. Each captured launch has separate ones, because a graph can be replaye
 """
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from ..core import native
+from ..core import native, recording
 
 POOL: Final = 1 << 18
 """Counters for captured calls per allocation."""
@@ -23,6 +25,22 @@ _pools: dict[int, Tensor] = {}
 _lock: Final = threading.Lock()
 _kept: list[Tensor] = []
 """Keeps pools alive: a graph may be replayed long after its pool is used up."""
+
+
+def launch_counted(device: int, number: int, launch: Callable[[Tensor], None]) -> None:
+    """``launch(counters)`` on the current stream, with ``number`` zeroed ones. Device -1 is the interpreter."""
+    if device < 0:
+        launch(torch.zeros(number, dtype=torch.int32))
+        return
+    counter, key = take(device, number)
+    if recording.tape.on:
+        source = recording.Source(partial(take, device, number), discard, per_stream=True)
+        recording.mark(counter.data_ptr(), source)
+    try:
+        launch(counter)
+    except BaseException:
+        discard(key)
+        raise
 
 
 def take(device: int, number: int) -> tuple[Tensor, tuple[int, int] | None]:

@@ -2,8 +2,9 @@
 GPU or in Triton's interpreter.
 
 An op declares its parameters once, as a NamedTuple whose fields are annotated with their kinds: `Pointer`, `Matrix`,
-`I32`, `I64`, `F32`, or a NamedTuple of these. Its function ``pack`` fills them. A kernel takes the parameters that it
-names. Its other arguments are constants. The declaration and the constants determine a build's signature.
+`I32`, `I64`, `F32`, or a NamedTuple of these, or of a call's tensors. Its function ``pack`` fills them. A kernel takes the
+parameters that it names. Its other arguments are constants. The declaration and the constants determine a build's
+signature.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -82,8 +83,10 @@ def rows(tensor: Tensor | None, strides: Strides) -> Rows:
 def kinds_of(annotation: Any) -> Any:
     """The `Kinds` of a parameter, nested like it.
 
-    ``Annotated[tuple[X, ...], n]`` is n parameters X.
+    ``Annotated[tuple[X, ...], n]`` is n parameters X. A tensor without a mark is a `Pointer`.
     """
+    if annotation in (Tensor, Tensor | None):
+        return "*"
     if get_origin(annotation) is Annotated:
         base, mark = get_args(annotation)
         if isinstance(mark, Sizes):

@@ -11,8 +11,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ..formats import SCALE_BLOCK, WeightScale
-from .chip import Chip
-from .tuning import tuning
+from .chip import Chip, tuning
 from .tuning.table import PieceCut, PieceKind
 
 GRAIN: Final = 64
@@ -38,7 +37,7 @@ class Order(NamedTuple):
     """The order of summation over K, in ``pieces`` pieces that are added from the first to the last.
 
     ``block`` columns at a time are dealt to the pieces in turn. If it is 0, pieces are
-    neighbors of equal length, a multiple of ``grain`` (`device.product`).
+    neighbors of equal length, a multiple of ``grain`` (`gpu.lib.product`).
     """
 
     pieces: int
@@ -65,7 +64,7 @@ class PieceTile(NamedTuple):
     """Tiles of ``columns`` columns and ``rows`` rows; a step takes ``step`` columns of K, and
     ``stages`` steps are on their way.
 
-    ``kind``: "cube", "flat", "descriptors", "split" or "decoded" (`device.product`). ``grain``: see `Order`. ``aligned``: rows start on
+    ``kind``: "cube", "flat", "descriptors", "split" or "decoded" (`gpu.lib.product`). ``grain``: see `Order`. ``aligned``: rows start on
     16 bytes. ``mask``: a step may reach beyond its piece. ``weights_first``: weights are a tensor core's left side. ``late``: the next
     kernel may start after the sums instead of at once. ``group`` tiles below each other run at the same time. ``static``: the first
     weights are requested before the previous kernel has ended.

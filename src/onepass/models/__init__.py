@@ -9,7 +9,6 @@
 from typing import TYPE_CHECKING
 
 from .generation.score import score
-from .patching.families import FAMILIES, Family
 from .patching.forms import Attention, Layer, Mla, Mlp, Norm, OtherNorm, PlainAttention, register
 from .patching.patch import NothingPatchedWarning, patch
 from .patching.report import Change, Patched
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from .generation.generate import generate as generate
     from .generation.mla_cache import MlaCache as MlaCache
 
-__all__ = ["FAMILIES", "Change", "Family", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
+__all__ = ["Change", "MlaCache", "NothingPatchedWarning", "Patched", "patch"]
 __all__ += ["Attention", "Layer", "Mla", "Mlp", "Norm", "OtherNorm", "PlainAttention", "generate", "register", "score"]
 
 

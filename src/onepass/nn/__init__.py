@@ -31,9 +31,8 @@ from __future__ import annotations
 
 from .fp8 import LinearFP8, RMSNormFP8
 from .linear import Linear, MergedLinear
-from .norm import QKNorm, RMSNorm
+from .norm import GatedRMSNorm, LayerNorm, QKNorm, RMSNorm
 from .norm import eps_of as eps_of
 from .norm import gamma_of as gamma_of
-from .other_norms import GatedRMSNorm, LayerNorm
 
 __all__ = ["GatedRMSNorm", "LayerNorm", "Linear", "LinearFP8", "MergedLinear", "QKNorm", "RMSNorm", "RMSNormFP8"]

@@ -16,8 +16,7 @@ from ..formats import FLOATS, SCALE_BLOCK, Rounding
 from ..ops.linear.launch import ACTIVATIONS, Activation
 from ..ops.linear.op import linear
 from ..weights import BLOCK_SCHEMES, Scheme, check_scheme, codes_dtype, scale_dtype, scale_shape
-from .checkpoints import Taken, loadable, taken_from
-from .codes import INTEGERS, CodesModule
+from .codes import INTEGERS, CodesModule, Taken, loadable, taken_from
 from .norm import RMSNorm, check_options, own, sizes_of
 
 
@@ -328,22 +327,22 @@ class MergedLinear(_Layer):
             check_scheme(owner, scheme)
         if not isinstance(linears, (list, tuple)) or not linears or len(set(map(id, linears))) < len(linears):
             raise ContractError(f"{owner}: `linears` must be a list of different layers, got {describe(linears)}")
-        given = [taken_from(owner, "linears", layer) for layer in linears]
-        layers = [layer.quantized(owner, scheme) for layer in given]
+        taken = [taken_from(owner, "linears", layer) for layer in linears]
+        layers = [layer.quantized(owner, scheme) for layer in taken]
         _check_alike(owner, layers)
         merged, sizes = _merge_schemes(layers[0].scheme), [len(layer.weight) for layer in layers]
         first = layers[0]
         options: dict[str, Any] = {"scheme": merged, "activation": activation, "rounding": rounding}
         bias = first.bias is not None
-        made = cls(first.weight.shape[1], sizes, bias, "meta", first.float_dtype, **options)
+        module = cls(first.weight.shape[1], sizes, bias, "meta", first.float_dtype, **options)
         biases = [layer.bias for layer in layers if layer.bias is not None]
         scales = [layer.scale for layer in layers if layer.scale is not None]
         if merged != first.scheme:
             scales = [scale.expand(n) for scale, n in zip(scales, sizes, strict=True)]
-        made._hold(*map(_cat, ([layer.weight for layer in layers], scales, biases)))
+        module._hold(*map(_cat, ([layer.weight for layer in layers], scales, biases)))
         if share:
-            _share(given, made, first.scheme)
-        return made.train(linears[0].training)
+            _share(taken, module, first.scheme)
+        return module.train(linears[0].training)
 
     def forward(
         self,

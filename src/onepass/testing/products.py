@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -44,36 +43,33 @@ def _linear(group: str, x: Random, n: int, weight: Random | None = None, **more:
     return case("linear", group, x=x, weight=weight or Random(x.dtype, (n, k), x.layout, times=k**-0.5), **more)
 
 
-_gemv = partial(case, "gemv_and_partial_norm")
+def _gemv(group: str, act: Random, n: int, gamma: Random, weight: Random | None = None, **more: Any) -> Case:
+    """A case whose weight [n, K] has the activations' dtype and layout, unless passed."""
+    weight = weight or Random(act.dtype, (n, act.shape[-1]), act.layout)
+    return case("gemv_and_partial_norm", group, act=act, weight=weight, gamma=gamma, **more)
+
+
 _ROW: Final = f32(40, positive=True)
 _ONE: Final = f32(1, positive=True)
+_MIXED: Final[dict[str, Any]] = {
+    "segments": [f16(150), f32(40)],
+    "weight_scale": _blocks(300, 257),
+    "normed_dtype": FP8,
+}
+_SLICED: Final = e4m3fn(40, 1024, layout="sliced")
 
 
 CASES: Final[tuple[Case, ...]] = (
-    _gemv("dtypes", act=bf16(1, 520), weight=bf16(40, 520), gamma=bf16(24)),
-    _gemv("dtypes", act=f32(1, 520), weight=f32(40, 520), gamma=f32(24), eps=1e-5),
-    _gemv("dtypes", act=f16(1, 520), weight=f16(40, 520), gamma=f16(24)),
-    _gemv("dtypes", act=f16(2, 1040), weight=int8(40, 1040), gamma=f16(24), weight_scale=_ONE),
-    _gemv("scales", act=bf16(3, 520), weight=e4m3fn(140, 520), gamma=bf16(130), weight_scale=_powers(140, 520)),
-    _gemv(
-        "segments",
-        act=bf16(1, 257),
-        weight=e4m3fn(300, 257),
-        gamma=bf16(24),
-        segments=[f16(150), f32(40)],
-        weight_scale=_blocks(300, 257),
-        normed_dtype=FP8,
-    ),
-    _gemv("two launches", act=bf16(33, 640), weight=bf16(40, 640), gamma=f16(24), weight_scale=_ROW, fused=False),
-    _gemv("layouts", act=bf16(1, 512, layout="misaligned"), weight=bf16(40, 512, layout="misaligned"), gamma=bf16(24)),
-    _gemv(
-        "layouts",
-        act=bf16(2, 1024, layout="sliced"),
-        weight=e4m3fn(40, 1024, layout="sliced"),
-        gamma=bf16(24),
-        weight_scale=_ROW,
-    ),
-    _gemv("values", act=bf16(9, 256, special=True), weight=e4m3fn(48, 256), gamma=bf16(24), normed_dtype=FNUZ),
+    _gemv("dtypes", bf16(1, 520), 40, bf16(24)),
+    _gemv("dtypes", f32(1, 520), 40, f32(24), eps=1e-5),
+    _gemv("dtypes", f16(1, 520), 40, f16(24)),
+    _gemv("dtypes", f16(2, 1040), 40, f16(24), int8(40, 1040), weight_scale=_ONE),
+    _gemv("scales", bf16(3, 520), 140, bf16(130), e4m3fn(140, 520), weight_scale=_powers(140, 520)),
+    _gemv("segments", bf16(1, 257), 300, bf16(24), e4m3fn(300, 257), **_MIXED),
+    _gemv("two launches", bf16(33, 640), 40, f16(24), weight_scale=_ROW, fused=False),
+    _gemv("layouts", bf16(1, 512, layout="misaligned"), 40, bf16(24)),
+    _gemv("layouts", bf16(2, 1024, layout="sliced"), 40, bf16(24), _SLICED, weight_scale=_ROW),
+    _gemv("values", bf16(9, 256, special=True), 48, bf16(24), e4m3fn(48, 256), normed_dtype=FNUZ),
     _linear("dtypes", bf16(3, 200), 136, e4m3fn(136, 200), weight_scale=_powers(136, 200)),
     _linear("dtypes", bf16(3, 200), 136, e4m3fn(136, 200), weight_scale=f32(136, 1, positive=True)),
     _linear("dtypes", f32(2, 256, layout="sliced"), 40, int8(40, 256), weight_scale=_ROW),

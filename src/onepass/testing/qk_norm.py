@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from ..ops.qk_norm.op import apply_qk_rms_norm, qk_rms_norm, row_mean_of_squares
 from ..ops.rms_norm.reference import divided, rms_norm
 from ..rope import Rope
 from .call import ERROR, Case, Expected, Random, bf16, case, f16, f32, scaled_rows
+from .tensors import Layout
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = FP8_FORMATS
@@ -58,14 +59,21 @@ def _norm(op: str, group: str, q: Random, k: Random, gammas: tuple[Any, Any] | N
     return case(op, group, q=q, k=k, gamma_q=gamma_q, gamma_k=gamma_k, **more)
 
 
+def _rows(
+    draw: Callable[..., Random], lead: tuple[int, ...], columns: tuple[int, int], layout: Layout
+) -> tuple[Random, Random]:
+    """q and k with these columns."""
+    return draw(*lead, columns[0], layout=layout), draw(*lead, columns[1], layout=layout)
+
+
 CASES: Final[tuple[Case, ...]] = (
     *(
         case(op, group, q=q, k=k)
         for op in ("row_sum_of_squares_qk", "row_mean_of_squares_qk")
         for group, q, k in (
-            ("layouts", bf16(3, 4, 200, layout="transposed"), bf16(3, 4, 512, layout="transposed")),
-            ("layouts", bf16(2, 3, 2, 3, 200, layout="reversed"), bf16(2, 3, 2, 3, 512, layout="reversed")),
-            ("layouts", bf16(3, 4, 200, layout="expanded"), bf16(3, 4, 512, layout="expanded")),
+            ("layouts", *_rows(bf16, (3, 4), (200, 512), "transposed")),
+            ("layouts", *_rows(bf16, (2, 3, 2, 3), (200, 512), "reversed")),
+            ("layouts", *_rows(bf16, (3, 4), (200, 512), "expanded")),
             ("values", f16(9, 640, special=True), f16(9, 128)),
             ("values", f32(9, 640), f32(9, 128, special=True)),
         )
@@ -74,18 +82,11 @@ CASES: Final[tuple[Case, ...]] = (
     _norm("apply_qk_rms_norm", "dtypes", bf16(3, 640), bf16(3, 128), q_out=F32, rounding="hf", epsilon_k=1e-3),
     _norm("apply_qk_rms_norm", "dtypes", f16(3, 640), f16(3, 128), rounding="once", weight_offset=1.0, epsilon=1e-5),
     _norm("apply_qk_rms_norm", "codes", bf16(3, 640), bf16(3, 128), q_out=FP8, **_SCALES),
-    _norm(
-        "apply_qk_rms_norm",
-        "wide",
-        f16(3, 4, 20000, layout="misaligned"),
-        f16(3, 4, 200, layout="misaligned"),
-        (f16(20000), f32(200)),
-    ),
+    _norm("apply_qk_rms_norm", "wide", *_rows(f16, (3, 4), (20000, 200), "misaligned"), (f16(20000), f32(200))),
     _norm(
         "apply_qk_rms_norm",
         "rope",
-        f32(2, 3, 240, layout="misaligned"),
-        f32(2, 3, 80, layout="misaligned"),
+        *_rows(f32, (2, 3), (240, 80), "misaligned"),
         (f32(240), bf16(80)),
         rope=Rope(table(40, 80), positions(torch.int32, 2, 3), "half", head_dim=80),
     ),

@@ -1,4 +1,4 @@
-"""The calls of the norms, and of those that quantize, that `onepass check` makes."""
+"""The calls of the norms, of those that quantize, and of `quantize`, that `onepass check` makes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..formats import FLOATS, FP8_FORMATS
 from ..ops.rms_norm import reference
 from ..ops.rms_norm.op import (
     layer_norm,
+    quantize,
     rms_norm,
     rms_norm_add_rms_norm,
     rms_norm_add_rms_norm_quant,
@@ -49,6 +50,7 @@ FUNCTIONS: Final = {
     "rms_norm_fused_quant": partial(_quantized, rms_norm_fused_quant),
     "rms_norm_add_rms_norm": rms_norm_add_rms_norm,
     "rms_norm_add_rms_norm_quant": partial(_quantized, rms_norm_add_rms_norm_quant),
+    "quantize": partial(_quantized, quantize),
 }
 _DRAWS: Final = {BF16: bf16, F16: f16, F32: f32}
 _OPERANDS: Final = [bf16(4, 1536), bf16(1536), bf16(4, 48, positive=True)]
@@ -78,6 +80,11 @@ _fp8 = partial(_norm, op="rms_norm_fused_fp8")
 _quant = partial(_norm, op="rms_norm_fused_quant")
 
 
+def _scales(*shape: int) -> dict[str, Any]:
+    """Codes are multiplied by scales of this shape."""
+    return {"prologue": dequantize, "prologue_args": [f32(*shape, positive=True)]}
+
+
 def _sandwich(group: str, x: Random, /, gamma_pre: Any = None, residual: Any = None, **more: Any) -> Case:
     """A case of a post-norm, a sum and a pre-norm. The latter's gamma and the residual have x's dtype, unless passed."""
     own, n = _DRAWS[x.dtype], x.shape[-1]
@@ -103,6 +110,19 @@ _SANDWICHES: Final[tuple[Case, ...]] = (
     _sandwich("formats", f32(4, 640), format="mxfp4", quantize="divide"),
     _sandwich("limits", bf16(5, 640), format="e4m3fn", static_scale=torch.tensor(0.02)),
     _sandwich("limits", bf16(5, 640), format="e5m2", scale_ub=_UPPER, min_scale=1e-4),
+)
+_rows = partial(case, "quantize")
+_UNNORMED: Final[tuple[Case, ...]] = (
+    _rows("short", x=bf16(5, 33)),
+    _rows("wide", x=bf16(5, 20000), format="int8"),
+    _rows("layouts", x=bf16(3, 4, 640, layout="transposed"), gate=bf16(3, 4, 640, layout="sliced")),
+    _rows("layouts", x=bf16(3, 4, 640, layout="misaligned"), format="e4m3fnuz", group_size=64),
+    _rows("values", x=bf16(9, 384, special=True), format="mxfp8", scale_layout="column_packed"),
+    _rows("values", x=f16(9, 384, special=True), static_scale=torch.tensor(0.02), quantize="divide"),
+    _rows("gate", x=bf16(5, 7168), gate=bf16(5, 7168), rounding="hf", group_size=128, scale_format="ue8m0"),
+    _rows("gate", x=f16(5, 640), gate=f16(5, 640), rounding="stored", format="mxfp4", scale_layout="128x4"),
+    _rows("gate", x=f32(4, 640), gate=bf16(4, 640), gate_activation="sigmoid", format="nvfp4", global_scale=_UPPER),
+    _rows("limits", x=bf16(5, 640), format="e5m2", scale_ub=_UPPER, min_scale=1e-4),
 )
 CASES: Final[tuple[Case, ...]] = (
     _norm("short", bf16(5, 33)),
@@ -137,24 +157,15 @@ CASES: Final[tuple[Case, ...]] = (
     _fp8("prologues", bf16(4, 1536), prologue=silu_and_mul, prologue_args=[bf16(4, 1536)]),
     _fp8("prologues", bf16(4, 1536, layout="sliced"), prologue=add, prologue_args=[bf16(4, 1536, layout="sliced")]),
     _fp8("prologues", e4m3fn(4, 1536), residual=bf16(4, 1536), prologue=soft_cap_gate, prologue_args=_OPERANDS),
-    _fp8(
-        "dequantize",
-        e4m3fnuz(5, 200),
-        f32,
-        prologue=dequantize,
-        prologue_args=[f32(5, 1, positive=True)],
-        return_norm=True,
-    ),
-    _fp8(
-        "dequantize", e4m3fn(4, 768), prologue=dequantize, prologue_args=[f32(4, 12, positive=True)], return_rstd=True
-    ),
-    _fp8("dequantize", e4m3fn(4, 768), prologue=dequantize, prologue_args=[f32(4, 3, positive=True)]),
+    _fp8("dequantize", e4m3fnuz(5, 200), f32, **_scales(5, 1), return_norm=True),
+    _fp8("dequantize", e4m3fn(4, 768), **_scales(4, 12), return_rstd=True),
+    _fp8("dequantize", e4m3fn(4, 768), **_scales(4, 3)),
     _fp8("values", bf16(9, 384, special=True), out_dtype=FP8, static_scale=torch.tensor(0.02)),
     _fp8("vllm", f16(5, 640), residual=f16(5, 640), **_VLLM),
     _quant("formats", f16(3, 640), format="e5m2", rounding="stored"),
     _quant("formats", bf16(5, 640), format="e4m3fnuz", group_size=64),
     _quant("formats", bf16(2, 3, 2, 3, 128, layout="reversed"), format="nvfp4"),
-    _quant("formats", int8(4, 1536), format="int8", prologue=dequantize, prologue_args=[f32(4, 12, positive=True)]),
+    _quant("formats", int8(4, 1536), format="int8", **_scales(4, 12)),
     _quant("scales", bf16(5, 384), format="mxfp8", scale_format="ue8m0_floor", scales_dtype=F32),
     _quant("scales", bf16(5, 640), format="nvfp4", global_scale=torch.tensor(8.0)),
     _quant("places", bf16(5, 480), format="mxfp8", scale_layout="column_tma"),
@@ -177,17 +188,18 @@ CASES: Final[tuple[Case, ...]] = (
         quantize="divide",
     ),
     *_SANDWICHES,
+    *_UNNORMED,
 )
 
 
 def verify(op: str, host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[Expected | str]:
-    """The norm, or its codes and scales, the new residual, and the reciprocal RMS."""
+    """The norm, or codes and scales, the new residual, and the reciprocal RMS."""
     options = dict(host, statistic="layer") if op == "layer_norm" else host
-    quantized = "fused" in op or op.endswith("quant")
+    quantized = "fused" in op or op.endswith(("quant", "quantize"))
     names = ["out", *["scale"] * quantized, *["residual"] * (host.get("residual") is not None)]
     names += [name for name in ("norm", "rstd") if host.get(f"return_{name}")]
     named = dict(zip(names, results, strict=True))
-    y, summed, normed, error = _exact(options)
+    y, summed, normed, error = _product(host) if op == "quantize" else _exact(options)
     if "residual" in named:
         yield Expected("new residual", named["residual"], summed, _post_error(host) + ERROR)
     if "rstd" in named:
@@ -216,6 +228,13 @@ class _Exact(NamedTuple):
 def _post_error(host: dict[str, Any]) -> float:
     """What the rounding of a post-norm leaves."""
     return 3 * torch.finfo(host["x"].dtype).eps if "gamma_post" in host else 0.0
+
+
+def _product(host: dict[str, Any]) -> _Exact:
+    """What `quantize` quantizes."""
+    rounding, activation = host.get("rounding", "once"), host.get("gate_activation", "silu")
+    y = reference.gated(host["x"], host.get("gate"), activation, rounding)
+    return _Exact(y, y, y, ERROR + (0.0 if rounding == "once" else 2 * torch.finfo(host["x"].dtype).eps))
 
 
 def _exact(host: dict[str, Any]) -> _Exact:

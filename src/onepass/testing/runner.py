@@ -26,6 +26,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Verify]] = {
 UNPROVEN: tuple[str, ...] = (
     "rms_norm_add_rms_norm",
     "rms_norm_add_rms_norm_quant",
+    "quantize",
     *(f"qk_norm_rope_cache: {group}" for group in ("mrope", "norm of v", "scales", "keys alone")),
 )
 """Ops, or groups of their cases, whose kernels are listed as not yet run on a GPU."""

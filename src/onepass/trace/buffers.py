@@ -36,16 +36,16 @@ class GemvEvent(IntEnum):
         EXIT: The block ends.
     """
 
-    ENTER = 0  # the block begins
-    K_LOOP_START = 1  # before its K loop; on a GPU its first weights are being loaded
-    K_LOOP_END = 2  # after the K loop and the reduction over the block
-    BEFORE_ARRIVE = 3  # y is stored, the fetch-add comes next (normed blocks only)
-    AFTER_ARRIVE = 4  # the fetch-add has returned (normed blocks only)
-    APPLY_START = 5  # it arrived last and begins to norm (5 to 8: last arriver only)
-    LOADS_DONE = 6  # all of y that is normed is loaded
-    REDUCE_DONE = 7  # the mean of squares is known
-    APPLY_END = 8  # the normed output is stored
-    EXIT = 9  # the block ends
+    ENTER = 0
+    K_LOOP_START = 1
+    K_LOOP_END = 2
+    BEFORE_ARRIVE = 3
+    AFTER_ARRIVE = 4
+    APPLY_START = 5
+    LOADS_DONE = 6
+    REDUCE_DONE = 7
+    APPLY_END = 8
+    EXIT = 9
 
 
 class TraceBuf(ABC):

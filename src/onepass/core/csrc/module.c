@@ -304,18 +304,18 @@ static PyType_Spec table_spec = {"onepass.core._native.Table", sizeof(Table), 0,
 
 /* --- module ---------------------------------------------------------------------------------------------------- */
 
-/* set_up(capsule, types, functions, dual, environment, profiler, forked) */
+/* set_up(capsule, types, functions, dual, environment, profiler) */
 static PyObject *set_up(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *capsule;
     Torch t;
     memset(&t, 0, sizeof t);
-    if (!PyArg_ParseTuple(args, "O(OOO)(OOOOOOOOOOO)(O!O)(O!OO)(O!OO)p", &capsule, &t.tensor, &t.parameter, &t.dtype,
+    if (!PyArg_ParseTuple(args, "O(OOO)(OOOOOOOOOOO)(O!O)(O!OO)(O!OO)", &capsule, &t.tensor, &t.parameter, &t.dtype,
                           &t.dispatch_modes, &t.function_modes, &t.transforms, &t.tracing, &t.grad_enabled,
                           &t.inference_mode, &t.threads, &t.is_neg, &t.is_inference, &t.bump_version, &t.fail,
                           &PyDict_Type, &t.dual, &t.dual_level, &PyDict_Type, &t.environment, &t.debug_name,
-                          &t.debug_on, &PyDict_Type, &t.profiler, &t.profiling, &t.event, &forked))
+                          &t.debug_on, &PyDict_Type, &t.profiler, &t.profiling, &t.event))
         return NULL;
     t.api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (t.api == NULL)

@@ -8,15 +8,14 @@ holds an even column in its low half and an odd one in its high half.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
 from llvmlite import ir
 
 from ...formats import E4M3FN, FLOAT32_MAX, FP8_FORMATS, QUANTIZED, SMALLEST_SCALE, CodeFormat, ScaleRule
-from . import bf16
-from .function import Function
-from .vec import F16, F32, I8, I16, I32, LANES, Bool, Float, Int, type_of
+from .emit import F16, F32, I1, I8, I16, I32, LANES, Bool, Float, Function, Int, constant, declare, type_of
 
 _HALF: Final = LANES // 2
 EVEN_ODD: Final = [*range(0, LANES, 2), *range(1, LANES, 2)]
@@ -24,6 +23,13 @@ _INFINITY: Final = 0x7F800000
 _ABS: Final = 0x7FFFFFFF
 _ELEMENT: Final = {torch.float32: F32, torch.float16: F16, torch.bfloat16: I16, torch.float8_e8m0fnu: I8}
 _ELEMENT.update(dict.fromkeys(QUANTIZED, I8))
+_WORDS: Final = ir.VectorType(I16, LANES)
+_INSTRUCTION: Final = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+_CLASSIFY: Final = "llvm.x86.avx512.fpclass.ps.512"
+_SUBNORMAL: Final = 0x20
+_UPPER: Final = 0xFFFF0000
+INTERLEAVED: Final = [lane // 2 + _HALF * (lane % 2) for lane in range(LANES)]
+"""The lane of each column in paired order: even columns first, then odd ones."""
 
 
 def magnitude(value: Float) -> Int:
@@ -51,7 +57,7 @@ def _cast(value: Float, element: ir.Type, instruction: str) -> Any:
 def round_to(dtype: torch.dtype, value: Float) -> Float:
     """``value`` rounded to ``dtype`` (to nearest even), as float32."""
     if dtype == torch.bfloat16:
-        return bf16.rounded(value)
+        return bf16_rounded(value)
     if dtype == torch.float16:
         half = Float(value.builder, _cast(value, F16, "fptrunc"))
         return Float(value.builder, _cast(half, F32, "fpext"))
@@ -109,9 +115,9 @@ def store_row(
         fmt = FP8_FORMATS[dtype]
         store_codes(f, encode(fmt, fmt.max, value, may_be_nan=True), address, mask, paired)
     elif dtype == torch.bfloat16 and value.lanes == LANES:
-        f.store(bf16.columns(value, paired, exact), address, mask, bypass)
+        f.store(bf16_columns(value, paired, exact), address, mask, bypass)
     else:
-        value = value.shuffle(value, bf16.INTERLEAVED) if paired else value
+        value = value.shuffle(value, INTERLEAVED) if paired else value
         f.store(_narrow(dtype, value), address, mask, bypass)
 
 
@@ -122,7 +128,7 @@ def store_scalar(f: Function, dtype: torch.dtype, value: Float, address: Int) ->
 
 def _narrow(dtype: torch.dtype, value: Float) -> Any:
     if dtype == torch.bfloat16:
-        word = bf16.words(value) >> 16
+        word = bf16_words(value) >> 16
         return value.builder.trunc(word.ir, type_of(I16, value.lanes))
     if dtype == torch.float8_e8m0fnu:  # 2**-127 is a float32 subnormal, whose exponent field is its byte, 0
         byte = magnitude(value) >> 23
@@ -131,6 +137,127 @@ def _narrow(dtype: torch.dtype, value: Float) -> Any:
         code = encode(E4M3FN, E4M3FN.max, value, may_be_nan=True).bytes()
         return value.builder.trunc(code.ir, I8)
     return value.ir if dtype == torch.float32 else _cast(value, F16, "fptrunc")
+
+
+# --- rounding to bf16 ------------------------------------------------------------------------------------------------
+#
+# To nearest even, with subnormals and NaN payloads alike on every CPU.
+#
+# There are three ways, which give the same bits. Integer arithmetic on 32-bit words works for everything. Two vectors of
+# words that are packed first need half as many instructions, which work on 16-bit lanes; a block with NaN takes the first
+# way. The conversion instruction of AVX512-BF16 needs fewest, but flushes subnormals: a block that has one takes the first
+# way.
+
+
+class _BFloat(ir.types.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def bf16_words(value: Float) -> Int:
+    """Words whose upper halves are ``value`` in bfloat16; lower halves are arbitrary."""
+    bits = value.bits()
+    rounded = bits + ((bits >> 16) & 1) + 0x7FFF
+    return value.is_nan().where(bits | 0x400000, rounded)
+
+
+def bf16_rounded(value: Float) -> Float:
+    """``value`` rounded, as float32. Two lanes are rounded in one word, as if they were paired columns."""
+    if value.lanes != LANES:
+        return (bf16_words(value) & _UPPER).float()
+    pairs = Int(value.builder, value.builder.bitcast(bf16_columns(value, True), ir.VectorType(I32, _HALF)))
+    return (pairs << 16).shuffle(pairs & _UPPER, range(LANES)).float()
+
+
+def bf16_columns(value: Float, paired: bool, exact: bool = False) -> Any:
+    """`LANES` columns as 16-bit integers in order; ``value`` holds them in order or paired. ``exact``: it is rounded."""
+    builder = value.builder
+
+    def upper(halves: Int) -> Any:
+        if not paired:
+            return builder.trunc((halves >> 16).ir, _WORDS)
+        even, odd = halves.halves()
+        return builder.bitcast(((even >> 16) | (odd & _UPPER)).ir, _WORDS)
+
+    def plain() -> Any:
+        return upper(bf16_words(value))
+
+    if exact:
+        return upper(value.bits())
+    if _has_instruction(value):
+        fast = Int(builder, _converted(value))
+        fast = fast.shuffle(fast, INTERLEAVED) if paired else fast
+        return _unless(_has_subnormal(value), fast, plain)
+    return _unless(_has_nan(value), _packed(value), plain) if paired else plain()
+
+
+def _packed(value: Float) -> Int:
+    """Paired columns, none of which is NaN: the bits that are kept, and one more where those that are lost round up.
+
+    The lost bits round up if they are above 0x8000, or at it while the kept bits are odd. Less 0x8000 they are a signed
+    number, and with the last bit of the kept ones it is positive.
+    """
+    builder = value.builder
+    even, odd = value.bits().halves()
+    kept = Int(builder, builder.bitcast(((even >> 16) | (odd & _UPPER)).ir, _WORDS))
+    lost = builder.bitcast(((even & 0xFFFF) | (odd << 16)).ir, _WORDS)
+    excess = Int(builder, builder.xor(lost, constant(_WORDS, 0x8000)))
+    excess = excess.add_saturated(kept & 1)
+    up = builder.icmp_signed(">", excess.ir, constant(_WORDS, 0))
+    return kept - Int(builder, builder.sext(up, _WORDS))
+
+
+def _has_instruction(value: Float) -> bool:
+    return "avx512bf16" in getattr(value.builder.module, "features", ())
+
+
+def _converted(value: Float) -> Any:
+    """All lanes by the instruction, as 16-bit integers."""
+    builder = value.builder
+    low, high = value.halves()
+    result = ir.VectorType(_BFloat(), LANES)
+    function = declare(builder, _INSTRUCTION, result, [low.ir.type, low.ir.type])
+    return builder.bitcast(builder.call(function, [high.ir, low.ir]), _WORDS)
+
+
+def _has_subnormal(value: Float) -> Bool:
+    builder = value.builder
+    masks = []
+    for half in value.halves():
+        function = declare(builder, _CLASSIFY, ir.VectorType(I1, _HALF), [half.ir.type, I32])
+        masks.append(Bool(builder, builder.call(function, [half.ir, ir.Constant(I32, _SUBNORMAL)])))
+    return _any(masks[0] | masks[1])
+
+
+def _has_nan(value: Float) -> Bool:
+    low, high = value.halves()
+    return _any(Bool(value.builder, value.builder.fcmp_unordered("uno", low.ir, high.ir)))
+
+
+def _any(mask: Bool) -> Bool:
+    builder = mask.builder
+    number = builder.bitcast(mask.ir, ir.IntType(mask.lanes))
+    return Bool(builder, builder.icmp_unsigned("!=", number, ir.Constant(number.type, 0)))
+
+
+def _unless(rare: Bool, fast: Float | Int, slow: Callable[[], Any]) -> Any:
+    """``fast`` or, if something ``rare`` is true, ``slow()``."""
+    builder = rare.builder
+    before = builder.block
+    with builder.if_then(rare.ir, likely=False):
+        other, behind = slow(), builder.block
+    result = builder.phi(fast.ir.type)
+    result.add_incoming(fast.ir, before)
+    result.add_incoming(other, behind)
+    return result
 
 
 # --- codes ---------------------------------------------------------------------------------------------------------

@@ -28,9 +28,8 @@ from ...formats import E4M3FN, SCALE_BLOCK, WeightScale
 from ..sizes import BLOCK, CHUNK, MAX_BLOCKS, ROW_BLOCKS, SUM, TILE
 from . import lookup
 from .bits import load_row, load_scalar
-from .function import Cell, Function, Module
+from .emit import F32, I8, I16, I32, Bool, Cell, Float, Function, Int, Module, constant, type_of
 from .loops import LINE, each_block
-from .vec import F32, I8, I16, I32, Bool, Float, Int, constant, type_of
 
 VECTOR: Final = 4 * SUM
 """Bytes of a sum."""

@@ -11,7 +11,7 @@ from typing import Final
 
 from llvmlite import ir
 
-from .vec import F16, F32, I16, I32, Float, Int, type_of
+from .emit import F16, F32, I16, I32, Float, Int, type_of
 
 _TYPE: Final = r"<\d+ x (?:half|float)>|half|float"
 _CONVERSION: Final = re.compile(

@@ -16,8 +16,7 @@ import torch
 from llvmlite import ir
 
 from ...formats import E4M3FN
-from .function import Function
-from .vec import I8, I32, Int, constant, declare
+from .emit import I8, I32, Function, Int, constant, declare
 
 WIDTH: Final = 64
 """Codes that are converted at a time."""

@@ -8,8 +8,7 @@ from typing import Final
 import torch
 
 from . import bits
-from .function import Arguments, Cell, Function, Module
-from .vec import I32, I64, LANES, Bool, Float, Int, declare
+from .emit import I32, I64, LANES, Arguments, Bool, Cell, Float, Function, Int, Module, declare
 
 Body = Callable[[Int, "Bool | None"], None]
 """Emits the work on the block at a column offset; the mask, if any, selects the columns that exist."""

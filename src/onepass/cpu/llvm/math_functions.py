@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .vec import Float
+from .emit import Float
 
 _ROUND: Final = 1.5 * 2.0**23
 """After this is added to a small number, the low mantissa bits are that number rounded to an integer."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ...prologues import Prologue
 from . import math_functions
-from .vec import LANES, Bool, Float
+from .emit import LANES, Bool, Float
 
 _FUNCTIONS: Final = ("exp", "log", "rsqrt", "tanh", "sigmoid", "maximum", "minimum")
 _OPERATORS: Final = ("neg", "add", "sub", "mul", "lt", "le", "gt", "ge")

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from ...core.contract import describe
-from ...core.scale_layout import scale_shape
+from ...core.layout import scale_shape
 from ...errors import ContractError, Unsupported
 from ...formats import QuantFormatName
 from ...ops.rms_norm.op import rms_norm_fused_quant
-from ..arguments import names_of_op, require_tensors
+from ..arguments import names_of_op, one_element, require_tensors
+
+__all__ = ["add_rmsnorm_fp4quant", "rmsnorm_fp4quant"]
 
 _FORMATS: dict[int, tuple[QuantFormatName, str, torch.dtype]] = {
     16: ("nvfp4", "e4m3", torch.float8_e4m3fn),
@@ -41,24 +43,28 @@ def rmsnorm_fp4quant(
     is_sf_swizzled_layout: bool = False,
     enable_pdl: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(codes, scales)`` of ``norm(input) * weight``: pairs of e2m1, with a scale per block of 16 or 32 columns.
+    """Codes and scales of ``(input * rs) * weight``: pairs of e2m1, with a scale per block of columns.
 
-    Blocks of 16 have float8_e4m3fn scales, which ``global_scale`` multiplies; blocks of 32 have UE8M0 scales in
-    uint8. Swizzled scales are flat, in tiles of 128 rows and 4 blocks. ``enable_pdl`` is ignored.
+    Args:
+        input: [..., N].
+        weight: [N] of any float dtype.
+        y_fp4: Receives the codes.
+        block_scale: Receives the scales.
+        global_scale: One float32 that multiplies the scales of blocks of 16. None: 1.
+        eps: Added to the mean of squares.
+        block_size: 16 for NVFP4, whose scales are float8_e4m3fn; 32 for MXFP4, whose scales are UE8M0 in uint8.
+        scale_format: "e4m3" or "ue8m0"; None: that of the block size.
+        is_sf_swizzled_layout: Whether scales are flat, in tiles of 128 rows and 4 blocks.
+        enable_pdl: Ignored.
+
+    Returns:
+        ``(codes, scales)``: ``y_fp4`` and ``block_scale`` if given.
+
+    Rounding:
+        Everything is float32 until the scales and codes.
     """
-    return _quantized(
-        "rmsnorm_fp4quant",
-        input,
-        None,
-        weight,
-        y_fp4,
-        block_scale,
-        global_scale,
-        eps,
-        block_size,
-        scale_format,
-        is_sf_swizzled_layout,
-    )
+    options = (global_scale, eps, block_size, scale_format, is_sf_swizzled_layout)
+    return _quantized("rmsnorm_fp4quant", (input, None, weight), (y_fp4, block_scale, None), *options)
 
 
 @_as_called
@@ -78,45 +84,54 @@ def add_rmsnorm_fp4quant(
     enable_pdl: bool | None = None,
     y_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``residual += input``, then `rmsnorm_fp4quant` of the rounded sum, whose norm is also stored in ``y_out``.
+    """``residual = round(input + residual)``, then `rmsnorm_fp4quant` of it.
 
-    Scales have one layout at a time.
+    Arguments that are not listed are those of `rmsnorm_fp4quant`.
+
+    Args:
+        input: [..., N]; not changed.
+        residual: Like input, or float32; overwritten by the sum.
+        output_both_sf_layouts: Must be False: scales have one layout at a time.
+        block_scale_unswizzled: Must be None.
+        y_out: Receives the norm.
+
+    Returns:
+        ``(codes, scales)``.
+
+    Rounding:
+        The sum is rounded to the residual's dtype before the norm reads it. Then everything is float32 until the scales
+        and codes.
     """
     name = "add_rmsnorm_fp4quant"
     if output_both_sf_layouts or block_scale_unswizzled is not None:
         raise Unsupported(f"{name}: `output_both_sf_layouts` must be False; scales are stored in one layout")
     require_tensors(name, residual=residual)
-    return _quantized(
-        name,
-        input,
-        residual,
-        weight,
-        y_fp4,
-        block_scale,
-        global_scale,
-        eps,
-        block_size,
-        scale_format,
-        is_sf_swizzled_layout,
-        y_out,
-    )
+    options = (global_scale, eps, block_size, scale_format, is_sf_swizzled_layout)
+    return _quantized(name, (input, residual, weight), (y_fp4, block_scale, y_out), *options)
 
 
 def _quantized(
     name: str,
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    codes: Tensor | None,
-    scale: Tensor | None,
+    inputs: tuple[Tensor, Tensor | None, Tensor],
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     global_scale: Tensor | None,
     eps: float,
     block_size: int,
     scale_format: str | None,
     swizzled: bool,
-    norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    format, dtype = _checked(name, input, weight, codes, global_scale, block_size, scale_format)
+    """Codes and scales of the norm of input + residual, in the given outputs: codes, scales and the norm."""
+    (input, residual, weight), (codes, scale, norm) = inputs, outputs
+    if not isinstance(input, Tensor) or not input.dim():
+        raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
+    require_tensors(name, weight=weight)
+    format, dtype = _format(name, input.shape[-1], block_size, scale_format)
+    if codes is not None:
+        require_tensors(name, y_fp4=codes)
+    if global_scale is not None:
+        if format == "mxfp4":
+            raise ContractError(f"{name}: `global_scale` must be None with blocks of 32, got {describe(global_scale)}")
+        global_scale = one_element(name, global_scale=global_scale)
     shape = scale_shape(input.shape[:-1], input.shape[-1] // block_size, "128x4" if swizzled else "row")
     scale_out = None
     if scale is not None:
@@ -132,7 +147,7 @@ def _quantized(
         format=format,
         residual=residual,
         round_sum=True,
-        global_scale=None if global_scale is None else global_scale.reshape(()),
+        global_scale=global_scale,
         scale_layout="128x4" if swizzled else "row",
         out=None if codes is None else codes.view(torch.uint8),
         scale_out=scale_out,
@@ -145,19 +160,8 @@ def _quantized(
     return result, scale if scale is not None else stored.flatten() if swizzled else stored
 
 
-def _checked(
-    name: str,
-    input: Tensor,
-    weight: Tensor,
-    codes: Tensor | None,
-    global_scale: Tensor | None,
-    block_size: int,
-    scale_format: str | None,
-) -> tuple[QuantFormatName, torch.dtype]:
-    """The format of the codes and the dtype of their scales, once everything but the scales' memory is as it must be."""
-    if not isinstance(input, Tensor) or not input.dim():
-        raise ContractError(f"{name}: `input` must be a tensor [..., N], got {describe(input)}")
-    require_tensors(name, weight=weight)
+def _format(name: str, columns: int, block_size: int, scale_format: str | None) -> tuple[QuantFormatName, torch.dtype]:
+    """The format of the codes and the dtype of their scales."""
     if not isinstance(block_size, int) or block_size not in _FORMATS:
         raise ContractError(f"{name}: `block_size` must be 16 or 32, got {describe(block_size)}")
     format, scales, dtype = _FORMATS[block_size]
@@ -165,14 +169,6 @@ def _checked(
         raise Unsupported(
             f"{name}: `scale_format` must be {scales!r} with blocks of {block_size}, got {scale_format!r}"
         )
-    if input.shape[-1] % block_size:
-        raise ContractError(
-            f"{name}: `block_size` must divide the {input.shape[-1]} columns of `input`, got {block_size}"
-        )
-    if global_scale is not None and format == "mxfp4":
-        raise ContractError(f"{name}: `global_scale` must be None with blocks of 32, got {describe(global_scale)}")
-    if codes is not None:
-        require_tensors(name, y_fp4=codes)
-    if global_scale is not None and (not isinstance(global_scale, Tensor) or global_scale.numel() != 1):
-        raise ContractError(f"{name}: `global_scale` must be a tensor of one element, got {describe(global_scale)}")
+    if columns % block_size:
+        raise ContractError(f"{name}: `block_size` must divide the {columns} columns of `input`, got {block_size}")
     return format, dtype

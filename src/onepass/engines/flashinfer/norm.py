@@ -37,7 +37,7 @@ from ...core.contract import describe
 from ...errors import ContractError, Unsupported
 from ...formats import FP8_CODES, QuantFormatName, Quantize
 from ...ops.rms_norm.op import layer_norm, rms_norm, rms_norm_fused_fp8, rms_norm_fused_quant
-from ..arguments import names_of_op, require_tensors
+from ..arguments import names_of_op, one_element, require_codes, require_tensors
 
 __all__ = [
     "fused_add_rmsnorm",
@@ -65,7 +65,26 @@ _FORMATS: Final[dict[torch.dtype, QuantFormatName]] = {torch.float8_e4m3fn: "e4m
 def rmsnorm(
     input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
-    """``round((input * rs) * weight)`` of [tokens, N] or [tokens, heads, N], optionally in ``out``."""
+    """``round((input * rs) * weight)`` with ``rs = 1 / sqrt(mean(input^2) + eps)``.
+
+    Args:
+        input: [tokens, N] or [tokens, heads, N], bfloat16, float16 or float32.
+        weight: [N] of any float dtype.
+        eps: Added to the mean of squares.
+        out: Receives the result; may be input itself.
+        enable_pdl: Ignored.
+
+    Returns:
+        The norm in input's dtype: ``out`` if given.
+
+    Rounding:
+        Once.
+
+    >>> import torch
+    >>> from onepass.engines import flashinfer
+    >>> flashinfer.rmsnorm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+    tensor([[0.8485, 1.1314]])
+    """
     if weight is None:
         require_tensors("rmsnorm", weight=weight)
     return rms_norm(input, weight, eps, out=out)
@@ -80,7 +99,19 @@ def rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """``out = fp8(norm(input) * weight / scale)``, of [tokens, N]; ``scale`` is a number or one float32."""
+    """``out = fp8(((input * rs) * weight) / scale)``.
+
+    Args:
+        out: [tokens, N] of an fp8 dtype; receives the codes.
+        input: [tokens, N].
+        weight: [N] of any float dtype.
+        scale: A number or one float32.
+        eps: Added to the mean of squares.
+        enable_pdl: Ignored.
+
+    Rounding:
+        Once, to fp8. FlashInfer multiplies by the reciprocal of the scale.
+    """
     require_tensors("rmsnorm_quant", weight=weight)
     options = _static("rmsnorm_quant", out, input, scale)
     rms_norm_fused_fp8(input, weight, eps, out=out, **options)
@@ -90,7 +121,18 @@ def rmsnorm_quant(
 def fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """``residual += input``, then ``input = norm(residual) * weight``, of the unrounded sum."""
+    """``h = input + residual``, then ``input = round((h * rs) * weight)`` and ``residual = round(h)``.
+
+    Args:
+        input: [tokens, N]; overwritten by the norm.
+        residual: Like input, or float32; overwritten by the sum.
+        weight: [N] of any float dtype.
+        eps: Added to the mean of squares.
+        enable_pdl: Ignored.
+
+    Rounding:
+        Each result once. The norm reads the unrounded sum.
+    """
     if residual is None or weight is None:
         require_tensors("fused_add_rmsnorm", residual=residual, weight=weight)
     rms_norm(input, weight, eps, residual=residual, out=input, residual_out=residual)
@@ -106,7 +148,20 @@ def fused_add_rmsnorm_quant(
     eps: float = 1e-6,
     enable_pdl: bool | None = None,
 ) -> None:
-    """``residual += input``, then ``out = fp8(norm(residual) * weight / scale)``, of the unrounded sum."""
+    """``h = input + residual``, then ``out = fp8(((h * rs) * weight) / scale)`` and ``residual = round(h)``.
+
+    Args:
+        out: [tokens, N] of an fp8 dtype; receives the codes.
+        input: [tokens, N]; not changed.
+        residual: Like input, or float32; overwritten by the sum.
+        weight: [N] of any float dtype.
+        scale: A number or one float32.
+        eps: Added to the mean of squares.
+        enable_pdl: Ignored.
+
+    Rounding:
+        Each result once. The norm reads the unrounded sum. FlashInfer multiplies by the reciprocal of the scale.
+    """
     require_tensors("fused_add_rmsnorm_quant", residual=residual, weight=weight)
     options = _static("fused_add_rmsnorm_quant", out, input, scale)
     rms_norm_fused_fp8(input, weight, eps, residual=residual, out=out, residual_out=residual, **options)
@@ -114,9 +169,7 @@ def fused_add_rmsnorm_quant(
 
 def _static(name: str, out: Tensor, input: Tensor, scale: float | Tensor) -> _Options:
     """The options of a norm that is divided by a given scale."""
-    if not isinstance(out, Tensor) or out.dtype not in FP8_CODES:
-        kind = out.dtype if isinstance(out, Tensor) else type(out).__name__
-        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, FP8_CODES))}), got {kind}")
+    require_codes(name, FP8_CODES, out=out)
     return {"static_scale": _scale(name, scale, input), "quantize": "divide", "out_dtype": out.dtype}
 
 
@@ -124,9 +177,7 @@ def _scale(name: str, scale: float | Tensor, input: Tensor) -> Tensor:
     """The scale as a tensor of no dimensions on input's device."""
     require_tensors(name, input=input)
     if isinstance(scale, Tensor):
-        if scale.numel() != 1:
-            raise ContractError(f"{name}: `scale` must have one element, got shape {list(scale.shape)}")
-        return scale.reshape(())
+        return one_element(name, scale=scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise ContractError(f"{name}: `scale` must be a number or a tensor of one element, got {describe(scale)}")
     return torch.full((), scale, dtype=torch.float32, device=input.device)
@@ -142,7 +193,14 @@ class _Options(TypedDict):
 def gemma_rmsnorm(
     input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None
 ) -> Tensor:
-    """``round((input * rs) * (1 + weight))``, written to ``out`` if given."""
+    """``round((input * rs) * (1 + weight))``: `rmsnorm` with Gemma's weights, and the same arguments.
+
+    Returns:
+        The norm in input's dtype: ``out`` if given.
+
+    Rounding:
+        Once. 1 is added to the weight in float32.
+    """
     if weight is None:
         require_tensors("gemma_rmsnorm", weight=weight)
     return rms_norm(input, weight, eps, weight_offset=1.0, out=out)
@@ -152,7 +210,13 @@ def gemma_rmsnorm(
 def gemma_fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """``residual += input``, then ``input = norm(residual) * (1 + weight)``, of the unrounded sum."""
+    """``h = input + residual``, then ``input = round((h * rs) * (1 + weight))`` and ``residual = round(h)``.
+
+    This is `fused_add_rmsnorm` with Gemma's weights, and the same arguments.
+
+    Rounding:
+        Each result once. The norm reads the unrounded sum. 1 is added to the weight in float32.
+    """
     if residual is None or weight is None:
         require_tensors("gemma_fused_add_rmsnorm", residual=residual, weight=weight)
     rms_norm(input, weight, eps, weight_offset=1.0, residual=residual, out=input, residual_out=residual)
@@ -167,10 +231,21 @@ def qk_rmsnorm(
     weight_bias: float = 0.0,
     enable_pdl: bool = False,
 ) -> None:
-    """Norm every head of ``input`` [tokens, heads, head_dim], with any strides, into ``output``.
+    """``output = round((input * rs) * (weight + weight_bias))`` of every head.
 
-    FlashInfer's `rmsnorm` and, with ``weight_bias=1``, `gemma_rmsnorm` use this kernel for three
-    dimensions; there its name is ``norm.kernels.rmsnorm.qk_rmsnorm_cute``. `onepass.qk_rms_norm` norms queries and keys in one launch.
+    In FlashInfer this is ``norm.kernels.rmsnorm.qk_rmsnorm_cute``, which `rmsnorm` and, with ``weight_bias=1``,
+    `gemma_rmsnorm` call for three dimensions. `onepass.qk_rms_norm` norms queries and keys in one launch.
+
+    Args:
+        input: [tokens, heads, head_dim] with any strides but contiguous columns.
+        weight: [head_dim] of any float dtype.
+        output: Receives the result; may be input itself.
+        eps: Added to the mean of squares.
+        weight_bias: Added to the weight in float32.
+        enable_pdl: Ignored.
+
+    Rounding:
+        Once.
     """
     if output is None or weight is None:
         require_tensors("qk_rmsnorm", output=output, weight=weight)
@@ -233,9 +308,7 @@ def layernorm_quant(
     """
     name = "layernorm_quant"
     require_tensors(name, gemma=gemma, beta=beta)
-    if not isinstance(out, Tensor) or out.dtype not in _FORMATS:
-        kind = out.dtype if isinstance(out, Tensor) else type(out).__name__
-        raise Unsupported(f"{name}: `out` must be an fp8 tensor ({', '.join(map(str, _FORMATS))}), got {kind}")
+    require_codes(name, _FORMATS, out=out)
     rms_norm_fused_quant(
         input,
         gemma,

@@ -1,4 +1,4 @@
-"""What follows the norm: a bias, then a gate."""
+"""What follows the norm, or x without a norm: a bias, then a gate."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def _sigmoid(x, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def finish(y, gate, bias, DTYPE: tl.constexpr, TILE: tl.constexpr, MATH: tl.constexpr):
-    """``(y + bias) * act(gate)``, either of which may be absent; "hf" rounds both to DTYPE."""
+    """``(y + bias) * act(gate)``, either of which may be absent; "hf" rounds both to DTYPE, and without a norm ``act(gate)`` too."""
     if MATH.bias >= 0:
         y += bias.to(tl.float32)
         if MATH.hf:
@@ -33,9 +33,12 @@ def finish(y, gate, bias, DTYPE: tl.constexpr, TILE: tl.constexpr, MATH: tl.cons
     if MATH.gate >= 0:
         z = gate.to(tl.float32)
         if MATH.activation == "sigmoid":
-            y = y * _sigmoid(z, TILE.assembly)
+            factor = _sigmoid(z, TILE.assembly)
         else:
-            y = y * (z * _sigmoid(z, TILE.assembly))
+            factor = z * _sigmoid(z, TILE.assembly)
+        if MATH.unnormed and MATH.hf:
+            factor = convert(factor, DTYPE, MATH.hw_rounding)
+        y = y * factor
         if MATH.hf:
             y = convert(y, DTYPE, MATH.hw_rounding)
     return y

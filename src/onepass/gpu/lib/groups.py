@@ -18,15 +18,16 @@ from .numbers import (
     divisor,
     e4m3_code,
     encode,
+    encode_e2m1_pairs,
+    encode_int8,
     held_quotient,
     rounded_e4m3_scale,
     rounded_scale,
     scaled,
     store_scale,
 )
-from .packing import encode_e2m1_pairs, encode_int8
 from .ratios import over, ratio, ratio_of_any
-from .row import column_order, magnitude, row_start
+from .row import column_order, magnitude
 
 
 @triton.jit
@@ -84,16 +85,6 @@ def _group_factor(numerator, s, limits, QUANT: tl.constexpr, ASSEMBLY: tl.conste
         return held_quotient(ratio_of_any(numerator, s, ASSEMBLY), numerator, s)
     else:
         return held_quotient(ratio(numerator, s, ASSEMBLY), numerator, s)
-
-
-@triton.jit
-def scale_start(row, shape, scale, LEVELS: tl.constexpr, QUANT: tl.constexpr):
-    """Where the scales of rows begin: by strides, or in tiles of 128 rows and 4 groups."""
-    if QUANT.packing == "128x4":
-        tiles = (shape.n // QUANT.group + 3) // 4
-        return row // 128 * (tiles.to(tl.int64) * 512) + row % 32 * 16 + row % 128 // 32 * 4
-    else:
-        return row_start(row, shape, scale, LEVELS)
 
 
 @triton.jit

@@ -1,11 +1,89 @@
-"""Roundings and encodings: dtype casts, fp8 codes, scales. ``QUANT`` is a `quantization.Quant`.
+"""Roundings and encodings: what kernels know about an output format (`Quant`), dtype casts, codes and scales.
 
 ``HW_ROUNDING``: the target's float casts round to nearest even. Triton's interpreter truncates to
 bfloat16, so integer code rounds there.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+
+from ...formats import FLOAT32_MAX, CodeFormat, ScaleRule
+from ..chip import Chip
+
+
+class Quant(NamedTuple):
+    """The constants of a code format and its scales. ``max`` 0: values are not stored as codes.
+
+    ``hardware``: the chip's own cast encodes values. ``e8m0``: scales are stored as exponents.
+    ``normed``: codes are made from the norm itself; otherwise the row's factor is applied together
+    with the scale. ``divide``: values are divided by the scale. ``unit``: what amax is divided by.
+    ``floor``: powers of two are rounded down. ``e4m3``: scales are stored as float8_e4m3fn.
+    ``overall``: scales are multiplied by one number in memory. ``packing``: `ScaleRule.packing`.
+    """
+
+    max: float
+    bias: int
+    nan: int
+    negative_zero: bool
+    hardware: bool
+    kind: str
+    group: int
+    largest: float
+    ue8m0: bool
+    e8m0: bool
+    normed: bool
+    divide: bool
+    unit: float
+    mantissa: int = 3
+    bits: int = 8
+    integer: bool = False
+    floor: bool = False
+    e4m3: bool = False
+    overall: bool = False
+    packing: str = ""
+
+
+def hardware_cast(fmt: CodeFormat | None, chip: Chip) -> bool:
+    """Whether the chip converts to and from this format itself."""
+    return fmt is not None and fmt.name in ("e4m3fn", "e5m2") and chip.casts_e4m3fn
+
+
+def quant(
+    fmt: CodeFormat | None,
+    chip: Chip,
+    rule: ScaleRule | None = None,
+    maximum: float | None = None,
+    normed: bool = False,
+) -> Quant:
+    """The constants of a format and a scale rule; by default float32 scales per row."""
+    facts = (0.0, 0, 0, False) if fmt is None else (fmt.max, fmt.bias, fmt.nan_code, fmt.has_negative_zero)
+    if maximum is not None:
+        facts = (torch.tensor(maximum, dtype=torch.float32).item(), *facts[1:])  # as kernels use it
+    hardware = hardware_cast(fmt, chip)
+    none = Quant(*facts, hardware, "none", 0, FLOAT32_MAX, False, False, normed, False, facts[0])
+    if fmt is not None:
+        none = none._replace(mantissa=fmt.mantissa, bits=fmt.bits, integer=fmt.integer)
+    if rule is None:
+        return none
+    return none._replace(
+        kind=rule.kind,
+        group=rule.group,
+        largest=torch.finfo(rule.dtype).max,
+        ue8m0=rule.ue8m0,
+        e8m0=rule.dtype == torch.float8_e8m0fnu,
+        divide=rule.divides,
+        unit=fmt.largest_power if rule.floor and fmt is not None else facts[0],
+        floor=rule.floor,
+        e4m3=rule.dtype == torch.float8_e4m3fn,
+        overall=rule.has_global,
+        packing=rule.packing,
+    )
+
+
+# --- casts and codes -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -109,6 +187,64 @@ def _encode_in_software(values, QUANT: tl.constexpr):
     else:
         code = tl.where(code == 0, 0, code | sign)
     return tl.where(size > 0x7F800000, QUANT.nan, code).to(tl.uint8)
+
+
+# --- codes on NVIDIA chips: fewer instructions than `encode` compiles to, with the same results ----------------------
+
+
+@triton.constexpr_function
+def _int8(limit):
+    """PTX: $0 has the codes of $1 to $4. NaN converts to 0, and the last two instructions saturate to -128 and 127."""
+    code = [".reg .f32 v<4>;", ".reg .b32 n<4>, t;"]
+    for i in range(4):
+        code += [f"max.NaN.f32 v{i}, ${i + 1}, {-float(limit)!r};"]
+        if limit < 127:
+            code += [f"min.NaN.f32 v{i}, v{i}, {float(limit)!r};"]
+        code += [f"cvt.rni.s32.f32 n{i}, v{i};"]
+    code += ["cvt.pack.sat.s8.s32.b32 t, n3, n2, 0;", "cvt.pack.sat.s8.s32.b32 $0, n1, n0, t;"]
+    return "{" + " ".join(code) + "}"
+
+
+@triton.jit
+def encode_int8(values, LIMIT: tl.constexpr):
+    """Codes of at most LIMIT; NaN is 0."""
+    return tl.inline_asm_elementwise(_int8(LIMIT), "=r,f,f,f,f", [values], dtype=tl.int8, is_pure=True, pack=4)
+
+
+@triton.constexpr_function
+def _e2m1():
+    """PTX: byte i of $0 has the codes of the i-th of the first four operands, and of the second four in its high half.
+
+    Codes are a concave function of the numbers, in three straight parts: 2v, v + 2 and v / 2 + 4, rounded to integers.
+    So the code is the least of the three. Adding 2**23 leaves the integer in the low bits of a sum. The third four
+    operands are the limits of these sums. They are also the results for NaN.
+    """
+    code = [".reg .f32 a, p, q;", ".reg .b32 t<8>, b<4>, w, u, s;"]
+    for i in range(8):
+        code += [f"abs.f32 a, ${i + 1};"]
+        code += ["fma.rn.f32 p, a, 0f40000000, 0f4B000000;", "add.rn.f32 q, a, 0f4B000002;", "min.f32 p, p, q;"]
+        code += ["fma.rn.f32 q, a, 0f3F000000, 0f4B000004;", "min.f32 p, p, q;"]
+        code += [f"min.f32 p, p, ${9 + i % 4};", f"mov.b32 t{i}, p;"]
+    code += [f"mad.lo.u32 b{i}, t{i + 4}, 16, t{i};" for i in range(4)]
+    code += ["prmt.b32 w, b0, b1, 0x0040;", "prmt.b32 u, b2, b3, 0x0040;", "prmt.b32 w, w, u, 0x5410;"]
+    for first, mask in ((1, "0x08080808"), (5, "0x80808080")):  # selectors of 8 and more repeat a byte's sign
+        names = [f"${first + i}" for i in range(4)]
+        code += [f"mov.b32 t{i}, {name};" for i, name in enumerate(names)]
+        code += ["prmt.b32 u, t0, t1, 0x00FB;", "prmt.b32 s, t2, t3, 0x00FB;", "prmt.b32 u, u, s, 0x5410;"]
+        code += [f"and.b32 u, u, {mask};", "or.b32 w, w, u;"]
+    return "{" + " ".join([*code, "mov.b32 $0, w;"]) + "}"
+
+
+@triton.jit
+def encode_e2m1_pairs(low, high, factor):
+    """Bytes of two codes each, of numbers that were multiplied by ``factor``; 0 where the factor is NaN."""
+    limit = tl.broadcast_to(tl.where(factor == factor, 8388615.0, 8388608.0), low.shape)
+    return tl.inline_asm_elementwise(
+        _e2m1(), "=r,f,f,f,f,f,f,f,f,f,f,f,f", [low, high, limit], dtype=tl.uint8, is_pure=True, pack=4
+    )
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

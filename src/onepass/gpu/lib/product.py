@@ -13,7 +13,7 @@ of each piece. `descriptor_product` is a flat tile that the copy engine loads, `
 
 **Static weights.** The first step of weights is requested before the previous kernel has ended, and x after it.
 
-``TILE`` is a `product_config.PieceTile`.
+``TILE`` is a `gpu.product_tile.PieceTile`.
 """
 
 import triton

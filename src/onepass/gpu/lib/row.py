@@ -1,6 +1,6 @@
 """Device functions over a tile of rows, ``[rows, chunk]``; every row kernel consists of these.
 
-``TILE`` is a `rms_norm_config.RowConfig`. Where rows are 16-byte aligned, a thread loads adjacent
+``TILE`` is a `ops.rms_norm.gpu_tile.RowConfig`. Where rows are 16-byte aligned, a thread loads adjacent
 columns at once. Otherwise it loads single columns, and the columns of a warp would be scattered
 over the row. Such a tile therefore holds its columns *permuted* (`tile_columns`), so that each warp
 owns one piece of the row, which it can sum by itself.
@@ -45,12 +45,22 @@ def chunk_mask(columns, n, present, LAST: tl.constexpr):
 
 @triton.jit
 def row_start(row, shape, tensor, LEVELS: tl.constexpr):
-    """Where rows of a `launcher.Rows` begin, in elements (int64): by one stride or three."""
+    """Where rows of a `gpu.launch.Rows` begin, in elements (int64): by one stride or three."""
     if LEVELS == 1:
         return row * tensor.s0
     else:
         inner = row // shape.n2
         return (inner // shape.n1) * tensor.s0 + (inner % shape.n1) * tensor.s1 + (row % shape.n2) * tensor.s2
+
+
+@triton.jit
+def scale_start(row, shape, scale, LEVELS: tl.constexpr, QUANT: tl.constexpr):
+    """Where the scales of rows begin: by strides, or in tiles of 128 rows and 4 groups."""
+    if QUANT.packing == "128x4":
+        tiles = (shape.n // QUANT.group + 3) // 4
+        return row // 128 * (tiles.to(tl.int64) * 512) + row % 32 * 16 + row % 128 // 32 * 4
+    else:
+        return row_start(row, shape, scale, LEVELS)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Products of few float32 rows with a tile of weight rows: loads far ahead, then multiply and add.
 
-Constants: ``TILE`` is a `product_config.StreamTile`, and ``MATH`` says what is computed.
+Constants: ``TILE`` is a `gpu.product_tile.StreamTile`, and ``MATH`` says what is computed.
 
 **Order.** K is cut into blocks of neighbouring columns. Block b belongs to piece ``b % pieces``. A thread adds
 the products of its columns in the order of k. `fold` adds the threads' sums, then the pieces. The result

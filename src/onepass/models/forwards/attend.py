@@ -30,6 +30,8 @@ SHORT: Final = 128
 
 Attended: TypeAlias = tuple[Tensor, Tensor | None]
 """What an attention returns: its output and, if available, the attention weights."""
+CosSin: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of the positions."""
 
 
 class Config(Protocol):
@@ -79,14 +81,18 @@ def attend(
         if invariant and takes_unsplit(q, v, mask):
             return attend_unsplit(q, k, v, mask, self.scaling, self.layer_idx), None
     if invariant and takes_sequence(self, states, mask, kwargs):
+        if mask is not None and length <= FUSED_ROWS:
+            k, v, mask = _in_use(k, v, mask, mask.dtype, self.layer_idx)
         softcap = kwargs.get("softcap") if self.config._attn_implementation == "eager" else None
         return attend_sequence(q, k, v, mask, self.scaling, softcap or 0.0).flatten(2), None
     if not plain:
         return attend_as_model(self, namespace, states, mask, kwargs)
+    if length == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1):
+        if mask is not None:
+            k, v, mask = _in_use(k, v, mask, q.dtype if mask.dtype is torch.bool else mask.dtype, self.layer_idx)
+        return _attend_in_groups(q, k, v, mask, self.scaling).reshape(batch, length, -1), None
     if mask is not None and mask.dtype is torch.bool and not torch.compiler.is_compiling():
         mask = biases.of(mask, q.dtype, self.layer_idx)
-    if length == 1 and q.device.type == "cpu" and (mask is None or mask.shape[1] == 1):
-        return _attend_in_groups(q, k, v, mask, self.scaling).reshape(batch, length, -1), None
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=grouped)
     return out.transpose(1, 2).reshape(batch, length, -1), None
@@ -118,7 +124,6 @@ def attend_as_model(
     states: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     kwargs: dict[str, object],
-    dropout: float = 0.0,
 ) -> Attended:
     """The attention function that the model is configured for, as rows [batch, tokens, columns]."""
     batch, _, length, _ = states[0].shape
@@ -128,8 +133,9 @@ def attend_as_model(
         function = functions.get_interface(implementation, model.eager_attention_forward)
     else:  # transformers 4.57
         function = model.eager_attention_forward if implementation == "eager" else functions[implementation]
+    dropout = self.attention_dropout if self.training else 0.0
     out, weights = function(self, *states, mask, dropout=dropout, scaling=self.scaling, **kwargs)
-    return out.reshape(batch, length, -1), weights
+    return out.reshape(batch, length, -1).contiguous(), weights
 
 
 def _is_short(q: Tensor, k: Tensor) -> bool:
@@ -137,6 +143,18 @@ def _is_short(q: Tensor, k: Tensor) -> bool:
     batch, heads, context, _ = k.shape
     rows = q.shape[1] // heads * q.shape[2]
     return batch * heads * -(-rows // ROWS) * -(-context // SPLIT) <= SHORT
+
+
+def _in_use(k: Tensor, v: Tensor, mask: Tensor, dtype: torch.dtype, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and a mask of this dtype without the blocks behind the last entry that counts.
+
+    Results keep their bits: torch sums `BLOCK` entries at a time, and a block in which none counts adds zero.
+    """
+    if torch.compiler.is_compiling():
+        return k, v, mask
+    bias = biases.in_use(mask, dtype, layer)
+    end = bias.shape[-1]
+    return (k, v, bias) if end == mask.shape[-1] else (k[:, :, :end], v[:, :, :end], bias)
 
 
 def _attend_in_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -214,6 +232,9 @@ def attend_unsplit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling
 BLOCKED: Final = -1e30
 """What `Biases.finite` adds to scores that do not count: a row without any that counts must not become NaN."""
 
+BLOCK: Final = 512
+"""Entries that torch's attention on a CPU sums as one. Masks are cut at multiples of this."""
+
 ALIGNED: Final = 8
 """torch's memory-efficient attention reads this many entries of a bias at once, so rows start at multiples of it."""
 
@@ -237,11 +258,21 @@ class Biases(threading.local):
         if torch.compiler.is_compiling():
             return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf) if allowed else mask.to(dtype)
 
-        def make() -> Tensor:
-            # The logarithm of one is zero, and that of zero is -inf: one launch.
-            return torch.log(mask, out=torch.empty_like(mask, dtype=dtype)) if allowed else mask.to(dtype)
+        return self._once(mask, dtype, layer, (), lambda: _bias(mask, dtype))
 
-        return self._once(mask, dtype, layer, (), make)
+    def in_use(self, mask: Tensor, dtype: torch.dtype, layer: int) -> Tensor:
+        """The mask as a bias, or unchanged if this is its dtype, up to the end of the last block with an entry that counts.
+
+        The host reads the mask once per step.
+        """
+        if mask.shape[-1] <= BLOCK:
+            return self.of(mask, dtype, layer)
+
+        def make() -> Tensor:
+            part = mask[..., : _end(mask)]
+            return part if mask.dtype is dtype else _bias(part, dtype)
+
+        return self._once(mask, dtype, layer, (BLOCK,), make)
 
     def finite(self, mask: Tensor, layer: int) -> Tensor:
         """The float32 bias of a mask, boolean or added to scores, without infinities."""
@@ -294,6 +325,21 @@ class Biases(threading.local):
 
 
 biases = Biases()
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to scores: the logarithm of one is zero, and that of zero is -inf, in one launch."""
+    allowed = mask.dtype is torch.bool
+    return torch.log(mask, out=torch.empty_like(mask, dtype=dtype)) if allowed else mask.to(dtype)
+
+
+def _end(mask: Tensor) -> int:
+    """How many entries the blocks up to the last one that counts have; all where a query sees no entry."""
+    seen = (mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min).flatten(0, -2)
+    if not seen.any(1).all():
+        return mask.shape[-1]
+    last = int(seen.any(0).nonzero()[-1])
+    return min((last // BLOCK + 1) * BLOCK, mask.shape[-1])
 
 
 def _is_aligned(bias: Tensor) -> bool:

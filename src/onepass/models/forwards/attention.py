@@ -19,15 +19,13 @@ from ...nn import gamma_of
 from ...ops.qk_cache.op import qk_norm_rope_cache
 from ...ops.qk_norm.op import qk_rms_norm
 from ...rope import Rope, RopeStyle
-from .attend import Attended, AttentionModule, attend, attend_as_model
-from .cache import Cache, CacheLayer, count, dense_layer, is_mla_cache, settle
-from .linear import Parts, Projection, project, runs_step
+from .attend import Attended, AttentionModule, CosSin, attend, attend_as_model
+from .cache import Cache, CacheLayer, count, dense_layer, settle
+from .linear import Parts, Projection, project
 from .norm import NormModule, NormRecord, is_plain, refuse_gradient
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""
-CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of the positions."""
 
 
 class Turn(NamedTuple):
@@ -90,26 +88,6 @@ class HeadsModule(AttentionModule):
     _onepass: AttentionRecord
 
 
-def attention_forward(
-    self: HeadsModule,
-    hidden_states: Tensor,
-    position_embeddings: CosSin | None = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Cache | None = None,
-    **kwargs: Any,
-) -> Attended:
-    """An attention: a step of few tokens, or with the norms and rotation of queries and keys in one launch."""
-    record = self._onepass
-    arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
-    if record.step is not None:
-        if runs_step(self, record.step.parts, hidden_states) and not is_mla_cache(past_key_values):
-            return attend_heads(self, record.step, *arguments, **kwargs)
-        settle(past_key_values)
-    if fuses_heads(self):
-        return attend_heads(self, None, *arguments, **kwargs)
-    return cast(Attended, type(self).forward(self, *arguments, **kwargs))
-
-
 def fuses_heads(self: HeadsModule) -> bool:
     """Whether the norms of queries and keys need not be called."""
     return self._onepass.norm is not None and is_plain(self.q_norm) and is_plain(self.k_norm)
@@ -140,7 +118,10 @@ def attend_heads(
     if record.softcap:
         kwargs["softcap"] = getattr(self, record.softcap)
     states = _rotate_and_store(self, step, states, position_embeddings, past_key_values, kwargs)
-    out, weights = _attended(self, step, states, attention_mask, kwargs)
+    if step is None:
+        out, weights = attend_as_model(self, record.namespace, states, attention_mask, kwargs)
+    else:
+        out, weights = attend(self, record.namespace, states, attention_mask, kwargs, step.invariant)
     if gate is not None:
         out = out * torch.sigmoid(gate.reshape(out.shape))
     if step is None:
@@ -167,18 +148,6 @@ def _projected(
     if step is None:
         refuse_gradient(self, q, k, gamma_of(self.q_norm.weight), gamma_of(self.k_norm.weight))
     return (q, k, v), gate
-
-
-def _attended(
-    self: HeadsModule, step: AttentionStep | None, states: Heads, mask: Tensor | None, kwargs: dict[str, object]
-) -> Attended:
-    """Rows [batch, tokens, columns]: by the model's attention function, or by the kernel for few tokens."""
-    namespace = self._onepass.namespace
-    if step is not None:
-        return attend(self, namespace, states, mask, kwargs, step.invariant)
-    dropout = self.attention_dropout if self.training else 0.0
-    out, weights = attend_as_model(self, namespace, states, mask, kwargs, dropout)
-    return out.contiguous(), weights
 
 
 def _rotate_and_store(

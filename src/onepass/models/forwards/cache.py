@@ -34,6 +34,10 @@ class Cache(Protocol):
         """Write keys and values; return all to attend to."""
         ...
 
+    def get_seq_length(self) -> int | Tensor:
+        """How many tokens it holds."""
+        ...
+
 
 _NAME: Final = "_onepass_counts"
 OUTSIDE: Final = "_onepass_counted_outside"

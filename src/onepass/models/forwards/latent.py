@@ -32,16 +32,14 @@ from ...ops.latent_attention.op import attend_latents, attends_latents
 from ...ops.mla_cache.op import fused_rope_rmsnorm_quantization
 from ...ops.qk_cache.op import qk_norm_rope_cache
 from ...rope import Rope, RopeStyle
-from .attend import Attended, AttentionModule, attend, attend_as_model, biases, has_kernels
+from .attend import Attended, AttentionModule, CosSin, attend, attend_as_model, biases, has_kernels
 from .cache import Cache, count, dense_layer, is_mla_cache, settle
-from .linear import Parts, Projection, linear_forward, project, runs_step
+from .linear import Parts, Projection, linear_forward, project
 from .norm import FUSED_ROWS, NormModule, add_norm, is_own, is_plain, no_global_hooks, quiet, refuse_gradient
 
 if TYPE_CHECKING:
     from ..generation.mla_cache import MlaCache
 
-CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of the positions."""
 SHORT: Final = 256
 """Entries of the context up to which onepass's kernels take less time than torch's calls on an H200."""
 
@@ -87,43 +85,34 @@ class LatentModule(AttentionModule):
     _onepass: LatentRecord
 
 
-def latent_forward(
-    self: LatentModule,
-    hidden_states: Tensor,
-    position_embeddings: CosSin,
-    attention_mask: Tensor | None = None,
-    past_key_values: Cache | None = None,
-    **kwargs: Any,
-) -> Attended:
-    """A latent attention: a step of few tokens, or with fused down projections and norms for up to `FUSED_ROWS` tokens."""
-    record = self._onepass
-    arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
-    if record.step is not None:
-        if runs_step(self, record.step.parts, hidden_states) and not is_mla_cache(past_key_values):
-            return attend_latent(self, record.step, *arguments, **kwargs)
-        settle(past_key_values)
-    if not fuses_latents(self):
-        return cast(Attended, type(self).forward(self, *arguments, **kwargs))
-    skipped = (self.q_a_proj, self.q_a_layernorm, self.kv_a_proj_with_mqa, self.kv_a_layernorm)
-    refuse_gradient(self, hidden_states, *(module.weight for module in skipped))
-    if is_mla_cache(past_key_values):
-        q, latent, k_rot = _write_entries(self, hidden_states, position_embeddings, cast("MlaCache", past_key_values))
-    else:
-        q, latent, k_rot = _rotated_as_model(self, hidden_states, position_embeddings)
-        if past_key_values is not None:
-            latent, k_rot = past_key_values.update(latent, k_rot, self.layer_idx)
-    k, v = self.expand_kv(latent, k_rot)
-    dropout = self.attention_dropout if self.training else 0.0
-    out, weights = attend_as_model(self, record.namespace, (q, k, v), attention_mask, kwargs, dropout)
-    return self.o_proj(out.contiguous()), weights
-
-
 def fuses_latents(self: LatentModule) -> bool:
     """Whether the down projections and their norms need not be called."""
     if not self._onepass.fused:
         return False
     linears = (self.q_a_proj, self.kv_a_proj_with_mqa)
     return is_plain(self.q_a_layernorm) and is_plain(self.kv_a_layernorm) and all(map(_is_plain_linear, linears))
+
+
+def _attend_prompt(
+    self: LatentModule,
+    hidden_states: Tensor,
+    angles: CosSin,
+    mask: Tensor | None,
+    cache: Cache | None,
+    kwargs: dict[str, object],
+) -> Attended:
+    """A latent attention with fused down projections and norms for up to `FUSED_ROWS` tokens."""
+    skipped = (self.q_a_proj, self.q_a_layernorm, self.kv_a_proj_with_mqa, self.kv_a_layernorm)
+    refuse_gradient(self, hidden_states, *(module.weight for module in skipped))
+    if is_mla_cache(cache):
+        q, latent, k_rot = _write_entries(self, hidden_states, angles, cast("MlaCache", cache))
+    else:
+        q, latent, k_rot = _rotated_as_model(self, hidden_states, angles)
+        if cache is not None:
+            latent, k_rot = cache.update(latent, k_rot, self.layer_idx)
+    k, v = self.expand_kv(latent, k_rot)
+    out, weights = attend_as_model(self, self._onepass.namespace, (q, k, v), mask, kwargs)
+    return self.o_proj(out), weights
 
 
 def _is_plain_linear(linear: nn.Module) -> bool:
@@ -196,7 +185,7 @@ def _q_latent(self: LatentModule, hidden_states: Tensor) -> Tensor:
 
 def attend_latent(
     self: LatentModule,
-    step: LatentStep,
+    step: LatentStep | None,
     hidden_states: Tensor,
     position_embeddings: CosSin,
     attention_mask: Tensor | None = None,
@@ -206,7 +195,9 @@ def attend_latent(
     shape: tuple[int, int] | None = None,
     **kwargs: Any,
 ) -> Attended:
-    """``o_proj(attention(norm(h))) + add`` with latents, which are normed and rotated as in the model."""
+    """``o_proj(attention(norm(h))) + add`` with latents; ``norm``, ``add`` and ``shape`` as in `attend_heads`."""
+    if step is None:
+        return _attend_prompt(self, hidden_states, position_embeddings, attention_mask, past_key_values, kwargs)
     refuse_gradient(self, hidden_states, step.down.weight, step.out.weight)
     batch, length = hidden_states.shape[:2] if shape is None else shape
     rounding = step.rounding if norm is None else norm._onepass.rounding

@@ -1,4 +1,4 @@
-"""Decoder layers and gated MLPs, and the table of all forwards.
+"""Decoder layers, gated MLPs and how a call of an attention runs; and the table of all forwards.
 
 A step of few tokens is a chain of calls of `linear`, each with what surrounds it::
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, cast, overload
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from ...formats import Rounding
 from ...ops.linear.launch import Activation
 from .angles import AnglesRecord, angles_forward
-from .attention import AttentionRecord, HeadsModule, attend_heads, attention_forward, fuses_heads
-from .cache import is_mla_cache
+from .attend import Attended, CosSin
+from .attention import AttentionRecord, HeadsModule, attend_heads, fuses_heads
+from .cache import Cache, is_mla_cache, settle
 from .experts import ExpertsRecord, RouterRecord, experts_forward, router_forward
-from .latent import LatentModule, LatentRecord, LatentStep, attend_latent, fuses_latents, latent_forward
+from .latent import LatentModule, LatentRecord, attend_latent, fuses_latents
 from .linear import (
     MARK,
     LinearRecord,
@@ -37,6 +38,7 @@ from .linear import (
     linear_forward,
     parts_of,
     project,
+    project_sum,
     runs_step,
     takes,
 )
@@ -170,9 +172,7 @@ def _attention_side(
 def _attend(attention: HeadsModule | LatentModule, x: Tensor, **kwargs: Any) -> Tensor:
     """The output of an attention in a step of few tokens."""
     record = attention._onepass
-    if isinstance(record, LatentRecord):
-        return attend_latent(cast(LatentModule, attention), cast(LatentStep, record.step), x, **kwargs)[0]
-    return attend_heads(cast(HeadsModule, attention), record.step, x, **kwargs)[0]
+    return ATTENTIONS[type(record)][0](attention, record.step, x, **kwargs)[0]
 
 
 def _mlp_side(
@@ -188,14 +188,15 @@ def _mlp_side(
     adds = after is None and not record.multiplier
     skipped = few and _is_skipped(mlp, residual)
     projected = skipped and norm is not None and is_plain(norm) and norm._onepass.rounding == mlp._onepass.rounding
-    if x is not None and post is not None and (projected or not _in_one_launch(record, x, residual)):
+    # a launch with a post-norm must give the bits and the dtype of the model's own steps
+    if x is not None and post is not None and (projected or not (record.fused or x.dtype == residual.dtype)):
         x, post = _scaled(self, post(x)), None
     if norm is not None and projected:
         if x is None:
             residual = residual if adds else residual.view(shape)
             x = gated(mlp, residual, norm, add=residual if adds else None)
         else:
-            x, residual = gated(mlp, x, norm, residual, add=residual if adds else None)
+            x, residual = gated_sum(mlp, x, residual, norm, adds)
         return x if adds else _added(self, x, residual, after)
     residual = residual.view(shape)  # modules take and return hidden states
     if norm is None:
@@ -220,11 +221,6 @@ def _mlp_side(
     return _added(self, x, residual, after)
 
 
-def _in_one_launch(record: LayerRecord, x: Tensor, residual: Tensor) -> bool:
-    """Whether a launch with a post-norm gives the bits and the dtype of the model's own steps."""
-    return record.fused or x.dtype == residual.dtype
-
-
 def _added(self: LayerModule, x: Tensor, residual: Tensor, after: nn.Module | None) -> Tensor:
     """The layer's last steps that are not part of a launch."""
     if after is not None:
@@ -239,12 +235,32 @@ def _after(self: LayerModule, few: bool, name: str) -> nn.Module | None:
     return None if skipped else module
 
 
-def _is_skipped(module: nn.Module, x: Tensor) -> bool:
-    """Whether a layer may do the work of its attention or MLP without calling it."""
+def _is_skipped(module: nn.Module, x: Tensor | None = None) -> bool:
+    """Whether a layer may do the work of its attention or MLP without calling it, for this input or for few tokens."""
     parts = parts_of(module)
     if parts is None or not is_own(module, FORWARDS[type(module.__dict__[MARK])]):
         return False
-    return takes(parts.projections[0], x, parts.always) and is_ready(module, parts)
+    return (x is None or takes(parts.projections[0], x, parts.always)) and is_ready(module, parts)
+
+
+def attention_forward(
+    self: HeadsModule | LatentModule,
+    hidden_states: Tensor,
+    position_embeddings: CosSin | None = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    **kwargs: Any,
+) -> Attended:
+    """An attention: a step of few tokens, a prompt with fused norms and rotations, or as its class computes it."""
+    record, arguments = self._onepass, (hidden_states, position_embeddings, attention_mask, past_key_values)
+    attend, fuses = ATTENTIONS[type(record)]
+    if record.step is not None:
+        if runs_step(self, record.step.parts, hidden_states) and not is_mla_cache(past_key_values):
+            return attend(self, record.step, *arguments, **kwargs)
+        settle(past_key_values)
+    if fuses(self):
+        return attend(self, None, *arguments, **kwargs)
+    return cast(Attended, type(self).forward(self, *arguments, **kwargs))
 
 
 def mlp_forward(self: MlpModule, x: Tensor | None = None, /, **named: Tensor) -> Tensor:
@@ -256,41 +272,33 @@ def mlp_forward(self: MlpModule, x: Tensor | None = None, /, **named: Tensor) ->
     return cast(Tensor, type(self).forward(self, x))
 
 
-@overload
-def gated(
-    self: MlpModule, x: Tensor, norm: NormModule | None = ..., residual: None = ..., add: Tensor | None = ...
-) -> Tensor: ...
-
-
-@overload
-def gated(
-    self: MlpModule, x: Tensor, norm: NormModule | None, residual: Tensor, add: Tensor | None = ...
-) -> tuple[Tensor, Tensor]: ...
-
-
-def gated(
-    self: MlpModule,
-    x: Tensor,
-    norm: NormModule | None = None,
-    residual: Tensor | None = None,
-    add: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``down(act(gate(a)) * up(a)) + add`` with ``a = norm(x + residual)``; with a residual also ``x + residual``."""
+def gated(self: MlpModule, x: Tensor, norm: NormModule | None = None, add: Tensor | None = None) -> Tensor:
+    """``down(act(gate(a)) * up(a)) + add`` with ``a = norm(x)``."""
     gate_up, down, activation, rounding, _ = self._onepass
     refuse_gradient(self, x, gate_up.weight, down.weight)
-    if residual is None:
-        y = project(gate_up, x, norm, activation=activation, rounding=rounding)
-        return project(down, y, rounding=rounding, add=add)
-    y, total = project(gate_up, x, norm, residual=residual, activation=activation, rounding=rounding)
-    return project(down, y, rounding=rounding, add=total if add is residual else add), total
+    y = project(gate_up, x, norm, activation=activation, rounding=rounding)
+    return project(down, y, rounding=rounding, add=add)
 
 
+def gated_sum(self: MlpModule, x: Tensor, residual: Tensor, norm: NormModule, adds: bool) -> tuple[Tensor, Tensor]:
+    """`gated` of ``h = x + residual``, and h, which is added if ``adds``."""
+    gate_up, down, activation, rounding, _ = self._onepass
+    refuse_gradient(self, x, gate_up.weight, down.weight)
+    y, h = project_sum(gate_up, x, residual, norm, rounding, activation)
+    return project(down, y, rounding=rounding, add=h if adds else None), h
+
+
+ATTENTIONS: Final[dict[type, tuple[Callable[..., Attended], Callable[..., bool]]]] = {
+    AttentionRecord: (attend_heads, fuses_heads),
+    LatentRecord: (attend_latent, fuses_latents),
+}
+"""What computes an attention with a step, or with None for a prompt, and whether prompts are fused; by the type of its record."""
 FORWARDS: Final[dict[type, Callable[..., object]]] = {
     NormRecord: norm_forward,
     OtherNormRecord: other_norm_forward,
     LayerRecord: layer_forward,
     AttentionRecord: attention_forward,
-    LatentRecord: latent_forward,
+    LatentRecord: attention_forward,
     MlpRecord: mlp_forward,
     LinearRecord: linear_forward,
     ExpertsRecord: experts_forward,
@@ -306,9 +314,7 @@ def runs_fused(module: nn.Module) -> bool:
     if type(record) is LayerRecord:
         names = (record.norm,) if record.fused else (record.norm, record.after_attention)
         return all(is_plain(getattr(module, name)) for name in names)
-    if type(record) is AttentionRecord:
-        return fuses_heads(cast(HeadsModule, module))
-    return type(record) is not LatentRecord or fuses_latents(cast(LatentModule, module))
+    return type(record) not in ATTENTIONS or ATTENTIONS[type(record)][1](module)
 
 
 def runs_decode(module: nn.Module) -> bool:
@@ -320,18 +326,10 @@ def runs_decode(module: nn.Module) -> bool:
         return False
     if type(record) is LayerRecord:
         norms = [getattr(module, name) for name in (record.before, record.norm) if name]
-        return all(map(is_plain, norms)) and all(
-            _needs_no_call(module._modules.get(name)) for name in ("self_attn", record.mlp)
-        )
+        children = [getattr(module, name) for name in ("self_attn", record.mlp)]
+        # a submodule that has no step of its own is always called
+        return all(map(is_plain, norms)) and all(parts_of(child) is None or _is_skipped(child) for child in children)
     if type(record) is LinearRecord:
         return quiet(module) and record.projection.current()
     parts = parts_of(module)
     return parts is None or is_ready(module, parts)
-
-
-def _needs_no_call(module: nn.Module | None) -> bool:
-    """Whether a submodule needs not be called; one that has no step of its own always is."""
-    parts = parts_of(module)
-    if module is None or parts is None:
-        return True
-    return is_own(module, FORWARDS[type(module.__dict__[MARK])]) and is_ready(module, parts)

@@ -8,8 +8,9 @@ copies, and the model keeps its own unless they are freed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -353,7 +354,7 @@ def shared_storages(model: nn.Module) -> set[int]:
     """The addresses of storages that overlap with the storage of another parameter or buffer."""
     storages = [
         tensor.untyped_storage()
-        for tensor in _tensors(model)
+        for tensor in chain(model.parameters(), model.buffers())
         if type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     ]
     shared: set[int] = set()
@@ -364,11 +365,6 @@ def shared_storages(model: nn.Module) -> set[int]:
         if start + size > end:
             last, end = start, start + size
     return shared
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 # --- steps of few tokens --------------------------------------------------------------------------------------------
@@ -516,63 +512,47 @@ def runs_step(module: nn.Module, parts: Parts, x: Tensor) -> bool:
     return takes(parts.projections[0], x, parts.always) and no_global_hooks() and is_ready(module, parts)
 
 
-@overload
-def project(
-    projection: Projection,
-    x: Tensor,
-    norm: NormModule | None = ...,
-    *,
-    rounding: Rounding,
-    residual: None = ...,
-    add: Tensor | None = ...,
-    activation: Activation | None = ...,
-) -> Tensor: ...
-
-
-@overload
-def project(
-    projection: Projection,
-    x: Tensor,
-    norm: NormModule | None = ...,
-    *,
-    rounding: Rounding,
-    residual: Tensor,
-    add: Tensor | None = ...,
-    activation: Activation | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
 def project(
     projection: Projection,
     x: Tensor,
     norm: NormModule | None = None,
     *,
     rounding: Rounding,
-    residual: Tensor | None = None,
     add: Tensor | None = None,
     activation: Activation | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """`linear` with a projection's weight, and with a patched norm before it.
 
     All tensors are rows [tokens, columns], or [batch, tokens, columns]. Those are passed as rows, which costs the
     host less.
     """
+    options = _options(projection, norm, rounding, activation)
+    y: Tensor
+    if x.dim() == 2:
+        y = multiply(x if x.stride(1) == 1 else x.contiguous(), projection.weight, add=add, **options)
+        return y
+    y = multiply(as_rows(x), projection.weight, add=None if add is None else add.flatten(0, 1), **options)
+    return y.view(*x.shape[:2], y.shape[-1])
+
+
+def project_sum(
+    projection: Projection, x: Tensor, residual: Tensor, norm: NormModule, rounding: Rounding, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """`project` of ``x + residual`` [batch, tokens, columns], and this sum."""
+    options = _options(projection, norm, rounding, activation)
+    y, total = multiply(as_rows(x), projection.weight, residual=as_rows(residual), **options)
+    return y.view(*x.shape[:2], y.shape[-1]), total.view(residual.shape)
+
+
+def _options(
+    projection: Projection, norm: NormModule | None, rounding: Rounding, activation: Activation | None
+) -> dict[str, Any]:
     options: dict[str, Any] = {"bias": projection.bias, "weight_scale": projection.scale, "rounding": rounding}
     if norm is not None:
         eps, weight_offset, _ = norm._onepass
         options |= {"gamma": gamma_of(norm.weight), "eps": eps, "weight_offset": weight_offset}
     options |= {"activation": activation, "static_weight": True}
-    if x.dim() == 2:
-        x = x if x.stride(1) == 1 else x.contiguous()
-        return multiply(x, projection.weight, residual=residual, add=add, **options)
-    batch, length = x.shape[:2]
-    rows = as_rows(x)
-    add = None if add is None else add.flatten(0, 1)
-    if residual is None:
-        y: Tensor = multiply(rows, projection.weight, residual=None, add=add, **options)
-        return y.view(batch, length, y.shape[-1])
-    y, total = multiply(rows, projection.weight, residual=residual.flatten(0, 1), add=add, **options)
-    return y.view(batch, length, y.shape[-1]), total.view(residual.shape)
+    return options
 
 
 def as_rows(x: Tensor) -> Tensor:

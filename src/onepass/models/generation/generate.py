@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any, Final, NamedTuple, Protocol, cast
@@ -278,7 +277,7 @@ def generate(
         check_inputs(model, request, state)
         kept.fresh = False
     del logits, inputs
-    with _decoding(model):
+    with model._optimize_model_for_decode():
         length = _run(kept, model, request, streamer)
     if state.generator is not None:
         source.set_state(state.generator.get_state())
@@ -352,12 +351,6 @@ def _generator(own: torch.Generator | None, device: torch.device) -> torch.Gener
         torch.cuda.init()
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator
-
-
-def _decoding(model: Model) -> AbstractContextManager[object]:
-    """transformers' own choice of kernels for the experts of a decode step."""
-    optimize = getattr(model, "_optimize_model_for_decode", None)
-    return nullcontext() if optimize is None else optimize()
 
 
 def _caller(frame: FrameType | None) -> dict[str, Any]:

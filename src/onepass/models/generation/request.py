@@ -8,14 +8,15 @@ from typing import Any, Final, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ...core.contract import describe
 from ...errors import ContractError
-from .state import FULL, LAYERS, PATTERNS, SLIDING, Layers, Model, Shape, State
+from ..forwards.cache import Cache
+from .state import FULL, LAYERS, PATTERNS, SLIDING, Model, Shape, State
 
 ROUND_TO: Final = 64
 """Lengths of caches are multiples of this, so that prompts of similar lengths share a step."""
@@ -49,7 +50,7 @@ _ROPES: Final = ("dynamic", "longrope")
 class Request(NamedTuple):
     """A call of `generate` that can be recorded."""
 
-    cache: Layers
+    cache: Cache
     keeps_cache: bool
     """Whether the caller passed the cache, and gets it back with all tokens."""
     fresh: int | None
@@ -108,7 +109,8 @@ def read_request(
     length = -(-longest // ROUND_TO) * ROUND_TO
     sampling = bool(config.do_sample)
     warpers = tuple((type(p), *(getattr(p, name) for name in _WARPERS[type(p)])) for p in processors)
-    settings = (model.config._attn_implementation, model.dtype, mask.device, _autocast(mask.device))
+    autocast = torch.is_autocast_enabled(mask.device.type) and torch.get_autocast_dtype(mask.device.type)
+    settings = (model.config._attn_implementation, model.dtype, mask.device, autocast)
     return Request(
         cache=cache,
         keeps_cache=getattr(cache, "_is_user_defined", False),
@@ -123,10 +125,6 @@ def read_request(
         length=length,
         key=(len(mask), length, len(eos), sampling, warpers, settings),
     )
-
-
-def _autocast(device: torch.device) -> object:
-    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
 
 
 def _check_model(model: Model, device: torch.device) -> None:
@@ -189,16 +187,16 @@ def _ends(criteria: Sequence[object]) -> tuple[int | None, tuple[int, ...]]:
     return min(lengths, default=None), tuple(eos)
 
 
-def check_cache(cache: object) -> Layers:
+def check_cache(cache: object) -> Cache:
     """The cache; raises unless a step can start from its entries."""
-    if not isinstance(cache, Cache) or type(cache) not in (DynamicCache, StaticCache):
+    if not isinstance(cache, DynamicCache | StaticCache) or type(cache) not in (DynamicCache, StaticCache):
         _fail(f"a cache of class {type(cache).__name__} is not supported")
     if getattr(cache, "offloading", False):
         _fail(f"an offloaded {type(cache).__name__} is not supported")
     for layer in cache.layers:
         if type(layer) not in LAYERS:
             _fail(f"a cache layer of class {type(layer).__name__} is not supported")
-    return cast(Layers, cache)
+    return cast(Cache, cache)
 
 
 def _prompt(input_ids: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

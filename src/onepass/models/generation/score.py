@@ -15,15 +15,24 @@ ROWS: Final = 256
 
 @torch.no_grad()
 def score(model: nn.Module, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """The log-probability of each next token, [batch, tokens - 1] in float32: entry t is that of ``ids[:, t + 1]``.
+    """The log-probability of each next token: ``scores[:, t] = log_softmax(logits[:, t].float(), -1)[ids[:, t + 1]]``.
 
-    The model runs once, over whole sequences. ``attention_mask``, [batch, tokens], is 1 where a token counts, and sequences may be
-    padded on either side. Positions are counted from a sequence's first token. Entries of padding and of
-    a sequence's first token after padding are 0.
+    The model runs once, over whole sequences. Positions are counted from a sequence's first token.
 
-    On a CPU, after ``onepass.patch(model, decode=True, batch_invariant=True)``, the logits are bit-identical to those of the steps of
-    `generate`, greedy or sampled, whatever the batch in which the tokens were generated. The scores are bit-identical to
-    ``log_softmax(logits.float(), -1)`` of those steps. docs/numerics.md lists what is not covered.
+    On a CPU, after ``onepass.patch(model, decode=True, batch_invariant=True)``, scores are bit-identical to
+    ``log_softmax(logits.float(), -1)`` in the steps of `generate`, greedy or sampled, whatever the batch in which the tokens
+    were generated. docs/numerics.md lists what is not covered.
+
+    Args:
+        model: A causal language model of transformers, patched or not.
+        ids: [batch, tokens], any integer dtype.
+        attention_mask: [batch, tokens], 1 where a token counts. Sequences may be padded on either side. None: all count.
+
+    Returns:
+        float32 [batch, tokens - 1]. Entries of padding, and of a sequence's first token after padding, are 0.
+
+    Raises:
+        ContractError: If the shape or the dtype of an argument is wrong.
 
     >>> import onepass, torch, transformers
     >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1)

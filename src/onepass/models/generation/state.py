@@ -8,6 +8,7 @@ window decide on the host when the window is full.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import torch
@@ -20,7 +21,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..forwards.cache import OUTSIDE
+from ..forwards.cache import OUTSIDE, Cache, CacheLayer
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
@@ -50,34 +51,15 @@ class Model(nn.Module):
     config: ModelConfig
     dtype: torch.dtype
     prepare_inputs_for_generation: Callable[..., dict[str, object]]
+    _optimize_model_for_decode: Callable[[], AbstractContextManager[object]]
+    """transformers' own choice of kernels for the experts of a decode step."""
 
 
-class Layer(Protocol):
-    """What is read and written of a layer of a cache."""
-
-    keys: Tensor
-    values: Tensor
-
-
-class StepLayer(Layer, Protocol):
+class StepLayer(CacheLayer, Protocol):
     """A layer of the step's cache."""
 
-    cumulative_length: Tensor
     update: Callable[..., tuple[Tensor, Tensor]]
     get_seq_length: Callable[[], Tensor]
-
-
-class Layers(Protocol):
-    """What is used of a cache."""
-
-    @property
-    def layers(self) -> Sequence[Layer]:
-        """Its layers."""
-        ...
-
-    def get_seq_length(self) -> int | Tensor:
-        """How many tokens it holds."""
-        ...
 
 
 class Shape(NamedTuple):
@@ -98,7 +80,7 @@ class Shape(NamedTuple):
     """What masks add to scores that do not count: the value that the model's attention adds."""
 
 
-def slot_layer(length: int, slot: Tensor, like: Layer) -> StepLayer:
+def slot_layer(length: int, slot: Tensor, like: CacheLayer) -> StepLayer:
     """A static layer with heads like another's that writes one token to ``slot``, which the step moves on.
 
     Layers that count for themselves would spend three launches each. The class stays transformers', because a patched
@@ -125,7 +107,7 @@ class State:
     def __init__(
         self,
         shape: Shape,
-        source: Layers,
+        source: Cache,
         config: ModelConfig,
         device: torch.device,
         warpers: Sequence[Callable[..., Any]],
@@ -155,11 +137,11 @@ class State:
             self.history = torch.zeros(length, batch, dtype=torch.long, device=device)
         self.generator = torch.Generator(device) if sampling else None
 
-    def load(self, prompt: Layers, mask: Tensor, positions: Tensor, eos: Sequence[int], pad: int) -> None:
+    def load(self, prompt: Cache, mask: Tensor, positions: Tensor, eos: Sequence[int], pad: int) -> None:
         """Start behind a prompt: its cache, its mask [batch, tokens], the positions of its last tokens."""
         tokens = mask.shape[1]
         for layer, source in zip(self.layers, prompt.layers, strict=True):
-            held = _held(source, tokens)
+            held = min(tokens, source.keys.shape[2])  # of a window, the last tokens
             for ours, theirs in ((layer.keys, source.keys), (layer.values, source.values)):
                 # Masked entries count as zero only while they are finite, so nothing old may stay.
                 ours[:, :, : tokens - held].zero_()
@@ -238,7 +220,7 @@ class State:
             within = self.slots > self.slot - self.shape.window
             torch.where(within, self.full, self.blocked, out=self.sliding)
 
-    def store(self, cache: Layers, tokens: int) -> None:
+    def store(self, cache: Cache, tokens: int) -> None:
         """Write the entries of the first ``tokens`` tokens into a cache that the caller passed."""
         for layer, target in zip(self.layers, cache.layers, strict=True):
             held = tokens
@@ -257,8 +239,3 @@ class State:
                 target.keys, target.values = keys.clone(), values.clone()
                 if isinstance(target, DynamicSlidingWindowLayer):
                     target.cumulative_length = tokens
-
-
-def _held(layer: Layer, tokens: int) -> int:
-    """How many of the last tokens a layer of a given cache holds."""
-    return min(tokens, int(layer.keys.shape[2]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Final, NamedTuple, TypeVar, cast
 
@@ -39,7 +39,7 @@ from .forms import (
     own_forward,
     rotation_of,
 )
-from .report import AFTER_MLP, ROTATION, Change, Patched, bound_before, missing, unless, why_not
+from .report import AFTER_MLP, ROTATION, Change, Patched, bound_before, missing, norm_record, unless, why_not
 
 WHAT: Final = "decode"
 EXPERTS_WHAT: Final = f"{WHAT} experts"
@@ -101,7 +101,8 @@ def patch_decode(
     if any(change.what == WHAT for change in handle.replaced):
         for where, module in modules:
             _angles(decoding, where, module)
-    copied = [projection for projection in _projections(decoding) if not projection.shares and projection.codes is None]
+    projections = dict.fromkeys(projection for projection, _ in decoding.parts.values())  # in the order of the model
+    copied = [projection for projection in projections if not projection.shares and projection.codes is None]
     if copied:
         copied[0].spot_check = SpotCheck(copied)
     for parameter in handle.model.parameters():
@@ -109,11 +110,6 @@ def patch_decode(
     decoded = {change.where for change in handle.replaced if change.what.startswith(WHAT)}
     left = [_still_left(decoding, change, decoded) for change in handle.left]
     handle.left = [change for change in left if change is not None]
-
-
-def _projections(decoding: Decoding) -> list[Projection]:
-    """The projections of layers, in the order of the model."""
-    return list({id(projection): projection for projection, _ in decoding.parts.values()}.values())
 
 
 def _still_left(decoding: Decoding, change: Change, decoded: set[str]) -> Change | None:
@@ -125,19 +121,12 @@ def _still_left(decoding: Decoding, change: Change, decoded: set[str]) -> Change
     return None if decoding.always else replace(change, what=f"{change.what}, more than {FUSED_ROWS} tokens")
 
 
-def layer_names(form: Layer) -> tuple[str, ...]:
-    """The attributes that a layer must have."""
-    return form.norm, form.before, form.mlp, form.after_attention, form.after_mlp, form.multiplier
-
-
 def layer_record(form: Layer, cls: type[nn.Module], fused: bool) -> LayerRecord:
     """What a form says about a class of layers. ``fused`` is whether their prompts are fused."""
     parameters = list(inspect.signature(cls.forward).parameters.values())[2:]
     named = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     defaults = tuple((p.name, p.default) for p in named if p.default is not p.empty)
-    norm, before, mlp, after_attention, after_mlp, multiplier = layer_names(form)
-    names = tuple(p.name for p in named)
-    return LayerRecord(names, defaults, norm, before, mlp, after_attention, after_mlp, multiplier, fused)
+    return LayerRecord(tuple(p.name for p in named), defaults, *astuple(form))._replace(fused=fused)
 
 
 def _layer(decoding: Decoding, where: str, module: nn.Module) -> None:
@@ -146,7 +135,7 @@ def _layer(decoding: Decoding, where: str, module: nn.Module) -> None:
     if not isinstance(form, Layer):
         handle._leave(where, module, WHAT, why_not(module, match))
         return
-    objection = "" if record is not None else why_not(module, match) or missing(module, *layer_names(form))
+    objection = "" if record is not None else why_not(module, match) or missing(module, *astuple(form))
     if objection:
         handle._leave(where, module, WHAT, objection)
         return
@@ -177,9 +166,8 @@ def _record(decoding: Decoding, module: nn.Module, kind: type[Record]) -> Record
 
 def _with_norm(module: nn.Module, name: str, rounding: str, what: str) -> str:
     """A projection as in the report, with its norm if that is part of the launch."""
-    norm = getattr(module, name).__dict__.get(MARK) if name else None
-    fused = isinstance(norm, NormRecord) and rounding in ("", norm.rounding)
-    return f"norm + {what}" if fused else what
+    norm = norm_record(getattr(module, name)) if name else None
+    return f"norm + {what}" if norm is not None and rounding in ("", norm.rounding) else what
 
 
 def _with_residual(module: nn.Module, form: Layer, after: str, what: str) -> str:
@@ -212,9 +200,8 @@ def _launches(record: AttentionRecord | LatentRecord) -> str:
     if isinstance(record, LatentRecord) or record.step is None:
         return "qk_norm_rope_cache"
     turn = record.step.turn
-    if turn is None:
-        return f"{'q/k norm, ' if record.norm is not None else ''}rotation, cache"
-    return f"{'q/k norm, ' if record.norm is not None and not turn.norms else ''}qk_norm_rope_cache"
+    norms = record.norm is not None and (turn is None or not turn.norms)
+    return "q/k norm, " * norms + ("rotation, cache" if turn is None else "qk_norm_rope_cache")
 
 
 def attention_record(form: Attention | PlainAttention, norm: NormRecord | None, namespace: str) -> AttentionRecord:
@@ -241,10 +228,10 @@ def _attention_record(decoding: Decoding, module: nn.Module, match: Match) -> At
     if objection or match.code is None:
         return objection
     *inputs, out = (getattr(module, name) for name in names)
-    try:
-        qkv, output = _project(decoding, inputs, [out])
-    except ContractError as error:
-        return str(error)
+    projections = _project(decoding, inputs, [out])
+    if isinstance(projections, str):
+        return projections
+    qkv, output = projections
     record = record or attention_record(form, None, match.code.module)
     norms = ("q_norm", "k_norm") if record.norm is not None else ()
     step = AttentionStep(
@@ -287,30 +274,26 @@ def _latent_record(decoding: Decoding, module: nn.Module, match: Match) -> Laten
     objection = (
         ("" if record is not None else why_not(module, match))
         or missing(module, *names)
-        or unless(all(_is_patched_norm(module._modules.get(name)) for name in norms), "a norm was left")
+        or unless(all(norm_record(module._modules.get(name)) for name in norms), "a norm was left")
         or _not_linear(decoding, [getattr(module, name) for name in names])
     )
     if objection or match.code is None:
         return objection
     linears = [getattr(module, name) for name in names]
-    try:
-        down, *others = _project(decoding, linears[:2], *([layer] for layer in linears[2:]))
-    except ContractError as error:
-        return str(error)
+    groups = [linears[:2], *([layer] for layer in linears[2:])]
     # Its float weight is used for single heads, or by the model's own expand_kv for the whole cache. That is too many rows
     # to gain by quantizing it here.
     up = _up(module)
-    if up.weight.dtype not in FLOATS and not _not_linear(decoding, [up]):
-        _project(decoding, [up])
+    codes = [[up]] if up.weight.dtype not in FLOATS and not _not_linear(decoding, [up]) else []
+    projections = _project(decoding, *groups, *codes)
+    if isinstance(projections, str):
+        return projections
+    down, *others = projections[: len(groups)]
     parts = Parts(names, (down, *others), norms, (), decoding.always, Watch())
     q_up = others[0] if ranked else None
     step = LatentStep(down, q_up, others[-1], decoding.rounding, decoding.invariant, parts)
     record = record or LatentRecord(match.code.module, fused=False)
     return record._replace(step=step)
-
-
-def _is_patched_norm(module: nn.Module | None) -> bool:
-    return module is not None and isinstance(module.__dict__.get(MARK), NormRecord)
 
 
 def _up(module: nn.Module) -> nn.Linear:
@@ -346,10 +329,10 @@ def _mlp_record(decoding: Decoding, module: nn.Module) -> MlpRecord | str:
     if objection or activation is None:
         return objection
     *inputs, out = (getattr(module, name) for name in names)
-    try:
-        gate_up, down = _project(decoding, inputs, [out])
-    except ContractError as error:
-        return str(error)
+    projections = _project(decoding, inputs, [out])
+    if isinstance(projections, str):
+        return projections
+    gate_up, down = projections
     parts = Parts(names, (gate_up, down), (), (form.act,), decoding.always, Watch())
     return MlpRecord(gate_up, down, activation, decoding.rounding, parts)
 
@@ -404,16 +387,16 @@ def _not_linear(decoding: Decoding, linears: list[nn.Module]) -> str:
     return mergeable(linears, decoding.shared)
 
 
-def _project(decoding: Decoding, *groups: Sequence[nn.Module]) -> list[Projection]:
-    """The projections of these layers, which are remembered for calls of the layers themselves; all or none."""
+def _project(decoding: Decoding, *groups: Sequence[nn.Module]) -> list[Projection] | str:
+    """The projections of these layers, which are remembered for calls of the layers themselves; or why there is none."""
     projections: list[Projection] = []
     try:
         for linears in groups:
             projections.append(Projection(linears, decoding.scheme))
-    except ContractError:
+    except ContractError as error:
         for projection in projections:
             projection.release()
-        raise
+        return str(error)
     for projection in projections:
         if not decoding.handle.keep_weights:
             projection.free()

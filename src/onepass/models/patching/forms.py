@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from torch import nn
 
@@ -26,19 +26,26 @@ OTHER_CODE: Final = "its code is not one of the supported forms (onepass.models.
 _ATTEND: Final = frozenset({"ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"})
 
 
-def _require_fields(form: Form) -> None:
-    """Reject fields of a wrong type; their names do not have to exist before `patch`."""
-    for field in fields(form):
-        value = getattr(form, field.name)
-        expected = {"str": str, "bool": bool}.get(str(field.type))
-        if expected is not None and type(value) is not expected:
-            raise ContractError(
-                f"{type(form).__name__}: `{field.name}` must be a {expected.__name__}, got {describe(value)}"
-            )
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a forward computes. Attributes that its fields name do not have to exist before `patch`."""
+
+    called: ClassVar[frozenset[str]] = frozenset()
+    """What counts by name only in the code, because the module's own functions and methods of these names are called."""
+
+    def __post_init__(self) -> None:
+        """Reject fields of a wrong type."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            expected = {"str": str, "bool": bool}.get(str(field.type))
+            if expected is not None and type(value) is not expected:
+                raise ContractError(
+                    f"{type(self).__name__}: `{field.name}` must be a {expected.__name__}, got {describe(value)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm:
+class Norm(Form):
     """An RMSNorm: ``round(round(x * rs) * w)`` with "hf", ``round((x * rs) * (w + weight_offset))`` with "once".
 
     Args:
@@ -48,7 +55,6 @@ class Norm:
         flag: If set, the form applies only to norms whose attribute of this name is True.
     """
 
-    called: ClassVar[frozenset[str]] = frozenset()
     rounding: Rounding
     weight_offset: float = 0.0
     eps: str = "eps"
@@ -56,11 +62,11 @@ class Norm:
 
     def __post_init__(self) -> None:
         check_options(type(self), rounding=self.rounding, weight_offset=self.weight_offset)
-        _require_fields(self)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherNorm:
+class OtherNorm(Form):
     """A norm that is not fused with an addition or an attention: gated, in groups, without a weight, or LayerNorm.
 
     A gate is applied after the norm or before it::
@@ -85,7 +91,6 @@ class OtherNorm:
         eps: The attribute that holds the epsilon.
     """
 
-    called: ClassVar[frozenset[str]] = frozenset()
     rounding: Rounding = "once"
     statistic: Statistic = "rms"
     weighted: bool = True
@@ -118,11 +123,11 @@ class OtherNorm:
             raise ContractError("OtherNorm: `weighted` must be True with groups, got False")
         if self.weight_offset and (not self.weighted or self.statistic == "layer"):
             raise ContractError("OtherNorm: `weight_offset` must be 0 without a weight and for LayerNorm")
-        _require_fields(self)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(Form):
     """A decoder layer in which a norm follows the addition after the attention::
 
         residual = h + multiplier * after_attention(self_attn(before(h)))
@@ -139,7 +144,6 @@ class Layer:
         multiplier: Factor of both additions; "" if there is none.
     """
 
-    called: ClassVar[frozenset[str]] = frozenset()
     norm: str = "post_attention_layernorm"
     before: str = "input_layernorm"
     mlp: str = "mlp"
@@ -147,12 +151,9 @@ class Layer:
     after_mlp: str = ""
     multiplier: str = ""
 
-    def __post_init__(self) -> None:
-        _require_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class Attention(Form):
     """An attention that computes ``rope(q_norm(q_proj(x)))``, and the same for k.
 
     Args:
@@ -170,12 +171,9 @@ class Attention:
     gated: bool = False
     flag: str = ""
 
-    def __post_init__(self) -> None:
-        _require_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class PlainAttention:
+class PlainAttention(Form):
     """An attention that computes ``rope(q_proj(x))`` without a norm, and the same for k.
 
     Only ``decode=True`` replaces it, and not in training. Fields that are "" do not apply.
@@ -196,12 +194,9 @@ class PlainAttention:
     rotates: str = ""
     cache_position: bool = False
 
-    def __post_init__(self) -> None:
-        _require_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Mlp:
+class Mlp(Form):
     """A gated MLP, ``down(act(gate(x)) * up(x))``. Only ``decode=True`` replaces it, and not in training.
 
     All fields are names of attributes.
@@ -214,19 +209,15 @@ class Mlp:
         packed: The projection of gate and up in this order; "" means ``gate`` and ``up``.
     """
 
-    called: ClassVar[frozenset[str]] = frozenset()
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     act: str = "act_fn"
     packed: str = ""
 
-    def __post_init__(self) -> None:
-        _require_fields(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class Mla:
+class Mla(Form):
     """A multi-head latent attention: two down projections with norms over their first columns.
 
     Its rotation is part of the form, because the fused cache write computes it.
@@ -234,8 +225,6 @@ class Mla:
 
     called: ClassVar[frozenset[str]] = _ATTEND | {"expand_kv"}
 
-
-Form: TypeAlias = Norm | OtherNorm | Layer | Attention | PlainAttention | Mla | Mlp
 
 HF: Final = Norm(rounding="hf", eps="variance_epsilon")
 ONCE: Final = Norm(rounding="once", eps="variance_epsilon")

@@ -6,8 +6,9 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import cache
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,11 @@ from torch.nn import Parameter
 from ...core.contract import describe, require_bool
 from ...errors import ContractError
 from ...formats import FLOATS, Rounding
-from ...ops.rms_norm.launch import GATE_ACTIVATIONS
+from ...ops.rms_norm.launch import GATE_ACTIVATIONS, GateActivation
 from ..forwards.attention import Turn
 from ..forwards.latent import LatentRecord
-from ..forwards.linear import MARK
-from ..forwards.norm import FUSED_ROWS, NormModule, NormRecord, OtherNormRecord
-from .decode import EXPERTS_WHAT, WHAT, attention_record, layer_names, layer_record, patch_decode
+from ..forwards.norm import FUSED_ROWS, NormRecord, OtherNormRecord
+from .decode import EXPERTS_WHAT, WHAT, attention_record, layer_record, patch_decode
 from .forms import TORCH, Attention, Form, Layer, Match, Mla, Norm, OtherNorm, match, rotation_of
 from .report import (
     AFTER_MLP,
@@ -30,8 +30,9 @@ from .report import (
     ROTATION,
     Change,
     Patched,
-    counted,
     missing,
+    norm_record,
+    reasons,
     unless,
     why_not,
 )
@@ -151,9 +152,9 @@ def patch(
         if _may_be_a_norm(module):
             _norm(handle, where, module, *(matches(type(module), kind) for kind in (Norm, OtherNorm)))
     for where, module in modules if fuse else ():
-        for kind, step in _STEPS.items():
-            if _may_be(kind, module):
-                step(handle, where, module, matches(type(module), kind))
+        for kind, (bind, names) in _STEPS.items():
+            if _may_be(kind, names, module):
+                bind(handle, where, module, matches(type(module), kind))
     if decode and not (strict and handle.left_norms()):  # these raise below, and freed weights could not be restored
         patch_decode(handle, modules, matches, "fp8_row" if weights == "fp8" else None, batch_invariant)
     nothing = " No weight is fp8." if weights == "fp8" and not handle.fp8 else ""
@@ -167,13 +168,11 @@ def patch(
 
 def _warn_or_raise(handle: Patched, strict: bool, nothing: str) -> None:
     """Warn if nothing was patched. If ``strict``, raise instead, also if norms were left. ``nothing`` is said too."""
-    reasons = [f"{count} x {what}: {why}" for (what, why), count in counted(handle.left_norms())]
-    norms = "; ".join(reasons) if reasons else "it has no norm that could be replaced"
-    name = type(handle.model).__name__
-    if strict and (reasons or not handle.replaced):
-        handle.undo()
-        what = "norms were left in" if reasons else "nothing was replaced in"
-        raise ContractError(f"patch: `strict=True`, but {what} {name}, which is unchanged ({norms})")
+    left, name = reasons(handle.left_norms()), type(handle.model).__name__
+    norms = left or "it has no norm that could be replaced"
+    if strict and (left or not handle.replaced):
+        what = "norms were left in" if left else "nothing was replaced in"
+        _undo_and_raise(handle, f"{what} {name}, which is unchanged ({norms})")
     if not handle.replaced:
         warnings.warn(
             f"onepass.patch replaced nothing in {name}, which runs as before ({norms}). docs/models.md explains what can be "
@@ -187,12 +186,10 @@ def _warn_or_raise_decode(handle: Patched, strict: bool, nothing: str) -> None:
     """Warn if no layer runs as a decode step. If ``strict``, raise instead."""
     if not handle.replaced or any(change.what == WHAT for change in handle.replaced):
         return
-    left = [change for change in handle.left if change.what == WHAT]
-    reasons = "; ".join(f"{count} x {what}: {why}" for (what, why), count in counted(left))
-    why = f"no layer of {type(handle.model).__name__} runs as a decode step ({reasons or 'none has a self_attn'})"
+    left = reasons(change for change in handle.left if change.what == WHAT) or "none has a self_attn"
+    why = f"no layer of {type(handle.model).__name__} runs as a decode step ({left})"
     if strict:
-        handle.undo()
-        raise ContractError(f"patch: `strict=True`, but {why}, and the model is unchanged")
+        _undo_and_raise(handle, f"{why}, and the model is unchanged")
     warnings.warn(
         f"onepass.patch(decode=True): {why}.{nothing} Everything else is patched.", NothingPatchedWarning, stacklevel=3
     )
@@ -200,13 +197,14 @@ def _warn_or_raise_decode(handle: Patched, strict: bool, nothing: str) -> None:
 
 def _raise_if_variant(handle: Patched) -> None:
     """Raise if the model's own products run somewhere, whose results depend on the batch."""
-    left = [change for change in handle.left if change.what in (WHAT, EXPERTS_WHAT)]
-    if not left:
-        return
+    left = reasons(change for change in handle.left if change.what in (WHAT, EXPERTS_WHAT))
+    if left:
+        _undo_and_raise(handle, f"{type(handle.model).__name__} is not batch-invariant, and is unchanged ({left})")
+
+
+def _undo_and_raise(handle: Patched, why: str) -> NoReturn:
     handle.undo()
-    reasons = "; ".join(f"{count} x {what}: {why}" for (what, why), count in counted(left))
-    name = type(handle.model).__name__
-    raise ContractError(f"patch: `strict=True`, but {name} is not batch-invariant, and is unchanged ({reasons})")
+    raise ContractError(f"patch: `strict=True`, but {why}")
 
 
 def _may_be_a_norm(module: nn.Module) -> bool:
@@ -222,13 +220,11 @@ def _looks_like_a_norm(module: nn.Module) -> bool:
     return named and (bool(module._parameters) or not module._modules)
 
 
-def _may_be(kind: type[Form], module: nn.Module) -> bool:
-    """Whether a module has submodules that one of this kind has, among them a norm that was patched."""
+def _may_be(kind: type[Form], names: set[str], module: nn.Module) -> bool:
+    """Whether a module has the submodules that one of this kind has, among them a norm that was patched."""
     children = module._modules
-    if not _MARKS[kind] <= children.keys():
-        return False
-    norms = children.values() if kind is Layer else map(children.get, _MARKS[kind])
-    return any(map(_patched_norm, norms))
+    norms = children.values() if kind is Layer else map(children.get, names)
+    return names <= children.keys() and any(map(norm_record, norms))
 
 
 def _norm(handle: Patched, where: str, module: nn.Module, match: Match, other: Match) -> None:
@@ -284,15 +280,16 @@ def _other_norm(handle: Patched, where: str, module: nn.Module, match: Match) ->
     form = match.form if isinstance(match.form, OtherNorm) else OtherNorm(weighted=False)
     attributes = (form.gates_norm, form.activation, form.groups, form.group_size)
     grouped = bool(form.groups or form.group_size)
+    activation = cast(GateActivation, getattr(module, form.activation, None) if form.activation else "silu")
     objection = (
         why_not(module, match)
         or unless(type(module).__call__ is nn.Module.__call__, OWN_CALL)
-        or (_weight_objection(module, heads=not grouped) if form.weighted else _shape_objection(module))
+        or (_weight_objection(module, heads=not grouped) if form.weighted else "")
+        # torch's norm without a weight may be over several dimensions
+        or unless(form.weighted or len(getattr(module, "normalized_shape", (1,))) == 1, "it norms several dimensions")
         or _eps_objection(module, form.eps)
         or missing(module, *attributes)
-        or unless(
-            _activation(module, form) in GATE_ACTIVATIONS, f"its gate is neither {' nor '.join(GATE_ACTIVATIONS)}"
-        )
+        or unless(activation in GATE_ACTIVATIONS, f"its gate is neither {' nor '.join(GATE_ACTIVATIONS)}")
     )
     groups = 1 if objection else _groups(module, form)
     objection = objection or unless(groups > 0, "its groups do not divide its columns")
@@ -305,7 +302,6 @@ def _other_norm(handle: Patched, where: str, module: nn.Module, match: Match) ->
     rounding = "once" if handle.rounding == "once" else form.rounding
     centered = form.statistic == "layer"
     eps = float(_eps_of(module, form.eps))
-    activation = _activation(module, form)
     record = OtherNormRecord(eps, rounding, centered, form.weighted, gate, groups, form.squeezes, activation)
     record = record._replace(weight_offset=form.weight_offset, same_dtype=form.same_dtype)
     op = "layer_norm" if centered else "rms_norm"
@@ -314,17 +310,6 @@ def _other_norm(handle: Patched, where: str, module: nn.Module, match: Match) ->
     heads = form.weighted and cast(Tensor, module.weight).dim() == 2
     parts += [*["no weight"] * (not form.weighted), *["weight per head"] * heads, f"rounding {rounding}"]
     handle._bind(where, module, record, "norm", ", ".join(parts))
-
-
-def _shape_objection(module: nn.Module) -> str:
-    """torch's norm without a weight may be over several dimensions."""
-    shape = getattr(module, "normalized_shape", (1,))
-    return unless(len(shape) == 1, "it norms several dimensions")
-
-
-def _activation(module: nn.Module, form: OtherNorm) -> Any:
-    """What is applied to the gate."""
-    return getattr(module, form.activation) if form.activation else "silu"
 
 
 def _groups(module: nn.Module, form: OtherNorm) -> int:
@@ -339,15 +324,6 @@ def _groups(module: nn.Module, form: OtherNorm) -> int:
     return size if form.groups else columns // size
 
 
-def _patched_norm(module: nn.Module | None) -> bool:
-    return module is not None and isinstance(module.__dict__.get(MARK), NormRecord)
-
-
-def _norm_of(module: nn.Module | None) -> NormRecord:
-    """How a patched norm is computed."""
-    return cast(NormModule, module)._onepass
-
-
 def _layer(handle: Patched, where: str, module: nn.Module, match: Match) -> None:
     layer = match.form
     if not isinstance(layer, Layer):
@@ -358,18 +334,17 @@ def _layer(handle: Patched, where: str, module: nn.Module, match: Match) -> None
         return
     handle._leave(where, module, AFTER_MLP, NEXT_LAYER)
     what = "addition after the attention"
-    norm = getattr(module, layer.norm, None)
+    norm = norm_record(getattr(module, layer.norm, None))
     objection = (
         why_not(module, match)
-        or missing(module, *layer_names(layer))
-        or unless(_patched_norm(norm), f"its {layer.norm} was left")
+        or missing(module, *astuple(layer))
+        or unless(norm is not None, f"its {layer.norm} was left")
     )
-    if objection:
+    if objection or norm is None:
         handle._leave(where, module, what, objection)
         return
-    fused = handle.rounding == "once" or _norm_of(norm).rounding == "hf"
-    post = getattr(module, layer.after_attention) if layer.after_attention else None
-    joins = _patched_norm(post) and _norm_of(post) == _norm_of(norm)
+    fused = handle.rounding == "once" or norm.rounding == "hf"
+    joins = bool(layer.after_attention) and norm_record(getattr(module, layer.after_attention)) == norm
     record = layer_record(layer, type(module), fused)._replace(post=joins)
     if fused:
         with_post = f", on CPUs with {layer.after_attention}" if joins else ""
@@ -383,18 +358,18 @@ def _layer(handle: Patched, where: str, module: nn.Module, match: Match) -> None
 def _attention(handle: Patched, where: str, module: nn.Module, match: Match) -> None:
     what = "norms of q and k"
     form = match.form
-    q_norm, k_norm = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
+    norm, k_norm = (norm_record(getattr(module, name, None)) for name in ("q_norm", "k_norm"))
     objection = (
         why_not(module, match, form.flag if isinstance(form, Attention) else "")
-        or unless(_patched_norm(q_norm) and _patched_norm(k_norm), "one of them was left")
-        or unless(_norm_of(q_norm) == _norm_of(k_norm), "they have different epsilons")
+        or unless(norm is not None and k_norm is not None, "one of them was left")
+        or unless(norm == k_norm, "they have different epsilons")
         or _not_importable(match)
         or missing(sys.modules[_namespace(match)], *sorted(Attention.called))
     )
-    if objection or not isinstance(form, Attention):
+    if objection or norm is None or not isinstance(form, Attention):
         handle._leave(where, module, what, objection)
         return
-    norm, rotation = _norm_of(q_norm), rotation_of(sys.modules[_namespace(match)])
+    rotation = rotation_of(sys.modules[_namespace(match)])
     record = attention_record(form, norm, _namespace(match))
     extent = "per head" if form.per_head else "whole projections"
     if rotation is None or rotation.wide:
@@ -413,15 +388,16 @@ def _mla(handle: Patched, where: str, module: nn.Module, match: Match) -> None:
         handle._leave(where, module, what, why_not(module, match))
         return
     handle._leave(where, module, f"{write}, other caches", CACHE_LAYOUT)
-    norms = [getattr(module, name, None) for name in ("q_a_layernorm", "kv_a_layernorm")]
+    norms = [norm_record(getattr(module, name, None)) for name in ("q_a_layernorm", "kv_a_layernorm")]
     linears = [getattr(module, name, None) for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+    plain = all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
     objection = (
         why_not(module, match)
         or unless(linears[0] is not None, "queries have no down projection in this model")
         or unless(handle.rounding == "once", TWO_ROUNDINGS)
-        or unless(all(map(_patched_norm, norms)), "one of these norms was left")
-        or unless(not any(_norm_of(norm).weight_offset for norm in norms), "their weights have an offset")
-        or unless(all(map(_is_linear, linears)), "they are not plain torch.nn.Linear modules without bias")
+        or unless(all(norms), "one of these norms was left")
+        or unless(not any(norm.weight_offset for norm in norms if norm), "their weights have an offset")
+        or unless(plain, "they are not plain torch.nn.Linear modules without bias")
         or unless(not any("forward" in vars(linear) for linear in linears), REPLACED_BEFORE)
         or _not_importable(match)
     )
@@ -443,14 +419,9 @@ def _not_importable(match: Match) -> str:
     return unless(bool(_namespace(match)), "its Python module is not in sys.modules")
 
 
-def _is_linear(module: nn.Module | None) -> bool:
-    return type(module) is nn.Linear and module.bias is None
-
-
-_STEPS: Final[dict[type[Form], Callable[..., None]]] = {Layer: _layer, Attention: _attention, Mla: _mla}
-_MARKS: Final[dict[type[Form], set[str]]] = {
-    Layer: {"self_attn"},
-    Attention: {"q_norm", "k_norm"},
-    Mla: {"kv_a_layernorm"},
+_STEPS: Final[dict[type[Form], tuple[Callable[..., None], set[str]]]] = {
+    Layer: (_layer, {"self_attn"}),
+    Attention: (_attention, {"q_norm", "k_norm"}),
+    Mla: (_mla, {"kv_a_layernorm"}),
 }
-"""The submodules that each kind has. Only modules that have them are compared with the forms."""
+"""What binds modules of each kind, and the submodules that they have. Only modules that have them are compared with the forms."""

@@ -14,6 +14,7 @@ from ...errors import ContractError
 from ...formats import Rounding
 from ..forwards.layer import FORWARDS, runs_decode, runs_fused
 from ..forwards.linear import MARK, LinearModule, LinearRecord, applied, loaded, parts_of, projections_of, saved
+from ..forwards.norm import NormRecord
 from .forms import Match
 
 _METHODS: Final = ("forward", "_apply", "_save_to_state_dict", "_load_from_state_dict")
@@ -205,6 +206,11 @@ def counted(changes: Iterable[Change]) -> Iterable[tuple[tuple[str, str], int]]:
     return Counter((f"{change.cls} {change.what}", change.why) for change in changes).items()
 
 
+def reasons(changes: Iterable[Change]) -> str:
+    """What was left and why, as in an error."""
+    return "; ".join(f"{count} x {what}: {why}" for (what, why), count in counted(changes))
+
+
 def why_not(module: nn.Module, match: Match, flag: str = "") -> str:
     """Why a module's forward cannot be replaced; "" if it can."""
     if bound_before(module):
@@ -221,6 +227,12 @@ def bound_before(module: nn.Module) -> str:
     if "forward" not in module.__dict__:
         return ""
     return PATCHED_BEFORE if MARK in module.__dict__ else REPLACED_BEFORE
+
+
+def norm_record(module: nn.Module | None) -> NormRecord | None:
+    """How a patched norm is computed; None for other modules."""
+    record = None if module is None else module.__dict__.get(MARK)
+    return record if isinstance(record, NormRecord) else None
 
 
 def unless(condition: bool, why: str) -> str:

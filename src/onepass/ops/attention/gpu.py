@@ -7,7 +7,7 @@ import torch
 from ...gpu import counters
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
+from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, chip_of, make_build
 from ..latent_attention.launch import LatentCall, LatentRows
 from ..qk_cache.gpu_tile import power_of_two
 from .gpu_kernel import _attention_kernel
@@ -38,12 +38,6 @@ class AttentionParameters(NamedTuple):
     rows: Annotated[AttentionRows, Sizes(7)]
     scale: F32
     ahead: I32
-
-
-def pack(call: AttentionCall, config: None, programs: tuple[int, ...]) -> AttentionParameters:
-    """The parameters of a call."""
-    tensors = AttentionTensors(call.q, call.k, call.v, call.mask, call.out, call.sums, call.tops, call.counter)
-    return AttentionParameters(tensors, call.rows, call.scale, ahead=int(programs[0] <= AHEAD))
 
 
 class AttentionTile(NamedTuple):
@@ -81,13 +75,17 @@ class AttentionFacts(NamedTuple):
     """Whether there are several splits."""
 
 
-def _tile(columns: int) -> AttentionTile:
+def _facts(call: AttentionCall, chip: Chip) -> AttentionFacts:
+    return AttentionFacts(call.rows.columns, call.rows.splits > 1)
+
+
+def _tile(spec: AttentionSpec, facts: AttentionFacts, chip: Chip) -> AttentionTile:
     """Steps of 128 entries, or 64 for long heads."""
-    padded = max(16, power_of_two(columns))
+    padded = max(16, power_of_two(facts.columns))
     return AttentionTile(ROWS, padded, SPLIT, 64 if padded > 128 else 128, 2, max(1, padded // 64), 64, 4, 6)
 
 
-def build_for(spec: AttentionSpec, facts: AttentionFacts, chip: Chip) -> Build:
+def build_for(spec: AttentionSpec, facts: AttentionFacts, tile: AttentionTile, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
     dtypes = dict.fromkeys("qkv", spec.x) | dtypes_of_ends(spec, facts.several)
     math = AttentionMath(spec.mask, facts.columns, facts.several, chip.rounds_casts, chip.has_pdl)
@@ -101,7 +99,7 @@ def build_for(spec: AttentionSpec, facts: AttentionFacts, chip: Chip) -> Build:
         _attention_kernel,
         chip,
         dtypes={f"tensors.{name}": dtype for name, dtype in dtypes.items()},
-        constants={"TILE": _tile(facts.columns), "MATH": math},
+        constants={"TILE": tile, "MATH": math},
         unused=unused_rows(spec, facts.several, batch=0, columns=0),
         divisible=divisible,
         warps=WARPS,
@@ -131,46 +129,43 @@ def units(rows: AttentionRows | LatentRows) -> int:
     return rows.batch * rows.heads * -(-rows.groups * rows.tokens // ROWS)
 
 
-def grid(call: AttentionCall | LatentCall, config: None) -> tuple[int]:
+def grid(call: AttentionCall | LatentCall, tile: object) -> tuple[int]:
     """A program for each unit and split."""
     return (units(call.rows) * call.rows.splits,)
 
 
-KERNELS: Final[GpuKernels[AttentionSpec, AttentionCall, AttentionFacts, None]] = GpuKernels(
-    AttentionParameters,
-    lambda call, chip: AttentionFacts(call.rows.columns, call.rows.splits > 1),
-    lambda spec, facts, chip: None,
-    lambda spec, facts, config, chip: build_for(spec, facts, chip),
-    grid,
-    pack,
+def pack(call: AttentionCall, tile: AttentionTile, programs: tuple[int, ...]) -> AttentionParameters:
+    """The parameters of a call."""
+    tensors = AttentionTensors(call.q, call.k, call.v, call.mask, call.out, call.sums, call.tops, call.counter)
+    return AttentionParameters(tensors, call.rows, call.scale, ahead=int(programs[0] <= AHEAD))
+
+
+KERNELS: Final[GpuKernels[AttentionSpec, AttentionCall, AttentionFacts, AttentionTile]] = GpuKernels(
+    AttentionParameters, _facts, _tile, build_for, grid, pack
 )
 builds = KERNELS.builds
 
 
 def launch(call: AttentionCall) -> None:
     """One launch on the current stream. Several splits need memory for their sums, and a counter per unit."""
-    launch_splits(KERNELS, call, _tile(call.rows.columns).columns)
+    launch_splits(KERNELS, call)
 
 
 SplitCall = TypeVar("SplitCall", AttentionCall, LatentCall)
 
 
-def launch_splits(kernels: GpuKernels[AttentionSpec, SplitCall, Any, None], call: SplitCall, columns: int) -> None:
-    """Launch a call, with memory for the sums of its splits if there are several: ``columns`` for each row."""
-    rows, device = call.rows, call.device
+def launch_splits(kernels: GpuKernels[AttentionSpec, SplitCall, Any, Any], call: SplitCall) -> None:
+    """Launch a call, with memory for the sums of its splits if there are several."""
+    rows = call.rows
     if rows.splits == 1:
         kernels.launch(call)
         return
+    chip = chip_of(call.device)
+    columns = kernels.configure(call.spec, kernels.facts(call, chip), chip).columns
     count = units(rows)
     programs = count * rows.splits
     sums = torch.empty(programs * ROWS * (columns + 2), dtype=torch.float32, device=call.q.device)
     sums, tops = sums.split_with_sizes((programs * ROWS * columns, programs * ROWS * 2))
-    if device < 0:
-        kernels.launch(call._replace(sums=sums, tops=tops, counter=torch.zeros(count, dtype=torch.int32)))
-        return
-    counter, key = counters.take(device, count)
-    try:
-        kernels.launch(call._replace(sums=sums, tops=tops, counter=counter))
-    except BaseException:
-        counters.discard(key)
-        raise
+    counters.launch_counted(
+        call.device, count, lambda counter: kernels.launch(call._replace(sums=sums, tops=tops, counter=counter))
+    )

@@ -3,7 +3,7 @@
 A program takes one split of the context, for one head of keys and up to 16 rows of queries. It holds, per row, the
 largest score, the sum of the exponentials relative to it, and the sum of values weighted by them. With one split it
 divides and stores. Otherwise it leaves these in memory, and the last program of the head to finish joins the splits.
-`gemv_norm_kernels` describes how memory of other programs becomes visible.
+`ops.gemv_norm.gpu_kernel` describes how memory of other programs becomes visible.
 
 A split is always joined in the same way, and every other sum belongs to one row. So a row's bytes depend on its query,
 its context and its mask, and on nothing else. Scores are in units of log2, because a GPU computes powers of two.

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.backend import tiles_for
-from ...core.contract import Arg, Contract, Option, Out, Rule
-from ...core.options import MAX_COLUMNS, eps
+from ...core.contract import MAX_COLUMNS, Arg, Contract, Option, Out, Rule, eps
 from ...formats import FLOATS, FP8_FORMATS
 from ...trace import GEMV_TRACE_EVENTS_PER_BLOCK as _EVENTS
 from ..linear import weight_scale

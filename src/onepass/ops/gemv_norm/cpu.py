@@ -89,7 +89,6 @@ def _work(call: GemvCall) -> GemvWork:
 
 
 KERNELS: Final = CpuKernels("gemv_norm", layout, _work, pack, prepares=True, writes_block=True)
-precompile = KERNELS.precompile
 
 
 def launch(call: GemvCall) -> None:

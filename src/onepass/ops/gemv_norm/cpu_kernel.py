@@ -16,9 +16,8 @@ from llvmlite import ir
 from ...cpu.llvm import bits, dot
 from ...cpu.llvm.bits import load_row, load_scalar, magnitude, store_row, store_scalar
 from ...cpu.llvm.dot import VECTOR
-from ...cpu.llvm.function import Arguments, Cell, Function, Module
+from ...cpu.llvm.emit import I32, I64, LANES, Arguments, Bool, Cell, Float, Function, Int, Module, declare
 from ...cpu.llvm.loops import SumOfSquares, each_block, reciprocal_root, take
-from ...cpu.llvm.vec import I32, I64, LANES, Bool, Float, Int, declare
 from ...cpu.sizes import SUM, TILE
 from ...formats import Fp8Format, ScaleRule
 from .launch import MAX_ROWS, GemvSpec

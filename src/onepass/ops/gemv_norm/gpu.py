@@ -1,19 +1,17 @@
 """The GEMV kernel: its parameters, configuration, alignment and names."""
 
-from functools import partial
 from typing import Annotated, Final, NamedTuple
 
 import torch
 
-from ...core import recording
 from ...errors import Unsupported
 from ...formats import WeightScale
 from ...gpu import counters
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
 from ...gpu.launch import F32, I32, I64, SHORT_NAMES, GpuKernels, Pointer, make_build
+from ...gpu.lib.numbers import quant
 from ...gpu.product_tile import WEIGHTS, StreamTile, describe_tile, tile_registers
-from ...gpu.quantization import quant
 from .gpu_kernel import _gemv_partial_norm_kernel
 from .gpu_tile import (
     CHUNK,
@@ -65,6 +63,7 @@ class GemvParameters(NamedTuple):
 def pack(call: GemvCall, config: GemvConfig, programs: tuple[int, ...]) -> GemvParameters:
     """The parameters of a call."""
     act, weight, y, scale = call.act, call.weight, call.y, call.scale
+    n, k = weight.shape
     weight_scale, unnormed, segments = call.weight_scale, call.unnormed, len(call.widths)
     absent, zeros = (None,) * (MAX_SEGMENTS - segments), (0,) * (MAX_SEGMENTS - segments)
     strides = GemvStrides(
@@ -88,9 +87,9 @@ def pack(call: GemvCall, config: GemvConfig, programs: tuple[int, ...]) -> GemvP
         gammas=(*call.gammas, *absent),
         normed=(*call.normed, *absent),
         m=act.shape[0],
-        k=call.k,
+        k=k,
         widths=(*call.widths, *zeros),
-        tail=call.n - sum(call.widths),
+        tail=n - sum(call.widths),
         strides=strides,
         normed_strides=(*[t.stride(0) for t in call.normed], *zeros),
         eps=call.eps,
@@ -264,7 +263,7 @@ def _facts(call: GemvCall, chip: Chip) -> GemvFacts:
 
 
 def _grid(call: GemvCall, config: GemvConfig) -> tuple[int]:
-    return (blocks(config.tile, call.act.shape[0], call.n, call.widths),)
+    return (blocks(config.tile, call.act.shape[0], call.weight.shape[0], call.widths),)
 
 
 KERNELS: Final[GpuKernels[GemvSpec, GemvCall, GemvFacts, GemvConfig]] = GpuKernels(
@@ -283,18 +282,4 @@ def launch(call: GemvCall) -> None:
     if call.counter is not None or not call.widths:
         KERNELS.launch(call)
         return
-    device = call.device
-    key = None
-    if device < 0:
-        counter = torch.zeros(MAX_SEGMENTS, dtype=torch.int32)
-    else:
-        counter, key = counters.take(device, MAX_SEGMENTS)
-        recording.mark(
-            counter.data_ptr(),
-            recording.Source(partial(counters.take, device, MAX_SEGMENTS), counters.discard, per_stream=True),
-        )
-    try:
-        KERNELS.launch(call._replace(counter=counter))
-    except BaseException:
-        counters.discard(key)
-        raise
+    counters.launch_counted(call.device, MAX_SEGMENTS, lambda counter: KERNELS.launch(call._replace(counter=counter)))

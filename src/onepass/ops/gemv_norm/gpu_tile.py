@@ -12,9 +12,8 @@ from typing import Final, NamedTuple
 import torch
 
 from ...formats import WeightScale
-from ...gpu.chip import INTERPRETER, Chip
+from ...gpu.chip import INTERPRETER, Chip, tuning
 from ...gpu.product_tile import StreamTile, is_contiguous, stream_tile
-from ...gpu.tuning import tuning
 from ...gpu.tuning.table import GemvCut
 from .launch import MAX_ROWS, MOST_SHARES, programs
 
@@ -148,11 +147,9 @@ def describe_fragments(tile: FragmentTile, aligned: bool) -> str:
     return f"{tile.columns}x{tile.rows}{split}/{tile.warps}w/dot/{vec}/{extent} d{tile.depth}a{tile.ahead}p{tile.pace}"
 
 
-def trace_blocks(
-    act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...], chip: Chip = INTERPRETER
-) -> int:
+def trace_blocks(act: torch.dtype, weight: torch.dtype, m: int, n: int, k: int, widths: tuple[int, ...]) -> int:
     """The number of blocks of a trace: the programs of a launch. It does not depend on scales."""
-    return blocks(_tile(act, weight, "none", m, n, k, True, chip), m, n, widths)
+    return blocks(_tile(act, weight, "none", m, n, k, True, INTERPRETER), m, n, widths)
 
 
 def blocks(tile: GemvTile, m: int, n: int, widths: tuple[int, ...]) -> int:

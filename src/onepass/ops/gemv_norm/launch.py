@@ -90,16 +90,6 @@ class GemvCall(NamedTuple):
     eps: float = 0.0
 
     @property
-    def n(self) -> int:
-        """Columns of y."""
-        return self.weight.shape[0]
-
-    @property
-    def k(self) -> int:
-        """Terms of each sum."""
-        return self.weight.shape[1]
-
-    @property
     def device(self) -> int:
         """The number of the GPU that the tensors are on, or -1."""
         return self.act.get_device()

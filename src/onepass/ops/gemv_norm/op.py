@@ -17,8 +17,8 @@ from ...core import recording
 from ...core.backend import launch_for
 from ...core.check import validation_of
 from ...core.contract import Contract, describe, require_bool, short
-from ...core.debug import debugging
 from ...core.op import Op, check_memory, plain
+from ...core.process import debugging
 from ...formats import FLOATS, FP8_FORMATS, SMALLEST_EPS
 from ...trace import GmemTrace, NullTrace, TraceBuf
 from ..linear.weight_scale import kind_of, split

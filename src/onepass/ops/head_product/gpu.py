@@ -24,11 +24,6 @@ class HeadParameters(NamedTuple):
     ahead: I32
 
 
-def pack(call: HeadCall, config: None, programs: tuple[int, ...]) -> HeadParameters:
-    """The parameters of a call."""
-    return HeadParameters(call.x, call.weight, call.out, call.rows, ahead=int(programs[0] <= AHEAD))
-
-
 class HeadTile(NamedTuple):
     """Sizes of a program: rows, columns, and rows of a weight that are multiplied at a time, with the stages of this loop."""
 
@@ -63,7 +58,11 @@ def _facts(call: HeadCall, chip: Chip) -> HeadFacts:
     return HeadFacts(rows.k % tile.step == 0 and rows.n % tile.columns == 0)
 
 
-def build_for(spec: HeadSpec, facts: HeadFacts, chip: Chip) -> Build:
+def _tile(spec: HeadSpec, facts: HeadFacts, chip: Chip) -> HeadTile:
+    return _TILES[spec.order]
+
+
+def build_for(spec: HeadSpec, facts: HeadFacts, tile: HeadTile, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
     math = HeadMath(spec.order, facts.even, chip.rounds_casts, chip.has_pdl)
     name = f"head_product x={SHORT_NAMES[spec.x]} {spec.order}{' even' * facts.even}"
@@ -74,24 +73,24 @@ def build_for(spec: HeadSpec, facts: HeadFacts, chip: Chip) -> Build:
         _head_product_kernel,
         chip,
         dtypes=dict.fromkeys(("x", "weight", "out"), spec.x),
-        constants={"TILE": _TILES[spec.order], "MATH": math},
+        constants={"TILE": tile, "MATH": math},
         unused={},
         divisible=divisible,
         warps=WARPS,
     )
 
 
-def _grid(call: HeadCall, config: None) -> tuple[int]:
-    tile, rows = _TILES[call.spec.order], call.rows
+def _grid(call: HeadCall, tile: HeadTile) -> tuple[int]:
+    rows = call.rows
     return (rows.heads * -(-rows.n // tile.columns) * -(-rows.rows // tile.rows),)
 
 
-KERNELS: Final[GpuKernels[HeadSpec, HeadCall, HeadFacts, None]] = GpuKernels(
-    HeadParameters,
-    _facts,
-    lambda spec, facts, chip: None,
-    lambda spec, facts, config, chip: build_for(spec, facts, chip),
-    _grid,
-    pack,
+def pack(call: HeadCall, tile: HeadTile, programs: tuple[int, ...]) -> HeadParameters:
+    """The parameters of a call."""
+    return HeadParameters(call.x, call.weight, call.out, call.rows, ahead=int(programs[0] <= AHEAD))
+
+
+KERNELS: Final[GpuKernels[HeadSpec, HeadCall, HeadFacts, HeadTile]] = GpuKernels(
+    HeadParameters, _facts, _tile, build_for, _grid, pack
 )
 launch, builds = KERNELS.launch, KERNELS.builds

@@ -37,13 +37,6 @@ class LatentParameters(NamedTuple):
     ahead: I32
 
 
-def pack(call: LatentCall, config: None, programs: tuple[int, ...]) -> LatentParameters:
-    """The parameters of a call."""
-    inputs = (call.q, call.q_rot, call.latent, call.k_rot, call.mask)
-    tensors = LatentTensors(*inputs, call.out, call.sums, call.tops, call.counter)
-    return LatentParameters(tensors, call.rows, call.scale, ahead=int(programs[0] <= AHEAD))
-
-
 class LatentTile(NamedTuple):
     """Sizes of a program: rows, columns of a latent and of a rotated key (padded) and their pieces, entries of a split and
     of a step, stages of the loop, cache lines of a latent; the rest is that of `AttentionTile`.
@@ -82,13 +75,18 @@ class LatentFacts(NamedTuple):
     """Whether there are several splits."""
 
 
-def _tile(facts: LatentFacts) -> LatentTile:
+def _facts(call: LatentCall, chip: Chip) -> LatentFacts:
+    rows = call.rows
+    return LatentFacts(rows.columns, rows.rotated, rows.splits > 1)
+
+
+def _tile(spec: AttentionSpec, facts: LatentFacts, chip: Chip) -> LatentTile:
     """A piece has at least the 16 columns that a tensor core takes."""
     columns, rotated = (max(16 * PIECES, power_of_two(n)) for n in (facts.columns, facts.rotated))
     return LatentTile(ROWS, columns, rotated, PIECES, SPLIT, BLOCK, 3, columns // 64, 64, 4, 6)
 
 
-def build_for(spec: AttentionSpec, facts: LatentFacts, chip: Chip) -> Build:
+def build_for(spec: AttentionSpec, facts: LatentFacts, tile: LatentTile, chip: Chip) -> Build:
     """The kernel, signature, constants and alignment of one configuration; pure, no GPU needed."""
     inputs = ("q", "q_rot", "latent", "k_rot")
     dtypes = dict.fromkeys(inputs, spec.x) | dtypes_of_ends(spec, facts.several)
@@ -104,28 +102,26 @@ def build_for(spec: AttentionSpec, facts: LatentFacts, chip: Chip) -> Build:
         _latent_attention_kernel,
         chip,
         dtypes={f"tensors.{name}": dtype for name, dtype in dtypes.items()},
-        constants={"TILE": _tile(facts), "MATH": math},
+        constants={"TILE": tile, "MATH": math},
         unused=unused_rows(spec, facts.several, batch=0, columns=0, rotated=0, heads=1),
         divisible=divisible,
         warps=WARPS,
     )
 
 
-def _facts(rows: LatentRows) -> LatentFacts:
-    return LatentFacts(rows.columns, rows.rotated, rows.splits > 1)
+def pack(call: LatentCall, tile: LatentTile, programs: tuple[int, ...]) -> LatentParameters:
+    """The parameters of a call."""
+    inputs = (call.q, call.q_rot, call.latent, call.k_rot, call.mask)
+    tensors = LatentTensors(*inputs, call.out, call.sums, call.tops, call.counter)
+    return LatentParameters(tensors, call.rows, call.scale, ahead=int(programs[0] <= AHEAD))
 
 
-KERNELS: Final[GpuKernels[AttentionSpec, LatentCall, LatentFacts, None]] = GpuKernels(
-    LatentParameters,
-    lambda call, chip: _facts(call.rows),
-    lambda spec, facts, chip: None,
-    lambda spec, facts, config, chip: build_for(spec, facts, chip),
-    grid,
-    pack,
+KERNELS: Final[GpuKernels[AttentionSpec, LatentCall, LatentFacts, LatentTile]] = GpuKernels(
+    LatentParameters, _facts, _tile, build_for, grid, pack
 )
 builds = KERNELS.builds
 
 
 def launch(call: LatentCall) -> None:
     """One launch on the current stream. Several splits need memory for their sums, and a counter per unit."""
-    launch_splits(KERNELS, call, _tile(_facts(call.rows)).columns)
+    launch_splits(KERNELS, call)

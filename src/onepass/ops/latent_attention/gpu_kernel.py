@@ -1,4 +1,4 @@
-"""The attention of a decode step to latents: `attention_kernels` with scores of two products and one load of each entry.
+"""The attention of a decode step to latents: `ops.attention.gpu_kernel` with scores of two products and one load of each entry.
 
 A program takes one split of the context, for up to 16 rows of queries. Each of its warps has a piece of the columns: it
 multiplies that piece of queries and keys, and later sums that piece of the latents. Scores are the sums of all pieces, from

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.contract import Arg, Contract, Option, Out, Rule
-from ...core.options import MAX_COLUMNS, ROUNDING, WEIGHT_OFFSET, eps
+from ...core.contract import MAX_COLUMNS, ROUNDING, WEIGHT_OFFSET, Arg, Contract, Option, Out, Rule, eps
 from ...formats import FLOATS
 from . import weight_scale
 from .launch import ACTIVATIONS

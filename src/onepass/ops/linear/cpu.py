@@ -87,4 +87,4 @@ def _canonical(spec: LinearSpec) -> LinearSpec:
 
 
 KERNELS: Final = CpuKernels("linear", layout, _work, pack, writes_block=True, canonical=_canonical)
-launch, precompile = KERNELS.launch, KERNELS.precompile
+launch = KERNELS.launch

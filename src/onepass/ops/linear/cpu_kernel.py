@@ -20,10 +20,9 @@ import torch
 from ...cpu.llvm import dot
 from ...cpu.llvm.bits import load_row, round_to, store_row
 from ...cpu.llvm.dot import VECTOR
-from ...cpu.llvm.function import Arguments, Cell, Function, Module
+from ...cpu.llvm.emit import Arguments, Bool, Cell, Float, Function, Int, Module
 from ...cpu.llvm.loops import SumOfSquares, each_block, reciprocal_root, take, wait
 from ...cpu.llvm.math_functions import erf, exp, tanh
-from ...cpu.llvm.vec import Bool, Float, Int
 from ...cpu.sizes import CHUNK, MAX_BLOCKS, PREPARED_ROWS, ROW_BLOCKS, SUM, TILE
 from .launch import LinearSpec
 

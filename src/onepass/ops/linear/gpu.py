@@ -107,7 +107,7 @@ def pack(call: LinearCall, config: LinearConfig, programs: tuple[int, ...]) -> L
 
 
 class LinearMath(NamedTuple):
-    """What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `device.codes`.
+    """What a kernel computes; ``pack`` weights fill 32 bits. ``regroups``: see `gpu.lib.codes`.
     ``offset`` and ``shift_gamma``: see `gpu.lib.row.factor`.
     """
 
@@ -511,14 +511,9 @@ def _launch_product(call: LinearCall, chip: Chip) -> None:
     tile = config.pieces
     assert tile is not None
     programs = _grid(call, config)[0]
-    device = call.device
     sums = torch.empty(programs * tile.columns * tile.rows, dtype=torch.float32, device=call.weight.device)
-    if device < 0:
-        KERNELS.launch(call._replace(sums=sums, counter=torch.zeros(programs, dtype=torch.int32)))
-        return
-    counter, key = counters.take(device, programs // tile.pieces)
-    try:
-        KERNELS.launch(call._replace(sums=sums, counter=counter))
-    except BaseException:
-        counters.discard(key)
-        raise
+    counters.launch_counted(
+        call.device,
+        programs // tile.pieces,
+        lambda counter: KERNELS.launch(call._replace(sums=sums, counter=counter)),
+    )

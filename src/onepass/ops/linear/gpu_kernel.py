@@ -1,7 +1,7 @@
 """``linear``: a product with what surrounds it. Constants are the named tuples of `linear`.
 
-16-bit x has four kernels that sum in the order of `device.product`, so a row has the same bytes in each. Float32 x
-has one, which sums in the order of `device.weight_stream` and can norm x as it is loaded.
+16-bit x has four kernels that sum in the order of `gpu.lib.product`, so a row has the same bytes in each. Float32 x
+has one, which sums in the order of `gpu.lib.weight_stream` and can norm x as it is loaded.
 """
 
 import triton
@@ -226,7 +226,7 @@ def _linear_split_kernel(
 ):  # fmt: skip
     """The same with a program per piece. The last program of a tile to finish adds the pieces.
 
-    ``sums`` holds the float32 sums of all programs. `gemv_norm_kernels` describes how they become visible.
+    ``sums`` holds the float32 sums of all programs. `ops.gemv_norm.gpu_kernel` describes how they become visible.
     """
     launch_dependents(MATH.pdl and not TILE.late)
     SIDES: tl.constexpr = 2 if MATH.gated else 1

@@ -1,5 +1,5 @@
 """How a `linear` call is divided. Results do not depend on anything chosen here but the order of
-summation (`product_config`).
+summation (`gpu.product_tile`).
 
 A module of its own, because it must not import Triton.
 """
@@ -7,9 +7,8 @@ A module of its own, because it must not import Triton.
 from functools import cache
 from typing import NamedTuple
 
-from ...gpu.chip import Chip
+from ...gpu.chip import Chip, tuning
 from ...gpu.product_tile import PieceTile, StreamTile, is_contiguous, piece_tile, stream_tile
-from ...gpu.tuning import tuning
 from ..rms_norm.gpu_tile import row_config
 from .launch import LinearSpec
 

@@ -1,16 +1,4 @@
-"""What one `linear` kernel computes (`LinearSpec`), and one call of it (`LinearCall`).
-
-With ``h = x + residual`` and everything in float32::
-
-    a = round((h * rs) * (gamma + weight_offset))       without gamma: a = round(h)
-    y = (a @ weight.T) * weight_scale + bias
-    y = act(y[:, :I]) * y[:, I:]                        with an activation; weight is [2 * I, K]
-    y = y + add
-
-A scale per 128 x 128 block of weight multiplies the partial sum of its 128 columns:
-``y = sum over blocks b of (a_b @ weight_b.T) * scale_b``, each step one fused multiply-add. The order
-is that of docs/numerics.md.
-"""
+"""What one `linear` kernel computes (`LinearSpec`), and one call of it (`LinearCall`)."""
 
 from __future__ import annotations
 
@@ -48,7 +36,7 @@ class LinearSpec:
     add: torch.dtype | None
     out: torch.dtype
     rounding: Rounding
-    static: bool = False
+    static: bool
 
 
 _interned: Final = cache(LinearSpec)
@@ -98,16 +86,6 @@ class LinearCall(NamedTuple):
     weight_offset: float = 0.0
     sums: Tensor | None = None
     counter: Tensor | None = None
-
-    @property
-    def n(self) -> int:
-        """Rows of weight."""
-        return self.weight.shape[0]
-
-    @property
-    def k(self) -> int:
-        """Terms of each sum."""
-        return self.weight.shape[1]
 
     @property
     def device(self) -> int:

@@ -7,11 +7,10 @@ from typing import Final
 import torch
 
 from ...cpu.launch import CpuKernels, Field, Layout, Work, address, integers, share
-from .launch import MlaCall, MlaRows, MlaSpec, mla_spec
+from .launch import MlaCall, MlaRows, MlaSpec, MlaTensors, mla_spec
 
 INDICES: Final = ("offsets", "lengths", "table", "slots", "positions")
 _WIDTHS: Final = {torch.int64: 0, torch.int32: 1, torch.uint32: 2}
-_TENSORS: Final = ("q", "kv", "gamma", "freqs", *INDICES, "kv_scale", "q_out", "blocks", "token_scale")
 
 
 def layout(spec: MlaSpec) -> Layout:
@@ -20,17 +19,17 @@ def layout(spec: MlaSpec) -> Layout:
     The same for every spec: the kernel checks which index tensors exist and how wide their elements are.
     """
     fields = [*integers("next", "chunk", "steps"), Field("rows", len(MlaRows._fields))]
-    fields += [Field(f"{name}.at", address=True) for name in _TENSORS]
+    fields += [Field(f"{name}.at", address=True) for name in MlaTensors._fields]
     fields += integers(*(f"{name}.width" for name in INDICES))
     return Layout(fields, ("eps", "weight_offset"))
 
 
 def pack(call: MlaCall, work: Work, scratch: int) -> list[float]:
     """The values of a call's argument block, in the order of `layout`."""
-    indices = (call.offsets, call.lengths, call.table, call.slots, call.positions)
-    tensors = (call.q, call.kv, call.gamma, call.freqs, *indices, call.kv_scale, call.q_out, call.blocks)
+    t = call.tensors
     values: list[float] = [0, work.chunk, call.rows.requests.bit_length(), *call.rows]
-    values += [address(tensor) for tensor in (*tensors, call.token_scale)]
+    values += [address(tensor) for tensor in t]
+    indices = (t.offsets, t.lengths, t.table, t.slots, t.positions)
     values += [0 if tensor is None else _WIDTHS[tensor.dtype] for tensor in indices]
     values += (call.eps, call.weight_offset)
     return values
@@ -50,4 +49,4 @@ def _canonical(spec: MlaSpec) -> MlaSpec:
 
 
 KERNELS: Final = CpuKernels("mla_cache", layout, _work, pack, canonical=_canonical)
-launch, precompile = KERNELS.launch, KERNELS.precompile
+launch = KERNELS.launch

@@ -17,9 +17,8 @@ import torch
 
 from ...cpu.llvm import bits
 from ...cpu.llvm.bits import load_row, round_to, store_row
-from ...cpu.llvm.function import Arguments, Cell, Function, Module
+from ...cpu.llvm.emit import I32, I64, LANES, Arguments, Bool, Cell, Float, Function, Int, Module
 from ...cpu.llvm.loops import LINE, each_block, entry_points
-from ...cpu.llvm.vec import I32, I64, LANES, Bool, Float, Int
 from ...formats import FP8_FORMATS, SMALLEST_SCALE, ScaleRule
 from .launch import MAX_LATENT, MAX_ROPE, TILE, MlaRows, MlaSpec
 

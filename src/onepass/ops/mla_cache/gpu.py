@@ -11,35 +11,18 @@ from ...errors import ContractError, Unsupported
 from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
-from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
-from ...gpu.quantization import quant
+from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Sizes, make_build
+from ...gpu.lib.numbers import quant
+from ..qk_cache.gpu_tile import power_of_two
 from .gpu_kernel import _mla_rope_norm_kernel
-from .gpu_tile import MlaConfig, MlaCut, mla_config, mla_cut, power_of_two
+from .gpu_tile import MlaConfig, MlaCut, mla_config, mla_cut
 from .launch import TILE as COLUMNS_PER_SCALE
-from .launch import MlaCall, MlaRows, MlaSpec
+from .launch import MlaCall, MlaRows, MlaSpec, MlaTensors
 
 __all__ = ["MlaCut", "build_for", "builds", "config_of", "cut_as", "launch"]
 
 MAX_PROGRAMS: Final = 2**31 - 2**13
 """Token numbers are 32-bit, including those of a tile's tokens beyond the last one."""
-
-
-class MlaTensors(NamedTuple):
-    """The tensors of a call."""
-
-    q: Pointer
-    kv: Pointer
-    gamma: Pointer
-    freqs: Pointer
-    offsets: Pointer
-    lengths: Pointer
-    table: Pointer
-    slots: Pointer
-    positions: Pointer
-    kv_scale: Pointer
-    q_out: Pointer
-    blocks: Pointer
-    token_scale: Pointer
 
 
 class MlaNumbers(NamedTuple):
@@ -62,24 +45,9 @@ class MlaParameters(NamedTuple):
 
 def pack(call: MlaCall, config: MlaConfig, programs: tuple[int, ...]) -> MlaParameters:
     """The parameters of a call."""
-    tensors = MlaTensors(
-        q=call.q,
-        kv=call.kv,
-        gamma=call.gamma,
-        freqs=call.freqs,
-        offsets=call.offsets,
-        lengths=call.lengths,
-        table=call.table,
-        slots=call.slots,
-        positions=call.positions,
-        kv_scale=call.kv_scale,
-        q_out=call.q_out,
-        blocks=call.blocks,
-        token_scale=call.token_scale,
-    )
     page_shift = call.rows.page_size.bit_length() - 1
     numbers = MlaNumbers(programs[1], page_shift, config.early, call.eps, call.weight_offset)
-    return MlaParameters(tensors, call.rows, numbers)
+    return MlaParameters(call.tensors, call.rows, numbers)
 
 
 class MlaMath(NamedTuple):
@@ -149,7 +117,6 @@ def build_for(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: K
         unused=dict.fromkeys(_unused(spec, config, known), 0),
         divisible=_divisible(spec, dtypes, known),
         warps=config.warps,
-        registers=config.registers,
     )
 
 
@@ -193,7 +160,7 @@ def _constants(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: 
             hw_rounding=chip.rounds_casts,
             pdl=chip.has_pdl,
         ),
-        "TILE": config._replace(width=max(1, config.width), early=0, registers=0),
+        "TILE": config._replace(width=max(1, config.width), early=0),
         "CACHE": quant(FP8_FORMATS.get(spec.cache), chip),
         "K_OUT": quant(None if spec.scale == "tile" else FP8_FORMATS.get(spec.cache), chip),
         "Q_OUT": quant(FP8_FORMATS.get(spec.q_out), chip),
@@ -245,25 +212,23 @@ def _describe(spec: MlaSpec, config: MlaConfig, rope: int, turned: int, known: K
     parts.append(f"{config.q_tokens}x{config.heads}*{config.pieces}{masked}v{'nf'[known.freqs]}{'nq'[known.q]}")
     latent = f"{config.block}{'' if known.full else 'm'}{'p' * known.part}"
     parts.append(f"{config.kv_tokens}x{latent}v{'nk'[known.kv]}/{config.warps}w")
-    if config.registers:
-        parts.append(f"registers={config.registers}")
     return " ".join(parts)
 
 
 def _known(call: MlaCall) -> Known:
     """Determined by sizes and addresses. The stride of a dimension of size 1 does not matter."""
-    spec, rows, freqs = call.spec, call.rows, call.freqs
+    spec, rows, t = call.spec, call.rows, call.tensors
     angles = spec.freqs or torch.float32
     tokens, heads = rows.tokens > 1, rows.heads > 1
     q_steps = (tokens and rows.q_token) | (heads and rows.q_head)
     out_steps = (tokens and rows.out_token) | (heads and rows.out_head)
-    q = call.q.data_ptr() | call.q_out.data_ptr() | q_steps * spec.q.itemsize | out_steps * spec.q_out.itemsize
+    q = t.q.data_ptr() | t.q_out.data_ptr() | q_steps * spec.q.itemsize | out_steps * spec.q_out.itemsize
     steps = (tokens and rows.kv_token) * spec.kv.itemsize | (rows.block_page | rows.block_entry) * spec.cache.itemsize
-    kv = call.kv.data_ptr() | call.gamma.data_ptr() | call.blocks.data_ptr() | steps
+    kv = t.kv.data_ptr() | t.gamma.data_ptr() | t.blocks.data_ptr() | steps
     return Known(
         q % 16 == 0,
         kv % 16 == 0 and rows.latent % 16 == 0,
-        freqs is not None and (freqs.data_ptr() | rows.freqs_row * angles.itemsize) % 16 == 0,
+        t.freqs is not None and (t.freqs.data_ptr() | rows.freqs_row * angles.itemsize) % 16 == 0,
         rows.latent >= 8 and rows.latent & (rows.latent - 1) == 0,
         rows.page_size & (rows.page_size - 1) == 0,
         rows.normed < rows.latent,

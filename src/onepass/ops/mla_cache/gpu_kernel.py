@@ -16,10 +16,10 @@ the sum is that of `gpu.lib.reduce`. Tensors, rows, numbers and constants are th
 import triton
 import triton.language as tl
 
-from ...gpu.lib.mla_rope import angles, encode, read_rope, turn, write_rope
 from ...gpu.lib.numbers import make_scale, quotient
 from ...gpu.lib.pdl import launch_dependents, wait
 from ...gpu.lib.reduce import sum_columns
+from ...gpu.lib.rope import angles, encode, read_rope, turn, write_rope
 from ...gpu.lib.row import magnitude, normalize, reciprocal_root
 
 

@@ -6,8 +6,8 @@ A module of its own, because it must not import Triton.
 from functools import cache
 from typing import NamedTuple
 
-from ...gpu.chip import Chip
-from ...gpu.tuning import tuning
+from ...gpu.chip import Chip, tuning
+from ..qk_cache.gpu_tile import power_of_two
 
 
 class MlaCut(NamedTuple):
@@ -15,14 +15,12 @@ class MlaCut(NamedTuple):
     its latents.
 
     Up to ``early`` programs the next kernel may start at once, otherwise after the loads.
-    ``registers`` limits the registers per thread.
     """
 
     threads: int
     q_columns: int
     kv_columns: int
     early: int = 0
-    registers: int = 0
 
 
 class MlaConfig(NamedTuple):
@@ -44,12 +42,6 @@ class MlaConfig(NamedTuple):
     width: int
     levels: int
     early: int
-    registers: int
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least ``n``."""
-    return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
 def mla_cut(tokens: int, heads: int, rope: int, chip: Chip) -> MlaCut:
@@ -87,7 +79,7 @@ def mla_config(cut: MlaCut, tokens: int, heads: int, latent: int, rope: int, req
     kv_tokens = min(tokens, table.most_tokens, max(1, cut.kv_columns // block))
     width, levels = search_width(requests, chip) if requests else (0, 1)
     warps, guard = max(1, threads // chip.warp_size), heads % tile != 0
-    return MlaConfig(warps, q_tokens, tile, pieces, guard, kv_tokens, block, width, levels, cut.early, cut.registers)
+    return MlaConfig(warps, q_tokens, tile, pieces, guard, kv_tokens, block, width, levels, cut.early)
 
 
 def _heads(heads: int, most: int) -> int:

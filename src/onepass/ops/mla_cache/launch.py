@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...core.backend import launch_for
 from ...core.contract import Contract
-from ...core.debug import debugging
+from ...core.process import debugging
 from ...formats import SMALLEST_EPS, Rounding
 from ...kvcache import table_fault
 from ...rope import RopeStyle
@@ -95,17 +95,9 @@ class MlaRows(NamedTuple):
     scale_entry: int
 
 
-NO_ROWS: Final = MlaRows(*[0] * len(MlaRows._fields))
-"""The rows of a call whose layout is not known yet."""
+class MlaTensors(NamedTuple):
+    """The tensors of a call. Index tensors are None if the kernel does not need them."""
 
-
-class MlaCall(NamedTuple):
-    """One call of the cache-write kernel: its spec, tensors and numbers, all validated.
-
-    Index tensors are None if the kernel does not need them.
-    """
-
-    spec: MlaSpec
     q: Tensor
     kv: Tensor
     gamma: Tensor
@@ -119,14 +111,21 @@ class MlaCall(NamedTuple):
     q_out: Tensor
     blocks: Tensor
     token_scale: Tensor | None
+
+
+class MlaCall(NamedTuple):
+    """One call of the cache-write kernel: its spec, tensors and numbers, all validated."""
+
+    spec: MlaSpec
+    tensors: MlaTensors
     eps: float
     weight_offset: float
-    rows: MlaRows = NO_ROWS
+    rows: MlaRows
 
     @property
     def device(self) -> int:
         """The number of the GPU that the tensors are on, or -1."""
-        return self.q.get_device()
+        return self.tensors.q.get_device()
 
 
 class MlaArguments(Protocol):
@@ -153,32 +152,32 @@ class MlaArguments(Protocol):
     q_rope_output: Tensor
 
 
-def run_mla(contract: Contract, call: MlaCall, turned: int) -> None:
-    """Launch once, unless there are no tokens. Index tensors are None if the kernel does not need them."""
-    q, kv, freqs, table, blocks = call.q, call.kv, call.freqs, call.table, call.blocks
+def run_mla(contract: Contract, spec: MlaSpec, t: MlaTensors, turned: int, eps: float, weight_offset: float) -> None:
+    """Launch once, unless there are no tokens."""
+    q, freqs, table, blocks = t.q, t.freqs, t.table, t.blocks
     launch = launch_for("mla_cache", q)
     tokens, heads, rope = q.shape
     if not tokens:
         return
     if debugging():
-        _check(contract, call)
+        _check(contract, t)
     pages, page_size, _ = blocks.shape
     requests, width, table_row = (0, 0, 0) if table is None else (*table.shape, table.stride(0))
-    if call.lengths is not None:
-        requests = call.lengths.shape[0]
+    if t.lengths is not None:
+        requests = t.lengths.shape[0]
     limit, freqs_row = (0, 0) if freqs is None else (freqs.shape[0], freqs.stride(0))
-    q_strides, out_strides, block_strides = q.stride()[:2], call.q_out.stride()[:2], blocks.stride()[:2]
-    scale_strides = (0, 0) if call.token_scale is None else call.token_scale.stride()
-    latent = kv.shape[1] - rope
-    sizes = (tokens, heads, latent, rope, turned, requests, width, pages, page_size, limit, call.gamma.shape[0])
-    strides = (*q_strides, *out_strides, kv.stride(0), freqs_row, table_row, *block_strides, *scale_strides)
-    launch(call._replace(rows=MlaRows(*sizes, *strides), eps=max(call.eps, SMALLEST_EPS)))
+    q_strides, out_strides, block_strides = q.stride()[:2], t.q_out.stride()[:2], blocks.stride()[:2]
+    scale_strides = (0, 0) if t.token_scale is None else t.token_scale.stride()
+    latent = t.kv.shape[1] - rope
+    sizes = (tokens, heads, latent, rope, turned, requests, width, pages, page_size, limit, t.gamma.shape[0])
+    strides = (*q_strides, *out_strides, t.kv.stride(0), freqs_row, table_row, *block_strides, *scale_strides)
+    launch(MlaCall(spec, t, max(eps, SMALLEST_EPS), weight_offset, MlaRows(*sizes, *strides)))
 
 
-def _check(contract: Contract, call: MlaCall) -> None:
+def _check(contract: Contract, t: MlaTensors) -> None:
     """Read the index tensors on the host, which waits for the device; for debugging only."""
-    tokens, blocks, table, freqs = call.q.shape[0], call.blocks, call.table, call.freqs
-    offsets, lengths, slots, positions = call.offsets, call.lengths, call.slots, call.positions
+    tokens, blocks, table, freqs = t.q.shape[0], t.blocks, t.table, t.freqs
+    offsets, lengths, slots, positions = t.offsets, t.lengths, t.slots, t.positions
     counts = None
     if offsets is not None and lengths is not None:
         starts = offsets.long().cpu()

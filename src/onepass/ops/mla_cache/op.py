@@ -13,7 +13,7 @@ from ...formats import Rounding
 from ...kvcache import DS_MLA, PagedKVCache, gather_mla
 from ...rope import RopeStyle
 from .contract import FUSED_ROPE_RMSNORM_QUANTIZATION
-from .launch import MlaArguments, MlaCall, MlaSpec, ScaleKind, mla_spec, run_mla
+from .launch import MlaArguments, MlaSpec, MlaTensors, ScaleKind, mla_spec, run_mla
 
 __all__ = ["FUSED_ROPE_RMSNORM_QUANTIZATION", "PagedKVCache", "fused_rope_rmsnorm_quantization", "gather_mla"]
 
@@ -32,15 +32,16 @@ def _write_cache(spec_cache: dict[object, MlaSpec], a: MlaArguments) -> None:
     blocks = a.blocks
     if a.entry_format == DS_MLA:
         blocks, scale = blocks.view(torch.float8_e4m3fn), "tile"
-    tensors = (a.q_rope, a.q_rope_output, a.kv, a.gamma, blocks, freqs, offsets, lengths, table, slots, positions)
-    dtypes = tuple([None if t is None else t.dtype for t in tensors])
+    indices = (freqs, offsets, lengths, table, slots, positions)
+    dtypes = tuple(
+        [None if t is None else t.dtype for t in (a.q_rope, a.q_rope_output, a.kv, a.gamma, blocks, *indices)]
+    )
     spec = spec_cache.get((dtypes, scale))
     if spec is None:
         spec = spec_cache[dtypes, scale] = mla_spec(*dtypes, a.rope_style, scale, a.rounding)
-    indices = (offsets, lengths, table, slots, positions)
     cache = (a.kv_scale, a.q_rope_output, blocks, a.per_token_scale)
-    call = MlaCall(spec, a.q_rope, a.kv, a.gamma, freqs, *indices, *cache, a.epsilon, a.weight_offset)
-    run_mla(FUSED_ROPE_RMSNORM_QUANTIZATION, call, turned)
+    tensors = MlaTensors(a.q_rope, a.kv, a.gamma, *indices, *cache)
+    run_mla(FUSED_ROPE_RMSNORM_QUANTIZATION, spec, tensors, turned, a.epsilon, a.weight_offset)
 
 
 _write = Op(FUSED_ROPE_RMSNORM_QUANTIZATION, _write_cache)
@@ -86,7 +87,7 @@ def fused_rope_rmsnorm_quantization(
         gamma: Weight [L] of the latent's norm.
         k_cache: The cache to write. Its lengths do not change (`PagedKVCache.append`).
         epsilon: Added to the mean of squares.
-        rope_style: Pairs of neighbours ("interleaved"), or of columns i and i + rope_dim / 2 ("half").
+        rope_style: Pairs of neighbors ("interleaved"), or of columns i and i + rope_dim / 2 ("half").
         rope_dim: Columns to rotate, the first of R; the others are copied. None: freqs_cis' width. 0: none.
         kv_scale: One float32 that entries of an fp8 cache are divided by.
         per_token_scale: [pages, page_size] float32, receives ``amax / fp8_max`` of each entry written to an fp8 cache.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...core.contract import Arg, Contract, Option, Out, Rule
-from ...core.options import WEIGHT_OFFSET, eps, output_dtype
+from ...core.contract import WEIGHT_OFFSET, Arg, Contract, Option, Out, Rule, eps, output_dtype
 from ...formats import FLOATS, FP8_FORMATS, ROUNDINGS
 from ...kvcache import CACHE_DTYPES
 from ...rope import SECTION_STYLES, STYLES

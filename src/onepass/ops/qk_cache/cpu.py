@@ -80,4 +80,4 @@ def _canonical(spec: QkCacheSpec) -> QkCacheSpec:
 
 
 KERNELS: Final = CpuKernels("qk_cache", layout, _work, pack, canonical=_canonical)
-launch, precompile = KERNELS.launch, KERNELS.precompile
+launch = KERNELS.launch

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ...cpu.llvm.bits import load_row, load_scalar, round_to, store_row, store_scalar
-from ...cpu.llvm.function import Arguments, Cell, Function, Module
+from ...cpu.llvm.emit import I32, I64, LANES, Arguments, Bool, Cell, Float, Function, Int, Module
 from ...cpu.llvm.loops import each_block, entry_points
-from ...cpu.llvm.vec import I32, I64, LANES, Bool, Float, Int
 from ..qk_norm.cpu_kernel import Peak, SideKernel
 from ..qk_norm.launch import qk_spec
 from .launch import MAX_HEAD, QkCacheRows, QkCacheSpec, Scaling

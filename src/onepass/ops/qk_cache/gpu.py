@@ -13,7 +13,7 @@ from ...formats import FP8_FORMATS
 from ...gpu.chip import Chip
 from ...gpu.compile import Build
 from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, make_build
-from ...gpu.quantization import quant
+from ...gpu.lib.numbers import quant
 from .gpu_kernel import _qk_cache_kernel
 from .gpu_tile import QkCacheConfig, Side, columns_for, qk_cache_config
 from .launch import Axes, QkCacheCall, QkCacheRows, QkCacheSpec, Scaling

@@ -2,7 +2,7 @@
 process some heads of one token.
 
 A token's first programs process k, which has the longest chain of loads (slot, then entry), the
-next ones v, the others q. Heads are read in the parts that rotate together (`device.mla_rope`), so
+next ones v, the others q. Heads are read in the parts that rotate together (`gpu.lib.rope`), so
 that both columns of a pair are in the same thread. If these parts are halves of the head, their
 squares are summed as chunks of it; otherwise the row is loaded once more for its sum, from L1.
 With statistics over all heads of a token, one program processes all of them. Every element is read
@@ -13,11 +13,10 @@ before it is overwritten, so q may be rotated in place. The order of all sums is
 import triton
 import triton.language as tl
 
-from ...gpu.lib.mla_rope import read_rope, turn, write_rope
 from ...gpu.lib.numbers import convert, make_scale, quotient
 from ...gpu.lib.pdl import launch_dependents, wait
-from ...gpu.lib.qk_rope import angles_of_rows, angles_of_table, turn_stepwise
 from ...gpu.lib.reduce import sum_chunks, sum_columns, sum_eights
+from ...gpu.lib.rope import angles_of_rows, angles_of_table, read_rope, turn, turn_stepwise, write_rope
 from ...gpu.lib.row import magnitude, normalize, reciprocal_root
 
 

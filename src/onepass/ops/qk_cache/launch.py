@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.backend import launch_for
 from ...core.contract import Contract
-from ...core.debug import debugging
+from ...core.process import debugging
 from ...formats import SMALLEST_EPS, Rounding
 from ...rope import RopeStyle, SectionStyle
 from ..qk_norm.launch import check_positions

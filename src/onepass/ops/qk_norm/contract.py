@@ -7,8 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.contract import Arg, Contract, Option, Out, Rule
-from ...core.options import ROUNDING, WEIGHT_OFFSET, columns, eps, eps_of_k, output_dtype
+from ...core.contract import (
+    ROUNDING,
+    WEIGHT_OFFSET,
+    Arg,
+    Contract,
+    Option,
+    Out,
+    Rule,
+    columns,
+    eps,
+    eps_of_k,
+    output_dtype,
+)
 from ...formats import FLOATS, FP8_FORMATS
 from ...rope import STYLES
 from .launch import MAX_HEAD

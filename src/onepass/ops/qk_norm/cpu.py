@@ -89,4 +89,4 @@ def _work(call: QkCall) -> QkWork:
 
 
 KERNELS: Final = CpuKernels("qk_norm", layout, _work, pack)
-launch, precompile = KERNELS.launch, KERNELS.precompile
+launch = KERNELS.launch

@@ -14,9 +14,8 @@ import torch
 
 from ...cpu.llvm import bits
 from ...cpu.llvm.bits import is_finite, load_row, load_scalar, round_to, store_row, store_scalar
-from ...cpu.llvm.function import Arguments, Cell, Function, Module
+from ...cpu.llvm.emit import I32, I64, LANES, Arguments, Bool, Cell, Float, Function, Int, Module
 from ...cpu.llvm.loops import SumOfSquares, each_block, entry_points, prefetch
-from ...cpu.llvm.vec import I32, I64, LANES, Bool, Float, Int
 from ...formats import FP8_FORMATS, ScaleRule
 from .launch import QkSpec
 

@@ -8,11 +8,10 @@ from torch import Tensor
 from ...core.layout import LEVELS
 from ...errors import Unsupported
 from ...formats import FP8_FORMATS
-from ...gpu.chip import Chip
+from ...gpu.chip import Chip, tuning
 from ...gpu.compile import Build
 from ...gpu.launch import F32, I32, I64, SHORT_NAMES, GpuKernels, Pointer, Rows, make_build, rows
-from ...gpu.quantization import quant
-from ...gpu.tuning import tuning
+from ...gpu.lib.numbers import quant
 from .gpu_kernel import _qk_norm_kernel
 from .gpu_tile import QkConfig, Side, qk_config
 from .launch import TENSORS, QkCall, QkRows, QkSpec

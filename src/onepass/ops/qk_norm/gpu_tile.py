@@ -6,8 +6,7 @@ A module of its own, because it must not import Triton.
 from functools import cache
 from typing import Final, NamedTuple
 
-from ...gpu.chip import Chip
-from ...gpu.tuning import tuning
+from ...gpu.chip import Chip, tuning
 
 QK_FOLD: Final = 8192
 """Columns of the blocks in which longer rows are walked; `gpu.lib.reduce.FOLD`."""

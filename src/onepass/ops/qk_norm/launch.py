@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...core.backend import launch_for
 from ...core.contract import Contract
-from ...core.debug import debugging
 from ...core.layout import Geometry, Strides, geometry, smallest_dimension
+from ...core.process import debugging
 from ...formats import SMALLEST_EPS, Rounding
 from ...rope import RopeStyle
 

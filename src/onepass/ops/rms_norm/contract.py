@@ -1,4 +1,4 @@
-"""The contracts of `rms_norm`, `layer_norm`, `rms_norm_add_rms_norm` and the ops that quantize."""
+"""The contracts of `rms_norm`, `layer_norm`, `rms_norm_add_rms_norm`, `quantize` and the norms that quantize."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...core.contract import Alias, Arg, Contract, Option, Out, Rule, short
-from ...core.options import ROUNDING, WEIGHT_OFFSET, columns, eps
-from ...core.scale_layout import PACKINGS, empty_scale, scale_shape
+from ...core.contract import ROUNDING, WEIGHT_OFFSET, Alias, Arg, Contract, Option, Out, Rule, columns, eps, short
+from ...core.layout import PACKINGS, empty_scale, scale_shape
 from ...formats import (
     CODE_FORMATS,
     FLOATS,
@@ -54,9 +53,10 @@ _OPERANDS = "the prologue's other tensors: a value per element, per column, per 
 
 _GATE = Arg("... N", "the norm (or x) is multiplied by its activation; any float dtype", FLOATS, optional=True)
 _BIAS = Arg("N", "added to the norm; any float dtype", FLOATS, optional=True)
+_GATE_ACTIVATION: Final = Option("str", "silu", "what is applied to the gate", choices=GATE_ACTIVATIONS)
 _GATING: Final = {
     "gate_order": Option("str", "after", "gate the norm, or x before the norm", choices=GATE_ORDERS),
-    "gate_activation": Option("str", "silu", "what is applied to the gate", choices=GATE_ACTIVATIONS),
+    "gate_activation": _GATE_ACTIVATION,
 }
 _OUT_DTYPE = Option("ScalarType", None, "dtype of y; None: x's", choices=FLOATS, optional=True)
 _Y = Out("... N", "out_dtype or x.dtype", "the norm", "out")
@@ -190,9 +190,8 @@ _GROUPS = ", ".join(f"{f.name}: {_listed(f.groups)}" for f in QUANT_FORMATS.valu
 _QUANT_SCALES = ", ".join(f"{f.name}: {_listed(f.scales)}" for f in QUANT_FORMATS.values())
 _LIMITS = ", ".join(f"{c.name}: {_listed(f'{m:g}' for m in c.maxima)}" for c in CODE_FORMATS.values())
 _SCALE_DTYPES = ", ".join(f"{s.name}: {_listed(map(short, s.dtypes))}" for s in SCALE_FORMATS.values())
+_NORM_OPTIONS: Final = {"eps": eps(groups=GROUP_SIZES), "weight_offset": WEIGHT_OFFSET}
 _CODES_OPTIONS: Final = {
-    "eps": eps(groups=GROUP_SIZES),
-    "weight_offset": WEIGHT_OFFSET,
     "rounding": Option("str", "once", "where values are rounded", choices=(*ROUNDINGS, "stored")),
     "scale_ub": _SCALE_UB,
     "format": Option("str", "e4m3fn", "format of codes and scales", choices=tuple(QUANT_FORMATS)),
@@ -274,6 +273,7 @@ RMS_NORM_FUSED_QUANT = Contract(
         "prologue_args": _PROLOGUE_ARGS,
     },
     options={
+        **_NORM_OPTIONS,
         **_CODES_OPTIONS,
         **_STEPS,
         **_GATING,
@@ -340,6 +340,7 @@ RMS_NORM_ADD_RMS_NORM_QUANT = Contract(
     "rms_norm_add_rms_norm_quant",
     args={**_SANDWICHED, **_SCALE_INPUTS, "global_scale": _GLOBAL_SCALE},
     options={
+        **_NORM_OPTIONS,
         **_CODES_OPTIONS,
         "return_norm": _RETURN_NORM,
         "round_sum": _ROUND_H,
@@ -358,6 +359,30 @@ RMS_NORM_ADD_RMS_NORM_QUANT = Contract(
     carried=_EITHER_BOUND,
     known_as={"scale_ub_tensor": "scale_ub"},
     rounding=_POST.format("rms_norm_fused_quant"),
+)
+
+QUANTIZATION = Contract(
+    "quantize",
+    args={
+        "x": Arg("... N", "activations", FLOATS),
+        "gate": Arg("... N", "x is multiplied by its activation; any float dtype", FLOATS, optional=True),
+        **_SCALE_INPUTS,
+        "global_scale": _GLOBAL_SCALE,
+    },
+    options={
+        **_CODES_OPTIONS,
+        "quantize": _QUANTIZE,
+        "min_scale": _MIN_SCALE,
+        "gate_activation": _GATE_ACTIVATION,
+    },
+    sizes=_CODES_SIZES,
+    outs=_CODES_OUTS,
+    rules=(*_FORMAT_RULES, *_SCALE_RULES),
+    scope=_FORMAT_SCOPE,
+    carried=_EITHER_BOUND,
+    known_as={"scale_ub_tensor": "scale_ub"},
+    rounding="code = round(y*(1/scale)); divide: code = round(y/scale); without a gate y = x; once: y = x*act(gate); "
+    "stored: y = round(x*act(gate)); hf: y = round(x*round(act(gate)))",
 )
 
 RMS_NORM_FUSED_FP8 = Alias(

@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ...core.layout import LEVELS
-from ...core.scale_layout import TILE_BYTES
+from ...core.layout import LEVELS, TILE_BYTES
 from ...cpu.launch import (
     CHUNK,
     CHUNKS_PER_THREAD,
@@ -25,7 +24,7 @@ from ...cpu.launch import (
 from ...cpu.sizes import BLOCK
 from .launch import RowCall, RowSpec
 
-__all__ = ["KERNELS", "describe", "launch", "precompile", "scratch"]
+__all__ = ["KERNELS", "describe", "launch", "scratch"]
 
 _EXPENSIVE: Final = frozenset({"exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "div"})
 """Operations that take longer than storing and loading a float32."""
@@ -46,10 +45,13 @@ TAKES: Final = 4
 def keeps_h(spec: RowSpec) -> bool:
     """Whether ``h`` is saved in scratch memory after the statistics, because computing it again would take longer.
 
-    After a post-norm it is, unless it is rounded: then it is stored as the new residual, and read from there.
+    After a post-norm it is, unless it is rounded: then it is stored as the new residual, and read from there. Without a norm
+    it is the product with a gate, which a static scale needs once.
     """
     if spec.post is not None and not spec.round_sum:
         return True
+    if spec.unnormed:
+        return spec.gate >= 0 and spec.scale is not None and spec.scale.kind != "static"
     return spec.prologue is not None and any(i.op in _EXPENSIVE for i in spec.prologue.program)
 
 
@@ -182,4 +184,4 @@ def _work(call: RowCall) -> RowWork:
 
 
 KERNELS: Final = CpuKernels("rms_norm", layout, _work, pack, prepares=True)
-launch, precompile = KERNELS.launch, KERNELS.precompile
+launch = KERNELS.launch

@@ -15,14 +15,12 @@ from typing import NamedTuple
 import torch
 from llvmlite import ir
 
-from ...core.layout import LEVELS
-from ...core.scale_layout import TILE_BYTES, TILE_GROUPS, TILE_ROWS
-from ...cpu.llvm import bf16, bits, prologue
+from ...core.layout import LEVELS, TILE_BYTES, TILE_GROUPS, TILE_ROWS
+from ...cpu.llvm import bits, prologue
 from ...cpu.llvm.bits import load_row, load_scalar, magnitude, round_to, store_row
-from ...cpu.llvm.function import Arguments, Cell, Function, Module
+from ...cpu.llvm.emit import I8, LANES, Arguments, Bool, Cell, Float, Function, Int, Module, declare
 from ...cpu.llvm.loops import LINE, SumOfSquares, each_block, entry_points, prefetch, reciprocal_root
 from ...cpu.llvm.math_functions import sigmoid
-from ...cpu.llvm.vec import I8, LANES, Bool, Float, Int, declare
 from .cpu import FAR, keeps_h
 from .launch import RowSpec
 
@@ -84,7 +82,11 @@ class RowKernel:
         """Which outputs bypass the caches, if any may: see `FAR`."""
         self.bypass: dict[str, Bool] = {}
         """Whether outputs of the current row do."""
-        self.collects_top = spec.scale is not None and spec.scale.kind == "row" and not spec.quantizes_norm
+        self.collects_top = (
+            spec.scale is not None and spec.scale.kind == "row" and (spec.unnormed or not spec.quantizes_norm)
+        )
+        self.collects_nothing = spec.unnormed and not self.collects_top and saved is None
+        """Whether the first pass over a row is left out."""
 
     def row(self, cursor: Cursor) -> Row:
         """The row that ``cursor`` is at."""
@@ -143,9 +145,11 @@ class RowKernel:
         return self.load(dtype, base, at, mask)
 
     def h(self, row: Row, at: Int, mask: Bool | None) -> Float:
-        """``prologue(x, *operands) + residual``; 0 beyond the row's end."""
+        """``prologue(x, *operands) + residual``, or without a norm what is quantized; 0 beyond the row's end."""
         spec = self.spec
         value = self.load(spec.x, row.at["x"], at, mask)
+        if spec.unnormed:
+            return self.product(value, row, at, mask)
         if spec.prologue is not None:
             operands = [self.operand(row, i, at, mask) for i in range(len(spec.operands) - sum(spec.after))]
             value = prologue.apply(spec.prologue, value, operands)
@@ -158,6 +162,20 @@ class RowKernel:
             if spec.round_sum:
                 value = round_to(spec.residual, value)
         return value
+
+    def product(self, x: Float, row: Row, at: Int, mask: Bool | None) -> Float:
+        """A block of x times its activated gate, if there is one, with the roundings."""
+        spec = self.spec
+        if spec.gate < 0:
+            return x
+        factor = self.activated(row, at, mask)
+        y = x * (round_to(spec.x, factor) if spec.rounding == "hf" else factor)
+        return y if spec.rounding == "once" else round_to(spec.x, y)
+
+    def activated(self, row: Row, at: Int, mask: Bool | None) -> Float:
+        """What a block of the gate multiplies by."""
+        gate = self.operand(row, self.spec.gate, at, mask)
+        return sigmoid(gate) if self.spec.gate_activation == "sigmoid" else gate * sigmoid(gate)
 
     def post_normed(self, x: Float, at: Int, mask: Bool | None) -> Float:
         """The post-norm of a block of the row that is collected, and its product, rounded as they would be stored."""
@@ -194,13 +212,13 @@ class RowKernel:
         if spec.bias >= 0:
             y = rounded(y + self.operand(row, spec.bias, at, mask))
         if spec.gate >= 0:
-            gate = self.operand(row, spec.gate, at, mask)
-            activated = sigmoid(gate) if spec.gate_activation == "sigmoid" else gate * sigmoid(gate)
-            y = rounded(y * activated)
+            y = rounded(y * self.activated(row, at, mask))
         return y
 
     def quantized(self, h: Float, rs: Float, row: Row, at: Int, mask: Bool | None) -> Float:
         """The values to be quantized, before the scale: ``h * g``, or the norm with its roundings."""
+        if self.spec.unnormed:
+            return h
         if not self.spec.quantizes_norm:
             return self.centered(h) * self.g(row, at, mask)
         y = self.normed(h, rs, row, at, mask)
@@ -233,7 +251,9 @@ class RowKernel:
         return row
 
     def collect(self, row: Row, at: Int, mask: Bool | None) -> None:
-        """Add a block to the sum of squares and, if the row has one scale, to the maximum of ``|h * g|``."""
+        """Add a block to the sum of squares, if it is normed, and, if the row has one scale, to the maximum of ``|h * g|``."""
+        if self.collects_nothing:
+            return
         h = self.h(row, at, mask)
         if self.saved is not None:
             self.f.store(h.ir, self.saved + at * 4)
@@ -242,10 +262,12 @@ class RowKernel:
         if self.spec.centered:
             self.squares.add_values(h)
         else:
-            self.squares.add(h)
+            if not self.spec.unnormed:
+                self.squares.add(h)
             if self.collects_top:
                 self.top.set(self.top.get().max(magnitude(h * self.g(row, at, mask))))
-        self.squares.settle(at)
+        if not self.spec.unnormed:
+            self.squares.settle(at)
 
     def collect_centered(self, row: Row) -> None:
         """Compute the row's mean from what was collected, and collect again without it."""
@@ -268,7 +290,8 @@ class RowKernel:
         """``rs`` and the bits of the maximum of what was collected; both start over."""
         if self.spec.centered:
             self.collect_centered(row)
-        rs = reciprocal_root(self.squares.get(), self.count, self.eps)
+        one = self.eps.number(1.0)
+        rs = one if self.spec.unnormed else reciprocal_root(self.squares.get(), self.count, self.eps)
         top = self.top.get().max_lane()
         self.squares.clear()
         self.top.set(self.f.zeros()[1])
@@ -392,7 +415,7 @@ class RowKernel:
             if mask is not None and self.spec.centered:
                 sizes = bits.lane_mask(mask, self.paired).where(sizes, 0)
             if self.paired:
-                sizes = sizes.shuffle(sizes, bf16.INTERLEAVED)
+                sizes = sizes.shuffle(sizes, bits.INTERLEAVED)
             scales = [self.make_scale(part.max_lane(), rs) for part in sizes.halves()]
             self.store_scale(row, scales[0], at // half)
             with f.when((at + half) < self.n):
@@ -412,7 +435,7 @@ class RowKernel:
         if rule is None or rule.kind == "static":
             self.write(row, following, zero, self.n, rs, self.static)
         elif rule.kind == "row":
-            if self.spec.quantizes_norm:
+            if not self.collects_top:
                 top = self.largest(row, zero, self.n, rs)
             self.write(row, following, zero, self.n, rs, self.scale(row, top, rs))
         else:

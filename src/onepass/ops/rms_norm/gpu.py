@@ -7,13 +7,12 @@ import torch
 from ...core.layout import LEVELS
 from ...errors import Unsupported
 from ...formats import FP8_FORMATS
-from ...gpu.chip import Chip
+from ...gpu.chip import Chip, tuning
 from ...gpu.compile import Build
 from ...gpu.launch import ABSENT, F32, I32, I64, SHORT_NAMES, GpuKernels, Pointer, Rows, make_build, rows
 from ...gpu.lib.groups import owned
+from ...gpu.lib.numbers import hardware_cast, quant
 from ...gpu.prologue import device_function
-from ...gpu.quantization import hardware_cast, quant
-from ...gpu.tuning import tuning
 from ...gpu.tuning.table import Regime, Variant
 from ...prologues import MAX_OPERANDS
 from .gpu_kernel import _rms_norm_long_kernel, _rms_norm_row_kernel
@@ -124,6 +123,8 @@ class RowMath(NamedTuple):
     """``shift_gamma`` for the post-norm's gamma."""
     scaled: bool
     """Whether a number multiplies the post-norm."""
+    unnormed: bool
+    """Whether there is no norm: rs is 1."""
 
 
 def build_for(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, chip: Chip, offset: bool = False) -> Build:
@@ -204,6 +205,7 @@ def _constants(
         post=spec.post is not None,
         shift_post=hf and (spec.x, spec.post) == _SHIFTED,
         scaled=spec.scaled,
+        unnormed=spec.unnormed,
     )
     tile = config.laid_out(vectors, chip.warp_size, levels)._replace(
         early_rows=table.fp8_early_rows if variant_of(spec) == "row scale" else table.early_rows,
@@ -250,10 +252,13 @@ def _describe(spec: RowSpec, config: RowConfig, levels: int, aligned: bool, offs
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
     short = SHORT_NAMES
     parts = ["rms_norm_long" if config.long else "rms_norm_row"]
+    if spec.unnormed:
+        parts.append("unnormed")
     if spec.post:
         parts.append(f"post={short[spec.post]}{' scaled' if spec.scaled else ''}")
     parts.append(f"x={short[spec.x]}")
-    parts.append(f"gamma={short[spec.gamma] if spec.gamma else 'none'}{' per row' if spec.per_row else ''}")
+    if not spec.unnormed:
+        parts.append(f"gamma={short[spec.gamma] if spec.gamma else 'none'}{' per row' if spec.per_row else ''}")
     if spec.residual:
         parts.append(f"residual={short[spec.residual]}")
     if spec.prologue:
@@ -321,7 +326,7 @@ def _plain_variant(spec: RowSpec) -> Variant:
         if spec.norm:
             return "group scales, norm"
         return "group scales" if narrow_gamma and not spec.residual else "group scales, residual"
-    if spec.quantizes_norm or (spec.residual and spec.residual.itemsize != 2):
+    if (spec.quantizes_norm and not spec.unnormed) or (spec.residual and spec.residual.itemsize != 2):
         return "other"
     if spec.fp8 is None:
         if spec.residual:

@@ -2,7 +2,8 @@
 long.
 
 Both do, for each row: load -> prologue or post-norm -> residual -> sum of squares -> gamma -> store
-and/or quantize. Every element is read before it is overwritten, so outputs may be the inputs. Tensors of
+and/or quantize. Without a norm nothing is summed, and rs is 1.
+Every element is read before it is overwritten, so outputs may be the inputs. Tensors of
 rows are `launcher.Rows`, and `rms_norm` defines the constants.
 """
 
@@ -10,9 +11,8 @@ import triton
 import triton.language as tl
 
 from ...gpu.lib.gates import finish, load_finish
-from ...gpu.lib.groups import pad_scales, scale_start, store_groups, store_groups_by_lane
-from ...gpu.lib.numbers import cast, convert, divisor, encode, make_scale, quotient, scaled, store_scale
-from ...gpu.lib.packing import encode_int8
+from ...gpu.lib.groups import pad_scales, store_groups, store_groups_by_lane
+from ...gpu.lib.numbers import cast, convert, divisor, encode, encode_int8, make_scale, quotient, scaled, store_scale
 from ...gpu.lib.pdl import launch_dependents, wait
 from ...gpu.lib.reduce import bin_squares, bin_values, neighbours, sum_bins, sum_bins_and_peak
 from ...gpu.lib.row import (
@@ -26,6 +26,7 @@ from ...gpu.lib.row import (
     quantized_norm,
     reciprocal_rms,
     row_start,
+    scale_start,
     store,
     tile_columns,
     weight_factor,
@@ -271,15 +272,19 @@ def _rms_norm_row_kernel(
     whole = held
     if MATH.centered:
         held = _centered(held, inner, n, present, TILE)
-    squares = bin_squares(held, TILE)
+    if not MATH.unnormed:
+        squares = bin_squares(held, TILE)
     if not TILE.early_gamma:
         weights = load_weights(gamma, row_gamma, row, shape, inner, present, TILE)
-    if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
-        peaks = _peaks(held, weights, weight_offset, COUNT, MATH)
-        total, peak = sum_bins_and_peak(squares, peaks, TILE, MATH.hw_rounding)
+    if MATH.unnormed:
+        rs = tl.full((TILE.rows,), 1.0, tl.float32)
     else:
-        total = sum_bins(squares, TILE)
-    rs = reciprocal_rms(total, n, eps)
+        if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
+            peaks = _peaks(held, weights, weight_offset, COUNT, MATH)
+            total, peak = sum_bins_and_peak(squares, peaks, TILE, MATH.hw_rounding)
+        else:
+            total = sum_bins(squares, TILE)
+        rs = reciprocal_rms(total, n, eps)
     if rstd.at is not None:
         tl.store(rstd.at + row_start(row, shape, rstd, LEVELS), rs, mask=present)
     codes_at = row_start(row, shape, codes, LEVELS)
@@ -408,24 +413,29 @@ def _rms_norm_long_kernel(
         mean = _mean(sum_bins((neighbours(values, TILE),), TILE), n)
     squares = tl.zeros((1, CHUNK), tl.float32)
     peaks = tl.zeros((1, CHUNK), tl.int32)
-    for first in range(0, n, CHUNK):
-        columns = first + inner
-        mask = (columns < n)[None, :]
-        h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, post, PROLOGUE, MATH, "evict_last")
-        if MATH.centered:
-            h = tl.where(mask, h - mean[:, None], 0.0)
-        squares = tl.fma(h, h, squares)
-        if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
-            g = load_g(gamma, row_gamma, row, shape, columns, mask, weight_offset, MATH, LEVELS)
-            peaks = tl.maximum(peaks, magnitude(h * g))
+    if not MATH.unnormed:
+        for first in range(0, n, CHUNK):
+            columns = first + inner
+            mask = (columns < n)[None, :]
+            h = _load_h(x, x_at, residual, r_at, operands, starts, columns, mask, post, PROLOGUE, MATH, "evict_last")
+            if MATH.centered:
+                h = tl.where(mask, h - mean[:, None], 0.0)
+            squares = tl.fma(h, h, squares)
+            if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
+                g = load_g(gamma, row_gamma, row, shape, columns, mask, weight_offset, MATH, LEVELS)
+                peaks = tl.maximum(peaks, magnitude(h * g))
     launch_dependents(PDL)
-    sums = (neighbours(squares, TILE),)
-    if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
-        total, peak = sum_bins_and_peak(sums, peaks, TILE, MATH.hw_rounding)
-    else:
-        total = sum_bins(sums, TILE)
+    if MATH.unnormed:
         peak = tl.zeros((1,), tl.int32)
-    rs = reciprocal_rms(total, n, eps)
+        rs = tl.full((1,), 1.0, tl.float32)
+    else:
+        sums = (neighbours(squares, TILE),)
+        if codes.at is not None and QUANT.kind == "row" and not QUANT.normed:
+            total, peak = sum_bins_and_peak(sums, peaks, TILE, MATH.hw_rounding)
+        else:
+            total = sum_bins(sums, TILE)
+            peak = tl.zeros((1,), tl.int32)
+        rs = reciprocal_rms(total, n, eps)
     if rstd.at is not None:
         tl.store(rstd.at + row_start(row, shape, rstd, LEVELS), rs, mask=present)
     if codes.at is not None and QUANT.kind == "row" and QUANT.normed:

@@ -7,8 +7,7 @@ from functools import cache
 from math import gcd
 from typing import Final, NamedTuple
 
-from ...gpu.chip import INTERPRETER, Chip
-from ...gpu.tuning import tuning
+from ...gpu.chip import INTERPRETER, Chip, tuning
 from ...gpu.tuning.table import Regime, Tile, Variant
 
 MAX_BLOCK: Final = 16384

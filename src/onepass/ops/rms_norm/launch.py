@@ -8,7 +8,7 @@ With ``d = h``, or for LayerNorm ``d = h - mean(h)``::
     y = ((d * rs) * (gamma + weight_offset) + bias) * act(gate)
 
 ``act`` is silu or sigmoid. A gate before the norm is a prologue: ``h = x * act(gate)``. A post-norm replaces x by its norm,
-rounded to x's dtype, before the residual is added.
+rounded to x's dtype, before the residual is added. Rows that are quantized without a norm have ``rs = 1`` and no gamma.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from ...core.backend import launch_for
-from ...core.layout import Geometry, Strides, geometry, smallest_dimension
-from ...core.scale_layout import PACKINGS, bytes_of_words
+from ...core.layout import PACKINGS, Geometry, Strides, bytes_of_words, geometry, smallest_dimension
 from ...errors import Unsupported
 from ...formats import (
     CODE_FORMATS,
@@ -95,11 +94,14 @@ class RowSpec:
     """The dtype of the post-norm's gamma, if x is normed before the residual is added."""
     scaled: bool = False
     """Whether the post-norm is multiplied by a number."""
+    unnormed: bool = False
+    """Whether rows are quantized without a norm: y is x, or its product with ``act(gate)``."""
 
     @property
     def quantizes_norm(self) -> bool:
-        """Whether amax and codes are computed from the norm itself, not from ``h * g`` with the row's factor applied later."""
-        return self.rounding != "once" or any(self.after) or (self.scale is not None and self.scale.divides)
+        """Whether amax and codes are computed from y itself, not from ``h * g`` with the row's factor applied later."""
+        divides = self.scale is not None and self.scale.divides
+        return self.unnormed or self.rounding != "once" or any(self.after) or divides
 
     @property
     def gate(self) -> int:
@@ -136,6 +138,7 @@ def row_spec(
     gate_activation: GateActivation = "silu",
     post: torch.dtype | None = None,
     scaled: bool = False,
+    unnormed: bool = False,
 ) -> RowSpec:
     """The interned `RowSpec` with these properties. ``round_sum=None`` follows ``rounding``."""
     if round_sum is None or residual in (None, torch.float32):  # rounding does not change a float32 sum
@@ -159,6 +162,7 @@ def row_spec(
         gate_activation if after.gate else "silu",
         post,
         scaled,
+        unnormed,
     )
 
 
@@ -238,10 +242,17 @@ def run_rows(call: RowCall) -> None:
         launch(call._replace(eps=eps, n=n, geom=folded[0], strides=folded[1]))
         return
     if _tiled(call):
-        raise Unsupported("rms_norm_fused_quant: `scale_layout` '128x4' needs rows that fold to three strides")
+        raise Unsupported(f"{_op(call.spec)}: `scale_layout` '128x4' needs rows that fold to three strides")
     dim = smallest_dimension(x.shape[:-1])
     for i in range(x.shape[dim]):
         run_rows(_with_rows(call, [None if t is None else t.select(dim, i) for t in rows]))
+
+
+def _op(spec: RowSpec) -> str:
+    """The op that quantizes rows by this spec."""
+    if spec.unnormed:
+        return "quantize"
+    return "rms_norm_fused_quant" if spec.post is None else "rms_norm_add_rms_norm_quant"
 
 
 def _row_tensors(call: RowCall) -> list[Tensor | None]:
@@ -329,12 +340,12 @@ class CodesArguments(Protocol):
     min_scale: float
     out: Tensor
     scale_out: Tensor | None
-    norm_out: Tensor | None
 
 
 class QuantArguments(NormArguments, CodesArguments, Protocol):
     """Validated arguments of `rms_norm_fused_quant`."""
 
+    norm_out: Tensor | None
     head_gamma: Tensor | None
     gate: Tensor | None
     bias: Tensor | None
@@ -364,6 +375,16 @@ class SandwichArguments(Protocol):
 
 class SandwichQuantArguments(SandwichArguments, CodesArguments, Protocol):
     """Validated arguments of `rms_norm_add_rms_norm_quant`."""
+
+    norm_out: Tensor | None
+
+
+class RowsArguments(CodesArguments, Protocol):
+    """Validated arguments of `quantize`."""
+
+    x: Tensor
+    gate: Tensor | None
+    gate_activation: GateActivation
 
 
 def finished_norm(
@@ -466,7 +487,32 @@ def quantized_norm(spec_cache: SpecCache, a: QuantArguments) -> None:
             gate_activation=a.gate_activation,
         )
     call = RowCall(spec, a.x, a.gamma, a.eps, a.weight_offset, a.residual, tensors, new_residual=a.residual_out)
-    run_rows(with_rows(_with_codes(call, a), a.head_gamma, a.rstd_out))
+    run_rows(with_rows(_with_codes(call, a)._replace(norm=a.norm_out), a.head_gamma, a.rstd_out))
+
+
+def quantized_rows(spec_cache: SpecCache, a: RowsArguments) -> None:
+    """Run a validated call of `quantize`."""
+    gating: Gating = ("after", a.gate_activation)
+    _, operands, kinds, after = further("", (), a.gate, gating, None, a.x)
+    key = (a.x.dtype, a.static_scale is None, a.scale_ub_tensor is None, a.global_scale is None, kinds)
+    spec = spec_cache.get(key)
+    if spec is None:
+        codes = QUANT_FORMATS[a.format].codes
+        spec = spec_cache[key] = row_spec(
+            a.x.dtype,
+            None,
+            None,
+            None,
+            "once" if a.gate is None else a.rounding,  # x itself is rounded already
+            operands=kinds,
+            codes=codes.dtype,
+            fp8_max=a.code_max or codes.max,
+            scale=_scale_rule(a),
+            after=after,
+            gate_activation=a.gate_activation,
+            unnormed=True,
+        )
+    run_rows(_with_codes(RowCall(spec, a.x, None, 0.0, 0.0, operands=operands), a))
 
 
 def sandwich_norm(spec_cache: SpecCache, a: SandwichArguments) -> None:
@@ -498,7 +544,7 @@ def quantized_sandwich(spec_cache: SpecCache, a: SandwichQuantArguments) -> None
             post=a.gamma_post.dtype,
             scaled=a.branch_scale != 1.0,
         )
-    run_rows(_with_codes(_sandwiched(spec, a), a))
+    run_rows(_with_codes(_sandwiched(spec, a), a)._replace(norm=a.norm_out))
 
 
 def _sandwiched(spec: RowSpec, a: SandwichArguments) -> RowCall:
@@ -508,13 +554,12 @@ def _sandwiched(spec: RowSpec, a: SandwichArguments) -> RowCall:
 
 
 def _with_codes(call: RowCall, a: CodesArguments) -> RowCall:
-    """The call with codes and scales, and the norm if it is stored too."""
+    """The call with codes and scales."""
     scale = a.scale_out
     if scale is not None and a.scale_layout == "column_packed":
         scale = bytes_of_words(scale)
     return call._replace(
         static_scale=a.static_scale if a.global_scale is None else a.global_scale,
-        norm=a.norm_out,
         codes=a.out,
         scale=scale,
         scale_ub=math.inf if a.scale_ub is None else a.scale_ub,

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, plain and quantized, in one launch that reads each row once.
+"""RMSNorm and LayerNorm, plain and quantized, and quantization without a norm, in one launch that reads each row once.
 
 The public functions state their equations and rounding. docs/numerics.md compares the roundings of all ops.
 """
@@ -28,6 +28,7 @@ from ...formats import (
 from ...prologues import Prologue
 from .contract import (
     LAYER_NORM,
+    QUANTIZATION,
     RMS_NORM,
     RMS_NORM_ADD_RMS_NORM,
     RMS_NORM_ADD_RMS_NORM_QUANT,
@@ -44,6 +45,7 @@ from .launch import (
     Statistic,
     finished_norm,
     quantized_norm,
+    quantized_rows,
     quantized_sandwich,
     row_spec,
     run_rows,
@@ -52,12 +54,14 @@ from .launch import (
 
 __all__ = [
     "LAYER_NORM",
+    "QUANTIZATION",
     "RMS_NORM",
     "RMS_NORM_ADD_RMS_NORM",
     "RMS_NORM_ADD_RMS_NORM_QUANT",
     "RMS_NORM_FUSED_FP8",
     "RMS_NORM_FUSED_QUANT",
     "layer_norm",
+    "quantize",
     "rms_norm",
     "rms_norm_add_rms_norm",
     "rms_norm_add_rms_norm_quant",
@@ -113,6 +117,7 @@ _rms_norm_fused_quant = Op(RMS_NORM_FUSED_QUANT, quantized_norm)
 _layer_norm = Op(LAYER_NORM, _centered_norm)
 _sandwich = Op(RMS_NORM_ADD_RMS_NORM, sandwich_norm)
 _sandwich_quant = Op(RMS_NORM_ADD_RMS_NORM_QUANT, quantized_sandwich)
+_quantize = Op(QUANTIZATION, quantized_rows)
 
 
 @overload
@@ -738,3 +743,78 @@ def rms_norm_add_rms_norm_quant(
     if static_scale is not None:
         scale = static_scale
     return (codes, scale, h) if norm is None else (codes, scale, h, norm)
+
+
+def quantize(
+    x: Tensor,
+    *,
+    format: QuantFormatName = "e4m3fn",
+    gate: Tensor | None = None,
+    gate_activation: GateActivation = "silu",
+    scale_ub: float | Tensor | None = None,
+    code_max: float | None = None,
+    scales_dtype: torch.dtype | None = None,
+    group_size: int | None = None,
+    scale_format: ScaleFormat | None = None,
+    scale_layout: ScaleLayout = "row",
+    static_scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    rounding: Rounding = "once",
+    quantize: Quantize = "reciprocal",
+    min_scale: float = 0.0,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantization to any format in one read, without a norm: ``out * scale`` is ``y = x``, or with a gate ``y = x * act(gate)``.
+
+    It stands before the linear layers that follow no norm: after an attention, and after the activation of a gated MLP::
+
+        scale = max(min(max |y|, scale_ub) / code_max, min_scale)       rounded to scales_dtype
+        out   = saturate(y * (1 / scale))
+
+    Formats, scales and their layouts are those of `rms_norm_fused_quant`, like all arguments that are not listed.
+
+    Args:
+        x: [..., N], bfloat16, float16 or float32. The last dimension is contiguous, all others may have any stride: x and
+            gate may be halves of one tensor.
+        format: Format of the codes; it may imply groups and scales.
+        gate: [..., N] of any float dtype.
+        gate_activation: "silu", for an MLP of Llama and others, or "sigmoid".
+        scale_ub: Upper bound of ``max |y|``, a number or one float32 on x's device.
+        rounding: How the product with the gate is rounded, see below. Without a gate nothing is rounded before its code is.
+        out: Receives the codes: [..., N], or uint8 [..., N / 2] for e2m1, with the even column in the low half of a byte.
+        scale_out: Receives the scales.
+
+    Returns:
+        ``(out, scale)``.
+
+    Rounding:
+        "once" quantizes the float32 product. "stored" rounds it to x's dtype first. "hf" does too, and rounds ``act(gate)``
+        before the product, as Hugging Face's modules do. Everything else is float32 until the codes. NaN and infinity in y
+        affect the row or group whose scale they are in: its scale is NaN, and its codes are NaN, or 0 in int8 and e2m1.
+        With ``static_scale`` they affect themselves alone: an infinity saturates.
+
+    The GPU kernels have not run yet: on a GPU this raises `Unsupported`, unless ONEPASS_UNPROVEN=1 is set.
+
+    >>> import torch, onepass
+    >>> q, scale = onepass.quantize(torch.tensor([[3.0, -4.0], [0.0, 0.0]]), format="int8")
+    >>> q, q * scale
+    (tensor([[  95, -127],
+            [   0,    0]], dtype=torch.int8), tensor([[ 2.9921, -4.0000],
+            [ 0.0000,  0.0000]]))
+    >>> gate_up = torch.tensor([[2.0, -1.0, 3.0, -4.0]])
+    >>> q, scale = onepass.quantize(gate_up[:, 2:], gate=gate_up[:, :2])
+    >>> q.float() * scale
+    tensor([[5.2848, 1.0570]])
+    """
+    group_size, scale_format, scales_dtype = _implied(format, group_size, scale_format, scales_dtype, scale_layout)
+    bound, number = (scale_ub, None) if isinstance(scale_ub, Tensor) else (None, scale_ub)
+    # fmt: off
+    arguments = (
+        x, gate, static_scale, bound, global_scale, rounding, number, format, code_max, scales_dtype, group_size,
+        scale_format, scale_layout, quantize, min_scale, gate_activation, out, scale_out,
+    )
+    # fmt: on
+    results = None if is_compiling() else _quantize.repeat(*arguments)
+    codes, scale = results or cast(tuple[Any, ...], _quantize(*arguments))
+    return codes, scale if static_scale is None else static_scale

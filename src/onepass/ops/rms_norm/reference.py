@@ -1,7 +1,7 @@
 """The norm, and codes and scales of its results, in float64 and unrounded. Independent of every implementation.
 
-Only ``rounding="hf"``, ``round_sum=True`` and a post-norm round here: they specify rounding points. Rounding to the output format is
-left to the comparison (`onepass.testing.compare`).
+Only ``rounding="hf"``, a stored product with a gate, ``round_sum=True`` and a post-norm round here: they specify rounding points.
+Rounding to the output format is left to the comparison (`onepass.testing.compare`).
 """
 
 from __future__ import annotations
@@ -88,6 +88,15 @@ def activate(gate: Tensor, activation: str) -> Tensor:
         case "sigmoid":
             return gate.sigmoid()
     raise ValueError(activation)
+
+
+def gated(x: Tensor, gate: Tensor | None, activation: str = "silu", rounding: str = "once") -> Tensor:
+    """What `quantize` quantizes: x, or ``x * act(gate)``. "stored" rounds the product to x's dtype, "hf" both steps."""
+    if gate is None:
+        return x.double()
+    factor = activate(gate.double(), activation)
+    y = x.double() * (factor.to(x.dtype).double() if rounding == "hf" else factor)
+    return y if rounding == "once" else y.to(x.dtype).double()
 
 
 def per_column(operand: Tensor, n: int) -> Tensor:

@@ -55,4 +55,4 @@ def _work(call: SequenceCall) -> SequenceWork:
 
 
 KERNELS: Final = CpuKernels("sequence_attention", layout, _work, pack)
-launch, precompile = KERNELS.launch, KERNELS.precompile
+launch = KERNELS.launch

@@ -14,10 +14,9 @@ import torch
 
 from ...cpu.llvm.bits import load_row, load_scalar, store_row
 from ...cpu.llvm.dot import fold
-from ...cpu.llvm.function import Arguments, Cell, Function, Module
+from ...cpu.llvm.emit import F32, I8, I64, Arguments, Bool, Cell, Float, Function, Int, Module, constant, type_of
 from ...cpu.llvm.loops import each_block, entry_points
 from ...cpu.llvm.math_functions import exp, tanh
-from ...cpu.llvm.vec import F32, I8, I64, Bool, Float, Int, constant, type_of
 from ...cpu.sizes import BLOCK, SUM
 from .launch import SPLIT, SequenceRows, SequenceSpec
 

@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from onepass.core import cuda_launch
-from onepass.core.cuda_launch import Direct, direct
-from onepass.gpu.compile import compile_build
+from onepass.core import native
+from onepass.gpu.compile import compile_build, direct, words
 from tests.rms_norm.cases import CASES
 from tools.evidence import proof, records
 
@@ -20,29 +19,24 @@ KINDS = ("*bf16", "i64", "i32", "fp32", "*fp32")
 VALUES = (0x7F0000000010, -5, 2**31 - 1, 0.75, None)
 
 
-def test_a_step_has_every_argument_as_a_word() -> None:
-    head, words = Direct(1234, KINDS, 4, 1024, True, 3).step(9, VALUES)
-    assert head == (1234, 9, 128, 1024, True, 3)
-    assert struct.unpack("<Qqi4xf4xQQQ", words) == (0x7F0000000010, -5, 2**31 - 1, 0.75, 0, 0, 0)
-
-
-def test_a_step_without_dependent_launch() -> None:
-    assert Direct(1, KINDS, 1, 0, False, 0).step(1, VALUES)[0] == (1, 1, 32, 0, False, 0)
+def test_every_argument_is_a_word() -> None:
+    expected = (0x7F0000000010, -5, 2**31 - 1, 0.75, 0, 0, 0)
+    assert struct.unpack("<Qqi4xf4xQQQ", words(KINDS, VALUES)) == expected
 
 
 def test_a_rejected_launch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def describe(error: int, text: Any) -> None:
         text._obj.value = b"out of memory"
 
-    monkeypatch.setattr(cuda_launch, "driver", lambda: SimpleNamespace(cuGetErrorString=describe))
+    monkeypatch.setattr(native, "driver", lambda: SimpleNamespace(cuGetErrorString=describe))
     with pytest.raises(RuntimeError, match="CUDA error 2, out of memory"):
-        cuda_launch.fail(2)
+        native.fail(2)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that has the launch function, on a machine without a GPU."""
-    monkeypatch.setattr(cuda_launch, "driver", lambda: SimpleNamespace())
+    monkeypatch.setattr(native, "driver", lambda: SimpleNamespace())
 
 
 def test_unexpected_parameters_are_left_to_triton(driver: None) -> None:
@@ -52,12 +46,12 @@ def test_unexpected_parameters_are_left_to_triton(driver: None) -> None:
     compiled = compile_build(build, records.H200)
     kinds = [kind for _, _, kind in build.leaves() if kind != "constexpr"]
 
-    def made(kinds: Any, **changes: Any) -> Direct | None:
+    def head(kinds: Any, pdl: bool = True, **changes: Any) -> object:
         facts = {"num_ctas": 1, "launch_cooperative_grid": False, "shared": 64} | changes
-        kernel = SimpleNamespace(asm=compiled.asm, metadata=SimpleNamespace(**facts), function=5)
-        return direct(kernel, kinds, build.warps, build.pdl, 3)
+        kernel: Any = SimpleNamespace(asm=compiled.asm, metadata=SimpleNamespace(**facts), function=5)
+        return direct(kernel, kinds, 4, pdl, 3)
 
-    assert made(kinds) is not None
+    assert head(kinds) == (5, 128, 64, True, 3) and head(kinds, pdl=False) == (5, 128, 64, False, 3)
     for wrong in (kinds[:-1], [*kinds, "i32"], [*kinds[:-1], "i64"], ["fp32", *kinds[1:]], []):
-        assert made(wrong) is None, wrong
-    assert made(kinds, num_ctas=2) is None and made(kinds, launch_cooperative_grid=True) is None
+        assert head(wrong) is None, wrong
+    assert head(kinds, num_ctas=2) is None and head(kinds, launch_cooperative_grid=True) is None

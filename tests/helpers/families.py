@@ -1,7 +1,7 @@
 """The model families that are tested in detail, each as a row of forms.
 
-`onepass.patch` does not read this table. It finds forms by code (`forms.py`), in these families and
-in all others. The evidence from GPUs, the tests and docs/models.md are about these rows.
+`onepass.patch` finds forms by code (`onepass.models.patching.forms`), in these families and in all others. The evidence
+from GPUs, the tests and docs/models.md are about these rows.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ...formats import Rounding
-from .forms import (
+from onepass.models.patching.forms import (
     DROPOUT,
-    FORMS,
     GLM_SANDWICH,
     HEADS_WINDOW,
     HF,
@@ -57,26 +55,6 @@ class Family:
     def path(self) -> str:
         """The Python module that defines the classes."""
         return self.module if "." in self.module else f"transformers.models.{self.module}.modeling_{self.module}"
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the norm's code; "" for torch's, which is matched by identity."""
-        return next((fingerprint for fingerprint, form in FORMS if form is self.form), "")
-
-    @property
-    def eps(self) -> str:
-        """The attribute that is the norm's epsilon."""
-        return self.form.eps
-
-    @property
-    def weight_offset(self) -> float:
-        """What the norm adds to its weight."""
-        return self.form.weight_offset
-
-    @property
-    def rounding(self) -> Rounding:
-        """How the norm rounds."""
-        return self.form.rounding
 
 
 # fmt: off
