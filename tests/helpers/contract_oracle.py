@@ -158,7 +158,8 @@ class _Reading:
     def _is_legal(self, value: object, dims: str, dtypes: Any, layout: str, bind: bool = True) -> bool:
         if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
             return False
-        fits = self._fits(value.shape, dims.split(), bind)  # also binds sizes, whatever else is wrong
+        # also binds sizes, whatever else is wrong
+        fits = any(self._fits(value.shape, shape.split(), bind) for shape in dims.split("|"))
         if dtypes is not _UNKNOWN and value.dtype not in dtypes:
             return False
         if self.device is None:
@@ -183,12 +184,12 @@ class _Reading:
             known = self.names.get(tokens[0][1:])
             return known is None or tuple(shape) == tuple(known)
         if "..." in tokens:
-            fixed = len(tokens) - 1
+            fixed, first = len(tokens) - 1, tokens.index("...")
             if len(shape) < fixed:
                 return False
-            cut = len(shape) - fixed
-            parts: list[tuple[str, Any]] = [("lead", tuple(shape[:cut]))]
-            parts += list(zip(tokens[1:], shape[cut:], strict=True))
+            cut = len(shape) - fixed + first
+            parts: list[tuple[str, Any]] = [*zip(tokens[:first], shape[:first], strict=True)]
+            parts += [("lead", tuple(shape[first:cut])), *zip(tokens[first + 1 :], shape[cut:], strict=True)]
         elif len(shape) != len(tokens):
             return False
         else:

@@ -27,7 +27,7 @@ def mistakes(contract: Contract, good: Mapping[str, Any]) -> Iterator[Mistake]:
     for name, arg in contract.args.items():
         value = good.get(name)
         tokens = set(arg.dims.split())
-        binds, seen = bool(tokens - seen - {"..."}), seen | tokens
+        binds, seen = bool(tokens - seen - {"..."}) or "|" in tokens, seen | tokens
         if arg.many or not isinstance(value, Tensor):
             continue
         spoiled: dict[str, Any] = {

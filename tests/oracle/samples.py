@@ -28,7 +28,8 @@ def sample(
     for name, arg in contract.args.items():
         if arg.many or (arg.optional and name not in optional):
             continue
-        shape = [s for d in arg.dims.split() for s in (lead if d == "..." else (int(d) if d.isdigit() else sizes[d],))]
+        dims = arg.dims.split("|")[0].split()
+        shape = [s for d in dims for s in (lead if d == "..." else (int(d) if d.isdigit() else sizes[d],))]
         values = torch.randn(shape, generator=generator)
         if arg.sample == "gamma":
             values = 1 + 0.25 * values

@@ -79,6 +79,51 @@ def _rotation_and_cache_cases() -> Iterator[QkCacheCase]:
     yield from c("no cache", (5,), cache=None, angles=None, norm="none", out=[BF16, F32])
 
 
+def _option_cases() -> Iterator[QkCacheCase]:
+    c = partial(grid, QkCacheCase)
+    # three positions per token: Qwen2-VL, Qwen3-VL, Qwen3.5, and other sizes
+    for sections, style in (((16, 24, 24), "contiguous"), ((24, 20, 20), "interleaved")):
+        turn = Angles(128, sections=sections, section_style=style)
+        yield from c(
+            "mrope", [(3,), (2, 3)], 16, 8, 128, angles=turn, rounding=["once", "hf"], page=16, memory="packed"
+        )
+    turn = Angles(64, sections=(11, 11, 10), section_style="interleaved")
+    yield from c("mrope", (3,), 8, 2, 256, angles=turn, rounding="hf_rope", options={"weight_offset": 1.0})
+    for sections, style in (((1, 1, 1), "contiguous"), ((7, 5, 3), "contiguous"), ((7, 5, 5), "interleaved")):
+        for pairs in ("half", "interleaved"):
+            turn = Angles(2 * sum(sections), pairs, I32, sections=sections, section_style=style)
+            yield from c("mrope", (2, 3), 3, 1, [34, 96], angles=turn, norm=NORMS, memory=["contiguous", "parts"])
+    yield from c(
+        "mrope", (5,), cache=None, norm="none", angles=Angles(64, sections=(12, 10, 10)), rounding=["once", "hf"]
+    )
+    # a norm of v, as in Gemma 4
+    for x in FLOATS:
+        yield from c("norm of v", norm_v=True, x=x, gamma=x, cache=x, norm=NORMS, rounding=_ROUNDINGS)
+    yield from c("norm of v", (3,), 16, 8, 256, norm_v=True, rounding="hf_rope", angles=Angles(256), page=16)
+    for value in (1, 7, 16, 33, 80, 128, 1000):
+        yield from c("norm of v", (3,), 3, 2, value=value, norm_v=True, norm=["none", "whole"])
+    yield from c("norm of v", (2, 3), norm_v=True, layout=["HND", "dense"], memory=["misaligned", "transposed"])
+    yield from c("norm of v", norm_v=True, cache=[F32, FP8], options={"eps": 0.0}, values="special")
+    # scales of heads, and of each token's heads
+    for fmt in (FP8, FNUZ):
+        yield from c("scales", cache=fmt, scale=["k", "v", "kv"], scaling="head", norm=["none", "whole"])
+        yield from c(
+            "scales", cache=fmt, scale="kv", scaling="own", norm=NORMS, norm_v=[False, True], rounding=_ROUNDINGS
+        )
+    many: dict[str, Any] = {"cache": FP8, "scale": "kv", "scaling": ["head", "own"]}
+    yield from c("scales", (2, 3), layout=["HND", "dense"], memory=["packed", "misaligned"], **many)
+    yield from c("scales", (3,), 5, 3, 80, 72, angles=Angles(40, "interleaved"), x=[F32, BF16], **many)
+    yield from c("scales", (3,), 33, 33, 96, norm="none", angles=[None, Angles(48)], **many)
+    yield from c("scales", (2,), 160, 70, 128, norm="whole", angles=Angles(128), **many)
+    yield from c("scales", (9,), values="special", norm=["none", "head"], **many)
+    # keys alone, as an indexer has
+    for layout in ("NHD", "HND", "dense"):
+        yield from c(
+            "keys alone", (2, 3), 4, 1, 128, keys=True, layout=layout, angles=Angles(64), memory=["packed", "parts"]
+        )
+    yield from c("keys alone", keys=True, cache=FP8, scale="k", scaling=["tensor", "head", "own"], norm=NORMS)
+
+
 def _memory_and_value_cases() -> Iterator[QkCacheCase]:
     c = partial(grid, QkCacheCase)
     layouts: list[Any] = ["packed", "misaligned", "transposed"]
@@ -102,7 +147,7 @@ def _memory_and_value_cases() -> Iterator[QkCacheCase]:
     yield from c("large", (600,), 32, 2, 128, norm="none", angles=Angles(64, "interleaved"), cache=FP8, scale="kv")
 
 
-CASES: Final = (*_size_and_dtype_cases(), *_rotation_and_cache_cases(), *_memory_and_value_cases())
+CASES: Final = (*_size_and_dtype_cases(), *_rotation_and_cache_cases(), *_option_cases(), *_memory_and_value_cases())
 THREADED: Final = (
     QkCacheCase("threads"),
     QkCacheCase("threads", (4, 60), 16, 4, norm="whole", layout="dense"),

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from onepass.formats import E4M3FN, E4M3FNUZ, FLOATS, FP8_FORMATS, Rounding
 from onepass.ops.qk_cache import reference as qk_cache_reference
-from onepass.ops.qk_cache.launch import CacheLayout, NormKind
+from onepass.ops.qk_cache.launch import CacheLayout, NormKind, Scaling
 from onepass.ops.qk_cache.op import qk_norm_rope_cache
 from onepass.ops.qk_norm import reference as qk_norm_reference
-from onepass.ops.rms_norm import reference as rms_norm_reference
 from onepass.rope import Rope
 from onepass.testing import compare
 from onepass.testing.tensors import moved, same_bytes, set_special, short_dtype
@@ -26,6 +25,7 @@ from tests.oracle.case import GPU_ONLY, Values, case_name, labelled
 from tests.oracle.guarded import GUARD, run_guarded
 from tests.oracle.interpreter import interpreting
 from tests.oracle.memory import to_cpu
+from tests.qk_norm.checks import code_fault
 
 BF16, F16, F32 = FLOATS
 FP8, FNUZ = E4M3FN.dtype, E4M3FNUZ.dtype
@@ -50,12 +50,16 @@ class Angles:
     pair: torch.dtype | None = None
     shared: bool = False
     """One sequence's pair serves all."""
+    sections: tuple[int, int, int] | None = None
+    section_style: str = "contiguous"
+    """Three positions per token, and which pairs turn by which."""
 
     def __str__(self) -> str:
         at = "" if self.positions is None else f"@{short_dtype(self.positions)}"
         if self.pair is not None:
             at = f"@{'shared ' * self.shared}pair of {short_dtype(self.pair)}"
-        return f"{self.style}:{self.dim}{at}"
+        sections = "" if self.sections is None else f" {self.section_style} sections of {list(self.sections)}"
+        return f"{self.style}:{self.dim}{at}{sections}".replace(", ", ",")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +85,10 @@ class QkCacheCase:
     start: Start = "each"
     index: torch.dtype = I64
     scale: str = ""
+    scaling: Scaling = "tensor"
+    norm_v: bool = False
+    keys: bool = False
+    """There is no v."""
     out: torch.dtype | None = None
     memory: Memory = "contiguous"
     values: Values = "normal"
@@ -116,9 +124,10 @@ class QkCacheCase:
             indices = f"start={self.start}" if self.layout == "dense" else f"pages of {self.page}"
             index = self.index if self.layout == "dense" else self.slots
             cache = [f"{self.layout}={short_dtype(self.cache)}", indices, "" if index == I64 else short_dtype(index)]
+        cache += ["norm_v"] * self.norm_v + ["keys alone"] * self.keys
         options = (f"{k}={v}" for k, v in self.options.items())
         parts = short_dtype(self.x), norm, labelled("rope", self.angles), rounding, *cache
-        scale = f"scale={self.scale}" if self.scale else ""
+        scale = f"{'' if self.scaling == 'tensor' else f'{self.scaling} '}scale={self.scale}" if self.scale else ""
         return case_name(
             self.group, shape, *parts, scale, labelled("out", self.out), *options, self.memory, self.values
         )
@@ -164,6 +173,11 @@ def inputs(case: QkCacheCase, device: str, seed: int = 0) -> dict[str, Any]:
         options["per_head"] = False
     if case.rounding != "once":
         options["rounding"] = case.rounding
+    if case.norm_v:
+        options["norm_v"] = True
+    if case.keys:
+        for name in ("v", "v_cache", "v_scale", "v_scale_out"):
+            found.pop(name, None)
     return moved(found, device) | options
 
 
@@ -208,7 +222,8 @@ def _angles(case: QkCacheCase, generator: torch.Generator) -> dict[str, Any]:
     found = {"freqs": torch.stack((angle.cos(), angle.sin()), -1).flatten(-2)}
     if turn.positions is not None:
         # some lie outside freqs and use its first or last row
-        at = torch.randint(-2, POSITIONS + 2, case.lead, generator=generator)
+        lead = case.lead if turn.sections is None else (3, *case.lead)
+        at = torch.randint(-2, POSITIONS + 2, lead, generator=generator)
         found["positions"] = at.to(turn.positions)
     return found
 
@@ -242,9 +257,15 @@ def _cache(case: QkCacheCase, value: int, generator: torch.Generator) -> dict[st
         both = first, second
     for name, t, width in zip(("k_cache", "v_cache"), both, widths, strict=True):
         found[name] = t.view(cache)[..., : width // cache.itemsize]
-    for name in ("k", "v"):
-        if name in case.scale:
-            found[f"{name}_scale"] = torch.tensor(SCALES[f"{name}_scale"])
+    for name in case.scale:
+        scale = torch.tensor(SCALES[f"{name}_scale"])
+        if case.scaling == "own":
+            inline = 3 if case.memory == "packed" else 1
+            parent = _noise(generator, pages, *middle, 4 * inline).view(F32)
+            found[f"{name}_scale_out"] = parent[..., inline // 2]
+        else:
+            count = case.k_heads if case.scaling == "head" else 0
+            found[f"{name}_scale"] = scale * (1 + torch.arange(count)) if count else scale
     return found
 
 
@@ -265,7 +286,8 @@ def call_with(case: QkCacheCase, arguments: dict[str, Any], way: Way = "given") 
     freqs, positions = given.pop("freqs", None), given.pop("positions", None)
     cos, sin, turn = given.pop("cos", None), given.pop("sin", None), case.angles
     if turn is not None and freqs is not None:
-        given["rope"] = Rope(freqs, positions, turn.style, turn.dim)  # type: ignore[arg-type]
+        sections: dict[str, Any] = {"sections": turn.sections, "section_style": turn.section_style}
+        given["rope"] = Rope(freqs, positions, turn.style, turn.dim, **sections)  # type: ignore[arg-type]
     elif turn is not None:
         given["rope"] = Rope(style=turn.style, cos=cos, sin=sin)  # type: ignore[arg-type]
     start = given.pop("starts", None)
@@ -276,13 +298,22 @@ def call_with(case: QkCacheCase, arguments: dict[str, Any], way: Way = "given") 
         q_out, k_out = q, None if k_out is None else k
     if way != "allocated":
         given["out"] = q_out if k_out is None else (q_out, k_out)
+    scales = given.pop("k_scale_out", None), given.pop("v_scale_out", None)
+    if scales[0] is not None:
+        given["scale_out"] = scales
     q_made, k_made = qk_norm_rope_cache(q, k, **given, layout=case.layout)
-    return (q_made, k_made) if k_made is not None else (q_made, given["k_cache"], given["v_cache"])
+    if k_made is not None:
+        return q_made, k_made
+    return tuple(t for t in (q_made, given["k_cache"], given.get("v_cache"), *scales) if t is not None)
 
 
 def zeroable(case: QkCacheCase) -> list[tuple[int, str]]:
     """Position and name of each result."""
-    return list(enumerate(("q_out", "k_out") if case.cache is None else ("q_out", "k_cache", "v_cache")))
+    if case.cache is None:
+        return [(0, "q_out"), (1, "k_out")]
+    stored = "k" if case.keys else "kv"
+    scales = [f"{name}_scale_out" for name in stored if case.scaling == "own"]
+    return list(enumerate(["q_out", *(f"{name}_cache" for name in stored), *scales]))
 
 
 def variants(case: QkCacheCase, arguments: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[tuple[str, Any]]:
@@ -319,29 +350,53 @@ def verify(case: QkCacheCase, arguments: dict[str, Any], results: tuple[Tensor, 
     if case.cache is None:
         wrong = k.stored(others[0])
         return wrong and f"k: {wrong}"
-    v = host["v"].double()
-    page, entry = places(case, host)
-    here = page >= 0
-    for name, after, values in (("k", others[0], k), ("v", others[1], Bounds(v, v))):
-        before, now = (by_entry(case, t) for t in (host[f"{name}_cache"], after))
-        free = torch.ones(now.shape[:2], dtype=torch.bool)
-        free[page[here], entry[here]] = False
-        if not same_bytes(before[free], now[free]):
-            return f"{name}_cache: entries that belong to no token were written"
-        ends = Bounds(*(end.flatten(0, len(case.lead) - 1)[here] for end in values))
-        scale = host.get(f"{name}_scale")
-        if scale is not None:
-            ends = bounds.product_error(*(rms_norm_reference.divided(end, scale) for end in ends))
-        got = now[page[here], entry[here]].view(after.dtype)
-        wrong = compare.between(got, *ends, FP8_FORMATS.get(after.dtype))
+    names = "k" if case.keys else "kv"
+    for i, name in enumerate(names):
+        own = others[i + len(names)] if case.scaling == "own" else None
+        wrong = _cache_fault(case, host, name, k if name == "k" else _values(case, host), others[i], own)
         if wrong is not None:
             return f"{name}_cache: {wrong}"
     return None
 
 
+def _values(case: QkCacheCase, host: dict[str, Any]) -> Bounds:
+    """Bounds of v before scale and store."""
+    v = host["v"].double()
+    if not case.norm_v or not v.numel():
+        return Bounds(v, v)
+    y = bounds.normed(v, bounds.reciprocal_rms(v, host.get("eps", 1e-6)), torch.ones(1).double(), None)
+    return y if case.rounding == "once" else y.rounded(case.x)
+
+
+def _cache_fault(
+    case: QkCacheCase, host: dict[str, Any], name: str, values: Bounds, after: Tensor, own: Tensor | None
+) -> str | None:
+    """None, or what is wrong with a cache, and with its entries' ``own`` scales."""
+    page, entry = places(case, host)
+    here = page >= 0
+    page, entry = page[here], entry[here]
+    before, now = (by_entry(case, t) for t in (host[f"{name}_cache"], after))
+    free = torch.ones(now.shape[:2], dtype=torch.bool)
+    free[page, entry] = False
+    written = [(before, now)]
+    if own is not None:
+        written += [(by_entry(case, host[f"{name}_scale_out"]), by_entry(case, own))]
+    if not all(same_bytes(old[free], new[free]) for old, new in written):
+        return "entries that belong to no token were written"
+    ends = Bounds(*(end.flatten(0, len(case.lead) - 1)[here] for end in values))
+    got = now[page, entry].view(after.dtype)
+    if own is not None and got.numel():
+        return code_fault(ends, got, written[1][1].view(F32)[page, entry], True)
+    scale = host.get(f"{name}_scale")
+    if scale is None or not got.numel():
+        return compare.between(got, *ends, FP8_FORMATS.get(after.dtype))
+    return code_fault(ends, got, scale.view(-1, 1), False)
+
+
 def by_entry(case: QkCacheCase, cache: Tensor) -> Tensor:
-    """A cache's bytes as [pages, entries, heads, bytes]."""
-    ordered = cache if case.layout == "NHD" else cache.transpose(1, 2)
+    """The bytes of a cache or of its scales as [pages, entries, heads, bytes]."""
+    columns = cache if cache.dim() == 4 else cache.unsqueeze(-1)
+    ordered = columns if case.layout == "NHD" else columns.transpose(1, 2)
     return ordered.contiguous().view(torch.uint8)
 
 
@@ -387,6 +442,10 @@ def side(case: QkCacheCase, host: dict[str, Any], name: str) -> Bounds:
 
 def _table(case: QkCacheCase, host: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Angles as a table: a pair's rows become one, with a row per token."""
+    turn = case.angles
+    if turn is not None and turn.sections is not None:
+        table = qk_cache_reference.section_table(host["freqs"], host["positions"], turn.sections, turn.section_style)
+        return table, torch.arange(case.tokens).view(case.lead)
     if "freqs" in host:
         return host["freqs"], host.get("positions")
     half = host["cos"].shape[-1] // 2

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from onepass.formats import FLOATS, FP8_FORMATS, ROUNDINGS
-from onepass.ops.qk_cache.launch import CACHE_LAYOUTS
-from onepass.rope import STYLES
+from onepass.ops.qk_cache.launch import CACHE_LAYOUTS, Scaling
+from onepass.rope import SECTION_STYLES, STYLES
 from onepass.testing.tensors import moved
 from tests.qk_cache import checks as qk_cache
 from tests.qk_cache.cases import NORMS
@@ -47,6 +47,11 @@ class QkCacheConfiguration:
     layout: str
     index: torch.dtype
     scale: str
+    scaling: Scaling
+    sections: bool
+    section_style: str
+    norm_v: bool
+    keys: bool
     out: torch.dtype | None
     sizes: tuple[tuple[int, int, int, int], ...] = ()
 
@@ -55,6 +60,8 @@ def configuration(op: str, r: Random, bounded: bool) -> QkCacheConfiguration:
     """A random configuration that the contract allows."""
     x = r.choice(FLOATS)
     cache = r.choice((None, x, *FLOATS, *_FP8, *_FP8))
+    scaling: Scaling = r.choice(("tensor", "head", "own")) if cache in _FP8 else "tensor"
+    keys = cache is not None and r.random() < 0.15
     return QkCacheConfiguration(
         op,
         x,
@@ -68,7 +75,12 @@ def configuration(op: str, r: Random, bounded: bool) -> QkCacheConfiguration:
         cache=cache,
         layout=r.choice(CACHE_LAYOUTS),
         index=r.choice(_INTEGERS),
-        scale=r.choice(("", "k", "v", "kv")) if cache in _FP8 else "",
+        scale="kv" if scaling == "own" else r.choice(("", "k", "v", "kv")) if cache in _FP8 else "",
+        scaling=scaling,
+        sections=r.random() < 0.3,
+        section_style=r.choice(SECTION_STYLES),
+        norm_v=cache is not None and not keys and r.random() < 0.3,
+        keys=keys,
         out=r.choice((None, None, *FLOATS)),
         sizes=tuple(_sizes(r) for _ in range(3)) if bounded else (),
     )
@@ -101,7 +113,8 @@ class QkCacheFuzzed:
         c = self.case
         one = (1, 1) if len(c.lead) == 2 else (1,)
         plain: dict[str, Any] = {"q_heads": 1, "k_heads": 1, "memory": "contiguous", "value": None, "angles": None}
-        plain |= {"norm": "none", "lead": one, "page": 4, "rounding": "once", "out": None, "scale": "", "options": {}}
+        plain |= {"norm": "none", "lead": one, "page": 4, "rounding": "once", "out": None, "options": {}}
+        plain |= {"norm_v": False} if c.scaling == "own" else {"norm_v": False, "scale": ""}
         for name, value in plain.items():
             yield replace(self, case=replace(c, **{name: value}))
         if c.angles is None:
@@ -134,13 +147,29 @@ def draw_case(c: QkCacheConfiguration, r: Random) -> QkCacheFuzzed:
     if dim:
         shared = c.pair is not None and len(lead) == 2 and r.random() < 0.3
         angles = Angles(dim, c.style, None if c.pair is not None else c.positions, c.pair, shared)
+        if c.sections and angles.positions is not None and dim >= 6:
+            angles = replace(angles, sections=_sections(dim // 2, r), section_style=c.section_style)
     memories = ["contiguous", "packed", "misaligned"]
     if c.norm != "whole":
         memories.append("transposed")
     if two:
         memories.append("parts")
     options = {"eps": draw.epsilon(r), "weight_offset": draw.offset(r)}
-    same = ("x", "gamma", "gamma_k", "norm", "rounding", "cache", "layout", "index", "scale", "out")
+    same = (
+        "x",
+        "gamma",
+        "gamma_k",
+        "norm",
+        "rounding",
+        "cache",
+        "layout",
+        "index",
+        "scale",
+        "scaling",
+        "norm_v",
+        "keys",
+        "out",
+    )
     case = QkCacheCase(
         "fuzz",
         lead,
@@ -153,10 +182,16 @@ def draw_case(c: QkCacheConfiguration, r: Random) -> QkCacheFuzzed:
         slots=c.index,
         start=r.choice(("default", "int", "one", "each")),
         memory=r.choice(memories),  # type: ignore[arg-type]
-        options=options if c.norm != "none" else {},
+        options=options if c.norm != "none" or c.norm_v else {},
         **{name: getattr(c, name) for name in same},
     )
     return QkCacheFuzzed(case, _values(r), _values(r), _values(r), draw.weights(r), r.randrange(1 << 30))
+
+
+def _sections(pairs: int, r: Random) -> tuple[int, int, int]:
+    """Pairs by time, height and width that fit in either style."""
+    height, width = r.randint(1, max(1, pairs // 3)), r.randint(1, max(1, pairs // 3))
+    return pairs - height - width, height, width
 
 
 def _values(r: Random) -> Values:

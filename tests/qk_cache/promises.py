@@ -88,6 +88,7 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"rounding": "hf", "style": "interleaved", "weight_offset": 1.0},
     {"normed": False, "cache": E4M3FN.dtype, "layout": "HND"},
+    {"norm_v": True, "rounding": "hf_rope"},
 )
 
 

@@ -17,14 +17,16 @@ from benchmarks.suite import qk_cache as bench
 from onepass.core.backend import launching_with
 from onepass.errors import ContractError, Unsupported
 from onepass.gpu.chip import Chip
-from onepass.gpu.compile import Build, compile_build
+from onepass.gpu.compile import Build, Launcher, compile_build, is_unproven
 from onepass.ops.qk_cache import gpu as backend
 from onepass.ops.qk_cache.gpu_tile import qk_cache_config
 from onepass.ops.qk_cache.launch import QkCacheCall, Turn
+from onepass.testing import runner
 from tests.gpu.test_other_chips import OTHER_CHIPS
 from tests.helpers.interpreting import broken_promise, passed_checks
 from tests.qk_cache import checks as qk_cache
 from tests.qk_cache.cases import CASES
+from tests.qk_cache.checks import Angles, QkCacheCase
 from tools.evidence import attentions, proof, records
 from tools.evidence.records import lowered
 
@@ -54,6 +56,20 @@ def test_hot_kernels_use_wide_accesses_and_few_registers(tokens: int, heads: int
     stores = re.findall(r"st\.global[.\w]*", ptx)
     wide = {BF16: {"st.global.v4.b32"}, FP8: {"st.global.v4.b32", "st.global.v2.b32"}}[cache]
     assert set(stores) == wide and len(stores) == 3 * tile
+
+
+@pytest.mark.sampled(2)  # each compiles a kernel
+@pytest.mark.parametrize("style", ["contiguous", "interleaved"])
+def test_three_positions_exchange_nothing_between_threads(style: str) -> None:
+    """Every thread loads the angles that its pairs need."""
+    sections = (16, 24, 24) if style == "contiguous" else (24, 20, 20)
+    turn = Angles(128, sections=sections, section_style=style)
+    case = QkCacheCase("mrope", (64,), 32, 8, 128, angles=turn, page=16, memory="packed")
+    (build,) = proof.builds(case, records.H200)
+    compiled = compile_build(build, records.H200)
+    usage = records.resources(compiled)
+    assert usage["REG"] <= 96 and usage["STACK"] == usage["LOCAL"] == usage["SHARED"] == 0
+    assert not re.findall(r"(?:ld|st)\.shared|bar\.sync", compiled.asm["ptx"])
 
 
 def test_products_are_rounded_before_they_are_added() -> None:
@@ -118,6 +134,36 @@ def test_interpreted_kernel_passes_its_cases() -> None:
     cases = [case.group for case in CASES if case.group in groups]
     assert passed_checks(qk_cache.OP, match="|".join(f"{group}: " for group in groups)) == len(cases)
     assert {*cases} == groups
+
+
+NEW_OPTIONS: dict[str, dict[str, Any]] = {
+    "axes=3,1,31,2,32": {"angles": Angles(64, sections=(12, 10, 10), section_style="interleaved")},
+    "vnorm": {"norm_v": True},
+    "keys": {"keys": True},
+    "scales=head,head": {"cache": FP8, "scale": "kv", "scaling": "head"},
+    "scales=own,own": {"cache": FP8, "scale": "kv", "scaling": "own"},
+}
+
+
+@pytest.mark.parametrize("word", NEW_OPTIONS)
+def test_kernels_of_new_options_raise_until_they_have_run(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names say so, and those of other kernels have none of these words."""
+    (build,) = proof.builds(QkCacheCase("new", **NEW_OPTIONS[word]), records.H200)
+    assert build.name.startswith(f"qk_cache {word} x=") and is_unproven(build)
+    monkeypatch.delenv("ONEPASS_UNPROVEN", raising=False)
+    with pytest.raises(Unsupported, match=f"^qk_cache {word} x=.*has not run on a GPU yet; ONEPASS_UNPROVEN=1 runs"):
+        Launcher(build, 0)
+    old: dict[str, Any] = {"cache": FP8, "scale": "kv"} if "scales" in word else {}
+    (plain,) = proof.builds(QkCacheCase("old", **old), records.H200)
+    assert plain.name.startswith("qk_cache x=") and not is_unproven(plain)
+
+
+def test_onepass_check_leaves_out_only_these_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEPASS_UNPROVEN", raising=False)
+    groups = [{case.group for case in runner.select([qk_cache.OP], device=device)} for device in ("cpu", "cuda")]
+    assert groups[0] - groups[1] == {"mrope", "norm of v", "scales", "keys alone"}
+    monkeypatch.setenv("ONEPASS_UNPROVEN", "1")
+    assert groups[0] == {case.group for case in runner.select([qk_cache.OP], device="cuda")}
 
 
 # --- programs -------------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ TESTS: Final = (
     "tests/mla_cache/test_op.py",
     "tests/mla_cache/test_refusals.py",
     "tests/qk_cache/test_op.py",
+    "tests/qk_cache/test_options.py",
     "tests/all_ops/test_gradients.py",
     "tests/all_ops/test_compile.py",
     "tests/tools/test_fuzz.py",

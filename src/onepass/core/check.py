@@ -125,6 +125,11 @@ def _known(write: Writer) -> str:
 def _bind_shape(write: Writer, name: str, dims: str, depth: int) -> None:
     """Validate a shape and bind the symbols it mentions first; a shape without symbols means one element."""
     tokens = dims.split()
+    if "|" in tokens:
+        unlike = [f"{name}.shape != {_shape(d)}" if d.strip() else f"{name}.numel() != 1" for d in dims.split("|")]
+        write(f"if {' and '.join(unlike)}:", depth)
+        write(f"    fail_shape('{name}', '{dims}', {_known(write)}, {name})", depth)
+        return
     if not tokens:
         write(f"if {name}.numel() != 1:", depth)
         write(f"    fail('{name}', 'have one element', str(list({name}.shape)))", depth)

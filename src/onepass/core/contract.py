@@ -40,7 +40,9 @@ OPTION_TYPES: Final[dict[OptionType, tuple[tuple[type, ...], str]]] = {
 
 @dataclass(frozen=True)
 class Arg:
-    """A tensor argument. ``dims`` is one shape, or several for a list of tensors (``"... N | N | ... 1 | ... N/32"``)."""
+    """A tensor argument. ``dims`` is its shape, or several of known sizes: alternatives, and those of a list's tensors
+    (``"... N | N | ... 1 | ... N/32"``).
+    """
 
     dims: str
     doc: str

@@ -137,6 +137,10 @@ UNPROVEN: tuple[str, ...] = (
     "rms_norm_long post=",
     "rms_norm_row unnormed",
     "rms_norm_long unnormed",
+    "qk_cache axes=",
+    "qk_cache vnorm",
+    "qk_cache keys",
+    "qk_cache scales=",
 )
 """Name prefixes of configurations that were merged before they ran on a GPU. On a GPU they raise
 `Unsupported`.

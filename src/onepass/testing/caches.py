@@ -36,7 +36,8 @@ def _write_qkv(q_out: torch.dtype | None = None, **arguments: Any) -> tuple[Tens
     q, k, cache = arguments["q"], arguments["k"], arguments.get("k_cache")
     outs = [torch.empty(t.shape, dtype=q_out or t.dtype, device=t.device) for t in (q, k)]
     if cache is not None:
-        return qk_norm_rope_cache(**arguments, out=outs[0])[0], cache, arguments["v_cache"]
+        written = (cache, arguments.get("v_cache"), *arguments.get("scale_out", ()))
+        return qk_norm_rope_cache(**arguments, out=outs[0])[0], *(t for t in written if t is not None)
     qk_norm_rope_cache(**arguments, out=(outs[0], outs[1]))
     return tuple(outs)
 
@@ -62,13 +63,18 @@ def _qkv(
     page: int = _PAGE,
     index: torch.dtype = I64,
     scale: str = "",
+    own: bool = False,
+    keys: bool = False,
     memory: Any = "contiguous",
     heads: tuple[int, int] = (4, 2),
     head: int = 64,
     start: Any = None,
     **options: Any,
 ) -> Case:
-    """A case of ``heads`` heads of q and k with ``head`` columns; ``gamma``: what draws q's and k's, "x" as x, or None."""
+    """A case of ``heads`` heads of q and k with ``head`` columns; ``gamma``: what draws q's and k's, "x" as x, or None.
+
+    ``scale``: "k", "v", "kv", in capitals for a scale per head; ``own``: scales of entries; ``keys``: a cache of keys alone.
+    """
     q, k, v = (draw(*lead, count, head, layout=memory) for count in (*heads, heads[1]))
     arguments: dict[str, Any] = {"q": q, "k": k}
     if gamma is not None:
@@ -88,11 +94,17 @@ def _qkv(
         arguments |= {"v": v, **memories, "layout": layout}
         if cache in FP8_FORMATS:
             arguments |= {name: Random(cache, shape) for name in memories}
+        if keys:
+            del arguments["v"], arguments["v_cache"]
+        if own:
+            arguments["scale_out"] = [f32(*shape[:-1]), None if keys else f32(*shape[:-1])]
         if layout == "dense":
             arguments |= {} if start is None else {"start": start}
         else:
             arguments["slots"] = _slots(index, pages, page, *lead)
-    arguments |= {f"{name}_scale": _SCALES[name] for name in scale}
+    for name in scale:
+        by_head = 1.0 + torch.arange(heads[1]) if name.isupper() else 1.0
+        arguments[f"{name.lower()}_scale"] = _SCALES[name.lower()] * by_head
     return case("qk_norm_rope_cache", group, **arguments, **options)
 
 
@@ -100,6 +112,10 @@ def _pair(dtype: torch.dtype, style: Any, dim: int, *lead: int) -> Rope:
     angles = table(lead[-1], dim).view(lead[-1], dim // 2, 2).expand(*lead, dim // 2, 2)
     cos, sin = (torch.cat((part, part), -1).to(dtype) for part in angles.unbind(-1))
     return Rope(style=style, cos=cos, sin=sin)
+
+
+def _sections(style: Any = "contiguous") -> dict[str, Any]:
+    return {"sections": (12, 10, 10), "section_style": style}
 
 
 def _starts(dtype: torch.dtype, *values: int) -> Tensor:
@@ -132,6 +148,27 @@ QKV_CASES: Final[tuple[Case, ...]] = (
     _qkv("dense", bf16, (2, 3), layout="dense", start=_starts(I32, 1)),
     _qkv("dense", bf16, (2, 3), layout="dense", start=_starts(I64, -2, 4)),
     _qkv("no cache", bf16, (2, 3), cache=None, q_out=F32),
+    *(
+        _qkv("mrope", bf16, (2, 3), rope=Rope(table(40, 64), positions(index, 3, 2, 3), **_sections(style)))
+        for index, style in ((I64, "contiguous"), (I32, "interleaved"))
+    ),
+    _qkv(
+        "mrope",
+        bf16,
+        gamma=None,
+        cache=None,
+        rounding="hf",
+        rope=Rope(table(40, 64), positions(I64, 3, 5), **_sections()),
+    ),
+    _qkv("norm of v", bf16, (2, 3), norm_v=True, layout="dense", rounding="hf_rope", weight_offset=1.0),
+    _qkv("norm of v", f32, gamma=None, norm_v=True, cache=F32, eps=1e-3),
+    _qkv("norm of v", f16, norm_v=True, cache=F16, rounding="hf", memory="misaligned"),
+    _qkv("scales", bf16, cache=FP8, scale="KV"),
+    _qkv("scales", bf16, (2, 3), gamma=None, cache=FNUZ, scale="Kv", layout="HND"),
+    _qkv("scales", bf16, cache=FP8, own=True, norm_v=True),
+    _qkv("scales", f32, (2, 3), cache=FNUZ, own=True, whole=True, layout="dense"),
+    _qkv("keys alone", bf16, cache=FP8, own=True, keys=True, heads=(4, 1), head=128),
+    _qkv("keys alone", bf16, (2, 3), gamma=None, keys=True, layout="dense"),
 )
 
 
@@ -143,7 +180,9 @@ def _verify_qkv(host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[E
         yield Expected("k", results[1], k, error)
         return
     lead = host["q"].shape[:-2]
-    for name, exact, after in (("k", k, results[1]), ("v", host["v"].double(), results[2])):
+    names = [name for name in "kv" if f"{name}_cache" in host]
+    caches = {name: (k if name == "k" else _exact_v(host), results[1 + i]) for i, name in enumerate(names)}
+    for name, (exact, after) in caches.items():
         before, now = (t if host["layout"] == "NHD" else t.transpose(1, 2) for t in (host[f"{name}_cache"], after))
         if host["layout"] == "dense":
             start = host.get("start", 0)
@@ -152,9 +191,25 @@ def _verify_qkv(host: dict[str, Any], results: tuple[Tensor, ...]) -> Iterator[E
         else:
             page, entry = qk_cache.paged(host["slots"], now.shape[0], now.shape[1])
         here, scale = page >= 0, host.get(f"{name}_scale")
-        values = exact.flatten(0, len(lead) - 1)[here]
-        values = values if scale is None else divided(values, scale)
-        yield from _entries(f"{name}_cache", before, now, (page[here], entry[here]), values, error)
+        values, at = exact.flatten(0, len(lead) - 1)[here], (page[here], entry[here])
+        if "scale_out" in host:
+            index = names.index(name)
+            old, own = host["scale_out"][index], results[1 + len(names) + index]
+            old, own = (t if host["layout"] == "NHD" else t.transpose(1, 2) for t in (old, own))
+            yield from _others_unchanged(f"{name}_scale_out", old, own, at)
+            scale, fmt = own[at], FP8_FORMATS[after.dtype]
+            yield Expected(f"{name}_scale_out", scale, values.abs().amax(-1) / fmt.max, error)
+        values = values if scale is None else divided(values, scale.unsqueeze(-1) if scale.dim() else scale)
+        yield from _entries(f"{name}_cache", before, now, at, values, error)
+
+
+def _exact_v(host: dict[str, Any]) -> Tensor:
+    """v, normed if the call asks for it."""
+    v: Tensor = host["v"]
+    if not host.get("norm_v"):
+        return v.double()
+    y = norm_of({}, v, torch.ones(v.shape[-1]), host.get("eps", 1e-6))
+    return y.to(v.dtype).double() if host.get("rounding") in _ROUNDED else y
 
 
 def _exact(host: dict[str, Any], name: str) -> Tensor:
@@ -166,6 +221,10 @@ def _exact(host: dict[str, Any], name: str) -> Tensor:
         y = norm_of(host, rows, host[f"gamma_{name}"], host.get("eps", 1e-6)).view(x.shape)
     if rope is None:
         return y
+    if rope.sections is not None:
+        assert rope.freqs is not None and rope.positions is not None
+        rows = qk_cache.section_table(rope.freqs, rope.positions, rope.sections, rope.section_style)
+        rope = Rope(rows, torch.arange(len(rows)).view(x.shape[:-2]), rope.style)
     if rope.cos is not None and rope.sin is not None:
         lead, half = x.shape[:-2], rope.cos.shape[-1] // 2
         angles = [t[..., :half].float().expand(*lead, half) for t in (rope.cos, rope.sin)]

@@ -137,5 +137,6 @@ def _text(value: Any) -> str:
         return "+".join(map(_text, value)) or "none"
     if isinstance(value, Rope):
         parts = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) is not None}
+        parts = parts if value.sections else {name: part for name, part in parts.items() if name != "section_style"}
         return f"({','.join(f'{name}={_text(part)}' for name, part in parts.items())})"
     return str(getattr(value, "__name__", value))

@@ -16,7 +16,7 @@ def layout(spec: QkCacheSpec) -> Layout:
     present = {
         "q": True,
         "k": True,
-        "v": cached,
+        "v": spec.values,
         "gamma_q": spec.norm != "none",
         "gamma_k": spec.norm != "none",
         "freqs": turn is not None and not turn.pair,
@@ -25,12 +25,14 @@ def layout(spec: QkCacheSpec) -> Layout:
         "sin": turn is not None and turn.pair,
         "slots": spec.placing == "slots",
         "starts": spec.starts is not None,
-        "k_scale": spec.k_scaled,
-        "v_scale": spec.v_scaled,
+        "k_scale": spec.k_scale in ("tensor", "head"),
+        "v_scale": spec.v_scale in ("tensor", "head"),
         "q_out": True,
         "k_out": not cached,
         "k_cache": cached,
-        "v_cache": cached,
+        "v_cache": spec.values,
+        "k_scale_out": spec.k_scale == "own",
+        "v_scale_out": spec.v_scale == "own",
     }
     fields += addresses(*(name for name, here in present.items() if here))
     if turn is not None:
@@ -54,7 +56,7 @@ def pack(call: QkCacheCall, work: Work, scratch: int) -> list[float]:
         call.starts,
     )
     outputs = (call.k_scale, call.v_scale, call.q_out, None if spec.placing != "none" else call.k_out)
-    for tensor in (*tensors, *outputs, call.k_cache, call.v_cache):
+    for tensor in (*tensors, *outputs, call.k_cache, call.v_cache, call.k_scale_out, call.v_scale_out):
         if tensor is not None:
             values.append(tensor.data_ptr())
     if turn is not None:

@@ -9,16 +9,17 @@ of `qk_norm_kernels`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ...cpu.llvm.bits import load_row, load_scalar, round_to, store_row
+from ...cpu.llvm.bits import load_row, load_scalar, round_to, store_row, store_scalar
 from ...cpu.llvm.emit import I32, I64, LANES, Arguments, Bool, Cell, Float, Function, Int, Module
 from ...cpu.llvm.loops import each_block, entry_points
-from ..qk_norm.cpu_kernel import SideKernel
+from ..qk_norm.cpu_kernel import Peak, SideKernel
 from ..qk_norm.launch import qk_spec
-from .launch import MAX_HEAD, QkCacheRows, QkCacheSpec
+from .launch import MAX_HEAD, QkCacheRows, QkCacheSpec, Scaling
 
 Read = Callable[[Int, "Bool | None", bool], Float]
 """A block of a head: its first column, its mask, and whether the values come paired (see `bits`)."""
@@ -36,13 +37,14 @@ def build(spec: QkCacheSpec, offsets: dict[str, int], features: str) -> str:
 
 
 class NormKernel(SideKernel):
-    """The norm of rows of q or of k, whose number of columns is ``n``."""
+    """The norm of rows of q, k or v, whose number of columns is ``n``. v has no weight."""
 
     def __init__(self, f: Function, spec: QkCacheSpec, args: Arguments, side: str, n: Int) -> None:
+        gammas = (None, None) if side == "v" else (spec.gamma_q, spec.gamma_k)
         rounding = "hf" if spec.rounding == "hf" else "once"
-        norm = qk_spec("fused", spec.x, spec.gamma_q, spec.q_out, rounding, gamma_k=spec.gamma_k)
+        norm = qk_spec("fused", spec.x, gammas[0], spec.q_out, rounding, gamma_k=gammas[1])
         super().__init__(f, norm, args, side, f.index(0), n)
-        self.rounds_once = spec.rounding == "hf_rope"
+        self.rounds_once = spec.rounding != "once" if side == "v" else spec.rounding == "hf_rope"
 
     def normed(self, x: Int, at: Int, mask: Bool | None, rs: Float) -> Float:
         """A block of the norm, rounded as the rotation needs it."""
@@ -66,6 +68,16 @@ class Target(NamedTuple):
         store_row(f, self.dtype, value, self.at + (head * self.step + at) * self.dtype.itemsize, mask, paired)
 
 
+class Seen(NamedTuple):
+    """Takes the blocks of a head as a `Target` does, and only looks at them."""
+
+    peak: Peak
+
+    def store(self, f: Function, head: Int, at: Int, value: Float, mask: Bool | None, paired: bool) -> None:
+        """Consider a block of a head."""
+        self.peak.add(value, mask, paired)
+
+
 class TokenKernel:
     """Emits the work on tokens. ``n`` holds sizes and strides, by their names in `QkCacheRows`."""
 
@@ -84,6 +96,9 @@ class TokenKernel:
                 columns = self.n["head"]
                 whole = columns * self.n[f"{side}_heads"]
                 self.norms[side] = NormKernel(f, spec, args, side, columns if spec.norm == "head" else whole)
+        if spec.norm_v:
+            self.norms["v"] = NormKernel(f, spec, args, "v", self.n["value"])
+        self.peak = Peak(f)
         self.page, self.entry, self.has_entry = (Cell(f, f.index(0)) for _ in range(3))
 
     def run(self, begin: Int, end: Int) -> None:
@@ -103,7 +118,8 @@ class TokenKernel:
                 self.find_entry(token)
                 with f.when(self.has_entry.get().eq(1)):
                     self.write_heads("k", token, self.cache("k"))
-                    self.write_values(token, self.cache("v"))
+                    if spec.values:
+                        self.write_values(token, self.cache("v"))
 
     # --- places ---
 
@@ -148,18 +164,35 @@ class TokenKernel:
         """The token's entry in a cache."""
         n, dtype = self.n, self.spec.k_out
         offset = self.page.get() * n[f"{name}_page"] + self.entry.get() * n[f"{name}_entry"]
-        scale = load_scalar(self.f, torch.float32, self.args.integer(f"{name}_scale")) if self.scaled(name) else None
+        one = self.scaling(name) == "tensor"
+        scale = load_scalar(self.f, torch.float32, self.args.integer(f"{name}_scale")) if one else None
         return Target(self.args.integer(f"{name}_cache") + offset * dtype.itemsize, n[f"{name}_step"], dtype, scale)
 
-    def scaled(self, name: str) -> bool:
-        """Whether a cache has a scale."""
-        return self.spec.k_scaled if name == "k" else self.spec.v_scaled
+    def scaling(self, name: str) -> Scaling:
+        """What the values of a cache are divided by."""
+        return self.spec.k_scale if name == "k" else self.spec.v_scale if name == "v" else "none"
+
+    def put(self, name: str, head: Int, target: Target, write: Callable[[Target | Seen], None]) -> None:
+        """Let ``write`` store a head, divided by its scale. If that is its own, it writes twice, first to be looked at."""
+        f, n, scaling = self.f, self.n, self.scaling(name)
+        by_head = head * n[f"{name}_scale_step"] if scaling in ("head", "own") else head
+        if scaling == "head":
+            given = load_scalar(f, torch.float32, self.args.integer(f"{name}_scale") + by_head * 4)
+            target = target._replace(scale=given)
+        elif scaling == "own":
+            self.peak.clear()
+            write(Seen(self.peak))
+            scale = self.peak.scale(target.dtype)
+            entry = self.page.get() * n[f"{name}_scale_page"] + self.entry.get() * n[f"{name}_scale_entry"]
+            store_scalar(f, torch.float32, scale, self.args.integer(f"{name}_scale_out") + (entry + by_head) * 4)
+            target = target._replace(scale=scale)
+        write(target)
 
     # --- angles ---
 
     def load_angles(self, token: Int) -> None:
         """Convert the token's cosines and sines to float32, rounded first if the rotation rounds every step."""
-        f, spec, n, turn = self.f, self.spec, self.n, self.spec.turn
+        f, spec, turn = self.f, self.spec, self.spec.turn
         assert turn is not None
         dtype = turn.angles
 
@@ -176,12 +209,7 @@ class TokenKernel:
 
                 each_block(f, f.index(0), self.dim >> 1, body)
             return
-        position = self.index
-        if turn.positions is not None:
-            position = self.integer(self.place("positions", token, turn.positions), turn.positions)
-            position = (position >> 63).eq(1).where(f.index(0), position)
-        row = position.min(n["limit"] - 1)
-        base = self.args.integer("freqs") + row * n["freqs_row"] * dtype.itemsize
+        base = self.table_row(self.index if turn.positions is None else self.position(token))
 
         def both(at: Int, mask: Bool | None) -> None:
             cosine, sine = rounded(load_row(f, dtype, base + at * dtype.itemsize, mask, True)).halves()
@@ -189,6 +217,30 @@ class TokenKernel:
             f.store(sine.ir, self.sines + at * 2)
 
         each_block(f, f.index(0), self.dim, both)
+        if turn.axes is not None:
+            axes = turn.axes
+            for axis, begin, end in ((1, axes.height, axes.height_end), (2, axes.width, axes.width_end)):
+                base = self.table_row(self.position(token, axis))
+                with f.loop(f.index(begin), f.index(end), axes.step) as pair:
+                    for part, target in enumerate((self.cosines, self.sines)):
+                        value = load_scalar(f, dtype, base + (pair * 2 + part) * dtype.itemsize)
+                        store_scalar(f, torch.float32, rounded(value), target + pair * 4)
+
+    def position(self, token: Int, axis: int = 0) -> Int:
+        """One of a token's positions; 0 if it is negative."""
+        assert self.spec.turn is not None and self.spec.turn.positions is not None
+        dtype = self.spec.turn.positions
+        at = self.place("positions", token, dtype)
+        if axis:
+            at = at + self.n["positions_axis"] * (axis * dtype.itemsize)
+        position = self.integer(at, dtype)
+        return (position >> 63).eq(1).where(self.f.index(0), position)
+
+    def table_row(self, position: Int) -> Int:
+        """The address of the angles of a position, or of the last row."""
+        assert self.spec.turn is not None
+        row = position.min(self.n["limit"] - 1)
+        return self.args.integer("freqs") + row * self.n["freqs_row"] * self.spec.turn.angles.itemsize
 
     # --- heads ---
 
@@ -200,14 +252,14 @@ class TokenKernel:
         rs = norm.reciprocal_root(norm.mean(x) + norm.eps) if norm is not None and spec.norm == "whole" else None
         with f.loop(f.index(0), n[f"{side}_heads"]) as head:
             row = x + head * n[f"{side}_head"] * spec.x.itemsize
-            if norm is None:
-                self.write_head(head, target, self.reader(spec.x, row))
-            else:
+            read = self.reader(spec.x, row)
+            if norm is not None:
                 if rs is None:
                     self.save(norm, row, f.index(0), norm.reciprocal_root(norm.mean(row) + norm.eps))
                 else:
                     self.save(norm, x, head * n["head"], rs)
-                self.write_head(head, target, self.reader(torch.float32, self.head))
+                read = self.reader(torch.float32, self.head)
+            self.put(side, head, target, partial(self.write_head, head, read))
 
     def save(self, norm: NormKernel, row: Int, first: Int, rs: Float) -> None:
         """Assemble the norm of a head, which begins at column ``first`` of a row."""
@@ -226,7 +278,7 @@ class TokenKernel:
 
         return read
 
-    def write_head(self, head: Int, target: Target, read: Read) -> None:
+    def write_head(self, head: Int, read: Read, target: Target | Seen) -> None:
         """Rotate and store one head."""
         f, dim, turn = self.f, self.dim, self.spec.turn
         half = dim >> 1
@@ -247,7 +299,7 @@ class TokenKernel:
             each_block(f, f.index(0), half, halves)
         elif turn is not None:
             each_block(f, f.index(0), dim, neighbours)
-        self.copy(head, target, read, dim, self.n["head"])
+        self.copy(head, read, dim, self.n["head"], target)
 
     def turned(self, a: Float, b: Float, cosine: Float, sine: Float) -> tuple[Float, Float]:
         """Rotated pairs, in float32 or rounded at every step."""
@@ -264,12 +316,22 @@ class TokenKernel:
         """Store the heads of v."""
         f, spec, n = self.f, self.spec, self.n
         v = self.place("v", token, spec.x)
+        norm = self.norms.get("v")
         with f.loop(f.index(0), n["k_heads"]) as head:
-            self.copy(
-                head, target, self.reader(spec.x, v + head * n["v_head"] * spec.x.itemsize), f.index(0), n["value"]
-            )
+            row = v + head * n["v_head"] * spec.x.itemsize
+            read = self.reader(spec.x, row) if norm is None else self.normed(norm, row)
+            self.put("v", head, target, partial(self.copy, head, read, f.index(0), n["value"]))
 
-    def copy(self, head: Int, target: Target, read: Read, begin: Int, end: Int) -> None:
+    def normed(self, norm: NormKernel, row: Int) -> Read:
+        """Reads blocks of the norm of a row."""
+        rs = norm.reciprocal_root(norm.mean(row) + norm.eps)
+
+        def read(at: Int, mask: Bool | None, paired: bool) -> Float:
+            return norm.normed(row, at, mask, rs)  # they come paired as `copy` asks for them
+
+        return read
+
+    def copy(self, head: Int, read: Read, begin: Int, end: Int, target: Target | Seen) -> None:
         """Store columns of a head without rotation."""
 
         def body(at: Int, mask: Bool | None) -> None:

@@ -16,7 +16,7 @@ from ...gpu.launch import F32, I32, SHORT_NAMES, GpuKernels, Pointer, Sizes, mak
 from ...gpu.lib.numbers import quant
 from .gpu_kernel import _qk_cache_kernel
 from .gpu_tile import QkCacheConfig, Side, columns_for, qk_cache_config
-from .launch import QkCacheCall, QkCacheRows, QkCacheSpec
+from .launch import Axes, QkCacheCall, QkCacheRows, QkCacheSpec, Scaling
 
 MAX_PROGRAMS: Final = 2**31 - 2**13
 """Programs are numbered in 32 bits."""
@@ -42,6 +42,8 @@ class QkCacheTensors(NamedTuple):
     k_out: Pointer
     k_cache: Pointer
     v_cache: Pointer
+    k_scale_out: Pointer
+    v_scale_out: Pointer
 
 
 class QkCacheNumbers(NamedTuple):
@@ -81,6 +83,8 @@ def pack(call: QkCacheCall, config: QkCacheConfig, programs: tuple[int, ...]) ->
         k_out=call.k_out,
         k_cache=call.k_cache,
         v_cache=call.v_cache,
+        k_scale_out=call.k_scale_out,
+        v_scale_out=call.v_scale_out,
     )
     page_shift = call.rows.entries.bit_length() - 1
     numbers = QkCacheNumbers(page_shift, config.early, call.eps, call.weight_offset)
@@ -93,6 +97,7 @@ class QkCacheMath(NamedTuple):
 
     ``packed``: a table's rows allow loads of pairs. ``hf``: the norm rounds twice; ``stepwise``: the rotation rounds every
     step. ``paged``: the page size is a power of two. ``indexed``: a token's sequence and its index there are needed.
+    ``axes``: which pairs turn by which of three positions. ``k_scale``, ``v_scale``: see `Scaling`.
     """
 
     rope: int
@@ -110,6 +115,9 @@ class QkCacheMath(NamedTuple):
     levels: int
     hw_rounding: bool
     pdl: bool
+    axes: Axes | None
+    k_scale: Scaling
+    v_scale: Scaling
 
 
 class Known(NamedTuple):
@@ -151,11 +159,19 @@ def _unused(spec: QkCacheSpec, known: Known, indexed: bool) -> dict[str, float |
         names += ["cos_outer", "cos_token", "sin_outer", "sin_token"]
     if turn is None or turn.positions is None:
         names += ["positions_outer", "positions_token"]
-    caches = ["k_page", "k_entry", "k_step", "v_page", "v_entry", "v_step"]
+    if turn is None or turn.axes is None:
+        names.append("positions_axis")
     if spec.placing == "none":
-        names += [*caches, "entries", "v_outer", "v_token", "v_head"]
+        names += ["k_page", "k_entry", "k_step", "entries"]
     else:
         names += ["k_out_outer", "k_out_token", "k_out_head"]
+    if not spec.values:
+        names += ["v_page", "v_entry", "v_step", "v_outer", "v_token", "v_head"]
+    for of, scale in (("k", spec.k_scale), ("v", spec.v_scale)):
+        if scale != "own":
+            names += [f"{of}_scale_page", f"{of}_scale_entry"]
+        if scale not in ("head", "own"):
+            names.append(f"{of}_scale_step")
     if spec.placing != "slots":
         names += ["pages", "slots_outer", "slots_token"]
     if spec.placing == "slots" and known.paged:
@@ -168,7 +184,9 @@ def _unused(spec: QkCacheSpec, known: Known, indexed: bool) -> dict[str, float |
     if spec.placing != "slots" or not known.paged:
         unused["numbers.page_shift"] = 0
     if spec.norm == "none":
-        unused |= {"numbers.eps": 0.0, "numbers.weight_offset": 0.0}
+        unused["numbers.weight_offset"] = 0.0
+        if not spec.norm_v:
+            unused["numbers.eps"] = 0.0
     if not indexed or known.single:
         unused["rows.sequence"] = 1
     return unused
@@ -197,11 +215,14 @@ def _dtypes(spec: QkCacheSpec) -> dict[str, torch.dtype | None]:
     turn, cached = spec.turn, spec.placing != "none"
     pair = turn is not None and turn.pair
     table = None if turn is None or pair else turn.angles
-    scale = torch.float32
+
+    def scale(scaling: Scaling, *kinds: Scaling) -> torch.dtype | None:
+        return torch.float32 if scaling in kinds else None
+
     return {
         "q": spec.x,
         "k": spec.x,
-        "v": spec.x if cached else None,
+        "v": spec.x if spec.values else None,
         "gamma_q": spec.gamma_q,
         "gamma_k": spec.gamma_k,
         "freqs": table,
@@ -210,12 +231,14 @@ def _dtypes(spec: QkCacheSpec) -> dict[str, torch.dtype | None]:
         "sin": turn.angles if turn is not None and pair else None,
         "slots": spec.slots,
         "starts": spec.starts,
-        "k_scale": scale if spec.k_scaled else None,
-        "v_scale": scale if spec.v_scaled else None,
+        "k_scale": scale(spec.k_scale, "tensor", "head"),
+        "v_scale": scale(spec.v_scale, "tensor", "head"),
         "q_out": spec.q_out,
         "k_out": None if cached else spec.k_out,
         "k_cache": spec.k_out if cached else None,
-        "v_cache": spec.k_out if cached else None,
+        "v_cache": spec.k_out if spec.values else None,
+        "k_scale_out": scale(spec.k_scale, "own"),
+        "v_scale_out": scale(spec.v_scale, "own"),
     }
 
 
@@ -240,13 +263,18 @@ def _constants(
         levels=1 if known.folded else 2,
         hw_rounding=chip.rounds_casts,
         pdl=chip.has_pdl,
+        axes=None if turn is None else turn.axes,
+        k_scale=spec.k_scale,
+        v_scale=spec.v_scale,
     )
     return {
         "Q": config.q,
         "K": config.k,
         "V": config.v,
         "MATH": math,
-        "VALUE": math._replace(rope=max(1, facts.value), turned=0, half=False, norm="none"),
+        "VALUE": math._replace(
+            rope=max(1, facts.value), turned=0, half=False, norm="head" if spec.norm_v else "none", axes=None
+        ),
         "CACHE": quant(FP8_FORMATS.get(spec.k_out), chip),
         "PLAIN": quant(None, chip),
     }
@@ -285,7 +313,16 @@ def _strides(name: str) -> tuple[str, ...]:
 def _describe(spec: QkCacheSpec, facts: QkCacheFacts, config: QkCacheConfig) -> str:
     """A readable name for one configuration; equal names mean equal builds (for one chip)."""
     short, known, turn = SHORT_NAMES, facts.known, spec.turn
-    parts = ["qk_cache", f"x={short[spec.x]}>{short[spec.q_out]},{short[spec.k_out]}"]
+    parts = ["qk_cache"]
+    if turn is not None and turn.axes is not None:
+        parts.append(f"axes={','.join(map(str, turn.axes))}")
+    if spec.norm_v:
+        parts.append("vnorm")
+    if spec.placing != "none" and not spec.values:
+        parts.append("keys")
+    if {spec.k_scale, spec.v_scale} & {"head", "own"}:
+        parts.append(f"scales={spec.k_scale},{spec.v_scale}")
+    parts += [f"x={short[spec.x]}>{short[spec.q_out]},{short[spec.k_out]}"]
     if spec.gamma_q is not None and spec.gamma_k is not None:
         other = "" if spec.gamma_k == spec.gamma_q else f",{short[spec.gamma_k]}"
         parts.append(f"{spec.norm}={short[spec.gamma_q]}{other}")
@@ -298,8 +335,8 @@ def _describe(spec: QkCacheSpec, facts: QkCacheFacts, config: QkCacheConfig) -> 
         parts.append(f"slots={short[spec.slots]} page={'2^n' if known.paged else 'n'}")
     elif spec.placing == "dense":
         parts.append("dense" if spec.starts is None else f"dense={short[spec.starts]}")
-    if spec.k_scaled or spec.v_scaled:
-        parts.append(f"scale={'k' * spec.k_scaled}{'v' * spec.v_scaled}")
+    if "tensor" in (spec.k_scale, spec.v_scale):
+        parts.append(f"scale={'k' * (spec.k_scale == 'tensor')}{'v' * (spec.v_scale == 'tensor')}")
     values = f"+{facts.value}" if facts.value else ""
     aligned = "".join(name for name, here in zip("qkva", known[:4], strict=True) if here)
     parts.append(f"{facts.head}{values}v{aligned or 'n'}")
@@ -340,10 +377,11 @@ def _known(call: QkCacheCall) -> Known:
     several = rows.k_heads > 1
     if cached:
         k |= address(call.k_cache, rows.k_page, rows.k_entry, several * rows.k_step)
-        v = of_tokens(call.v, rows.v_outer, rows.v_token, rows.v_head, rows.k_heads)
-        v |= address(call.v_cache, rows.v_page, rows.v_entry, several * rows.v_step)
     else:
         k |= of_tokens(call.k_out, rows.k_out_outer, rows.k_out_token, rows.k_out_head, rows.k_heads)
+    if spec.values:
+        v = of_tokens(call.v, rows.v_outer, rows.v_token, rows.v_head, rows.k_heads)
+        v |= address(call.v_cache, rows.v_page, rows.v_entry, several * rows.v_step)
     angles = address(call.freqs, rows.freqs_row) | address(call.cos, outer * rows.cos_outer, tokens * rows.cos_token)
     angles |= address(call.sin, outer * rows.sin_outer, tokens * rows.sin_token)
     by_index = spec.turn is not None and not spec.turn.pair and spec.turn.positions is None
@@ -351,7 +389,7 @@ def _known(call: QkCacheCall) -> Known:
     return Known(
         q % 16 == 0,
         k % 16 == 0,
-        cached and v % 16 == 0,
+        spec.values and v % 16 == 0,
         spec.turn is not None and angles % 16 == 0,
         spec.placing == "slots" and rows.entries > 0 and rows.entries & (rows.entries - 1) == 0,
         indexed and rows.sequence == 1,
@@ -390,7 +428,7 @@ def _facts(call: QkCacheCall, chip: Chip) -> QkCacheFacts:
 
 
 def _configure(spec: QkCacheSpec, facts: QkCacheFacts, chip: Chip) -> QkCacheConfig:
-    return qk_cache_config(*facts[:5], spec.norm, spec.turn, chip)
+    return qk_cache_config(*facts[:5], spec.norm, spec.turn, chip, spec.norm_v)
 
 
 def _grid(call: QkCacheCall, config: QkCacheConfig) -> tuple[int]:

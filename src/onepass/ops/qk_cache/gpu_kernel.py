@@ -13,11 +13,11 @@ before it is overwritten, so q may be rotated in place. The order of all sums is
 import triton
 import triton.language as tl
 
-from ...gpu.lib.numbers import convert, quotient
+from ...gpu.lib.numbers import convert, make_scale, quotient
 from ...gpu.lib.pdl import launch_dependents, wait
 from ...gpu.lib.reduce import sum_chunks, sum_columns, sum_eights
 from ...gpu.lib.rope import angles_of_rows, angles_of_table, read_rope, turn, turn_stepwise, write_rope
-from ...gpu.lib.row import normalize, reciprocal_root
+from ...gpu.lib.row import magnitude, normalize, reciprocal_root
 
 
 @triton.jit
@@ -75,6 +75,31 @@ def _sum_rows(x, at, start, present, n, SIDE: tl.constexpr, MATH: tl.constexpr):
 
 
 @triton.jit
+def _table_row(tensors, rows, at, HEADS: tl.constexpr, MATH: tl.constexpr):
+    """The cosines and sines of the position at ``at``, for every head."""
+    position = tl.load(tensors.positions + at).to(tl.int64)
+    row = tl.minimum(tl.maximum(position, 0), rows.limit - 1) * rows.freqs_row
+    return angles_of_table(tensors.freqs + row, HEADS, MATH)
+
+
+@triton.jit
+def _along_axes(tensors, rows, at, HEADS: tl.constexpr, MATH: tl.constexpr):
+    """The same of three positions: each pair's, by the axis that it turns by.
+
+    Whole rows are loaded. Pairs that are chosen by an address would be loaded by other threads than those that need them.
+    """
+    AXES: tl.constexpr = MATH.axes
+    cosine, sine = _table_row(tensors, rows, at, HEADS, MATH)
+    by_height = _table_row(tensors, rows, at + rows.positions_axis, HEADS, MATH)
+    by_width = _table_row(tensors, rows, at + 2 * rows.positions_axis, HEADS, MATH)
+    pair = tl.arange(0, cosine.shape[1])[None, :]
+    tall = (pair >= AXES.height) & (pair < AXES.height_end) & ((pair - AXES.height) % AXES.step == 0)
+    wide = (pair >= AXES.width) & (pair < AXES.width_end) & ((pair - AXES.width) % AXES.step == 0)
+    cosine = tl.where(tall, by_height[0], tl.where(wide, by_width[0], cosine))
+    return cosine, tl.where(tall, by_height[1], tl.where(wide, by_width[1], sine))
+
+
+@triton.jit
 def _angles(tensors, rows, token, outer, index, HEADS: tl.constexpr, MATH: tl.constexpr):
     """The token's cosines and sines, for every head."""
     if MATH.turned == 0:
@@ -83,6 +108,9 @@ def _angles(tensors, rows, token, outer, index, HEADS: tl.constexpr, MATH: tl.co
         cos = tensors.cos + _offset(token, outer, index, rows.cos_outer, rows.cos_token, MATH.levels)
         sin = tensors.sin + _offset(token, outer, index, rows.sin_outer, rows.sin_token, MATH.levels)
         return angles_of_rows(cos, sin, HEADS, MATH)
+    elif MATH.axes is not None:
+        at = _offset(token, outer, index, rows.positions_outer, rows.positions_token, MATH.levels)
+        return _along_axes(tensors, rows, at, HEADS, MATH)
     else:
         if tensors.positions is None:
             position = index
@@ -112,9 +140,24 @@ def _weights(gamma, head, present, MATH: tl.constexpr):
 
 
 @triton.jit
+def _scale_of(a, b, rest, scale, scale_at, there, SCALE: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr):
+    """What some heads are divided by, [heads, 1] or [1, 1]. Scales that heads get for themselves are stored."""
+    if SCALE == "tensor":
+        return tl.load(scale + tl.arange(0, 1))[:, None]
+    elif SCALE == "head":
+        return tl.load(scale + scale_at, mask=there, other=1.0)[:, None]
+    else:
+        peak = tl.maximum(tl.max(magnitude(a), axis=1), tl.max(magnitude(b), axis=1))
+        peak = tl.maximum(peak, tl.max(magnitude(rest), axis=1)).to(tl.float32, bitcast=True)
+        own = make_scale(peak, float("inf"), None, QUANT, tl.float32, MATH.hw_rounding)
+        tl.store(scale + scale_at, own, mask=there)
+        return own[:, None]
+
+
+@triton.jit
 def _finish(
-    parts, weights, rs, cosine, sine, numbers, scale, out, out_at, there,
-    DTYPE: tl.constexpr, HEADS: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr,
+    parts, weights, rs, cosine, sine, numbers, scale, scale_at, out, out_at, there,
+    DTYPE: tl.constexpr, HEADS: tl.constexpr, SCALE: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate, scale and store the parts of some heads."""
     a, b, rest = parts
@@ -131,8 +174,8 @@ def _finish(
         a, b, rest = turn_stepwise(a, b, rest, cosine, sine, DTYPE, HEADS, MATH)
     elif MATH.turned > 0:
         a, b, rest = turn(a, b, rest, cosine, sine, DTYPE, HEADS, MATH)
-    if scale is not None:
-        given = tl.load(scale + tl.arange(0, 1))[:, None]
+    if SCALE != "none":
+        given = _scale_of(a, b, rest, scale, scale_at, there, SCALE, QUANT, MATH)
         a = quotient(a, given)
         b = quotient(b, given)
         rest = quotient(rest, given)
@@ -141,8 +184,9 @@ def _finish(
 
 @triton.jit
 def _heads(
-    piece, x, start, step, heads, gamma, cosine, sine, numbers, scale, out, out_start, out_step, valid,
-    SIDE: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr,
+    piece, x, start, step, heads, gamma, cosine, sine, numbers, scale, scale_start, scale_step,
+    out, out_start, out_step, valid,
+    SIDE: tl.constexpr, SCALE: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and store some heads of q or k; with statistics over all heads, all of them."""
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -169,8 +213,10 @@ def _heads(
     else:
         launch_dependents(MATH.pdl)
     out_at = out_start + head * out_step
+    scale_at = scale_start + head * scale_step
     _finish(
-        parts, weights, rs, cosine, sine, numbers, scale, out, out_at, present & valid, DTYPE, HEADS, QUANT, MATH
+        parts, weights, rs, cosine, sine, numbers, scale, scale_at, out, out_at, present & valid,
+        DTYPE, HEADS, SCALE, QUANT, MATH,
     )  # fmt: skip
     if SIDE.long:  # the other heads of a row that is longer than a tile
         for first in range(HEADS, heads, HEADS):
@@ -180,25 +226,40 @@ def _heads(
             parts = read_rope(x, start + later * step, present, 0, True, MATH)
             weights = _weights(gamma, later, present, MATH)
             out_at = out_start + later * out_step
+            scale_at = scale_start + later * scale_step
             _finish(
-                parts, weights, rs, cosine, sine, numbers, scale, out, out_at, present & valid,
-                DTYPE, HEADS, QUANT, MATH,
+                parts, weights, rs, cosine, sine, numbers, scale, scale_at, out, out_at, present & valid,
+                DTYPE, HEADS, SCALE, QUANT, MATH,
             )  # fmt: skip
 
 
 @triton.jit
 def _values(
-    piece, v, start, step, heads, scale, out, out_start, out_step, valid,
-    HEADS: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr,
+    piece, v, start, step, heads, numbers, scale, scale_start, scale_step, out, out_start, out_step, valid,
+    SIDE: tl.constexpr, SCALE: tl.constexpr, QUANT: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """Store ``HEADS`` heads of v."""
+    """Store some heads of v, or their norms."""
+    HEADS: tl.constexpr = SIDE.heads
     head = piece * HEADS + tl.arange(0, HEADS)
     present = head < heads
-    y = read_rope(v, start + head.to(tl.int64) * step, present, 0, True, MATH)[0]
-    launch_dependents(MATH.pdl)
-    y = y.to(tl.float32)
-    if scale is not None:
-        y = quotient(y, tl.load(scale + tl.arange(0, 1))[:, None])
+    at = start + head.to(tl.int64) * step
+    y = read_rope(v, at, present, 0, True, MATH)[0]
+    if MATH.norm == "head":
+        if SIDE.exact:
+            total = _sum_parts(y, y, HEADS, MATH)
+        else:
+            total = _sum_rows(v, at, start, present, MATH.rope, SIDE, MATH)
+        launch_dependents(MATH.pdl)
+        rs = reciprocal_root(tl.div_rn(total, tl.full(total.shape, MATH.rope, tl.float32)) + numbers.eps)
+        y = y.to(tl.float32) * rs[:, None]
+        if MATH.stepwise:
+            y = convert(y, v.dtype.element_ty, MATH.hw_rounding)
+    else:
+        launch_dependents(MATH.pdl)
+        y = y.to(tl.float32)
+    if SCALE != "none":
+        scale_at = scale_start + head.to(tl.int64) * scale_step
+        y = quotient(y, _scale_of(y, y, y, scale, scale_at, present & valid, SCALE, QUANT, MATH))
     write_rope(out, out_start + head.to(tl.int64) * out_step, present & valid, 0, y, y, y, True, QUANT, MATH)
 
 
@@ -251,8 +312,8 @@ def _qk_cache_kernel(
         cosine, sine = _angles(tensors, rows, token, outer, index, Q.heads, MATH)
         _heads(
             piece - (K.pieces + V.pieces), tensors.q, start, rows.q_head, rows.q_heads, tensors.gamma_q,
-            cosine, sine, numbers, None, tensors.q_out, out_start, rows.q_out_head, token >= 0,
-            Q, PLAIN, MATH,
+            cosine, sine, numbers, None, 0, 0, tensors.q_out, out_start, rows.q_out_head, token >= 0,
+            Q, "none", PLAIN, MATH,
         )  # fmt: skip
     else:
         if MATH.placing == "none":
@@ -261,6 +322,8 @@ def _qk_cache_kernel(
             k_step = rows.k_out_head
             k_out = tensors.k_out
             v_at = k_at
+            page = token * 0
+            entry = page
         else:
             page, entry, valid = _entry(tensors, rows, numbers, token, outer, index, MATH)
             k_at = page * rows.k_page + entry * rows.k_entry
@@ -270,14 +333,18 @@ def _qk_cache_kernel(
         if piece < K.pieces:
             start = _offset(token, outer, index, rows.k_outer, rows.k_token, MATH.levels)
             cosine, sine = _angles(tensors, rows, token, outer, index, K.heads, MATH)
+            k_scale = tensors.k_scale_out if MATH.k_scale == "own" else tensors.k_scale
+            scale_at = page * rows.k_scale_page + entry * rows.k_scale_entry
             _heads(
                 piece, tensors.k, start, rows.k_head, rows.k_heads, tensors.gamma_k,
-                cosine, sine, numbers, tensors.k_scale, k_out, k_at, k_step, valid,
-                K, CACHE, MATH,
+                cosine, sine, numbers, k_scale, scale_at, rows.k_scale_step, k_out, k_at, k_step, valid,
+                K, MATH.k_scale, CACHE, MATH,
             )  # fmt: skip
         elif V.pieces > 0:
             start = _offset(token, outer, index, rows.v_outer, rows.v_token, MATH.levels)
+            v_scale = tensors.v_scale_out if MATH.v_scale == "own" else tensors.v_scale
+            scale_at = page * rows.v_scale_page + entry * rows.v_scale_entry
             _values(
-                piece - K.pieces, tensors.v, start, rows.v_head, rows.k_heads, tensors.v_scale,
-                tensors.v_cache, v_at, rows.v_step, valid, V.heads, CACHE, VALUE,
+                piece - K.pieces, tensors.v, start, rows.v_head, rows.k_heads, numbers, v_scale, scale_at,
+                rows.v_scale_step, tensors.v_cache, v_at, rows.v_step, valid, V, MATH.v_scale, CACHE, VALUE,
             )  # fmt: skip

@@ -55,7 +55,15 @@ def columns_for(elements: int, chip: Chip) -> int:
 
 @cache
 def qk_cache_config(
-    columns: int, q_heads: int, k_heads: int, head: int, value: int, norm: NormKind, turn: Turn | None, chip: Chip
+    columns: int,
+    q_heads: int,
+    k_heads: int,
+    head: int,
+    value: int,
+    norm: NormKind,
+    turn: Turn | None,
+    chip: Chip,
+    norm_v: bool = False,
 ) -> QkCacheConfig:
     """The programs of a call with about ``columns`` columns per program. ``value`` 0: there is no v."""
     table = tuning(chip).qk_cache
@@ -69,7 +77,8 @@ def qk_cache_config(
     else:
         warps = 1
         sides = [_apart(heads, columns, block, norm == "head" and covered) for heads in (q_heads, k_heads)]
-    v = _apart(k_heads, columns * warps, power_of_two(value), False) if value else Side(1, 0)
+    width = power_of_two(value)
+    v = _apart(k_heads, columns * warps, width, norm_v and width >= 16) if value else Side(1, 0)
     return QkCacheConfig(sides[0], sides[1], v, warps, table.early_programs)
 
 

@@ -19,7 +19,7 @@ from ...core.backend import launch_for
 from ...core.contract import Contract
 from ...core.process import debugging
 from ...formats import SMALLEST_EPS, Rounding
-from ...rope import RopeStyle
+from ...rope import RopeStyle, SectionStyle
 from ..qk_norm.launch import check_positions
 
 MAX_HEAD: Final = 1024
@@ -34,11 +34,38 @@ Placing = Literal["none", "slots", "dense"]
 """How a token's entry is found; "none": there is no cache, and the result of k is a tensor."""
 
 
+Scaling = Literal["none", "tensor", "head", "own"]
+"""What a cache's values are divided by: nothing, one number, a number for each head, or one that a token's head gets
+for itself, which is stored."""
+
+
+class Axes(NamedTuple):
+    """Which pairs turn by the second and by the third position of a token: every ``step``th from ``height`` up to
+    ``height_end``, and the same for ``width``. The others turn by the first.
+    """
+
+    step: int
+    height: int
+    height_end: int
+    width: int
+    width_end: int
+
+
+def axes_of(style: SectionStyle, pairs: int, height: int, width: int) -> Axes | None:
+    """The axes of ``pairs`` pairs; None for tokens with one position."""
+    if not height + width:
+        return None
+    if style == "contiguous":
+        return Axes(1, pairs - width - height, pairs - width, pairs - width, pairs)
+    return Axes(3, 1, 1 + 3 * height, 2, 2 + 3 * width)
+
+
 class Turn(NamedTuple):
     """The rotation of the first ``dim`` columns of every head.
 
     ``pair``: the angles are rows of cosines and of sines, one of each per token. Otherwise they are rows of a table,
-    chosen by positions of the dtype ``positions`` or, if that is None, by the token's index in its sequence.
+    chosen by positions of the dtype ``positions`` or, if that is None, by the token's index in its sequence. ``axes``: by
+    three positions per token.
     """
 
     style: RopeStyle
@@ -46,14 +73,14 @@ class Turn(NamedTuple):
     angles: torch.dtype
     pair: bool = False
     positions: torch.dtype | None = None
+    axes: Axes | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class QkCacheSpec:
     """Everything except sizes that affects the machine code; interned by `qk_cache_spec`, so identity is equality.
 
-    ``k_out`` is the dtype of k's result: the cache's, if there is one. ``k_scaled`` and ``v_scaled`` tell whether
-    values are divided by a scale.
+    ``k_out`` is the dtype of k's result: the cache's, if there is one. ``values``: v is stored too; ``norm_v``: normed.
     """
 
     x: torch.dtype
@@ -66,9 +93,11 @@ class QkCacheSpec:
     placing: Placing = "none"
     slots: torch.dtype | None = None
     starts: torch.dtype | None = None
-    k_scaled: bool = False
-    v_scaled: bool = False
+    k_scale: Scaling = "none"
+    v_scale: Scaling = "none"
     rounding: Rounding = "once"
+    values: bool = False
+    norm_v: bool = False
 
 
 qk_cache_spec: Final = cache(QkCacheSpec)
@@ -80,7 +109,7 @@ class QkCacheRows(NamedTuple):
 
     ``limit`` is the number of rows of a table of angles, ``first`` is added to every start. With ``folded`` all tensors step through
     tokens as through one dimension, and only the strides between tokens matter. A cache has strides between pages,
-    entries and heads.
+    entries and heads, and so have scales of entries. Those of heads have the last. Positions have one between axes.
     """
 
     tokens: int
@@ -125,6 +154,13 @@ class QkCacheRows(NamedTuple):
     v_page: int
     v_entry: int
     v_step: int
+    k_scale_page: int
+    k_scale_entry: int
+    k_scale_step: int
+    v_scale_page: int
+    v_scale_entry: int
+    v_scale_step: int
+    positions_axis: int
 
 
 NO_ROWS: Final = QkCacheRows(*[0] * len(QkCacheRows._fields))
@@ -155,6 +191,8 @@ class QkCacheCall(NamedTuple):
     eps: float
     weight_offset: float
     rows: QkCacheRows = NO_ROWS
+    k_scale_out: Tensor | None = None
+    v_scale_out: Tensor | None = None
 
     @property
     def device(self) -> int:
@@ -191,8 +229,15 @@ class QkCacheArguments(Protocol):
     first: int
     layout: CacheLayout
     rounding: Rounding
+    height: int
+    width: int
+    section_style: SectionStyle
+    norm_v: bool
+    own_scales: bool
     q_out: Tensor
     k_out: Tensor | None
+    k_scale_out: Tensor | None
+    v_scale_out: Tensor | None
 
 
 def run_qk_cache(contract: Contract, call: QkCacheCall, first: int, layout: CacheLayout) -> None:
@@ -208,6 +253,9 @@ def run_qk_cache(contract: Contract, call: QkCacheCall, first: int, layout: Cach
         _check(contract, call, layout)
     with_heads = [_ABSENT if t is None else t.stride() for t in (q, k, v, call.q_out, call.k_out)]
     others = [_ABSENT if t is None else t.stride() for t in (call.slots, call.positions, call.cos, call.sin)]
+    positions_axis = 0
+    if call.spec.turn is not None and call.spec.turn.axes is not None:
+        positions_axis, others[1] = others[1][0], others[1][1:]
     strides: list[int] = []
     if len(lead) == 1 or sequence == 1:  # one stride reaches every token, and the head's is the last but one
         folded = True
@@ -223,16 +271,29 @@ def run_qk_cache(contract: Contract, call: QkCacheCall, first: int, layout: Cach
             strides += (step[0], step[1])
     limit, freqs_row = (0, 0) if freqs is None else (freqs.shape[0], freqs.stride(0))
     start_step = 0 if starts is None or starts.shape[0] == 1 else starts.stride(0)
-    pages = entries = value = 0
-    caches: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
-    if v is not None and call.k_cache is not None and call.v_cache is not None:
-        entry, by_head = (1, 2) if layout == "NHD" else (2, 1)
-        pages, entries, value = call.k_cache.shape[0], call.k_cache.shape[entry], v.shape[-1]
-        of_k, of_v = call.k_cache.stride(), call.v_cache.stride()
-        caches = (of_k[0], of_k[entry], of_k[by_head], of_v[0], of_v[entry], of_v[by_head])
+    pages = entries = 0
+    if call.k_cache is not None:
+        pages, entries = call.k_cache.shape[0], call.k_cache.shape[1 if layout == "NHD" else 2]
+    value = 0 if v is None else v.shape[-1]
     sizes = (tokens, sequence, q_heads, k.shape[-2], head, value, pages, entries, limit, int(folded), first)
-    rows = QkCacheRows._make((*sizes, *strides, freqs_row, start_step, *caches))
+    rows = QkCacheRows._make((*sizes, *strides, freqs_row, start_step, *_cache_steps(call, layout), positions_axis))
     launch(call._replace(rows=rows, eps=max(call.eps, SMALLEST_EPS)))
+
+
+def _cache_steps(call: QkCacheCall, layout: CacheLayout) -> list[int]:
+    """The strides of both caches and of their scales between pages, entries and heads."""
+    entry, by_head = (1, 2) if layout == "NHD" else (2, 1)
+    steps: list[int] = []
+    for tensor in (call.k_cache, call.v_cache):
+        step = _ABSENT if tensor is None else tensor.stride()
+        steps += (step[0], step[entry], step[by_head])
+    for own, given in ((call.k_scale_out, call.k_scale), (call.v_scale_out, call.v_scale)):
+        if own is not None:
+            step = own.stride()
+            steps += (step[0], step[entry], step[by_head])
+        else:
+            steps += (0, 0, 0 if given is None or given.numel() == 1 else given.stride(0))
+    return steps
 
 
 def _check(contract: Contract, call: QkCacheCall, layout: CacheLayout) -> None:

@@ -45,19 +45,42 @@ def _head(args: Arguments, thread: Int) -> Int:
     return args.integer("scratch") + thread * args.integer("room") * 4 if "scratch" in args else thread
 
 
+class Peak:
+    """The largest magnitude of some values, and the scale that makes it the largest code."""
+
+    def __init__(self, f: Function) -> None:
+        self.f, self.top = f, Cell(f, f.zeros()[1])
+
+    def clear(self) -> None:
+        """Start over."""
+        self.top.set(self.f.zeros()[1])
+
+    def add(self, value: Float, mask: Bool | None, paired: bool) -> None:
+        """Consider a block."""
+        sizes = bits.magnitude(value)
+        if mask is not None:
+            sizes = bits.lane_mask(mask, paired).where(sizes, 0)
+        self.top.set(self.top.get().max(sizes))
+
+    def scale(self, dtype: torch.dtype) -> Float:
+        """The scale of these values in an fp8 format; NaN if one is not finite."""
+        amax = self.top.get().max_lane().float()
+        return bits.make_scale(_SCALE, FP8_FORMATS[dtype].max, amax, amax.number(float("inf")))
+
+
 class SideKernel:
     """Emits the work on the rows of q or of k, of ``n`` columns; ``head`` is the address of a head in scratch memory."""
 
     def __init__(self, f: Function, spec: QkSpec, args: Arguments, side: str, head: Int, n: Int | None = None) -> None:
         self.f, self.spec, self.args, self.head = f, spec, args, head
-        self.side, self.column = side, SIDES.index(side)
+        self.side = side
         self.paired = spec.x == torch.bfloat16
         self.n = args.integer(f"{side}.n") if n is None else n
         self.count = self.n.to_float()
         self.eps = args.number("eps_k" if spec.two_eps and side == "k" else "eps")
         self.offset = args.number("weight_offset")
         self.squares = SumOfSquares(Cell(f, f.zeros()[0]), Cell(f, f.zeros()[0]))
-        self.top = Cell(f, f.zeros()[1])
+        self.peak = Peak(f)
 
     def token(self, name: str, token: Int, size: int) -> Int:
         """The address of a token in a tensor whose elements have ``size`` bytes."""
@@ -77,7 +100,7 @@ class SideKernel:
         with f.loop(begin, end) as token:
             source = self.token(self.side, token, spec.x.itemsize)
             target = None if spec.out is None else self.token(f"{self.side}_out", token, spec.out.itemsize)
-            stats = self.token("stats", token, 4) + 4 * self.column if "stats" in args else None
+            stats = self.token("stats", token, 4) + 4 * SIDES.index(self.side) if "stats" in args else None
             angles = self.angles(token) if spec.rope is not None else None
             with f.loop(f.index(0), heads) as head:
                 x = source + head * args.integer(f"{self.side}.step") * spec.x.itemsize
@@ -120,8 +143,9 @@ class SideKernel:
         """A block of the norm, before rotation and store."""
         spec = self.spec
         gamma = spec.gamma if self.side == "q" else spec.gamma_k
-        assert gamma is not None
         h = self.load(spec.x, x, at, mask)
+        if gamma is None:
+            return h * rs
         g = self.load(gamma, self.args.integer(f"gamma_{self.side}"), at, mask) + self.offset
         if spec.rounding == "once":
             return h * rs * g
@@ -184,17 +208,9 @@ class SideKernel:
             return load_scalar(f, torch.float32, args.integer(f"{self.side}_scale"))
         assert dtype is not None
         name = f"{self.side}_scale_out"
-        self.top.set(f.zeros()[1])
-
-        def emit(at: Int, value: Float, mask: Bool | None, paired: bool) -> None:
-            sizes = bits.magnitude(value)
-            if mask is not None:
-                sizes = bits.lane_mask(mask, paired).where(sizes, 0)
-            self.top.set(self.top.get().max(sizes))
-
-        self.finished(x, rs, angles, emit)
-        amax = self.top.get().max_lane().float()
-        scale = bits.make_scale(_SCALE, FP8_FORMATS[dtype].max, amax, amax.number(float("inf")))
+        self.peak.clear()
+        self.finished(x, rs, angles, lambda _, value, mask, paired: self.peak.add(value, mask, paired))
+        scale = self.peak.scale(dtype)
         at = self.token(name, token, 4) + head * args.integer(f"{name}.step") * 4
         store_scalar(f, torch.float32, scale, at)
         return scale

@@ -167,6 +167,8 @@ def _unpacked(contract: Contract, rope: Rope | None) -> tuple[Any, ...]:
         contract.fail("rope", "be a Rope or None", describe(rope))
     if rope.freqs is None:
         contract.fail("rope", "have freqs", "None")
+    if rope.sections is not None:
+        contract.fail("sections", "be None (qk_norm_rope_cache takes them)", describe(rope.sections))
     return rope.freqs, rope.positions, rope.style, rope.dim, rope.head_dim
 
 
