@@ -5,6 +5,7 @@ The references are written from the semantics of vLLM's, FlashInfer's and SGLang
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -187,31 +188,106 @@ def test_flashinfer_fp8_blocks(dtype: torch.dtype, weight_dtype: torch.dtype) ->
         flashinfer.fused_add_rmsnorm_fp8_block_quant(out, scale[:, :9], normed, x, stored, weight)
 
 
-def test_packed_scales_of_a_norm() -> None:
-    """One call for a norm and vLLM's ``per_token_group_quant_fp8_packed_for_deepgemm`` of its result: the same bytes.
+def packed(y: Tensor, group: int, least: float = 1e-10) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales, and their exponents as vLLM packs them, of float32 rows: by a division, with scales rounded up to powers of two."""
+    groups = y.unflatten(-1, (-1, group))
+    scale = torch.exp2(torch.ceil(torch.log2((groups.abs().amax(-1) / 448).clamp(min=least).double()))).float()
+    exponents = torch.nn.functional.pad((scale.view(torch.int32) >> 23) & 0xFF, (0, -scale.shape[-1] % 4))
+    words = (exponents.unflatten(-1, (-1, 4)) << torch.tensor([0, 8, 16, 24])).sum(-1)
+    return fp8((groups / scale.unsqueeze(-1)).flatten(-2)), scale, words & 0xFFFFFFFF
 
-    That function's ``eps`` is 1e-10, and so is the smallest scale before it becomes a power of two.
-    """
+
+def test_packed_scales_of_a_norm() -> None:
+    """One call for a norm and vLLM's ``per_token_group_quant_fp8_packed_for_deepgemm`` of its result: the same bytes."""
     x, _, weight = inputs(BF16, BF16, 9, 640)
     x[4, 128:256] = 0.0
-    codes, words = onepass.rms_norm_fused_quant(
-        x,
-        weight,
-        EPS,
-        group_size=128,
-        scale_format="ue8m0",
-        scale_layout="column_packed",
-        rounding="stored",
-        min_scale=1e-10,
-    )
-    y = onepass.rms_norm(x, weight, EPS).float().unflatten(-1, (5, 128))
-    least = (y.abs().amax(-1).clamp(min=1e-10) / 448).clamp(min=1e-10)
-    scale = torch.exp2(torch.ceil(torch.log2(least.double()))).float()
-    assert same_bytes(codes, fp8((y / scale.unsqueeze(-1)).flatten(1))) and scale[4, 1] == 2.0**-33
-    exponents = torch.nn.functional.pad((scale.view(torch.int32) >> 23) & 0xFF, (0, 3)).unflatten(-1, (2, 4))
-    expected = (exponents << torch.tensor([0, 8, 16, 24])).sum(-1)
+    options: dict[str, Any] = {"group_size": 128, "scale_format": "ue8m0", "scale_layout": "column_packed"}
+    codes, words = onepass.rms_norm_fused_quant(x, weight, EPS, rounding="stored", min_scale=1e-10, **options)
+    expected, scale, exponents = packed(onepass.rms_norm(x, weight, EPS).float(), 128)
+    assert same_bytes(codes, expected) and scale[4, 1] == 2.0**-33
     assert words.dtype == torch.int32 and words.shape == (9, 2) and words.stride() == (1, 12)
-    assert torch.equal(words.long() & 0xFFFFFFFF, expected & 0xFFFFFFFF) and (words != 0).all()
+    assert torch.equal(words.long() & 0xFFFFFFFF, exponents) and (words != 0).all()
+    separate = vllm.per_token_group_quant_fp8_packed_for_deepgemm(onepass.rms_norm(x, weight, EPS), 128)
+    assert same_bytes(separate[0], codes) and torch.equal(separate[1], words) and separate[1].stride() == (1, 12)
+
+
+@pytest.mark.parametrize(("dtype", "group", "lead"), [(BF16, 128, (9,)), (F16, 16, (3, 5)), (F32, 64, (2, 1, 3))])
+def test_packed_scales_without_a_norm(dtype: torch.dtype, group: int, lead: tuple[int, ...]) -> None:
+    x = 3 * inputs(dtype, dtype, *lead, 384)[0]
+    x.view(-1, 384)[1, :group] = 0.0
+    out = torch.empty_like(x, dtype=F8)
+    codes, words = vllm.per_token_group_quant_fp8_packed_for_deepgemm(x, group, out_q=out)
+    expected, scale, exponents = packed(x.float(), group)
+    rows = x.numel() // 384
+    assert codes is out and same_bytes(codes, expected) and scale.view(rows, -1)[1, 0] == 2.0**-33
+    assert words.shape == (rows, -(-384 // group // 4)) and words.stride() == (1, -(-rows // 4) * 4)
+    assert torch.equal(words.long() & 0xFFFFFFFF, exponents.view(rows, -1)) and (words != 0).all()
+    larger = vllm.per_token_group_quant_fp8_packed_for_deepgemm(x, group, eps=448.0)
+    assert same_bytes(larger[0], packed(x.float(), group, 1.0)[0]) and not same_bytes(larger[0], codes)
+
+
+def test_packed_scales_of_a_gated_product() -> None:
+    gate_up = 2 * inputs(BF16, BF16, 7, 512)[0]
+    gate, up = gate_up.chunk(2, -1)
+    codes, words = vllm.silu_mul_quant_fp8_packed_triton(gate_up)
+    product = (up.float() * (gate.double() * torch.sigmoid(gate.double())).float()).to(BF16)
+    expected, scale, exponents = packed(product.float(), 128)
+    assert torch.equal(words.long() & 0xFFFFFFFF, exponents) and (scale > 0).all()
+    assert (
+        codes.view(torch.uint8) == expected.view(torch.uint8)
+    ).float().mean() >= 0.998  # silu is not correctly rounded
+    assert codes.float().abs().amax(-1).min() >= 224
+    both = onepass.quantize(
+        up, gate=gate, group_size=128, scale_format="ue8m0", scale_layout="column_packed", rounding="stored",
+        quantize="divide", min_scale=1e-10,
+    )  # fmt: skip
+    assert same_bytes(codes, both[0]) and torch.equal(words, both[1])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda x: vllm.per_token_group_quant_fp8_packed_for_deepgemm(x, 100),
+            "per_token_group_quant_fp8_packed_for_deepgemm: `group_size` must be 16, 32, 64 or 128, got 100",
+        ),
+        (
+            lambda x: vllm.per_token_group_quant_fp8_packed_for_deepgemm(x, 128, use_ue8m0=False),
+            "per_token_group_quant_fp8_packed_for_deepgemm: `use_ue8m0` must be True or None, got False",
+        ),
+        (
+            lambda x: vllm.per_token_group_quant_fp8_packed_for_deepgemm(x, 128, eps=float("nan")),
+            "per_token_group_quant_fp8_packed_for_deepgemm: `eps` must be a finite number of at least 0, got nan",
+        ),
+        (
+            lambda x: vllm.per_token_group_quant_fp8_packed_for_deepgemm(x, 128, out_q=x),
+            "per_token_group_quant_fp8_packed_for_deepgemm: `out_q` must ",
+        ),
+        (
+            lambda x: vllm.silu_mul_quant_fp8_packed_triton(x, clamp_limit=7.0),
+            "silu_mul_quant_fp8_packed_triton: `clamp_limit` must be None, got 7.0",
+        ),
+        (
+            lambda x: vllm.silu_mul_quant_fp8_packed_triton(x, alpha=1.702),
+            "silu_mul_quant_fp8_packed_triton: `alpha` must be 1, got 1.702",
+        ),
+        (
+            lambda x: vllm.silu_mul_quant_fp8_packed_triton(x, expert_ends=torch.tensor([1])),
+            "silu_mul_quant_fp8_packed_triton: `expert_ends` must be None, got ",
+        ),
+        (
+            lambda x: vllm.silu_mul_quant_fp8_packed_triton(x[:, :255]),
+            "silu_mul_quant_fp8_packed_triton: `input` must be bfloat16 [tokens, 2 * columns], got ",
+        ),
+        (
+            lambda x: vllm.silu_mul_quant_fp8_packed_triton(x[:, :256], 128, x[:, :128]),
+            "silu_mul_quant_fp8_packed_triton: `output_q` must ",
+        ),
+    ],
+)
+def test_packed_scales_are_refused(call: Any, words: str) -> None:
+    with pytest.raises((ContractError, Unsupported), match=f"^{re.escape(words)}"):
+        call(torch.ones(3, 384, dtype=BF16))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ SIGNATURES: dict[str, dict[str, str]] = {
         "rms_norm_static_fp8_quant": "result, input, weight, scale, epsilon",
         "fused_add_rms_norm_static_fp8_quant": "result, input, residual, weight, scale, epsilon",
     },
+    "vllm 0.33.0: vllm.model_executor.layers.quantization.utils.fp8_utils": {
+        "per_token_group_quant_fp8_packed_for_deepgemm": "x, group_size, eps=1e-10, use_ue8m0=None, out_q=None",
+        "silu_mul_quant_fp8_packed_triton": "input, group_size=128, output_q=None, clamp_limit=None, alpha=1.0, beta=0.0, "
+        "*, expert_ends=None, expert_alignment=0",
+    },
     "vllm 0.33.0: vllm.models.common.ops.fused_qk_rmsnorm": {
         "fused_q_kv_rmsnorm": "qr, kv, q_weight, kv_weight, eps",
     },

@@ -24,8 +24,9 @@ vLLM 0.19 and earlier also round ``x * rs`` in the first two: see `onepass.engin
 The docstrings of the norms around attention, of MLA's cache write and of its projection state their rounding. Weights may
 have any float dtype, whatever the input's. Every function checks all of its arguments before it writes anything.
 
-Some functions are not in ``vllm._custom_ops``: those with static scales are ``torch.ops._C`` functions, and
-`fused_q_kv_rmsnorm` is in ``vllm.models.common.ops``.
+Some functions are not in ``vllm._custom_ops``: those with static scales are ``torch.ops._C`` functions,
+`fused_q_kv_rmsnorm` is in ``vllm.models.common.ops``, and the two with packed scales are in
+``vllm.model_executor.layers.quantization.utils.fp8_utils``.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from ..errors import ContractError, Unsupported
 from ..ops.linear.op import linear
 from ..ops.qk_cache.op import qk_norm_rope_cache
 from ..ops.qk_norm.op import qk_rms_norm
+from ..ops.rms_norm.op import quantize, rms_norm_fused_fp8, rms_norm_fused_quant
 from ..ops.rms_norm.op import rms_norm as _rms_norm
-from ..ops.rms_norm.op import rms_norm_fused_fp8, rms_norm_fused_quant
 from ..rope import Rope, RopeStyle
 from .arguments import names_of_op, one_element, require_codes, require_counts, require_tensors
 
@@ -53,6 +54,8 @@ _GROUPS = (16, 32, 64, 128)
 """Columns that may share a scale; 64 and 128 in vLLM."""
 _LEAST_INT8 = 2.0**-23
 """The smallest scale of int8 in vLLM."""
+_LEAST_PACKED = 1e-10
+"""The smallest packed scale in vLLM, before it becomes a power of two."""
 as_called = names_of_op(x="input", gamma="weight", eps="epsilon", out_dtype="quant_dtype")
 """The ops' arguments by vLLM's names."""
 _static_as_called = names_of_op(x="input", gamma="weight", eps="epsilon", static_scale="scale", out="result")
@@ -69,10 +72,12 @@ __all__ = [
     "fused_add_rms_norm_static_fp8_quant",
     "fused_q_kv_rmsnorm",
     "fused_qk_norm_rope",
+    "per_token_group_quant_fp8_packed_for_deepgemm",
     "rms_norm",
     "rms_norm_dynamic_per_token_quant",
     "rms_norm_per_block_quant",
     "rms_norm_static_fp8_quant",
+    "silu_mul_quant_fp8_packed_triton",
 ]
 
 
@@ -218,6 +223,116 @@ def _quantized(
         results = rms_norm_fused_fp8(input, weight, epsilon, scale_ub=scale_ub, scale_output=scale_out, **options)
     codes, scale = results[:2]
     return codes, scale.view(tokens, groups) if scales is None else scales
+
+
+# --- codes without a norm ------------------------------------------------------------------------------------------
+
+
+@names_of_op(out="out_q")
+def per_token_group_quant_fp8_packed_for_deepgemm(
+    x: Tensor, group_size: int, eps: float = 1e-10, use_ue8m0: bool | None = None, out_q: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize groups of columns to fp8, with the scales that DeepGEMM reads: powers of two, four in a word.
+
+    Args:
+        x: [..., N], bfloat16, float16 or float32.
+        group_size: Columns that share a scale: 16, 32, 64 or 128, a divisor of N.
+        eps: Lower bound of a group's ``max |x|``.
+        use_ue8m0: True or None, because packed scales are powers of two.
+        out_q: Receives the codes, float8_e4m3fn in x's shape.
+
+    Returns:
+        ``(codes, scales)``: scales [rows, N / group_size / 4] of int32, rounded up, stored column by column, each aligned to four rows.
+
+    Rounding:
+        ``scale`` is the smallest power of two not below ``max(max(|x|, eps) / 448, 1e-10)``; ``code = fp8(x / scale)``.
+
+    One call of `onepass.quantize`, which raises `Unsupported` on a GPU until its kernels have run there.
+
+    >>> import torch
+    >>> from onepass.engines import vllm as ops
+    >>> codes, scales = ops.per_token_group_quant_fp8_packed_for_deepgemm(torch.full((1, 32), 448.0), 16)
+    >>> codes.float().amax().item(), [hex(word) for word in scales.flatten().tolist()]  # 2^0 twice
+    (448.0, ['0x7f7f'])
+    """
+    name = "per_token_group_quant_fp8_packed_for_deepgemm"
+    if use_ue8m0 not in (None, True):
+        raise Unsupported(f"{name}: `use_ue8m0` must be True or None, got {describe(use_ue8m0)}")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+        raise ContractError(f"{name}: `eps` must be a finite number of at least 0, got {describe(eps)}")
+    return _packed(name, x, group_size, out_q, max(eps / _MAXIMA[torch.float8_e4m3fn], _LEAST_PACKED))
+
+
+@names_of_op(x="input", gate="input", out="output_q")
+def silu_mul_quant_fp8_packed_triton(
+    input: Tensor,
+    group_size: int = 128,
+    output_q: Tensor | None = None,
+    clamp_limit: float | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    *,
+    expert_ends: Tensor | None = None,
+    expert_alignment: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Quantize ``silu(gate) * up`` of a gated MLP like `per_token_group_quant_fp8_packed_for_deepgemm`.
+
+    Args:
+        input: [tokens, 2 * N], bfloat16: gate, then up. vLLM's function takes float16 and rounds its product to bfloat16.
+        group_size: Columns that share a scale: 16, 32, 64 or 128, a divisor of N.
+        output_q: Receives the codes, float8_e4m3fn [tokens, N].
+        clamp_limit: None.
+        alpha: 1.
+        beta: 0.
+        expert_ends: None.
+        expert_alignment: Ignored without expert_ends.
+
+    Returns:
+        ``(codes, scales)``, as of that function.
+
+    Rounding:
+        The product to bfloat16, then as that function.
+
+    >>> import torch
+    >>> from onepass.engines import vllm as ops
+    >>> codes, scales = ops.silu_mul_quant_fp8_packed_triton(torch.full((2, 256), 2.0, dtype=torch.bfloat16))
+    >>> codes.shape, codes[0, 0].item(), hex(scales[0, 0].item())  # 3.53125 of 2^-6
+    (torch.Size([2, 128]), 224.0, '0x79')
+    """
+    name = "silu_mul_quant_fp8_packed_triton"
+    options = {
+        "clamp_limit": (clamp_limit, None),
+        "alpha": (alpha, 1),
+        "beta": (beta, 0),
+        "expert_ends": (expert_ends, None),
+    }
+    for option, (value, only) in options.items():
+        if value is not only and (only is None or value != only):
+            raise Unsupported(f"{name}: `{option}` must be {only}, got {describe(value)}")
+    if not isinstance(input, Tensor) or input.dim() != 2 or input.shape[1] % 2 or input.dtype != torch.bfloat16:
+        raise ContractError(f"{name}: `input` must be bfloat16 [tokens, 2 * columns], got {describe(input)}")
+    gate, up = input.chunk(2, -1)
+    return _packed(name, up, group_size, output_q, _LEAST_PACKED, gate)
+
+
+def _packed(
+    name: str, x: Tensor, group_size: int, codes: Tensor | None, least: float, gate: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes with a power of two per group, four in a word: the words of all rows in two dimensions."""
+    if group_size not in _GROUPS:
+        raise ContractError(f"{name}: `group_size` must be 16, 32, 64 or 128, got {describe(group_size)}")
+    codes, scales = quantize(
+        x,
+        gate=gate,
+        group_size=group_size,
+        scale_format="ue8m0",
+        scale_layout="column_packed",
+        rounding="stored",
+        quantize="divide",
+        min_scale=least,
+        out=codes,
+    )
+    return codes, scales.flatten(0, -2) if scales.dim() != 2 else scales
 
 
 # --- around attention ----------------------------------------------------------------------------------------------
