@@ -55,6 +55,16 @@ GOOD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
          "kv_cache_dtype": "fp8", "scale": ONE},
         "",
     ),
+    (
+        vllm.per_token_group_quant_fp8_packed_for_deepgemm,
+        {"x": X, "group_size": 64, "eps": 1e-10, "use_ue8m0": True, "out_q": CODES},
+        "use_ue8m0 out_q",
+    ),
+    (
+        vllm.silu_mul_quant_fp8_packed_triton,
+        {"input": zeros(3, 128), "group_size": 64, "output_q": CODES, "alpha": 1.0, "beta": 0.0},
+        "output_q",
+    ),
     (vllm.dsv3_fused_a_gemm, PROJECTION, ""),
     (sglang.dsv3_fused_a_gemm, PROJECTION, "output"),
     (
