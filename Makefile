@@ -56,15 +56,15 @@ test-rest: ## run the tests that `make test` leaves out: long sweeps, other chip
 	@$(MAKE) --no-print-directory pytest SELECT=full
 
 # Beside .venv's own release, the lowest of the extra. If a later one needs other packages too, it says so at import.
-NEWEST := .venv/transformers-newest
-test-models: $(NEWEST)/.ready native ## run the tests of models with the newest transformers of [tool.onepass.tested]
-	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'from transformers import __version__; print("transformers", __version__)'
-	@$(MAKE) --no-print-directory pytest SELECT='not full' TESTS=tests/models PYTHONPATH=$(NEWEST)
+TRANSFORMERS := .venv/transformers-newest
+test-models: $(TRANSFORMERS)/.ready native ## run the tests of models with the newest transformers of [tool.onepass.tested]
+	@PYTHONPATH=$(TRANSFORMERS) $(BIN)/python -c 'from transformers import __version__; print("transformers", __version__)'
+	@$(MAKE) --no-print-directory pytest SELECT='not full' TESTS=tests/models PYTHONPATH=$(TRANSFORMERS)
 
-$(NEWEST)/.ready: pyproject.toml | $(READY)
-	@rm -rf $(NEWEST)
+$(TRANSFORMERS)/.ready: pyproject.toml | $(READY)
+	@rm -rf $(TRANSFORMERS)
 	@version=$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["tool"]["onepass"]["tested"]["transformers"][1])'); \
-	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-compile --target $(NEWEST) transformers==$$version
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-compile --target $(TRANSFORMERS) transformers==$$version
 	@touch $@
 
 test-all: ## lint and run all tests

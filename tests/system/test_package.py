@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -90,3 +91,22 @@ def test_templates_and_hooks_are_valid() -> None:
     assert [hook["id"] for hook in hooks] == ["ruff", "ruff-format", "mypy"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["license"] == PYPROJECT["project"]["license"]
+
+
+def test_make_assigns_each_variable_once() -> None:
+    """`?=` leaves a variable as it is, so two uses of one name give a target the value of another."""
+    names = re.findall(r"^(\w+) *[?:]?= *", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert len(names) > 20 and {name for name in names if names.count(name) > 1} == set()
+
+
+@pytest.mark.parametrize("target", ["newest", "fuzz", "mutate", "demo", "bench"])
+def test_make_passes_no_arguments_by_itself(target: str) -> None:
+    command = ["make", "-n", "-C", str(ROOT), "--no-print-directory", target]
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+    }  # no options of the make above
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=alone).stdout
+    words = printed.replace("\\\n", " ").splitlines()[-1].split()
+    module = words[words.index("-m") + 1 :]
+    assert module[0] in (f"tools.{target}", "tools.mutation", "examples.demo", "benchmarks")
+    assert all(word.startswith("-") or words[words.index(word) - 1].startswith("-") for word in module[1:])
