@@ -289,8 +289,9 @@ FORMS: list[Form] = [
         call_sandwich_quant,
         derived=bound_defaults,
     ),
-    *both("quantize", QUANTIZATION, rows_arguments, call_rows, derived=bound_defaults),
-    writing("quantize, static", QUANTIZATION, rows_static_arguments, call_rows, derived=bound_defaults),
+    # not allocating: a kernel leaves the padding of swizzled scales as it is
+    writing("quantize", QUANTIZATION, rows_arguments, call_rows, derived=bound_defaults),
+    *both("quantize, static", QUANTIZATION, rows_static_arguments, call_rows, derived=bound_defaults),
 ]
 
 # --- any number of rows ---------------------------------------------------------------------------------------------

@@ -74,7 +74,9 @@ def _scale_cases(op: str) -> Iterator[Case]:
     yield from c((5,), 640, options=each([FORMATS[1], FORMATS[3], FORMATS[4]], floor, floor | {"scales_dtype": F32}))
     limited: list[dict[str, Any]] = [{"scale_ub": 1.5}, {"bounded": 1.5}, {"bounded": -math.inf}, {"min_scale": 0.25}]
     yield from c((5,), 640, options=each([FORMATS[0], FORMATS[3], FORMATS[5]], *limited))
-    yield from c((5,), 640, options=each([FORMATS[5]], *({"global_scale": s} for s in (37.5, 0.0))))
+    yield from c(
+        (5,), 640, options=each([FORMATS[5]], {"global_scale": 37.5}, {"global_scale": 0.0, "min_scale": 0.25})
+    )
     yield from c((5,), 640, options=[format_of("e4m3fnuz", code_max=224.0), format_of("e4m3fnuz", group_size=64)])
     given = [{"format": name, "static_scale": True} | way for name in ("e4m3fn", "int8") for way in ({}, _GATE)]
     yield from c((3,), [640, 4096, 20480], options=given)
