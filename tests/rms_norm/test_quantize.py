@@ -61,6 +61,7 @@ def scales_of(format: Any, x: Tensor, scale: Tensor) -> Tensor:
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)  # each compiles kernels
 @pytest.mark.parametrize("n", [1, 33, 640, 1024, 4099, 20000])
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "int8"])
 def test_codes_and_scales_are_those_of_torch(n: int, format: Any) -> None:
@@ -89,6 +90,7 @@ def test_numbers_are_near_the_reference() -> None:
             assert (off.abs() <= y.abs() * 2.0**-4 + step * 2.0**-9).all() and y.abs().max() > 3
 
 
+@pytest.mark.sampled(3)  # each compiles kernels
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_product_is_quantized_as_it_is_stored(dtype: torch.dtype) -> None:
     """The activation of a whole number from 20 on is that number, so the product is known to the bit."""

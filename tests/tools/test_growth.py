@@ -17,6 +17,7 @@ from tools.soak import growth, watch
 DATA = Path(__file__).parents[2] / "benchmarks/cpu/growth.json"
 
 
+@pytest.mark.full  # 420 calls; tests/all_ops/test_native.py repeats fewer
 def test_calls_are_recorded_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     found = growth.measure(360, "cpu")
     assert found["passed"] and len(found["samples"]) == growth.SAMPLES and found["most remembered"]["options"] > 0
